@@ -1,0 +1,149 @@
+"""Commands: parse parameters, call a step, turn an error into one line and an exit code.
+
+MLflow and TVM are imported by the commands that need them, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from pydantic.fields import FieldInfo
+
+from ansor_mlflow.errors import AnsorMlflowError, UserInputError
+from ansor_mlflow.options import (
+    CompileOptions,
+    EvaluateOptions,
+    Options,
+    PipelineOptions,
+    TuneOptions,
+    default_text,
+    load_options,
+)
+
+OptionsT = TypeVar("OptionsT", bound=Options)
+
+_CONFIG_HELP = "YAML file with values for any of these parameters; what is given here wins over the file."
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="ansor_mlflow")
+def cli() -> None:
+    """Auto-tune neural networks with Apache TVM; MLflow remembers and serves the result."""
+
+
+def _command(name: str, options_class: type[OptionsT]) -> Callable[[Callable[[OptionsT], None]], click.Command]:
+    """Makes a command whose flags are the fields of an option class."""
+
+    def decorate(function: Callable[[OptionsT], None]) -> click.Command:
+        def callback(config: str, **given: str) -> None:
+            function(load_options(options_class, given, config or None))
+
+        params: list[click.Parameter] = [
+            _flag(options_class, field, info) for field, info in options_class.model_fields.items()
+        ]
+        params.append(click.Option(["--config"], default="", help=_CONFIG_HELP))
+        command = click.Command(name, params=params, callback=callback, help=function.__doc__)
+        cli.add_command(command)
+        return command
+
+    return decorate
+
+
+def _flag(options_class: type[Options], name: str, info: FieldInfo) -> click.Option:
+    default = default_text(options_class, name)
+    text = f"{info.description}  [default: {default}]" if default else info.description
+    return click.Option([f"--{name.replace('_', '-')}", name], default="", metavar="VALUE", help=text)
+
+
+@_command("tune", TuneOptions)
+def tune(options: TuneOptions) -> None:
+    """Search the best schedule for every kernel of a network."""
+    from ansor_mlflow.cli.progress import progress_observers
+    from ansor_mlflow.steps import tune as tune_step
+
+    with progress_observers() as observers:
+        run_id = tune_step(options, observers)
+    click.echo(f"tuning run {run_id}")
+
+
+@_command("compile", CompileOptions)
+def compile_(options: CompileOptions) -> None:
+    """Build a network with tuning records and log it as a model."""
+    from ansor_mlflow.steps import compile_network
+
+    result = compile_network(options)
+    tasks, flops = result.coverage.task_share, result.coverage.flops_share
+    click.echo(f"model {result.model_uri}  coverage {tasks:.0%} of tasks, {flops:.1%} of operations")
+
+
+@_command("evaluate", EvaluateOptions)
+def evaluate(options: EvaluateOptions) -> None:
+    """Check a model against ONNX Runtime and measure its latency."""
+    from ansor_mlflow.cli.summary import print_summary
+    from ansor_mlflow.steps import evaluate as evaluate_step
+
+    print_summary(evaluate_step(options))
+
+
+@_command("main", PipelineOptions)
+def pipeline(options: PipelineOptions) -> None:
+    """Tune, compile, evaluate and, with --register-as, register a network."""
+    from ansor_mlflow.cli.summary import print_pipeline
+    from ansor_mlflow.steps import run_pipeline
+
+    print_pipeline(run_pipeline(options, Path.cwd()))
+
+
+@cli.command("networks")
+def networks() -> None:
+    """List the built-in networks."""
+    from ansor_mlflow.networks import BUILTIN_NETWORKS
+
+    for name in BUILTIN_NETWORKS:
+        click.echo(name)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs a command line and exits: 0, or the code of the error's kind (see `errors.py`)."""
+    _set_up_logging()
+    _shorten_mlflow_retries()
+    try:
+        cli.main(args=args, prog_name="ansor-mlflow", standalone_mode=False)
+    except click.Abort:
+        sys.exit(130)
+    except click.exceptions.Exit as err:
+        sys.exit(err.exit_code)
+    except click.ClickException as err:
+        _fail(UserInputError(err.format_message()))
+    except AnsorMlflowError as err:
+        _fail(err)
+
+
+def _fail(err: AnsorMlflowError) -> Any:
+    """Prints one line, tells the run that `mlflow run` opened, and exits."""
+    click.echo(f"Error: {err}", err=True)
+    if os.environ.get("MLFLOW_RUN_ID"):
+        from ansor_mlflow.tracking import fail_project_run
+
+        fail_project_run(err)
+    sys.exit(err.exit_code)
+
+
+def _set_up_logging() -> None:
+    log = logging.getLogger("ansor_mlflow")
+    log.setLevel(logging.INFO)
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(handler)
+
+
+def _shorten_mlflow_retries() -> None:
+    """Lets an unreachable server be an error after seconds; MLflow's default of 7 doubling waits takes minutes."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")

@@ -1,0 +1,53 @@
+"""What the commands print at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import mlflow
+from rich.console import Console
+from rich.table import Table
+
+from ansor_mlflow import names
+from ansor_mlflow.tracking.failures import without_credentials
+
+if TYPE_CHECKING:
+    from ansor_mlflow.steps import PipelineResult
+
+_ROWS = (
+    ("untuned", names.UNTUNED_LATENCY_MS, "{:.2f} ms"),
+    ("ONNX Runtime", names.ONNXRUNTIME_LATENCY_MS, "{:.2f} ms"),
+    ("tuned", names.LATENCY_MS, "{:.2f} ms"),
+    ("tuned, 90th percentile", names.LATENCY_P90_MS, "{:.2f} ms"),
+    ("speedup over untuned", names.SPEEDUP_VS_UNTUNED, "{:.1f} ×"),
+    ("speedup over ONNX Runtime", names.SPEEDUP_VS_ONNXRUNTIME, "{:.2f} ×"),
+    ("measured / estimated", names.ESTIMATE_RATIO, "{:.2f}"),
+    ("largest relative error", names.MAX_REL_ERROR, "{:.1e}"),
+    ("coverage of tasks", names.COVERAGE_TASKS, "{:.0%}"),
+)
+
+
+def print_summary(metrics: Mapping[str, float]) -> None:
+    """Prints latencies, speedups and errors as a table."""
+    table = Table(show_header=False)
+    for label, name, form in _ROWS:
+        if name in metrics:
+            table.add_row(label, form.format(metrics[name]))
+    Console().print(table)
+
+
+def print_pipeline(result: PipelineResult) -> None:
+    """Prints the summary, where the results are and how to look at them."""
+    print_summary(result.metrics)
+    tracking_uri = mlflow.get_tracking_uri()
+    print(f"run    {result.run_id}")
+    print(f"model  {result.model_uri}")
+    if result.registered_version is not None:
+        print(f"registered as version {result.registered_version}")
+    page = f"#/experiments/{result.experiment_id}/runs/{result.run_id}"
+    if tracking_uri.startswith("http"):
+        print(f"open   {without_credentials(tracking_uri.rstrip('/'))}/{page}")
+    else:
+        print(f"open   mlflow server --backend-store-uri '{without_credentials(tracking_uri)}'")
+        print(f"       then http://127.0.0.1:5000/{page}")

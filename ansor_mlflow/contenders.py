@@ -1,0 +1,76 @@
+"""The programs that `evaluate` runs and times, each in a child process: a factory makes the call.
+
+Imports are inside the factories, so that a process loads only what its contender needs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from ansor_mlflow.tensors import TensorSpec, random_inputs
+
+if TYPE_CHECKING:
+    from ansor_mlflow.model import LibraryEntry, Manifest
+
+Run = Callable[[Mapping[str, npt.NDArray[Any]]], dict[str, npt.NDArray[Any]]]
+"""Runs a network once: inputs by name to outputs by name."""
+MakeRun = Callable[[], Run]
+
+
+def timed_call(make_run: MakeRun, inputs: tuple[TensorSpec, ...], seed: int) -> Callable[[], Any]:
+    """A call that runs the network on seeded inputs."""
+    return partial(make_run(), random_inputs(inputs, seed))
+
+
+def outputs_call(make_run: MakeRun, inputs: tuple[TensorSpec, ...], seeds: list[int]) -> Callable[[], list[Any]]:
+    """A call that returns the outputs for several seeds."""
+    run = make_run()
+    return lambda: [run(random_inputs(inputs, seed)) for seed in seeds]
+
+
+def tuned_entry(directory: Path) -> Callable[[], LibraryEntry]:
+    """A call that tells which of a model's libraries is loaded on this host."""
+    from ansor_mlflow import flavor
+
+    model = flavor.load_model(str(directory))
+    return lambda: model.entry
+
+
+def tuned_run(directory: Path) -> Run:
+    """The model as its users load it."""
+    from ansor_mlflow import flavor
+
+    return flavor.load_model(str(directory)).run
+
+
+def reference_run(network: Path, num_threads: int) -> Run:
+    """ONNX Runtime."""
+    from ansor_mlflow.networks.reference import ReferenceSession
+
+    return ReferenceSession(network, num_threads).run
+
+
+def untuned_build(network: Path, entry: LibraryEntry, library: Path) -> Callable[[], None]:
+    """A call that compiles the network without records."""
+    import onnx
+
+    from ansor_mlflow.compile import compile_untuned
+    from ansor_mlflow.lowering import lower
+    from ansor_mlflow.targets import resolve_target
+
+    target = resolve_target(json.dumps(entry.fingerprint.target), entry.fingerprint.num_threads)
+    lowered = lower(onnx.load_model(str(network)), target, entry.provenance["layout"])
+    return partial(compile_untuned, lowered, target, library)
+
+
+def untuned_run(library: Path, manifest: Manifest, entry: LibraryEntry) -> Run:
+    """What `untuned_build` compiled."""
+    from ansor_mlflow.model import open_library
+
+    return open_library(library, manifest, entry).run

@@ -1,0 +1,56 @@
+"""The kinds of errors that a user meets, each with the exit code of the command that ends with it."""
+
+from __future__ import annotations
+
+
+class AnsorMlflowError(Exception):
+    """A condition that a user can understand and act on.
+
+    The message is one line: what was given, what the rule is, what to do next.
+    """
+
+    exit_code = 1
+
+
+class UserInputError(AnsorMlflowError):
+    """A parameter, a file or a name that the user gave is not usable."""
+
+    exit_code = 2
+
+
+class MachineError(AnsorMlflowError):
+    """Something outside the program is missing: a package, a compiler, a server, a bucket."""
+
+    exit_code = 3
+
+
+class TuningError(AnsorMlflowError):
+    """Tuning ended without a valid trial for a task that has work to do."""
+
+    exit_code = 4
+
+
+class RecordsError(AnsorMlflowError):
+    """Tuning records are damaged, missing, or belong to another device."""
+
+    exit_code = 5
+
+
+class ModelError(AnsorMlflowError):
+    """A tuned model was altered, is incomplete, or has no library for this machine."""
+
+    exit_code = 6
+
+
+class CorrectnessError(AnsorMlflowError):
+    """The compiled network's outputs differ from the reference by more than the tolerance."""
+
+    exit_code = 7
+
+
+def error_for_exit_code(exit_code: int, message: str) -> AnsorMlflowError:
+    """The error kind that ends a command with `exit_code`, carrying `message`."""
+    for kind in AnsorMlflowError.__subclasses__():
+        if kind.exit_code == exit_code:
+            return kind(message)
+    return AnsorMlflowError(message)

@@ -1,0 +1,144 @@
+"""Measures callables against each other, and compares outputs.
+
+Every contender runs in child processes of its own, because idle thread pools that spin slow down their neighbours, and
+in alternating turns, because the machine's speed drifts.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ansor_mlflow.errors import MachineError
+
+Arrays = dict[str, npt.NDArray[Any]]
+MakeCall = Callable[[], Callable[[], Any]]
+"""Prepares a contender and returns the call to time. Must be picklable: it is called in the child process."""
+Result = TypeVar("Result")
+
+_WARM_UP_S = 0.5
+_MEASURE_S = 1.5
+_MIN_SAMPLES = 10
+_SLOW_S = 1.0
+"""A call that takes longer needs no warm-up and only one sample a turn."""
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Latency of one contender over all turns, in milliseconds."""
+
+    samples_ms: npt.NDArray[np.float64]
+
+    @property
+    def median_ms(self) -> float:
+        return float(np.median(self.samples_ms))
+
+    @property
+    def p90_ms(self) -> float:
+        return float(np.percentile(self.samples_ms, 90))
+
+    @property
+    def std_ms(self) -> float:
+        return float(np.std(self.samples_ms))
+
+
+def measure_in_turns(contenders: Mapping[str, MakeCall], turns: int) -> dict[str, Latency]:
+    """Times every contender once per turn, each time in a fresh process.
+
+    Raises:
+        MachineError: A child process died.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(turns):
+        for name, make_call in contenders.items():
+            samples[name] += in_child_process(_measure, make_call)
+    return {name: Latency(np.array(values) * 1e3) for name, values in samples.items()}
+
+
+def in_child_process(function: Callable[[MakeCall], Result], make_call: MakeCall) -> Result:
+    """Calls a function in a process that is started for it and ends after it.
+
+    Raises:
+        MachineError: The process died. What the function raises is raised here.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as executor:
+        try:
+            return executor.submit(function, make_call).result()
+        except BrokenProcessPool as err:
+            raise MachineError(
+                "a process that runs the network died (out of memory, or a crash in its library); "
+                "free memory, or compile the network again"
+            ) from err
+
+
+def call_once(make_call: MakeCall) -> Any:
+    """Prepares a contender and returns what its call returns."""
+    return make_call()()
+
+
+def _measure(make_call: MakeCall) -> list[float]:
+    """Seconds of single calls, after a warm-up."""
+    call = make_call()
+    first = _timed(call)
+    if first > _SLOW_S:
+        return [first]
+    warm_until = time.perf_counter() + _WARM_UP_S
+    while time.perf_counter() < warm_until:
+        call()
+    samples: list[float] = []
+    stop_at = time.perf_counter() + _MEASURE_S
+    while len(samples) < _MIN_SAMPLES or time.perf_counter() < stop_at:
+        samples.append(_timed(call))
+    return samples
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far outputs are from a reference, over all outputs."""
+
+    max_abs_error: float
+    max_rel_error: float
+    """max |output - reference| / max |reference|, the largest over the outputs. (Dividing element by element would
+    report the rounding of values near zero.)"""
+
+    @staticmethod
+    def worst(differences: list[Difference]) -> Difference:
+        """The largest errors of several comparisons."""
+        return Difference(
+            max(difference.max_abs_error for difference in differences),
+            max(difference.max_rel_error for difference in differences),
+        )
+
+
+def compare_outputs(actual: Arrays, expected: Arrays) -> Difference:
+    """Compares outputs by name. A missing output, another shape or a NaN is an infinite error."""
+    differences = [_difference(actual.get(name), reference) for name, reference in expected.items()]
+    return Difference.worst(differences)
+
+
+def _difference(actual: npt.NDArray[Any] | None, expected: npt.NDArray[Any]) -> Difference:
+    if actual is None or actual.shape != expected.shape:
+        return Difference(float("inf"), float("inf"))
+    if expected.size == 0:
+        return Difference(0.0, 0.0)
+    errors = np.abs(actual.astype(np.float64) - expected.astype(np.float64))
+    if not np.isfinite(errors).all():
+        return Difference(float("inf"), float("inf"))
+    scale = float(np.max(np.abs(expected.astype(np.float64))))
+    max_abs = float(errors.max())
+    return Difference(max_abs, max_abs / scale if scale else max_abs)

@@ -1,0 +1,5 @@
+"""From ONNX to fused TensorIR kernels, in the one way that tuning and compiling share."""
+
+from ansor_mlflow.lowering.lower import LOWERING_VERSION, LoweredNetwork, TuningTask, lower
+
+__all__ = ["LOWERING_VERSION", "LoweredNetwork", "TuningTask", "lower"]

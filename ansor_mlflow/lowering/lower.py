@@ -1,0 +1,110 @@
+"""ONNX → Relax → layout → fused tasks.
+
+A tuned schedule is found again by the structural hash of its kernel, so whatever changes a kernel here makes older
+records useless: raise `LOWERING_VERSION` with such a change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import onnx
+
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.trials import TaskInfo
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
+    from tvm.target import Target
+
+LOWERING_VERSION = 1
+"""Provenance of records: two lowerings with different versions may give different kernels for one network."""
+
+_CONV2D_LAYOUTS = {"NHWC": ["NHWC", "HWIO"], "NCHW": ["NCHW", "OIHW"]}
+
+
+@dataclass(frozen=True)
+class TuningTask:
+    """A distinct kernel of a network, as the search takes it."""
+
+    info: TaskInfo
+    mod: IRModule
+    """Module with one unscheduled PrimFunc, "main"."""
+
+
+@dataclass(frozen=True)
+class LoweredNetwork:
+    """A network as fused kernels; weights are constants, "main" takes the network's inputs alone."""
+
+    mod: IRModule
+    tasks: tuple[TuningTask, ...]
+
+
+def lower(model: onnx.ModelProto, target: Target, layout: Literal["NHWC", "NCHW"] = "NHWC") -> LoweredNetwork:
+    """Lowers a network to fused kernels for `target`.
+
+    Args:
+        model: ONNX model whose inputs have static shapes.
+        target: Device that the kernels are for.
+        layout: Data layout of two-dimensional convolutions.
+
+    Raises:
+        UserInputError: The model has an operator or an attribute that TVM cannot import.
+    """
+    import tvm
+    from tvm import relax
+
+    with target:
+        mod = tvm.transform.Sequential(
+            [
+                relax.transform.DecomposeOpsForInference(),
+                relax.transform.CanonicalizeBindings(),
+                relax.transform.FoldConstant(),
+                relax.transform.ConvertLayout({"relax.nn.conv2d": _CONV2D_LAYOUTS[layout]}),
+                relax.transform.FoldConstant(),
+                relax.get_pipeline("zero"),
+                relax.transform.AttachAttrLayoutFreeBuffers(),
+            ]
+        )(_import_onnx(model))
+    return LoweredNetwork(mod=mod, tasks=_extract_tasks(mod, target))
+
+
+def _import_onnx(model: onnx.ModelProto) -> IRModule:
+    import tvm
+    from tvm.relax.frontend.onnx import from_onnx
+
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it prints what it then raises
+            warnings.simplefilter("ignore")
+            return from_onnx(model, keep_params_in_input=False)
+    except tvm.error.OpNotImplemented as err:
+        names = str(err).partition(": ")[2]
+        raise UserInputError(
+            f"network {model.graph.name!r}: TVM imports no ONNX operator {names}; export the model without it"
+        ) from err
+    except Exception as err:  # the importer's converters raise errors of every kind for a graph they do not understand
+        reason = (str(err).splitlines() or [""])[0] or type(err).__name__
+        raise UserInputError(f"network {model.graph.name!r}: TVM cannot import the graph ({reason})") from err
+
+
+def _extract_tasks(mod: IRModule, target: Target) -> tuple[TuningTask, ...]:
+    from tvm.s_tir import meta_schedule as ms
+    from tvm.s_tir.analysis import estimate_tir_flops
+    from tvm.s_tir.meta_schedule.utils import shash2hex
+
+    tasks = []
+    for index, task in enumerate(ms.relax_integration.extract_tasks(mod, target)):
+        kernel = task.dispatched[0]
+        info = TaskInfo(
+            index=index,
+            name=str(task.task_name),
+            weight=int(task.weight),
+            flops=float(estimate_tir_flops(kernel)),
+            workload_hash=shash2hex(kernel),
+        )
+        tasks.append(TuningTask(info=info, mod=kernel))
+    return tuple(tasks)

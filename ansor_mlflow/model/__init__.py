@@ -1,0 +1,15 @@
+"""A tuned model as a directory of libraries, records and the network, with the digest of every file."""
+
+from ansor_mlflow.model.package import NETWORK_FILE, CompiledNetwork, LibraryEntry, Manifest, write_package
+from ansor_mlflow.model.tuned import TunedModel, load_package, open_library
+
+__all__ = [
+    "NETWORK_FILE",
+    "CompiledNetwork",
+    "LibraryEntry",
+    "Manifest",
+    "TunedModel",
+    "load_package",
+    "open_library",
+    "write_package",
+]

@@ -1,0 +1,154 @@
+"""Writes a tuned model as a directory, and checks such a directory before anything in it is used.
+
+Layout::
+
+    libraries/<fingerprint>/model.so     the compiled network, weights included
+    records/<fingerprint>/               the record of each task that it was compiled with
+    network.onnx                         what was compiled
+
+The manifest, which MLflow keeps in the file `MLmodel`, describes the libraries and holds the SHA-256 of every file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ansor_mlflow.errors import ModelError
+from ansor_mlflow.targets import DeviceFingerprint
+from ansor_mlflow.tensors import TensorSpec
+
+NETWORK_FILE = "network.onnx"
+LIBRARY_FILE = "model.so"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledNetwork:
+    """What `compile` makes: a library with everything that explains it. Saved by `ansor_mlflow.flavor.save_model`."""
+
+    name: str
+    network: Path
+    """The ONNX file that was compiled."""
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    library: Path
+    records: Path
+    """Directory of the records that were applied."""
+    fingerprint: DeviceFingerprint
+    coverage: dict[str, Any]
+    """See `compile.Coverage.to_dict`."""
+    provenance: dict[str, Any] = field(default_factory=dict)
+    """Where the library comes from: versions, layout, tuning run, estimated latency."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibraryEntry:
+    """A library of a model and the device it is for."""
+
+    path: str
+    fingerprint: DeviceFingerprint
+    coverage: dict[str, Any]
+    provenance: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Describes a model directory; all paths are relative to it."""
+
+    network: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    libraries: tuple[LibraryEntry, ...]
+    files: dict[str, str]
+    """SHA-256 of every file by its path."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, for the file `MLmodel`."""
+        entry: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return {"format_version": FORMAT_VERSION, **entry}
+
+    @staticmethod
+    def from_dict(entry: dict[str, Any]) -> Manifest:
+        """Reads what `to_dict` wrote.
+
+        Raises:
+            ModelError: Entries are missing, or a newer version wrote them.
+        """
+        version = entry.get("format_version")
+        if version != FORMAT_VERSION:
+            raise ModelError(f"the model has format version {version}, this package reads {FORMAT_VERSION}; update it")
+        try:
+            return Manifest(
+                network=entry["network"],
+                inputs=tuple(TensorSpec.from_dict(spec) for spec in entry["inputs"]),
+                outputs=tuple(TensorSpec.from_dict(spec) for spec in entry["outputs"]),
+                libraries=tuple(
+                    LibraryEntry(**{**library, "fingerprint": DeviceFingerprint.from_dict(library["fingerprint"])})
+                    for library in entry["libraries"]
+                ),
+                files=dict(entry["files"]),
+            )
+        except (KeyError, TypeError) as err:
+            raise ModelError(f"the model's MLmodel file is damaged ({err!r}); log the model again") from err
+
+
+def write_package(compiled: CompiledNetwork, directory: Path) -> Manifest:
+    """Copies a compiled network into `directory` and describes it."""
+    name = compiled.fingerprint.name
+    library = Path("libraries", name, LIBRARY_FILE)
+    records = Path("records", name)
+    (directory / library).parent.mkdir(parents=True)
+    shutil.copyfile(compiled.network, directory / NETWORK_FILE)
+    shutil.copyfile(compiled.library, directory / library)
+    shutil.copytree(compiled.records, directory / records)
+    paths = [Path(NETWORK_FILE), library, *sorted(p.relative_to(directory) for p in (directory / records).iterdir())]
+    return Manifest(
+        network=compiled.name,
+        inputs=compiled.inputs,
+        outputs=compiled.outputs,
+        libraries=(
+            LibraryEntry(
+                path=library.as_posix(),
+                fingerprint=compiled.fingerprint,
+                coverage=compiled.coverage,
+                provenance=compiled.provenance,
+            ),
+        ),
+        files={path.as_posix(): _sha256(directory / path) for path in paths},
+    )
+
+
+def verify_package(directory: Path, manifest: Manifest) -> None:
+    """Checks every file of a model against its digest.
+
+    Raises:
+        ModelError: A file is missing or was changed, a library has no digest, or a path leads out of the directory.
+    """
+    for entry in manifest.libraries:
+        if entry.path not in manifest.files:
+            raise ModelError(f"model {directory}: {entry.path} has no SHA-256 in MLmodel; log the model again")
+    root = directory.resolve()
+    for name, digest in manifest.files.items():
+        path = (root / name).resolve()
+        if not path.is_relative_to(root):
+            raise ModelError(f"model {directory}: the path {name!r} leads out of the model; it was tampered with")
+        if not path.is_file():
+            raise ModelError(f"model {directory}: {name} is missing; log or download the model again")
+        if _sha256(path) != digest:
+            raise ModelError(
+                f"model {directory}: {name} does not match the SHA-256 in MLmodel, it was changed after it was logged; "
+                "download the model again, or log it anew from a run that you trust"
+            )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()

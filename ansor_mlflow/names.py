@@ -1,0 +1,91 @@
+"""Names of metrics, params, tags and artifacts. Dashboards and queries of users depend on them."""
+
+from __future__ import annotations
+
+from ansor_mlflow.trials import TrialStatus
+
+# -- metrics of a tuning run; the step is the number of trials measured so far
+BEST_LATENCY_MS = "best_latency_ms"
+"""Estimated end to end: Σ weight × best task latency. Never rises."""
+TRIALS_MEASURED = "trials/measured"
+TRIALS_PER_MINUTE = "speed/trials_per_minute"
+TIME_SEARCH_S = "time/search_s"
+TIME_BUILD_S = "time/build_s"
+TIME_RUN_S = "time/run_s"
+TIME_LOG_S = "time/log_s"
+
+
+def task_latency_us(task: str) -> str:
+    """Best latency of one task in microseconds."""
+    return f"task_latency_us/{task}"
+
+
+def task_gflops(task: str) -> str:
+    """GFLOP/s that the best schedule of a task reaches."""
+    return f"task_gflops/{task}"
+
+
+def trials_with(status: TrialStatus) -> str:
+    """Number of trials that ended with a status."""
+    return f"trials/{status.value}"
+
+
+# -- metrics of a compile run and of the pipeline's parent
+COVERAGE_TASKS = "coverage_tasks"
+"""Tasks with a record over all tasks, 0 to 1."""
+COVERAGE_FLOPS = "coverage_flops"
+"""The covered tasks' share of the floating point operations, 0 to 1."""
+
+# -- metrics of an evaluate run and of the pipeline's parent
+LATENCY_MS = "latency_ms"
+LATENCY_P90_MS = "latency_p90_ms"
+LATENCY_STD_MS = "latency_std_ms"
+THROUGHPUT_PER_S = "throughput_per_s"
+UNTUNED_LATENCY_MS = "untuned_latency_ms"
+ONNXRUNTIME_LATENCY_MS = "onnxruntime_latency_ms"
+SPEEDUP_VS_UNTUNED = "speedup_vs_untuned"
+SPEEDUP_VS_ONNXRUNTIME = "speedup_vs_onnxruntime"
+MAX_ABS_ERROR = "max_abs_error"
+MAX_REL_ERROR = "max_rel_error"
+ESTIMATE_RATIO = "estimate_ratio"
+"""Measured over estimated latency."""
+
+SUMMARY_METRICS = (
+    LATENCY_MS,
+    LATENCY_P90_MS,
+    LATENCY_STD_MS,
+    THROUGHPUT_PER_S,
+    UNTUNED_LATENCY_MS,
+    ONNXRUNTIME_LATENCY_MS,
+    SPEEDUP_VS_UNTUNED,
+    SPEEDUP_VS_ONNXRUNTIME,
+    MAX_ABS_ERROR,
+    MAX_REL_ERROR,
+    ESTIMATE_RATIO,
+)
+
+# -- tags
+TAG_STEP = "ansor.step"
+TAG_NETWORK = "ansor.network"
+TAG_TARGET = "ansor.target"
+TAG_NUM_THREADS = "ansor.num_threads"
+TAG_STOP_REASON = "ansor.stop_reason"
+TAG_ERROR = "ansor.error"
+TAG_EXIT_CODE = "ansor.exit_code"
+TAG_MODEL_URI = "ansor.model_uri"
+TAG_TUNE_RUN = "ansor.tune_run"
+
+# -- artifacts
+RECORDS_DIR = "records"
+BEST_DIR = "best"
+FINGERPRINT_FILE = "fingerprint.json"
+PROVENANCE_FILE = "provenance.json"
+COST_MODEL_FILE = "cost_model.ubj"
+NETWORK_FILE = "network.onnx"
+TRIALS_TABLE = "trials.json"
+TASKS_FILE = "tasks.json"
+CONVERGENCE_FIGURE = "convergence.png"
+ENVIRONMENT_FILE = "environment.json"
+COVERAGE_FILE = "coverage.json"
+LOG_FILE = "tuning.log"
+MODEL_NAME = "model"

@@ -1,0 +1,250 @@
+"""Every parameter of every entry point, defined once: name, type, default, rule and help.
+
+The command line is generated from these classes, and `MLproject` is held against them by a test.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from ansor_mlflow.errors import UserInputError
+
+TRIALS_PER_TASK = {"quick": 16, "standard": 64, "thorough": 256}
+"""`trials=auto` gives every task this many trials, by preset."""
+
+
+def _parameter(default: Any, help_: str, rule: str, **constraints: Any) -> Any:
+    """Declares a parameter; `rule` completes the sentence "NAME is …; it must be …"."""
+    return Field(default=default, description=help_, json_schema_extra={"rule": rule}, **constraints)
+
+
+def _parse_json(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+Shape = list[Annotated[int, Field(gt=0)]]
+Auto = Literal["auto"]
+PositiveInt = Annotated[int, Field(gt=0)]
+
+
+class Options(BaseModel):
+    """Base of the option classes: frozen, and strict about names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def changed(self) -> dict[str, str]:
+        """The parameters that differ from their defaults, as text for a command line."""
+        fields = type(self).model_fields
+        return {
+            name: as_text(value) for name, value in self if value != fields[name].get_default(call_default_factory=True)
+        }
+
+
+class NetworkOptions(Options):
+    """What is compiled, and for which device."""
+
+    network: str = _parameter(
+        "resnet-18",
+        "Network: a built-in name such as resnet-50, or the path of an ONNX file with static shapes.",
+        "a network's name or an ONNX file",
+        min_length=1,
+    )
+    input_shapes: Annotated[dict[str, Shape], BeforeValidator(_parse_json)] = _parameter(
+        {},
+        'Shapes that replace those of the inputs, as JSON: {"data": [1, 3, 224, 224]}.',
+        'a JSON object of shapes, such as {"data": [1, 3, 224, 224]}',
+    )
+    batch_size: PositiveInt = _parameter(1, "Batch size of a built-in network.", "a whole number of at least 1")
+    layout: Literal["NHWC", "NCHW"] = _parameter("NHWC", "Layout of convolutions.", "NHWC or NCHW")
+    target: str = _parameter(
+        "auto",
+        "Target: auto (this host), a TVM tag, JSON, or `llvm -mcpu=… -num-cores …`.",
+        "auto, a tag, JSON or `llvm -mcpu=…`",
+        min_length=1,
+    )
+    num_threads: PositiveInt | Auto = _parameter(
+        "auto", "Threads of a kernel; auto is every CPU this process may use.", "a whole number of at least 1, or auto"
+    )
+
+
+class TuneOptions(NetworkOptions):
+    """How the search runs, and how it measures."""
+
+    trials: PositiveInt | Auto = _parameter(
+        "auto",
+        "Programs to measure in all; auto multiplies the preset's number by the number of tasks.",
+        "a whole number of at least 1, or auto",
+    )
+    preset: Literal["quick", "standard", "thorough"] = _parameter(
+        "standard",
+        "Budget that trials=auto stands for: quick 16, standard 64, thorough 256 trials per task.",
+        "quick, standard or thorough",
+    )
+    trials_per_task: PositiveInt | None = _parameter(
+        None, "Most trials that one task may use; no limit by default.", "a whole number of at least 1"
+    )
+    max_minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = _parameter(
+        None, "Wall-clock budget in minutes; no limit by default.", "a positive number of minutes"
+    )
+    num_trials_per_round: PositiveInt = _parameter(
+        16, "Programs measured before the cost model learns again.", "a whole number of at least 1"
+    )
+    strategy: Literal["evolutionary", "random"] = _parameter(
+        "evolutionary", "Search strategy; random is MetaSchedule's replay-trace.", "evolutionary or random"
+    )
+    cost_model: Literal["xgb", "mlp", "random", "none"] = _parameter(
+        "xgb",
+        "Cost model that ranks programs before they are measured; mlp needs PyTorch.",
+        "xgb, mlp, random or none",
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = _parameter(
+        0, "Seed of the search and of generated weights and inputs.", "a whole number from 0 to 2147483647"
+    )
+    search_threads: PositiveInt | Auto = _parameter(
+        "auto",
+        "Threads of the search; auto is num_threads. With 1 the candidates of a seed repeat.",
+        "a whole number of at least 1, or auto",
+    )
+    number: PositiveInt = _parameter(
+        3, "Calls averaged in one measurement; raised until min_repeat_ms is reached.", "a whole number of at least 1"
+    )
+    repeat: PositiveInt = _parameter(1, "Measurements of a program.", "a whole number of at least 1")
+    min_repeat_ms: Annotated[int, Field(ge=0)] = _parameter(
+        50, "Shortest duration of one measurement, in milliseconds.", "a whole number of at least 0"
+    )
+    measure_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _parameter(
+        30.0, "Seconds after which building or running a program is given up.", "a positive number of seconds"
+    )
+    cache_flush: bool = _parameter(False, "Flush the CPU's caches before every measurement.", "true or false")
+
+
+class CompileOptions(NetworkOptions):
+    """Which records a network is compiled with."""
+
+    tune_run: str = _parameter(
+        "", "ID of the tuning run to compile; its network, layout, target and threads are used.", "a run ID"
+    )
+    records: str = _parameter(
+        "",
+        "Records to compile with instead of a tuning run's: a directory, a tuning-record file or an artifact URI.",
+        "a path or an artifact URI",
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = _parameter(
+        0, "Seed of generated weights and of the input example.", "a whole number from 0 to 2147483647"
+    )
+
+
+class CheckOptions(Options):
+    """How a compiled model is checked and timed."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = _parameter(
+        0, "Seed of the search and of generated weights and inputs.", "a whole number from 0 to 2147483647"
+    )
+    tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _parameter(
+        1e-4,
+        "Largest max_rel_error that passes: max |output - reference| / max |reference|.",
+        "a positive number",
+    )
+    turns: PositiveInt = _parameter(
+        3,
+        "Turns of the latency measurement; each starts every contender once, in a process of its own.",
+        "a whole number of at least 1",
+    )
+
+
+class EvaluateOptions(CheckOptions):
+    """Which model is checked and timed."""
+
+    model_uri: str = _parameter(
+        "",
+        "Model to evaluate: models:/…, runs:/…, or a path.",
+        "a model URI or a path",
+        min_length=1,
+        validate_default=True,
+    )
+
+
+class PipelineOptions(CheckOptions, TuneOptions):
+    """The entry point `main`: tune, compile, evaluate and, if asked, register."""
+
+    register_as: str = _parameter("", "Name to register the model under; not registered by default.", "a model name")
+
+
+OptionsT = TypeVar("OptionsT", bound=Options)
+
+
+def load_options(cls: type[OptionsT], given: Mapping[str, str | None], config: str | None = None) -> OptionsT:
+    """Checks what the user gave and fills in defaults.
+
+    A value that is empty or equal to the parameter's default counts as not given (MLflow passes every parameter of an
+    entry point, given or not), so that the configuration file decides it.
+
+    Args:
+        cls: Option class to make.
+        given: Values from the command line by parameter name.
+        config: Path of a YAML file with values for any of the class's parameters.
+
+    Raises:
+        UserInputError: A value breaks its rule, or a name in the configuration is unknown.
+    """
+    values: dict[str, Any] = _read_config(cls, config) if config else {}
+    _check_names(cls, given, "parameters")
+    for name, value in given.items():
+        if value not in (None, "") and not (name in values and value == default_text(cls, name)):
+            values[name] = value
+    try:
+        return cls(**values)
+    except ValidationError as err:
+        name = str(err.errors()[0]["loc"][0])
+        raise UserInputError(f"{name}={values.get(name, '')!r}: it must be {rule(cls, name)}") from err
+
+
+def _read_config(cls: type[Options], config: str) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(Path(config).read_text())
+    except OSError as err:
+        raise UserInputError(f"config={config}: the file cannot be read ({err.strerror}); give a YAML file") from err
+    except (yaml.YAMLError, UnicodeDecodeError) as err:
+        reason = " ".join(str(err).split())
+        raise UserInputError(f"config={config}: the file is not valid YAML ({reason})") from err
+    if not isinstance(values, dict):
+        raise UserInputError(f"config={config}: expected a mapping of parameters to values, such as `trials: 640`")
+    _check_names(cls, values, f"config={config}")
+    return values
+
+
+def _check_names(cls: type[Options], names: Iterable[str], source: str) -> None:
+    for name in names:
+        if name not in cls.model_fields:
+            near = difflib.get_close_matches(str(name), cls.model_fields, n=1)
+            hint = f"perhaps you meant {near[0]}" if near else f"known are {', '.join(cls.model_fields)}"
+            raise UserInputError(f"{source}: unknown key {name!r}; {hint}")
+
+
+def rule(cls: type[Options], name: str) -> str:
+    """What a parameter's value must be, as the end of a sentence."""
+    extra = cls.model_fields[name].json_schema_extra
+    return str(extra["rule"]) if isinstance(extra, dict) else "valid"
+
+
+def default_text(cls: type[Options], name: str) -> str:
+    """A parameter's default as it is written on the command line and in `MLproject`; empty for "not given"."""
+    return as_text(cls.model_fields[name].get_default(call_default_factory=True))
+
+
+def as_text(value: Any) -> str:
+    """A parameter's value as it is written on the command line."""
+    if value is None or value == {}:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return str(value)

@@ -1,0 +1,58 @@
+"""What a tuning run leaves behind in `records/`, besides the database: the device and the provenance."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ansor_mlflow import names
+from ansor_mlflow.errors import RecordsError
+from ansor_mlflow.targets import DeviceFingerprint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """Where records come from. It decides whether two numbers may be compared, never whether records apply."""
+
+    network: str
+    """Built-in name, or the path as it was given."""
+    from_file: bool
+    """Whether the network was read from a file; the run then has a copy of it."""
+    network_sha256: str
+    batch_size: int
+    input_shapes: dict[str, list[int]]
+    seed: int
+    layout: str
+    target: str
+    """The target as it was given."""
+    num_threads: int
+    lowering_version: int
+    tvm_version: str
+    host: str
+    measure: dict[str, Any]
+    """Settings of the time evaluator."""
+    estimated_latency_ms: float | None = None
+
+
+def write_description(directory: Path, device: DeviceFingerprint, provenance: Provenance) -> None:
+    """Writes both files."""
+    (directory / names.FINGERPRINT_FILE).write_text(device.to_json())
+    (directory / names.PROVENANCE_FILE).write_text(json.dumps(asdict(provenance), indent=1))
+
+
+def read_provenance(directory: Path) -> Provenance:
+    """Reads the provenance of a tuning run's records.
+
+    Raises:
+        RecordsError: There is none, or it is damaged.
+    """
+    path = directory / names.PROVENANCE_FILE
+    try:
+        return Provenance(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as err:
+        raise RecordsError(
+            f"{path.name} of the tuning run is missing or damaged ({type(err).__name__}); give the records with "
+            "records=… and the network by name"
+        ) from err

@@ -1,0 +1,148 @@
+"""The step `tune`: extracts the tasks of a network, searches them, keeps the records in the run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+
+from ansor_mlflow import names
+from ansor_mlflow.compile import require_linker
+from ansor_mlflow.lowering import LOWERING_VERSION, lower
+from ansor_mlflow.networks import Network, load_network
+from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.records import Provenance, RecordPair, distill, write_description
+from ansor_mlflow.targets import (
+    DeviceFingerprint,
+    fingerprint,
+    require_measurable_here,
+    resolve_num_threads,
+    resolve_target,
+)
+from ansor_mlflow.tracking import MlflowObserver, StepRun, step_run
+from ansor_mlflow.tracking.environment import describe_environment
+from ansor_mlflow.trials import TuningObserver
+from ansor_mlflow.tuning import RoundLog, TuningJob, require_valid_trials, tune_locally
+
+_log = logging.getLogger("ansor_mlflow")
+
+
+def tune(options: TuneOptions, observers: Sequence[TuningObserver] = ()) -> str:
+    """Tunes a network.
+
+    Args:
+        options: What and how.
+        observers: Told about every round, besides MLflow.
+
+    Returns:
+        ID of the MLflow run, which holds the records.
+
+    Raises:
+        AnsorMlflowError: The options are not usable, a server is away, or a task has no valid trial.
+    """
+    with step_run("tune", options, f"tune {options.network}") as run, _log_file(run.directory / names.LOG_FILE):
+        try:
+            _tune(options, run, observers)
+        except BaseException:
+            _upload_what_there_is(run)
+            raise
+        return run.run_id
+
+
+def _tune(options: TuneOptions, run: StepRun, observers: Sequence[TuningObserver]) -> None:
+    network = load_network(
+        options.network, batch_size=options.batch_size, input_shapes=options.input_shapes, seed=options.seed
+    )
+    num_threads = resolve_num_threads(options.num_threads)
+    target = resolve_target(options.target, num_threads)
+    require_measurable_here(target, num_threads)
+    require_linker()
+    device = fingerprint(target, num_threads)
+    _log_inputs(run, network, device)
+
+    _log.info("lowering %s for %s", network.name, device.description)
+    records = run.directory / names.RECORDS_DIR
+    records.mkdir(exist_ok=True)
+    job = TuningJob(
+        network=network.name,
+        lowered=lower(network.model, target, options.layout),
+        target=target,
+        num_threads=num_threads,
+        records=records,
+    )
+    result = tune_locally(job, options, [RoundLog(), MlflowObserver(run.run_id, run.directory), *observers])
+    latency_s = result.estimated_latency_s
+    provenance = _provenance(options, network, num_threads)
+    provenance = replace(provenance, estimated_latency_ms=latency_s * 1e3 if latency_s is not None else None)
+    write_description(records, device, provenance)
+    require_valid_trials(result)
+    distill(RecordPair.in_directory(records), records / names.BEST_DIR, device.target)
+    run.log_artifacts(records, names.RECORDS_DIR)
+    run.log_artifacts(run.directory / names.LOG_FILE)
+
+
+def _log_inputs(run: StepRun, network: Network, device: DeviceFingerprint) -> None:
+    """Logs what is known before tuning. The first upload shows at once whether the artifact store takes files."""
+    environment = run.directory / names.ENVIRONMENT_FILE
+    environment.write_text(json.dumps(describe_environment(device), indent=1))
+    run.log_artifacts(environment)
+    run.log_tags(
+        {
+            names.TAG_NETWORK: network.name,
+            names.TAG_TARGET: device.description,
+            names.TAG_NUM_THREADS: str(device.num_threads),
+        }
+    )
+    if network.path is not None:
+        path = run.directory / names.NETWORK_FILE
+        onnx.save_model(network.model, str(path))
+        run.log_artifacts(path)
+
+
+def _provenance(options: TuneOptions, network: Network, num_threads: int) -> Provenance:
+    import tvm
+
+    return Provenance(
+        network=options.network,
+        from_file=network.path is not None,
+        network_sha256=network.sha256,
+        batch_size=options.batch_size,
+        input_shapes=options.input_shapes,
+        seed=options.seed,
+        layout=options.layout,
+        target=options.target,
+        num_threads=num_threads,
+        lowering_version=LOWERING_VERSION,
+        tvm_version=tvm.__version__,
+        host=platform.node(),
+        measure=options.model_dump(include={"number", "repeat", "min_repeat_ms", "cache_flush"}),
+    )
+
+
+def _upload_what_there_is(run: StepRun) -> None:
+    """Saves records and log of a tuning that failed, if the store still takes them; they stay on disk, too."""
+    try:
+        for path in (run.directory / names.RECORDS_DIR, run.directory / names.LOG_FILE):
+            if path.exists():
+                run.log_artifacts(path, names.RECORDS_DIR if path.is_dir() else None)
+    except Exception as err:  # noqa: BLE001 - the error that ended the tuning is the one to report
+        _log.warning("records were not uploaded (%s); they are in %s", err, run.directory)
+
+
+@contextlib.contextmanager
+def _log_file(path: Path) -> Iterator[None]:
+    """Copies the package's log into a file."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    _log.addHandler(handler)
+    try:
+        yield
+    finally:
+        _log.removeHandler(handler)
+        handler.close()

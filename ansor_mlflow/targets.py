@@ -1,0 +1,312 @@
+"""Targets, thread counts and device fingerprints: what code is generated for and what may be compared with what."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import platform
+import shlex
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ansor_mlflow.errors import MachineError, UserInputError
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+_LIST_ATTRIBUTES = {"keys", "libs", "mattr"}
+_TRIPLE_ALIASES = {
+    "amd64": "x86_64",
+    "x86-64": "x86_64",
+    "i686": "i386",
+    "arm64": "aarch64",
+    "armv7a": "arm",
+    "armv7l": "arm",
+    "armv8l": "arm",
+}
+"""Architectures of triples that LLVM's list of code generators spells otherwise."""
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+# -- threads ---------------------------------------------------------------------------------------------------------
+
+
+def available_cpus(cgroup_root: Path = _CGROUP_ROOT) -> int:
+    """The number of CPUs this process may use: its affinity mask, capped by the cgroup's CPU quota (v2 or v1)."""
+    cpus = len(os.sched_getaffinity(0))
+    quota = _cgroup_quota(cgroup_root)
+    return cpus if quota is None else max(1, min(cpus, int(quota)))
+
+
+def _cgroup_quota(root: Path) -> float | None:
+    """CPUs granted by `cpu.max` (v2) or `cpu.cfs_quota_us` (v1); None where there is no limit."""
+    try:
+        if (root / "cpu.max").exists():
+            quota, period = (root / "cpu.max").read_text().split()
+        else:
+            quota = (root / "cpu" / "cpu.cfs_quota_us").read_text().strip()
+            period = (root / "cpu" / "cpu.cfs_period_us").read_text().strip()
+    except (OSError, ValueError):
+        return None
+    if quota in ("max", "-1"):
+        return None
+    return int(quota) / int(period)
+
+
+def resolve_num_threads(num_threads: int | str) -> int:
+    """The thread count to run kernels with; "auto" takes every CPU this process may use.
+
+    Raises:
+        UserInputError: More threads than CPUs are asked for, which would only measure the operating system's scheduler.
+    """
+    cpus = available_cpus()
+    if num_threads == "auto":
+        return cpus
+    if int(num_threads) > cpus:
+        raise UserInputError(
+            f"num_threads={num_threads}, but this process may use {cpus} CPUs (affinity and cgroup quota); "
+            f"give at most {cpus}, or auto"
+        )
+    return int(num_threads)
+
+
+def set_num_threads(num_threads: int) -> int:
+    """Makes TVM's kernels run on `num_threads` threads, in the calling thread and in threads started later.
+
+    Left alone, TVM uses half of the CPUs on x86. Every thread that calls a kernel gets a pool of its own, which reads
+    the environment when it is made and can shrink afterwards but not grow. Threads are not bound to CPUs: a bound
+    pool of one thread would pin its caller, and every thread started from it, to one CPU.
+
+    Returns:
+        The number that holds in the calling thread; smaller than asked for when it ran kernels on fewer threads before.
+    """
+    import tvm
+
+    os.environ["TVM_NUM_THREADS"] = str(num_threads)
+    os.environ["TVM_BIND_THREADS"] = "0"
+    tvm.get_global_func("runtime.config_threadpool")(1, num_threads)
+    return int(tvm.get_global_func("runtime.NumThreads")())
+
+
+# -- targets ---------------------------------------------------------------------------------------------------------
+
+
+def parse_target(spec: str) -> str | dict[str, Any]:
+    """Reads a target as users write it, without TVM.
+
+    Args:
+        spec: A tag (`aws/cpu/c5.9xlarge`), a JSON object, or the command-line form of older TVM versions
+            (`llvm -mcpu=skylake-avx512 -num-cores 2`).
+
+    Returns:
+        The tag or kind unchanged, or a dictionary of attributes with its "kind".
+
+    Raises:
+        UserInputError: The text has none of the three forms.
+    """
+    text = spec.strip()
+    if text.startswith("{"):
+        try:
+            return dict(json.loads(text))
+        except ValueError as err:
+            raise UserInputError(f'target={spec!r} is not valid JSON ({err}); write an object with a "kind"') from err
+    try:
+        words = shlex.split(text)
+    except ValueError as err:
+        raise UserInputError(f"target={spec!r} cannot be read ({err}); write a tag, JSON or `llvm -mcpu=…`") from err
+    if not words:
+        raise UserInputError(f"target={spec!r} is empty; write auto, a tag, JSON or `llvm -mcpu=…`")
+    if len(words) == 1:
+        return words[0]
+    return {"kind": words[0], **_parse_flags(spec, words[1:])}
+
+
+def _parse_flags(spec: str, words: list[str]) -> dict[str, Any]:
+    """Reads `-name=value`, `-name value` and the bare `-name` (true)."""
+    attributes: dict[str, Any] = {}
+    position = 0
+    while position < len(words):
+        word = words[position]
+        position += 1
+        if not word.startswith("-"):
+            raise UserInputError(f"target={spec!r}: {word!r} is neither a flag nor a flag's value; write -name=value")
+        name, equals, value = word.lstrip("-").partition("=")
+        if not equals and position < len(words) and not words[position].startswith("-"):
+            value, equals = words[position], "="
+            position += 1
+        attributes[name] = _flag_value(name, value) if equals else True
+    return attributes
+
+
+def _flag_value(name: str, value: str) -> Any:
+    if name in _LIST_ATTRIBUTES:
+        return value.split(",")
+    return int(value) if value.isdecimal() else value
+
+
+def resolve_target(spec: str, num_threads: int) -> Target:
+    """Makes the TVM target; "auto" is this host's LLVM CPU.
+
+    A CPU target gets `num-cores` = `num_threads` unless it names its own: the search splits parallel loops by it.
+
+    Raises:
+        UserInputError: TVM knows no such target, attribute, architecture or CPU.
+    """
+    import tvm
+
+    parsed = parse_target(spec)
+    if parsed == "auto":
+        parsed = {"kind": "llvm", "mcpu": _host_cpu()}
+    try:
+        target = tvm.target.Target(parsed)
+    except (ValueError, TypeError) as err:
+        reason = str(err).splitlines()[0]
+        raise UserInputError(
+            f"target={spec!r} is unknown to TVM: {reason}; use auto, a tag, JSON or `llvm -mcpu=…`"
+        ) from err
+    if target.kind.name != "llvm":
+        return target
+    attributes = {"num-cores": num_threads, **_attributes(target)}
+    if attributes["num-cores"] < 1:
+        raise UserInputError(f"target={spec!r}: num-cores is {attributes['num-cores']}; it must be at least 1")
+    _check_architecture(spec, attributes)
+    _check_cpu(spec, attributes)
+    return tvm.target.Target(attributes)
+
+
+def _host_cpu() -> str:
+    import tvm
+
+    return str(tvm.get_global_func("target.llvm_get_system_cpu")())
+
+
+def _attributes(target: Target) -> dict[str, Any]:
+    """The target as plain JSON, without empty entries."""
+    return {key: value for key, value in json.loads(str(target)).items() if value not in ("", [])}
+
+
+def _check_architecture(spec: str, attributes: dict[str, Any]) -> None:
+    """Refuses a triple that LLVM has no code generator for: asking LLVM about it ends the process."""
+    import tvm
+
+    if "mtriple" not in attributes:
+        return
+    architecture = attributes["mtriple"].split("-")[0].lower()
+    known = [str(name) for name in tvm.get_global_func("target.llvm_get_targets")()]
+    if _TRIPLE_ALIASES.get(architecture, architecture) not in known:
+        raise UserInputError(
+            f"target={spec!r}: LLVM generates no code for {architecture!r}; the triple must begin with one of "
+            f"{', '.join(sorted({*known, *_TRIPLE_ALIASES}))}"
+        )
+
+
+def _check_cpu(spec: str, attributes: dict[str, Any]) -> None:
+    import tvm
+
+    cpu = attributes.get("mcpu")
+    if cpu is None:
+        return
+    kind = {key: attributes[key] for key in ("kind", "mtriple") if key in attributes}
+    known = [str(name) for name in tvm.get_global_func("target.llvm_get_cpu_archlist")(tvm.target.Target(kind))]
+    if cpu not in known:
+        near = difflib.get_close_matches(cpu, known, n=3)
+        hint = f"perhaps you meant {', '.join(near)}" if near else "use target=auto for this host"
+        raise UserInputError(f"target={spec!r}: LLVM knows no CPU {cpu!r}; {hint}")
+
+
+def cpu_features(target: Target) -> tuple[str, ...]:
+    """The names of the CPU features that LLVM may use for `target`, sorted; empty for targets other than LLVM."""
+    import tvm
+
+    if target.kind.name != "llvm":
+        return ()
+    return tuple(sorted(str(name) for name in tvm.get_global_func("target.llvm_get_cpu_features")(target)))
+
+
+# -- fingerprints ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFingerprint:
+    """What a measurement and a compiled library depend on: the target, the CPU and the thread count."""
+
+    target: dict[str, Any]
+    machine: str
+    """Instruction set of the operating system, such as "x86_64"."""
+    cpu_model: str
+    features: tuple[str, ...]
+    """LLVM's names of the CPU features that generated code may use."""
+    num_threads: int
+
+    @property
+    def name(self) -> str:
+        """A directory name: readable, and unique by a digest of every field."""
+        digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:10]
+        cpu = self.target.get("mcpu", self.machine)
+        return f"{self.target['kind']}-{cpu}-x{self.num_threads}-{digest}"
+
+    @property
+    def description(self) -> str:
+        """A short name for run names and messages, such as "llvm znver4 ×2"."""
+        cpu = self.target.get("mcpu") or self.target.get("arch") or ""
+        return " ".join(word for word in (self.target["kind"], cpu, f"×{self.num_threads}") if word)
+
+    def to_json(self) -> str:
+        """The fields as JSON with sorted keys."""
+        return json.dumps(asdict(self), sort_keys=True, indent=1)
+
+    @staticmethod
+    def from_dict(fields: dict[str, Any]) -> DeviceFingerprint:
+        """Reads the fields as JSON keeps them, with the features as a list."""
+        return DeviceFingerprint(**{**fields, "features": tuple(fields["features"])})
+
+
+def fingerprint(target: Target, num_threads: int) -> DeviceFingerprint:
+    """The fingerprint of code made for `target` that runs on this host with `num_threads` threads."""
+    return DeviceFingerprint(
+        target=_attributes(target),
+        machine=platform.machine(),
+        cpu_model=_cpu_model(),
+        features=cpu_features(target),
+        num_threads=num_threads,
+    )
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
+def why_not_runnable(device: DeviceFingerprint) -> str | None:
+    """Why code made for `device` cannot run on this host, in one clause; None where it can."""
+    import tvm
+
+    if device.target["kind"] != "llvm":
+        return f"it is made for {device.target['kind']}, this host runs llvm libraries"
+    if device.machine != platform.machine():
+        return f"it is made for {device.machine}, this host is {platform.machine()}"
+    host = tvm.target.Target({"kind": "llvm", "mcpu": _host_cpu()})
+    missing = sorted(set(device.features) - set(cpu_features(host)))
+    if missing:
+        cpu = device.target.get("mcpu", "its CPU")
+        return f"it needs CPU features of {cpu} that this host ({_host_cpu()}) lacks: {', '.join(missing[:5])}"
+    return None
+
+
+def require_measurable_here(target: Target, num_threads: int) -> None:
+    """Checks that this host can run what is compiled for `target`.
+
+    Raises:
+        MachineError: It cannot.
+    """
+    reason = why_not_runnable(fingerprint(target, num_threads))
+    if reason is not None:
+        raise MachineError(f"target {target!s} cannot be measured on this host: {reason}; use target=auto")

@@ -1,0 +1,64 @@
+"""Turns the errors of MLflow, boto3 and their networks into errors that say what to do, without secrets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import requests
+from boto3.exceptions import Boto3Error
+from botocore.exceptions import BotoCoreError, ClientError
+from mlflow.exceptions import ExecutionException, MlflowException
+
+from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError
+
+_USER_ERRORS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "NOT_FOUND"}
+_CREDENTIALS_IN_URI = re.compile(r"://[^/\s@]+@")
+_SECRETS = re.compile(r"(?i)((?:secret|password|token|access_?key_?id|signature|credential)\w*[=:]\s*)[^\s&,;)]+")
+
+
+@contextmanager
+def clear_failures(action: str) -> Iterator[None]:
+    """Translates errors of the tracking server and the artifact store that happen inside.
+
+    Args:
+        action: What is being done, for the message: "log metrics".
+
+    Raises:
+        MachineError: A server cannot be reached, refused the request, or a bucket does not exist.
+        UserInputError: MLflow knows no such run, model or experiment.
+        ExecutionException: A project's step failed; this passes as it is.
+    """
+    try:
+        yield
+    except (AnsorMlflowError, ExecutionException):
+        raise
+    except (BotoCoreError, ClientError, Boto3Error) as err:
+        raise MachineError(
+            f"cannot {action}: the S3 artifact store answered: {one_line(err)}; check the bucket, "
+            "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and MLFLOW_S3_ENDPOINT_URL"
+        ) from err
+    except MlflowException as err:
+        if err.error_code in _USER_ERRORS:
+            raise UserInputError(f"cannot {action}: {one_line(err)}") from err
+        raise MachineError(
+            f"cannot {action}: the MLflow server or store answered: {one_line(err)}; check MLFLOW_TRACKING_URI and "
+            "that the server runs"
+        ) from err
+    except (requests.RequestException, ConnectionError) as err:
+        raise MachineError(
+            f"cannot {action}: no connection ({one_line(err)}); check MLFLOW_TRACKING_URI and that the server runs"
+        ) from err
+
+
+def one_line(err: BaseException, limit: int = 300) -> str:
+    """An error's text on one line, shortened, and without credentials."""
+    text = " ".join(str(err).split()) or type(err).__name__
+    text = _SECRETS.sub(r"\1…", without_credentials(text))
+    return text if len(text) <= limit else text[:limit] + "…"
+
+
+def without_credentials(text: str) -> str:
+    """Hides the user and the password of every URI in a text."""
+    return _CREDENTIALS_IN_URI.sub("://…@", text)

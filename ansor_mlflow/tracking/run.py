@@ -1,0 +1,124 @@
+"""The MLflow run of a step: opened, named, filled with params, and closed with the truth about how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlflow
+from mlflow.entities import Param, RunStatus, RunTag
+
+from ansor_mlflow import names
+from ansor_mlflow.errors import AnsorMlflowError
+from ansor_mlflow.options import Options, as_text
+from ansor_mlflow.tracking.failures import clear_failures, one_line
+
+WORK_ROOT = Path(".ansor")
+"""Where steps keep files until MLflow has them, below the current directory. A run that fails leaves its own there."""
+
+_log = logging.getLogger("ansor_mlflow")
+_PROJECT_RUN_VARIABLE = "MLFLOW_RUN_ID"
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """An open run."""
+
+    run_id: str
+    directory: Path
+    """Scratch directory of the run; removed when the step succeeds."""
+
+    def log_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Logs scalars."""
+        with clear_failures("log metrics"):
+            mlflow.log_metrics(dict(metrics), run_id=self.run_id)
+
+    def log_options(self, options: Options) -> None:
+        """Logs options as params. One that was logged with another value (by `mlflow run`, before a configuration file
+        or a tuning run decided it) is logged under a second name, `<name>_used`.
+        """
+        with clear_failures("log params"):
+            logged = mlflow.get_run(self.run_id).data.params
+            params = []
+            for name, value in options:
+                text = as_text(value)
+                if name not in logged:
+                    params.append(Param(name, text))
+                elif logged[name] != text:
+                    params.append(Param(f"{name}_used", text))
+            mlflow.MlflowClient().log_batch(self.run_id, params=params)
+
+    def log_tags(self, tags: Mapping[str, str]) -> None:
+        """Sets tags."""
+        with clear_failures("set tags"):
+            mlflow.MlflowClient().log_batch(self.run_id, tags=[RunTag(*item) for item in tags.items()])
+
+    def log_artifacts(self, path: Path, artifact_path: str | None = None) -> None:
+        """Uploads a file, or the contents of a directory."""
+        with clear_failures(f"upload {path.name}"):
+            if path.is_dir():
+                mlflow.log_artifacts(str(path), artifact_path, run_id=self.run_id)
+            else:
+                mlflow.log_artifact(str(path), artifact_path, run_id=self.run_id)
+
+
+@contextlib.contextmanager
+def step_run(step: str, options: Options, run_name: str) -> Iterator[StepRun]:
+    """Opens the run of a step: the one that `mlflow run` made for this process, or a new one.
+
+    On success the run ends FINISHED. On an error it ends FAILED with the message as tag `ansor.error`, on Ctrl-C
+    KILLED; the error goes on to the caller, and the scratch directory stays.
+
+    Args:
+        step: Name of the entry point.
+        options: Logged as params.
+        run_name: Name that the UI shows.
+    """
+    with clear_failures("start a run"):
+        run_id = mlflow.start_run(run_name=run_name, log_system_metrics=False).info.run_id
+    try:
+        directory = WORK_ROOT / run_id
+        directory.mkdir(parents=True, exist_ok=True)
+        run = StepRun(run_id, directory)
+        run.log_tags({names.TAG_STEP: step, "mlflow.runName": run_name})
+        run.log_options(options)
+        yield run
+    except BaseException as err:
+        _end_failed(run_id, err)
+        raise
+    mlflow.end_run()
+    shutil.rmtree(directory)
+    with contextlib.suppress(OSError):
+        WORK_ROOT.rmdir()
+
+
+def _end_failed(run_id: str, err: BaseException) -> None:
+    """Marks a run FAILED or KILLED. The store may be what failed, so errors here are only logged."""
+    status = RunStatus.KILLED if isinstance(err, KeyboardInterrupt) else RunStatus.FAILED
+    try:
+        _tag_error(run_id, err)
+        mlflow.end_run(RunStatus.to_string(status))
+    except Exception as second:  # noqa: BLE001 - the first error is the one to report
+        _log.warning("the run %s could not be marked as failed: %s", run_id, one_line(second))
+
+
+def _tag_error(run_id: str, err: BaseException) -> None:
+    message = str(err) if isinstance(err, AnsorMlflowError) else f"{type(err).__name__}: {one_line(err)}"
+    exit_code = err.exit_code if isinstance(err, AnsorMlflowError) else 1
+    tags = {names.TAG_ERROR: message, names.TAG_EXIT_CODE: str(exit_code)}
+    mlflow.MlflowClient().log_batch(run_id, tags=[RunTag(*item) for item in tags.items()])
+
+
+def fail_project_run(err: AnsorMlflowError) -> None:
+    """Tags the run that `mlflow run` made for this process with an error that came before the step opened it."""
+    run_id = os.environ.get(_PROJECT_RUN_VARIABLE)
+    if run_id:
+        try:
+            _tag_error(run_id, err)
+        except Exception as second:  # noqa: BLE001 - the first error is the one to report
+            _log.warning("the run %s could not be tagged: %s", run_id, one_line(second))

@@ -1,0 +1,170 @@
+"""What tuning tells the world: trials, rounds, tasks, and the protocol of those who listen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from statistics import fmean
+from typing import Protocol
+
+
+class TrialStatus(str, Enum):
+    """How the measurement of one candidate ended."""
+
+    OK = "ok"
+    BUILD_FAILED = "build_failed"
+    RUN_FAILED = "run_failed"
+    TIMED_OUT = "timed_out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One candidate program, built and measured."""
+
+    step: int
+    """Position in the run, counted from 1 over all tasks."""
+    task: str
+    status: TrialStatus
+    run_s: tuple[float, ...] = ()
+    """Seconds per call, one value per repeat; empty unless the status is OK."""
+    error: str = ""
+    """First lines of the failure; empty when the status is OK."""
+
+    @property
+    def latency_s(self) -> float | None:
+        """Mean seconds per call, the figure by which TVM's databases rank records."""
+        return fmean(self.run_s) if self.run_s else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskInfo:
+    """A tuning task: one distinct fused kernel of the network."""
+
+    index: int
+    name: str
+    weight: int
+    """Number of times the network calls the kernel."""
+    flops: float
+    """Floating point operations of one call."""
+    workload_hash: str
+
+
+@dataclass(kw_only=True)
+class TaskState:
+    """What is known of a task so far."""
+
+    info: TaskInfo
+    best_s: float | None = None
+    num_trials: dict[TrialStatus, int] = field(default_factory=lambda: dict.fromkeys(TrialStatus, 0))
+    first_error: str = ""
+    """Of the first failed trial."""
+    stop_reason: str = ""
+
+    @property
+    def total_trials(self) -> int:
+        return sum(self.num_trials.values())
+
+    @property
+    def gflops(self) -> float | None:
+        """Achieved GFLOP/s of the best trial."""
+        return self.info.flops / self.best_s / 1e9 if self.best_s else None
+
+    def add(self, trial: Trial) -> None:
+        """Counts a trial; keeps the best latency and the first error."""
+        self.num_trials[trial.status] += 1
+        if trial.error and not self.first_error:
+            self.first_error = f"{trial.status.value}: {trial.error}"
+        latency_s = trial.latency_s
+        if latency_s is not None and (self.best_s is None or latency_s < self.best_s):
+            self.best_s = latency_s
+
+
+@dataclass(kw_only=True)
+class Durations:
+    """Where the wall-clock time of tuning went, in seconds."""
+
+    search_s: float = 0.0
+    build_s: float = 0.0
+    run_s: float = 0.0
+    log_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningPlan:
+    """What is about to be tuned."""
+
+    network: str
+    target: str
+    """Short description, such as "llvm znver4 ×2"."""
+    tasks: tuple[TaskInfo, ...]
+    num_trials: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningRound:
+    """One batch of trials of one task, just measured."""
+
+    trials: tuple[Trial, ...]
+    task: TaskState
+    tasks: tuple[TaskState, ...]
+    """Every task of the network, this one included."""
+    total_trials: int
+    elapsed_s: float
+    durations: Durations
+    """Totals since the start of the tuning."""
+
+    @property
+    def estimated_latency_s(self) -> float | None:
+        return estimated_latency_s(self.tasks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningResult:
+    """How a tuning ended."""
+
+    tasks: tuple[TaskState, ...]
+    total_trials: int
+    elapsed_s: float
+    durations: Durations
+    stop_reason: str
+
+    @property
+    def estimated_latency_s(self) -> float | None:
+        return estimated_latency_s(self.tasks)
+
+
+def estimated_latency_s(tasks: tuple[TaskState, ...]) -> float | None:
+    """Σ weight × best task latency: the network's estimated time; None while a task that was not given up has none."""
+    total = 0.0
+    for task in tasks:
+        if task.best_s is not None:
+            total += task.info.weight * task.best_s
+        elif task.stop_reason != StopReason.NOTHING_TO_TUNE:
+            return None
+    return total
+
+
+class StopReason:
+    """Why a task or a run ended (tag `ansor.stop_reason`)."""
+
+    TRIALS = "trials"
+    """The budget of trials was spent."""
+    MINUTES = "minutes"
+    """The budget of time was spent."""
+    SPACE_EXHAUSTED = "space_exhausted"
+    """Every program of the search space was measured."""
+    NOTHING_TO_TUNE = "nothing_to_tune"
+    """The kernel has no schedule to choose."""
+
+
+class TuningObserver(Protocol):
+    """Someone who is told what happens while tuning. Calls come from the tuning thread, between measurements."""
+
+    def tuning_started(self, plan: TuningPlan) -> None:
+        """Tasks were extracted; nothing was measured yet."""
+
+    def round_finished(self, round_: TuningRound) -> None:
+        """A batch was measured, and its records are on disk."""
+
+    def tuning_finished(self, result: TuningResult) -> None:
+        """No more rounds follow. Not called when tuning ends with an error."""

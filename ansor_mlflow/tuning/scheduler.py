@@ -1,0 +1,73 @@
+"""Which task gets the next round of trials.
+
+The gradient of the network's latency with respect to a task's rounds, as in Ansor (Zheng et al., OSDI 2020, section 6).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+
+from ansor_mlflow.trials import TaskState
+
+_ALPHA = 0.2
+"""Trust in the gain of recent rounds against the optimistic guess."""
+_BETA = 2.0
+"""How much slower per FLOP than the best similar task a task is still believed to stay."""
+_WINDOW = 3
+"""Rounds over which the recent gain is taken."""
+_MAX_BARREN_ROUNDS = 4
+"""Rounds without one valid trial after which a task no longer comes first."""
+_EPSILON = 0.05
+"""Share of rounds that go to a random task."""
+
+
+class GradientScheduler:
+    """Gives every task one round first, then picks the task with the steepest expected gain.
+
+    Args:
+        num_tasks: Number of tasks.
+        seed: Seed of the random picks.
+    """
+
+    def __init__(self, num_tasks: int, seed: int) -> None:
+        self._history: list[list[float]] = [[] for _ in range(num_tasks)]
+        self._rounds = [0] * num_tasks
+        self._random = random.Random(seed)
+
+    def round_finished(self, task: TaskState) -> None:
+        """Takes note of a round of `task`."""
+        index = task.info.index
+        self._rounds[index] += 1
+        if task.best_s is not None:
+            self._history[index].append(task.best_s)
+
+    def next_task(self, tasks: Sequence[TaskState]) -> int | None:
+        """The index of the task to work on; None when every task has a stop reason."""
+        open_tasks = [task.info.index for task in tasks if not task.stop_reason]
+        if not open_tasks:
+            return None
+        for index in open_tasks:
+            if self._rounds[index] == 0:
+                return index
+        if self._random.random() < _EPSILON:
+            return self._random.choice(open_tasks)
+        return max(open_tasks, key=lambda index: self._gain(tasks, index))
+
+    def _gain(self, tasks: Sequence[TaskState], index: int) -> float:
+        """Expected decrease of the network's latency, in seconds, by one more round of a task."""
+        task, history, rounds = tasks[index], self._history[index], self._rounds[index]
+        if task.best_s is None:
+            return float("inf") if rounds < _MAX_BARREN_ROUNDS else 0.0
+        recent = (history[-1 - _WINDOW] - history[-1]) / _WINDOW if len(history) > _WINDOW else 0.0
+        optimistic = task.best_s / rounds
+        peers = [peer.gflops for peer in tasks if peer.gflops and _operator(peer) == _operator(task)]
+        if peers:
+            optimistic = max(optimistic, task.best_s - _BETA * task.info.flops / (max(peers) * 1e9))
+        return task.info.weight * (_ALPHA * recent + (1 - _ALPHA) * optimistic)
+
+
+def _operator(task: TaskState) -> str:
+    """The first operator of a fused task: "conv2d" of "fused_conv2d3_add1_relu"."""
+    return re.sub(r"\d+$", "", task.info.name.removeprefix("fused_").split("_")[0])

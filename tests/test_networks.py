@@ -1,0 +1,351 @@
+"""Built-in networks are real and repeatable, files are read, and what is wrong with either is said in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.networks import BUILTIN_NETWORKS, Network, load_network
+from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.tensors import TensorSpec, random_inputs
+
+SMALL_IMAGE = {"data": [1, 3, 64, 64]}
+
+
+def run(network: Network, seed: int = 0) -> list[np.ndarray]:
+    session = onnxruntime.InferenceSession(network.model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, random_inputs(network.inputs, seed))
+
+
+def value(
+    name: str, shape: Sequence[int | str | None] | None, elem_type: int = TensorProto.FLOAT
+) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, elem_type, shape)
+
+
+def save(
+    path: Path,
+    nodes: list[onnx.NodeProto],
+    inputs: list[onnx.ValueInfoProto],
+    outputs: list[onnx.ValueInfoProto],
+    weights: dict[str, np.ndarray] | None = None,
+    **options: Any,
+) -> str:
+    initializers = [numpy_helper.from_array(values, name) for name, values in (weights or {}).items()]
+    graph = helper.make_graph(nodes, "graph", inputs, outputs, initializers)
+    domains = {"", *(node.domain for node in nodes)}
+    opsets = [helper.make_opsetid(domain, 1 if domain else 17) for domain in domains]
+    onnx.save(helper.make_model(graph, ir_version=8, opset_imports=opsets), path, **options)
+    return str(path)
+
+
+def save_conv(path: Path, shape: list[Any]) -> str:
+    """A convolution without a fixed image size, with the shapes that an exporter would have written into the file."""
+    builder = GraphBuilder(seed=1)
+    data = builder.input("data", tuple(shape))
+    builder.relu("out", builder.conv("conv", data, (4, 3, 3, 3), padding=1))
+    model = builder.build("conv", {"out": (shape[0], 4, *shape[2:])})
+    onnx.save(onnx.shape_inference.infer_shapes(model), path)
+    return str(path)
+
+
+# -- built-in networks -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BUILTIN_NETWORKS)
+def test_builtin_network_runs_and_ends_in_logits_that_differ(name: str) -> None:
+    network = load_network(name, input_shapes=SMALL_IMAGE)
+    assert network.name == name
+    assert network.inputs == (TensorSpec("data", (1, 3, 64, 64), "float32"),)
+    assert network.outputs == (TensorSpec("logits", (1, 1000), "float32"),)
+    (logits,) = run(network)
+    assert logits.shape == (1, 1000)
+    assert np.isfinite(logits).all()
+    assert logits.std() > 0.1
+    assert (logits < 0).any()  # not probabilities
+    assert abs(logits - run(network, seed=1)[0]).max() > 0.01 * logits.std()  # it looks at its input
+
+
+@pytest.mark.parametrize(("name", "num_parameters"), [("resnet-18", 11_689_512), ("resnet-50", 25_557_032)])
+def test_resnet_has_the_published_number_of_parameters(name: str, num_parameters: int) -> None:
+    graph = load_network(name, input_shapes=SMALL_IMAGE).model.graph
+    trained = [weight for weight in graph.initializer if not weight.name.endswith((".mean", ".var"))]
+    assert sum(int(np.prod(weight.dims)) for weight in trained) == num_parameters
+
+
+def test_resnet_keeps_its_batch_norms() -> None:
+    graph = load_network("resnet-18", input_shapes=SMALL_IMAGE).model.graph
+    weights = {weight.name: numpy_helper.to_array(weight) for weight in graph.initializer}
+    norms = [node for node in graph.node if node.op_type == "BatchNormalization"]
+    assert len(norms) == 20
+    for norm in norms:
+        scale, _, mean, var = (weights[name] for name in norm.input[1:])
+        assert scale.std() > 0
+        assert mean.std() > 0
+        assert (var > 0).all()
+
+
+def test_default_image_is_that_of_imagenet_and_follows_the_batch_size() -> None:
+    network = load_network("resnet-18", batch_size=2)
+    assert network.inputs[0].shape == (2, 3, 224, 224)
+    assert network.outputs[0].shape == (2, 1000)
+
+
+def test_input_shapes_set_the_batch_too() -> None:
+    network = load_network("resnet-18", input_shapes={"data": [3, 3, 32, 48]})
+    assert run(network)[0].shape == network.outputs[0].shape == (3, 1000)
+
+
+def test_a_seed_always_gives_the_same_weights() -> None:
+    first, again, other = (load_network("resnet-18", input_shapes=SMALL_IMAGE, seed=seed) for seed in (3, 3, 4))
+    assert first.model == again.model
+    assert first.model != other.model
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "resnet-17"}, r"network='resnet-17' is neither .*; perhaps you meant resnet-18"),
+        ({"name": "ResNet50"}, "perhaps you meant resnet-50"),
+        ({"name": "alexnet"}, "built-in are resnet-18, .*resnet-152; a file ends in .onnx"),
+        ({"name": ""}, "built-in are resnet-18"),
+        ({"batch_size": 0}, r"would be \[0, 3, 224, 224\], but every dimension must be at least 1"),
+        ({"batch_size": 4, "input_shapes": {"data": [2, 3, 64, 64]}}, r"batch_size=4, but .*\[2, 3, 64, 64\]; leave"),
+        ({"input_shapes": {"x": [1, 3, 64, 64]}}, "names 'x', which is not an input of resnet-18; its inputs are data"),
+        ({"input_shapes": {"data": [3, 64, 64]}}, r"gives 'data' of resnet-18 3 dimensions .*but it has 4.*; give 4"),
+        ({"input_shapes": {"data": [1, 1, 64, 64]}}, r"\[1, 1, 64, 64\]; it must be \[N, 3, H, W\]"),
+        ({"input_shapes": {"data": [1, 3, 31, 64]}}, "H and W at least 32"),
+        ({"input_shapes": {"data": [1, 3, 64, 31]}}, "H and W at least 32"),
+        ({"input_shapes": {"data": [1, 3, "64", 64]}}, "dimensions must be whole numbers"),
+        ({"input_shapes": {"data": [-1, 3, 64, 64]}}, "every dimension must be at least 1"),
+    ],
+)
+def test_what_is_wrong_with_a_builtin_network_is_said(arguments: dict, message: str) -> None:
+    with pytest.raises(UserInputError, match=message) as caught:
+        load_network(**{"name": "resnet-18", **arguments})
+    assert "\n" not in str(caught.value)
+
+
+# -- ONNX files ------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_named_after_its_stem(small_onnx: Path) -> None:
+    network = load_network(str(small_onnx))
+    assert network.name == "small"
+    assert network.inputs == (TensorSpec("data", (1, 3, 16, 16), "float32"),)
+    assert network.outputs == (TensorSpec("logits", (1, 10), "float32"),)
+
+
+def test_a_file_needs_no_suffix(tmp_path: Path, small_onnx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "exported").write_bytes(small_onnx.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    assert load_network("exported").name == "exported"
+
+
+def test_a_file_does_not_hide_a_builtin_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "resnet-18").write_text("notes")
+    monkeypatch.chdir(tmp_path)
+    assert load_network("resnet-18", input_shapes=SMALL_IMAGE).name == "resnet-18"
+
+
+@pytest.mark.parametrize("shape", [[1, 3, 8, 8], ["N", 3, "H", "W"], [0, 3, -1, -1]])
+def test_input_shapes_propagate_through_a_file(tmp_path: Path, shape: list[int | str]) -> None:
+    path = save_conv(tmp_path / "conv.onnx", shape)
+    network = load_network(path, input_shapes={"data": [2, 3, 6, 10]})
+    assert network.inputs[0].shape == (2, 3, 6, 10)
+    assert run(network)[0].shape == network.outputs[0].shape == (2, 4, 6, 10)
+
+
+def test_input_shapes_propagate_into_branches(tmp_path: Path) -> None:
+    branches = {
+        name: helper.make_graph([helper.make_node(op, ["x"], [name])], name, [], [value(name, [1, 3])])
+        for name, op in {"then_branch": "Relu", "else_branch": "Neg"}.items()
+    }
+    node = helper.make_node("If", ["flag"], ["y"], **branches)
+    inputs = [value("flag", [], TensorProto.BOOL), value("x", [1, 3])]
+    path = save(tmp_path / "if.onnx", [node], inputs, [value("y", [1, 3])])
+    network = load_network(path, input_shapes={"x": [5, 3]})
+    assert network.inputs == (TensorSpec("flag", (), "bool"), TensorSpec("x", (5, 3), "float32"))
+    assert run(network)[0].shape == network.outputs[0].shape == (5, 3)
+
+
+def test_a_dynamic_output_of_a_static_input_is_inferred(tmp_path: Path) -> None:
+    node = helper.make_node("Cast", ["x"], ["y"], to=TensorProto.INT64)
+    path = save(tmp_path / "cast.onnx", [node], [value("x", [2, 3])], [value("y", ["N", 3], TensorProto.INT64)])
+    assert load_network(path).outputs == (TensorSpec("y", (2, 3), "int64"),)
+
+
+def test_shapes_that_only_onnxruntime_can_infer(tmp_path: Path) -> None:
+    """Expand to a shape computed with Equal and Where, as PyTorch's exporter writes it; ONNX's inference gives up."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Equal", ["shape", "minus_one"], ["is_free"]),
+        helper.make_node("Where", ["is_free", "one", "shape"], ["wanted"]),
+        helper.make_node("Expand", ["constant", "wanted"], ["expanded"]),
+        helper.make_node("Add", ["expanded", "x"], ["y"]),
+    ]
+    weights = {
+        "minus_one": np.array([-1], np.int64),
+        "one": np.array([1], np.int64),
+        "constant": np.ones(1, np.float32),
+    }
+    path = save(tmp_path / "expand.onnx", nodes, [value("x", ["N", 3])], [value("expanded", None)], weights)
+    network = load_network(path, input_shapes={"x": [2, 3]})
+    assert run(network)[0].shape == network.outputs[0].shape == (2, 3)
+    onnx.save(network.model, path)
+    assert load_network(path).sha256 == network.sha256
+
+
+@pytest.mark.parametrize("shape", [[1, 3, 8, 8], ["N", 3, "H", "W"]])
+def test_a_saved_network_is_the_same_network(tmp_path: Path, shape: list[int | str]) -> None:
+    """A run keeps what it tuned; the digest tells whether records belong to it."""
+    path = save_conv(tmp_path / "conv.onnx", shape)
+    network = load_network(path, input_shapes={"data": [2, 3, 6, 10]})
+    onnx.save(network.model, tmp_path / "copy.onnx")
+    copy = load_network(str(tmp_path / "copy.onnx"))
+    assert copy.sha256 == network.sha256
+    assert (copy.inputs, copy.outputs) == (network.inputs, network.outputs)
+    other = load_network(path, input_shapes={"data": [1, 3, 6, 10]})
+    assert other.sha256 != network.sha256
+
+
+def test_weights_listed_as_inputs_are_not_inputs(tmp_path: Path) -> None:
+    """As IR versions before 4 require."""
+    node = helper.make_node("Add", ["x", "w"], ["y"])
+    weights = {"w": np.ones(3, np.float32)}
+    path = save(tmp_path / "old.onnx", [node], [value("x", [2, 3]), value("w", [3])], [value("y", [2, 3])], weights)
+    assert [spec.name for spec in load_network(path).inputs] == ["x"]
+
+
+def test_external_data_is_loaded(tmp_path: Path) -> None:
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    weights = {"w": np.arange(1200, dtype=np.float32).reshape(30, 40)}
+    external: dict[str, Any] = {"save_as_external_data": True, "location": "weights.bin"}
+    path = save(tmp_path / "external.onnx", [node], [value("x", [1, 30])], [value("y", [1, 40])], weights, **external)
+    network = load_network(path)
+    (tmp_path / "weights.bin").unlink()
+    np.testing.assert_allclose(run(network)[0], random_inputs(network.inputs, 0)["x"] @ weights["w"], rtol=1e-5)
+    with pytest.raises(UserInputError, match=r"its external data cannot be read .*weights\.bin.*; put that file"):
+        load_network(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "the file cannot be read .No such file or directory.; give an ONNX file or a built-in name"),
+        (b"", "the file holds no ONNX model; export the model again"),
+        (b"\xff\xfe not a model" * 9, "not a valid ONNX file, or cut short"),
+        (b"PK\x03\x04" + bytes(64), "not a valid ONNX file, or cut short"),
+    ],
+)
+def test_broken_file(tmp_path: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "broken.onnx"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserInputError, match=f"network={re.escape(str(path))}: {message}") as caught:
+        load_network(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_file_cut_short(tmp_path: Path, small_onnx: Path) -> None:
+    content = small_onnx.read_bytes()
+    (tmp_path / "half.onnx").write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserInputError, match="not a valid ONNX file, or cut short"):
+        load_network(str(tmp_path / "half.onnx"))
+
+
+def test_directory_instead_of_a_file(tmp_path: Path) -> None:
+    with pytest.raises(UserInputError, match="Is a directory"):
+        load_network(str(tmp_path))
+
+
+def test_dynamic_dimensions_are_named_and_the_parameter_is_written_out(tmp_path: Path) -> None:
+    node = helper.make_node("Add", ["a", "b"], ["c"])
+    inputs = [value("a", ["batch", 3, None]), value("b", [4, 3, 5])]
+    path = save(tmp_path / "dynamic.onnx", [node], inputs, [value("c", None)])
+    with pytest.raises(UserInputError, match=r"'a' has dynamic batch \(dimension 0\), \? \(dimension 2\)") as caught:
+        load_network(path)
+    suggestion = re.search(r"input_shapes='(.*)'", str(caught.value))
+    assert suggestion is not None
+    assert json.loads(suggestion[1]) == {"a": [1, 3, 1]}
+    with pytest.raises(UserInputError, match="input 'a' has dynamic"):
+        load_network(path, input_shapes={"b": [4, 3, 5]})
+    assert load_network(path, input_shapes=json.loads(suggestion[1])).outputs[0].shape == (4, 3, 5)
+
+
+def test_input_without_a_shape(tmp_path: Path) -> None:
+    node = helper.make_node("Relu", ["x"], ["y"])
+    path = save(tmp_path / "free.onnx", [node], [value("x", None)], [value("y", None)])
+    with pytest.raises(UserInputError, match=r"input 'x' has no shape .*give input_shapes='"):
+        load_network(path)
+    assert load_network(path, input_shapes={"x": [2]}).outputs[0].shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 2}, "batch_size=2 with network=.*it is for built-in networks; .*input_shapes"),
+        ({"input_shapes": {"image": [1, 3, 16, 16]}}, "names 'image', which is not .*; its inputs are data"),
+        ({"input_shapes": {"data": [1, 3, 16]}}, r"3 dimensions \[1, 3, 16\], but it has 4, \(1, 3, 16, 16\); give 4"),
+        ({"input_shapes": {"data": [1, 3, 0, 16]}}, "every dimension must be at least 1"),
+    ],
+)
+def test_what_does_not_fit_a_file_is_said(small_onnx: Path, arguments: dict, message: str) -> None:
+    with pytest.raises(UserInputError, match=message) as caught:
+        load_network(str(small_onnx), **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_shapes_that_do_not_fit_together(tmp_path: Path) -> None:
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    weights = {"w": np.ones((3, 2), np.float32)}
+    path = save(tmp_path / "matmul.onnx", [node], [value("x", [1, 4])], [value("y", None)], weights)
+    with pytest.raises(UserInputError, match=r"its shapes do not fit together \(.*MatMul.*; export the model again"):
+        load_network(path)
+    assert load_network(path, input_shapes={"x": [1, 3]}).outputs[0].shape == (1, 2)
+    with pytest.raises(UserInputError, match=r"its shapes do not fit together .*; give input_shapes that the network"):
+        load_network(path, input_shapes={"x": [1, 5]})
+
+
+def test_model_without_nodes(tmp_path: Path) -> None:
+    path = save(tmp_path / "empty.onnx", [], [value("x", [1])], [value("x", [1])])
+    with pytest.raises(UserInputError, match="has no nodes, so there is nothing to tune"):
+        load_network(path)
+
+
+def test_output_whose_shape_depends_on_values(tmp_path: Path) -> None:
+    node = helper.make_node("NonZero", ["x"], ["y"])
+    path = save(tmp_path / "nonzero.onnx", [node], [value("x", [2, 3])], [value("y", None, TensorProto.INT64)])
+    with pytest.raises(UserInputError, match="shape of output 'y' depends on the input's values"):
+        load_network(path)
+
+
+def test_output_behind_an_unknown_operator(tmp_path: Path) -> None:
+    node = helper.make_node("Foo", ["x"], ["y"], domain="made.up")
+    path = save(tmp_path / "foo.onnx", [node], [value("x", [1])], [value("y", None)])
+    with pytest.raises(UserInputError, match=r"neither ONNX nor ONNX Runtime can infer .*Foo"):
+        load_network(path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        value("x", [1], TensorProto.STRING),
+        value("x", [1], TensorProto.BFLOAT16),
+        helper.make_tensor_sequence_value_info("x", TensorProto.FLOAT, [1]),
+    ],
+)
+def test_input_that_is_no_tensor_of_numbers(tmp_path: Path, wrong: onnx.ValueInfoProto) -> None:
+    path = save(tmp_path / "wrong.onnx", [helper.make_node("Identity", ["x"], ["y"])], [wrong], [value("y", [1])])
+    with pytest.raises(UserInputError, match="'x' is not a tensor of NumPy's floats, integers or booleans"):
+        load_network(path)

@@ -1,0 +1,246 @@
+"""Parameters: types, defaults and rules; a configuration file; and the way back to a command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.options import (
+    CompileOptions,
+    EvaluateOptions,
+    Options,
+    PipelineOptions,
+    TuneOptions,
+    as_text,
+    default_text,
+    load_options,
+    rule,
+)
+
+OPTION_CLASSES = [TuneOptions, CompileOptions, EvaluateOptions, PipelineOptions]
+
+
+def write_config(directory: Path, text: str) -> str:
+    path = directory / "config.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("network", "net.onnx", "net.onnx"),
+        ("input_shapes", '{"data": [1, 3, 224, 224], "flag": []}', {"data": [1, 3, 224, 224], "flag": []}),
+        ("batch_size", "8", 8),
+        ("layout", "NCHW", "NCHW"),
+        ("num_threads", "2", 2),
+        ("num_threads", "auto", "auto"),
+        ("trials", "640", 640),
+        ("trials_per_task", "10", 10),
+        ("max_minutes", "0.5", 0.5),
+        ("seed", "0", 0),
+        ("search_threads", "1", 1),
+        ("min_repeat_ms", "0", 0),
+        ("measure_timeout_s", "5", 5.0),
+        ("cache_flush", "true", True),
+        ("cache_flush", "false", False),
+        ("cost_model", "none", "none"),
+    ],
+)
+def test_text_becomes_a_value(name: str, text: str, value: Any) -> None:
+    options = load_options(TuneOptions, {name: text})
+    assert getattr(options, name) == value
+    assert type(getattr(options, name)) is type(value)
+
+
+def test_defaults() -> None:
+    options = load_options(TuneOptions, {})
+    assert (options.network, options.target, options.trials, options.preset) == (
+        "resnet-18",
+        "auto",
+        "auto",
+        "standard",
+    )
+    assert options.input_shapes == {}
+    assert options.max_minutes is None
+
+
+@pytest.mark.parametrize("cls", OPTION_CLASSES)
+def test_default_text_and_empty_text_mean_the_default(cls: type[Options]) -> None:
+    required = {"model_uri": "models:/m/1"} if "model_uri" in cls.model_fields else {}
+    default = load_options(cls, required)
+    for given_values in (
+        {name: default_text(cls, name) for name in cls.model_fields},
+        dict.fromkeys(cls.model_fields, ""),
+        dict.fromkeys(cls.model_fields, None),
+    ):
+        assert load_options(cls, {**given_values, **required}) == default
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("input_shapes", "{"),
+        ("input_shapes", "[1, 3, 224, 224]"),
+        ("input_shapes", '{"data": 3}'),
+        ("input_shapes", '{"data": [1, 0]}'),
+        ("input_shapes", '{"data": [1.5]}'),
+        ("batch_size", "0"),
+        ("batch_size", "1.5"),
+        ("batch_size", "auto"),
+        ("layout", "nhwc"),
+        ("num_threads", "0"),
+        ("num_threads", "all"),
+        ("trials", "-1"),
+        ("trials", "many"),
+        ("preset", "fast"),
+        ("trials_per_task", "0"),
+        ("max_minutes", "0"),
+        ("max_minutes", "inf"),
+        ("max_minutes", "nan"),
+        ("num_trials_per_round", "0"),
+        ("strategy", "genetic"),
+        ("cost_model", "lightgbm"),
+        ("seed", "-1"),
+        ("seed", str(2**31)),
+        ("search_threads", "0"),
+        ("number", "0"),
+        ("repeat", "0"),
+        ("min_repeat_ms", "-1"),
+        ("measure_timeout_s", "0"),
+        ("measure_timeout_s", "nan"),
+        ("cache_flush", "maybe"),
+        ("tolerance", "0"),
+        ("turns", "0"),
+    ],
+)
+def test_a_value_that_breaks_its_rule(name: str, text: str) -> None:
+    with pytest.raises(UserInputError) as caught:
+        load_options(PipelineOptions, {name: text})
+    assert str(caught.value) == f"{name}={text!r}: it must be {rule(PipelineOptions, name)}"
+
+
+def test_a_parameter_that_must_be_given() -> None:
+    with pytest.raises(UserInputError, match="model_uri='': it must be a model URI or a path"):
+        load_options(EvaluateOptions, {})
+
+
+@pytest.mark.parametrize("cls", OPTION_CLASSES)
+def test_every_parameter_has_help_and_a_rule(cls: type[Options]) -> None:
+    for name, field in cls.model_fields.items():
+        assert (field.description or "").endswith("."), name
+        assert rule(cls, name) != "valid", name
+
+
+def test_options_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_options(TuneOptions, {}).trials = 3
+
+
+# -- configuration files ---------------------------------------------------------------------------------------------
+
+
+def test_file_replaces_defaults_and_the_command_line_replaces_the_file(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "trials: 640\nnetwork: resnet-50\ninput_shapes: {data: [1, 3, 64, 64]}\n")
+    options = load_options(TuneOptions, {"trials": "128", "network": "", "seed": "7"}, config)
+    assert (options.trials, options.network, options.seed) == (128, "resnet-50", 7)
+    assert options.input_shapes == {"data": [1, 3, 64, 64]}
+
+
+def test_a_default_on_the_command_line_does_not_replace_the_file(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "trials: 640\n")
+    assert load_options(TuneOptions, {"trials": default_text(TuneOptions, "trials")}, config).trials == 640
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trails: 640", r"unknown key 'trails'; perhaps you meant trials"),
+        ("xyzzy: 1", r"unknown key 'xyzzy'; known are network, .*cache_flush"),
+        ("7: 1", r"unknown key 7; known are"),
+        ("- trials", r"expected a mapping of parameters to values, such as `trials: 640`"),
+        ("trials", r"expected a mapping"),
+        ("", r"expected a mapping"),
+        ("trials: [", r"the file is not valid YAML \("),
+        ("trials: \x00", r"the file is not valid YAML \("),
+    ],
+)
+def test_file_that_is_not_usable(tmp_path: Path, text: str, message: str) -> None:
+    config = write_config(tmp_path, text)
+    with pytest.raises(UserInputError, match=f"config={config}: {message}") as caught:
+        load_options(TuneOptions, {}, config)
+    assert "\n" not in str(caught.value)
+
+
+def test_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserInputError, match=r"the file cannot be read \(No such file or directory\); give a YAML file"
+    ):
+        load_options(TuneOptions, {}, str(tmp_path / "missing.yaml"))
+    with pytest.raises(UserInputError, match="Is a directory"):
+        load_options(TuneOptions, {}, str(tmp_path))
+    (tmp_path / "latin.yaml").write_bytes(b"network: caf\xe9\n")
+    with pytest.raises(UserInputError, match="the file is not valid YAML"):
+        load_options(TuneOptions, {}, str(tmp_path / "latin.yaml"))
+
+
+def test_value_in_a_file_that_breaks_its_rule(tmp_path: Path) -> None:
+    with pytest.raises(UserInputError, match="trials=0: it must be a whole number of at least 1, or auto"):
+        load_options(TuneOptions, {}, write_config(tmp_path, "trials: 0"))
+    with pytest.raises(UserInputError, match="trials=None: it must be"):
+        load_options(TuneOptions, {}, write_config(tmp_path, "trials:"))
+
+
+# -- back to a command line ------------------------------------------------------------------------------------------
+
+counts = st.integers(1, 10**9)
+positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "network": st.text(min_size=1),
+    "input_shapes": st.dictionaries(st.text(), st.lists(counts, max_size=4), max_size=3),
+    "batch_size": counts,
+    "layout": st.sampled_from(["NHWC", "NCHW"]),
+    "target": st.text(min_size=1),
+    "num_threads": counts | st.just("auto"),
+    "trials": counts | st.just("auto"),
+    "preset": st.sampled_from(["quick", "standard", "thorough"]),
+    "trials_per_task": counts,
+    "max_minutes": positive,
+    "strategy": st.sampled_from(["evolutionary", "random"]),
+    "cost_model": st.sampled_from(["xgb", "mlp", "random", "none"]),
+    "seed": st.integers(0, 2**31 - 1),
+    "min_repeat_ms": st.integers(0, 10**6),
+    "measure_timeout_s": positive,
+    "cache_flush": st.booleans(),
+}
+
+
+@given(st.fixed_dictionaries({}, optional=VALUES))
+def test_what_changed_makes_the_same_options_again(values: dict[str, Any]) -> None:
+    options = TuneOptions(**values)
+    changed = options.changed()
+    assert load_options(TuneOptions, changed) == options
+    assert set(changed) <= set(values)
+    assert all(changed[name] != default_text(TuneOptions, name) for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, ""), ({}, ""), (True, "true"), (False, "false"), (2, "2"), (0.5, "0.5"), ({"x": [1]}, '{"x": [1]}')],
+)
+def test_text_of_a_value(value: Any, text: str) -> None:
+    assert as_text(value) == text
+
+
+def test_input_shapes_are_written_as_json() -> None:
+    changed = TuneOptions(input_shapes={"data": [1, 3, 64, 64]}).changed()
+    assert json.loads(changed["input_shapes"]) == {"data": [1, 3, 64, 64]}

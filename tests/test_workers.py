@@ -1,0 +1,97 @@
+"""Worker processes survive whatever a task does, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from ansor_mlflow.tuning.workers import Outcome, WorkerPool
+
+TIMEOUT_S = 30.0
+
+
+# -- what the workers do: found by its name in this module, which a worker imports ------------------------------------
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+def sleep_then_square(number: int) -> int:
+    time.sleep(0.3 - 0.1 * number)
+    return number * number
+
+
+def pid_of_worker(_: int) -> int:
+    return os.getpid()
+
+
+def misbehave(how: str) -> str:
+    if how == "raise":
+        raise ValueError("two\nlines")
+    if how == "raise_at_length":
+        raise RuntimeError("x" * 10_000)
+    if how == "exit":
+        os._exit(3)
+    if how == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    while how == "loop":
+        pass
+    return how
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(2) as pool:
+        yield pool
+
+
+def test_values_come_in_the_order_of_the_inputs(pool: WorkerPool) -> None:
+    assert pool.map(sleep_then_square, [0, 1, 2], TIMEOUT_S) == [Outcome(0), Outcome(1), Outcome(4)]
+
+
+def test_nothing_to_do(pool: WorkerPool) -> None:
+    assert pool.map(square, [], TIMEOUT_S) == []
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("raise", "ValueError: two\nlines"),
+        ("raise_at_length", f"RuntimeError: {'x' * 1986}…"),
+        ("exit", "the worker process died (exit code 3)"),
+        ("segfault", "the worker process died (SIGSEGV)"),
+    ],
+)
+def test_a_failure_is_the_outcome_of_its_task_alone(pool: WorkerPool, how: str, error: str) -> None:
+    good_before, bad, good_after = pool.map(misbehave, ["fine", how, "fine"], TIMEOUT_S)
+    assert bad == Outcome(failure="failed", error=error)
+    assert good_before == good_after == Outcome("fine")
+    assert pool.map(square, [3], TIMEOUT_S) == [Outcome(9)]
+
+
+def test_an_endless_loop_is_killed_at_the_timeout(pool: WorkerPool) -> None:
+    started = time.monotonic()
+    outcomes = pool.map(misbehave, ["loop", "fine"], 1.0)
+    assert outcomes == [Outcome(failure="timed_out", error="killed after 1 s"), Outcome("fine")]
+    assert time.monotonic() - started < 15
+    assert pool.map(square, [3], TIMEOUT_S) == [Outcome(9)]
+
+
+def test_a_worker_is_replaced_after_its_share_of_tasks() -> None:
+    with WorkerPool(1, max_tasks=2) as pool:
+        pids = [outcome.value for outcome in pool.map(pid_of_worker, range(6), TIMEOUT_S)]
+    assert len(set(pids)) == 3
+
+
+def test_closing_ends_the_workers() -> None:
+    pool = WorkerPool(2)
+    workers = {psutil.Process(outcome.value) for outcome in pool.map(pid_of_worker, range(4), TIMEOUT_S)}
+    pool.close()
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive
