@@ -34,14 +34,6 @@ def outputs_call(make_run: MakeRun, inputs: tuple[TensorSpec, ...], seeds: list[
     return lambda: [run(random_inputs(inputs, seed)) for seed in seeds]
 
 
-def tuned_entry(directory: Path) -> Callable[[], LibraryEntry]:
-    """A call that tells which of a model's libraries is loaded on this host."""
-    from ansor_mlflow import flavor
-
-    model = flavor.load_model(str(directory))
-    return lambda: model.entry
-
-
 def tuned_run(directory: Path) -> Run:
     """The model as its users load it."""
     from ansor_mlflow import flavor

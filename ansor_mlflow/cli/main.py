@@ -28,6 +28,13 @@ from ansor_mlflow.options import (
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 
+ENTRY_POINTS: dict[str, type[Options]] = {
+    "main": PipelineOptions,
+    "tune": TuneOptions,
+    "compile": CompileOptions,
+    "evaluate": EvaluateOptions,
+}
+"""The entry points of `MLproject`, which are commands, too."""
 _CONFIG_HELP = "YAML file with values for any of these parameters; what is given here wins over the file."
 
 
@@ -107,6 +114,14 @@ def networks() -> None:
 
     for name in BUILTIN_NETWORKS:
         click.echo(name)
+
+
+@cli.command("parameters")
+def parameters() -> None:
+    """Print the reference of all parameters as Markdown."""
+    from ansor_mlflow.cli.reference import parameters_markdown
+
+    click.echo(parameters_markdown(ENTRY_POINTS), nl=False)
 
 
 def main(args: Sequence[str] | None = None) -> None:

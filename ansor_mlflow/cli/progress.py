@@ -51,7 +51,7 @@ def progress_observers() -> Iterator[Sequence[TuningObserver]]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[best]}"),
     )
-    with Progress(*columns, console=console) as progress, _log_through(console):
+    with Progress(*columns, console=console, refresh_per_second=2) as progress, _log_through(console):
         yield [ProgressBar(progress)]
 
 

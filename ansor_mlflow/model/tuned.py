@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ansor_mlflow.errors import ModelError, UserInputError
 from ansor_mlflow.model.package import LibraryEntry, Manifest, verify_package
-from ansor_mlflow.targets import set_num_threads, why_not_runnable
+from ansor_mlflow.targets import available_cpus, set_num_threads, why_not_runnable
 from ansor_mlflow.tensors import TensorSpec
 
 _log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def load_package(directory: Path, manifest: Manifest) -> TunedModel:
         ModelError: A digest does not match, or no library runs on this host.
     """
     verify_package(directory, manifest)
-    entry = _choose(directory, manifest)
+    entry = choose_library(directory, manifest)
     return open_library(directory / entry.path, manifest, entry)
 
 
@@ -93,11 +93,11 @@ def open_library(library: Path, manifest: Manifest, entry: LibraryEntry) -> Tune
     from tvm import cpu, relax, runtime
 
     num_threads = entry.fingerprint.num_threads
-    used = set_num_threads(num_threads)
+    used = set_num_threads(min(num_threads, available_cpus()))
     if used != num_threads:
         _log.warning(
-            "the model was tuned for %d threads, but this thread already runs TVM kernels on %d; load it in a fresh "
-            "thread or process",
+            "the model was tuned for %d threads and runs on %d here: this process may use fewer CPUs, or this thread ran "
+            "TVM kernels on fewer before",
             num_threads,
             used,
         )
@@ -105,7 +105,12 @@ def open_library(library: Path, manifest: Manifest, entry: LibraryEntry) -> Tune
     return TunedModel(machine, manifest.inputs, manifest.outputs, entry)
 
 
-def _choose(directory: Path, manifest: Manifest) -> LibraryEntry:
+def choose_library(directory: Path, manifest: Manifest) -> LibraryEntry:
+    """The library of a model that is loaded on this host.
+
+    Raises:
+        ModelError: None of them runs here.
+    """
     reasons = []
     for entry in manifest.libraries:
         reason = why_not_runnable(entry.fingerprint)

@@ -20,7 +20,7 @@ from ansor_mlflow.evaluate import (
     in_child_process,
     measure_in_turns,
 )
-from ansor_mlflow.model import NETWORK_FILE, LibraryEntry, Manifest
+from ansor_mlflow.model import NETWORK_FILE, LibraryEntry, Manifest, choose_library
 from ansor_mlflow.options import EvaluateOptions
 from ansor_mlflow.tensors import TensorSpec
 from ansor_mlflow.tracking import StepRun, step_run
@@ -50,7 +50,7 @@ def evaluate(options: EvaluateOptions) -> dict[str, float]:
 
 def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> dict[str, float]:
     manifest = flavor.read_manifest(directory)
-    entry = in_child_process(call_once, partial(contenders.tuned_entry, directory))
+    entry = choose_library(directory, manifest)
     device = entry.fingerprint
     run.log_tags(
         {

@@ -12,7 +12,7 @@ from mlflow.entities import Run
 from mlflow.exceptions import ExecutionException
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import error_for_exit_code
+from ansor_mlflow.errors import UserInputError, error_for_exit_code
 from ansor_mlflow.options import CompileOptions, EvaluateOptions, Options, PipelineOptions, TuneOptions
 from ansor_mlflow.registry import register
 from ansor_mlflow.tracking import StepRun, step_run
@@ -45,7 +45,10 @@ def run_pipeline(options: PipelineOptions, project: Path) -> PipelineResult:
 
     Raises:
         AnsorMlflowError: A step failed; the error is of its kind and has its message.
+        UserInputError: `project` has no `MLproject` file.
     """
+    if not (project / "MLproject").is_file():
+        raise UserInputError(f"{project} has no MLproject file; run this in the project's folder, or use mlflow run")
     with step_run("main", options, f"{options.network}") as run:
         tuned = _run_step("tune", _only(options, TuneOptions), project, run)
         tags = {key: tuned.data.tags[key] for key in (names.TAG_NETWORK, names.TAG_TARGET, names.TAG_NUM_THREADS)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class StepRun:
                 text = as_text(value)
                 if name not in logged:
                     params.append(Param(name, text))
-                elif logged[name] != text:
+                elif logged[name] not in (text, shlex.quote(text)):  # `mlflow run` logs what it puts on a command line
                     params.append(Param(f"{name}_used", text))
             mlflow.MlflowClient().log_batch(self.run_id, params=params)
 
