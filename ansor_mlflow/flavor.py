@@ -37,7 +37,6 @@ from mlflow.utils.environment import (
 )
 from mlflow.utils.file_utils import get_total_file_size
 from mlflow.utils.model_utils import (
-    _add_code_from_conf_to_system_path,
     _get_flavor_configuration,
     _validate_and_copy_code_paths,
     _validate_and_prepare_target_save_path,
@@ -67,12 +66,17 @@ def get_default_conda_env() -> dict[str, Any]:
 
 
 def get_signature(inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> ModelSignature:
-    """The MLflow signature with every tensor's name, dtype and shape."""
+    """The MLflow signature with every tensor's name, dtype and shape.
+
+    The first dimension is open (-1), because MLflow takes a DataFrame for a tensor only then. The model itself checks
+    the exact shape.
+    """
     return ModelSignature(inputs=_schema(inputs), outputs=_schema(outputs))
 
 
 def _schema(specs: tuple[TensorSpec, ...]) -> Schema:
-    return Schema([MlflowTensorSpec(np.dtype(spec.dtype), spec.shape, spec.name) for spec in specs])
+    shapes = [(-1, *spec.shape[1:]) if spec.shape else () for spec in specs]
+    return Schema([MlflowTensorSpec(np.dtype(s.dtype), shape, s.name) for s, shape in zip(specs, shapes, strict=True)])
 
 
 def save_model(
@@ -193,6 +197,8 @@ def log_model(
 def load_model(model_uri: str, dst_path: str | None = None) -> TunedModel:
     """Loads a model for use from Python, without pyfunc.
 
+    Unlike pyfunc, it does not import the code inside the model, which no digest protects.
+
     Args:
         model_uri: A local path, `runs:/…`, `models:/…`, or another URI that MLflow reads artifacts from.
         dst_path: Existing directory to download to; a temporary one by default.
@@ -220,7 +226,6 @@ def read_manifest(directory: Path) -> Manifest:
         raise ModelError(
             f"model {directory}: it has no flavor {FLAVOR_NAME!r}; give a model that compile logged"
         ) from err
-    _add_code_from_conf_to_system_path(str(directory), configuration)
     return Manifest.from_dict(configuration)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from statistics import fmean
 from typing import Protocol
@@ -68,6 +68,10 @@ class TaskState:
     def gflops(self) -> float | None:
         """Achieved GFLOP/s of the best trial."""
         return self.info.flops / self.best_s / 1e9 if self.best_s else None
+
+    def snapshot(self) -> TaskState:
+        """A copy that later trials do not change."""
+        return replace(self, num_trials=dict(self.num_trials))
 
     def add(self, trial: Trial) -> None:
         """Counts a trial; keeps the best latency and the first error."""

@@ -14,7 +14,7 @@ SCRIPTS = Path(sys.executable).parent
 ANSOR_MLFLOW = str(SCRIPTS / "ansor-mlflow")
 MLFLOW = str(SCRIPTS / "mlflow")
 
-FAST = {"strategy": "random", "min_repeat_ms": "1", "number": "1"}
+FAST = {"strategy": "random", "search_threads": "1", "min_repeat_ms": "1", "number": "1"}
 """Parameters with which the tuning of a small network is soon over."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,15 +10,41 @@ import onnx
 import pytest
 from hypothesis import settings
 
+from ansor_mlflow.compile import compile_tuned
+from ansor_mlflow.lowering import LoweredNetwork, lower
+from ansor_mlflow.model import CompiledNetwork
 from ansor_mlflow.networks import Network, load_network
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.targets import available_cpus, resolve_target
+from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.records import RecordPair, distill
+from ansor_mlflow.targets import available_cpus, fingerprint, resolve_target
+from ansor_mlflow.tuning import TuningJob, require_valid_trials, tune_locally
 
 if TYPE_CHECKING:
     from tvm.target import Target
 
 settings.register_profile("no_deadline", deadline=None)  # how long an example takes says more of the machine than of us
 settings.load_profile("no_deadline")
+
+
+def _forbidden_skips(config: pytest.Config) -> list[pytest.TestReport]:
+    """The tests that were skipped where `CI` is set: a gate that leaves tests out passes for nothing."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    return reporter.stats.get("skipped", []) if reporter and os.environ.get("CI") else []
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails a session with skipped tests in CI."""
+    if session.exitstatus == pytest.ExitCode.OK and _forbidden_skips(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says why such a session fails."""
+    skipped = _forbidden_skips(config)
+    if skipped:
+        terminalreporter.section("skipped tests", red=True)
+        terminalreporter.line(f"CI is set, so no test may be skipped, but {len(skipped)} were; the reasons are below")
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +71,74 @@ def small_onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_network(small_onnx: Path) -> Network:
     """The network of `small_onnx`, loaded."""
     return load_network(str(small_onnx))
+
+
+@pytest.fixture(scope="session")
+def small_lowered(small_network: Network, host_target: Target) -> LoweredNetwork:
+    """The kernels of `small_network` for this host."""
+    return lower(small_network.model, host_target)
+
+
+@pytest.fixture(scope="session")
+def tuned_records(small_lowered: LoweredNetwork, host_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A work directory of TVM with two random schedules of every kernel of the small network, measured on this host.
+
+    Not to be written to.
+    """
+    directory = tmp_path_factory.mktemp("tuned")
+    job = TuningJob(
+        network="small",
+        lowered=small_lowered,
+        target=host_target,
+        num_threads=available_cpus(),
+        records=directory,
+    )
+    budget = 2 * len(small_lowered.tasks)
+    options = TuneOptions(trials=budget, trials_per_task=2, strategy="random", cost_model="none", min_repeat_ms=0)
+    require_valid_trials(tune_locally(job, options))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def compiled_network(
+    small_onnx: Path,
+    small_network: Network,
+    small_lowered: LoweredNetwork,
+    tuned_records: Path,
+    host_target: Target,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> CompiledNetwork:
+    """The small network, compiled with `tuned_records`. Its files are not to be written to."""
+    directory = tmp_path_factory.mktemp("compiled")
+    device = fingerprint(host_target, available_cpus())
+    distill(RecordPair.in_directory(tuned_records), directory / "best", device.target)
+    coverage = compile_tuned(small_lowered, host_target, directory / "best", directory / "model.so")
+    return CompiledNetwork(
+        name="small",
+        network=small_onnx,
+        inputs=small_network.inputs,
+        outputs=small_network.outputs,
+        library=directory / "model.so",
+        records=directory / "best",
+        fingerprint=device,
+        coverage=coverage.to_dict(),
+        provenance={"layout": "NHWC"},
+    )
+
+
+@pytest.fixture(scope="session")
+def _mlflow_store(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """URI of a sqlite store, whose tables take seconds to make, and the ID of its experiment."""
+    from mlflow import MlflowClient
+
+    directory = tmp_path_factory.mktemp("mlflow")
+    uri = f"sqlite:///{directory}/mlflow.db"
+    return uri, MlflowClient(uri).create_experiment("tests", artifact_location=(directory / "artifacts").as_uri())
+
+
+@pytest.fixture
+def experiment_id(_mlflow_store: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """An MLflow experiment; its store is the tracking server of this test and of processes that it starts."""
+    uri, experiment_id = _mlflow_store
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    return experiment_id

@@ -17,7 +17,7 @@ FLOORS = [
     ["names", "options", "targets", "tensors", "trials", "tvm_import"],
     ["networks", "records"],
     ["lowering"],
-    ["compile", "evaluate", "tuning"],
+    ["compile", "evaluate", "testing", "tuning"],
     ["model"],
     ["autolog", "flavor", "registry", "tracking"],
     ["contenders"],

@@ -95,3 +95,12 @@ def test_closing_ends_the_workers() -> None:
     pool.close()
     _, alive = psutil.wait_procs(workers, timeout=10)
     assert not alive
+
+
+def test_workers_killed_between_two_tasks_are_replaced() -> None:
+    with WorkerPool(2) as pool:
+        for _ in range(2):
+            for pid in {outcome.value for outcome in pool.map(pid_of_worker, range(4), TIMEOUT_S)}:
+                psutil.Process(pid).kill()
+            time.sleep(0.5)
+            assert pool.map(square, [2, 3], TIMEOUT_S) == [Outcome(4), Outcome(9)]

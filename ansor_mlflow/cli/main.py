@@ -92,10 +92,10 @@ def compile_(options: CompileOptions) -> None:
 @_command("evaluate", EvaluateOptions)
 def evaluate(options: EvaluateOptions) -> None:
     """Check a model against ONNX Runtime and measure its latency."""
-    from ansor_mlflow.cli.summary import print_summary
+    from ansor_mlflow.cli.summary import print_latencies
     from ansor_mlflow.steps import evaluate as evaluate_step
 
-    print_summary(evaluate_step(options))
+    print_latencies(evaluate_step(options))
 
 
 @_command("main", PipelineOptions)

@@ -28,6 +28,12 @@ _ROWS = (
 )
 
 
+def print_latencies(metrics: Mapping[str, float]) -> None:
+    """Prints the most important figures on one line."""
+    shown = [(label, form.format(metrics[name])) for label, name, form in _ROWS[:3] if name in metrics]
+    print(", ".join(f"{label} {value}" for label, value in shown))
+
+
 def print_summary(metrics: Mapping[str, float]) -> None:
     """Prints latencies, speedups and errors as a table."""
     table = Table(show_header=False)

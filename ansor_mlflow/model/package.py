@@ -93,7 +93,7 @@ class Manifest:
                 ),
                 files=dict(entry["files"]),
             )
-        except (KeyError, TypeError) as err:
+        except (KeyError, TypeError, ValueError) as err:
             raise ModelError(f"the model's MLmodel file is damaged ({err!r}); log the model again") from err
 
 
@@ -127,12 +127,12 @@ def verify_package(directory: Path, manifest: Manifest) -> None:
     """Checks every file of a model against its digest.
 
     Raises:
-        ModelError: A file is missing or was changed, a library has no digest, or a path leads out of the directory.
+        ModelError: A file is missing or was changed, has no digest, or a path leads out of the directory.
     """
-    for entry in manifest.libraries:
-        if entry.path not in manifest.files:
-            raise ModelError(f"model {directory}: {entry.path} has no SHA-256 in MLmodel; log the model again")
     root = directory.resolve()
+    unlisted = _files_to_check(root, manifest) - manifest.files.keys()
+    if unlisted:
+        raise ModelError(f"model {directory}: {min(unlisted)} has no SHA-256 in MLmodel; log the model again")
     for name, digest in manifest.files.items():
         path = (root / name).resolve()
         if not path.is_relative_to(root):
@@ -144,6 +144,13 @@ def verify_package(directory: Path, manifest: Manifest) -> None:
                 f"model {directory}: {name} does not match the SHA-256 in MLmodel, it was changed after it was logged; "
                 "download the model again, or log it anew from a run that you trust"
             )
+
+
+def _files_to_check(root: Path, manifest: Manifest) -> set[str]:
+    """What a model uses: the network, its libraries, and whatever lies beside these and the records."""
+    beside = [path for folder in ("libraries", "records") for path in (root / folder).rglob("*")]
+    found = {path.relative_to(root).as_posix() for path in beside if not path.is_dir()}
+    return {NETWORK_FILE, *(entry.path for entry in manifest.libraries), *found}
 
 
 def _sha256(path: Path) -> str:

@@ -96,8 +96,8 @@ def open_library(library: Path, manifest: Manifest, entry: LibraryEntry) -> Tune
     used = set_num_threads(min(num_threads, available_cpus()))
     if used != num_threads:
         _log.warning(
-            "the model was tuned for %d threads and runs on %d here: this process may use fewer CPUs, or this thread ran "
-            "TVM kernels on fewer before",
+            "the model was tuned for %d threads and runs on %d here: this process may use fewer CPUs, or this thread "
+            "ran TVM kernels on fewer before",
             num_threads,
             used,
         )

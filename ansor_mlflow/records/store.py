@@ -79,14 +79,21 @@ def distill(source: RecordPair, destination: Path, target: dict[str, Any]) -> in
     Raises:
         RecordsError: A line is damaged, there are no records, or all of them are for other targets.
     """
-    workloads = source.workloads.read_text().splitlines()
+    try:
+        workloads = source.workloads.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as err:
+        raise RecordsError(
+            f"{source.workloads}: this is not a workload file of TVM, but perhaps a compressed one; give the file that "
+            "TVM wrote"
+        ) from err
     best: dict[int, tuple[float, str]] = {}
     foreign: dict[str, int] = {}
-    for number, line, (index, fields) in _lines(source.records):
+    for number, line in _lines(source.records):
         try:
-            run_s, record_target = fmean(fields[1]), fields[2]
+            index, fields = json.loads(line)
+            run_s, record_target = fmean(fields[1]), dict(fields[2])
             workloads[index]
-        except (TypeError, IndexError, ValueError) as err:
+        except (TypeError, LookupError, ValueError, OverflowError) as err:
             raise _damaged(source.records, number) from err
         if code_attributes(record_target) != code_attributes(target):
             name = target_name(record_target)
@@ -117,19 +124,16 @@ def target_name(target: dict[str, Any]) -> str:
     return " ".join(str(word) for word in words if word)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str, Any]]:
-    """Yields line number, text and JSON value of every line that is not blank."""
-    number = 0
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    value = json.loads(line)
-                    if not (isinstance(value, list) and len(value) == 2 and isinstance(value[1], list)):
-                        raise _damaged(path, number)
-                    yield number, line.rstrip("\n"), value
-    except (json.JSONDecodeError, UnicodeDecodeError) as err:
-        raise _damaged(path, number) from err
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields number and text of every line that is not blank."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                text = line.decode().strip()
+            except UnicodeDecodeError as err:
+                raise _damaged(path, number) from err
+            if text:
+                yield number, text
 
 
 def _damaged(path: Path, number: int) -> RecordsError:

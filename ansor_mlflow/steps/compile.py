@@ -58,8 +58,8 @@ def compile_network(options: CompileOptions) -> CompileResult:
 
 def _compile(options: CompileOptions, run: StepRun) -> CompileResult:
     if bool(options.tune_run) == bool(options.records):
-        given = "both" if options.tune_run else "neither"
-        raise UserInputError(f"tune_run and records: {given} was given; give the ID of a tuning run, or records=…")
+        given = "both were" if options.tune_run else "neither was"
+        raise UserInputError(f"tune_run and records: {given} given; give the ID of a tuning run, or records=…")
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         source = _from_tune_run(options, Path(scratch)) if options.tune_run else _from_records(options, Path(scratch))
         options = source.options

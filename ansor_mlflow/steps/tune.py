@@ -76,11 +76,12 @@ def _tune(options: TuneOptions, run: StepRun, observers: Sequence[TuningObserver
         num_threads=num_threads,
         records=records,
     )
-    result = tune_locally(job, options, [RoundLog(), MlflowObserver(run.run_id, run.directory), *observers])
-    latency_s = result.estimated_latency_s
     provenance = _provenance(options, network, num_threads)
-    provenance = replace(provenance, estimated_latency_ms=latency_s * 1e3 if latency_s is not None else None)
-    write_description(records, device, provenance)
+    write_description(records, device, provenance)  # records of a tuning that is interrupted can be compiled, too
+    result = tune_locally(job, options, [RoundLog(), MlflowObserver(run.run_id, run.directory), *observers])
+    if result.estimated_latency_s is not None:
+        provenance = replace(provenance, estimated_latency_ms=result.estimated_latency_s * 1e3)
+        write_description(records, device, provenance)
     require_valid_trials(result)
     distill(RecordPair.in_directory(records), records / names.BEST_DIR, device.target)
     run.log_artifacts(records, names.RECORDS_DIR)
@@ -126,13 +127,14 @@ def _provenance(options: TuneOptions, network: Network, num_threads: int) -> Pro
 
 
 def _upload_what_there_is(run: StepRun) -> None:
-    """Saves records and log of a tuning that failed, if the store still takes them; they stay on disk, too."""
+    """Saves records and log of a tuning that failed, if the store still takes them; records stay on disk, too."""
     try:
-        for path in (run.directory / names.RECORDS_DIR, run.directory / names.LOG_FILE):
-            if path.exists():
-                run.log_artifacts(path, names.RECORDS_DIR if path.is_dir() else None)
+        if run.has_records:
+            run.log_artifacts(run.directory / names.RECORDS_DIR, names.RECORDS_DIR)
+        run.log_artifacts(run.directory / names.LOG_FILE)
     except Exception as err:  # noqa: BLE001 - the error that ended the tuning is the one to report
-        _log.warning("records were not uploaded (%s); they are in %s", err, run.directory)
+        if run.has_records:
+            _log.warning("records were not uploaded (%s); they are in %s", err, run.directory / names.RECORDS_DIR)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ _MARK = b"fake library"
 
 
 class FakeBuilder(Builder):
-    """A `Builder` whose libraries are small files that only a `FakeRunner` takes. A module without functions fails.
+    """A `Builder` whose libraries are small files that only a `FakeRunner` takes.
 
     Args:
         failures: Outcomes to give instead, by the number of the module, counted from 1 over all calls.
@@ -43,24 +43,22 @@ class FakeBuilder(Builder):
         number = len(self.mods)
         if number in self._failures:
             return self._failures[number]
-        if not mod.functions:
-            return Outcome(failure="failed", error="the module has no function")
         path = Path(self._directory.name, f"candidate-{number}.so")
         path.write_bytes(_MARK)
         return Outcome(path)
 
 
 class FakeRunner(Runner):
-    """A `Runner` that answers with the run times it was given. What a `FakeBuilder` did not make fails.
+    """A `Runner` that answers with the times it was given. A file that no `FakeBuilder` made is a failure.
 
     Args:
-        run_s: Seconds per call of the library with that number, counted from 1 over all calls.
+        run_s: Seconds per call of one library after the other; after the last, the first comes again.
         repeat: Number of values for each library.
-        failures: Outcomes to give instead, by the number of the library.
+        failures: Outcomes to give instead, by the number of the library, counted from 1 over all calls.
     """
 
     def __init__(
-        self, run_s: Callable[[int], float] = float, *, repeat: int = 1, failures: Mapping[int, Outcome[Any]] = {}
+        self, run_s: Sequence[float] = (1e-3,), *, repeat: int = 1, failures: Mapping[int, Outcome[Any]] = {}
     ) -> None:
         self.jobs: list[RunJob] = []
         """Every job that was to be run, in order."""
@@ -82,4 +80,4 @@ class FakeRunner(Runner):
             return self._failures[number]
         if not job.path.is_file() or job.path.read_bytes() != _MARK:
             return Outcome(failure="failed", error=f"{job.path.name} is not a library of FakeBuilder")
-        return Outcome((self._run_s(number),) * self._repeat)
+        return Outcome((self._run_s[(number - 1) % len(self._run_s)],) * self._repeat)

@@ -26,7 +26,7 @@ def clear_failures(action: str) -> Iterator[None]:
         action: What is being done, for the message: "log metrics".
 
     Raises:
-        MachineError: A server cannot be reached, refused the request, or a bucket does not exist.
+        MachineError: A server cannot be reached, refused the request, a bucket does not exist, or a package is missing.
         UserInputError: MLflow knows no such run, model or experiment.
         ExecutionException: A project's step failed; this passes as it is.
     """
@@ -35,21 +35,36 @@ def clear_failures(action: str) -> Iterator[None]:
     except (AnsorMlflowError, ExecutionException):
         raise
     except (BotoCoreError, ClientError, Boto3Error) as err:
-        raise MachineError(
-            f"cannot {action}: the S3 artifact store answered: {one_line(err)}; check the bucket, "
-            "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and MLFLOW_S3_ENDPOINT_URL"
-        ) from err
+        raise _s3_failure(action, err) from err
     except MlflowException as err:
-        if err.error_code in _USER_ERRORS:
-            raise UserInputError(f"cannot {action}: {one_line(err)}") from err
-        raise MachineError(
-            f"cannot {action}: the MLflow server or store answered: {one_line(err)}; check MLFLOW_TRACKING_URI and "
-            "that the server runs"
-        ) from err
+        raise _mlflow_failure(action, err) from err
     except (requests.RequestException, ConnectionError) as err:
         raise MachineError(
             f"cannot {action}: no connection ({one_line(err)}); check MLFLOW_TRACKING_URI and that the server runs"
         ) from err
+    except ImportError as err:  # of a database's driver, for one
+        raise MachineError(f"cannot {action}: a package is missing ({one_line(err)}); install it") from err
+
+
+def _mlflow_failure(action: str, err: MlflowException) -> AnsorMlflowError:
+    if "s3://" in str(err):  # what boto3 says when MLflow reads
+        return _s3_failure(action, err)
+    cause = err.__cause__
+    if isinstance(cause, MlflowException) and cause.error_code not in _USER_ERRORS:
+        err = cause  # when the server is away, MLflow says that the experiment in MLFLOW_EXPERIMENT_ID does not exist
+    if err.error_code in _USER_ERRORS:
+        return UserInputError(f"cannot {action}: {one_line(err)}")
+    return MachineError(
+        f"cannot {action}: the MLflow server or store answered: {one_line(err)}; check MLFLOW_TRACKING_URI and "
+        "that the server runs"
+    )
+
+
+def _s3_failure(action: str, err: Exception) -> MachineError:
+    return MachineError(
+        f"cannot {action}: the S3 artifact store answered: {one_line(err)}; check the bucket, "
+        "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and MLFLOW_S3_ENDPOINT_URL"
+    )
 
 
 def one_line(err: BaseException, limit: int = 300) -> str:

@@ -28,6 +28,7 @@ def save_convergence(points: Sequence[ConvergencePoint], title: str, path: Path)
     for axis, (x, label) in zip(axes, series, strict=True):
         axis.step(x, latency, where="post", color="#0072b2", linewidth=2)
         axis.set_xlabel(label)
+        axis.set_xlim(left=0)
         axis.grid(visible=True, alpha=0.3)
     axes[0].set_ylabel("best latency, estimated (ms)")
     if latency and max(latency) > 3 * min(latency):

@@ -17,10 +17,11 @@ from mlflow.entities import Param, RunStatus, RunTag
 from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError
 from ansor_mlflow.options import Options, as_text
+from ansor_mlflow.records import RecordPair
 from ansor_mlflow.tracking.failures import clear_failures, one_line
 
 WORK_ROOT = Path(".ansor")
-"""Where steps keep files until MLflow has them, below the current directory. A run that fails leaves its own there."""
+"""Where steps keep files until MLflow has them, below the current directory. A failed run leaves its records there."""
 
 _log = logging.getLogger("ansor_mlflow")
 _PROJECT_RUN_VARIABLE = "MLFLOW_RUN_ID"
@@ -32,7 +33,13 @@ class StepRun:
 
     run_id: str
     directory: Path
-    """Scratch directory of the run; removed when the step succeeds."""
+    """Scratch directory of the run; removed at the end, unless the step fails with records in it."""
+
+    @property
+    def has_records(self) -> bool:
+        """Whether a trial was recorded in the scratch directory."""
+        records = RecordPair.in_directory(self.directory / names.RECORDS_DIR).records
+        return records.is_file() and records.stat().st_size > 0
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Logs scalars."""
@@ -73,7 +80,7 @@ def step_run(step: str, options: Options, run_name: str) -> Iterator[StepRun]:
     """Opens the run of a step: the one that `mlflow run` made for this process, or a new one.
 
     On success the run ends FINISHED. On an error it ends FAILED with the message as tag `ansor.error`, on Ctrl-C
-    KILLED; the error goes on to the caller, and the scratch directory stays.
+    KILLED; the error goes on to the caller, and the scratch directory stays if records are in it.
 
     Args:
         step: Name of the entry point.
@@ -82,19 +89,24 @@ def step_run(step: str, options: Options, run_name: str) -> Iterator[StepRun]:
     """
     with clear_failures("start a run"):
         run_id = mlflow.start_run(run_name=run_name, log_system_metrics=False).info.run_id
+    run = StepRun(run_id, WORK_ROOT / run_id)
     try:
-        directory = WORK_ROOT / run_id
-        directory.mkdir(parents=True, exist_ok=True)
-        run = StepRun(run_id, directory)
+        run.directory.mkdir(parents=True, exist_ok=True)
         run.log_tags({names.TAG_STEP: step, "mlflow.runName": run_name})
         run.log_options(options)
         yield run
     except BaseException as err:
         _end_failed(run_id, err)
+        if not run.has_records:
+            _remove(run.directory)
         raise
     mlflow.end_run()
-    shutil.rmtree(directory)
-    with contextlib.suppress(OSError):
+    _remove(run.directory)
+
+
+def _remove(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):  # other runs have files there
         WORK_ROOT.rmdir()
 
 
@@ -109,8 +121,12 @@ def _end_failed(run_id: str, err: BaseException) -> None:
 
 
 def _tag_error(run_id: str, err: BaseException) -> None:
-    message = str(err) if isinstance(err, AnsorMlflowError) else f"{type(err).__name__}: {one_line(err)}"
-    exit_code = err.exit_code if isinstance(err, AnsorMlflowError) else 1
+    if isinstance(err, AnsorMlflowError):
+        message, exit_code = str(err), err.exit_code
+    elif isinstance(err, KeyboardInterrupt):
+        message, exit_code = "interrupted by the user", 130
+    else:
+        message, exit_code = f"{type(err).__name__}: {one_line(err)}", 1
     tags = {names.TAG_ERROR: message, names.TAG_EXIT_CODE: str(exit_code)}
     mlflow.MlflowClient().log_batch(run_id, tags=[RunTag(*item) for item in tags.items()])
 

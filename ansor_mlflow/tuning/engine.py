@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 _FAILED_RUN_S = 1e10
 """Run time by which MetaSchedule's databases mark a failed trial."""
+_FIRST_PASS_SHARE = 0.5
+"""Most of the budget that the first pass may take; the rest goes where the gradient points."""
 
 
 def resolve_num_trials(options: TuneOptions, num_tasks: int) -> int:
@@ -95,7 +98,7 @@ class Tuner:
         self._scheduler = GradientScheduler(len(tasks), options.seed)
         self._states = tuple(TaskState(info=task.info) for task in tasks)
         self._searches: dict[int, TaskSearch] = {}
-        self._cost_model = make_cost_model(options.cost_model, search_threads)
+        self._cost_model = make_cost_model(options.cost_model, search_threads, options.seed)
         self._durations = Durations()
         self._total_trials = 0
         self._started_s = 0.0
@@ -151,11 +154,11 @@ class Tuner:
             "round_finished",
             TuningRound(
                 trials=trials,
-                task=state,
-                tasks=self._states,
+                task=state.snapshot(),
+                tasks=tuple(task.snapshot() for task in self._states),
                 total_trials=self._total_trials,
                 elapsed_s=time.monotonic() - self._started_s,
-                durations=self._durations,
+                durations=replace(self._durations),
             ),
         )
 
@@ -163,7 +166,7 @@ class Tuner:
         """Trials of the next round: what the budgets allow, and in the first pass no more than a task's share."""
         limits = [self._options.num_trials_per_round, self._num_trials - self._total_trials]
         if state.total_trials == 0:
-            limits.append(max(1, self._num_trials // len(self._states)))
+            limits.append(max(1, int(self._num_trials * _FIRST_PASS_SHARE / len(self._states))))
         if self._options.trials_per_task is not None:
             limits.append(self._options.trials_per_task - state.total_trials)
         return min(limits)

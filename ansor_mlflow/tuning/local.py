@@ -44,6 +44,7 @@ def tune_locally(job: TuningJob, options: TuneOptions, observers: Sequence[Tunin
     """
     from tvm.s_tir.meta_schedule.database import JSONDatabase
 
+    job.records.mkdir(parents=True, exist_ok=True)
     num_trials = resolve_num_trials(options, len(job.lowered.tasks))
     builder = LocalBuilder(job.target, max_workers=job.num_threads, timeout_s=options.measure_timeout_s)
     runner = LocalRunner(_measure_settings(options, job.num_threads))

@@ -83,13 +83,21 @@ def _measure(work: tuple[RunJob, MeasureSettings]) -> tuple[float, ...]:
 
 
 def _random_arguments(args_info: tuple[ArgInfo, ...], device: Any) -> list[Any]:
-    """Tensors of random numbers: zeros would let denormals and branches distort the time."""
+    """Tensors of random numbers: zeros would let denormals and branches distort the time.
+
+    Indices, which ONNX has in 32 and 64 bits, are zero: TVM fills integers with any bits, and kernels do not check
+    the indices that they read with.
+    """
+    import numpy as np
     import tvm
 
     fill = tvm.get_global_func("tvm.contrib.random.random_fill_for_measure")
     arguments = []
     for _, dtype, shape in args_info:
-        tensor = tvm.runtime.empty(shape=shape, dtype=dtype, device=device)
-        fill(tensor)
+        if dtype in ("int32", "int64"):
+            tensor = tvm.runtime.tensor(np.zeros(shape, dtype), device)
+        else:
+            tensor = tvm.runtime.empty(shape=shape, dtype=dtype, device=device)
+            fill(tensor)
         arguments.append(tensor)
     return arguments

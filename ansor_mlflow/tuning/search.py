@@ -26,8 +26,8 @@ _UNLIMITED = 2**30
 """Trials that MetaSchedule is told to expect: the budget is kept by our own loop."""
 
 
-def make_cost_model(kind: str, num_threads: int) -> CostModel | None:
-    """The cost model of that name; None for "none".
+def make_cost_model(kind: str, num_threads: int, seed: int) -> CostModel:
+    """The cost model of that name; for "none", too, a random one, since evolution needs some order.
 
     Raises:
         MachineError: `kind` is "mlp" and PyTorch is missing.
@@ -43,7 +43,7 @@ def make_cost_model(kind: str, num_threads: int) -> CostModel | None:
         except ImportError as err:
             raise MachineError("cost_model=mlp needs PyTorch: pip install torch, or use cost_model=xgb") from err
         return MLPModel()
-    return cost_model.RandomModel() if kind == "random" else None
+    return cost_model.RandomModel(seed=seed)  # left to itself, the search makes one without a seed
 
 
 class TaskSearch:
@@ -57,7 +57,7 @@ class TaskSearch:
         num_threads: Threads of the search; with one, a seed gives the same candidates again.
         seed: Seed of the search.
         database: Where the search finds measured schedules to start from.
-        cost_model: Ranks candidates and is trained by `learn`; None ranks at random.
+        cost_model: Ranks candidates and is trained by `learn`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class TaskSearch:
         num_threads: int,
         seed: int,
         database: Database,
-        cost_model: CostModel | None,
+        cost_model: CostModel,
     ) -> None:
         from tvm.s_tir.meta_schedule import TuneContext
         from tvm.s_tir.meta_schedule.search_strategy import EvolutionarySearch, ReplayTrace
@@ -97,7 +97,10 @@ class TaskSearch:
         )
 
     def propose(self, limit: int) -> list[MeasureCandidate]:
-        """At most `limit` programs that were not measured yet, best guess first; none when the space is exhausted."""
+        """At most `limit` programs, best guess first; none when the space is exhausted.
+
+        Evolution proposes no program twice; the random strategy may.
+        """
         for _ in range(_MAX_EMPTY_ROUNDS):
             candidates = self._context.generate_measure_candidates()
             if candidates is None:
@@ -108,8 +111,7 @@ class TaskSearch:
 
     def learn(self, candidates: Sequence[MeasureCandidate], results: Sequence[RunnerResult]) -> None:
         """Trains the cost model and moves the search on."""
-        if self._cost_model is not None:
-            self._cost_model.update(self._context, list(candidates), list(results))
+        self._cost_model.update(self._context, list(candidates), list(results))
         self._context.notify_runner_results(list(candidates), list(results))
 
     def close(self) -> None:

@@ -10,17 +10,23 @@ import ctypes
 import multiprocessing
 import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
+
+from ansor_mlflow.errors import MachineError
 
 In = TypeVar("In")
 Out = TypeVar("Out")
 
 _PRELOAD = ["ansor_mlflow.tuning.preload"]
 _PR_SET_PDEATHSIG = 1
+_MAX_ATTEMPTS = 3
+_POLL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -43,16 +49,43 @@ class WorkerPool:
     def __init__(self, max_workers: int, *, max_tasks: int = 0) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
-        self._pool = ProcessPool(
+        self._make_pool = partial(
+            ProcessPool,
             max_workers=max_workers,
             max_tasks=max_tasks,
             initializer=_start_worker,
             context=context,
         )
+        self._pool = self._make_pool()
 
     def map(self, function: Callable[[In], Out], inputs: Sequence[In], timeout_s: float) -> list[Outcome[Out]]:
-        """Calls `function` in the workers, once for each input; outcomes come in the order of the inputs."""
-        futures = [self._pool.schedule(function, args=[item], timeout=timeout_s) for item in inputs]
+        """Calls `function` in the workers, once for each input; outcomes come in the order of the inputs.
+
+        A worker that dies between two tasks, because the system killed it, breaks Pebble's whole pool. All inputs are
+        then done again in a new pool.
+
+        Raises:
+            MachineError: New pools break, too.
+        """
+        for _ in range(_MAX_ATTEMPTS):
+            try:
+                return self._map(function, inputs, timeout_s)
+            except BrokenProcessPool:
+                self.close()
+                self._pool = self._make_pool()
+        raise MachineError(
+            f"worker processes died before they took up work, {_MAX_ATTEMPTS} times in a row; free memory, call the "
+            'tuner below `if __name__ == "__main__":`, and look at the lines above'
+        )
+
+    def _map(self, function: Callable[[In], Out], inputs: Sequence[In], timeout_s: float) -> list[Outcome[Out]]:
+        try:
+            futures = [self._pool.schedule(function, args=[item], timeout=timeout_s) for item in inputs]
+        except RuntimeError as err:
+            raise BrokenProcessPool from err
+        while wait(futures, _POLL_S).not_done:
+            if not self._pool.active:  # a task that was scheduled while the pool broke would never be done
+                raise BrokenProcessPool
         return [_outcome(future, timeout_s) for future in futures]
 
     def close(self) -> None:
@@ -74,7 +107,7 @@ def _outcome(future: Any, timeout_s: float) -> Outcome[Any]:
         return Outcome(failure="timed_out", error=f"killed after {timeout_s:g} s")
     except ProcessExpired as err:
         return Outcome(failure="failed", error=f"the worker process died ({_exit_text(err.exitcode)})")
-    except CancelledError:
+    except (CancelledError, BrokenProcessPool):
         raise
     except Exception as err:  # noqa: BLE001 - whatever a candidate raises is its result, not our failure
         return Outcome(failure="failed", error=_first_lines(f"{type(err).__name__}: {err}"))

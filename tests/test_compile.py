@@ -1,0 +1,190 @@
+"""Compiling applies the records there are, tells which are missing, and the library computes the network either way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from ansor_mlflow.compile import Coverage, compile_tuned, compile_untuned, require_linker, write_coverage
+from ansor_mlflow.errors import MachineError, RecordsError
+from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.model import CompiledNetwork
+from ansor_mlflow.networks import Network
+from ansor_mlflow.networks.reference import ReferenceSession
+from ansor_mlflow.records import RECORD_FILE, RecordPair, distill
+from ansor_mlflow.targets import fingerprint
+from ansor_mlflow.tensors import random_inputs
+from ansor_mlflow.trials import TaskInfo
+from ansor_mlflow.tvm_import import import_tensor_intrin
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+
+@pytest.fixture
+def best(compiled_network: CompiledNetwork, tmp_path: Path) -> Path:
+    """A copy of the distilled records."""
+    return Path(shutil.copytree(compiled_network.records, tmp_path / "best"))
+
+
+@pytest.fixture(scope="session")
+def inputs(small_network: Network) -> dict[str, np.ndarray]:
+    return random_inputs(small_network.inputs, seed=7)
+
+
+@pytest.fixture(scope="session")
+def expected(small_onnx: Path, inputs: dict[str, np.ndarray]) -> np.ndarray:
+    """What ONNX Runtime computes."""
+    return ReferenceSession(small_onnx, num_threads=1).run(inputs)["logits"]
+
+
+def run(library: Path, inputs: dict[str, np.ndarray]) -> np.ndarray:
+    import tvm
+
+    machine = tvm.relax.VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
+    return machine["main"](*map(tvm.runtime.tensor, inputs.values())).numpy()
+
+
+def is_scheduled(library: Path) -> bool:
+    """Whether a kernel has a parallel loop, which TVM makes only as a schedule says."""
+    return b"TVMBackendParallelLaunch" in library.read_bytes()
+
+
+def assert_same(output: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(output, expected, rtol=0, atol=1e-4 * abs(expected).max())
+
+
+def test_with_every_record(compiled_network: CompiledNetwork, inputs: Any, expected: np.ndarray) -> None:
+    assert compiled_network.coverage["task_share"] == compiled_network.coverage["flops_share"] == 1.0
+    assert compiled_network.coverage["missing"] == []
+    assert is_scheduled(compiled_network.library)
+    assert_same(run(compiled_network.library, inputs), expected)
+
+
+def test_with_half_of_the_records(
+    small_lowered: LoweredNetwork, host_target: Target, best: Path, tmp_path: Path, inputs: Any, expected: np.ndarray
+) -> None:
+    records = (best / RECORD_FILE).read_text().splitlines()
+    (best / RECORD_FILE).write_text("".join(f"{line}\n" for line in records[::2]))
+    coverage = compile_tuned(small_lowered, host_target, best, tmp_path / "model.so")
+    infos = [task.info for task in small_lowered.tasks]  # they were tuned, and committed, in this order
+    assert coverage == Coverage(covered=tuple(infos[::2]), missing=tuple(infos[1::2]))
+    assert 0 < coverage.task_share < 1
+    assert_same(run(tmp_path / "model.so", inputs), expected)
+
+
+def test_without_records(
+    small_lowered: LoweredNetwork, host_target: Target, tmp_path: Path, inputs: Any, expected: np.ndarray
+) -> None:
+    compile_untuned(small_lowered, host_target, tmp_path / "lib" / "model.so")
+    assert not is_scheduled(tmp_path / "lib" / "model.so")
+    assert_same(run(tmp_path / "lib" / "model.so", inputs), expected)
+
+
+# -- records that plain TVM wrote ------------------------------------------------------------------------------------
+
+
+def commit_with_tvm(lowered: LoweredNetwork, target: Target, work_dir: Path) -> None:
+    """Commits the first schedule of every task's design space, with a time, through TVM's own classes alone."""
+    from tvm.s_tir import meta_schedule as ms
+
+    import_tensor_intrin()  # TVM would import it, too, but slowly
+    database = ms.database.JSONDatabase(work_dir=str(work_dir))
+    for task in ms.relax_integration.extract_tasks(lowered.mod, target):
+        mod = task.dispatched[0]
+        context = ms.TuneContext(mod, target=target, space_generator="post-order-apply", num_threads=1, rand_state=1)
+        schedule = context.generate_design_space()[0]
+        args_info = ms.arg_info.ArgInfo.from_entry_func(schedule.mod, remove_preproc=True)
+        workload = database.commit_workload(mod)
+        database.commit_tuning_record(ms.database.TuningRecord(schedule.trace, workload, [1e-3], target, args_info))
+
+
+def test_with_records_of_plain_tvm(
+    small_lowered: LoweredNetwork, host_target: Target, tmp_path: Path, inputs: Any, expected: np.ndarray
+) -> None:
+    commit_with_tvm(small_lowered, host_target, tmp_path)
+    distill(RecordPair.in_directory(tmp_path), tmp_path / "best", fingerprint(host_target, 1).target)
+    coverage = compile_tuned(small_lowered, host_target, tmp_path / "best", tmp_path / "model.so")
+    assert coverage.task_share == 1.0
+    assert_same(run(tmp_path / "model.so", inputs), expected)
+
+
+# -- records that do not fit -----------------------------------------------------------------------------------------
+
+
+def swap_workloads(line: str, other: str) -> Iterator[str]:
+    first, second = json.loads(line), json.loads(other)
+    yield json.dumps([second[0], first[1]])
+    yield json.dumps([first[0], second[1]])
+
+
+def test_schedules_of_other_kernels(
+    small_lowered: LoweredNetwork, host_target: Target, best: Path, tmp_path: Path
+) -> None:
+    first, *others, last = (best / RECORD_FILE).read_text().splitlines()
+    first, last = swap_workloads(first, last)
+    (best / RECORD_FILE).write_text("\n".join([first, *others, last]) + "\n")
+    with pytest.raises(RecordsError, match=r"best: the records do not apply \(.+\); tune the network again") as caught:
+        compile_tuned(small_lowered, host_target, best, tmp_path / "model.so")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_database_that_tvm_cannot_read(
+    small_lowered: LoweredNetwork, host_target: Target, best: Path, tmp_path: Path
+) -> None:
+    with (best / RECORD_FILE).open("a") as file:
+        file.write("[0, [[[], []], [0.001")
+    with pytest.raises(RecordsError, match=r"best: the records do not apply \(.+\); tune the network again"):
+        compile_tuned(small_lowered, host_target, best, tmp_path / "model.so")
+
+
+# -- coverage --------------------------------------------------------------------------------------------------------
+
+
+def task(name: str, weight: int, flops: float) -> TaskInfo:
+    return TaskInfo(index=0, name=name, weight=weight, flops=flops, workload_hash=name)
+
+
+def test_coverage_weighs_tasks_by_their_operations(tmp_path: Path) -> None:
+    coverage = Coverage(covered=(task("conv", 3, 100.0),), missing=(task("dense", 1, 50.0), task("pool", 1, 50.0)))
+    np.testing.assert_allclose([coverage.task_share, coverage.flops_share], [1 / 3, 0.75])
+    write_coverage(coverage, tmp_path / "coverage.json")
+    assert json.loads((tmp_path / "coverage.json").read_text()) == {
+        "task_share": coverage.task_share,
+        "flops_share": coverage.flops_share,
+        "num_covered": 1,
+        "num_tasks": 3,
+        "missing": [asdict(info) for info in coverage.missing],
+    }
+
+
+def test_coverage_without_operations_counts_tasks() -> None:
+    coverage = Coverage(covered=(task("transpose", 1, 0.0),), missing=(task("reshape", 1, 0.0),))
+    assert coverage.flops_share == coverage.task_share == 0.5
+
+
+def test_a_network_without_tasks_is_covered() -> None:
+    empty = Coverage(covered=(), missing=())
+    assert empty.flops_share == empty.task_share == 1.0
+
+
+# -- the compiler ----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_compiler(
+    small_lowered: LoweredNetwork, host_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_linker()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    message = r"no C\+\+ compiler was found to link libraries with; install g\+\+"
+    with pytest.raises(MachineError, match=message):
+        require_linker()
+    with pytest.raises(MachineError, match=message):
+        compile_untuned(small_lowered, host_target, tmp_path / "model.so")

@@ -1,0 +1,244 @@
+"""What is left when processes are killed and servers go away in the middle of a tuning."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlflow
+import psutil
+import pytest
+from commands import ANSOR_MLFLOW, FAST, Finished, environment, flags
+from mlflow.entities import Run
+from servers import mlflow_server, s3_server
+
+from ansor_mlflow import names
+from ansor_mlflow.records import RecordPair, distill
+
+pytestmark = pytest.mark.faults
+
+READY_S = 120
+"""Time that a tuning gets for its first rounds."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A running `ansor-mlflow tune`, the leader of a process group of its own, as a shell's job is."""
+
+    process: subprocess.Popen[bytes]
+    cwd: Path
+
+    @property
+    def descendants(self) -> list[psutil.Process]:
+        """The fork server, the resource tracker, and the workers."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    @property
+    def workers(self) -> list[psutil.Process]:
+        """The processes that build and measure: children of the fork server."""
+        direct = {process.pid for process in psutil.Process(self.process.pid).children()}
+        return [process for process in self.descendants if process.pid not in direct]
+
+    @property
+    def stderr(self) -> str:
+        return (self.cwd / "stderr").read_text()
+
+    @property
+    def num_rounds(self) -> int:
+        return len(re.findall(r"^ +\d+ trials +[\d.]+ s  ", self.stderr, flags=re.MULTILINE))
+
+    @property
+    def records(self) -> Path:
+        """The database on this machine."""
+        (directory,) = (self.cwd / ".ansor").glob(f"*/{names.RECORDS_DIR}")
+        return directory
+
+    def wait_for_rounds(self, num_rounds: int) -> None:
+        """Waits until some rounds are over; their trials are in the database."""
+        deadline = time.monotonic() + READY_S
+        while self.num_rounds < num_rounds:
+            assert self.process.poll() is None, self.stderr
+            assert time.monotonic() < deadline, self.stderr
+            time.sleep(0.02)
+
+    def wait(self, timeout_s: float) -> Finished:
+        """Waits until the command ends by itself."""
+        exit_code = self.process.wait(timeout_s)
+        return Finished(exit_code, (self.cwd / "stdout").read_text(), self.stderr)
+
+
+@contextmanager
+def tuning(network: Path, cwd: Path, env: Mapping[str, str], **parameters: object) -> Iterator[Tuning]:
+    """Starts a tuning, and ends what is left of it."""
+    cwd.mkdir()
+    command = [
+        ANSOR_MLFLOW,
+        "tune",
+        *flags({**FAST, "cost_model": "none", "network": network, "num_trials_per_round": 2, **parameters}),
+    ]
+    with (cwd / "stdout").open("wb") as out, (cwd / "stderr").open("wb") as err:
+        process = subprocess.Popen(
+            command, cwd=cwd, env={**env, "TMPDIR": str(cwd)}, stdout=out, stderr=err, start_new_session=True
+        )
+    started = Tuning(process, cwd)
+    descendants: list[psutil.Process] = []
+    try:
+        yield started
+    finally:
+        if process.poll() is None:
+            descendants = started.descendants
+            process.kill()
+            process.wait()
+        for descendant in descendants:
+            kill(descendant)
+
+
+def assert_gone(processes: list[psutil.Process], timeout_s: float) -> None:
+    """Asserts that processes end in time; one that only waits to be reaped by the system has ended."""
+    deadline = time.monotonic() + timeout_s
+    while alive := [process for process in processes if is_alive(process)]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def kill(process: psutil.Process) -> None:
+    """Kills a process that may have ended in the meantime."""
+    with suppress(psutil.NoSuchProcess):
+        process.kill()
+
+
+def assert_readable(records: Path, destination: Path, min_trials: int) -> None:
+    """Asserts that a database holds whole records of at least so many trials."""
+    pair = RecordPair.in_directory(records)
+    lines = pair.records.read_text().splitlines()
+    assert len(lines) >= min_trials
+    target = json.loads(lines[0])[1][2]
+    assert distill(pair, destination, target) >= 1
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    """An sqlite store with an experiment 1."""
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    mlflow.MlflowClient(uri).create_experiment("faults", (tmp_path / "artifacts").as_uri())
+    return uri
+
+
+def only_run(store: str) -> Run:
+    (run,) = mlflow.MlflowClient(store).search_runs(["1"])
+    return run
+
+
+def local_environment(store: str) -> dict[str, str]:
+    return environment(store, {"MLFLOW_EXPERIMENT_ID": "1"})
+
+
+# -- the tuner -------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_tuner_takes_its_workers_along_and_leaves_readable_records(
+    small_onnx: Path, store: str, tmp_path: Path
+) -> None:
+    with tuning(small_onnx, tmp_path / "cwd", local_environment(store), trials=5000) as tuner:
+        tuner.wait_for_rounds(4)
+        descendants = tuner.descendants
+        assert len(tuner.workers) >= 2
+        tuner.process.kill()
+        assert tuner.wait(5).exit_code == -signal.SIGKILL
+        assert_gone(descendants, 5)
+        assert_readable(tuner.records, tmp_path / "best", min_trials=4)
+
+
+def test_ctrl_c_ends_the_run_as_killed_with_its_records(small_onnx: Path, store: str, tmp_path: Path) -> None:
+    with tuning(small_onnx, tmp_path / "cwd", local_environment(store), trials=5000) as tuner:
+        tuner.wait_for_rounds(4)
+        descendants = tuner.descendants
+        os.killpg(tuner.process.pid, signal.SIGINT)  # as a terminal does: to every process of the job
+        finished = tuner.wait(30)
+        assert_gone(descendants, 5)
+    assert finished.exit_code == 130
+    assert "Traceback" not in finished.stderr
+    run = only_run(store)
+    assert run.info.status == "KILLED"
+    assert run.data.tags[names.TAG_ERROR] == "interrupted by the user"
+    assert run.data.tags[names.TAG_EXIT_CODE] == "130"
+    uploaded = tmp_path / "artifacts" / run.info.run_id / "artifacts" / names.RECORDS_DIR
+    assert_readable(uploaded, tmp_path / "best", min_trials=4)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_workers_killed_from_outside_cost_their_trials_only(
+    small_onnx: Path, store: str, tmp_path: Path, num_threads: int
+) -> None:
+    """As the system does when memory runs out."""
+    parameters = {"trials": 40, "num_threads": num_threads, "min_repeat_ms": 200}
+    with tuning(small_onnx, tmp_path / "cwd", local_environment(store), **parameters) as tuner:
+        for delay_s in (0.0, 0.2, 0.4, 0.6, 0.8):  # while they search, build or measure
+            tuner.wait_for_rounds(tuner.num_rounds + 1)
+            time.sleep(delay_s)
+            for worker in tuner.workers:
+                kill(worker)
+        finished = tuner.wait(180)
+    assert finished.exit_code == 0, finished.stderr
+    run = only_run(store)
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics[names.TRIALS_MEASURED] == 40
+    assert run.data.metrics["trials/ok"] >= 20
+
+
+# -- servers ---------------------------------------------------------------------------------------------------------
+
+
+def assert_machine_error(finished: Finished, message: str) -> str:
+    """Asserts that a command ended with one line about its environment, and returns the line without its prefix."""
+    assert finished.exit_code == 3, finished.stderr
+    (error,) = finished.errors
+    assert re.search(message, error)
+    assert "Traceback" not in finished.stderr
+    return error.removeprefix("Error: ")
+
+
+def test_tracking_server_that_goes_away(small_onnx: Path, tmp_path: Path) -> None:
+    with (
+        mlflow_server(tmp_path / "server") as server,
+        tuning(small_onnx, tmp_path / "cwd", environment(server.url), trials=5000) as tuner,
+    ):
+        tuner.wait_for_rounds(4)
+        descendants = tuner.descendants
+        server.stop()
+        finished = tuner.wait(120)
+        assert_gone(descendants, 5)
+        assert_machine_error(finished, "cannot log the metrics of a round: .*; check MLFLOW_TRACKING_URI")
+        assert_readable(tuner.records, tmp_path / "best", min_trials=4)
+
+
+def test_s3_server_that_goes_away(small_onnx: Path, tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    mlflow.MlflowClient(uri).create_experiment("faults", "s3://bucket/faults")
+    with s3_server(tmp_path / "s3", "bucket") as s3:
+        env = environment(uri, {**s3.environment(), "MLFLOW_EXPERIMENT_ID": "1"})
+        with tuning(small_onnx, tmp_path / "cwd", env, trials=24) as tuner:
+            tuner.wait_for_rounds(4)
+            s3.stop()
+            finished = tuner.wait(180)
+            message = assert_machine_error(finished, "the S3 artifact store answered: Could not connect")
+            assert_readable(tuner.records, tmp_path / "best", min_trials=24)
+    run = only_run(uri)
+    assert run.info.status == "FAILED"
+    assert run.data.tags[names.TAG_ERROR] == message
+    assert run.data.tags[names.TAG_EXIT_CODE] == "3"

@@ -1,0 +1,294 @@
+"""A tuned model is a directory that is checked before it is used, and a function that is strict about its inputs."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ansor_mlflow.errors import ModelError, UserInputError
+from ansor_mlflow.model import (
+    NETWORK_FILE,
+    CompiledNetwork,
+    LibraryEntry,
+    Manifest,
+    TunedModel,
+    load_package,
+    write_package,
+)
+from ansor_mlflow.model.package import verify_package
+from ansor_mlflow.networks.reference import ReferenceSession
+from ansor_mlflow.records import RECORD_FILE
+from ansor_mlflow.tensors import random_inputs
+
+# -- the package -----------------------------------------------------------------------------------------------------
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_package_holds_what_was_compiled(compiled_network: CompiledNetwork, tmp_path: Path) -> None:
+    manifest = write_package(compiled_network, tmp_path)
+    (entry,) = manifest.libraries
+    assert sha256(tmp_path / entry.path) == sha256(compiled_network.library)
+    assert sha256(tmp_path / NETWORK_FILE) == sha256(compiled_network.network)
+    assert (tmp_path / "records" / compiled_network.fingerprint.name / RECORD_FILE).is_file()
+    written = {path.relative_to(tmp_path).as_posix(): sha256(path) for path in tmp_path.rglob("*") if path.is_file()}
+    assert manifest.files == written
+    verify_package(tmp_path, manifest)
+
+
+def test_a_manifest_survives_json(compiled_network: CompiledNetwork, tmp_path: Path) -> None:
+    manifest = write_package(compiled_network, tmp_path)
+    assert Manifest.from_dict(json.loads(json.dumps(manifest.to_dict()))) == manifest
+
+
+DAMAGED = r"the model's MLmodel file is damaged \(.+\); log the model again"
+
+
+@pytest.mark.parametrize("key", ["network", "inputs", "outputs", "libraries", "files"])
+def test_a_manifest_without_an_entry(compiled_network: CompiledNetwork, tmp_path: Path, key: str) -> None:
+    entry = write_package(compiled_network, tmp_path).to_dict()
+    del entry[key]
+    with pytest.raises(ModelError, match=DAMAGED):
+        Manifest.from_dict(entry)
+
+
+@pytest.mark.parametrize("key", ["inputs", "outputs", "libraries", "files"])
+@pytest.mark.parametrize("value", [5, "text", [5], [{}]])
+def test_a_manifest_with_a_damaged_entry(
+    compiled_network: CompiledNetwork, tmp_path: Path, key: str, value: Any
+) -> None:
+    entry = {**write_package(compiled_network, tmp_path).to_dict(), key: value}
+    with pytest.raises(ModelError, match=DAMAGED):
+        Manifest.from_dict(entry)
+
+
+@pytest.mark.parametrize("version", [None, 0, 2])
+def test_a_manifest_of_another_version(compiled_network: CompiledNetwork, tmp_path: Path, version: int | None) -> None:
+    entry = {**write_package(compiled_network, tmp_path).to_dict(), "format_version": version}
+    with pytest.raises(ModelError, match=f"the model has format version {version}, this package reads 1; update it"):
+        Manifest.from_dict(entry)
+
+
+# -- tampering -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def trap(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A library that creates a file as soon as it is opened, and that file."""
+    directory = tmp_path_factory.mktemp("trap")
+    sprung = directory / "sprung"
+    source = directory / "trap.c"
+    source.write_text(
+        f'#include <fcntl.h>\n__attribute__((constructor)) static void spring(void) {{ creat("{sprung}", 0600); }}\n'
+    )
+    library = directory / "trap.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
+    return library, sprung
+
+
+@pytest.fixture
+def trapped(compiled_network: CompiledNetwork, trap: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Manifest]:
+    """A model directory whose library, digest and all, is the trap."""
+    directory = tmp_path / "model"
+    return directory, write_package(replace(compiled_network, library=trap[0]), directory)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def library_of(manifest: Manifest) -> str:
+    return manifest.libraries[0].path
+
+
+def records_of(manifest: Manifest) -> str:
+    return next(name for name in manifest.files if name.endswith(RECORD_FILE))
+
+
+def network_of(manifest: Manifest) -> str:
+    return NETWORK_FILE
+
+
+ANY_FILE = pytest.mark.parametrize("file_of", [library_of, records_of, network_of])
+FileOf = Callable[[Manifest], str]
+
+
+def assert_refused(directory: Path, manifest: Manifest, sprung: Path, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        load_package(directory, manifest)
+    assert not sprung.exists()
+
+
+def test_the_trap_works(trap: tuple[Path, Path], tmp_path: Path) -> None:
+    """Otherwise the tests below would show nothing."""
+    from tvm import runtime
+
+    library, sprung = trap
+    runtime.load_module(str(shutil.copyfile(library, tmp_path / "model.so")))
+    assert sprung.exists()
+    sprung.unlink()
+
+
+@ANY_FILE
+def test_a_changed_bit(trapped: tuple[Path, Manifest], trap: tuple[Path, Path], file_of: FileOf) -> None:
+    directory, manifest = trapped
+    name = file_of(manifest)
+    flip_a_bit(directory / name)
+    assert_refused(directory, manifest, trap[1], f"{name} does not match the SHA-256 in MLmodel, it was changed after")
+
+
+def test_a_library_that_was_replaced(
+    compiled_network: CompiledNetwork, trap: tuple[Path, Path], tmp_path: Path
+) -> None:
+    manifest = write_package(compiled_network, tmp_path / "model")
+    shutil.copyfile(trap[0], tmp_path / "model" / library_of(manifest))
+    assert_refused(tmp_path / "model", manifest, trap[1], "model.so does not match the SHA-256 in MLmodel")
+
+
+@ANY_FILE
+def test_a_missing_file(trapped: tuple[Path, Manifest], trap: tuple[Path, Path], file_of: FileOf) -> None:
+    directory, manifest = trapped
+    name = file_of(manifest)
+    (directory / name).unlink()
+    assert_refused(directory, manifest, trap[1], f"{name} is missing; log or download the model again")
+
+
+@ANY_FILE
+def test_a_file_without_a_digest(trapped: tuple[Path, Manifest], trap: tuple[Path, Path], file_of: FileOf) -> None:
+    directory, manifest = trapped
+    name = file_of(manifest)
+    files = {path: digest for path, digest in manifest.files.items() if path != name}
+    assert_refused(directory, replace(manifest, files=files), trap[1], f"{name} has no SHA-256 in MLmodel")
+
+
+def test_a_file_that_was_added(trapped: tuple[Path, Manifest], trap: tuple[Path, Path]) -> None:
+    directory, manifest = trapped
+    (directory / "libraries" / "more.so").write_bytes(b"")
+    assert_refused(directory, manifest, trap[1], r"libraries/more.so has no SHA-256 in MLmodel")
+
+
+@pytest.mark.parametrize("by", ["dots", "absolute path", "link"])
+def test_a_library_outside_of_the_model(trapped: tuple[Path, Manifest], trap: tuple[Path, Path], by: str) -> None:
+    """Even with the right digest."""
+    directory, manifest = trapped
+    outside = Path(shutil.copyfile(trap[0], directory.parent / "outside.so"))
+    path = {"dots": "../outside.so", "absolute path": str(outside), "link": "libraries/link.so"}[by]
+    if by == "link":
+        (directory / path).symlink_to(outside)
+    entry = replace(manifest.libraries[0], path=path)
+    manifest = replace(manifest, libraries=(entry,), files={**manifest.files, path: sha256(outside)})
+    assert_refused(directory, manifest, trap[1], rf"the path '{path}' leads out of the model; it was tampered with")
+
+
+# -- devices ---------------------------------------------------------------------------------------------------------
+
+
+def for_another_cpu(entry: LibraryEntry) -> LibraryEntry:
+    return replace(entry, fingerprint=replace(entry.fingerprint, features=("no-such-feature",)))
+
+
+def test_a_library_for_another_cpu(trapped: tuple[Path, Manifest], trap: tuple[Path, Path]) -> None:
+    directory, manifest = trapped
+    manifest = replace(manifest, libraries=(for_another_cpu(manifest.libraries[0]),))
+    message = r"no library runs here: it needs CPU features of .* lacks: no-such-feature; compile the network on this"
+    assert_refused(directory, manifest, trap[1], message)
+
+
+def test_the_library_that_runs_here_is_taken(compiled_network: CompiledNetwork, tmp_path: Path) -> None:
+    manifest = write_package(compiled_network, tmp_path)
+    (entry,) = manifest.libraries
+    model = load_package(tmp_path, replace(manifest, libraries=(for_another_cpu(entry), entry)))
+    assert model.entry == entry
+
+
+# -- running ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(compiled_network: CompiledNetwork, tmp_path_factory: pytest.TempPathFactory) -> TunedModel:
+    directory = tmp_path_factory.mktemp("package")
+    return load_package(directory, write_package(compiled_network, directory))
+
+
+@pytest.fixture(scope="module")
+def reference(small_onnx: Path) -> ReferenceSession:
+    return ReferenceSession(small_onnx, num_threads=1)
+
+
+def inputs_for(model: TunedModel, seed: int) -> dict[str, np.ndarray]:
+    return random_inputs(model.inputs, seed)
+
+
+def assert_agree(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(actual[name], values, rtol=0, atol=1e-4 * abs(values).max())
+
+
+def test_a_model_computes_what_onnxruntime_computes(model: TunedModel, reference: ReferenceSession) -> None:
+    for seed in range(3):
+        inputs = inputs_for(model, seed)
+        assert_agree(model.run(inputs), reference.run(inputs))
+
+
+def test_arrays_in_any_memory_order(model: TunedModel, reference: ReferenceSession) -> None:
+    inputs = inputs_for(model, 0)
+    strided = {"data": np.asfortranarray(np.repeat(inputs["data"], 2, axis=3))[..., ::2]}
+    assert not strided["data"].flags.c_contiguous
+    assert_agree(model.run(strided), reference.run(inputs))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "given"),
+    [
+        ({}, r"inputs \[\]"),
+        ({"image": np.zeros((1, 3, 16, 16), np.float32)}, r"inputs \['image'\]"),
+        ({"data": np.zeros((1, 3, 16, 16), np.float32), "more": 1}, r"inputs \['data', 'more'\]"),
+        ({"data": np.zeros((2, 3, 16, 16), np.float32)}, r"input 'data' is float32 \(2, 3, 16, 16\)"),
+        ({"data": np.zeros((3, 16, 16), np.float32)}, r"input 'data' is float32 \(3, 16, 16\)"),
+        ({"data": np.zeros((1, 3, 16, 16))}, r"input 'data' is float64 \(1, 3, 16, 16\)"),
+        ({"data": np.zeros((1, 3, 16, 16), np.uint8)}, r"input 'data' is uint8 \(1, 3, 16, 16\)"),
+        ({"data": "zeros"}, r"input 'data' is <U5 \(\)"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_told_what_would(model: TunedModel, inputs: dict[str, Any], given: str) -> None:
+    with pytest.raises(UserInputError, match=rf"{given}: the model expects 'data': float32 \(1, 3, 16, 16\)"):
+        model.run(inputs)
+
+
+def test_outputs_belong_to_the_caller(model: TunedModel) -> None:
+    first = model.run(inputs_for(model, 0))
+    kept = copy.deepcopy(first)
+    second = model.run(inputs_for(model, 1))
+    assert abs(second["logits"] - kept["logits"]).max() > 1e-3
+    np.testing.assert_array_equal(first["logits"], kept["logits"])
+    first["logits"][:] = 0.0
+
+
+def test_inputs_are_not_changed(model: TunedModel) -> None:
+    inputs = inputs_for(model, 0)
+    model.run(inputs)
+    np.testing.assert_array_equal(inputs["data"], inputs_for(model, 0)["data"])
+
+
+def test_calls_from_several_threads(model: TunedModel, reference: ReferenceSession) -> None:
+    seeds = range(40)
+    with ThreadPoolExecutor(4) as threads:
+        outputs = list(threads.map(lambda seed: model.run(inputs_for(model, seed)), seeds))
+    for seed, output in zip(seeds, outputs, strict=True):
+        assert_agree(output, reference.run(inputs_for(model, seed)))

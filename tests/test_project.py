@@ -1,0 +1,389 @@
+"""The MLflow project: what `mlflow run` does with a network, and what it leaves in the store and in S3."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import onnxruntime
+import pytest
+import yaml
+from commands import FAST, ROOT, Finished, environment, run_project
+from mlflow.entities import Run
+from servers import ACCESS_KEY, SECRET_KEY, S3Server, s3_server
+
+from ansor_mlflow import names
+from ansor_mlflow.networks import Network
+from ansor_mlflow.options import CompileOptions, EvaluateOptions, Options, PipelineOptions, TuneOptions, default_text
+from ansor_mlflow.tensors import random_inputs
+
+NUM_TRIALS = 12
+ENTRY_POINTS: dict[str, type[Options]] = {
+    "main": PipelineOptions,
+    "tune": TuneOptions,
+    "compile": CompileOptions,
+    "evaluate": EvaluateOptions,
+}
+
+
+@dataclass(frozen=True)
+class Store:
+    """An sqlite store, and an experiment in it whose artifacts are in S3."""
+
+    uri: str
+    database: Path
+    experiment_id: str
+    s3: S3Server
+
+    @property
+    def client(self) -> mlflow.MlflowClient:
+        return mlflow.MlflowClient(self.uri)
+
+    def environment(self) -> dict[str, str]:
+        return environment(self.uri, self.s3.environment())
+
+    def artifacts(self, run: Run) -> Path:
+        """Where the S3 server keeps the artifacts of a run."""
+        return self.s3.directory / run.info.artifact_uri.removeprefix("s3://")
+
+    def children(self, run: Run) -> dict[str, Run]:
+        """The steps of a pipeline, by name."""
+        runs = self.client.search_runs(
+            [self.experiment_id], f"tags.mlflow.parentRunId = '{run.info.run_id}'", max_results=50
+        )
+        children = {child.data.tags[names.TAG_STEP]: child for child in runs}
+        assert len(children) == len(runs)
+        return children
+
+    def parent(self) -> Run:
+        """The only run that has no parent."""
+        runs = self.client.search_runs([self.experiment_id], max_results=50)
+        (parent,) = (run for run in runs if "mlflow.parentRunId" not in run.data.tags)
+        return parent
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A finished `mlflow run` of the entry point `main`."""
+
+    finished: Finished
+    store: Store
+    cwd: Path
+    parent: Run
+    tune: Run
+    compile: Run
+    evaluate: Run
+
+    @property
+    def runs(self) -> list[Run]:
+        return [self.parent, self.tune, self.compile, self.evaluate]
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with s3_server(tmp_path_factory.mktemp("s3"), "bucket") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store") / "mlflow.db"
+
+
+def make_experiment(database: Path, s3: S3Server, name: str) -> Store:
+    uri = f"sqlite:///{database}"
+    experiment_id = mlflow.MlflowClient(uri).create_experiment(name, f"s3://bucket/{name}")
+    return Store(uri, database, experiment_id, s3)
+
+
+@pytest.fixture(scope="module")
+def pipeline(database: Path, s3: S3Server, small_onnx: Path, tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    """The whole pipeline, on a small network, with rounds of at most two trials."""
+    store = make_experiment(database, s3, "pipeline")
+    parameters = {
+        **FAST,
+        "network": small_onnx,
+        "trials": NUM_TRIALS,
+        "num_trials_per_round": 2,
+        "turns": 1,
+        "register_as": "small",
+    }
+    cwd = tmp_path_factory.mktemp("cwd")
+    finished = run_project(ROOT, parameters, cwd, store.environment(), experiment_id=store.experiment_id)
+    assert finished.exit_code == 0, finished.stderr
+    parent = store.parent()
+    return Pipeline(finished, store, cwd, parent, **store.children(parent))
+
+
+# -- what a run shows ------------------------------------------------------------------------------------------------
+
+
+def test_every_run_is_finished_and_says_what_it_is(pipeline: Pipeline) -> None:
+    assert [run.info.status for run in pipeline.runs] == ["FINISHED"] * 4
+    assert [run.data.tags[names.TAG_STEP] for run in pipeline.runs] == ["main", "tune", "compile", "evaluate"]
+    for run in pipeline.runs:
+        assert run.data.tags[names.TAG_NETWORK] == "small"
+        assert run.data.tags[names.TAG_TARGET].startswith("llvm ")
+        assert names.TAG_ERROR not in run.data.tags
+    target = pipeline.tune.data.tags[names.TAG_TARGET]
+    assert [run.info.run_name for run in pipeline.runs] == [
+        f"small · {target} · {NUM_TRIALS} trials",
+        f"tune small · {target} · {NUM_TRIALS} trials",
+        f"compile small · {target}",
+        f"evaluate small · {target}",
+    ]
+
+
+def test_params_are_those_of_the_entry_point(pipeline: Pipeline) -> None:
+    params = pipeline.tune.data.params
+    assert set(TuneOptions.model_fields) <= set(params)
+    assert (params["trials"], params["strategy"], params["num_trials_per_round"]) == (str(NUM_TRIALS), "random", "2")
+    assert params["num_trials"] == str(NUM_TRIALS)
+    assert int(params["num_tasks"]) > 1
+    assert pipeline.compile.data.params["tune_run"] == pipeline.tune.info.run_id
+
+
+def test_the_parent_sums_up_its_children(pipeline: Pipeline) -> None:
+    metrics = pipeline.parent.data.metrics
+    assert set(metrics) >= {
+        *names.SUMMARY_METRICS,
+        names.BEST_LATENCY_MS,
+        names.TRIALS_MEASURED,
+        names.TRIALS_PER_MINUTE,
+        names.COVERAGE_TASKS,
+        names.COVERAGE_FLOPS,
+    }
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert metrics[names.COVERAGE_TASKS] == metrics[names.COVERAGE_FLOPS] == 1
+    assert metrics[names.TRIALS_MEASURED] == NUM_TRIALS
+    assert 0 <= metrics[names.MAX_REL_ERROR] <= 1e-4
+    assert metrics[names.LATENCY_P90_MS] >= metrics[names.LATENCY_MS] > 0
+    assert metrics[names.THROUGHPUT_PER_S] == pytest.approx(1e3 / metrics[names.LATENCY_MS])
+    ratio = metrics[names.UNTUNED_LATENCY_MS] / metrics[names.LATENCY_MS]
+    assert metrics[names.SPEEDUP_VS_UNTUNED] == pytest.approx(ratio)
+    for name in names.SUMMARY_METRICS:
+        assert metrics[name] == pipeline.evaluate.data.metrics[name]
+
+
+def test_every_round_is_a_step_of_the_curves(pipeline: Pipeline) -> None:
+    def history(name: str) -> list[tuple[int, float]]:
+        metrics = pipeline.store.client.get_metric_history(pipeline.tune.info.run_id, name)
+        return sorted((metric.step, metric.value) for metric in metrics)
+
+    measured = history(names.TRIALS_MEASURED)
+    assert [value for _, value in measured] == [step for step, _ in measured]
+    log = (pipeline.store.artifacts(pipeline.tune) / names.LOG_FILE).read_text()
+    rounds = [int(trials) for trials in re.findall(r"INFO +(\d+) trials +[\d.]+ s  ", log)]
+    assert [step for step, _ in measured] == rounds
+    assert len(rounds) > NUM_TRIALS / 2
+    assert rounds[-1] == NUM_TRIALS
+    for name in ("trials/ok", "trials/build_failed", "trials/run_failed", "trials/timed_out", names.TIME_SEARCH_S):
+        assert [step for step, _ in history(name)] == [step for step, _ in measured]
+    statuses = ("ok", "build_failed", "run_failed", "timed_out")
+    assert sum(pipeline.tune.data.metrics[f"trials/{status}"] for status in statuses) == NUM_TRIALS
+
+    best = history(names.BEST_LATENCY_MS)
+    assert best
+    assert [step for step, _ in best] == [step for step, _ in measured][-len(best) :]  # from when every task has one
+    assert all(later <= earlier for (_, earlier), (_, later) in pairwise(best))
+    assert pipeline.tune.data.metrics[names.BEST_LATENCY_MS] == best[-1][1]
+
+
+def test_every_task_has_a_curve(pipeline: Pipeline) -> None:
+    metrics = pipeline.tune.data.metrics
+    tasks = json.loads((pipeline.store.artifacts(pipeline.tune) / names.TASKS_FILE).read_text())
+    assert len(tasks) == int(pipeline.tune.data.params["num_tasks"])
+    for task in tasks:
+        assert metrics[names.task_latency_us(task["task"])] == pytest.approx(task["latency_us"])
+    total_ms = sum(task["weight"] * task["latency_us"] for task in tasks) / 1e3
+    assert metrics[names.BEST_LATENCY_MS] == pytest.approx(total_ms)
+
+
+# -- artifacts in S3 -------------------------------------------------------------------------------------------------
+
+
+def test_records_and_what_explains_them_are_artifacts(pipeline: Pipeline) -> None:
+    directory = pipeline.store.artifacts(pipeline.tune)
+    files = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    assert files >= {
+        "records/database_tuning_record.json",
+        "records/database_workload.json",
+        "records/best/database_tuning_record.json",
+        "records/best/database_workload.json",
+        "records/fingerprint.json",
+        "records/provenance.json",
+        "trials.json",
+        "tasks.json",
+        "convergence.png",
+        "environment.json",
+        "tuning.log",
+        "network.onnx",
+    }
+    assert len((directory / "records/database_tuning_record.json").read_text().splitlines()) == NUM_TRIALS
+    num_tasks = int(pipeline.tune.data.params["num_tasks"])
+    assert len((directory / "records/best/database_tuning_record.json").read_text().splitlines()) == num_tasks
+    assert (directory / "convergence.png").read_bytes().startswith(b"\x89PNG\r\n")
+    provenance = json.loads((directory / "records/provenance.json").read_text())
+    assert provenance["from_file"] is True
+    assert json.loads((directory / "records/fingerprint.json").read_text())["target"]["kind"] == "llvm"
+    assert json.loads((directory / "environment.json").read_text())["packages"]["mlflow"] == mlflow.__version__
+    assert f"{NUM_TRIALS} trials in " in (directory / "tuning.log").read_text()
+
+
+def test_the_table_of_trials_has_a_row_for_each(pipeline: Pipeline) -> None:
+    table = json.loads((pipeline.store.artifacts(pipeline.tune) / names.TRIALS_TABLE).read_text())
+    columns: dict[str, list[Any]] = dict(zip(table["columns"], zip(*table["data"], strict=True), strict=True))
+    assert list(columns["step"]) == list(range(1, NUM_TRIALS + 1))
+    assert columns["status"].count("ok") == pipeline.tune.data.metrics["trials/ok"]
+
+
+def test_everything_is_in_s3_and_nothing_elsewhere(pipeline: Pipeline) -> None:
+    assert all(run.info.artifact_uri.startswith("s3://bucket/pipeline/") for run in pipeline.runs)
+    assert list(pipeline.cwd.iterdir()) == []
+    ids = [run.info.run_id for run in pipeline.runs]
+    assert not [path for run_id in ids for path in (*ROOT.glob(f"mlruns/*/{run_id}"), *ROOT.glob(f".ansor/{run_id}"))]
+    assert list(pipeline.store.s3.directory.glob("bucket/pipeline/models/*/artifacts/libraries/*/model.so"))
+
+
+def test_credentials_are_nowhere(pipeline: Pipeline) -> None:
+    """In no param, tag or metric (which are in the database), artifact, or line of output."""
+    secrets = [SECRET_KEY.encode(), ACCESS_KEY.encode()]
+    output = (pipeline.finished.stdout + pipeline.finished.stderr).encode()
+    stored = [path for path in pipeline.store.s3.directory.rglob("*") if path.is_file()]
+    assert len(stored) > 20
+    for content in (output, pipeline.store.database.read_bytes(), *(path.read_bytes() for path in stored)):
+        assert not [secret for secret in secrets if secret in content]
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+def test_the_registered_version_carries_the_evidence(pipeline: Pipeline) -> None:
+    version = pipeline.store.client.get_model_version("small", "1")
+    assert {*names.SUMMARY_METRICS, names.TAG_NETWORK, names.TAG_TARGET, names.TAG_NUM_THREADS} <= set(version.tags)
+    latency_ms = pipeline.parent.data.metrics[names.LATENCY_MS]
+    assert float(version.tags[names.LATENCY_MS]) == pytest.approx(latency_ms, rel=1e-4)
+    assert pipeline.parent.data.tags[names.TAG_MODEL_URI] == pipeline.compile.data.tags[names.TAG_MODEL_URI]
+    assert "registered as version 1" in pipeline.finished.stdout
+
+
+def test_the_registered_model_loads_from_s3_and_is_right(
+    pipeline: Pipeline, small_network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**pipeline.store.s3.environment(), "MLFLOW_TRACKING_URI": pipeline.store.uri}.items():
+        monkeypatch.setenv(name, value)
+    model = mlflow.pyfunc.load_model("models:/small/1")
+    session = onnxruntime.InferenceSession(small_network.model.SerializeToString())
+    for seed in range(3):
+        inputs = random_inputs(small_network.inputs, seed)
+        (expected,) = session.run(None, inputs)
+        assert np.ptp(expected) > 0.1
+        np.testing.assert_allclose(model.predict(inputs), expected, rtol=1e-4, atol=1e-4)
+
+
+# -- other ways to run it --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A copy of the project, so that what a failed run leaves beside it is left there."""
+    for name in ("MLproject", "conda.yaml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / "pipelines", tmp_path / "pipelines", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def test_a_step_that_fails_fails_the_pipeline_with_its_message(
+    project: Path, database: Path, s3: S3Server, small_onnx: Path
+) -> None:
+    store = make_experiment(database, s3, "failure")
+    finished = run_project(
+        project,
+        {**FAST, "network": small_onnx, "trials": 1},
+        project,
+        store.environment(),
+        experiment_id=store.experiment_id,
+    )
+    assert finished.exit_code != 0
+    message = r"trials=1, but the network has \d tasks and each needs a trial; give at least \d, or auto"
+    tune_error, main_error = finished.errors
+    assert re.fullmatch(f"Error: {message}", tune_error)
+    assert main_error == f"Error: tune: {tune_error.removeprefix('Error: ')}"
+
+    parent = store.parent()
+    children = store.children(parent)
+    assert list(children) == ["tune"]
+    for run, error in ((parent, main_error), (children["tune"], tune_error)):
+        assert run.info.status == "FAILED"
+        assert run.data.tags[names.TAG_ERROR] == error.removeprefix("Error: ")
+        assert run.data.tags[names.TAG_EXIT_CODE] == "2"
+    assert not (store.artifacts(children["tune"]) / names.RECORDS_DIR).exists()
+
+
+def test_a_configuration_file_decides_what_the_command_line_does_not(
+    project: Path, database: Path, s3: S3Server, small_onnx: Path
+) -> None:
+    config = project / "config.yaml"
+    config.write_text(yaml.safe_dump({**FAST, "network": str(small_onnx), "trials": 640, "preset": "quick"}))
+    store = make_experiment(database, s3, "config")
+    finished = run_project(
+        project,
+        {"config": config, "trials": 5, "cost_model": "none"},
+        project,
+        store.environment(),
+        experiment_id=store.experiment_id,
+        entry_point="tune",
+    )
+    assert finished.exit_code == 0, finished.stderr
+    run = store.parent()
+    assert run.data.metrics[names.TRIALS_MEASURED] == 5
+    used = {name: run.data.params.get(f"{name}_used", run.data.params.get(name)) for name in TuneOptions.model_fields}
+    assert (used["network"], used["trials"], used["preset"]) == (str(small_onnx), "5", "quick")
+    assert (used["strategy"], used["cost_model"]) == ("random", "none")
+    assert not (project / ".ansor").exists()
+
+
+# -- the project's files ---------------------------------------------------------------------------------------------
+
+PROJECT: dict[str, Any] = yaml.safe_load((ROOT / "MLproject").read_text())
+
+
+def test_entry_points_are_those_with_options() -> None:
+    assert list(PROJECT["entry_points"]) == list(ENTRY_POINTS)
+
+
+@pytest.mark.parametrize(("entry_point", "options"), ENTRY_POINTS.items())
+def test_parameters_of_an_entry_point_are_its_options(entry_point: str, options: type[Options]) -> None:
+    parameters = PROJECT["entry_points"][entry_point]["parameters"]
+    defaults = {name: str(parameter["default"]) for name, parameter in parameters.items()}
+    assert defaults == {**{name: default_text(options, name) for name in options.model_fields}, "config": ""}
+    for name, parameter in parameters.items():
+        is_number = isinstance(options.model_fields[name].default, (int, float)) if name != "config" else False
+        is_number = is_number and not isinstance(options.model_fields[name].default, bool)
+        assert parameter["type"] == ("float" if is_number else "string"), name
+
+
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+def test_a_command_passes_every_parameter(entry_point: str) -> None:
+    definition = PROJECT["entry_points"][entry_point]
+    command, *passed = definition["command"].split(" --")
+    assert command == f"python -m pipelines.{entry_point}"
+    assert [flag.strip() for flag in passed] == [
+        f"{name.replace('_', '-')} {{{name}}}" for name in definition["parameters"]
+    ]
+    assert (ROOT / "pipelines" / f"{entry_point}.py").is_file()
+
+
+def test_the_environment_installs_this_project_as_it_is_on_disk() -> None:
+    conda = yaml.safe_load((ROOT / PROJECT["conda_env"]).read_text())
+    (pip,) = (entry["pip"] for entry in conda["dependencies"] if isinstance(entry, dict))
+    assert pip == ["-e ."]
+    assert any(str(entry).startswith("python>=3.10") for entry in conda["dependencies"])

@@ -1,0 +1,345 @@
+"""Records are found, read without TVM and distilled to the best of this device; damage is named by file and line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ansor_mlflow import names
+from ansor_mlflow.errors import RecordsError, UserInputError
+from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.records import (
+    RECORD_FILE,
+    WORKLOAD_FILE,
+    Provenance,
+    RecordPair,
+    distill,
+    find_records,
+    read_provenance,
+    write_description,
+)
+from ansor_mlflow.targets import DeviceFingerprint, fingerprint
+
+if TYPE_CHECKING:
+    from tvm.s_tir.meta_schedule.database import JSONDatabase
+    from tvm.target import Target
+
+Record = Any
+"""A record line's JSON value: `[workload index, [trace, run_secs, target, args_info]]`."""
+
+
+def read_lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_lines(path: Path, values: list[Any]) -> None:
+    path.write_text("".join(f"{json.dumps(value)}\n" for value in values))
+
+
+def run_s(record: Record) -> float:
+    return fmean(record[1][1])
+
+
+def timed(record: Record, *run_secs: float, target: dict[str, Any] | None = None) -> Record:
+    """The record's schedule with other times, and perhaps of another device."""
+    index, (trace, _, own_target, args_info) = record
+    return [index, [trace, list(run_secs), target or own_target, args_info]]
+
+
+def open_with_tvm(directory: Path) -> JSONDatabase:
+    from tvm.s_tir.meta_schedule.database import JSONDatabase
+
+    return JSONDatabase(work_dir=str(directory), allow_missing=False)
+
+
+@pytest.fixture
+def pair(tuned_records: Path, tmp_path: Path) -> RecordPair:
+    """A copy of the tuned database."""
+    copy = RecordPair.in_directory(tmp_path)
+    shutil.copyfile(tuned_records / WORKLOAD_FILE, copy.workloads)
+    shutil.copyfile(tuned_records / RECORD_FILE, copy.records)
+    return copy
+
+
+@pytest.fixture
+def made_up(tmp_path: Path) -> RecordPair:
+    """A pair of one record, for what is decided without a look at the schedule."""
+    pair = RecordPair.in_directory(tmp_path)
+    write_lines(pair.workloads, [["123", "bW9kdWxl"]])
+    write_lines(pair.records, [[0, [[], [1e-3], {"kind": "llvm", "mcpu": "znver4"}, []]]])
+    return pair
+
+
+HERE = {"kind": "llvm", "mcpu": "znver4", "tag": "", "keys": ["cpu"]}
+
+
+# -- finding ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (".", RECORD_FILE),
+        (RECORD_FILE, RECORD_FILE),
+        ("run", "run/records/" + RECORD_FILE),
+        ("mine_tuning_record.json", "mine_tuning_record.json"),
+    ],
+    ids=["work directory", "file", "directory with records", "prefix"],
+)
+def test_records_are_found(tmp_path: Path, given: str, found: str) -> None:
+    (tmp_path / "run" / "records").mkdir(parents=True)
+    for name in (RECORD_FILE, f"run/records/{RECORD_FILE}", "mine_tuning_record.json"):
+        for file in (name, name.replace("tuning_record", "workload")):
+            (tmp_path / file).touch()
+    pair = find_records(tmp_path / given)
+    assert pair.records == tmp_path / found
+    assert pair.workloads == tmp_path / found.replace("tuning_record", "workload")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("nowhere", f"records=.*nowhere: no such file or directory; give a directory with {RECORD_FILE}"),
+        (".", f"the directory has no {RECORD_FILE}; give TVM's work directory"),
+        ("mine_tuning_record.json", r"the workload file mine_workload.json is missing beside mine_tuning_record.json"),
+        ("log.json", "the workload file log.json is missing beside log.json"),
+    ],
+    ids=["nothing", "empty directory", "half a pair", "another file"],
+)
+def test_records_that_are_not_there(tmp_path: Path, given: str, message: str) -> None:
+    for name in ("mine_tuning_record.json", "log.json"):
+        (tmp_path / name).touch()
+    with pytest.raises(UserInputError, match=message):
+        find_records(tmp_path / given)
+
+
+# -- distilling ------------------------------------------------------------------------------------------------------
+
+
+def test_the_fastest_record_of_every_workload_is_kept(
+    pair: RecordPair, small_lowered: LoweredNetwork, host_target: Target, tmp_path: Path
+) -> None:
+    records = read_lines(pair.records)
+    num_kept = distill(pair, tmp_path / "best", fingerprint(host_target, 1).target)
+    kept = read_lines(tmp_path / "best" / RECORD_FILE)
+    assert num_kept == len(kept) == len(small_lowered.tasks)
+    assert [record[0] for record in kept] == list(range(len(kept)))
+    for record in kept:
+        assert record in records
+        assert run_s(record) == min(run_s(other) for other in records if other[0] == record[0])
+
+
+def test_tvm_reads_what_was_distilled(
+    pair: RecordPair, small_lowered: LoweredNetwork, host_target: Target, tmp_path: Path
+) -> None:
+    distill(pair, tmp_path / "best", fingerprint(host_target, 1).target)
+    whole, best = open_with_tvm(tmp_path), open_with_tvm(tmp_path / "best")
+    assert len(whole) == 2 * len(best)
+    for task in small_lowered.tasks:
+        expected, found = (db.query_tuning_record(task.mod, host_target, task.info.name) for db in (whole, best))
+        assert [float(s) for s in found.run_secs] == [float(s) for s in expected.run_secs]
+
+
+def test_records_are_ranked_by_their_mean(pair: RecordPair, host_target: Target, tmp_path: Path) -> None:
+    first = read_lines(pair.records)[0]
+    write_lines(pair.records, [timed(first, 1e-3, 9e-3), timed(first, 4e-3, 4e-3), timed(first, 6e-3)])
+    assert distill(pair, tmp_path / "best", fingerprint(host_target, 1).target) == 1
+    assert read_lines(tmp_path / "best" / RECORD_FILE)[0][1][1] == [4e-3, 4e-3]
+
+
+def test_failed_trials_are_left_out(pair: RecordPair, host_target: Target, tmp_path: Path) -> None:
+    first, *others = read_lines(pair.records)
+    failed = [timed(record, 1e10) if record[0] == first[0] else record for record in (first, *others)]
+    write_lines(pair.records, failed)
+    distill(pair, tmp_path / "best", fingerprint(host_target, 1).target)
+    kept = {record[0] for record in read_lines(tmp_path / "best" / RECORD_FILE)}
+    assert kept == {record[0] for record in others} - {first[0]}
+
+
+def test_nothing_but_failed_trials(pair: RecordPair, host_target: Target, tmp_path: Path) -> None:
+    write_lines(pair.records, [timed(record, 1e10) for record in read_lines(pair.records)])
+    with pytest.raises(RecordsError, match=f"{RECORD_FILE}: there is no valid record in it; tune first"):
+        distill(pair, tmp_path / "best", fingerprint(host_target, 1).target)
+
+
+def test_distilling_again_replaces_the_files(made_up: RecordPair, tmp_path: Path) -> None:
+    (record,) = read_lines(made_up.records)
+    distill(made_up, tmp_path / "best", HERE)
+    write_lines(made_up.records, [timed(record, 5e-3)])
+    distill(made_up, tmp_path / "best", HERE)
+    assert read_lines(tmp_path / "best" / RECORD_FILE) == [timed(record, 5e-3)]
+
+
+@pytest.mark.parametrize("blank", ["\n", "   \n\n"])
+def test_blank_lines_are_no_damage(made_up: RecordPair, tmp_path: Path, blank: str) -> None:
+    made_up.records.write_text(blank + made_up.records.read_text() + blank)
+    assert distill(made_up, tmp_path / "best", HERE) == 1
+
+
+# -- records of several devices --------------------------------------------------------------------------------------
+
+
+def test_a_faster_record_of_another_device_is_not_taken(
+    pair: RecordPair, small_lowered: LoweredNetwork, host_target: Target, tmp_path: Path
+) -> None:
+    """TVM takes it: a query ignores its target."""
+    here = fingerprint(host_target, 1).target
+    elsewhere = {**here, "num-cores": 64}
+    records = read_lines(pair.records)
+    write_lines(pair.records, [*records, *(timed(record, 1e-12, target=elsewhere) for record in records)])
+    best = tmp_path / "best"
+    assert distill(pair, best, here) == len(small_lowered.tasks)
+    for task in small_lowered.tasks:
+        by_tvm, ours = (
+            open_with_tvm(directory).query_tuning_record(task.mod, host_target, task.info.name)
+            for directory in (tmp_path, best)
+        )
+        assert int(by_tvm.target.attrs["num-cores"]) == 64
+        assert int(ours.target.attrs["num-cores"]) == here["num-cores"]
+        assert min(ours.run_secs) > 1e-12
+
+
+def test_records_of_other_devices_alone(made_up: RecordPair, tmp_path: Path) -> None:
+    foreign = [{"kind": "llvm", "mcpu": "znver4", "num-cores": 64}, {"kind": "cuda", "arch": "sm_90"}]
+    (record,) = read_lines(made_up.records)
+    write_lines(made_up.records, [timed(record, 1e-3, target=target) for target in (*foreign, *foreign)])
+    message = r"the records are for llvm znver4 ×64, cuda sm_90, this is llvm znver4; tune on this device, or"
+    with pytest.raises(RecordsError, match=message):
+        distill(made_up, tmp_path / "best", HERE)
+
+
+@pytest.mark.parametrize("decoration", [{"tag": "my/tag"}, {"keys": ["cpu", "x"]}, {"libs": []}, {"mtriple": ""}])
+def test_what_does_not_change_code_does_not_change_the_device(
+    made_up: RecordPair, tmp_path: Path, decoration: dict[str, Any]
+) -> None:
+    (record,) = read_lines(made_up.records)
+    write_lines(made_up.records, [timed(record, 1e-3, target={**record[1][2], **decoration})])
+    assert distill(made_up, tmp_path / "best", HERE) == 1
+
+
+# -- damage ----------------------------------------------------------------------------------------------------------
+
+
+def torn(line: str) -> str:
+    return line[: len(line) // 2]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        torn,
+        lambda line: "<html>not found</html>",
+        lambda line: "{}",
+        lambda line: "[1, 2]",
+        lambda line: '[0, [[], "fast", {}, []]]',
+        lambda line: "[0, [[], [], {}, []]]",
+        lambda line: '[0, [[], [0.001], "llvm", []]]',
+        lambda line: "[99, [[], [0.001], {}, []]]",
+        lambda line: "[0, []]",
+    ],
+    ids=[
+        "torn",
+        "html",
+        "object",
+        "no record",
+        "times are text",
+        "no times",
+        "target is text",
+        "no such workload",
+        "empty record",
+    ],
+)
+def test_a_damaged_line_is_named(made_up: RecordPair, tmp_path: Path, damage: Callable[[str], str]) -> None:
+    line = made_up.records.read_text()
+    made_up.records.write_text(f"{line}\n{damage(line.strip())}\n{line}")
+    with pytest.raises(RecordsError, match=rf"{RECORD_FILE}: line 3 is not a tuning record of TVM; remove the line"):
+        distill(made_up, tmp_path / "best", HERE)
+    assert not (tmp_path / "best").exists()
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2) | st.floats() | st.text(max_size=3),
+    lambda values: st.lists(values, max_size=4) | st.dictionaries(st.text(max_size=3), values, max_size=2),
+)
+
+
+run_secs_values = st.lists(st.floats() | st.integers(), max_size=3) | json_values
+
+
+@given(line=json_values | st.tuples(st.integers() | json_values, st.tuples(json_values, run_secs_values, json_values)))
+def test_whatever_a_line_holds_it_is_no_record_of_this_device(
+    tmp_path_factory: pytest.TempPathFactory, line: Any
+) -> None:
+    pair = RecordPair.in_directory(tmp_path_factory.mktemp("pair"))
+    write_lines(pair.workloads, [["123", "bW9kdWxl"]])
+    write_lines(pair.records, [line])
+    with pytest.raises(RecordsError, match=RECORD_FILE):
+        distill(pair, pair.records.with_name("best"), HERE)
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        ("records", f"{RECORD_FILE}: line 1 is not a tuning record of TVM"),
+        ("workloads", f"{WORKLOAD_FILE}: this is not a workload file of TVM, but perhaps a compressed one"),
+    ],
+)
+def test_a_compressed_file_is_damage(made_up: RecordPair, tmp_path: Path, which: str, message: str) -> None:
+    path: Path = getattr(made_up, which)
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    with pytest.raises(RecordsError, match=message):
+        distill(made_up, tmp_path / "best", HERE)
+
+
+def test_an_empty_file_has_no_records(made_up: RecordPair, tmp_path: Path) -> None:
+    made_up.records.write_text("")
+    with pytest.raises(RecordsError, match="there is no valid record in it; tune first"):
+        distill(made_up, tmp_path / "best", HERE)
+
+
+# -- what describes them ---------------------------------------------------------------------------------------------
+
+PROVENANCE = Provenance(
+    network="nets/small.onnx",
+    from_file=True,
+    network_sha256="0" * 64,
+    batch_size=1,
+    input_shapes={"data": [1, 3, 16, 16]},
+    seed=3,
+    layout="NHWC",
+    target="auto",
+    num_threads=2,
+    lowering_version=1,
+    tvm_version="0.27.0",
+    host="build-7",
+    measure={"number": 3, "cache_flush": False},
+)
+
+
+@pytest.mark.parametrize("estimated_latency_ms", [None, 1.25])
+def test_description_survives_the_disk(tmp_path: Path, host_target: Target, estimated_latency_ms: float | None) -> None:
+    device = fingerprint(host_target, 2)
+    provenance = replace(PROVENANCE, estimated_latency_ms=estimated_latency_ms)
+    write_description(tmp_path, device, provenance)
+    assert read_provenance(tmp_path) == provenance
+    fields = json.loads((tmp_path / names.FINGERPRINT_FILE).read_text())
+    assert DeviceFingerprint.from_dict(fields) == device
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"network": ', b"[1]", b'{"network": "x"}', b'{"a": 1}', b"\xff"])
+def test_provenance_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / names.PROVENANCE_FILE).write_bytes(content)
+    message = r"provenance.json of the tuning run is missing or damaged \(\w+\); give the records with records=…"
+    with pytest.raises(RecordsError, match=message):
+        read_provenance(tmp_path)
