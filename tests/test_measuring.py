@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,6 +136,18 @@ def test_built_libraries_compute_their_own_modules(host_target: Target) -> None:
         tvm.runtime.load_module(str(outcome.value))["main"](tvm.runtime.tensor(np.ones(64, "float32")), result)
         np.testing.assert_allclose(result.numpy(), 1 + number)
     builder.close()
+
+
+def test_caches_are_flushed_before_a_measurement_when_asked_for(host_target: Target) -> None:
+    builder, runner = local_builder(host_target), LocalRunner(replace(settings(1), cache_flush=True))
+    (library,) = builder.build([add(1)])
+    assert library.value is not None
+    (outcome,) = runner.run([RunJob(library.value, TENSORS)])
+    runner.close()
+    builder.close()
+    assert outcome.error == ""
+    assert outcome.value is not None
+    assert len(outcome.value) == REPEAT
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])

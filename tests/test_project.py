@@ -16,7 +16,8 @@ import numpy as np
 import onnxruntime
 import pytest
 import yaml
-from commands import FAST, ROOT, Finished, environment, run_project
+from commands import ANSOR_MLFLOW, FAST, ROOT, Finished, environment, flags, run_project
+from commands import run as run_command
 from mlflow.entities import Run
 from servers import ACCESS_KEY, SECRET_KEY, S3Server, s3_server
 
@@ -287,6 +288,14 @@ def test_the_registered_model_loads_from_s3_and_is_right(
         (expected,) = session.run(None, inputs)
         assert np.ptp(expected) > 0.1
         np.testing.assert_allclose(model.predict(inputs), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_records_in_an_artifact_store_compile_the_network(pipeline: Pipeline, small_onnx: Path, tmp_path: Path) -> None:
+    parameters = {"network": small_onnx, "records": f"runs:/{pipeline.tune.info.run_id}/records"}
+    env = {**pipeline.store.environment(), "MLFLOW_EXPERIMENT_NAME": "elsewhere"}
+    finished = run_command([ANSOR_MLFLOW, "compile", *flags(parameters)], tmp_path, env)
+    assert finished.exit_code == 0, finished.stderr
+    assert re.fullmatch(r"model models:/m-\w+  coverage 100% of tasks, 100.0% of operations\n", finished.stdout)
 
 
 # -- other ways to run it --------------------------------------------------------------------------------------------

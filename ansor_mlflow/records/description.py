@@ -9,6 +9,7 @@ from typing import Any
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import RecordsError
+from ansor_mlflow.records.atomic import write_text
 from ansor_mlflow.targets import DeviceFingerprint
 
 
@@ -38,8 +39,8 @@ class Provenance:
 
 def write_description(directory: Path, device: DeviceFingerprint, provenance: Provenance) -> None:
     """Writes both files."""
-    (directory / names.FINGERPRINT_FILE).write_text(device.to_json())
-    (directory / names.PROVENANCE_FILE).write_text(json.dumps(asdict(provenance), indent=1))
+    write_text(directory / names.FINGERPRINT_FILE, device.to_json())
+    write_text(directory / names.PROVENANCE_FILE, json.dumps(asdict(provenance), indent=1))
 
 
 def read_provenance(directory: Path) -> Provenance:

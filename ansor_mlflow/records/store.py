@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from ansor_mlflow.errors import RecordsError, UserInputError
+from ansor_mlflow.records.atomic import write_text
 
 WORKLOAD_FILE = "database_workload.json"
 RECORD_FILE = "database_tuning_record.json"
@@ -143,5 +144,5 @@ def _damaged(path: Path, number: int) -> RecordsError:
 def _write_pair(directory: Path, workloads: list[str], records: list[str]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     pair = RecordPair.in_directory(directory)
-    pair.workloads.write_text("".join(f"{line}\n" for line in workloads))
-    pair.records.write_text("".join(f"{line}\n" for line in records))
+    write_text(pair.workloads, "".join(f"{line}\n" for line in workloads))
+    write_text(pair.records, "".join(f"{line}\n" for line in records))
