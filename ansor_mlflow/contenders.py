@@ -57,7 +57,7 @@ def untuned_build(network: Path, entry: LibraryEntry, library: Path) -> Callable
     from ansor_mlflow.targets import resolve_target
 
     target = resolve_target(json.dumps(entry.fingerprint.target), entry.fingerprint.num_threads)
-    lowered = lower(onnx.load_model(str(network)), target, entry.provenance["layout"])
+    lowered = lower(onnx.load_model(str(network)), target, entry.provenance.get("layout", "NHWC"))
     return partial(compile_untuned, lowered, target, library)
 
 

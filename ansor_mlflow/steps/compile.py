@@ -61,47 +61,50 @@ def _compile(options: CompileOptions, run: StepRun) -> CompileResult:
         given = "both were" if options.tune_run else "neither was"
         raise UserInputError(f"tune_run and records: {given} given; give the ID of a tuning run, or records=…")
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
-        source = _from_tune_run(options, Path(scratch)) if options.tune_run else _from_records(options, Path(scratch))
-        options = source.options
-        if options.tune_run:
-            run.log_options(options)
-        network = _load(source)
-        num_threads = resolve_num_threads(options.num_threads)
-        target = resolve_target(options.target, num_threads)
-        device = fingerprint(target, num_threads)
-        run.log_tags(
-            {
-                names.TAG_NETWORK: network.name,
-                names.TAG_TARGET: device.description,
-                names.TAG_NUM_THREADS: str(num_threads),
-                names.TAG_TUNE_RUN: options.tune_run,
-                "mlflow.runName": f"compile {network.name} · {device.description}",
-            }
-        )
-        best = run.directory / names.BEST_DIR
-        distill(find_records(source.records), best, device.target)
+        find = _from_tune_run if options.tune_run else _from_records
+        source = find(options, Path(scratch))
+        run.log_options(source.options)
+        compiled, coverage = _build(source, run)
+    with clear_failures("log the model"):
+        model_uri = flavor.log_model(compiled, name=names.MODEL_NAME).model_uri
+    run.log_tags({names.TAG_MODEL_URI: model_uri})
+    return CompileResult(run.run_id, model_uri, coverage)
 
-        _log.info("compiling %s for %s", network.name, device.description)
-        lowered = lower(network.model, target, options.layout)
-        library = run.directory / "model.so"
-        coverage = compile_tuned(lowered, target, best, library)
-        _report(coverage, run)
-        onnx.save_model(network.model, str(run.directory / names.NETWORK_FILE))
-        compiled = CompiledNetwork(
-            name=network.name,
-            network=run.directory / names.NETWORK_FILE,
-            inputs=network.inputs,
-            outputs=network.outputs,
-            library=library,
-            records=best,
-            fingerprint=device,
-            coverage=coverage.to_dict(),
-            provenance=_provenance(source),
-        )
-        with clear_failures("log the model"):
-            model_uri = flavor.log_model(compiled, name=names.MODEL_NAME).model_uri
-        run.log_tags({names.TAG_MODEL_URI: model_uri})
-        return CompileResult(run.run_id, model_uri, coverage)
+
+def _build(source: _Source, run: StepRun) -> tuple[CompiledNetwork, Coverage]:
+    """Compiles the network in the run's scratch directory, and says in the run what it is and what is covered."""
+    network = _load(source)
+    num_threads = resolve_num_threads(source.options.num_threads)
+    target = resolve_target(source.options.target, num_threads)
+    device = fingerprint(target, num_threads)
+    run.log_tags(
+        {
+            names.TAG_NETWORK: network.name,
+            names.TAG_TARGET: device.description,
+            names.TAG_NUM_THREADS: str(num_threads),
+            names.TAG_TUNE_RUN: source.options.tune_run,
+            "mlflow.runName": f"compile {network.name} · {device.description}",
+        }
+    )
+    best = run.directory / names.BEST_DIR
+    distill(find_records(source.records), best, device.target)
+    _log.info("compiling %s for %s", network.name, device.description)
+    library = run.directory / "model.so"
+    coverage = compile_tuned(lower(network.model, target, source.options.layout), target, best, library)
+    _report(coverage, run)
+    onnx.save_model(network.model, str(run.directory / names.NETWORK_FILE))
+    compiled = CompiledNetwork(
+        name=network.name,
+        network=run.directory / names.NETWORK_FILE,
+        inputs=network.inputs,
+        outputs=network.outputs,
+        library=library,
+        records=best,
+        fingerprint=device,
+        coverage=coverage.to_dict(),
+        provenance=_provenance(source),
+    )
+    return compiled, coverage
 
 
 def _from_tune_run(options: CompileOptions, scratch: Path) -> _Source:
