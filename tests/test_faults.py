@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,11 +164,24 @@ def test_a_killed_tuner_takes_its_workers_along_and_leaves_readable_records(
         assert_readable(tuner.records, tmp_path / "best", min_trials=4)
 
 
-def test_ctrl_c_ends_the_run_as_killed_with_its_records(small_onnx: Path, store: str, tmp_path: Path) -> None:
+def press_ctrl_c(tuner: Tuning) -> None:
+    """Signals every process of the job, as a terminal does."""
+    os.killpg(tuner.process.pid, signal.SIGINT)
+
+
+def terminate(tuner: Tuning) -> None:
+    """Signals the tuner, as a service manager does."""
+    tuner.process.terminate()
+
+
+@pytest.mark.parametrize("interrupt", [press_ctrl_c, terminate])
+def test_an_interrupt_ends_the_run_as_killed_with_its_records(
+    small_onnx: Path, store: str, tmp_path: Path, interrupt: Callable[[Tuning], None]
+) -> None:
     with tuning(small_onnx, tmp_path / "cwd", local_environment(store), trials=5000) as tuner:
         tuner.wait_for_rounds(4)
         descendants = tuner.descendants
-        os.killpg(tuner.process.pid, signal.SIGINT)  # as a terminal does: to every process of the job
+        interrupt(tuner)
         finished = tuner.wait(30)
         assert_gone(descendants, 5)
     assert finished.exit_code == 130

@@ -26,6 +26,7 @@ from ansor_mlflow.trials import (
     TuningRound,
 )
 from ansor_mlflow.tuning.builder import Builder
+from ansor_mlflow.tuning.interrupt import deferred_interrupts
 from ansor_mlflow.tuning.runner import RunJob, Runner
 from ansor_mlflow.tuning.scheduler import GradientScheduler
 from ansor_mlflow.tuning.search import TaskSearch, make_cost_model
@@ -108,23 +109,29 @@ class Tuner:
 
         Returns:
             The result, in which a task may have no valid trial: see `require_valid_trials`.
+
+        Raises:
+            KeyboardInterrupt: SIGINT or SIGTERM came; the round in hand was finished and recorded.
         """
         np.random.seed(self._options.seed)  # the untrained XGBModel draws from NumPy's global generator
         self._started_s = time.monotonic()
         self._tell("tuning_started", plan)
-        stop_reason = StopReason.TRIALS
-        while self._total_trials < self._num_trials:
-            if self._out_of_time():
-                stop_reason = StopReason.MINUTES
-                break
-            index = self._scheduler.next_task(self._states)
-            if index is None:
-                stop_reason = StopReason.SPACE_EXHAUSTED
-                break
-            self._run_round(index)
-        result = self._finish(stop_reason)
+        result = self._finish(self._run_rounds())
         self._tell("tuning_finished", result)
         return result
+
+    def _run_rounds(self) -> str:
+        """Works until a budget is spent; returns the reason to stop."""
+        with deferred_interrupts() as raise_interrupt:
+            while self._total_trials < self._num_trials:
+                if self._out_of_time():
+                    return StopReason.MINUTES
+                index = self._scheduler.next_task(self._states)
+                if index is None:
+                    return StopReason.SPACE_EXHAUSTED
+                self._run_round(index)
+                raise_interrupt()
+        return StopReason.TRIALS
 
     def save_cost_model(self, path: Path) -> None:
         """Writes the trained XGBoost model in its own format (UBJSON); nothing where there is none."""

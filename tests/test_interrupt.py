@@ -1,0 +1,48 @@
+"""Signals wait for the end of a round, once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from ansor_mlflow.tuning.interrupt import deferred_interrupts
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_waits_until_it_is_asked_for(number: signal.Signals) -> None:
+    with deferred_interrupts() as raise_interrupt:
+        raise_interrupt()
+        os.kill(os.getpid(), number)
+        with pytest.raises(KeyboardInterrupt):
+            raise_interrupt()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_interrupts_at_once(number: signal.Signals) -> None:
+    with deferred_interrupts():
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with deferred_interrupts():
+        assert signal.getsignal(signal.SIGINT) is not before[0]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_thread_that_gets_no_signals_defers_none() -> None:
+    def enter() -> None:
+        with deferred_interrupts() as raise_interrupt:
+            handlers.append(signal.getsignal(signal.SIGINT))
+            raise_interrupt()
+
+    handlers: list[object] = []
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.getsignal(signal.SIGINT)]
