@@ -77,7 +77,7 @@ class StepRun:
 
 @contextlib.contextmanager
 def step_run(step: str, options: Options, run_name: str) -> Iterator[StepRun]:
-    """Opens the run of a step: the one that `mlflow run` made for this process, or a new one.
+    """Opens the run of a step: the one that `mlflow run` made for this process, or a new one, nested in an active run.
 
     On success the run ends FINISHED. On an error it ends FAILED with the message as tag `ansor.error`, on Ctrl-C
     KILLED; the error goes on to the caller, and the scratch directory stays if records are in it.
@@ -88,7 +88,7 @@ def step_run(step: str, options: Options, run_name: str) -> Iterator[StepRun]:
         run_name: Name that the UI shows.
     """
     with clear_failures("start a run"):
-        run_id = mlflow.start_run(run_name=run_name, log_system_metrics=False).info.run_id
+        run_id = mlflow.start_run(run_name=run_name, nested=mlflow.active_run() is not None).info.run_id
     run = StepRun(run_id, WORK_ROOT / run_id)
     try:
         run.directory.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,8 @@ def step_run(step: str, options: Options, run_name: str) -> Iterator[StepRun]:
         if not run.has_records:
             _remove(run.directory)
         raise
-    mlflow.end_run()
+    with clear_failures("end the run"):
+        mlflow.end_run()
     _remove(run.directory)
 
 
