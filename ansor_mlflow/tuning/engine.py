@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from ansor_mlflow.trials import (
 )
 from ansor_mlflow.tuning.builder import Builder
 from ansor_mlflow.tuning.interrupt import deferred_interrupts
-from ansor_mlflow.tuning.runner import RunJob, Runner
+from ansor_mlflow.tuning.runner import ArgInfo, RunJob, Runner
 from ansor_mlflow.tuning.scheduler import GradientScheduler
 from ansor_mlflow.tuning.search import TaskSearch, make_cost_model
 from ansor_mlflow.tuning.workers import Outcome
@@ -291,6 +291,6 @@ def _runner_result(trial: Trial) -> object:
     return RunnerResult(list(trial.run_s) or None, trial.error or None)
 
 
-def _arg_info(info: object) -> tuple[str, str, tuple[int, ...]]:
-    kind, dtype, shape = info.as_json()  # type: ignore[attr-defined]
+def _arg_info(info: Any) -> ArgInfo:
+    kind, dtype, shape = info.as_json()
     return str(kind), str(dtype), tuple(int(extent) for extent in shape)
