@@ -6,8 +6,8 @@ RUN := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
 .venv: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --upgrade pip
-	.venv/bin/python -m pip install --quiet --editable '.[dev]'
+	.venv/bin/python -m pip install --quiet --upgrade pip || { rm -rf .venv; exit 1; }
+	.venv/bin/python -m pip install --quiet --editable '.[dev]' || { rm -rf .venv; exit 1; }
 	touch .venv
 
 # Tunes, compiles and evaluates ResNet-18 on this machine; results go to mlflow.db and mlruns/ here.

@@ -47,7 +47,15 @@ class Options(BaseModel):
         }
 
 
-class NetworkOptions(Options):
+class SeedOptions(Options):
+    """What is random, made repeatable."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = _parameter(
+        0, "Seed of what is random: search, generated weights, inputs.", "a whole number from 0 to 2147483647"
+    )
+
+
+class NetworkOptions(SeedOptions):
     """What is compiled, and for which device."""
 
     network: str = _parameter(
@@ -104,9 +112,6 @@ class TuneOptions(NetworkOptions):
         "Cost model that ranks programs before they are measured; mlp needs PyTorch.",
         "xgb, mlp, random or none",
     )
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = _parameter(
-        0, "Seed of the search and of generated weights and inputs.", "a whole number from 0 to 2147483647"
-    )
     search_threads: PositiveInt | Auto = _parameter(
         "auto",
         "Threads of the search; auto is num_threads. With 1 the candidates of a seed repeat.",
@@ -136,17 +141,11 @@ class CompileOptions(NetworkOptions):
         "Records to compile with instead of a tuning run's: a directory, a tuning-record file or an artifact URI.",
         "a path or an artifact URI",
     )
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = _parameter(
-        0, "Seed of generated weights and of the input example.", "a whole number from 0 to 2147483647"
-    )
 
 
-class CheckOptions(Options):
+class CheckOptions(SeedOptions):
     """How a compiled model is checked and timed."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = _parameter(
-        0, "Seed of the search and of generated weights and inputs.", "a whole number from 0 to 2147483647"
-    )
     tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _parameter(
         1e-4,
         "Largest max_rel_error that passes: max |output - reference| / max |reference|.",

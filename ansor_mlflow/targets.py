@@ -7,7 +7,9 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,27 +30,53 @@ _TRIPLE_ALIASES = {
     "armv8l": "arm",
 }
 """Architectures of triples that LLVM's list of code generators spells otherwise."""
+_INSTRUCTION_SETS = re.compile(
+    # x86: what LLVM generates for arithmetic, moves and vectors
+    r"64bit|cmov|cx(8|16)|x87|mmx|s?sse[\w.]*|avx[\w.]*|amx-\w+|fma4?|f16c|bmi2?|lzcnt|popcnt|adx|movbe|xop|tbm"
+    r"|v?aes|v?pclmul(qdq)?|gfni|sha\d*|sm[34]|egpr|ndd|nf|ccmp|zu"
+    # Arm
+    r"|neon|fp-armv8|fullfp16|fp16fml|bf16|i8mm|dotprod|sve[\w-]*|sme[\w-]*|lse2?|rdm|complxnum|jsconv|crc|faminmax"
+    r"|fp8\w*|v\d+(\.\d+)?[ar]"
+)
+"""LLVM's CPU features that are instructions. The others are hints for its scheduling, or belong to the kernel."""
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 # -- threads ---------------------------------------------------------------------------------------------------------
 
 
-def available_cpus(cgroup_root: Path = _CGROUP_ROOT) -> int:
-    """The number of CPUs this process may use: its affinity mask, capped by the cgroup's CPU quota (v2 or v1)."""
-    cpus = len(os.sched_getaffinity(0))
-    quota = _cgroup_quota(cgroup_root)
-    return cpus if quota is None else max(1, min(cpus, int(quota)))
+def available_cpus(cgroup_root: Path = _CGROUP_ROOT, own_cgroup: Path = _OWN_CGROUP) -> int:
+    """The number of CPUs this process may use: its affinity mask, capped by the CPU quotas of its cgroups (v2 or v1).
+
+    Args:
+        cgroup_root: Where the cgroup file system is mounted.
+        own_cgroup: File that names the cgroup of this process.
+    """
+    quotas = [_quota(folder) for folder in _cgroup_folders(cgroup_root, own_cgroup)]
+    limits = [max(1, int(quota)) for quota in quotas if quota is not None]
+    return min([len(os.sched_getaffinity(0)), *limits])
 
 
-def _cgroup_quota(root: Path) -> float | None:
+def _cgroup_folders(root: Path, own_cgroup: Path) -> list[Path]:
+    """The folders of this process's cgroups, from its own up to the root; in a container often the root alone."""
+    try:
+        lines = own_cgroup.read_text().splitlines()
+    except OSError:
+        lines = []
+    own = next((line.removeprefix("0::").lstrip("/") for line in lines if line.startswith("0::")), "")
+    path = root / own
+    return [path, *(parent for parent in path.parents if parent.is_relative_to(root)), root / "cpu"]
+
+
+def _quota(folder: Path) -> float | None:
     """CPUs granted by `cpu.max` (v2) or `cpu.cfs_quota_us` (v1); None where there is no limit."""
     try:
-        if (root / "cpu.max").exists():
-            quota, period = (root / "cpu.max").read_text().split()
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
         else:
-            quota = (root / "cpu" / "cpu.cfs_quota_us").read_text().strip()
-            period = (root / "cpu" / "cpu.cfs_period_us").read_text().strip()
+            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+            period = (folder / "cpu.cfs_period_us").read_text().strip()
     except (OSError, ValueError):
         return None
     if quota in ("max", "-1"):
@@ -294,11 +322,16 @@ def why_not_runnable(device: DeviceFingerprint) -> str | None:
     if device.machine != platform.machine():
         return f"it is made for {device.machine}, this host is {platform.machine()}"
     host = tvm.target.Target({"kind": "llvm", "mcpu": _host_cpu()})
-    missing = sorted(set(device.features) - set(cpu_features(host)))
+    missing = missing_instructions(device.features, cpu_features(host))
     if missing:
         cpu = device.target.get("mcpu", "its CPU")
-        return f"it needs CPU features of {cpu} that this host ({_host_cpu()}) lacks: {', '.join(missing[:5])}"
+        return f"it needs instructions of {cpu} that this host ({_host_cpu()}) lacks: {', '.join(missing[:5])}"
     return None
+
+
+def missing_instructions(needed: Iterable[str], available: Iterable[str]) -> list[str]:
+    """The instruction sets among LLVM's CPU features `needed` that are not `available`, sorted."""
+    return sorted(name for name in set(needed) - set(available) if _INSTRUCTION_SETS.fullmatch(name))
 
 
 def require_measurable_here(target: Target, num_threads: int) -> None:

@@ -28,7 +28,7 @@ class Trial:
     run_s: tuple[float, ...] = ()
     """Seconds per call, one value per repeat; empty unless the status is OK."""
     error: str = ""
-    """First lines of the failure; empty when the status is OK."""
+    """Text of the failure, shortened; empty when the status is OK."""
 
     @property
     def latency_s(self) -> float | None:
@@ -158,7 +158,9 @@ class StopReason:
     SPACE_EXHAUSTED = "space_exhausted"
     """Every program of the search space was measured."""
     NOTHING_TO_TUNE = "nothing_to_tune"
-    """The kernel has no schedule to choose."""
+    """The kernel computes nothing (it moves data, at most), and the search has no program for it."""
+    INTERRUPTED = "interrupted"
+    """SIGINT or SIGTERM came."""
 
 
 class TuningObserver(Protocol):
@@ -171,4 +173,4 @@ class TuningObserver(Protocol):
         """A batch was measured, and its records are on disk."""
 
     def tuning_finished(self, result: TuningResult) -> None:
-        """No more rounds follow. Not called when tuning ends with an error."""
+        """No more rounds follow. Called after an interrupt, too, but not when tuning ends with an error."""

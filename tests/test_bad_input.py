@@ -112,6 +112,7 @@ def files(tmp_path: Path, small_onnx: Path) -> None:
     (tmp_path / "broken.onnx").write_bytes(small_onnx.read_bytes()[:500])
     save_one_node(tmp_path / "dynamic.onnx", "Relu", ["batch", 3, 8, 8])
     save_one_node(tmp_path / "celu.onnx", "Celu", [1, 3, 8, 8])
+    save_one_node(tmp_path / "identity.onnx", "Identity", [1, 3, 8, 8])
     (tmp_path / "typo.yaml").write_text("trails: 640\n")
     (tmp_path / "wrong.yaml").write_text("strategy: genetic\n")
 
@@ -130,6 +131,7 @@ def files(tmp_path: Path, small_onnx: Path) -> None:
         ),
         ({"network": "small.onnx", "input_shapes": '{"image": [1, 3, 16, 16]}'}, USER, "its inputs are data"),
         ({"network": "celu.onnx"}, USER, "TVM imports no ONNX operator .*Celu"),
+        ({"network": "identity.onnx"}, USER, "network=identity.onnx: it has no kernel to tune; give a network that"),
         ({"target": "nvidia/quantum"}, USER, "target='nvidia/quantum' is unknown to TVM: .*; use auto, a tag, JSON"),
         ({"target": '{"kind": '}, USER, "target='{\"kind\": ' is not valid JSON"),
         ({"target": "llvm -mcpu=znver33 -num-cores 2"}, USER, "LLVM knows no CPU 'znver33'; perhaps you meant znver3"),

@@ -190,8 +190,11 @@ def test_an_interrupt_ends_the_run_as_killed_with_its_records(
     assert run.info.status == "KILLED"
     assert run.data.tags[names.TAG_ERROR] == "interrupted by the user"
     assert run.data.tags[names.TAG_EXIT_CODE] == "130"
-    uploaded = tmp_path / "artifacts" / run.info.run_id / "artifacts" / names.RECORDS_DIR
-    assert_readable(uploaded, tmp_path / "best", min_trials=4)
+    assert run.data.tags[names.TAG_STOP_REASON] == "interrupted"
+    uploaded = tmp_path / "artifacts" / run.info.run_id / "artifacts"
+    assert_readable(uploaded / names.RECORDS_DIR, tmp_path / "best", min_trials=4)
+    table = json.loads((uploaded / names.TRIALS_TABLE).read_text())
+    assert len(table["data"]) == run.data.metrics[names.TRIALS_MEASURED] >= 4
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

@@ -18,7 +18,6 @@ import pytest
 
 from ansor_mlflow.errors import ModelError, UserInputError
 from ansor_mlflow.model import (
-    NETWORK_FILE,
     CompiledNetwork,
     LibraryEntry,
     Manifest,
@@ -27,6 +26,7 @@ from ansor_mlflow.model import (
     write_package,
 )
 from ansor_mlflow.model.package import verify_package
+from ansor_mlflow.names import NETWORK_FILE
 from ansor_mlflow.networks.reference import ReferenceSession
 from ansor_mlflow.records import RECORD_FILE
 from ansor_mlflow.tensors import random_inputs
@@ -199,13 +199,13 @@ def test_a_library_outside_of_the_model(trapped: tuple[Path, Manifest], trap: tu
 
 
 def for_another_cpu(entry: LibraryEntry) -> LibraryEntry:
-    return replace(entry, fingerprint=replace(entry.fingerprint, features=("no-such-feature",)))
+    return replace(entry, fingerprint=replace(entry.fingerprint, features=("avx1024f",)))
 
 
 def test_a_library_for_another_cpu(trapped: tuple[Path, Manifest], trap: tuple[Path, Path]) -> None:
     directory, manifest = trapped
     manifest = replace(manifest, libraries=(for_another_cpu(manifest.libraries[0]),))
-    message = r"no library runs here: it needs CPU features of .* lacks: no-such-feature; compile the network on this"
+    message = r"no library runs here: it needs instructions of .* lacks: avx1024f; compile the network on this"
     assert_refused(directory, manifest, trap[1], message)
 
 

@@ -165,7 +165,7 @@ def test_a_default_on_the_command_line_does_not_replace_the_file(tmp_path: Path)
     ("text", "message"),
     [
         ("trails: 640", r"unknown key 'trails'; perhaps you meant trials"),
-        ("xyzzy: 1", r"unknown key 'xyzzy'; known are network, .*cache_flush"),
+        ("xyzzy: 1", r"unknown key 'xyzzy'; known are seed, network, .*cache_flush"),
         ("7: 1", r"unknown key 7; known are"),
         ("- trials", r"expected a mapping of parameters to values, such as `trials: 640`"),
         ("trials", r"expected a mapping"),

@@ -8,9 +8,10 @@ import mlflow
 import pytest
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import RecordsError
+from ansor_mlflow.errors import MachineError, RecordsError
 from ansor_mlflow.options import EvaluateOptions
 from ansor_mlflow.tracking import StepRun, step_run
+from ansor_mlflow.tracking.failures import clear_failures
 
 OPTIONS = EvaluateOptions(model_uri="models:/small/1")
 
@@ -38,6 +39,21 @@ def test_a_run_inside_of_an_active_run_is_its_child() -> None:
         tags = mlflow.get_run(run.run_id).data.tags
     assert tags["mlflow.parentRunId"] == parent.info.run_id
     assert (tags[names.TAG_STEP], tags["mlflow.runName"]) == ("evaluate", "inner")
+
+
+def test_credentials_in_uris_stay_out_of_params_tags_and_messages() -> None:
+    options = EvaluateOptions(model_uri="https://bob:hunter2@host/model")
+    with step_run("evaluate", options, "secret") as run:
+        run.log_tags({names.TAG_MODEL_URI: options.model_uri})
+    data = mlflow.get_run(run.run_id).data
+    assert data.params["model_uri"] == data.tags[names.TAG_MODEL_URI] == "https://…@host/model"
+    with pytest.raises(MachineError, match="cannot read https://…@host/model: no connection"):
+        fail_to_read(options.model_uri)
+
+
+def fail_to_read(uri: str) -> None:
+    with clear_failures(f"read {uri}"):
+        raise ConnectionError(f"{uri} is away")
 
 
 def test_success_leaves_nothing_on_disk(tmp_path: Path) -> None:

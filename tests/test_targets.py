@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shlex
 import string
@@ -21,6 +22,7 @@ from ansor_mlflow.targets import (
     DeviceFingerprint,
     available_cpus,
     fingerprint,
+    missing_instructions,
     parse_target,
     require_measurable_here,
     resolve_num_threads,
@@ -174,7 +176,17 @@ def test_quota_of_a_container(tmp_path: Path, files: dict[str, str], quota: int,
     (tmp_path / "cpu").mkdir()
     for name, content in files.items():
         (tmp_path / name).write_text(content.format(quota=quota))
-    assert available_cpus(tmp_path) == cpus
+    assert available_cpus(tmp_path, tmp_path / "none") == cpus
+
+
+def test_the_smallest_quota_of_nested_groups_counts(tmp_path: Path) -> None:
+    """As systemd and Slurm make them, without a namespace that hides the outer groups."""
+    service = tmp_path / "system.slice" / "tuner.service"
+    service.mkdir(parents=True)
+    (tmp_path / "own").write_text("0::/system.slice/tuner.service\n")
+    (service / "cpu.max").write_text("max 100000\n")
+    (service.parent / "cpu.max").write_text("100000 100000\n")
+    assert available_cpus(tmp_path, tmp_path / "own") == 1
 
 
 @pytest.mark.parametrize(
@@ -191,7 +203,7 @@ def test_no_quota(tmp_path: Path, files: dict[str, str]) -> None:
     (tmp_path / "cpu").mkdir()
     for name, content in files.items():
         (tmp_path / name).write_text(content)
-    assert available_cpus(tmp_path) == len(os.sched_getaffinity(0))
+    assert available_cpus(tmp_path, tmp_path / "none") == len(os.sched_getaffinity(0))
 
 
 def test_affinity_of_a_process() -> None:
@@ -272,7 +284,7 @@ def test_code_for_this_host_runs_here(host_target: Target) -> None:
     ("fields", "reason"),
     [
         ({"machine": "riscv128"}, "it is made for riscv128, this host is .*"),
-        ({"features": ("no-such-feature",)}, "it needs CPU features of .* that this host .* lacks: no-such-feature"),
+        ({"features": ("avx1024f",)}, "it needs instructions of .* that this host .* lacks: avx1024f"),
         ({"target": {"kind": "cuda"}}, "it is made for cuda, this host runs llvm libraries"),
     ],
 )
@@ -280,6 +292,26 @@ def test_why_code_of_another_device_does_not_run_here(host_target: Target, field
     device = json.loads(fingerprint(host_target, 1).to_json())
     why = why_not_runnable(DeviceFingerprint.from_dict({**device, **fields}))
     assert re.fullmatch(reason, why or "")
+
+
+@pytest.mark.parametrize(
+    ("needed", "missing"),
+    [
+        (("sse4.2", "avx512f", "slow-3ops-lea", "false-deps-popcnt", "prefer-256-bit", "ermsb"), ["avx512f", "sse4.2"]),
+        (("neon", "sve2-aes", "dotprod", "fuse-aes", "use-postra-scheduler"), ["dotprod", "neon", "sve2-aes"]),
+        (("slow-incdec", "vzeroupper", "idivq-to-divl", "macrofusion"), []),
+    ],
+)
+def test_only_instructions_can_be_missing(needed: tuple[str, ...], missing: list[str]) -> None:
+    """LLVM lists the hints for its own scheduling among a CPU's features; they differ from model to model."""
+    assert missing_instructions(needed, ["cx16"]) == missing
+    assert missing_instructions(needed, needed) == []
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels of x86-64")
+def test_code_for_the_level_of_an_older_cpu_runs_here() -> None:
+    require_measurable_here(resolve_target("llvm -mcpu=x86-64", 1), 1)
+    require_measurable_here(resolve_target("llvm -mcpu=x86-64-v2", 1), 1)
 
 
 def test_target_of_another_device_cannot_be_measured_here() -> None:

@@ -170,6 +170,13 @@ def test_the_budget_of_a_task(dense: LoweredNetwork, host_target: Target, tmp_pa
     result = tune(dense, host_target, tmp_path, trials=100, trials_per_task=6)
     assert [task.total_trials for task in result.tasks] == [6, 6]
     assert [task.stop_reason for task in result.tasks] == [StopReason.TRIALS, StopReason.TRIALS]
+    assert result.stop_reason == StopReason.TRIALS
+
+
+def test_a_limit_for_each_task_limits_the_whole() -> None:
+    assert resolve_num_trials(TuneOptions(trials=100, trials_per_task=6), 2) == 12
+    assert resolve_num_trials(TuneOptions(trials=10, trials_per_task=6), 2) == 10
+    assert resolve_num_trials(TuneOptions(trials_per_task=6), 2) == 12
 
 
 def test_the_budget_of_time(dense: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """A tuned model as a directory of libraries, records and the network, with the digest of every file."""
 
-from ansor_mlflow.model.package import NETWORK_FILE, CompiledNetwork, LibraryEntry, Manifest, write_package
+from ansor_mlflow.model.package import LIBRARY_FILE, CompiledNetwork, LibraryEntry, Manifest, write_package
 from ansor_mlflow.model.tuned import TunedModel, choose_library, load_package, open_library
 
 __all__ = [
-    "NETWORK_FILE",
+    "LIBRARY_FILE",
     "CompiledNetwork",
     "LibraryEntry",
     "Manifest",

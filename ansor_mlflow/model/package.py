@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from ansor_mlflow.errors import ModelError
+from ansor_mlflow.names import NETWORK_FILE
 from ansor_mlflow.targets import DeviceFingerprint
 from ansor_mlflow.tensors import TensorSpec
 
-NETWORK_FILE = "network.onnx"
 LIBRARY_FILE = "model.so"
 FORMAT_VERSION = 1
 

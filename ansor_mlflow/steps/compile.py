@@ -14,7 +14,7 @@ from ansor_mlflow import flavor, names
 from ansor_mlflow.compile import Coverage, compile_tuned, write_coverage
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering import LOWERING_VERSION, lower
-from ansor_mlflow.model import CompiledNetwork
+from ansor_mlflow.model import LIBRARY_FILE, CompiledNetwork
 from ansor_mlflow.networks import Network, load_network
 from ansor_mlflow.options import CompileOptions
 from ansor_mlflow.records import Provenance, distill, find_records, read_provenance
@@ -89,7 +89,7 @@ def _build(source: _Source, run: StepRun) -> tuple[CompiledNetwork, Coverage]:
     best = run.directory / names.BEST_DIR
     distill(find_records(source.records), best, device.target)
     _log.info("compiling %s for %s", network.name, device.description)
-    library = run.directory / "model.so"
+    library = run.directory / LIBRARY_FILE
     coverage = compile_tuned(lower(network.model, target, source.options.layout), target, best, library)
     _report(coverage, run)
     onnx.save_model(network.model, str(run.directory / names.NETWORK_FILE))

@@ -20,7 +20,7 @@ from ansor_mlflow.evaluate import (
     in_child_process,
     measure_in_turns,
 )
-from ansor_mlflow.model import NETWORK_FILE, LibraryEntry, Manifest, choose_library
+from ansor_mlflow.model import LibraryEntry, Manifest, choose_library
 from ansor_mlflow.options import EvaluateOptions
 from ansor_mlflow.tensors import TensorSpec
 from ansor_mlflow.tracking import StepRun, step_run
@@ -44,7 +44,10 @@ def evaluate(options: EvaluateOptions) -> dict[str, float]:
     """
     with step_run("evaluate", options, "evaluate") as run:
         with clear_failures(f"read the model {options.model_uri}"):
-            directory = Path(mlflow.artifacts.download_artifacts(artifact_uri=options.model_uri))
+            directory = Path(options.model_uri)
+            if not directory.is_dir():
+                uri, scratch = options.model_uri, str(run.directory)
+                directory = Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=scratch))
         return _evaluate(options, run, directory)
 
 
@@ -63,7 +66,7 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> dict[s
     )
     runs = {
         _TUNED: partial(contenders.tuned_run, directory),
-        _REFERENCE: partial(contenders.reference_run, directory / NETWORK_FILE, device.num_threads),
+        _REFERENCE: partial(contenders.reference_run, directory / names.NETWORK_FILE, device.num_threads),
     }
     difference = _compare(options, manifest, runs)
     metrics = {names.MAX_ABS_ERROR: difference.max_abs_error, names.MAX_REL_ERROR: difference.max_rel_error}
@@ -103,7 +106,7 @@ def _measure(
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         library = Path(scratch, "untuned.so")
         _log.info("building the untuned baseline")
-        in_child_process(call_once, partial(contenders.untuned_build, directory / NETWORK_FILE, entry, library))
+        in_child_process(call_once, partial(contenders.untuned_build, directory / names.NETWORK_FILE, entry, library))
         runs = {**runs, _UNTUNED: partial(contenders.untuned_run, library, manifest, entry)}
         _log.info("measuring latency in %d turns", options.turns)
         calls = {

@@ -49,7 +49,7 @@ def run_pipeline(options: PipelineOptions, project: Path) -> PipelineResult:
     """
     if not (project / "MLproject").is_file():
         raise UserInputError(f"{project} has no MLproject file; run this in the project's folder, or use mlflow run")
-    with step_run("main", options, f"{options.network}") as run:
+    with step_run("main", options, options.network) as run:
         tuned = _run_step("tune", _only(options, TuneOptions), project, run)
         tags = {key: tuned.data.tags[key] for key in (names.TAG_NETWORK, names.TAG_TARGET, names.TAG_NUM_THREADS)}
         run.log_tags({**tags, "mlflow.runName": tuned.data.tags["mlflow.runName"].removeprefix("tune ")})

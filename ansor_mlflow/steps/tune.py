@@ -14,6 +14,7 @@ import onnx
 
 from ansor_mlflow import names
 from ansor_mlflow.compile import require_linker
+from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering import LOWERING_VERSION, lower
 from ansor_mlflow.networks import Network, load_network
 from ansor_mlflow.options import TuneOptions
@@ -69,9 +70,12 @@ def _tune(options: TuneOptions, run: StepRun, observers: Sequence[TuningObserver
     _log.info("lowering %s for %s", network.name, device.description)
     records = run.directory / names.RECORDS_DIR
     records.mkdir(exist_ok=True)
+    lowered = lower(network.model, target, options.layout)
+    if not lowered.tasks:
+        raise UserInputError(f"network={options.network}: it has no kernel to tune; give a network that computes")
     job = TuningJob(
         network=network.name,
-        lowered=lower(network.model, target, options.layout),
+        lowered=lowered,
         target=target,
         num_threads=num_threads,
         records=records,

@@ -30,6 +30,7 @@ def clear_failures(action: str) -> Iterator[None]:
         UserInputError: MLflow knows no such run, model or experiment.
         ExecutionException: A project's step failed; this passes as it is.
     """
+    action = without_credentials(action)
     try:
         yield
     except (AnsorMlflowError, ExecutionException):

@@ -18,7 +18,7 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError
 from ansor_mlflow.options import Options, as_text
 from ansor_mlflow.records import RecordPair
-from ansor_mlflow.tracking.failures import clear_failures, one_line
+from ansor_mlflow.tracking.failures import clear_failures, one_line, without_credentials
 
 WORK_ROOT = Path(".ansor")
 """Where steps keep files until MLflow has them, below the current directory. A failed run leaves its records there."""
@@ -54,7 +54,7 @@ class StepRun:
             logged = mlflow.get_run(self.run_id).data.params
             params = []
             for name, value in options:
-                text = as_text(value)
+                text = without_credentials(as_text(value))
                 if name not in logged:
                     params.append(Param(name, text))
                 elif logged[name] not in (text, shlex.quote(text)):  # `mlflow run` logs what it puts on a command line
@@ -64,7 +64,8 @@ class StepRun:
     def log_tags(self, tags: Mapping[str, str]) -> None:
         """Sets tags."""
         with clear_failures("set tags"):
-            mlflow.MlflowClient().log_batch(self.run_id, tags=[RunTag(*item) for item in tags.items()])
+            safe = [RunTag(name, without_credentials(value)) for name, value in tags.items()]
+            mlflow.MlflowClient().log_batch(self.run_id, tags=safe)
 
     def log_artifacts(self, path: Path, artifact_path: str | None = None) -> None:
         """Uploads a file, or the contents of a directory."""

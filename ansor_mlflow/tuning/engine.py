@@ -50,13 +50,16 @@ def resolve_num_trials(options: TuneOptions, num_tasks: int) -> int:
         UserInputError: It is smaller than the number of tasks, so that some would stay untuned.
     """
     if options.trials == "auto":
-        return TRIALS_PER_TASK[options.preset] * num_tasks
-    if options.trials < num_tasks:
+        num_trials = TRIALS_PER_TASK[options.preset] * num_tasks
+    elif options.trials < num_tasks:
         raise UserInputError(
             f"trials={options.trials}, but the network has {num_tasks} tasks and each needs a trial; "
             f"give at least {num_tasks}, or auto"
         )
-    return options.trials
+    else:
+        num_trials = options.trials
+    most = num_trials if options.trials_per_task is None else options.trials_per_task * num_tasks
+    return min(num_trials, most)
 
 
 class Tuner:
@@ -116,7 +119,11 @@ class Tuner:
         np.random.seed(self._options.seed)  # the untrained XGBModel draws from NumPy's global generator
         self._started_s = time.monotonic()
         self._tell("tuning_started", plan)
-        result = self._finish(self._run_rounds())
+        try:
+            result = self._finish(self._run_rounds())
+        except KeyboardInterrupt:
+            self._tell("tuning_finished", self._finish(StopReason.INTERRUPTED))
+            raise
         self._tell("tuning_finished", result)
         return result
 
@@ -128,7 +135,8 @@ class Tuner:
                     return StopReason.MINUTES
                 index = self._scheduler.next_task(self._states)
                 if index is None:
-                    return StopReason.SPACE_EXHAUSTED
+                    reasons = {state.stop_reason for state in self._states}
+                    return StopReason.TRIALS if StopReason.TRIALS in reasons else StopReason.SPACE_EXHAUSTED
                 self._run_round(index)
                 raise_interrupt()
         return StopReason.TRIALS
@@ -147,7 +155,8 @@ class Tuner:
             search = self._search(index)
             candidates = search.propose(self._round_limit(state))
         if not candidates:
-            state.stop_reason = StopReason.SPACE_EXHAUSTED if state.total_trials else StopReason.NOTHING_TO_TUNE
+            has_work = state.total_trials or state.info.flops
+            state.stop_reason = StopReason.SPACE_EXHAUSTED if has_work else StopReason.NOTHING_TO_TUNE
             return
         trials = self._measure(state, candidates)
         self._record(index, candidates, trials)

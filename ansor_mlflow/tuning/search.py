@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
 _POPULATION_SIZE = 64
-"""Traces in a generation. MetaSchedule's default of 512 costs seven times the search time and finds nothing better."""
+"""Traces in a generation. MetaSchedule's default is 512; the search time grows with it."""
 _NUM_WARMUP_SAMPLES = 48
-"""Measurements before the cost model is trusted; MetaSchedule's default of 100 wastes several rounds."""
+"""Measurements before the cost model is trusted; until then rounds are random. MetaSchedule's default is 100."""
 _MAX_EMPTY_ROUNDS = 5
 """Rounds without a new candidate after which a search space counts as exhausted."""
 _UNLIMITED = 2**30

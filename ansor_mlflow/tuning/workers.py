@@ -110,7 +110,7 @@ def _outcome(future: Any, timeout_s: float) -> Outcome[Any]:
     except (CancelledError, BrokenProcessPool):
         raise
     except Exception as err:  # noqa: BLE001 - whatever a candidate raises is its result, not our failure
-        return Outcome(failure="failed", error=_first_lines(f"{type(err).__name__}: {err}"))
+        return Outcome(failure="failed", error=_shortened(f"{type(err).__name__}: {err}"))
 
 
 def _exit_text(exitcode: int) -> str:
@@ -119,7 +119,7 @@ def _exit_text(exitcode: int) -> str:
     return f"exit code {exitcode}"
 
 
-def _first_lines(text: str, limit: int = 2000) -> str:
+def _shortened(text: str, limit: int = 2000) -> str:
     return text if len(text) <= limit else text[:limit] + "…"
 
 
