@@ -272,7 +272,7 @@ def test_tuning_run_whose_records_say_nothing_of_their_network(
         ("models:/nobody@champion", USER, "Registered Model with name=nobody not found"),
         (f"models:/m-{NO_RUN}", USER, f"Logged model with ID 'm-{NO_RUN}' not found"),
         (f"runs:/{NO_RUN}/model", USER, f"Run with id={NO_RUN} not found"),
-        ("missing", USER, "cannot read the model missing: No such artifact: 'missing'"),
+        ("missing", USER, "model_uri=missing: no such directory; give a model's directory, models:/… or runs:/…"),
         (".", MODEL, "it has no flavor 'tvm'; give a model that compile logged"),
     ],
 )

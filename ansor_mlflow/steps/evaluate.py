@@ -11,7 +11,7 @@ from pathlib import Path
 import mlflow
 
 from ansor_mlflow import contenders, flavor, names
-from ansor_mlflow.errors import CorrectnessError
+from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.evaluate import (
     Difference,
     Latency,
@@ -43,12 +43,19 @@ def evaluate(options: EvaluateOptions) -> dict[str, float]:
         AnsorMlflowError: The model cannot be read, or does not run here.
     """
     with step_run("evaluate", options, "evaluate") as run:
-        with clear_failures(f"read the model {options.model_uri}"):
-            directory = Path(options.model_uri)
-            if not directory.is_dir():
-                uri, scratch = options.model_uri, str(run.directory)
-                directory = Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=scratch))
-        return _evaluate(options, run, directory)
+        return _evaluate(options, run, _download(options.model_uri, run.directory))
+
+
+def _download(model_uri: str, scratch: Path) -> Path:
+    """The directory of a model; copied into `scratch` if it is not on this machine."""
+    if Path(model_uri).is_dir():
+        return Path(model_uri)
+    if ":/" not in model_uri:
+        raise UserInputError(
+            f"model_uri={model_uri}: no such directory; give a model's directory, models:/… or runs:/…"
+        )
+    with clear_failures(f"read the model {model_uri}"):
+        return Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri, dst_path=str(scratch)))
 
 
 def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> dict[str, float]:
