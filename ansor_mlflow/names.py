@@ -7,11 +7,16 @@ from ansor_mlflow.trials import TrialStatus
 # -- metrics of a tuning run; the step is the number of trials measured so far
 BEST_LATENCY_MS = "best_latency_ms"
 """Estimated end to end: Σ weight × best task latency. Never rises."""
+CONFIRMED_LATENCY_MS = "confirmed_latency_ms"
+"""The estimate with the winners' second measurements; at the end of the tuning."""
+OPTIMISM = "optimism"
+"""`confirmed_latency_ms` over `best_latency_ms`: what the first measurements promised too much."""
 TRIALS_MEASURED = "trials/measured"
 TRIALS_PER_MINUTE = "speed/trials_per_minute"
 TIME_SEARCH_S = "time/search_s"
 TIME_BUILD_S = "time/build_s"
 TIME_RUN_S = "time/run_s"
+TIME_CONFIRM_S = "time/confirm_s"
 TIME_LOG_S = "time/log_s"
 
 

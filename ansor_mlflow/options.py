@@ -101,6 +101,12 @@ class TuneOptions(NetworkOptions):
     max_minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = _parameter(
         None, "Wall-clock budget in minutes; no limit by default.", "a positive number of minutes"
     )
+    patience: PositiveInt | None = _parameter(
+        None,
+        "Rounds without an improvement above the noise (3 %) after which a task's remaining trials go to others; "
+        "no limit by default.",
+        "a whole number of at least 1",
+    )
     num_trials_per_round: PositiveInt = _parameter(
         16, "Programs measured before the cost model learns again.", "a whole number of at least 1"
     )
@@ -126,6 +132,11 @@ class TuneOptions(NetworkOptions):
     )
     measure_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _parameter(
         30.0, "Seconds after which building or running a program is given up.", "a positive number of seconds"
+    )
+    worker_memory_mib: Annotated[int, Field(ge=512)] = _parameter(
+        2048,
+        "Memory in MiB that building or running one program may take, beside its arguments.",
+        "a whole number of at least 512",
     )
     cache_flush: bool = _parameter(False, "Flush the CPU's caches before every measurement.", "true or false")
 

@@ -1,11 +1,10 @@
-"""Targets, thread counts and device fingerprints: what code is generated for and what may be compared with what."""
+"""Targets and device fingerprints: what code is generated for, and what may be compared with what."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 import json
-import os
 import platform
 import re
 import shlex
@@ -39,85 +38,6 @@ _INSTRUCTION_SETS = re.compile(
     r"|fp8\w*|v\d+(\.\d+)?[ar]"
 )
 """LLVM's CPU features that are instructions. The others are hints for its scheduling, or belong to the kernel."""
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
-_OWN_CGROUP = Path("/proc/self/cgroup")
-
-
-# -- threads ---------------------------------------------------------------------------------------------------------
-
-
-def available_cpus(cgroup_root: Path = _CGROUP_ROOT, own_cgroup: Path = _OWN_CGROUP) -> int:
-    """The number of CPUs this process may use: its affinity mask, capped by the CPU quotas of its cgroups (v2 or v1).
-
-    Args:
-        cgroup_root: Where the cgroup file system is mounted.
-        own_cgroup: File that names the cgroup of this process.
-    """
-    quotas = [_quota(folder) for folder in _cgroup_folders(cgroup_root, own_cgroup)]
-    limits = [max(1, int(quota)) for quota in quotas if quota is not None]
-    return min([len(os.sched_getaffinity(0)), *limits])
-
-
-def _cgroup_folders(root: Path, own_cgroup: Path) -> list[Path]:
-    """The folders of this process's cgroups, from its own up to the root; in a container often the root alone."""
-    try:
-        lines = own_cgroup.read_text().splitlines()
-    except OSError:
-        lines = []
-    own = next((line.removeprefix("0::").lstrip("/") for line in lines if line.startswith("0::")), "")
-    path = root / own
-    return [path, *(parent for parent in path.parents if parent.is_relative_to(root)), root / "cpu"]
-
-
-def _quota(folder: Path) -> float | None:
-    """CPUs granted by `cpu.max` (v2) or `cpu.cfs_quota_us` (v1); None where there is no limit."""
-    try:
-        if (folder / "cpu.max").exists():
-            quota, period = (folder / "cpu.max").read_text().split()
-        else:
-            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
-            period = (folder / "cpu.cfs_period_us").read_text().strip()
-    except (OSError, ValueError):
-        return None
-    if quota in ("max", "-1"):
-        return None
-    return int(quota) / int(period)
-
-
-def resolve_num_threads(num_threads: int | str) -> int:
-    """The thread count to run kernels with; "auto" takes every CPU this process may use.
-
-    Raises:
-        UserInputError: More threads than CPUs are asked for, which would only measure the operating system's scheduler.
-    """
-    cpus = available_cpus()
-    if num_threads == "auto":
-        return cpus
-    if int(num_threads) > cpus:
-        raise UserInputError(
-            f"num_threads={num_threads}, but this process may use {cpus} CPUs (affinity and cgroup quota); "
-            f"give at most {cpus}, or auto"
-        )
-    return int(num_threads)
-
-
-def set_num_threads(num_threads: int) -> int:
-    """Makes TVM's kernels run on `num_threads` threads, in the calling thread and in threads started later.
-
-    Left alone, TVM uses half of the CPUs on x86. Every thread that calls a kernel gets a pool of its own, which reads
-    the environment when it is made and can shrink afterwards but not grow. Threads are not bound to CPUs: a bound
-    pool of one thread would pin its caller, and every thread started from it, to one CPU.
-
-    Returns:
-        The number that holds in the calling thread; smaller than asked for when it ran kernels on fewer threads before.
-    """
-    import tvm
-
-    os.environ["TVM_NUM_THREADS"] = str(num_threads)
-    os.environ["TVM_BIND_THREADS"] = "0"
-    tvm.get_global_func("runtime.config_threadpool")(1, num_threads)
-    return int(tvm.get_global_func("runtime.NumThreads")())
-
 
 # -- targets ---------------------------------------------------------------------------------------------------------
 

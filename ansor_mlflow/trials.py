@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from statistics import fmean
@@ -15,6 +16,8 @@ class TrialStatus(str, Enum):
     BUILD_FAILED = "build_failed"
     RUN_FAILED = "run_failed"
     TIMED_OUT = "timed_out"
+    CRASHED = "crashed"
+    """Its worker process died: a segmentation fault, or no memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,9 @@ class TaskState:
 
     info: TaskInfo
     best_s: float | None = None
+    """Fastest first measurement."""
+    confirmed_s: float | None = None
+    """Second measurement of the winner, at the end of the tuning."""
     num_trials: dict[TrialStatus, int] = field(default_factory=lambda: dict.fromkeys(TrialStatus, 0))
     first_error: str = ""
     """Of the first failed trial."""
@@ -68,6 +74,11 @@ class TaskState:
     def gflops(self) -> float | None:
         """Achieved GFLOP/s of the best trial."""
         return self.info.flops / self.best_s / 1e9 if self.best_s else None
+
+    @property
+    def optimism(self) -> float | None:
+        """The winner's second measurement over its first; above 1 where the first was lucky."""
+        return self.confirmed_s / self.best_s if self.confirmed_s and self.best_s else None
 
     def snapshot(self) -> TaskState:
         """A copy that later trials do not change."""
@@ -90,7 +101,10 @@ class Durations:
     search_s: float = 0.0
     build_s: float = 0.0
     run_s: float = 0.0
+    confirm_s: float = 0.0
+    """Measuring the winners again."""
     log_s: float = 0.0
+    """Waiting for observers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +135,10 @@ class TuningRound:
     def estimated_latency_s(self) -> float | None:
         return estimated_latency_s(self.tasks)
 
+    @property
+    def trials_per_minute(self) -> float:
+        return self.total_trials / self.elapsed_s * 60
+
 
 @dataclass(frozen=True, kw_only=True)
 class TuningResult:
@@ -136,8 +154,15 @@ class TuningResult:
     def estimated_latency_s(self) -> float | None:
         return estimated_latency_s(self.tasks)
 
+    @property
+    def confirmed_latency_s(self) -> float | None:
+        """The estimate with the winners' second measurements; None where nothing was measured again."""
+        if all(task.confirmed_s is None for task in self.tasks):
+            return None
+        return estimated_latency_s([replace(task, best_s=task.confirmed_s or task.best_s) for task in self.tasks])
 
-def estimated_latency_s(tasks: tuple[TaskState, ...]) -> float | None:
+
+def estimated_latency_s(tasks: Sequence[TaskState]) -> float | None:
     """Σ weight × best task latency: the network's estimated time; None while a task that was not given up has none."""
     total = 0.0
     for task in tasks:
@@ -155,6 +180,8 @@ class StopReason:
     """The budget of trials was spent."""
     MINUTES = "minutes"
     """The budget of time was spent."""
+    PLATEAU = "plateau"
+    """`patience` rounds brought no improvement above the noise."""
     SPACE_EXHAUSTED = "space_exhausted"
     """Every program of the search space was measured."""
     NOTHING_TO_TUNE = "nothing_to_tune"
@@ -164,7 +191,11 @@ class StopReason:
 
 
 class TuningObserver(Protocol):
-    """Someone who is told what happens while tuning. Calls come from the tuning thread, between measurements."""
+    """Someone who is told what happens while tuning.
+
+    Calls come one after the other from a thread of their own, and never while a program is measured on this host. An
+    exception ends the tuning.
+    """
 
     def tuning_started(self, plan: TuningPlan) -> None:
         """Tasks were extracted; nothing was measured yet."""

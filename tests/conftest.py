@@ -17,7 +17,8 @@ from ansor_mlflow.networks import Network, load_network
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records import RecordPair, distill
-from ansor_mlflow.targets import available_cpus, fingerprint, resolve_target
+from ansor_mlflow.targets import fingerprint, resolve_target
+from ansor_mlflow.threads import available_cpus
 from ansor_mlflow.tuning import TuningJob, require_valid_trials, tune_locally
 
 if TYPE_CHECKING:
@@ -77,6 +78,35 @@ def small_network(small_onnx: Path) -> Network:
 def small_lowered(small_network: Network, host_target: Target) -> LoweredNetwork:
     """The kernels of `small_network` for this host."""
     return lower(small_network.model, host_target)
+
+
+@pytest.fixture(scope="session")
+def dense(host_target: Target) -> LoweredNetwork:
+    """Two dense layers: two tasks whose spaces are large and quick to search.
+
+    The first argument of their kernels has the shape (4, 32) and (4, 16).
+    """
+    builder = GraphBuilder(seed=0)
+    data = builder.input("data", (4, 32))
+    data = builder.relu("relu", builder.dense("hidden", data, units=16, in_units=32))
+    builder.dense("logits", data, units=8, in_units=16)
+    return lower(builder.build("dense", {"logits": (4, 8)}), host_target)
+
+
+@pytest.fixture(scope="session")
+def single(host_target: Target) -> LoweredNetwork:
+    """One dense layer."""
+    builder = GraphBuilder(seed=0)
+    builder.relu("relu", builder.dense("dense", builder.input("data", (4, 32)), units=16, in_units=32))
+    return lower(builder.build("single", {"relu": (4, 16)}), host_target)
+
+
+@pytest.fixture(scope="session")
+def tiny(host_target: Target) -> LoweredNetwork:
+    """A kernel with a handful of programs."""
+    builder = GraphBuilder(seed=0)
+    builder.relu("relu", builder.input("data", (2, 2)))
+    return lower(builder.build("tiny", {"relu": (2, 2)}), host_target)
 
 
 @pytest.fixture(scope="session")

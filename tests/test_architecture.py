@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 FLOORS = [
     ["errors"],
-    ["names", "options", "targets", "tensors", "trials", "tvm_import"],
+    ["names", "options", "targets", "tensors", "threads", "trials", "tvm_import"],
     ["networks", "records"],
     ["lowering"],
     ["compile", "evaluate", "testing", "tuning"],

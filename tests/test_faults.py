@@ -6,129 +6,20 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import mlflow
-import psutil
 import pytest
-from commands import ANSOR_MLFLOW, FAST, Finished, environment, flags
+from commands import Finished, environment
 from mlflow.entities import Run
 from servers import mlflow_server, s3_server
+from tuner_process import Tuning, assert_gone, assert_readable, kill, tuning
 
 from ansor_mlflow import names
-from ansor_mlflow.records import RecordPair, distill
 
 pytestmark = pytest.mark.faults
-
-READY_S = 120
-"""Time that a tuning gets for its first rounds."""
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """A running `ansor-mlflow tune`, the leader of a process group of its own, as a shell's job is."""
-
-    process: subprocess.Popen[bytes]
-    cwd: Path
-
-    @property
-    def descendants(self) -> list[psutil.Process]:
-        """The fork server, the resource tracker, and the workers."""
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    @property
-    def workers(self) -> list[psutil.Process]:
-        """The processes that build and measure: children of the fork server."""
-        direct = {process.pid for process in psutil.Process(self.process.pid).children()}
-        return [process for process in self.descendants if process.pid not in direct]
-
-    @property
-    def stderr(self) -> str:
-        return (self.cwd / "stderr").read_text()
-
-    @property
-    def num_rounds(self) -> int:
-        return len(re.findall(r"^ +\d+ trials +[\d.]+ s  ", self.stderr, flags=re.MULTILINE))
-
-    @property
-    def records(self) -> Path:
-        """The database on this machine."""
-        (directory,) = (self.cwd / ".ansor").glob(f"*/{names.RECORDS_DIR}")
-        return directory
-
-    def wait_for_rounds(self, num_rounds: int) -> None:
-        """Waits until some rounds are over; their trials are in the database."""
-        deadline = time.monotonic() + READY_S
-        while self.num_rounds < num_rounds:
-            assert self.process.poll() is None, self.stderr
-            assert time.monotonic() < deadline, self.stderr
-            time.sleep(0.02)
-
-    def wait(self, timeout_s: float) -> Finished:
-        """Waits until the command ends by itself."""
-        exit_code = self.process.wait(timeout_s)
-        return Finished(exit_code, (self.cwd / "stdout").read_text(), self.stderr)
-
-
-@contextmanager
-def tuning(network: Path, cwd: Path, env: Mapping[str, str], **parameters: object) -> Iterator[Tuning]:
-    """Starts a tuning, and ends what is left of it."""
-    cwd.mkdir()
-    command = [
-        ANSOR_MLFLOW,
-        "tune",
-        *flags({**FAST, "cost_model": "none", "network": network, "num_trials_per_round": 2, **parameters}),
-    ]
-    with (cwd / "stdout").open("wb") as out, (cwd / "stderr").open("wb") as err:
-        process = subprocess.Popen(
-            command, cwd=cwd, env={**env, "TMPDIR": str(cwd)}, stdout=out, stderr=err, start_new_session=True
-        )
-    started = Tuning(process, cwd)
-    descendants: list[psutil.Process] = []
-    try:
-        yield started
-    finally:
-        if process.poll() is None:
-            descendants = started.descendants
-            process.kill()
-            process.wait()
-        for descendant in descendants:
-            kill(descendant)
-
-
-def assert_gone(processes: list[psutil.Process], timeout_s: float) -> None:
-    """Asserts that processes end in time; one that only waits to be reaped by the system has ended."""
-    deadline = time.monotonic() + timeout_s
-    while alive := [process for process in processes if is_alive(process)]:
-        assert time.monotonic() < deadline, alive
-        time.sleep(0.05)
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def kill(process: psutil.Process) -> None:
-    """Kills a process that may have ended in the meantime."""
-    with suppress(psutil.NoSuchProcess):
-        process.kill()
-
-
-def assert_readable(records: Path, destination: Path, min_trials: int) -> None:
-    """Asserts that a database holds whole records of at least so many trials."""
-    pair = RecordPair.in_directory(records)
-    lines = pair.records.read_text().splitlines()
-    assert len(lines) >= min_trials
-    target = json.loads(lines[0])[1][2]
-    assert distill(pair, destination, target) >= 1
 
 
 @pytest.fixture
@@ -149,19 +40,6 @@ def local_environment(store: str) -> dict[str, str]:
 
 
 # -- the tuner -------------------------------------------------------------------------------------------------------
-
-
-def test_a_killed_tuner_takes_its_workers_along_and_leaves_readable_records(
-    small_onnx: Path, store: str, tmp_path: Path
-) -> None:
-    with tuning(small_onnx, tmp_path / "cwd", local_environment(store), trials=5000) as tuner:
-        tuner.wait_for_rounds(4)
-        descendants = tuner.descendants
-        assert len(tuner.workers) >= 2
-        tuner.process.kill()
-        assert tuner.wait(5).exit_code == -signal.SIGKILL
-        assert_gone(descendants, 5)
-        assert_readable(tuner.records, tmp_path / "best", min_trials=4)
 
 
 def press_ctrl_c(tuner: Tuning) -> None:

@@ -29,8 +29,9 @@ from ansor_mlflow.model import CompiledNetwork, TunedModel
 from ansor_mlflow.networks import load_network
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.reference import ReferenceSession
-from ansor_mlflow.targets import available_cpus, fingerprint
+from ansor_mlflow.targets import fingerprint
 from ansor_mlflow.tensors import random_inputs
+from ansor_mlflow.threads import available_cpus
 
 if TYPE_CHECKING:
     from tvm.target import Target

@@ -13,18 +13,18 @@ from ansor_mlflow.tuning.interrupt import deferred_interrupts
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_waits_until_it_is_asked_for(number: signal.Signals) -> None:
-    with deferred_interrupts() as raise_interrupt:
-        raise_interrupt()
+    with deferred_interrupts() as interrupts:
+        interrupts.raise_if_received()
         os.kill(os.getpid(), number)
-        with pytest.raises(KeyboardInterrupt):
-            raise_interrupt()
+        with pytest.raises(KeyboardInterrupt, match=r"^$"):
+            interrupts.raise_if_received()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_signal_interrupts_at_once(number: signal.Signals) -> None:
     with deferred_interrupts():
         os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt, match=r"^$"):
             os.kill(os.getpid(), number)
 
 
@@ -37,9 +37,9 @@ def test_handlers_are_put_back() -> None:
 
 def test_a_thread_that_gets_no_signals_defers_none() -> None:
     def enter() -> None:
-        with deferred_interrupts() as raise_interrupt:
+        with deferred_interrupts() as interrupts:
             handlers.append(signal.getsignal(signal.SIGINT))
-            raise_interrupt()
+            interrupts.raise_if_received()
 
     handlers: list[object] = []
     thread = threading.Thread(target=enter)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from ansor_mlflow.targets import available_cpus
 from ansor_mlflow.testing import FakeBuilder, FakeRunner
+from ansor_mlflow.threads import available_cpus
 from ansor_mlflow.tuning.builder import Builder, LocalBuilder
 from ansor_mlflow.tuning.runner import LocalRunner, MeasureSettings, RunJob, Runner
 from ansor_mlflow.tuning.workers import Outcome

@@ -144,7 +144,7 @@ def test_tvm_reads_what_was_distilled(
 ) -> None:
     distill(pair, tmp_path / "best", fingerprint(host_target, 1).target)
     whole, best = open_with_tvm(tmp_path), open_with_tvm(tmp_path / "best")
-    assert len(whole) == 2 * len(best)
+    assert len(whole) > len(best) == len(small_lowered.tasks)
     for task in small_lowered.tasks:
         expected, found = (db.query_tuning_record(task.mod, host_target, task.info.name) for db in (whole, best))
         assert [float(s) for s in found.run_secs] == [float(s) for s in expected.run_secs]

@@ -1,16 +1,12 @@
-"""Targets as users write them, the CPUs and threads a process has, and the fingerprint of a device."""
+"""Targets as users write them, and the fingerprint of a device."""
 
 from __future__ import annotations
 
 import json
-import os
 import platform
 import re
 import shlex
 import string
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,22 +16,16 @@ from hypothesis import strategies as st
 from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.targets import (
     DeviceFingerprint,
-    available_cpus,
     fingerprint,
     missing_instructions,
     parse_target,
     require_measurable_here,
-    resolve_num_threads,
     resolve_target,
     why_not_runnable,
 )
 
 if TYPE_CHECKING:
     from tvm.target import Target
-
-THREAD_PROBE = Path(__file__).with_name("thread_probe.py")
-needs_two_cpus = pytest.mark.skipif(available_cpus() < 2, reason="needs two CPUs")
-
 
 # -- how targets are written -----------------------------------------------------------------------------------------
 
@@ -160,94 +150,6 @@ def test_triple_of_an_unknown_architecture_is_refused() -> None:
 def test_number_of_cores_must_be_positive() -> None:
     with pytest.raises(UserInputError, match="num-cores is 0; it must be at least 1"):
         resolve_target("llvm -num-cores=0", 2)
-
-
-# -- CPUs of a process -----------------------------------------------------------------------------------------------
-
-cgroup_v2 = {"cpu.max": "{quota} 100000\n"}
-cgroup_v1 = {"cpu/cpu.cfs_quota_us": "{quota}\n", "cpu/cpu.cfs_period_us": "100000\n"}
-
-
-@pytest.mark.parametrize("files", [cgroup_v2, cgroup_v1], ids=["v2", "v1"])
-@pytest.mark.parametrize(
-    ("quota", "cpus"), [(100000, 1), (199999, 1), (50000, 1), (1000, 1), (10**9, len(os.sched_getaffinity(0)))]
-)
-def test_quota_of_a_container(tmp_path: Path, files: dict[str, str], quota: int, cpus: int) -> None:
-    (tmp_path / "cpu").mkdir()
-    for name, content in files.items():
-        (tmp_path / name).write_text(content.format(quota=quota))
-    assert available_cpus(tmp_path, tmp_path / "none") == cpus
-
-
-def test_the_smallest_quota_of_nested_groups_counts(tmp_path: Path) -> None:
-    """As systemd and Slurm make them, without a namespace that hides the outer groups."""
-    service = tmp_path / "system.slice" / "tuner.service"
-    service.mkdir(parents=True)
-    (tmp_path / "own").write_text("0::/system.slice/tuner.service\n")
-    (service / "cpu.max").write_text("max 100000\n")
-    (service.parent / "cpu.max").write_text("100000 100000\n")
-    assert available_cpus(tmp_path, tmp_path / "own") == 1
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        {},
-        {"cpu.max": "max 100000\n"},
-        {"cpu.max": "nonsense"},
-        {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
-        {"cpu/cpu.cfs_quota_us": "100000\n"},
-    ],
-)
-def test_no_quota(tmp_path: Path, files: dict[str, str]) -> None:
-    (tmp_path / "cpu").mkdir()
-    for name, content in files.items():
-        (tmp_path / name).write_text(content)
-    assert available_cpus(tmp_path, tmp_path / "none") == len(os.sched_getaffinity(0))
-
-
-def test_affinity_of_a_process() -> None:
-    code = (
-        "import os; from ansor_mlflow.targets import available_cpus;"
-        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); print(available_cpus())"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "1"
-
-
-def test_number_of_threads() -> None:
-    assert resolve_num_threads("auto") == available_cpus()
-    assert resolve_num_threads(1) == 1
-
-
-def test_more_threads_than_cpus() -> None:
-    cpus = available_cpus()
-    with pytest.raises(UserInputError, match=f"num_threads={cpus + 1}, but this process may use {cpus} CPUs .*at most"):
-        resolve_num_threads(cpus + 1)
-
-
-# -- threads of TVM's kernels ----------------------------------------------------------------------------------------
-
-
-def probe_threads(*num_threads: int) -> list[dict[str, int]]:
-    """Sets each number in turn, in one fresh process, and counts the threads that a parallel kernel then runs on."""
-    command = [sys.executable, str(THREAD_PROBE), *map(str, num_threads)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    return json.loads(result.stdout)
-
-
-def test_one_thread_is_one() -> None:
-    assert probe_threads(1) == [{"returned": 1, "here": 1, "later": 1}]
-
-
-@needs_two_cpus
-def test_two_threads_are_two_and_can_become_one() -> None:
-    assert probe_threads(2, 1) == [{"returned": 2, "here": 2, "later": 2}, {"returned": 1, "here": 1, "later": 1}]
-
-
-@needs_two_cpus
-def test_a_thread_that_ran_kernels_cannot_get_more_threads_and_says_so() -> None:
-    assert probe_threads(1, 2)[1] == {"returned": 1, "here": 1, "later": 2}
 
 
 # -- fingerprints ----------------------------------------------------------------------------------------------------

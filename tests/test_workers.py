@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
 
 import psutil
 import pytest
+from worker_tasks import hang, loop_in_c, pid_of_worker, wait_for_pid
 
 from ansor_mlflow.tuning.workers import Outcome, WorkerPool
 
@@ -27,10 +32,6 @@ def sleep_then_square(number: int) -> int:
     return number * number
 
 
-def pid_of_worker(_: int) -> int:
-    return os.getpid()
-
-
 def misbehave(how: str) -> str:
     if how == "raise":
         raise ValueError("two\nlines")
@@ -40,6 +41,8 @@ def misbehave(how: str) -> str:
         os._exit(3)
     if how == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)
+    if how == "real_time_signal":
+        os.kill(os.getpid(), 40)
     while how == "loop":
         pass
     return how
@@ -47,7 +50,7 @@ def misbehave(how: str) -> str:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as pool:
+    with contextlib.closing(WorkerPool(2)) as pool:
         yield pool
 
 
@@ -60,17 +63,20 @@ def test_nothing_to_do(pool: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "error"),
+    ("how", "failure", "error"),
     [
-        ("raise", "ValueError: two\nlines"),
-        ("raise_at_length", f"RuntimeError: {'x' * 1986}…"),
-        ("exit", "the worker process died (exit code 3)"),
-        ("segfault", "the worker process died (SIGSEGV)"),
+        ("raise", "failed", "ValueError: two\nlines"),
+        ("raise_at_length", "failed", f"RuntimeError: {'x' * 1986}…"),
+        ("exit", "crashed", "the worker process died (exit code 3)"),
+        ("segfault", "crashed", "the worker process died (SIGSEGV)"),
+        ("real_time_signal", "crashed", "the worker process died (signal 40)"),
     ],
 )
-def test_a_failure_is_the_outcome_of_its_task_alone(pool: WorkerPool, how: str, error: str) -> None:
+def test_a_failure_is_the_outcome_of_its_task_alone(
+    pool: WorkerPool, how: str, failure: Literal["failed", "crashed"], error: str
+) -> None:
     good_before, bad, good_after = pool.map(misbehave, ["fine", how, "fine"], TIMEOUT_S)
-    assert bad == Outcome(failure="failed", error=error)
+    assert bad == Outcome(failure=failure, error=error)
     assert good_before == good_after == Outcome("fine")
     assert pool.map(square, [3], TIMEOUT_S) == [Outcome(9)]
 
@@ -84,7 +90,7 @@ def test_an_endless_loop_is_killed_at_the_timeout(pool: WorkerPool) -> None:
 
 
 def test_a_worker_is_replaced_after_its_share_of_tasks() -> None:
-    with WorkerPool(1, max_tasks=2) as pool:
+    with contextlib.closing(WorkerPool(1, max_tasks=2)) as pool:
         pids = [outcome.value for outcome in pool.map(pid_of_worker, range(6), TIMEOUT_S)]
     assert len(set(pids)) == 3
 
@@ -97,8 +103,28 @@ def test_closing_ends_the_workers() -> None:
     assert not alive
 
 
+def test_closing_ends_a_map_in_another_thread(tmp_path: Path) -> None:
+    """As a second Ctrl-C does, which waits for nothing."""
+    pool = WorkerPool(1)
+    with ThreadPoolExecutor(1) as executor:
+        running = executor.submit(pool.map, hang, [tmp_path / "pid"], TIMEOUT_S)
+        pid = wait_for_pid(tmp_path / "pid")
+        pool.close()
+        with pytest.raises(RuntimeError, match="the worker pool was closed"):
+            running.result(timeout=10)
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_kernel_that_loops_is_killed_without_delay(pool: WorkerPool) -> None:
+    """It never returns to Python, so that no handler of a signal would be called."""
+    assert pool.map(square, [1, 2], TIMEOUT_S) == [Outcome(1), Outcome(4)]
+    started = time.monotonic()
+    assert pool.map(loop_in_c, [0], 0.2) == [Outcome(failure="timed_out", error="killed after 0.2 s")]
+    assert time.monotonic() - started < 2
+
+
 def test_workers_killed_between_two_tasks_are_replaced() -> None:
-    with WorkerPool(2) as pool:
+    with contextlib.closing(WorkerPool(2)) as pool:
         for _ in range(2):
             for pid in {outcome.value for outcome in pool.map(pid_of_worker, range(4), TIMEOUT_S)}:
                 psutil.Process(pid).kill()

@@ -1,4 +1,4 @@
-"""Prints, as JSON, on how many threads a parallel kernel really ran; run by `test_targets.py` in a fresh process.
+"""Prints, as JSON, on how many threads a parallel kernel really ran; run by `test_threads.py` in a fresh process.
 
 Usage: python thread_probe.py NUM_THREADS...
 
@@ -13,7 +13,7 @@ import numpy as np
 import tvm
 from tvm.script import tirx as T  # noqa: N812 - TVMScript's own name
 
-from ansor_mlflow.targets import set_num_threads
+from ansor_mlflow.threads import set_num_threads
 
 NUM_ITERATIONS = 64
 

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Literal
 import onnx
 
 from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.lowering.batch_norm import fold_batch_norms
 from ansor_mlflow.trials import TaskInfo
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.target import Target
 
-LOWERING_VERSION = 1
+LOWERING_VERSION = 2
 """Provenance of records: two lowerings with different versions may give different kernels for one network."""
 
 _CONV2D_LAYOUTS = {"NHWC": ["NHWC", "HWIO"], "NCHW": ["NCHW", "OIHW"]}
@@ -69,7 +70,7 @@ def lower(model: onnx.ModelProto, target: Target, layout: Literal["NHWC", "NCHW"
                 relax.get_pipeline("zero"),
                 relax.transform.AttachAttrLayoutFreeBuffers(),
             ]
-        )(_import_onnx(model))
+        )(_import_onnx(fold_batch_norms(model)))
     return LoweredNetwork(mod=mod, tasks=_extract_tasks(mod, target))
 
 

@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from ansor_mlflow.errors import ModelError, UserInputError
 from ansor_mlflow.model.package import LibraryEntry, Manifest, verify_package
-from ansor_mlflow.targets import available_cpus, set_num_threads, why_not_runnable
+from ansor_mlflow.targets import why_not_runnable
 from ansor_mlflow.tensors import TensorSpec
+from ansor_mlflow.threads import available_cpus, set_num_threads
 
 _log = logging.getLogger(__name__)
 

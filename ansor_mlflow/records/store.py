@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ansor_mlflow import names
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.records.atomic import write_text
 
@@ -42,14 +43,15 @@ class RecordPair:
 def find_records(path: Path) -> RecordPair:
     """The pair that a user means by a directory or by a tuning-record file.
 
-    A directory may be a work directory of TVM, or one that holds such a directory as `records/`. The workload file
-    that belongs to a record file is beside it, with "workload" for "tuning_record" in its name.
+    A directory may be a work directory of TVM, or one that holds such a directory as `records/`. Where the winners of a
+    tuning are beside its records, in `best/`, they are meant: they were measured twice. The workload file that belongs
+    to a record file is beside it, with "workload" for "tuning_record" in its name.
 
     Raises:
         UserInputError: There is no such pair.
     """
     if path.is_dir():
-        directories = [path, path / "records"]
+        directories = [path / names.BEST_DIR, path, path / names.RECORDS_DIR / names.BEST_DIR, path / names.RECORDS_DIR]
         pair = next((p for d in directories if (p := RecordPair.in_directory(d)).records.exists()), None)
         if pair is None:
             raise UserInputError(f"records={path}: the directory has no {RECORD_FILE}; give TVM's work directory")

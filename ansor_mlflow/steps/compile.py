@@ -18,7 +18,8 @@ from ansor_mlflow.model import LIBRARY_FILE, CompiledNetwork
 from ansor_mlflow.networks import Network, load_network
 from ansor_mlflow.options import CompileOptions
 from ansor_mlflow.records import Provenance, distill, find_records, read_provenance
-from ansor_mlflow.targets import fingerprint, resolve_num_threads, resolve_target
+from ansor_mlflow.targets import fingerprint, resolve_target
+from ansor_mlflow.threads import resolve_num_threads
 from ansor_mlflow.tracking import StepRun, step_run
 from ansor_mlflow.tracking.failures import clear_failures
 

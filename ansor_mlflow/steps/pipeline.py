@@ -20,7 +20,13 @@ from ansor_mlflow.tracking.failures import clear_failures
 
 _log = logging.getLogger("ansor_mlflow")
 
-_FROM_TUNE = (names.BEST_LATENCY_MS, names.TRIALS_MEASURED, names.TRIALS_PER_MINUTE)
+_FROM_TUNE = (
+    names.BEST_LATENCY_MS,
+    names.CONFIRMED_LATENCY_MS,
+    names.OPTIMISM,
+    names.TRIALS_MEASURED,
+    names.TRIALS_PER_MINUTE,
+)
 _FROM_COMPILE = (names.COVERAGE_TASKS, names.COVERAGE_FLOPS)
 
 

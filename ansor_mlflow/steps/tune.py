@@ -18,18 +18,13 @@ from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering import LOWERING_VERSION, lower
 from ansor_mlflow.networks import Network, load_network
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.records import Provenance, RecordPair, distill, write_description
-from ansor_mlflow.targets import (
-    DeviceFingerprint,
-    fingerprint,
-    require_measurable_here,
-    resolve_num_threads,
-    resolve_target,
-)
+from ansor_mlflow.records import Provenance, write_description
+from ansor_mlflow.targets import DeviceFingerprint, fingerprint, require_measurable_here, resolve_target
+from ansor_mlflow.threads import resolve_num_threads
 from ansor_mlflow.tracking import MlflowObserver, StepRun, step_run
 from ansor_mlflow.tracking.environment import describe_environment
 from ansor_mlflow.trials import TuningObserver
-from ansor_mlflow.tuning import RoundLog, TuningJob, require_valid_trials, tune_locally
+from ansor_mlflow.tuning import RoundLog, TuningJob, require_valid_trials, start_fork_server, tune_locally
 
 _log = logging.getLogger("ansor_mlflow")
 
@@ -64,6 +59,7 @@ def _tune(options: TuneOptions, run: StepRun, observers: Sequence[TuningObserver
     target = resolve_target(options.target, num_threads)
     require_measurable_here(target, num_threads)
     require_linker()
+    start_fork_server()  # it loads TVM while the network is lowered
     device = fingerprint(target, num_threads)
     _log_inputs(run, network, device)
 
@@ -83,11 +79,10 @@ def _tune(options: TuneOptions, run: StepRun, observers: Sequence[TuningObserver
     provenance = _provenance(options, network, num_threads)
     write_description(records, device, provenance)  # records of a tuning that is interrupted can be compiled, too
     result = tune_locally(job, options, [RoundLog(), MlflowObserver(run.run_id, run.directory), *observers])
-    if result.estimated_latency_s is not None:
-        provenance = replace(provenance, estimated_latency_ms=result.estimated_latency_s * 1e3)
+    if result.confirmed_latency_s is not None:
+        provenance = replace(provenance, estimated_latency_ms=result.confirmed_latency_s * 1e3)
         write_description(records, device, provenance)
     require_valid_trials(result)
-    distill(RecordPair.in_directory(records), records / names.BEST_DIR, device.target)
     run.log_artifacts(records, names.RECORDS_DIR)
     run.log_artifacts(run.directory / names.LOG_FILE)
 

@@ -55,11 +55,18 @@ class FakeRunner(Runner):
         run_s: Seconds per call of one library after the other; after the last, the first comes again.
         repeat: Number of values for each library.
         failures: Outcomes to give instead, by the number of the library, counted from 1 over all calls.
+        is_remote: What it says of itself.
     """
 
     def __init__(
-        self, run_s: Sequence[float] = (1e-3,), *, repeat: int = 1, failures: Mapping[int, Outcome[Any]] = {}
+        self,
+        run_s: Sequence[float] = (1e-3,),
+        *,
+        repeat: int = 1,
+        failures: Mapping[int, Outcome[Any]] = {},
+        is_remote: bool = False,
     ) -> None:
+        self.is_remote = is_remote
         self.jobs: list[RunJob] = []
         """Every job that was to be run, in order."""
         self._run_s = run_s

@@ -10,7 +10,8 @@ from typing import Any
 
 import psutil
 
-from ansor_mlflow.targets import DeviceFingerprint, available_cpus
+from ansor_mlflow.targets import DeviceFingerprint
+from ansor_mlflow.threads import available_cpus
 
 _PACKAGES = (
     "ansor_mlflow",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +59,8 @@ class MlflowObserver:
             latency_ms = round_.estimated_latency_s * 1e3
             values[names.BEST_LATENCY_MS] = latency_ms
             self._points.append(ConvergencePoint(round_.total_trials, round_.elapsed_s, latency_ms))
-        now_ms = int(time.time() * 1000)
-        metrics = [Metric(key, value, now_ms, round_.total_trials) for key, value in values.items()]
         with clear_failures("log the metrics of a round"):
-            self._client.log_batch(self._run_id, metrics=metrics)
+            self._client.log_batch(self._run_id, metrics=_metrics(values, round_.total_trials))
 
     def tuning_finished(self, result: TuningResult) -> None:
         """Logs the stop reason, the tables of trials and tasks, and the figure."""
@@ -71,10 +69,19 @@ class MlflowObserver:
         figure = self._directory / names.CONVERGENCE_FIGURE
         save_convergence(self._points, self._title, figure)
         with clear_failures("log the results of the tuning"):
-            self._client.set_tag(self._run_id, names.TAG_STOP_REASON, result.stop_reason)
+            self._client.log_batch(
+                self._run_id,
+                metrics=_metrics(_final_metrics(result), result.total_trials),
+                tags=[RunTag(names.TAG_STOP_REASON, result.stop_reason)],
+            )
             self._client.log_table(self._run_id, _trials_table(self._trials), names.TRIALS_TABLE)
             self._client.log_artifact(self._run_id, str(tasks))
             self._client.log_artifact(self._run_id, str(figure))
+
+
+def _metrics(values: Mapping[str, float], step: int) -> list[Metric]:
+    now_ms = int(time.time() * 1000)
+    return [Metric(key, value, now_ms, step) for key, value in values.items()]
 
 
 def _round_metrics(round_: TuningRound) -> dict[str, float]:
@@ -86,8 +93,18 @@ def _round_metrics(round_: TuningRound) -> dict[str, float]:
         values[names.task_latency_us(task.info.name)] = task.best_s * 1e6
     if task.gflops:
         values[names.task_gflops(task.info.name)] = task.gflops
-    values[names.TRIALS_PER_MINUTE] = round_.total_trials / round_.elapsed_s * 60
+    values[names.TRIALS_PER_MINUTE] = round_.trials_per_minute
     return values | _durations(round_.durations)
+
+
+def _final_metrics(result: TuningResult) -> dict[str, float]:
+    """What the second measurements of the winners say."""
+    values = {names.TIME_CONFIRM_S: result.durations.confirm_s}
+    estimated_s, confirmed_s = result.estimated_latency_s, result.confirmed_latency_s
+    if estimated_s and confirmed_s:
+        values[names.CONFIRMED_LATENCY_MS] = confirmed_s * 1e3
+        values[names.OPTIMISM] = confirmed_s / estimated_s
+    return values
 
 
 def _durations(durations: Durations) -> dict[str, float]:
@@ -105,6 +122,8 @@ def _task_row(task: TaskState) -> dict[str, Any]:
         "weight": task.info.weight,
         "flops": task.info.flops,
         "latency_us": task.best_s * 1e6 if task.best_s is not None else None,
+        "confirmed_latency_us": task.confirmed_s * 1e6 if task.confirmed_s is not None else None,
+        "optimism": task.optimism,
         "gflops": task.gflops,
         "trials": {status.value: count for status, count in task.num_trials.items()},
         "stop_reason": task.stop_reason,

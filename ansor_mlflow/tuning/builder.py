@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
+import shutil
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ansor_mlflow.tuning.scratch import ScratchDirectory
 from ansor_mlflow.tuning.workers import Outcome, WorkerPool
 
 if TYPE_CHECKING:
@@ -41,28 +43,36 @@ class LocalBuilder:
         target: Target of the candidates.
         max_workers: Number of builds at a time.
         timeout_s: Seconds after which a build is given up.
+        memory_bytes: Data memory that a build may take; None for no bound.
     """
 
-    def __init__(self, target: Target, *, max_workers: int, timeout_s: float) -> None:
+    def __init__(self, target: Target, *, max_workers: int, timeout_s: float, memory_bytes: int | None = None) -> None:
         self._target = target
         self._timeout_s = timeout_s
-        self._directory = tempfile.TemporaryDirectory(prefix="ansor_mlflow-build-")
-        self._pool = WorkerPool(max_workers, max_tasks=_TASKS_PER_WORKER)
+        self._scratch = ScratchDirectory()
+        self._pool = WorkerPool(max_workers, max_tasks=_TASKS_PER_WORKER, memory_bytes=memory_bytes)
         self._num_built = 0
 
     def build(self, mods: Sequence[IRModule]) -> list[Outcome[Path]]:
-        """See `Builder.build`. The libraries live until `close`, or until the caller removes them."""
+        """See `Builder.build`. The libraries live until `close`, or until the caller removes them.
+
+        Raises:
+            MachineError: The disk is full.
+        """
         jobs = [_BuildJob(mod, self._target, self._next_path()) for mod in mods]
-        return self._pool.map(_build, jobs, self._timeout_s)
+        outcomes = self._pool.map(_build, jobs, self._timeout_s)
+        if any(outcome.failure for outcome in outcomes):
+            self._scratch.require_space()
+        return outcomes
 
     def close(self) -> None:
         """See `Builder.close`."""
         self._pool.close()
-        self._directory.cleanup()
+        self._scratch.close()
 
     def _next_path(self) -> Path:
         self._num_built += 1
-        return Path(self._directory.name, f"candidate-{self._num_built}.so")
+        return self._scratch.path / f"candidate-{self._num_built}.so"
 
 
 def _build(job: Any) -> Path:
@@ -71,5 +81,21 @@ def _build(job: Any) -> Path:
     from tvm.s_tir.transform import RemoveWeightLayoutRewriteBlock
 
     mod = RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(job.mod)
-    build(mod, target=job.target).export_library(str(job.path))
+    build(mod, target=job.target).export_library(str(job.path), fcompile=_link)
     return Path(job.path)
+
+
+def _link(library: str, objects: list[str], **_: Any) -> None:
+    """Links with the linker itself, where there is one: the compiler around it takes ten times as long.
+
+    What a kernel needs of the C and the math library, the process that loads it has.
+    """
+    from tvm.support import cc
+
+    linker = shutil.which("ld")
+    if linker is None:
+        cc.create_shared(library, objects)
+        return
+    finished = subprocess.run([linker, "-shared", "-o", library, *objects], capture_output=True, text=True, check=False)
+    if finished.returncode:
+        raise RuntimeError(f"the linker failed: {finished.stderr}")

@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ansor_mlflow.errors import TuningError, UserInputError
+from ansor_mlflow.errors import TuningError
 from ansor_mlflow.lowering import TuningTask
-from ansor_mlflow.options import TRIALS_PER_TASK, TuneOptions
+from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.trials import (
     Durations,
     StopReason,
     TaskState,
     Trial,
-    TrialStatus,
     TuningObserver,
     TuningPlan,
     TuningResult,
     TuningRound,
 )
+from ansor_mlflow.tuning.announcer import Announcer
 from ansor_mlflow.tuning.builder import Builder
-from ansor_mlflow.tuning.interrupt import deferred_interrupts
-from ansor_mlflow.tuning.runner import ArgInfo, RunJob, Runner
+from ansor_mlflow.tuning.interrupt import Interrupts, deferred_interrupts
+from ansor_mlflow.tuning.recording import commit_trials, make_trial, run_jobs, runner_result
+from ansor_mlflow.tuning.runner import RunJob, Runner
 from ansor_mlflow.tuning.scheduler import GradientScheduler
-from ansor_mlflow.tuning.search import TaskSearch, make_cost_model
+from ansor_mlflow.tuning.search import TaskSearch, make_cost_model, save_cost_model
+from ansor_mlflow.tuning.stopping import StoppingRules
+from ansor_mlflow.tuning.winners import Winners
 from ansor_mlflow.tuning.workers import Outcome
 
 if TYPE_CHECKING:
@@ -37,29 +41,17 @@ if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
     from tvm.target import Target
 
-_FAILED_RUN_S = 1e10
-"""Run time by which MetaSchedule's databases mark a failed trial."""
-_FIRST_PASS_SHARE = 0.5
-"""Most of the budget that the first pass may take; the rest goes where the gradient points."""
 
+@dataclass(frozen=True)
+class _Batch:
+    """Candidates of one task on their way through a round."""
 
-def resolve_num_trials(options: TuneOptions, num_tasks: int) -> int:
-    """The budget in trials.
-
-    Raises:
-        UserInputError: It is smaller than the number of tasks, so that some would stay untuned.
-    """
-    if options.trials == "auto":
-        num_trials = TRIALS_PER_TASK[options.preset] * num_tasks
-    elif options.trials < num_tasks:
-        raise UserInputError(
-            f"trials={options.trials}, but the network has {num_tasks} tasks and each needs a trial; "
-            f"give at least {num_tasks}, or auto"
-        )
-    else:
-        num_trials = options.trials
-    most = num_trials if options.trials_per_task is None else options.trials_per_task * num_tasks
-    return min(num_trials, most)
+    state: TaskState
+    candidates: Sequence[MeasureCandidate]
+    built: Sequence[Outcome[Path]]
+    jobs: Sequence[RunJob]
+    """One for each candidate that could be built."""
+    measured: Future[list[Outcome[tuple[float, ...]]]]
 
 
 class Tuner:
@@ -75,6 +67,7 @@ class Tuner:
         builder: Builds candidates.
         runner: Measures them.
         observers: Told about every round.
+        cost_model_file: Where the XGBoost model is kept, in its own format (UBJSON); None keeps it nowhere.
     """
 
     def __init__(
@@ -89,26 +82,30 @@ class Tuner:
         builder: Builder,
         runner: Runner,
         observers: Sequence[TuningObserver] = (),
+        cost_model_file: Path | None = None,
     ) -> None:
         self._tasks = tasks
         self._target = target
         self._options = options
-        self._num_trials = num_trials
         self._search_threads = search_threads
         self._database = database
         self._builder = builder
         self._runner = runner
-        self._observers = observers
+        self._announcer = Announcer(observers)
+        self._cost_model_file = cost_model_file
         self._scheduler = GradientScheduler(len(tasks), options.seed)
+        self._rules = StoppingRules(options, num_trials, len(tasks))
+        self._winners = Winners(len(tasks))
         self._states = tuple(TaskState(info=task.info) for task in tasks)
         self._searches: dict[int, TaskSearch] = {}
         self._cost_model = make_cost_model(options.cost_model, search_threads, options.seed)
         self._durations = Durations()
+        self._num_proposed = 0
         self._total_trials = 0
         self._started_s = 0.0
 
     def tune(self, plan: TuningPlan) -> TuningResult:
-        """Spends the budget.
+        """Spends the budget, then measures the winners again.
 
         Returns:
             The result, in which a task may have no valid trial: see `require_valid_trials`.
@@ -118,74 +115,104 @@ class Tuner:
         """
         np.random.seed(self._options.seed)  # the untrained XGBModel draws from NumPy's global generator
         self._started_s = time.monotonic()
-        self._tell("tuning_started", plan)
+        self._announcer.tell("tuning_started", plan)
         try:
-            result = self._finish(self._run_rounds())
+            with deferred_interrupts() as interrupts:
+                stop_reason = self._run_rounds(interrupts)
+                self._confirm_winners(interrupts)
+            return self._finish(stop_reason)
         except KeyboardInterrupt:
-            self._tell("tuning_finished", self._finish(StopReason.INTERRUPTED))
+            self._finish(StopReason.INTERRUPTED)
             raise
-        self._tell("tuning_finished", result)
-        return result
+        finally:
+            self._announcer.close()
+            for search in self._searches.values():
+                search.close()
 
-    def _run_rounds(self) -> str:
-        """Works until a budget is spent; returns the reason to stop."""
-        with deferred_interrupts() as raise_interrupt:
-            while self._total_trials < self._num_trials:
-                if self._out_of_time():
-                    return StopReason.MINUTES
-                index = self._scheduler.next_task(self._states)
-                if index is None:
-                    reasons = {state.stop_reason for state in self._states}
-                    return StopReason.TRIALS if StopReason.TRIALS in reasons else StopReason.SPACE_EXHAUSTED
-                self._run_round(index)
-                raise_interrupt()
-        return StopReason.TRIALS
+    def save_winners(self, directory: Path) -> None:
+        """Writes a database with the winner of every task that has one."""
+        self._winners.write(directory, self._tasks, self._target)
 
-    def save_cost_model(self, path: Path) -> None:
-        """Writes the trained XGBoost model in its own format (UBJSON); nothing where there is none."""
-        booster = getattr(self._cost_model, "booster", None)
-        if booster is not None:
-            booster.save_model(str(path))
+    def _run_rounds(self, interrupts: Interrupts) -> str:
+        """Works until a budget is spent; returns the reason to stop.
+
+        While a remote runner measures one batch, the next is searched and built. A local one has the host for itself.
+        """
+        in_flight: _Batch | None = None
+        with _background_thread() as executor:
+            while True:
+                reason = self._rules.run_stop_reason(self._elapsed_s(), self._num_proposed, self._states)
+                batch = None if reason or interrupts.received else self._start_round(executor, in_flight)
+                if in_flight is not None:
+                    self._finish_round(in_flight)
+                in_flight = batch
+                if in_flight is not None and not self._runner.is_remote:
+                    self._finish_round(in_flight)
+                    in_flight = None
+                if in_flight is None:
+                    interrupts.raise_if_received()
+                    if reason:
+                        return reason
 
     # -- one round -----------------------------------------------------------------------------------------------------
 
-    def _run_round(self, index: int) -> None:
+    def _start_round(self, executor: ThreadPoolExecutor, in_flight: _Batch | None) -> _Batch | None:
+        """Searches, builds and begins to measure; None when there is no task, or the one picked has nothing left."""
+        index = self._scheduler.next_task(self._states, in_flight.state.info.index if in_flight else None)
+        if index is None:
+            return None
         state = self._states[index]
         with self._timed("search_s"):
-            search = self._search(index)
-            candidates = search.propose(self._round_limit(state))
+            candidates = self._search(index).propose(self._rules.round_limit(state, self._num_proposed))
         if not candidates:
             has_work = state.total_trials or state.info.flops
             state.stop_reason = StopReason.SPACE_EXHAUSTED if has_work else StopReason.NOTHING_TO_TUNE
-            return
-        trials = self._measure(state, candidates)
-        self._record(index, candidates, trials)
+            return None
+        self._num_proposed += len(candidates)
+        with self._timed("build_s"):
+            built = self._builder.build([candidate.sch.mod for candidate in candidates])
+        jobs = run_jobs(candidates, built, state.best_s)
+        with self._timed("log_s"):
+            self._announcer.wait()
+        return _Batch(state, candidates, built, jobs, executor.submit(self._runner.run, jobs))
+
+    def _finish_round(self, batch: _Batch) -> None:
+        """Waits for the measurements, records them, learns from them and tells the observers."""
+        with self._timed("run_s"):
+            outcomes = batch.measured.result()
+        state = batch.state
+        trials = self._make_trials(batch, outcomes)
+        commit_trials(self._database, self._tasks[state.info.index].mod, self._target, batch.candidates, trials)
         with self._timed("search_s"):
-            search.learn(candidates, [_runner_result(trial) for trial in trials])
+            self._search(state.info.index).learn(batch.candidates, [runner_result(trial) for trial in trials])
+            if self._cost_model_file is not None:
+                save_cost_model(self._cost_model, self._cost_model_file)
         self._scheduler.round_finished(state)
-        limit = self._options.trials_per_task
-        if limit is not None and state.total_trials >= limit:
-            state.stop_reason = StopReason.TRIALS
-        self._tell(
+        state.stop_reason = self._rules.stop_reason_of(state)
+        self._announcer.tell(
             "round_finished",
             TuningRound(
                 trials=trials,
                 task=state.snapshot(),
                 tasks=tuple(task.snapshot() for task in self._states),
                 total_trials=self._total_trials,
-                elapsed_s=time.monotonic() - self._started_s,
+                elapsed_s=self._elapsed_s(),
                 durations=replace(self._durations),
             ),
         )
 
-    def _round_limit(self, state: TaskState) -> int:
-        """Trials of the next round: what the budgets allow, and in the first pass no more than a task's share."""
-        limits = [self._options.num_trials_per_round, self._num_trials - self._total_trials]
-        if state.total_trials == 0:
-            limits.append(max(1, int(self._num_trials * _FIRST_PASS_SHARE / len(self._states))))
-        if self._options.trials_per_task is not None:
-            limits.append(self._options.trials_per_task - state.total_trials)
-        return min(limits)
+    def _make_trials(self, batch: _Batch, outcomes: Sequence[Outcome[tuple[float, ...]]]) -> tuple[Trial, ...]:
+        """Counts the trials of a round; the libraries of the fastest stay for a second measurement."""
+        jobs, measured = iter(batch.jobs), iter(outcomes)
+        trials = []
+        for candidate, built in zip(batch.candidates, batch.built, strict=True):
+            self._total_trials += 1
+            trial = make_trial(self._total_trials, batch.state.info.name, built, measured)
+            batch.state.add(trial)
+            trials.append(trial)
+            if built.value is not None:
+                self._winners.offer(batch.state.info.index, trial, candidate, next(jobs))
+        return tuple(trials)
 
     def _search(self, index: int) -> TaskSearch:
         if index not in self._searches:
@@ -201,60 +228,35 @@ class Tuner:
             )
         return self._searches[index]
 
-    def _measure(self, state: TaskState, candidates: Sequence[MeasureCandidate]) -> tuple[Trial, ...]:
-        with self._timed("build_s"):
-            built = self._builder.build([candidate.sch.mod for candidate in candidates])
-        jobs = [
-            RunJob(outcome.value, tuple(_arg_info(info) for info in candidate.args_info))
-            for candidate, outcome in zip(candidates, built, strict=True)
-            if outcome.value is not None
-        ]
-        with self._timed("run_s"):
-            measured = iter(self._runner.run(jobs))
-        trials = []
-        for outcome in built:
-            self._total_trials += 1
-            trial = _trial(self._total_trials, state.info.name, outcome, measured)
-            state.add(trial)
-            trials.append(trial)
-            if outcome.value is not None:
-                outcome.value.unlink(missing_ok=True)
-        return tuple(trials)
-
-    def _record(self, index: int, candidates: Sequence[MeasureCandidate], trials: Sequence[Trial]) -> None:
-        """Commits every trial, failed ones too, as MetaSchedule's own AddToDatabase callback does."""
-        from tvm.s_tir.meta_schedule.database import TuningRecord
-
-        workload = self._database.commit_workload(self._tasks[index].mod)
-        for candidate, trial in zip(candidates, trials, strict=True):
-            run_secs = list(trial.run_s) or [_FAILED_RUN_S]
-            self._database.commit_tuning_record(
-                TuningRecord(candidate.sch.trace, workload, run_secs, self._target, list(candidate.args_info))
-            )
-
     # -- the run -------------------------------------------------------------------------------------------------------
 
-    def _out_of_time(self) -> bool:
-        limit = self._options.max_minutes
-        return limit is not None and time.monotonic() - self._started_s >= limit * 60
+    def _confirm_winners(self, interrupts: Interrupts) -> None:
+        """Measures the best programs again."""
+        with self._timed("log_s"):
+            self._announcer.wait()
+        with self._timed("confirm_s"):
+            self._winners.measure_again(self._runner, interrupts.raise_if_received)
+        for state in self._states:
+            winner = self._winners.of_task(state.info.index)
+            state.confirmed_s = winner.confirmed_s if winner else None
 
     def _finish(self, stop_reason: str) -> TuningResult:
-        for search in self._searches.values():
-            search.close()
-        for state in self._states:
-            state.stop_reason = state.stop_reason or stop_reason
-        return TuningResult(
-            tasks=self._states,
+        """Tells the observers how it ended."""
+        result = TuningResult(
+            tasks=tuple(
+                replace(state.snapshot(), stop_reason=state.stop_reason or stop_reason) for state in self._states
+            ),
             total_trials=self._total_trials,
-            elapsed_s=time.monotonic() - self._started_s,
-            durations=self._durations,
+            elapsed_s=self._elapsed_s(),
+            durations=replace(self._durations),
             stop_reason=stop_reason,
         )
+        self._announcer.tell("tuning_finished", result)
+        self._announcer.wait()
+        return result
 
-    def _tell(self, event: str, payload: TuningPlan | TuningRound | TuningResult) -> None:
-        with self._timed("log_s"):
-            for observer in self._observers:
-                getattr(observer, event)(payload)
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._started_s
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -263,6 +265,16 @@ class Tuner:
             yield
         finally:
             setattr(self._durations, name, getattr(self._durations, name) + time.monotonic() - started)
+
+
+@contextmanager
+def _background_thread() -> Iterator[ThreadPoolExecutor]:
+    """A thread to measure in; nobody waits for it when an error or a second Ctrl-C ends the tuning."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="runner")
+    try:
+        yield executor
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)
 
 
 def require_valid_trials(result: TuningResult) -> None:
@@ -281,25 +293,3 @@ def require_valid_trials(result: TuningResult) -> None:
         f"{task.total_trials} trials ({reason}); give more trials, more time (max_minutes, measure_timeout_s) or "
         "another target"
     )
-
-
-def _trial(step: int, task: str, built: Outcome[Path], measured: Iterator[Outcome[tuple[float, ...]]]) -> Trial:
-    if built.value is None:
-        status = TrialStatus.TIMED_OUT if built.failure == "timed_out" else TrialStatus.BUILD_FAILED
-        return Trial(step=step, task=task, status=status, error=built.error)
-    outcome = next(measured)
-    if outcome.value is None:
-        status = TrialStatus.TIMED_OUT if outcome.failure == "timed_out" else TrialStatus.RUN_FAILED
-        return Trial(step=step, task=task, status=status, error=outcome.error)
-    return Trial(step=step, task=task, status=TrialStatus.OK, run_s=outcome.value)
-
-
-def _runner_result(trial: Trial) -> object:
-    from tvm.s_tir.meta_schedule.runner import RunnerResult
-
-    return RunnerResult(list(trial.run_s) or None, trial.error or None)
-
-
-def _arg_info(info: Any) -> ArgInfo:
-    kind, dtype, shape = info.as_json()
-    return str(kind), str(dtype), tuple(int(extent) for extent in shape)

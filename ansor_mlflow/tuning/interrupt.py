@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -18,31 +18,38 @@ _log = logging.getLogger("ansor_mlflow")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+class Interrupts:
+    """Whether a signal came."""
+
+    def __init__(self) -> None:
+        self.received = False
+
+    def raise_if_received(self) -> None:
+        """Raises the KeyboardInterrupt that was deferred."""
+        if self.received:
+            raise KeyboardInterrupt
+
+
 @contextmanager
-def deferred_interrupts() -> Iterator[Callable[[], None]]:
+def deferred_interrupts() -> Iterator[Interrupts]:
     """Defers the first SIGINT or SIGTERM; a second one interrupts at once.
 
-    Yields a function that raises KeyboardInterrupt if a signal came. Outside of the main thread, where Python delivers
-    no signals, nothing is deferred.
+    Outside of the main thread, where Python delivers no signals, nothing is deferred.
     """
-    received: list[int] = []
+    interrupts = Interrupts()
 
-    def defer(number: int, _: FrameType | None) -> None:
-        received.append(number)
+    def defer(_: int, __: FrameType | None) -> None:
+        interrupts.received = True
         for other in _SIGNALS:
             signal.signal(other, signal.default_int_handler)
         _log.info("stopping after this round; once more to stop at once")
 
-    def check() -> None:
-        if received:
-            raise KeyboardInterrupt
-
     if threading.current_thread() is not threading.main_thread():
-        yield check
+        yield interrupts
         return
     previous = {number: signal.signal(number, defer) for number in _SIGNALS}
     try:
-        yield check
+        yield interrupts
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import math
+import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,10 +16,13 @@ from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.targets import fingerprint
 from ansor_mlflow.trials import TuningObserver, TuningPlan, TuningResult
 from ansor_mlflow.tuning.builder import LocalBuilder
-from ansor_mlflow.tuning.engine import Tuner, resolve_num_trials
-from ansor_mlflow.tuning.runner import LocalRunner, MeasureSettings
+from ansor_mlflow.tuning.engine import Tuner
+from ansor_mlflow.tuning.runner import LocalRunner, MeasureSettings, arg_info
+from ansor_mlflow.tuning.sole import sole_tuner
+from ansor_mlflow.tuning.stopping import resolve_num_trials
 
 if TYPE_CHECKING:
+    from tvm.ir import IRModule
     from tvm.target import Target
 
 
@@ -36,19 +41,25 @@ class TuningJob:
 def tune_locally(job: TuningJob, options: TuneOptions, observers: Sequence[TuningObserver] = ()) -> TuningResult:
     """Tunes a network with builds and measurements on this host.
 
-    The records directory also gets the trained cost model, in XGBoost's own format.
+    The records directory also gets the cost model after every round, in XGBoost's own format, and at the end the
+    winners' records in `best/`, with their second measurements.
 
     Raises:
-        UserInputError: The budget is smaller than the number of tasks.
-        MachineError: The cost model's package is missing.
+        UserInputError: The budget is smaller than the number of tasks, or another tuner works in the directory.
+        MachineError: The cost model's package is missing, or a disk is full.
     """
     from tvm.s_tir.meta_schedule.database import JSONDatabase
 
-    job.records.mkdir(parents=True, exist_ok=True)
     num_trials = resolve_num_trials(options, len(job.lowered.tasks))
-    builder = LocalBuilder(job.target, max_workers=job.num_threads, timeout_s=options.measure_timeout_s)
-    runner = LocalRunner(_measure_settings(options, job.num_threads))
-    with contextlib.closing(builder), contextlib.closing(runner):
+    plan = TuningPlan(
+        network=job.network,
+        target=fingerprint(job.target, job.num_threads).description,
+        tasks=tuple(task.info for task in job.lowered.tasks),
+        num_trials=num_trials,
+    )
+    with sole_tuner(job.records), _local_workers(job, options) as (builder, runner):
+        best = job.records / names.BEST_DIR
+        shutil.rmtree(best, ignore_errors=True)  # a killed tuning would leave that of the one before
         tuner = Tuner(
             job.lowered.tasks,
             target=job.target,
@@ -59,17 +70,37 @@ def tune_locally(job: TuningJob, options: TuneOptions, observers: Sequence[Tunin
             builder=builder,
             runner=runner,
             observers=observers,
-        )
-        plan = TuningPlan(
-            network=job.network,
-            target=fingerprint(job.target, job.num_threads).description,
-            tasks=tuple(task.info for task in job.lowered.tasks),
-            num_trials=num_trials,
+            cost_model_file=job.records / names.COST_MODEL_FILE,
         )
         try:
             return tuner.tune(plan)
         finally:
-            tuner.save_cost_model(job.records / names.COST_MODEL_FILE)
+            tuner.save_winners(best)
+
+
+@contextlib.contextmanager
+def _local_workers(job: TuningJob, options: TuneOptions) -> Iterator[tuple[LocalBuilder, LocalRunner]]:
+    """Builder and runner with their bounds of memory; what a program is measured on comes on top."""
+    memory_bytes = options.worker_memory_mib * 2**20
+    builder = LocalBuilder(
+        job.target, max_workers=job.num_threads, timeout_s=options.measure_timeout_s, memory_bytes=memory_bytes
+    )
+    with contextlib.closing(builder):
+        runner = LocalRunner(
+            _measure_settings(options, job.num_threads),
+            memory_bytes=memory_bytes + max(_argument_bytes(task.mod) for task in job.lowered.tasks),
+        )
+        with contextlib.closing(runner):
+            yield builder, runner
+
+
+def _argument_bytes(mod: IRModule) -> int:
+    """Size of the arguments of a task's function."""
+    import numpy as np
+    from tvm.s_tir.meta_schedule.arg_info import ArgInfo
+
+    arguments = [arg_info(info) for info in ArgInfo.from_entry_func(mod, remove_preproc=True)]
+    return sum(math.prod(shape) * np.dtype(dtype).itemsize for _, dtype, shape in arguments)
 
 
 def _measure_settings(options: TuneOptions, num_threads: int) -> MeasureSettings:

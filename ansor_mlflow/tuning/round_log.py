@@ -21,18 +21,33 @@ class RoundLog:
         """Says what the round brought."""
         best_s, total_s = round_.task.best_s, round_.estimated_latency_s
         _log.info(
-            "%5d trials %6.1f s  %s: %s  network: %s%s",
+            "%5d trials %6.1f s  %s: %s  network: %s  %.1f/min%s%s",
             round_.total_trials,
             round_.elapsed_s,
             round_.task.info.name,
             f"{best_s * 1e6:.1f} µs" if best_s is not None else "no valid trial",
             f"{total_s * 1e3:.3f} ms" if total_s is not None else "not all tasks measured",
+            round_.trials_per_minute,
+            f"  ended by: {round_.task.stop_reason}" if round_.task.stop_reason else "",
             _failures(round_.trials),
         )
 
     def tuning_finished(self, result: TuningResult) -> None:
-        """Says how it ended."""
-        _log.info("%d trials in %.1f s, stopped by: %s", result.total_trials, result.elapsed_s, result.stop_reason)
+        """Says how it ended, and what the second measurements of the winners say."""
+        _log.info(
+            "%d trials in %.1f s, stopped by: %s%s",
+            result.total_trials,
+            result.elapsed_s,
+            result.stop_reason,
+            _confirmation(result),
+        )
+
+
+def _confirmation(result: TuningResult) -> str:
+    estimated_s, confirmed_s = result.estimated_latency_s, result.confirmed_latency_s
+    if not (estimated_s and confirmed_s):
+        return ""
+    return f"; confirmed: {confirmed_s * 1e3:.3f} ms, optimism {confirmed_s / estimated_s - 1:+.1%}"
 
 
 def _failures(trials: Sequence[Trial]) -> str:

@@ -43,9 +43,9 @@ class GradientScheduler:
         if task.best_s is not None:
             self._history[index].append(task.best_s)
 
-    def next_task(self, tasks: Sequence[TaskState]) -> int | None:
-        """The index of the task to work on; None when every task has a stop reason."""
-        open_tasks = [task.info.index for task in tasks if not task.stop_reason]
+    def next_task(self, tasks: Sequence[TaskState], busy: int | None = None) -> int | None:
+        """The index of the task to work on; None when every task has a stop reason or is the busy one."""
+        open_tasks = [task.info.index for task in tasks if not task.stop_reason and task.info.index != busy]
         if not open_tasks:
             return None
         for index in open_tasks:

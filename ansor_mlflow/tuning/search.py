@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.errors import MachineError
@@ -10,14 +11,20 @@ from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.tvm_import import import_tensor_intrin
 
 if TYPE_CHECKING:
+    from tvm.s_tir import Schedule
+    from tvm.s_tir.meta_schedule import TuneContext
     from tvm.s_tir.meta_schedule.cost_model import CostModel
     from tvm.s_tir.meta_schedule.database import Database
     from tvm.s_tir.meta_schedule.runner import RunnerResult
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
     from tvm.target import Target
 
-_POPULATION_SIZE = 64
-"""Traces in a generation. MetaSchedule's default is 512; the search time grows with it."""
+_EVOLUTION = {"population_size": 32, "init_min_unmeasured": 16, "genetic_num_iters": 2}
+"""Settings of MetaSchedule's evolutionary search, by measurement: see docs/performance.md.
+
+MetaSchedule's defaults are 512 traces in 4 generations. A generation of 32 costs half a second, and two of them find
+programs as fast as four generations of 64 do.
+"""
 _NUM_WARMUP_SAMPLES = 48
 """Measurements before the cost model is trusted; until then rounds are random. MetaSchedule's default is 100."""
 _MAX_EMPTY_ROUNDS = 5
@@ -46,8 +53,25 @@ def make_cost_model(kind: str, num_threads: int, seed: int) -> CostModel:
     return cost_model.RandomModel(seed=seed)  # left to itself, the search makes one without a seed
 
 
+def is_untrained(cost_model: CostModel) -> bool:
+    """Whether the model still ranks at random because it has too few samples."""
+    return int(getattr(cost_model, "data_size", 0)) < int(getattr(cost_model, "num_warmup_samples", 0))
+
+
+def save_cost_model(cost_model: CostModel, path: Path) -> None:
+    """Writes a trained XGBoost model in its own format (UBJSON); nothing where there is none."""
+    booster = getattr(cost_model, "booster", None)
+    if booster is not None:
+        temporary = path.with_name(f".{path.name}")  # the format follows from the suffix
+        booster.save_model(str(temporary))
+        temporary.replace(path)
+
+
 class TaskSearch:
     """Proposes candidates for one task and learns from their measurement.
+
+    Evolution needs a cost model that can tell good from bad; while it has too few samples, candidates are random
+    programs of the same space, which cost a tenth of the time.
 
     Args:
         task: What is tuned.
@@ -72,51 +96,79 @@ class TaskSearch:
         database: Database,
         cost_model: CostModel,
     ) -> None:
-        from tvm.s_tir.meta_schedule import TuneContext
-        from tvm.s_tir.meta_schedule.search_strategy import EvolutionarySearch, ReplayTrace
-
         import_tensor_intrin()
+        self._task = task
+        self._target = target
+        self._num_threads = num_threads
+        self._seed = seed
+        self._strategy = strategy
         self._cost_model = cost_model
-        self._context = TuneContext(
-            mod=task.mod,
-            target=target,
-            space_generator="post-order-apply",
-            search_strategy=(
-                EvolutionarySearch(population_size=_POPULATION_SIZE) if strategy == "evolutionary" else ReplayTrace()
-            ),
-            task_name=task.info.name,
-            rand_state=seed,
-            num_threads=num_threads,
-            logger=_silent_logger(),
-        )
-        self._context.pre_tuning(
-            max_trials=_UNLIMITED,
-            num_trials_per_iter=num_trials_per_round,
-            database=database,
-            cost_model=cost_model,
-        )
+        self._tuning = {
+            "max_trials": _UNLIMITED,
+            "num_trials_per_iter": num_trials_per_round,
+            "database": database,
+            "cost_model": cost_model,
+        }
+        self._design_spaces: list[Schedule] | None = None
+        self._contexts: dict[str, TuneContext] = {}
+        self._measured: set[str] = set()
 
     def propose(self, limit: int) -> list[MeasureCandidate]:
-        """At most `limit` programs, best guess first; none when the space is exhausted.
-
-        Evolution proposes no program twice; the random strategy may.
-        """
+        """At most `limit` new programs, best guess first; none when the space is exhausted."""
+        random = self._strategy == "random" or is_untrained(self._cost_model)
+        context = self._context("random" if random else "evolutionary")
         for _ in range(_MAX_EMPTY_ROUNDS):
-            candidates = self._context.generate_measure_candidates()
+            candidates = context.generate_measure_candidates()
             if candidates is None:
                 return []
-            if len(candidates):
-                return list(candidates)[:limit]
+            new = self._new_ones(candidates)[:limit]
+            if new:
+                self._measured.update(name for name, _ in new)
+                return [candidate for _, candidate in new]
         return []
 
     def learn(self, candidates: Sequence[MeasureCandidate], results: Sequence[RunnerResult]) -> None:
         """Trains the cost model and moves the search on."""
-        self._cost_model.update(self._context, list(candidates), list(results))
-        self._context.notify_runner_results(list(candidates), list(results))
+        context = next(iter(self._contexts.values()))
+        self._cost_model.update(context, list(candidates), list(results))
+        for context in self._contexts.values():
+            context.notify_runner_results(list(candidates), list(results))
 
     def close(self) -> None:
         """Frees the state of the search."""
-        self._context.post_tuning()
+        for context in self._contexts.values():
+            context.post_tuning()
+
+    def _new_ones(self, candidates: Sequence[MeasureCandidate]) -> list[tuple[str, MeasureCandidate]]:
+        """The candidates that are neither measured nor twice among these, by their hashes."""
+        from tvm.s_tir.meta_schedule.utils import shash2hex
+
+        by_hash = {shash2hex(candidate.sch.mod): candidate for candidate in candidates}
+        return [item for item in by_hash.items() if item[0] not in self._measured]
+
+    def _context(self, strategy: str) -> TuneContext:
+        """The search by a strategy, made when it is first needed; both share the design space."""
+        if strategy in self._contexts:
+            return self._contexts[strategy]
+        from tvm.s_tir.meta_schedule import TuneContext
+        from tvm.s_tir.meta_schedule.search_strategy import EvolutionarySearch, ReplayTrace
+
+        evolutionary = strategy == "evolutionary"
+        context = TuneContext(
+            mod=self._task.mod,
+            target=self._target,
+            space_generator="post-order-apply",
+            search_strategy=EvolutionarySearch(**_EVOLUTION) if evolutionary else ReplayTrace(),
+            task_name=self._task.info.name,
+            rand_state=self._seed,
+            num_threads=self._num_threads,
+            logger=_silent_logger(),
+        )
+        if self._design_spaces is None:
+            self._design_spaces = list(context.generate_design_space())
+        context.pre_tuning(design_spaces=self._design_spaces, **self._tuning)
+        self._contexts[strategy] = context
+        return context
 
 
 def _silent_logger() -> Any:

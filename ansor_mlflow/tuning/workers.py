@@ -1,16 +1,23 @@
 """Worker processes that build and measure candidate programs, whatever those do.
 
-A candidate may loop for ever, crash or eat its worker alive; each costs that one candidate. Workers are forked from a
-server that has loaded TVM once, so that a new worker costs milliseconds instead of the seconds of that import.
+A candidate may loop for ever, crash or eat memory; each costs that one candidate. Workers are forked from a server that
+has loaded TVM once, so that a new worker costs milliseconds instead of the seconds of that import.
+
+Timeouts are kept here and not by Pebble, whose clock is the time of day and jumps with it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import multiprocessing.forkserver
+import os
+import resource
 import signal
+import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, wait
+from concurrent.futures import CancelledError, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +33,9 @@ Out = TypeVar("Out")
 _PRELOAD = ["ansor_mlflow.tuning.preload"]
 _PR_SET_PDEATHSIG = 1
 _MAX_ATTEMPTS = 3
-_POLL_S = 1.0
+_POLL_S = 0.1
+_OUT_OF_MEMORY_EXIT = 101
+"""Exit code of a worker that reached its bound of memory and could still say so."""
 
 
 @dataclass(frozen=True)
@@ -34,32 +43,61 @@ class Outcome(Generic[Out]):
     """What became of one call in a worker: a value, or why there is none."""
 
     value: Out | None = None
-    failure: Literal["", "failed", "timed_out"] = ""
+    failure: Literal["", "failed", "timed_out", "crashed"] = ""
     error: str = ""
 
 
+def start_fork_server() -> None:
+    """Starts loading TVM for the workers, in the background; the first pool finds it done or waits for it."""
+    _forkserver_context()
+    multiprocessing.forkserver.ensure_running()
+
+
+def _forkserver_context() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
 class WorkerPool:
-    """A pool of processes that survives its tasks. To be closed, or used as a context manager.
+    """A pool of processes that survives its tasks. To be closed.
 
     Args:
         max_workers: Number of processes.
         max_tasks: Tasks after which a worker is replaced by a fresh one, because builds leak; 0 keeps it.
+        memory_bytes: Data memory of a worker; one that needs more dies or fails, and is replaced. None for no bound.
+        cpus: CPUs that the workers run on; None for those of this process.
     """
 
-    def __init__(self, max_workers: int, *, max_tasks: int = 0) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+    def __init__(
+        self,
+        max_workers: int,
+        *,
+        max_tasks: int = 0,
+        memory_bytes: int | None = None,
+        cpus: frozenset[int] | None = None,
+    ) -> None:
         self._make_pool = partial(
             ProcessPool,
             max_workers=max_workers,
             max_tasks=max_tasks,
             initializer=_start_worker,
-            context=context,
+            initargs=(memory_bytes, cpus),
+            context=_forkserver_context(),
         )
         self._pool = self._make_pool()
+        self._is_closed = False
+        self._lock = threading.Lock()
 
-    def map(self, function: Callable[[In], Out], inputs: Sequence[In], timeout_s: float) -> list[Outcome[Out]]:
+    def map(
+        self, function: Callable[[In], Out], inputs: Sequence[In], timeout_s: float | Sequence[float]
+    ) -> list[Outcome[Out]]:
         """Calls `function` in the workers, once for each input; outcomes come in the order of the inputs.
+
+        Args:
+            function: A function of a module that workers can import.
+            inputs: Its arguments.
+            timeout_s: Seconds that a call may take, for all or for each.
 
         A worker that dies between two tasks, because the system killed it, breaks Pebble's whole pool. All inputs are
         then done again in a new pool.
@@ -67,46 +105,69 @@ class WorkerPool:
         Raises:
             MachineError: New pools break, too.
         """
+        limits = [float(timeout_s)] * len(inputs) if isinstance(timeout_s, (int, float)) else list(timeout_s)
         for _ in range(_MAX_ATTEMPTS):
             try:
-                return self._map(function, inputs, timeout_s)
+                return self._map(function, inputs, limits)
             except BrokenProcessPool:
-                self.close()
-                self._pool = self._make_pool()
+                self._replace_pool()
         raise MachineError(
             f"worker processes died before they took up work, {_MAX_ATTEMPTS} times in a row; free memory, call the "
             'tuner below `if __name__ == "__main__":`, and look at the lines above'
         )
 
-    def _map(self, function: Callable[[In], Out], inputs: Sequence[In], timeout_s: float) -> list[Outcome[Out]]:
+    def _map(self, function: Callable[[In], Out], inputs: Sequence[In], limits_s: list[float]) -> list[Outcome[Out]]:
+        call = partial(_call, function)
         try:
-            futures = [self._pool.schedule(function, args=[item], timeout=timeout_s) for item in inputs]
+            futures = [self._pool.schedule(call, args=[item]) for item in inputs]
         except RuntimeError as err:
             raise BrokenProcessPool from err
-        while wait(futures, _POLL_S).not_done:
+        self._wait(futures, limits_s)
+        return [
+            _outcome(future) if not future.cancelled() else _timed_out(limit_s)
+            for future, limit_s in zip(futures, limits_s, strict=True)
+        ]
+
+    def _wait(self, futures: Sequence[Future[Any]], limits_s: Sequence[float]) -> None:
+        """Waits until every call has ended; cancels those whose time is over, upon which Pebble kills the worker."""
+        limits = dict(zip(futures, limits_s, strict=True))
+        deadlines: dict[Future[Any], float] = {}
+        while not_done := wait(futures, _POLL_S).not_done:
             if not self._pool.active:  # a task that was scheduled while the pool broke would never be done
                 raise BrokenProcessPool
-        return [_outcome(future, timeout_s) for future in futures]
+            for future in not_done:
+                if future.running() and time.monotonic() > deadlines.setdefault(
+                    future, time.monotonic() + limits[future]
+                ):
+                    future.cancel()
+
+    def _replace_pool(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the worker pool was closed")
+            self._end_workers()
+            self._pool = self._make_pool()
 
     def close(self) -> None:
-        """Ends the workers, running tasks included."""
+        """Ends the workers, running tasks included; a `map` that waits for them in another thread fails."""
+        with self._lock:
+            self._is_closed = True
+            self._end_workers()
+
+    def _end_workers(self) -> None:
         self._pool.stop()
         self._pool.join()
 
-    def __enter__(self) -> WorkerPool:
-        return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+def _timed_out(limit_s: float) -> Outcome[Any]:
+    return Outcome(failure="timed_out", error=f"killed after {limit_s:.3g} s")
 
 
-def _outcome(future: Any, timeout_s: float) -> Outcome[Any]:
+def _outcome(future: Future[Any]) -> Outcome[Any]:
     try:
         return Outcome(value=future.result())
-    except TimeoutError:
-        return Outcome(failure="timed_out", error=f"killed after {timeout_s:g} s")
     except ProcessExpired as err:
-        return Outcome(failure="failed", error=f"the worker process died ({_exit_text(err.exitcode)})")
+        return Outcome(failure="crashed", error=f"the worker process died ({_exit_text(err.exitcode)})")
     except (CancelledError, BrokenProcessPool):
         raise
     except Exception as err:  # noqa: BLE001 - whatever a candidate raises is its result, not our failure
@@ -114,8 +175,11 @@ def _outcome(future: Any, timeout_s: float) -> Outcome[Any]:
 
 
 def _exit_text(exitcode: int) -> str:
+    if exitcode == _OUT_OF_MEMORY_EXIT:
+        return "out of memory: it reached worker_memory_mib"
     if exitcode < 0:
-        return signal.Signals(-exitcode).name
+        names = {member.value: member.name for member in signal.Signals}  # real-time signals have none
+        return names.get(-exitcode, f"signal {-exitcode}")
     return f"exit code {exitcode}"
 
 
@@ -123,7 +187,30 @@ def _shortened(text: str, limit: int = 2000) -> str:
     return text if len(text) <= limit else text[:limit] + "…"
 
 
-def _start_worker() -> None:
-    """Ties the worker's life to that of the fork server, which dies with the tuner, and leaves Ctrl-C to the tuner."""
+# -- in the worker -----------------------------------------------------------------------------------------------------
+
+
+def _start_worker(memory_bytes: int | None, cpus: frozenset[int] | None) -> None:
+    """Ties the worker's life to that of the fork server, which dies with the tuner, and sets its bounds.
+
+    Ctrl-C is left to the tuner. SIGTERM ends the worker at once: a handler in Python, as Pebble's, would never be
+    called while a kernel loops, and Pebble would wait for three seconds.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus)
+
+
+def _call(function: Callable[[In], Out], item: In) -> Out:
+    """Calls a function; a worker without memory ends, so that a fresh one takes its place."""
+    try:
+        return function(item)
+    except Exception as err:
+        if isinstance(err, MemoryError) or "std::bad_alloc" in str(err):  # the latter is how TVM passes it on
+            os._exit(_OUT_OF_MEMORY_EXIT)
+        raise

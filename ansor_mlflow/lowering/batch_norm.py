@@ -1,0 +1,80 @@
+"""Folds batch normalisation into the convolution before it.
+
+With fixed statistics, normalising the output of a convolution is scaling its weights and shifting its bias:
+γ (W∗x + b − μ) / √(σ² + ε) + β = (γ/√(σ²+ε) W)∗x + (b − μ) γ/√(σ²+ε) + β. The kernels that TVM then makes are simpler,
+and TVM need not evaluate the constants operation by operation, which takes longer than all other lowering.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+_DEFAULT_EPSILON = 1e-5
+"""Of ONNX's operator BatchNormalization."""
+
+
+def fold_batch_norms(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model without those batch normalisations that follow a convolution with constant weights.
+
+    Args:
+        model: Stays as it is.
+
+    Returns:
+        A model that computes the same but for rounding.
+    """
+    folded = onnx.ModelProto()
+    folded.CopyFrom(model)
+    graph = folded.graph
+    constants = {initializer.name: initializer for initializer in graph.initializer}
+    producers = {output: node for node in graph.node for output in node.output}
+    num_uses = Counter(name for node in graph.node for name in node.input)
+    num_uses.update(output.name for output in graph.output)
+    for norm in [node for node in graph.node if node.op_type == "BatchNormalization"]:
+        conv = producers.get(norm.input[0])
+        if conv is None or conv.op_type != "Conv" or num_uses[conv.output[0]] != 1:
+            continue
+        if _is_training(norm) or not {*conv.input[1:], *norm.input[1:]} <= constants.keys():
+            continue
+        weight, bias = _folded(conv, norm, constants)
+        names = [f"{norm.output[0]}.folded_weight", f"{norm.output[0]}.folded_bias"]
+        graph.initializer.extend(numpy_helper.from_array(*item) for item in zip((weight, bias), names, strict=True))
+        conv.input[1:] = names
+        conv.output[0] = norm.output[0]
+        graph.node.remove(norm)
+    _remove_unused_initializers(graph)
+    return folded
+
+
+def _folded(
+    conv: onnx.NodeProto, norm: onnx.NodeProto, constants: dict[str, onnx.TensorProto]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Weights [O, I, …] and bias [O] of the convolution that does both, in the type of the weights."""
+    weight, *biases = (numpy_helper.to_array(constants[name]) for name in conv.input[1:])
+    gamma, beta, mean, variance = (
+        numpy_helper.to_array(constants[name]).astype(np.float64) for name in norm.input[1:5]
+    )
+    scale = gamma / np.sqrt(variance + _attribute(norm, "epsilon", _DEFAULT_EPSILON))
+    bias = (sum(biases, np.zeros(1)) - mean) * scale + beta
+    scaled = weight * scale.reshape(-1, *[1] * (weight.ndim - 1))
+    return scaled.astype(weight.dtype), bias.astype(weight.dtype)
+
+
+def _is_training(norm: onnx.NodeProto) -> bool:
+    return bool(_attribute(norm, "training_mode", 0)) or len([name for name in norm.output if name]) > 1
+
+
+def _attribute(node: onnx.NodeProto, name: str, default: float) -> float:
+    return next((float(onnx.helper.get_attribute_value(a)) for a in node.attribute if a.name == name), default)
+
+
+def _remove_unused_initializers(graph: onnx.GraphProto) -> None:
+    """Removes them from the inputs, too, where older ONNX files list them."""
+    used = {name for node in graph.node for name in node.input} | {output.name for output in graph.output}
+    unused = {initializer.name for initializer in graph.initializer} - used
+    for entries in (graph.initializer, graph.input):
+        for entry in [entry for entry in entries if entry.name in unused]:
+            entries.remove(entry)

@@ -1,0 +1,91 @@
+"""When a task and when the whole tuning has had enough: budgets of trials and minutes, and plateaus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.options import TRIALS_PER_TASK, TuneOptions
+from ansor_mlflow.trials import StopReason, TaskState
+
+NOISE = 0.03
+"""Relative difference below which two measurements count as equal.
+
+Repeated measurements of one program differ by 3 to 5 % (median, `min_repeat_ms` from 20 to 100).
+"""
+_FIRST_PASS_SHARE = 0.5
+"""Most of the budget that the first pass may take; the rest goes where the gradient points."""
+
+
+def resolve_num_trials(options: TuneOptions, num_tasks: int) -> int:
+    """The budget in trials.
+
+    Raises:
+        UserInputError: It is smaller than the number of tasks, so that some would stay untuned.
+    """
+    if options.trials == "auto":
+        num_trials = TRIALS_PER_TASK[options.preset] * num_tasks
+    elif options.trials < num_tasks:
+        raise UserInputError(
+            f"trials={options.trials}, but the network has {num_tasks} tasks and each needs a trial; "
+            f"give at least {num_tasks}, or auto"
+        )
+    else:
+        num_trials = options.trials
+    most = num_trials if options.trials_per_task is None else options.trials_per_task * num_tasks
+    return min(num_trials, most)
+
+
+class StoppingRules:
+    """Keeps the budgets of one tuning.
+
+    Args:
+        options: Limits per task, per round and in minutes, and the patience.
+        num_trials: Trials of the whole tuning.
+        num_tasks: Number of tasks.
+    """
+
+    def __init__(self, options: TuneOptions, num_trials: int, num_tasks: int) -> None:
+        self._options = options
+        self._num_trials = num_trials
+        self._num_tasks = num_tasks
+        self._reference_s: dict[int, float] = {}
+        self._rounds_without_gain: dict[int, int] = {}
+
+    def round_limit(self, task: TaskState, total_trials: int) -> int:
+        """Trials of a task's next round: what the budgets allow, and in the first pass no more than a task's share."""
+        limits = [self._options.num_trials_per_round, self._num_trials - total_trials]
+        if task.total_trials == 0:
+            limits.append(max(1, int(self._num_trials * _FIRST_PASS_SHARE / self._num_tasks)))
+        if self._options.trials_per_task is not None:
+            limits.append(self._options.trials_per_task - task.total_trials)
+        return min(limits)
+
+    def stop_reason_of(self, task: TaskState) -> str:
+        """Why a task ends after the round that it just had; empty where it goes on."""
+        limit = self._options.trials_per_task
+        if limit is not None and task.total_trials >= limit:
+            return StopReason.TRIALS
+        return StopReason.PLATEAU if self._is_on_plateau(task) else ""
+
+    def run_stop_reason(self, elapsed_s: float, total_trials: int, tasks: Iterable[TaskState]) -> str:
+        """Why the tuning ends; empty where it goes on."""
+        if total_trials >= self._num_trials:
+            return StopReason.TRIALS
+        if self._options.max_minutes is not None and elapsed_s >= self._options.max_minutes * 60:
+            return StopReason.MINUTES
+        reasons = {task.stop_reason for task in tasks}
+        if "" in reasons:
+            return ""
+        return next((r for r in (StopReason.PLATEAU, StopReason.TRIALS) if r in reasons), StopReason.SPACE_EXHAUSTED)
+
+    def _is_on_plateau(self, task: TaskState) -> bool:
+        """Counts a round; gains that are smaller than the noise add up until they exceed it."""
+        index = task.info.index
+        reference_s = self._reference_s.get(index)
+        if task.best_s is not None and (reference_s is None or task.best_s < reference_s * (1 - NOISE)):
+            self._reference_s[index] = task.best_s
+            self._rounds_without_gain[index] = 0
+            return False
+        self._rounds_without_gain[index] = self._rounds_without_gain.get(index, 0) + 1
+        return self._options.patience is not None and self._rounds_without_gain[index] >= self._options.patience

@@ -1,0 +1,133 @@
+"""The fastest programs of each task, measured a second time before one of them is applied.
+
+The fastest of many noisy measurements is also the luckiest: of programs that are about as fast, it may not be the best,
+and its time promises too much.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+from ansor_mlflow.lowering import TuningTask
+from ansor_mlflow.trials import Trial
+from ansor_mlflow.tuning.runner import RunJob, Runner
+
+if TYPE_CHECKING:
+    from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
+    from tvm.target import Target
+
+_MAX_FINALISTS = 3
+"""Programs of a task that are measured again."""
+_MARGIN = 1.05
+"""A program whose first time is more than that many times the best is no finalist."""
+_MIN_PASSES = 2
+_MAX_PASSES = 3
+"""Most measurements of a finalist."""
+
+
+@dataclass
+class Finalist:
+    """A built program and its measurements."""
+
+    trial: Trial
+    candidate: MeasureCandidate
+    job: RunJob
+    again_s: list[float] = field(default_factory=list)
+    """Seconds per call in each later measurement; infinite where it failed."""
+
+    @property
+    def confirmed_s(self) -> float | None:
+        """Median of the later measurements; None where there is none, or most failed."""
+        return median(self.again_s) if self.again_s and math.isfinite(median(self.again_s)) else None
+
+    @property
+    def first_s(self) -> float:
+        """Seconds per call in the first measurement."""
+        return self.trial.latency_s or math.inf
+
+    @property
+    def latency_s(self) -> float:
+        """Median of the later measurements, else the first."""
+        return median(self.again_s) if self.again_s else self.first_s
+
+
+class Winners:
+    """Keeps the fastest programs of each task and chooses among them."""
+
+    def __init__(self, num_tasks: int) -> None:
+        self._finalists: list[list[Finalist]] = [[] for _ in range(num_tasks)]
+
+    def offer(self, index: int, trial: Trial, candidate: MeasureCandidate, job: RunJob) -> None:
+        """Takes a built program of a task; the libraries of those that failed or are too slow are removed."""
+        finalists = self._finalists[index]
+        finalists.append(Finalist(trial, candidate, job))
+        finalists.sort(key=lambda finalist: finalist.first_s)
+        limit_s = _MARGIN * finalists[0].first_s
+        kept = [f for f in finalists[:_MAX_FINALISTS] if math.isfinite(f.first_s) and f.first_s <= limit_s]
+        for loser in finalists[len(kept) :]:
+            loser.job.path.unlink(missing_ok=True)
+        self._finalists[index] = kept
+
+    def of_task(self, index: int) -> Finalist | None:
+        """The winner of a task; None where it has no valid trial."""
+        return min(self._finalists[index], key=lambda finalist: finalist.latency_s, default=None)
+
+    def measure_again(self, runner: Runner, after_pass: Callable[[], None] = lambda: None) -> None:
+        """Measures the finalists in turns, until each winner is ahead by more than the noise, or a cap is reached."""
+        undecided = [finalists for finalists in self._finalists if finalists]
+        for num_passes in range(1, _MAX_PASSES + 1):
+            # one after the other over all tasks, so that a disturbance does not hit all measurements of one program
+            batch = [f[turn] for turn in range(_MAX_FINALISTS) for f in undecided if turn < len(f)]
+            outcomes = runner.run([finalist.job for finalist in batch])
+            for finalist, outcome in zip(batch, outcomes, strict=True):
+                finalist.again_s.append(fmean(outcome.value) if outcome.value else math.inf)
+            after_pass()
+            if num_passes >= _MIN_PASSES:
+                noise = self._noise()
+                undecided = [f for f in undecided if not _is_decided(f, noise)]
+
+    def write(self, directory: Path, tasks: Sequence[TuningTask], target: Target) -> None:
+        """Writes a database with one record per task: the winner, with its second measurement where it had one.
+
+        Nothing is written where no task has a winner.
+        """
+        from tvm.s_tir.meta_schedule.database import JSONDatabase, TuningRecord
+
+        winners = [(task, winner) for task in tasks if (winner := self.of_task(task.info.index))]
+        if not winners:
+            return
+        new = directory.with_name(f".{directory.name}.new")
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        database = JSONDatabase(work_dir=str(new))
+        for task, winner in winners:
+            trace, args_info = winner.candidate.sch.trace, list(winner.candidate.args_info)
+            run_s = [value for value in winner.again_s if math.isfinite(value)] or list(winner.trial.run_s)
+            workload = database.commit_workload(task.mod)
+            database.commit_tuning_record(TuningRecord(trace, workload, run_s, target, args_info))
+        shutil.rmtree(directory, ignore_errors=True)
+        new.rename(directory)
+
+    def _noise(self) -> float:
+        """Standard deviation of the logarithm of one measurement, pooled over all finalists."""
+        squares, degrees = 0.0, 0
+        for finalist in (finalist for finalists in self._finalists for finalist in finalists):
+            logs = [math.log(seconds) for seconds in finalist.again_s if math.isfinite(seconds)]
+            squares += sum((value - fmean(logs)) ** 2 for value in logs)
+            degrees += max(0, len(logs) - 1)
+        return math.sqrt(squares / degrees) if degrees else 0.0
+
+
+def _is_decided(finalists: Sequence[Finalist], noise: float) -> bool:
+    """Whether the fastest is ahead of the runner-up by two standard errors of the difference."""
+    first, *others = sorted(finalist.latency_s for finalist in finalists)
+    if not others or not math.isfinite(others[0]):
+        return True
+    num_passes = len(finalists[0].again_s)
+    return math.log(others[0] / first) > 2 * noise * math.sqrt(2 / num_passes)

@@ -1,0 +1,140 @@
+"""Batch normalisation is folded into the convolution before it, and only where that computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from ansor_mlflow.lowering.batch_norm import fold_batch_norms
+
+RNG = np.random.default_rng(0)
+
+
+def constants(num_channels: int = 4) -> dict[str, np.ndarray]:
+    return {
+        "weight": RNG.normal(size=(num_channels, 3, 3, 3)),
+        "bias": RNG.normal(size=num_channels),
+        "gamma": RNG.normal(size=num_channels),
+        "beta": RNG.normal(size=num_channels),
+        "mean": RNG.normal(size=num_channels),
+        "variance": RNG.uniform(0.1, 2, size=num_channels),
+    }
+
+
+def conv(inputs: Sequence[str] = ("data", "weight"), output: str = "conv", **attributes: object) -> onnx.NodeProto:
+    return helper.make_node("Conv", inputs, [output], **attributes)
+
+
+def norm(data: str = "conv", output: str = "result", **attributes: object) -> onnx.NodeProto:
+    return helper.make_node("BatchNormalization", [data, "gamma", "beta", "mean", "variance"], [output], **attributes)
+
+
+def model(
+    *nodes: onnx.NodeProto, outputs: Sequence[str] = ("result",), extra_inputs: Sequence[onnx.ValueInfoProto] = ()
+) -> onnx.ModelProto:
+    """A model whose nodes may use the constants; those that no node uses are left out."""
+    used = {name for node in nodes for name in node.input} - {entry.name for entry in extra_inputs}
+    weights = [
+        numpy_helper.from_array(value.astype(np.float32), name) for name, value in constants().items() if name in used
+    ]
+    data = helper.make_tensor_value_info("data", TensorProto.FLOAT, (2, 3, 6, 6))
+    graph = helper.make_graph(
+        nodes,
+        "folding",
+        [data, *extra_inputs],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
+        weights,
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+
+
+def run(network: onnx.ModelProto) -> list[np.ndarray]:
+    session = onnxruntime.InferenceSession(network.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, {"data": np.random.default_rng(1).normal(size=(2, 3, 6, 6)).astype(np.float32)})
+
+
+def operators(network: onnx.ModelProto) -> list[str]:
+    return [node.op_type for node in network.graph.node]
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        (conv(), norm()),
+        (conv(["data", "weight", "bias"]), norm()),
+        (conv(pads=[1, 1, 1, 1], strides=[2, 2]), norm(epsilon=0.1)),
+        (conv(), norm(output="normed"), helper.make_node("Relu", ["normed"], ["result"])),
+    ],
+    ids=["plain", "with_bias", "with_epsilon", "in_the_middle"],
+)
+def test_a_folded_network_computes_the_same(nodes: tuple[onnx.NodeProto, ...]) -> None:
+    network = model(*nodes)
+    folded = fold_batch_norms(network)
+    assert "BatchNormalization" in operators(network)
+    assert operators(folded) == [name for name in operators(network) if name != "BatchNormalization"]
+    assert {entry.name for entry in folded.graph.initializer}.isdisjoint({"weight", "gamma", "mean"})
+    np.testing.assert_allclose(run(folded)[0], run(network)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_weight_that_two_convolutions_share_is_folded_for_each() -> None:
+    network = model(
+        conv(output="first"),
+        conv(output="second"),
+        norm("first", "normed"),
+        helper.make_node("Add", ["normed", "second"], ["result"]),
+    )
+    folded = fold_batch_norms(network)
+    assert operators(folded) == ["Conv", "Conv", "Add"]
+    np.testing.assert_allclose(run(folded)[0], run(network)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "outputs"),
+    [
+        ((conv(), norm(), helper.make_node("Relu", ["conv"], ["other"])), ("result", "other")),
+        ((conv(), norm()), ("result", "conv")),
+        (
+            (helper.make_node("Conv", ["data", "weight"], ["a"]), helper.make_node("Relu", ["a"], ["b"]), norm("b")),
+            ("result",),
+        ),
+    ],
+    ids=["also_used_by_another_node", "also_an_output", "not_after_a_convolution"],
+)
+def test_what_would_change_another_value_stays(nodes: tuple[onnx.NodeProto, ...], outputs: tuple[str, ...]) -> None:
+    network = model(*nodes, outputs=outputs)
+    assert operators(fold_batch_norms(network)) == operators(network)
+
+
+def test_weights_that_are_not_constant_stay() -> None:
+    weight = helper.make_tensor_value_info("weight", TensorProto.FLOAT, (4, 3, 3, 3))
+    network = model(conv(), norm(), extra_inputs=[weight])
+    assert operators(fold_batch_norms(network)) == ["Conv", "BatchNormalization"]
+
+
+def test_a_norm_in_training_mode_stays() -> None:
+    training = helper.make_node(
+        "BatchNormalization",
+        ["conv", "gamma", "beta", "mean", "variance"],
+        ["result", "new_mean", "new_variance"],
+        training_mode=1,
+    )
+    assert operators(fold_batch_norms(model(conv(), training))) == ["Conv", "BatchNormalization"]
+
+
+def test_initializers_that_are_inputs_too_leave_both_lists() -> None:
+    network = model(conv(), norm())
+    for name, shape in {"weight": (4, 3, 3, 3), "gamma": (4,)}.items():
+        network.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
+    assert [entry.name for entry in fold_batch_norms(network).graph.input] == ["data"]
+
+
+def test_the_given_model_is_not_changed() -> None:
+    network = model(conv(), norm())
+    before = network.SerializeToString(deterministic=True)
+    fold_batch_norms(network)
+    assert network.SerializeToString(deterministic=True) == before

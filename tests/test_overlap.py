@@ -1,0 +1,148 @@
+"""While a remote runner measures, the next batch is searched and built; a local one has the host for itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from fake_tuning import Notebook, read_records, tune
+
+from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.testing import FakeBuilder, FakeRunner
+from ansor_mlflow.trials import StopReason
+from ansor_mlflow.tuning.runner import RunJob
+from ansor_mlflow.tuning.workers import Outcome
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
+    from tvm.target import Target
+
+TIMEOUT_S = 30.0
+
+
+class CountingBuilder(FakeBuilder):
+    """A `FakeBuilder` that others can wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_batches = 0
+        self._changed = threading.Condition()
+
+    def build(self, mods: Sequence[IRModule]) -> list[Outcome[Path]]:
+        outcomes = super().build(mods)
+        with self._changed:
+            self.num_batches += 1
+            self._changed.notify_all()
+        return outcomes
+
+    def wait_for_batch(self, number: int, timeout_s: float) -> bool:
+        """Whether so many batches were built in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.num_batches >= number, timeout_s)
+
+
+class ObservedRunner(FakeRunner):
+    """A `FakeRunner` that calls a function before each batch, with the batch's number, counted from 1."""
+
+    def __init__(self, before_batch: Callable[[int], None], *, is_remote: bool) -> None:
+        super().__init__(is_remote=is_remote)
+        self._before_batch = before_batch
+        self._num_batches = 0
+
+    def run(self, jobs: Sequence[RunJob]) -> list[Outcome[tuple[float, ...]]]:
+        self._num_batches += 1
+        self._before_batch(self._num_batches)
+        return super().run(jobs)
+
+
+def test_while_a_remote_runner_measures_another_task_is_searched_and_built(
+    dense: LoweredNetwork, host_target: Target, tmp_path: Path
+) -> None:
+    def wait_for_next(number: int) -> None:
+        if len(builder.mods) < 24:
+            in_time.append(builder.wait_for_batch(number + 1, TIMEOUT_S))
+
+    in_time: list[bool] = []
+    builder, notebook = CountingBuilder(), Notebook(tmp_path)
+    runner = ObservedRunner(wait_for_next, is_remote=True)
+    result = tune(dense, host_target, tmp_path, builder=builder, runner=runner, observers=[notebook], trials=24)
+    assert in_time == [True] * (len(notebook.rounds) - 1)
+    assert all(task != following for task, following in pairwise(notebook.tasks))
+    assert result.total_trials == len(builder.mods) == len(read_records(tmp_path)) == 24
+    assert result.stop_reason == StopReason.TRIALS
+    assert [trial.step for trials in notebook.rounds for trial in trials] == list(range(1, 25))
+
+
+@pytest.mark.parametrize(("network", "is_remote"), [("single", True), ("single", False), ("dense", False)])
+def test_nothing_else_is_built_while_a_local_runner_measures_or_when_there_is_one_task(
+    network: str, is_remote: bool, host_target: Target, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    def wait_in_vain(number: int) -> None:
+        if len(builder.mods) < 6:
+            overlapped.append(builder.wait_for_batch(number + 1, 0.05))
+
+    overlapped: list[bool] = []
+    builder, lowered = CountingBuilder(), request.getfixturevalue(network)
+    runner = ObservedRunner(wait_in_vain, is_remote=is_remote)
+    result = tune(lowered, host_target, tmp_path, builder=builder, runner=runner, trials=6, num_trials_per_round=2)
+    assert len(overlapped) >= 2
+    assert not any(overlapped)
+    assert result.total_trials == len(read_records(tmp_path)) == 6
+    assert result.stop_reason == StopReason.TRIALS
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+@pytest.mark.parametrize("number", [1, 3])
+def test_an_interrupt_finishes_and_records_what_is_in_flight(
+    dense: LoweredNetwork, host_target: Target, tmp_path: Path, number: int, is_remote: bool
+) -> None:
+    def interrupt(batch: int) -> None:
+        if batch == number:
+            if is_remote:
+                assert builder.wait_for_batch(number + 1, TIMEOUT_S)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    builder, notebook = CountingBuilder(), Notebook(tmp_path)
+    runner = ObservedRunner(interrupt, is_remote=is_remote)
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        tune(dense, host_target, tmp_path, builder=builder, runner=runner, observers=[notebook], trials=1000)
+    assert len(notebook.rounds) == builder.num_batches == number + is_remote
+    assert len(read_records(tmp_path)) == len(builder.mods)
+    assert notebook.result is not None
+    assert notebook.result.stop_reason == StopReason.INTERRUPTED
+    assert notebook.result.total_trials == len(builder.mods)
+    assert notebook.events[-1] == "finished"
+
+
+def interrupt_twice() -> None:
+    """Sends SIGINT, and once more when Python has handled the first."""
+    deferred = signal.getsignal(signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    deadline = time.monotonic() + TIMEOUT_S
+    while signal.getsignal(signal.SIGINT) is deferred:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_second_interrupt_does_not_wait_for_the_measurement(
+    dense: LoweredNetwork, host_target: Target, tmp_path: Path, is_remote: bool
+) -> None:
+    def hang(_: int) -> None:
+        interrupt_twice()
+        hung.append(not released.wait(5))
+
+    released, hung = threading.Event(), list[bool]()
+    runner = ObservedRunner(hang, is_remote=is_remote)
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        tune(dense, host_target, tmp_path, runner=runner, trials=1000)
+    assert not hung, "the tuner waited for the runner"
+    released.set()
