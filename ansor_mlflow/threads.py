@@ -85,19 +85,23 @@ def set_num_threads(num_threads: int) -> int:
     return int(tvm.get_global_func("runtime.NumThreads")())
 
 
-def measuring_cpus(num_threads: int, cpu_root: Path = _CPU_ROOT) -> frozenset[int]:
+def measuring_cpus(num_threads: int, cpu_root: Path = _CPU_ROOT, process: int | None = None) -> frozenset[int]:
     """The CPUs that kernels of so many threads are measured on, always the same ones.
 
-    Threads of different cores are taken before a core's second thread, whose sibling would share its units.
+    Threads of different cores are taken before a core's second thread, whose sibling would share its units. Where a
+    process begins follows from its number, so that two tuners on a large host rarely meet.
 
     Args:
         num_threads: Threads of a kernel.
         cpu_root: Where the kernel describes the CPUs.
+        process: Number of the process; this one by default.
     """
     allowed = sorted(os.sched_getaffinity(0))
     first_of_core = {_siblings(cpu, cpu_root): cpu for cpu in reversed(allowed)}.values()
     by_core = [cpu for cpu in allowed if cpu in first_of_core]
     others = [cpu for cpu in allowed if cpu not in first_of_core]
+    start = (os.getpid() if process is None else process) * num_threads % len(by_core)
+    by_core = by_core[start:] + by_core[:start]
     return frozenset([*by_core, *others][:num_threads])
 
 

@@ -77,7 +77,7 @@ class TaskState:
 
     @property
     def optimism(self) -> float | None:
-        """The winner's second measurement over its first; above 1 where the first was lucky."""
+        """The winner's second measurement over the task's fastest first one; above 1 where that was lucky."""
         return self.confirmed_s / self.best_s if self.confirmed_s and self.best_s else None
 
     def snapshot(self) -> TaskState:
@@ -193,8 +193,8 @@ class StopReason:
 class TuningObserver(Protocol):
     """Someone who is told what happens while tuning.
 
-    Calls come one after the other from a thread of their own, and never while a program is measured on this host. An
-    exception ends the tuning.
+    Calls come one after the other, from a thread of their own: MLflow's active run is not active there. While a program
+    is measured on this host there are none, unless the tuning was interrupted twice. An exception ends the tuning.
     """
 
     def tuning_started(self, plan: TuningPlan) -> None:

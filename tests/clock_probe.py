@@ -21,7 +21,7 @@ from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.targets import resolve_target
 from ansor_mlflow.testing import FakeRunner
 from ansor_mlflow.tuning.runner import RunJob
-from ansor_mlflow.tuning.workers import Outcome, WorkerPool
+from ansor_mlflow.tuning.workers import Outcome, WorkerPool, start_fork_server
 
 HOUR_S = 3600
 
@@ -64,17 +64,19 @@ def one_task(target: Any) -> LoweredNetwork:
 
 
 def probe() -> dict[str, Any]:
+    start_fork_server()
     found: dict[str, Any] = {}
+    target = resolve_target("auto", 1)
+    with tempfile.TemporaryDirectory() as directory:
+        result = tune(one_task(target), target, Path(directory), runner=JumpingRunner(), trials=12, max_minutes=5)
+    found["tuned"] = [result.total_trials, result.stop_reason, result.elapsed_s]
+    set_clock(0)
     with contextlib.closing(WorkerPool(1)) as pool:
         (worked,) = pool.map(work_for_two_seconds, [0], 30)
         found["worked"] = [worked.value, worked.failure]
         started_s = time.monotonic()
         (hung,) = pool.map(hang, [0], 2)
         found["hung"] = [hung.failure, time.monotonic() - started_s]
-    target = resolve_target("auto", 1)
-    with tempfile.TemporaryDirectory() as directory:
-        result = tune(one_task(target), target, Path(directory), runner=JumpingRunner(), trials=12, max_minutes=5)
-    found["tuned"] = [result.total_trials, result.stop_reason, result.elapsed_s]
     return found
 
 

@@ -186,9 +186,9 @@ def test_every_round_is_a_step_of_the_curves(pipeline: Pipeline) -> None:
     assert [step for step, _ in measured] == rounds
     assert len(rounds) > NUM_TRIALS / 2
     assert rounds[-1] == NUM_TRIALS
-    for name in ("trials/ok", "trials/build_failed", "trials/run_failed", "trials/timed_out", names.TIME_SEARCH_S):
-        assert [step for step, _ in history(name)] == [step for step, _ in measured]
-    statuses = ("ok", "build_failed", "run_failed", "timed_out")
+    statuses = ("ok", "build_failed", "run_failed", "timed_out", "crashed")
+    for name in (*(f"trials/{status}" for status in statuses), names.TIME_SEARCH_S):
+        assert {step for step, _ in history(name)} == {step for step, _ in measured}
     assert sum(pipeline.tune.data.metrics[f"trials/{status}"] for status in statuses) == NUM_TRIALS
 
     best = history(names.BEST_LATENCY_MS)
@@ -206,6 +206,19 @@ def test_every_task_has_a_curve(pipeline: Pipeline) -> None:
         assert metrics[names.task_latency_us(task["task"])] == pytest.approx(task["latency_us"])
     total_ms = sum(task["weight"] * task["latency_us"] for task in tasks) / 1e3
     assert metrics[names.BEST_LATENCY_MS] == pytest.approx(total_ms)
+
+
+def test_winners_were_measured_again(pipeline: Pipeline) -> None:
+    metrics, directory = pipeline.tune.data.metrics, pipeline.store.artifacts(pipeline.tune)
+    tasks = json.loads((directory / names.TASKS_FILE).read_text())
+    confirmed_ms = sum(task["weight"] * task["confirmed_latency_us"] for task in tasks) / 1e3
+    assert metrics[names.CONFIRMED_LATENCY_MS] == pytest.approx(confirmed_ms)
+    assert metrics[names.OPTIMISM] == pytest.approx(confirmed_ms / metrics[names.BEST_LATENCY_MS])
+    assert metrics[names.TIME_CONFIRM_S] > 0
+    for task in tasks:
+        assert task["optimism"] == pytest.approx(task["confirmed_latency_us"] / task["latency_us"])
+    best = (directory / "records/best/database_tuning_record.json").read_text().splitlines()
+    assert all(len(json.loads(line)[1][1]) >= 2 for line in best)
 
 
 # -- artifacts in S3 -------------------------------------------------------------------------------------------------

@@ -107,6 +107,21 @@ def test_records_are_found(tmp_path: Path, given: str, found: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "found"), [("run", "run/records/best"), ("run/records", "run/records/best"), ("flat", "flat/best")]
+)
+def test_winners_beside_the_records_are_preferred(tmp_path: Path, given: str, found: str) -> None:
+    for directory in ("run/records", "run/records/best", "flat", "flat/best"):
+        pair = RecordPair.in_directory(tmp_path / directory)
+        pair.records.parent.mkdir(parents=True, exist_ok=True)
+        pair.records.touch()
+        pair.workloads.touch()
+    assert find_records(tmp_path / given) == RecordPair.in_directory(tmp_path / found)
+    file = tmp_path / given / RECORD_FILE
+    if file.exists():
+        assert find_records(file).records == file
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ("nowhere", f"records=.*nowhere: no such file or directory; give a directory with {RECORD_FILE}"),

@@ -80,10 +80,37 @@ def test_no_program_of_a_large_space_is_proposed_twice(
     assert len(set(proposed)) == len(proposed) >= 48
 
 
+@pytest.mark.parametrize("strategy", ["random", "evolutionary"])
+def test_a_program_that_failed_gets_one_more_chance_when_nothing_else_is_left(
+    tiny: LoweredNetwork, host_target: Target, tmp_path: Path, strategy: str
+) -> None:
+    """Its worker may have been killed by someone else."""
+    from tvm.s_tir.meta_schedule.runner import RunnerResult
+
+    search = make_search(tiny, host_target, tmp_path, strategy, make_cost_model("none", 1, seed=1))
+    proposed: list[str] = []
+    while candidates := search.propose(8):
+        proposed += hashes(candidates)
+        search.learn(candidates, [RunnerResult(None, "the worker process died (SIGKILL)") for _ in candidates])
+    search.close()
+    assert len(proposed) == 2
+    assert len(set(proposed)) == 1
+
+
 def test_a_proposal_keeps_to_its_limit(single: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:
     search = make_search(single, host_target, tmp_path, "random", make_cost_model("none", 1, seed=1))
     assert len(search.propose(3)) == 3
     assert len(search.propose(100)) == 8
+    search.close()
+
+
+def test_what_a_limit_cuts_off_an_evolution_comes_next(
+    single: LoweredNetwork, host_target: Target, tmp_path: Path
+) -> None:
+    """The evolution itself would never propose it again."""
+    search = make_search(single, host_target, tmp_path, "evolutionary", make_cost_model("none", 1, seed=1))
+    learn(search, search.propose(8))  # random programs to start from
+    assert [len(search.propose(limit)) for limit in (3, 3, 3)] == [3, 3, 2]
     search.close()
 
 

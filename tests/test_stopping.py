@@ -18,7 +18,7 @@ from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.testing import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import StopReason, TaskInfo, TaskState, Trial, TrialStatus
 from ansor_mlflow.tuning import TuningJob, require_valid_trials, tune_locally
-from ansor_mlflow.tuning.stopping import NOISE, StoppingRules, resolve_num_trials
+from ansor_mlflow.tuning.stopping import MAX_BARREN_ROUNDS, NOISE, StoppingRules, resolve_num_trials
 from ansor_mlflow.tuning.workers import Outcome
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def reasons(stopping: StoppingRules, best_s: Sequence[float | None]) -> list[str
         (2, [1.0, 1.0, 0.5, 0.5, 0.5], 5),
         (2, [1.0, 1 - NOISE / 2, 1 - NOISE / 2], 3),
         (2, [1.0, 1 - NOISE / 2, 1 - 1.1 * NOISE, 1 - 1.1 * NOISE, 1 - 1.1 * NOISE], 5),
-        (3, [None, None, None], 3),
+        (2, [None] * MAX_BARREN_ROUNDS, MAX_BARREN_ROUNDS),
         (3, [None, None, 1.0, 1.0, 1.0, 1.0], 6),
     ],
     ids=["at once", "two rounds", "a gain", "a small gain", "small gains add up", "never measured", "measured late"],

@@ -236,13 +236,17 @@ def test_a_clock_that_jumps_neither_kills_nor_spares_nor_ends_anything(tmp_path:
 # -- the disk --------------------------------------------------------------------------------------------------------
 
 FILL_LATER = """
-mount -t tmpfs -o size=64m tmpfs "$1" || exit 99
-(while [ ! -e "$2" ]; do sleep 0.05; done; cat /dev/zero > "$1/big" 2> /dev/null; : > "$2.done") &
-export TMPDIR="$1"
-shift 2
+mkdir -p "$1" && mount -t tmpfs -o size=64m tmpfs "$1" || exit 99
+(while [ ! -e "$2" ]; do sleep 0.05; done; head -c "$3" /dev/zero > "$1/big" 2> /dev/null) &
+export TMPDIR="$4"
+shift 4
 exec "$@"
 """
-"""Runs a command with a small disk of its own for temporary files, which is filled as soon as a file appears."""
+"""Runs a command with a disk of 64 MiB of its own, which gets a large file as soon as another file appears.
+
+Arguments: where the disk is mounted, that other file, the large file's size, a directory for temporary files, and the
+command.
+"""
 
 
 def can_mount() -> bool:
@@ -251,25 +255,39 @@ def can_mount() -> bool:
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs user namespaces")
-def test_a_full_temporary_directory_ends_the_run_with_one_line_and_its_records(
-    small_onnx: Path, experiment_id: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("disk", "temporary", "size", "message"),
+    [
+        (
+            "tmp",
+            "tmp",
+            "64M",
+            "no space is left in the temporary directory {cwd}/tmp; free some, or set TMPDIR to another",
+        ),
+        (".ansor", ".", "60M", r"no space is left for records in .*\.ansor/\w+/records; free some, and tune again"),
+    ],
+    ids=["of temporary files", "of records"],
+)
+def test_a_full_disk_ends_the_run_with_one_line_and_its_records(
+    small_onnx: Path, experiment_id: str, tmp_path: Path, disk: str, temporary: str, size: str, message: str
 ) -> None:
-    disk, signal_file = tmp_path / "disk", tmp_path / "fill"
-    disk.mkdir()
-    wrapper = ["unshare", "-rm", "sh", "-c", FILL_LATER, "sh", str(disk), str(signal_file)]
-    with tuning(small_onnx, tmp_path / "cwd", tracked(experiment_id), wrapper=wrapper, trials=5000) as tuner:
+    """TVM's database does not notice that a line could not be written, so that for records a reserve is kept."""
+    cwd, fill = tmp_path / "cwd", tmp_path / "fill"
+    wrapper = ["unshare", "-rm", "sh", "-c", FILL_LATER, "sh", str(cwd / disk), str(fill), size, str(cwd / temporary)]
+    with tuning(small_onnx, cwd, tracked(experiment_id), wrapper=wrapper, trials=5000) as tuner:
         tuner.wait_for_rounds(2)
-        signal_file.touch()
+        fill.touch()
         finished = tuner.wait(60)
-        run = mlflow.get_run(tuner.run_id)
-        assert_readable(tuner.records, tmp_path / "best", min_trials=4)
     assert finished.exit_code == 3, finished.stderr
     (error,) = finished.errors
-    assert error == (f"Error: no space is left in the temporary directory {disk}; free some, or set TMPDIR to another")
+    assert re.fullmatch(f"Error: {message.format(cwd=cwd)}", error)
     assert "Traceback" not in finished.stderr
+    (run,) = mlflow.MlflowClient().search_runs([experiment_id], order_by=["start_time DESC"], max_results=1)
     assert run.info.status == "FAILED"
     assert run.data.tags[names.TAG_ERROR] == error.removeprefix("Error: ")
     assert run.data.tags[names.TAG_EXIT_CODE] == "3"
+    artifacts = Path(run.info.artifact_uri.removeprefix("file://"))
+    assert_readable(artifacts / names.RECORDS_DIR, tmp_path / "best", min_trials=4)
 
 
 def tracked(experiment_id: str) -> dict[str, str]:
@@ -323,6 +341,16 @@ def test_two_tuners_in_one_directory(single: LoweredNetwork, host_target: Target
         assert tune_locally(tuning_job, options).total_trials == 1
     with sole_tuner(records), pytest.raises(UserInputError, match=f"process {os.getpid()} on"), sole_tuner(records):
         pass
+
+
+@pytest.mark.parametrize("name", ["link", "records/../records", "."])
+def test_a_directory_is_held_under_all_of_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    records = tmp_path / "records"
+    (tmp_path / "link").symlink_to(records)
+    with sole_tuner(records):
+        monkeypatch.chdir(records if name == "." else tmp_path)
+        with pytest.raises(UserInputError, match=f"process {os.getpid()} on"), sole_tuner(Path(name)):
+            pass
 
 
 def test_a_directory_is_free_when_its_tuner_has_ended(tmp_path: Path) -> None:

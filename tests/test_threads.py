@@ -116,7 +116,7 @@ def test_a_core_is_taken_before_the_second_thread_of_another(
 ) -> None:
     describe_cpus(tmp_path, siblings)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    assert measuring_cpus(num_threads, tmp_path) == cpus
+    assert measuring_cpus(num_threads, tmp_path, process=0) == cpus
 
 
 def test_a_core_of_which_only_the_second_thread_is_allowed_is_a_core(
@@ -124,8 +124,15 @@ def test_a_core_of_which_only_the_second_thread_is_allowed_is_a_core(
 ) -> None:
     describe_cpus(tmp_path, NEIGHBOURS)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 3, 7})
-    assert measuring_cpus(3, tmp_path) == {1, 2, 7}
-    assert measuring_cpus(4, tmp_path) == {1, 2, 3, 7}
+    assert measuring_cpus(3, tmp_path, process=0) == {1, 2, 7}
+    assert measuring_cpus(4, tmp_path, process=0) == {1, 2, 3, 7}
+
+
+def test_processes_begin_at_different_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    describe_cpus(tmp_path, HALVES)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert [measuring_cpus(2, tmp_path, process) for process in (10, 11, 12)] == [{0, 1}, {2, 3}, {0, 1}]
+    assert measuring_cpus(3, tmp_path, process=1) == {3, 0, 1}
 
 
 def test_kernels_are_measured_on_cpus_of_this_process() -> None:

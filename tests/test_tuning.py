@@ -84,6 +84,16 @@ def test_a_run_that_times_out_counts_as_timed_out(dense: LoweredNetwork, host_ta
         require_valid_trials(result)
 
 
+def test_a_kernel_with_one_program_survives_that_its_worker_is_killed(
+    tiny: LoweredNetwork, host_target: Target, tmp_path: Path
+) -> None:
+    killed: Outcome[Any] = Outcome(failure="crashed", error="the worker process died (SIGKILL)")
+    result = tune(tiny, host_target, tmp_path, runner=FakeRunner(failures={1: killed}), trials=10)
+    require_valid_trials(result)
+    assert result.tasks[0].num_trials == {**dict.fromkeys(TrialStatus, 0), TrialStatus.CRASHED: 1, TrialStatus.OK: 1}
+    assert result.stop_reason == StopReason.SPACE_EXHAUSTED
+
+
 def test_a_tuning_without_a_valid_trial_is_an_error_that_shows_the_first_failure(
     dense: LoweredNetwork, host_target: Target, tmp_path: Path
 ) -> None:
@@ -274,7 +284,8 @@ def test_the_cost_model_learns(single: LoweredNetwork, host_target: Target, tmp_
     import xgboost
 
     model, runner = tmp_path / names.COST_MODEL_FILE, FakeRunner([1e-3, 2e-3])
-    tune(single, host_target, tmp_path, runner=runner, cost_model_file=model, cost_model="xgb", trials=8)
+    options = {"strategy": "evolutionary", "cost_model": "xgb", "trials": 8}
+    tune(single, host_target, tmp_path, runner=runner, cost_model_file=model, **options)
     assert xgboost.Booster(model_file=str(model)).num_boosted_rounds() > 0
     assert not list(tmp_path.glob(".*"))
 

@@ -58,7 +58,7 @@ class TuningView:
                 yield segment
 
     @property
-    def is_searched(self) -> bool:
+    def search_is_over(self) -> bool:
         """Whether the last round is over, as far as the budget of trials and the tasks' stop reasons tell."""
         if not isinstance(self.latest, TuningRound):
             return False
@@ -85,7 +85,7 @@ class TuningView:
         parts = [self._network_latency(self.latest), f"{_clock(self.latest.elapsed_s)} elapsed"]
         if isinstance(self.latest, TuningResult):
             parts.append(f"stopped by {self.latest.stop_reason}")
-        elif self.is_searched:
+        elif self.search_is_over:
             parts.append("measuring the winners again")
         else:
             trials_left = self.plan.num_trials - self.latest.total_trials
@@ -138,7 +138,7 @@ class ProgressDisplay:
     def round_finished(self, round_: TuningRound) -> None:
         """Shows the state of every task, and which one had the round."""
         view = TuningView(plan=self._plan, latest=round_)
-        self._show(view, at_once=view.is_searched)
+        self._show(view, at_once=view.search_is_over)
 
     def tuning_finished(self, result: TuningResult) -> None:
         """Leaves the final state on the screen."""

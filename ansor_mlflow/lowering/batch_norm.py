@@ -8,6 +8,7 @@ and TVM need not evaluate the constants operation by operation, which takes long
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 import onnx
@@ -31,8 +32,7 @@ def fold_batch_norms(model: onnx.ModelProto) -> onnx.ModelProto:
     graph = folded.graph
     constants = {initializer.name: initializer for initializer in graph.initializer}
     producers = {output: node for node in graph.node for output in node.output}
-    num_uses = Counter(name for node in graph.node for name in node.input)
-    num_uses.update(output.name for output in graph.output)
+    num_uses = Counter(_uses(graph))
     for norm in [node for node in graph.node if node.op_type == "BatchNormalization"]:
         conv = producers.get(norm.input[0])
         if conv is None or conv.op_type != "Conv" or num_uses[conv.output[0]] != 1:
@@ -47,6 +47,16 @@ def fold_batch_norms(model: onnx.ModelProto) -> onnx.ModelProto:
         graph.node.remove(norm)
     _remove_unused_initializers(graph)
     return folded
+
+
+def _uses(graph: onnx.GraphProto) -> Iterator[str]:
+    """Yields each name as often as a node, also one in a branch, or an output takes it."""
+    for node in graph.node:
+        yield from node.input
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from _uses(attribute.g)
+    yield from (output.name for output in graph.output)
 
 
 def _folded(
@@ -73,8 +83,7 @@ def _attribute(node: onnx.NodeProto, name: str, default: float) -> float:
 
 def _remove_unused_initializers(graph: onnx.GraphProto) -> None:
     """Removes them from the inputs, too, where older ONNX files list them."""
-    used = {name for node in graph.node for name in node.input} | {output.name for output in graph.output}
-    unused = {initializer.name for initializer in graph.initializer} - used
+    unused = {initializer.name for initializer in graph.initializer} - set(_uses(graph))
     for entries in (graph.initializer, graph.input):
         for entry in [entry for entry in entries if entry.name in unused]:
             entries.remove(entry)

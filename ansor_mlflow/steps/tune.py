@@ -20,7 +20,7 @@ from ansor_mlflow.networks import Network, load_network
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records import Provenance, write_description
 from ansor_mlflow.targets import DeviceFingerprint, fingerprint, require_measurable_here, resolve_target
-from ansor_mlflow.threads import resolve_num_threads
+from ansor_mlflow.threads import measuring_cpus, resolve_num_threads
 from ansor_mlflow.tracking import MlflowObserver, StepRun, step_run
 from ansor_mlflow.tracking.environment import describe_environment
 from ansor_mlflow.trials import TuningObserver
@@ -121,7 +121,10 @@ def _provenance(options: TuneOptions, network: Network, num_threads: int) -> Pro
         lowering_version=LOWERING_VERSION,
         tvm_version=tvm.__version__,
         host=platform.node(),
-        measure=options.model_dump(include={"number", "repeat", "min_repeat_ms", "cache_flush"}),
+        measure={
+            **options.model_dump(include={"number", "repeat", "min_repeat_ms", "cache_flush"}),
+            "cpus": sorted(measuring_cpus(num_threads)),
+        },
     )
 
 

@@ -99,7 +99,7 @@ def _round_metrics(round_: TuningRound) -> dict[str, float]:
 
 def _final_metrics(result: TuningResult) -> dict[str, float]:
     """What the second measurements of the winners say."""
-    values = {names.TIME_CONFIRM_S: result.durations.confirm_s}
+    values = {names.TIME_CONFIRM_S: result.durations.confirm_s, names.TIME_LOG_S: result.durations.log_s}
     estimated_s, confirmed_s = result.estimated_latency_s, result.confirmed_latency_s
     if estimated_s and confirmed_s:
         values[names.CONFIRMED_LATENCY_MS] = confirmed_s * 1e3

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal
 
 from ansor_mlflow.trials import TuningObserver
-
-Event = Literal["tuning_started", "round_finished", "tuning_finished"]
 
 
 class Announcer:
@@ -22,9 +19,9 @@ class Announcer:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="observers")
         self._pending: list[Future[None]] = []
 
-    def tell(self, event: Event, payload: Any) -> None:
-        """Has every observer told, soon."""
-        self._pending.append(self._executor.submit(self._tell, event, payload))
+    def tell(self, call: Callable[[TuningObserver], None]) -> None:
+        """Makes a call to every observer, soon."""
+        self._pending.append(self._executor.submit(self._tell, call))
 
     def wait(self) -> None:
         """Returns when the observers know everything; raises what one of them raised."""
@@ -36,6 +33,6 @@ class Announcer:
         """Ends the thread; what was not told yet is dropped."""
         self._executor.shutdown(cancel_futures=True)
 
-    def _tell(self, event: Event, payload: Any) -> None:
+    def _tell(self, call: Callable[[TuningObserver], None]) -> None:
         for observer in self._observers:
-            getattr(observer, event)(payload)
+            call(observer)

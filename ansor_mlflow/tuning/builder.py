@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +62,8 @@ class LocalBuilder:
         """
         jobs = [_BuildJob(mod, self._target, self._next_path()) for mod in mods]
         outcomes = self._pool.map(_build, jobs, self._timeout_s)
-        if any(outcome.failure for outcome in outcomes):
-            self._scratch.require_space()
+        if errors := [outcome.error for outcome in outcomes if outcome.failure]:
+            self._scratch.require_space(errors)
         return outcomes
 
     def close(self) -> None:
@@ -81,7 +82,9 @@ def _build(job: Any) -> Path:
     from tvm.s_tir.transform import RemoveWeightLayoutRewriteBlock
 
     mod = RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(job.mod)
-    build(mod, target=job.target).export_library(str(job.path), fcompile=_link)
+    # TVM's own directory of object files would outlive a build that is killed
+    with tempfile.TemporaryDirectory(dir=job.path.parent) as directory:
+        build(mod, target=job.target).export_library(str(job.path), fcompile=_link, workspace_dir=directory)
     return Path(job.path)
 
 
@@ -93,9 +96,6 @@ def _link(library: str, objects: list[str], **_: Any) -> None:
     from tvm.support import cc
 
     linker = shutil.which("ld")
-    if linker is None:
+    command = [linker or "", "-shared", "-o", library, *objects]
+    if linker is None or subprocess.run(command, capture_output=True, check=False).returncode:
         cc.create_shared(library, objects)
-        return
-    finished = subprocess.run([linker, "-shared", "-o", library, *objects], capture_output=True, text=True, check=False)
-    if finished.returncode:
-        raise RuntimeError(f"the linker failed: {finished.stderr}")

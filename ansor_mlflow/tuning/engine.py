@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,9 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ansor_mlflow.errors import TuningError
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.trials import (
@@ -40,6 +38,9 @@ if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.database import Database
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
     from tvm.target import Target
+
+
+_log = logging.getLogger("ansor_mlflow")
 
 
 @dataclass(frozen=True)
@@ -113,17 +114,17 @@ class Tuner:
         Raises:
             KeyboardInterrupt: SIGINT or SIGTERM came; the round in hand was finished and recorded.
         """
-        np.random.seed(self._options.seed)  # the untrained XGBModel draws from NumPy's global generator
         self._started_s = time.monotonic()
-        self._announcer.tell("tuning_started", plan)
+        self._announcer.tell(lambda observer: observer.tuning_started(plan))
         try:
-            with deferred_interrupts() as interrupts:
-                stop_reason = self._run_rounds(interrupts)
-                self._confirm_winners(interrupts)
+            try:
+                with deferred_interrupts() as interrupts:
+                    stop_reason = self._run_rounds(interrupts)
+                    self._confirm_winners(interrupts)
+            except KeyboardInterrupt:
+                self._finish_interrupted()
+                raise
             return self._finish(stop_reason)
-        except KeyboardInterrupt:
-            self._finish(StopReason.INTERRUPTED)
-            raise
         finally:
             self._announcer.close()
             for search in self._searches.values():
@@ -131,7 +132,7 @@ class Tuner:
 
     def save_winners(self, directory: Path) -> None:
         """Writes a database with the winner of every task that has one."""
-        self._winners.write(directory, self._tasks, self._target)
+        self._winners.write(directory, self._tasks, self._target, self._database)
 
     def _run_rounds(self, interrupts: Interrupts) -> str:
         """Works until a budget is spent; returns the reason to stop.
@@ -142,7 +143,12 @@ class Tuner:
         with _background_thread() as executor:
             while True:
                 reason = self._rules.run_stop_reason(self._elapsed_s(), self._num_proposed, self._states)
-                batch = None if reason or interrupts.received else self._start_round(executor, in_flight)
+                try:
+                    batch = None if reason or interrupts.received else self._start_round(executor, in_flight)
+                except Exception:
+                    if in_flight is not None:  # it was measured, and is not to be lost
+                        self._finish_round(in_flight)
+                    raise
                 if in_flight is not None:
                     self._finish_round(in_flight)
                 in_flight = batch
@@ -189,17 +195,15 @@ class Tuner:
                 save_cost_model(self._cost_model, self._cost_model_file)
         self._scheduler.round_finished(state)
         state.stop_reason = self._rules.stop_reason_of(state)
-        self._announcer.tell(
-            "round_finished",
-            TuningRound(
-                trials=trials,
-                task=state.snapshot(),
-                tasks=tuple(task.snapshot() for task in self._states),
-                total_trials=self._total_trials,
-                elapsed_s=self._elapsed_s(),
-                durations=replace(self._durations),
-            ),
+        round_ = TuningRound(
+            trials=trials,
+            task=state.snapshot(),
+            tasks=tuple(task.snapshot() for task in self._states),
+            total_trials=self._total_trials,
+            elapsed_s=self._elapsed_s(),
+            durations=replace(self._durations),
         )
+        self._announcer.tell(lambda observer: observer.round_finished(round_))
 
     def _make_trials(self, batch: _Batch, outcomes: Sequence[Outcome[tuple[float, ...]]]) -> tuple[Trial, ...]:
         """Counts the trials of a round; the libraries of the fastest stay for a second measurement."""
@@ -251,9 +255,16 @@ class Tuner:
             durations=replace(self._durations),
             stop_reason=stop_reason,
         )
-        self._announcer.tell("tuning_finished", result)
+        self._announcer.tell(lambda observer: observer.tuning_finished(result))
         self._announcer.wait()
         return result
+
+    def _finish_interrupted(self) -> None:
+        """As `_finish`, but an observer that fails does not hide that the tuning was interrupted."""
+        try:
+            self._finish(StopReason.INTERRUPTED)
+        except Exception as err:  # noqa: BLE001 - the interrupt is what ends the tuning
+            _log.warning("the end of the tuning was not told: %s", err)
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._started_s
@@ -275,21 +286,3 @@ def _background_thread() -> Iterator[ThreadPoolExecutor]:
         yield executor
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
-
-
-def require_valid_trials(result: TuningResult) -> None:
-    """Checks that every task with work to do has a schedule.
-
-    Raises:
-        TuningError: A task has none.
-    """
-    failed = [t for t in result.tasks if t.best_s is None and t.stop_reason != StopReason.NOTHING_TO_TUNE]
-    if not failed:
-        return
-    task = failed[0]
-    reason = " ".join(task.first_error.split())[:300] or "no candidate was measured"
-    raise TuningError(
-        f"{len(failed)} of {len(result.tasks)} tasks have no valid trial, such as {task.info.name} after "
-        f"{task.total_trials} trials ({reason}); give more trials, more time (max_minutes, measure_timeout_s) or "
-        "another target"
-    )

@@ -52,4 +52,4 @@ def deferred_interrupts() -> Iterator[Interrupts]:
         yield interrupts
     finally:
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python

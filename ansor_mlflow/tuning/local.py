@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,19 +11,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ansor_mlflow import names
+from ansor_mlflow.errors import MachineError
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.targets import fingerprint
-from ansor_mlflow.trials import TuningObserver, TuningPlan, TuningResult
+from ansor_mlflow.trials import TuningObserver, TuningPlan, TuningResult, TuningRound
+from ansor_mlflow.tuning.arguments import arg_info, num_bytes
 from ansor_mlflow.tuning.builder import LocalBuilder
 from ansor_mlflow.tuning.engine import Tuner
-from ansor_mlflow.tuning.runner import LocalRunner, MeasureSettings, arg_info
+from ansor_mlflow.tuning.runner import LocalRunner, MeasureSettings
+from ansor_mlflow.tuning.scratch import is_full
 from ansor_mlflow.tuning.sole import sole_tuner
 from ansor_mlflow.tuning.stopping import resolve_num_trials
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.target import Target
+
+
+_STACK_BYTES = 8 * 2**20
+"""Of a thread, as Linux sets it aside."""
+_log = logging.getLogger("ansor_mlflow")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,26 +77,58 @@ def tune_locally(job: TuningJob, options: TuneOptions, observers: Sequence[Tunin
             database=JSONDatabase(work_dir=str(job.records)),
             builder=builder,
             runner=runner,
-            observers=observers,
+            observers=[_SpaceGuard(job.records), *observers],
             cost_model_file=job.records / names.COST_MODEL_FILE,
         )
         try:
-            return tuner.tune(plan)
-        finally:
-            tuner.save_winners(best)
+            result = tuner.tune(plan)
+        except BaseException:
+            try:
+                tuner.save_winners(best)
+            except Exception as err:  # noqa: BLE001 - the error that ended the tuning is the one to report
+                _log.warning("the winners were not saved: %s", err)
+            raise
+        tuner.save_winners(best)
+        return result
+
+
+class _SpaceGuard:
+    """A `TuningObserver` that ends the tuning before the disk of its records is full.
+
+    TVM's database does not notice that it is, and loses every further record.
+    """
+
+    def __init__(self, records: Path) -> None:
+        self._records = records
+
+    def tuning_started(self, plan: TuningPlan) -> None:  # noqa: ARG002 - the protocol's
+        """Checks it before the first record."""
+        self._require_space()
+
+    def round_finished(self, round_: TuningRound) -> None:  # noqa: ARG002
+        """Checks it before the next records."""
+        self._require_space()
+
+    def tuning_finished(self, result: TuningResult) -> None:
+        """Does nothing: no record follows."""
+
+    def _require_space(self) -> None:
+        if is_full(self._records):
+            raise MachineError(f"no space is left for records in {self._records}; free some, and tune again")
 
 
 @contextlib.contextmanager
 def _local_workers(job: TuningJob, options: TuneOptions) -> Iterator[tuple[LocalBuilder, LocalRunner]]:
-    """Builder and runner with their bounds of memory; what a program is measured on comes on top."""
+    """Builder and runner with their bounds of memory; arguments and stacks of a program come on top of the runner's."""
     memory_bytes = options.worker_memory_mib * 2**20
     builder = LocalBuilder(
         job.target, max_workers=job.num_threads, timeout_s=options.measure_timeout_s, memory_bytes=memory_bytes
     )
     with contextlib.closing(builder):
+        argument_bytes = max(_argument_bytes(task.mod) for task in job.lowered.tasks)
         runner = LocalRunner(
             _measure_settings(options, job.num_threads),
-            memory_bytes=memory_bytes + max(_argument_bytes(task.mod) for task in job.lowered.tasks),
+            memory_bytes=memory_bytes + argument_bytes + job.num_threads * _STACK_BYTES,
         )
         with contextlib.closing(runner):
             yield builder, runner
@@ -96,11 +136,9 @@ def _local_workers(job: TuningJob, options: TuneOptions) -> Iterator[tuple[Local
 
 def _argument_bytes(mod: IRModule) -> int:
     """Size of the arguments of a task's function."""
-    import numpy as np
     from tvm.s_tir.meta_schedule.arg_info import ArgInfo
 
-    arguments = [arg_info(info) for info in ArgInfo.from_entry_func(mod, remove_preproc=True)]
-    return sum(math.prod(shape) * np.dtype(dtype).itemsize for _, dtype, shape in arguments)
+    return num_bytes(tuple(arg_info(info) for info in ArgInfo.from_entry_func(mod, remove_preproc=True)))
 
 
 def _measure_settings(options: TuneOptions, num_threads: int) -> MeasureSettings:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ansor_mlflow.trials import Trial, TrialStatus
-from ansor_mlflow.tuning.runner import RunJob, arg_info
+from ansor_mlflow.tuning.arguments import arg_info
+from ansor_mlflow.tuning.runner import RunJob
 from ansor_mlflow.tuning.workers import Outcome
 
 if TYPE_CHECKING:

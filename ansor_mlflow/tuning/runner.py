@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from ansor_mlflow.threads import measuring_cpus, set_num_threads
+from ansor_mlflow.tuning.arguments import ArgInfo, num_bytes, random_arguments
 from ansor_mlflow.tuning.workers import Outcome, WorkerPool
 
 _TOO_SLOW = 10.0
 """A program that many times slower than the best of its task needs no exact time."""
+_WORTH_CUTTING_S = 1e-3
+"""A call that is shorter is always measured in full: Python's own time is a part of it."""
+_SAFETY = 1.1
+"""Calls beyond those that just reach `min_repeat_ms`, because a measurement that falls short starts again."""
 _SETUP_S = 3.0
-"""Time to load a library and fill its arguments, on a busy machine."""
-
-ArgInfo = tuple[str, str, tuple[int, ...]]
-"""How TVM describes an argument: ("TENSOR", dtype, shape)."""
-
-
-def arg_info(info: Any) -> ArgInfo:
-    """Reads MetaSchedule's description of an argument."""
-    kind, dtype, shape = info.as_json()
-    return str(kind), str(dtype), tuple(int(extent) for extent in shape)
+"""Time to load a library, on a busy machine."""
+_FILL_S_PER_BYTE = 2e-8
+"""Time to fill arguments with random numbers: 7e-9 measured for 16-bit floats, less for others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +91,10 @@ def _timeout_s(job: RunJob, settings: MeasureSettings) -> float:
     """Time for one program: two calls at `_TOO_SLOW` times the best, or a full measurement of one that is faster."""
     if job.best_s is None:
         return settings.timeout_s
+    setup_s = _SETUP_S + _FILL_S_PER_BYTE * num_bytes(job.args_info)
     slowest_s = _TOO_SLOW * job.best_s
     full_s = (2 + settings.repeat) * (settings.number * slowest_s + 2 * settings.min_repeat_ms / 1e3)
-    return min(settings.timeout_s, _SETUP_S + full_s)
+    return min(settings.timeout_s, setup_s + full_s)
 
 
 def _measure(work: tuple[RunJob, MeasureSettings]) -> tuple[float, ...]:
@@ -107,14 +106,16 @@ def _measure(work: tuple[RunJob, MeasureSettings]) -> tuple[float, ...]:
     if used != settings.num_threads:
         raise RuntimeError(f"TVM runs on {used} threads in the measuring process, not on {settings.num_threads}")
     library = tvm.runtime.load_module(str(job.path))
-    arguments = _random_arguments(job.args_info)
-    slow_s = _time_if_too_slow(library["main"], arguments, job.best_s)
-    if slow_s is not None:
-        return (slow_s,)
+    arguments = random_arguments(job.args_info)
+    call_s = _call_s(library["main"], arguments)
+    if job.best_s is not None and call_s > max(_TOO_SLOW * job.best_s, _WORTH_CUTTING_S):
+        return (call_s,)
+    # TVM calls three times and guesses from these cold calls how many are enough; it often starts again
+    enough = math.ceil(_SAFETY * settings.min_repeat_ms / 1e3 / call_s)
     timer = library.time_evaluator(
         "main",
         tvm.cpu(0),
-        number=settings.number,
+        number=max(settings.number, enough),
         repeat=settings.repeat,
         min_repeat_ms=settings.min_repeat_ms,
         f_preproc="cache_flush_cpu_non_first_arg" if settings.cache_flush else "",
@@ -122,39 +123,11 @@ def _measure(work: tuple[RunJob, MeasureSettings]) -> tuple[float, ...]:
     return tuple(float(seconds) for seconds in timer(*arguments).results)
 
 
-def _time_if_too_slow(function: Callable[..., object], arguments: list[Any], best_s: float | None) -> float | None:
-    """Seconds of a call if two calls are both far slower than the best program, so that no measurement is needed."""
-    if best_s is None:
-        return None
-    for _ in range(2):  # the first one also pays for cold caches and for starting the threads
+def _call_s(function: Callable[..., object], arguments: Sequence[object]) -> float:
+    """Seconds of the faster of two calls; the first one also pays for cold caches and for starting the threads."""
+    elapsed_s = []
+    for _ in range(2):
         started = time.perf_counter()
         function(*arguments)
-        elapsed_s = time.perf_counter() - started
-        if elapsed_s < _TOO_SLOW * best_s:
-            return None
-    return elapsed_s
-
-
-@lru_cache(maxsize=1)
-def _random_arguments(args_info: tuple[ArgInfo, ...]) -> list[Any]:
-    """Tensors of random numbers: zeros would let denormals and branches distort the time.
-
-    The programs of a task have the same arguments, which take longer to fill than a fast program to measure.
-
-    Indices, which ONNX has in 32 and 64 bits, are zero: TVM fills integers with any bits, and kernels do not check
-    the indices that they read with.
-    """
-    import numpy as np
-    import tvm
-
-    device = tvm.cpu(0)
-    fill = tvm.get_global_func("tvm.contrib.random.random_fill_for_measure")
-    arguments = []
-    for _, dtype, shape in args_info:
-        if dtype in ("int32", "int64"):
-            tensor = tvm.runtime.tensor(np.zeros(shape, dtype), device)
-        else:
-            tensor = tvm.runtime.empty(shape=shape, dtype=dtype, device=device)
-            fill(tensor)
-        arguments.append(tensor)
-    return arguments
+        elapsed_s.append(time.perf_counter() - started)
+    return min(elapsed_s)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 
 from ansor_mlflow.trials import TaskState
+from ansor_mlflow.tuning.stopping import MAX_BARREN_ROUNDS
 
 _ALPHA = 0.2
 """Trust in the gain of recent rounds against the optimistic guess."""
@@ -17,8 +18,6 @@ _BETA = 2.0
 """How much slower per FLOP than the best similar task a task is still believed to stay."""
 _WINDOW = 3
 """Rounds over which the recent gain is taken."""
-_MAX_BARREN_ROUNDS = 4
-"""Rounds without one valid trial after which a task no longer comes first."""
 _EPSILON = 0.05
 """Share of rounds that go to a random task."""
 
@@ -59,7 +58,7 @@ class GradientScheduler:
         """Expected decrease of the network's latency, in seconds, by one more round of a task."""
         task, history, rounds = tasks[index], self._history[index], self._rounds[index]
         if task.best_s is None:
-            return float("inf") if rounds < _MAX_BARREN_ROUNDS else 0.0
+            return float("inf") if rounds < MAX_BARREN_ROUNDS else 0.0
         recent = (history[-1 - _WINDOW] - history[-1]) / _WINDOW if len(history) > _WINDOW else 0.0
         optimistic = task.best_s / rounds
         peers = [peer.gflops for peer in tasks if peer.gflops and _operator(peer) == _operator(task)]

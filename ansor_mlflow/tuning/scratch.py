@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -15,6 +17,7 @@ from ansor_mlflow.errors import MachineError
 _PREFIX = "ansor_mlflow-build-"
 _OWNER_LOCK = ".owner.lock"
 _MIN_FREE_BYTES = 8 * 1024 * 1024
+_DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 
 class ScratchDirectory:
@@ -32,13 +35,16 @@ class ScratchDirectory:
         self._lock.acquire()
         hidden.rename(self.path)  # only now do other tuners see it, and it is locked
 
-    def require_space(self) -> None:
-        """Checks that a file can be written.
+    def require_space(self, errors: Iterable[str] = ()) -> None:
+        """Checks that files can be written.
+
+        Args:
+            errors: What failed meanwhile; a quota that is used up, or a lack of inodes, shows there alone.
 
         Raises:
             MachineError: The disk is full.
         """
-        if shutil.disk_usage(self.path).free < _MIN_FREE_BYTES:
+        if is_full(self.path) or any(sign in error for error in errors for sign in _DISK_FULL):
             raise MachineError(
                 f"no space is left in the temporary directory {self.path.parent}; free some, or set TMPDIR to another"
             )
@@ -49,10 +55,15 @@ class ScratchDirectory:
         self._lock.release()
 
 
+def is_full(directory: Path) -> bool:
+    """Whether a directory's disk has too little space left for the files of a round."""
+    return shutil.disk_usage(directory).free < _MIN_FREE_BYTES
+
+
 def _remove_abandoned(parent: Path) -> None:
     for directory in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError, Timeout):
-            if directory.stat().st_uid != os.getuid():
+            if directory.is_symlink() or directory.stat().st_uid != os.getuid():
                 continue
             with FileLock(directory / _OWNER_LOCK, timeout=0):
                 shutil.rmtree(directory, ignore_errors=True)

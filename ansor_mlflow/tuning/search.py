@@ -29,6 +29,8 @@ _NUM_WARMUP_SAMPLES = 48
 """Measurements before the cost model is trusted; until then rounds are random. MetaSchedule's default is 100."""
 _MAX_EMPTY_ROUNDS = 5
 """Rounds without a new candidate after which a search space counts as exhausted."""
+_MAX_SECOND_CHANCES = 16
+"""Failed programs of a task that are measured again when its space is exhausted."""
 _UNLIMITED = 2**30
 """Trials that MetaSchedule is told to expect: the budget is kept by our own loop."""
 
@@ -70,8 +72,9 @@ def save_cost_model(cost_model: CostModel, path: Path) -> None:
 class TaskSearch:
     """Proposes candidates for one task and learns from their measurement.
 
-    Evolution needs a cost model that can tell good from bad; while it has too few samples, candidates are random
-    programs of the same space, which cost a tenth of the time.
+    Evolution needs a cost model that can tell good from bad, and programs to start from. In a task's first round, and
+    while the model has too few samples, candidates are random programs of the same space, which cost a tenth of the
+    time.
 
     Args:
         task: What is tuned.
@@ -112,16 +115,34 @@ class TaskSearch:
         self._design_spaces: list[Schedule] | None = None
         self._contexts: dict[str, TuneContext] = {}
         self._measured: set[str] = set()
+        self._spare: list[tuple[str, MeasureCandidate]] = []
+        """What a limit cut off: evolution does not propose it again."""
+        self._failed: list[MeasureCandidate] = []
+        self._is_exhausted = False
 
     def propose(self, limit: int) -> list[MeasureCandidate]:
-        """At most `limit` new programs, best guess first; none when the space is exhausted."""
-        random = self._strategy == "random" or is_untrained(self._cost_model)
+        """At most `limit` new programs, best guess first; none when the space is exhausted.
+
+        Before that, programs that failed get another chance: a worker may have died of something else, and a small
+        space has nothing else to offer.
+        """
+        candidates = self._new_programs(limit)
+        if not candidates:
+            self._is_exhausted = True
+            candidates, self._failed = self._failed[:limit], self._failed[limit:]
+        return candidates
+
+    def _new_programs(self, limit: int) -> list[MeasureCandidate]:
+        random = self._strategy == "random" or not self._measured or is_untrained(self._cost_model)
         context = self._context("random" if random else "evolutionary")
         for _ in range(_MAX_EMPTY_ROUNDS):
-            candidates = context.generate_measure_candidates()
-            if candidates is None:
-                return []
-            new = self._new_ones(candidates)[:limit]
+            if not self._spare:
+                candidates = context.generate_measure_candidates()
+                if candidates is None:
+                    return []
+                self._spare = self._new_ones(candidates)
+            new, spare = self._spare[:limit], self._spare[limit:]
+            self._spare = [] if random else spare
             if new:
                 self._measured.update(name for name, _ in new)
                 return [candidate for _, candidate in new]
@@ -129,10 +150,14 @@ class TaskSearch:
 
     def learn(self, candidates: Sequence[MeasureCandidate], results: Sequence[RunnerResult]) -> None:
         """Trains the cost model and moves the search on."""
-        context = next(iter(self._contexts.values()))
-        self._cost_model.update(context, list(candidates), list(results))
+        if self._strategy == "evolutionary":
+            context = next(iter(self._contexts.values()))
+            self._cost_model.update(context, list(candidates), list(results))
         for context in self._contexts.values():
             context.notify_runner_results(list(candidates), list(results))
+        if not self._is_exhausted:
+            failed = [c for c, result in zip(candidates, results, strict=True) if result.run_secs is None]
+            self._failed = [*self._failed, *failed][:_MAX_SECOND_CHANCES]
 
     def close(self) -> None:
         """Frees the state of the search."""

@@ -24,6 +24,7 @@ def sole_tuner(directory: Path) -> Iterator[None]:
         UserInputError: Another tuner holds it.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    directory = directory.resolve()  # it has one name only, and is not "."
     owner = directory.with_name(f"{directory.name}.tuner.json")
     lock = FileLock(directory.with_name(f"{directory.name}.lock"))
     try:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.errors import TuningError, UserInputError
 from ansor_mlflow.options import TRIALS_PER_TASK, TuneOptions
-from ansor_mlflow.trials import StopReason, TaskState
+from ansor_mlflow.trials import StopReason, TaskState, TuningResult
 
 NOISE = 0.03
 """Relative difference below which two measurements count as equal.
 
 Repeated measurements of one program differ by 3 to 5 % (median, `min_repeat_ms` from 20 to 100).
 """
+MAX_BARREN_ROUNDS = 4
+"""Rounds that a task gets at least to find a first valid trial."""
 _FIRST_PASS_SHARE = 0.5
 """Most of the budget that the first pass may take; the rest goes where the gradient points."""
 
@@ -88,4 +90,27 @@ class StoppingRules:
             self._rounds_without_gain[index] = 0
             return False
         self._rounds_without_gain[index] = self._rounds_without_gain.get(index, 0) + 1
-        return self._options.patience is not None and self._rounds_without_gain[index] >= self._options.patience
+        patience = self._options.patience
+        if patience is None:
+            return False
+        if task.best_s is None:  # without any valid trial the whole tuning would fail
+            patience = max(patience, MAX_BARREN_ROUNDS)
+        return self._rounds_without_gain[index] >= patience
+
+
+def require_valid_trials(result: TuningResult) -> None:
+    """Checks that every task with work to do has a schedule.
+
+    Raises:
+        TuningError: A task has none.
+    """
+    failed = [t for t in result.tasks if t.best_s is None and t.stop_reason != StopReason.NOTHING_TO_TUNE]
+    if not failed:
+        return
+    task = failed[0]
+    reason = " ".join(task.first_error.split())[:300] or "no candidate was measured"
+    raise TuningError(
+        f"{len(failed)} of {len(result.tasks)} tasks have no valid trial, such as {task.info.name} after "
+        f"{task.total_trials} trials ({reason}); give more trials, more time (max_minutes, measure_timeout_s) or "
+        "another target"
+    )

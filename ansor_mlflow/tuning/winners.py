@@ -14,11 +14,14 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
+from ansor_mlflow.errors import MachineError
 from ansor_mlflow.lowering import TuningTask
+from ansor_mlflow.records import RECORD_FILE
 from ansor_mlflow.trials import Trial
 from ansor_mlflow.tuning.runner import RunJob, Runner
 
 if TYPE_CHECKING:
+    from tvm.s_tir.meta_schedule.database import Database, TuningRecord
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
     from tvm.target import Target
 
@@ -26,6 +29,8 @@ _MAX_FINALISTS = 3
 """Programs of a task that are measured again."""
 _MARGIN = 1.05
 """A program whose first time is more than that many times the best is no finalist."""
+_FAILED_RUN_S = 1e9
+"""Run times from here on mark failed trials."""
 _MIN_PASSES = 2
 _MAX_PASSES = 3
 """Most measurements of a finalist."""
@@ -92,27 +97,48 @@ class Winners:
                 noise = self._noise()
                 undecided = [f for f in undecided if not _is_decided(f, noise)]
 
-    def write(self, directory: Path, tasks: Sequence[TuningTask], target: Target) -> None:
+    def write(self, directory: Path, tasks: Sequence[TuningTask], target: Target, database: Database) -> None:
         """Writes a database with one record per task: the winner, with its second measurement where it had one.
 
-        Nothing is written where no task has a winner.
-        """
-        from tvm.s_tir.meta_schedule.database import JSONDatabase, TuningRecord
+        A record of an earlier tuning that is faster than the winner takes its place. Nothing is written where no task
+        has a record.
 
-        winners = [(task, winner) for task in tasks if (winner := self.of_task(task.info.index))]
-        if not winners:
+        Args:
+            directory: Replaced as a whole.
+            tasks: All tasks.
+            target: What they were tuned for.
+            database: All records, earlier ones included.
+
+        Raises:
+            MachineError: The disk is full.
+        """
+        from tvm.s_tir.meta_schedule.database import JSONDatabase
+
+        records = [record for task in tasks if (record := self._best_record(task, target, database))]
+        if not records:
             return
         new = directory.with_name(f".{directory.name}.new")
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
-        database = JSONDatabase(work_dir=str(new))
-        for task, winner in winners:
-            trace, args_info = winner.candidate.sch.trace, list(winner.candidate.args_info)
-            run_s = [value for value in winner.again_s if math.isfinite(value)] or list(winner.trial.run_s)
-            workload = database.commit_workload(task.mod)
-            database.commit_tuning_record(TuningRecord(trace, workload, run_s, target, args_info))
+        best = JSONDatabase(work_dir=str(new))
+        for record in records:
+            best.commit_workload(record.workload.mod)
+            best.commit_tuning_record(record)
+        if len((new / RECORD_FILE).read_text().splitlines()) != len(records):  # TVM does not notice a full disk
+            raise MachineError(f"{directory}: the winners were not written in full; free space on that disk")
         shutil.rmtree(directory, ignore_errors=True)
         new.rename(directory)
+
+    def _best_record(self, task: TuningTask, target: Target, database: Database) -> TuningRecord | None:
+        from tvm.s_tir.meta_schedule.database import TuningRecord
+
+        workload = database.commit_workload(task.mod)
+        earlier = next((r for r in database.get_top_k(workload, 1) if _mean_s(r) < _FAILED_RUN_S), None)
+        winner = self.of_task(task.info.index)
+        if winner is None or (earlier is not None and _mean_s(earlier) < winner.first_s / _MARGIN):
+            return earlier
+        run_s = [value for value in winner.again_s if math.isfinite(value)] or list(winner.trial.run_s)
+        return TuningRecord(winner.candidate.sch.trace, workload, run_s, target, list(winner.candidate.args_info))
 
     def _noise(self) -> float:
         """Standard deviation of the logarithm of one measurement, pooled over all finalists."""
@@ -122,6 +148,10 @@ class Winners:
             squares += sum((value - fmean(logs)) ** 2 for value in logs)
             degrees += max(0, len(logs) - 1)
         return math.sqrt(squares / degrees) if degrees else 0.0
+
+
+def _mean_s(record: TuningRecord) -> float:
+    return fmean(float(seconds) for seconds in record.run_secs)
 
 
 def _is_decided(finalists: Sequence[Finalist], noise: float) -> bool:

@@ -201,7 +201,9 @@ def _start_worker(memory_bytes: int | None, cpus: frozenset[int] | None) -> None
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+        hard_limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        bound = memory_bytes if hard_limit == resource.RLIM_INFINITY else min(memory_bytes, hard_limit)
+        resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
     if cpus is not None:
         os.sched_setaffinity(0, cpus)
 

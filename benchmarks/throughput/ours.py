@@ -63,7 +63,6 @@ def tune_ours(job: Job, directory: Path) -> Outcome:
     if result is None:
         raise RuntimeError(f"the tuning run {run_id} ended without a result")
     mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=names.RECORDS_DIR, dst_path=str(directory))
-    durations: dict[str, float] = asdict(result.durations)
     trials_by_status: Counter[str] = Counter()
     for task in result.tasks:
         trials_by_status.update({status.value: number for status, number in task.num_trials.items() if number})
@@ -73,11 +72,11 @@ def tune_ours(job: Job, directory: Path) -> Outcome:
         tuning_s=tuning_s,
         wall_s=wall_s,
         first_trial_s=observer.first_trial_s,
-        search_s=durations.get("search_s", 0.0),
-        build_s=durations.get("build_s", 0.0),
-        run_s=durations.get("run_s", 0.0),
+        search_s=result.durations.search_s,
+        build_s=result.durations.build_s,
+        run_s=result.durations.run_s,
         timeline=observer.timeline,
-        details={"durations": durations, "stop_reason": result.stop_reason, "tuner_s": result.elapsed_s},
+        details={"durations": asdict(result.durations), "stop_reason": result.stop_reason, "tuner_s": result.elapsed_s},
     )
 
 

@@ -1,0 +1,50 @@
+"""The arguments that candidate programs are timed on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+ArgInfo = tuple[str, str, tuple[int, ...]]
+"""How TVM describes an argument: ("TENSOR", dtype, shape)."""
+
+_filled: dict[tuple[int, str, int], Any] = {}
+"""The tensors of the last task, by position, dtype and number of elements."""
+
+
+def arg_info(info: Any) -> ArgInfo:
+    """Reads MetaSchedule's description of an argument."""
+    kind, dtype, shape = info.as_json()
+    return str(kind), str(dtype), tuple(int(extent) for extent in shape)
+
+
+def num_bytes(args_info: tuple[ArgInfo, ...]) -> int:
+    """Size of all arguments."""
+    return sum(math.prod(shape) * np.dtype(dtype).itemsize for _, dtype, shape in args_info)
+
+
+def random_arguments(args_info: tuple[ArgInfo, ...]) -> list[Any]:
+    """Tensors of random numbers: zeros would let denormals and branches distort the time.
+
+    Programs of one task differ in the layout of their weights but not in the number of elements, so that they share
+    the numbers, which take longer to make than a fast program to measure. Indices, which ONNX has in 32 and 64 bits,
+    are zero: TVM fills integers with any bits, and kernels do not check the indices that they read with.
+    """
+    keys = [(position, dtype, math.prod(shape)) for position, (_, dtype, shape) in enumerate(args_info)]
+    if _filled.keys() != set(keys):
+        _filled.clear()  # before the new ones take memory
+        _filled.update({key: _fill(*key[1:]) for key in keys})
+    return [_filled[key]._create_view(shape) for key, (_, _, shape) in zip(keys, args_info, strict=True)]
+
+
+def _fill(dtype: str, num_elements: int) -> Any:
+    import tvm
+
+    device = tvm.cpu(0)
+    if dtype in ("int32", "int64"):
+        return tvm.runtime.tensor(np.zeros(num_elements, dtype), device)
+    tensor = tvm.runtime.empty((num_elements,), dtype, device)
+    tvm.get_global_func("tvm.contrib.random.random_fill_for_measure")(tensor)
+    return tensor
