@@ -108,7 +108,7 @@ class TuneOptions(NetworkOptions):
         "a whole number of at least 1",
     )
     num_trials_per_round: PositiveInt = _parameter(
-        16, "Programs measured before the cost model learns again.", "a whole number of at least 1"
+        32, "Programs measured before the cost model learns again.", "a whole number of at least 1"
     )
     strategy: Literal["evolutionary", "random"] = _parameter(
         "evolutionary", "Search strategy; random is MetaSchedule's replay-trace.", "evolutionary or random"

@@ -112,8 +112,8 @@ def runner() -> Iterator[LocalRunner]:
         yield runner
 
 
-def job(path: Path, best_s: float | None = None) -> RunJob:
-    return RunJob(path, (("TENSOR", "float32", (64,)),), best_s)
+def job(path: Path, best_s: float | None = None, task: str = "") -> RunJob:
+    return RunJob(path, (("TENSOR", "float32", (64,)),), task=task, best_s=best_s)
 
 
 def assert_measured(outcome: Outcome[tuple[float, ...]], num_values: int = 3) -> None:
@@ -146,17 +146,27 @@ def test_a_bad_candidate_costs_itself_alone(
 
 
 def test_a_far_slower_candidate_is_not_measured_in_full(libraries: Mapping[str, Path], runner: LocalRunner) -> None:
-    slow, fast, first = runner.run(
-        [
-            job(libraries["slow"], best_s=4e-3),
-            job(libraries["fast"], best_s=4e-3),
-            job(libraries["slow"]),
-        ]
-    )
+    slow, fast = runner.run([job(libraries["slow"], best_s=4e-3), job(libraries["fast"], best_s=4e-3)])
     assert_measured(slow, num_values=1)
     assert_measured(fast, num_values=3)
-    assert_measured(first, num_values=3)
     np.testing.assert_allclose(slow.value, [0.05], rtol=0.5)
+
+
+def test_a_candidate_is_compared_with_those_of_its_task_alone(
+    libraries: Mapping[str, Path], runner: LocalRunner
+) -> None:
+    first, fast, slow, other = runner.run(
+        [
+            job(libraries["slow"], task="one"),
+            job(libraries["fast"], task="one"),
+            job(libraries["slow"], task="one"),
+            job(libraries["slow"], task="another"),
+        ]
+    )
+    assert_measured(first, num_values=3)
+    assert_measured(fast, num_values=3)
+    assert_measured(slow, num_values=1)
+    assert_measured(other, num_values=3)
 
 
 def test_the_timeout_holds_where_nothing_is_known_of_a_task(libraries: Mapping[str, Path]) -> None:

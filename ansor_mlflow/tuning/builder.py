@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.target import Target
 
-_TASKS_PER_WORKER = 16
+_TASKS_PER_WORKER = 64
 
 
 class Builder(Protocol):

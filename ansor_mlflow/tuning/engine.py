@@ -177,7 +177,7 @@ class Tuner:
         self._num_proposed += len(candidates)
         with self._timed("build_s"):
             built = self._builder.build([candidate.sch.mod for candidate in candidates])
-        jobs = run_jobs(candidates, built, state.best_s)
+        jobs = run_jobs(candidates, built, state.info.name, state.best_s)
         with self._timed("log_s"):
             self._announcer.wait()
         return _Batch(state, candidates, built, jobs, executor.submit(self._runner.run, jobs))

@@ -24,11 +24,11 @@ _STATUS = {"timed_out": TrialStatus.TIMED_OUT, "crashed": TrialStatus.CRASHED}
 
 
 def run_jobs(
-    candidates: Sequence[MeasureCandidate], built: Sequence[Outcome[Path]], best_s: float | None
+    candidates: Sequence[MeasureCandidate], built: Sequence[Outcome[Path]], task: str, best_s: float | None
 ) -> list[RunJob]:
-    """What is to be measured of the candidates: those that could be built."""
+    """What is to be measured of a task's candidates: those that could be built."""
     return [
-        RunJob(outcome.value, tuple(arg_info(info) for info in candidate.args_info), best_s)
+        RunJob(outcome.value, tuple(arg_info(info) for info in candidate.args_info), task, best_s)
         for candidate, outcome in zip(candidates, built, strict=True)
         if outcome.value is not None
     ]

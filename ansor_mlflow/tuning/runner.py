@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Protocol
 
 from ansor_mlflow.threads import measuring_cpus, set_num_threads
 from ansor_mlflow.tuning.arguments import ArgInfo, num_bytes, random_arguments
 from ansor_mlflow.tuning.workers import Outcome, WorkerPool
 
-_TOO_SLOW = 10.0
+_TOO_SLOW = 5.0
 """A program that many times slower than the best of its task needs no exact time."""
 _WORTH_CUTTING_S = 1e-3
 """A call that is shorter is always measured in full: Python's own time is a part of it."""
@@ -43,8 +44,10 @@ class RunJob:
 
     path: Path
     args_info: tuple[ArgInfo, ...]
+    task: str = ""
+    """Programs of one task compute the same."""
     best_s: float | None = None
-    """Seconds per call of the best program so far that computes the same; a far slower one is not measured in full."""
+    """Seconds per call of the task's best program before this round; a far slower one is not measured in full."""
 
 
 class Runner(Protocol):
@@ -56,7 +59,7 @@ class Runner(Protocol):
     def run(self, jobs: Sequence[RunJob]) -> list[Outcome[tuple[float, ...]]]:
         """Returns, in the order of the jobs, seconds per call, one value for each repeat; a failure is an outcome.
 
-        A program that is far slower than `RunJob.best_s` may have one value only.
+        A program that is far slower than the best of its task may have one value only.
         """
 
     def close(self) -> None:
@@ -79,8 +82,16 @@ class LocalRunner:
 
     def run(self, jobs: Sequence[RunJob]) -> list[Outcome[tuple[float, ...]]]:
         """See `Runner.run`."""
-        work = [(job, self._settings) for job in jobs]
-        return self._pool.map(_measure, work, [_timeout_s(job, self._settings) for job in jobs])
+        best_s: dict[str, float] = {}
+        outcomes = []
+        for job in jobs:
+            known_s = [seconds for seconds in (job.best_s, best_s.get(job.task)) if seconds is not None]
+            work = replace(job, best_s=min(known_s, default=None))
+            (outcome,) = self._pool.map(_measure, [(work, self._settings)], _timeout_s(work, self._settings))
+            if outcome.value is not None:
+                best_s[job.task] = min([*known_s, fmean(outcome.value)])
+            outcomes.append(outcome)
+        return outcomes
 
     def close(self) -> None:
         """See `Runner.close`."""

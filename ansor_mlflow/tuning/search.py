@@ -29,8 +29,8 @@ _NUM_WARMUP_SAMPLES = 48
 """Measurements before the cost model is trusted; until then rounds are random. MetaSchedule's default is 100."""
 _MAX_EMPTY_ROUNDS = 5
 """Rounds without a new candidate after which a search space counts as exhausted."""
-_MAX_SECOND_CHANCES = 16
-"""Failed programs of a task that are measured again when its space is exhausted."""
+_MAX_SECOND_CHANCES = 4
+"""Programs of a task that are tried again after they failed."""
 _UNLIMITED = 2**30
 """Trials that MetaSchedule is told to expect: the budget is kept by our own loop."""
 
@@ -118,18 +118,19 @@ class TaskSearch:
         self._spare: list[tuple[str, MeasureCandidate]] = []
         """What a limit cut off: evolution does not propose it again."""
         self._failed: list[MeasureCandidate] = []
-        self._is_exhausted = False
+        self._num_second_chances = 0
 
     def propose(self, limit: int) -> list[MeasureCandidate]:
         """At most `limit` new programs, best guess first; none when the space is exhausted.
 
-        Before that, programs that failed get another chance: a worker may have died of something else, and a small
+        Before that, a few programs that failed are tried again: a worker may have died of something else, and a small
         space has nothing else to offer.
         """
         candidates = self._new_programs(limit)
         if not candidates:
-            self._is_exhausted = True
+            limit = min(limit, _MAX_SECOND_CHANCES - self._num_second_chances)
             candidates, self._failed = self._failed[:limit], self._failed[limit:]
+            self._num_second_chances += len(candidates)
         return candidates
 
     def _new_programs(self, limit: int) -> list[MeasureCandidate]:
@@ -155,9 +156,8 @@ class TaskSearch:
             self._cost_model.update(context, list(candidates), list(results))
         for context in self._contexts.values():
             context.notify_runner_results(list(candidates), list(results))
-        if not self._is_exhausted:
-            failed = [c for c, result in zip(candidates, results, strict=True) if result.run_secs is None]
-            self._failed = [*self._failed, *failed][:_MAX_SECOND_CHANCES]
+        failed = [c for c, result in zip(candidates, results, strict=True) if result.run_secs is None]
+        self._failed = [*self._failed, *failed][:_MAX_SECOND_CHANCES]
 
     def close(self) -> None:
         """Frees the state of the search."""
