@@ -27,8 +27,10 @@ programs as fast as four generations of 64 do.
 """
 _NUM_WARMUP_SAMPLES = 48
 """Measurements before the cost model is trusted; until then rounds are random. MetaSchedule's default is 100."""
-_MAX_EMPTY_ROUNDS = 5
-"""Rounds without a new candidate after which a search space counts as exhausted."""
+_MAX_EMPTY_EVOLUTIONS = 5
+"""Evolutions without a new program after which a search space counts as exhausted."""
+_MAX_KNOWN_PROGRAMS = 64
+"""Random programs, all of them known, after which it does."""
 _MAX_SECOND_CHANCES = 4
 """Programs of a task that are tried again after they failed."""
 _UNLIMITED = 2**30
@@ -106,6 +108,7 @@ class TaskSearch:
         self._seed = seed
         self._strategy = strategy
         self._cost_model = cost_model
+        self._num_trials_per_round = num_trials_per_round
         self._tuning = {
             "max_trials": _UNLIMITED,
             "num_trials_per_iter": num_trials_per_round,
@@ -136,7 +139,7 @@ class TaskSearch:
     def _new_programs(self, limit: int) -> list[MeasureCandidate]:
         random = self._strategy == "random" or not self._measured or is_untrained(self._cost_model)
         context = self._context("random" if random else "evolutionary")
-        for _ in range(_MAX_EMPTY_ROUNDS):
+        for _ in range(_MAX_KNOWN_PROGRAMS // self._num_trials_per_round + 1 if random else _MAX_EMPTY_EVOLUTIONS):
             if not self._spare:
                 candidates = context.generate_measure_candidates()
                 if candidates is None:

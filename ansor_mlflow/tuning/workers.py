@@ -9,6 +9,7 @@ Timeouts are kept here and not by Pebble, whose clock is the time of day and jum
 from __future__ import annotations
 
 import ctypes
+import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -34,6 +35,8 @@ _PRELOAD = ["ansor_mlflow.tuning.preload"]
 _PR_SET_PDEATHSIG = 1
 _MAX_ATTEMPTS = 3
 _POLL_S = 0.1
+_MAX_OVERDUE_S = 90.0
+"""Time after which Pebble cannot kill a worker, it seems: one that was killed while it answered keeps a lock."""
 _OUT_OF_MEMORY_EXIT = 101
 """Exit code of a worker that reached its bound of memory and could still say so."""
 
@@ -135,10 +138,14 @@ class WorkerPool:
         while not_done := wait(futures, _POLL_S).not_done:
             if not self._pool.active:  # a task that was scheduled while the pool broke would never be done
                 raise BrokenProcessPool
+            now_s = time.monotonic()
             for future in not_done:
-                if future.running() and time.monotonic() > deadlines.setdefault(
-                    future, time.monotonic() + limits[future]
-                ):
+                if future.running():
+                    deadlines.setdefault(future, now_s + limits[future])
+                overdue_s = now_s - deadlines.get(future, math.inf)
+                if overdue_s > _MAX_OVERDUE_S:
+                    raise BrokenProcessPool
+                if overdue_s > 0:
                     future.cancel()
 
     def _replace_pool(self) -> None:
