@@ -21,7 +21,7 @@ from ansor_mlflow.records.atomic import write_text
 WORKLOAD_FILE = "database_workload.json"
 RECORD_FILE = "database_tuning_record.json"
 
-_FAILED_RUN_S = 1e9
+FAILED_RUN_S = 1e9
 """Run times from here on mark failed trials."""
 _TARGET_DECORATION = {"tag", "keys", "host", "libs", "model"}
 """Entries of a target that do not change generated CPU code."""
@@ -101,7 +101,7 @@ def distill(source: RecordPair, destination: Path, target: dict[str, Any]) -> in
         if code_attributes(record_target) != code_attributes(target):
             name = target_name(record_target)
             foreign[name] = foreign.get(name, 0) + 1
-        elif run_s < _FAILED_RUN_S and (index not in best or run_s < best[index][0]):
+        elif run_s < FAILED_RUN_S and (index not in best or run_s < best[index][0]):
             best[index] = (run_s, line)
     if not best and foreign:
         raise RecordsError(

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _EVOLUTION = {"population_size": 32, "init_min_unmeasured": 16, "genetic_num_iters": 2}
 """Settings of MetaSchedule's evolutionary search, by measurement: see docs/performance.md.
 
-MetaSchedule's defaults are 512 traces in 4 generations. A generation of 32 costs half a second, and two of them find
-programs as fast as four generations of 64 do.
+MetaSchedule's defaults are 512 traces in 4 generations. Two generations of 32 find programs as fast as four of 64 do,
+in a third of the time.
 """
 _NUM_WARMUP_SAMPLES = 48
 """Measurements before the cost model is trusted; until then rounds are random. MetaSchedule's default is 100."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.lowering import TuningTask
-from ansor_mlflow.records import RECORD_FILE
+from ansor_mlflow.records import FAILED_RUN_S, RECORD_FILE
 from ansor_mlflow.trials import Trial
 from ansor_mlflow.tuning.runner import RunJob, Runner
 
@@ -29,8 +29,6 @@ _MAX_FINALISTS = 3
 """Programs of a task that are measured again."""
 _MARGIN = 1.05
 """A program whose first time is more than that many times the best is no finalist."""
-_FAILED_RUN_S = 1e9
-"""Run times from here on mark failed trials."""
 _MIN_PASSES = 2
 _MAX_PASSES = 3
 """Most measurements of a finalist."""
@@ -133,7 +131,7 @@ class Winners:
         from tvm.s_tir.meta_schedule.database import TuningRecord
 
         workload = database.commit_workload(task.mod)
-        earlier = next((r for r in database.get_top_k(workload, 1) if _mean_s(r) < _FAILED_RUN_S), None)
+        earlier = next((r for r in database.get_top_k(workload, 1) if _mean_s(r) < FAILED_RUN_S), None)
         winner = self.of_task(task.info.index)
         if winner is None or (earlier is not None and _mean_s(earlier) < winner.first_s / _MARGIN):
             return earlier

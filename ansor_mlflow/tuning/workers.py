@@ -92,26 +92,23 @@ class WorkerPool:
         self._is_closed = False
         self._lock = threading.Lock()
 
-    def map(
-        self, function: Callable[[In], Out], inputs: Sequence[In], timeout_s: float | Sequence[float]
-    ) -> list[Outcome[Out]]:
+    def map(self, function: Callable[[In], Out], inputs: Sequence[In], timeout_s: float) -> list[Outcome[Out]]:
         """Calls `function` in the workers, once for each input; outcomes come in the order of the inputs.
-
-        Args:
-            function: A function of a module that workers can import.
-            inputs: Its arguments.
-            timeout_s: Seconds that a call may take, for all or for each.
 
         A worker that dies between two tasks, because the system killed it, breaks Pebble's whole pool. All inputs are
         then done again in a new pool.
 
+        Args:
+            function: A function of a module that workers can import.
+            inputs: Its arguments.
+            timeout_s: Seconds that a call may take.
+
         Raises:
             MachineError: New pools break, too.
         """
-        limits = [float(timeout_s)] * len(inputs) if isinstance(timeout_s, (int, float)) else list(timeout_s)
         for _ in range(_MAX_ATTEMPTS):
             try:
-                return self._map(function, inputs, limits)
+                return self._map(function, inputs, timeout_s)
             except BrokenProcessPool:
                 self._replace_pool()
         raise MachineError(
@@ -119,21 +116,17 @@ class WorkerPool:
             'tuner below `if __name__ == "__main__":`, and look at the lines above'
         )
 
-    def _map(self, function: Callable[[In], Out], inputs: Sequence[In], limits_s: list[float]) -> list[Outcome[Out]]:
+    def _map(self, function: Callable[[In], Out], inputs: Sequence[In], timeout_s: float) -> list[Outcome[Out]]:
         call = partial(_call, function)
         try:
             futures = [self._pool.schedule(call, args=[item]) for item in inputs]
         except RuntimeError as err:
             raise BrokenProcessPool from err
-        self._wait(futures, limits_s)
-        return [
-            _outcome(future) if not future.cancelled() else _timed_out(limit_s)
-            for future, limit_s in zip(futures, limits_s, strict=True)
-        ]
+        self._wait(futures, timeout_s)
+        return [_timed_out(timeout_s) if future.cancelled() else _outcome(future) for future in futures]
 
-    def _wait(self, futures: Sequence[Future[Any]], limits_s: Sequence[float]) -> None:
+    def _wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> None:
         """Waits until every call has ended; cancels those whose time is over, upon which Pebble kills the worker."""
-        limits = dict(zip(futures, limits_s, strict=True))
         deadlines: dict[Future[Any], float] = {}
         while not_done := wait(futures, _POLL_S).not_done:
             if not self._pool.active:  # a task that was scheduled while the pool broke would never be done
@@ -141,7 +134,7 @@ class WorkerPool:
             now_s = time.monotonic()
             for future in not_done:
                 if future.running():
-                    deadlines.setdefault(future, now_s + limits[future])
+                    deadlines.setdefault(future, now_s + timeout_s)
                 overdue_s = now_s - deadlines.get(future, math.inf)
                 if overdue_s > _MAX_OVERDUE_S:
                     raise BrokenProcessPool
@@ -166,8 +159,8 @@ class WorkerPool:
         self._pool.join()
 
 
-def _timed_out(limit_s: float) -> Outcome[Any]:
-    return Outcome(failure="timed_out", error=f"killed after {limit_s:.3g} s")
+def _timed_out(timeout_s: float) -> Outcome[Any]:
+    return Outcome(failure="timed_out", error=f"killed after {timeout_s:.3g} s")
 
 
 def _outcome(future: Future[Any]) -> Outcome[Any]:
