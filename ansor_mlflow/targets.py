@@ -18,6 +18,9 @@ from ansor_mlflow.errors import MachineError, UserInputError
 if TYPE_CHECKING:
     from tvm.target import Target
 
+_OPT_LEVEL = 2
+"""LLVM's optimisation level. With 3, TVM's default, a candidate takes 40 % longer to compile and is no faster: see
+docs/performance.md."""
 _LIST_ATTRIBUTES = {"keys", "libs", "mattr"}
 _TRIPLE_ALIASES = {
     "amd64": "x86_64",
@@ -98,7 +101,8 @@ def _flag_value(name: str, value: str) -> Any:
 def resolve_target(spec: str, num_threads: int) -> Target:
     """Makes the TVM target; "auto" is this host's LLVM CPU.
 
-    A CPU target gets `num-cores` = `num_threads` unless it names its own: the search splits parallel loops by it.
+    A CPU target gets `num-cores` = `num_threads`, by which the search splits parallel loops, and `opt-level` = 2,
+    unless it names its own.
 
     Raises:
         UserInputError: TVM knows no such target, attribute, architecture or CPU.
@@ -117,7 +121,7 @@ def resolve_target(spec: str, num_threads: int) -> Target:
         ) from err
     if target.kind.name != "llvm":
         return target
-    attributes = {"num-cores": num_threads, **_attributes(target)}
+    attributes = {"num-cores": num_threads, "opt-level": _OPT_LEVEL, **_attributes(target)}
     if attributes["num-cores"] < 1:
         raise UserInputError(f"target={spec!r}: num-cores is {attributes['num-cores']}; it must be at least 1")
     _check_architecture(spec, attributes)

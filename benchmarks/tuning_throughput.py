@@ -145,7 +145,7 @@ def _run_seed(job: Job, order: list[Side], directory: Path) -> Mapping[str, Side
         click.echo(f"seed {job.seed}: tuning, {side}", err=True)
         outcomes[side] = run_child(job.model_copy(update={"side": side}), folder)
     libraries: dict[str, Compiled] = {
-        side: compile_records(job, directory / side)
+        side: compile_records(job.model_copy(update={"side": side}), directory / side)
         for side, (outcome, _) in outcomes.items()
         if outcome.trials_by_status.get(TrialStatus.OK.value)
     }

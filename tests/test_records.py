@@ -225,15 +225,21 @@ def test_a_faster_record_of_another_device_is_not_taken(
 
 
 def test_records_of_other_devices_alone(made_up: RecordPair, tmp_path: Path) -> None:
-    foreign = [{"kind": "llvm", "mcpu": "znver4", "num-cores": 64}, {"kind": "cuda", "arch": "sm_90"}]
+    foreign = [
+        {"kind": "llvm", "mcpu": "znver4", "num-cores": 64},
+        {"kind": "llvm", "mcpu": "znver4", "opt-level": 2},
+        {"kind": "cuda", "arch": "sm_90"},
+    ]
     (record,) = read_lines(made_up.records)
     write_lines(made_up.records, [timed(record, 1e-3, target=target) for target in (*foreign, *foreign)])
-    message = r"the records are for llvm znver4 ×64, cuda sm_90, this is llvm znver4; tune on this device, or"
+    message = r"the records are for llvm znver4 ×64, llvm znver4 -O2, cuda sm_90, this is llvm znver4; tune on this"
     with pytest.raises(RecordsError, match=message):
         distill(made_up, tmp_path / "best", HERE)
 
 
-@pytest.mark.parametrize("decoration", [{"tag": "my/tag"}, {"keys": ["cpu", "x"]}, {"libs": []}, {"mtriple": ""}])
+@pytest.mark.parametrize(
+    "decoration", [{"tag": "my/tag"}, {"keys": ["cpu", "x"]}, {"libs": []}, {"mtriple": ""}, {"opt-level": 3}]
+)
 def test_what_does_not_change_code_does_not_change_the_device(
     made_up: RecordPair, tmp_path: Path, decoration: dict[str, Any]
 ) -> None:

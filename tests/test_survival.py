@@ -32,7 +32,7 @@ from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.tuning import TuningJob, tune_locally
 from ansor_mlflow.tuning.builder import LocalBuilder
-from ansor_mlflow.tuning.runner import LocalRunner, MeasureSettings, RunJob
+from ansor_mlflow.tuning.runner import LocalRunner, MeasureSettings, RunJob, _shortest_ms
 from ansor_mlflow.tuning.scratch import ScratchDirectory
 from ansor_mlflow.tuning.sole import sole_tuner
 from ansor_mlflow.tuning.workers import Outcome, WorkerPool
@@ -150,6 +150,14 @@ def test_a_far_slower_candidate_is_not_measured_in_full(libraries: Mapping[str, 
     assert_measured(slow, num_values=1)
     assert_measured(fast, num_values=3)
     np.testing.assert_allclose(slow.value, [0.05], rtol=0.5)
+
+
+@pytest.mark.parametrize(
+    ("call_s", "best_s", "shortest_ms"),
+    [(1e-3, None, 60), (1e-3, 2e-3, 60), (1e-3, 1e-3, 60), (1.5e-3, 1e-3, 60), (3e-3, 1e-3, 30), (6e-3, 1e-3, 15)],
+)
+def test_a_slower_candidate_is_measured_for_less_time(call_s: float, best_s: float | None, shortest_ms: int) -> None:
+    assert _shortest_ms(60, call_s, best_s) == shortest_ms
 
 
 def test_a_candidate_is_compared_with_those_of_its_task_alone(

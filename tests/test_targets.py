@@ -136,6 +136,11 @@ def test_target_keeps_the_number_of_cores_it_names(spec: str, num_cores: int) ->
     assert attributes_of(resolve_target(spec, 3))["num-cores"] == num_cores
 
 
+@pytest.mark.parametrize(("spec", "opt_level"), [("auto", 2), ("llvm", 2), ("llvm -opt-level=3", 3)])
+def test_target_keeps_the_optimisation_level_it_names(spec: str, opt_level: int) -> None:
+    assert attributes_of(resolve_target(spec, 3))["opt-level"] == opt_level
+
+
 def test_tag_is_resolved_with_its_own_number_of_cores() -> None:
     attributes = attributes_of(resolve_target("aws/cpu/c5.9xlarge", 2))
     assert (attributes["mcpu"], attributes["num-cores"]) == ("skylake-avx512", 18)

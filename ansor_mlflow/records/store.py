@@ -25,6 +25,8 @@ FAILED_RUN_S = 1e9
 """Run times from here on mark failed trials."""
 _TARGET_DECORATION = {"tag", "keys", "host", "libs", "model"}
 """Entries of a target that do not change generated CPU code."""
+_DEFAULT_OPT_LEVEL = 3
+"""What TVM takes where a target names no `opt-level`. A program that is fast at one level may be slow at another."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,10 @@ def distill(source: RecordPair, destination: Path, target: dict[str, Any]) -> in
 
 def code_attributes(target: dict[str, Any]) -> dict[str, Any]:
     """The attributes of a target that decide which code is made for it."""
-    return {key: value for key, value in target.items() if key not in _TARGET_DECORATION and value not in ("", [])}
+    return {
+        "opt-level": _DEFAULT_OPT_LEVEL,
+        **{key: value for key, value in target.items() if key not in _TARGET_DECORATION and value not in ("", [])},
+    }
 
 
 def target_name(target: dict[str, Any]) -> str:
@@ -124,6 +129,8 @@ def target_name(target: dict[str, Any]) -> str:
     words = [target.get("kind", "?"), target.get("mcpu") or target.get("arch") or ""]
     if "num-cores" in target:
         words.append(f"×{target['num-cores']}")
+    if target.get("opt-level", _DEFAULT_OPT_LEVEL) != _DEFAULT_OPT_LEVEL:
+        words.append(f"-O{target['opt-level']}")
     return " ".join(str(word) for word in words if word)
 
 

@@ -16,6 +16,8 @@ from ansor_mlflow.tuning.workers import Outcome, WorkerPool
 
 _TOO_SLOW = 5.0
 """A program that many times slower than the best of its task needs no exact time."""
+_CLOSE = 1.5
+"""A program that many times slower than the best is measured for `min_repeat_ms`; beyond, for less in proportion."""
 _WORTH_CUTTING_S = 1e-3
 """A call that is shorter is always measured in full: Python's own time is a part of it."""
 _SAFETY = 1.1
@@ -121,17 +123,25 @@ def _measure(work: tuple[RunJob, MeasureSettings]) -> tuple[float, ...]:
     call_s = _call_s(library["main"], arguments)
     if job.best_s is not None and call_s > max(_TOO_SLOW * job.best_s, _WORTH_CUTTING_S):
         return (call_s,)
+    shortest_ms = _shortest_ms(settings.min_repeat_ms, call_s, job.best_s)
     # TVM calls three times and guesses from these cold calls how many are enough; it often starts again
-    enough = math.ceil(_SAFETY * settings.min_repeat_ms / 1e3 / call_s)
+    enough = math.ceil(_SAFETY * shortest_ms / 1e3 / call_s)
     timer = library.time_evaluator(
         "main",
         tvm.cpu(0),
         number=max(settings.number, enough),
         repeat=settings.repeat,
-        min_repeat_ms=settings.min_repeat_ms,
+        min_repeat_ms=shortest_ms,
         f_preproc="cache_flush_cpu_non_first_arg" if settings.cache_flush else "",
     )
     return tuple(float(seconds) for seconds in timer(*arguments).results)
+
+
+def _shortest_ms(min_repeat_ms: int, call_s: float, best_s: float | None) -> int:
+    """The shortest time for one measurement: the slower a program is than the best, the less its exact time matters."""
+    if best_s is None:
+        return min_repeat_ms
+    return round(min_repeat_ms * min(1.0, _CLOSE * best_s / call_s))
 
 
 def _call_s(function: Callable[..., object], arguments: Sequence[object]) -> float:

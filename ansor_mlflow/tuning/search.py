@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.lowering import TuningTask
-from ansor_mlflow.tvm_import import import_tensor_intrin
+from ansor_mlflow.tuning.space import make_space_generator
 
 if TYPE_CHECKING:
     from tvm.s_tir import Schedule
@@ -101,7 +101,6 @@ class TaskSearch:
         database: Database,
         cost_model: CostModel,
     ) -> None:
-        import_tensor_intrin()
         self._task = task
         self._target = target
         self._num_threads = num_threads
@@ -185,7 +184,7 @@ class TaskSearch:
         context = TuneContext(
             mod=self._task.mod,
             target=self._target,
-            space_generator="post-order-apply",
+            space_generator=make_space_generator(self._task.mod, self._target),
             search_strategy=EvolutionarySearch(**_EVOLUTION) if evolutionary else ReplayTrace(),
             task_name=self._task.info.name,
             rand_state=self._seed,

@@ -93,10 +93,11 @@ def _compile(job: Job, directory: Path) -> Compiled:
     from ansor_mlflow.lowering import lower
     from ansor_mlflow.networks import load_network
     from ansor_mlflow.records import RecordPair, distill
-    from ansor_mlflow.targets import fingerprint, resolve_target
+    from ansor_mlflow.targets import fingerprint
+    from throughput.target import target_of
 
     network = load_network(job.network, seed=job.seed)
-    target = resolve_target("auto", job.num_threads)
+    target = target_of(job)
     device = fingerprint(target, job.num_threads)
     records, library = directory / names.RECORDS_DIR, directory / _LIBRARY_FILE
     best = records / names.BEST_DIR

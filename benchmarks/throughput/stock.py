@@ -23,9 +23,9 @@ from ansor_mlflow import names
 from ansor_mlflow.lowering import LoweredNetwork, lower
 from ansor_mlflow.networks import load_network
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.targets import resolve_target
 from ansor_mlflow.trials import StopReason, TaskInfo, TaskState, Trial, TrialStatus, estimated_latency_s
 from throughput.job import Job, Outcome
+from throughput.target import target_of
 from throughput.timeline import Sample
 
 _DEFAULT_TRIALS_PER_ROUND = 64
@@ -151,7 +151,7 @@ class _TrialCallback(ms.measure_callback.PyMeasureCallback):  # type: ignore[mis
 
 def tune_stock(job: Job, directory: Path) -> Outcome:
     """Tunes a network as MetaSchedule does; its database goes to `directory/records`."""
-    target = resolve_target("auto", job.num_threads)
+    target = target_of(job)
     lowered = lower(load_network(job.network, seed=job.seed).model, target)
     importlib.import_module("tvm.s_tir.tensor_intrin")  # tune_relax would import it, within the time that is taken
     log = TrialLog(job)
