@@ -69,6 +69,7 @@ class Comparison(BaseModel):
     """Time until ours has the estimate that stock ends with, over stock's `wall_s`; None if it never gets there."""
     ratio_first_trial: float | None
     ratio_latency: float | None
+    """Median over the turns: a disturbance that lasts for a turn hits both libraries."""
     time_to_stock_final_estimate_s: float | None
     equal_time: list[Minute]
     ours_better_at_all_minutes: bool | None
@@ -109,7 +110,7 @@ def compare(stock: SideReport, ours: SideReport) -> Comparison:
         ratio_trials_per_minute=ours.trials_per_minute / stock.trials_per_minute,
         ratio_time_to_stock_estimate=_ratio(reached_s, stock.wall_s),
         ratio_first_trial=_ratio(ours.first_trial_s, stock.first_trial_s),
-        ratio_latency=_ratio(ours.end_to_end_latency_ms, stock.end_to_end_latency_ms),
+        ratio_latency=_ratio_in_turns(ours.end_to_end_turns_ms, stock.end_to_end_turns_ms),
         time_to_stock_final_estimate_s=reached_s,
         equal_time=minutes,
         ours_better_at_all_minutes=all(minute.ours_better for minute in minutes) if minutes else None,
@@ -133,6 +134,11 @@ def _equal_time(stock: SideReport, ours: SideReport) -> list[Minute]:
         better = ours_ms is not None and (stock_ms is None or ours_ms < stock_ms)
         rows.append(Minute(minute=minute, stock_ms=stock_ms, ours_ms=ours_ms, ours_better=better))
     return rows
+
+
+def _ratio_in_turns(ours_ms: Sequence[float], stock_ms: Sequence[float]) -> float | None:
+    ratios = [ours / stock for ours, stock in zip(ours_ms, stock_ms, strict=False)]
+    return median(ratios) if ratios else None
 
 
 def _ratio(ours: float | None, stock: float | None) -> float | None:
