@@ -53,11 +53,12 @@ def untuned_build(network: Path, entry: LibraryEntry, library: Path) -> Callable
     import onnx
 
     from ansor_mlflow.compile import compile_untuned
-    from ansor_mlflow.lowering import lower
+    from ansor_mlflow.lowering import SETTINGS, lower
     from ansor_mlflow.targets import resolve_target
 
     target = resolve_target(json.dumps(entry.fingerprint.target), entry.fingerprint.num_threads)
-    lowered = lower(onnx.load_model(str(network)), target, entry.provenance.get("layout", "NHWC"))
+    settings = {name: entry.provenance[name] for name in SETTINGS if name in entry.provenance}
+    lowered = lower(onnx.load_model(str(network)), target, **settings)
     return partial(compile_untuned, lowered, target, library)
 
 

@@ -24,6 +24,8 @@ MakeCall = Callable[[], Callable[[], Any]]
 """Prepares a contender and returns the call to time. Must be picklable: it is called in the child process."""
 Result = TypeVar("Result")
 
+TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+"""Largest `max_rel_error` that passes, by the type that a network computes in; the reference computes in float32."""
 _WARM_UP_S = 0.5
 _MEASURE_S = 1.5
 _MIN_SAMPLES = 10

@@ -72,6 +72,8 @@ SUMMARY_METRICS = (
 # -- tags
 TAG_STEP = "ansor.step"
 TAG_NETWORK = "ansor.network"
+TAG_NETWORK_SOURCE = "ansor.network_source"
+"""The URI that the network was downloaded from; with a version, where the user gave an alias."""
 TAG_TARGET = "ansor.target"
 TAG_NUM_THREADS = "ansor.num_threads"
 TAG_STOP_REASON = "ansor.stop_reason"

@@ -70,7 +70,20 @@ class NetworkOptions(SeedOptions):
         'a JSON object of shapes, such as {"data": [1, 3, 224, 224]}',
     )
     batch_size: PositiveInt = _parameter(1, "Batch size of a built-in network.", "a whole number of at least 1")
-    layout: Literal["NHWC", "NCHW"] = _parameter("NHWC", "Layout of convolutions.", "NHWC or NCHW")
+    layout: Literal["auto", "NHWC", "NCHW"] = _parameter(
+        "auto", "Layout of convolutions: channels last or first; auto is last.", "auto, NHWC or NCHW"
+    )
+    dtype: Literal["float32", "float16", "bfloat16"] = _parameter(
+        "float32",
+        "Type that float32 values are computed in; inputs and outputs keep theirs.",
+        "float32, float16 or bfloat16",
+    )
+    pad_channels: PositiveInt | Literal["auto", "off"] = _parameter(
+        "auto",
+        "Number that the output channels of convolutions and dense layers are padded to a multiple of; auto pads where "
+        "it pays.",
+        "auto, off or a whole number of at least 1",
+    )
     target: str = _parameter(
         "auto",
         "Target: auto (this host), a TVM tag, JSON, or `llvm -mcpu=… -num-cores …`.",
@@ -81,9 +94,13 @@ class NetworkOptions(SeedOptions):
         "auto", "Threads of a kernel; auto is every CPU this process may use.", "a whole number of at least 1, or auto"
     )
 
+    def lowering(self) -> dict[str, Any]:
+        """What decides which kernels the network has: the parameters of `lowering.lower` by name."""
+        return self.model_dump(include={"layout", "dtype", "pad_channels"})
 
-class TuneOptions(NetworkOptions):
-    """How the search runs, and how it measures."""
+
+class BudgetOptions(NetworkOptions):
+    """How many programs are measured."""
 
     trials: PositiveInt | Auto = _parameter(
         "auto",
@@ -98,6 +115,11 @@ class TuneOptions(NetworkOptions):
     trials_per_task: PositiveInt | None = _parameter(
         None, "Most trials that one task may use; no limit by default.", "a whole number of at least 1"
     )
+
+
+class TuneOptions(BudgetOptions):
+    """How the search runs, and how it measures."""
+
     max_minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = _parameter(
         None, "Wall-clock budget in minutes; no limit by default.", "a positive number of minutes"
     )
@@ -141,26 +163,33 @@ class TuneOptions(NetworkOptions):
     cache_flush: bool = _parameter(False, "Flush the CPU's caches before every measurement.", "true or false")
 
 
-class CompileOptions(NetworkOptions):
-    """Which records a network is compiled with."""
+class RecordsOptions(NetworkOptions):
+    """Which records of a network are taken."""
 
     tune_run: str = _parameter(
-        "", "ID of the tuning run to compile; its network, layout, target and threads are used.", "a run ID"
+        "",
+        "ID of the tuning run whose records are taken; its network, layout, target and threads are used.",
+        "a run ID",
     )
     records: str = _parameter(
         "",
-        "Records to compile with instead of a tuning run's: a directory, a tuning-record file or an artifact URI.",
+        "Records to take instead of a tuning run's: a directory, a tuning-record file or an artifact URI.",
         "a path or an artifact URI",
     )
+
+
+class CompileOptions(RecordsOptions):
+    """Which records a network is compiled with."""
 
 
 class CheckOptions(SeedOptions):
     """How a compiled model is checked and timed."""
 
-    tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _parameter(
-        1e-4,
-        "Largest max_rel_error that passes: max |output - reference| / max |reference|.",
-        "a positive number",
+    tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = _parameter(
+        "auto",
+        "Largest max_rel_error that passes: max |output - reference| / max |reference|; auto is 0.0001, with float16 "
+        "0.02 and with bfloat16 0.1.",
+        "a positive number, or auto",
     )
     turns: PositiveInt = _parameter(
         3,
@@ -185,6 +214,34 @@ class PipelineOptions(CheckOptions, TuneOptions):
     """The entry point `main`: tune, compile, evaluate and, if asked, register."""
 
     register_as: str = _parameter("", "Name to register the model under; not registered by default.", "a model name")
+
+
+class ReportOptions(Options):
+    """Where a command that only reports writes what it found."""
+
+    json_file: str = _parameter("", "File that the result is written to as JSON; none by default.", "a path")
+
+
+class PlanOptions(ReportOptions, RecordsOptions, BudgetOptions):
+    """The command `plan`: what a tuning would measure, and what is known already."""
+
+
+class ExplainOptions(ReportOptions, NetworkOptions):
+    """The command `explain`: which kernel of which records is explained."""
+
+    source: str = _parameter(
+        "",
+        "Tuning run or records: a run's ID, a directory, a tuning-record file or an artifact URI. Records need the "
+        "network, layout, target and threads that they were made with; a run knows them.",
+        "the ID of a tuning run, or a path or an artifact URI of records",
+        min_length=1,
+        validate_default=True,
+    )
+    task: str = _parameter(
+        "",
+        "Name of the task, or its index from 0; by default the one that takes the largest share of the time.",
+        "a task's name or index",
+    )
 
 
 OptionsT = TypeVar("OptionsT", bound=Options)

@@ -42,6 +42,9 @@ _INSTRUCTION_SETS = re.compile(
 )
 """LLVM's CPU features that are instructions. The others are hints for its scheduling, or belong to the kernel."""
 
+_ARITHMETIC = {"float16": {"avx512fp16", "fullfp16"}, "bfloat16": {"avx512bf16", "amx-bf16", "bf16"}}
+"""LLVM's names of the instruction sets that compute in 16-bit floats, one of which is enough."""
+
 # -- targets ---------------------------------------------------------------------------------------------------------
 
 
@@ -176,6 +179,21 @@ def cpu_features(target: Target) -> tuple[str, ...]:
     if target.kind.name != "llvm":
         return ()
     return tuple(sorted(str(name) for name in tvm.get_global_func("target.llvm_get_cpu_features")(target)))
+
+
+def has_arithmetic(target: Target, dtype: str) -> bool:
+    """Whether a CPU computes in `dtype` itself; otherwise every operation converts to float32 and back."""
+    needed = _ARITHMETIC.get(dtype)
+    return needed is None or target.kind.name != "llvm" or not needed.isdisjoint(cpu_features(target))
+
+
+def vector_lanes(target: Target) -> int:
+    """Elements of 32 bits in a vector register that LLVM uses for `target`; 1 for targets other than LLVM."""
+    import tvm
+
+    if target.kind.name != "llvm":
+        return 1
+    return int(tvm.get_global_func("target.llvm_get_vector_width")(target)) // 32
 
 
 # -- fingerprints ----------------------------------------------------------------------------------------------------

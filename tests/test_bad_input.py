@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
+import pickle
 import re
 import shutil
 import sys
@@ -99,10 +101,24 @@ def here(
 # -- networks, targets and numbers -----------------------------------------------------------------------------------
 
 
-def save_one_node(path: Path, op_type: str, shape: list[int | str]) -> None:
+def save_nodes(path: Path, op_types: list[str], shape: list[int | str]) -> None:
+    """Writes a chain of operators with one input and one output, from "x" to "y"."""
+    tensors = ["x", *(f"value{index}" for index in range(1, len(op_types))), "y"]
+    pairs = zip(op_types, itertools.pairwise(tensors), strict=False)
+    nodes = [helper.make_node(op_type, [source], [target]) for op_type, (source, target) in pairs]
     value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in ("x", "y")]
-    graph = helper.make_graph([helper.make_node(op_type, ["x"], ["y"])], "graph", value[:1], value[1:])
+    graph = helper.make_graph(nodes, "graph", value[:1], value[1:])
     onnx.save(helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)]), path)
+
+
+class Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
 
 
 @pytest.fixture
@@ -110,9 +126,15 @@ def files(tmp_path: Path, small_onnx: Path) -> None:
     """Files that the command lines below name."""
     shutil.copy(small_onnx, tmp_path / "small.onnx")
     (tmp_path / "broken.onnx").write_bytes(small_onnx.read_bytes()[:500])
-    save_one_node(tmp_path / "dynamic.onnx", "Relu", ["batch", 3, 8, 8])
-    save_one_node(tmp_path / "celu.onnx", "Celu", [1, 3, 8, 8])
-    save_one_node(tmp_path / "identity.onnx", "Identity", [1, 3, 8, 8])
+    save_nodes(tmp_path / "dynamic.onnx", ["Relu"], ["batch", 3, 8, 8])
+    save_nodes(tmp_path / "unknown.onnx", ["Celu", "Relu", "LpNormalization", "Celu"], [1, 3, 8, 8])
+    save_nodes(tmp_path / "identity.onnx", ["Identity"], [1, 3, 8, 8])
+    save_nodes(tmp_path / "empty.onnx", [], [1, 3, 8, 8])
+    model = onnx.load(small_onnx)
+    onnx.save(model, tmp_path / "alone.onnx", save_as_external_data=True, location="gone.data", size_threshold=0)
+    (tmp_path / "gone.data").unlink()
+    for name in ("pickle.onnx", "pickle.pt2", "pickle.pt"):
+        (tmp_path / name).write_bytes(pickle.dumps(Touch(tmp_path / "unpickled")))
     (tmp_path / "typo.yaml").write_text("trails: 640\n")
     (tmp_path / "wrong.yaml").write_text("strategy: genetic\n")
 
@@ -130,7 +152,17 @@ def files(tmp_path: Path, small_onnx: Path) -> None:
             r"""input 'x' has dynamic batch \(dimension 0\) .*; give input_shapes='\{"x": \[1, 3, 8, 8\]\}'""",
         ),
         ({"network": "small.onnx", "input_shapes": '{"image": [1, 3, 16, 16]}'}, USER, "its inputs are data"),
-        ({"network": "celu.onnx"}, USER, "TVM imports no ONNX operator .*Celu"),
+        ({"network": "small.onnx", "input_shapes": '{"data": [3, 16, 16]}'}, USER, "but it has 4, .*; give 4"),
+        ({"network": "empty.onnx"}, USER, "network=empty.onnx: the model has no nodes, so there is nothing to tune"),
+        ({"network": "alone.onnx"}, USER, r"network=alone.onnx: its external data cannot be read .*gone\.data"),
+        ({"network": "pickle.onnx"}, USER, "network=pickle.onnx: (not a valid ONNX file|the file holds no ONNX model)"),
+        ({"network": "pickle.pt2"}, USER, "network=pickle.pt2: files of PyTorch are not read; .*torch.onnx.export"),
+        ({"network": "pickle.pt"}, USER, "network=pickle.pt: files of PyTorch are not read; .*torch.onnx.export"),
+        ({"network": "missing.pt2"}, USER, "network=missing.pt2: files of PyTorch are not read; .*torch.onnx.export"),
+        ({"network": "unknown.onnx"}, USER, "(?=.*Celu)(?=.*LpNormalization)TVM imports no ONNX operator"),
+        ({"network": "models:/nobody"}, USER, "network=models:/nobody: no URI of a model; write models:/name/version"),
+        ({"network": "models:/nobody/1"}, USER, "cannot read network=models:/nobody/1: .*not found"),
+        ({"network": f"runs:/{NO_RUN}/net.onnx"}, USER, f"cannot read network=runs:/{NO_RUN}/net.onnx: .*not found"),
         ({"network": "identity.onnx"}, USER, "network=identity.onnx: it has no kernel to tune; give a network that"),
         ({"target": "nvidia/quantum"}, USER, "target='nvidia/quantum' is unknown to TVM: .*; use auto, a tag, JSON"),
         ({"target": '{"kind": '}, USER, "target='{\"kind\": ' is not valid JSON"),
@@ -144,6 +176,7 @@ def test_what_cannot_be_tuned(here: RunCommand, parameters: dict[str, Any], exit
     failed = here("tune", *flags({**FAST, "network": "small.onnx", **parameters}))
     assert_failed(failed, exit_code, message)
     assert_no_artifacts(failed, names.RECORDS_DIR)
+    assert not (failed.cwd / "unpickled").exists()
 
 
 PARSE_ERRORS = [

@@ -10,10 +10,11 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper
+from small_networks import small_shapes
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering import LoweredNetwork, lower
-from ansor_mlflow.networks import Network, load_network
+from ansor_mlflow.networks import BUILTIN_NETWORKS, Network, load_network
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.targets import resolve_target
 from ansor_mlflow.tensors import random_inputs
@@ -58,6 +59,14 @@ def test_kernels_do_not_depend_on_the_values_of_weights(host_target: Target) -> 
         return lower(builder.build("seeded", {data: (1, 4, 8, 8)}), host_target)
 
     assert hashes(lower_with(0)) == hashes(lower_with(1))
+
+
+@pytest.mark.parametrize("name", BUILTIN_NETWORKS)
+def test_every_builtin_network_can_be_lowered(name: str, host_target: Target) -> None:
+    lowered = lower(load_network(name, input_shapes=small_shapes(name)).model, host_target)
+    assert lowered.tasks
+    assert any("conv" in task.info.name or "matmul" in task.info.name for task in lowered.tasks)
+    assert all(task.info.flops >= 0 for task in lowered.tasks)
 
 
 def test_layouts_have_different_kernels(small_network: Network, host_target: Target) -> None:

@@ -13,18 +13,47 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from small_networks import small_shapes
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.networks import BUILTIN_NETWORKS, Network, load_network
+from ansor_mlflow.networks import BUILTIN_NETWORKS, Network, load_network, operators
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.tensors import TensorSpec, random_inputs
 
 SMALL_IMAGE = {"data": [1, 3, 64, 64]}
+NUM_PARAMETERS = {
+    # torchvision's `num_params` (https://docs.pytorch.org/vision/stable/models.html)
+    "resnet-18": 11_689_512,
+    "resnet-34": 21_797_672,
+    "resnet-50": 25_557_032,
+    "resnet-101": 44_549_160,
+    "resnet-152": 60_192_808,
+    "vgg-11": 132_863_336,
+    "vgg-13": 133_047_848,
+    "vgg-16": 138_357_544,
+    "vgg-19": 143_667_240,
+    "mobilenet_v2": 3_504_872,
+    "squeezenet_v1.1": 1_235_496,
+    "inception_v3": 27_161_264 - 3_326_696,  # without the auxiliary head
+    "densenet-121": 7_978_856,
+    "resnet3d-18": 33_371_472 + 64 * 3 * (7 - 3) * 7 * 7,  # its r3d_18 has a first kernel of 3×7×7
+    # Only the paper's layers; nobody publishes these two with 7×7×7 kernels and 400 classes
+    "resnet3d-34": 63_718_736,
+    "resnet3d-50": 47_018_576,
+    # Keras's "trainable params"
+    "mobilenet": 4_231_976,
+    # https://huggingface.co/prajjwal1/bert-tiny, of which the paper says 4.4 million
+    "bert-tiny": 4_385_920,
+    "mlp": 784 * 128 + 128 + 128 * 64 + 64 + 64 * 10 + 10,
+}
+
+
+def start(network: Network) -> onnxruntime.InferenceSession:
+    return onnxruntime.InferenceSession(network.model.SerializeToString(), providers=["CPUExecutionProvider"])
 
 
 def run(network: Network, seed: int = 0) -> list[np.ndarray]:
-    session = onnxruntime.InferenceSession(network.model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, random_inputs(network.inputs, seed))
+    return start(network).run(None, random_inputs(network.inputs, seed))
 
 
 def value(
@@ -62,25 +91,85 @@ def save_conv(path: Path, shape: list[Any]) -> str:
 # -- built-in networks -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", BUILTIN_NETWORKS)
-def test_builtin_network_runs_and_ends_in_logits_that_differ(name: str) -> None:
-    network = load_network(name, input_shapes=SMALL_IMAGE)
-    assert network.name == name
-    assert network.inputs == (TensorSpec("data", (1, 3, 64, 64), "float32"),)
-    assert network.outputs == (TensorSpec("logits", (1, 1000), "float32"),)
-    (logits,) = run(network)
-    assert logits.shape == (1, 1000)
-    assert np.isfinite(logits).all()
-    assert logits.std() > 0.1
-    assert (logits < 0).any()  # not probabilities
-    assert abs(logits - run(network, seed=1)[0]).max() > 0.01 * logits.std()  # it looks at its input
+@pytest.fixture(scope="module", params=[name for name in BUILTIN_NETWORKS if name not in operators.NETWORKS])
+def builtin(request: pytest.FixtureRequest) -> Network:
+    return load_network(request.param, input_shapes=small_shapes(request.param))
 
 
-@pytest.mark.parametrize(("name", "num_parameters"), [("resnet-18", 11_689_512), ("resnet-50", 25_557_032)])
-def test_resnet_has_the_published_number_of_parameters(name: str, num_parameters: int) -> None:
-    graph = load_network(name, input_shapes=SMALL_IMAGE).model.graph
-    trained = [weight for weight in graph.initializer if not weight.name.endswith((".mean", ".var"))]
-    assert sum(int(np.prod(weight.dims)) for weight in trained) == num_parameters
+def test_builtin_network_runs_and_looks_at_its_input(builtin: Network) -> None:
+    assert {spec.name: list(spec.shape) for spec in builtin.inputs} == small_shapes(builtin.name)
+    session = start(builtin)
+    outputs, others = (session.run(None, random_inputs(builtin.inputs, seed)) for seed in (0, 1))
+    assert [output.shape for output in outputs] == [spec.shape for spec in builtin.outputs]
+    for output, other in zip(outputs, others, strict=True):
+        assert np.isfinite(output).all()
+        assert 0.1 < output.std() < 10
+        assert output.min() < 0 or output.max() > 1  # no probabilities
+        assert abs(output - other).max() > 0.1 * output.std()
+
+
+def test_builtin_network_has_the_published_number_of_parameters(builtin: Network) -> None:
+    # Statistics are not trained, and the builder's constants are scalars or integers.
+    trained = [
+        weight
+        for weight in builtin.model.graph.initializer
+        if weight.dims and weight.data_type == TensorProto.FLOAT and not weight.name.endswith((".mean", ".var"))
+    ]
+    weights_of_pixels_left_out = 512 * (7 * 7 - 1) * 4096 if builtin.name.startswith("vgg") else 0
+    num_parameters = sum(int(np.prod(weight.dims)) for weight in trained)
+    assert num_parameters + weights_of_pixels_left_out == NUM_PARAMETERS[builtin.name]
+
+
+@pytest.mark.parametrize(("name", "num_classes"), [("resnet-18", 1000), ("resnet3d-18", 400), ("mlp", 10)])
+def test_classifiers_take_data_and_give_logits(name: str, num_classes: int) -> None:
+    shape = small_shapes(name)["data"]
+    network = load_network(name, input_shapes={"data": [2, *shape[1:]]})
+    assert network.inputs == (TensorSpec("data", (2, *shape[1:]), "float32"),)
+    assert network.outputs == (TensorSpec("logits", (2, num_classes), "float32"),)
+
+
+def test_bert_looks_at_each_of_its_inputs() -> None:
+    network = load_network("bert-tiny", input_shapes=small_shapes("bert-tiny"))
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    assert network.inputs == tuple(TensorSpec(name, (1, 16), "int64") for name in names)
+    outputs = (TensorSpec("last_hidden_state", (1, 16, 128), "float32"), TensorSpec("pooled", (1, 128), "float32"))
+    assert network.outputs == outputs
+    inputs = random_inputs(network.inputs, seed=0)
+    session = start(network)
+    hidden, pooled = session.run(None, inputs)
+    assert hidden.std() == pytest.approx(1, abs=0.01)  # normalised
+    assert abs(pooled).max() < 1
+    for name in names:
+        flipped, _ = session.run(None, {**inputs, name: 1 - inputs[name]})
+        assert abs(flipped - hidden).max() > 0.1
+
+
+def test_bert_ignores_masked_words() -> None:
+    network = load_network("bert-tiny", input_shapes=small_shapes("bert-tiny"))
+    inputs = random_inputs(network.inputs, seed=0)
+    masked = inputs["attention_mask"] == 0
+    other_words = np.where(masked, 7, inputs["input_ids"])
+    session = start(network)
+    outputs = [session.run(None, {**inputs, "input_ids": ids})[0] for ids in (inputs["input_ids"], other_words)]
+    np.testing.assert_array_equal(*(hidden[~masked] for hidden in outputs))
+    assert abs(outputs[0] - outputs[1])[masked].max() > 0.1
+
+
+@pytest.mark.parametrize(("name", "num_depthwise"), [("mobilenet", 13), ("mobilenet_v2", 17)])
+def test_depthwise_convolutions_are_grouped(name: str, num_depthwise: int) -> None:
+    convolutions = [node for node in load_network(name).model.graph.node if node.op_type == "Conv"]
+    groups = [attribute.i for node in convolutions for attribute in node.attribute if attribute.name == "group"]
+    assert sum(group > 1 for group in groups) == num_depthwise
+
+
+def test_convolution_has_stride_padding_and_dilation_per_axis_groups_and_bias() -> None:
+    builder = GraphBuilder(seed=0)
+    options = {"stride": (2, 1), "padding": (0, 3), "dilation": (1, 2), "groups": 2, "bias": True}
+    builder.conv("out", builder.input("data", (1, 4, 9, 9)), (6, 2, 3, 3), **options)
+    model = builder.build("conv", {"out": (1, 6, 4, 11)})
+    assert [tuple(weight.dims) for weight in model.graph.initializer] == [(6, 2, 3, 3), (6,)]
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    assert session.run(None, {"data": np.ones((1, 4, 9, 9), np.float32)})[0].shape == (1, 6, 4, 11)
 
 
 def test_resnet_keeps_its_batch_norms() -> None:
@@ -115,9 +204,15 @@ def test_a_seed_always_gives_the_same_weights() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "resnet-17"}, r"network='resnet-17' is neither .*; perhaps you meant resnet-18"),
+        ({"name": "resnet-17"}, r"network='resnet-17' is neither .*; perhaps you meant resnet-18, resnet-34$"),
+        ({"name": "resnet-9999"}, "perhaps you meant resnet-152, resnet-101$"),
+        ({"name": "resnet3d-101"}, "perhaps you meant resnet3d-50, resnet3d-34$"),
+        ({"name": "vgg-12"}, "perhaps you meant vgg-11, vgg-13$"),
+        ({"name": "vgg"}, "perhaps you meant vgg-11, vgg-13$"),
+        ({"name": "mobilenet_v1"}, "perhaps you meant mobilenet, mobilenet_v2$"),
+        ({"name": "squeezenet"}, r"perhaps you meant squeezenet_v1\.1"),
         ({"name": "ResNet50"}, "perhaps you meant resnet-50"),
-        ({"name": "alexnet"}, "built-in are resnet-18, .*resnet-152; a file ends in .onnx"),
+        ({"name": "alexnet"}, "built-in are resnet-18, .*resnet-block; a file ends in .onnx"),
         ({"name": ""}, "built-in are resnet-18"),
         ({"batch_size": 0}, r"would be \[0, 3, 224, 224\], but every dimension must be at least 1"),
         ({"batch_size": 4, "input_shapes": {"data": [2, 3, 64, 64]}}, r"batch_size=4, but .*\[2, 3, 64, 64\]; leave"),
@@ -126,6 +221,23 @@ def test_a_seed_always_gives_the_same_weights() -> None:
         ({"input_shapes": {"data": [1, 1, 64, 64]}}, r"\[1, 1, 64, 64\]; it must be \[N, 3, H, W\]"),
         ({"input_shapes": {"data": [1, 3, 31, 64]}}, "H and W at least 32"),
         ({"input_shapes": {"data": [1, 3, 64, 31]}}, "H and W at least 32"),
+        (
+            {"name": "inception_v3", "input_shapes": {"data": [1, 3, 74, 75]}},
+            r"'data' of inception_v3 \[1, 3, 74, 75\]; it must be \[N, 3, H, W\] with H and W at least 75",
+        ),
+        (
+            {"name": "resnet3d-18", "input_shapes": {"data": [1, 3, 16, 31, 32]}},
+            r"it must be \[N, 3, D, H, W\] with H and W at least 32",
+        ),
+        ({"name": "mlp", "input_shapes": {"data": [1, 3, 28, 28]}}, r"it must be \[N, 1, H, W\]"),
+        (
+            {"name": "bert-tiny", "input_shapes": {"input_ids": [1, 16]}},
+            r"attention_mask \[1, 128\], .*one shape \[N, S\] with S at most 512, so give all of them",
+        ),
+        (
+            {"name": "bert-tiny", "input_shapes": {key: [1, 513] for key in small_shapes("bert-tiny")}},
+            "with S at most 512",
+        ),
         ({"input_shapes": {"data": [1, 3, "64", 64]}}, "dimensions must be whole numbers"),
         ({"input_shapes": {"data": [-1, 3, 64, 64]}}, "every dimension must be at least 1"),
     ],

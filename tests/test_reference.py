@@ -18,11 +18,6 @@ def test_the_reference_of_parameters_is_up_to_date() -> None:
     )
 
 
-def test_networks_are_listed_by_the_names_that_the_parameter_takes() -> None:
-    result = CliRunner().invoke(cli, ["networks"])
-    assert result.output.splitlines() == ["resnet-18", "resnet-34", "resnet-50", "resnet-101", "resnet-152"]
-
-
 def test_help_explains_every_parameter() -> None:
     result = CliRunner().invoke(cli, ["tune", "--help"])
     assert result.exit_code == 0

@@ -19,8 +19,10 @@ from ansor_mlflow.errors import AnsorMlflowError, UserInputError
 from ansor_mlflow.options import (
     CompileOptions,
     EvaluateOptions,
+    ExplainOptions,
     Options,
     PipelineOptions,
+    PlanOptions,
     TuneOptions,
     default_text,
     load_options,
@@ -35,6 +37,12 @@ ENTRY_POINTS: dict[str, type[Options]] = {
     "evaluate": EvaluateOptions,
 }
 """The entry points of `MLproject`, which are commands, too."""
+COMMANDS: dict[str, type[Options]] = {**ENTRY_POINTS, "plan": PlanOptions, "explain": ExplainOptions}
+"""The commands that have options."""
+_FLAGS = {"json_file": "--json"}
+"""Flags that are not the name of their parameter."""
+_ARGUMENTS = {"source": "RUN|RECORDS"}
+"""Parameters without a flag, and what stands for them in the help."""
 _CONFIG_HELP = "YAML file with values for any of these parameters; what is given here wins over the file."
 
 
@@ -52,7 +60,7 @@ def _command(name: str, options_class: type[OptionsT]) -> Callable[[Callable[[Op
             function(load_options(options_class, given, config or None))
 
         params: list[click.Parameter] = [
-            _flag(options_class, field, info) for field, info in options_class.model_fields.items()
+            _param(options_class, field, info) for field, info in options_class.model_fields.items()
         ]
         params.append(click.Option(["--config"], default="", help=_CONFIG_HELP))
         command = click.Command(name, params=params, callback=callback, help=function.__doc__)
@@ -62,10 +70,13 @@ def _command(name: str, options_class: type[OptionsT]) -> Callable[[Callable[[Op
     return decorate
 
 
-def _flag(options_class: type[Options], name: str, info: FieldInfo) -> click.Option:
+def _param(options_class: type[Options], name: str, info: FieldInfo) -> click.Parameter:
+    if name in _ARGUMENTS:
+        return click.Argument([name], default="", required=False, metavar=_ARGUMENTS[name])
     default = default_text(options_class, name)
     text = f"{info.description}  [default: {default}]" if default else info.description
-    return click.Option([f"--{name.replace('_', '-')}", name], default="", metavar="VALUE", help=text)
+    flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
+    return click.Option([flag, name], default="", metavar="VALUE", help=text)
 
 
 @_command("tune", TuneOptions)
@@ -107,13 +118,43 @@ def pipeline(options: PipelineOptions) -> None:
     print_pipeline(run_pipeline(options, Path.cwd()))
 
 
+@_command("plan", PlanOptions)
+def plan(options: PlanOptions) -> None:
+    """List the kernels that tuning a network would search, the trials that each would get, and what is known.
+
+    Nothing is measured, and no run is started.
+    """
+    from ansor_mlflow.cli.json_file import write_json
+    from ansor_mlflow.cli.plan import print_plan
+    from ansor_mlflow.steps import plan_tuning
+
+    result = plan_tuning(options)
+    print_plan(result)
+    write_json(options.json_file, result)
+
+
+@_command("explain", ExplainOptions)
+def explain(options: ExplainOptions) -> None:
+    """Show what a tuned kernel computes, its schedule, and how far it is from what this host can do.
+
+    RUN is the ID of a tuning run. RECORDS is a directory, a tuning-record file or an artifact URI; give the network,
+    layout, target and threads that they were made with.
+    """
+    from ansor_mlflow.cli.explain import print_explanation
+    from ansor_mlflow.cli.json_file import write_json
+    from ansor_mlflow.steps import explain_task
+
+    result = explain_task(options)
+    print_explanation(result)
+    write_json(options.json_file, result)
+
+
 @cli.command("networks")
 def networks() -> None:
-    """List the built-in networks."""
-    from ansor_mlflow.networks import BUILTIN_NETWORKS
+    """List the built-in networks and operators."""
+    from ansor_mlflow.cli.networks import print_networks
 
-    for name in BUILTIN_NETWORKS:
-        click.echo(name)
+    print_networks()
 
 
 @cli.command("parameters")
@@ -121,7 +162,7 @@ def parameters() -> None:
     """Print the reference of all parameters as Markdown."""
     from ansor_mlflow.cli.reference import parameters_markdown
 
-    click.echo(parameters_markdown(ENTRY_POINTS), nl=False)
+    click.echo(parameters_markdown(COMMANDS), nl=False)
 
 
 def main(args: Sequence[str] | None = None) -> None:

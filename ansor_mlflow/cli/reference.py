@@ -8,18 +8,19 @@ from ansor_mlflow.options import Options, default_text, rule
 
 _HEAD = """# Parameters
 
-Every parameter of every entry point, made by `ansor-mlflow parameters`. With `mlflow run` they are given as
-`-P num_threads=2`; on the command line of `ansor-mlflow` the names have dashes: `--num-threads 2`.
+Every parameter of every entry point and command, made by `ansor-mlflow parameters`. With `mlflow run` they are given
+as `-P num_threads=2`; on the command line of `ansor-mlflow` the names have dashes: `--num-threads 2`. `plan` and
+`explain` are commands only; there `json_file` is the flag `--json`, and `source` is given without a flag.
 
-Each entry point also takes `config`, a YAML file with values for any of its parameters; an unknown key is an error.
+Each of them also takes `config`, a YAML file with values for any of its parameters; an unknown key is an error.
 What is given on the command line wins over the file, unless it equals the default: MLflow passes every parameter,
 given or not.
 """
 
 
-def parameters_markdown(entry_points: Mapping[str, type[Options]]) -> str:
-    """A table of parameters for each entry point."""
-    return _HEAD + "".join(_section(name, options) for name, options in entry_points.items())
+def parameters_markdown(commands: Mapping[str, type[Options]]) -> str:
+    """A table of parameters for each entry point or command."""
+    return _HEAD + "".join(_section(name, options) for name, options in commands.items())
 
 
 def _section(name: str, options: type[Options]) -> str:

@@ -8,11 +8,12 @@ and TVM need not evaluate the constants operation by operation, which takes long
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import numpy as np
 import onnx
 from onnx import numpy_helper
+
+from ansor_mlflow.lowering.onnx_graph import attribute, remove_unused_initializers, uses
 
 _DEFAULT_EPSILON = 1e-5
 """Of ONNX's operator BatchNormalization."""
@@ -32,7 +33,7 @@ def fold_batch_norms(model: onnx.ModelProto) -> onnx.ModelProto:
     graph = folded.graph
     constants = {initializer.name: initializer for initializer in graph.initializer}
     producers = {output: node for node in graph.node for output in node.output}
-    num_uses = Counter(_uses(graph))
+    num_uses = Counter(uses(graph))
     for norm in [node for node in graph.node if node.op_type == "BatchNormalization"]:
         conv = producers.get(norm.input[0])
         if conv is None or conv.op_type != "Conv" or num_uses[conv.output[0]] != 1:
@@ -45,18 +46,8 @@ def fold_batch_norms(model: onnx.ModelProto) -> onnx.ModelProto:
         conv.input[1:] = names
         conv.output[0] = norm.output[0]
         graph.node.remove(norm)
-    _remove_unused_initializers(graph)
+    remove_unused_initializers(graph)
     return folded
-
-
-def _uses(graph: onnx.GraphProto) -> Iterator[str]:
-    """Yields each name as often as a node, also one in a branch, or an output takes it."""
-    for node in graph.node:
-        yield from node.input
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                yield from _uses(attribute.g)
-    yield from (output.name for output in graph.output)
 
 
 def _folded(
@@ -67,23 +58,11 @@ def _folded(
     gamma, beta, mean, variance = (
         numpy_helper.to_array(constants[name]).astype(np.float64) for name in norm.input[1:5]
     )
-    scale = gamma / np.sqrt(variance + _attribute(norm, "epsilon", _DEFAULT_EPSILON))
+    scale = gamma / np.sqrt(variance + attribute(norm, "epsilon", _DEFAULT_EPSILON))
     bias = (sum(biases, np.zeros(1)) - mean) * scale + beta
     scaled = weight * scale.reshape(-1, *[1] * (weight.ndim - 1))
     return scaled.astype(weight.dtype), bias.astype(weight.dtype)
 
 
 def _is_training(norm: onnx.NodeProto) -> bool:
-    return bool(_attribute(norm, "training_mode", 0)) or len([name for name in norm.output if name]) > 1
-
-
-def _attribute(node: onnx.NodeProto, name: str, default: float) -> float:
-    return next((float(onnx.helper.get_attribute_value(a)) for a in node.attribute if a.name == name), default)
-
-
-def _remove_unused_initializers(graph: onnx.GraphProto) -> None:
-    """Removes them from the inputs, too, where older ONNX files list them."""
-    unused = {initializer.name for initializer in graph.initializer} - set(_uses(graph))
-    for entries in (graph.initializer, graph.input):
-        for entry in [entry for entry in entries if entry.name in unused]:
-            entries.remove(entry)
+    return bool(attribute(norm, "training_mode", 0)) or len([name for name in norm.output if name]) > 1

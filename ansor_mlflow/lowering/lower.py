@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -16,16 +17,28 @@ import onnx
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering.batch_norm import fold_batch_norms
+from ansor_mlflow.lowering.channel_padding import best_padding, pad_output_channels
+from ansor_mlflow.lowering.precision import compute_in
+from ansor_mlflow.targets import vector_lanes
 from ansor_mlflow.trials import TaskInfo
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.target import Target
 
-LOWERING_VERSION = 2
+LOWERING_VERSION = 3
 """Provenance of records: two lowerings with different versions may give different kernels for one network."""
 
-_CONV2D_LAYOUTS = {"NHWC": ["NHWC", "HWIO"], "NCHW": ["NCHW", "OIHW"]}
+Layout = Literal["NHWC", "NCHW", "auto"]
+Dtype = Literal["float32", "float16", "bfloat16"]
+Padding = int | Literal["auto", "off"]
+SETTINGS = ("layout", "dtype", "pad_channels")
+"""Parameters of `lower` that decide which kernels a network has."""
+
+_LAYOUTS = {
+    "NHWC": {"relax.nn.conv2d": ["NHWC", "HWIO"], "relax.nn.conv3d": ["NDHWC", "DHWIO"]},
+    "NCHW": {"relax.nn.conv2d": ["NCHW", "OIHW"], "relax.nn.conv3d": ["NCDHW", "OIDHW"]},
+}
 
 
 @dataclass(frozen=True)
@@ -45,13 +58,23 @@ class LoweredNetwork:
     tasks: tuple[TuningTask, ...]
 
 
-def lower(model: onnx.ModelProto, target: Target, layout: Literal["NHWC", "NCHW"] = "NHWC") -> LoweredNetwork:
+def lower(
+    model: onnx.ModelProto,
+    target: Target,
+    layout: Layout = "auto",
+    *,
+    dtype: Dtype = "float32",
+    pad_channels: Padding = "auto",
+) -> LoweredNetwork:
     """Lowers a network to fused kernels for `target`.
 
     Args:
         model: ONNX model whose inputs have static shapes.
         target: Device that the kernels are for.
-        layout: Data layout of two-dimensional convolutions.
+        layout: Data layout of two- and three-dimensional convolutions: channels last (NHWC, NDHWC) or first.
+        dtype: Type that float32 values are computed in; inputs and outputs keep theirs.
+        pad_channels: Number that the output channels of convolutions and dense layers are made a multiple of; "auto"
+            pads where it pays, "off" nowhere.
 
     Raises:
         UserInputError: The model has an operator or an attribute that TVM cannot import.
@@ -59,19 +82,38 @@ def lower(model: onnx.ModelProto, target: Target, layout: Literal["NHWC", "NCHW"
     import tvm
     from tvm import relax
 
+    graph = fold_batch_norms(model)
+    if (padding := _padding(pad_channels, target)) is not None:
+        graph = pad_output_channels(graph, padding)
     with target:
         mod = tvm.transform.Sequential(
             [
                 relax.transform.DecomposeOpsForInference(),
                 relax.transform.CanonicalizeBindings(),
                 relax.transform.FoldConstant(),
-                relax.transform.ConvertLayout({"relax.nn.conv2d": _CONV2D_LAYOUTS[layout]}),
+                relax.transform.ConvertLayout(_LAYOUTS[resolve_layout(layout)]),
+                *compute_in(dtype),
                 relax.transform.FoldConstant(),
                 relax.get_pipeline("zero"),
                 relax.transform.AttachAttrLayoutFreeBuffers(),
             ]
-        )(_import_onnx(fold_batch_norms(model)))
+        )(_import_onnx(graph))
     return LoweredNetwork(mod=mod, tasks=_extract_tasks(mod, target))
+
+
+def resolve_layout(layout: Layout) -> Literal["NHWC", "NCHW"]:
+    """The layout that "auto" stands for: channels last, because they are what is vectorised."""
+    return "NHWC" if layout == "auto" else layout
+
+
+def _padding(pad_channels: Padding, target: Target) -> Callable[[int], int] | None:
+    """The function that `pad_output_channels` takes; None where nothing is to be padded."""
+    if pad_channels == "off":
+        return None
+    if pad_channels == "auto":
+        lanes = vector_lanes(target)
+        return lambda channels: best_padding(channels, lanes)
+    return lambda channels: -(-channels // pad_channels) * pad_channels
 
 
 def _import_onnx(model: onnx.ModelProto) -> IRModule:

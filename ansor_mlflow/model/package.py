@@ -4,7 +4,7 @@ Layout::
 
     libraries/<fingerprint>/model.so     the compiled network, weights included
     records/<fingerprint>/               the record of each task that it was compiled with
-    network.onnx                         what was compiled
+    network.onnx                         what was compiled; weights beyond 2 GiB are in network.onnx.data
 
 The manifest, which MLflow keeps in the file `MLmodel`, describes the libraries and holds the SHA-256 of every file.
 """
@@ -103,10 +103,10 @@ def write_package(compiled: CompiledNetwork, directory: Path) -> Manifest:
     library = Path("libraries", name, LIBRARY_FILE)
     records = Path("records", name)
     (directory / library).parent.mkdir(parents=True)
-    shutil.copyfile(compiled.network, directory / NETWORK_FILE)
+    network = _copy_network(compiled.network, directory)
     shutil.copyfile(compiled.library, directory / library)
     shutil.copytree(compiled.records, directory / records)
-    paths = [Path(NETWORK_FILE), library, *sorted(p.relative_to(directory) for p in (directory / records).iterdir())]
+    paths = [*network, library, *sorted(p.relative_to(directory) for p in (directory / records).iterdir())]
     return Manifest(
         network=compiled.name,
         inputs=compiled.inputs,
@@ -121,6 +121,18 @@ def write_package(compiled: CompiledNetwork, directory: Path) -> Manifest:
         ),
         files={path.as_posix(): _sha256(directory / path) for path in paths},
     )
+
+
+def _copy_network(source: Path, directory: Path) -> list[Path]:
+    """Copies an ONNX file and the files that hold its weights; returns their paths in the model."""
+    from ansor_mlflow.networks.onnx_file import external_files  # needs ONNX, which is not there where a model is served
+
+    shutil.copyfile(source, directory / NETWORK_FILE)
+    weights = [Path(name) for name in external_files(source, str(source))]
+    for path in weights:
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source.parent / path, directory / path)
+    return [Path(NETWORK_FILE), *weights]
 
 
 def verify_package(directory: Path, manifest: Manifest) -> None:
@@ -149,6 +161,7 @@ def verify_package(directory: Path, manifest: Manifest) -> None:
 def _files_to_check(root: Path, manifest: Manifest) -> set[str]:
     """What a model uses: the network, its libraries, and whatever lies beside these and the records."""
     beside = [path for folder in ("libraries", "records") for path in (root / folder).rglob("*")]
+    beside += root.glob(f"{NETWORK_FILE}*")
     found = {path.relative_to(root).as_posix() for path in beside if not path.is_dir()}
     return {NETWORK_FILE, *(entry.path for entry in manifest.libraries), *found}
 

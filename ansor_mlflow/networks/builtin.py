@@ -7,11 +7,33 @@ from collections.abc import Mapping, Sequence
 import onnx
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.networks import resnet
+from ansor_mlflow.networks import (
+    bert,
+    densenet,
+    inception,
+    mlp,
+    mobilenet,
+    operators,
+    resnet,
+    resnet3d,
+    squeezenet,
+    vgg,
+)
 from ansor_mlflow.networks.family import BuiltinNetwork
 from ansor_mlflow.networks.shapes import resolve_shapes
 
-BUILTIN_NETWORKS: dict[str, BuiltinNetwork] = {**resnet.NETWORKS}
+BUILTIN_NETWORKS: dict[str, BuiltinNetwork] = {
+    **resnet.NETWORKS,
+    **resnet3d.NETWORKS,
+    **vgg.NETWORKS,
+    **mobilenet.NETWORKS,
+    **squeezenet.NETWORKS,
+    **inception.NETWORKS,
+    **densenet.NETWORKS,
+    **mlp.NETWORKS,
+    **bert.NETWORKS,
+    **operators.NETWORKS,
+}
 
 
 def build_builtin(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -11,6 +11,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 OPSET = 17
 IR_VERSION = 8
+
+PerAxis = int | tuple[int, ...]
+"""One number for every spatial axis, or one for each."""
 
 
 class GraphBuilder:
@@ -29,44 +32,105 @@ class GraphBuilder:
         self._weights: list[onnx.TensorProto] = []
         self._inputs: list[onnx.ValueInfoProto] = []
 
-    def input(self, name: str, shape: tuple[int, ...]) -> str:
-        """Declares a float32 input of the network."""
-        self._inputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
+    def input(self, name: str, shape: tuple[int, ...], dtype: str = "float32") -> str:
+        """Declares an input of the network; `dtype` is NumPy's name."""
+        elem_type = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+        self._inputs.append(helper.make_tensor_value_info(name, elem_type, shape))
+        return name
+
+    def constant(self, name: str, values: np.ndarray) -> str:
+        """Adds an initializer with the dtype of `values`."""
+        self._weights.append(numpy_helper.from_array(values, name))
         return name
 
     def weight(self, name: str, values: np.ndarray) -> str:
         """Adds a float32 initializer."""
-        self._weights.append(numpy_helper.from_array(values.astype(np.float32), name))
-        return name
+        return self.constant(name, values.astype(np.float32, copy=False))
 
     def he_normal(self, name: str, shape: tuple[int, ...]) -> str:
         """Adds a weight of N(0, 2 / fan_in), fan_in being the product of shape[1:] (He et al., 2015)."""
         fan_in = math.prod(shape[1:])
-        return self.weight(name, self._rng.standard_normal(shape) * math.sqrt(2.0 / fan_in))
+        return self.weight(name, self._rng.standard_normal(shape, np.float32) * math.sqrt(2.0 / fan_in))
 
     def node(self, op_type: str, name: str, *inputs: str, **attributes: Any) -> str:
         """Appends a node with one output, which is named after the node."""
         self._nodes.append(helper.make_node(op_type, list(inputs), [name], name=name, **attributes))
         return name
 
-    def conv(self, name: str, data: str, shape: tuple[int, ...], *, stride: int = 1, padding: int = 0) -> str:
-        """Appends a convolution without bias; `shape` is (out channels, in channels, kernel height, kernel width)."""
-        weight = self.he_normal(f"{name}.weight", shape)
+    def conv(
+        self,
+        name: str,
+        data: str,
+        shape: tuple[int, ...],
+        *,
+        stride: PerAxis = 1,
+        padding: PerAxis = 0,
+        dilation: PerAxis = 1,
+        groups: int = 1,
+        bias: bool = False,
+    ) -> str:
+        """Appends a convolution: (N, in channels, *image) -> (N, out channels, *smaller image).
+
+        Args:
+            name: Name of the node.
+            data: Tensor of any number of spatial axes.
+            shape: Of the weights: (out channels, in channels // groups, *kernel).
+            stride: Step of the kernel.
+            padding: Zeros on each of both sides.
+            dilation: Distance of the kernel's elements.
+            groups: Groups of channels that do not see each other; as many as channels for a depthwise convolution.
+            bias: Whether it adds a number to every output channel.
+        """
         rank = len(shape) - 2
+        parameters = [self.he_normal(f"{name}.weight", shape)]
+        if bias:
+            parameters.append(self._small_bias(name, shape[0]))
         return self.node(
             "Conv",
             name,
             data,
-            weight,
+            *parameters,
             kernel_shape=list(shape[2:]),
-            strides=[stride] * rank,
-            pads=[padding] * (2 * rank),
+            strides=_per_axis(stride, rank),
+            pads=_per_axis(padding, rank) * 2,
+            dilations=_per_axis(dilation, rank),
+            group=groups,
         )
 
-    def batch_norm(self, name: str, data: str, channels: int) -> str:
-        """Appends a BatchNormalization (inference form) whose statistics look like those of a trained network."""
+    def pool(
+        self,
+        op_type: Literal["MaxPool", "AveragePool"],
+        name: str,
+        data: str,
+        kernel: tuple[int, ...],
+        *,
+        stride: PerAxis = 1,
+        padding: PerAxis = 0,
+        **attributes: Any,
+    ) -> str:
+        """Appends a pooling; `kernel` has one size for each spatial axis."""
+        rank = len(kernel)
+        return self.node(
+            op_type,
+            name,
+            data,
+            kernel_shape=list(kernel),
+            strides=_per_axis(stride, rank),
+            pads=_per_axis(padding, rank) * 2,
+            **attributes,
+        )
+
+    def batch_norm(self, name: str, data: str, channels: int, *, gain: float = 0.75) -> str:
+        """Appends a BatchNormalization (inference form) whose statistics look like those of a trained network.
+
+        Args:
+            name: Name of the node.
+            data: Tensor (N, channels, ...).
+            channels: Number of channels.
+            gain: Mean of the scales. With 1, activations keep their magnitude through many layers in a row.
+        """
         parameters = {
-            "scale": self._rng.uniform(0.5, 1.0, channels),
+            "scale": self._rng.uniform(gain - 0.25, gain + 0.25, channels),
             "bias": self._rng.uniform(-0.1, 0.1, channels),
             "mean": self._rng.uniform(-0.1, 0.1, channels),
             "var": self._rng.uniform(0.8, 1.2, channels),
@@ -81,8 +145,10 @@ class GraphBuilder:
     def dense(self, name: str, data: str, *, units: int, in_units: int) -> str:
         """Appends a fully connected layer with bias: (N, in_units) -> (N, units)."""
         weight = self.he_normal(f"{name}.weight", (units, in_units))
-        bias = self.weight(f"{name}.bias", self._rng.uniform(-0.1, 0.1, units))
-        return self.node("Gemm", name, data, weight, bias, transB=1)
+        return self.node("Gemm", name, data, weight, self._small_bias(name, units), transB=1)
+
+    def _small_bias(self, name: str, channels: int) -> str:
+        return self.weight(f"{name}.bias", self._rng.uniform(-0.1, 0.1, channels))
 
     def build(self, name: str, outputs: dict[str, tuple[int, ...]]) -> onnx.ModelProto:
         """Returns the model, checked.
@@ -103,3 +169,7 @@ class GraphBuilder:
         )
         onnx.checker.check_model(model)
         return model
+
+
+def _per_axis(value: PerAxis, rank: int) -> list[int]:
+    return [value] * rank if isinstance(value, int) else list(value)

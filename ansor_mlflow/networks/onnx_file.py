@@ -1,14 +1,23 @@
-"""Reads ONNX files and fixes the shapes of their inputs."""
+"""Reads and writes ONNX files, and fixes the shapes of their inputs.
+
+An ONNX model is a protobuf message, which holds at most 2 GiB; more weights are in files beside it ("external data":
+docs/ExternalData.md of ONNX). In memory a model holds all its weights, but while its shapes are inferred the large ones
+stay in their files, because both libraries that infer them take a message.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnxruntime
 from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
-from onnx import TensorProto, helper
+from onnx import TensorProto, external_data_helper, helper
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.networks.shapes import DeclaredShape, resolve_shapes
@@ -30,41 +39,98 @@ _DTYPES: dict[int, str] = {
 }
 """NumPy's names of the element types that NumPy itself has: inputs and outputs pass through it."""
 
+_MAX_WEIGHT_BYTES = 2**31 - 2**26
+"""What a message can hold, without 64 MiB for the graph."""
+_MIN_WEIGHT_BYTES = 1024
+"""Smaller tensors always stay in the message; ONNX's own functions have the same limit."""
+_MAX_SHAPE_ELEMENTS = 2**16
+"""A tensor with more elements is not a shape that inference has to know the values of."""
 
-def read_onnx(path: Path) -> onnx.ModelProto:
-    """Reads a model and the external data it refers to.
+
+def read_onnx(path: Path, network: str) -> onnx.ModelProto:
+    """Reads a model. Its large weights stay in their files until `load_weights`.
+
+    Args:
+        path: ONNX file.
+        network: What messages call it.
 
     Raises:
         UserInputError: The file or its external data is missing or not an ONNX model.
     """
-    try:
-        model = onnx.load(path, format="protobuf")
-    except OSError as err:
-        raise UserInputError(
-            f"network={path}: the file cannot be read ({err.strerror}); give an ONNX file or a built-in name"
-        ) from err
-    except DecodeError as err:
-        raise UserInputError(
-            f"network={path}: not a valid ONNX file, or cut short ({_one_line(err)}); export the model again"
-        ) from err
-    except onnx.checker.ValidationError as err:
-        raise UserInputError(
-            f"network={path}: its external data cannot be read ({_one_line(err)}); put that file beside the model"
-        ) from err
+    with _clear_read_errors(network):
+        model = onnx.load(path, format="protobuf", load_external_data=False)
+        for tensor in _external_tensors(model.graph):
+            if math.prod(tensor.dims) <= _MAX_SHAPE_ELEMENTS:
+                _load_tensor(tensor, path.parent)
     if not model.HasField("graph"):  # an empty file is a valid message without fields
-        raise UserInputError(f"network={path}: the file holds no ONNX model; export the model again")
+        raise UserInputError(f"network={network}: the file holds no ONNX model; export the model again")
     if not model.graph.node:
-        raise UserInputError(f"network={path}: the model has no nodes, so there is nothing to tune")
+        raise UserInputError(f"network={network}: the model has no nodes, so there is nothing to tune")
     return model
 
 
-def fix_shapes(model: onnx.ModelProto, network: str, given: Mapping[str, Sequence[int]]) -> onnx.ModelProto:
+def load_weights(model: onnx.ModelProto, network: str, directory: Path) -> None:
+    """Reads into `model` the weights that `read_onnx` left in the files of `directory`.
+
+    Raises:
+        UserInputError: A file is missing, cut short, or outside of `directory`.
+    """
+    with _clear_read_errors(network):
+        for tensor in _external_tensors(model.graph):
+            _load_tensor(tensor, directory)
+
+
+def external_files(path: Path, network: str) -> list[str]:
+    """The paths, relative to the folder of an ONNX file, of the other files that hold its weights.
+
+    Raises:
+        UserInputError: The file is missing or not an ONNX model.
+    """
+    with _clear_read_errors(network):
+        graph = onnx.load(path, format="protobuf", load_external_data=False).graph
+    entries = (entry for tensor in _external_tensors(graph) for entry in tensor.external_data)
+    return sorted({entry.value for entry in entries if entry.key == "location"})
+
+
+def write_onnx(model: onnx.ModelProto, path: Path, *, max_weight_bytes: int = _MAX_WEIGHT_BYTES) -> list[Path]:
+    """Writes a model, and weights that take more than `max_weight_bytes` to a second file, `<name>.data`.
+
+    Returns:
+        The files that were written.
+    """
+    graph, weights = _split_weights(model, max_weight_bytes)
+    if not weights:
+        onnx.save_model(model, path, format="protobuf")
+        return [path]
+    data = path.with_name(f"{path.name}.data")
+    with data.open("wb") as file:
+        for reference, weight in zip(_external_tensors(graph.graph), weights, strict=True):
+            place = {"location": data.name, "offset": file.tell(), "length": file.write(weight.raw_data)}
+            for key, value in place.items():
+                reference.external_data.add(key=key, value=str(value))
+    path.write_bytes(graph.SerializeToString())
+    return [path, data]
+
+
+def digest(model: onnx.ModelProto, *, max_weight_bytes: int = _MAX_WEIGHT_BYTES) -> str:
+    """SHA-256 of a model, the same whichever files held it: of its message, then of the weights that do not fit."""
+    graph, weights = _split_weights(model, max_weight_bytes)
+    sha256 = hashlib.sha256(graph.SerializeToString(deterministic=True))
+    for weight in weights:
+        sha256.update(weight.raw_data)
+    return sha256.hexdigest()
+
+
+def fix_shapes(
+    model: onnx.ModelProto, network: str, given: Mapping[str, Sequence[int]], directory: Path | None = None
+) -> onnx.ModelProto:
     """Returns the model with static shapes everywhere that shape inference can derive one. Changes `model`.
 
     Args:
         model: A model.
         network: What messages call it.
         given: Shapes that replace those of its inputs.
+        directory: Where the weights are that `read_onnx` left in their files.
 
     Raises:
         UserInputError: A shape does not fit, an input or output still has a dynamic dimension, or holds no numbers.
@@ -85,9 +151,10 @@ def fix_shapes(model: onnx.ModelProto, network: str, given: Mapping[str, Sequenc
         raise UserInputError(f"network={network}: its shapes do not fit together ({_one_line(err)}); {hint}") from err
     except EncodeError as err:
         raise UserInputError(
-            f"network={network}: the model is larger than 2 GiB, the limit of an ONNX message; split it"
+            f"network={network}: the model is larger than 2 GiB, the limit of an ONNX message; give an ONNX file with "
+            "external data"
         ) from err
-    _complete_outputs(model, network)
+    _complete_outputs(model, network, directory)
     return model
 
 
@@ -146,12 +213,17 @@ def _forget_shapes(graph: onnx.GraphProto) -> None:
                 _forget_shapes(attribute.g)
 
 
-def _complete_outputs(model: onnx.ModelProto, network: str) -> None:
+def _complete_outputs(model: onnx.ModelProto, network: str, directory: Path | None) -> None:
     """Asks ONNX Runtime for output shapes that ONNX could not infer; it evaluates the constant parts of a graph too."""
     if all(map(_is_static, model.graph.output)):
         return
+    options = onnxruntime.SessionOptions()
+    if directory is not None:  # onnxruntime_session_options_config_keys.h
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(directory.resolve())
+        )
     try:
-        session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except Exception as err:  # ONNX Runtime has an error class for each of its status codes, without a common base
         raise UserInputError(
             f"network={network}: neither ONNX nor ONNX Runtime can infer the shapes of its outputs "
@@ -169,6 +241,79 @@ def _complete_outputs(model: onnx.ModelProto, network: str) -> None:
 def _is_static(value: onnx.ValueInfoProto) -> bool:
     tensor = value.type.tensor_type
     return bool(tensor.HasField("shape")) and all(dim.HasField("dim_value") for dim in tensor.shape.dim)
+
+
+@contextlib.contextmanager
+def _clear_read_errors(network: str) -> Iterator[None]:
+    """Translates the errors of reading a model and its external data."""
+    try:
+        yield
+    except OSError as err:
+        raise UserInputError(
+            f"network={network}: the file cannot be read ({err.strerror}); give an ONNX file or a built-in name"
+        ) from err
+    except DecodeError as err:
+        raise UserInputError(
+            f"network={network}: not a valid ONNX file, or cut short ({_one_line(err)}); export the model again"
+        ) from err
+    except (onnx.checker.ValidationError, ValueError) as err:
+        raise UserInputError(
+            f"network={network}: its external data cannot be read ({_one_line(err)}); put that file beside the model"
+        ) from err
+
+
+def _external_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    return filter(external_data_helper.uses_external_data, _tensors(graph))
+
+
+def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """Yields the weights of a graph and the constants of its nodes, also of those in a branch."""
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield from (attribute.t, *attribute.tensors)
+            for branch in (attribute.g, *attribute.graphs):
+                yield from _tensors(branch)
+
+
+def _load_tensor(tensor: onnx.TensorProto, directory: Path) -> None:
+    external_data_helper.load_external_data_for_tensor(tensor, str(directory))
+    tensor.data_location = TensorProto.DEFAULT  # older versions of ONNX leave both to the caller
+    del tensor.external_data[:]
+
+
+def _split_weights(model: onnx.ModelProto, max_weight_bytes: int) -> tuple[onnx.ModelProto, list[onnx.TensorProto]]:
+    """A model whose weights are in external data that has no place yet, and these weights.
+
+    Weights that take no more than `max_weight_bytes` stay where they are: the model itself, and none.
+    """
+    weights = [weight for weight in model.graph.initializer if _raw_bytes(weight) >= _MIN_WEIGHT_BYTES]
+    if sum(map(_raw_bytes, weights)) <= max_weight_bytes:
+        return model, []
+    # The weights are never copied with the rest: protobuf does not give the memory back before the end of the message.
+    initializers = [
+        _without_data(tensor) if _raw_bytes(tensor) >= _MIN_WEIGHT_BYTES else tensor
+        for tensor in model.graph.initializer
+    ]
+    graph = onnx.GraphProto(**_fields(model.graph, without="initializer"), initializer=initializers)
+    return onnx.ModelProto(**_fields(model, without="graph"), graph=graph), weights
+
+
+def _raw_bytes(tensor: onnx.TensorProto) -> int:
+    """Size of a tensor's data as plain bytes, without reading it; 0 where it is kept in another way."""
+    if not tensor.HasField("raw_data"):
+        return 0
+    return int(math.prod(tensor.dims) * helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+
+
+def _without_data(tensor: onnx.TensorProto) -> onnx.TensorProto:
+    return onnx.TensorProto(
+        name=tensor.name, dims=tensor.dims, data_type=tensor.data_type, data_location=TensorProto.EXTERNAL
+    )
+
+
+def _fields(message: onnx.ModelProto | onnx.GraphProto, *, without: str) -> dict[str, Any]:
+    return {field.name: value for field, value in message.ListFields() if field.name != without}
 
 
 def _one_line(err: Exception) -> str:

@@ -1,10 +1,11 @@
-"""Where networks come from: a built-in name, or an ONNX file."""
+"""Where networks come from: a built-in name, an operator with its sizes, or an ONNX file."""
 
 from __future__ import annotations
 
 import difflib
-import hashlib
+import math
 import os
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,12 @@ import onnx
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS, build_builtin
-from ansor_mlflow.networks.onnx_file import fix_shapes, input_specs, output_specs, read_onnx
+from ansor_mlflow.networks.onnx_file import digest, fix_shapes, input_specs, load_weights, output_specs, read_onnx
+from ansor_mlflow.networks.operators import build_operator, is_operator
 from ansor_mlflow.tensors import TensorSpec
+
+_TRAINED_TYPES = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
+_PYTORCH_SUFFIXES = (".pt2", ".pt", ".pth")
 
 
 @dataclass(frozen=True)
@@ -22,29 +27,42 @@ class Network:
     """A network with weights and static shapes."""
 
     name: str
-    """The built-in name, or the stem of the file's name."""
+    """The built-in name, the operator with its sizes, or the stem of the file's name."""
     model: onnx.ModelProto
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     path: Path | None = None
-    """The file it was read from; None for a built-in network."""
+    """The file it was read from, of which there may be no more; None for a network that is generated."""
+    source: str | None = None
+    """The URI that the file was downloaded from; with a version, where the user gave an alias."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained values: weights that are not scalars, without the statistics of batch normalisations."""
+        graph = self.model.graph
+        statistics = {name for node in graph.node if node.op_type == "BatchNormalization" for name in node.input[3:5]}
+        return sum(
+            math.prod(weight.dims)
+            for weight in graph.initializer
+            if weight.dims and weight.name not in statistics and weight.data_type in _TRAINED_TYPES
+        )
 
     @property
     def sha256(self) -> str:
         """Digest of the graph and its weights."""
-        return hashlib.sha256(self.model.SerializeToString(deterministic=True)).hexdigest()
+        return digest(self.model)
 
 
 def load_network(
     name: str, *, batch_size: int = 1, input_shapes: Mapping[str, Sequence[int]] = {}, seed: int = 0
 ) -> Network:
-    """Generates a built-in network or reads an ONNX file.
+    """Generates a built-in network or a single operator, or reads an ONNX file.
 
     Args:
-        name: A built-in name, or the path of an ONNX file.
+        name: A built-in name, an operator with its sizes (see `operators.OPERATORS`), or the path of an ONNX file.
         batch_size: Batch size of a built-in network.
         input_shapes: Shapes that replace those of the inputs; the other shapes follow from them.
-        seed: Seed of the weights of a built-in network.
+        seed: Seed of the weights of a network that is generated.
 
     Raises:
         UserInputError: There is no such network, it cannot be read, or the shapes do not fit it.
@@ -52,15 +70,40 @@ def load_network(
     if name in BUILTIN_NETWORKS:
         model = build_builtin(name, batch_size=batch_size, input_shapes=input_shapes, seed=seed)
         return _network(name, fix_shapes(model, name, {}))
+    if is_operator(name):
+        model = build_operator(name, batch_size=batch_size, input_shapes=input_shapes, seed=seed)
+        return _network(name, fix_shapes(model, name, {}))
     if not _is_path(name):
         raise UserInputError(f"network={name!r} is neither a built-in network nor a file; {_hint(name)}")
+    return read_network(Path(name), name, batch_size=batch_size, input_shapes=input_shapes)
+
+
+def read_network(
+    path: Path, called: str, *, batch_size: int = 1, input_shapes: Mapping[str, Sequence[int]] = {}
+) -> Network:
+    """Reads an ONNX file.
+
+    Args:
+        path: ONNX file.
+        called: What messages call it.
+        batch_size: Must be 1, as the parameter is for networks that are generated.
+        input_shapes: Shapes that replace those of the inputs; the other shapes follow from them.
+
+    Raises:
+        UserInputError: The file cannot be read, or the shapes do not fit it.
+    """
     if batch_size != 1:
         raise UserInputError(
-            f"batch_size={batch_size} with network={name}: it is for built-in networks; give an ONNX file's batch size "
-            "in input_shapes"
+            f"batch_size={batch_size} with network={called}: it is for built-in networks; give an ONNX file's batch "
+            "size in input_shapes"
         )
-    path = Path(name)
-    return _network(path.stem, fix_shapes(read_onnx(path), name, input_shapes), path)
+    if path.suffix in _PYTORCH_SUFFIXES:
+        raise UserInputError(
+            f"network={called}: files of PyTorch are not read; export it to ONNX with torch.onnx.export"
+        )
+    model = fix_shapes(read_onnx(path, called), called, input_shapes, path.parent)
+    load_weights(model, called, path.parent)
+    return _network(path.stem, model, path)
 
 
 def _network(name: str, model: onnx.ModelProto, path: Path | None = None) -> Network:
@@ -68,11 +111,24 @@ def _network(name: str, model: onnx.ModelProto, path: Path | None = None) -> Net
 
 
 def _is_path(name: str) -> bool:
-    return name.endswith(".onnx") or os.sep in name or Path(name).is_file()
+    return name.endswith((".onnx", *_PYTORCH_SUFFIXES)) or os.sep in name or Path(name).is_file()
 
 
 def _hint(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), BUILTIN_NETWORKS, n=3)
+    near = _nearest_numbers(name) or difflib.get_close_matches(name.lower(), BUILTIN_NETWORKS, n=3, cutoff=0.7)
     if near:
         return f"perhaps you meant {', '.join(near)}"
     return f"built-in are {', '.join(BUILTIN_NETWORKS)}; a file ends in .onnx"
+
+
+def _nearest_numbers(name: str) -> list[str]:
+    """The two networks of the same family with the nearest numbers: resnet-18 and resnet-34 for resnet-17."""
+    family, number = _split_number(name)
+    numbers = {other: _split_number(other)[1] for other in BUILTIN_NETWORKS if _split_number(other)[0] == family}
+    return sorted(numbers, key=lambda other: abs(numbers[other] - number))[:2]
+
+
+def _split_number(name: str) -> tuple[str, int]:
+    """A network's family and number: ("vgg", 16) of "vgg-16", ("inception", 3) of "inception_v3"; else 0."""
+    rest = name.lower().rstrip(string.digits)
+    return rest.rstrip("v").rstrip("-_"), int(name[len(rest) :] or 0)

@@ -26,6 +26,8 @@ class Provenance:
     input_shapes: dict[str, list[int]]
     seed: int
     layout: str
+    dtype: str
+    pad_channels: int | str
     target: str
     """The target as it was given."""
     num_threads: int

@@ -2,7 +2,21 @@
 
 from ansor_mlflow.steps.compile import CompileResult, compile_network
 from ansor_mlflow.steps.evaluate import evaluate
+from ansor_mlflow.steps.explain import Explanation, explain_task
 from ansor_mlflow.steps.pipeline import PipelineResult, run_pipeline
+from ansor_mlflow.steps.plan import Plan, PlannedTask, plan_tuning
 from ansor_mlflow.steps.tune import tune
 
-__all__ = ["CompileResult", "PipelineResult", "compile_network", "evaluate", "run_pipeline", "tune"]
+__all__ = [
+    "CompileResult",
+    "Explanation",
+    "PipelineResult",
+    "Plan",
+    "PlannedTask",
+    "compile_network",
+    "evaluate",
+    "explain_task",
+    "plan_tuning",
+    "run_pipeline",
+    "tune",
+]

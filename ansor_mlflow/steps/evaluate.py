@@ -13,6 +13,7 @@ import mlflow
 from ansor_mlflow import contenders, flavor, names
 from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.evaluate import (
+    TOLERANCES,
     Difference,
     Latency,
     call_once,
@@ -78,10 +79,13 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> dict[s
     difference = _compare(options, manifest, runs)
     metrics = {names.MAX_ABS_ERROR: difference.max_abs_error, names.MAX_REL_ERROR: difference.max_rel_error}
     run.log_metrics(metrics)
-    if not difference.max_rel_error <= options.tolerance:
+    tolerance = options.tolerance
+    if tolerance == "auto":
+        tolerance = TOLERANCES[entry.provenance.get("dtype", "float32")]
+    if not difference.max_rel_error <= tolerance:
         raise CorrectnessError(
             f"the outputs of {manifest.network} differ from ONNX Runtime's by max_rel_error="
-            f"{difference.max_rel_error:.3g}, allowed is {options.tolerance:g}; do not deploy this model: compile it "
+            f"{difference.max_rel_error:.3g}, allowed is {tolerance:g}; do not deploy this model: compile it "
             "again, or raise tolerance if the network is that sensitive to rounding"
         )
     latencies = _measure(options, manifest, directory, entry, runs)

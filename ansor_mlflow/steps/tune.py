@@ -10,19 +10,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import onnx
-
-from ansor_mlflow import names
+from ansor_mlflow import names, sources
 from ansor_mlflow.compile import require_linker
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering import LOWERING_VERSION, lower
-from ansor_mlflow.networks import Network, load_network
+from ansor_mlflow.networks import Network
+from ansor_mlflow.networks.onnx_file import write_onnx
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records import Provenance, write_description
-from ansor_mlflow.targets import DeviceFingerprint, fingerprint, require_measurable_here, resolve_target
+from ansor_mlflow.targets import (
+    DeviceFingerprint,
+    fingerprint,
+    has_arithmetic,
+    require_measurable_here,
+    resolve_target,
+)
 from ansor_mlflow.threads import measuring_cpus, resolve_num_threads
 from ansor_mlflow.tracking import MlflowObserver, StepRun, step_run
 from ansor_mlflow.tracking.environment import describe_environment
+from ansor_mlflow.tracking.failures import without_credentials
 from ansor_mlflow.trials import TuningObserver
 from ansor_mlflow.tuning import RoundLog, TuningJob, require_valid_trials, start_fork_server, tune_locally
 
@@ -52,7 +58,7 @@ def tune(options: TuneOptions, observers: Sequence[TuningObserver] = ()) -> str:
 
 
 def _tune(options: TuneOptions, run: StepRun, observers: Sequence[TuningObserver]) -> None:
-    network = load_network(
+    network = sources.load_network(
         options.network, batch_size=options.batch_size, input_shapes=options.input_shapes, seed=options.seed
     )
     num_threads = resolve_num_threads(options.num_threads)
@@ -64,9 +70,11 @@ def _tune(options: TuneOptions, run: StepRun, observers: Sequence[TuningObserver
     _log_inputs(run, network, device)
 
     _log.info("lowering %s for %s", network.name, device.description)
+    if not has_arithmetic(target, options.dtype):
+        _log.warning("%s converts %s to float32 for every operation, which is slow", device.description, options.dtype)
     records = run.directory / names.RECORDS_DIR
     records.mkdir(exist_ok=True)
-    lowered = lower(network.model, target, options.layout)
+    lowered = lower(network.model, target, **options.lowering())
     if not lowered.tasks:
         raise UserInputError(f"network={options.network}: it has no kernel to tune; give a network that computes")
     job = TuningJob(
@@ -99,23 +107,24 @@ def _log_inputs(run: StepRun, network: Network, device: DeviceFingerprint) -> No
             names.TAG_NUM_THREADS: str(device.num_threads),
         }
     )
+    if network.source is not None:
+        run.log_tags({names.TAG_NETWORK_SOURCE: network.source})
     if network.path is not None:
-        path = run.directory / names.NETWORK_FILE
-        onnx.save_model(network.model, str(path))
-        run.log_artifacts(path)
+        for path in write_onnx(network.model, run.directory / names.NETWORK_FILE):
+            run.log_artifacts(path)
 
 
 def _provenance(options: TuneOptions, network: Network, num_threads: int) -> Provenance:
     import tvm
 
     return Provenance(
-        network=options.network,
+        network=without_credentials(options.network),
         from_file=network.path is not None,
         network_sha256=network.sha256,
         batch_size=options.batch_size,
         input_shapes=options.input_shapes,
         seed=options.seed,
-        layout=options.layout,
+        **options.lowering(),
         target=options.target,
         num_threads=num_threads,
         lowering_version=LOWERING_VERSION,

@@ -1,0 +1,300 @@
+"""Pads layers whose number of channels cannot be tiled well.
+
+The search splits an axis into factors that divide it. 386 channels are 2 × 193, so that the innermost loop, which is
+vectorised, gets 2 of them, where 384 offer 16, 32, 48 and 64. A few channels more, filled with zeros, cost less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from ansor_mlflow.lowering.onnx_graph import attribute, remove_unused_initializers, uses
+
+_MAX_INNERMOST = 64
+"""Largest innermost factor of a tiling: `max_innermost_factor` in MetaSchedule's rules for CPUs."""
+_NUM_FACTORS = 4
+"""Factors into which MetaSchedule splits a spatial axis (structure SSRSRS)."""
+_MIN_GAIN = 2.0
+"""Padding is worth it where it promises more than that: the prediction is optimistic."""
+_MAX_GROWTH = 1.25
+"""Padded over true number of channels, at most."""
+
+_POOLS = {"AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool"}
+_ELEMENTWISE = {
+    *("Add", "Clip", "Elu", "HardSigmoid", "HardSwish", "Identity", "LeakyRelu", "Max", "Min", "Mul", "Relu"),
+    *("Sigmoid", "Sub", "Tanh"),
+}
+"""Operators that make a finite number of zeros, so that what they do to channels that nobody needs is harmless."""
+_FIRST_OPSET_WITH_SLICE_INPUTS = 10
+
+
+@dataclass(frozen=True)
+class PaddedLayer:
+    """A convolution or dense layer that would be faster with more output channels."""
+
+    name: str
+    channels: int
+    num_tilings: int
+    """Ways to split the channels into the factors of a tiling."""
+    padded_channels: int
+    predicted_gain: float
+    """How many times faster it may get if vector instructions are what limits it."""
+
+
+def layers_to_pad(model: onnx.ModelProto, lanes: int) -> list[PaddedLayer]:
+    """The layers that `pad_output_channels` would pad, in the order of the graph.
+
+    Args:
+        model: ONNX model.
+        lanes: Elements of a vector register.
+    """
+    layers = []
+    constants = {initializer.name: initializer for initializer in model.graph.initializer}
+    for node in model.graph.node:
+        layer = _layer(node, constants)
+        if layer is None:
+            continue
+        padded = best_padding(layer.channels, lanes)
+        if padded != layer.channels:
+            layers.append(
+                PaddedLayer(
+                    name=node.name or node.output[0],
+                    channels=layer.channels,
+                    num_tilings=num_tilings(layer.channels),
+                    padded_channels=padded,
+                    predicted_gain=_efficiency(padded, layer.channels, lanes)
+                    / _efficiency(layer.channels, layer.channels, lanes),
+                )
+            )
+    return layers
+
+
+def best_padding(channels: int, lanes: int) -> int:
+    """The number of channels to compute instead of `channels`: the same where padding promises too little."""
+    candidates = range(channels, int(channels * _MAX_GROWTH) + 1)
+    best = max(candidates, key=lambda size: (_efficiency(size, channels, lanes), -size))
+    gain = _efficiency(best, channels, lanes) / _efficiency(channels, channels, lanes)
+    return best if gain > _MIN_GAIN else channels
+
+
+def num_tilings(channels: int) -> int:
+    """Ways to write `channels` as an ordered product of a tiling's factors, the last of them at most 64."""
+    return sum(_num_products(channels // last, _NUM_FACTORS - 1) for last in _innermost_factors(channels))
+
+
+def pad_output_channels(model: onnx.ModelProto, padding: Callable[[int], int]) -> onnx.ModelProto:
+    """The model with more output channels in its convolutions and dense layers.
+
+    What follows a padded layer and treats channels alike (activations, pooling, sums) works on the padded tensor, and a
+    next layer takes it as it is, with zeros among its weights. Everything else gets the true channels by a `Slice`.
+
+    Args:
+        model: Stays as it is. Grouped convolutions are left alone, as are layers whose weights are no initializers.
+        padding: Takes a number of output channels and returns how many to compute, at least as many.
+
+    Returns:
+        A model that computes the same but for rounding.
+    """
+    padded = onnx.ModelProto()
+    padded.CopyFrom(model)
+    graph = padded.graph
+    rewriter = _Rewriter(padded, padding)
+    nodes = [rewritten for node in model.graph.node for rewritten in rewriter.rewrite(node)]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    used = set(uses(graph))
+    for node in [node for node in nodes if rewriter.is_slice(node) and node.output[0] not in used]:
+        graph.node.remove(node)
+    remove_unused_initializers(graph)
+    return padded
+
+
+# -- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def _efficiency(size: int, channels: int, lanes: int) -> float:
+    """Useful share of the vector lanes when `size` channels are computed of which `channels` are needed.
+
+    LLVM splits a vector into whole registers and, for the rest, registers of half the size, a quarter and so on.
+    """
+    used = max(factor / lanes / (factor // lanes + (factor % lanes).bit_count()) for factor in _innermost_factors(size))
+    return used * channels / size
+
+
+def _innermost_factors(size: int) -> Iterator[int]:
+    return (factor for factor in range(1, min(size, _MAX_INNERMOST) + 1) if size % factor == 0)
+
+
+def _num_products(number: int, num_factors: int) -> int:
+    """Ways to write a number as an ordered product: for each prime, exponents are shared out among the factors."""
+    ways, prime = 1, 2
+    while number > 1:
+        exponent = 0
+        while number % prime == 0:
+            number //= prime
+            exponent += 1
+        ways *= math.comb(exponent + num_factors - 1, num_factors - 1)
+        prime = prime + 1 if prime * prime <= number else max(number, prime + 1)
+    return ways
+
+
+# -- rewriting -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The constants of a convolution or dense layer, and where its channels are."""
+
+    weight: onnx.TensorProto
+    bias: onnx.TensorProto | None
+    out_axis: int
+    """Axis of the weight."""
+    in_axis: int
+    """Axis of the weight."""
+    channel_axis: int
+    """Axis of the data, before and after the layer, from the end: -1 is the last."""
+
+    @property
+    def channels(self) -> int:
+        return int(self.weight.dims[self.out_axis])
+
+
+@dataclass(frozen=True)
+class _Padding:
+    """How a tensor is padded."""
+
+    axis: int
+    """From the end."""
+    channels: int
+    padded_channels: int
+
+
+def _layer(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto]) -> _Layer | None:
+    """The layer that a node is; None where it is none that can be padded."""
+    if len(node.input) < 2 or not {name for name in node.input[1:] if name} <= constants.keys():
+        return None
+    weight = constants[node.input[1]]
+    bias = constants[node.input[2]] if len(node.input) > 2 and node.input[2] else None
+    if node.op_type == "Conv" and attribute(node, "group", 1) == 1:
+        layer = _Layer(weight, bias, out_axis=0, in_axis=1, channel_axis=1 - len(weight.dims))
+    elif node.op_type == "Gemm" and not attribute(node, "transA", 0):
+        out_axis = 0 if attribute(node, "transB", 0) else 1
+        layer = _Layer(weight, bias, out_axis=out_axis, in_axis=1 - out_axis, channel_axis=-1)
+    elif node.op_type == "MatMul" and len(weight.dims) == 2:
+        layer = _Layer(weight, bias, out_axis=1, in_axis=0, channel_axis=-1)
+    else:
+        return None
+    return layer if bias is None or list(bias.dims) == [layer.channels] else None
+
+
+class _Rewriter:
+    """Rewrites the nodes of a graph one after the other, and keeps in mind which tensors are there padded.
+
+    Args:
+        model: Gets the new constants; its nodes stay as they are.
+        padding: As in `pad_output_channels`.
+    """
+
+    def __init__(self, model: onnx.ModelProto, padding: Callable[[int], int]) -> None:
+        self._graph = model.graph
+        self._opset = next((opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx")), 1)
+        self._padding = padding
+        self._constants = {initializer.name: initializer for initializer in model.graph.initializer}
+        self._padded: dict[str, _Padding] = {}
+        """By the name of the tensor with the true channels."""
+
+    def rewrite(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
+        """The node, or what takes its place; a `Slice` after it gives the tensor of the old name."""
+        if (layer := _layer(node, self._constants)) is not None:
+            return self._rewrite_layer(node, layer)
+        padding = self._common_padding(node)
+        if padding is None:
+            return [node]
+        inputs = [self._padded_input(node, position, padding) for position in range(len(node.input))]
+        return self._sliced(_with_inputs(node, inputs), padding)
+
+    def is_slice(self, node: onnx.NodeProto) -> bool:
+        """Whether the node was put in to give back the true channels of a tensor."""
+        return node.op_type == "Slice" and node.output[0] in self._padded
+
+    def _rewrite_layer(self, node: onnx.NodeProto, layer: _Layer) -> list[onnx.NodeProto]:
+        inputs, weight, bias = list(node.input), layer.weight, layer.bias
+        before = self._padded.get(node.input[0])
+        if before is not None and before.axis == layer.channel_axis:
+            inputs[0] = _padded_name(node.input[0])
+            weight = _grown(weight, layer.in_axis, before.padded_channels)
+        after = _Padding(layer.channel_axis, layer.channels, self._padding(layer.channels))
+        weight = _grown(weight, layer.out_axis, after.padded_channels)
+        inputs[1] = self._constant(f"{node.output[0]}.padded_weight", weight)
+        if bias is not None:
+            inputs[2] = self._constant(f"{node.output[0]}.padded_bias", _grown(bias, 0, after.padded_channels))
+        rewritten = _with_inputs(node, inputs)
+        return [rewritten] if after.padded_channels == after.channels else self._sliced(rewritten, after)
+
+    def _common_padding(self, node: onnx.NodeProto) -> _Padding | None:
+        """How all inputs of a node are padded, if it can work on them so."""
+        if len(node.output) != 1 or node.op_type not in _POOLS | _ELEMENTWISE:
+            return None
+        tensors = [name for name in node.input if name and name not in self._constants]
+        paddings = {self._padded.get(name) for name in tensors}
+        padding = paddings.pop() if len(paddings) == 1 else None
+        if padding is None or (node.op_type in _POOLS and padding.axis == -1):
+            return None
+        return padding
+
+    def _padded_input(self, node: onnx.NodeProto, position: int, padding: _Padding) -> str:
+        name = node.input[position]
+        constant = self._constants.get(name)
+        if constant is None:
+            return _padded_name(str(name)) if name else ""
+        if len(constant.dims) < -padding.axis or constant.dims[padding.axis] == 1:
+            return str(name)  # it is the same for all channels
+        grown = _grown(constant, len(constant.dims) + padding.axis, padding.padded_channels)
+        return self._constant(f"{node.output[0]}.padded_input{position}", grown)
+
+    def _sliced(self, node: onnx.NodeProto, padding: _Padding) -> list[onnx.NodeProto]:
+        name = node.output[0]
+        node.output[0] = _padded_name(name)
+        self._padded[name] = padding
+        ranges: dict[str, Any] = {"starts": [0], "ends": [padding.channels], "axes": [padding.axis]}
+        if self._opset < _FIRST_OPSET_WITH_SLICE_INPUTS:
+            return [node, helper.make_node("Slice", [node.output[0]], [name], name=f"{name}.slice", **ranges)]
+        inputs = [
+            self._constant(f"{name}.slice_{key}", numpy_helper.from_array(np.array(values, np.int64)))
+            for key, values in ranges.items()
+        ]
+        return [node, helper.make_node("Slice", [node.output[0], *inputs], [name], name=f"{name}.slice")]
+
+    def _constant(self, name: str, tensor: onnx.TensorProto) -> str:
+        if tensor.name in self._constants:  # as it was
+            return str(tensor.name)
+        tensor.name = name
+        self._graph.initializer.append(tensor)
+        return name
+
+
+def _padded_name(name: str) -> str:
+    return f"{name}.padded"
+
+
+def _with_inputs(node: onnx.NodeProto, inputs: list[str]) -> onnx.NodeProto:
+    changed = onnx.NodeProto()
+    changed.CopyFrom(node)
+    changed.input[:] = inputs
+    return changed
+
+
+def _grown(tensor: onnx.TensorProto, axis: int, size: int) -> onnx.TensorProto:
+    """The tensor with zeros at the end of an axis, and then without a name; itself where it has that size."""
+    if tensor.dims[axis] == size:
+        return tensor
+    values = numpy_helper.to_array(tensor)
+    widths = [(0, size - dim if index == axis else 0) for index, dim in enumerate(values.shape)]
+    return numpy_helper.from_array(np.pad(values, widths))

@@ -1,0 +1,108 @@
+"""Channel padding: a convolution of AlexNet with 384 and with 386 output channels, padded and not.
+
+    python benchmarks/padding.py --json result.json
+
+Each variant is tuned with the same number of trials; the compiled layers are timed in alternating turns.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from ansor_mlflow.evaluate import call_once, in_child_process, measure_in_turns
+from ansor_mlflow.networks import load_network
+from ansor_mlflow.tensors import random_inputs
+from ansor_mlflow.threads import resolve_num_threads, set_num_threads
+
+_SPEC = "conv2d:1,13,13,{channels},192,3,3,1,1"
+"""The third convolution of AlexNet has 384 (Krizhevsky et al., 2012)."""
+_VARIANTS: dict[str, tuple[int, Literal["auto", "off"]]] = {
+    "384 channels": (384, "off"),
+    "386 channels": (386, "off"),
+    "386 channels, padded": (386, "auto"),
+}
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--trials", default=256, type=click.IntRange(min=1), help="Programs that are measured for each variant.")
+@click.option("--seed", default=0)
+@click.option("--turns", default=7, type=click.IntRange(min=1), help="Fresh processes in which each variant is timed.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for the figures.")
+def main(trials: int, seed: int, turns: int, json_file: Path | None) -> None:
+    """Compare a layer whose channels tile well with one whose channels do not."""
+    with tempfile.TemporaryDirectory(prefix="padding-") as directory:
+        libraries = {}
+        for position, (name, (channels, padding)) in enumerate(_VARIANTS.items()):
+            click.echo(f"tuning: {name}", err=True)
+            libraries[name] = Path(directory) / f"{position}" / "model.so"
+            in_child_process(call_once, partial(_tuning, channels, padding, trials, seed, libraries[name]))
+        calls = {name: partial(_call, _VARIANTS[name][0], seed, library) for name, library in libraries.items()}
+        latencies = measure_in_turns(calls, turns)
+    plain_ms = latencies["384 channels"].median_ms
+    figures = {
+        name: {"latency_ms": latency.median_ms, "ratio_to_384": latency.median_ms / plain_ms}
+        for name, latency in latencies.items()
+    }
+    _show(figures)
+    if json_file is not None:
+        json_file.write_text(
+            json.dumps({"trials": trials, "seed": seed, "turns": turns, "variants": figures}, indent=1)
+        )
+
+
+def _tuning(
+    channels: int, padding: Literal["auto", "off"], trials: int, seed: int, library: Path
+) -> Callable[[], None]:
+    return partial(_tune, channels, padding, trials, seed, library)
+
+
+def _tune(channels: int, padding: Literal["auto", "off"], trials: int, seed: int, library: Path) -> None:
+    """Runs in a child process."""
+    from ansor_mlflow import names
+    from ansor_mlflow.compile import compile_tuned
+    from ansor_mlflow.lowering import lower
+    from ansor_mlflow.options import TuneOptions
+    from ansor_mlflow.targets import resolve_target
+    from ansor_mlflow.tuning import TuningJob, tune_locally
+
+    num_threads = resolve_num_threads("auto")
+    target = resolve_target("auto", num_threads)
+    network = load_network(_SPEC.format(channels=channels), seed=seed)
+    lowered = lower(network.model, target, pad_channels=padding)
+    records = library.parent / names.RECORDS_DIR
+    records.mkdir(parents=True)
+    job = TuningJob(network=network.name, lowered=lowered, target=target, num_threads=num_threads, records=records)
+    tune_locally(job, TuneOptions(trials=trials, seed=seed))
+    compile_tuned(lowered, target, records / names.BEST_DIR, library)
+
+
+def _call(channels: int, seed: int, library: Path) -> Callable[[], Any]:
+    """Runs in a child process."""
+    from tvm import cpu, relax, runtime
+
+    set_num_threads(resolve_num_threads("auto"))
+    network = load_network(_SPEC.format(channels=channels), seed=seed)
+    machine = relax.VirtualMachine(runtime.load_module(str(library)), cpu())
+    return partial(
+        machine["main"], *[runtime.tensor(values) for values in random_inputs(network.inputs, seed).values()]
+    )
+
+
+def _show(figures: dict[str, dict[str, float]]) -> None:
+    table = Table("layer", "latency, ms", "over 384 channels")
+    for name, row in figures.items():
+        table.add_row(name, f"{row['latency_ms']:.3f}", f"{row['ratio_to_384']:.2f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

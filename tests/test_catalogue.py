@@ -1,0 +1,37 @@
+"""`ansor-mlflow networks` lists what is there, with sizes that are true."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from ansor_mlflow.cli import cli
+from ansor_mlflow.lowering import lower
+from ansor_mlflow.networks import BUILTIN_NETWORKS, load_network
+from ansor_mlflow.networks.catalogue import NetworkSize, read_catalogue
+from ansor_mlflow.networks.operators import OPERATORS
+from ansor_mlflow.targets import resolve_target
+
+
+def test_every_network_has_a_size() -> None:
+    assert list(read_catalogue()) == list(BUILTIN_NETWORKS)
+
+
+@pytest.mark.parametrize("name", ["mlp", "bert-tiny", "squeezenet_v1.1", "resnet-block"])
+def test_sizes_are_those_of_the_networks(name: str) -> None:
+    network = load_network(name)
+    tasks = [task.info for task in lower(network.model, resolve_target("llvm", 1)).tasks]
+    assert read_catalogue()[name] == NetworkSize(
+        inputs={spec.name: list(spec.shape) for spec in network.inputs},
+        parameters=network.num_parameters,
+        flops=sum(task.weight * task.flops for task in tasks),
+        tasks=len(tasks),
+    ), "run: python benchmarks/zoo.py --catalogue ansor_mlflow/networks/catalogue.json"
+
+
+def test_networks_and_operators_are_listed() -> None:
+    output = CliRunner().invoke(cli, ["networks"]).output
+    listed = [line.split()[1] for line in output.splitlines() if line.startswith("│")]
+    assert listed == list(BUILTIN_NETWORKS)
+    for form in OPERATORS.values():
+        assert form in output

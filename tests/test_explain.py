@@ -1,0 +1,306 @@
+"""An explanation is of the kernel that was measured: what it computes, the schedule that TVM applies, and its roof."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from commands import ANSOR_MLFLOW, FAST, environment
+
+from ansor_mlflow.cli import main
+from ansor_mlflow.errors import RecordsError, UserInputError
+from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.options import ExplainOptions, PlanOptions, TuneOptions, load_options
+from ansor_mlflow.records import RECORD_FILE
+from ansor_mlflow.roofline import Roofline, last_level_cache_bytes, measure_roofline
+from ansor_mlflow.steps import Explanation, explain_task, plan_tuning, tune
+from ansor_mlflow.targets import fingerprint
+from ansor_mlflow.threads import available_cpus
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+RunCommand = Callable[..., int]
+
+
+@pytest.fixture
+def records(tuned_records: Path, tmp_path: Path) -> Path:
+    """A copy of the records of the small network, without the winners' second times."""
+    return Path(
+        shutil.copytree(tuned_records, tmp_path / "records", ignore=shutil.ignore_patterns("best", "*.lock", ".*"))
+    )
+
+
+@pytest.fixture(scope="module")
+def explanation(tuned_records: Path, small_onnx: Path) -> Explanation:
+    """Of the task of the small network that takes the most time."""
+    return explain_task(ExplainOptions(source=str(tuned_records), network=str(small_onnx)))
+
+
+# -- the kernel ------------------------------------------------------------------------------------------------------
+
+
+def test_the_task_that_takes_the_most_time_is_explained(
+    explanation: Explanation, tuned_records: Path, small_onnx: Path
+) -> None:
+    plan = plan_tuning(PlanOptions(network=str(small_onnx), records=str(tuned_records)))
+    times_s = {task.info.name: task.info.weight * (task.best_s or 0) for task in plan.tasks}
+    assert explanation.task.name == max(times_s, key=lambda name: times_s[name])
+    np.testing.assert_allclose(explanation.network_s, sum(times_s.values()))
+    np.testing.assert_allclose(explanation.time_share, max(times_s.values()) / sum(times_s.values()))
+    assert explanation.num_tasks == explanation.num_tuned_tasks == len(plan.tasks)
+
+
+def test_the_programs_are_those_of_the_task(explanation: Explanation, small_lowered: LoweredNetwork) -> None:
+    import tvm
+
+    task = small_lowered.tasks[explanation.task.index]
+    assert task.info == explanation.task
+    tvm.ir.assert_structural_equal(tvm.script.from_source(explanation.computation), task.mod)
+    schedule = tvm.s_tir.Schedule(task.mod)
+    exec("\n".join(explanation.schedule), {"sch": schedule, "tvm": tvm, "T": tvm.script.tirx})
+    assert schedule.mod.script() == explanation.scheduled
+    assert explanation.scheduled != explanation.computation
+
+
+def test_arguments_are_the_inputs_the_weights_and_the_result(tuned_records: Path, small_onnx: Path) -> None:
+    """The convolution of the small network: (1, 3, 16, 16) by (8, 3, 3, 3) with eight biases gives (1, 8, 16, 16)."""
+    conv = explain_task(ExplainOptions(source=str(tuned_records), network=str(small_onnx), task=conv_name(small_onnx)))
+    assert conv.argument_bytes == 4 * (3 * 16 * 16 + 8 * 3 * 3 * 3 + 8 + 8 * 16 * 16)
+    np.testing.assert_allclose(conv.flops_per_byte, conv.task.flops / conv.argument_bytes)
+    assert conv.task.flops >= 2 * 8 * 16 * 16 * 3 * 3 * 3
+
+
+def conv_name(network: Path) -> str:
+    (name,) = [
+        task.info.name for task in plan_tuning(PlanOptions(network=str(network))).tasks if "conv" in task.info.name
+    ]
+    return name
+
+
+def test_a_task_is_named_by_its_index_too(tuned_records: Path, small_onnx: Path) -> None:
+    first = explain_task(ExplainOptions(source=str(tuned_records), network=str(small_onnx), task="0"))
+    assert first.task.index == 0
+
+
+# -- the roof --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flops", "num_bytes", "shortest_s", "limit"),
+    [(2e9, 1e6, 0.02, "arithmetic"), (1e6, 1e9, 0.1, "memory"), (0.0, 1e9, 0.1, "memory")],
+)
+def test_the_lower_roof_counts(flops: float, num_bytes: float, shortest_s: float, limit: str) -> None:
+    bound = Roofline(peak_flops_per_s=1e11, bandwidth_bytes_per_s=1e10).bound(flops, num_bytes)
+    np.testing.assert_allclose(bound.shortest_s, shortest_s)
+    assert bound.limit == limit
+
+
+def test_the_measured_roofs_are_those_of_a_cpu(host_target: Target) -> None:
+    """No CPU core does less than one multiply-add in a nanosecond, nor more than a thousand."""
+    roofline = measure_roofline(fingerprint(host_target, 1).target, 1)
+    assert 2e9 < roofline.peak_flops_per_s < 2e12
+    assert 1e8 < roofline.bandwidth_bytes_per_s < 1e12
+
+
+def test_the_peak_is_above_what_a_product_of_matrices_reaches(explanation: Explanation) -> None:
+    import time
+
+    assert explanation.roofline is not None
+    size = 1024
+    factors = np.ones((2, size, size), np.float32)
+    elapsed_s = []
+    for _ in range(5):
+        started = time.perf_counter()
+        factors[0] @ factors[1]
+        elapsed_s.append(time.perf_counter() - started)
+    assert explanation.roofline.peak_flops_per_s > 0.8 * 2 * size**3 / min(elapsed_s)
+
+
+def test_the_bound_is_that_of_the_task(explanation: Explanation) -> None:
+    assert explanation.roofline is not None
+    assert explanation.bound == explanation.roofline.bound(explanation.task.flops, explanation.argument_bytes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_bytes"),
+    [({"index0": "48K", "index3": "32M"}, 32 * 2**20), ({"index0": "odd"}, 32 * 2**20), ({}, 32 * 2**20)],
+)
+def test_the_largest_cache_counts(tmp_path: Path, sizes: dict[str, str], num_bytes: int) -> None:
+    for name, size in sizes.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "size").write_text(f"{size}\n")
+    assert last_level_cache_bytes(tmp_path) == num_bytes
+
+
+# -- tuning runs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tune_run(_mlflow_store: tuple[str, str], small_onnx: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """ID of a run that tuned the small network for one thread."""
+    uri, experiment_id = _mlflow_store
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", uri)
+        patch.setenv("MLFLOW_EXPERIMENT_ID", experiment_id)
+        patch.chdir(tmp_path_factory.mktemp("tune"))
+        parameters = {**FAST, "network": str(small_onnx), "num_threads": "1", "trials": "6", "cost_model": "none"}
+        return tune(load_options(TuneOptions, parameters))
+
+
+@pytest.mark.usefixtures("experiment_id")
+@pytest.mark.parametrize("form", ["{}", "runs:/{}/records"])
+def test_a_run_knows_its_network_and_threads(tune_run: str, form: str) -> None:
+    explanation = explain_task(ExplainOptions(source=form.format(tune_run)))
+    assert explanation.network == "small"
+    assert explanation.num_threads == 1
+    assert explanation.num_tuned_tasks == explanation.num_tasks
+
+
+@pytest.mark.usefixtures("experiment_id")
+def test_a_plan_knows_what_a_run_measured(tune_run: str) -> None:
+    plan = plan_tuning(PlanOptions(tune_run=tune_run))
+    assert plan.network == "small"
+    assert plan.target.endswith("×1")
+    assert all(task.best_s for task in plan.tasks)
+
+
+# -- what cannot be explained ----------------------------------------------------------------------------------------
+
+
+def test_a_task_with_a_typo(tuned_records: Path, small_onnx: Path, explanation: Explanation) -> None:
+    name = explanation.task.name
+    options = ExplainOptions(source=str(tuned_records), network=str(small_onnx), task=f"{name}s")
+    with pytest.raises(
+        UserInputError, match=f"task='{name}s': the network has no such task; perhaps you meant .*{name}"
+    ):
+        explain_task(options)
+
+
+@pytest.mark.parametrize("task", ["99", "-1", "%"])
+def test_a_task_that_is_like_no_other(tuned_records: Path, small_onnx: Path, task: str) -> None:
+    message = rf"task='{task}': the network has no such task; give a name, or an index from 0 to \d"
+    with pytest.raises(UserInputError, match=message):
+        explain_task(ExplainOptions(source=str(tuned_records), network=str(small_onnx), task=task))
+
+
+def test_a_task_without_a_record(records: Path, small_onnx: Path) -> None:
+    lines = (records / RECORD_FILE).read_text().splitlines()
+    (records / RECORD_FILE).write_text("".join(f"{line}\n" for line in lines if json.loads(line)[0] == 0))
+    assert explain_task(ExplainOptions(source=str(records), network=str(small_onnx))).num_tuned_tasks == 1
+    with pytest.raises(RecordsError, match=r"records has no record of it; tune it, or leave task out"):
+        explain_task(ExplainOptions(source=str(records), network=str(small_onnx), task="1"))
+
+
+def test_records_of_another_network(tuned_records: Path) -> None:
+    options = ExplainOptions(source=str(tuned_records), input_shapes={"data": [1, 3, 32, 32]})
+    with pytest.raises(
+        RecordsError, match=r"the records fit none of the \d+ tasks of resnet-18; give the network, layout"
+    ):
+        explain_task(options)
+
+
+def test_records_for_another_target(records: Path, small_onnx: Path) -> None:
+    lines = [json.loads(line) for line in (records / RECORD_FILE).read_text().splitlines()]
+    for _, fields in lines:
+        fields[2] = {"kind": "llvm", "mcpu": "apple-m1", "num-cores": 4}
+    (records / RECORD_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    with pytest.raises(RecordsError, match=r"the records are for llvm apple-m1 ×4, this is llvm .*; tune on this"):
+        explain_task(ExplainOptions(source=str(records), network=str(small_onnx)))
+
+
+def test_the_schedule_of_another_kernel(records: Path, small_onnx: Path) -> None:
+    lines = [json.loads(line) for line in (records / RECORD_FILE).read_text().splitlines()]
+    traces = {index: fields[0] for index, fields in lines}
+    others = dict(zip(traces, [*list(traces.values())[1:], next(iter(traces.values()))], strict=True))
+    rotated = [[index, [others[index], *fields[1:]]] for index, fields in lines]
+    (records / RECORD_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in rotated))
+    with pytest.raises(RecordsError, match=r"records: the records do not apply \(.+\); tune the network again"):
+        explain_task(ExplainOptions(source=str(records), network=str(small_onnx)))
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunCommand]:
+    """Runs a command line in this process and returns its exit code."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # the command sets it, too
+
+    def run(*args: str) -> int:
+        try:
+            main(args)
+        except SystemExit as err:
+            return int(str(err.code))
+        return 0
+
+    yield run
+    logging.getLogger("ansor_mlflow").handlers.clear()  # they write to a standard error that ends with the test
+
+
+def test_the_command_prints_sections(
+    run_here: RunCommand, tuned_records: Path, small_onnx: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "task.json"
+    assert run_here("explain", str(tuned_records), "--network", str(small_onnx), "--json", str(path)) == 0
+    output = capsys.readouterr().out
+    written = json.loads(path.read_text())
+    assert "\x1b" not in output
+    titles = [
+        f"Task {written['task']['index']}: {written['task']['name']}",
+        f"Roofline of this host, {available_cpus()} threads",
+        "Computation",
+        "Schedule",
+        "Scheduled program",
+    ]
+    assert [line for line in output.splitlines() if line in titles] == titles
+    for program in ("computation", "scheduled"):
+        assert re.sub(r"T\.int64\((-?\d+)\)", r"\1", written[program]) in output
+    for statement in written["schedule"]:
+        assert f"    {statement}\n" in output
+    assert f"  best time      {written['best_s'] * 1e6:.1f} µs, " in output
+    assert f"limited by {written['bound']['limit']}" in output
+
+
+def test_the_command_can_be_piped_into_one_that_reads_a_line(
+    tuned_records: Path, small_onnx: Path, tmp_path: Path
+) -> None:
+    command = f"'{ANSOR_MLFLOW}' explain '{tuned_records}' --network '{small_onnx}' | head -n 1"
+    env = environment(f"sqlite:///{tmp_path}/mlflow.db", {"PYTHONUNBUFFERED": "1"})
+    done = subprocess.run(command, shell=True, env=env, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert re.fullmatch(r"Task \d: \w+\n", done.stdout)
+    assert done.stderr == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "source='': it must be the ID of a tuning run, or a path or an artifact URI of records"),
+        (["missing"], "source='missing' is neither a run's ID .* nor a file or directory of records; give one of them"),
+        (["0" * 32], f"cannot read the records of run {'0' * 32}: .*not found"),
+        ([f"runs:/{'0' * 32}/other"], "cannot read records=runs:/.*not found"),
+    ],
+)
+def test_bad_input_is_one_line(
+    run_here: RunCommand, experiment_id: str, args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here("explain", *args) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
+    assert re.search(message, line), line
+
+
+def test_a_run_without_records(run_here: RunCommand, experiment_id: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import mlflow
+
+    run_id = mlflow.MlflowClient().create_run(experiment_id).info.run_id
+    assert run_here("explain", run_id) == 2
+    assert f"cannot read the records of run {run_id}: " in capsys.readouterr().err

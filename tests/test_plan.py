@@ -1,0 +1,256 @@
+"""A plan says what a tuning would measure and what is known, without measuring anything."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import mlflow
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, save
+
+from ansor_mlflow.cli import main
+from ansor_mlflow.errors import RecordsError, UserInputError
+from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.options import PlanOptions
+from ansor_mlflow.records import FAILED_RUN_S, RECORD_FILE
+from ansor_mlflow.steps import plan_tuning
+from ansor_mlflow.steps.plan import SECONDS_PER_TRIAL, share_trials
+
+
+@pytest.fixture
+def records(tuned_records: Path, tmp_path: Path) -> Path:
+    """A copy of the records of the small network, without the winners' second times."""
+    return Path(
+        shutil.copytree(tuned_records, tmp_path / "records", ignore=shutil.ignore_patterns("best", "*.lock", ".*"))
+    )
+
+
+# -- the budget ------------------------------------------------------------------------------------------------------
+
+
+def test_trials_are_in_proportion_to_the_operations() -> None:
+    assert share_trials([0.5, 0.25, 0.125, 0.125], 80, least=5, most=80) == [40, 20, 10, 10]
+
+
+def test_small_tasks_get_the_first_pass_and_those_without_operations_no_more() -> None:
+    assert share_trials([0.9, 0.1, 0.0], 60, least=10, most=60) == [40, 10, 10]
+
+
+def test_what_a_full_task_leaves_goes_to_the_others() -> None:
+    assert share_trials([0.9, 0.1, 0.0], 60, least=10, most=30) == [30, 20, 10]
+    assert share_trials([1.0, 0.0], 60, least=10, most=30) == [30, 30]
+
+
+def test_without_operations_the_shares_are_equal() -> None:
+    assert share_trials([0.0, 0.0, 0.0], 10, least=1, most=10) == [4, 3, 3]
+
+
+@given(
+    flops=st.lists(st.floats(0, 1e12), min_size=1, max_size=30),
+    least=st.integers(1, 10),
+    spread=st.integers(0, 40),
+    fill=st.floats(0, 1),
+)
+def test_the_budget_is_spent_within_its_limits(flops: list[float], least: int, spread: int, fill: float) -> None:
+    most = least + spread
+    num_trials = round(len(flops) * (least + fill * spread))
+    shares = [value / sum(flops) if sum(flops) else 0.0 for value in flops]
+    trials = share_trials(shares, num_trials, least=least, most=most)
+    assert sum(trials) == num_trials
+    assert all(least <= count <= most for count in trials)
+    by_share = sorted(zip(shares, trials, strict=True))
+    assert all(fewer <= more + 1 for (_, fewer), (_, more) in pairwise(by_share))
+
+
+# -- the tasks -------------------------------------------------------------------------------------------------------
+
+
+def test_every_task_of_the_network_is_planned(small_onnx: Path, small_lowered: LoweredNetwork) -> None:
+    plan = plan_tuning(PlanOptions(network=str(small_onnx), trials=200))
+    assert [task.info for task in plan.tasks] == [task.info for task in small_lowered.tasks]
+    assert plan.network == "small"
+    assert plan.target.startswith("llvm ")
+    assert plan.num_trials == 200
+    np.testing.assert_allclose(sum(task.flops_share for task in plan.tasks), 1)
+    first_pass = 200 // 2 // len(plan.tasks)
+    assert min(task.num_trials for task in plan.tasks) == first_pass
+    largest = max(plan.tasks, key=lambda task: task.info.weight * task.info.flops)
+    assert largest.num_trials == max(task.num_trials for task in plan.tasks) > first_pass
+    for task in plan.tasks:
+        np.testing.assert_allclose(task.expected_minutes, task.num_trials * SECONDS_PER_TRIAL / 60)
+        assert task.best_s is None
+    assert plan.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("budget", "per_task"), [({"preset": "quick"}, 16), ({}, 64), ({"preset": "thorough", "trials_per_task": 20}, 20)]
+)
+def test_budgets_are_those_of_tune(small_onnx: Path, budget: dict[str, object], per_task: int) -> None:
+    plan = plan_tuning(PlanOptions(network=str(small_onnx), **budget))
+    assert plan.num_trials == per_task * len(plan.tasks)
+
+
+# -- what is known ---------------------------------------------------------------------------------------------------
+
+
+def test_records_tell_the_best_time_of_each_task(small_onnx: Path, records: Path) -> None:
+    plan = plan_tuning(PlanOptions(network=str(small_onnx), records=str(records)))
+    best_s: dict[int, float] = {}
+    for line in (records / RECORD_FILE).read_text().splitlines():
+        index, (_, run_secs, *_) = json.loads(line)
+        best_s[index] = min(best_s.get(index, FAILED_RUN_S), float(np.mean(run_secs)))
+    assert sorted(task.best_s or 0 for task in plan.tasks) == pytest.approx(sorted(best_s.values()))
+    assert plan.notes == (f"The records cover {len(plan.tasks)} of {len(plan.tasks)} tasks, 100.0% of the operations.",)
+
+
+def test_records_of_some_tasks(small_onnx: Path, records: Path) -> None:
+    lines = (records / RECORD_FILE).read_text().splitlines()
+    (records / RECORD_FILE).write_text("".join(f"{line}\n" for line in lines if json.loads(line)[0] == 0))
+    plan = plan_tuning(PlanOptions(network=str(small_onnx), records=str(records)))
+    assert [task.best_s is not None for task in plan.tasks] == [True] + [False] * (len(plan.tasks) - 1)
+    assert plan.notes[0].startswith(f"The records cover 1 of {len(plan.tasks)} tasks, ")
+
+
+def test_records_of_another_network(small_onnx: Path, records: Path) -> None:
+    options = PlanOptions(network=str(small_onnx), input_shapes={"data": [1, 3, 20, 20]}, records=str(records))
+    plan = plan_tuning(options)
+    assert len([task for task in plan.tasks if task.best_s is None]) >= len(plan.tasks) / 2
+
+
+# -- what cannot be planned ------------------------------------------------------------------------------------------
+
+
+def test_a_budget_that_is_too_small(small_onnx: Path) -> None:
+    with pytest.raises(UserInputError, match=r"trials=1, but the network has \d tasks and each needs a trial"):
+        plan_tuning(PlanOptions(network=str(small_onnx), trials=1))
+
+
+def test_a_network_without_kernels(tmp_path: Path) -> None:
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 3]) for name in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "graph", values[:1], values[1:])
+    path = tmp_path / "identity.onnx"
+    save(helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)]), path)
+    with pytest.raises(UserInputError, match="network=identity: it has no kernel to tune; give a network that"):
+        plan_tuning(PlanOptions(network=str(path)))
+
+
+def test_records_for_another_target(small_onnx: Path, records: Path) -> None:
+    lines = [json.loads(line) for line in (records / RECORD_FILE).read_text().splitlines()]
+    for _, fields in lines:
+        fields[2] = {"kind": "llvm", "mcpu": "apple-m1", "num-cores": 4}
+    (records / RECORD_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    with pytest.raises(RecordsError, match=r"the records are for llvm apple-m1 ×4, this is llvm .*; tune on this"):
+        plan_tuning(PlanOptions(network=str(small_onnx), records=str(records)))
+
+
+def test_a_run_and_records(small_onnx: Path, records: Path) -> None:
+    options = PlanOptions(network=str(small_onnx), records=str(records), tune_run="0" * 32)
+    with pytest.raises(UserInputError, match="tune_run and records: both were given; give the ID"):
+        plan_tuning(options)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+RunCommand = Callable[..., int]
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunCommand]:
+    """Runs a command line in this process and returns its exit code."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # the command sets it, too
+
+    def run(*args: str) -> int:
+        try:
+            main(args)
+        except SystemExit as err:
+            return int(str(err.code))
+        return 0
+
+    yield run
+    logging.getLogger("ansor_mlflow").handlers.clear()  # they write to a standard error that ends with the test
+
+
+def test_the_command_prints_a_table_and_opens_no_run(
+    run_here: RunCommand,
+    small_onnx: Path,
+    tuned_records: Path,
+    experiment_id: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    num_runs = len(mlflow.search_runs([experiment_id], output_format="list"))
+    args = ["plan", "--network", str(small_onnx), "--preset", "quick"]
+    assert run_here(*args, "--records", str(tuned_records), "--json", "plan.json") == 0
+    lines = capsys.readouterr().out.splitlines()
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert lines[0] == f"{plan['network']} for {plan['target']}"
+    assert lines[2].split() == ["task", "weight", "MFLOP", "share", "best", "µs", "trials", "min"]
+    for line, task in zip(lines[3:], plan["tasks"], strict=False):
+        cells = line.split()
+        info = task["info"]
+        assert cells[:3] == [str(info["index"]), info["name"], str(info["weight"])]
+        assert cells[5] == f"{task['best_s'] * 1e6:.1f}"
+        assert cells[6] == str(task["num_trials"])
+    num_tasks = len(plan["tasks"])
+    assert lines[-2].startswith(f"{num_tasks} tasks, {16 * num_tasks} trials, about ")
+    assert lines[-1] == plan["notes"][0]
+    assert len(mlflow.search_runs([experiment_id], output_format="list")) == num_runs
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_without_records_there_is_no_column_for_them(
+    run_here: RunCommand, small_onnx: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here("plan", "--network", str(small_onnx)) == 0
+    assert "best" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "exit_code", "message"),
+    [
+        (["--network", "resnet-17"], 2, "network='resnet-17' is neither .*; perhaps you meant resnet-18"),
+        (["--records", "missing"], 2, "records=missing: no such file or directory"),
+        (["--trails", "64"], 2, "No such option '?--trails"),
+        (
+            ["--json", "no/such/folder/plan.json"],
+            2,
+            r"json_file=no/such/folder/plan.json: it cannot be written \(No such",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(
+    run_here: RunCommand,
+    small_onnx: Path,
+    args: list[str],
+    exit_code: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_here("plan", "--network", str(small_onnx), *args) == exit_code
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
+    assert re.search(message, line), line
+
+
+@pytest.mark.parametrize(
+    ("pad_channels", "action"), [("auto", "it is computed with"), ("off", "pad_channels=auto computes it with")]
+)
+def test_layers_that_cannot_be_tiled_are_named(pad_channels: str, action: str) -> None:
+    plan = plan_tuning(
+        PlanOptions(network="conv2d:1,4,4,386,8,1,1,1,0", target="llvm -mcpu=skylake-avx512", pad_channels=pad_channels)
+    )
+    (note,) = plan.notes
+    assert re.fullmatch(
+        rf"\S+ has 386 output channels, which can be tiled in \d+ ways; {action} 400, up to 7\.7 times faster\.", note
+    )
