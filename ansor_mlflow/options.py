@@ -60,8 +60,9 @@ class NetworkOptions(SeedOptions):
 
     network: str = _parameter(
         "resnet-18",
-        "Network: a built-in name such as resnet-50, or the path of an ONNX file with static shapes.",
-        "a network's name or an ONNX file",
+        "Network: a built-in name such as resnet-50, an operator with its sizes such as dense:1,512,512, an ONNX file, "
+        "or the URI of an MLflow model.",
+        "a network's name, an operator, an ONNX file or a model's URI",
         min_length=1,
     )
     input_shapes: Annotated[dict[str, Shape], BeforeValidator(_parse_json)] = _parameter(
