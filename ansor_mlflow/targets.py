@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
 _OPT_LEVEL = 2
-"""LLVM's optimisation level. With 3, TVM's default, a candidate takes 40 % longer to compile and is no faster: see
-docs/performance.md."""
+"""LLVM's optimisation level. With 3, TVM's default, candidates take longer to compile and are no faster: see
+docs/adr/0009-cost-of-a-candidate.md."""
 _LIST_ATTRIBUTES = {"keys", "libs", "mattr"}
 _TRIPLE_ALIASES = {
     "amd64": "x86_64",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,10 @@ MLFLOW = str(SCRIPTS / "mlflow")
 
 FAST = {"strategy": "random", "search_threads": "1", "min_repeat_ms": "1", "number": "1"}
 """Parameters with which the tuning of a small network is soon over."""
+
+
+RunCommand = Callable[..., int]
+"""Runs a command line in this process and returns its exit code: the fixture `run_here`."""
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import onnx
 import pytest
+from commands import RunCommand
 from hypothesis import settings
 
+from ansor_mlflow.cli import main
 from ansor_mlflow.compile import compile_tuned
 from ansor_mlflow.lowering import LoweredNetwork, lower
 from ansor_mlflow.model import CompiledNetwork
@@ -172,3 +176,19 @@ def experiment_id(_mlflow_store: tuple[str, str], monkeypatch: pytest.MonkeyPatc
     uri, experiment_id = _mlflow_store
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     return experiment_id
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunCommand]:
+    """Runs a command line in this process and returns its exit code."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # the command sets it, too
+
+    def run(*args: str) -> int:
+        try:
+            main(args)
+        except SystemExit as err:
+            return int(str(err.code))
+        return 0
+
+    yield run
+    logging.getLogger("ansor_mlflow").handlers.clear()  # they write to a standard error that ends with the test

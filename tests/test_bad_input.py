@@ -302,6 +302,7 @@ def test_tuning_run_whose_records_say_nothing_of_their_network(
             USER,
             "cannot read the model models:/nobody/1: Registered Model with name=nobody not found",
         ),
+        ("models:/nobody/one/two@x", USER, "model_uri=models:/nobody/one/two@x: no URI of a model; write models:/name"),
         ("models:/nobody@champion", USER, "Registered Model with name=nobody not found"),
         (f"models:/m-{NO_RUN}", USER, f"Logged model with ID 'm-{NO_RUN}' not found"),
         (f"runs:/{NO_RUN}/model", USER, f"Run with id={NO_RUN} not found"),

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from commands import ANSOR_MLFLOW, FAST, environment
+from commands import ANSOR_MLFLOW, FAST, RunCommand, environment
 
-from ansor_mlflow.cli import main
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.options import ExplainOptions, PlanOptions, TuneOptions, load_options
@@ -27,8 +24,6 @@ from ansor_mlflow.threads import available_cpus
 
 if TYPE_CHECKING:
     from tvm.target import Target
-
-RunCommand = Callable[..., int]
 
 
 @pytest.fixture
@@ -228,22 +223,6 @@ def test_the_schedule_of_another_kernel(records: Path, small_onnx: Path) -> None
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def run_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunCommand]:
-    """Runs a command line in this process and returns its exit code."""
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # the command sets it, too
-
-    def run(*args: str) -> int:
-        try:
-            main(args)
-        except SystemExit as err:
-            return int(str(err.code))
-        return 0
-
-    yield run
-    logging.getLogger("ansor_mlflow").handlers.clear()  # they write to a standard error that ends with the test
 
 
 def test_the_command_prints_sections(

@@ -64,9 +64,8 @@ def test_kernels_do_not_depend_on_the_values_of_weights(host_target: Target) -> 
 @pytest.mark.parametrize("name", BUILTIN_NETWORKS)
 def test_every_builtin_network_can_be_lowered(name: str, host_target: Target) -> None:
     lowered = lower(load_network(name, input_shapes=small_shapes(name)).model, host_target)
-    assert lowered.tasks
     assert any("conv" in task.info.name or "matmul" in task.info.name for task in lowered.tasks)
-    assert all(task.info.flops >= 0 for task in lowered.tasks)
+    assert sum(task.info.weight * task.info.flops for task in lowered.tasks) > 0
 
 
 def test_layouts_have_different_kernels(small_network: Network, host_target: Target) -> None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shutil
-from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import mlflow
 import numpy as np
 import pytest
+from commands import RunCommand
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, save
 
-from ansor_mlflow.cli import main
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.options import PlanOptions
@@ -159,25 +157,6 @@ def test_a_run_and_records(small_onnx: Path, records: Path) -> None:
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
-
-
-RunCommand = Callable[..., int]
-
-
-@pytest.fixture
-def run_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunCommand]:
-    """Runs a command line in this process and returns its exit code."""
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # the command sets it, too
-
-    def run(*args: str) -> int:
-        try:
-            main(args)
-        except SystemExit as err:
-            return int(str(err.code))
-        return 0
-
-    yield run
-    logging.getLogger("ansor_mlflow").handlers.clear()  # they write to a standard error that ends with the test
 
 
 def test_the_command_prints_a_table_and_opens_no_run(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mlflow
 
-from ansor_mlflow import contenders, flavor, names
+from ansor_mlflow import contenders, flavor, names, sources
 from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.evaluate import (
     TOLERANCES,
@@ -51,10 +51,11 @@ def _download(model_uri: str, scratch: Path) -> Path:
     """The directory of a model; copied into `scratch` if it is not on this machine."""
     if Path(model_uri).is_dir():
         return Path(model_uri)
-    if ":/" not in model_uri:
+    if not sources.is_uri(model_uri):
         raise UserInputError(
             f"model_uri={model_uri}: no such directory; give a model's directory, models:/… or runs:/…"
         )
+    model_uri = sources.pinned_uri(model_uri, "model_uri")
     with clear_failures(f"read the model {model_uri}"):
         return Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri, dst_path=str(scratch)))
 

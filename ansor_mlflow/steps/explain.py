@@ -24,7 +24,7 @@ from ansor_mlflow.steps.recorded import (
 )
 from ansor_mlflow.targets import why_not_runnable
 from ansor_mlflow.trials import TaskInfo
-from ansor_mlflow.tuning.arguments import arg_info, num_bytes
+from ansor_mlflow.tuning.arguments import argument_bytes
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.database import TuningRecord
@@ -138,7 +138,7 @@ def _slowest(tasks: Sequence[TuningTask], records: dict[int, TuningRecord]) -> T
 def _explain(task: TuningTask, kernels: Kernels, records: dict[int, TuningRecord]) -> Explanation:
     record = records[task.info.index]
     tuned = [other for other in kernels.tasks if other.info.index in records]
-    argument_bytes = _argument_bytes(task)
+    num_bytes = argument_bytes(task.mod)
     device = kernels.device
     roofline = None if why_not_runnable(device) else measure_roofline(device.target, device.num_threads)
     return Explanation(
@@ -150,20 +150,13 @@ def _explain(task: TuningTask, kernels: Kernels, records: dict[int, TuningRecord
         network_s=sum(t.info.weight * latency_s(records[t.info.index]) for t in tuned),
         num_tasks=len(kernels.tasks),
         num_tuned_tasks=len(records),
-        argument_bytes=argument_bytes,
+        argument_bytes=num_bytes,
         computation=task.mod.script(),
         schedule=tuple(str(statement) for statement in record.trace.as_python()),
         scheduled=_scheduled(task, record),
         roofline=roofline,
-        bound=roofline.bound(task.info.flops, argument_bytes) if roofline else None,
+        bound=roofline.bound(task.info.flops, num_bytes) if roofline else None,
     )
-
-
-def _argument_bytes(task: TuningTask) -> int:
-    """Size of the arguments of a task's function."""
-    from tvm.s_tir.meta_schedule.arg_info import ArgInfo
-
-    return num_bytes(tuple(arg_info(info) for info in ArgInfo.from_entry_func(task.mod, remove_preproc=True)))
 
 
 def _scheduled(task: TuningTask, record: TuningRecord) -> str:

@@ -85,7 +85,7 @@ def plan_tuning(options: PlanOptions) -> Plan:
         tasks=tasks,
         notes=(
             *([_coverage_note(tasks)] if has_records else []),
-            *(_padding_note(layer, options.pad_channels == "auto") for layer in kernels.hard_to_tile),
+            *(_padding_note(layer, kernels.is_padded) for layer in kernels.hard_to_tile),
         ),
     )
 

@@ -48,6 +48,8 @@ class Kernels:
     tasks: tuple[TuningTask, ...]
     hard_to_tile: tuple[PaddedLayer, ...]
     """Layers with channels that `pad_channels=auto` pads."""
+    is_padded: bool
+    """Whether it did."""
 
 
 def find_recorded(options: RecordsOptions, scratch: Path) -> Recorded:
@@ -94,7 +96,8 @@ def _from_tune_run(options: RecordsOptions, scratch: Path) -> Recorded:
 def _from_records(options: RecordsOptions, scratch: Path) -> Recorded:
     """Records from a path or an artifact URI."""
     records = options.records
-    if ":/" in records:
+    if sources.is_uri(records):
+        records = sources.pinned_uri(records, "records")
         with clear_failures(f"read records={records}"):
             records = mlflow.artifacts.download_artifacts(artifact_uri=records, dst_path=str(scratch))
     return Recorded(options, Path(records), options.network, None)
@@ -134,7 +137,8 @@ def lower_for_device(network: Network, options: NetworkOptions) -> Kernels:
     target = resolve_target(options.target, num_threads)
     tasks = lower(network.model, target, **options.lowering()).tasks
     hard_to_tile = tuple(layers_to_pad(network.model, vector_lanes(target)))
-    return Kernels(network.name, target, fingerprint(target, num_threads), tasks, hard_to_tile)
+    is_padded = options.pad_channels == "auto"
+    return Kernels(network.name, target, fingerprint(target, num_threads), tasks, hard_to_tile, is_padded)
 
 
 def best_records(records: Path, kernels: Kernels, scratch: Path) -> dict[int, TuningRecord]:

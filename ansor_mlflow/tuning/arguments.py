@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
 
 ArgInfo = tuple[str, str, tuple[int, ...]]
 """How TVM describes an argument: ("TENSOR", dtype, shape)."""
@@ -23,6 +26,13 @@ def arg_info(info: Any) -> ArgInfo:
 def num_bytes(args_info: tuple[ArgInfo, ...]) -> int:
     """Size of all arguments."""
     return sum(math.prod(shape) * np.dtype(dtype).itemsize for _, dtype, shape in args_info)
+
+
+def argument_bytes(mod: IRModule) -> int:
+    """Size of the arguments of a task's function."""
+    from tvm.s_tir.meta_schedule.arg_info import ArgInfo as TvmArgInfo
+
+    return num_bytes(tuple(arg_info(info) for info in TvmArgInfo.from_entry_func(mod, remove_preproc=True)))
 
 
 def random_arguments(args_info: tuple[ArgInfo, ...]) -> list[Any]:

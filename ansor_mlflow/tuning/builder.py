@@ -80,8 +80,7 @@ class LocalBuilder:
 def _build(job: Any) -> Path:
     """Builds and links one candidate. Runs in a worker.
 
-    The runner fills the arguments by the candidate's own description, so the code that checks each of them, a tenth of
-    the time of a build, is left out.
+    The runner makes the arguments by the candidate's own description, so the code that checks each of them is left out.
     """
     from tvm.driver import build
     from tvm.ir.transform import PassContext

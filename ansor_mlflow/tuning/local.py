@@ -16,7 +16,7 @@ from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.targets import fingerprint
 from ansor_mlflow.trials import TuningObserver, TuningPlan, TuningResult, TuningRound
-from ansor_mlflow.tuning.arguments import arg_info, num_bytes
+from ansor_mlflow.tuning.arguments import argument_bytes
 from ansor_mlflow.tuning.builder import LocalBuilder
 from ansor_mlflow.tuning.engine import Tuner
 from ansor_mlflow.tuning.runner import LocalRunner, MeasureSettings
@@ -25,7 +25,6 @@ from ansor_mlflow.tuning.sole import sole_tuner
 from ansor_mlflow.tuning.stopping import resolve_num_trials
 
 if TYPE_CHECKING:
-    from tvm.ir import IRModule
     from tvm.target import Target
 
 
@@ -125,20 +124,13 @@ def _local_workers(job: TuningJob, options: TuneOptions) -> Iterator[tuple[Local
         job.target, max_workers=job.num_threads, timeout_s=options.measure_timeout_s, memory_bytes=memory_bytes
     )
     with contextlib.closing(builder):
-        argument_bytes = max(_argument_bytes(task.mod) for task in job.lowered.tasks)
+        most_bytes = max(argument_bytes(task.mod) for task in job.lowered.tasks)
         runner = LocalRunner(
             _measure_settings(options, job.num_threads),
-            memory_bytes=memory_bytes + argument_bytes + job.num_threads * _STACK_BYTES,
+            memory_bytes=memory_bytes + most_bytes + job.num_threads * _STACK_BYTES,
         )
         with contextlib.closing(runner):
             yield builder, runner
-
-
-def _argument_bytes(mod: IRModule) -> int:
-    """Size of the arguments of a task's function."""
-    from tvm.s_tir.meta_schedule.arg_info import ArgInfo
-
-    return num_bytes(tuple(arg_info(info) for info in ArgInfo.from_entry_func(mod, remove_preproc=True)))
 
 
 def _measure_settings(options: TuneOptions, num_threads: int) -> MeasureSettings:

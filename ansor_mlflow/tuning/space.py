@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _MAX_UNROLL_STEPS = 64
 """Most iterations that a CPU program unrolls. MetaSchedule also tries 512 on x86, and 256 on Arm: such a program takes
-four times as long to compile, and a search finds one as fast without (docs/adr/0009-cost-of-a-candidate.md)."""
+several times as long to compile, and a search finds one as fast without (docs/adr/0009-cost-of-a-candidate.md)."""
 
 
 def make_space_generator(mod: IRModule, target: Target) -> PostOrderApply:
