@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.target import Target
 
-LOWERING_VERSION = 3
+LOWERING_VERSION = 4
 """Provenance of records: two lowerings with different versions may give different kernels for one network."""
 
 Layout = Literal["NHWC", "NCHW", "auto"]
@@ -82,6 +82,8 @@ def lower(
     import tvm
     from tvm import relax
 
+    from ansor_mlflow.lowering.constants import FoldConstantInNumPy
+
     graph = fold_batch_norms(model)
     if (padding := _padding(pad_channels, target)) is not None:
         graph = pad_output_channels(graph, padding)
@@ -90,9 +92,11 @@ def lower(
             [
                 relax.transform.DecomposeOpsForInference(),
                 relax.transform.CanonicalizeBindings(),
+                FoldConstantInNumPy(),
                 relax.transform.FoldConstant(),
                 relax.transform.ConvertLayout(_LAYOUTS[resolve_layout(layout)]),
                 *compute_in(dtype),
+                FoldConstantInNumPy(),
                 relax.transform.FoldConstant(),
                 relax.get_pipeline("zero"),
                 relax.transform.AttachAttrLayoutFreeBuffers(),
