@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.records import RECORD_FILE
+from ansor_mlflow.records import RECORD_FILE, RecordLog
 from ansor_mlflow.testing import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import Trial, TuningPlan, TuningResult, TuningRound
 from ansor_mlflow.tuning.builder import Builder
@@ -44,8 +44,6 @@ def tune(
     **options: Any,
 ) -> TuningResult:
     """Tunes with fakes, on one search thread, without a cost model unless `options` names one."""
-    from tvm.s_tir.meta_schedule.database import JSONDatabase
-
     checked = TuneOptions(**{**NO_MODEL, "num_trials_per_round": 4, **options})
     num_trials = resolve_num_trials(checked, len(lowered.tasks))
     with contextlib.closing(builder or FakeBuilder()) as builder, contextlib.closing(runner or FakeRunner()) as runner:
@@ -55,7 +53,7 @@ def tune(
             options=checked,
             num_trials=num_trials,
             search_threads=1,
-            database=JSONDatabase(work_dir=str(records)),
+            log=RecordLog(records, target.export()),
             builder=builder,
             runner=runner,
             observers=observers,

@@ -10,6 +10,7 @@ import pytest
 
 from ansor_mlflow.lowering import LoweredNetwork, lower
 from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.records import RecordLog
 from ansor_mlflow.tuning.search import TaskSearch, is_untrained, make_cost_model
 
 if TYPE_CHECKING:
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
 def make_search(
     lowered: LoweredNetwork, target: Target, directory: Path, strategy: str, cost_model: CostModel, per_round: int = 8
 ) -> TaskSearch:
-    from tvm.s_tir.meta_schedule.database import JSONDatabase
-
-    directory.mkdir(exist_ok=True)
     return TaskSearch(
         lowered.tasks[0],
         target=target,
@@ -31,7 +29,7 @@ def make_search(
         num_trials_per_round=per_round,
         num_threads=1,
         seed=1,
-        database=JSONDatabase(work_dir=str(directory)),
+        log=RecordLog(directory, target.export()),
         cost_model=cost_model,
     )
 
@@ -97,20 +95,13 @@ def test_a_program_that_failed_is_tried_again_when_nothing_else_is_left(
     assert len(set(proposed)) == 1
 
 
-def test_a_proposal_keeps_to_its_limit(single: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:
-    search = make_search(single, host_target, tmp_path, "random", make_cost_model("none", 1, seed=1))
-    assert len(search.propose(3)) == 3
-    assert len(search.propose(100)) == 8
-    search.close()
-
-
-def test_what_a_limit_cuts_off_an_evolution_comes_next(
-    single: LoweredNetwork, host_target: Target, tmp_path: Path
+@pytest.mark.parametrize("strategy", ["random", "evolutionary"])
+def test_a_proposal_keeps_to_its_limit_and_is_a_round_at_most(
+    single: LoweredNetwork, host_target: Target, tmp_path: Path, strategy: str
 ) -> None:
-    """The evolution itself would never propose it again."""
-    search = make_search(single, host_target, tmp_path, "evolutionary", make_cost_model("none", 1, seed=1))
-    learn(search, search.propose(8))  # random programs to start from
-    assert [len(search.propose(limit)) for limit in (3, 3, 3)] == [3, 3, 2]
+    search = make_search(single, host_target, tmp_path, strategy, make_cost_model("none", 1, seed=1))
+    learn(search, search.propose(8))  # random programs for evolution to start from
+    assert [len(search.propose(limit)) for limit in (3, 8, 100)] == [3, 8, 8]
     search.close()
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
+
+_RESERVE_BYTES = 8 * 2**20
 
 
 def write_text(path: Path, text: str) -> None:
@@ -14,3 +17,8 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def is_full(directory: Path) -> bool:
+    """Whether a directory's disk has no more than the reserve with which a run still ends in good order."""
+    return shutil.disk_usage(directory).free < _RESERVE_BYTES

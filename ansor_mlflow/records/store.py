@@ -8,7 +8,7 @@ args_info]]`. A failed trial has one run time of 1e10 s.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -93,7 +93,7 @@ def distill(source: RecordPair, destination: Path, target: dict[str, Any]) -> in
         ) from err
     best: dict[int, tuple[float, str]] = {}
     foreign: dict[str, int] = {}
-    for number, line in _lines(source.records):
+    for number, line in read_lines(source.records):
         try:
             index, fields = json.loads(line)
             run_s, record_target = fmean(fields[1]), dict(fields[2])
@@ -112,7 +112,7 @@ def distill(source: RecordPair, destination: Path, target: dict[str, Any]) -> in
         )
     if not best:
         raise RecordsError(f"{source.records}: there is no valid record in it; tune first")
-    _write_pair(destination, workloads, [best[index][1] for index in sorted(best)])
+    write_pair(destination, workloads, [best[index][1] for index in sorted(best)])
     return len(best)
 
 
@@ -134,8 +134,12 @@ def target_name(target: dict[str, Any]) -> str:
     return " ".join(str(word) for word in words if word)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields number and text of every line that is not blank."""
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields number and text of every line that is not blank.
+
+    Raises:
+        RecordsError: The file is not text.
+    """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -150,7 +154,8 @@ def _damaged(path: Path, number: int) -> RecordsError:
     return RecordsError(f"{path}: line {number} is not a tuning record of TVM; remove the line or use another file")
 
 
-def _write_pair(directory: Path, workloads: list[str], records: list[str]) -> None:
+def write_pair(directory: Path, workloads: Sequence[str], records: Sequence[str]) -> None:
+    """Writes a database in a directory, which is made if need be; existing files are replaced."""
     directory.mkdir(parents=True, exist_ok=True)
     pair = RecordPair.in_directory(directory)
     write_text(pair.workloads, "".join(f"{line}\n" for line in workloads))

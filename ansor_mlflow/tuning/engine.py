@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.records import RecordLog
 from ansor_mlflow.trials import (
     Durations,
     StopReason,
@@ -26,7 +27,7 @@ from ansor_mlflow.trials import (
 from ansor_mlflow.tuning.announcer import Announcer
 from ansor_mlflow.tuning.builder import Builder
 from ansor_mlflow.tuning.interrupt import Interrupts, deferred_interrupts
-from ansor_mlflow.tuning.recording import commit_trials, make_trial, run_jobs, runner_result
+from ansor_mlflow.tuning.recording import log_lines, make_trial, run_jobs, runner_result
 from ansor_mlflow.tuning.runner import RunJob, Runner
 from ansor_mlflow.tuning.scheduler import GradientScheduler
 from ansor_mlflow.tuning.search import TaskSearch, make_cost_model, save_cost_model
@@ -35,7 +36,6 @@ from ansor_mlflow.tuning.winners import Winners
 from ansor_mlflow.tuning.workers import Outcome
 
 if TYPE_CHECKING:
-    from tvm.s_tir.meta_schedule.database import Database
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
     from tvm.target import Target
 
@@ -64,7 +64,7 @@ class Tuner:
         options: Budget, strategy and seed.
         num_trials: Number of candidates to measure, failed ones included.
         search_threads: Threads of the search.
-        database: Takes a record of every trial.
+        log: Takes a record of every trial.
         builder: Builds candidates.
         runner: Measures them.
         observers: Told about every round.
@@ -79,7 +79,7 @@ class Tuner:
         options: TuneOptions,
         num_trials: int,
         search_threads: int,
-        database: Database,
+        log: RecordLog,
         builder: Builder,
         runner: Runner,
         observers: Sequence[TuningObserver] = (),
@@ -89,7 +89,7 @@ class Tuner:
         self._target = target
         self._options = options
         self._search_threads = search_threads
-        self._database = database
+        self._log = log
         self._builder = builder
         self._runner = runner
         self._announcer = Announcer(observers)
@@ -132,7 +132,7 @@ class Tuner:
 
     def save_winners(self, directory: Path) -> None:
         """Writes a database with the winner of every task that has one."""
-        self._winners.write(directory, self._tasks, self._target, self._database)
+        self._winners.write(directory, self._tasks, self._target, self._log)
 
     def _run_rounds(self, interrupts: Interrupts) -> str:
         """Works until a budget is spent; returns the reason to stop.
@@ -188,7 +188,7 @@ class Tuner:
             outcomes = batch.measured.result()
         state = batch.state
         trials = self._make_trials(batch, outcomes)
-        commit_trials(self._database, self._tasks[state.info.index].mod, self._target, batch.candidates, trials)
+        self._record(batch, trials)
         with self._timed("search_s"):
             self._search(state.info.index).learn(batch.candidates, [runner_result(trial) for trial in trials])
             if self._cost_model_file is not None:
@@ -218,6 +218,11 @@ class Tuner:
                 self._winners.offer(batch.state.info.index, trial, candidate, next(jobs))
         return tuple(trials)
 
+    def _record(self, batch: _Batch, trials: Sequence[Trial]) -> None:
+        """Writes every trial of a round to the log, failed ones too."""
+        mod = self._tasks[batch.state.info.index].mod
+        self._log.append(*log_lines(mod, self._target, batch.candidates, [trial.run_s for trial in trials]))
+
     def _search(self, index: int) -> TaskSearch:
         if index not in self._searches:
             self._searches[index] = TaskSearch(
@@ -227,7 +232,7 @@ class Tuner:
                 num_trials_per_round=self._options.num_trials_per_round,
                 num_threads=self._search_threads,
                 seed=self._options.seed * 1009 + index + 1,
-                database=self._database,
+                log=self._log,
                 cost_model=self._cost_model,
             )
         return self._searches[index]

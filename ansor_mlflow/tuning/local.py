@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import MachineError
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.records import RecordLog
 from ansor_mlflow.targets import fingerprint
-from ansor_mlflow.trials import TuningObserver, TuningPlan, TuningResult, TuningRound
+from ansor_mlflow.trials import TuningObserver, TuningPlan, TuningResult
 from ansor_mlflow.tuning.arguments import argument_bytes
 from ansor_mlflow.tuning.builder import LocalBuilder
 from ansor_mlflow.tuning.engine import Tuner
 from ansor_mlflow.tuning.runner import LocalRunner, MeasureSettings
-from ansor_mlflow.tuning.scratch import is_full
 from ansor_mlflow.tuning.sole import sole_tuner
 from ansor_mlflow.tuning.stopping import resolve_num_trials
 
@@ -55,8 +54,6 @@ def tune_locally(job: TuningJob, options: TuneOptions, observers: Sequence[Tunin
         UserInputError: The budget is smaller than the number of tasks, or another tuner works in the directory.
         MachineError: The cost model's package is missing, or a disk is full.
     """
-    from tvm.s_tir.meta_schedule.database import JSONDatabase
-
     num_trials = resolve_num_trials(options, len(job.lowered.tasks))
     plan = TuningPlan(
         network=job.network,
@@ -73,10 +70,10 @@ def tune_locally(job: TuningJob, options: TuneOptions, observers: Sequence[Tunin
             options=options,
             num_trials=num_trials,
             search_threads=job.num_threads if options.search_threads == "auto" else options.search_threads,
-            database=JSONDatabase(work_dir=str(job.records)),
+            log=RecordLog(job.records, job.target.export()),
             builder=builder,
             runner=runner,
-            observers=[_SpaceGuard(job.records), *observers],
+            observers=observers,
             cost_model_file=job.records / names.COST_MODEL_FILE,
         )
         try:
@@ -89,31 +86,6 @@ def tune_locally(job: TuningJob, options: TuneOptions, observers: Sequence[Tunin
             raise
         tuner.save_winners(best)
         return result
-
-
-class _SpaceGuard:
-    """A `TuningObserver` that ends the tuning before the disk of its records is full.
-
-    TVM's database does not notice that it is, and loses every further record.
-    """
-
-    def __init__(self, records: Path) -> None:
-        self._records = records
-
-    def tuning_started(self, plan: TuningPlan) -> None:  # noqa: ARG002 - the protocol's
-        """Checks it before the first record."""
-        self._require_space()
-
-    def round_finished(self, round_: TuningRound) -> None:  # noqa: ARG002
-        """Checks it before the next records."""
-        self._require_space()
-
-    def tuning_finished(self, result: TuningResult) -> None:
-        """Does nothing: no record follows."""
-
-    def _require_space(self) -> None:
-        if is_full(self._records):
-            raise MachineError(f"no space is left for records in {self._records}; free some, and tune again")
 
 
 @contextlib.contextmanager

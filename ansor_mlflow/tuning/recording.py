@@ -1,11 +1,15 @@
-"""What becomes of a measured candidate: a trial for observers, a result for the search, a record for the database."""
+"""What becomes of a measured candidate: a trial for observers, a result for the search, a record for the log."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
+from ansor_mlflow.records import RecordText, fields_of
 from ansor_mlflow.trials import Trial, TrialStatus
 from ansor_mlflow.tuning.arguments import arg_info
 from ansor_mlflow.tuning.runner import RunJob
@@ -55,15 +59,52 @@ def runner_result(trial: Trial) -> object:
     return RunnerResult(list(trial.run_s) or None, trial.error or None)
 
 
-def commit_trials(
-    database: Database, mod: IRModule, target: Target, candidates: Sequence[MeasureCandidate], trials: Sequence[Trial]
-) -> None:
-    """Commits every trial of a task, failed ones too, as MetaSchedule's own AddToDatabase callback does."""
-    from tvm.s_tir.meta_schedule.database import TuningRecord
+def log_lines(
+    mod: IRModule, target: Target, candidates: Sequence[MeasureCandidate], run_secs: Sequence[Sequence[float]]
+) -> tuple[str, list[RecordText]]:
+    """Measured candidates of a task as they stand in a log: the workload's line, and a record for each.
 
+    TVM's own database writes the text, into memory.
+
+    Args:
+        mod: Module of the task.
+        target: What it is tuned for.
+        candidates: What was measured.
+        run_secs: For each candidate, seconds per call in each measurement; empty for a failed trial.
+    """
+    from tvm.s_tir.meta_schedule.database import JSONDatabase, TuningRecord
+
+    times = [list(seconds) or [_FAILED_RUN_S] for seconds in run_secs]
+    with _memory_file() as workload_file, _memory_file() as record_file:
+        database = JSONDatabase(workload_file, record_file)
+        workload = database.commit_workload(mod)
+        for candidate, seconds in zip(candidates, times, strict=True):
+            database.commit_tuning_record(
+                TuningRecord(candidate.sch.trace, workload, seconds, target, list(candidate.args_info))
+            )
+        lines = Path(record_file).read_text().splitlines()
+        texts = [RecordText(fmean(seconds), fields_of(line)) for seconds, line in zip(times, lines, strict=True)]
+        return Path(workload_file).read_text().strip(), texts
+
+
+def memory_database(mod: IRModule, records: Sequence[RecordText]) -> Database:
+    """A database with these records of a task, where MetaSchedule's search finds programs to start from."""
+    import tvm_ffi
+    from tvm.s_tir.meta_schedule.database import MemoryDatabase, TuningRecord
+
+    parse = tvm_ffi.get_global_func("ffi.json.Parse")
+    database = MemoryDatabase()
     workload = database.commit_workload(mod)
-    for candidate, trial in zip(candidates, trials, strict=True):
-        run_s = list(trial.run_s) or [_FAILED_RUN_S]
-        database.commit_tuning_record(
-            TuningRecord(candidate.sch.trace, workload, run_s, target, list(candidate.args_info))
-        )
+    for record in records:
+        database.commit_tuning_record(TuningRecord.from_json(parse(record.text), workload))
+    return database
+
+
+@contextlib.contextmanager
+def _memory_file() -> Iterator[str]:
+    """The path of an empty file that is nowhere on a disk."""
+    descriptor = os.memfd_create("records")
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)

@@ -13,10 +13,10 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ansor_mlflow.errors import MachineError
+from ansor_mlflow.records import is_full
 
 _PREFIX = "ansor_mlflow-build-"
 _OWNER_LOCK = ".owner.lock"
-_MIN_FREE_BYTES = 8 * 1024 * 1024
 _DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 
@@ -53,11 +53,6 @@ class ScratchDirectory:
         """Removes the directory."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
-
-
-def is_full(directory: Path) -> bool:
-    """Whether a directory's disk has too little space left for the files of a round."""
-    return shutil.disk_usage(directory).free < _MIN_FREE_BYTES
 
 
 def _remove_abandoned(parent: Path) -> None:

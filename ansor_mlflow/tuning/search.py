@@ -8,23 +8,29 @@ from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.lowering import TuningTask
+from ansor_mlflow.records import RecordLog
+from ansor_mlflow.tuning.recording import memory_database
 from ansor_mlflow.tuning.space import make_space_generator
 
 if TYPE_CHECKING:
     from tvm.s_tir import Schedule
     from tvm.s_tir.meta_schedule import TuneContext
     from tvm.s_tir.meta_schedule.cost_model import CostModel
-    from tvm.s_tir.meta_schedule.database import Database
     from tvm.s_tir.meta_schedule.runner import RunnerResult
-    from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
+    from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate, SearchStrategy
     from tvm.target import Target
 
-_EVOLUTION = {"population_size": 32, "init_min_unmeasured": 16, "genetic_num_iters": 2}
+_POPULATION = 32
+_GENERATIONS = 2
 """Settings of MetaSchedule's evolutionary search, by measurement: see docs/performance.md.
 
 MetaSchedule's defaults are 512 traces in 4 generations. Two generations of 32 find programs as fast as four of 64 do,
 in a third of the time.
 """
+_MIN_RANDOM = 16
+"""Random programs without which MetaSchedule begins no evolution."""
+_RANDOM_SHARE = 0.05
+"""Of a proposal, random programs that evolution did not choose. MetaSchedule's default, too."""
 _NUM_WARMUP_SAMPLES = 48
 """Measurements before the cost model is trusted; until then rounds are random. MetaSchedule's default is 100."""
 _MAX_EMPTY_EVOLUTIONS = 5
@@ -85,7 +91,7 @@ class TaskSearch:
         num_trials_per_round: Candidates of one proposal.
         num_threads: Threads of the search; with one, a seed gives the same candidates again.
         seed: Seed of the search.
-        database: Where the search finds measured schedules to start from.
+        log: Where the search finds measured schedules to start from.
         cost_model: Ranks candidates and is trained by `learn`.
     """
 
@@ -98,7 +104,7 @@ class TaskSearch:
         num_trials_per_round: int,
         num_threads: int,
         seed: int,
-        database: Database,
+        log: RecordLog,
         cost_model: CostModel,
     ) -> None:
         self._task = task
@@ -108,17 +114,11 @@ class TaskSearch:
         self._strategy = strategy
         self._cost_model = cost_model
         self._num_trials_per_round = num_trials_per_round
-        self._tuning = {
-            "max_trials": _UNLIMITED,
-            "num_trials_per_iter": num_trials_per_round,
-            "database": database,
-            "cost_model": cost_model,
-        }
+        self._log = log
         self._design_spaces: list[Schedule] | None = None
-        self._contexts: dict[str, TuneContext] = {}
+        self._random: TuneContext | None = None
+        self._num_evolutions = 0
         self._measured: set[str] = set()
-        self._spare: list[tuple[str, MeasureCandidate]] = []
-        """What a limit cut off: evolution does not propose it again."""
         self._failed: list[MeasureCandidate] = []
         self._num_second_chances = 0
 
@@ -135,67 +135,96 @@ class TaskSearch:
             self._num_second_chances += len(candidates)
         return candidates
 
-    def _new_programs(self, limit: int) -> list[MeasureCandidate]:
-        random = self._strategy == "random" or not self._measured or is_untrained(self._cost_model)
-        context = self._context("random" if random else "evolutionary")
-        for _ in range(_MAX_KNOWN_PROGRAMS // self._num_trials_per_round + 1 if random else _MAX_EMPTY_EVOLUTIONS):
-            if not self._spare:
-                candidates = context.generate_measure_candidates()
-                if candidates is None:
-                    return []
-                self._spare = self._new_ones(candidates)
-            new, spare = self._spare[:limit], self._spare[limit:]
-            self._spare = [] if random else spare
-            if new:
-                self._measured.update(name for name, _ in new)
-                return [candidate for _, candidate in new]
-        return []
-
     def learn(self, candidates: Sequence[MeasureCandidate], results: Sequence[RunnerResult]) -> None:
         """Trains the cost model and moves the search on."""
+        context = self._random_search()
         if self._strategy == "evolutionary":
-            context = next(iter(self._contexts.values()))
             self._cost_model.update(context, list(candidates), list(results))
-        for context in self._contexts.values():
-            context.notify_runner_results(list(candidates), list(results))
+        context.notify_runner_results(list(candidates), list(results))
         failed = [c for c, result in zip(candidates, results, strict=True) if result.run_secs is None]
         self._failed = [*self._failed, *failed][:_MAX_SECOND_CHANCES]
 
     def close(self) -> None:
         """Frees the state of the search."""
-        for context in self._contexts.values():
-            context.post_tuning()
+        if self._random is not None:
+            self._random.post_tuning()
+
+    def _new_programs(self, limit: int) -> list[MeasureCandidate]:
+        """At most `limit` programs that are not measured yet."""
+        limit = min(limit, self._num_trials_per_round)
+        random = self._strategy == "random" or not self._measured or is_untrained(self._cost_model)
+        for _ in range(_MAX_KNOWN_PROGRAMS // self._num_trials_per_round + 1 if random else _MAX_EMPTY_EVOLUTIONS):
+            candidates = self._random_search().generate_measure_candidates() if random else self._evolve()
+            if new := self._new_ones(candidates or ()):
+                chosen = new[:limit] if random else _choose(new, limit)
+                self._measured.update(name for name, _ in chosen)
+                return [candidate for _, candidate in chosen]
+        return []
 
     def _new_ones(self, candidates: Sequence[MeasureCandidate]) -> list[tuple[str, MeasureCandidate]]:
         """The candidates that are neither measured nor twice among these, by their hashes."""
         from tvm.s_tir.meta_schedule.utils import shash2hex
 
-        by_hash = {shash2hex(candidate.sch.mod): candidate for candidate in candidates}
+        by_hash: dict[str, MeasureCandidate] = {}
+        for candidate in candidates:
+            by_hash.setdefault(shash2hex(candidate.sch.mod), candidate)
         return [item for item in by_hash.items() if item[0] not in self._measured]
 
-    def _context(self, strategy: str) -> TuneContext:
-        """The search by a strategy, made when it is first needed; both share the design space."""
-        if strategy in self._contexts:
-            return self._contexts[strategy]
-        from tvm.s_tir.meta_schedule import TuneContext
-        from tvm.s_tir.meta_schedule.search_strategy import EvolutionarySearch, ReplayTrace
+    def _random_search(self) -> TuneContext:
+        """The search by random programs, which also makes the design space."""
+        if self._random is None:
+            from tvm.s_tir.meta_schedule.search_strategy import ReplayTrace
 
-        evolutionary = strategy == "evolutionary"
+            self._random = self._begin(ReplayTrace(), self._seed, self._num_trials_per_round)
+        return self._random
+
+    def _evolve(self) -> Sequence[MeasureCandidate]:
+        """All programs of a new evolution, best guess first and some random ones at the end.
+
+        MetaSchedule keeps every program of an evolution in memory, so that it proposes none twice. Hashes are enough.
+        """
+        from tvm.s_tir.meta_schedule.search_strategy import EvolutionarySearch
+
+        self._random_search()
+        self._num_evolutions += 1
+        evolution = EvolutionarySearch(
+            population_size=_POPULATION, init_min_unmeasured=_MIN_RANDOM, genetic_num_iters=_GENERATIONS
+        )
+        context = self._begin(evolution, self._seed + 7919 * self._num_evolutions, _POPULATION * (_GENERATIONS + 1))
+        candidates = context.generate_measure_candidates()
+        context.post_tuning()
+        return list(candidates or ())
+
+    def _begin(self, strategy: SearchStrategy, seed: int, num_candidates: int) -> TuneContext:
+        """Starts a search; all searches of a task share the design space."""
+        from tvm.s_tir.meta_schedule import TuneContext
+
         context = TuneContext(
             mod=self._task.mod,
             target=self._target,
             space_generator=make_space_generator(self._task.mod, self._target),
-            search_strategy=EvolutionarySearch(**_EVOLUTION) if evolutionary else ReplayTrace(),
+            search_strategy=strategy,
             task_name=self._task.info.name,
-            rand_state=self._seed,
+            rand_state=seed,
             num_threads=self._num_threads,
             logger=_silent_logger(),
         )
         if self._design_spaces is None:
             self._design_spaces = list(context.generate_design_space())
-        context.pre_tuning(design_spaces=self._design_spaces, **self._tuning)
-        self._contexts[strategy] = context
+        context.pre_tuning(
+            max_trials=_UNLIMITED,
+            num_trials_per_iter=num_candidates,
+            design_spaces=self._design_spaces,
+            database=memory_database(self._task.mod, self._log.best(self._task.info.workload_hash)),
+            cost_model=self._cost_model,
+        )
         return context
+
+
+def _choose(programs: Sequence[tuple[str, MeasureCandidate]], limit: int) -> list[tuple[str, MeasureCandidate]]:
+    """The first programs of an evolution and some of the last, which are random."""
+    num_random = min(int(limit * _RANDOM_SHARE), max(0, len(programs) - limit))
+    return [*programs[: limit - num_random], *programs[len(programs) - num_random :]]
 
 
 def _silent_logger() -> Any:

@@ -14,14 +14,13 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from ansor_mlflow.errors import MachineError
 from ansor_mlflow.lowering import TuningTask
-from ansor_mlflow.records import FAILED_RUN_S, RECORD_FILE
+from ansor_mlflow.records import RecordLog, RecordText, write_pair
 from ansor_mlflow.trials import Trial
+from ansor_mlflow.tuning.recording import log_lines
 from ansor_mlflow.tuning.runner import RunJob, Runner
 
 if TYPE_CHECKING:
-    from tvm.s_tir.meta_schedule.database import Database, TuningRecord
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
     from tvm.target import Target
 
@@ -95,7 +94,7 @@ class Winners:
                 noise = self._noise()
                 undecided = [f for f in undecided if not _is_decided(f, noise)]
 
-    def write(self, directory: Path, tasks: Sequence[TuningTask], target: Target, database: Database) -> None:
+    def write(self, directory: Path, tasks: Sequence[TuningTask], target: Target, log: RecordLog) -> None:
         """Writes a database with one record per task: the winner, with its second measurement where it had one.
 
         A record of an earlier tuning that is faster than the winner takes its place. Nothing is written where no task
@@ -105,38 +104,32 @@ class Winners:
             directory: Replaced as a whole.
             tasks: All tasks.
             target: What they were tuned for.
-            database: All records, earlier ones included.
+            log: All records, earlier ones included.
 
         Raises:
             MachineError: The disk is full.
         """
-        from tvm.s_tir.meta_schedule.database import JSONDatabase
-
-        records = [record for task in tasks if (record := self._best_record(task, target, database))]
-        if not records:
+        lines = [line for task in tasks if (line := self._best_line(task, target, log))]
+        if not lines:
             return
         new = directory.with_name(f".{directory.name}.new")
         shutil.rmtree(new, ignore_errors=True)
-        new.mkdir(parents=True)
-        best = JSONDatabase(work_dir=str(new))
-        for record in records:
-            best.commit_workload(record.workload.mod)
-            best.commit_tuning_record(record)
-        if len((new / RECORD_FILE).read_text().splitlines()) != len(records):  # TVM does not notice a full disk
-            raise MachineError(f"{directory}: the winners were not written in full; free space on that disk")
+        workloads = [workload for workload, _ in lines]
+        write_pair(new, workloads, [record.line(index) for index, (_, record) in enumerate(lines)])
         shutil.rmtree(directory, ignore_errors=True)
         new.rename(directory)
 
-    def _best_record(self, task: TuningTask, target: Target, database: Database) -> TuningRecord | None:
-        from tvm.s_tir.meta_schedule.database import TuningRecord
-
-        workload = database.commit_workload(task.mod)
-        earlier = next((r for r in database.get_top_k(workload, 1) if _mean_s(r) < FAILED_RUN_S), None)
+    def _best_line(self, task: TuningTask, target: Target, log: RecordLog) -> tuple[str, RecordText] | None:
+        """The workload's line and its record; None where the task has no valid one."""
         winner = self.of_task(task.info.index)
-        if winner is None or (earlier is not None and _mean_s(earlier) < winner.first_s / _MARGIN):
-            return earlier
-        run_s = [value for value in winner.again_s if math.isfinite(value)] or list(winner.trial.run_s)
-        return TuningRecord(winner.candidate.sch.trace, workload, run_s, target, list(winner.candidate.args_info))
+        earlier = next(iter(log.best(task.info.workload_hash)), None)
+        if earlier is not None and (winner is None or earlier.run_s < winner.first_s / _MARGIN):
+            return log_lines(task.mod, target, [], [])[0], earlier
+        if winner is None:
+            return None
+        run_s = [value for value in winner.again_s if math.isfinite(value)] or winner.trial.run_s
+        workload, (record,) = log_lines(task.mod, target, [winner.candidate], [run_s])
+        return workload, record
 
     def _noise(self) -> float:
         """Standard deviation of the logarithm of one measurement, pooled over all finalists."""
@@ -146,10 +139,6 @@ class Winners:
             squares += sum((value - fmean(logs)) ** 2 for value in logs)
             degrees += max(0, len(logs) - 1)
         return math.sqrt(squares / degrees) if degrees else 0.0
-
-
-def _mean_s(record: TuningRecord) -> float:
-    return fmean(float(seconds) for seconds in record.run_secs)
 
 
 def _is_decided(finalists: Sequence[Finalist], noise: float) -> bool:
