@@ -21,10 +21,12 @@ from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.records import (
     RECORD_FILE,
     WORKLOAD_FILE,
+    Database,
     Provenance,
     RecordPair,
     distill,
     find_records,
+    merge,
     read_provenance,
     write_description,
 )
@@ -177,8 +179,8 @@ def test_failed_trials_are_left_out(pair: RecordPair, host_target: Target, tmp_p
     failed = [timed(record, 1e10) if record[0] == first[0] else record for record in (first, *others)]
     write_lines(pair.records, failed)
     distill(pair, tmp_path / "best", fingerprint(host_target, 1).target)
-    kept = {record[0] for record in read_lines(tmp_path / "best" / RECORD_FILE)}
-    assert kept == {record[0] for record in others} - {first[0]}
+    workloads, kept = read_lines(pair.workloads), read_lines(tmp_path / "best" / WORKLOAD_FILE)
+    assert kept == [workloads[index] for index in sorted({record[0] for record in others} - {first[0]})]
 
 
 def test_nothing_but_failed_trials(pair: RecordPair, host_target: Target, tmp_path: Path) -> None:
@@ -248,6 +250,62 @@ def test_what_does_not_change_code_does_not_change_the_device(
     assert distill(made_up, tmp_path / "best", HERE) == 1
 
 
+# -- several databases -----------------------------------------------------------------------------------------------
+
+
+def copy_of(pair: RecordPair, directory: Path, keep: Callable[[Record], bool] = lambda record: True) -> RecordPair:
+    """A database with the workloads in the opposite order and some of the records."""
+    directory.mkdir()
+    copy = RecordPair.in_directory(directory)
+    workloads = pair.workloads.read_text().splitlines()
+    copy.workloads.write_text("".join(f"{line}\n" for line in reversed(workloads)))
+    with copy.records.open("w") as file:
+        for line in pair.records.read_text().splitlines():
+            index = int(line[1 : line.index(",")])
+            if keep(json.loads(line)):
+                file.write(f"[{len(workloads) - 1 - index}{line[line.index(',') :]}\n")
+    return copy
+
+
+def named(directory: Path) -> list[tuple[str, str]]:
+    """Hash of the workload and text of every record, sorted."""
+    workloads = read_lines(directory / WORKLOAD_FILE)
+    return sorted((workloads[index][0], json.dumps(rest)) for index, rest in read_lines(directory / RECORD_FILE))
+
+
+def test_databases_are_merged_whatever_their_workloads_numbers_are(pair: RecordPair, tmp_path: Path) -> None:
+    halves = [copy_of(pair, tmp_path / f"{n}", lambda record, n=n: record[0] % 2 == n) for n in (0, 1)]
+    num_records = merge([Database(half) for half in halves], tmp_path / "merged")
+    assert named(tmp_path / "merged") == named(tmp_path)
+    assert num_records == len(read_lines(pair.records))
+
+
+def test_a_record_that_is_there_twice_is_merged_once(pair: RecordPair, tmp_path: Path) -> None:
+    copy = copy_of(pair, tmp_path / "copy")
+    merge([Database(pair), Database(copy), Database(pair)], tmp_path / "merged")
+    assert named(tmp_path / "merged") == named(tmp_path)
+
+
+def test_merging_keeps_failed_trials_unless_the_fastest_are_asked_for(made_up: RecordPair, tmp_path: Path) -> None:
+    (record,) = read_lines(made_up.records)
+    records = [timed(record, seconds) for seconds in (3.0, 1e10, 1.0, 2.0)]
+    write_lines(made_up.records, records)
+    assert merge([Database(made_up)], tmp_path / "all") == 4
+    assert merge([Database(made_up)], tmp_path / "best", keep=2) == 2
+    assert read_lines(tmp_path / "all" / RECORD_FILE) == records
+    assert read_lines(tmp_path / "best" / RECORD_FILE) == [timed(record, 1.0), timed(record, 2.0)]
+
+
+def test_merging_may_take_the_records_of_one_target(made_up: RecordPair, tmp_path: Path) -> None:
+    (record,) = read_lines(made_up.records)
+    other = timed(record, 1e-6, target={"kind": "llvm", "mcpu": "znver3"})
+    write_lines(made_up.records, [other, record])
+    assert merge([Database(made_up)], tmp_path / "ours", target=HERE) == 1
+    assert read_lines(tmp_path / "ours" / RECORD_FILE) == [record]
+    assert merge([Database(made_up)], tmp_path / "none", target={"kind": "cuda"}) == 0
+    assert not (tmp_path / "none").exists()
+
+
 # -- damage ----------------------------------------------------------------------------------------------------------
 
 
@@ -280,12 +338,41 @@ def torn(line: str) -> str:
         "empty record",
     ],
 )
-def test_a_damaged_line_is_named(made_up: RecordPair, tmp_path: Path, damage: Callable[[str], str]) -> None:
+def test_a_damaged_line_is_left_out_and_named(
+    made_up: RecordPair, tmp_path: Path, damage: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
     line = made_up.records.read_text()
     made_up.records.write_text(f"{line}\n{damage(line.strip())}\n{line}")
-    with pytest.raises(RecordsError, match=rf"{RECORD_FILE}: line 3 is not a tuning record of TVM; remove the line"):
-        distill(made_up, tmp_path / "best", HERE)
-    assert not (tmp_path / "best").exists()
+    assert distill(made_up, tmp_path / "best", HERE) == 1
+    assert f"{made_up.records}: 1 damaged lines were left out, the first is line 3; `ansor-mlflow rec" in caplog.text
+
+
+def test_damage_inside_a_schedule_is_found_before_it_is_taken(
+    pair: RecordPair, host_target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the other lines only the ends are looked at."""
+    lines = pair.records.read_bytes().splitlines(keepends=True)
+    same = [line for line in lines if line.startswith(b"[0,")]
+    fastest = min(same, key=lambda line: fmean(json.loads(line)[1][1]))
+    broken = bytearray(fastest)
+    broken[len(broken) // 3] = 0
+    pair.records.write_bytes(b"".join(bytes(broken) if line == fastest else line for line in lines))
+    distill(pair, tmp_path / "best", fingerprint(host_target, 1).target)
+    (kept,) = (line for line in read_lines(tmp_path / "best" / RECORD_FILE) if line[0] == 0)
+    assert len(same) > 1
+    assert kept in [json.loads(line) for line in same if line != fastest]
+    assert "1 damaged lines were left out" in caplog.text
+
+
+@pytest.mark.parametrize("ends", [b"\r\n", b" \n"])
+def test_lines_may_end_otherwise(pair: RecordPair, host_target: Target, tmp_path: Path, ends: bytes) -> None:
+    here = fingerprint(host_target, 1).target
+    distill(pair, tmp_path / "best", here)
+    for path in (pair.workloads, pair.records):
+        path.write_bytes(path.read_bytes().replace(b"\n", ends))
+    distill(pair, tmp_path / "again", here)
+    for name in (WORKLOAD_FILE, RECORD_FILE):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "best" / name).read_bytes()
 
 
 json_values = st.recursive(
@@ -311,7 +398,7 @@ def test_whatever_a_line_holds_it_is_no_record_of_this_device(
 @pytest.mark.parametrize(
     ("which", "message"),
     [
-        ("records", f"{RECORD_FILE}: line 1 is not a tuning record of TVM"),
+        ("records", f"{RECORD_FILE}: line 1 is not a tuning record of TVM, and there is no valid one; give the file"),
         ("workloads", f"{WORKLOAD_FILE}: this is not a workload file of TVM, but perhaps a compressed one"),
     ],
 )

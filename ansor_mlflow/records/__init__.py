@@ -2,14 +2,17 @@
 
 from ansor_mlflow.records.atomic import is_full, write_text
 from ansor_mlflow.records.description import Provenance, read_provenance, write_description
-from ansor_mlflow.records.log import RecordLog, RecordText, fields_of
+from ansor_mlflow.records.lines import FAILED_RUN_S, fields_of
+from ansor_mlflow.records.log import RecordLog, RecordText
+from ansor_mlflow.records.repair import Repair, repair
 from ansor_mlflow.records.store import (
-    FAILED_RUN_S,
     RECORD_FILE,
     WORKLOAD_FILE,
+    Database,
     RecordPair,
     distill,
     find_records,
+    merge,
     write_pair,
 )
 
@@ -17,15 +20,19 @@ __all__ = [
     "FAILED_RUN_S",
     "RECORD_FILE",
     "WORKLOAD_FILE",
+    "Database",
     "Provenance",
     "RecordLog",
     "RecordPair",
     "RecordText",
+    "Repair",
     "distill",
     "fields_of",
     "find_records",
     "is_full",
+    "merge",
     "read_provenance",
+    "repair",
     "write_description",
     "write_pair",
     "write_text",

@@ -4,19 +4,46 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 _RESERVE_BYTES = 8 * 2**20
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a file under a temporary name, flushes it to the disk, and gives it its name."""
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that gets its name, and is on the disk, once all of it was written; nothing is left after an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a whole file, or leaves it as it was."""
+    with new_file(path) as file:
+        file.write(text.encode())
+
+
+def append(path: Path, data: bytes) -> None:
+    """Appends to a file, and flushes it to the disk; takes back what was written if that fails."""
+    path.touch()
+    size = path.stat().st_size
+    try:
+        with path.open("ab") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        os.truncate(path, size)
+        raise
 
 
 def is_full(directory: Path) -> bool:

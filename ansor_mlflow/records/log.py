@@ -7,23 +7,22 @@ it is opened, and does not notice a full disk.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import errno
-import json
-import logging
-import os
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from ansor_mlflow.errors import MachineError, RecordsError
-from ansor_mlflow.records.atomic import is_full
-from ansor_mlflow.records.store import FAILED_RUN_S, RecordPair, code_attributes, read_lines
+from ansor_mlflow.errors import MachineError
+from ansor_mlflow.records.atomic import append, is_full
+from ansor_mlflow.records.lines import FAILED_RUN_S, workload_hash
+from ansor_mlflow.records.repair import repair
+from ansor_mlflow.records.store import Database, RecordPair
 
 _NUM_BEST = 8
 """Records of a workload that are kept at hand."""
-_logger = logging.getLogger("ansor_mlflow")
 
 
 @dataclass(frozen=True)
@@ -44,24 +43,26 @@ class RecordLog:
     """Appends trials to a database; knows the fastest ones of each workload. Not safe for use from several threads.
 
     Args:
-        directory: Where the pair is, or will be. A last line that was cut off when its writer died is set aside.
+        directory: Where the pair is, or will be. Damaged lines in it are set aside.
         target: Attributes of the target that is tuned for; records of others are not among the fastest.
 
     Raises:
-        RecordsError: A line is damaged.
+        RecordsError: What is there is no database.
         MachineError: The disk is full.
     """
 
     def __init__(self, directory: Path, target: Mapping[str, Any]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._pair = RecordPair.in_directory(directory)
-        self._target = code_attributes(dict(target))
+        repair(self._pair)
+        database = Database(self._pair)
+        self._indices = {hash_: index for index, hash_ in reversed(list(enumerate(database.hashes)))}
+        self._num_workloads = len(database.hashes)
         self._best: dict[int, list[RecordText]] = {}
-        for path in (self._pair.workloads, self._pair.records):
-            path.touch()
-            _set_torn_line_aside(path)
-        self._indices = {_hash(line): index for index, (_, line) in enumerate(read_lines(self._pair.workloads))}
-        self._read_records()
+        for workload, records in database.by_workload(target).items():
+            for record in heapq.nsmallest(_NUM_BEST, records, key=lambda record: record.run_s):
+                with contextlib.suppress(ValueError):  # damage in the middle of the line
+                    self._keep(workload, RecordText(record.run_s, database.fields(record)))
 
     def best(self, workload_hash: str) -> Sequence[RecordText]:
         """The fastest records of a workload, fastest first.
@@ -84,27 +85,23 @@ class RecordLog:
         """
         if is_full(self._pair.records.parent):
             raise _disk_full(self._pair.records)
-        hash_ = _hash(workload)
+        hash_ = workload_hash(workload)
         if hash_ not in self._indices:
-            _append(self._pair.workloads, f"{workload}\n")
-            self._indices[hash_] = len(self._indices)
+            self._write(self._pair.workloads, [workload])
+            self._indices[hash_] = self._num_workloads
+            self._num_workloads += 1
         index = self._indices[hash_]
-        _append(self._pair.records, "".join(f"{record.line(index)}\n" for record in records))
+        self._write(self._pair.records, [record.line(index) for record in records])
         for record in records:
             self._keep(index, record)
 
-    def _read_records(self) -> None:
-        for number, line in read_lines(self._pair.records):
-            try:
-                index, fields = json.loads(line)
-                run_s, target = fmean(fields[1]), dict(fields[2])
-            except (TypeError, LookupError, ValueError) as err:
-                raise RecordsError(
-                    f"{self._pair.records}: line {number} is not a tuning record of TVM; remove the line, or tune in "
-                    "another directory"
-                ) from err
-            if code_attributes(target) == self._target:
-                self._keep(index, RecordText(run_s, fields_of(line)))
+    def _write(self, path: Path, lines: Sequence[str]) -> None:
+        try:
+            append(path, "".join(f"{line}\n" for line in lines).encode())
+        except OSError as err:
+            if err.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise _disk_full(path) from err
+            raise
 
     def _keep(self, index: int, record: RecordText) -> None:
         if record.run_s < FAILED_RUN_S:
@@ -113,43 +110,5 @@ class RecordLog:
             del best[_NUM_BEST:]
 
 
-def fields_of(line: str) -> str:
-    """What follows the index of the workload in a record line."""
-    return line[line.index(",") + 1 : -1].strip()
-
-
-def _hash(workload: str) -> int:
-    """The structural hash in a workload's line."""
-    return int(json.loads(workload)[0])
-
-
-def _append(path: Path, text: str) -> None:
-    """Appends to a file and flushes it to the disk; takes it back if that fails."""
-    size = path.stat().st_size
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as err:
-        os.truncate(path, size)
-        if err.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _disk_full(path) from err
-        raise
-
-
 def _disk_full(path: Path) -> MachineError:
     return MachineError(f"no space is left for records in {path.parent}; free some, and tune again")
-
-
-def _set_torn_line_aside(path: Path) -> None:
-    """Moves what follows the last line break to a file of its own."""
-    content = path.read_bytes()
-    end = content.rfind(b"\n") + 1
-    if end == len(content):
-        return
-    aside = path.with_name(f"{path.name}.torn")
-    with aside.open("ab") as file:
-        file.write(content[end:] + b"\n")
-    os.truncate(path, end)
-    _logger.warning("%s: its last line was cut off and is in %s now", path, aside.name)

@@ -1,32 +1,40 @@
-"""TVM's JSON database as two JSON-lines files.
-
-Format of `tvm.s_tir.meta_schedule.database.JSONDatabase` (TVM 0.27, src/s_tir/meta_schedule/database/): a workload line
-is `[structural hash, module in base64]`; a record line is `[index of its workload line, [trace, run_secs, target,
-args_info]]`. A failed trial has one run time of 1e10 s.
-"""
+"""Databases of tuning records as pairs of JSON-lines files: found, read and distilled without TVM."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+import hashlib
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import RecordsError, UserInputError
-from ansor_mlflow.records.atomic import write_text
+from ansor_mlflow.records.atomic import new_file, write_text
+from ansor_mlflow.records.lines import (
+    FAILED_RUN_S,
+    DamagedLine,
+    RecordLine,
+    fields_of,
+    parse_record,
+    scan_records,
+    target_attributes,
+    workload_hash,
+)
 
 WORKLOAD_FILE = "database_workload.json"
 RECORD_FILE = "database_tuning_record.json"
 
-FAILED_RUN_S = 1e9
-"""Run times from here on mark failed trials."""
 _TARGET_DECORATION = {"tag", "keys", "host", "libs", "model"}
 """Entries of a target that do not change generated CPU code."""
 _DEFAULT_OPT_LEVEL = 3
 """What TVM takes where a target names no `opt-level`. A program that is fast at one level may be slow at another."""
+
+
+_log = logging.getLogger("ansor_mlflow")
 
 
 @dataclass(frozen=True)
@@ -69,89 +77,198 @@ def find_records(path: Path) -> RecordPair:
     return pair
 
 
-def distill(source: RecordPair, destination: Path, target: dict[str, Any]) -> int:
-    """Writes the fastest valid record of each workload to a new database.
+class Database:
+    """What is in a pair: workloads as text, records without their schedules.
+
+    Args:
+        pair: The files.
+
+    Raises:
+        RecordsError: The workload file is not one.
+    """
+
+    def __init__(self, pair: RecordPair) -> None:
+        self.pair = pair
+        self.workloads: list[str] = []
+        """Lines of the workload file."""
+        self.hashes: list[int | None] = []
+        """The structural hash of each; None for a damaged line."""
+        self.records: list[RecordLine] = []
+        self.damaged: list[DamagedLine] = []
+        """Lines of the record file that are no records, or of a workload that is not there."""
+        self._read_workloads()
+        for line in scan_records(pair.records):
+            if isinstance(line, DamagedLine):
+                self.damaged.append(line)
+            elif line.workload < len(self.hashes) and self.hashes[line.workload] is not None:
+                self.records.append(line)
+            else:
+                self.damaged.append(DamagedLine(line.number, line.offset, line.length, is_torn=False))
+
+    def by_workload(self, target: Mapping[str, Any]) -> dict[int, list[RecordLine]]:
+        """The valid records for a target, by the index of their workload."""
+        wanted = code_attributes(target)
+        groups: dict[int, list[RecordLine]] = {}
+        for record in self.records:
+            if record.run_s < FAILED_RUN_S and _code_attributes(record.target) == wanted:
+                groups.setdefault(record.workload, []).append(record)
+        return groups
+
+    def text(self, line: RecordLine | DamagedLine) -> bytes:
+        """A line as it stands in the record file."""
+        with self.pair.records.open("rb") as file:
+            file.seek(line.offset)
+            return file.read(line.length)
+
+    def fields(self, record: RecordLine) -> str:
+        """JSON `[trace, run_secs, target, args_info]` of a record.
+
+        Raises:
+            ValueError: The line is damaged where the first look did not see it.
+        """
+        text = self.text(record)
+        parse_record(text)
+        return fields_of(text.decode())
+
+    def look_closely(self) -> None:
+        """Parses every record, which finds damage in the middle of a line, too."""
+        records, self.records = self.records, []
+        for record in records:
+            try:
+                self.fields(record)
+                self.records.append(record)
+            except ValueError:
+                self.damaged.append(DamagedLine(record.number, record.offset, record.length, is_torn=False))
+
+    def _read_workloads(self) -> None:
+        try:
+            lines = self.pair.workloads.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as err:
+            raise RecordsError(
+                f"{self.pair.workloads}: this is not a workload file of TVM, but perhaps a compressed one; give the "
+                "file that TVM wrote"
+            ) from err
+        self.workloads = [line.strip() for line in lines]
+        for line in self.workloads:
+            try:
+                self.hashes.append(workload_hash(line))
+            except ValueError:
+                self.hashes.append(None)
+
+
+def distill(source: RecordPair, destination: Path, target: Mapping[str, Any], keep: int = 1) -> int:
+    """Writes the fastest valid records of each workload to a new database.
+
+    Damaged lines are left out, with a warning.
 
     Args:
         source: Database to read.
         destination: Directory of the new pair; existing files are replaced.
         target: Attributes of the target that the records must be for. TVM's own queries ignore it and would return
             the fastest record of any device.
+        keep: Records of a workload.
 
     Returns:
         The number of records written.
 
     Raises:
-        RecordsError: A line is damaged, there are no records, or all of them are for other targets.
+        RecordsError: There are no records, or all of them are for other targets.
     """
-    try:
-        workloads = source.workloads.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as err:
+    database = Database(source)
+    num_written = merge([database], destination, target=target, keep=keep)
+    if num_written:
+        return num_written
+    valid = [record for record in database.records if record.run_s < FAILED_RUN_S]
+    if valid:
+        made_for = dict.fromkeys(target_name(target_attributes(record.target)) for record in valid)
         raise RecordsError(
-            f"{source.workloads}: this is not a workload file of TVM, but perhaps a compressed one; give the file that "
-            "TVM wrote"
-        ) from err
-    best: dict[int, tuple[float, str]] = {}
-    foreign: dict[str, int] = {}
-    for number, line in read_lines(source.records):
-        try:
-            index, fields = json.loads(line)
-            run_s, record_target = fmean(fields[1]), dict(fields[2])
-            workloads[index]
-        except (TypeError, LookupError, ValueError, OverflowError) as err:
-            raise _damaged(source.records, number) from err
-        if code_attributes(record_target) != code_attributes(target):
-            name = target_name(record_target)
-            foreign[name] = foreign.get(name, 0) + 1
-        elif run_s < FAILED_RUN_S and (index not in best or run_s < best[index][0]):
-            best[index] = (run_s, line)
-    if not best and foreign:
-        raise RecordsError(
-            f"{source.records}: the records are for {', '.join(foreign)}, this is {target_name(target)}; "
+            f"{source.records}: the records are for {', '.join(made_for)}, this is {target_name(target)}; "
             "tune on this device, or give the target they were made for"
         )
-    if not best:
-        raise RecordsError(f"{source.records}: there is no valid record in it; tune first")
-    write_pair(destination, workloads, [best[index][1] for index in sorted(best)])
-    return len(best)
+    if database.damaged:
+        raise RecordsError(
+            f"{source.records}: line {database.damaged[0].number} is not a tuning record of TVM, and there is no valid "
+            "one; give the file that TVM wrote"
+        )
+    raise RecordsError(f"{source.records}: there is no valid record in it; tune first")
 
 
-def code_attributes(target: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of a target that decide which code is made for it."""
-    return {
-        "opt-level": _DEFAULT_OPT_LEVEL,
-        **{key: value for key, value in target.items() if key not in _TARGET_DECORATION and value not in ("", [])},
-    }
+def merge(
+    databases: Sequence[Database],
+    destination: Path,
+    *,
+    target: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+) -> int:
+    """Writes the records of several databases to a new one; what is there several times is written once.
 
+    Damaged lines are left out, with a warning.
 
-def target_name(target: dict[str, Any]) -> str:
-    """A target's short name, such as "llvm znver4 ×2"."""
-    words = [target.get("kind", "?"), target.get("mcpu") or target.get("arch") or ""]
-    if "num-cores" in target:
-        words.append(f"×{target['num-cores']}")
-    if target.get("opt-level", _DEFAULT_OPT_LEVEL) != _DEFAULT_OPT_LEVEL:
-        words.append(f"-O{target['opt-level']}")
-    return " ".join(str(word) for word in words if word)
+    Args:
+        databases: What to read.
+        destination: Directory of the new pair; existing files are replaced.
+        target: Attributes of the target that the records must be for; None takes those of all.
+        keep: Fastest valid records of each workload; None keeps all, failed trials too, in their order.
 
-
-def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields number and text of every line that is not blank.
-
-    Raises:
-        RecordsError: The file is not text.
+    Returns:
+        The number of records written. Without any, nothing is written.
     """
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                text = line.decode().strip()
-            except UnicodeDecodeError as err:
-                raise _damaged(path, number) from err
-            if text:
-                yield number, text
+    wanted = None if target is None else code_attributes(target)
+    workloads: dict[int, str] = {}
+    groups: dict[int, list[tuple[Database, RecordLine]]] = {}
+    for database in databases:
+        for record in database.records:
+            if wanted is not None and _code_attributes(record.target) != wanted:
+                continue
+            if keep is not None and record.run_s >= FAILED_RUN_S:
+                continue
+            hash_ = database.hashes[record.workload]
+            assert hash_ is not None  # or the record would be among the damaged ones
+            workloads.setdefault(hash_, database.workloads[record.workload])
+            groups.setdefault(hash_, []).append((database, record))
+    if not groups:
+        return 0
+    destination.mkdir(parents=True, exist_ok=True)
+    pair = RecordPair.in_directory(destination)
+    num_written = 0
+    write_text(pair.workloads, "".join(f"{workloads[hash_]}\n" for hash_ in groups))
+    with new_file(pair.records) as file:
+        for index, group in enumerate(groups.values()):
+            if keep is not None:
+                group.sort(key=lambda item: item[1].run_s)
+            for fields in itertools.islice(_distinct_fields(group), keep):
+                file.write(f"[{index},{fields}]\n".encode())
+                num_written += 1
+    for database in databases:
+        warn_of_damage(database)
+    return num_written
 
 
-def _damaged(path: Path, number: int) -> RecordsError:
-    return RecordsError(f"{path}: line {number} is not a tuning record of TVM; remove the line or use another file")
+def _distinct_fields(group: Iterable[tuple[Database, RecordLine]]) -> Iterator[str]:
+    """The records of a group, each once, without those that a closer look finds damaged."""
+    seen: set[bytes] = set()
+    for database, record in group:
+        try:
+            fields = database.fields(record)
+        except ValueError:
+            database.damaged.append(DamagedLine(record.number, record.offset, record.length, is_torn=False))
+            continue
+        digest = hashlib.sha256(fields.encode()).digest()
+        if digest not in seen:
+            seen.add(digest)
+            yield fields
+
+
+def warn_of_damage(database: Database) -> None:
+    """Says in the log how many lines of a record file are damaged, if any are."""
+    if database.damaged:
+        _log.warning(
+            "%s: %d damaged lines were left out, the first is line %d; "
+            "`ansor-mlflow records verify --repair` sets them aside",
+            database.pair.records,
+            len(database.damaged),
+            min(line.number for line in database.damaged),
+        )
 
 
 def write_pair(directory: Path, workloads: Sequence[str], records: Sequence[str]) -> None:
@@ -160,3 +277,26 @@ def write_pair(directory: Path, workloads: Sequence[str], records: Sequence[str]
     pair = RecordPair.in_directory(directory)
     write_text(pair.workloads, "".join(f"{line}\n" for line in workloads))
     write_text(pair.records, "".join(f"{line}\n" for line in records))
+
+
+def code_attributes(target: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of a target that decide which code is made for it."""
+    return {
+        "opt-level": _DEFAULT_OPT_LEVEL,
+        **{key: value for key, value in target.items() if key not in _TARGET_DECORATION and value not in ("", [])},
+    }
+
+
+@lru_cache(maxsize=1024)
+def _code_attributes(target: str) -> dict[str, Any]:
+    return code_attributes(target_attributes(target))
+
+
+def target_name(target: Mapping[str, Any]) -> str:
+    """A target's short name, such as "llvm znver4 ×2"."""
+    words = [target.get("kind", "?"), target.get("mcpu") or target.get("arch") or ""]
+    if "num-cores" in target:
+        words.append(f"×{target['num-cores']}")
+    if target.get("opt-level", _DEFAULT_OPT_LEVEL) != _DEFAULT_OPT_LEVEL:
+        words.append(f"-O{target['opt-level']}")
+    return " ".join(str(word) for word in words if word)

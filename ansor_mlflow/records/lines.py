@@ -1,0 +1,130 @@
+"""The lines of TVM's database, read without TVM and, as far as possible, without parsing them.
+
+Format of `tvm.s_tir.meta_schedule.database.JSONDatabase` (TVM 0.27, src/s_tir/meta_schedule/database/): a workload line
+is `[structural hash, module in base64]`; a record line is `[index of its workload line, [trace, run_secs, target,
+args_info]]`. A failed trial has one run time of 1e10 s.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+FAILED_RUN_S = 1e9
+"""Run times from here on mark failed trials."""
+_MAX_INDEX_DIGITS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class RecordLine:
+    """What tells records apart, and where the line is."""
+
+    number: int
+    """Of the line in its file, from 1."""
+    offset: int
+    length: int
+    """Of the line with its end, in bytes."""
+    workload: int
+    """Index of its line in the workload file."""
+    run_s: float
+    """Mean seconds per call; `FAILED_RUN_S` or more for a failed trial."""
+    target: str
+    """Attributes of the target as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedLine:
+    """A line that is no record."""
+
+    number: int
+    offset: int
+    length: int
+    is_torn: bool
+    """Whether it is the last one and has no end: its writer died."""
+
+
+def scan_records(path: Path) -> Iterator[RecordLine | DamagedLine]:
+    """Yields what every line of a record file is. The schedule in it is not looked at: see `parse_record`."""
+    offset = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            length = len(line)
+            if length > _MAX_INDEX_DIGITS or line.strip():
+                try:
+                    yield RecordLine(number, offset, length, *(_quick_look(line) or _parsed(line)))
+                except ValueError:
+                    yield DamagedLine(number, offset, length, not line.endswith(b"\n"))
+            offset += length
+
+
+def parse_record(line: bytes) -> tuple[int, float, dict[str, Any]]:
+    """Workload index, mean seconds and target of a record line, which is parsed as a whole.
+
+    Raises:
+        ValueError: It is no record.
+    """
+    try:
+        index, (trace, run_secs, target, args_info) = json.loads(line)
+        mean_s = fmean(run_secs)
+    except (TypeError, ArithmeticError, RecursionError) as err:
+        raise ValueError(str(err)) from err
+    is_record = isinstance(trace, list) and isinstance(target, dict) and isinstance(args_info, list)
+    if not is_record or type(index) is not int or index < 0 or math.isnan(mean_s):
+        raise ValueError("no record")
+    return index, mean_s, target
+
+
+def fields_of(line: str) -> str:
+    """What follows the index of the workload in a record line: JSON `[trace, run_secs, target, args_info]`."""
+    return line[line.index(",") + 1 : line.rindex("]")].strip()
+
+
+def workload_hash(line: str) -> int:
+    """The structural hash in a workload line.
+
+    Raises:
+        ValueError: It is no workload line.
+    """
+    try:
+        hash_, _ = json.loads(line)
+        return int(hash_)
+    except TypeError as err:
+        raise ValueError("no workload") from err
+
+
+@lru_cache(maxsize=1024)
+def target_attributes(text: str) -> dict[str, Any]:
+    """The attributes of `RecordLine.target`; not to be changed."""
+    return dict(json.loads(text))
+
+
+def _quick_look(line: bytes) -> tuple[int, float, str] | None:
+    """Index, mean seconds and target of a line as TVM writes it; None for one that looks otherwise.
+
+    Behind the trace, which is nearly all of the line, there are only numbers, one object and names of types.
+    """
+    target = line.rfind(b'],{"') + 2
+    times = line.rfind(b",[", 0, target) + 2
+    comma = line.find(b",", 0, _MAX_INDEX_DIGITS)
+    end = line.find(b"},[", target) + 1
+    if not (0 < comma < times < target < end and line.startswith(b"[") and line.endswith(b"]]]\n")):
+        return None
+    try:
+        seconds = [float(second) for second in line[times : target - 2].split(b",")]
+        text = line[target:end].decode()
+        target_attributes(text)
+        index, mean_s = int(line[1:comma]), fmean(seconds)
+    except (ValueError, TypeError):
+        return None
+    return None if index < 0 or math.isnan(mean_s) else (index, mean_s, text)
+
+
+def _parsed(line: bytes) -> tuple[int, float, str]:
+    index, run_s, target = parse_record(line)
+    return index, run_s, json.dumps(target)
