@@ -70,22 +70,26 @@ def free_port() -> int:
 
 
 @contextmanager
-def s3_server(directory: Path, *buckets: str) -> Iterator[S3Server]:
-    """Serves a directory as S3, with a bucket for each name; only `ACCESS_KEY` with `SECRET_KEY` may use it.
+def s3_server(
+    directory: Path, *buckets: str, port: int | None = None, secret_key: str = SECRET_KEY
+) -> Iterator[S3Server]:
+    """Serves a directory as S3, with a bucket for each name; only `ACCESS_KEY` with the secret key may use it.
 
     Args:
         directory: Where objects are kept; made if it does not exist.
         buckets: Buckets to make.
+        port: Where it listens; a free port by default.
+        secret_key: The key that is right.
     """
     for bucket in buckets:
-        (directory / "data" / bucket).mkdir(parents=True)
-    port = free_port()
+        (directory / "data" / bucket).mkdir(parents=True, exist_ok=True)
+    port = port or free_port()
     command = [
         str(SCRIPTS / "rclone"),
         "serve",
         "s3",
         f"--addr=127.0.0.1:{port}",
-        f"--auth-key={ACCESS_KEY},{SECRET_KEY}",
+        f"--auth-key={ACCESS_KEY},{secret_key}",
         f"--cache-dir={directory / 'cache'}",
         "--config=",
         str(directory / "data"),
@@ -97,16 +101,19 @@ def s3_server(directory: Path, *buckets: str) -> Iterator[S3Server]:
 
 
 @contextmanager
-def mlflow_server(directory: Path, *, artifact_root: str = "", environment: Mapping[str, str] = {}) -> Iterator[Server]:
+def mlflow_server(
+    directory: Path, *, port: int | None = None, artifact_root: str = "", environment: Mapping[str, str] = {}
+) -> Iterator[Server]:
     """Runs a tracking server on an sqlite store. Clients talk to the artifact store themselves.
 
     Args:
         directory: Where the store and the log are kept; made if it does not exist.
+        port: Where it listens; a free port by default.
         artifact_root: Artifact root of new experiments; a folder in `directory` by default.
         environment: Added to the server's environment.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    port = free_port()
+    port = port or free_port()
     command = [
         str(SCRIPTS / "mlflow"),
         "server",

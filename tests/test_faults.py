@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import mlflow
 import pytest
-from commands import Finished, environment
+from commands import ANSOR_MLFLOW, Finished, environment, run
 from mlflow.entities import Run
-from servers import mlflow_server, s3_server
+from servers import SECRET_KEY, free_port, mlflow_server, s3_server
 from tuner_process import Tuning, assert_gone, assert_readable, kill, tuning
 
 from ansor_mlflow import names
@@ -107,32 +108,102 @@ def assert_machine_error(finished: Finished, message: str) -> str:
     return error.removeprefix("Error: ")
 
 
-def test_tracking_server_that_goes_away(small_onnx: Path, tmp_path: Path) -> None:
-    with (
-        mlflow_server(tmp_path / "server") as server,
-        tuning(small_onnx, tmp_path / "cwd", environment(server.url), trials=5000) as tuner,
-    ):
+def sync(cwd: Path, env: Mapping[str, str]) -> Finished:
+    return run([ANSOR_MLFLOW, "sync"], cwd, env)
+
+
+def assert_complete(run: Run, artifacts: Path, num_trials: int, scratch: Path) -> None:
+    """Asserts that a run knows all of a tuning that went well."""
+    assert run.info.status == "FINISHED"
+    assert names.TAG_ERROR not in run.data.tags
+    assert run.data.tags[names.TAG_STOP_REASON] == "trials"
+    assert run.data.metrics[names.TRIALS_MEASURED] == num_trials
+    assert_readable(artifacts / names.RECORDS_DIR, scratch / "best", min_trials=num_trials)
+    assert len(json.loads((artifacts / names.TRIALS_TABLE).read_text())["data"]) == num_trials
+
+
+def test_a_tracking_server_that_comes_back_knows_everything(small_onnx: Path, tmp_path: Path) -> None:
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(mlflow_server(tmp_path / "server", port=port))
+        tuner = stack.enter_context(
+            tuning(small_onnx, tmp_path / "cwd", environment(server.url), trials=60, min_repeat_ms=50)
+        )
         tuner.wait_for_rounds(4)
-        descendants = tuner.descendants
         server.stop()
+        tuner.wait_for_rounds(tuner.num_rounds + 4)  # the tuning goes on
+        server = stack.enter_context(mlflow_server(tmp_path / "server", port=port))
         finished = tuner.wait(120)
-        assert_gone(descendants, 5)
-        assert_machine_error(finished, "cannot log the metrics of a round: .*; check MLFLOW_TRACKING_URI")
-        assert_readable(tuner.records, tmp_path / "best", min_trials=4)
+        assert finished.exit_code == 0, finished.stderr
+        assert "the MLflow run cannot be reached and will be told later" in finished.stderr
+        assert "the MLflow run is reached again" in finished.stderr
+        client = mlflow.MlflowClient(server.url)
+        (run,) = client.search_runs(["0"])
+        steps = [metric.step for metric in client.get_metric_history(run.info.run_id, names.TRIALS_MEASURED)]
+        artifacts = Path(client.download_artifacts(run.info.run_id, "", str(tmp_path)))
+    assert_complete(run, artifacts, 60, tmp_path)
+    assert len(steps) == len(set(steps)) == tuner.num_rounds
+    assert list((tmp_path / "cwd").glob(".ansor/*/outbox")) == []
 
 
-def test_s3_server_that_goes_away(small_onnx: Path, tmp_path: Path) -> None:
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+def test_what_a_tracking_server_that_stays_away_was_not_told_is_delivered_by_sync(
+    small_onnx: Path, tmp_path: Path
+) -> None:
+    port, cwd = free_port(), tmp_path / "cwd"
+    with mlflow_server(tmp_path / "server", port=port) as server:
+        env = environment(server.url)
+        with tuning(small_onnx, cwd, env, trials=40) as tuner:
+            tuner.wait_for_rounds(4)
+            descendants = tuner.descendants
+            server.stop()
+            finished = tuner.wait(180)
+            assert_gone(descendants, 5)
+            message = r"\d+ messages to the run \w+ are undelivered .*outbox, beside the records; .*ansor-mlflow sync"
+            assert_machine_error(finished, message)
+            assert_readable(tuner.records, tmp_path / "best", min_trials=40)
+    assert_machine_error(sync(cwd, env), "cannot deliver the messages to the run .*; check MLFLOW_TRACKING_URI")
+    with mlflow_server(tmp_path / "server", port=port) as server:
+        assert sync(cwd, env).exit_code == 0
+        client = mlflow.MlflowClient(server.url)
+        (run,) = client.search_runs(["0"])
+        assert_complete(run, Path(client.download_artifacts(run.info.run_id, "", str(tmp_path))), 40, tmp_path)
+        assert "nothing is left to deliver" in sync(cwd, env).stdout
+    assert not (cwd / ".ansor").exists()
+
+
+def test_what_an_s3_server_that_stays_away_was_not_given_is_delivered_by_sync(small_onnx: Path, tmp_path: Path) -> None:
+    uri, port, cwd = f"sqlite:///{tmp_path / 'mlflow.db'}", free_port(), tmp_path / "cwd"
     mlflow.MlflowClient(uri).create_experiment("faults", "s3://bucket/faults")
-    with s3_server(tmp_path / "s3", "bucket") as s3:
+    with s3_server(tmp_path / "s3", "bucket", port=port) as s3:
         env = environment(uri, {**s3.environment(), "MLFLOW_EXPERIMENT_ID": "1"})
-        with tuning(small_onnx, tmp_path / "cwd", env, trials=24) as tuner:
+        with tuning(small_onnx, cwd, env, trials=24) as tuner:
             tuner.wait_for_rounds(4)
             s3.stop()
             finished = tuner.wait(180)
-            message = assert_machine_error(finished, "the S3 artifact store answered: Could not connect")
-            assert_readable(tuner.records, tmp_path / "best", min_trials=24)
+            message = assert_machine_error(finished, r"messages to the run \w+ are undelivered \(.*Could not connect")
     run = only_run(uri)
     assert run.info.status == "FAILED"
     assert run.data.tags[names.TAG_ERROR] == message
-    assert run.data.tags[names.TAG_EXIT_CODE] == "3"
+    assert run.data.metrics[names.TRIALS_MEASURED] == 24  # the tracking server was told
+    with s3_server(tmp_path / "s3", "bucket", port=port):
+        assert sync(cwd, env).exit_code == 0
+    artifacts = tmp_path / "s3" / "data" / "bucket" / "faults" / run.info.run_id / "artifacts"
+    assert_complete(only_run(uri), artifacts, 24, tmp_path)
+
+
+def test_credentials_that_expire_in_the_middle(small_onnx: Path, tmp_path: Path) -> None:
+    """Nothing is lost, and no secret is told."""
+    uri, port, cwd = f"sqlite:///{tmp_path / 'mlflow.db'}", free_port(), tmp_path / "cwd"
+    mlflow.MlflowClient(uri).create_experiment("faults", "s3://bucket/faults")
+    with s3_server(tmp_path / "s3", "bucket", port=port) as s3:
+        env = environment(uri, {**s3.environment(), "MLFLOW_EXPERIMENT_ID": "1"})
+        with tuning(small_onnx, cwd, env, trials=24) as tuner:
+            tuner.wait_for_rounds(4)
+            s3.stop()
+            with s3_server(tmp_path / "s3", "bucket", port=port, secret_key="another-secret-key"):
+                finished = tuner.wait(180)
+                assert_machine_error(finished, r"are undelivered \(.*SignatureDoesNotMatch|403|Forbidden")
+        assert SECRET_KEY not in finished.stderr
+    with s3_server(tmp_path / "s3", "bucket", port=port):
+        assert sync(cwd, env).exit_code == 0
+    assert only_run(uri).info.status == "FINISHED"

@@ -149,6 +149,18 @@ def explain(options: ExplainOptions) -> None:
     write_json(options.json_file, result)
 
 
+@cli.command("sync")
+def sync() -> None:
+    """Tell MLflow what earlier steps in this directory could not, because a server was away."""
+    from ansor_mlflow.steps import sync as sync_step
+
+    num_runs = 0
+    for num_runs, delivered in enumerate(sync_step(), start=1):
+        click.echo(f"run {delivered.run_id}: {delivered.num_messages} messages delivered")
+    if not num_runs:
+        click.echo("nothing is left to deliver")
+
+
 @cli.command("networks")
 def networks() -> None:
     """List the built-in networks and operators."""

@@ -26,7 +26,7 @@ from ansor_mlflow.targets import (
     resolve_target,
 )
 from ansor_mlflow.threads import measuring_cpus, resolve_num_threads
-from ansor_mlflow.tracking import MlflowObserver, StepRun, step_run
+from ansor_mlflow.tracking import Message, MlflowObserver, Outbox, StepRun, open_outbox, step_run
 from ansor_mlflow.tracking.environment import describe_environment
 from ansor_mlflow.tracking.failures import without_credentials
 from ansor_mlflow.trials import TuningObserver
@@ -48,16 +48,20 @@ def tune(options: TuneOptions, observers: Sequence[TuningObserver] = ()) -> str:
     Raises:
         AnsorMlflowError: The options are not usable, a server is away, or a task has no valid trial.
     """
-    with step_run("tune", options, f"tune {options.network}") as run, _log_file(run.directory / names.LOG_FILE):
+    with (
+        step_run("tune", options, f"tune {options.network}") as run,
+        open_outbox(run.run_id, run.directory) as outbox,
+        _log_file(run.directory / names.LOG_FILE),
+    ):
         try:
-            _tune(options, run, observers)
-        except BaseException:
-            _upload_what_there_is(run)
-            raise
+            _tune(options, run, outbox, observers)
+        finally:
+            outbox.put(Message(artifacts=_records_and_log(run)))
+        outbox.put(Message(status="FINISHED"))
         return run.run_id
 
 
-def _tune(options: TuneOptions, run: StepRun, observers: Sequence[TuningObserver]) -> None:
+def _tune(options: TuneOptions, run: StepRun, outbox: Outbox, observers: Sequence[TuningObserver]) -> None:
     network = sources.load_network(
         options.network, batch_size=options.batch_size, input_shapes=options.input_shapes, seed=options.seed
     )
@@ -86,13 +90,11 @@ def _tune(options: TuneOptions, run: StepRun, observers: Sequence[TuningObserver
     )
     provenance = _provenance(options, network, num_threads)
     write_description(records, device, provenance)  # records of a tuning that is interrupted can be compiled, too
-    result = tune_locally(job, options, [RoundLog(), MlflowObserver(run.run_id, run.directory), *observers])
+    result = tune_locally(job, options, [RoundLog(), MlflowObserver(outbox, run.directory), *observers])
     if result.confirmed_latency_s is not None:
         provenance = replace(provenance, estimated_latency_ms=result.confirmed_latency_s * 1e3)
         write_description(records, device, provenance)
     require_valid_trials(result)
-    run.log_artifacts(records, names.RECORDS_DIR)
-    run.log_artifacts(run.directory / names.LOG_FILE)
 
 
 def _log_inputs(run: StepRun, network: Network, device: DeviceFingerprint) -> None:
@@ -137,15 +139,10 @@ def _provenance(options: TuneOptions, network: Network, num_threads: int) -> Pro
     )
 
 
-def _upload_what_there_is(run: StepRun) -> None:
-    """Saves records and log of a tuning that failed, if the store still takes them; records stay on disk, too."""
-    try:
-        if run.has_records:
-            run.log_artifacts(run.directory / names.RECORDS_DIR, names.RECORDS_DIR)
-        run.log_artifacts(run.directory / names.LOG_FILE)
-    except Exception as err:  # noqa: BLE001 - the error that ended the tuning is the one to report
-        if run.has_records:
-            _log.warning("records were not uploaded (%s); they are in %s", err, run.directory / names.RECORDS_DIR)
+def _records_and_log(run: StepRun) -> list[tuple[str, str]]:
+    """What is uploaded however the tuning ended."""
+    records = [(names.RECORDS_DIR, names.RECORDS_DIR)] if run.has_records else []
+    return [*records, (names.LOG_FILE, "")]
 
 
 @contextlib.contextmanager

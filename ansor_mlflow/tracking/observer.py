@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import mlflow
-from mlflow.entities import Metric, Param, RunTag
-
 from ansor_mlflow import names
-from ansor_mlflow.tracking.failures import clear_failures
+from ansor_mlflow.records import write_text
 from ansor_mlflow.tracking.figures import ConvergencePoint, save_convergence
+from ansor_mlflow.tracking.outbox import Message, Outbox
 from ansor_mlflow.trials import (
     Durations,
     TaskState,
@@ -24,19 +21,22 @@ from ansor_mlflow.trials import (
     TuningRound,
 )
 
+_TRIALS_ARE_A_TABLE = {"mlflow.loggedArtifacts": json.dumps([{"path": names.TRIALS_TABLE, "type": "table"}])}
+_MAX_WAIT_S = 5.0
+"""For a server that is slow."""
+
 
 class MlflowObserver:
-    """A `TuningObserver` that writes to one MLflow run, in one request per round.
+    """A `TuningObserver` that tells one MLflow run, in one request per round.
 
     Args:
-        run_id: The run.
-        directory: Where tables and figures are written before they are uploaded.
+        outbox: Delivers to the run.
+        directory: The run's directory, where tables and figures are written before they are uploaded.
     """
 
-    def __init__(self, run_id: str, directory: Path) -> None:
-        self._run_id = run_id
+    def __init__(self, outbox: Outbox, directory: Path) -> None:
+        self._outbox = outbox
         self._directory = directory
-        self._client = mlflow.MlflowClient()
         self._title = ""
         self._trials: list[Trial] = []
         self._points: list[ConvergencePoint] = []
@@ -44,12 +44,8 @@ class MlflowObserver:
     def tuning_started(self, plan: TuningPlan) -> None:
         """Names the run after what is tuned, and logs the resolved budget."""
         self._title = f"{plan.network} · {plan.target} · {plan.num_trials} trials"
-        with clear_failures("log the tuning plan"):
-            self._client.log_batch(
-                self._run_id,
-                params=[Param("num_tasks", str(len(plan.tasks))), Param("num_trials", str(plan.num_trials))],
-                tags=[RunTag("mlflow.runName", f"tune {self._title}")],
-            )
+        params = {"num_tasks": str(len(plan.tasks)), "num_trials": str(plan.num_trials)}
+        self._outbox.put(Message(params=params, tags={"mlflow.runName": f"tune {self._title}"}))
 
     def round_finished(self, round_: TuningRound) -> None:
         """Logs the curves."""
@@ -59,29 +55,26 @@ class MlflowObserver:
             latency_ms = round_.estimated_latency_s * 1e3
             values[names.BEST_LATENCY_MS] = latency_ms
             self._points.append(ConvergencePoint(round_.total_trials, round_.elapsed_s, latency_ms))
-        with clear_failures("log the metrics of a round"):
-            self._client.log_batch(self._run_id, metrics=_metrics(values, round_.total_trials))
+        self._outbox.put(Message(metrics=values, step=round_.total_trials))
+        self._outbox.flush(_MAX_WAIT_S)  # the next measurement is to have the host for itself
 
     def tuning_finished(self, result: TuningResult) -> None:
         """Logs the stop reason, the tables of trials and tasks, and the figure."""
-        tasks = self._directory / names.TASKS_FILE
-        tasks.write_text(json.dumps([_task_row(task) for task in result.tasks], indent=1))
-        figure = self._directory / names.CONVERGENCE_FIGURE
-        save_convergence(self._points, self._title, figure)
-        with clear_failures("log the results of the tuning"):
-            self._client.log_batch(
-                self._run_id,
-                metrics=_metrics(_final_metrics(result), result.total_trials),
-                tags=[RunTag(names.TAG_STOP_REASON, result.stop_reason)],
+        tables = {
+            names.TASKS_FILE: [_task_row(task) for task in result.tasks],
+            names.TRIALS_TABLE: _trials_table(self._trials),
+        }
+        for name, table in tables.items():
+            write_text(self._directory / name, json.dumps(table))
+        save_convergence(self._points, self._title, self._directory / names.CONVERGENCE_FIGURE)
+        self._outbox.put(
+            Message(
+                metrics=_final_metrics(result),
+                step=result.total_trials,
+                tags={names.TAG_STOP_REASON: result.stop_reason, **_TRIALS_ARE_A_TABLE},
+                artifacts=[(name, "") for name in (*tables, names.CONVERGENCE_FIGURE)],
             )
-            self._client.log_table(self._run_id, _trials_table(self._trials), names.TRIALS_TABLE)
-            self._client.log_artifact(self._run_id, str(tasks))
-            self._client.log_artifact(self._run_id, str(figure))
-
-
-def _metrics(values: Mapping[str, float], step: int) -> list[Metric]:
-    now_ms = int(time.time() * 1000)
-    return [Metric(key, value, now_ms, step) for key, value in values.items()]
+        )
 
 
 def _round_metrics(round_: TuningRound) -> dict[str, float]:
@@ -132,10 +125,15 @@ def _task_row(task: TaskState) -> dict[str, Any]:
 
 
 def _trials_table(trials: Sequence[Trial]) -> dict[str, list[Any]]:
-    return {
-        "step": [trial.step for trial in trials],
-        "task": [trial.task for trial in trials],
-        "status": [trial.status.value for trial in trials],
-        "latency_us": [trial.latency_s * 1e6 if trial.latency_s is not None else None for trial in trials],
-        "error": [trial.error for trial in trials],
-    }
+    """A table as `mlflow.load_table` reads it: that of `log_table`, which would add to what is there."""
+    rows = [
+        [
+            trial.step,
+            trial.task,
+            trial.status.value,
+            trial.latency_s * 1e6 if trial.latency_s is not None else None,
+            trial.error,
+        ]
+        for trial in trials
+    ]
+    return {"columns": ["step", "task", "status", "latency_us", "error"], "data": rows}

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlflow
-from mlflow.entities import Param, RunStatus, RunTag
+from mlflow.entities import Param, RunTag
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError
 from ansor_mlflow.options import Options, as_text
 from ansor_mlflow.records import RecordPair
 from ansor_mlflow.tracking.failures import clear_failures, one_line, without_credentials
+from ansor_mlflow.tracking.outbox import Message, UndeliveredError, has_messages, leave_message
 
 WORK_ROOT = Path(".ansor")
 """Where steps keep files until MLflow has them, below the current directory. A failed run leaves its records there."""
@@ -97,40 +98,43 @@ def step_run(step: str, options: Options, run_name: str) -> Iterator[StepRun]:
         run.log_options(options)
         yield run
     except BaseException as err:
-        _end_failed(run_id, err)
-        if not run.has_records:
-            _remove(run.directory)
+        _end_failed(run, err)
+        if not run.has_records and not has_messages(run.directory):
+            remove_directory(run.directory)
         raise
     with clear_failures("end the run"):
         mlflow.end_run()
-    _remove(run.directory)
+    remove_directory(run.directory)
 
 
-def _remove(directory: Path) -> None:
+def remove_directory(directory: Path) -> None:
+    """Removes what a run has on this machine."""
     shutil.rmtree(directory, ignore_errors=True)
     with contextlib.suppress(OSError):  # other runs have files there
         WORK_ROOT.rmdir()
 
 
-def _end_failed(run_id: str, err: BaseException) -> None:
-    """Marks a run FAILED or KILLED. The store may be what failed, so errors here are only logged."""
-    status = RunStatus.KILLED if isinstance(err, KeyboardInterrupt) else RunStatus.FAILED
+def _end_failed(run: StepRun, err: BaseException) -> None:
+    """Marks a run FAILED or KILLED. The store may be what failed: then `sync` does it, where there is an outbox."""
+    status = "KILLED" if isinstance(err, KeyboardInterrupt) else "FAILED"
     try:
-        _tag_error(run_id, err)
-        mlflow.end_run(RunStatus.to_string(status))
+        with contextlib.suppress(Exception):  # of the second run that MLflow keeps for this thread
+            mlflow.end_run(status)
+        Message(tags=_error_tags(err), status=status).deliver(run.run_id, run.directory)
     except Exception as second:  # noqa: BLE001 - the first error is the one to report
-        _log.warning("the run %s could not be marked as failed: %s", run_id, one_line(second))
+        _log.warning("the run %s could not be marked as failed: %s", run.run_id, one_line(second))
+        if has_messages(run.directory) and not isinstance(err, UndeliveredError):
+            leave_message(run.directory, Message(tags=_error_tags(err), status=status))
 
 
-def _tag_error(run_id: str, err: BaseException) -> None:
+def _error_tags(err: BaseException) -> dict[str, str]:
     if isinstance(err, AnsorMlflowError):
         message, exit_code = str(err), err.exit_code
     elif isinstance(err, KeyboardInterrupt):
         message, exit_code = "interrupted by the user", 130
     else:
         message, exit_code = f"{type(err).__name__}: {one_line(err)}", 1
-    tags = {names.TAG_ERROR: message, names.TAG_EXIT_CODE: str(exit_code)}
-    mlflow.MlflowClient().log_batch(run_id, tags=[RunTag(*item) for item in tags.items()])
+    return {names.TAG_ERROR: message, names.TAG_EXIT_CODE: str(exit_code)}
 
 
 def fail_project_run(err: AnsorMlflowError) -> None:
@@ -138,6 +142,6 @@ def fail_project_run(err: AnsorMlflowError) -> None:
     run_id = os.environ.get(_PROJECT_RUN_VARIABLE)
     if run_id:
         try:
-            _tag_error(run_id, err)
+            Message(tags=_error_tags(err)).deliver(run_id, WORK_ROOT)
         except Exception as second:  # noqa: BLE001 - the first error is the one to report
             _log.warning("the run %s could not be tagged: %s", run_id, one_line(second))

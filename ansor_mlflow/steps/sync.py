@@ -1,0 +1,44 @@
+"""Delivers what earlier steps could not tell MLflow, because a server was away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import mlflow
+
+from ansor_mlflow import names
+from ansor_mlflow.tracking.failures import clear_failures
+from ansor_mlflow.tracking.outbox import deliver_left, has_messages
+from ansor_mlflow.tracking.run import WORK_ROOT, remove_directory
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """A run that knows everything now."""
+
+    run_id: str
+    num_messages: int
+
+
+def sync() -> Iterator[Delivered]:
+    """Delivers the messages of every run below the current directory, and removes the run's files here.
+
+    Raises:
+        UserInputError: A run still goes on.
+        MachineError: A server is still away; what is not delivered stays.
+    """
+    for directory in sorted(WORK_ROOT.glob("*/")):
+        if not has_messages(directory):
+            continue
+        run_id = directory.name
+        with clear_failures(f"deliver the messages to the run {run_id}"):
+            num_messages = deliver_left(run_id, directory)
+            client = mlflow.MlflowClient()
+            run = client.get_run(run_id)
+            if run.info.status == "FINISHED":  # all that failed was the delivery
+                for tag in (names.TAG_ERROR, names.TAG_EXIT_CODE):
+                    if tag in run.data.tags:
+                        client.delete_tag(run_id, tag)
+        remove_directory(directory)
+        yield Delivered(run_id, num_messages)

@@ -1,0 +1,232 @@
+"""What a run has to tell MLflow, kept on disk until MLflow has it.
+
+Messages are files, written whole, delivered in their order and then removed. A server that is away holds up nothing but
+their delivery; what is left when the process ends is delivered by `ansor-mlflow sync`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import mlflow
+import tenacity
+from filelock import FileLock, Timeout
+from mlflow.entities import Metric, Param, RunTag
+
+from ansor_mlflow.errors import MachineError, UserInputError
+from ansor_mlflow.records import write_text
+from ansor_mlflow.tracking.failures import one_line, without_credentials
+
+OUTBOX_DIR = "outbox"
+_LOCK_FILE = ".lock"
+_MAX_PAUSE_S = 30.0
+"""Between two attempts."""
+_GRACE_S = 60.0
+_GRACE_AFTER_ERROR_S = 10.0
+_log = logging.getLogger("ansor_mlflow")
+
+
+@dataclass(frozen=True)
+class Message:
+    """What is sent to a run, all of it at once or in this order."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    step: int = 0
+    """Of the metrics."""
+    params: Mapping[str, str] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    artifacts: Sequence[tuple[str, str]] = ()
+    """File or directory below the run's directory, and the artifact path to put it, or its contents, under."""
+    status: str = ""
+    """Ends the run, such as "FINISHED"."""
+    time_ms: int = field(default_factory=lambda: int(time.time() * 1000))
+
+    def deliver(self, run_id: str, directory: Path) -> None:
+        """Sends it. A message that is sent twice leaves what one does."""
+        client = mlflow.MlflowClient()
+        metrics = [Metric(key, value, self.time_ms, self.step) for key, value in self.metrics.items()]
+        params = [Param(key, value) for key, value in self.params.items()]
+        tags = [RunTag(key, value) for key, value in self.tags.items()]
+        if metrics or params or tags:
+            client.log_batch(run_id, metrics=metrics, params=params, tags=tags)
+        for name, artifact_path in self.artifacts:
+            path = directory / name
+            if path.is_dir():
+                client.log_artifacts(run_id, str(path), artifact_path or None)
+            else:
+                client.log_artifact(run_id, str(path), artifact_path or None)
+        if self.status:
+            client.set_terminated(run_id, self.status, self.time_ms)
+
+
+class UndeliveredError(MachineError):
+    """A server was away until the end."""
+
+
+class Outbox:
+    """Delivers the messages of one run, from a thread of its own. To be closed.
+
+    Args:
+        run_id: The run.
+        directory: The run's directory, below which the messages and their artifacts are.
+    """
+
+    def __init__(self, run_id: str, directory: Path) -> None:
+        self._run_id = run_id
+        self._directory = directory
+        self._folder = directory / OUTBOX_DIR
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(self._folder / _LOCK_FILE)
+        self._lock.acquire()
+        self._names: list[str] = []
+        self._num_put = 0
+        self._changed = threading.Condition()
+        self._failure = ""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._deliver_all, name="outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Message) -> None:
+        """Takes a message; it is on the disk when this returns."""
+        name = f"{self._num_put + 1:06d}.json"
+        _write(self._folder / name, message)
+        with self._changed:
+            self._num_put += 1
+            self._names.append(name)
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until everything is delivered; returns at once while the server is away.
+
+        Returns:
+            Whether nothing is left.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._names or self._failure, timeout_s)
+            return not self._names
+
+    def close(self, timeout_s: float) -> None:
+        """Tries for a while to deliver the rest.
+
+        Raises:
+            UndeliveredError: Messages are left.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._names, timeout_s)
+            self._closing.set()
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        self._lock.release()
+        if self._names:
+            raise UndeliveredError(
+                f"{len(self._names)} messages to the run {self._run_id} are undelivered "
+                f"({self._failure or 'no answer in time'}); they are in {self._folder}, beside the records; when the "
+                "server is back, run ansor-mlflow sync in this directory"
+            )
+
+    def _deliver_all(self) -> None:
+        retrying = tenacity.Retrying(
+            wait=tenacity.wait_exponential(multiplier=0.5, max=_MAX_PAUSE_S),
+            sleep=tenacity.sleep_using_event(self._closing),
+            stop=tenacity.stop_when_event_set(self._closing),
+            after=self._note_failure,
+            reraise=True,
+        )
+        with contextlib.suppress(Exception):  # noted; the process ends
+            while self._wait_for_message():
+                retrying(self._deliver_next)
+
+    def _wait_for_message(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._names or self._closing.is_set())
+            return bool(self._names) and not self._closing.is_set()
+
+    def _deliver_next(self) -> None:
+        _deliver(self._folder / self._names[0], self._run_id)
+        with self._changed:
+            if self._failure:
+                _log.warning("the MLflow run is reached again")
+            self._failure = ""
+            self._names.pop(0)
+            self._changed.notify_all()
+
+    def _note_failure(self, state: tenacity.RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        if error is None:
+            return
+        with self._changed:
+            if not self._failure:
+                _log.warning("the MLflow run cannot be reached and will be told later: %s", one_line(error))
+            self._failure = one_line(error)
+            self._changed.notify_all()
+
+
+@contextlib.contextmanager
+def open_outbox(run_id: str, directory: Path) -> Iterator[Outbox]:
+    """An outbox that is closed at the end, and given the time that a server takes to come back.
+
+    Raises:
+        UndeliveredError: Nothing else failed, but messages are left.
+    """
+    outbox = Outbox(run_id, directory)
+    try:
+        yield outbox
+    except BaseException:
+        try:
+            outbox.close(_GRACE_AFTER_ERROR_S)
+        except UndeliveredError as err:
+            _log.warning("%s", err)  # the error that ended the step is the one to report
+        raise
+    outbox.close(_GRACE_S)
+
+
+def leave_message(directory: Path, message: Message) -> None:
+    """Puts a message behind those that are left of a run."""
+    left = _left(directory)
+    _write(left[-1].with_name(f"{int(left[-1].stem) + 1:06d}.json"), message)
+
+
+def has_messages(directory: Path) -> bool:
+    """Whether there are messages that a run was not told."""
+    return bool(_left(directory))
+
+
+def deliver_left(run_id: str, directory: Path) -> int:
+    """Delivers what is left of a run, and returns the number of messages. Raises what MLflow does.
+
+    Raises:
+        UserInputError: The process that wrote them is still at it.
+    """
+    try:
+        with FileLock(directory / OUTBOX_DIR / _LOCK_FILE, timeout=0):
+            left = _left(directory)
+            for path in left:
+                _deliver(path, run_id)
+            return len(left)
+    except Timeout as err:
+        raise UserInputError(f"run {run_id} still goes on, and delivers its messages itself") from err
+
+
+def _left(directory: Path) -> list[Path]:
+    return sorted((directory / OUTBOX_DIR).glob("*.json"))
+
+
+def _write(path: Path, message: Message) -> None:
+    safe = replace(message, params=_without_credentials(message.params), tags=_without_credentials(message.tags))
+    write_text(path, json.dumps(asdict(safe)))
+
+
+def _deliver(path: Path, run_id: str) -> None:
+    Message(**json.loads(path.read_text())).deliver(run_id, path.parents[1])
+    path.unlink()
+
+
+def _without_credentials(texts: Mapping[str, str]) -> dict[str, str]:
+    return {key: without_credentials(value) for key, value in texts.items()}

@@ -1,0 +1,173 @@
+"""Messages to a run are on the disk until MLflow has them, and are delivered in their order."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import mlflow
+import pytest
+from commands import RunCommand
+from servers import free_port
+
+from ansor_mlflow import names
+from ansor_mlflow.tracking.outbox import (
+    Message,
+    Outbox,
+    UndeliveredError,
+    deliver_left,
+    has_messages,
+    leave_message,
+    open_outbox,
+)
+
+
+@pytest.fixture
+def run_id(experiment_id: str) -> str:
+    return str(mlflow.MlflowClient().create_run(experiment_id).info.run_id)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Takes MLflow away, and brings it back."""
+    uri = mlflow.get_tracking_uri()
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+
+    def set_there(is_there: bool) -> None:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri if is_there else nowhere)
+
+    return set_there
+
+
+@pytest.fixture
+def outbox(run_id: str, tmp_path: Path) -> Iterator[Outbox]:
+    box = Outbox(run_id, tmp_path)
+    yield box
+    box.close(10)
+
+
+def test_a_message_of_every_kind(outbox: Outbox, run_id: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "inside.txt").write_text("inside")
+    (tmp_path / "file.txt").write_text("file")
+    message = Message(
+        metrics={"latency": 2.5, "trials": 7},
+        step=7,
+        params={"network": "resnet-18"},
+        tags={"kind": "test"},
+        artifacts=[("file.txt", ""), ("folder", "records"), ("file.txt", "below")],
+        status="FINISHED",
+    )
+    outbox.put(message)
+    assert outbox.flush(10)
+    run = mlflow.get_run(run_id)
+    assert run.data.metrics == {"latency": 2.5, "trials": 7}
+    assert run.data.params == {"network": "resnet-18"}
+    assert run.data.tags["kind"] == "test"
+    assert run.info.status == "FINISHED"
+    (metric,) = mlflow.MlflowClient().get_metric_history(run_id, "latency")
+    assert (metric.step, metric.timestamp) == (7, message.time_ms)
+    artifacts = Path(mlflow.artifacts.download_artifacts(run_id=run_id, dst_path=str(tmp_path / "down")))
+    found = sorted(str(path.relative_to(artifacts)) for path in artifacts.rglob("*") if path.is_file())
+    assert found == ["below/file.txt", "file.txt", "records/inside.txt"]
+    assert not has_messages(tmp_path)
+
+
+def test_messages_wait_for_a_server_and_keep_their_order(
+    outbox: Outbox, run_id: str, server: Callable[[bool], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    server(False)
+    for step in range(5):
+        outbox.put(Message(metrics={"latency": step}, step=step, tags={"last": str(step)}))
+    started_s = time.monotonic()
+    assert not outbox.flush(30)
+    assert time.monotonic() - started_s < 10  # nobody waits for a server that is away
+    with caplog.at_level(logging.WARNING, "ansor_mlflow"):
+        server(True)
+        outbox.close(30)
+    assert mlflow.get_run(run_id).data.tags["last"] == "4"
+    assert [metric.step for metric in mlflow.MlflowClient().get_metric_history(run_id, "latency")] == list(range(5))
+    assert "the MLflow run is reached again" in caplog.text
+
+
+def test_what_is_left_is_said_and_delivered_later(run_id: str, server: Callable[[bool], None], tmp_path: Path) -> None:
+    outbox = Outbox(run_id, tmp_path)
+    server(False)
+    outbox.put(Message(tags={"first": "1"}))
+    outbox.put(Message(tags={"second": "2"}))
+    with pytest.raises(UndeliveredError, match=f"2 messages to the run {run_id} are undelivered .* ansor-mlflow sync"):
+        outbox.close(0.5)
+    leave_message(tmp_path, Message(status="FAILED"))
+    server(True)
+    assert deliver_left(run_id, tmp_path) == 3
+    run = mlflow.get_run(run_id)
+    assert (run.data.tags["first"], run.data.tags["second"], run.info.status) == ("1", "2", "FAILED")
+    assert not has_messages(tmp_path)
+
+
+def test_a_message_that_arrives_twice_counts_once(run_id: str, tmp_path: Path) -> None:
+    """As when the answer to it was lost."""
+    message = Message(metrics={"latency": 1.0}, step=3, params={"network": "a"}, tags={"kind": "test"})
+    for _ in range(2):
+        message.deliver(run_id, tmp_path)
+    assert len(mlflow.MlflowClient().get_metric_history(run_id, "latency")) == 1
+
+
+def test_no_secret_is_on_the_disk(run_id: str, server: Callable[[bool], None], tmp_path: Path) -> None:
+    outbox = Outbox(run_id, tmp_path)
+    server(False)
+    outbox.put(Message(params={"network": "https://bob:hunter2@host/net"}, tags={"uri": "s3://bob:hunter2@host/x"}))
+    with pytest.raises(UndeliveredError):
+        outbox.close(0.1)
+    (path,) = (tmp_path / "outbox").glob("*.json")
+    assert "hunter2" not in path.read_text()
+    assert "https://…@host/net" in path.read_text().encode().decode("unicode_escape")
+
+
+def test_the_error_that_ended_a_step_is_the_one_to_report(
+    run_id: str, server: Callable[[bool], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ansor_mlflow.tracking.outbox._GRACE_AFTER_ERROR_S", 0.1)
+    server(False)
+    with pytest.raises(ZeroDivisionError):
+        put_and_fail(run_id, tmp_path)
+    assert has_messages(tmp_path)
+
+
+def put_and_fail(run_id: str, directory: Path) -> None:
+    with open_outbox(run_id, directory) as outbox:
+        outbox.put(Message(tags={"first": "1"}))
+        1 / 0  # noqa: B018
+
+
+def test_sync_ends_a_run_as_its_messages_say(
+    run_id: str,
+    server: Callable[[bool], None],
+    run_here: RunCommand,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    directory = tmp_path / ".ansor" / run_id
+    outbox = Outbox(run_id, directory)
+    server(False)
+    outbox.put(Message(tags={"kind": "late"}, status="FINISHED"))
+    assert run_here("sync") == 2
+    assert f"Error: run {run_id} still goes on, and delivers its messages itself" in capsys.readouterr().err
+    with pytest.raises(UndeliveredError):
+        outbox.close(0.1)
+    assert run_here("sync") == 3
+    server(True)
+    mlflow.MlflowClient().set_tag(run_id, names.TAG_ERROR, "1 messages are undelivered")
+    assert run_here("sync") == 0
+    assert capsys.readouterr().out == f"run {run_id}: 1 messages delivered\n"
+    run = mlflow.get_run(run_id)
+    assert (run.info.status, run.data.tags["kind"]) == ("FINISHED", "late")
+    assert names.TAG_ERROR not in run.data.tags
+    assert not (tmp_path / ".ansor").exists()
+    assert run_here("sync") == 0
+    assert capsys.readouterr().out == "nothing is left to deliver\n"
