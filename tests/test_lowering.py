@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from small_networks import small_shapes
 
 from ansor_mlflow.errors import UserInputError
@@ -124,3 +124,18 @@ def test_a_graph_that_tvm_cannot_import_is_a_users_error(tmp_path: Path) -> None
     with pytest.raises(UserInputError, match=r"network 'conv': TVM cannot import the graph \(.*channel size") as caught:
         lower(network.model, resolve_target("llvm", 1))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((3, 8, 1, 4, 32), -3), ((8, 1, 32), -2), ((8, 1, 32), 1)])
+def test_a_squeeze_may_count_its_axes_from_the_end(host_target: Target, shape: tuple[int, ...], axis: int) -> None:
+    """As those of attention do, by which TVM's conversion of layouts crashes."""
+    squeezed = [size for position, size in enumerate(shape) if position != axis % len(shape)]
+    graph = helper.make_graph(
+        [helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Squeeze", ["r", "axes"], ["y"])],
+        "squeeze",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, squeezed)],
+        [numpy_helper.from_array(np.array([axis], np.int64), "axes")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    assert [int(size) for size in lower(model, host_target).mod["main"].ret_ty.shape] == squeezed

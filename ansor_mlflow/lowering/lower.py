@@ -83,6 +83,7 @@ def lower(
     from tvm import relax
 
     from ansor_mlflow.lowering.constants import FoldConstantInNumPy
+    from ansor_mlflow.lowering.squeeze import PositiveSqueezeAxes
 
     graph = fold_batch_norms(model)
     if (padding := _padding(pad_channels, target)) is not None:
@@ -90,6 +91,7 @@ def lower(
     with target:
         mod = tvm.transform.Sequential(
             [
+                PositiveSqueezeAxes(),
                 relax.transform.DecomposeOpsForInference(),
                 relax.transform.CanonicalizeBindings(),
                 FoldConstantInNumPy(),
