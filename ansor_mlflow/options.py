@@ -61,8 +61,8 @@ class NetworkOptions(SeedOptions):
     network: str = _parameter(
         "resnet-18",
         "Network: a built-in name such as resnet-50, an operator with its sizes such as dense:1,512,512, an ONNX file, "
-        "or the URI of an MLflow model.",
-        "a network's name, an operator, an ONNX file or a model's URI",
+        "an exported program of PyTorch (.pt2), or the URI of an MLflow model.",
+        "a network's name, an operator, a file or a model's URI",
         min_length=1,
     )
     input_shapes: Annotated[dict[str, Shape], BeforeValidator(_parse_json)] = _parameter(
@@ -220,15 +220,19 @@ class PipelineOptions(CheckOptions, TuneOptions):
 class ReportOptions(Options):
     """Where a command that only reports writes what it found."""
 
-    json_file: str = _parameter("", "File that the result is written to as JSON; none by default.", "a path")
+    json_file: str = _parameter(
+        "",
+        "File that the result is written to as JSON; - for standard output, in place of the text; none by default.",
+        "a path or -",
+    )
 
 
 class PlanOptions(ReportOptions, RecordsOptions, BudgetOptions):
     """The command `plan`: what a tuning would measure, and what is known already."""
 
 
-class ExplainOptions(ReportOptions, NetworkOptions):
-    """The command `explain`: which kernel of which records is explained."""
+class SourceOptions(ReportOptions, NetworkOptions):
+    """Which records of which network a command reports on."""
 
     source: str = _parameter(
         "",
@@ -238,10 +242,76 @@ class ExplainOptions(ReportOptions, NetworkOptions):
         min_length=1,
         validate_default=True,
     )
+
+
+class ExplainOptions(SourceOptions):
+    """The command `explain`: which kernel of which records is explained."""
+
     task: str = _parameter(
         "",
         "Name of the task, or its index from 0; by default the one that takes the largest share of the time.",
         "a task's name or index",
+    )
+
+
+class ShowRecordsOptions(ReportOptions):
+    """The command `records show`."""
+
+    source: str = _parameter(
+        "",
+        "Records: a run's ID, a directory, a tuning-record file or an artifact URI.",
+        "the ID of a tuning run, or a path or an artifact URI of records",
+        min_length=1,
+        validate_default=True,
+    )
+
+
+class MergeRecordsOptions(Options):
+    """The command `records merge`: which records go where."""
+
+    sources: tuple[str, ...] = _parameter(
+        (),
+        "Records, each a run's ID, a directory, a tuning-record file or an artifact URI.",
+        "one source of records at least: the ID of a tuning run, a path or an artifact URI",
+        min_length=1,
+        validate_default=True,
+    )
+    output: str = _parameter(
+        "",
+        "Directory of the new database: new, empty, or one that this command wrote and nobody changed.",
+        "the path of a directory",
+        min_length=1,
+        validate_default=True,
+    )
+
+
+class DistillRecordsOptions(MergeRecordsOptions):
+    """The command `records distill`: which records are kept."""
+
+    keep: PositiveInt = _parameter(
+        1, "Fastest records to keep of each kernel and target.", "a whole number of at least 1"
+    )
+    target: str = _parameter(
+        "",
+        "Targets whose records are taken: those with these attributes, such as `llvm -mcpu=znver4`, or auto for this "
+        "host; by default all, which are kept apart.",
+        "auto, a tag, JSON or `llvm -mcpu=…`",
+    )
+
+
+class VerifyRecordsOptions(SourceOptions):
+    """The command `records verify`: which records are replayed."""
+
+    keep: PositiveInt | Literal["all"] = _parameter(
+        1,
+        "Records to replay of each kernel: the winner of the tuning first, then the fastest.",
+        "a whole number of at least 1, or all",
+    )
+    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _parameter(
+        60.0, "Seconds after which replaying a record is given up.", "a positive number of seconds"
+    )
+    repair: bool = _parameter(
+        False, "First set damaged lines of a local database aside; a flag without a value.", "true or false"
     )
 
 
@@ -309,7 +379,7 @@ def default_text(cls: type[Options], name: str) -> str:
 
 def as_text(value: Any) -> str:
     """A parameter's value as it is written on the command line."""
-    if value is None or value == {}:
+    if value in (None, {}, ()):
         return ""
     if isinstance(value, bool):
         return str(value).lower()

@@ -1,4 +1,4 @@
-"""Where networks come from when MLflow is asked, too: models, and ONNX files among the artifacts of runs."""
+"""Where networks come from when MLflow is asked, too: models, and files among the artifacts of runs."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from ansor_mlflow.model.package import verify_package
 from ansor_mlflow.networks import BUILTIN_NETWORKS, Network
 from ansor_mlflow.networks.onnx_file import external_files
 from ansor_mlflow.networks.source import read_network
+from ansor_mlflow.networks.torch_program import PROGRAM_SUFFIX
 from ansor_mlflow.tracking.failures import clear_failures, one_line, without_credentials
 
 _URI = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+):/|(models|runs):", re.IGNORECASE)
@@ -30,6 +31,9 @@ _LOGGED = re.compile(r"models:/m-[0-9a-f]+")
 _OF_A_RUN = re.compile(r"runs:/[^/]+(/[^/]+)+")
 _MODEL_FILE = "MLmodel"
 _ONNX_FLAVOR = "onnx"
+_PYTORCH_FLAVOR = "pytorch"
+_PYTORCH_PROGRAM = f"model{PROGRAM_SUFFIX}"
+"""What MLflow calls an exported program; it calls a pickle model.pth."""
 
 
 def load_network(
@@ -37,12 +41,12 @@ def load_network(
 ) -> Network:
     """Does what `networks.load_network` does, and also takes MLflow models and URIs of artifacts.
 
-    A model must have the flavor `onnx`, or be one that `compile` logged. What is downloaded is removed again before
-    this returns.
+    A model must have the flavor `onnx`, or the flavor `pytorch` with an exported program, or be one that `compile`
+    logged. What is downloaded is removed again before this returns.
 
     Args:
         network: A name or file that `networks.load_network` takes, the directory of an MLflow model, or the URI of a
-            model or of an ONNX file.
+            model, of an ONNX file or of an exported program of PyTorch (.pt2).
         batch_size: Batch size of a built-in network.
         input_shapes: Shapes that replace those of the inputs.
         seed: Seed of the weights of a network that is generated.
@@ -52,24 +56,27 @@ def load_network(
         its URI.
 
     Raises:
-        UserInputError: There is no such network, model or run, the model has no ONNX file, or the shapes do not fit it.
-        MachineError: A server cannot be reached.
+        UserInputError: There is no such network, model or run, the model has no such file, or the shapes do not fit it.
+        MachineError: A server cannot be reached, or the network needs PyTorch, which is not installed.
         ModelError: A model that `compile` logged was changed.
     """
     options: dict[str, Any] = {"batch_size": batch_size, "input_shapes": input_shapes}
     if not is_uri(network):
         if network in BUILTIN_NETWORKS or not Path(network, _MODEL_FILE).is_file():
             return networks.load_network(network, **options, seed=seed)
-        return replace(read_network(_onnx_file(Path(network), network), network, **options), name=display_name(network))
+        return replace(
+            read_network(_network_file(Path(network), network), network, **options), name=display_name(network)
+        )
     uri = pinned_uri(network)
     called = without_credentials(network)
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         artifact = _download(uri, called, Path(scratch))
         if artifact.is_file():
-            _download_weights(artifact, uri, called, Path(scratch))
+            if artifact.suffix != PROGRAM_SUFFIX:
+                _download_weights(artifact, uri, called, Path(scratch))
             path = artifact
         else:
-            path = _onnx_file(artifact, called)
+            path = _network_file(artifact, called)
         return replace(read_network(path, called, **options), name=display_name(uri), source=uri)
 
 
@@ -83,7 +90,9 @@ def display_name(network: str) -> str:
     registered = _REGISTERED.fullmatch(network)
     if registered:
         return registered["name"]
-    return PurePosixPath(network).name.removesuffix(".onnx") if is_uri(network) else Path(network).resolve().stem
+    if is_uri(network):
+        return PurePosixPath(network).name.removesuffix(".onnx").removesuffix(PROGRAM_SUFFIX)
+    return Path(network).resolve().stem
 
 
 def pinned_uri(uri: str, parameter: str = "network") -> str:
@@ -154,21 +163,30 @@ def _download_weights(path: Path, uri: str, called: str, scratch: Path) -> None:
             _download(f"{uri.rpartition('/')[0]}/{relative}", called, scratch).replace(target)
 
 
-def _onnx_file(directory: Path, called: str) -> Path:
-    """The ONNX file in the directory of an MLflow model."""
+def _network_file(directory: Path, called: str) -> Path:
+    """The ONNX file or exported program in the directory of an MLflow model."""
     flavors = _flavors(directory, called)
     if FLAVOR_NAME in flavors:
         verify_package(directory, read_manifest(directory))
         return directory / names.NETWORK_FILE
-    if _ONNX_FLAVOR not in flavors:
+    if _ONNX_FLAVOR in flavors:
+        file = str(flavors[_ONNX_FLAVOR].get("data", ""))
+    elif _PYTORCH_FLAVOR in flavors:
+        file = f"{flavors[_PYTORCH_FLAVOR].get('model_data', '')}/{_PYTORCH_PROGRAM}"
+    else:
         raise UserInputError(
             f"network={called}: the model has the flavors {', '.join(flavors)}; give one with the flavor "
-            f"{_ONNX_FLAVOR}, which mlflow.onnx.log_model makes, or one that compile logged"
+            f"{_ONNX_FLAVOR} or {_PYTORCH_FLAVOR}, or one that compile logged"
         )
-    path = (directory / str(flavors[_ONNX_FLAVOR].get("data", ""))).resolve()
-    if not path.is_relative_to(directory.resolve()) or not path.is_file():
-        raise UserInputError(f"network={called}: the model lacks the ONNX file that {_MODEL_FILE} names; log it again")
-    return path
+    path = (directory / file).resolve()
+    if path.is_relative_to(directory.resolve()) and path.is_file():
+        return path
+    if _ONNX_FLAVOR not in flavors:
+        raise UserInputError(
+            f"network={called}: the model was logged as a pickle, and nothing is unpickled here; log it with "
+            "mlflow.pytorch.log_model(..., serialization_format='pt2')"
+        )
+    raise UserInputError(f"network={called}: the model lacks the ONNX file that {_MODEL_FILE} names; log it again")
 
 
 def _flavors(directory: Path, called: str) -> dict[str, dict[str, Any]]:
@@ -176,7 +194,7 @@ def _flavors(directory: Path, called: str) -> dict[str, dict[str, Any]]:
     path = directory / _MODEL_FILE
     if not path.is_file():
         raise UserInputError(
-            f"network={called}: a folder without the file {_MODEL_FILE}; give an MLflow model, or an ONNX file in it"
+            f"network={called}: a folder without the file {_MODEL_FILE}; give an MLflow model, or a file in it"
         )
     try:
         flavors = yaml.safe_load(path.read_text())["flavors"]

@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ import mlflow
 import onnx
 import pytest
 from commands import ANSOR_MLFLOW, FAST, Finished, environment, flags, run
+from hostile import Touch
 from mlflow.entities import Run
 from onnx import TensorProto, helper, numpy_helper
 from servers import ACCESS_KEY, SECRET_KEY, S3Server, free_port, s3_server
@@ -111,16 +113,6 @@ def save_nodes(path: Path, op_types: list[str], shape: list[int | str]) -> None:
     onnx.save(helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)]), path)
 
 
-class Touch:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
-
-
 @pytest.fixture
 def files(tmp_path: Path, small_onnx: Path) -> None:
     """Files that the command lines below name."""
@@ -135,6 +127,11 @@ def files(tmp_path: Path, small_onnx: Path) -> None:
     (tmp_path / "gone.data").unlink()
     for name in ("pickle.onnx", "pickle.pt2", "pickle.pt"):
         (tmp_path / name).write_bytes(pickle.dumps(Touch(tmp_path / "unpickled")))
+    with zipfile.ZipFile(tmp_path / "hostile.pt2", "w") as archive:
+        weight = {"path_name": "weight_0", "is_param": True, "use_pickle": True, "tensor_meta": None}
+        archive.writestr("hostile/models/model.json", "{}")
+        archive.writestr("hostile/data/weights/model_weights_config.json", json.dumps({"config": {"weight": weight}}))
+        archive.writestr("hostile/data/weights/weight_0", pickle.dumps(Touch(tmp_path / "unpickled")))
     (tmp_path / "typo.yaml").write_text("trails: 640\n")
     (tmp_path / "wrong.yaml").write_text("strategy: genetic\n")
 
@@ -156,9 +153,10 @@ def files(tmp_path: Path, small_onnx: Path) -> None:
         ({"network": "empty.onnx"}, USER, "network=empty.onnx: the model has no nodes, so there is nothing to tune"),
         ({"network": "alone.onnx"}, USER, r"network=alone.onnx: its external data cannot be read .*gone\.data"),
         ({"network": "pickle.onnx"}, USER, "network=pickle.onnx: (not a valid ONNX file|the file holds no ONNX model)"),
-        ({"network": "pickle.pt2"}, USER, "network=pickle.pt2: files of PyTorch are not read; .*torch.onnx.export"),
-        ({"network": "pickle.pt"}, USER, "network=pickle.pt: files of PyTorch are not read; .*torch.onnx.export"),
-        ({"network": "missing.pt2"}, USER, "network=missing.pt2: files of PyTorch are not read; .*torch.onnx.export"),
+        ({"network": "pickle.pt"}, USER, r"network=pickle.pt: pickles of PyTorch are not read, .*torch\.export\.save"),
+        ({"network": "pickle.pt2"}, USER, "network=pickle.pt2: not an exported program of PyTorch, or cut short"),
+        ({"network": "hostile.pt2"}, USER, "network=hostile.pt2: its data/weights/weight_0 is pickled, and nothing is"),
+        ({"network": "missing.pt2"}, USER, r"network=missing.pt2: the file cannot be read \(No such file"),
         ({"network": "unknown.onnx"}, USER, "(?=.*Celu)(?=.*LpNormalization)TVM imports no ONNX operator"),
         ({"network": "models:/nobody"}, USER, "network=models:/nobody: no URI of a model; write models:/name/version"),
         ({"network": "models:/nobody/1"}, USER, "cannot read network=models:/nobody/1: .*not found"),
@@ -238,7 +236,7 @@ def record_directories(tmp_path: Path, small_onnx: Path) -> None:
     shutil.copy(small_onnx, tmp_path / "small.onnx")
     (tmp_path / "empty").mkdir()
     write_records(tmp_path / "no_lines")
-    write_records(tmp_path / "damaged", VALID_LINE, VALID_LINE[:30])
+    write_records(tmp_path / "damaged", VALID_LINE[:30])
     write_records(tmp_path / "foreign", VALID_LINE)
     write_records(tmp_path / "alone", VALID_LINE)
     (tmp_path / "alone" / WORKLOAD_FILE).unlink()
@@ -260,7 +258,7 @@ def record_directories(tmp_path: Path, small_onnx: Path) -> None:
         ({"records": "alone"}, USER, f"the workload file {WORKLOAD_FILE} is missing beside {RECORD_FILE}"),
         ({"records": f"runs:/{NO_RUN}/records"}, USER, "cannot read records=runs:/.*not found"),
         ({"records": "no_lines"}, RECORDS, "there is no valid record in it; tune first"),
-        ({"records": "damaged"}, RECORDS, f"damaged/{RECORD_FILE}: line 2 is not a tuning record of TVM"),
+        ({"records": "damaged"}, RECORDS, f"damaged/{RECORD_FILE}: line 1 is not a tuning record of TVM, and there is no"),
         ({"records": "foreign"}, RECORDS, "the records are for llvm apple-m1 ×4, this is llvm .*; tune on this device"),
     ],
 )

@@ -148,7 +148,7 @@ def fix_shapes(
         model = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
     except onnx.shape_inference.InferenceError as err:
         hint = "give input_shapes that the network can take" if given else "export the model again"
-        raise UserInputError(f"network={network}: its shapes do not fit together ({_one_line(err)}); {hint}") from err
+        raise UserInputError(f"network={network}: its shapes do not fit together ({one_line(err)}); {hint}") from err
     except EncodeError as err:
         raise UserInputError(
             f"network={network}: the model is larger than 2 GiB, the limit of an ONNX message; give an ONNX file with "
@@ -227,7 +227,7 @@ def _complete_outputs(model: onnx.ModelProto, network: str, directory: Path | No
     except Exception as err:  # ONNX Runtime has an error class for each of its status codes, without a common base
         raise UserInputError(
             f"network={network}: neither ONNX nor ONNX Runtime can infer the shapes of its outputs "
-            f"({_one_line(err)}); export the model with static shapes"
+            f"({one_line(err)}); export the model with static shapes"
         ) from err
     for output, found in zip(model.graph.output, session.get_outputs(), strict=True):
         if not all(isinstance(dim, int) for dim in found.shape):
@@ -254,11 +254,11 @@ def _clear_read_errors(network: str) -> Iterator[None]:
         ) from err
     except DecodeError as err:
         raise UserInputError(
-            f"network={network}: not a valid ONNX file, or cut short ({_one_line(err)}); export the model again"
+            f"network={network}: not a valid ONNX file, or cut short ({one_line(err)}); export the model again"
         ) from err
     except (onnx.checker.ValidationError, ValueError) as err:
         raise UserInputError(
-            f"network={network}: its external data cannot be read ({_one_line(err)}); put that file beside the model"
+            f"network={network}: its external data cannot be read ({one_line(err)}); put that file beside the model"
         ) from err
 
 
@@ -316,6 +316,7 @@ def _fields(message: onnx.ModelProto | onnx.GraphProto, *, without: str) -> dict
     return {field.name: value for field, value in message.ListFields() if field.name != without}
 
 
-def _one_line(err: Exception) -> str:
+def one_line(err: BaseException) -> str:
+    """An error's text for a message of one line."""
     text = " ".join(str(err).split())
     return text if len(text) <= 300 else f"{text[:300]}…"

@@ -1,4 +1,4 @@
-"""Where networks come from: a built-in name, an operator with its sizes, or an ONNX file."""
+"""Where networks come from: a built-in name, an operator with its sizes, an ONNX file, or one of PyTorch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import difflib
 import math
 import os
 import string
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,11 @@ from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS, build_builtin
 from ansor_mlflow.networks.onnx_file import digest, fix_shapes, input_specs, load_weights, output_specs, read_onnx
 from ansor_mlflow.networks.operators import build_operator, is_operator
+from ansor_mlflow.networks.torch_program import PROGRAM_SUFFIX, export_program
 from ansor_mlflow.tensors import TensorSpec
 
 _TRAINED_TYPES = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
-_PYTORCH_SUFFIXES = (".pt2", ".pt", ".pth")
+_PICKLE_SUFFIXES = (".pt", ".pth")
 
 
 @dataclass(frozen=True)
@@ -56,16 +58,18 @@ class Network:
 def load_network(
     name: str, *, batch_size: int = 1, input_shapes: Mapping[str, Sequence[int]] = {}, seed: int = 0
 ) -> Network:
-    """Generates a built-in network or a single operator, or reads an ONNX file.
+    """Generates a built-in network or a single operator, or reads a file.
 
     Args:
-        name: A built-in name, an operator with its sizes (see `operators.OPERATORS`), or the path of an ONNX file.
+        name: A built-in name, an operator with its sizes (see `operators.OPERATORS`), or the path of an ONNX file or of
+            an exported program of PyTorch (.pt2).
         batch_size: Batch size of a built-in network.
         input_shapes: Shapes that replace those of the inputs; the other shapes follow from them.
         seed: Seed of the weights of a network that is generated.
 
     Raises:
         UserInputError: There is no such network, it cannot be read, or the shapes do not fit it.
+        MachineError: It needs PyTorch, which is not installed.
     """
     if name in BUILTIN_NETWORKS:
         model = build_builtin(name, batch_size=batch_size, input_shapes=input_shapes, seed=seed)
@@ -81,29 +85,40 @@ def load_network(
 def read_network(
     path: Path, called: str, *, batch_size: int = 1, input_shapes: Mapping[str, Sequence[int]] = {}
 ) -> Network:
-    """Reads an ONNX file.
+    """Reads an ONNX file or an exported program of PyTorch.
 
     Args:
-        path: ONNX file.
+        path: The file; a program has the suffix .pt2.
         called: What messages call it.
         batch_size: Must be 1, as the parameter is for networks that are generated.
         input_shapes: Shapes that replace those of the inputs; the other shapes follow from them.
 
     Raises:
         UserInputError: The file cannot be read, or the shapes do not fit it.
+        MachineError: It needs PyTorch, which is not installed.
     """
     if batch_size != 1:
         raise UserInputError(
-            f"batch_size={batch_size} with network={called}: it is for built-in networks; give an ONNX file's batch "
-            "size in input_shapes"
+            f"batch_size={batch_size} with network={called}: it is for built-in networks; give a file's batch size in "
+            "input_shapes"
         )
-    if path.suffix in _PYTORCH_SUFFIXES:
+    if path.suffix in _PICKLE_SUFFIXES:
         raise UserInputError(
-            f"network={called}: files of PyTorch are not read; export it to ONNX with torch.onnx.export"
+            f"network={called}: pickles of PyTorch are not read, because a pickle may run any code; save an exported "
+            "program instead: torch.export.save(torch.export.export(model, args), 'model.pt2')"
         )
+    if path.suffix == PROGRAM_SUFFIX:
+        with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+            exported = export_program(path, called, input_shapes, Path(scratch))
+            return _network(path.stem, _read(exported, called, {}), path)
+    return _network(path.stem, _read(path, called, input_shapes), path)
+
+
+def _read(path: Path, called: str, input_shapes: Mapping[str, Sequence[int]]) -> onnx.ModelProto:
+    """Reads an ONNX file with all its weights."""
     model = fix_shapes(read_onnx(path, called), called, input_shapes, path.parent)
     load_weights(model, called, path.parent)
-    return _network(path.stem, model, path)
+    return model
 
 
 def _network(name: str, model: onnx.ModelProto, path: Path | None = None) -> Network:
@@ -111,14 +126,14 @@ def _network(name: str, model: onnx.ModelProto, path: Path | None = None) -> Net
 
 
 def _is_path(name: str) -> bool:
-    return name.endswith((".onnx", *_PYTORCH_SUFFIXES)) or os.sep in name or Path(name).is_file()
+    return name.endswith((".onnx", PROGRAM_SUFFIX, *_PICKLE_SUFFIXES)) or os.sep in name or Path(name).is_file()
 
 
 def _hint(name: str) -> str:
     near = _nearest_numbers(name) or difflib.get_close_matches(name.lower(), BUILTIN_NETWORKS, n=3, cutoff=0.7)
     if near:
         return f"perhaps you meant {', '.join(near)}"
-    return f"built-in are {', '.join(BUILTIN_NETWORKS)}; a file ends in .onnx"
+    return f"built-in are {', '.join(BUILTIN_NETWORKS)}; a file ends in .onnx or .pt2"
 
 
 def _nearest_numbers(name: str) -> list[str]:

@@ -1,0 +1,21 @@
+"""What would run code of its author if it were unpickled or evaluated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+class Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def touch_expression(path: Path) -> str:
+    """Python source that makes a file when it is evaluated."""
+    return f"__import__('pathlib').Path('{path}').touch()"
