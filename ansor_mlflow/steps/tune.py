@@ -56,7 +56,8 @@ def tune(options: TuneOptions, observers: Sequence[TuningObserver] = ()) -> str:
         try:
             _tune(options, run, outbox, observers)
         finally:
-            outbox.put(Message(artifacts=_records_and_log(run)))
+            if outbox.was_used:  # the tuning began
+                outbox.put(Message(artifacts=_records_and_log(run)))
         outbox.put(Message(status="FINISHED"))
         return run.run_id
 

@@ -93,6 +93,11 @@ class Outbox:
         self._thread = threading.Thread(target=self._deliver_all, name="outbox", daemon=True)
         self._thread.start()
 
+    @property
+    def was_used(self) -> bool:
+        """Whether there was a message."""
+        return self._num_put > 0
+
     def put(self, message: Message) -> None:
         """Takes a message; it is on the disk when this returns."""
         name = f"{self._num_put + 1:06d}.json"
