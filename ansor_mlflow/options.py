@@ -25,6 +25,11 @@ def _parameter(default: Any, help_: str, rule: str, **constraints: Any) -> Any:
     return Field(default=default, description=help_, json_schema_extra={"rule": rule}, **constraints)
 
 
+def _same_as(cls: type[BaseModel], name: str) -> Any:
+    """Declares a parameter that another class has, too."""
+    return cls.model_fields[name]
+
+
 def _parse_json(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) else value
 
@@ -162,6 +167,12 @@ class TuneOptions(BudgetOptions):
         "a whole number of at least 512",
     )
     cache_flush: bool = _parameter(False, "Flush the CPU's caches before every measurement.", "true or false")
+    resume_run: str = _parameter(
+        "",
+        "ID of a tuning run that was stopped, or is to get more trials: it goes on with its own parameters, except for "
+        "those that are given now.",
+        "a run ID",
+    )
 
 
 class RecordsOptions(NetworkOptions):
@@ -307,9 +318,8 @@ class VerifyRecordsOptions(SourceOptions):
         "Records to replay of each kernel: the winner of the tuning first, then the fastest.",
         "a whole number of at least 1, or all",
     )
-    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _parameter(
-        60.0, "Seconds after which replaying a record is given up.", "a positive number of seconds"
-    )
+    measure_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _same_as(TuneOptions, "measure_timeout_s")
+    worker_memory_mib: Annotated[int, Field(ge=512)] = _same_as(TuneOptions, "worker_memory_mib")
     repair: bool = _parameter(
         False, "First set damaged lines of a local database aside; a flag without a value.", "true or false"
     )
@@ -318,7 +328,7 @@ class VerifyRecordsOptions(SourceOptions):
 OptionsT = TypeVar("OptionsT", bound=Options)
 
 
-def load_options(cls: type[OptionsT], given: Mapping[str, str | None], config: str | None = None) -> OptionsT:
+def load_options(cls: type[OptionsT], given: Mapping[str, Any], config: str | None = None) -> OptionsT:
     """Checks what the user gave and fills in defaults.
 
     A value that is empty or equal to the parameter's default counts as not given (MLflow passes every parameter of an
@@ -335,7 +345,7 @@ def load_options(cls: type[OptionsT], given: Mapping[str, str | None], config: s
     values: dict[str, Any] = _read_config(cls, config) if config else {}
     _check_names(cls, given, "parameters")
     for name, value in given.items():
-        if value not in (None, "") and not (name in values and value == default_text(cls, name)):
+        if value not in (None, "", ()) and not (name in values and value == default_text(cls, name)):
             values[name] = value
     try:
         return cls(**values)

@@ -116,6 +116,8 @@ class TuningPlan:
     """Short description, such as "llvm znver4 ×2"."""
     tasks: tuple[TaskInfo, ...]
     num_trials: int
+    past: tuple[TuningRound, ...] = ()
+    """Rounds of an earlier process that worked on the same tuning."""
 
 
 @dataclass(frozen=True, kw_only=True)

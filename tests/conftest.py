@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import mlflow
 import onnx
 import pytest
 from commands import RunCommand
@@ -176,6 +177,14 @@ def experiment_id(_mlflow_store: tuple[str, str], monkeypatch: pytest.MonkeyPatc
     uri, experiment_id = _mlflow_store
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     return experiment_id
+
+
+@pytest.fixture
+def new_experiment(experiment_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An experiment of this test alone, for this process and those it starts."""
+    new_id = mlflow.MlflowClient().create_experiment(str(tmp_path), (tmp_path / "artifacts").as_uri())
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", new_id)
+    return new_id
 
 
 @pytest.fixture

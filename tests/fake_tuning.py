@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.records import RECORD_FILE, RecordLog
+from ansor_mlflow.records import RECORD_FILE, Journal, RecordLog, read_journal
 from ansor_mlflow.testing import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import Trial, TuningPlan, TuningResult, TuningRound
 from ansor_mlflow.tuning.builder import Builder
@@ -41,19 +41,25 @@ def tune(
     observers: Sequence[Any] = (),
     cost_model_file: Path | None = None,
     best: Path | None = None,
+    resume: bool = False,
     **options: Any,
 ) -> TuningResult:
     """Tunes with fakes, on one search thread, without a cost model unless `options` names one."""
     checked = TuneOptions(**{**NO_MODEL, "num_trials_per_round": 4, **options})
     num_trials = resolve_num_trials(checked, len(lowered.tasks))
     with contextlib.closing(builder or FakeBuilder()) as builder, contextlib.closing(runner or FakeRunner()) as runner:
+        log, journal = RecordLog(records, target.export()), Journal(records)
+        if not resume:
+            journal.begin(log.num_records)
         tuner = Tuner(
             lowered.tasks,
             target=target,
             options=checked,
             num_trials=num_trials,
             search_threads=1,
-            log=RecordLog(records, target.export()),
+            log=log,
+            journal=journal,
+            past=read_journal(records) if resume else (),
             builder=builder,
             runner=runner,
             observers=observers,

@@ -18,7 +18,7 @@ FLOORS = [
     ["networks", "records"],
     ["lowering"],
     ["compile", "evaluate", "roofline", "testing", "tuning"],
-    ["model"],
+    ["model", "replay"],
     ["autolog", "flavor", "registry", "sources", "tracking"],
     ["contenders"],
     ["steps"],

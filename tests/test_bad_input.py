@@ -69,14 +69,6 @@ def assert_no_artifacts(failed: Failed, path: str) -> None:
 
 
 @pytest.fixture
-def new_experiment(experiment_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An experiment of this test alone, for this process and those it starts."""
-    new_id = mlflow.MlflowClient().create_experiment(str(tmp_path), (tmp_path / "artifacts").as_uri())
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", new_id)
-    return new_id
-
-
-@pytest.fixture
 def here(
     new_experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[RunCommand]:
@@ -258,7 +250,11 @@ def record_directories(tmp_path: Path, small_onnx: Path) -> None:
         ({"records": "alone"}, USER, f"the workload file {WORKLOAD_FILE} is missing beside {RECORD_FILE}"),
         ({"records": f"runs:/{NO_RUN}/records"}, USER, "cannot read records=runs:/.*not found"),
         ({"records": "no_lines"}, RECORDS, "there is no valid record in it; tune first"),
-        ({"records": "damaged"}, RECORDS, f"damaged/{RECORD_FILE}: line 1 is not a tuning record of TVM, and there is no"),
+        (
+            {"records": "damaged"},
+            RECORDS,
+            f"damaged/{RECORD_FILE}: line 1 is not a tuning record of TVM, and there is no",
+        ),
         ({"records": "foreign"}, RECORDS, "the records are for llvm apple-m1 ×4, this is llvm .*; tune on this device"),
     ],
 )

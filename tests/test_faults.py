@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import time
@@ -19,6 +20,7 @@ from servers import SECRET_KEY, free_port, mlflow_server, s3_server
 from tuner_process import Tuning, assert_gone, assert_readable, kill, tuning
 
 from ansor_mlflow import names
+from ansor_mlflow.records import PARTS_DIR, RECORD_FILE
 
 pytestmark = pytest.mark.faults
 
@@ -94,6 +96,45 @@ def test_workers_killed_from_outside_cost_their_trials_only(
     assert run.info.status == "FINISHED"
     assert run.data.metrics[names.TRIALS_MEASURED] == 40
     assert run.data.metrics["trials/ok"] >= 20
+
+
+# -- resuming --------------------------------------------------------------------------------------------------------
+
+
+def assert_exactly(run: Run, artifacts: Path, num_trials: int, scratch: Path) -> None:
+    """Asserts that a run has so many trials, each measured once, on one axis without a gap."""
+    assert_complete(run, artifacts, num_trials, scratch)
+    records = [
+        json.loads(line)[1][0] for line in (artifacts / names.RECORDS_DIR / RECORD_FILE).read_text().splitlines()
+    ]
+    assert len(records) == num_trials
+    table = json.loads((artifacts / names.TRIALS_TABLE).read_text())
+    assert [row[table["columns"].index("step")] for row in table["data"]] == list(range(1, num_trials + 1))
+
+
+def test_a_tuning_that_is_killed_at_random_moments_and_resumed_has_exactly_its_trials(
+    small_onnx: Path, store: str, tmp_path: Path
+) -> None:
+    """Each time on another machine, as it were: nothing is left of it but what the run has."""
+    draw = random.Random(0)
+    env, run_id, trials = local_environment(store), "", 150
+    for attempt in range(20):
+        parameters = {"trials": trials, **({"resume_run": run_id} if run_id else {})}
+        with tuning(small_onnx, tmp_path / f"cwd{attempt}", env, **parameters) as tuner:
+            tuner.wait_for_rounds(1)
+            run_id = only_run(store).info.run_id
+            time.sleep(draw.uniform(0, 1.5))
+            if tuner.process.poll() is not None:
+                break
+            descendants = tuner.descendants
+            tuner.process.kill()
+            assert_gone(descendants, 5)
+    with tuning(small_onnx, tmp_path / "last", env, trials=trials, resume_run=run_id) as tuner:
+        finished = tuner.wait(180)
+    assert finished.exit_code == 0, finished.stderr
+    artifacts = tmp_path / "artifacts" / run_id / "artifacts"
+    assert_exactly(only_run(store), artifacts, trials, tmp_path)
+    assert not (artifacts / names.RECORDS_DIR / PARTS_DIR).exists()
 
 
 # -- servers ---------------------------------------------------------------------------------------------------------

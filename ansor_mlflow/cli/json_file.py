@@ -1,16 +1,35 @@
-"""Results as JSON, for scripts."""
+"""Results as text or as JSON, for readers and for scripts."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import click
 
 from ansor_mlflow.errors import UserInputError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+ResultT = TypeVar("ResultT", bound="DataclassInstance")
+
+STANDARD_OUTPUT = "-"
+"""The path that means standard output."""
+
+
+def report(result: ResultT, json_file: str, print_text: Callable[[ResultT], None]) -> None:
+    """Prints a result, and writes its fields to a file; to standard output they go in place of the text.
+
+    Raises:
+        UserInputError: The file cannot be written.
+    """
+    if json_file != STANDARD_OUTPUT:
+        print_text(result)
+    write_json(json_file, result)
 
 
 def write_json(path: str, result: DataclassInstance) -> None:
@@ -21,7 +40,11 @@ def write_json(path: str, result: DataclassInstance) -> None:
     """
     if not path:
         return
+    text = json.dumps(asdict(result), indent=1)
+    if path == STANDARD_OUTPUT:
+        click.echo(text)
+        return
     try:
-        Path(path).write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as err:
         raise UserInputError(f"json_file={path}: it cannot be written ({err.strerror}); give another path") from err

@@ -8,27 +8,27 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
-from pydantic.fields import FieldInfo
 
+from ansor_mlflow.cli.command import command
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError
 from ansor_mlflow.options import (
     CompileOptions,
+    DistillRecordsOptions,
     EvaluateOptions,
     ExplainOptions,
+    MergeRecordsOptions,
     Options,
     PipelineOptions,
     PlanOptions,
+    ShowRecordsOptions,
     TuneOptions,
-    default_text,
-    load_options,
+    VerifyRecordsOptions,
 )
-
-OptionsT = TypeVar("OptionsT", bound=Options)
 
 ENTRY_POINTS: dict[str, type[Options]] = {
     "main": PipelineOptions,
@@ -37,13 +37,16 @@ ENTRY_POINTS: dict[str, type[Options]] = {
     "evaluate": EvaluateOptions,
 }
 """The entry points of `MLproject`, which are commands, too."""
-COMMANDS: dict[str, type[Options]] = {**ENTRY_POINTS, "plan": PlanOptions, "explain": ExplainOptions}
+COMMANDS: dict[str, type[Options]] = {
+    **ENTRY_POINTS,
+    "plan": PlanOptions,
+    "explain": ExplainOptions,
+    "records show": ShowRecordsOptions,
+    "records merge": MergeRecordsOptions,
+    "records distill": DistillRecordsOptions,
+    "records verify": VerifyRecordsOptions,
+}
 """The commands that have options."""
-_FLAGS = {"json_file": "--json"}
-"""Flags that are not the name of their parameter."""
-_ARGUMENTS = {"source": "RUN|RECORDS"}
-"""Parameters without a flag, and what stands for them in the help."""
-_CONFIG_HELP = "YAML file with values for any of these parameters; what is given here wins over the file."
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -52,34 +55,7 @@ def cli() -> None:
     """Auto-tune neural networks with Apache TVM; MLflow remembers and serves the result."""
 
 
-def _command(name: str, options_class: type[OptionsT]) -> Callable[[Callable[[OptionsT], None]], click.Command]:
-    """Makes a command whose flags are the fields of an option class."""
-
-    def decorate(function: Callable[[OptionsT], None]) -> click.Command:
-        def callback(config: str, **given: str) -> None:
-            function(load_options(options_class, given, config or None))
-
-        params: list[click.Parameter] = [
-            _param(options_class, field, info) for field, info in options_class.model_fields.items()
-        ]
-        params.append(click.Option(["--config"], default="", help=_CONFIG_HELP))
-        command = click.Command(name, params=params, callback=callback, help=function.__doc__)
-        cli.add_command(command)
-        return command
-
-    return decorate
-
-
-def _param(options_class: type[Options], name: str, info: FieldInfo) -> click.Parameter:
-    if name in _ARGUMENTS:
-        return click.Argument([name], default="", required=False, metavar=_ARGUMENTS[name])
-    default = default_text(options_class, name)
-    text = f"{info.description}  [default: {default}]" if default else info.description
-    flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
-    return click.Option([flag, name], default="", metavar="VALUE", help=text)
-
-
-@_command("tune", TuneOptions)
+@command(cli, "tune", TuneOptions)
 def tune(options: TuneOptions) -> None:
     """Search the best schedule for every kernel of a network."""
     from ansor_mlflow.cli.progress import progress_observers
@@ -90,7 +66,7 @@ def tune(options: TuneOptions) -> None:
     click.echo(f"tuning run {run_id}")
 
 
-@_command("compile", CompileOptions)
+@command(cli, "compile", CompileOptions)
 def compile_(options: CompileOptions) -> None:
     """Build a network with tuning records and log it as a model."""
     from ansor_mlflow.steps import compile_network
@@ -100,7 +76,7 @@ def compile_(options: CompileOptions) -> None:
     click.echo(f"model {result.model_uri}  coverage {tasks:.0%} of tasks, {flops:.1%} of operations")
 
 
-@_command("evaluate", EvaluateOptions)
+@command(cli, "evaluate", EvaluateOptions)
 def evaluate(options: EvaluateOptions) -> None:
     """Check a model against ONNX Runtime and measure its latency."""
     from ansor_mlflow.cli.summary import print_latencies
@@ -109,7 +85,7 @@ def evaluate(options: EvaluateOptions) -> None:
     print_latencies(evaluate_step(options))
 
 
-@_command("main", PipelineOptions)
+@command(cli, "main", PipelineOptions)
 def pipeline(options: PipelineOptions) -> None:
     """Tune, compile, evaluate and, with --register-as, register a network."""
     from ansor_mlflow.cli.summary import print_pipeline
@@ -118,35 +94,83 @@ def pipeline(options: PipelineOptions) -> None:
     print_pipeline(run_pipeline(options, Path.cwd()))
 
 
-@_command("plan", PlanOptions)
+@command(cli, "plan", PlanOptions)
 def plan(options: PlanOptions) -> None:
     """List the kernels that tuning a network would search, the trials that each would get, and what is known.
 
     Nothing is measured, and no run is started.
     """
-    from ansor_mlflow.cli.json_file import write_json
+    from ansor_mlflow.cli.json_file import report
     from ansor_mlflow.cli.plan import print_plan
     from ansor_mlflow.steps import plan_tuning
 
-    result = plan_tuning(options)
-    print_plan(result)
-    write_json(options.json_file, result)
+    report(plan_tuning(options), options.json_file, print_plan)
 
 
-@_command("explain", ExplainOptions)
+@command(cli, "explain", ExplainOptions)
 def explain(options: ExplainOptions) -> None:
     """Show what a tuned kernel computes, its schedule, and how far it is from what this host can do.
 
-    RUN is the ID of a tuning run. RECORDS is a directory, a tuning-record file or an artifact URI; give the network,
-    layout, target and threads that they were made with.
+    SOURCE is the ID of a tuning run, or a directory, a tuning-record file or an artifact URI; then give the network,
+    layout, target and threads that the records were made with.
     """
     from ansor_mlflow.cli.explain import print_explanation
-    from ansor_mlflow.cli.json_file import write_json
+    from ansor_mlflow.cli.json_file import report
     from ansor_mlflow.steps import explain_task
 
-    result = explain_task(options)
-    print_explanation(result)
-    write_json(options.json_file, result)
+    report(explain_task(options), options.json_file, print_explanation)
+
+
+@cli.group("records")
+def records() -> None:
+    """Look at tuning records, merge them, keep the best, and replay them.
+
+    SOURCE is a directory, a tuning-record file, an artifact URI or the ID of a tuning run.
+    """
+
+
+@command(records, "show", ShowRecordsOptions)
+def records_show(options: ShowRecordsOptions) -> None:
+    """Count the records of a database, by target and kernel."""
+    from ansor_mlflow.cli.json_file import report
+    from ansor_mlflow.cli.records import print_summary
+    from ansor_mlflow.steps import show_records
+
+    report(show_records(options), options.json_file, print_summary)
+
+
+@command(records, "merge", MergeRecordsOptions)
+def records_merge(options: MergeRecordsOptions) -> None:
+    """Write the records of several databases to a new one, each once."""
+    from ansor_mlflow.cli.records import print_written
+    from ansor_mlflow.steps import merge_records
+
+    print_written(merge_records(options))
+
+
+@command(records, "distill", DistillRecordsOptions)
+def records_distill(options: DistillRecordsOptions) -> None:
+    """Write the fastest records of each kernel and target to a new database."""
+    from ansor_mlflow.cli.records import print_written
+    from ansor_mlflow.steps import distill_records
+
+    print_written(distill_records(options))
+
+
+@command(records, "verify", VerifyRecordsOptions)
+def records_verify(options: VerifyRecordsOptions) -> None:
+    """Replay the fastest records of each kernel: do they apply, build, run, and compute what the kernel computes.
+
+    With another SOURCE than a tuning run, give the network, layout, target and threads that the records were made with.
+    """
+    from ansor_mlflow.cli.json_file import STANDARD_OUTPUT, report
+    from ansor_mlflow.cli.records import print_replayed, print_verification
+    from ansor_mlflow.steps import verify_records
+
+    is_text = options.json_file != STANDARD_OUTPUT
+    result = verify_records(options, print_replayed if is_text else lambda _: None)
+    report(result, options.json_file, print_verification)
+    result.require_pass()
 
 
 @cli.command("sync")
@@ -154,10 +178,11 @@ def sync() -> None:
     """Tell MLflow what earlier steps in this directory could not, because a server was away."""
     from ansor_mlflow.steps import sync as sync_step
 
-    num_runs = 0
-    for num_runs, delivered in enumerate(sync_step(), start=1):
+    was_anything_left = False
+    for delivered in sync_step():
         click.echo(f"run {delivered.run_id}: {delivered.num_messages} messages delivered")
-    if not num_runs:
+        was_anything_left = True
+    if not was_anything_left:
         click.echo("nothing is left to deliver")
 
 

@@ -83,6 +83,7 @@ def lower(
     from tvm import relax
 
     from ansor_mlflow.lowering.constants import FoldConstantInNumPy
+    from ansor_mlflow.lowering.slices import SlicesAreInjective
     from ansor_mlflow.lowering.squeeze import PositiveSqueezeAxes
 
     graph = fold_batch_norms(model)
@@ -100,7 +101,13 @@ def lower(
                 *compute_in(dtype),
                 FoldConstantInNumPy(),
                 relax.transform.FoldConstant(),
-                relax.get_pipeline("zero"),
+                # TVM's pipeline "zero", with more to say of slices
+                relax.transform.LegalizeOps(),
+                relax.transform.AnnotateTIROpPattern(),
+                SlicesAreInjective(),
+                relax.transform.FoldConstant(),
+                relax.transform.FuseOps(),
+                relax.transform.FuseTIR(),
                 relax.transform.AttachAttrLayoutFreeBuffers(),
             ]
         )(_import_onnx(graph))

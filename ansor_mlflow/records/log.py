@@ -19,7 +19,7 @@ from ansor_mlflow.errors import MachineError
 from ansor_mlflow.records.atomic import append, is_full
 from ansor_mlflow.records.lines import FAILED_RUN_S, workload_hash
 from ansor_mlflow.records.repair import repair
-from ansor_mlflow.records.store import Database, RecordPair
+from ansor_mlflow.records.store import Database, RecordPair, code_attributes, has_target
 
 _NUM_BEST = 8
 """Records of a workload that are kept at hand."""
@@ -58,7 +58,10 @@ class RecordLog:
         database = Database(self._pair)
         self._indices = {hash_: index for index, hash_ in reversed(list(enumerate(database.hashes)))}
         self._num_workloads = len(database.hashes)
+        self.num_records = len(database.records)
+        """Records when the log was opened."""
         self._best: dict[int, list[RecordText]] = {}
+        self._target = code_attributes(target)
         for workload, records in database.by_workload(target).items():
             for record in heapq.nsmallest(_NUM_BEST, records, key=lambda record: record.run_s):
                 with contextlib.suppress(ValueError):  # damage in the middle of the line
@@ -72,6 +75,13 @@ class RecordLog:
         """
         index = self._indices.get(int(workload_hash, 16))
         return () if index is None else tuple(self._best.get(index, ()))
+
+    def all(self, workload_hash: str) -> list[RecordText]:
+        """Every record of a workload for this target, failed trials too, in their order. Reads the whole log."""
+        database = Database(self._pair)
+        index = self._indices.get(int(workload_hash, 16))
+        records = [r for r in database.records if r.workload == index and has_target(r, self._target)]
+        return [RecordText(record.run_s, database.fields(record)) for record in records]
 
     def append(self, workload: str, records: Sequence[RecordText]) -> None:
         """Appends records of a workload; they are on the disk when this returns.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,18 +51,29 @@ class RecordPair:
         return RecordPair(workloads=directory / WORKLOAD_FILE, records=directory / RECORD_FILE)
 
 
-def find_records(path: Path) -> RecordPair:
+def search_directories(path: Path) -> list[Path]:
+    """Where `find_records` looks for the pair that a directory stands for, in this order."""
+    return [path / names.BEST_DIR, path, path / names.RECORDS_DIR / names.BEST_DIR, path / names.RECORDS_DIR]
+
+
+def find_records(path: Path, *, prefer_winners: bool = True) -> RecordPair:
     """The pair that a user means by a directory or by a tuning-record file.
 
     A directory may be a work directory of TVM, or one that holds such a directory as `records/`. Where the winners of a
     tuning are beside its records, in `best/`, they are meant: they were measured twice. The workload file that belongs
     to a record file is beside it, with "workload" for "tuning_record" in its name.
 
+    Args:
+        path: What the user gave.
+        prefer_winners: Whether winners come before the records that they are beside, or after them.
+
     Raises:
         UserInputError: There is no such pair.
     """
     if path.is_dir():
-        directories = [path / names.BEST_DIR, path, path / names.RECORDS_DIR / names.BEST_DIR, path / names.RECORDS_DIR]
+        directories = search_directories(path)
+        if not prefer_winners:
+            directories.sort(key=lambda directory: directory.name == names.BEST_DIR)
         pair = next((p for d in directories if (p := RecordPair.in_directory(d)).records.exists()), None)
         if pair is None:
             raise UserInputError(f"records={path}: the directory has no {RECORD_FILE}; give TVM's work directory")
@@ -110,7 +122,7 @@ class Database:
         wanted = code_attributes(target)
         groups: dict[int, list[RecordLine]] = {}
         for record in self.records:
-            if record.run_s < FAILED_RUN_S and _code_attributes(record.target) == wanted:
+            if record.run_s < FAILED_RUN_S and has_target(record, wanted):
                 groups.setdefault(record.workload, []).append(record)
         return groups
 
@@ -208,24 +220,25 @@ def merge(
         databases: What to read.
         destination: Directory of the new pair; existing files are replaced.
         target: Attributes of the target that the records must be for; None takes those of all.
-        keep: Fastest valid records of each workload; None keeps all, failed trials too, in their order.
+        keep: Fastest valid records of each workload and target; None keeps all, failed trials too, in their order.
 
     Returns:
         The number of records written. Without any, nothing is written.
     """
     wanted = None if target is None else code_attributes(target)
     workloads: dict[int, str] = {}
-    groups: dict[int, list[tuple[Database, RecordLine]]] = {}
+    groups: dict[int, dict[str, list[tuple[Database, RecordLine]]]] = {}
     for database in databases:
         for record in database.records:
-            if wanted is not None and _code_attributes(record.target) != wanted:
+            if wanted is not None and not has_target(record, wanted):
                 continue
             if keep is not None and record.run_s >= FAILED_RUN_S:
                 continue
             hash_ = database.hashes[record.workload]
             assert hash_ is not None  # or the record would be among the damaged ones
             workloads.setdefault(hash_, database.workloads[record.workload])
-            groups.setdefault(hash_, []).append((database, record))
+            key = "" if keep is None else target_key(record.target)
+            groups.setdefault(hash_, {}).setdefault(key, []).append((database, record))
     if not groups:
         return 0
     destination.mkdir(parents=True, exist_ok=True)
@@ -233,7 +246,7 @@ def merge(
     num_written = 0
     write_text(pair.workloads, "".join(f"{workloads[hash_]}\n" for hash_ in groups))
     with new_file(pair.records) as file:
-        for index, group in enumerate(groups.values()):
+        for index, group in ((index, group) for index, by in enumerate(groups.values()) for group in by.values()):
             if keep is not None:
                 group.sort(key=lambda item: item[1].run_s)
             for fields in itertools.islice(_distinct_fields(group), keep):
@@ -287,9 +300,20 @@ def code_attributes(target: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def has_target(record: RecordLine, attributes: Mapping[str, Any]) -> bool:
+    """Whether a record is for a target with these code attributes."""
+    return _code_attributes(record.target) == attributes
+
+
 @lru_cache(maxsize=1024)
 def _code_attributes(target: str) -> dict[str, Any]:
     return code_attributes(target_attributes(target))
+
+
+@lru_cache(maxsize=1024)
+def target_key(target: str) -> str:
+    """Tells targets apart by the code that is made for them; `target` is that of a `RecordLine`."""
+    return json.dumps(_code_attributes(target), sort_keys=True)
 
 
 def target_name(target: Mapping[str, Any]) -> str:

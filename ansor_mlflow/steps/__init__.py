@@ -5,8 +5,10 @@ from ansor_mlflow.steps.evaluate import evaluate
 from ansor_mlflow.steps.explain import Explanation, explain_task
 from ansor_mlflow.steps.pipeline import PipelineResult, run_pipeline
 from ansor_mlflow.steps.plan import Plan, PlannedTask, plan_tuning
+from ansor_mlflow.steps.records import WrittenRecords, distill_records, merge_records, show_records
 from ansor_mlflow.steps.sync import Delivered, sync
 from ansor_mlflow.steps.tune import tune
+from ansor_mlflow.steps.verify import ReplayedRecord, Verification, verify_records
 
 __all__ = [
     "CompileResult",
@@ -15,11 +17,18 @@ __all__ = [
     "PipelineResult",
     "Plan",
     "PlannedTask",
+    "ReplayedRecord",
+    "Verification",
+    "WrittenRecords",
     "compile_network",
+    "distill_records",
     "evaluate",
     "explain_task",
+    "merge_records",
     "plan_tuning",
     "run_pipeline",
+    "show_records",
     "sync",
     "tune",
+    "verify_records",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering import TuningTask
-from ansor_mlflow.options import ExplainOptions, NetworkOptions, RecordsOptions
+from ansor_mlflow.options import ExplainOptions
 from ansor_mlflow.roofline import Bound, Roofline, measure_roofline
 from ansor_mlflow.steps.recorded import (
     Kernels,
@@ -21,6 +20,7 @@ from ansor_mlflow.steps.recorded import (
     latency_s,
     load_recorded_network,
     lower_for_device,
+    options_of_source,
 )
 from ansor_mlflow.targets import why_not_runnable
 from ansor_mlflow.trials import TaskInfo
@@ -28,8 +28,6 @@ from ansor_mlflow.tuning.arguments import argument_bytes
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.database import TuningRecord
-
-_RUN_ID = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +84,7 @@ def explain_task(options: ExplainOptions) -> Explanation:
         MachineError: A server is away.
     """
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
-        recorded = find_recorded(_records_options(options), Path(scratch))
+        recorded = find_recorded(options_of_source(options.source, options), Path(scratch))
         kernels = lower_for_device(load_recorded_network(recorded), recorded.options)
         records = best_records(recorded.records, kernels, Path(scratch))
     if not records:
@@ -100,23 +98,6 @@ def explain_task(options: ExplainOptions) -> Explanation:
             f"task={task.info.name}: {options.source} has no record of it; tune it, or leave task out for one that has"
         )
     return _explain(task, kernels, records)
-
-
-def _records_options(options: ExplainOptions) -> RecordsOptions:
-    """The tuning run or the records that `source` means; `runs:/<ID>` and `runs:/<ID>/records` are a run, too."""
-    shared = options.model_dump(include=set(NetworkOptions.model_fields))
-    source = options.source
-    if Path(source).exists():
-        return RecordsOptions(**shared, records=source)
-    run_id = source.removeprefix("runs:/").removesuffix("/").removesuffix("/records")
-    if _RUN_ID.fullmatch(run_id):
-        return RecordsOptions(**shared, tune_run=run_id)
-    if ":/" in source:
-        return RecordsOptions(**shared, records=source)
-    raise UserInputError(
-        f"source={source!r} is neither a run's ID (32 hexadecimal digits) nor a file or directory of records; give one "
-        "of them, or an artifact URI"
-    )
 
 
 def _find_task(tasks: Sequence[TuningTask], wanted: str) -> TuningTask:

@@ -57,6 +57,9 @@ def run_pipeline(options: PipelineOptions, project: Path) -> PipelineResult:
         raise UserInputError(f"{project} has no MLproject file; run this in the project's folder, or use mlflow run")
     with step_run("main", options, options.network) as run:
         tuned = _run_step("tune", _only(options, TuneOptions), project, run)
+        if options.resume_run:
+            with clear_failures("read the run that went on"):
+                tuned = mlflow.get_run(options.resume_run)
         tags = {key: tuned.data.tags[key] for key in (names.TAG_NETWORK, names.TAG_TARGET, names.TAG_NUM_THREADS)}
         run.log_tags({**tags, "mlflow.runName": tuned.data.tags["mlflow.runName"].removeprefix("tune ")})
         compiled = _run_step("compile", {**_only(options, CompileOptions), "tune_run": tuned.info.run_id}, project, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -14,7 +15,7 @@ from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering import LOWERING_VERSION, SETTINGS, PaddedLayer, TuningTask, layers_to_pad, lower
 from ansor_mlflow.networks import Network
 from ansor_mlflow.options import NetworkOptions, RecordsOptions
-from ansor_mlflow.records import Provenance, distill, find_records, read_provenance
+from ansor_mlflow.records import Provenance, distill, find_records, join_parts, read_provenance
 from ansor_mlflow.targets import DeviceFingerprint, fingerprint, resolve_target, vector_lanes
 from ansor_mlflow.threads import resolve_num_threads
 from ansor_mlflow.tracking.failures import clear_failures
@@ -23,6 +24,8 @@ from ansor_mlflow.tvm_import import import_tensor_intrin
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.database import TuningRecord
     from tvm.target import Target
+
+_RUN_ID = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,41 @@ class Kernels:
     """Whether it did."""
 
 
+def options_of_source(source: str, options: NetworkOptions) -> RecordsOptions:
+    """The tuning run or the records that `source` means; `runs:/<ID>` and `runs:/<ID>/records` are a run, too.
+
+    Args:
+        source: What the user gave.
+        options: The network that records from a path are for.
+
+    Raises:
+        UserInputError: It is none of them.
+    """
+    shared = options.model_dump(include=set(NetworkOptions.model_fields))
+    if Path(source).exists():
+        return RecordsOptions(**shared, records=source)
+    run_id = source.removeprefix("runs:/").removesuffix("/").removesuffix("/records")
+    if _RUN_ID.fullmatch(run_id):
+        return RecordsOptions(**shared, tune_run=run_id)
+    if ":/" in source:
+        return RecordsOptions(**shared, records=source)
+    raise UserInputError(
+        f"source={source!r} is neither a run's ID (32 hexadecimal digits) nor a file or directory of records; give one "
+        "of them, or an artifact URI"
+    )
+
+
+def fetch_records(source: str, scratch: Path) -> Path:
+    """The file or directory of records that `source` means; what is in MLflow is copied to `scratch`.
+
+    Raises:
+        UserInputError: It is no source, or there is no such run or artifact.
+        MachineError: A server is away.
+    """
+    options = options_of_source(source, NetworkOptions())
+    return _fetch_run(options.tune_run, scratch) if options.tune_run else _fetch(options.records, scratch)
+
+
 def find_recorded(options: RecordsOptions, scratch: Path) -> Recorded:
     """Finds the records that the options name; what is in MLflow is copied to `scratch`.
 
@@ -63,17 +101,14 @@ def find_recorded(options: RecordsOptions, scratch: Path) -> Recorded:
     if bool(options.tune_run) == bool(options.records):
         given = "both were" if options.tune_run else "neither was"
         raise UserInputError(f"tune_run and records: {given} given; give the ID of a tuning run, or records=…")
-    return _from_tune_run(options, scratch) if options.tune_run else _from_records(options, scratch)
+    if options.tune_run:
+        return _from_tune_run(options, scratch)
+    return Recorded(options, _fetch(options.records, scratch), options.network, None)
 
 
 def _from_tune_run(options: RecordsOptions, scratch: Path) -> Recorded:
     """The records of a tuning run, with the options that it used."""
-    with clear_failures(f"read the records of run {options.tune_run}"):
-        records = Path(
-            mlflow.artifacts.download_artifacts(
-                run_id=options.tune_run, artifact_path=names.RECORDS_DIR, dst_path=str(scratch)
-            )
-        )
+    records = _fetch_run(options.tune_run, scratch)
     provenance = read_provenance(records)
     if provenance.lowering_version != LOWERING_VERSION:
         raise RecordsError(
@@ -93,14 +128,23 @@ def _from_tune_run(options: RecordsOptions, scratch: Path) -> Recorded:
     return Recorded(options.model_copy(update=used), records, network, provenance)
 
 
-def _from_records(options: RecordsOptions, scratch: Path) -> Recorded:
+def _fetch_run(run_id: str, scratch: Path) -> Path:
+    """The records of a tuning run, those of one that was killed too."""
+    with clear_failures(f"read the records of run {run_id}"):
+        records = Path(
+            mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=names.RECORDS_DIR, dst_path=str(scratch))
+        )
+    join_parts(records)
+    return records
+
+
+def _fetch(records: str, scratch: Path) -> Path:
     """Records from a path or an artifact URI."""
-    records = options.records
     if sources.is_uri(records):
         records = sources.pinned_uri(records, "records")
         with clear_failures(f"read records={records}"):
             records = mlflow.artifacts.download_artifacts(artifact_uri=records, dst_path=str(scratch))
-    return Recorded(options, Path(records), options.network, None)
+    return Path(records)
 
 
 def load_recorded_network(recorded: Recorded) -> Network:

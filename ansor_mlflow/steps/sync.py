@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import mlflow
 
-from ansor_mlflow import names
 from ansor_mlflow.tracking.failures import clear_failures
 from ansor_mlflow.tracking.outbox import deliver_left, has_messages
-from ansor_mlflow.tracking.run import WORK_ROOT, remove_directory
+from ansor_mlflow.tracking.run import WORK_ROOT, StepRun, remove_directory
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,7 @@ def sync() -> Iterator[Delivered]:
         run_id = directory.name
         with clear_failures(f"deliver the messages to the run {run_id}"):
             num_messages = deliver_left(run_id, directory)
-            client = mlflow.MlflowClient()
-            run = client.get_run(run_id)
-            if run.info.status == "FINISHED":  # all that failed was the delivery
-                for tag in (names.TAG_ERROR, names.TAG_EXIT_CODE):
-                    if tag in run.data.tags:
-                        client.delete_tag(run_id, tag)
+            if mlflow.get_run(run_id).info.status == "FINISHED":  # all that failed was the delivery
+                StepRun(run_id, directory).forget_failure()
         remove_directory(directory)
         yield Delivered(run_id, num_messages)

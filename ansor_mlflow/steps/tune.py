@@ -17,7 +17,13 @@ from ansor_mlflow.lowering import LOWERING_VERSION, lower
 from ansor_mlflow.networks import Network
 from ansor_mlflow.networks.onnx_file import write_onnx
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.records import Provenance, write_description
+from ansor_mlflow.records import PARTS_DIR, Provenance, write_description
+from ansor_mlflow.steps.resume import (
+    copy_of_network,
+    fetch_what_was_measured,
+    require_same_device,
+    resumed_options,
+)
 from ansor_mlflow.targets import (
     DeviceFingerprint,
     fingerprint,
@@ -26,7 +32,7 @@ from ansor_mlflow.targets import (
     resolve_target,
 )
 from ansor_mlflow.threads import measuring_cpus, resolve_num_threads
-from ansor_mlflow.tracking import Message, MlflowObserver, Outbox, StepRun, open_outbox, step_run
+from ansor_mlflow.tracking import Message, MlflowObserver, Outbox, RecordMirror, StepRun, open_outbox, step_run
 from ansor_mlflow.tracking.environment import describe_environment
 from ansor_mlflow.tracking.failures import without_credentials
 from ansor_mlflow.trials import TuningObserver
@@ -48,8 +54,9 @@ def tune(options: TuneOptions, observers: Sequence[TuningObserver] = ()) -> str:
     Raises:
         AnsorMlflowError: The options are not usable, a server is away, or a task has no valid trial.
     """
+    options = resumed_options(options) if options.resume_run else options
     with (
-        step_run("tune", options, f"tune {options.network}") as run,
+        step_run("tune", options, f"tune {options.network}", resume=options.resume_run) as run,
         open_outbox(run.run_id, run.directory) as outbox,
         _log_file(run.directory / names.LOG_FILE),
     ):
@@ -57,28 +64,30 @@ def tune(options: TuneOptions, observers: Sequence[TuningObserver] = ()) -> str:
             _tune(options, run, outbox, observers)
         finally:
             if outbox.was_used:  # the tuning began
-                outbox.put(Message(artifacts=_records_and_log(run)))
+                outbox.put(Message(artifacts=_records_and_log(run), remove=f"{names.RECORDS_DIR}/{PARTS_DIR}"))
         outbox.put(Message(status="FINISHED"))
         return run.run_id
 
 
 def _tune(options: TuneOptions, run: StepRun, outbox: Outbox, observers: Sequence[TuningObserver]) -> None:
-    network = sources.load_network(
-        options.network, batch_size=options.batch_size, input_shapes=options.input_shapes, seed=options.seed
-    )
+    records = run.directory / names.RECORDS_DIR
+    if options.resume_run:
+        fetch_what_was_measured(run.run_id, records)
+    records.mkdir(exist_ok=True)
+    network = _load_network(options)
     num_threads = resolve_num_threads(options.num_threads)
     target = resolve_target(options.target, num_threads)
     require_measurable_here(target, num_threads)
     require_linker()
     start_fork_server()  # it loads TVM while the network is lowered
     device = fingerprint(target, num_threads)
+    if options.resume_run:
+        require_same_device(run.run_id, records, device)
     _log_inputs(run, network, device)
 
     _log.info("lowering %s for %s", network.name, device.description)
     if not has_arithmetic(target, options.dtype):
         _log.warning("%s converts %s to float32 for every operation, which is slow", device.description, options.dtype)
-    records = run.directory / names.RECORDS_DIR
-    records.mkdir(exist_ok=True)
     lowered = lower(network.model, target, **options.lowering())
     if not lowered.tasks:
         raise UserInputError(f"network={options.network}: it has no kernel to tune; give a network that computes")
@@ -91,11 +100,26 @@ def _tune(options: TuneOptions, run: StepRun, outbox: Outbox, observers: Sequenc
     )
     provenance = _provenance(options, network, num_threads)
     write_description(records, device, provenance)  # records of a tuning that is interrupted can be compiled, too
-    result = tune_locally(job, options, [RoundLog(), MlflowObserver(outbox, run.directory), *observers])
+    observers = [
+        RoundLog(),
+        MlflowObserver(outbox, run.directory),
+        RecordMirror(outbox, run.directory),
+        *observers,
+    ]
+    result = tune_locally(job, options, observers, resume=bool(options.resume_run))
     if result.confirmed_latency_s is not None:
         provenance = replace(provenance, estimated_latency_ms=result.confirmed_latency_s * 1e3)
         write_description(records, device, provenance)
     require_valid_trials(result)
+
+
+def _load_network(options: TuneOptions) -> Network:
+    """The network; of a run that goes on, its own copy, where it has one."""
+    name, input_shapes = options.network, options.input_shapes
+    if options.resume_run and (copy := copy_of_network(options.resume_run)):
+        name, input_shapes = copy, {}
+    network = sources.load_network(name, batch_size=options.batch_size, input_shapes=input_shapes, seed=options.seed)
+    return replace(network, name=sources.display_name(options.network)) if name != options.network else network
 
 
 def _log_inputs(run: StepRun, network: Network, device: DeviceFingerprint) -> None:

@@ -45,18 +45,30 @@ class MlflowObserver:
         """Names the run after what is tuned, and logs the resolved budget."""
         self._title = f"{plan.network} · {plan.target} · {plan.num_trials} trials"
         params = {"num_tasks": str(len(plan.tasks)), "num_trials": str(plan.num_trials)}
-        self._outbox.put(Message(params=params, tags={"mlflow.runName": f"tune {self._title}"}))
+        self._outbox.put(
+            Message(
+                params={} if plan.past else params,  # they cannot change any more
+                tags={"mlflow.runName": f"tune {self._title}", names.TAG_NUM_TRIALS: str(plan.num_trials)},
+            )
+        )
+        for round_ in plan.past:
+            self._note(round_)
 
     def round_finished(self, round_: TuningRound) -> None:
         """Logs the curves."""
-        self._trials += round_.trials
+        self._note(round_)
         values = _round_metrics(round_)
         if round_.estimated_latency_s is not None:
-            latency_ms = round_.estimated_latency_s * 1e3
-            values[names.BEST_LATENCY_MS] = latency_ms
-            self._points.append(ConvergencePoint(round_.total_trials, round_.elapsed_s, latency_ms))
+            values[names.BEST_LATENCY_MS] = round_.estimated_latency_s * 1e3
         self._outbox.put(Message(metrics=values, step=round_.total_trials))
         self._outbox.flush(_MAX_WAIT_S)  # the next measurement is to have the host for itself
+
+    def _note(self, round_: TuningRound) -> None:
+        """Keeps what tables and figures show at the end."""
+        self._trials += round_.trials
+        if round_.estimated_latency_s is not None:
+            point = ConvergencePoint(round_.total_trials, round_.elapsed_s, round_.estimated_latency_s * 1e3)
+            self._points.append(point)
 
     def tuning_finished(self, result: TuningResult) -> None:
         """Logs the stop reason, the tables of trials and tasks, and the figure."""

@@ -19,6 +19,7 @@ import mlflow
 import tenacity
 from filelock import FileLock, Timeout
 from mlflow.entities import Metric, Param, RunTag
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.records import write_text
@@ -44,6 +45,8 @@ class Message:
     tags: Mapping[str, str] = field(default_factory=dict)
     artifacts: Sequence[tuple[str, str]] = ()
     """File or directory below the run's directory, and the artifact path to put it, or its contents, under."""
+    remove: str = ""
+    """Artifact path of a folder that is not needed any more."""
     status: str = ""
     """Ends the run, such as "FINISHED"."""
     time_ms: int = field(default_factory=lambda: int(time.time() * 1000))
@@ -62,6 +65,8 @@ class Message:
                 client.log_artifacts(run_id, str(path), artifact_path or None)
             else:
                 client.log_artifact(run_id, str(path), artifact_path or None)
+        if self.remove and any(client.list_artifacts(run_id, self.remove)):
+            get_artifact_repository(client.get_run(run_id).info.artifact_uri).delete_artifacts(self.remove)
         if self.status:
             client.set_terminated(run_id, self.status, self.time_ms)
 
@@ -85,8 +90,9 @@ class Outbox:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(self._folder / _LOCK_FILE)
         self._lock.acquire()
-        self._names: list[str] = []
-        self._num_put = 0
+        self._names = [path.name for path in _left(directory)]
+        """Of the messages that are to be delivered; an earlier process of the run may have left some."""
+        self._num_put = int(Path(self._names[-1]).stem) if self._names else 0
         self._changed = threading.Condition()
         self._failure = ""
         self._closing = threading.Event()

@@ -62,6 +62,13 @@ class StepRun:
                     params.append(Param(f"{name}_used", text))
             mlflow.MlflowClient().log_batch(self.run_id, params=params)
 
+    def forget_failure(self) -> None:
+        """Removes the tags of an earlier end."""
+        with clear_failures("delete tags"):
+            client = mlflow.MlflowClient()
+            for tag in {names.TAG_ERROR, names.TAG_EXIT_CODE} & client.get_run(self.run_id).data.tags.keys():
+                client.delete_tag(self.run_id, tag)
+
     def log_tags(self, tags: Mapping[str, str]) -> None:
         """Sets tags."""
         with clear_failures("set tags"):
@@ -78,7 +85,7 @@ class StepRun:
 
 
 @contextlib.contextmanager
-def step_run(step: str, options: Options, run_name: str) -> Iterator[StepRun]:
+def step_run(step: str, options: Options, run_name: str, *, resume: str = "") -> Iterator[StepRun]:
     """Opens the run of a step: the one that `mlflow run` made for this process, or a new one, nested in an active run.
 
     On success the run ends FINISHED. On an error it ends FAILED with the message as tag `ansor.error`, on Ctrl-C
@@ -88,14 +95,19 @@ def step_run(step: str, options: Options, run_name: str) -> Iterator[StepRun]:
         step: Name of the entry point.
         options: Logged as params.
         run_name: Name that the UI shows.
+        resume: ID of a run that ended, and is opened again; its name and params stay.
     """
     with clear_failures("start a run"):
-        run_id = mlflow.start_run(run_name=run_name, nested=mlflow.active_run() is not None).info.run_id
+        nested = mlflow.active_run() is not None
+        run_id = mlflow.start_run(resume or None, run_name=run_name, nested=nested).info.run_id
     run = StepRun(run_id, WORK_ROOT / run_id)
     try:
         run.directory.mkdir(parents=True, exist_ok=True)
-        run.log_tags({names.TAG_STEP: step, "mlflow.runName": run_name})
-        run.log_options(options)
+        if resume:
+            run.forget_failure()
+        else:
+            run.log_tags({names.TAG_STEP: step, "mlflow.runName": run_name})
+            run.log_options(options)
         yield run
     except BaseException as err:
         _end_failed(run, err)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.records import RecordLog
+from ansor_mlflow.records import Journal, JournalEntry, RecordLog
 from ansor_mlflow.trials import (
     Durations,
     StopReason,
@@ -65,6 +66,8 @@ class Tuner:
         num_trials: Number of candidates to measure, failed ones included.
         search_threads: Threads of the search.
         log: Takes a record of every trial.
+        journal: Takes what the records do not say; None keeps none.
+        past: Trials of the same tuning that was interrupted, whose records are in the log. They count.
         builder: Builds candidates.
         runner: Measures them.
         observers: Told about every round.
@@ -84,6 +87,8 @@ class Tuner:
         runner: Runner,
         observers: Sequence[TuningObserver] = (),
         cost_model_file: Path | None = None,
+        journal: Journal | None = None,
+        past: Sequence[JournalEntry] = (),
     ) -> None:
         self._tasks = tasks
         self._target = target
@@ -101,9 +106,13 @@ class Tuner:
         self._searches: dict[int, TaskSearch] = {}
         self._cost_model = make_cost_model(options.cost_model, search_threads, options.seed)
         self._durations = Durations()
+        self._journal = journal
         self._num_proposed = 0
         self._total_trials = 0
+        self._num_rounds = 0
+        self._past_s = 0.0
         self._started_s = 0.0
+        self._past_rounds = self._restore(past)
 
     def tune(self, plan: TuningPlan) -> TuningResult:
         """Spends the budget, then measures the winners again.
@@ -115,6 +124,7 @@ class Tuner:
             KeyboardInterrupt: SIGINT or SIGTERM came; the round in hand was finished and recorded.
         """
         self._started_s = time.monotonic()
+        plan = replace(plan, past=self._past_rounds)
         self._announcer.tell(lambda observer: observer.tuning_started(plan))
         try:
             try:
@@ -189,20 +199,14 @@ class Tuner:
         state = batch.state
         trials = self._make_trials(batch, outcomes)
         self._record(batch, trials)
+        self._num_rounds += 1
         with self._timed("search_s"):
             self._search(state.info.index).learn(batch.candidates, [runner_result(trial) for trial in trials])
             if self._cost_model_file is not None:
                 save_cost_model(self._cost_model, self._cost_model_file)
         self._scheduler.round_finished(state)
         state.stop_reason = self._rules.stop_reason_of(state)
-        round_ = TuningRound(
-            trials=trials,
-            task=state.snapshot(),
-            tasks=tuple(task.snapshot() for task in self._states),
-            total_trials=self._total_trials,
-            elapsed_s=self._elapsed_s(),
-            durations=replace(self._durations),
-        )
+        round_ = self._round(state, trials, self._elapsed_s())
         self._announcer.tell(lambda observer: observer.round_finished(round_))
 
     def _make_trials(self, batch: _Batch, outcomes: Sequence[Outcome[tuple[float, ...]]]) -> tuple[Trial, ...]:
@@ -222,6 +226,57 @@ class Tuner:
         """Writes every trial of a round to the log, failed ones too."""
         mod = self._tasks[batch.state.info.index].mod
         self._log.append(*log_lines(mod, self._target, batch.candidates, [trial.run_s for trial in trials]))
+        if self._journal is not None:
+            entries = [
+                JournalEntry(
+                    step=trial.step,
+                    workload_hash=batch.state.info.workload_hash,
+                    status=trial.status,
+                    run_s=trial.run_s,
+                    error=trial.error,
+                    round_=self._num_rounds + 1,
+                    elapsed_s=self._elapsed_s(),
+                )
+                for trial in trials
+            ]
+            self._journal.append(entries)
+
+    def _restore(self, past: Sequence[JournalEntry]) -> tuple[TuningRound, ...]:
+        """Counts the trials of an earlier process, gives scheduler and stopping rules what they knew, and returns its
+        rounds.
+        """
+        states = {state.info.workload_hash: state for state in self._states}
+        rounds = []
+        for number, entries in itertools.groupby(past, key=lambda entry: entry.round_):
+            trials = []
+            for entry in entries:
+                state, self._past_s = states[entry.workload_hash], entry.elapsed_s
+                self._total_trials += 1
+                trial = Trial(
+                    step=self._total_trials,
+                    task=state.info.name,
+                    status=entry.status,
+                    run_s=entry.run_s,
+                    error=entry.error,
+                )
+                state.add(trial)
+                trials.append(trial)
+            self._num_rounds = number
+            self._scheduler.round_finished(state)
+            state.stop_reason = self._rules.stop_reason_of(state)
+            rounds.append(self._round(state, trials, self._past_s))
+        self._num_proposed = self._total_trials
+        return tuple(rounds)
+
+    def _round(self, state: TaskState, trials: Sequence[Trial], elapsed_s: float) -> TuningRound:
+        return TuningRound(
+            trials=tuple(trials),
+            task=state.snapshot(),
+            tasks=tuple(task.snapshot() for task in self._states),
+            total_trials=self._total_trials,
+            elapsed_s=elapsed_s,
+            durations=replace(self._durations),
+        )
 
     def _search(self, index: int) -> TaskSearch:
         if index not in self._searches:
@@ -235,6 +290,8 @@ class Tuner:
                 log=self._log,
                 cost_model=self._cost_model,
             )
+            if self._states[index].total_trials:  # by an earlier process
+                self._searches[index].remember(self._log.all(self._tasks[index].info.workload_hash))
         return self._searches[index]
 
     # -- the run -------------------------------------------------------------------------------------------------------
@@ -272,7 +329,7 @@ class Tuner:
             _log.warning("the end of the tuning was not told: %s", err)
 
     def _elapsed_s(self) -> float:
-        return time.monotonic() - self._started_s
+        return self._past_s + time.monotonic() - self._started_s
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

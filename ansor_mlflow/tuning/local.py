@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ansor_mlflow import names
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.records import RecordLog
+from ansor_mlflow.records import Journal, RecordLog, read_journal
 from ansor_mlflow.targets import fingerprint
 from ansor_mlflow.trials import TuningObserver, TuningPlan, TuningResult
 from ansor_mlflow.tuning.arguments import argument_bytes
@@ -44,8 +44,17 @@ class TuningJob:
     """Directory of the database; every trial is in it as soon as its round has ended."""
 
 
-def tune_locally(job: TuningJob, options: TuneOptions, observers: Sequence[TuningObserver] = ()) -> TuningResult:
+def tune_locally(
+    job: TuningJob, options: TuneOptions, observers: Sequence[TuningObserver] = (), *, resume: bool = False
+) -> TuningResult:
     """Tunes a network with builds and measurements on this host.
+
+    Args:
+        job: What is tuned.
+        options: Budgets and search.
+        observers: Told about every round.
+        resume: Whether the trials in the records directory belong to this tuning and count; otherwise they are an
+            earlier one's, whose fastest programs the search starts from.
 
     The records directory also gets the cost model after every round, in XGBoost's own format, and at the end the
     winners' records in `best/`, with their second measurements.
@@ -64,13 +73,18 @@ def tune_locally(job: TuningJob, options: TuneOptions, observers: Sequence[Tunin
     with sole_tuner(job.records), _local_workers(job, options) as (builder, runner):
         best = job.records / names.BEST_DIR
         shutil.rmtree(best, ignore_errors=True)  # a killed tuning would leave that of the one before
+        log, journal = RecordLog(job.records, job.target.export()), Journal(job.records)
+        if not resume:
+            journal.begin(log.num_records)
         tuner = Tuner(
             job.lowered.tasks,
             target=job.target,
             options=options,
             num_trials=num_trials,
             search_threads=job.num_threads if options.search_threads == "auto" else options.search_threads,
-            log=RecordLog(job.records, job.target.export()),
+            log=log,
+            journal=journal,
+            past=read_journal(job.records) if resume else (),
             builder=builder,
             runner=runner,
             observers=observers,

@@ -17,7 +17,8 @@ from ansor_mlflow.tuning.workers import Outcome
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
-    from tvm.s_tir.meta_schedule.database import Database
+    from tvm.s_tir.meta_schedule import TuneContext
+    from tvm.s_tir.meta_schedule.database import Database, TuningRecord, Workload
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
     from tvm.target import Target
 
@@ -89,15 +90,41 @@ def log_lines(
 
 def memory_database(mod: IRModule, records: Sequence[RecordText]) -> Database:
     """A database with these records of a task, where MetaSchedule's search finds programs to start from."""
-    import tvm_ffi
-    from tvm.s_tir.meta_schedule.database import MemoryDatabase, TuningRecord
+    from tvm.s_tir.meta_schedule.database import MemoryDatabase
 
-    parse = tvm_ffi.get_global_func("ffi.json.Parse")
     database = MemoryDatabase()
     workload = database.commit_workload(mod)
     for record in records:
-        database.commit_tuning_record(TuningRecord.from_json(parse(record.text), workload))
+        database.commit_tuning_record(_tuning_record(record, workload))
     return database
+
+
+def replay(record: RecordText, mod: IRModule, context: TuneContext) -> MeasureCandidate:
+    """The candidate that a record was made of.
+
+    Args:
+        record: One of the task's.
+        mod: Module of the task.
+        context: A search of the task, whose postprocessing the candidate had.
+    """
+    from tvm.s_tir import Schedule
+    from tvm.s_tir.meta_schedule.database import Workload
+    from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
+
+    tuning_record = _tuning_record(record, Workload(mod))
+    schedule = Schedule(mod)
+    tuning_record.trace.apply_to_schedule(schedule, remove_postproc=True)
+    schedule.enter_postproc()
+    for postproc in context.space_generator.postprocs:
+        postproc.apply(schedule)
+    return MeasureCandidate(schedule, list(tuning_record.args_info))
+
+
+def _tuning_record(record: RecordText, workload: Workload) -> TuningRecord:
+    import tvm_ffi
+    from tvm.s_tir.meta_schedule.database import TuningRecord
+
+    return TuningRecord.from_json(tvm_ffi.get_global_func("ffi.json.Parse")(record.text), workload)
 
 
 @contextlib.contextmanager

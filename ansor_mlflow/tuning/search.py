@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.lowering import TuningTask
-from ansor_mlflow.records import RecordLog
-from ansor_mlflow.tuning.recording import memory_database
+from ansor_mlflow.records import FAILED_RUN_S, RecordLog, RecordText
+from ansor_mlflow.tuning.recording import memory_database, replay
 from ansor_mlflow.tuning.space import make_space_generator
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class TaskSearch:
         self._log = log
         self._design_spaces: list[Schedule] | None = None
         self._random: TuneContext | None = None
-        self._num_evolutions = 0
+        self._draw = random.Random(seed)
         self._measured: set[str] = set()
         self._failed: list[MeasureCandidate] = []
         self._num_second_chances = 0
@@ -144,6 +145,21 @@ class TaskSearch:
         failed = [c for c, result in zip(candidates, results, strict=True) if result.run_secs is None]
         self._failed = [*self._failed, *failed][:_MAX_SECOND_CHANCES]
 
+    def remember(self, records: Sequence[RecordText]) -> None:
+        """Takes what an earlier process measured: none of it is proposed again, and the cost model learns from it."""
+        from tvm.s_tir.meta_schedule.runner import RunnerResult
+        from tvm.s_tir.meta_schedule.utils import shash2hex
+
+        self._seed += 104729 * len(records)  # or the same random programs would come first
+        self._draw = random.Random(self._seed)
+        context = self._random_search()
+        candidates = [replay(record, self._task.mod, context) for record in records]
+        self._measured.update(shash2hex(candidate.sch.mod) for candidate in candidates)
+        if self._strategy == "evolutionary":
+            times = [None if record.run_s >= FAILED_RUN_S else [record.run_s] for record in records]
+            results = [RunnerResult(seconds, None if seconds else "failed") for seconds in times]
+            self._cost_model.update(context, candidates, results)
+
     def close(self) -> None:
         """Frees the state of the search."""
         if self._random is not None:
@@ -152,11 +168,11 @@ class TaskSearch:
     def _new_programs(self, limit: int) -> list[MeasureCandidate]:
         """At most `limit` programs that are not measured yet."""
         limit = min(limit, self._num_trials_per_round)
-        random = self._strategy == "random" or not self._measured or is_untrained(self._cost_model)
-        for _ in range(_MAX_KNOWN_PROGRAMS // self._num_trials_per_round + 1 if random else _MAX_EMPTY_EVOLUTIONS):
-            candidates = self._random_search().generate_measure_candidates() if random else self._evolve()
+        is_random = self._strategy == "random" or not self._measured or is_untrained(self._cost_model)
+        for _ in range(_MAX_KNOWN_PROGRAMS // self._num_trials_per_round + 1 if is_random else _MAX_EMPTY_EVOLUTIONS):
+            candidates = self._random_search().generate_measure_candidates() if is_random else self._evolve()
             if new := self._new_ones(candidates or ()):
-                chosen = new[:limit] if random else _choose(new, limit)
+                chosen = new[:limit] if is_random else _choose(new, limit)
                 self._measured.update(name for name, _ in chosen)
                 return [candidate for _, candidate in chosen]
         return []
@@ -186,11 +202,10 @@ class TaskSearch:
         from tvm.s_tir.meta_schedule.search_strategy import EvolutionarySearch
 
         self._random_search()
-        self._num_evolutions += 1
         evolution = EvolutionarySearch(
             population_size=_POPULATION, init_min_unmeasured=_MIN_RANDOM, genetic_num_iters=_GENERATIONS
         )
-        context = self._begin(evolution, self._seed + 7919 * self._num_evolutions, _POPULATION * (_GENERATIONS + 1))
+        context = self._begin(evolution, self._draw.randrange(1, 2**31 - 1), _POPULATION * (_GENERATIONS + 1))
         candidates = context.generate_measure_candidates()
         context.post_tuning()
         return list(candidates or ())

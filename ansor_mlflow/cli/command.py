@@ -1,0 +1,50 @@
+"""Makes commands from option classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import click
+from pydantic.fields import FieldInfo
+
+from ansor_mlflow.options import Options, default_text, load_options
+
+OptionsT = TypeVar("OptionsT", bound=Options)
+
+_FLAGS = {"json_file": "--json"}
+"""Flags that are not the name of their parameter."""
+_SWITCHES = {"repair"}
+"""Flags without a value."""
+_CONFIG_HELP = "YAML file with values for any of these parameters; what is given here wins over the file."
+
+
+def command(
+    group: click.Group, name: str, options_class: type[OptionsT]
+) -> Callable[[Callable[[OptionsT], None]], click.Command]:
+    """Makes a command of `group` whose flags are the fields of an option class."""
+
+    def decorate(function: Callable[[OptionsT], None]) -> click.Command:
+        def callback(config: str, **given: str) -> None:
+            function(load_options(options_class, given, config or None))
+
+        params = [_param(options_class, field, info) for field, info in options_class.model_fields.items()]
+        params.append(click.Option(["--config"], default="", help=_CONFIG_HELP))
+        made = click.Command(name, params=params, callback=callback, help=function.__doc__)
+        group.add_command(made)
+        return made
+
+    return decorate
+
+
+def _param(options_class: type[Options], name: str, info: FieldInfo) -> click.Parameter:
+    if name == "source":
+        return click.Argument([name], default="", required=False, metavar="SOURCE")
+    if name == "sources":
+        return click.Argument([name], nargs=-1, metavar="SOURCE...")
+    if name in _SWITCHES:
+        return click.Option([f"--{name}"], is_flag=True, default=None, help=info.description)
+    default = default_text(options_class, name)
+    text = f"{info.description}  [default: {default}]" if default else info.description
+    flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
+    return click.Option([flag, name], default="", metavar="VALUE", help=text)

@@ -1,0 +1,108 @@
+"""The journal of a tuning: what the records of its trials do not say, a JSON line for each trial.
+
+It makes a tuning resumable: which trials were spent on which task, in which rounds, and how those that failed did.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ansor_mlflow.records.atomic import append, write_text
+from ansor_mlflow.records.lines import FAILED_RUN_S
+from ansor_mlflow.records.store import Database, RecordPair
+from ansor_mlflow.trials import TrialStatus
+
+JOURNAL_FILE = "trials.jsonl"
+_EARLIER = "earlier_records"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalEntry:
+    """A trial that was measured and recorded."""
+
+    step: int
+    """Position in the run, from 1."""
+    workload_hash: str
+    """Structural hash of the task's kernel, in hexadecimal digits."""
+    status: TrialStatus
+    run_s: tuple[float, ...] = ()
+    """Seconds per call; empty unless the status is OK."""
+    error: str = ""
+    round_: int = 0
+    """Position of its round in the run, from 1."""
+    elapsed_s: float = 0.0
+    """Time of tuning until the end of its round."""
+
+
+class Journal:
+    """Appends trials to a journal.
+
+    Args:
+        directory: Directory of the records.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / JOURNAL_FILE
+
+    def begin(self, num_earlier: int) -> None:
+        """Begins a new journal.
+
+        Args:
+            num_earlier: Records in the database that belong to earlier tunings.
+        """
+        write_text(self._path, json.dumps({_EARLIER: num_earlier}) + "\n")
+
+    def append(self, entries: Sequence[JournalEntry]) -> None:
+        """Appends trials, whose records are on the disk already. Raises OSError where the disk is full."""
+        append(self._path, "".join(f"{json.dumps(asdict(entry))}\n" for entry in entries).encode())
+
+
+def read_journal(directory: Path) -> list[JournalEntry]:
+    """The trials of a tuning, one for each record, in their order.
+
+    Where the tuner died before it wrote the last ones, or a line is damaged, what the record says has to do.
+
+    Args:
+        directory: Directory of the records; the database is whole (see `repair`).
+
+    Raises:
+        RecordsError: What is there is no database.
+    """
+    num_earlier, entries = _read_entries(directory / JOURNAL_FILE)
+    database = Database(RecordPair.in_directory(directory))
+    trials: list[JournalEntry] = []
+    for step, record in enumerate(database.records[num_earlier:], start=1):
+        entry = entries.get(step)
+        if entry is None:
+            is_valid = record.run_s < FAILED_RUN_S
+            last = trials[-1] if trials else None
+            entry = JournalEntry(
+                step=step,
+                workload_hash=f"{database.hashes[record.workload]:#x}",
+                status=TrialStatus.OK if is_valid else TrialStatus.RUN_FAILED,
+                run_s=(record.run_s,) if is_valid else (),
+                error="" if is_valid else "how it failed is not known any more",
+                round_=last.round_ if last else 1,
+                elapsed_s=last.elapsed_s if last else 0.0,
+            )
+        trials.append(entry)
+    return trials
+
+
+def _read_entries(path: Path) -> tuple[int, dict[int, JournalEntry]]:
+    """The number of earlier records, and the readable lines of a journal, by step."""
+    num_earlier, entries = 0, {}
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            fields = json.loads(line)
+            if _EARLIER in fields:
+                num_earlier = int(fields[_EARLIER])
+                continue
+            entry = JournalEntry(**{**fields, "status": TrialStatus(fields["status"]), "run_s": tuple(fields["run_s"])})
+            entries[entry.step] = entry
+        except (ValueError, TypeError, LookupError):
+            continue
+    return num_earlier, entries

@@ -1,0 +1,131 @@
+"""What is in a database, counted without TVM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+
+from ansor_mlflow.errors import RecordsError
+from ansor_mlflow.records.lines import FAILED_RUN_S, RecordLine, target_attributes
+from ansor_mlflow.records.store import Database, RecordPair, target_key, target_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadSummary:
+    """The records of one kernel for one target."""
+
+    hash: str
+    """Structural hash in hexadecimal digits, as in `tasks.json`."""
+    num_records: int
+    """Failed trials included."""
+    num_failed: int
+    best_s: float | None
+    """Seconds per call of the fastest record; None where every trial failed."""
+    median_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetSummary:
+    """The records for one target."""
+
+    name: str
+    """Short description, such as "llvm znver4 ×2"."""
+    attributes: str
+    """Those that decide which code is made, as JSON."""
+    workloads: tuple[WorkloadSummary, ...]
+
+    @property
+    def num_records(self) -> int:
+        """Failed trials included."""
+        return sum(workload.num_records for workload in self.workloads)
+
+    @property
+    def num_failed(self) -> int:
+        return sum(workload.num_failed for workload in self.workloads)
+
+    @property
+    def best_s(self) -> float:
+        """Seconds that one call of every kernel takes with its fastest record."""
+        return sum(workload.best_s or 0.0 for workload in self.workloads)
+
+    @property
+    def median_s(self) -> float:
+        """Seconds that one call of every kernel takes with the median of its records."""
+        return sum(workload.median_s or 0.0 for workload in self.workloads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatabaseSummary:
+    """What is in a database."""
+
+    records: str
+    """Path of the record file."""
+    num_workloads: int
+    """Kernels in the workload file."""
+    targets: tuple[TargetSummary, ...]
+    damaged_records: tuple[int, ...]
+    """Numbers of the lines in the record file that are no records, or of a damaged workload."""
+    damaged_workloads: tuple[int, ...]
+    """Numbers of the lines in the workload file that are no workloads."""
+
+    @property
+    def num_records(self) -> int:
+        """Failed trials included."""
+        return sum(target.num_records for target in self.targets)
+
+
+def open_database(pair: RecordPair) -> Database:
+    """Reads a pair that may be any file that a user gave.
+
+    Raises:
+        RecordsError: It is a file of another kind: none of its lines is a record.
+    """
+    database = Database(pair)
+    if database.damaged and not database.records:
+        raise RecordsError(
+            f"{pair.records}: line {database.damaged[0].number} is not a tuning record of TVM, and no other line is; "
+            "give the file that TVM wrote"
+        )
+    return database
+
+
+def summarize(database: Database) -> DatabaseSummary:
+    """Counts the records by target and workload."""
+    by_target: dict[str, list[RecordLine]] = {}
+    for record in database.records:
+        by_target.setdefault(target_key(record.target), []).append(record)
+    return DatabaseSummary(
+        records=str(database.pair.records),
+        num_workloads=len({hash_ for hash_ in database.hashes if hash_ is not None}),
+        targets=tuple(
+            TargetSummary(
+                name=target_name(target_attributes(records[0].target)),
+                attributes=key,
+                workloads=_summarize_workloads(database, records),
+            )
+            for key, records in by_target.items()
+        ),
+        damaged_records=tuple(sorted(line.number for line in database.damaged)),
+        damaged_workloads=tuple(number for number, hash_ in enumerate(database.hashes, start=1) if hash_ is None),
+    )
+
+
+def _summarize_workloads(database: Database, records: Iterable[RecordLine]) -> tuple[WorkloadSummary, ...]:
+    times_s: dict[int, list[float]] = {}
+    for record in records:
+        hash_ = database.hashes[record.workload]
+        assert hash_ is not None  # or the record would be among the damaged ones
+        times_s.setdefault(hash_, []).append(record.run_s)
+    return tuple(_summarize_workload(hash_, run_s) for hash_, run_s in times_s.items())
+
+
+def _summarize_workload(hash_: int, run_s: list[float]) -> WorkloadSummary:
+    valid_s = [seconds for seconds in run_s if seconds < FAILED_RUN_S]
+    return WorkloadSummary(
+        hash=f"{hash_:#018x}",
+        num_records=len(run_s),
+        num_failed=len(run_s) - len(valid_s),
+        best_s=min(valid_s, default=None),
+        median_s=median(valid_s) if valid_s else None,
+    )

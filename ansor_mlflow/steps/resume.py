@@ -1,0 +1,109 @@
+"""A tuning run that goes on: its parameters, and its records wherever they are."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import tempfile
+from pathlib import Path
+
+import mlflow
+
+from ansor_mlflow import names
+from ansor_mlflow.errors import RecordsError, UserInputError
+from ansor_mlflow.options import TuneOptions, load_options
+from ansor_mlflow.records import RecordPair, join_parts
+from ansor_mlflow.targets import DeviceFingerprint
+from ansor_mlflow.tracking.failures import clear_failures
+
+_MEASURED_FOR = ("network", "batch_size", "input_shapes", "layout", "dtype", "pad_channels", "target", "num_threads")
+"""Parameters that its records hang on."""
+
+
+def resumed_options(options: TuneOptions) -> TuneOptions:
+    """The parameters of the run that goes on, and those that were given now.
+
+    Raises:
+        UserInputError: There is no such run, it is no tuning, or another network or device was given.
+        MachineError: The tracking server is away.
+    """
+    run_id = options.resume_run
+    with clear_failures(f"resume the run {run_id}"):
+        run = mlflow.get_run(run_id)
+    if run.data.tags.get(names.TAG_STEP) != "tune":
+        raise UserInputError(f"resume_run={run_id}: it is not a tuning run; give the ID of one, such as a run of tune")
+    params = run.data.params
+    used = {
+        name: _unquoted(params.get(f"{name}_used", params[name])) for name in TuneOptions.model_fields if name in params
+    }
+    given = options.changed()
+    for name in _MEASURED_FOR:
+        if name in given and given[name] != used.get(name):
+            raise UserInputError(
+                f"{name}={given[name]}, but the run {run_id} tunes {name}={used.get(name)}; leave {name} out, or start "
+                "a new tuning"
+            )
+    return load_options(TuneOptions, {**used, **given})
+
+
+def copy_of_network(run_id: str) -> str:
+    """URI of the copy that a run has of a network from a file; empty where it has none."""
+    with clear_failures(f"read the artifacts of run {run_id}"):
+        files = {file.path for file in mlflow.MlflowClient().list_artifacts(run_id)}
+    return f"runs:/{run_id}/{names.NETWORK_FILE}" if names.NETWORK_FILE in files else ""
+
+
+def fetch_what_was_measured(run_id: str, records: Path) -> None:
+    """Brings the records of a run to this machine, unless it still has as many.
+
+    Args:
+        run_id: The run.
+        records: Directory for them, in which an earlier process may have left some.
+
+    Raises:
+        MachineError: A server is away.
+    """
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-resume-") as scratch:
+        with clear_failures(f"read the records of run {run_id}"):
+            client = mlflow.MlflowClient()
+            if not any(file.path == names.RECORDS_DIR for file in client.list_artifacts(run_id)):
+                return
+            fetched = Path(client.download_artifacts(run_id, names.RECORDS_DIR, scratch))
+        join_parts(fetched)
+        if _num_bytes(fetched) > _num_bytes(records):
+            shutil.rmtree(records, ignore_errors=True)
+            shutil.move(fetched, records)
+
+
+def require_same_device(run_id: str, records: Path, device: DeviceFingerprint) -> None:
+    """Checks that records were measured on such a device.
+
+    Raises:
+        RecordsError: They are for another one, or do not say for which.
+    """
+    path = records / names.FINGERPRINT_FILE
+    if not RecordPair.in_directory(records).records.exists():
+        return
+    try:
+        made_for = DeviceFingerprint.from_dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, LookupError) as err:
+        raise RecordsError(
+            f"resume_run={run_id}: {path.name} of its records is missing or damaged ({type(err).__name__}), so nobody "
+            "knows which device they are for; start a new tuning"
+        ) from err
+    if made_for != device:
+        raise RecordsError(
+            f"resume_run={run_id}: its records are for {made_for.description}, this is {device.description}; resume it "
+            "on such a device, or start a new tuning"
+        )
+
+
+def _num_bytes(records: Path) -> int:
+    path = RecordPair.in_directory(records).records
+    return path.stat().st_size if path.exists() else -1
+
+
+def _unquoted(value: str) -> str:
+    """A param as `mlflow run` got it: it logs what it puts on a command line."""
+    return shlex.split(value)[0] if value[:1] == "'" else value

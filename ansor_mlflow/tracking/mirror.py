@@ -1,0 +1,52 @@
+"""Copies the records of a tuning to its run while it goes on, so that they outlive this machine."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from ansor_mlflow import names
+from ansor_mlflow.records import PARTS_DIR, PartWriter
+from ansor_mlflow.tracking.outbox import Message, Outbox
+from ansor_mlflow.trials import TuningPlan, TuningResult, TuningRound
+
+_MAX_TRIALS = 64
+_MAX_S = 60.0
+"""What is measured, or passes, until the next part."""
+
+
+class RecordMirror:
+    """A `TuningObserver` that sends what was recorded, in parts: see `records/parts.py`.
+
+    Args:
+        outbox: Delivers to the run.
+        directory: The run's directory, with the records in it.
+    """
+
+    def __init__(self, outbox: Outbox, directory: Path) -> None:
+        self._outbox = outbox
+        self._directory = directory
+        self._writer = PartWriter(directory / names.RECORDS_DIR, directory / PARTS_DIR)
+        self._num_trials = 0
+        self._last_s = time.monotonic()
+
+    def tuning_started(self, plan: TuningPlan) -> None:
+        """Sends what is there: the description, and the records of an earlier process."""
+        self._outbox.put(Message(artifacts=[(names.RECORDS_DIR, names.RECORDS_DIR)]))
+        self._num_trials = plan.past[-1].total_trials if plan.past else 0
+
+    def round_finished(self, round_: TuningRound) -> None:
+        """Sends a part when one is due, with the cost model."""
+        num_new = round_.total_trials - self._num_trials
+        if num_new < _MAX_TRIALS and time.monotonic() - self._last_s < _MAX_S:
+            return
+        self._num_trials, self._last_s = round_.total_trials, time.monotonic()
+        part = self._writer.write()
+        if part is not None:
+            artifacts = [(f"{PARTS_DIR}/{part.name}", f"{names.RECORDS_DIR}/{PARTS_DIR}")]
+            if (self._directory / names.RECORDS_DIR / names.COST_MODEL_FILE).exists():
+                artifacts.append((f"{names.RECORDS_DIR}/{names.COST_MODEL_FILE}", names.RECORDS_DIR))
+            self._outbox.put(Message(artifacts=artifacts))
+
+    def tuning_finished(self, result: TuningResult) -> None:
+        """Does nothing: at the end of the step the whole files take the place of the parts."""

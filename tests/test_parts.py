@@ -1,0 +1,86 @@
+"""Parts of a growing database give its files again, byte for byte; damage ends what is taken."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ansor_mlflow.records import JOURNAL_FILE, PARTS_DIR, RECORD_FILE, WORKLOAD_FILE, PartWriter, join_parts
+
+FILES = (WORKLOAD_FILE, RECORD_FILE, JOURNAL_FILE)
+
+
+def grow(records: Path, number: int) -> None:
+    """Appends a round to the files; every second one has a new workload."""
+    records.mkdir(exist_ok=True)
+    for name in FILES if number % 2 else FILES[1:]:
+        with (records / name).open("a") as file:
+            file.write(f"{name} of round {number}\n")
+
+
+def contents(records: Path) -> list[bytes]:
+    return [(records / name).read_bytes() for name in FILES]
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Path:
+    """Files of five rounds and a part for each of them."""
+    writer = PartWriter(tmp_path / "records", tmp_path / "mirror" / PARTS_DIR)
+    for number in range(1, 6):
+        grow(tmp_path / "records", number)
+        assert writer.write() is not None
+        assert writer.write() is None  # nothing is new
+    return tmp_path / "records"
+
+
+@pytest.fixture
+def mirror(records: Path) -> Path:
+    return records.parent / "mirror"
+
+
+def test_parts_give_the_files_again(records: Path, mirror: Path) -> None:
+    assert join_parts(mirror) == 5
+    assert contents(mirror) == contents(records)
+    assert join_parts(mirror) == 0  # they are there already
+    assert contents(mirror) == contents(records)
+
+
+def test_parts_follow_whole_files(records: Path, mirror: Path, tmp_path: Path) -> None:
+    """Those of a process that was resumed: what was there is in no part of its own."""
+    again = tmp_path / "again"
+    shutil.copytree(records, again)
+    writer = PartWriter(records, again / PARTS_DIR)
+    grow(records, 6)
+    writer.write()
+    shutil.copytree(mirror / PARTS_DIR, again / PARTS_DIR, dirs_exist_ok=True)  # older ones were not removed
+    assert join_parts(again) == 1
+    assert contents(again) == contents(records)
+
+
+@pytest.mark.parametrize("place", [0, 60, -1])
+def test_nothing_is_taken_behind_a_part_with_a_flipped_bit(
+    records: Path, mirror: Path, place: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    third = sorted((mirror / PARTS_DIR).iterdir())[2]
+    content = bytearray(third.read_bytes())
+    content[place] ^= 1
+    third.write_bytes(content)
+    assert join_parts(mirror) == 2
+    assert f"{third.name} is damaged; what it and later parts hold is measured again" in caplog.text
+    for whole, joined in zip(contents(records), contents(mirror), strict=True):
+        assert whole.startswith(joined)
+
+
+def test_nothing_is_taken_behind_a_gap(records: Path, mirror: Path, caplog: pytest.LogCaptureFixture) -> None:
+    parts = sorted((mirror / PARTS_DIR).iterdir())
+    parts[2].unlink()
+    assert join_parts(mirror) == 2
+    assert f"a part before {parts[3].name} is missing" in caplog.text
+    assert (mirror / RECORD_FILE).read_text() == "".join(f"{RECORD_FILE} of round {n}\n" for n in (1, 2))
+
+
+def test_without_parts_nothing_happens(tmp_path: Path) -> None:
+    assert join_parts(tmp_path) == 0
+    assert list(tmp_path.iterdir()) == []

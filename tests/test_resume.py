@@ -1,0 +1,170 @@
+"""A tuning that was stopped goes on: its trials count, and none of its programs is measured again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fake_tuning import Notebook, read_records, tune
+
+from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.records import JOURNAL_FILE, RECORD_FILE, RecordLog, RecordPair, read_journal, repair
+from ansor_mlflow.testing import FakeRunner
+from ansor_mlflow.trials import TrialStatus, TuningRound
+from ansor_mlflow.tuning.runner import RunJob
+from ansor_mlflow.tuning.search import TaskSearch, make_cost_model
+from ansor_mlflow.tuning.workers import Outcome
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+
+class StopError(Exception):
+    """Ends a tuning in the middle."""
+
+
+class StopAfter:
+    """A `TuningObserver` that ends the tuning after some rounds."""
+
+    def __init__(self, num_rounds: int) -> None:
+        self._left = num_rounds
+
+    def tuning_started(self, plan: Any) -> None: ...
+
+    def round_finished(self, round_: TuningRound) -> None:
+        self._left -= 1
+        if not self._left:
+            raise StopError
+
+    def tuning_finished(self, result: Any) -> None: ...
+
+
+class EveryThirdFails(FakeRunner):
+    """A `FakeRunner` by which every third program crashes."""
+
+    def run(self, jobs: Sequence[RunJob]) -> list[Outcome[tuple[float, ...]]]:
+        outcomes = super().run(jobs)
+        return [
+            Outcome(failure="crashed", error="it died") if number % 3 == 0 else outcome
+            for number, outcome in enumerate(outcomes)
+        ]
+
+
+def stop_after(lowered: LoweredNetwork, target: Target, records: Path, num_rounds: int, **options: Any) -> None:
+    with pytest.raises(StopError):
+        tune(lowered, target, records, observers=[StopAfter(num_rounds)], **options)
+
+
+@pytest.mark.parametrize(("strategy", "cost_model"), [("random", "none"), ("evolutionary", "xgb")])
+def test_a_tuning_that_is_stopped_again_and_again_has_exactly_its_trials(
+    single: LoweredNetwork, host_target: Target, tmp_path: Path, strategy: str, cost_model: str
+) -> None:
+    options = {"strategy": strategy, "cost_model": cost_model, "trials": 80, "num_trials_per_round": 8}
+    runner = FakeRunner()
+    stop_after(single, host_target, tmp_path, 3, runner=runner, **options)
+    for num_rounds in (1, 4):
+        stop_after(single, host_target, tmp_path, num_rounds, runner=runner, resume=True, **options)
+    notebook = Notebook(tmp_path)
+    result = tune(single, host_target, tmp_path, runner=runner, observers=[notebook], resume=True, **options)
+    measured = {job.path for job in runner.jobs}  # winners are measured again
+    assert result.total_trials == len(read_records(tmp_path)) == len(measured) == 80
+    assert [trial.step for trials in notebook.rounds for trial in trials] == list(range(65, 81))
+    assert len({json.dumps(trace) for _, (trace, *_) in read_records(tmp_path)}) == 80  # no program twice
+
+
+def test_what_was_known_of_the_tasks_is_known_again(
+    small_lowered: LoweredNetwork, host_target: Target, tmp_path: Path
+) -> None:
+    whole, parts = Notebook(tmp_path / "whole"), Notebook(tmp_path / "parts")
+    runner = EveryThirdFails()
+    trials = 8 * len(small_lowered.tasks)
+    tune(small_lowered, host_target, tmp_path / "whole", runner=runner, observers=[whole], trials=trials)
+    stop_after(small_lowered, host_target, tmp_path / "parts", 3, runner=EveryThirdFails(), trials=trials)
+    result = tune(
+        small_lowered,
+        host_target,
+        tmp_path / "parts",
+        runner=EveryThirdFails(),
+        observers=[parts],
+        trials=trials,
+        resume=True,
+    )
+    assert whole.result is not None
+    assert result.total_trials == whole.result.total_trials == trials
+    num_tasks = len(small_lowered.tasks)
+    assert parts.tasks[: num_tasks - 3] == whole.tasks[3:num_tasks]  # the first pass goes on
+    for task in result.tasks:
+        assert task.total_trials > 0
+        assert task.num_trials[TrialStatus.CRASHED] > 0
+        assert task.first_error == "crashed: it died"
+    journal = read_journal(tmp_path / "parts")
+    assert [entry.step for entry in journal] == list(range(1, trials + 1))
+    assert [entry.elapsed_s for entry in journal] == sorted(entry.elapsed_s for entry in journal)
+
+
+def test_a_finished_tuning_goes_on_with_a_larger_budget(
+    single: LoweredNetwork, host_target: Target, tmp_path: Path
+) -> None:
+    tune(single, host_target, tmp_path, trials=8)
+    assert tune(single, host_target, tmp_path, trials=8, resume=True).total_trials == 8
+    assert tune(single, host_target, tmp_path, trials=20, resume=True).total_trials == 20
+    assert len(read_records(tmp_path)) == 20
+
+
+def test_records_of_an_earlier_tuning_do_not_count(single: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:
+    tune(single, host_target, tmp_path, trials=8)
+    stop_after(single, host_target, tmp_path, 1, trials=8, seed=7)
+    assert tune(single, host_target, tmp_path, trials=8, seed=7, resume=True).total_trials == 8
+    assert len(read_records(tmp_path)) == 16
+
+
+@pytest.mark.parametrize("kept", [b"", b'{"step": 1}\nno JSON\n'], ids=["no journal", "a damaged one"])
+def test_without_a_journal_the_records_count(
+    single: LoweredNetwork, host_target: Target, tmp_path: Path, kept: bytes
+) -> None:
+    """The process may have died between the two, or a file was lost."""
+    tune(single, host_target, tmp_path, runner=EveryThirdFails(), trials=8)
+    (tmp_path / JOURNAL_FILE).write_bytes(kept)
+    statuses = [entry.status for entry in read_journal(tmp_path)]
+    assert statuses.count(TrialStatus.RUN_FAILED) == 4
+    assert tune(single, host_target, tmp_path, trials=12, resume=True).total_trials == 12
+
+
+def test_a_round_that_was_cut_off_is_measured_again(
+    single: LoweredNetwork, host_target: Target, tmp_path: Path
+) -> None:
+    stop_after(single, host_target, tmp_path, 2, trials=16)
+    records = (tmp_path / RECORD_FILE).read_bytes()
+    (tmp_path / RECORD_FILE).write_bytes(records[:-100])
+    repair(RecordPair.in_directory(tmp_path))
+    assert len(read_journal(tmp_path)) == 7
+    assert tune(single, host_target, tmp_path, trials=16, resume=True).total_trials == 16
+
+
+def test_a_record_gives_its_program_again(single: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:
+    """The very same, after postprocessing, so that its hash tells that it is known."""
+    from tvm.s_tir.meta_schedule.utils import shash2hex
+
+    from ansor_mlflow.tuning.recording import log_lines, replay
+
+    (task,) = single.tasks
+    log = RecordLog(tmp_path, host_target.export())
+    search = TaskSearch(
+        task,
+        target=host_target,
+        strategy="random",
+        num_trials_per_round=8,
+        num_threads=1,
+        seed=1,
+        log=log,
+        cost_model=make_cost_model("none", 1, seed=1),
+    )
+    candidates = search.propose(8)
+    log.append(*log_lines(task.mod, host_target, candidates, [(1e-3,)] * 8))
+    again = [replay(record, task.mod, search._random_search()) for record in log.all(task.info.workload_hash)]
+    search.close()
+    assert [shash2hex(c.sch.mod) for c in again] == [shash2hex(c.sch.mod) for c in candidates]
+    assert [c.args_info[0].as_json() for c in again] == [c.args_info[0].as_json() for c in candidates]

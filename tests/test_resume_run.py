@@ -1,0 +1,121 @@
+"""A tuning run goes on: the same run, the same axis, its own parameters."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import mlflow
+import pytest
+from commands import FAST, RunCommand, flags
+
+from ansor_mlflow import names
+from ansor_mlflow.records import JOURNAL_FILE, RECORD_FILE
+
+QUICK = {**FAST, "cost_model": "none", "num_trials_per_round": 2}
+
+
+@pytest.fixture
+def tuned(
+    small_onnx: Path, new_experiment: str, run_here: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """ID of a finished tuning run of a network from a file, with 12 trials."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(small_onnx, "small.onnx")
+    assert run_here("tune", *flags({**QUICK, "network": "small.onnx", "trials": 12})) == 0
+    (run,) = mlflow.MlflowClient().search_runs([new_experiment])
+    return str(run.info.run_id)
+
+
+def artifacts_of(run_id: str) -> Path:
+    return Path(mlflow.get_run(run_id).info.artifact_uri.removeprefix("file://"))
+
+
+def test_a_finished_run_goes_on_with_more_trials(
+    tuned: str, run_here: RunCommand, new_experiment: str, tmp_path: Path
+) -> None:
+    """Its network is the copy that it has."""
+    (tmp_path / "small.onnx").unlink()
+    before = mlflow.get_run(tuned)
+    mlflow.MlflowClient().set_tag(tuned, names.TAG_ERROR, "of an earlier end")
+    assert run_here("tune", "--resume-run", tuned, "--trials", "20") == 0
+    (after,) = mlflow.MlflowClient().search_runs([new_experiment])
+    assert after.info.run_id == tuned
+    assert after.info.status == "FINISHED"
+    assert after.data.params == before.data.params
+    assert names.TAG_ERROR not in after.data.tags
+    assert after.data.tags[names.TAG_NUM_TRIALS] == "20"
+    assert after.data.tags["mlflow.runName"].endswith(" · 20 trials")
+    history = mlflow.MlflowClient().get_metric_history(tuned, names.TRIALS_MEASURED)
+    steps = [metric.step for metric in history]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 20
+    records = artifacts_of(tuned) / names.RECORDS_DIR
+    assert len((records / RECORD_FILE).read_text().splitlines()) == 20
+    assert len(json.loads((artifacts_of(tuned) / names.TRIALS_TABLE).read_text())["data"]) == 20
+    assert len(mlflow.load_table(names.TRIALS_TABLE, run_ids=[tuned])) == 20
+    assert not (tmp_path / ".ansor").exists()
+
+
+def test_a_run_that_has_its_trials_ends_at_once(tuned: str, run_here: RunCommand) -> None:
+    assert run_here("tune", "--resume-run", tuned) == 0
+    assert mlflow.get_run(tuned).data.metrics[names.TRIALS_MEASURED] == 12
+
+
+def test_a_run_without_records_begins_again(tuned: str, run_here: RunCommand) -> None:
+    """As one that was killed before it had any."""
+    for path in (artifacts_of(tuned) / names.RECORDS_DIR).glob("*.json*"):
+        path.unlink()
+    assert run_here("tune", "--resume-run", tuned) == 0
+    assert len((artifacts_of(tuned) / names.RECORDS_DIR / JOURNAL_FILE).read_text().splitlines()) >= 12
+
+
+@pytest.mark.parametrize(
+    ("given", "exit_code", "message"),
+    [
+        (
+            ["--network", "resnet-34"],
+            2,
+            "network=resnet-34, but the run {run} tunes network=.*small.onnx; leave network",
+        ),
+        (["--layout", "NCHW"], 2, "layout=NCHW, but the run {run} tunes layout=auto; leave layout out, or start a new"),
+    ],
+)
+def test_what_the_records_hang_on_cannot_change(
+    tuned: str, run_here: RunCommand, capsys: pytest.CaptureFixture[str], given: list[str], exit_code: int, message: str
+) -> None:
+    assert run_here("tune", "--resume-run", tuned, *given) == exit_code
+    assert_error(capsys, message.format(run=tuned))
+    assert mlflow.get_run(tuned).info.status == "FINISHED"
+
+
+def test_records_of_another_device_are_refused(
+    tuned: str, run_here: RunCommand, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = artifacts_of(tuned) / names.RECORDS_DIR / names.FINGERPRINT_FILE
+    fields = json.loads(path.read_text())
+    fields["target"]["mcpu"] = "znver3"
+    path.write_text(json.dumps(fields))
+    assert run_here("tune", "--resume-run", tuned, "--trials", "20") == 5
+    assert_error(
+        capsys, "resume_run=.*: its records are for llvm znver3 ×., this is llvm .*; resume it on such a device"
+    )
+
+
+@pytest.mark.parametrize("other", ["0" * 32, "evaluate"])
+def test_what_is_no_tuning_run_cannot_go_on(
+    new_experiment: str, run_here: RunCommand, capsys: pytest.CaptureFixture[str], other: str
+) -> None:
+    if other == "evaluate":
+        run = mlflow.MlflowClient().create_run(new_experiment, tags={names.TAG_STEP: "evaluate"})
+        other = run.info.run_id
+    assert run_here("tune", "--resume-run", other) == 2
+    assert_error(capsys, f"cannot resume the run {other}: .*not found|resume_run={other}: it is not a tuning run; give")
+
+
+def assert_error(capsys: pytest.CaptureFixture[str], message: str) -> None:
+
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
+    assert re.search(message, error), error
