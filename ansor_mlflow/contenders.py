@@ -41,11 +41,11 @@ def tuned_run(directory: Path) -> Run:
     return flavor.load_model(str(directory)).run
 
 
-def reference_run(network: Path, num_threads: int) -> Run:
+def reference_run(network: Path, num_threads: int, *, optimized: bool = True) -> Run:
     """ONNX Runtime."""
     from ansor_mlflow.networks.reference import ReferenceSession
 
-    return ReferenceSession(network, num_threads).run
+    return ReferenceSession(network, num_threads, optimized=optimized).run
 
 
 def untuned_build(network: Path, entry: LibraryEntry, library: Path) -> Callable[[], None]:

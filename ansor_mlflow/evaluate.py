@@ -26,6 +26,9 @@ Result = TypeVar("Result")
 
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 """Largest `max_rel_error` that passes, by the type that a network computes in; the reference computes in float32."""
+QUANTIZED_TOLERANCE = 1e-1
+"""Of a network that rounds to 8 bits: a value half-way between two steps goes up or down with the order of a sum, and
+what follows from the other step is no error."""
 _WARM_UP_S = 0.5
 _MEASURE_S = 1.5
 _MIN_SAMPLES = 10

@@ -200,7 +200,7 @@ class CheckOptions(SeedOptions):
     tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = _parameter(
         "auto",
         "Largest max_rel_error that passes: max |output - reference| / max |reference|; auto is 0.0001, with float16 "
-        "0.02 and with bfloat16 0.1.",
+        "0.02, and with bfloat16 and of quantised networks 0.1.",
         "a positive number, or auto",
     )
     turns: PositiveInt = _parameter(

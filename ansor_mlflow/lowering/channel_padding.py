@@ -26,6 +26,7 @@ _MIN_GAIN = 2.0
 _MAX_GROWTH = 1.25
 """Padded over true number of channels, at most."""
 
+_LAYERS = {"Conv", "Gemm", "MatMul"}
 _POOLS = {"AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool"}
 _ELEMENTWISE = {
     *("Add", "Clip", "Elu", "HardSigmoid", "HardSwish", "Identity", "LeakyRelu", "Max", "Min", "Mul", "Relu"),
@@ -178,7 +179,7 @@ class _Padding:
 
 def _layer(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto]) -> _Layer | None:
     """The layer that a node is; None where it is none that can be padded."""
-    if len(node.input) < 2 or not {name for name in node.input[1:] if name} <= constants.keys():
+    if node.op_type not in _LAYERS or not {name for name in node.input[1:] if name} <= constants.keys():
         return None
     weight = constants[node.input[1]]
     bias = constants[node.input[2]] if len(node.input) > 2 and node.input[2] else None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.target import Target
 
-LOWERING_VERSION = 4
+LOWERING_VERSION = 5
 """Provenance of records: two lowerings with different versions may give different kernels for one network."""
 
 Layout = Literal["NHWC", "NCHW", "auto"]
@@ -83,6 +83,8 @@ def lower(
     from tvm import relax
 
     from ansor_mlflow.lowering.constants import FoldConstantInNumPy
+    from ansor_mlflow.lowering.elementwise import ExpandElementwise
+    from ansor_mlflow.lowering.indices import BoundIndices
     from ansor_mlflow.lowering.slices import SlicesAreInjective
     from ansor_mlflow.lowering.squeeze import PositiveSqueezeAxes
 
@@ -94,9 +96,11 @@ def lower(
             [
                 PositiveSqueezeAxes(),
                 relax.transform.DecomposeOpsForInference(),
+                ExpandElementwise(),
                 relax.transform.CanonicalizeBindings(),
                 FoldConstantInNumPy(),
                 relax.transform.FoldConstant(),
+                BoundIndices(),
                 relax.transform.ConvertLayout(_LAYOUTS[resolve_layout(layout)]),
                 *compute_in(dtype),
                 FoldConstantInNumPy(),

@@ -13,6 +13,7 @@ import mlflow
 from ansor_mlflow import contenders, flavor, names, sources
 from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.evaluate import (
+    QUANTIZED_TOLERANCE,
     TOLERANCES,
     Difference,
     Latency,
@@ -22,6 +23,7 @@ from ansor_mlflow.evaluate import (
     measure_in_turns,
 )
 from ansor_mlflow.model import LibraryEntry, Manifest, choose_library
+from ansor_mlflow.networks.reference import is_quantized
 from ansor_mlflow.options import EvaluateOptions
 from ansor_mlflow.tensors import TensorSpec
 from ansor_mlflow.tracking import StepRun, step_run
@@ -73,16 +75,15 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> dict[s
             "mlflow.runName": f"evaluate {manifest.network} · {device.description}",
         }
     )
-    runs = {
-        _TUNED: partial(contenders.tuned_run, directory),
-        _REFERENCE: partial(contenders.reference_run, directory / names.NETWORK_FILE, device.num_threads),
-    }
-    difference = _compare(options, manifest, runs)
+    reference = partial(contenders.reference_run, directory / names.NETWORK_FILE, device.num_threads)
+    runs = {_TUNED: partial(contenders.tuned_run, directory), _REFERENCE: reference}
+    quantized = is_quantized(directory / names.NETWORK_FILE)
+    difference = _compare(options, manifest, {**runs, _REFERENCE: partial(reference, optimized=not quantized)})
     metrics = {names.MAX_ABS_ERROR: difference.max_abs_error, names.MAX_REL_ERROR: difference.max_rel_error}
     run.log_metrics(metrics)
     tolerance = options.tolerance
     if tolerance == "auto":
-        tolerance = TOLERANCES[entry.provenance.get("dtype", "float32")]
+        tolerance = QUANTIZED_TOLERANCE if quantized else TOLERANCES[entry.provenance.get("dtype", "float32")]
     if not difference.max_rel_error <= tolerance:
         raise CorrectnessError(
             f"the outputs of {manifest.network} differ from ONNX Runtime's by max_rel_error="

@@ -1,0 +1,116 @@
+"""Elementwise operators in terms of those that every pass over Relax knows.
+
+ConvertLayout transposes data before and after an operator that it does not know, and so parts it from the kernel of the
+layer before. It knows maxima and rounding, but neither quantisation nor what TVM makes of ONNX's Clip.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from tvm import relax, tirx
+from tvm.ir import IRModule
+from tvm.ir.transform import PassContext, module_pass
+
+_BOUNDS: dict[str, Callable[..., relax.Expr]] = {"maximum": relax.op.maximum, "minimum": relax.op.minimum}
+"""By the name of the kernel that TVM imports a bound of Clip as."""
+_QUANTIZED = {"int8", "int16", "int32", "uint8", "uint16"}
+
+
+@module_pass(opt_level=0, name="ExpandElementwise")
+class ExpandElementwise:
+    """Replaces bounds, leaky rectifiers and quantisations in "main" by arithmetic."""
+
+    def transform_module(self, mod: IRModule, _context: PassContext) -> IRModule:
+        """Also removes the kernels that nothing calls any more."""
+        expanded = mod.clone()
+        expanded.update_func(mod.get_global_var("main"), _Expander(mod).visit_expr(mod["main"]))
+        return relax.transform.DeadCodeElimination(["main"])(expanded)
+
+
+@relax.expr_functor.mutator
+class _Expander(relax.PyExprMutator):  # type: ignore[misc]
+    def __init__(self, mod: IRModule) -> None:
+        super().__init__(mod)
+        self._mod = mod
+
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        call = self.visit_expr_post_order(call)
+        match getattr(call.op, "name", ""):
+            case "relax.call_tir":
+                return self._bounded(call)
+            case "relax.clip":
+                data, low, high = call.args
+                return _clipped(data, float(low.value), float(high.value), _dtype(data))
+            case "relax.nn.leakyrelu":
+                return _leaky_relu(call)
+            case "relax.dequantize" if _dtype(call.args[0]) in _QUANTIZED:
+                return self._dequantized(call)
+            case "relax.quantize" if call.attrs.out_dtype in _QUANTIZED:
+                return self._quantized(call)
+        return call
+
+    def _bounded(self, call: relax.Call) -> relax.Expr:
+        """A bound of Clip: an argument, or before version 11 of ONNX's operators a number in the kernel."""
+        kernel, arguments = call.args[:2]
+        function = _BOUNDS.get(kernel.name_hint.rstrip("0123456789"))
+        if function is None:
+            return call
+        data, *bounds = arguments
+        return function(data, *bounds or [relax.const(_number(self._mod[kernel]), _dtype(data))])
+
+    def _quantized(self, call: relax.Call) -> relax.Expr:
+        """saturate(round(x / scale) + zero point), ties to even, as ONNX's QuantizeLinear."""
+        data, scale, zero_point = self._operands(call)
+        dtype, quantized = _dtype(call.args[1]), str(call.attrs.out_dtype)
+        if _dtype(data) != dtype:
+            data = relax.op.astype(data, dtype)
+        steps = relax.op.round(relax.op.divide(data, scale))
+        shifted = relax.op.add(steps, relax.op.astype(zero_point, dtype))
+        limits = np.iinfo(quantized)
+        return relax.op.astype(_clipped(shifted, limits.min, limits.max, dtype), quantized)
+
+    def _dequantized(self, call: relax.Call) -> relax.Expr:
+        """(x − zero point) · scale, as ONNX's DequantizeLinear."""
+        data, scale, zero_point = self._operands(call)
+        dtype, dequantized = _dtype(call.args[1]), str(call.attrs.out_dtype)
+        steps = relax.op.subtract(relax.op.astype(data, "int32"), relax.op.astype(zero_point, "int32"))
+        product = relax.op.multiply(relax.op.astype(steps, dtype), scale)
+        return product if dequantized == dtype else relax.op.astype(product, dequantized)
+
+    def _operands(self, call: relax.Call) -> tuple[relax.Expr, relax.Expr, relax.Expr]:
+        """The data, and scale and zero point in a shape that broadcasts to it."""
+        data, *parameters = call.args
+        rank, axis = data.ty.ndim, call.attrs.axis
+
+        def broadcast(parameter: relax.Expr) -> relax.Expr:
+            if math.prod(map(int, parameter.ty.shape)) == 1:
+                return relax.op.reshape(parameter, ())
+            return relax.op.reshape(parameter, [-1 if index == axis % rank else 1 for index in range(rank)])
+
+        scale, zero_point = map(broadcast, parameters)
+        return data, scale, zero_point
+
+
+def _clipped(data: relax.Expr, low: float, high: float, dtype: str) -> relax.Expr:
+    return relax.op.minimum(relax.op.maximum(data, relax.const(low, dtype)), relax.const(high, dtype))
+
+
+def _leaky_relu(call: relax.Call) -> relax.Expr:
+    data, dtype = call.args[0], _dtype(call.args[0])
+    zero, slope = relax.const(0, dtype), relax.const(call.attrs.alpha, dtype)
+    return relax.op.add(relax.op.maximum(data, zero), relax.op.multiply(slope, relax.op.minimum(data, zero)))
+
+
+def _dtype(tensor: relax.Expr) -> str:
+    return str(tensor.ty.dtype)
+
+
+def _number(kernel: tirx.PrimFunc) -> float:
+    """What a kernel that holds a bound compares every element with."""
+    statement = kernel.body
+    while not isinstance(statement, tirx.BufferStore):
+        statement = statement.block if hasattr(statement, "block") else statement.body
+    return float(statement.value.b.value)

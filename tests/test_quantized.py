@@ -1,0 +1,168 @@
+"""Networks quantised to 8 bits, in ONNX's QuantizeLinear and DequantizeLinear, compute what ONNX Runtime does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.lowering import Layout, LoweredNetwork, lower
+from ansor_mlflow.lowering.channel_padding import layers_to_pad
+from ansor_mlflow.networks import Network, load_network
+from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.tensors import TensorSpec, random_inputs
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+NUM_CALIBRATION_INPUTS = 4
+
+
+class SeededInputs(CalibrationDataReader):
+    """What the ranges of values are measured with."""
+
+    def __init__(self, inputs: tuple[TensorSpec, ...]) -> None:
+        self._inputs = iter([random_inputs(inputs, seed) for seed in range(NUM_CALIBRATION_INPUTS)])
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        return next(self._inputs, None)
+
+
+@pytest.fixture(scope="module")
+def float_network(tmp_path_factory: pytest.TempPathFactory) -> Network:
+    """Layers of every kind that the quantiser of ONNX Runtime knows in image classifiers; (1, 3, 20, 20) -> (1, 10).
+
+    An average of nine steps never lies half-way between two, so that rounding errors do not decide on it.
+    """
+    builder = GraphBuilder(seed=0)
+    data = builder.input("data", (1, 3, 20, 20))
+    data = builder.relu("relu0", builder.batch_norm("bn", builder.conv("conv0", data, (8, 3, 3, 3), padding=1), 8))
+    data = builder.pool("MaxPool", "max", data, (3, 3), stride=2, padding=1)
+    branch = builder.relu("relu1", builder.conv("conv1", data, (8, 8, 3, 3), padding=1, bias=True))
+    branch = builder.conv("conv2", branch, (8, 8, 1, 1))
+    data = builder.relu("relu2", builder.node("Add", "add", branch, data))
+    data = builder.conv("depthwise", data, (8, 1, 3, 3), groups=8, bias=True)
+    data = builder.pool("AveragePool", "average", data, (3, 3), stride=2)
+    data = builder.conv("odd", data, (34, 8, 1, 1), bias=True)
+    data = builder.node("Flatten", "flatten", builder.node("GlobalAveragePool", "global", data), axis=1)
+    builder.dense("logits", data, units=10, in_units=34)
+    path = tmp_path_factory.mktemp("float") / "float.onnx"
+    onnx.save(builder.build("float", {"logits": (1, 10)}), path)
+    return load_network(str(path))
+
+
+def quantized(
+    network: Network, directory: Path, activations: str, *, per_channel: bool, form: QuantFormat = QuantFormat.QDQ
+) -> Network:
+    types = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8}
+    quantize_static(
+        network.path,
+        directory / "quantized.onnx",
+        SeededInputs(network.inputs),
+        quant_format=form,
+        activation_type=types[activations],
+        weight_type=QuantType.QInt8,
+        per_channel=per_channel,
+    )
+    return load_network(str(directory / "quantized.onnx"))
+
+
+def run_untuned(lowered: LoweredNetwork, target: Target, *inputs: np.ndarray) -> np.ndarray:
+    import tvm
+
+    machine = tvm.relax.VirtualMachine(tvm.compile(lowered.mod, target), tvm.cpu())
+    return machine["main"](*map(tvm.runtime.tensor, inputs)).numpy()
+
+
+def run_onnxruntime(model: onnx.ModelProto, *, optimized: bool, **inputs: np.ndarray) -> np.ndarray:
+    """Optimised, ONNX Runtime has kernels for 8 bits; else it computes what the nodes say, in float32."""
+    levels = onnxruntime.GraphOptimizationLevel
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session.run(None, inputs)[0]
+
+
+def output_step(model: onnx.ModelProto) -> float:
+    """The distance of neighbouring values of the output."""
+    (last,) = (node for node in model.graph.node if node.output[0] == model.graph.output[0].name)
+    (scale,) = (weight for weight in model.graph.initializer if weight.name == last.input[1])
+    return float(numpy_helper.to_array(scale))
+
+
+@pytest.mark.parametrize(
+    ("activations", "per_channel", "layout"),
+    [("uint8", False, "NHWC"), ("uint8", True, "NCHW"), ("int8", True, "NHWC"), ("int8", False, "NCHW")],
+)
+def test_a_quantized_network_is_a_step_from_onnxruntime_at_most(
+    float_network: Network, host_target: Target, tmp_path: Path, activations: str, per_channel: bool, layout: Layout
+) -> None:
+    """A value half-way between two steps goes up or down with the rounding of a sum, whose order is free."""
+    network = quantized(float_network, tmp_path, activations, per_channel=per_channel)
+    inputs = random_inputs(network.inputs, seed=10)
+    output = run_untuned(lower(network.model, host_target, layout), host_target, *inputs.values())
+    step = output_step(network.model)
+    for optimized in (False, True):
+        expected = run_onnxruntime(network.model, optimized=optimized, **inputs)
+        assert np.ptp(expected) > 50 * step
+        np.testing.assert_allclose(output, expected, rtol=0, atol=1.01 * step)
+
+
+def linear_model(dtype: int, scale: np.ndarray, zero_point: np.ndarray, **attributes: Any) -> onnx.ModelProto:
+    """QuantizeLinear and DequantizeLinear of "x" (2, 3, 8)."""
+    constants = [
+        numpy_helper.from_array(scale.astype(np.float32), "scale"),
+        numpy_helper.from_array(zero_point.astype(helper.tensor_dtype_to_np_dtype(dtype)), "zero_point"),
+    ]
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "scale", "zero_point"], ["q"], **attributes),
+        helper.make_node("DequantizeLinear", ["q", "scale", "zero_point"], ["y"], **attributes),
+    ]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, (2, 3, 8)) for name in "xy")
+    graph = helper.make_graph(nodes, "linear", [x], [y], constants)
+    return helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
+
+
+@pytest.mark.parametrize("dtype", [TensorProto.INT8, TensorProto.UINT8])
+@pytest.mark.parametrize("axis", [None, 1, -1])
+def test_rounding_and_saturation_are_onnxs(host_target: Target, dtype: int, axis: int | None) -> None:
+    """Ties go to even; the scales are powers of two, so that there are some."""
+    shape = () if axis is None else (2, 3, 8)[axis]
+    scale = 2.0 ** np.random.default_rng(0).integers(-2, 2, shape)
+    zero_point = np.random.default_rng(1).integers(0, 100, shape)
+    model = linear_model(dtype, scale, zero_point, **({} if axis is None else {"axis": axis}))
+    x = np.arange(-24, 24).reshape(2, 3, 8).astype(np.float32) * 0.125
+    x[:, :, 0] *= 1e6
+    expected = run_onnxruntime(model, optimized=False, x=x)
+    np.testing.assert_array_equal(run_untuned(lower(model, host_target), host_target, x), expected)
+
+
+def test_quantization_is_part_of_the_kernel_before_it(
+    float_network: Network, host_target: Target, tmp_path: Path
+) -> None:
+    """No layout parts them: only the input is transposed, and what is flattened."""
+    network = quantized(float_network, tmp_path, "uint8", per_channel=True)
+    names = [task.info.name for task in lower(network.model, host_target, "NHWC").tasks]
+    assert all("round" in name for name in names)
+    assert sum("transpose" in name for name in names) == 2
+
+
+def test_quantized_weights_are_not_padded(float_network: Network, host_target: Target, tmp_path: Path) -> None:
+    """They are no constants of their layer, but what DequantizeLinear makes of some."""
+    network = quantized(float_network, tmp_path, "int8", per_channel=True)
+    assert layers_to_pad(network.model, lanes=16) == []
+    plain, padded = (lower(network.model, host_target, pad_channels=padding) for padding in ("off", 32))
+    assert [task.info.workload_hash for task in plain.tasks] == [task.info.workload_hash for task in padded.tasks]
+
+
+def test_operators_on_integers_are_refused(float_network: Network, host_target: Target, tmp_path: Path) -> None:
+    network = quantized(float_network, tmp_path, "uint8", per_channel=False, form=QuantFormat.QOperator)
+    with pytest.raises(UserInputError, match=r"TVM imports no ONNX operator .*QLinearConv"):
+        lower(network.model, host_target)
