@@ -2,7 +2,8 @@
 
     python benchmarks/padding.py --json result.json
 
-Each variant is tuned with the same number of trials; the compiled layers are timed in alternating turns.
+Each variant is tuned with the same number of trials and the same seeds; the compiled layers are timed in alternating
+turns.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 import click
@@ -33,30 +35,35 @@ _VARIANTS: dict[str, tuple[int, Literal["auto", "off"]]] = {
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--trials", default=256, type=click.IntRange(min=1), help="Programs that are measured for each variant.")
-@click.option("--seed", default=0)
+@click.option("--trials", default=256, type=click.IntRange(min=1), help="Programs that are measured in each tuning.")
+@click.option("--seeds", default="0,1,2", help="Seeds of the tunings of each variant, with commas between them.")
 @click.option("--turns", default=7, type=click.IntRange(min=1), help="Fresh processes in which each variant is timed.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for the figures.")
-def main(trials: int, seed: int, turns: int, json_file: Path | None) -> None:
-    """Compare a layer whose channels tile well with one whose channels do not."""
+def main(trials: int, seeds: str, turns: int, json_file: Path | None) -> None:
+    """Compare a layer whose channels tile well with one whose channels do not.
+
+    A search may have luck, so that each variant is tuned with several seeds and its median counts.
+    """
+    numbers = [int(seed) for seed in seeds.split(",")]
     with tempfile.TemporaryDirectory(prefix="padding-") as directory:
-        libraries = {}
-        for position, (name, (channels, padding)) in enumerate(_VARIANTS.items()):
-            click.echo(f"tuning: {name}", err=True)
-            libraries[name] = Path(directory) / f"{position}" / "model.so"
-            in_child_process(call_once, partial(_tuning, channels, padding, trials, seed, libraries[name]))
-        calls = {name: partial(_call, _VARIANTS[name][0], seed, library) for name, library in libraries.items()}
+        calls: dict[str, Callable[[], Callable[[], Any]]] = {}
+        for name, (channels, padding) in _VARIANTS.items():
+            for seed in numbers:
+                click.echo(f"tuning: {name}, seed {seed}", err=True)
+                library = Path(directory) / f"{len(calls)}" / "model.so"
+                in_child_process(call_once, partial(_tuning, channels, padding, trials, seed, library))
+                calls[f"{name}, {seed}"] = partial(_call, channels, seed, library)
         latencies = measure_in_turns(calls, turns)
-    plain_ms = latencies["384 channels"].median_ms
+    tuned_ms = {name: [latencies[f"{name}, {seed}"].median_ms for seed in numbers] for name in _VARIANTS}
+    plain_ms = median(tuned_ms["384 channels"])
     figures = {
-        name: {"latency_ms": latency.median_ms, "ratio_to_384": latency.median_ms / plain_ms}
-        for name, latency in latencies.items()
+        name: {"tuned_ms": values, "latency_ms": median(values), "ratio_to_384": median(values) / plain_ms}
+        for name, values in tuned_ms.items()
     }
     _show(figures)
     if json_file is not None:
-        json_file.write_text(
-            json.dumps({"trials": trials, "seed": seed, "turns": turns, "variants": figures}, indent=1)
-        )
+        settings = {"trials": trials, "seeds": numbers, "turns": turns}
+        json_file.write_text(json.dumps({**settings, "variants": figures}, indent=1))
 
 
 def _tuning(
@@ -97,7 +104,7 @@ def _call(channels: int, seed: int, library: Path) -> Callable[[], Any]:
     )
 
 
-def _show(figures: dict[str, dict[str, float]]) -> None:
+def _show(figures: dict[str, dict[str, Any]]) -> None:
     table = Table("layer", "latency, ms", "over 384 channels")
     for name, row in figures.items():
         table.add_row(name, f"{row['latency_ms']:.3f}", f"{row['ratio_to_384']:.2f}")
