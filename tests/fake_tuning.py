@@ -50,7 +50,7 @@ def tune(
     with contextlib.closing(builder or FakeBuilder()) as builder, contextlib.closing(runner or FakeRunner()) as runner:
         log, journal = RecordLog(records, target.export()), Journal(records)
         if not resume:
-            journal.begin(log.num_records)
+            journal.begin(log.num_earlier)
         tuner = Tuner(
             lowered.tasks,
             target=target,

@@ -164,7 +164,8 @@ def test_a_record_gives_its_program_again(single: LoweredNetwork, host_target: T
     )
     candidates = search.propose(8)
     log.append(*log_lines(task.mod, host_target, candidates, [(1e-3,)] * 8))
-    again = [replay(record, task.mod, search._random_search()) for record in log.all(task.info.workload_hash)]
+    records = RecordLog(tmp_path, host_target.export()).earlier(task.info.workload_hash)
+    again = [replay(record, task.mod, search._random_search()) for record in records]
     search.close()
     assert [shash2hex(c.sch.mod) for c in again] == [shash2hex(c.sch.mod) for c in candidates]
     assert [c.args_info[0].as_json() for c in again] == [c.args_info[0].as_json() for c in candidates]

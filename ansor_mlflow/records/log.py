@@ -58,8 +58,7 @@ class RecordLog:
         database = Database(self._pair)
         self._indices = {hash_: index for index, hash_ in reversed(list(enumerate(database.hashes)))}
         self._num_workloads = len(database.hashes)
-        self.num_records = len(database.records)
-        """Records when the log was opened."""
+        self._earlier = database
         self._best: dict[int, list[RecordText]] = {}
         self._target = code_attributes(target)
         for workload, records in database.by_workload(target).items():
@@ -76,10 +75,14 @@ class RecordLog:
         index = self._indices.get(int(workload_hash, 16))
         return () if index is None else tuple(self._best.get(index, ()))
 
-    def all(self, workload_hash: str) -> list[RecordText]:
-        """Every record of a workload for this target, failed trials too, in their order. Reads the whole log."""
-        database = Database(self._pair)
-        index = self._indices.get(int(workload_hash, 16))
+    @property
+    def num_earlier(self) -> int:
+        """Records that were there when the log was opened."""
+        return len(self._earlier.records)
+
+    def earlier(self, workload_hash: str) -> list[RecordText]:
+        """The records of a workload for this target that were there when the log was opened, failed trials too."""
+        database, index = self._earlier, self._indices.get(int(workload_hash, 16))
         records = [r for r in database.records if r.workload == index and has_target(r, self._target)]
         return [RecordText(record.run_s, database.fields(record)) for record in records]
 

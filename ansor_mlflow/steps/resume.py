@@ -12,8 +12,10 @@ import mlflow
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import RecordsError, UserInputError
+from ansor_mlflow.lowering import LOWERING_VERSION
+from ansor_mlflow.networks import Network
 from ansor_mlflow.options import TuneOptions, load_options
-from ansor_mlflow.records import RecordPair, join_parts
+from ansor_mlflow.records import RecordPair, join_parts, read_provenance
 from ansor_mlflow.targets import DeviceFingerprint
 from ansor_mlflow.tracking.failures import clear_failures
 
@@ -76,15 +78,15 @@ def fetch_what_was_measured(run_id: str, records: Path) -> None:
             shutil.move(fetched, records)
 
 
-def require_same_device(run_id: str, records: Path, device: DeviceFingerprint) -> None:
-    """Checks that records were measured on such a device.
+def require_same_kernels(run_id: str, records: Path, network: Network, device: DeviceFingerprint) -> None:
+    """Checks that records were measured on such a device, of the kernels that this network has today.
 
     Raises:
-        RecordsError: They are for another one, or do not say for which.
+        RecordsError: They are for another device or other kernels, or do not say for which.
     """
-    path = records / names.FINGERPRINT_FILE
     if not RecordPair.in_directory(records).records.exists():
         return
+    path = records / names.FINGERPRINT_FILE
     try:
         made_for = DeviceFingerprint.from_dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, LookupError) as err:
@@ -96,6 +98,13 @@ def require_same_device(run_id: str, records: Path, device: DeviceFingerprint) -
         raise RecordsError(
             f"resume_run={run_id}: its records are for {made_for.description}, this is {device.description}; resume it "
             "on such a device, or start a new tuning"
+        )
+    provenance = read_provenance(records)
+    if provenance.lowering_version != LOWERING_VERSION or provenance.network_sha256 != network.sha256:
+        raise RecordsError(
+            f"resume_run={run_id}: the network has other kernels today than the run tuned (lowering version "
+            f"{provenance.lowering_version}, this is {LOWERING_VERSION}; or another version of the network); start a "
+            "new tuning"
         )
 
 

@@ -21,7 +21,7 @@ from ansor_mlflow.records import PARTS_DIR, Provenance, write_description
 from ansor_mlflow.steps.resume import (
     copy_of_network,
     fetch_what_was_measured,
-    require_same_device,
+    require_same_kernels,
     resumed_options,
 )
 from ansor_mlflow.targets import (
@@ -82,7 +82,7 @@ def _tune(options: TuneOptions, run: StepRun, outbox: Outbox, observers: Sequenc
     start_fork_server()  # it loads TVM while the network is lowered
     device = fingerprint(target, num_threads)
     if options.resume_run:
-        require_same_device(run.run_id, records, device)
+        require_same_kernels(run.run_id, records, network, device)
     _log_inputs(run, network, device)
 
     _log.info("lowering %s for %s", network.name, device.description)

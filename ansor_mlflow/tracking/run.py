@@ -130,9 +130,8 @@ def _end_failed(run: StepRun, err: BaseException) -> None:
     """Marks a run FAILED or KILLED. The store may be what failed: then `sync` does it, where there is an outbox."""
     status = "KILLED" if isinstance(err, KeyboardInterrupt) else "FAILED"
     try:
-        with contextlib.suppress(Exception):  # of the second run that MLflow keeps for this thread
-            mlflow.end_run(status)
-        Message(tags=_error_tags(err), status=status).deliver(run.run_id, run.directory)
+        Message(tags=_error_tags(err)).deliver(run.run_id, run.directory)
+        mlflow.end_run(status)
     except Exception as second:  # noqa: BLE001 - the first error is the one to report
         _log.warning("the run %s could not be marked as failed: %s", run.run_id, one_line(second))
         if has_messages(run.directory) and not isinstance(err, UndeliveredError):

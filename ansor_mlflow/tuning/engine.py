@@ -291,7 +291,7 @@ class Tuner:
                 cost_model=self._cost_model,
             )
             if self._states[index].total_trials:  # by an earlier process
-                self._searches[index].remember(self._log.all(self._tasks[index].info.workload_hash))
+                self._searches[index].remember(self._log.earlier(self._tasks[index].info.workload_hash))
         return self._searches[index]
 
     # -- the run -------------------------------------------------------------------------------------------------------

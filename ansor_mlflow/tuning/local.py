@@ -75,7 +75,7 @@ def tune_locally(
         shutil.rmtree(best, ignore_errors=True)  # a killed tuning would leave that of the one before
         log, journal = RecordLog(job.records, job.target.export()), Journal(job.records)
         if not resume:
-            journal.begin(log.num_records)
+            journal.begin(log.num_earlier)
         tuner = Tuner(
             job.lowered.tasks,
             target=job.target,
