@@ -9,7 +9,7 @@ import pytest
 import tvm
 from tvm import relax
 
-from ansor_mlflow.lowering.constants import FoldConstantInNumPy
+from ansor_mlflow.lowering.constants import fold_constants_in_numpy
 
 SHAPE = (2, 3, 4)
 
@@ -59,7 +59,7 @@ def folded_value(mod: tvm.IRModule, fold: tvm.ir.transform.Pass) -> np.ndarray:
 )
 def test_same_bits_as_the_compiled_kernel(make_call: Callable[[], relax.Expr]) -> None:
     mod = module_of(make_call)
-    ours = folded_value(mod, FoldConstantInNumPy())
+    ours = folded_value(mod, fold_constants_in_numpy())
     tvms = folded_value(mod, relax.transform.FoldConstant())
     assert (ours.dtype, ours.shape) == (tvms.dtype, tvms.shape)
     np.testing.assert_array_equal(ours, tvms)  # NaN equals NaN
@@ -77,7 +77,7 @@ def test_same_bits_as_the_compiled_kernel(make_call: Callable[[], relax.Expr]) -
 )
 def test_what_numpy_computes_otherwise_is_left(make_call: Callable[[], relax.Expr]) -> None:
     mod = module_of(make_call)
-    tvm.ir.assert_structural_equal(FoldConstantInNumPy()(mod), mod)
+    tvm.ir.assert_structural_equal(fold_constants_in_numpy()(mod), mod)
 
 
 def test_what_depends_on_the_input_is_left_and_the_rest_of_a_chain_is_folded() -> None:
@@ -87,7 +87,7 @@ def test_what_depends_on_the_input_is_left_and_the_rest_of_a_chain_is_folded() -
         scale = builder.emit(relax.op.sqrt(relax.const(4.0)))
         scale = builder.emit(relax.op.add(scale, relax.const(1.0)))
         builder.emit_func_output(builder.emit(relax.op.multiply(data, scale)))
-    mod = relax.transform.CanonicalizeBindings()(FoldConstantInNumPy()(builder.get()))
+    mod = relax.transform.CanonicalizeBindings()(fold_constants_in_numpy()(builder.get()))
     mod = relax.transform.DeadCodeElimination()(mod)
     (block,) = mod["main"].body.blocks
     (binding,) = block.bindings

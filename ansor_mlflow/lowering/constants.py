@@ -13,8 +13,10 @@ from typing import Any
 import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
 import numpy as np
 from tvm import relax
-from tvm.ir import GenericConst, IRModule
-from tvm.ir.transform import PassContext, module_pass
+from tvm.ir import GenericConst
+from tvm.ir.transform import Pass
+
+from ansor_mlflow.lowering.rewriting import rewrite_main
 
 
 def _permute_dims(call: relax.Call, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -72,12 +74,6 @@ class _Folder(relax.PyExprMutator):  # type: ignore[misc]
         return arg.value.numpy() if isinstance(arg, GenericConst) else None
 
 
-@module_pass(opt_level=0, name="FoldConstantInNumPy")
-class FoldConstantInNumPy:
-    """Evaluates the simplest calls with constant arguments; FoldConstant takes the rest."""
-
-    def transform_module(self, mod: IRModule, _context: PassContext) -> IRModule:
-        """Folds in "main"."""
-        folded = mod.clone()
-        folded.update_func(mod.get_global_var("main"), _Folder(mod).visit_expr(mod["main"]))
-        return folded
+def fold_constants_in_numpy() -> Pass:
+    """The pass that evaluates the simplest calls with constant arguments; FoldConstant takes the rest."""
+    return rewrite_main("FoldConstantInNumPy", _Folder)

@@ -12,22 +12,13 @@ from collections.abc import Callable
 import numpy as np
 from tvm import relax, tirx
 from tvm.ir import IRModule
-from tvm.ir.transform import PassContext, module_pass
+from tvm.ir.transform import Pass, Sequential
+
+from ansor_mlflow.lowering.rewriting import rewrite_main
 
 _BOUNDS: dict[str, Callable[..., relax.Expr]] = {"maximum": relax.op.maximum, "minimum": relax.op.minimum}
 """By the name of the kernel that TVM imports a bound of Clip as."""
 _QUANTIZED = {"int8", "int16", "int32", "uint8", "uint16"}
-
-
-@module_pass(opt_level=0, name="ExpandElementwise")
-class ExpandElementwise:
-    """Replaces bounds, leaky rectifiers and quantisations in "main" by arithmetic."""
-
-    def transform_module(self, mod: IRModule, _context: PassContext) -> IRModule:
-        """Also removes the kernels that nothing calls any more."""
-        expanded = mod.clone()
-        expanded.update_func(mod.get_global_var("main"), _Expander(mod).visit_expr(mod["main"]))
-        return relax.transform.DeadCodeElimination(["main"])(expanded)
 
 
 @relax.expr_functor.mutator
@@ -92,6 +83,14 @@ class _Expander(relax.PyExprMutator):  # type: ignore[misc]
 
         scale, zero_point = map(broadcast, parameters)
         return data, scale, zero_point
+
+
+def expand_elementwise() -> Pass:
+    """The pass that replaces bounds, leaky rectifiers and quantisations by arithmetic, and kernels that nothing calls
+    any more by nothing.
+    """
+    expand = rewrite_main("ExpandElementwise", _Expander)
+    return Sequential([expand, relax.transform.DeadCodeElimination(["main"])])
 
 
 def _clipped(data: relax.Expr, low: float, high: float, dtype: str) -> relax.Expr:

@@ -9,27 +9,15 @@ from typing import Any
 
 import numpy as np
 from tvm import relax, tirx
-from tvm.ir import GenericConst, IRModule
-from tvm.ir.transform import PassContext, module_pass
+from tvm.ir import GenericConst
+from tvm.ir.transform import Pass
+
+from ansor_mlflow.lowering.rewriting import rewrite_main
 
 _ALONG_AXIS = {"relax.gather_elements", "relax.scatter_elements"}
 _COORDINATES = {"relax.gather_nd", "relax.scatter_nd"}
 _FROM_THE_END = {"relax.scatter_elements"}
 """Takes negative indices; for the others TVM's importer makes them positive."""
-
-
-@module_pass(opt_level=0, name="BoundIndices")
-class BoundIndices:
-    """Makes an index outside of a tensor harmless: Gather gives NaN for it, everything else takes the nearest inside.
-
-    A tensor that does not hold floats has no NaN, so Gather takes the nearest there, too.
-    """
-
-    def transform_module(self, mod: IRModule, _context: PassContext) -> IRModule:
-        """In "main", wherever indices are no constants inside of their tensor."""
-        bounded = mod.clone()
-        bounded.update_func(mod.get_global_var("main"), _Bounder(mod).visit_expr(mod["main"]))
-        return bounded
 
 
 @relax.expr_functor.mutator
@@ -67,6 +55,15 @@ class _Bounder(relax.PyExprMutator):  # type: ignore[misc]
             return False
         values = indices.value.numpy()
         return bool(((lowest <= values) & (values <= highest)).all())
+
+
+def bound_indices() -> Pass:
+    """The pass that makes an index outside of a tensor harmless, wherever indices are no constants inside of it.
+
+    Gather gives NaN for it, everything else takes the nearest inside. A tensor that does not hold floats has no NaN, so
+    Gather takes the nearest there, too.
+    """
+    return rewrite_main("BoundIndices", _Bounder)
 
 
 def _sizes(call: relax.Call) -> np.ndarray[Any, Any] | None:

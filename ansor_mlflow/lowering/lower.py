@@ -82,11 +82,11 @@ def lower(
     import tvm
     from tvm import relax
 
-    from ansor_mlflow.lowering.constants import FoldConstantInNumPy
-    from ansor_mlflow.lowering.elementwise import ExpandElementwise
-    from ansor_mlflow.lowering.indices import BoundIndices
+    from ansor_mlflow.lowering.constants import fold_constants_in_numpy
+    from ansor_mlflow.lowering.elementwise import expand_elementwise
+    from ansor_mlflow.lowering.indices import bound_indices
     from ansor_mlflow.lowering.slices import SlicesAreInjective
-    from ansor_mlflow.lowering.squeeze import PositiveSqueezeAxes
+    from ansor_mlflow.lowering.squeeze import positive_squeeze_axes
 
     graph = fold_batch_norms(model)
     if (padding := _padding(pad_channels, target)) is not None:
@@ -94,16 +94,16 @@ def lower(
     with target:
         mod = tvm.transform.Sequential(
             [
-                PositiveSqueezeAxes(),
+                positive_squeeze_axes(),
                 relax.transform.DecomposeOpsForInference(),
-                ExpandElementwise(),
+                expand_elementwise(),
                 relax.transform.CanonicalizeBindings(),
-                FoldConstantInNumPy(),
+                fold_constants_in_numpy(),
                 relax.transform.FoldConstant(),
-                BoundIndices(),
+                bound_indices(),
                 relax.transform.ConvertLayout(_LAYOUTS[resolve_layout(layout)]),
                 *compute_in(dtype),
-                FoldConstantInNumPy(),
+                fold_constants_in_numpy(),
                 relax.transform.FoldConstant(),
                 # TVM's pipeline "zero", with more to say of slices
                 relax.transform.LegalizeOps(),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tvm import relax
-from tvm.ir import IRModule
-from tvm.ir.transform import PassContext, module_pass
+from tvm.ir.transform import Pass
+
+from ansor_mlflow.lowering.rewriting import rewrite_main
 
 
 @relax.expr_functor.mutator
@@ -17,12 +18,6 @@ class _Squeezes(relax.PyExprMutator):  # type: ignore[misc]
         return relax.op.squeeze(data, [int(axis) % data.ty.ndim for axis in call.attrs.axis])
 
 
-@module_pass(opt_level=0, name="PositiveSqueezeAxes")
-class PositiveSqueezeAxes:
-    """Rewrites "main"."""
-
-    def transform_module(self, mod: IRModule, _context: PassContext) -> IRModule:
-        """Gives every squeeze its axes from the front."""
-        rewritten = mod.clone()
-        rewritten.update_func(mod.get_global_var("main"), _Squeezes(mod).visit_expr(mod["main"]))
-        return rewritten
+def positive_squeeze_axes() -> Pass:
+    """The pass that gives every squeeze its axes from the front."""
+    return rewrite_main("PositiveSqueezeAxes", _Squeezes)
