@@ -35,11 +35,24 @@ def trials_with(status: TrialStatus) -> str:
     return f"trials/{status.value}"
 
 
+WARM_START_APPLIED = "warm_start/applied"
+"""Records of this device that a tuning began with."""
+WARM_START_TASKS = "warm_start/tasks"
+"""Tasks that have one of them."""
+WARM_START_TRANSFERRED = "warm_start/transferred"
+"""Records of similar devices that taught the cost model."""
+
 # -- metrics of a compile run and of the pipeline's parent
 COVERAGE_TASKS = "coverage_tasks"
 """Tasks with a record over all tasks, 0 to 1."""
 COVERAGE_FLOPS = "coverage_flops"
 """The covered tasks' share of the floating point operations, 0 to 1."""
+
+# -- metrics of a recompile run
+RECORDS_APPLIED = "records_applied"
+"""Kernels whose records still apply."""
+RECORDS_LOST = "records_lost"
+"""Kernels whose records do not, or that the network has no more."""
 
 # -- metrics of an evaluate run and of the pipeline's parent
 LATENCY_MS = "latency_ms"
@@ -82,16 +95,28 @@ TAG_ERROR = "ansor.error"
 TAG_EXIT_CODE = "ansor.exit_code"
 TAG_MODEL_URI = "ansor.model_uri"
 TAG_TUNE_RUN = "ansor.tune_run"
+TAG_RECOMPILED_FROM = "ansor.recompiled_from"
+"""The run whose model was built again; of a registered version, the version that it was built from."""
+TAG_TARGET_MISMATCH = "ansor.target_mismatch"
+"""For which device the records are, where they were applied on another."""
 
 # -- artifacts
 RECORDS_DIR = "records"
 BEST_DIR = "best"
+SIMILAR_DIR = "similar"
+"""Records of similar devices, which taught the cost model."""
 FINGERPRINT_FILE = "fingerprint.json"
 PROVENANCE_FILE = "provenance.json"
+MANIFEST_FILE = "manifest.json"
+"""Digests of the files of a tuning's records."""
 SOURCES_FILE = "sources.json"
 """What a merged or distilled database was made from."""
 COST_MODEL_FILE = "cost_model.ubj"
 NETWORK_FILE = "network.onnx"
+SURVIVORS_FILE = "survivors.json"
+"""What became of the records of an old run."""
+WARM_START_FILE = "warm_start.json"
+"""What was taken of which source."""
 TRIALS_TABLE = "trials.json"
 TASKS_FILE = "tasks.json"
 CONVERGENCE_FIGURE = "convergence.png"

@@ -30,6 +30,10 @@ def _same_as(cls: type[BaseModel], name: str) -> Any:
     return cls.model_fields[name]
 
 
+def _parse_list(value: Any) -> Any:
+    return tuple(item.strip() for item in value.split(",")) if isinstance(value, str) else value
+
+
 def _parse_json(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) else value
 
@@ -167,6 +171,18 @@ class TuneOptions(BudgetOptions):
         "a whole number of at least 512",
     )
     cache_flush: bool = _parameter(False, "Flush the CPU's caches before every measurement.", "true or false")
+    warm_start: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_parse_list)] = _parameter(
+        (),
+        "Records of earlier tunings to begin with, separated by commas: runs, models, artifact URIs, paths. Those of "
+        "this device are applied; those of similar devices teach the cost model.",
+        "run IDs, artifact URIs or paths, separated by commas",
+    )
+    record_pool: str = _parameter(
+        "",
+        "Path or artifact URI of shared records: those of this device are taken before tuning, and what was measured "
+        "is added afterwards. A kernel that was tuned with as many trials per task before gets none.",
+        "a path or an artifact URI",
+    )
     resume_run: str = _parameter(
         "",
         "ID of a tuning run that was stopped, or is to get more trials: it goes on with its own parameters, except for "
@@ -191,7 +207,27 @@ class RecordsOptions(NetworkOptions):
 
 
 class CompileOptions(RecordsOptions):
-    """Which records a network is compiled with."""
+    """Which records a network is compiled with, and where they may come from."""
+
+    allow_target_mismatch: bool = _parameter(
+        False,
+        "Apply records of another device, too, where there are none of this one; they may be slow here, and the model "
+        "says so.",
+        "true or false",
+    )
+
+
+class RecompileOptions(Options):
+    """The command `recompile`: whose model is built again."""
+
+    run: str = _parameter(
+        "",
+        "ID of the run whose model is built again: one of compile, main or tune.",
+        "a run ID",
+        min_length=1,
+        validate_default=True,
+    )
+    allow_target_mismatch: bool = _same_as(CompileOptions, "allow_target_mismatch")
 
 
 class CheckOptions(SeedOptions):
@@ -253,6 +289,48 @@ class SourceOptions(ReportOptions, NetworkOptions):
         min_length=1,
         validate_default=True,
     )
+
+
+class PoolOptions(Options):
+    """Which record pool a command is about."""
+
+    pool: str = _parameter(
+        "",
+        "Record pool: a path, or a URI that MLflow keeps artifacts under, such as s3://bucket/prefix.",
+        "a path or an artifact URI",
+        min_length=1,
+        validate_default=True,
+    )
+
+
+class ListPoolOptions(ReportOptions, PoolOptions):
+    """The command `pool list`."""
+
+
+class PushPoolOptions(PoolOptions):
+    """The command `pool push`: whose records are added."""
+
+    sources: tuple[str, ...] = _parameter(
+        (),
+        "Tunings, each a run's ID, or a directory or an artifact URI of its records.",
+        "one tuning at least: the ID of a run, a path or an artifact URI",
+        min_length=1,
+        validate_default=True,
+    )
+
+
+class PullPoolOptions(PoolOptions):
+    """The command `pool pull`: for which device, and where to."""
+
+    output: str = _parameter(
+        "",
+        "Directory of the new database, which must not exist or be empty.",
+        "the path of a directory",
+        min_length=1,
+        validate_default=True,
+    )
+    target: str = _same_as(NetworkOptions, "target")
+    num_threads: PositiveInt | Auto = _same_as(NetworkOptions, "num_threads")
 
 
 class ExplainOptions(SourceOptions):
@@ -395,4 +473,6 @@ def as_text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, dict):
         return json.dumps(value)
+    if isinstance(value, tuple):
+        return ",".join(value)
     return str(value)

@@ -58,9 +58,11 @@ class TaskState:
 
     info: TaskInfo
     best_s: float | None = None
-    """Fastest first measurement."""
+    """Fastest first measurement; before there is one, that of the fastest record that the tuning began with."""
     confirmed_s: float | None = None
     """Second measurement of the winner, at the end of the tuning."""
+    confirmed_error: float | None = None
+    """Relative standard error of `confirmed_s`, from how far repeated measurements of a program differ."""
     num_trials: dict[TrialStatus, int] = field(default_factory=lambda: dict.fromkeys(TrialStatus, 0))
     first_error: str = ""
     """Of the first failed trial."""
@@ -188,6 +190,8 @@ class StopReason:
     """Every program of the search space was measured."""
     NOTHING_TO_TUNE = "nothing_to_tune"
     """The kernel computes nothing (it moves data, at most), and the search has no program for it."""
+    KNOWN = "known"
+    """The record pool knows enough of it already."""
     INTERRUPTED = "interrupted"
     """SIGINT or SIGTERM came."""
 

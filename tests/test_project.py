@@ -234,6 +234,7 @@ def test_records_and_what_explains_them_are_artifacts(pipeline: Pipeline) -> Non
         "records/best/database_workload.json",
         "records/fingerprint.json",
         "records/provenance.json",
+        "records/manifest.json",
         "trials.json",
         "tasks.json",
         "convergence.png",
@@ -321,6 +322,32 @@ def project(tmp_path: Path) -> Path:
         shutil.copy(ROOT / name, tmp_path / name)
     shutil.copytree(ROOT / "pipelines", tmp_path / "pipelines", ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
+
+
+def test_a_pipeline_goes_on_with_a_tuning_that_ended(
+    database: Path, s3: S3Server, small_onnx: Path, tmp_path: Path
+) -> None:
+    store = make_experiment(database, s3, "resume")
+    env = {**store.environment(), "MLFLOW_EXPERIMENT_ID": store.experiment_id}
+    command = [ANSOR_MLFLOW, "tune", *flags({**FAST, "network": small_onnx, "trials": NUM_TRIALS})]
+    assert run_command(command, tmp_path, env).exit_code == 0
+    tuned = store.parent()
+    finished = run_project(
+        ROOT,
+        {"resume_run": tuned.info.run_id, "trials": NUM_TRIALS + 4, "turns": 1},
+        tmp_path,
+        store.environment(),
+        experiment_id=store.experiment_id,
+    )
+    assert finished.exit_code == 0, finished.stderr
+    assert store.client.get_run(tuned.info.run_id).data.metrics[names.TRIALS_MEASURED] == NUM_TRIALS + 4
+    (main,) = store.client.search_runs([store.experiment_id], "tags.`ansor.step` = 'main'")
+    assert main.data.metrics[names.TRIALS_MEASURED] == NUM_TRIALS + 4
+    assert main.data.metrics[names.COVERAGE_TASKS] == 1
+    assert main.data.metrics[names.LATENCY_MS] > 0
+    stand_in = store.children(main)["tune"]
+    assert stand_in.info.status == "FINISHED"
+    assert stand_in.data.tags[names.TAG_TUNE_RUN] == tuned.info.run_id
 
 
 def test_a_step_that_fails_fails_the_pipeline_with_its_message(

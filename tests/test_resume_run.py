@@ -12,7 +12,7 @@ import pytest
 from commands import FAST, RunCommand, flags
 
 from ansor_mlflow import names
-from ansor_mlflow.records import JOURNAL_FILE, RECORD_FILE
+from ansor_mlflow.records import JOURNAL_FILE, RECORD_FILE, write_manifest
 
 QUICK = {**FAST, "cost_model": "none", "num_trials_per_round": 2}
 
@@ -78,9 +78,9 @@ def test_a_run_without_records_begins_again(tuned: str, run_here: RunCommand) ->
         (
             ["--network", "resnet-34"],
             2,
-            "network=resnet-34, but the run {run} tunes network=.*small.onnx; leave network",
+            "network=resnet-34, but the run {run} has network=.*small.onnx; leave network",
         ),
-        (["--layout", "NCHW"], 2, "layout=NCHW, but the run {run} tunes layout=auto; leave layout out, or start a new"),
+        (["--layout", "NCHW"], 2, "layout=NCHW, but the run {run} has layout=auto; leave layout out, or start a new"),
     ],
 )
 def test_what_the_records_hang_on_cannot_change(
@@ -98,10 +98,21 @@ def test_records_of_another_device_are_refused(
     fields = json.loads(path.read_text())
     fields["target"]["mcpu"] = "znver3"
     path.write_text(json.dumps(fields))
+    write_manifest(path.parent, path.with_name(names.MANIFEST_FILE))
     assert run_here("tune", "--resume-run", tuned, "--trials", "20") == 5
     assert_error(
-        capsys, "resume_run=.*: its records are for llvm znver3 ×., this is llvm .*; resume it on such a device"
+        capsys, "resume_run=.*: the records are for llvm znver3 ×. -O2, this is llvm .*; resume it on such a device"
     )
+
+
+def test_records_that_were_changed_are_refused(
+    tuned: str, run_here: RunCommand, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = artifacts_of(tuned) / names.RECORDS_DIR / RECORD_FILE
+    path.write_text(path.read_text().replace("e-0", "e-1", 1))
+    for command in (["tune", "--resume-run", tuned], ["compile", "--tune-run", tuned]):
+        assert run_here(*command) == 5
+        assert_error(capsys, f"{RECORD_FILE}: the file is not the one whose SHA-256 is in {names.MANIFEST_FILE}")
 
 
 @pytest.mark.parametrize(("field", "value"), [("lowering_version", 1), ("network_sha256", "0" * 64)])
@@ -110,6 +121,7 @@ def test_records_of_other_kernels_are_refused(
 ) -> None:
     path = artifacts_of(tuned) / names.RECORDS_DIR / names.PROVENANCE_FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    write_manifest(path.parent, path.with_name(names.MANIFEST_FILE))
     assert run_here("tune", "--resume-run", tuned, "--trials", "20") == 5
     assert_error(capsys, "resume_run=.*: the network has other kernels today than the run tuned .*; start a new tuning")
 

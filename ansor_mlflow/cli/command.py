@@ -38,8 +38,8 @@ def command(
 
 
 def _param(options_class: type[Options], name: str, info: FieldInfo) -> click.Parameter:
-    if name == "source":
-        return click.Argument([name], default="", required=False, metavar="SOURCE")
+    if name in ("source", "pool"):
+        return click.Argument([name], default="", required=False, metavar=name.upper())
     if name == "sources":
         return click.Argument([name], nargs=-1, metavar="SOURCE...")
     if name in _SWITCHES:
@@ -47,4 +47,6 @@ def _param(options_class: type[Options], name: str, info: FieldInfo) -> click.Pa
     default = default_text(options_class, name)
     text = f"{info.description}  [default: {default}]" if default else info.description
     flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
+    if info.annotation is bool:  # given alone, it is true
+        return click.Option([flag, name], default="", metavar="VALUE", help=text, is_flag=False, flag_value="true")
     return click.Option([flag, name], default="", metavar="VALUE", help=text)

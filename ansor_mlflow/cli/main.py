@@ -15,16 +15,21 @@ from typing import Any
 import click
 
 from ansor_mlflow.cli.command import command
+from ansor_mlflow.cli.s3 import suit_other_s3_servers
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError
 from ansor_mlflow.options import (
     CompileOptions,
     DistillRecordsOptions,
     EvaluateOptions,
     ExplainOptions,
+    ListPoolOptions,
     MergeRecordsOptions,
     Options,
     PipelineOptions,
     PlanOptions,
+    PullPoolOptions,
+    PushPoolOptions,
+    RecompileOptions,
     ShowRecordsOptions,
     TuneOptions,
     VerifyRecordsOptions,
@@ -39,12 +44,16 @@ ENTRY_POINTS: dict[str, type[Options]] = {
 """The entry points of `MLproject`, which are commands, too."""
 COMMANDS: dict[str, type[Options]] = {
     **ENTRY_POINTS,
+    "recompile": RecompileOptions,
     "plan": PlanOptions,
     "explain": ExplainOptions,
     "records show": ShowRecordsOptions,
     "records merge": MergeRecordsOptions,
     "records distill": DistillRecordsOptions,
     "records verify": VerifyRecordsOptions,
+    "pool list": ListPoolOptions,
+    "pool push": PushPoolOptions,
+    "pool pull": PullPoolOptions,
 }
 """The commands that have options."""
 
@@ -92,6 +101,18 @@ def pipeline(options: PipelineOptions) -> None:
     from ansor_mlflow.steps import run_pipeline
 
     print_pipeline(run_pipeline(options, Path.cwd()))
+
+
+@command(cli, "recompile", RecompileOptions)
+def recompile(options: RecompileOptions) -> None:
+    """Build the model of an old run again with today's TVM, and say which records still apply.
+
+    Where the old model is a version of a registered model, the new one becomes its next version.
+    """
+    from ansor_mlflow.cli.summary import print_recompiled
+    from ansor_mlflow.steps import recompile as recompile_step
+
+    print_recompiled(recompile_step(options))
 
 
 @command(cli, "plan", PlanOptions)
@@ -173,6 +194,45 @@ def records_verify(options: VerifyRecordsOptions) -> None:
     result.require_pass()
 
 
+@cli.group("pool")
+def pool() -> None:
+    """Share tuning records with others.
+
+    POOL is a path, or a URI that MLflow keeps artifacts under, such as s3://bucket/prefix.
+    """
+
+
+@command(pool, "list", ListPoolOptions)
+def pool_list(options: ListPoolOptions) -> None:
+    """List the devices that a pool has records for."""
+    from ansor_mlflow.cli.json_file import report
+    from ansor_mlflow.cli.records import print_pool
+    from ansor_mlflow.steps import list_pool
+
+    report(list_pool(options), options.json_file, print_pool)
+
+
+@command(pool, "push", PushPoolOptions)
+def pool_push(options: PushPoolOptions) -> None:
+    """Add to a pool what tunings measured.
+
+    SOURCE is the ID of a tuning run, or a directory or an artifact URI of its records.
+    """
+    from ansor_mlflow.steps import push_records
+
+    pushed = push_records(options)
+    click.echo(f"{pushed.num_records} records of {pushed.num_objects} kernels are in the pool")
+
+
+@command(pool, "pull", PullPoolOptions)
+def pool_pull(options: PullPoolOptions) -> None:
+    """Write what a pool has for a device to a new database, such as compile --records takes."""
+    from ansor_mlflow.steps import pull_records
+
+    pulled = pull_records(options)
+    click.echo(f"{pulled.num_records} records of {pulled.num_kernels} kernels are in {pulled.output}")
+
+
 @cli.command("sync")
 def sync() -> None:
     """Tell MLflow what earlier steps in this directory could not, because a server was away."""
@@ -206,6 +266,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Runs a command line and exits: 0, or the code of the error's kind (see `errors.py`)."""
     _set_up_logging()
     _shorten_mlflow_retries()
+    suit_other_s3_servers()
     try:
         cli.main(args=args, prog_name="ansor-mlflow", standalone_mode=False)
     except click.Abort:

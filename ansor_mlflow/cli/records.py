@@ -11,7 +11,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from ansor_mlflow.records import DatabaseSummary, TargetSummary
-    from ansor_mlflow.steps import ReplayedRecord, Verification, WrittenRecords
+    from ansor_mlflow.steps import PoolContents, ReplayedRecord, Verification, WrittenRecords
 
 _PIPE_WIDTH = 1000
 """Columns where there is no terminal: lines are not broken."""
@@ -58,6 +58,20 @@ def _microseconds(seconds: float | None) -> str:
 def _listed(numbers: tuple[int, ...]) -> str:
     more = ", …" if len(numbers) > _MAX_NUMBERS else ""
     return ", ".join(map(str, numbers[:_MAX_NUMBERS])) + more
+
+
+def print_pool(contents: PoolContents) -> None:
+    """Prints a line for each device."""
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for header in ("device", "CPU"):
+        table.add_column(header, no_wrap=True)
+    for header in ("kernels", "objects"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for device in contents.devices:
+        made_for, counts = device.fingerprint, (str(device.num_kernels), str(device.num_objects))
+        table.add_row(made_for.description, f"{made_for.cpu_model} ({made_for.machine})", *counts)
+    console.print(table if contents.devices else "the pool is empty")
 
 
 def print_written(written: WrittenRecords) -> None:

@@ -13,7 +13,7 @@ from ansor_mlflow import names
 from ansor_mlflow.tracking.failures import without_credentials
 
 if TYPE_CHECKING:
-    from ansor_mlflow.steps import PipelineResult
+    from ansor_mlflow.steps import PipelineResult, RecompileResult
 
 _ROWS = (
     ("untuned", names.UNTUNED_LATENCY_MS, "{:.2f} ms"),
@@ -41,6 +41,21 @@ def print_summary(metrics: Mapping[str, float]) -> None:
         if name in metrics:
             table.add_row(label, form.format(metrics[name]))
     Console().print(table)
+
+
+def print_recompiled(result: RecompileResult) -> None:
+    """Prints the kernels whose records do not apply any more, and where the new model is."""
+    for lost in (survivor for survivor in result.survivors if survivor.fate != "applied"):
+        reason = "the schedule does not apply" if lost.task else "the network has this kernel no more"
+        print(f"{lost.task or lost.workload_hash}  {lost.run_s * 1e6:.1f} µs  {reason}")
+    print(
+        f"the records of {result.num_applied} of {len(result.survivors)} kernels apply, coverage "
+        f"{result.coverage.task_share:.0%} of tasks, {result.coverage.flops_share:.1%} of operations"
+    )
+    print(f"run    {result.run_id}")
+    print(f"model  {result.model_uri}")
+    for version in result.registered_versions:
+        print(f"registered as {version}")
 
 
 def print_pipeline(result: PipelineResult) -> None:

@@ -1,12 +1,16 @@
 """Tuning records on disk: TVM's own pair of JSON-lines files, read without TVM, and what describes them."""
 
+from ansor_mlflow.records.applicability import why_not_applicable
 from ansor_mlflow.records.atomic import is_full, write_text
-from ansor_mlflow.records.description import Provenance, read_provenance, write_description
-from ansor_mlflow.records.journal import JOURNAL_FILE, Journal, JournalEntry, read_journal
+from ansor_mlflow.records.description import Provenance, read_fingerprint, read_provenance, write_description
+from ansor_mlflow.records.journal import JOURNAL_FILE, Journal, JournalEntry, Seed, read_journal, read_seeds
 from ansor_mlflow.records.lines import FAILED_RUN_S, fields_of
 from ansor_mlflow.records.log import RecordLog, RecordText
+from ansor_mlflow.records.manifest import verify_manifest, write_manifest
 from ansor_mlflow.records.parts import PARTS_DIR, PartWriter, join_parts
+from ansor_mlflow.records.pool import ObjectName, PoolObject, objects_of, write_objects
 from ansor_mlflow.records.repair import Repair, repair
+from ansor_mlflow.records.selection import matching_records, open_winners, read_similar, similar_records
 from ansor_mlflow.records.store import (
     RECORD_FILE,
     WORKLOAD_FILE,
@@ -36,12 +40,15 @@ __all__ = [
     "DatabaseSummary",
     "Journal",
     "JournalEntry",
+    "ObjectName",
     "PartWriter",
+    "PoolObject",
     "Provenance",
     "RecordLog",
     "RecordPair",
     "RecordText",
     "Repair",
+    "Seed",
     "TargetSummary",
     "WorkloadSummary",
     "distill",
@@ -49,14 +56,25 @@ __all__ = [
     "find_records",
     "is_full",
     "join_parts",
+    "matching_records",
     "merge",
+    "objects_of",
     "open_database",
+    "open_winners",
+    "read_fingerprint",
     "read_journal",
     "read_provenance",
+    "read_seeds",
+    "read_similar",
     "repair",
     "search_directories",
+    "similar_records",
     "summarize",
+    "verify_manifest",
+    "why_not_applicable",
     "write_description",
+    "write_manifest",
+    "write_objects",
     "write_pair",
     "write_text",
 ]

@@ -37,12 +37,32 @@ class Provenance:
     measure: dict[str, Any]
     """Settings of the time evaluator."""
     estimated_latency_ms: float | None = None
+    trials_per_task: float | None = None
+    """Trials that the tuning was ready to give a task, on average; None before its end."""
 
 
 def write_description(directory: Path, device: DeviceFingerprint, provenance: Provenance) -> None:
     """Writes both files."""
     write_text(directory / names.FINGERPRINT_FILE, device.to_json())
     write_text(directory / names.PROVENANCE_FILE, json.dumps(asdict(provenance), indent=1))
+
+
+def read_fingerprint(directory: Path) -> DeviceFingerprint | None:
+    """Reads the device that records are for; None where nothing says so, as in a database that TVM wrote.
+
+    Raises:
+        RecordsError: The file is damaged.
+    """
+    path = directory / names.FINGERPRINT_FILE
+    if not path.is_file():
+        return None
+    try:
+        return DeviceFingerprint.from_dict(json.loads(path.read_text()))
+    except (ValueError, TypeError, LookupError) as err:
+        raise RecordsError(
+            f"{path} is damaged ({type(err).__name__}), so nobody knows which device the records are for; fetch them "
+            "again, or tune"
+        ) from err
 
 
 def read_provenance(directory: Path) -> Provenance:

@@ -17,6 +17,19 @@ from ansor_mlflow.trials import TrialStatus
 
 JOURNAL_FILE = "trials.jsonl"
 _EARLIER = "earlier_records"
+_SEEDS = "seeds"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seed:
+    """What earlier tunings know of a task's kernel."""
+
+    workload_hash: str
+    """Structural hash in hexadecimal digits."""
+    best_s: float
+    """Seconds per call of its fastest record."""
+    is_enough: bool = False
+    """Whether the task gets no trials."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +60,34 @@ class Journal:
     def __init__(self, directory: Path) -> None:
         self._path = directory / JOURNAL_FILE
 
-    def begin(self, num_earlier: int) -> None:
+    def begin(self, num_earlier: int, seeds: Sequence[Seed] = ()) -> None:
         """Begins a new journal.
 
         Args:
             num_earlier: Records in the database that belong to earlier tunings.
+            seeds: What they say.
         """
-        write_text(self._path, json.dumps({_EARLIER: num_earlier}) + "\n")
+        header = {_EARLIER: num_earlier, _SEEDS: [asdict(seed) for seed in seeds]}
+        write_text(self._path, json.dumps(header) + "\n")
 
     def append(self, entries: Sequence[JournalEntry]) -> None:
         """Appends trials, whose records are on the disk already. Raises OSError where the disk is full."""
         append(self._path, "".join(f"{json.dumps(asdict(entry))}\n" for entry in entries).encode())
+
+
+def read_seeds(directory: Path) -> tuple[int, list[Seed]]:
+    """What a tuning began with: the number of records that earlier ones left in its database, and what they say.
+
+    Args:
+        directory: Directory of the records.
+    """
+    path = directory / JOURNAL_FILE
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.readline())
+        return int(header[_EARLIER]), [Seed(**fields) for fields in header.get(_SEEDS, ())]
+    except (OSError, ValueError, TypeError, LookupError):
+        return 0, []
 
 
 def read_journal(directory: Path) -> list[JournalEntry]:
@@ -71,7 +101,8 @@ def read_journal(directory: Path) -> list[JournalEntry]:
     Raises:
         RecordsError: What is there is no database.
     """
-    num_earlier, entries = _read_entries(directory / JOURNAL_FILE)
+    num_earlier, _ = read_seeds(directory)
+    entries = _read_entries(directory / JOURNAL_FILE)
     database = Database(RecordPair.in_directory(directory))
     trials: list[JournalEntry] = []
     for step, record in enumerate(database.records[num_earlier:], start=1):
@@ -92,17 +123,14 @@ def read_journal(directory: Path) -> list[JournalEntry]:
     return trials
 
 
-def _read_entries(path: Path) -> tuple[int, dict[int, JournalEntry]]:
-    """The number of earlier records, and the readable lines of a journal, by step."""
-    num_earlier, entries = 0, {}
+def _read_entries(path: Path) -> dict[int, JournalEntry]:
+    """The readable trials of a journal, by step."""
+    entries = {}
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
             fields = json.loads(line)
-            if _EARLIER in fields:
-                num_earlier = int(fields[_EARLIER])
-                continue
             entry = JournalEntry(**{**fields, "status": TrialStatus(fields["status"]), "run_s": tuple(fields["run_s"])})
             entries[entry.step] = entry
         except (ValueError, TypeError, LookupError):
             continue
-    return num_earlier, entries
+    return entries

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ansor_mlflow import names
 from ansor_mlflow.errors import MachineError
+from ansor_mlflow.records.applicability import code_attributes, has_target
 from ansor_mlflow.records.atomic import append, is_full
 from ansor_mlflow.records.lines import FAILED_RUN_S, workload_hash
 from ansor_mlflow.records.repair import repair
-from ansor_mlflow.records.store import Database, RecordPair, code_attributes, has_target
+from ansor_mlflow.records.store import Database, RecordPair
 
 _NUM_BEST = 8
 """Records of a workload that are kept at hand."""
@@ -54,7 +56,8 @@ class RecordLog:
     def __init__(self, directory: Path, target: Mapping[str, Any]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._pair = RecordPair.in_directory(directory)
-        repair(self._pair)
+        if repair(self._pair).quarantines:
+            (directory / names.MANIFEST_FILE).unlink(missing_ok=True)  # of the files as they were
         database = Database(self._pair)
         self._indices = {hash_: index for index, hash_ in reversed(list(enumerate(database.hashes)))}
         self._num_workloads = len(database.hashes)
@@ -74,6 +77,10 @@ class RecordLog:
         """
         index = self._indices.get(int(workload_hash, 16))
         return () if index is None else tuple(self._best.get(index, ()))
+
+    def drop(self, workload_hash: str, record: RecordText) -> None:
+        """Takes a record out of the fastest ones: its schedule does not apply. It stays in the file."""
+        self._best[self._indices[int(workload_hash, 16)]].remove(record)
 
     @property
     def num_earlier(self) -> int:

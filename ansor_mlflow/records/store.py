@@ -8,12 +8,12 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import RecordsError, UserInputError
+from ansor_mlflow.records.applicability import code_attributes, has_target, target_key, target_name
 from ansor_mlflow.records.atomic import new_file, write_text
 from ansor_mlflow.records.lines import (
     FAILED_RUN_S,
@@ -28,12 +28,6 @@ from ansor_mlflow.records.lines import (
 
 WORKLOAD_FILE = "database_workload.json"
 RECORD_FILE = "database_tuning_record.json"
-
-_TARGET_DECORATION = {"tag", "keys", "host", "libs", "model"}
-"""Entries of a target that do not change generated CPU code."""
-_DEFAULT_OPT_LEVEL = 3
-"""What TVM takes where a target names no `opt-level`. A program that is fast at one level may be slow at another."""
-
 
 _log = logging.getLogger("ansor_mlflow")
 
@@ -168,7 +162,9 @@ class Database:
                 self.hashes.append(None)
 
 
-def distill(source: RecordPair, destination: Path, target: Mapping[str, Any], keep: int = 1) -> int:
+def distill(
+    source: RecordPair, destination: Path, target: Mapping[str, Any], keep: int = 1, *, any_target: bool = False
+) -> int:
     """Writes the fastest valid records of each workload to a new database.
 
     Damaged lines are left out, with a warning.
@@ -179,6 +175,7 @@ def distill(source: RecordPair, destination: Path, target: Mapping[str, Any], ke
         target: Attributes of the target that the records must be for. TVM's own queries ignore it and would return
             the fastest record of any device.
         keep: Records of a workload.
+        any_target: Whether a workload without such records gets those of another target of the same kind.
 
     Returns:
         The number of records written.
@@ -187,7 +184,9 @@ def distill(source: RecordPair, destination: Path, target: Mapping[str, Any], ke
         RecordsError: There are no records, or all of them are for other targets.
     """
     database = Database(source)
-    num_written = merge([database], destination, target=target, keep=keep)
+    if any_target:
+        _take_one_target_each(database, target)
+    num_written = merge([database], destination, target=None if any_target else target, keep=keep)
     if num_written:
         return num_written
     valid = [record for record in database.records if record.run_s < FAILED_RUN_S]
@@ -203,6 +202,19 @@ def distill(source: RecordPair, destination: Path, target: Mapping[str, Any], ke
             "one; give the file that TVM wrote"
         )
     raise RecordsError(f"{source.records}: there is no valid record in it; tune first")
+
+
+def _take_one_target_each(database: Database, target: Mapping[str, Any]) -> None:
+    """Leaves for every workload the records for the target; where there are none, those of the target of its fastest
+    one.
+    """
+    wanted = target_key(json.dumps(dict(target)))
+    taken: dict[int, str] = {}
+    valid = [r for r in database.records if target_attributes(r.target).get("kind") == target.get("kind")]
+    for record in sorted(valid, key=lambda record: (target_key(record.target) != wanted, record.run_s)):
+        if record.run_s < FAILED_RUN_S:
+            taken.setdefault(record.workload, target_key(record.target))
+    database.records = [r for r in valid if taken.get(r.workload) == target_key(r.target)]
 
 
 def merge(
@@ -290,37 +302,3 @@ def write_pair(directory: Path, workloads: Sequence[str], records: Sequence[str]
     pair = RecordPair.in_directory(directory)
     write_text(pair.workloads, "".join(f"{line}\n" for line in workloads))
     write_text(pair.records, "".join(f"{line}\n" for line in records))
-
-
-def code_attributes(target: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of a target that decide which code is made for it."""
-    return {
-        "opt-level": _DEFAULT_OPT_LEVEL,
-        **{key: value for key, value in target.items() if key not in _TARGET_DECORATION and value not in ("", [])},
-    }
-
-
-def has_target(record: RecordLine, attributes: Mapping[str, Any]) -> bool:
-    """Whether a record is for a target with these code attributes."""
-    return _code_attributes(record.target) == attributes
-
-
-@lru_cache(maxsize=1024)
-def _code_attributes(target: str) -> dict[str, Any]:
-    return code_attributes(target_attributes(target))
-
-
-@lru_cache(maxsize=1024)
-def target_key(target: str) -> str:
-    """Tells targets apart by the code that is made for them; `target` is that of a `RecordLine`."""
-    return json.dumps(_code_attributes(target), sort_keys=True)
-
-
-def target_name(target: Mapping[str, Any]) -> str:
-    """A target's short name, such as "llvm znver4 ×2"."""
-    words = [target.get("kind", "?"), target.get("mcpu") or target.get("arch") or ""]
-    if "num-cores" in target:
-        words.append(f"×{target['num-cores']}")
-    if target.get("opt-level", _DEFAULT_OPT_LEVEL) != _DEFAULT_OPT_LEVEL:
-        words.append(f"-O{target['opt-level']}")
-    return " ".join(str(word) for word in words if word)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from ansor_mlflow.errors import RecordsError
+from ansor_mlflow.records.applicability import target_key, target_name
 from ansor_mlflow.records.lines import FAILED_RUN_S, RecordLine, target_attributes
-from ansor_mlflow.records.store import Database, RecordPair, target_key, target_name
+from ansor_mlflow.records.store import Database, RecordPair
 
 
 @dataclass(frozen=True, kw_only=True)

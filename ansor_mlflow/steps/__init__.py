@@ -5,6 +5,8 @@ from ansor_mlflow.steps.evaluate import evaluate
 from ansor_mlflow.steps.explain import Explanation, explain_task
 from ansor_mlflow.steps.pipeline import PipelineResult, run_pipeline
 from ansor_mlflow.steps.plan import Plan, PlannedTask, plan_tuning
+from ansor_mlflow.steps.pool import PoolContents, PulledRecords, list_pool, pull_records, push_records
+from ansor_mlflow.steps.recompile import RecompileResult, recompile
 from ansor_mlflow.steps.records import WrittenRecords, distill_records, merge_records, show_records
 from ansor_mlflow.steps.sync import Delivered, sync
 from ansor_mlflow.steps.tune import tune
@@ -17,6 +19,9 @@ __all__ = [
     "PipelineResult",
     "Plan",
     "PlannedTask",
+    "PoolContents",
+    "PulledRecords",
+    "RecompileResult",
     "ReplayedRecord",
     "Verification",
     "WrittenRecords",
@@ -24,8 +29,12 @@ __all__ = [
     "distill_records",
     "evaluate",
     "explain_task",
+    "list_pool",
     "merge_records",
     "plan_tuning",
+    "pull_records",
+    "push_records",
+    "recompile",
     "run_pipeline",
     "show_records",
     "sync",

@@ -13,6 +13,7 @@ from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.options import ExplainOptions
 from ansor_mlflow.roofline import Bound, Roofline, measure_roofline
+from ansor_mlflow.steps.fetching import options_of_source
 from ansor_mlflow.steps.recorded import (
     Kernels,
     best_records,
@@ -20,7 +21,6 @@ from ansor_mlflow.steps.recorded import (
     latency_s,
     load_recorded_network,
     lower_for_device,
-    options_of_source,
 )
 from ansor_mlflow.targets import why_not_runnable
 from ansor_mlflow.trials import TaskInfo

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-import re
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
-
-import mlflow
 
 from ansor_mlflow import names, sources
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering import LOWERING_VERSION, SETTINGS, PaddedLayer, TuningTask, layers_to_pad, lower
 from ansor_mlflow.networks import Network
 from ansor_mlflow.options import NetworkOptions, RecordsOptions
-from ansor_mlflow.records import Provenance, distill, find_records, join_parts, read_provenance
+from ansor_mlflow.records import (
+    Provenance,
+    RecordPair,
+    distill,
+    find_records,
+    open_database,
+    read_fingerprint,
+    read_provenance,
+    summarize,
+    why_not_applicable,
+    write_text,
+)
+from ansor_mlflow.records.applicability import target_key, target_name
+from ansor_mlflow.steps.fetching import fetch_records, fetch_run
 from ansor_mlflow.targets import DeviceFingerprint, fingerprint, resolve_target, vector_lanes
 from ansor_mlflow.threads import resolve_num_threads
-from ansor_mlflow.tracking.failures import clear_failures
 from ansor_mlflow.tvm_import import import_tensor_intrin
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.database import TuningRecord
     from tvm.target import Target
-
-_RUN_ID = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -55,43 +63,13 @@ class Kernels:
     """Whether it did."""
 
 
-def options_of_source(source: str, options: NetworkOptions) -> RecordsOptions:
-    """The tuning run or the records that `source` means; `runs:/<ID>` and `runs:/<ID>/records` are a run, too.
+def find_recorded(options: RecordsOptions, scratch: Path, *, any_lowering: bool = False) -> Recorded:
+    """Finds the records that the options name; what is in MLflow is copied to `scratch`.
 
     Args:
-        source: What the user gave.
-        options: The network that records from a path are for.
-
-    Raises:
-        UserInputError: It is none of them.
-    """
-    shared = options.model_dump(include=set(NetworkOptions.model_fields))
-    if Path(source).exists():
-        return RecordsOptions(**shared, records=source)
-    run_id = source.removeprefix("runs:/").removesuffix("/").removesuffix("/records")
-    if _RUN_ID.fullmatch(run_id):
-        return RecordsOptions(**shared, tune_run=run_id)
-    if ":/" in source:
-        return RecordsOptions(**shared, records=source)
-    raise UserInputError(
-        f"source={source!r} is neither a run's ID (32 hexadecimal digits) nor a file or directory of records; give one "
-        "of them, or an artifact URI"
-    )
-
-
-def fetch_records(source: str, scratch: Path) -> Path:
-    """The file or directory of records that `source` means; what is in MLflow is copied to `scratch`.
-
-    Raises:
-        UserInputError: It is no source, or there is no such run or artifact.
-        MachineError: A server is away.
-    """
-    options = options_of_source(source, NetworkOptions())
-    return _fetch_run(options.tune_run, scratch) if options.tune_run else _fetch(options.records, scratch)
-
-
-def find_recorded(options: RecordsOptions, scratch: Path) -> Recorded:
-    """Finds the records that the options name; what is in MLflow is copied to `scratch`.
+        options: The records.
+        scratch: Directory for copies.
+        any_lowering: Whether another version of the lowering may have made the kernels of a tuning run.
 
     Raises:
         UserInputError: Not exactly one of `tune_run` and `records` is given, or there is no such run or artifact.
@@ -102,15 +80,15 @@ def find_recorded(options: RecordsOptions, scratch: Path) -> Recorded:
         given = "both were" if options.tune_run else "neither was"
         raise UserInputError(f"tune_run and records: {given} given; give the ID of a tuning run, or records=…")
     if options.tune_run:
-        return _from_tune_run(options, scratch)
-    return Recorded(options, _fetch(options.records, scratch), options.network, None)
+        return _from_tune_run(options, scratch, any_lowering=any_lowering)
+    return Recorded(options, fetch_records(options.records, scratch), options.network, None)
 
 
-def _from_tune_run(options: RecordsOptions, scratch: Path) -> Recorded:
+def _from_tune_run(options: RecordsOptions, scratch: Path, *, any_lowering: bool) -> Recorded:
     """The records of a tuning run, with the options that it used."""
-    records = _fetch_run(options.tune_run, scratch)
+    records = fetch_run(options.tune_run, scratch)
     provenance = read_provenance(records)
-    if provenance.lowering_version != LOWERING_VERSION:
+    if provenance.lowering_version != LOWERING_VERSION and not any_lowering:
         raise RecordsError(
             f"run {options.tune_run} was tuned with lowering version {provenance.lowering_version}, this is "
             f"{LOWERING_VERSION}: its records do not fit today's kernels; tune again"
@@ -128,25 +106,6 @@ def _from_tune_run(options: RecordsOptions, scratch: Path) -> Recorded:
     return Recorded(options.model_copy(update=used), records, network, provenance)
 
 
-def _fetch_run(run_id: str, scratch: Path) -> Path:
-    """The records of a tuning run, those of one that was killed too."""
-    with clear_failures(f"read the records of run {run_id}"):
-        records = Path(
-            mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=names.RECORDS_DIR, dst_path=str(scratch))
-        )
-    join_parts(records)
-    return records
-
-
-def _fetch(records: str, scratch: Path) -> Path:
-    """Records from a path or an artifact URI."""
-    if sources.is_uri(records):
-        records = sources.pinned_uri(records, "records")
-        with clear_failures(f"read records={records}"):
-            records = mlflow.artifacts.download_artifacts(artifact_uri=records, dst_path=str(scratch))
-    return Path(records)
-
-
 def load_recorded_network(recorded: Recorded) -> Network:
     """Loads the network that the records are for.
 
@@ -162,9 +121,7 @@ def load_recorded_network(recorded: Recorded) -> Network:
         input_shapes={} if is_copy else options.input_shapes,
         seed=options.seed,
     )
-    if recorded.provenance is None:
-        return network
-    if network.sha256 != recorded.provenance.network_sha256:
+    if recorded.provenance is not None and network.sha256 != recorded.provenance.network_sha256:
         raise RecordsError(
             f"run {options.tune_run} tuned another version of {options.network} than the one at hand; tune again"
         )
@@ -183,6 +140,43 @@ def lower_for_device(network: Network, options: NetworkOptions) -> Kernels:
     hard_to_tile = tuple(layers_to_pad(network.model, vector_lanes(target)))
     is_padded = options.pad_channels == "auto"
     return Kernels(network.name, target, fingerprint(target, num_threads), tasks, hard_to_tile, is_padded)
+
+
+def distill_for_device(
+    records: Path, device: DeviceFingerprint, best: Path, *, keep: int = 1, allow_mismatch: bool = False
+) -> str:
+    """Writes a database with the fastest records of each kernel that may be applied on a device.
+
+    Args:
+        records: Directory or file of records.
+        device: Where they are to be applied.
+        best: Directory of the new database.
+        keep: Records of a kernel.
+        allow_mismatch: Whether those of another device may be taken.
+
+    Returns:
+        For which device the records are, in one clause, where it is another.
+
+    Raises:
+        RecordsError: They are damaged, or for another device.
+    """
+    pair = find_records(records)
+    root = pair.records.parent
+    made_for = read_fingerprint(root.parent if root.name == names.BEST_DIR else root)
+    reason = why_not_applicable(made_for, device) if made_for else ""
+    if reason and not allow_mismatch:
+        raise RecordsError(
+            f"{reason}; tune on this device, or give allow_target_mismatch=true to apply them nevertheless"
+        )
+    distill(pair, best, device.target, keep, any_target=allow_mismatch)
+    if made_for:
+        write_text(best / names.FINGERPRINT_FILE, made_for.to_json())
+    ours = target_key(json.dumps(device.target))
+    others = [t for t in summarize(open_database(RecordPair.in_directory(best))).targets if t.attributes != ours]
+    if reason or not others:
+        return reason
+    made_for_names = ", ".join(f"{len(other.workloads)} for {other.name}" for other in others)
+    return f"some records are not for {target_name(device.target)}: {made_for_names}"
 
 
 def best_records(records: Path, kernels: Kernels, scratch: Path) -> dict[int, TuningRecord]:

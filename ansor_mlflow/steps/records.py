@@ -24,9 +24,9 @@ from ansor_mlflow.records import (
     summarize,
     write_text,
 )
+from ansor_mlflow.records.applicability import code_attributes
 from ansor_mlflow.records.lines import target_attributes
-from ansor_mlflow.records.store import code_attributes
-from ansor_mlflow.steps.recorded import fetch_records
+from ansor_mlflow.steps.fetching import fetch_source
 from ansor_mlflow.targets import fingerprint, parse_target, resolve_target
 from ansor_mlflow.threads import available_cpus
 from ansor_mlflow.tracking.failures import without_credentials
@@ -53,7 +53,7 @@ def show_records(options: ShowRecordsOptions) -> DatabaseSummary:
         MachineError: A server is away.
     """
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
-        path = fetch_records(options.source, Path(scratch))
+        path = fetch_source(options.source, Path(scratch))
         return summarize(open_database(find_records(path, prefer_winners=False)))
 
 
@@ -87,7 +87,7 @@ def _write(options: MergeRecordsOptions, given: Sequence[str], *, keep: int | No
         for index, source in enumerate(given):
             copy = Path(scratch, str(index))
             copy.mkdir()
-            paths.append(fetch_records(source, copy))
+            paths.append(fetch_source(source, copy))
         _require_apart(output, options.output, paths)
         databases = [open_database(find_records(path, prefer_winners=False)) for path in paths]
         if target:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -14,12 +12,14 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering import LOWERING_VERSION
 from ansor_mlflow.networks import Network
-from ansor_mlflow.options import TuneOptions, load_options
-from ansor_mlflow.records import RecordPair, join_parts, read_provenance
+from ansor_mlflow.options import NetworkOptions, TuneOptions, load_options
+from ansor_mlflow.records import RecordPair, read_fingerprint, read_provenance, why_not_applicable
+from ansor_mlflow.steps.fetching import fetch_run
+from ansor_mlflow.steps.params import params_used
 from ansor_mlflow.targets import DeviceFingerprint
 from ansor_mlflow.tracking.failures import clear_failures
 
-_MEASURED_FOR = ("network", "batch_size", "input_shapes", "layout", "dtype", "pad_channels", "target", "num_threads")
+_MEASURED_FOR = (*(name for name in NetworkOptions.model_fields if name != "seed"), "warm_start")
 """Parameters that its records hang on."""
 
 
@@ -35,16 +35,13 @@ def resumed_options(options: TuneOptions) -> TuneOptions:
         run = mlflow.get_run(run_id)
     if run.data.tags.get(names.TAG_STEP) != "tune":
         raise UserInputError(f"resume_run={run_id}: it is not a tuning run; give the ID of one, such as a run of tune")
-    params = run.data.params
-    used = {
-        name: _unquoted(params.get(f"{name}_used", params[name])) for name in TuneOptions.model_fields if name in params
-    }
+    used = params_used(run, TuneOptions)
     given = options.changed()
     for name in _MEASURED_FOR:
         if name in given and given[name] != used.get(name):
             raise UserInputError(
-                f"{name}={given[name]}, but the run {run_id} tunes {name}={used.get(name)}; leave {name} out, or start "
-                "a new tuning"
+                f"{name}={given[name]}, but the run {run_id} has {name}={used.get(name)}; leave {name} out, or start a "
+                "new tuning"
             )
     return load_options(TuneOptions, {**used, **given})
 
@@ -68,11 +65,9 @@ def fetch_what_was_measured(run_id: str, records: Path) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-resume-") as scratch:
         with clear_failures(f"read the records of run {run_id}"):
-            client = mlflow.MlflowClient()
-            if not any(file.path == names.RECORDS_DIR for file in client.list_artifacts(run_id)):
+            if not any(file.path == names.RECORDS_DIR for file in mlflow.MlflowClient().list_artifacts(run_id)):
                 return
-            fetched = Path(client.download_artifacts(run_id, names.RECORDS_DIR, scratch))
-        join_parts(fetched)
+        fetched = fetch_run(run_id, Path(scratch))
         if _num_bytes(fetched) > _num_bytes(records):
             shutil.rmtree(records, ignore_errors=True)
             shutil.move(fetched, records)
@@ -86,19 +81,14 @@ def require_same_kernels(run_id: str, records: Path, network: Network, device: D
     """
     if not RecordPair.in_directory(records).records.exists():
         return
-    path = records / names.FINGERPRINT_FILE
-    try:
-        made_for = DeviceFingerprint.from_dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError, LookupError) as err:
+    made_for = read_fingerprint(records)
+    if made_for is None:
         raise RecordsError(
-            f"resume_run={run_id}: {path.name} of its records is missing or damaged ({type(err).__name__}), so nobody "
-            "knows which device they are for; start a new tuning"
-        ) from err
-    if made_for != device:
-        raise RecordsError(
-            f"resume_run={run_id}: its records are for {made_for.description}, this is {device.description}; resume it "
-            "on such a device, or start a new tuning"
+            f"resume_run={run_id}: {names.FINGERPRINT_FILE} of its records is missing, so nobody knows which device "
+            "they are for; start a new tuning"
         )
+    if reason := why_not_applicable(made_for, device):
+        raise RecordsError(f"resume_run={run_id}: {reason}; resume it on such a device, or start a new tuning")
     provenance = read_provenance(records)
     if provenance.lowering_version != LOWERING_VERSION or provenance.network_sha256 != network.sha256:
         raise RecordsError(
@@ -111,8 +101,3 @@ def require_same_kernels(run_id: str, records: Path, network: Network, device: D
 def _num_bytes(records: Path) -> int:
     path = RecordPair.in_directory(records).records
     return path.stat().st_size if path.exists() else -1
-
-
-def _unquoted(value: str) -> str:
-    """A param as `mlflow run` got it: it logs what it puts on a command line."""
-    return shlex.split(value)[0] if value[:1] == "'" else value

@@ -17,13 +17,15 @@ from ansor_mlflow.lowering import LOWERING_VERSION, lower
 from ansor_mlflow.networks import Network
 from ansor_mlflow.networks.onnx_file import write_onnx
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.records import PARTS_DIR, Provenance, write_description
+from ansor_mlflow.records import JOURNAL_FILE, PARTS_DIR, Provenance, write_description
+from ansor_mlflow.steps.pool import give_to_pool
 from ansor_mlflow.steps.resume import (
     copy_of_network,
     fetch_what_was_measured,
     require_same_kernels,
     resumed_options,
 )
+from ansor_mlflow.steps.warm_start import begin_with_records
 from ansor_mlflow.targets import (
     DeviceFingerprint,
     fingerprint,
@@ -32,11 +34,21 @@ from ansor_mlflow.targets import (
     resolve_target,
 )
 from ansor_mlflow.threads import measuring_cpus, resolve_num_threads
-from ansor_mlflow.tracking import Message, MlflowObserver, Outbox, RecordMirror, StepRun, open_outbox, step_run
+from ansor_mlflow.tracking import (
+    Message,
+    MlflowObserver,
+    Outbox,
+    RecordMirror,
+    StepRun,
+    open_outbox,
+    step_run,
+    whole_records,
+)
 from ansor_mlflow.tracking.environment import describe_environment
 from ansor_mlflow.tracking.failures import without_credentials
-from ansor_mlflow.trials import TuningObserver
+from ansor_mlflow.trials import StopReason, TuningObserver, TuningResult
 from ansor_mlflow.tuning import RoundLog, TuningJob, require_valid_trials, start_fork_server, tune_locally
+from ansor_mlflow.tuning.stopping import resolve_num_trials
 
 _log = logging.getLogger("ansor_mlflow")
 
@@ -65,6 +77,8 @@ def tune(options: TuneOptions, observers: Sequence[TuningObserver] = ()) -> str:
         finally:
             if outbox.was_used:  # the tuning began
                 outbox.put(Message(artifacts=_records_and_log(run), remove=f"{names.RECORDS_DIR}/{PARTS_DIR}"))
+        if options.record_pool:
+            give_to_pool(options.record_pool, run.directory / names.RECORDS_DIR, run.run_id)
         outbox.put(Message(status="FINISHED"))
         return run.run_id
 
@@ -73,6 +87,7 @@ def _tune(options: TuneOptions, run: StepRun, outbox: Outbox, observers: Sequenc
     records = run.directory / names.RECORDS_DIR
     if options.resume_run:
         fetch_what_was_measured(run.run_id, records)
+    is_resumed = (records / JOURNAL_FILE).exists()
     records.mkdir(exist_ok=True)
     network = _load_network(options)
     num_threads = resolve_num_threads(options.num_threads)
@@ -81,7 +96,7 @@ def _tune(options: TuneOptions, run: StepRun, outbox: Outbox, observers: Sequenc
     require_linker()
     start_fork_server()  # it loads TVM while the network is lowered
     device = fingerprint(target, num_threads)
-    if options.resume_run:
+    if is_resumed:
         require_same_kernels(run.run_id, records, network, device)
     _log_inputs(run, network, device)
 
@@ -91,12 +106,14 @@ def _tune(options: TuneOptions, run: StepRun, outbox: Outbox, observers: Sequenc
     lowered = lower(network.model, target, **options.lowering())
     if not lowered.tasks:
         raise UserInputError(f"network={options.network}: it has no kernel to tune; give a network that computes")
+    known = frozenset[str]() if is_resumed else begin_with_records(options, device, lowered.tasks, run)
     job = TuningJob(
         network=network.name,
         lowered=lowered,
         target=target,
         num_threads=num_threads,
         records=records,
+        known=known,
     )
     provenance = _provenance(options, network, num_threads)
     write_description(records, device, provenance)  # records of a tuning that is interrupted can be compiled, too
@@ -106,11 +123,22 @@ def _tune(options: TuneOptions, run: StepRun, outbox: Outbox, observers: Sequenc
         RecordMirror(outbox, run.directory),
         *observers,
     ]
-    result = tune_locally(job, options, observers, resume=bool(options.resume_run))
-    if result.confirmed_latency_s is not None:
-        provenance = replace(provenance, estimated_latency_ms=result.confirmed_latency_s * 1e3)
-        write_description(records, device, provenance)
+    result = tune_locally(job, options, observers, resume=is_resumed)
+    write_description(records, device, _at_the_end(provenance, options, result))
     require_valid_trials(result)
+
+
+def _at_the_end(provenance: Provenance, options: TuneOptions, result: TuningResult) -> Provenance:
+    """What is known of a tuning only when it is over."""
+    estimated_s = result.confirmed_latency_s or result.estimated_latency_s
+    num_tasks = len(result.tasks)
+    is_cut_short = result.stop_reason == StopReason.MINUTES
+    num_trials = result.total_trials if is_cut_short else resolve_num_trials(options, num_tasks)
+    return replace(
+        provenance,
+        estimated_latency_ms=estimated_s * 1e3 if estimated_s else None,
+        trials_per_task=num_trials / num_tasks,
+    )
 
 
 def _load_network(options: TuneOptions) -> Network:
@@ -166,7 +194,7 @@ def _provenance(options: TuneOptions, network: Network, num_threads: int) -> Pro
 
 def _records_and_log(run: StepRun) -> list[tuple[str, str]]:
     """What is uploaded however the tuning ended."""
-    records = [(names.RECORDS_DIR, names.RECORDS_DIR)] if run.has_records else []
+    records = whole_records(run.directory) if run.has_records else []
     return [*records, (names.LOG_FILE, "")]
 
 

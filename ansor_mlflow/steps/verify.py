@@ -19,15 +19,15 @@ from ansor_mlflow.evaluate import TOLERANCES
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.options import VerifyRecordsOptions
 from ansor_mlflow.records import FAILED_RUN_S, Database, RecordPair, find_records, open_database, repair
+from ansor_mlflow.records.applicability import code_attributes, has_target, target_name
 from ansor_mlflow.records.lines import RecordLine, target_attributes
-from ansor_mlflow.records.store import code_attributes, has_target, target_name
 from ansor_mlflow.replay import COPIES_OF_ARGUMENTS, Replayer
+from ansor_mlflow.steps.fetching import options_of_source
 from ansor_mlflow.steps.recorded import (
     Kernels,
     find_recorded,
     load_recorded_network,
     lower_for_device,
-    options_of_source,
 )
 from ansor_mlflow.targets import require_measurable_here
 from ansor_mlflow.tuning.arguments import argument_bytes
@@ -186,8 +186,10 @@ def _repair(source: str) -> None:
     for pair in _pairs(Path(source)):
         open_database(pair)
         directory = pair.records.parent
-        with sole_tuner(directory.parent if directory.name == names.BEST_DIR else directory):
-            repair(pair, thorough=True)
+        root = directory.parent if directory.name == names.BEST_DIR else directory
+        with sole_tuner(root):
+            if repair(pair, thorough=True).quarantines:
+                (root / names.MANIFEST_FILE).unlink(missing_ok=True)  # of the files as they were
 
 
 @dataclass(frozen=True)

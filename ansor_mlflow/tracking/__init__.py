@@ -1,6 +1,6 @@
 """What a run in MLflow shows: params, tags, metrics, artifacts, and what went wrong."""
 
-from ansor_mlflow.tracking.mirror import RecordMirror
+from ansor_mlflow.tracking.mirror import RecordMirror, whole_records
 from ansor_mlflow.tracking.observer import MlflowObserver
 from ansor_mlflow.tracking.outbox import Message, Outbox, open_outbox
 from ansor_mlflow.tracking.run import StepRun, fail_project_run, step_run
@@ -14,4 +14,5 @@ __all__ = [
     "fail_project_run",
     "open_outbox",
     "step_run",
+    "whole_records",
 ]

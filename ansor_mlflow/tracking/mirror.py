@@ -6,13 +6,23 @@ import time
 from pathlib import Path
 
 from ansor_mlflow import names
-from ansor_mlflow.records import PARTS_DIR, PartWriter
+from ansor_mlflow.records import PARTS_DIR, PartWriter, write_manifest
 from ansor_mlflow.tracking.outbox import Message, Outbox
 from ansor_mlflow.trials import TuningPlan, TuningResult, TuningRound
 
 _MAX_TRIALS = 64
 _MAX_S = 60.0
 """What is measured, or passes, until the next part."""
+
+
+def whole_records(directory: Path) -> list[tuple[str, str]]:
+    """The artifacts of a message with all records of a run; the manifest comes last, when what it describes is there.
+
+    Args:
+        directory: The run's directory.
+    """
+    write_manifest(directory / names.RECORDS_DIR, directory / names.MANIFEST_FILE)
+    return [(names.RECORDS_DIR, names.RECORDS_DIR), (names.MANIFEST_FILE, names.RECORDS_DIR)]
 
 
 class RecordMirror:
@@ -32,7 +42,7 @@ class RecordMirror:
 
     def tuning_started(self, plan: TuningPlan) -> None:
         """Sends what is there: the description, and the records of an earlier process."""
-        self._outbox.put(Message(artifacts=[(names.RECORDS_DIR, names.RECORDS_DIR)]))
+        self._outbox.put(Message(artifacts=whole_records(self._directory)))
         self._num_trials = plan.past[-1].total_trials if plan.past else 0
 
     def round_finished(self, round_: TuningRound) -> None:

@@ -104,8 +104,15 @@ def _round_metrics(round_: TuningRound) -> dict[str, float]:
 
 def _final_metrics(result: TuningResult) -> dict[str, float]:
     """What the second measurements of the winners say."""
-    values = {names.TIME_CONFIRM_S: result.durations.confirm_s, names.TIME_LOG_S: result.durations.log_s}
+    values: dict[str, float] = {
+        names.TIME_CONFIRM_S: result.durations.confirm_s,
+        names.TIME_LOG_S: result.durations.log_s,
+    }
     estimated_s, confirmed_s = result.estimated_latency_s, result.confirmed_latency_s
+    if not result.total_trials:  # no round said it
+        values[names.TRIALS_MEASURED] = 0
+        if estimated_s:
+            values[names.BEST_LATENCY_MS] = estimated_s * 1e3
     if estimated_s and confirmed_s:
         values[names.CONFIRMED_LATENCY_MS] = confirmed_s * 1e3
         values[names.OPTIMISM] = confirmed_s / estimated_s
@@ -128,6 +135,7 @@ def _task_row(task: TaskState) -> dict[str, Any]:
         "flops": task.info.flops,
         "latency_us": task.best_s * 1e6 if task.best_s is not None else None,
         "confirmed_latency_us": task.confirmed_s * 1e6 if task.confirmed_s is not None else None,
+        "confirmed_error": task.confirmed_error,
         "optimism": task.optimism,
         "gflops": task.gflops,
         "trials": {status.value: count for status, count in task.num_trials.items()},

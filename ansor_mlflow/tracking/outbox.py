@@ -55,7 +55,8 @@ class Message:
         """Sends it. A message that is sent twice leaves what one does."""
         client = mlflow.MlflowClient()
         metrics = [Metric(key, value, self.time_ms, self.step) for key, value in self.metrics.items()]
-        params = [Param(key, value) for key, value in self.params.items()]
+        known = client.get_run(run_id).data.params if self.params else {}  # they cannot change any more
+        params = [Param(key, value) for key, value in self.params.items() if key not in known]
         tags = [RunTag(key, value) for key, value in self.tags.items()]
         if metrics or params or tags:
             client.log_batch(run_id, metrics=metrics, params=params, tags=tags)

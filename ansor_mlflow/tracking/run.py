@@ -105,6 +105,7 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
         run.directory.mkdir(parents=True, exist_ok=True)
         if resume:
             run.forget_failure()
+            _point_to(resume, step)
         else:
             run.log_tags({names.TAG_STEP: step, "mlflow.runName": run_name})
             run.log_options(options)
@@ -117,6 +118,14 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
     with clear_failures("end the run"):
         mlflow.end_run()
     remove_directory(run.directory)
+
+
+def _point_to(run_id: str, step: str) -> None:
+    """Says in the run that `mlflow run` made for this process, if any, that another one goes on in its place."""
+    made_for_this = os.environ.get(_PROJECT_RUN_VARIABLE)
+    if made_for_this and made_for_this != run_id:
+        tags = {names.TAG_STEP: step, names.TAG_TUNE_RUN: run_id, "mlflow.runName": f"{step}: goes on in {run_id}"}
+        StepRun(made_for_this, WORK_ROOT).log_tags(tags)
 
 
 def remove_directory(directory: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.records import Journal, JournalEntry, RecordLog
+from ansor_mlflow.records import Journal, JournalEntry, RecordLog, RecordText, Seed
 from ansor_mlflow.trials import (
     Durations,
     StopReason,
@@ -68,6 +68,9 @@ class Tuner:
         log: Takes a record of every trial.
         journal: Takes what the records do not say; None keeps none.
         past: Trials of the same tuning that was interrupted, whose records are in the log. They count.
+        seeds: What the records say that the tuning began with.
+        similar: Records of similar devices, by the hash of their kernel and the device: the cost model learns from
+            them.
         builder: Builds candidates.
         runner: Measures them.
         observers: Told about every round.
@@ -89,6 +92,8 @@ class Tuner:
         cost_model_file: Path | None = None,
         journal: Journal | None = None,
         past: Sequence[JournalEntry] = (),
+        seeds: Sequence[Seed] = (),
+        similar: Mapping[str, Mapping[str, Sequence[RecordText]]] = {},
     ) -> None:
         self._tasks = tasks
         self._target = target
@@ -100,7 +105,8 @@ class Tuner:
         self._announcer = Announcer(observers)
         self._cost_model_file = cost_model_file
         self._scheduler = GradientScheduler(len(tasks), options.seed)
-        self._rules = StoppingRules(options, num_trials, len(tasks))
+        self._similar = similar
+        self._rules = StoppingRules(options, num_trials, len(tasks) - sum(seed.is_enough for seed in seeds))
         self._winners = Winners(len(tasks))
         self._states = tuple(TaskState(info=task.info) for task in tasks)
         self._searches: dict[int, TaskSearch] = {}
@@ -112,6 +118,7 @@ class Tuner:
         self._num_rounds = 0
         self._past_s = 0.0
         self._started_s = 0.0
+        self._plant(seeds)
         self._past_rounds = self._restore(past)
 
     def tune(self, plan: TuningPlan) -> TuningResult:
@@ -241,6 +248,14 @@ class Tuner:
             ]
             self._journal.append(entries)
 
+    def _plant(self, seeds: Sequence[Seed]) -> None:
+        """Lets the tasks begin with what records say; those of which enough is known get no trials."""
+        by_hash = {seed.workload_hash: seed for seed in seeds}
+        for state in self._states:
+            if seed := by_hash.get(state.info.workload_hash):
+                state.best_s = seed.best_s
+                state.stop_reason = StopReason.KNOWN if seed.is_enough else ""
+
     def _restore(self, past: Sequence[JournalEntry]) -> tuple[TuningRound, ...]:
         """Counts the trials of an earlier process, gives scheduler and stopping rules what they knew, and returns its
         rounds.
@@ -290,8 +305,11 @@ class Tuner:
                 log=self._log,
                 cost_model=self._cost_model,
             )
-            if self._states[index].total_trials:  # by an earlier process
-                self._searches[index].remember(self._log.earlier(self._tasks[index].info.workload_hash))
+            workload_hash = self._tasks[index].info.workload_hash
+            if earlier := self._log.earlier(workload_hash):
+                self._searches[index].remember(earlier)
+            for device, records in self._similar.get(workload_hash, {}).items():
+                self._searches[index].transfer(records, device)
         return self._searches[index]
 
     # -- the run -------------------------------------------------------------------------------------------------------
@@ -303,8 +321,10 @@ class Tuner:
         with self._timed("confirm_s"):
             self._winners.measure_again(self._runner, interrupts.raise_if_received)
         for state in self._states:
-            winner = self._winners.of_task(state.info.index)
-            state.confirmed_s = winner.confirmed_s if winner else None
+            earlier = next(iter(self._log.best(state.info.workload_hash)), None)
+            winner = self._winners.of_task(state.info.index, earlier)
+            if winner is not None:
+                state.confirmed_s, state.confirmed_error = winner.confirmed_s, self._winners.standard_error(winner)
 
     def _finish(self, stop_reason: str) -> TuningResult:
         """Tells the observers how it ended."""

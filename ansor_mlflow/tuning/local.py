@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 from ansor_mlflow import names
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.records import Journal, RecordLog, read_journal
+from ansor_mlflow.records import Journal, RecordLog, Seed, read_journal, read_seeds, read_similar
 from ansor_mlflow.targets import fingerprint
 from ansor_mlflow.trials import TuningObserver, TuningPlan, TuningResult
 from ansor_mlflow.tuning.arguments import argument_bytes
 from ansor_mlflow.tuning.builder import LocalBuilder
 from ansor_mlflow.tuning.engine import Tuner
 from ansor_mlflow.tuning.runner import LocalRunner, MeasureSettings
+from ansor_mlflow.tuning.search import applies
 from ansor_mlflow.tuning.sole import sole_tuner
 from ansor_mlflow.tuning.stopping import resolve_num_trials
 
@@ -42,6 +43,8 @@ class TuningJob:
     num_threads: int
     records: Path
     """Directory of the database; every trial is in it as soon as its round has ended."""
+    known: frozenset[str] = frozenset()
+    """Hashes of kernels of which the records that are there say enough: they get no trials."""
 
 
 def tune_locally(
@@ -53,29 +56,27 @@ def tune_locally(
         job: What is tuned.
         options: Budgets and search.
         observers: Told about every round.
-        resume: Whether the trials in the records directory belong to this tuning and count; otherwise they are an
-            earlier one's, whose fastest programs the search starts from.
+        resume: Whether the trials in the records directory belong to this tuning and count; otherwise they are those
+            of earlier ones, whose fastest programs the search starts from.
 
-    The records directory also gets the cost model after every round, in XGBoost's own format, and at the end the
-    winners' records in `best/`, with their second measurements.
+    Records of similar devices may be in `similar/` of the records directory: the cost model learns from them. The
+    records directory also gets the cost model after every round, in XGBoost's own format, and at the end the winners'
+    records in `best/`, with their second measurements.
 
     Raises:
         UserInputError: The budget is smaller than the number of tasks, or another tuner works in the directory.
         MachineError: The cost model's package is missing, or a disk is full.
     """
-    num_trials = resolve_num_trials(options, len(job.lowered.tasks))
-    plan = TuningPlan(
-        network=job.network,
-        target=fingerprint(job.target, job.num_threads).description,
-        tasks=tuple(task.info for task in job.lowered.tasks),
-        num_trials=num_trials,
-    )
     with sole_tuner(job.records), _local_workers(job, options) as (builder, runner):
         best = job.records / names.BEST_DIR
         shutil.rmtree(best, ignore_errors=True)  # a killed tuning would leave that of the one before
         log, journal = RecordLog(job.records, job.target.export()), Journal(job.records)
+        if not resume or read_seeds(job.records)[0]:
+            _drop_inapplicable(job, log)
         if not resume:
-            journal.begin(log.num_earlier)
+            journal.begin(log.num_earlier, _seeds(job, log))
+        _, seeds = read_seeds(job.records)
+        num_trials = resolve_num_trials(options, len(job.lowered.tasks), sum(seed.is_enough for seed in seeds))
         tuner = Tuner(
             job.lowered.tasks,
             target=job.target,
@@ -85,10 +86,18 @@ def tune_locally(
             log=log,
             journal=journal,
             past=read_journal(job.records) if resume else (),
+            seeds=seeds,
+            similar=read_similar(job.records / names.SIMILAR_DIR),
             builder=builder,
             runner=runner,
             observers=observers,
             cost_model_file=job.records / names.COST_MODEL_FILE,
+        )
+        plan = TuningPlan(
+            network=job.network,
+            target=fingerprint(job.target, job.num_threads).description,
+            tasks=tuple(task.info for task in job.lowered.tasks),
+            num_trials=num_trials,
         )
         try:
             result = tuner.tune(plan)
@@ -100,6 +109,25 @@ def tune_locally(
             raise
         tuner.save_winners(best)
         return result
+
+
+def _drop_inapplicable(job: TuningJob, log: RecordLog) -> None:
+    """Leaves out records of others whose schedules do not apply: the search would end with an error."""
+    for task in job.lowered.tasks:
+        for record in log.best(task.info.workload_hash):
+            if not applies(record, task, job.target):
+                _log.warning("a record of %s does not apply to the kernel, and is left out", task.info.name)
+                log.drop(task.info.workload_hash, record)
+
+
+def _seeds(job: TuningJob, log: RecordLog) -> list[Seed]:
+    """What the fastest record of each task says that has one."""
+    hashes = [task.info.workload_hash for task in job.lowered.tasks]
+    return [
+        Seed(workload_hash=hash_, best_s=best[0].run_s, is_enough=hash_ in job.known)
+        for hash_ in hashes
+        if (best := log.best(hash_))
+    ]
 
 
 @contextlib.contextmanager

@@ -99,8 +99,8 @@ def memory_database(mod: IRModule, records: Sequence[RecordText]) -> Database:
     return database
 
 
-def replay(record: RecordText, mod: IRModule, context: TuneContext) -> MeasureCandidate:
-    """The candidate that a record was made of.
+def replay(record: RecordText, mod: IRModule, context: TuneContext) -> MeasureCandidate | None:
+    """The candidate that a record was made of; None where its schedule does not apply.
 
     Args:
         record: One of the task's.
@@ -111,13 +111,16 @@ def replay(record: RecordText, mod: IRModule, context: TuneContext) -> MeasureCa
     from tvm.s_tir.meta_schedule.database import Workload
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
 
-    tuning_record = _tuning_record(record, Workload(mod))
-    schedule = Schedule(mod)
-    tuning_record.trace.apply_to_schedule(schedule, remove_postproc=True)
-    schedule.enter_postproc()
-    for postproc in context.space_generator.postprocs:
-        postproc.apply(schedule)
-    return MeasureCandidate(schedule, list(tuning_record.args_info))
+    try:
+        tuning_record = _tuning_record(record, Workload(mod))
+        schedule = Schedule(mod)
+        tuning_record.trace.apply_to_schedule(schedule, remove_postproc=True)
+        schedule.enter_postproc()
+        if not all(postproc.apply(schedule) for postproc in context.space_generator.postprocs):
+            return None
+        return MeasureCandidate(schedule, list(tuning_record.args_info))
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
+        return None
 
 
 def _tuning_record(record: RecordText, workload: Workload) -> TuningRecord:

@@ -14,6 +14,7 @@ from ansor_mlflow.tuning.recording import memory_database, replay
 from ansor_mlflow.tuning.space import make_space_generator
 
 if TYPE_CHECKING:
+    from tvm.ir import IRModule
     from tvm.s_tir import Schedule
     from tvm.s_tir.meta_schedule import TuneContext
     from tvm.s_tir.meta_schedule.cost_model import CostModel
@@ -122,6 +123,7 @@ class TaskSearch:
         self._measured: set[str] = set()
         self._failed: list[MeasureCandidate] = []
         self._num_second_chances = 0
+        self._has_experience = False
 
     def propose(self, limit: int) -> list[MeasureCandidate]:
         """At most `limit` new programs, best guess first; none when the space is exhausted.
@@ -146,19 +148,37 @@ class TaskSearch:
         self._failed = [*self._failed, *failed][:_MAX_SECOND_CHANCES]
 
     def remember(self, records: Sequence[RecordText]) -> None:
-        """Takes what an earlier process measured: none of it is proposed again, and the cost model learns from it."""
-        from tvm.s_tir.meta_schedule.runner import RunnerResult
+        """Takes what was measured on such a device: none of it is proposed again, and the cost model learns from it."""
         from tvm.s_tir.meta_schedule.utils import shash2hex
 
         self._seed += 104729 * len(records)  # or the same random programs would come first
         self._draw = random.Random(self._seed)
-        context = self._random_search()
-        candidates = [replay(record, self._task.mod, context) for record in records]
+        candidates = self._learn_from(records, self._random_search())
         self._measured.update(shash2hex(candidate.sch.mod) for candidate in candidates)
-        if self._strategy == "evolutionary":
-            times = [None if record.run_s >= FAILED_RUN_S else [record.run_s] for record in records]
+
+    def transfer(self, records: Sequence[RecordText], device: str) -> None:
+        """Lets the cost model learn what was fast on a similar device, and what was slow.
+
+        Args:
+            records: What was measured there.
+            device: Tells it from other devices: times are compared only with those of the same one.
+        """
+        mod = self._task.mod.with_attr("ansor.device", device)  # the cost model groups times by the module
+        self._learn_from(records, _context(self._task, self._target, mod=mod, num_threads=self._num_threads))
+        self._has_experience = True
+
+    def _learn_from(self, records: Sequence[RecordText], context: TuneContext) -> list[MeasureCandidate]:
+        """Trains the cost model with records; returns the candidates of those that apply."""
+        from tvm.s_tir.meta_schedule.runner import RunnerResult
+
+        replayed = [(replay(record, self._task.mod, context), record.run_s) for record in records]
+        applying = [(candidate, run_s) for candidate, run_s in replayed if candidate is not None]
+        candidates = [candidate for candidate, _ in applying]
+        if candidates and self._strategy == "evolutionary":
+            times = [None if run_s >= FAILED_RUN_S else [run_s] for _, run_s in applying]
             results = [RunnerResult(seconds, None if seconds else "failed") for seconds in times]
             self._cost_model.update(context, candidates, results)
+        return candidates
 
     def close(self) -> None:
         """Frees the state of the search."""
@@ -168,7 +188,8 @@ class TaskSearch:
     def _new_programs(self, limit: int) -> list[MeasureCandidate]:
         """At most `limit` programs that are not measured yet."""
         limit = min(limit, self._num_trials_per_round)
-        is_random = self._strategy == "random" or not self._measured or is_untrained(self._cost_model)
+        has_experience = self._has_experience or bool(self._measured)
+        is_random = self._strategy == "random" or not has_experience or is_untrained(self._cost_model)
         for _ in range(_MAX_KNOWN_PROGRAMS // self._num_trials_per_round + 1 if is_random else _MAX_EMPTY_EVOLUTIONS):
             candidates = self._random_search().generate_measure_candidates() if is_random else self._evolve()
             if new := self._new_ones(candidates or ()):
@@ -212,17 +233,8 @@ class TaskSearch:
 
     def _begin(self, strategy: SearchStrategy, seed: int, num_candidates: int) -> TuneContext:
         """Starts a search; all searches of a task share the design space."""
-        from tvm.s_tir.meta_schedule import TuneContext
-
-        context = TuneContext(
-            mod=self._task.mod,
-            target=self._target,
-            space_generator=make_space_generator(self._task.mod, self._target),
-            search_strategy=strategy,
-            task_name=self._task.info.name,
-            rand_state=seed,
-            num_threads=self._num_threads,
-            logger=_silent_logger(),
+        context = _context(
+            self._task, self._target, num_threads=self._num_threads, search_strategy=strategy, rand_state=seed
         )
         if self._design_spaces is None:
             self._design_spaces = list(context.generate_design_space())
@@ -234,6 +246,24 @@ class TaskSearch:
             cost_model=self._cost_model,
         )
         return context
+
+
+def applies(record: RecordText, task: TuningTask, target: Target) -> bool:
+    """Whether a record's schedule is one of the task's kernel on the target."""
+    return replay(record, task.mod, _context(task, target)) is not None
+
+
+def _context(task: TuningTask, target: Target, *, mod: IRModule | None = None, **search: Any) -> TuneContext:
+    from tvm.s_tir.meta_schedule import TuneContext
+
+    return TuneContext(
+        mod=mod or task.mod,
+        target=target,
+        space_generator=make_space_generator(task.mod, target),
+        task_name=task.info.name,
+        logger=_silent_logger(),
+        **search,
+    )
 
 
 def _choose(programs: Sequence[tuple[str, MeasureCandidate]], limit: int) -> list[tuple[str, MeasureCandidate]]:

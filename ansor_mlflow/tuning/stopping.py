@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from ansor_mlflow.errors import TuningError, UserInputError
@@ -19,8 +20,13 @@ _FIRST_PASS_SHARE = 0.5
 """Most of the budget that the first pass may take; the rest goes where the gradient points."""
 
 
-def resolve_num_trials(options: TuneOptions, num_tasks: int) -> int:
+def resolve_num_trials(options: TuneOptions, num_tasks: int, num_known: int = 0) -> int:
     """The budget in trials.
+
+    Args:
+        options: The budget for the whole network.
+        num_tasks: Tasks of the network.
+        num_known: Those that get no trials; their share of the budget is not spent.
 
     Raises:
         UserInputError: It is smaller than the number of tasks, so that some would stay untuned.
@@ -35,7 +41,7 @@ def resolve_num_trials(options: TuneOptions, num_tasks: int) -> int:
     else:
         num_trials = options.trials
     most = num_trials if options.trials_per_task is None else options.trials_per_task * num_tasks
-    return min(num_trials, most)
+    return math.ceil(min(num_trials, most) * (num_tasks - num_known) / num_tasks)
 
 
 class StoppingRules:
@@ -44,7 +50,7 @@ class StoppingRules:
     Args:
         options: Limits per task, per round and in minutes, and the patience.
         num_trials: Trials of the whole tuning.
-        num_tasks: Number of tasks.
+        num_tasks: Number of tasks that get some.
     """
 
     def __init__(self, options: TuneOptions, num_trials: int, num_tasks: int) -> None:
@@ -72,11 +78,13 @@ class StoppingRules:
 
     def run_stop_reason(self, elapsed_s: float, total_trials: int, tasks: Iterable[TaskState]) -> str:
         """Why the tuning ends; empty where it goes on."""
+        reasons = {task.stop_reason for task in tasks}
+        if StopReason.KNOWN in reasons and reasons <= {StopReason.KNOWN, StopReason.NOTHING_TO_TUNE}:
+            return StopReason.KNOWN
         if total_trials >= self._num_trials:
             return StopReason.TRIALS
         if self._options.max_minutes is not None and elapsed_s >= self._options.max_minutes * 60:
             return StopReason.MINUTES
-        reasons = {task.stop_reason for task in tasks}
         if "" in reasons:
             return ""
         return next((r for r in (StopReason.PLATEAU, StopReason.TRIALS) if r in reasons), StopReason.SPACE_EXHAUSTED)

@@ -76,9 +76,21 @@ class Winners:
             loser.job.path.unlink(missing_ok=True)
         self._finalists[index] = kept
 
-    def of_task(self, index: int) -> Finalist | None:
-        """The winner of a task; None where it has no valid trial."""
-        return min(self._finalists[index], key=lambda finalist: finalist.latency_s, default=None)
+    def of_task(self, index: int, earlier: RecordText | None = None) -> Finalist | None:
+        """The winner of a task; None where it has no valid trial, or the fastest earlier record is clearly faster."""
+        winner = min(self._finalists[index], key=lambda finalist: finalist.latency_s, default=None)
+        if winner is not None and earlier is not None and earlier.run_s < winner.first_s / _MARGIN:
+            return None
+        return winner
+
+    def standard_error(self, winner: Finalist) -> float | None:
+        """Relative standard error of a winner's confirmed time; None where nothing tells how far measurements differ.
+
+        The noise of one measurement is pooled over all tasks: each program was measured only two or three times.
+        """
+        num_valid = sum(map(math.isfinite, winner.again_s))
+        noise = self._noise()
+        return noise / math.sqrt(num_valid) if noise and num_valid else None
 
     def measure_again(self, runner: Runner, after_pass: Callable[[], None] = lambda: None) -> None:
         """Measures the finalists in turns, until each winner is ahead by more than the noise, or a cap is reached."""
@@ -121,12 +133,10 @@ class Winners:
 
     def _best_line(self, task: TuningTask, target: Target, log: RecordLog) -> tuple[str, RecordText] | None:
         """The workload's line and its record; None where the task has no valid one."""
-        winner = self.of_task(task.info.index)
         earlier = next(iter(log.best(task.info.workload_hash)), None)
-        if earlier is not None and (winner is None or earlier.run_s < winner.first_s / _MARGIN):
-            return log_lines(task.mod, target, [], [])[0], earlier
+        winner = self.of_task(task.info.index, earlier)
         if winner is None:
-            return None
+            return None if earlier is None else (log_lines(task.mod, target, [], [])[0], earlier)
         run_s = [value for value in winner.again_s if math.isfinite(value)] or winner.trial.run_s
         workload, (record,) = log_lines(task.mod, target, [winner.candidate], [run_s])
         return workload, record

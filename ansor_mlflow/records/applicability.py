@@ -1,0 +1,77 @@
+"""Which records may be applied where: only those of the same device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from ansor_mlflow.records.lines import RecordLine, target_attributes
+from ansor_mlflow.targets import DeviceFingerprint
+
+_TARGET_DECORATION = {"tag", "keys", "host", "libs", "model"}
+"""Entries of a target that do not change generated CPU code."""
+_DEFAULT_OPT_LEVEL = 3
+"""What TVM takes where a target names no `opt-level`. A program that is fast at one level may be slow at another."""
+_MAX_FEATURES = 5
+"""CPU features that a message names."""
+
+
+def why_not_applicable(made_for: DeviceFingerprint, device: DeviceFingerprint) -> str:
+    """Why records of one device may not be applied on another, in one clause; empty where they may."""
+    for describe in _DESCRIPTIONS:
+        theirs, ours = describe(made_for), describe(device)
+        if theirs != ours:
+            return f"the records are for {theirs}, this is {ours}"
+    differing = sorted(set(made_for.features) ^ set(device.features))
+    if differing:
+        return f"the records are for {made_for.description} with other CPU features: {_listed(differing)}"
+    return ""
+
+
+def _listed(features: list[str]) -> str:
+    return ", ".join(features[:_MAX_FEATURES]) + (", …" if len(features) > _MAX_FEATURES else "")
+
+
+_DESCRIPTIONS: tuple[Callable[[DeviceFingerprint], str], ...] = (
+    lambda device: target_name({"kind": "", **device.target, "num-cores": device.num_threads}),
+    lambda device: f"{device.description} on {device.cpu_model}",
+    lambda device: f"{device.description} on {device.machine}",
+    lambda device: f"{device.description}, {json.dumps(code_attributes(device.target), sort_keys=True)}",
+)
+"""Each tells devices apart that those before it do not."""
+
+
+def code_attributes(target: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of a target that decide which code is made for it."""
+    return {
+        "opt-level": _DEFAULT_OPT_LEVEL,
+        **{key: value for key, value in target.items() if key not in _TARGET_DECORATION and value not in ("", [])},
+    }
+
+
+def has_target(record: RecordLine, attributes: Mapping[str, Any]) -> bool:
+    """Whether a record is for a target with these code attributes."""
+    return _code_attributes(record.target) == attributes
+
+
+@lru_cache(maxsize=1024)
+def _code_attributes(target: str) -> dict[str, Any]:
+    return code_attributes(target_attributes(target))
+
+
+@lru_cache(maxsize=1024)
+def target_key(target: str) -> str:
+    """Tells targets apart by the code that is made for them; `target` is that of a `RecordLine`."""
+    return json.dumps(_code_attributes(target), sort_keys=True)
+
+
+def target_name(target: Mapping[str, Any]) -> str:
+    """A target's short name, such as "llvm znver4 ×2"."""
+    words = [target.get("kind", "?"), target.get("mcpu") or target.get("arch") or ""]
+    if "num-cores" in target:
+        words.append(f"×{target['num-cores']}")
+    if target.get("opt-level", _DEFAULT_OPT_LEVEL) != _DEFAULT_OPT_LEVEL:
+        words.append(f"-O{target['opt-level']}")
+    return " ".join(str(word) for word in words if word)
