@@ -48,6 +48,12 @@ class CorrectnessError(AnsorMlflowError):
     exit_code = 7
 
 
+class SlowerError(AnsorMlflowError):
+    """A tuning is slower than the one that it is compared with by more than the user allows."""
+
+    exit_code = 8
+
+
 def error_for_exit_code(exit_code: int, message: str) -> AnsorMlflowError:
     """The error kind that ends a command with `exit_code`, carrying `message`."""
     for kind in AnsorMlflowError.__subclasses__():

@@ -30,6 +30,11 @@ def _same_as(cls: type[BaseModel], name: str) -> Any:
     return cls.model_fields[name]
 
 
+def _parse_share(value: Any) -> Any:
+    is_percentage = isinstance(value, str) and value.endswith("%")
+    return float(value[:-1]) / 100 if is_percentage else value
+
+
 def _parse_list(value: Any) -> Any:
     return tuple(item.strip() for item in value.split(",")) if isinstance(value, str) else value
 
@@ -340,6 +345,27 @@ class ExplainOptions(SourceOptions):
         "",
         "Name of the task, or its index from 0; by default the one that takes the largest share of the time.",
         "a task's name or index",
+    )
+
+
+class DiffOptions(ReportOptions):
+    """The command `diff`: which two tunings are compared."""
+
+    runs: tuple[str, ...] = _parameter(
+        (),
+        "Two runs: IDs of tune, compile or main, or URIs of models.",
+        "two runs, each the ID of one of tune, compile or main, or the URI of a model",
+        min_length=2,
+        max_length=2,
+        validate_default=True,
+    )
+    fail_if_slower: Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_parse_share)] | None = (
+        _parameter(
+            None,
+            "Share by which the second may be slower, such as 3%; by more, or without a record of a kernel that the "
+            "first has, the exit code is 8.",
+            "a share such as 3% or 0.03",
+        )
     )
 
 

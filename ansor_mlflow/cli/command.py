@@ -40,6 +40,8 @@ def command(
 def _param(options_class: type[Options], name: str, info: FieldInfo) -> click.Parameter:
     if name in ("source", "pool"):
         return click.Argument([name], default="", required=False, metavar=name.upper())
+    if name == "runs":
+        return click.Argument([name], nargs=-1, metavar="RUN_A RUN_B")
     if name == "sources":
         return click.Argument([name], nargs=-1, metavar="SOURCE...")
     if name in _SWITCHES:

@@ -19,6 +19,7 @@ from ansor_mlflow.cli.s3 import suit_other_s3_servers
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError
 from ansor_mlflow.options import (
     CompileOptions,
+    DiffOptions,
     DistillRecordsOptions,
     EvaluateOptions,
     ExplainOptions,
@@ -47,6 +48,7 @@ COMMANDS: dict[str, type[Options]] = {
     "recompile": RecompileOptions,
     "plan": PlanOptions,
     "explain": ExplainOptions,
+    "diff": DiffOptions,
     "records show": ShowRecordsOptions,
     "records merge": MergeRecordsOptions,
     "records distill": DistillRecordsOptions,
@@ -140,6 +142,22 @@ def explain(options: ExplainOptions) -> None:
     from ansor_mlflow.steps import explain_task
 
     report(explain_task(options), options.json_file, print_explanation)
+
+
+@command(cli, "diff", DiffOptions)
+def diff(options: DiffOptions) -> None:
+    """Compare two tunings kernel by kernel: which is faster, by how much, and is that more than noise.
+
+    RUN_A and RUN_B are runs of tune, compile or main, or models.
+    """
+    from ansor_mlflow.cli.diff import print_diff
+    from ansor_mlflow.cli.json_file import report
+    from ansor_mlflow.steps import diff_runs
+
+    difference = diff_runs(options)
+    report(difference, options.json_file, print_diff)
+    if options.fail_if_slower is not None:
+        difference.require_not_slower(options.fail_if_slower)
 
 
 @cli.group("records")

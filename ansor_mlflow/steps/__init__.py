@@ -1,6 +1,7 @@
 """The entry points as functions of their options; here the tuner and MLflow meet."""
 
 from ansor_mlflow.steps.compile import CompileResult, compile_network
+from ansor_mlflow.steps.diff import Compared, Difference, TaskDifference, diff_runs
 from ansor_mlflow.steps.evaluate import evaluate
 from ansor_mlflow.steps.explain import Explanation, explain_task
 from ansor_mlflow.steps.pipeline import PipelineResult, run_pipeline
@@ -13,8 +14,10 @@ from ansor_mlflow.steps.tune import tune
 from ansor_mlflow.steps.verify import ReplayedRecord, Verification, verify_records
 
 __all__ = [
+    "Compared",
     "CompileResult",
     "Delivered",
+    "Difference",
     "Explanation",
     "PipelineResult",
     "Plan",
@@ -23,9 +26,11 @@ __all__ = [
     "PulledRecords",
     "RecompileResult",
     "ReplayedRecord",
+    "TaskDifference",
     "Verification",
     "WrittenRecords",
     "compile_network",
+    "diff_runs",
     "distill_records",
     "evaluate",
     "explain_task",

@@ -1,0 +1,99 @@
+"""What the command `diff` prints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from ansor_mlflow.steps import Difference, TaskDifference
+
+_PIPE_WIDTH = 1000
+"""Columns where there is no terminal: lines are not broken."""
+_VERDICTS = {
+    "faster": "faster",
+    "slower": "slower",
+    "same": "",
+    "only_first": "only A",
+    "only_second": "only B",
+}
+_STYLES = {"faster": "green", "slower": "red", "only_first": "yellow", "only_second": "yellow", "same": ""}
+
+
+def print_diff(difference: Difference) -> None:
+    """Prints both sides, a table of kernels, the sum, and what else differs."""
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
+    for letter, side in (("A", difference.first), ("B", difference.second)):
+        console.print(f"{letter}  {side.name}  ({side.device}, run {side.run_id})")
+    console.print()
+    console.print(_table(difference))
+    console.print()
+    for line in summary(difference):
+        console.print(line)
+    for title, entries in (
+        ("parameters", difference.params),
+        ("device", difference.device),
+        ("versions", difference.versions),
+    ):
+        _print_entries(console, title, entries)
+
+
+def summary(difference: Difference) -> list[str]:
+    """Sentences on the whole."""
+    counts = {verdict: sum(task.verdict == verdict for task in difference.tasks) for verdict in _VERDICTS}
+    lines = [
+        f"B against A: {counts['faster']} kernels faster, {counts['slower']} slower, {counts['same']} the same within "
+        f"the noise, {counts['only_first']} only in A, {counts['only_second']} only in B"
+    ]
+    pairs = {
+        "estimated, kernels of both": (difference.first.estimated_ms, difference.second.estimated_ms),
+        "measured end to end": (difference.first.latency_ms, difference.second.latency_ms),
+    }
+    for label, (first, second) in pairs.items():
+        if first and second:
+            lines.append(f"{label}: {first:.3f} ms, {second:.3f} ms ({second / first - 1:+.1%})")
+    return lines
+
+
+def _table(difference: Difference) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("kernel")
+    for header in ("calls", "share", "A µs", "B µs", "B/A", "noise"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("B is", no_wrap=True)
+    for task in difference.tasks:
+        table.add_row(*_cells(task), style=_STYLES[task.verdict])
+    return table
+
+
+def _cells(task: TaskDifference) -> tuple[str, ...]:
+    return (
+        task.task,
+        str(task.weight),
+        f"{task.share:.1%}",
+        _microseconds(task.first_s),
+        _microseconds(task.second_s),
+        f"{task.ratio:.3f}" if task.ratio else "",
+        f"± {task.noise:.1%}",
+        _VERDICTS[task.verdict],
+    )
+
+
+def _microseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e6:.1f}"
+
+
+def _print_entries(console: Console, title: str, entries: Mapping[str, tuple[str | None, str | None]]) -> None:
+    if not entries:
+        return
+    console.print(f"\n{title} that differ\n")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for header in ("", "A", "B"):
+        table.add_column(header)
+    for name, (first, second) in entries.items():
+        table.add_row(name, first or "", second or "")
+    console.print(table)
