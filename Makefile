@@ -26,7 +26,8 @@ demo: .venv
 test: .venv/torch
 	$(RUN) python -m pytest -m "not faults"
 
-# Servers and processes are really broken.
+# Servers and processes are really broken: Ceph's S3 gateway and PostgreSQL among them, which are Debian packages;
+# .ci/run installs them, CONTRIBUTING.md names them, and a test that misses them fails with their names.
 test-faults: .venv
 	$(RUN) python -m pytest -m faults
 

@@ -1,20 +1,27 @@
-"""Real servers for tests: an S3 store and an MLflow tracking server, each a process of its own on 127.0.0.1."""
+"""Real servers for tests: an S3 store and an MLflow tracking server, each a process of its own on 127.0.0.1.
+
+Those of the tests of faults are in `ceph.py` and `postgres.py`.
+"""
 
 from __future__ import annotations
 
 import os
+import pwd
+import shutil
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
 
 SCRIPTS = Path(sys.executable).parent
 """Where the programs of this environment are."""
@@ -22,13 +29,16 @@ SCRIPTS = Path(sys.executable).parent
 ACCESS_KEY = "access-key-of-the-tests"
 SECRET_KEY = "secret-key-of-the-tests"
 
+PACKAGES = "radosgw ceph-mon ceph-osd ceph-common postgresql"
+"""Debian packages with the servers that `make test-faults` breaks; `.ci/run` installs the same."""
+
 
 @dataclass(frozen=True)
 class Server:
     """A server process that answers at `url`."""
 
-    url: str
     process: subprocess.Popen[bytes]
+    url: str = ""
 
     def stop(self) -> None:
         """Ends the process and those it started, at once; they have nothing to save that a test looks at."""
@@ -48,18 +58,58 @@ class Server:
 class S3Server(Server):
     """An S3 server that keeps `<bucket>/<key>` as the file `directory/<bucket>/<key>`."""
 
-    directory: Path
+    directory: Path = Path()
 
     def environment(self, secret_key: str = SECRET_KEY) -> dict[str, str]:
         """What a client needs in its environment."""
-        return {
-            "MLFLOW_S3_ENDPOINT_URL": self.url,
-            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-            "AWS_SECRET_ACCESS_KEY": secret_key,
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true",
-            "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
-        }
+        return s3_environment(self.url, secret_key)
+
+
+class Service:
+    """A server that is stopped and started again, at one address and with what it keeps.
+
+    Args:
+        url: Where it answers.
+        run: Runs it, as `mlflow_server` does.
+    """
+
+    def __init__(self, url: str, run: Callable[[], AbstractContextManager[Server]]) -> None:
+        self.url = url
+        self._run = run
+        self._stack = ExitStack()
+        self._is_running = False
+
+    def start(self) -> None:
+        """Starts it, unless it runs, and waits until it answers."""
+        if not self._is_running:
+            self._stack.enter_context(self._run())
+            self._is_running = True
+
+    def stop(self) -> None:
+        """Ends it at once, as when its machine fails."""
+        self._is_running = False
+        self._stack.close()
+
+
+def s3_environment(url: str, secret_key: str) -> dict[str, str]:
+    """What a client of an S3 server needs in its environment."""
+    return {
+        "MLFLOW_S3_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": secret_key,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
+    }
+
+
+def program(name: str) -> str:
+    """The path of a program of `PACKAGES`. Fails the test where it is missing."""
+    postgresql = sorted(map(str, Path("/usr/lib/postgresql").glob("*/bin")), reverse=True)
+    path = shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", *postgresql]))
+    if path is None:
+        pytest.fail(f"{name} is missing; install it: apt-get install --no-install-recommends {PACKAGES}", pytrace=False)
+    return path
 
 
 def free_port() -> int:
@@ -94,21 +144,26 @@ def s3_server(
         "--config=",
         str(directory / "data"),
     ]
-    process = _start(command, directory / "rclone.log", {})
-    server = S3Server(f"http://127.0.0.1:{port}", process, directory / "data")
-    with _running(server, directory / "rclone.log", lambda: _answers(server.url)):
-        yield server
+    url = f"http://127.0.0.1:{port}"
+    with running(command, directory / "rclone.log", lambda: answers(url)) as process:
+        yield S3Server(process, url, directory / "data")
 
 
 @contextmanager
 def mlflow_server(
-    directory: Path, *, port: int | None = None, artifact_root: str = "", environment: Mapping[str, str] = {}
+    directory: Path,
+    *,
+    port: int | None = None,
+    store: str = "",
+    artifact_root: str = "",
+    environment: Mapping[str, str] = {},
 ) -> Iterator[Server]:
-    """Runs a tracking server on an sqlite store. Clients talk to the artifact store themselves.
+    """Runs a tracking server. Clients talk to the artifact store themselves.
 
     Args:
-        directory: Where the store and the log are kept; made if it does not exist.
+        directory: Where the log is kept; made if it does not exist.
         port: Where it listens; a free port by default.
+        store: URI of the database; an sqlite file in `directory` by default.
         artifact_root: Artifact root of new experiments; a folder in `directory` by default.
         environment: Added to the server's environment.
     """
@@ -120,38 +175,62 @@ def mlflow_server(
         "--host=127.0.0.1",
         f"--port={port}",
         "--workers=1",
-        f"--backend-store-uri=sqlite:///{directory / 'server.db'}",
+        f"--backend-store-uri={store or f'sqlite:///{directory}/server.db'}",
         f"--default-artifact-root={artifact_root or directory / 'artifacts'}",
     ]
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **environment}
-    process = _start(command, directory / "server.log", environment)
-    server = Server(f"http://127.0.0.1:{port}", process)
-    with _running(server, directory / "server.log", lambda: _answers(f"{server.url}/health")):
-        yield server
-
-
-def _start(command: list[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    with log.open("wb") as out:
-        return subprocess.Popen(
-            command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env={**os.environ, **environment}
-        )
+    url = f"http://127.0.0.1:{port}"
+    with running(command, directory / "server.log", lambda: answers(f"{url}/health"), environment) as process:
+        yield Server(process, url)
 
 
 @contextmanager
-def _running(server: Server, log: Path, is_ready: Callable[[], bool], timeout_s: float = 60) -> Iterator[None]:
-    """Waits until a server is ready, and ends it afterwards."""
+def running(
+    command: Sequence[str],
+    log: Path,
+    is_ready: Callable[[], bool],
+    environment: Mapping[str, str] = {},
+    *,
+    user: str | None = None,
+    timeout_s: float = 60,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts a server, waits until it is ready, and ends it afterwards.
+
+    Args:
+        command: Its command line.
+        log: Gets what it writes; it is started in the log's directory.
+        is_ready: Whether it can be used.
+        environment: Added to the one of this process.
+        user: Whom it runs as; by default, as this process.
+        timeout_s: The time it may take.
+    """
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            cwd=log.parent,
+            env={**os.environ, **environment},
+            **run_as(user),
+        )
     try:
         deadline = time.monotonic() + timeout_s
         while not is_ready():
-            if server.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{server.url} did not start:\n{log.read_text()}")
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{command[0]} did not start:\n{log.read_text()[-4000:]}")
             time.sleep(0.05)
-        yield
+        yield process
     finally:
-        server.stop()
+        Server(process).stop()
 
 
-def _answers(url: str) -> bool:
+def run_as(user: str | None) -> dict[str, Any]:
+    """Arguments of `subprocess` for another user."""
+    return {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []} if user else {}
+
+
+def answers(url: str) -> bool:
     """Whether an HTTP server answers at all; S3 answers 403 to a request that is not signed."""
     try:
         with urllib.request.urlopen(url, timeout=5):

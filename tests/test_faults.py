@@ -1,22 +1,23 @@
-"""What is left when processes are killed and servers go away in the middle of a tuning."""
+"""What is left when processes are killed, and when the disk is full, in the middle of a tuning."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import re
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import mlflow
 import pytest
-from commands import ANSOR_MLFLOW, Finished, environment, run
+from commands import environment
 from mlflow.entities import Run
-from servers import SECRET_KEY, free_port, mlflow_server, s3_server
+from test_survival import can_mount
 from tuner_process import Tuning, assert_gone, assert_readable, kill, tuning
 
 from ansor_mlflow import names
@@ -101,6 +102,16 @@ def test_workers_killed_from_outside_cost_their_trials_only(
 # -- resuming --------------------------------------------------------------------------------------------------------
 
 
+def assert_complete(run: Run, artifacts: Path, num_trials: int, scratch: Path) -> None:
+    """Asserts that a run knows all of a tuning that went well."""
+    assert run.info.status == "FINISHED"
+    assert names.TAG_ERROR not in run.data.tags
+    assert run.data.tags[names.TAG_STOP_REASON] == "trials"
+    assert run.data.metrics[names.TRIALS_MEASURED] == num_trials
+    assert_readable(artifacts / names.RECORDS_DIR, scratch / "best", min_trials=num_trials)
+    assert len(json.loads((artifacts / names.TRIALS_TABLE).read_text())["data"]) == num_trials
+
+
 def assert_exactly(run: Run, artifacts: Path, num_trials: int, scratch: Path) -> None:
     """Asserts that a run has so many trials, each measured once, on one axis without a gap."""
     assert_complete(run, artifacts, num_trials, scratch)
@@ -112,6 +123,7 @@ def assert_exactly(run: Run, artifacts: Path, num_trials: int, scratch: Path) ->
     assert [row[table["columns"].index("step")] for row in table["data"]] == list(range(1, num_trials + 1))
 
 
+@pytest.mark.timeout(600)  # twenty tunings, one after another
 def test_a_tuning_that_is_killed_at_random_moments_and_resumed_has_exactly_its_trials(
     small_onnx: Path, store: str, tmp_path: Path
 ) -> None:
@@ -137,114 +149,46 @@ def test_a_tuning_that_is_killed_at_random_moments_and_resumed_has_exactly_its_t
     assert not (artifacts / names.RECORDS_DIR / PARTS_DIR).exists()
 
 
-# -- servers ---------------------------------------------------------------------------------------------------------
+# -- the disk --------------------------------------------------------------------------------------------------------
+
+MOUNT = 'mount -t tmpfs -o size=64m tmpfs "$1" && echo mounted && exec cat'
+CHANGE_DIRECTORY = 'cd "$1" && shift && exec "$@"'
 
 
-def assert_machine_error(finished: Finished, message: str) -> str:
-    """Asserts that a command ended with one line about its environment, and returns the line without its prefix."""
-    assert finished.exit_code == 3, finished.stderr
-    (error,) = finished.errors
-    assert re.search(message, error)
-    assert "Traceback" not in finished.stderr
-    return error.removeprefix("Error: ")
+@contextmanager
+def small_disk(directory: Path) -> Iterator[int]:
+    """Mounts a disk of 64 MiB, which only processes in the namespaces of the one whose ID is given see."""
+    command = ["unshare", "-rm", "sh", "-c", MOUNT, "sh", str(directory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "mounted\n"
+        yield process.pid
 
 
-def sync(cwd: Path, env: Mapping[str, str]) -> Finished:
-    return run([ANSOR_MLFLOW, "sync"], cwd, env)
-
-
-def assert_complete(run: Run, artifacts: Path, num_trials: int, scratch: Path) -> None:
-    """Asserts that a run knows all of a tuning that went well."""
-    assert run.info.status == "FINISHED"
-    assert names.TAG_ERROR not in run.data.tags
-    assert run.data.tags[names.TAG_STOP_REASON] == "trials"
-    assert run.data.metrics[names.TRIALS_MEASURED] == num_trials
-    assert_readable(artifacts / names.RECORDS_DIR, scratch / "best", min_trials=num_trials)
-    assert len(json.loads((artifacts / names.TRIALS_TABLE).read_text())["data"]) == num_trials
-
-
-def test_a_tracking_server_that_comes_back_knows_everything(small_onnx: Path, tmp_path: Path) -> None:
-    port = free_port()
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(mlflow_server(tmp_path / "server", port=port))
-        tuner = stack.enter_context(
-            tuning(small_onnx, tmp_path / "cwd", environment(server.url), trials=60, min_repeat_ms=50)
-        )
-        tuner.wait_for_rounds(4)
-        server.stop()
-        tuner.wait_for_rounds(tuner.num_rounds + 4)  # the tuning goes on
-        server = stack.enter_context(mlflow_server(tmp_path / "server", port=port))
-        finished = tuner.wait(120)
-        assert finished.exit_code == 0, finished.stderr
-        assert "the MLflow run cannot be reached and will be told later" in finished.stderr
-        assert "the MLflow run is reached again" in finished.stderr
-        client = mlflow.MlflowClient(server.url)
-        (run,) = client.search_runs(["0"])
-        steps = [metric.step for metric in client.get_metric_history(run.info.run_id, names.TRIALS_MEASURED)]
-        artifacts = Path(client.download_artifacts(run.info.run_id, "", str(tmp_path)))
-    assert_complete(run, artifacts, 60, tmp_path)
-    assert len(steps) == len(set(steps)) == tuner.num_rounds
-    assert list((tmp_path / "cwd").glob(".ansor/*/outbox")) == []
-
-
-def test_what_a_tracking_server_that_stays_away_was_not_told_is_delivered_by_sync(
-    small_onnx: Path, tmp_path: Path
+@pytest.mark.skipif(not can_mount(), reason="needs user namespaces")
+def test_a_tuning_whose_disk_was_full_goes_on_when_there_is_space_again(
+    small_onnx: Path, store: str, tmp_path: Path
 ) -> None:
-    port, cwd = free_port(), tmp_path / "cwd"
-    with mlflow_server(tmp_path / "server", port=port) as server:
-        env = environment(server.url)
-        with tuning(small_onnx, cwd, env, trials=40) as tuner:
+    disk, env, trials = tmp_path / "disk", local_environment(store), 120
+    disk.mkdir()
+    with small_disk(disk) as pid:
+        there = Path(f"/proc/{pid}/root{disk}")
+        enter = ["nsenter", f"--target={pid}", "--user", "--mount", "--preserve-credentials"]
+        enter += ["sh", "-c", CHANGE_DIRECTORY, "sh", str(disk)]
+        with tuning(small_onnx, tmp_path / "first", env, wrapper=enter, trials=trials) as tuner:
             tuner.wait_for_rounds(4)
-            descendants = tuner.descendants
-            server.stop()
+            (there / "big").write_bytes(bytes(60 * 2**20))
+            finished = tuner.wait(60)
+        assert finished.exit_code == 3, finished.stderr
+        (error,) = finished.errors
+        assert re.search(r"no space is left for records in .*\.ansor/\w+/records; free some, and tune again", error)
+        assert "Traceback" not in finished.stderr
+        run = only_run(store)
+        assert run.info.status == "FAILED"
+        assert 0 < run.data.metrics[names.TRIALS_MEASURED] < trials
+        (there / "big").unlink()
+        parameters = {"trials": trials, "resume_run": run.info.run_id}
+        with tuning(small_onnx, tmp_path / "second", env, wrapper=enter, **parameters) as tuner:
             finished = tuner.wait(180)
-            assert_gone(descendants, 5)
-            message = r"\d+ messages to the run \w+ are undelivered .*outbox, beside the records; .*ansor-mlflow sync"
-            assert_machine_error(finished, message)
-            assert_readable(tuner.records, tmp_path / "best", min_trials=40)
-    assert_machine_error(sync(cwd, env), "cannot deliver the messages to the run .*; check MLFLOW_TRACKING_URI")
-    with mlflow_server(tmp_path / "server", port=port) as server:
-        assert sync(cwd, env).exit_code == 0
-        client = mlflow.MlflowClient(server.url)
-        (run,) = client.search_runs(["0"])
-        assert_complete(run, Path(client.download_artifacts(run.info.run_id, "", str(tmp_path))), 40, tmp_path)
-        assert "nothing is left to deliver" in sync(cwd, env).stdout
-    assert not (cwd / ".ansor").exists()
-
-
-def test_what_an_s3_server_that_stays_away_was_not_given_is_delivered_by_sync(small_onnx: Path, tmp_path: Path) -> None:
-    uri, port, cwd = f"sqlite:///{tmp_path / 'mlflow.db'}", free_port(), tmp_path / "cwd"
-    mlflow.MlflowClient(uri).create_experiment("faults", "s3://bucket/faults")
-    with s3_server(tmp_path / "s3", "bucket", port=port) as s3:
-        env = environment(uri, {**s3.environment(), "MLFLOW_EXPERIMENT_ID": "1"})
-        with tuning(small_onnx, cwd, env, trials=24) as tuner:
-            tuner.wait_for_rounds(4)
-            s3.stop()
-            finished = tuner.wait(180)
-            message = assert_machine_error(finished, r"messages to the run \w+ are undelivered \(.*Could not connect")
-    run = only_run(uri)
-    assert run.info.status == "FAILED"
-    assert run.data.tags[names.TAG_ERROR] == message
-    assert run.data.metrics[names.TRIALS_MEASURED] == 24  # the tracking server was told
-    with s3_server(tmp_path / "s3", "bucket", port=port):
-        assert sync(cwd, env).exit_code == 0
-    artifacts = tmp_path / "s3" / "data" / "bucket" / "faults" / run.info.run_id / "artifacts"
-    assert_complete(only_run(uri), artifacts, 24, tmp_path)
-
-
-def test_credentials_that_expire_in_the_middle(small_onnx: Path, tmp_path: Path) -> None:
-    """Nothing is lost, and no secret is told."""
-    uri, port, cwd = f"sqlite:///{tmp_path / 'mlflow.db'}", free_port(), tmp_path / "cwd"
-    mlflow.MlflowClient(uri).create_experiment("faults", "s3://bucket/faults")
-    with s3_server(tmp_path / "s3", "bucket", port=port) as s3:
-        env = environment(uri, {**s3.environment(), "MLFLOW_EXPERIMENT_ID": "1"})
-        with tuning(small_onnx, cwd, env, trials=24) as tuner:
-            tuner.wait_for_rounds(4)
-            s3.stop()
-            with s3_server(tmp_path / "s3", "bucket", port=port, secret_key="another-secret-key"):
-                finished = tuner.wait(180)
-                assert_machine_error(finished, r"are undelivered \(.*SignatureDoesNotMatch|403|Forbidden")
-        assert SECRET_KEY not in finished.stderr
-    with s3_server(tmp_path / "s3", "bucket", port=port):
-        assert sync(cwd, env).exit_code == 0
-    assert only_run(uri).info.status == "FINISHED"
+        assert finished.exit_code == 0, finished.stderr
+    assert_exactly(only_run(store), tmp_path / "artifacts" / run.info.run_id / "artifacts", trials, tmp_path)
