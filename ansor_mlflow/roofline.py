@@ -7,6 +7,7 @@ performance model for multicore architectures", Communications of the ACM 52(4),
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ansor_mlflow.errors import MachineError
 from ansor_mlflow.evaluate import call_once, in_child_process
 from ansor_mlflow.targets import vector_lanes
 from ansor_mlflow.threads import measuring_cpus, set_num_threads
+from ansor_mlflow.tuning.workers import WorkerPool
 
 if TYPE_CHECKING:
     from tvm.runtime import Module
@@ -36,6 +39,9 @@ _NUM_STEPS = 200_000
 _NUM_PEAK_REPEATS = 2000
 """Measurements of half a millisecond each, so that even on a busy host some are not disturbed."""
 _NUM_COPY_REPEATS = 10
+_QUICK_PEAK_REPEATS = 400
+_QUICK_COPY_BYTES = 128 * 2**20
+_QUICK_TIMEOUT_S = 10.0
 
 _PEAK_PROGRAM = """
 @T.prim_func(s_tir=True)
@@ -132,6 +138,24 @@ def measure_roofline(target: dict[str, Any], num_threads: int) -> Roofline:
     return roofline
 
 
+def quick_roofline(target: dict[str, Any], num_threads: int) -> Roofline:
+    """Measures as `measure_roofline` does, but in a second or two: with fewer repetitions, and with an array of 128 MiB
+    at most, of which a larger cache holds a part. In a worker that has loaded TVM already.
+
+    Args:
+        target: Attributes of an LLVM target that this host can run.
+        num_threads: Threads of the kernels.
+
+    Raises:
+        MachineError: The worker died or took too long.
+    """
+    with contextlib.closing(WorkerPool(1)) as pool:
+        (outcome,) = pool.map(_measure_quickly, [(target, num_threads)], _QUICK_TIMEOUT_S)
+    if outcome.value is None:
+        raise MachineError(f"the roofs of this host were not measured ({outcome.failure}); free CPUs and memory")
+    return outcome.value
+
+
 def last_level_cache_bytes(cache_root: Path = _CACHE_ROOT) -> int:
     """The size of the largest cache of the first CPU.
 
@@ -143,7 +167,20 @@ def last_level_cache_bytes(cache_root: Path = _CACHE_ROOT) -> int:
     return max(sizes, default=_DEFAULT_CACHE_BYTES)
 
 
-def _prepare(attributes: dict[str, Any], num_threads: int) -> Callable[[], Roofline]:
+def _measure_quickly(what: tuple[dict[str, Any], int]) -> Roofline:
+    effort = _Effort(_QUICK_PEAK_REPEATS, _QUICK_COPY_BYTES)
+    return _prepare(*what, effort)()
+
+
+@dataclass(frozen=True)
+class _Effort:
+    """How long measuring takes."""
+
+    num_peak_repeats: int = _NUM_PEAK_REPEATS
+    max_copy_bytes: int = _MAX_COPY_BYTES
+
+
+def _prepare(attributes: dict[str, Any], num_threads: int, effort: _Effort = _Effort()) -> Callable[[], Roofline]:
     """A call that measures both roofs. Runs in the child process, as everything below."""
     import tvm
 
@@ -151,12 +188,12 @@ def _prepare(attributes: dict[str, Any], num_threads: int) -> Callable[[], Roofl
     set_num_threads(num_threads)
     target = tvm.target.Target(attributes)
     return lambda: Roofline(
-        peak_flops_per_s=_peak_flops_per_s(target, num_threads),
-        bandwidth_bytes_per_s=_bandwidth_bytes_per_s(target, num_threads),
+        peak_flops_per_s=_peak_flops_per_s(target, num_threads, effort),
+        bandwidth_bytes_per_s=_bandwidth_bytes_per_s(target, num_threads, effort),
     )
 
 
-def _peak_flops_per_s(target: Target, num_threads: int) -> float:
+def _peak_flops_per_s(target: Target, num_threads: int, effort: _Effort) -> float:
     import numpy as np
     import tvm
 
@@ -166,14 +203,15 @@ def _peak_flops_per_s(target: Target, num_threads: int) -> float:
     factors = tvm.runtime.tensor(np.repeat(np.array([[0.5], [1.0]], np.float32), lanes, axis=1))
     chains = tvm.runtime.tensor(np.ones((num_threads, _NUM_CHAINS, lanes), np.float32))
     flops = 2.0 * num_threads * _NUM_CHAINS * lanes * _NUM_STEPS
-    return flops / _fastest_s(_compile(_PEAK_PROGRAM.format(**sizes), target), _NUM_PEAK_REPEATS, factors, chains)
+    library = _compile(_PEAK_PROGRAM.format(**sizes), target)
+    return flops / _fastest_s(library, effort.num_peak_repeats, factors, chains)
 
 
-def _bandwidth_bytes_per_s(target: Target, num_threads: int) -> float:
+def _bandwidth_bytes_per_s(target: Target, num_threads: int, effort: _Effort) -> float:
     import tvm
 
     lanes = vector_lanes(target)
-    num_bytes = min(4 * last_level_cache_bytes(), _MAX_COPY_BYTES)
+    num_bytes = min(4 * last_level_cache_bytes(), effort.max_copy_bytes)
     num_vectors = num_bytes // (4 * lanes * num_threads)
     program = _COPY_PROGRAM.format(lanes=lanes, num_threads=num_threads, num_vectors=num_vectors)
     library = _compile(program, target)

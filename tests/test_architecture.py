@@ -19,7 +19,7 @@ FLOORS = [
     ["lowering"],
     ["compile", "evaluate", "roofline", "testing", "tuning"],
     ["model", "replay"],
-    ["autolog", "flavor", "registry", "sources", "tracking"],
+    ["autologging", "flavor", "registry", "sources", "tracking"],
     ["contenders"],
     ["steps"],
     ["cli"],

@@ -31,6 +31,7 @@ from ansor_mlflow.options import (
     PullPoolOptions,
     PushPoolOptions,
     RecompileOptions,
+    RunsOptions,
     ShowRecordsOptions,
     TuneOptions,
     VerifyRecordsOptions,
@@ -49,6 +50,7 @@ COMMANDS: dict[str, type[Options]] = {
     "plan": PlanOptions,
     "explain": ExplainOptions,
     "diff": DiffOptions,
+    "runs": RunsOptions,
     "records show": ShowRecordsOptions,
     "records merge": MergeRecordsOptions,
     "records distill": DistillRecordsOptions,
@@ -158,6 +160,16 @@ def diff(options: DiffOptions) -> None:
     report(difference, options.json_file, print_diff)
     if options.fail_if_slower is not None:
         difference.require_not_slower(options.fail_if_slower)
+
+
+@command(cli, "runs", RunsOptions)
+def runs(options: RunsOptions) -> None:
+    """List the runs of an experiment with their latencies, and the addresses of its saved views."""
+    from ansor_mlflow.cli.json_file import report
+    from ansor_mlflow.cli.runs import print_runs
+    from ansor_mlflow.steps import find_runs
+
+    report(find_runs(options), options.json_file, print_runs)
 
 
 @cli.group("records")

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import mlflow
 from rich.console import Console
 from rich.table import Table
 
 from ansor_mlflow import names
-from ansor_mlflow.tracking.failures import without_credentials
+from ansor_mlflow.cli.pages import print_pages
 
 if TYPE_CHECKING:
     from ansor_mlflow.steps import PipelineResult, RecompileResult
@@ -61,14 +60,8 @@ def print_recompiled(result: RecompileResult) -> None:
 def print_pipeline(result: PipelineResult) -> None:
     """Prints the summary, where the results are and how to look at them."""
     print_summary(result.metrics)
-    tracking_uri = mlflow.get_tracking_uri()
     print(f"run    {result.run_id}")
     print(f"model  {result.model_uri}")
     if result.registered_version is not None:
         print(f"registered as version {result.registered_version}")
-    page = f"#/experiments/{result.experiment_id}/runs/{result.run_id}"
-    if tracking_uri.startswith("http"):
-        print(f"open   {without_credentials(tracking_uri.rstrip('/'))}/{page}")
-    else:
-        print(f"open   mlflow server --backend-store-uri '{without_credentials(tracking_uri)}'")
-        print(f"       then http://127.0.0.1:5000/{page}")
+    print_pages({"open": f"experiments/{result.experiment_id}/runs/{result.run_id}"})

@@ -9,7 +9,9 @@ from ansor_mlflow.steps.plan import Plan, PlannedTask, plan_tuning
 from ansor_mlflow.steps.pool import PoolContents, PulledRecords, list_pool, pull_records, push_records
 from ansor_mlflow.steps.recompile import RecompileResult, recompile
 from ansor_mlflow.steps.records import WrittenRecords, distill_records, merge_records, show_records
+from ansor_mlflow.steps.runs import FoundRun, FoundRuns, find_runs
 from ansor_mlflow.steps.sync import Delivered, sync
+from ansor_mlflow.steps.trials import load_trials
 from ansor_mlflow.steps.tune import tune
 from ansor_mlflow.steps.verify import ReplayedRecord, Verification, verify_records
 
@@ -19,6 +21,8 @@ __all__ = [
     "Delivered",
     "Difference",
     "Explanation",
+    "FoundRun",
+    "FoundRuns",
     "PipelineResult",
     "Plan",
     "PlannedTask",
@@ -34,7 +38,9 @@ __all__ = [
     "distill_records",
     "evaluate",
     "explain_task",
+    "find_runs",
     "list_pool",
+    "load_trials",
     "merge_records",
     "plan_tuning",
     "pull_records",

@@ -17,6 +17,7 @@ from ansor_mlflow.options import CompileOptions, EvaluateOptions, Options, Pipel
 from ansor_mlflow.registry import register
 from ansor_mlflow.tracking import StepRun, step_run
 from ansor_mlflow.tracking.failures import clear_failures
+from ansor_mlflow.tracking.note import command_lines, pipeline_note
 
 _log = logging.getLogger("ansor_mlflow")
 
@@ -55,7 +56,9 @@ def run_pipeline(options: PipelineOptions, project: Path) -> PipelineResult:
     """
     if not (project / "MLproject").is_file():
         raise UserInputError(f"{project} has no MLproject file; run this in the project's folder, or use mlflow run")
+    commands = command_lines("main", options)
     with step_run("main", options, options.network) as run:
+        run.log_note(pipeline_note(options.network, commands))
         tuned = _run_step("tune", _only(options, TuneOptions), project, run)
         if options.resume_run:
             with clear_failures("read the run that went on"):
@@ -74,6 +77,8 @@ def run_pipeline(options: PipelineOptions, project: Path) -> PipelineResult:
             **_pick(evaluated, names.SUMMARY_METRICS),
         }
         run.log_metrics(metrics)
+        told = {**tuned.data.tags, names.TAG_MODEL_URI: model_uri}
+        run.log_note(pipeline_note(tags[names.TAG_NETWORK], commands, told, metrics))
         version = None
         if options.register_as:
             evidence = {name: f"{metrics[name]:.6g}" for name in names.SUMMARY_METRICS if name in metrics}

@@ -19,6 +19,7 @@ from ansor_mlflow.networks.onnx_file import write_onnx
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records import JOURNAL_FILE, PARTS_DIR, Provenance, write_description
 from ansor_mlflow.steps.pool import give_to_pool
+from ansor_mlflow.steps.report import TuningReport
 from ansor_mlflow.steps.resume import (
     copy_of_network,
     fetch_what_was_measured,
@@ -46,6 +47,7 @@ from ansor_mlflow.tracking import (
 )
 from ansor_mlflow.tracking.environment import describe_environment
 from ansor_mlflow.tracking.failures import without_credentials
+from ansor_mlflow.tracking.note import command_lines
 from ansor_mlflow.trials import StopReason, TuningObserver, TuningResult
 from ansor_mlflow.tuning import RoundLog, TuningJob, require_valid_trials, start_fork_server, tune_locally
 from ansor_mlflow.tuning.stopping import resolve_num_trials
@@ -117,13 +119,12 @@ def _tune(options: TuneOptions, run: StepRun, outbox: Outbox, observers: Sequenc
     )
     provenance = _provenance(options, network, num_threads)
     write_description(records, device, provenance)  # records of a tuning that is interrupted can be compiled, too
-    observers = [
-        RoundLog(),
-        MlflowObserver(outbox, run.directory),
-        RecordMirror(outbox, run.directory),
-        *observers,
-    ]
-    result = tune_locally(job, options, observers, resume=is_resumed)
+    commands = command_lines("tune", options)
+    logger = MlflowObserver(outbox, run.directory, commands)
+    report = TuningReport(history=logger.history, job=job, outbox=outbox, directory=run.directory, commands=commands)
+    observers = [RoundLog(), logger, RecordMirror(outbox, run.directory), *observers]
+    with report.at_the_end():
+        result = tune_locally(job, options, observers, resume=is_resumed)
     write_description(records, device, _at_the_end(provenance, options, result))
     require_valid_trials(result)
 

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow import names
 from ansor_mlflow.records import write_text
-from ansor_mlflow.tracking.figures import ConvergencePoint, save_convergence
+from ansor_mlflow.tracking.failures import one_line
+from ansor_mlflow.tracking.figures import (
+    draw_convergence,
+    draw_failures,
+    draw_gain,
+    draw_task_share,
+    save_figure,
+)
+from ansor_mlflow.tracking.history import TuningHistory
+from ansor_mlflow.tracking.note import tuning_note
 from ansor_mlflow.tracking.outbox import Message, Outbox
 from ansor_mlflow.trials import (
     Durations,
@@ -21,9 +32,22 @@ from ansor_mlflow.trials import (
     TuningRound,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _TRIALS_ARE_A_TABLE = {"mlflow.loggedArtifacts": json.dumps([{"path": names.TRIALS_TABLE, "type": "table"}])}
 _MAX_WAIT_S = 5.0
 """For a server that is slow."""
+_REFRESH_S = 60.0
+"""Least time between two uploads of the convergence while the tuning goes on."""
+_FIGURES: dict[str, Callable[[TuningHistory], Figure]] = {
+    names.CONVERGENCE_FIGURE: draw_convergence,
+    names.TASK_SHARE_FIGURE: draw_task_share,
+    names.GAIN_FIGURE: draw_gain,
+    names.FAILURES_FIGURE: draw_failures,
+}
+"""Those that need nothing but the history."""
+_log = logging.getLogger("ansor_mlflow")
 
 
 class MlflowObserver:
@@ -32,61 +56,75 @@ class MlflowObserver:
     Args:
         outbox: Delivers to the run.
         directory: The run's directory, where tables and figures are written before they are uploaded.
+        commands: Command lines that do the tuning again, for the run's description.
     """
 
-    def __init__(self, outbox: Outbox, directory: Path) -> None:
+    def __init__(self, outbox: Outbox, directory: Path, commands: Sequence[str] = ()) -> None:
         self._outbox = outbox
         self._directory = directory
-        self._title = ""
-        self._trials: list[Trial] = []
-        self._points: list[ConvergencePoint] = []
+        self._commands = commands
+        self._refreshed_s = time.monotonic()
+        self.history = TuningHistory()
 
     def tuning_started(self, plan: TuningPlan) -> None:
-        """Names the run after what is tuned, and logs the resolved budget."""
-        self._title = f"{plan.network} · {plan.target} · {plan.num_trials} trials"
+        """Names the run after what is tuned, describes it, and logs the resolved budget."""
+        self.history.begin(plan)
         params = {"num_tasks": str(len(plan.tasks)), "num_trials": str(plan.num_trials)}
         self._outbox.put(
             Message(
-                params={} if plan.past else params,  # they cannot change any more
-                tags={"mlflow.runName": f"tune {self._title}", names.TAG_NUM_TRIALS: str(plan.num_trials)},
+                params=params,  # those that a run has do not change any more
+                tags={"mlflow.runName": f"tune {self.history.title}", names.TAG_NUM_TRIALS: str(plan.num_trials)},
+                note=tuning_note(self.history, self._commands),
             )
         )
-        for round_ in plan.past:
-            self._note(round_)
+        self._draw(names.CONVERGENCE_FIGURE)  # Matplotlib takes a second to load: better now than between two rounds
 
     def round_finished(self, round_: TuningRound) -> None:
-        """Logs the curves."""
-        self._note(round_)
+        """Logs the curves, and from time to time the figure of them."""
+        self.history.add(round_)
         values = _round_metrics(round_)
         if round_.estimated_latency_s is not None:
             values[names.BEST_LATENCY_MS] = round_.estimated_latency_s * 1e3
-        self._outbox.put(Message(metrics=values, step=round_.total_trials))
+        self._outbox.put(Message(metrics=values, step=round_.total_trials, artifacts=self._refreshed()))
         self._outbox.flush(_MAX_WAIT_S)  # the next measurement is to have the host for itself
 
-    def _note(self, round_: TuningRound) -> None:
-        """Keeps what tables and figures show at the end."""
-        self._trials += round_.trials
-        if round_.estimated_latency_s is not None:
-            point = ConvergencePoint(round_.total_trials, round_.elapsed_s, round_.estimated_latency_s * 1e3)
-            self._points.append(point)
-
     def tuning_finished(self, result: TuningResult) -> None:
-        """Logs the stop reason, the tables of trials and tasks, and the figure."""
+        """Logs the stop reason, the tables of trials and tasks, the figures and the description."""
+        self.history.finish(result)
         tables = {
             names.TASKS_FILE: [_task_row(task) for task in result.tasks],
-            names.TRIALS_TABLE: _trials_table(self._trials),
+            names.TRIALS_TABLE: _trials_table(self.history.trials),
         }
         for name, table in tables.items():
             write_text(self._directory / name, json.dumps(table))
-        save_convergence(self._points, self._title, self._directory / names.CONVERGENCE_FIGURE)
+        wanted = [name for name in _FIGURES if name != names.FAILURES_FIGURE or self.history.failures()]
+        figures = [name for name in wanted if self._draw(name)]
         self._outbox.put(
             Message(
                 metrics=_final_metrics(result),
                 step=result.total_trials,
                 tags={names.TAG_STOP_REASON: result.stop_reason, **_TRIALS_ARE_A_TABLE},
-                artifacts=[(name, "") for name in (*tables, names.CONVERGENCE_FIGURE)],
+                artifacts=[(name, "") for name in (*tables, *figures)],
+                note=tuning_note(self.history, self._commands),
             )
         )
+
+    def _refreshed(self) -> list[tuple[str, str]]:
+        """The convergence as an artifact, where the last one is a minute old and the server is not away."""
+        name, now_s = names.CONVERGENCE_FIGURE, time.monotonic()
+        if now_s - self._refreshed_s < _REFRESH_S or not self._outbox.flush(0):
+            return []
+        self._refreshed_s = now_s
+        return [(name, "")] if self._draw(name) else []
+
+    def _draw(self, name: str) -> bool:
+        """Writes a figure; one that cannot be made is no reason to end a tuning."""
+        try:
+            save_figure(_FIGURES[name](self.history), self._directory / name)
+        except Exception as err:  # noqa: BLE001
+            _log.warning("the figure %s could not be made: %s", name, one_line(err))
+            return False
+        return True
 
 
 def _round_metrics(round_: TuningRound) -> dict[str, float]:

@@ -24,6 +24,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.records import write_text
 from ansor_mlflow.tracking.failures import one_line, without_credentials
+from ansor_mlflow.tracking.note import note_tags
 
 OUTBOX_DIR = "outbox"
 _LOCK_FILE = ".lock"
@@ -43,6 +44,8 @@ class Message:
     """Of the metrics."""
     params: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+    """Description of the run, as Markdown; it does not replace what a user has written."""
     artifacts: Sequence[tuple[str, str]] = ()
     """File or directory below the run's directory, and the artifact path to put it, or its contents, under."""
     remove: str = ""
@@ -58,6 +61,9 @@ class Message:
         known = client.get_run(run_id).data.params if self.params else {}  # they cannot change any more
         params = [Param(key, value) for key, value in self.params.items() if key not in known]
         tags = [RunTag(key, value) for key, value in self.tags.items()]
+        if self.note:
+            noted = note_tags(client.get_run(run_id).data.tags, self.note)
+            tags += [RunTag(key, value) for key, value in noted.items()]
         if metrics or params or tags:
             client.log_batch(run_id, metrics=metrics, params=params, tags=tags)
         for name, artifact_path in self.artifacts:
@@ -231,7 +237,12 @@ def _left(directory: Path) -> list[Path]:
 
 
 def _write(path: Path, message: Message) -> None:
-    safe = replace(message, params=_without_credentials(message.params), tags=_without_credentials(message.tags))
+    safe = replace(
+        message,
+        params=_without_credentials(message.params),
+        tags=_without_credentials(message.tags),
+        note=without_credentials(message.note),
+    )
     write_text(path, json.dumps(asdict(safe)))
 
 

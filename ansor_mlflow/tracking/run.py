@@ -20,6 +20,7 @@ from ansor_mlflow.options import Options, as_text
 from ansor_mlflow.records import RecordPair
 from ansor_mlflow.tracking.failures import clear_failures, one_line, without_credentials
 from ansor_mlflow.tracking.outbox import Message, UndeliveredError, has_messages, leave_message
+from ansor_mlflow.tracking.views import ensure_views
 
 WORK_ROOT = Path(".ansor")
 """Where steps keep files until MLflow has them, below the current directory. A failed run leaves its records there."""
@@ -75,6 +76,11 @@ class StepRun:
             safe = [RunTag(name, without_credentials(value)) for name, value in tags.items()]
             mlflow.MlflowClient().log_batch(self.run_id, tags=safe)
 
+    def log_note(self, text: str) -> None:
+        """Describes the run, as Markdown, unless a user has edited the description."""
+        with clear_failures("describe the run"):
+            Message(note=without_credentials(text)).deliver(self.run_id, self.directory)
+
     def log_artifacts(self, path: Path, artifact_path: str | None = None) -> None:
         """Uploads a file, or the contents of a directory."""
         with clear_failures(f"upload {path.name}"):
@@ -99,9 +105,10 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
     """
     with clear_failures("start a run"):
         nested = mlflow.active_run() is not None
-        run_id = mlflow.start_run(resume or None, run_name=run_name, nested=nested).info.run_id
-    run = StepRun(run_id, WORK_ROOT / run_id)
+        info = mlflow.start_run(resume or None, run_name=run_name, nested=nested).info
+    run = StepRun(info.run_id, WORK_ROOT / info.run_id)
     try:
+        ensure_views(info.experiment_id)
         run.directory.mkdir(parents=True, exist_ok=True)
         if resume:
             run.forget_failure()

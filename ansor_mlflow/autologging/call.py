@@ -1,0 +1,124 @@
+"""A call of `TaskScheduler.tune`, and what MetaSchedule says of it, in our words."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ansor_mlflow.records import RecordPair
+from ansor_mlflow.trials import TaskInfo, Trial, TrialStatus
+
+if TYPE_CHECKING:
+    from tvm.s_tir.meta_schedule import TuneContext
+    from tvm.s_tir.meta_schedule.builder import BuilderResult
+    from tvm.s_tir.meta_schedule.runner import RunnerResult
+    from tvm.target import Target
+
+_TIMED_OUT = re.compile(r"Timeout, killed|^timed_out:|\bTimeoutError\b")
+_CRASHED = re.compile(r"^crashed:|ChildProcessError|worker died")
+_MAX_ERROR_LENGTH = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneCall:
+    """The arguments of TVM 0.27's `TaskScheduler.tune`."""
+
+    tasks: Sequence[TuneContext]
+    task_weights: Sequence[float]
+    max_trials_global: int
+    max_trials_per_task: int
+    num_trials_per_iter: int
+    builder: Any
+    runner: Any
+    measure_callbacks: Sequence[Any]
+    database: Any
+    cost_model: Any
+
+    @staticmethod
+    def bind(signature: inspect.Signature, scheduler: object, *args: Any, **kwargs: Any) -> TuneCall:
+        """The call with these arguments. Raises TypeError where another TVM has others."""
+        arguments = signature.bind(scheduler, *args, **kwargs).arguments
+        return TuneCall(**{name: value for name, value in arguments.items() if name != "self"})
+
+    @property
+    def target(self) -> Target:
+        """What the tasks are tuned for."""
+        return self.tasks[0].target
+
+    def describe_tasks(self) -> tuple[TaskInfo, ...]:
+        """The tasks; those of one name, which users' own contexts often have, are numbered."""
+        from tvm.s_tir.analysis import estimate_tir_flops
+        from tvm.s_tir.meta_schedule.utils import shash2hex
+
+        named: Counter[str] = Counter()
+        infos = []
+        for index, (context, weight) in enumerate(zip(self.tasks, self.task_weights, strict=True)):
+            name = str(context.task_name)
+            infos.append(
+                TaskInfo(
+                    index=index,
+                    name=f"{name}_{named[name]}" if named[name] else name,
+                    weight=int(weight),
+                    flops=float(estimate_tir_flops(context.mod)),
+                    workload_hash=shash2hex(context.mod),
+                )
+            )
+            named[name] += 1
+        return tuple(infos)
+
+    def database_files(self) -> RecordPair | None:
+        """The files of the user's database; None where it is none of files, or they are not there yet."""
+        from tvm.s_tir.meta_schedule.database import JSONDatabase
+
+        if not isinstance(self.database, JSONDatabase):
+            return None
+        pair = RecordPair(Path(self.database.path_workload), Path(self.database.path_tuning_record))
+        return pair if pair.workloads.is_file() and pair.records.is_file() else None
+
+    def params(self) -> dict[str, str]:
+        """What the user asked for, by the names that our own parameters have."""
+        return {
+            "target": str(self.target),
+            "trials": str(int(self.max_trials_global)),
+            "trials_per_task": str(int(self.max_trials_per_task)),
+            "num_trials_per_round": str(int(self.num_trials_per_iter)),
+        }
+
+
+def make_trials(
+    first_step: int, task: str, built: Sequence[BuilderResult], measured: Sequence[RunnerResult]
+) -> tuple[Trial, ...]:
+    """The trials of a batch.
+
+    Args:
+        first_step: Position of the first one in the run, from 1.
+        task: Name of their task.
+        built: What the builder said.
+        measured: What the runner said; of a program that could not be built, the builder's error.
+    """
+    return tuple(
+        _make_trial(first_step + position, task, *results)
+        for position, results in enumerate(zip(built, measured, strict=True))
+    )
+
+
+def _make_trial(step: int, task: str, built: BuilderResult, measured: RunnerResult) -> Trial:
+    run_s = tuple(float(seconds) for seconds in measured.run_secs or ())
+    if run_s and measured.error_msg is None:
+        return Trial(step=step, task=task, status=TrialStatus.OK, run_s=run_s)
+    error = str(built.error_msg or measured.error_msg or "")[:_MAX_ERROR_LENGTH].strip()
+    return Trial(step=step, task=task, status=_failure(error, is_build=built.error_msg is not None), error=error)
+
+
+def _failure(error: str, *, is_build: bool) -> TrialStatus:
+    """How a trial failed, by what MetaSchedule's builders and runners, and ours, say."""
+    if _TIMED_OUT.search(error):
+        return TrialStatus.TIMED_OUT
+    if _CRASHED.search(error):
+        return TrialStatus.CRASHED
+    return TrialStatus.BUILD_FAILED if is_build else TrialStatus.RUN_FAILED

@@ -1,0 +1,151 @@
+"""What happened in a tuning so far, as figures, the report and the note show it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from ansor_mlflow.trials import TaskState, Trial, TrialStatus, TuningPlan, TuningResult, TuningRound
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """What was best after a round."""
+
+    num_trials: int
+    elapsed_s: float
+    latency_s: float
+
+
+@dataclass(kw_only=True)
+class TaskHistory:
+    """What happened to a task."""
+
+    state: TaskState
+    """The latest."""
+    began_s: float | None = None
+    """Seconds per call of the fastest earlier record; without one, of the first valid measurement."""
+    measured: list[tuple[int, float]] = field(default_factory=list)
+    """Position in the run and seconds per call of every valid trial."""
+
+    @property
+    def name(self) -> str:
+        return self.state.info.name
+
+    @property
+    def before_s(self) -> float:
+        """The task's time in the network, with what it began with; 0 where nothing is known."""
+        return self.state.info.weight * (self.began_s or 0.0)
+
+    @property
+    def after_s(self) -> float:
+        """The task's time in the network, with the best; 0 where nothing is known."""
+        return self.state.info.weight * (self.state.best_s or 0.0)
+
+    @property
+    def gain_s(self) -> float:
+        """By how much the network got faster through this task."""
+        return self.before_s - self.after_s
+
+    @property
+    def num_trials(self) -> int:
+        """Failed ones included."""
+        return self.state.total_trials
+
+    def best_so_far(self) -> list[tuple[int, float]]:
+        """For every valid trial its position in the run, and the fastest measurement until then."""
+        best = accumulate((seconds for _, seconds in self.measured), min)
+        return [(step, seconds) for (step, _), seconds in zip(self.measured, best, strict=True)]
+
+    def add(self, round_: TuningRound) -> None:
+        """Takes a round of this task."""
+        measured = [(trial.step, trial.latency_s) for trial in round_.trials if trial.latency_s is not None]
+        best_s = round_.task.best_s
+        if self.began_s is None and measured:
+            is_known = best_s is not None and best_s < min(seconds for _, seconds in measured)
+            self.began_s = best_s if is_known else measured[0][1]
+        self.measured += measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureClass:
+    """The trials that failed in one way."""
+
+    status: TrialStatus
+    num_trials: int
+    task: str
+    """Of the first of them."""
+    error: str
+    """Of the first of them that says more."""
+
+
+class TuningHistory:
+    """Collects what observers are told."""
+
+    def __init__(self) -> None:
+        self.plan: TuningPlan | None = None
+        self.result: TuningResult | None = None
+        self.trials: list[Trial] = []
+        self.curve: list[CurvePoint] = []
+        """Estimated latency of the network after each round, from when every task has a valid trial."""
+        self.tasks: list[TaskHistory] = []
+
+    @property
+    def title(self) -> str:
+        """Network, device and budget."""
+        return f"{self.plan.network} · {self.plan.target} · {self.plan.num_trials} trials" if self.plan else ""
+
+    @property
+    def total_trials(self) -> int:
+        return len(self.trials)
+
+    @property
+    def before_s(self) -> float:
+        """Estimated latency of the network, with what the tasks began with."""
+        return sum(task.before_s for task in self.tasks)
+
+    @property
+    def after_s(self) -> float:
+        """Estimated latency of the network, with the best of the tasks that have a valid trial."""
+        return sum(task.after_s for task in self.tasks)
+
+    def begin(self, plan: TuningPlan) -> None:
+        """Takes the plan, with the rounds of earlier processes."""
+        self.plan = plan
+        self.tasks = [TaskHistory(state=TaskState(info=info)) for info in plan.tasks]
+        for round_ in plan.past:
+            self.add(round_)
+
+    def add(self, round_: TuningRound) -> None:
+        """Takes a round."""
+        self.trials += round_.trials
+        self._set_states(round_.tasks)
+        self.tasks[round_.task.info.index].add(round_)
+        if round_.estimated_latency_s is not None:
+            self.curve.append(CurvePoint(round_.total_trials, round_.elapsed_s, round_.estimated_latency_s))
+
+    def finish(self, result: TuningResult) -> None:
+        """Takes the result."""
+        self.result = result
+        self._set_states(result.tasks)
+
+    def slowest(self) -> list[TaskHistory]:
+        """The tasks with a valid trial, those that take most of the network's time first."""
+        return sorted((task for task in self.tasks if task.after_s), key=lambda task: -task.after_s)
+
+    def failures(self) -> list[FailureClass]:
+        """How trials failed, the most frequent way first."""
+        counts = Counter(trial.status for trial in self.trials if trial.status is not TrialStatus.OK)
+        classes = []
+        for status, number in counts.most_common():
+            of_class = [trial for trial in self.trials if trial.status is status]
+            first = next((trial for trial in of_class if trial.error), of_class[0])
+            classes.append(FailureClass(status=status, num_trials=number, task=first.task, error=first.error))
+        return classes
+
+    def _set_states(self, states: tuple[TaskState, ...]) -> None:
+        for task, state in zip(self.tasks, states, strict=True):
+            task.state = state
+            if not state.total_trials:  # what it has is from an earlier record
+                task.began_s = state.best_s

@@ -1,0 +1,292 @@
+"""The report of a tuning holds its numbers and all that it shows, and escapes what others wrote."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import mlflow
+import pytest
+from commands import FAST, ROOT
+from mlflow.entities import Run
+from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
+from tuning_histories import TaskRound, history_of, large_history
+
+from ansor_mlflow import names, steps
+from ansor_mlflow.errors import MachineError
+from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.steps import report
+from ansor_mlflow.steps.report import TuningReport
+from ansor_mlflow.tracking import Outbox
+from ansor_mlflow.tracking.figures import draw_gain, save_figure
+from ansor_mlflow.tracking.history import TuningHistory
+from ansor_mlflow.tracking.pages import render_page
+from ansor_mlflow.tracking.report import ScheduleText, sparkline, tuning_page
+from ansor_mlflow.trials import StopReason, TrialStatus
+from ansor_mlflow.tuning import TuningJob
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+NUM_TRIALS = 6
+VOID = {"meta", "img", "br"}
+HOSTILE = "<script>alert(1)</script></pre><img src=http://evil/x onerror=alert(1)>\"'&amp;"
+ROUNDS = [
+    TaskRound(index=0, run_s=[4e-3, 2e-3]),
+    TaskRound(index=1, run_s=[3e-3], failed=[(TrialStatus.CRASHED, "signal 11")]),
+    TaskRound(index=0, run_s=[1e-3]),
+]
+
+
+class Page(HTMLParser):
+    """A parsed page: well-formed, or this fails."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: list[tuple[str, str]] = []
+        self.values: list[float] = []
+        """Numbers of `<data>`."""
+        self.rows: list[list[str]] = []
+        self.texts: list[str] = []
+        """Of `<pre>`."""
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """See `HTMLParser`."""
+        self.tags.add(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self._open.append(tag)
+        if tag == "data":
+            self.values.append(float(str(dict(attrs)["value"])))
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag == "pre":
+            self.texts.append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """See `HTMLParser`."""
+        self.tags.add(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        """See `HTMLParser`."""
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        """See `HTMLParser`."""
+        if {"td", "th"} & set(self._open):
+            self.rows[-1][-1] += data
+        if "pre" in self._open:
+            self.texts[-1] += data
+
+    def require_self_contained(self) -> None:
+        """Fails where anything is loaded, or run."""
+        assert not self.tags & {"script", "link", "iframe", "object", "embed", "base", "form"}
+        assert not [name for name, _ in self.attributes if name.startswith("on")]
+        sources = [value for name, value in self.attributes if name in ("src", "href", "srcset", "data", "action")]
+        assert all(source.startswith("data:image/png;base64,iVBOR") for source in sources)
+
+
+def page_of(history: TuningHistory, directory: Path, **shown: object) -> tuple[Page, str]:
+    text = tuning_page(history, directory, run_id="0123", **shown)
+    page = Page(text)
+    page.require_self_contained()
+    assert "url(" not in text
+    assert "@import" not in text
+    return page, text
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_numbers_of_the_tuning(tmp_path: Path) -> None:
+    page, text = page_of(history_of(ROUNDS, [2, 1]), tmp_path, commands=["ansor-mlflow tune"])
+    estimated_ms, before_ms, num_trials, minutes = page.values[:4]
+    assert (estimated_ms, before_ms) == (pytest.approx(5), pytest.approx(11))
+    assert (num_trials, minutes) == (5, 3)
+    header, first, second = page.rows[:3]
+    assert header[:2] == ["task", "weight"]
+    # weight, share, best, GFLOP/s, trials, failed, gain
+    assert first[:8] == ["task1", "1", "60.0", "3000", "0.3333", "2", "1", "0"]
+    assert second[:8] == ["task0", "2", "40.0", "1000", "1", "3", "0", "6"]
+    assert first[9] == "trials"
+    assert "the budget of trials was spent" in text
+    assert "crashed: " in text
+    assert page.texts == ["signal 11", "ansor-mlflow tune"]
+    assert "polyline" in page.tags
+    assert "img" not in page.tags  # there are no figures in the directory
+
+
+def test_figures_environment_and_warm_start_are_shown(tmp_path: Path) -> None:
+    history = history_of(ROUNDS, [2, 1])
+    save_figure(draw_gain(history), tmp_path / names.GAIN_FIGURE)
+    environment = {"cpu_model": "AMD EPYC 9B14", "packages": {"apache-tvm": "0.27.0"}, "load_average": [0.5, 1]}
+    (tmp_path / names.ENVIRONMENT_FILE).write_text(json.dumps(environment))
+    taken = {"source": "runs:/4567", "num_records": 9, "num_applied": 8, "num_transferred": 1, "note": "of a friend"}
+    (tmp_path / names.WARM_START_FILE).write_text(json.dumps([taken]))
+    page, _ = page_of(history, tmp_path)
+    assert [value for name, value in page.attributes if name == "src"]
+    assert ["cpu_model", "AMD EPYC 9B14"] in page.rows
+    assert ["packages.apache-tvm", "0.27.0"] in page.rows
+    assert ["load_average", "[0.5, 1]"] in page.rows
+    assert ["runs:/4567", "9", "8", "1", "of a friend"] in page.rows
+
+
+def test_what_others_wrote_is_only_text(tmp_path: Path) -> None:
+    rounds = [TaskRound(index=0, run_s=[1e-3], failed=[(TrialStatus.BUILD_FAILED, HOSTILE)])]
+    history = history_of(rounds, [1], network=HOSTILE)
+    (tmp_path / names.ENVIRONMENT_FILE).write_text(json.dumps({HOSTILE: HOSTILE}))
+    schedule = ScheduleText(task=HOSTILE, lines=[HOSTILE])
+    page, text = page_of(history, tmp_path, commands=[HOSTILE], schedules=[schedule])
+    assert page.texts == [HOSTILE, HOSTILE, HOSTILE]
+    assert [HOSTILE, HOSTILE] in page.rows
+    assert HOSTILE not in text
+
+
+def test_a_task_without_a_valid_trial_is_told(tmp_path: Path) -> None:
+    history = history_of([*ROUNDS, TaskRound(index=2, failed=[(TrialStatus.TIMED_OUT, "30 s")])], [2, 1, 1])
+    page, text = page_of(history, tmp_path)
+    assert "1 tasks have no valid trial" in text
+    assert page.rows[3][:8] == ["task2", "1", "–", "–", "–", "1", "1", "–"]
+
+
+def test_commands_hold_no_credentials(tmp_path: Path) -> None:
+    _, text = page_of(history_of(ROUNDS, [2, 1]), tmp_path, commands=["tune --record-pool s3://bob:hunter2@host"])
+    assert "hunter2" not in text
+
+
+def test_many_tasks(tmp_path: Path) -> None:
+    page, _ = page_of(large_history(60, 960), tmp_path)
+    assert sum(row[0].startswith("task") for row in page.rows) == 60 + 1
+
+
+def test_a_long_schedule_is_shortened() -> None:
+    lines = ScheduleText(task="conv", lines=[f"line {i}" for i in range(100)]).text.splitlines()
+    assert lines[79:] == ["line 79", "# … 20 more lines: see ansor-mlflow explain"]
+    assert ScheduleText(task="conv", lines=["line"]).text == "line"
+
+
+def test_a_sparkline_goes_down_in_steps_through_its_frame() -> None:
+    assert sparkline([(10, 4e-3), (20, 2e-3), (30, 2e-3)]) == "0.0,0.0 55.0,0.0 55.0,24.0 110.0,24.0"
+    assert sparkline([(5, 1e-3)]) == "0.0,0.0 110.0,0.0"
+    assert sparkline([]) == ""
+
+
+def test_another_page_can_have_the_same_style() -> None:
+    page = Page(render_page("base.html", title="a & b", subtitle="<two runs>"))
+    page.require_self_contained()
+    assert {"h1", "style"} <= page.tags
+
+
+def test_the_templates_are_in_the_package() -> None:
+    assert "tracking/templates/*.html" in (ROOT / "setup.cfg").read_text()
+    assert (ROOT / "ansor_mlflow/tracking/templates/base.html").is_file()
+
+
+# -- the report of a real tuning ---------------------------------------------------------------------------------------
+
+
+def tune_small(small_onnx: Path, experiment_id: str, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Run:
+    """Tunes the small network for real, in a directory of its own."""
+    monkeypatch.chdir(directory)
+    options = {**FAST, "network": str(small_onnx), "trials": str(NUM_TRIALS), "num_trials_per_round": "2"}
+    return mlflow.get_run(steps.tune(TuneOptions.model_validate(options)))
+
+
+def artifact(run: Run, name: str) -> Path:
+    return Path(mlflow.artifacts.download_artifacts(run_id=run.info.run_id, artifact_path=name))
+
+
+def test_a_tuning_ends_with_a_report(
+    small_onnx: Path, new_experiment: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = tune_small(small_onnx, new_experiment, monkeypatch, tmp_path)
+    text = artifact(run, names.REPORT_FILE).read_text()
+    page = Page(text)
+    page.require_self_contained()
+    assert page.values[0] == pytest.approx(run.data.metrics[names.BEST_LATENCY_MS])
+    assert page.values[1] == pytest.approx(run.data.metrics[names.CONFIRMED_LATENCY_MS])
+    tasks = json.loads(artifact(run, names.TASKS_FILE).read_text())
+    shown = {row[0]: row for row in page.rows if len(row) == 10}
+    for task in tasks:
+        assert shown[task["task"]][3] == f"{task['latency_us']:.4g}"
+    assert len(re.findall("<img ", text)) >= 4
+    assert artifact(run, names.ROOFLINE_FIGURE).read_bytes().startswith(b"\x89PNG")
+    schedules = [text for text in page.texts if "sch." in text]
+    assert 1 <= len(schedules) <= 3
+    assert all(re.match(r"b0 = sch\.get_\w*block\(", schedule) for schedule in schedules)
+    assert any(text.startswith("ansor-mlflow tune --network ") for text in page.texts)
+    assert run.info.run_id in text
+    assert "Tuned **small**" in run.data.tags[MLFLOW_RUN_NOTE]
+
+
+def test_a_report_that_cannot_be_made_is_a_warning(
+    small_onnx: Path,
+    new_experiment: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MachineError("no CPU is free")
+
+    for part in ("quick_roofline", "tuning_page"):
+        monkeypatch.setattr(report, part, fail)
+    with caplog.at_level(logging.WARNING, "ansor_mlflow"):
+        run = tune_small(small_onnx, new_experiment, monkeypatch, tmp_path)
+    assert run.info.status == "FINISHED"
+    assert "the run gets no roofline: no CPU is free" in caplog.text
+    assert "the run gets no report: no CPU is free" in caplog.text
+    files = {file.path for file in mlflow.MlflowClient().list_artifacts(run.info.run_id)}
+    assert names.TASK_SHARE_FIGURE in files
+    assert not {names.REPORT_FILE, names.ROOFLINE_FIGURE} & files
+
+
+# -- a tuning that does not end well -----------------------------------------------------------------------------------
+
+
+def end_with(error: BaseException, history: TuningHistory, job: TuningJob, directory: Path) -> Run:
+    """A run whose tuning ends with an error."""
+    experiment_id = mlflow.MlflowClient().create_experiment(str(directory), (directory / "artifacts").as_uri())
+    run_id = mlflow.MlflowClient().create_run(experiment_id).info.run_id
+    outbox = Outbox(run_id, directory)
+    reporter = TuningReport(history=history, job=job, outbox=outbox, directory=directory, commands=())
+    with pytest.raises(type(error)), reporter.at_the_end():
+        raise error
+    outbox.close(20)
+    return mlflow.get_run(run_id)
+
+
+@pytest.fixture
+def job(dense: LoweredNetwork, host_target: Target, tmp_path: Path) -> TuningJob:
+    return TuningJob(network="dense", lowered=dense, target=host_target, num_threads=1, records=tmp_path / "records")
+
+
+@pytest.mark.usefixtures("experiment_id")
+def test_an_interrupted_tuning_has_a_report_and_measures_nothing(job: TuningJob, tmp_path: Path) -> None:
+    history = history_of(ROUNDS, [2, 1], stop_reason=StopReason.INTERRUPTED)
+    run = end_with(KeyboardInterrupt(), history, job, tmp_path)
+    files = {file.path for file in mlflow.MlflowClient().list_artifacts(run.info.run_id)}
+    assert files == {names.REPORT_FILE}
+    assert "it was interrupted" in artifact(run, names.REPORT_FILE).read_text()
+
+
+@pytest.mark.usefixtures("experiment_id")
+def test_a_tuning_that_failed_says_so_in_its_description(job: TuningJob, tmp_path: Path) -> None:
+    history = history_of(ROUNDS, [2, 1])
+    history.result = None
+    run = end_with(MachineError("no space is left"), history, job, tmp_path)
+    assert "ended by an error: no space is left" in run.data.tags[MLFLOW_RUN_NOTE]
+    assert list(mlflow.MlflowClient().list_artifacts(run.info.run_id)) == []

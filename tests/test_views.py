@@ -1,0 +1,191 @@
+"""Every experiment of ours gets two saved views, once, and whatever its users make of them stays."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+
+from ansor_mlflow import names
+from ansor_mlflow.options import EvaluateOptions, TuneOptions
+from ansor_mlflow.tracking import step_run, views
+from ansor_mlflow.tracking.views import VIEWS, SavedView, ensure_views, existing_views
+
+LEADERBOARD, CHARTS = VIEWS
+PAGE = Path(mlflow.__file__).parent / "server" / "js" / "build" / "static" / "js"
+"""The programs of MLflow's user interface."""
+MAX_CHARS = 20_000
+
+
+@pytest.fixture(autouse=True)
+def _cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def open_a_run() -> None:
+    with step_run("evaluate", EvaluateOptions(model_uri="models:/small/1"), "a step"):
+        pass
+
+
+def tags_of(experiment_id: str) -> dict[str, str]:
+    tags = mlflow.MlflowClient().get_experiment(experiment_id).tags
+    return {key: value for key, value in tags.items() if key.startswith(names.VIEW_PREFIX)}
+
+
+def decoded(value: str) -> dict[str, Any]:
+    """The state in a tag, as MLflow's page reads it."""
+    compressed = json.loads(value)["state"].removeprefix("deflate;")
+    return dict(json.loads(zlib.decompress(base64.b64decode(compressed))))
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes then is as in another process."""
+    monkeypatch.setattr(views, "_seen", set())
+
+
+def test_a_step_adds_both_views(new_experiment: str) -> None:
+    open_a_run()
+    tags = tags_of(new_experiment)
+    assert set(tags) == {"mlflow.sharedViewState.ansor-leaderboard", "mlflow.sharedViewState.ansor-tuning-charts"}
+    for view in VIEWS:
+        envelope = json.loads(tags[view.tag])
+        assert envelope["name"] == view.name
+        assert envelope["createdAt"] == envelope["updatedAt"] > 1.7e12
+        assert envelope["state"].startswith("deflate;")
+        assert len(tags[view.tag]) < MAX_CHARS
+        assert decoded(tags[view.tag]) == view.state
+
+
+def test_a_process_asks_once_for_each_experiment(new_experiment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_a_run()
+    for view in VIEWS:
+        mlflow.MlflowClient().delete_experiment_tag(new_experiment, view.tag)
+    open_a_run()
+    assert tags_of(new_experiment) == {}
+    forget(monkeypatch)
+    open_a_run()
+    assert len(tags_of(new_experiment)) == 2
+
+
+@pytest.mark.parametrize("left", VIEWS, ids=lambda view: view.key)
+def test_what_users_made_of_a_view_stays(new_experiment: str, left: SavedView, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One was edited, the other deleted."""
+    client = mlflow.MlflowClient()
+    open_a_run()
+    for view in VIEWS:
+        client.delete_experiment_tag(new_experiment, view.tag)
+    client.set_experiment_tag(new_experiment, left.tag, "edited")
+    forget(monkeypatch)
+    open_a_run()
+    assert tags_of(new_experiment) == {left.tag: "edited"}
+
+
+def test_views_of_others_are_left_alone(new_experiment: str) -> None:
+    theirs = f"{names.VIEW_PREFIX}b7b1c3"
+    mlflow.MlflowClient().set_experiment_tag(new_experiment, theirs, "theirs")
+    open_a_run()
+    tags = tags_of(new_experiment)
+    assert tags[theirs] == "theirs"
+    assert existing_views(tags) == list(VIEWS)
+
+
+@pytest.mark.parametrize("version", ["3.16.4", "3.18.0", "3.18.0rc1", "4.0.0"])
+def test_an_unknown_version_of_mlflow_gets_a_warning_and_no_views(
+    new_experiment: str, version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mlflow, "__version__", version)
+    with caplog.at_level(logging.WARNING, "ansor_mlflow"):
+        open_a_run()
+        open_a_run()
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "ansor_mlflow"]
+    assert message == (
+        f"the experiment {new_experiment} gets no saved views: this is MLflow {version}, not 3.17 or later, below 3.18"
+    )
+    assert tags_of(new_experiment) == {}
+
+
+@pytest.mark.usefixtures("experiment_id")
+def test_a_failure_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "ansor_mlflow"):
+        ensure_views("987654321")
+        ensure_views("987654321")
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "ansor_mlflow"]
+    assert re.match("the experiment 987654321 gets no saved views: .*987654321", message)
+
+
+def test_what_they_show_is_what_is_logged() -> None:
+    state = LEADERBOARD.state
+    assert state["selectedColumns"] == [
+        "metrics.`latency_ms`",
+        "metrics.`speedup_vs_untuned`",
+        "metrics.`best_latency_ms`",
+        "tags.`ansor.network`",
+        "tags.`ansor.target`",
+        "metrics.`trials/measured`",
+        "params.`strategy`",
+    ]
+    assert (state["orderByKey"], state["orderByAsc"]) == ("metrics.`latency_ms`", True)
+    charts = CHARTS.state["compareRunCharts"]
+    assert [(chart["type"], chart.get("metricKey")) for chart in charts] == [
+        ("LINE", "best_latency_ms"),
+        ("PARALLEL", None),
+        ("LINE", "speed/trials_per_minute"),
+        ("BAR", "trials/build_failed"),
+        ("BAR", "trials/run_failed"),
+        ("BAR", "trials/timed_out"),
+        ("BAR", "trials/crashed"),
+    ]
+    assert set(charts[1]["selectedParams"]) == {"trials", "strategy", "cost_model", "num_trials_per_round", "seed"}
+    assert set(charts[1]["selectedParams"]) <= set(TuneOptions.model_fields)
+    assert charts[1]["selectedMetrics"] == ["latency_ms"]
+
+
+def test_every_chart_is_in_a_section_and_mlflow_s_own_are_kept() -> None:
+    charts, sections = CHARTS.state["compareRunCharts"], CHARTS.state["compareRunSections"]
+    assert CHARTS.state["isAccordionReordered"] is True
+    assert {chart["metricSectionId"] for chart in charts} <= {section["uuid"] for section in sections}
+    assert len({chart["uuid"] for chart in charts}) == len(charts)
+    assert [section["name"] for section in sections if section["isGenerated"]] == ["Model metrics", "System metrics"]
+
+
+def test_the_installed_page_knows_every_field() -> None:
+    """The format is not documented: this fails when a release of MLflow changes it."""
+    programs = "\n".join(path.read_text(errors="ignore") for path in sorted(PAGE.glob("*.js")))
+    page_fields = fields_beside(programs, "compareRunSections") | fields_beside(programs, "searchFilter")
+    for view in VIEWS:
+        assert set(view.state) <= page_fields
+    chart_fields = set(re.findall(r"this\.(\w+)=", programs))
+    for chart in CHARTS.state["compareRunCharts"]:
+        assert set(chart) <= chart_fields
+    for text in (
+        '"mlflow.sharedViewState."',
+        '"viewStateShareKey"',
+        '"compareRunsMode"',
+        '"deflate;"',
+        '"FIRST_10_RUNS"',
+    ):
+        assert text in programs
+    envelope = re.search(r"JSON\.stringify\({name:\w+,createdAt:\w+,updatedAt:\w+,state:\w+}\)", programs)
+    assert envelope
+    section = re.search(r"{uuid:[^{}]{1,9},name:\w+,display:!0,isReordered:!1,deleted:!1,isGenerated:!0}", programs)
+    assert section
+
+
+def fields_beside(programs: str, field: str) -> set[str]:
+    """The names in every list of texts that has a name."""
+    lists = re.findall(r'\["\w+"(?:,"\w+")*\]', programs)
+    return {name for text in lists if f'"{field}"' in text for name in re.findall(r"\w+", text)}
+
+
+def test_the_address_of_a_view() -> None:
+    assert LEADERBOARD.page("7") == (
+        "experiments/7/runs?viewStateShareKey=ansor-leaderboard&workflowType=machine_learning&compareRunsMode=TABLE"
+    )
+    assert CHARTS.page("7").endswith("&compareRunsMode=CHART")
