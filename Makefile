@@ -24,7 +24,7 @@ demo: .venv
 	$(RUN) mlflow run . --env-manager local -P network=resnet-18 -P trials=320 -P max_minutes=6
 
 test: .venv/torch
-	$(RUN) python -m pytest -m "not faults" -n 2 --dist loadfile
+	$(RUN) python -m pytest -m "not faults" -n 3 --dist loadfile
 
 # Servers and processes are really broken: Ceph's S3 gateway and PostgreSQL among them, which are Debian packages;
 # .ci/run installs them, CONTRIBUTING.md names them, and a test that misses them fails with their names.

@@ -367,6 +367,9 @@ class DiffOptions(ReportOptions):
             "a share such as 3% or 0.03",
         )
     )
+    html: str = _parameter(
+        "", "File that the comparison is written to as a page of HTML; none by default.", "the path of a file"
+    )
 
 
 class RunsOptions(ReportOptions):

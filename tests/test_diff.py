@@ -205,6 +205,22 @@ def test_what_is_printed_and_written(
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_a_page_says_the_same(tuned: str, run_here: RunCommand, tmp_path: Path) -> None:
+    """Without anything from a network, and whatever a run is called."""
+    other = copy_of(tuned)
+    mlflow.MlflowClient().set_tag(other, "mlflow.runName", "<script>alert(1)</script>")
+    change_times(other, 2.0)
+    assert run_here("diff", tuned, other, "--html", "diff.html") == 0
+    page = (tmp_path / "diff.html").read_text()
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert not re.search(r"(src|href)=", page)
+    num_tasks = len(diff(tuned, other).tasks)
+    assert page.count('<td class="bad">slower</td>') == num_tasks
+    assert page.count('<data value="2.0">2.000</data>') >= num_tasks - 1  # but for the last digit
+    assert f"{num_tasks} slower" in page
+
+
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "message"),
     [
@@ -213,6 +229,11 @@ def test_what_is_printed_and_written(
         (["TUNED", "0" * 32], 2, "cannot read 0+: .*not found"),
         (["TUNED", "models:/nothing/1"], 2, "cannot read models:/nothing/1: "),
         (["TUNED", "OTHER"], 2, "it comes from no tuning run; give one of tune, compile or main"),
+        (
+            ["TUNED", "TUNED", "--html", "no/such/folder"],
+            2,
+            "html=no/such/folder: it cannot be written .*; give another",
+        ),
         (["TUNED", "KILLED"], 5, "the tuning run .* did not end; let it go on with resume_run="),
         (
             ["TUNED", "TUNED", "--fail-if-slower", "fast"],

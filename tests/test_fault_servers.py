@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -18,11 +20,12 @@ from mlflow.entities import Run
 from postgres import postgres_server
 from servers import SECRET_KEY, Service, free_port, mlflow_server
 from test_faults import assert_complete, assert_exactly
-from test_pool import test_eight_processes_push_at_once  # noqa: F401 - runs here, too, with the s3_uri of this file
+from test_pool import DEVICE, found
 from tuner_process import Tuning, assert_gone, assert_readable, tuning
 
 from ansor_mlflow import names
 from ansor_mlflow.records import PARTS_DIR
+from ansor_mlflow.tracking.pool import RecordPool
 
 pytestmark = pytest.mark.faults
 
@@ -263,7 +266,28 @@ def test_a_flipped_bit_in_a_part_costs_the_trials_behind_it(
     assert site.parts() == []
 
 
-@pytest.fixture
-def s3_uri(site: Site, tmp_path: Path) -> str:
-    """A new record pool, for the test that has it as its argument."""
-    return f"s3://{BUCKET}/pools/{tmp_path.name}"
+# -- the record pool ---------------------------------------------------------------------------------------------------
+
+PUSH = """
+import json, sys
+from test_pool import DEVICE, found
+from ansor_mlflow.tracking.pool import RecordPool
+
+number = int(sys.argv[2])
+pool = RecordPool(sys.argv[1])
+for kernel in range(5):
+    pool.push(DEVICE, [found(kernel, 0), found(kernel, number, 100 + number)])
+"""
+
+
+def test_eight_processes_push_to_a_pool_at_once(site: Site, tmp_path: Path) -> None:
+    pool_uri = f"s3://{BUCKET}/pools/{tmp_path.name}"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", PUSH, pool_uri, str(number)], cwd=Path(__file__).parent)
+        for number in range(1, 9)
+    ]
+    assert [process.wait(120) for process in processes] == [0] * 8
+    expected = [found(kernel, 0) for kernel in range(5)]
+    expected += [found(kernel, number, 100 + number) for kernel in range(5) for number in range(1, 9)]
+    pulled = RecordPool(pool_uri).pull(DEVICE)
+    assert sorted(map(repr, pulled)) == sorted(map(repr, expected))

@@ -7,8 +7,6 @@ import json
 import logging
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -173,30 +171,6 @@ def test_a_damaged_object_is_left_out(tmp_path: Path, damage: object, caplog: py
     assert f"{path.name} of the record pool {tmp_path} is damaged and left out" in caplog.text
     pool.push(DEVICE, [found(1, 1)])  # whoever has it may push it again
     assert contents(pool) == [found(1, 1), found(2, 2)]
-
-
-PUSH = """
-import json, sys
-from test_pool import DEVICE, found
-from ansor_mlflow.tracking.pool import RecordPool
-
-number = int(sys.argv[2])
-pool = RecordPool(sys.argv[1])
-for kernel in range(5):
-    pool.push(DEVICE, [found(kernel, 0), found(kernel, number, 100 + number)])
-"""
-
-
-def test_eight_processes_push_at_once(s3_uri: str) -> None:
-    processes = [
-        subprocess.Popen([sys.executable, "-c", PUSH, s3_uri, str(number)], cwd=Path(__file__).parent)
-        for number in range(1, 9)
-    ]
-    assert [process.wait(120) for process in processes] == [0] * 8
-    expected = [found(kernel, 0) for kernel in range(5)]
-    expected += [found(kernel, number, 100 + number) for kernel in range(5) for number in range(1, 9)]
-    pulled = RecordPool(s3_uri).pull(DEVICE)
-    assert sorted(map(repr, pulled)) == sorted(map(repr, expected))
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------

@@ -290,7 +290,8 @@ def test_a_full_disk_ends_the_run_with_one_line_and_its_records(
     small_onnx: Path, experiment_id: str, tmp_path: Path, disk: str, temporary: str, size: str, message: str
 ) -> None:
     """Records leave a reserve on their disk, with which the run ends in good order."""
-    cwd, fill = tmp_path / "cwd", tmp_path / "fill"
+    short = Path(tempfile.mkdtemp(dir=tmp_path.parents[1]))  # the path of a socket has at most 107 bytes
+    cwd, fill = short / "cwd", short / "fill"
     wrapper = ["unshare", "-rm", "sh", "-c", FILL_LATER, "sh", str(cwd / disk), str(fill), size, str(cwd / temporary)]
     with tuning(small_onnx, cwd, tracked(experiment_id), wrapper=wrapper, trials=5000) as tuner:
         tuner.wait_for_rounds(2)

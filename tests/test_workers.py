@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -130,3 +132,16 @@ def test_workers_killed_between_two_tasks_are_replaced() -> None:
                 psutil.Process(pid).kill()
             time.sleep(0.5)
             assert pool.map(square, [2, 3], TIMEOUT_S) == [Outcome(4), Outcome(9)]
+
+
+def test_a_temporary_directory_whose_path_is_too_long(tmp_path: Path) -> None:
+    """For the socket of the server that workers are forked from."""
+    directory = tmp_path / ("long" * 25)
+    directory.mkdir()
+    start = "from ansor_mlflow.tuning.workers import start_fork_server as start; start()"
+    environment = {**os.environ, "TMPDIR": str(directory)}
+    done = subprocess.run(
+        [sys.executable, "-c", start], env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    message = f"MachineError: the path of the temporary directory {directory} is too long for a socket; set TMPDIR to a"
+    assert message in done.stderr

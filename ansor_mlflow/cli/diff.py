@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+
+from ansor_mlflow.errors import UserInputError
 
 if TYPE_CHECKING:
     from ansor_mlflow.steps import Difference, TaskDifference
@@ -34,12 +37,58 @@ def print_diff(difference: Difference) -> None:
     console.print()
     for line in summary(difference):
         console.print(line)
-    for title, entries in (
-        ("parameters", difference.params),
-        ("device", difference.device),
-        ("versions", difference.versions),
-    ):
+    for title, entries in _others(difference):
         _print_entries(console, title, entries)
+
+
+def write_page(difference: Difference, path: str) -> None:
+    """Writes the same as a page of HTML that needs no network; nothing where `path` is empty.
+
+    Raises:
+        UserInputError: The file cannot be written.
+    """
+    from ansor_mlflow.tracking.pages import render_page
+
+    if not path:
+        return
+    page = render_page(
+        "diff.html",
+        title="Two tunings compared",
+        first=difference.first,
+        second=difference.second,
+        summary=summary(difference),
+        tasks=[_page_row(task) for task in difference.tasks],
+        others=[
+            (title, [(name, first or "", second or "") for name, (first, second) in entries.items()])
+            for title, entries in _others(difference)
+        ],
+    )
+    try:
+        Path(path).write_text(page, encoding="utf-8")
+    except OSError as err:
+        raise UserInputError(f"html={path}: it cannot be written ({err.strerror}); give another path") from err
+
+
+def _page_row(task: TaskDifference) -> dict[str, Any]:
+    return {
+        "name": task.task,
+        "weight": task.weight,
+        "share_percent": task.share * 100,
+        "first_us": None if task.first_s is None else task.first_s * 1e6,
+        "second_us": None if task.second_s is None else task.second_s * 1e6,
+        "ratio": task.ratio,
+        "noise_percent": task.noise * 100,
+        "verdict": _VERDICTS[task.verdict] or "the same",
+        "is_bad": task.verdict in ("slower", "only_first"),
+    }
+
+
+def _others(difference: Difference) -> list[tuple[str, Mapping[str, tuple[str | None, str | None]]]]:
+    return [
+        ("parameters that differ", difference.params),
+        ("device entries that differ", difference.device),
+        ("versions that differ", difference.versions),
+    ]
 
 
 def summary(difference: Difference) -> list[str]:
@@ -90,7 +139,7 @@ def _microseconds(seconds: float | None) -> str:
 def _print_entries(console: Console, title: str, entries: Mapping[str, tuple[str | None, str | None]]) -> None:
     if not entries:
         return
-    console.print(f"\n{title} that differ\n")
+    console.print(f"\n{title}\n")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for header in ("", "A", "B"):
         table.add_column(header)

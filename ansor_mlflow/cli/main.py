@@ -152,12 +152,13 @@ def diff(options: DiffOptions) -> None:
 
     RUN_A and RUN_B are runs of tune, compile or main, or models.
     """
-    from ansor_mlflow.cli.diff import print_diff
+    from ansor_mlflow.cli.diff import print_diff, write_page
     from ansor_mlflow.cli.json_file import report
     from ansor_mlflow.steps import diff_runs
 
     difference = diff_runs(options)
     report(difference, options.json_file, print_diff)
+    write_page(difference, options.html)
     if options.fail_if_slower is not None:
         difference.require_not_slower(options.fail_if_slower)
 

@@ -15,6 +15,7 @@ import multiprocessing.forkserver
 import os
 import resource
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -51,9 +52,21 @@ class Outcome(Generic[Out]):
 
 
 def start_fork_server() -> None:
-    """Starts loading TVM for the workers, in the background; the first pool finds it done or waits for it."""
+    """Starts loading TVM for the workers, in the background; the first pool finds it done or waits for it.
+
+    Raises:
+        MachineError: The path of the temporary directory is too long for a socket.
+    """
     _forkserver_context()
-    multiprocessing.forkserver.ensure_running()
+    try:
+        multiprocessing.forkserver.ensure_running()
+    except OSError as err:
+        if "AF_UNIX path too long" not in str(err):
+            raise
+        raise MachineError(
+            f"the path of the temporary directory {tempfile.gettempdir()} is too long for a socket; set TMPDIR to a "
+            "shorter one"
+        ) from err
 
 
 def _forkserver_context() -> multiprocessing.context.ForkServerContext:
