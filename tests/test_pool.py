@@ -90,6 +90,7 @@ def test_every_flipped_bit_is_noticed(object_: PoolObject, data: st.DataObject) 
         gzip.compress(b'{"format_version": 1, "has_winner": false, "trials_per_task": 1}\n["1", "x"]\n')[:-4],
         gzip.compress(b"\xff\xfe"),
     ],
+    ids=["empty", "text", "nothing", "other JSON", "another version", "no winner", "cut short", "no text"],
 )
 def test_what_is_no_object(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"it is no object of a pool \(\w+\)|it has format version 2"):
