@@ -3,7 +3,7 @@ PYTHON ?= python3
 RUN := PATH="$(CURDIR)/.venv/bin:$$PATH"
 PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: demo test test-faults lint clean
+.PHONY: demo test test-system test-faults lint clean
 
 .venv: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -24,7 +24,13 @@ demo: .venv
 	$(RUN) mlflow run . --env-manager local -P network=resnet-18 -P trials=320 -P max_minutes=6
 
 test: .venv/torch
-	$(RUN) python -m pytest -m "not faults" -n 3 --dist loadfile
+	$(RUN) python -m pytest -m "not system and not faults" -n 3 --dist loadfile
+
+# Whole pipelines, servers, and what MLflow's user interface shows, in Debian's Chromium, which .ci/run installs, and
+# CONTRIBUTING.md names. With SCREENSHOTS=docs/images the tunings of test_browser.py are longer, and make the pictures of
+# the documentation.
+test-system: .venv/torch
+	$(RUN) python -m pytest -m system -n 2 --dist loadfile
 
 # Servers and processes are really broken: Ceph's S3 gateway and PostgreSQL among them, which are Debian packages;
 # .ci/run installs them, CONTRIBUTING.md names them, and a test that misses them fails with their names.

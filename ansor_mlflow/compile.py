@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.errors import MachineError, RecordsError
 from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.targets import architecture_of
 from ansor_mlflow.trials import TaskInfo
 
 if TYPE_CHECKING:
@@ -98,23 +100,40 @@ def compile_untuned(lowered: LoweredNetwork, target: Target, library: Path) -> N
     _export(lowered.mod, target, library)
 
 
-def require_linker() -> None:
+def require_linker(machine: str = "") -> str:
     """Checks that libraries can be linked here.
 
+    Args:
+        machine: Architecture of the libraries; this host's by default.
+
+    Returns:
+        The compiler to link with, where the architecture is another; else it is empty, and TVM finds one.
+
     Raises:
-        MachineError: There is no C++ compiler.
+        MachineError: There is no C++ compiler for it.
     """
+    if machine and machine != platform.machine():
+        compiler = f"{machine}-linux-gnu-g++"
+        if not shutil.which(compiler):
+            raise MachineError(
+                f"libraries for {machine} are linked with {compiler}, which is not here; install it (Debian: apt "
+                f"install g++-{machine.replace('_', '-')}-linux-gnu), or compile on such a machine"
+            )
+        return compiler
     if not any(shutil.which(name) for name in ("g++", "gcc", "clang++", "clang", "c++", "cc")):
         raise MachineError("no C++ compiler was found to link libraries with; install g++ (Debian: apt install g++)")
+    return ""
 
 
 def _export(mod: IRModule, target: Target, library: Path) -> None:
     import tvm
+    from tvm.support import cc
 
-    require_linker()
+    compiler = require_linker(architecture_of(str(target.attrs.get("mtriple", ""))))
     library.parent.mkdir(parents=True, exist_ok=True)
     with target:
-        tvm.compile(mod, target).export_library(str(library))
+        compiled = tvm.compile(mod, target)
+        compiled.export_library(str(library), fcompile=cc.cross_compiler(compiler) if compiler else None)
 
 
 def write_coverage(coverage: Coverage, path: Path) -> None:

@@ -6,7 +6,7 @@ Imports are inside the factories, so that a process loads only what its contende
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,10 +28,10 @@ def timed_call(make_run: MakeRun, inputs: tuple[TensorSpec, ...], seed: int) -> 
     return partial(make_run(), random_inputs(inputs, seed))
 
 
-def outputs_call(make_run: MakeRun, inputs: tuple[TensorSpec, ...], seeds: list[int]) -> Callable[[], list[Any]]:
-    """A call that returns the outputs for several seeds."""
+def outputs_call(make_run: MakeRun, examples: Sequence[Mapping[str, npt.NDArray[Any]]]) -> Callable[[], list[Any]]:
+    """A call that returns the outputs for several inputs."""
     run = make_run()
-    return lambda: [run(random_inputs(inputs, seed)) for seed in seeds]
+    return lambda: [run(inputs) for inputs in examples]
 
 
 def tuned_run(directory: Path) -> Run:
@@ -62,8 +62,8 @@ def untuned_build(network: Path, entry: LibraryEntry, library: Path) -> Callable
     return partial(compile_untuned, lowered, target, library)
 
 
-def untuned_run(library: Path, manifest: Manifest, entry: LibraryEntry) -> Run:
-    """What `untuned_build` compiled."""
+def library_run(library: Path, manifest: Manifest, entry: LibraryEntry) -> Run:
+    """A library whose digest was checked, or that was just built."""
     from ansor_mlflow.model import open_library
 
     return open_library(library, manifest, entry).run

@@ -54,6 +54,18 @@ class SlowerError(AnsorMlflowError):
     exit_code = 8
 
 
+class NotFasterError(AnsorMlflowError):
+    """A model was not promoted, because it is not faster than the champion by as much as the user wants."""
+
+    exit_code = 9
+
+
+class UndecidedError(AnsorMlflowError):
+    """A model was not promoted, because it was not decided which one is faster, or the champion changed meanwhile."""
+
+    exit_code = 10
+
+
 def error_for_exit_code(exit_code: int, message: str) -> AnsorMlflowError:
     """The error kind that ends a command with `exit_code`, carrying `message`."""
     for kind in AnsorMlflowError.__subclasses__():

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -64,8 +65,17 @@ def measure_in_turns(contenders: Mapping[str, MakeCall], turns: int) -> dict[str
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(turns):
         for name, make_call in contenders.items():
-            samples[name] += in_child_process(_measure, make_call)
+            samples[name] += measure_once(make_call)
     return {name: Latency(np.array(values) * 1e3) for name, values in samples.items()}
+
+
+def measure_once(make_call: MakeCall, measure_s: float = _MEASURE_S) -> list[float]:
+    """Times one contender for one turn, in a fresh process; returns the seconds of single calls.
+
+    Raises:
+        MachineError: The child process died.
+    """
+    return in_child_process(partial(_measure, measure_s=measure_s), make_call)
 
 
 def in_child_process(function: Callable[[MakeCall], Result], make_call: MakeCall) -> Result:
@@ -90,17 +100,22 @@ def call_once(make_call: MakeCall) -> Any:
     return make_call()()
 
 
-def _measure(make_call: MakeCall) -> list[float]:
-    """Seconds of single calls, after a warm-up."""
-    call = make_call()
+def _measure(make_call: MakeCall, measure_s: float) -> list[float]:
+    return measure_call(make_call(), warm_up_s=min(_WARM_UP_S, measure_s), measure_s=measure_s)
+
+
+def measure_call(
+    call: Callable[[], Any], *, warm_up_s: float = _WARM_UP_S, measure_s: float = _MEASURE_S
+) -> list[float]:
+    """Seconds of single calls in this process, after a warm-up; of a slow call only one."""
     first = _timed(call)
     if first > _SLOW_S:
         return [first]
-    warm_until = time.perf_counter() + _WARM_UP_S
+    warm_until = time.perf_counter() + warm_up_s
     while time.perf_counter() < warm_until:
         call()
     samples: list[float] = []
-    stop_at = time.perf_counter() + _MEASURE_S
+    stop_at = time.perf_counter() + measure_s
     while len(samples) < _MIN_SAMPLES or time.perf_counter() < stop_at:
         samples.append(_timed(call))
     return samples

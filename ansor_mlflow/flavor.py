@@ -7,14 +7,16 @@ The functions follow those of MLflow's own flavors, `mlflow.onnx` for one. Besid
 from __future__ import annotations
 
 import importlib.metadata
+import logging
+import re
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import pandas as pd
+import mlflow
 import yaml
 from mlflow import pyfunc
 from mlflow.exceptions import MlflowException
@@ -22,8 +24,6 @@ from mlflow.models import Model, ModelSignature
 from mlflow.models.model import MLMODEL_FILE_NAME, ModelInfo
 from mlflow.models.utils import ModelInputExample, _save_example
 from mlflow.tracking.artifact_utils import _download_artifact_from_uri
-from mlflow.types import Schema
-from mlflow.types import TensorSpec as MlflowTensorSpec
 from mlflow.utils.environment import (
     _CONDA_ENV_FILE_NAME,
     _CONSTRAINTS_FILE_NAME,
@@ -42,14 +42,30 @@ from mlflow.utils.model_utils import (
     _validate_and_prepare_target_save_path,
 )
 
+from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, ModelError, UserInputError
-from ansor_mlflow.model import CompiledNetwork, Manifest, TunedModel, load_package, write_package
-from ansor_mlflow.tensors import TensorSpec, random_inputs
+from ansor_mlflow.model import (
+    Choice,
+    CompiledNetwork,
+    LoadOptions,
+    Manifest,
+    TunedModel,
+    load_package,
+    read_package,
+    verify_package,
+    with_libraries,
+    write_package,
+)
+from ansor_mlflow.serving import PyfuncModel, get_signature
+from ansor_mlflow.targets import why_not_runnable
+from ansor_mlflow.tensors import random_inputs
 
 FLAVOR_NAME = "tvm"
 
 _RUNTIME_PACKAGES = ("apache-tvm", "apache-tvm-ffi", "numpy")
 _OWN_CODE = str(Path(__file__).parent)
+_RUN_ID = re.compile("[0-9a-f]{32}")
+_log = logging.getLogger(__name__)
 
 
 def get_default_pip_requirements() -> list[str]:
@@ -65,22 +81,8 @@ def get_default_conda_env() -> dict[str, Any]:
     return dict(_mlflow_conda_env(additional_pip_deps=get_default_pip_requirements()))
 
 
-def get_signature(inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> ModelSignature:
-    """The MLflow signature with every tensor's name, dtype and shape.
-
-    The first dimension is open (-1), because MLflow takes a DataFrame for a tensor only then. The model itself checks
-    the exact shape.
-    """
-    return ModelSignature(inputs=_schema(inputs), outputs=_schema(outputs))
-
-
-def _schema(specs: tuple[TensorSpec, ...]) -> Schema:
-    shapes = [(-1, *spec.shape[1:]) if spec.shape else () for spec in specs]
-    return Schema([MlflowTensorSpec(np.dtype(s.dtype), shape, s.name) for s, shape in zip(specs, shapes, strict=True)])
-
-
 def save_model(
-    tvm_model: CompiledNetwork,
+    tvm_model: CompiledNetwork | Sequence[CompiledNetwork],
     path: str,
     conda_env: Any = None,
     code_paths: list[str] | None = None,
@@ -90,11 +92,12 @@ def save_model(
     pip_requirements: list[str] | str | None = None,
     extra_pip_requirements: list[str] | str | None = None,
     metadata: dict[str, Any] | None = None,
+    validate_serving_input: bool = True,  # noqa: ARG001 - MLflow reads it
 ) -> None:
     """Saves a compiled network to a local directory.
 
     Args:
-        tvm_model: What `ansor_mlflow.steps.compile_network` made.
+        tvm_model: A compiled network; several, if it was compiled for several devices.
         path: Directory to create.
         conda_env: Conda environment of the model, as a dictionary or a file; made from pip requirements by default.
         code_paths: Code to put into the model; by default this package, which then need not be installed to load it.
@@ -104,23 +107,25 @@ def save_model(
         pip_requirements: Replaces the default requirements.
         extra_pip_requirements: Added to the default requirements.
         metadata: Stored in the file `MLmodel`.
+        validate_serving_input: Whether MLflow calls the model with its input example once it is logged.
     """
     _validate_env_arguments(conda_env, pip_requirements, extra_pip_requirements)
     _validate_and_prepare_target_save_path(path)
     directory = Path(path)
     code = _validate_and_copy_code_paths([_OWN_CODE] if code_paths is None else code_paths, path)
     mlflow_model = Model() if mlflow_model is None else mlflow_model
-    mlflow_model.signature = signature or get_signature(tvm_model.inputs, tvm_model.outputs)
-    _save_example(mlflow_model, random_inputs(tvm_model.inputs, 0) if input_example is None else input_example, path)
+    manifest = write_package(tvm_model, directory)
+    mlflow_model.signature = signature or get_signature(manifest.inputs, manifest.outputs)
+    _save_example(mlflow_model, random_inputs(manifest.inputs, 0) if input_example is None else input_example, path)
     if metadata is not None:
         mlflow_model.metadata = metadata
-    manifest = write_package(tvm_model, directory)
     pyfunc.add_to_model(
         mlflow_model,
         loader_module="ansor_mlflow.flavor",
         conda_env=_CONDA_ENV_FILE_NAME,
         python_env=_PYTHON_ENV_FILE_NAME,
         code=code,
+        model_config=asdict(LoadOptions()),  # MLflow lets the keys that are here be overridden, and no others
     )
     mlflow_model.add_flavor(FLAVOR_NAME, code=code, **manifest.to_dict())
     mlflow_model.model_size_bytes = get_total_file_size(path)
@@ -144,7 +149,7 @@ def _write_environment(directory: Path, conda_env: Any, pip_requirements: Any, e
 
 
 def log_model(
-    tvm_model: CompiledNetwork,
+    tvm_model: CompiledNetwork | Sequence[CompiledNetwork],
     artifact_path: str | None = None,
     conda_env: Any = None,
     code_paths: list[str] | None = None,
@@ -160,7 +165,7 @@ def log_model(
     """Logs a compiled network as a model of the active run.
 
     Args:
-        tvm_model: What `ansor_mlflow.steps.compile_network` made.
+        tvm_model: See `save_model`.
         artifact_path: Deprecated. Use `name` instead.
         conda_env: See `save_model`.
         code_paths: See `save_model`.
@@ -176,6 +181,9 @@ def log_model(
     Returns:
         The metadata of the logged model.
     """
+    members = [tvm_model] if isinstance(tvm_model, CompiledNetwork) else tvm_model
+    if all(why_not_runnable(member.fingerprint) for member in members):
+        kwargs.setdefault("validate_serving_input", False)  # it would build a library
     info: ModelInfo = Model.log(
         artifact_path=artifact_path,
         name=name,
@@ -194,24 +202,129 @@ def log_model(
     return info
 
 
-def load_model(model_uri: str, dst_path: str | None = None) -> TunedModel:
+def load_model(
+    model_uri: str,
+    dst_path: str | None = None,
+    *,
+    device: str = "cpu",
+    num_threads: int | None = None,
+    allow_compatible: bool = True,
+    allow_rebuild: bool = True,
+    allow_untuned: bool = True,
+) -> TunedModel:
     """Loads a model for use from Python, without pyfunc.
+
+    Of the model's libraries it takes the one that was made for this CPU and number of threads, else the nearest that
+    runs here, else it builds one with the records for another CPU of this architecture, else without records. What it
+    took is logged, as a warning if it may be slow; see `explain_load`. A library never stands in for another device.
 
     Unlike pyfunc, it does not import the code inside the model, which no digest protects.
 
     Args:
         model_uri: A local path, `runs:/…`, `models:/…`, or another URI that MLflow reads artifacts from.
         dst_path: Existing directory to download to; a temporary one by default.
+        device: cpu or cuda.
+        num_threads: Threads of a kernel; by default those of the library, of which one for every CPU that this process
+            may use is preferred.
+        allow_compatible: Whether a library for another CPU or number of threads may be taken.
+        allow_rebuild: Whether a library may be built here.
+        allow_untuned: Whether one may be built without records.
 
     Raises:
+        UserInputError: `device` or `num_threads` is not usable.
         ModelError: The model is not of this flavor, was changed after it was logged, or has no library for this host.
     """
+    options = LoadOptions(
+        device=device,
+        num_threads=num_threads,
+        allow_compatible=allow_compatible,
+        allow_rebuild=allow_rebuild,
+        allow_untuned=allow_untuned,
+    )
     directory = Path(_download_artifact_from_uri(artifact_uri=model_uri, output_path=dst_path))
-    return _load(directory)
+    return load_package(directory, read_manifest(directory), options)
 
 
-def _load(directory: Path) -> TunedModel:
-    return load_package(directory, read_manifest(directory))
+def explain_load(model: Any) -> Choice:
+    """Which library of a model was loaded, and why; it is logged, too.
+
+    Args:
+        model: What `load_model` or `mlflow.pyfunc.load_model` returned.
+    """
+    tuned = model if isinstance(model, TunedModel) else model.get_raw_model()
+    _log.info("%s", tuned.choice)
+    choice: Choice = tuned.choice
+    return choice
+
+
+def add_library(
+    model_uri: str, run: str, *, name: str | None = None, registered_model_name: str | None = None
+) -> ModelInfo:
+    """Logs a model that has the libraries and records of two, for different devices.
+
+    A logged model cannot be changed, so this is a new one, which belongs to the active run if there is one. Its tag
+    `ansor.extended_from` names the model that it extends. Of two libraries for the same device the added one is kept.
+
+    Args:
+        model_uri: The model that is extended; its name, environment, code, input example and metadata are kept.
+        run: ID of the run whose model is added (compile, recompile or main), or that model's URI.
+        name: Name of the new model; by default that of the model that is extended.
+        registered_model_name: Name to register the new model under; no new version by default.
+
+    Returns:
+        The metadata of the new model.
+
+    Raises:
+        UserInputError: The run has no model, or the models are of different networks.
+        ModelError: One of them was changed after it was logged.
+    """
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+        directory, members = _fetch_package(model_uri, Path(scratch, "base"))
+        _, added = _fetch_package(_model_of(run), Path(scratch, "added"))
+        base = Model.load(str(directory))
+        return log_model(
+            with_libraries(members, added),
+            name=name or _name_of(base),
+            conda_env=str(directory / _CONDA_ENV_FILE_NAME),
+            code_paths=_code_paths(directory),
+            registered_model_name=registered_model_name,
+            signature=base.signature,
+            input_example=base.load_input_example(str(directory)),
+            metadata=base.metadata,
+            tags={names.TAG_EXTENDED_FROM: model_uri},
+        )
+
+
+def _fetch_package(model_uri: str, scratch: Path) -> tuple[Path, list[CompiledNetwork]]:
+    """Brings a model to this machine and checks it."""
+    scratch.mkdir()
+    directory = Path(_download_artifact_from_uri(artifact_uri=model_uri, output_path=str(scratch)))
+    manifest = read_manifest(directory)
+    verify_package(directory, manifest)
+    return directory, read_package(directory, manifest)
+
+
+def _model_of(run: str) -> str:
+    """The URI of the model that a run logged; a URI or a path is taken as it is."""
+    if not _RUN_ID.fullmatch(run):
+        return run
+    tags = mlflow.get_run(run).data.tags
+    if names.TAG_MODEL_URI not in tags or tags.get(names.TAG_STEP) == "evaluate":
+        raise UserInputError(
+            f"run={run}: the run has no model; give one of compile or main, or compile it first: "
+            f"ansor-mlflow compile --tune-run {run}"
+        )
+    return str(tags[names.TAG_MODEL_URI])
+
+
+def _name_of(model: Model) -> str:
+    return mlflow.get_logged_model(model.model_id).name if model.model_id else names.MODEL_NAME
+
+
+def _code_paths(directory: Path) -> list[str]:
+    """The code of a model, with this package as it is now."""
+    others = [path for path in (directory / "code").glob("*") if path.name != Path(_OWN_CODE).name]
+    return [_OWN_CODE, *map(str, others)]
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -229,66 +342,11 @@ def read_manifest(directory: Path) -> Manifest:
     return Manifest.from_dict(configuration)
 
 
-class _TvmModelWrapper:
-    """The pyfunc face of a `TunedModel`."""
-
-    def __init__(self, model: TunedModel) -> None:
-        self._model = model
-
-    def get_raw_model(self) -> TunedModel:
-        """Returns the underlying model."""
-        return self._model
-
-    def predict(self, data: Any, params: dict[str, Any] | None = None) -> Any:  # noqa: ARG002 - MLflow passes params
-        """Runs the network once.
-
-        Args:
-            data: An array (for a network with one input), a mapping from input names to arrays, or a DataFrame with a
-                column for each input, whose rows hold the tensors along the first dimension.
-            params: Not used.
-
-        Returns:
-            The output array; a dictionary of arrays by name if the network has several.
-        """
-        try:
-            outputs = self._model.run(_as_mapping(data, self._model.inputs))
-        except UserInputError as err:
-            raise MlflowException.invalid_parameter_value(str(err)) from err
-        return next(iter(outputs.values())) if len(outputs) == 1 else outputs
-
-
-def _as_mapping(data: Any, inputs: tuple[TensorSpec, ...]) -> Mapping[str, npt.ArrayLike]:
-    """The network's inputs from what pyfunc was given; shapes and dtypes are checked later.
-
-    Raises:
-        UserInputError: An array was given to a network with several inputs, or the type is none of the three.
-    """
-    names = [spec.name for spec in inputs]
-    if isinstance(data, pd.DataFrame):
-        if set(data.columns) != set(names):
-            raise UserInputError(f"columns {[str(name) for name in data.columns]}: the model expects {names}")
-        return {spec.name: _stacked(data[spec.name], spec) for spec in inputs}
-    if isinstance(data, Mapping):
-        return data
-    if isinstance(data, np.ndarray):
-        if len(names) > 1:
-            raise UserInputError(f"one array was given: the model expects a dictionary with {names}")
-        return {names[0]: data}
-    raise UserInputError(f"{type(data).__name__} was given: the model takes an array, a dictionary or a DataFrame")
-
-
-def _stacked(column: pd.Series, spec: TensorSpec) -> npt.NDArray[Any]:
-    """A column of tensors as one array; a single cell may also hold the whole input."""
-    try:
-        array = np.stack([np.asarray(cell, dtype=spec.dtype) for cell in column])
-    except (ValueError, TypeError) as err:
-        raise UserInputError(f"column {spec.name!r}: its cells must be tensors of one shape and {spec.dtype}") from err
-    return array[0] if len(array) == 1 and array.shape[1:] == spec.shape else array
-
-
-def _load_pyfunc(path: str) -> _TvmModelWrapper:
+def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> PyfuncModel:
     """Loads the model for pyfunc. `path` is the model's directory, since the flavor has no `data` entry."""
+    directory = Path(path)
     try:
-        return _TvmModelWrapper(_load(Path(path)))
+        options = LoadOptions.from_config(model_config)
+        return PyfuncModel(load_package(directory, read_manifest(directory), options))
     except AnsorMlflowError as err:
         raise MlflowException.invalid_parameter_value(str(err)) from err

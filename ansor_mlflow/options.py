@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ansor_mlflow.errors import UserInputError
 
@@ -35,6 +36,12 @@ def _parse_share(value: Any) -> Any:
     return float(value[:-1]) / 100 if is_percentage else value
 
 
+def _check_alias(value: str) -> str:
+    if not _ALIAS.fullmatch(value):
+        raise ValueError("MLflow allows no such alias")
+    return value
+
+
 def _parse_list(value: Any) -> Any:
     return tuple(item.strip() for item in value.split(",")) if isinstance(value, str) else value
 
@@ -43,6 +50,9 @@ def _parse_json(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) else value
 
 
+_ALIAS = re.compile(r"(?!(v?\d+|latest)$)[A-Za-z0-9_-]*", re.IGNORECASE)
+"""What MLflow takes, without numbers, which are versions here."""
+Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_parse_share)]
 Shape = list[Annotated[int, Field(gt=0)]]
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -211,15 +221,36 @@ class RecordsOptions(NetworkOptions):
     )
 
 
-class CompileOptions(RecordsOptions):
+class SignatureOptions(Options):
+    """What a served model takes."""
+
+    signature: Literal["tensor", "binary"] = _parameter(
+        "tensor",
+        "Signature of the model: tensor names dtypes and shapes, binary lets a server take base64 as well.",
+        "tensor or binary",
+    )
+
+
+class CompileOptions(SignatureOptions, RecordsOptions):
     """Which records a network is compiled with, and where they may come from."""
 
+    tune_run: str = _parameter(
+        "",
+        "ID of the tuning run whose records are taken; its network, layout, target and threads are used. Several, "
+        "separated by commas, make one model with a library for the device of each.",
+        "run IDs, separated by commas",
+    )
     allow_target_mismatch: bool = _parameter(
         False,
         "Apply records of another device, too, where there are none of this one; they may be slow here, and the model "
         "says so.",
         "true or false",
     )
+
+    @property
+    def tune_runs(self) -> tuple[str, ...]:
+        """The IDs of the tuning runs."""
+        return tuple(run.strip() for run in self.tune_run.split(",") if run.strip())
 
 
 class RecompileOptions(Options):
@@ -233,6 +264,7 @@ class RecompileOptions(Options):
         validate_default=True,
     )
     allow_target_mismatch: bool = _same_as(CompileOptions, "allow_target_mismatch")
+    signature: Literal["tensor", "binary"] = _same_as(CompileOptions, "signature")
 
 
 class CheckOptions(SeedOptions):
@@ -263,10 +295,85 @@ class EvaluateOptions(CheckOptions):
     )
 
 
-class PipelineOptions(CheckOptions, TuneOptions):
-    """The entry point `main`: tune, compile, evaluate and, if asked, register."""
+class LatencyOptions(Options):
+    """The `evaluator_config` of MLflow's evaluator `ansor-latency`."""
+
+    reference: str = _parameter(
+        "",
+        "What the outputs are compared with: an ONNX file, or the URI or directory of another MLflow model.",
+        "an ONNX file, or the URI or directory of a model",
+    )
+    batch_size: PositiveInt | Auto = _parameter(
+        "auto",
+        "Rows in a call of predict; auto is what the model was compiled for, or else 1.",
+        "a whole number of at least 1, or auto",
+    )
+    turns: PositiveInt = _parameter(3, "Turns of the measurement.", "a whole number of at least 1")
+    warm_up_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = _parameter(
+        0.5, "Seconds of calls before each turn that do not count.", "a number of seconds, 0 or more"
+    )
+    measure_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _parameter(
+        1.5, "Seconds of a turn.", "a positive number of seconds"
+    )
+
+
+class AliasOptions(Options):
+    """When a version of a registered model gets an alias."""
+
+    alias: Annotated[str, AfterValidator(_check_alias)] = _parameter(
+        "",
+        "Alias that moves together with that of the target, such as champion; none by default.",
+        "letters, digits, - and _, but no number, no v and number, and not latest",
+    )
+    min_improvement: Share = _parameter(
+        0.02,
+        "Share of the champion's latency that the candidate must save at least, such as 2%.",
+        "a share from 0 to below 1, such as 2% or 0.02",
+    )
+
+
+class PromoteOptions(AliasOptions, SeedOptions):
+    """Which version of a registered model is compared with its champion, and how."""
+
+    model: str = _parameter("", "Name of the registered model.", "a model name", min_length=1, validate_default=True)
+    candidate: str = _parameter(
+        "", "Version that may become the champion: its number or an alias.", "the number of a version, or an alias"
+    )
+    confidence: Annotated[float, Field(ge=0.5, lt=1), BeforeValidator(_parse_share)] = _parameter(
+        0.95,
+        "How sure it must be that the candidate is faster: of candidates that are not, at most the rest is promoted.",
+        "a share from 0.5 to below 1, such as 95% or 0.95",
+    )
+    max_turns: Annotated[int, Field(ge=4)] = _parameter(
+        32,
+        "Turns after which it stays undecided; each starts champion and candidate once, in processes of their own.",
+        "a whole number of at least 4",
+    )
+    measure_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _parameter(
+        1.5, "Seconds that each of them is timed in a turn.", "a positive number of seconds"
+    )
+    data: str = _parameter(
+        "",
+        "Inputs on which the outputs are checked, beside seeded ones: a .npz file with an array for each input, or a "
+        ".npy file; several examples along the first dimension.",
+        "the path of a .npz or .npy file",
+    )
+    tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = _same_as(CheckOptions, "tolerance")
+    dry_run: bool = _parameter(False, "Compare, but move no alias and tag no version.", "true or false")
+    rollback: bool = _parameter(
+        False,
+        "Instead of comparing, take back the last promotion: its aliases return to where they pointed before.",
+        "true or false",
+    )
+
+
+class PipelineOptions(AliasOptions, SignatureOptions, CheckOptions, TuneOptions):
+    """The entry point `main`: tune, compile, evaluate and, if asked, register and promote."""
 
     register_as: str = _parameter("", "Name to register the model under; not registered by default.", "a model name")
+    promote: bool = _parameter(
+        False, "Promote the registered version if it is faster than the champion; needs register_as.", "true or false"
+    )
 
 
 class ReportOptions(Options):
@@ -381,8 +488,8 @@ class RunsOptions(ReportOptions):
     target: str = _parameter(
         "", "Part of the target of the runs, as in the table, such as znver4.", "part of a target's description"
     )
-    step: Literal["main", "tune", "compile", "evaluate", "recompile"] | None = _parameter(
-        None, "Step that the runs are of; all by default.", "main, tune, compile, evaluate or recompile"
+    step: Literal["main", "tune", "compile", "evaluate", "promote", "recompile"] | None = _parameter(
+        None, "Step that the runs are of; all by default.", "main, tune, compile, evaluate, promote or recompile"
     )
     experiment: str = _parameter(
         "",

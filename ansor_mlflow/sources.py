@@ -17,7 +17,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_registered_ar
 from ansor_mlflow import names, networks
 from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.flavor import FLAVOR_NAME, read_manifest
-from ansor_mlflow.model.package import verify_package
+from ansor_mlflow.model import verify_package
 from ansor_mlflow.networks import BUILTIN_NETWORKS, Network
 from ansor_mlflow.networks.onnx_file import external_files
 from ansor_mlflow.networks.source import read_network

@@ -149,13 +149,19 @@ def _check_architecture(spec: str, attributes: dict[str, Any]) -> None:
 
     if "mtriple" not in attributes:
         return
-    architecture = attributes["mtriple"].split("-")[0].lower()
+    architecture = architecture_of(attributes["mtriple"])
     known = [str(name) for name in tvm.get_global_func("target.llvm_get_targets")()]
-    if _TRIPLE_ALIASES.get(architecture, architecture) not in known:
+    if architecture not in known:
         raise UserInputError(
             f"target={spec!r}: LLVM generates no code for {architecture!r}; the triple must begin with one of "
             f"{', '.join(sorted({*known, *_TRIPLE_ALIASES}))}"
         )
+
+
+def architecture_of(triple: str) -> str:
+    """The architecture of a triple such as `aarch64-linux-gnu`, as LLVM calls it."""
+    architecture = triple.partition("-")[0].lower()
+    return _TRIPLE_ALIASES.get(architecture, architecture)
 
 
 def _check_cpu(spec: str, attributes: dict[str, Any]) -> None:

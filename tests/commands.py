@@ -48,7 +48,7 @@ def flags(parameters: Mapping[str, object]) -> list[str]:
     return [word for name, value in parameters.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def run(command: Sequence[str], cwd: Path, env: Mapping[str, str], timeout_s: float = 280) -> Finished:
+def run(command: Sequence[str], cwd: Path, env: Mapping[str, str], timeout_s: float = 600) -> Finished:
     """Runs a command to its end."""
     cwd.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)

@@ -14,13 +14,13 @@ ROOT = Path(__file__).parents[1]
 
 FLOORS = [
     ["errors"],
-    ["names", "options", "targets", "tensors", "threads", "trials", "tvm_import"],
+    ["examples", "names", "options", "targets", "tensors", "threads", "trials", "tvm_import"],
     ["networks", "records"],
     ["lowering"],
-    ["compile", "evaluate", "roofline", "testing", "tuning"],
+    ["compile", "evaluate", "roofline", "significance", "testing", "tuning"],
     ["model", "replay"],
-    ["autologging", "flavor", "registry", "sources", "tracking"],
-    ["contenders"],
+    ["autologging", "flavor", "registry", "serving", "sources", "tracking"],
+    ["contenders", "evaluator"],
     ["steps"],
     ["cli"],
     ["pipelines"],

@@ -533,6 +533,7 @@ def quick_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("quick_workers")
 def test_the_script_in_the_documentation_runs_as_it_stands(new_experiment: str, tmp_path: Path) -> None:
     builder = GraphBuilder(seed=0)

@@ -9,9 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import mlflow
 import numpy as np
 import pytest
+from commands import RunCommand, flags
+from mlflow.models import Model
+from mlflow.types import Schema, TensorSpec
 
+from ansor_mlflow import names
 from ansor_mlflow.compile import Coverage, compile_tuned, compile_untuned, require_linker, write_coverage
 from ansor_mlflow.errors import MachineError, RecordsError
 from ansor_mlflow.lowering import LoweredNetwork
@@ -173,6 +178,20 @@ def test_coverage_without_operations_counts_tasks() -> None:
 def test_a_network_without_tasks_is_covered() -> None:
     empty = Coverage(covered=(), missing=())
     assert empty.flops_share == empty.task_share == 1.0
+
+
+# -- the step --------------------------------------------------------------------------------------------------------
+
+
+def test_compile_gives_the_signature_that_is_asked_for(
+    small_onnx: Path, tuned_records: Path, new_experiment: str, run_here: RunCommand
+) -> None:
+    arguments = {"network": small_onnx, "records": tuned_records, "signature": "binary"}
+    assert run_here("compile", *flags(arguments)) == 0
+    (run,) = mlflow.search_runs([new_experiment], output_format="list")
+    signature = Model.load(run.data.tags[names.TAG_MODEL_URI]).signature
+    assert signature.inputs == Schema([TensorSpec(np.dtype(object), (-1,), "data")])
+    assert signature.outputs == Schema([TensorSpec(np.dtype(np.float32), (-1, 10), "logits")])
 
 
 # -- the compiler ----------------------------------------------------------------------------------------------------

@@ -14,22 +14,31 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
+from ansor_mlflow.compile import compile_untuned
 from ansor_mlflow.errors import ModelError, UserInputError
+from ansor_mlflow.lowering import lower
 from ansor_mlflow.model import (
     CompiledNetwork,
     LibraryEntry,
     Manifest,
     TunedModel,
     load_package,
+    open_library,
+    read_package,
+    verify_package,
     write_package,
 )
-from ansor_mlflow.model.package import verify_package
 from ansor_mlflow.names import NETWORK_FILE
+from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.networks.onnx_file import input_specs
 from ansor_mlflow.networks.reference import ReferenceSession
 from ansor_mlflow.records import RECORD_FILE
-from ansor_mlflow.tensors import random_inputs
+from ansor_mlflow.targets import fingerprint, resolve_target
+from ansor_mlflow.tensors import TensorSpec, random_inputs
+from ansor_mlflow.threads import available_cpus
 
 # -- the package -----------------------------------------------------------------------------------------------------
 
@@ -47,6 +56,37 @@ def test_a_package_holds_what_was_compiled(compiled_network: CompiledNetwork, tm
     written = {path.relative_to(tmp_path).as_posix(): sha256(path) for path in tmp_path.rglob("*") if path.is_file()}
     assert manifest.files == written
     verify_package(tmp_path, manifest)
+
+
+def for_more_threads(compiled: CompiledNetwork) -> CompiledNetwork:
+    """The same library, as if it were another device's."""
+    device = replace(compiled.fingerprint, num_threads=compiled.fingerprint.num_threads + 1)
+    return replace(compiled, fingerprint=device)
+
+
+def test_a_package_holds_a_library_for_each_device(compiled_network: CompiledNetwork, tmp_path: Path) -> None:
+    members = [compiled_network, for_more_threads(compiled_network)]
+    manifest = write_package(members, tmp_path)
+    verify_package(tmp_path, manifest)
+    assert [entry.fingerprint for entry in manifest.libraries] == [member.fingerprint for member in members]
+    for member, taken in zip(members, read_package(tmp_path, manifest), strict=True):
+        assert sha256(taken.library) == sha256(member.library)
+        assert sorted(path.name for path in taken.records.iterdir()) == sorted(
+            path.name for path in member.records.iterdir()
+        )
+        assert (taken.fingerprint, taken.coverage) == (member.fingerprint, member.coverage)
+
+
+def test_a_package_holds_one_library_for_a_device(compiled_network: CompiledNetwork, tmp_path: Path) -> None:
+    name = compiled_network.fingerprint.name
+    with pytest.raises(UserInputError, match=f"two libraries are for {name}; a model holds one for each device"):
+        write_package([compiled_network, compiled_network], tmp_path)
+
+
+def test_a_package_holds_one_network(compiled_network: CompiledNetwork, tmp_path: Path) -> None:
+    other = replace(for_more_threads(compiled_network), outputs=())
+    with pytest.raises(UserInputError, match="small and small have other inputs or outputs; a model holds libraries"):
+        write_package([compiled_network, other], tmp_path)
 
 
 def test_a_manifest_survives_json(compiled_network: CompiledNetwork, tmp_path: Path) -> None:
@@ -152,6 +192,41 @@ def test_a_changed_bit(trapped: tuple[Path, Manifest], trap: tuple[Path, Path], 
     assert_refused(directory, manifest, trap[1], f"{name} does not match the SHA-256 in MLmodel, it was changed after")
 
 
+@ANY_FILE
+def test_a_truncated_file(trapped: tuple[Path, Manifest], trap: tuple[Path, Path], file_of: FileOf) -> None:
+    directory, manifest = trapped
+    name = file_of(manifest)
+    with (directory / name).open("rb+") as file:
+        file.truncate(file.seek(0, 2) - 1)
+    assert_refused(directory, manifest, trap[1], f"{name} does not match the SHA-256 in MLmodel, it was changed after")
+
+
+def test_libraries_that_were_swapped(
+    compiled_network: CompiledNetwork, trap: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Both are known to the manifest, each for another device."""
+    members = [compiled_network, replace(for_more_threads(compiled_network), library=trap[0])]
+    manifest = write_package(members, tmp_path / "model")
+    ours, other = (tmp_path / "model" / entry.path for entry in manifest.libraries)
+    swapped = tmp_path / "swapped.so"
+    ours.rename(swapped)
+    other.rename(ours)
+    swapped.rename(other)
+    assert_refused(tmp_path / "model", manifest, trap[1], "model.so does not match the SHA-256 in MLmodel")
+
+
+def test_a_library_that_the_manifest_gives_to_another_device(
+    compiled_network: CompiledNetwork, trap: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The digests are right: only the paths in the manifest were exchanged."""
+    members = [compiled_network, replace(for_more_threads(compiled_network), library=trap[0])]
+    manifest = write_package(members, tmp_path)
+    ours, other = manifest.libraries
+    exchanged = (replace(ours, path=other.path), replace(other, path=ours.path))
+    message = f"the library '{other.path}' is not that of its device, '{ours.path}'; it was tampered with"
+    assert_refused(tmp_path, replace(manifest, libraries=exchanged), trap[1], message)
+
+
 def test_a_library_that_was_replaced(
     compiled_network: CompiledNetwork, trap: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -182,38 +257,26 @@ def test_a_file_that_was_added(trapped: tuple[Path, Manifest], trap: tuple[Path,
     assert_refused(directory, manifest, trap[1], r"libraries/more.so has no SHA-256 in MLmodel")
 
 
-@pytest.mark.parametrize("by", ["dots", "absolute path", "link"])
+@pytest.mark.parametrize("by", ["dots", "detour", "absolute path", "link", "link to a directory"])
 def test_a_library_outside_of_the_model(trapped: tuple[Path, Manifest], trap: tuple[Path, Path], by: str) -> None:
     """Even with the right digest."""
     directory, manifest = trapped
-    outside = Path(shutil.copyfile(trap[0], directory.parent / "outside.so"))
-    path = {"dots": "../outside.so", "absolute path": str(outside), "link": "libraries/link.so"}[by]
+    (directory.parent / "elsewhere").mkdir()
+    outside = Path(shutil.copyfile(trap[0], directory.parent / "elsewhere" / "outside.so"))
+    path = {
+        "dots": "../elsewhere/outside.so",
+        "detour": f"libraries/../{library_of(manifest)}",  # of use only where a part of it is a link
+        "absolute path": str(outside),
+        "link": "libraries/link.so",
+        "link to a directory": "libraries/folder/outside.so",
+    }[by]
     if by == "link":
         (directory / path).symlink_to(outside)
+    if by == "link to a directory":
+        (directory / path).parent.symlink_to(outside.parent)
     entry = replace(manifest.libraries[0], path=path)
     manifest = replace(manifest, libraries=(entry,), files={**manifest.files, path: sha256(outside)})
     assert_refused(directory, manifest, trap[1], rf"the path '{path}' leads out of the model; it was tampered with")
-
-
-# -- devices ---------------------------------------------------------------------------------------------------------
-
-
-def for_another_cpu(entry: LibraryEntry) -> LibraryEntry:
-    return replace(entry, fingerprint=replace(entry.fingerprint, features=("avx1024f",)))
-
-
-def test_a_library_for_another_cpu(trapped: tuple[Path, Manifest], trap: tuple[Path, Path]) -> None:
-    directory, manifest = trapped
-    manifest = replace(manifest, libraries=(for_another_cpu(manifest.libraries[0]),))
-    message = r"no library runs here: it needs instructions of .* lacks: avx1024f; compile the network on this"
-    assert_refused(directory, manifest, trap[1], message)
-
-
-def test_the_library_that_runs_here_is_taken(compiled_network: CompiledNetwork, tmp_path: Path) -> None:
-    manifest = write_package(compiled_network, tmp_path)
-    (entry,) = manifest.libraries
-    model = load_package(tmp_path, replace(manifest, libraries=(for_another_cpu(entry), entry)))
-    assert model.entry == entry
 
 
 # -- running ---------------------------------------------------------------------------------------------------------
@@ -223,6 +286,30 @@ def test_the_library_that_runs_here_is_taken(compiled_network: CompiledNetwork, 
 def model(compiled_network: CompiledNetwork, tmp_path_factory: pytest.TempPathFactory) -> TunedModel:
     directory = tmp_path_factory.mktemp("package")
     return load_package(directory, write_package(compiled_network, directory))
+
+
+def compile_graph(builder: GraphBuilder, network: str, outputs: dict[str, TensorSpec], directory: Path) -> TunedModel:
+    """A graph, compiled untuned."""
+    model = builder.build(network, {name: spec.shape for name, spec in outputs.items()})
+    for output in model.graph.output:
+        dtype = np.dtype(outputs[output.name].dtype)
+        output.type.tensor_type.elem_type = onnx.helper.np_dtype_to_tensor_dtype(dtype)
+    target = resolve_target("auto", available_cpus())
+    compile_untuned(lower(model, target), target, directory / "model.so")
+    entry = LibraryEntry(path="", fingerprint=fingerprint(target, available_cpus()), coverage={}, provenance={})
+    manifest = Manifest(
+        network=network, inputs=input_specs(model), outputs=tuple(outputs.values()), libraries=(entry,), files={}
+    )
+    return open_library(directory / "model.so", manifest, entry)
+
+
+@pytest.fixture(scope="module")
+def reshaping(tmp_path_factory: pytest.TempPathFactory) -> TunedModel:
+    """A network whose only output is its input in another shape."""
+    builder = GraphBuilder(seed=0)
+    builder.node("Reshape", "flat", builder.input("data", (2, 4096)), builder.constant("shape", np.array([-1])))
+    outputs = {"flat": TensorSpec("flat", (8192,), "float32")}
+    return compile_graph(builder, "reshaping", outputs, tmp_path_factory.mktemp("reshaping"))
 
 
 @pytest.fixture(scope="module")
@@ -286,9 +373,56 @@ def test_inputs_are_not_changed(model: TunedModel) -> None:
     np.testing.assert_array_equal(inputs["data"], inputs_for(model, 0)["data"])
 
 
-def test_calls_from_several_threads(model: TunedModel, reference: ReferenceSession) -> None:
-    seeds = range(40)
-    with ThreadPoolExecutor(4) as threads:
-        outputs = list(threads.map(lambda seed: model.run(inputs_for(model, seed)), seeds))
-    for seed, output in zip(seeds, outputs, strict=True):
-        assert_agree(output, reference.run(inputs_for(model, seed)))
+def test_an_aligned_array_is_read_where_it_is(model: TunedModel, reference: ReferenceSession) -> None:
+    """And one that is not aligned, or read-only, is copied; neither is seen in the result."""
+    values = inputs_for(model, 0)["data"]
+    expected = reference.run({"data": values})
+    memory = np.empty(values.nbytes + 128, np.uint8)
+    for offset in (0, 4, 16, 64):
+        start = -memory.ctypes.data % 64 + offset
+        array = memory[start : start + values.nbytes].view(np.float32).reshape(values.shape)
+        array[...] = values
+        assert_agree(model.run({"data": array}), expected)
+        array.flags.writeable = False
+        assert_agree(model.run({"data": array}), expected)
+
+
+def test_outputs_do_not_share_memory_with_inputs(reshaping: TunedModel) -> None:
+    """A reshape is a view in TVM."""
+    data = np.arange(2 * 4096, dtype=np.float32).reshape(2, 4096)
+    kept = data.copy()
+    outputs = reshaping.run({"data": data})
+    for array in outputs.values():
+        array.fill(-1.0)
+        np.testing.assert_array_equal(data, kept)
+        np.testing.assert_array_equal(reshaping.run({"data": data})["flat"], kept.reshape(-1))
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "int64", "float16", "float64"])
+def test_types_other_than_float32(tmp_path: Path, dtype: str) -> None:
+    builder = GraphBuilder(seed=0)
+    data = builder.input("data", (2, 3), dtype)
+    builder.node("Transpose", "turned", data, perm=[1, 0])
+    model = compile_graph(builder, "turning", {"turned": TensorSpec("turned", (3, 2), dtype)}, tmp_path)
+    values = random_inputs(model.inputs, 0)["data"]
+    turned = model.run({"data": values})["turned"]
+    assert turned.dtype == dtype
+    np.testing.assert_array_equal(turned, values.T)
+
+
+def test_calls_from_eight_threads(model: TunedModel, reference: ReferenceSession) -> None:
+    """More threads than machines, which are fewer than that wherever the kernels use every CPU."""
+    seeds = range(64)
+    expected = [reference.run(inputs_for(model, seed)) for seed in seeds]
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(5):
+            outputs = list(threads.map(lambda seed: model.run(inputs_for(model, seed)), seeds))
+            for output, wanted in zip(outputs, expected, strict=True):
+                assert_agree(output, wanted)
+
+
+def test_a_call_that_fails_leaves_its_machine_to_others(model: TunedModel) -> None:
+    for _ in range(8):
+        with pytest.raises((ValueError, RuntimeError), match=r"broadcast|shape\[0\] mismatch"):
+            model._machines.run([np.zeros((7, 3, 16, 16), np.float32)])
+    assert model.run(inputs_for(model, 0))

@@ -16,6 +16,7 @@ from ansor_mlflow.options import (
     EvaluateOptions,
     Options,
     PipelineOptions,
+    PromoteOptions,
     TuneOptions,
     as_text,
     default_text,
@@ -23,7 +24,8 @@ from ansor_mlflow.options import (
     rule,
 )
 
-OPTION_CLASSES = [TuneOptions, CompileOptions, EvaluateOptions, PipelineOptions]
+OPTION_CLASSES = [TuneOptions, CompileOptions, EvaluateOptions, PipelineOptions, PromoteOptions]
+REQUIRED = {EvaluateOptions: {"model_uri": "models:/m/1"}, PromoteOptions: {"model": "m"}}
 
 
 def write_config(directory: Path, text: str) -> str:
@@ -76,7 +78,7 @@ def test_defaults() -> None:
 
 @pytest.mark.parametrize("cls", OPTION_CLASSES)
 def test_default_text_and_empty_text_mean_the_default(cls: type[Options]) -> None:
-    required = {"model_uri": "models:/m/1"} if "model_uri" in cls.model_fields else {}
+    required = REQUIRED.get(cls, {})
     default = load_options(cls, required)
     for given_values in (
         {name: default_text(cls, name) for name in cls.model_fields},
@@ -127,6 +129,29 @@ def test_a_value_that_breaks_its_rule(name: str, text: str) -> None:
     with pytest.raises(UserInputError) as caught:
         load_options(PipelineOptions, {name: text})
     assert str(caught.value) == f"{name}={text!r}: it must be {rule(PipelineOptions, name)}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(("alias", text) for text in ("v1", "V12", "7", "latest", "Latest", "a b", "a/b", "ä")),
+        *(("min_improvement", text) for text in ("-1%", "100%", "1", "some", "nan")),
+        *(("confidence", text) for text in ("100%", "1", "0.4", "nan")),
+        ("max_turns", "3"),
+        ("measure_s", "0"),
+        ("dry_run", "maybe"),
+    ],
+)
+def test_a_value_that_breaks_a_rule_of_promotions(name: str, text: str) -> None:
+    with pytest.raises(UserInputError) as caught:
+        load_options(PromoteOptions, {"model": "m", name: text})
+    assert str(caught.value) == f"{name}={text!r}: it must be {rule(PromoteOptions, name)}"
+
+
+def test_a_share_may_be_a_percentage() -> None:
+    given = {"model": "m", "min_improvement": "3%", "confidence": "99%", "alias": "v1-champion"}
+    options = load_options(PromoteOptions, given)
+    assert (options.min_improvement, options.confidence, options.alias) == (0.03, 0.99, "v1-champion")
 
 
 def test_a_parameter_that_must_be_given() -> None:

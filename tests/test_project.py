@@ -19,20 +19,16 @@ import yaml
 from commands import ANSOR_MLFLOW, FAST, ROOT, Finished, environment, flags, run_project
 from commands import run as run_command
 from mlflow.entities import Run
+from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 from servers import ACCESS_KEY, SECRET_KEY, S3Server, s3_server
 
 from ansor_mlflow import names
 from ansor_mlflow.networks import Network
-from ansor_mlflow.options import CompileOptions, EvaluateOptions, Options, PipelineOptions, TuneOptions, default_text
+from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.tensors import random_inputs
 
 NUM_TRIALS = 12
-ENTRY_POINTS: dict[str, type[Options]] = {
-    "main": PipelineOptions,
-    "tune": TuneOptions,
-    "compile": CompileOptions,
-    "evaluate": EvaluateOptions,
-}
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 
 @dataclass(frozen=True)
@@ -82,10 +78,11 @@ class Pipeline:
     tune: Run
     compile: Run
     evaluate: Run
+    promote: Run
 
     @property
     def runs(self) -> list[Run]:
-        return [self.parent, self.tune, self.compile, self.evaluate]
+        return [self.parent, self.tune, self.compile, self.evaluate, self.promote]
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +113,8 @@ def pipeline(database: Path, s3: S3Server, small_onnx: Path, tmp_path_factory: p
         "num_trials_per_round": 2,
         "turns": 1,
         "register_as": "small",
+        "promote": "true",
+        "alias": "champion",
     }
     cwd = tmp_path_factory.mktemp("cwd")
     finished = run_project(ROOT, parameters, cwd, store.environment(), experiment_id=store.experiment_id)
@@ -128,8 +127,9 @@ def pipeline(database: Path, s3: S3Server, small_onnx: Path, tmp_path_factory: p
 
 
 def test_every_run_is_finished_and_says_what_it_is(pipeline: Pipeline) -> None:
-    assert [run.info.status for run in pipeline.runs] == ["FINISHED"] * 4
-    assert [run.data.tags[names.TAG_STEP] for run in pipeline.runs] == ["main", "tune", "compile", "evaluate"]
+    assert [run.info.status for run in pipeline.runs] == ["FINISHED"] * 5
+    steps = ["main", "tune", "compile", "evaluate", "promote"]
+    assert [run.data.tags[names.TAG_STEP] for run in pipeline.runs] == steps
     for run in pipeline.runs:
         assert run.data.tags[names.TAG_NETWORK] == "small"
         assert run.data.tags[names.TAG_TARGET].startswith("llvm ")
@@ -140,6 +140,7 @@ def test_every_run_is_finished_and_says_what_it_is(pipeline: Pipeline) -> None:
         f"tune small · {target} · {NUM_TRIALS} trials",
         f"compile small · {target}",
         f"evaluate small · {target}",
+        "promote small/1 · no_champion",
     ]
 
 
@@ -172,6 +173,10 @@ def test_the_parent_sums_up_its_children(pipeline: Pipeline) -> None:
     assert metrics[names.SPEEDUP_VS_UNTUNED] == pytest.approx(ratio)
     for name in names.SUMMARY_METRICS:
         assert metrics[name] == pipeline.evaluate.data.metrics[name]
+    note = pipeline.parent.data.tags[MLFLOW_RUN_NOTE]
+    assert f"latency, tuned: **{metrics[names.LATENCY_MS]:.4g} ms**" in note
+    assert f"trials: {NUM_TRIALS}\n" in note
+    assert "mlflow run . --env-manager local -P network=" in note
 
 
 def test_every_round_is_a_step_of_the_curves(pipeline: Pipeline) -> None:
@@ -290,6 +295,16 @@ def test_the_registered_version_carries_the_evidence(pipeline: Pipeline) -> None
     assert "registered as version 1" in pipeline.finished.stdout
 
 
+def test_the_first_version_is_the_champion(pipeline: Pipeline) -> None:
+    aliases = pipeline.store.client.get_registered_model("small").aliases
+    (of_target,) = set(aliases) - {"champion"}
+    assert of_target.startswith("champion-llvm-")
+    assert set(aliases.values()) == {"1"}
+    assert pipeline.promote.data.tags["mlflow.parentRunId"] == pipeline.parent.info.run_id
+    assert (pipeline.store.artifacts(pipeline.promote) / names.PROMOTION_REPORT_FILE).is_file()
+    assert "no_champion: version 1 of small is now champion-llvm-" in pipeline.finished.stdout
+
+
 def test_the_registered_model_loads_from_s3_and_is_right(
     pipeline: Pipeline, small_network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,41 +413,3 @@ def test_a_configuration_file_decides_what_the_command_line_does_not(
     assert (used["network"], used["trials"], used["preset"]) == (str(small_onnx), "5", "quick")
     assert (used["strategy"], used["cost_model"]) == ("random", "none")
     assert not (project / ".ansor").exists()
-
-
-# -- the project's files ---------------------------------------------------------------------------------------------
-
-PROJECT: dict[str, Any] = yaml.safe_load((ROOT / "MLproject").read_text())
-
-
-def test_entry_points_are_those_with_options() -> None:
-    assert list(PROJECT["entry_points"]) == list(ENTRY_POINTS)
-
-
-@pytest.mark.parametrize(("entry_point", "options"), ENTRY_POINTS.items())
-def test_parameters_of_an_entry_point_are_its_options(entry_point: str, options: type[Options]) -> None:
-    parameters = PROJECT["entry_points"][entry_point]["parameters"]
-    defaults = {name: str(parameter["default"]) for name, parameter in parameters.items()}
-    assert defaults == {**{name: default_text(options, name) for name in options.model_fields}, "config": ""}
-    for name, parameter in parameters.items():
-        is_number = isinstance(options.model_fields[name].default, (int, float)) if name != "config" else False
-        is_number = is_number and not isinstance(options.model_fields[name].default, bool)
-        assert parameter["type"] == ("float" if is_number else "string"), name
-
-
-@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
-def test_a_command_passes_every_parameter(entry_point: str) -> None:
-    definition = PROJECT["entry_points"][entry_point]
-    command, *passed = definition["command"].split(" --")
-    assert command == f"python -m pipelines.{entry_point}"
-    assert [flag.strip() for flag in passed] == [
-        f"{name.replace('_', '-')} {{{name}}}" for name in definition["parameters"]
-    ]
-    assert (ROOT / "pipelines" / f"{entry_point}.py").is_file()
-
-
-def test_the_environment_installs_this_project_as_it_is_on_disk() -> None:
-    conda = yaml.safe_load((ROOT / PROJECT["conda_env"]).read_text())
-    (pip,) = (entry["pip"] for entry in conda["dependencies"] if isinstance(entry, dict))
-    assert pip == ["-e ."]
-    assert any(str(entry).startswith("python>=3.10") for entry in conda["dependencies"])

@@ -137,12 +137,13 @@ def test_a_bad_candidate_costs_itself_alone(
     """The limit of a program follows from the best of its task, so that a hang costs seconds and not a minute."""
     started_s = time.monotonic()
     neighbours = [job(libraries["fast"], task=task) for task in ("before", "after")]
-    before, bad, after = runner.run([neighbours[0], job(libraries[name], best_s=1e-3), neighbours[1]])
+    best_s = 1e-3 if failure == "timed_out" else None  # what crashes may take its time on a slow machine
+    before, bad, after = runner.run([neighbours[0], job(libraries[name], best_s=best_s), neighbours[1]])
     assert (bad.value, bad.failure) == (None, failure)
     assert re.fullmatch(error, bad.error)
     for outcome in (before, after, *runner.run([job(libraries["fast"])])):
         assert_measured(outcome)
-    assert time.monotonic() - started_s < 40
+    assert failure != "timed_out" or time.monotonic() - started_s < 40
 
 
 def test_a_far_slower_candidate_is_not_measured_in_full(libraries: Mapping[str, Path], runner: LocalRunner) -> None:

@@ -28,6 +28,7 @@ from ansor_mlflow.options import (
     Options,
     PipelineOptions,
     PlanOptions,
+    PromoteOptions,
     PullPoolOptions,
     PushPoolOptions,
     RecompileOptions,
@@ -42,6 +43,7 @@ ENTRY_POINTS: dict[str, type[Options]] = {
     "tune": TuneOptions,
     "compile": CompileOptions,
     "evaluate": EvaluateOptions,
+    "promote": PromoteOptions,
 }
 """The entry points of `MLproject`, which are commands, too."""
 COMMANDS: dict[str, type[Options]] = {
@@ -98,9 +100,28 @@ def evaluate(options: EvaluateOptions) -> None:
     print_latencies(evaluate_step(options))
 
 
+@command(cli, "promote", PromoteOptions)
+def promote(options: PromoteOptions) -> None:
+    """Make a version of a registered model the champion if it is right and faster than the champion on this host.
+
+    Moves champion-<target>, and --alias with it. A candidate that is not promoted ends with exit code 9 if it lost, 10
+    if it was not decided, 7 if its outputs are wrong, and 6 if the champion does not run here.
+    """
+    from ansor_mlflow.cli.promote import print_promotion, print_rollback
+    from ansor_mlflow.steps import promote as promote_step
+    from ansor_mlflow.steps import roll_back
+
+    if options.rollback:
+        print_rollback(roll_back(options))
+        return
+    promotion = promote_step(options)
+    print_promotion(promotion)
+    promotion.require_won()
+
+
 @command(cli, "main", PipelineOptions)
 def pipeline(options: PipelineOptions) -> None:
-    """Tune, compile, evaluate and, with --register-as, register a network."""
+    """Tune, compile, evaluate and, with --register-as, register a network; with --promote, promote it."""
     from ansor_mlflow.cli.summary import print_pipeline
     from ansor_mlflow.steps import run_pipeline
 

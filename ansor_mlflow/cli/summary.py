@@ -10,6 +10,7 @@ from rich.table import Table
 
 from ansor_mlflow import names
 from ansor_mlflow.cli.pages import print_pages
+from ansor_mlflow.cli.promote import print_promotion
 
 if TYPE_CHECKING:
     from ansor_mlflow.steps import PipelineResult, RecompileResult
@@ -64,4 +65,6 @@ def print_pipeline(result: PipelineResult) -> None:
     print(f"model  {result.model_uri}")
     if result.registered_version is not None:
         print(f"registered as version {result.registered_version}")
+    if result.promotion is not None:
+        print_promotion(result.promotion)
     print_pages({"open": f"experiments/{result.experiment_id}/runs/{result.run_id}"})

@@ -1,16 +1,25 @@
 """A tuned model as a directory of libraries, records and the network, with the digest of every file."""
 
-from ansor_mlflow.model.package import LIBRARY_FILE, CompiledNetwork, LibraryEntry, Manifest, write_package
-from ansor_mlflow.model.tuned import TunedModel, choose_library, load_package, open_library
+from ansor_mlflow.model.choice import Choice, LoadOptions, choose_library
+from ansor_mlflow.model.digests import verify_package
+from ansor_mlflow.model.loading import load_package, open_library
+from ansor_mlflow.model.manifest import LIBRARY_FILE, LibraryEntry, Manifest
+from ansor_mlflow.model.package import CompiledNetwork, read_package, with_libraries, write_package
+from ansor_mlflow.model.tuned import TunedModel
 
 __all__ = [
     "LIBRARY_FILE",
+    "Choice",
     "CompiledNetwork",
     "LibraryEntry",
+    "LoadOptions",
     "Manifest",
     "TunedModel",
     "choose_library",
     "load_package",
     "open_library",
+    "read_package",
+    "verify_package",
+    "with_libraries",
     "write_package",
 ]

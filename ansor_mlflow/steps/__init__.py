@@ -7,8 +7,11 @@ from ansor_mlflow.steps.explain import Explanation, explain_task
 from ansor_mlflow.steps.pipeline import PipelineResult, run_pipeline
 from ansor_mlflow.steps.plan import Plan, PlannedTask, plan_tuning
 from ansor_mlflow.steps.pool import PoolContents, PulledRecords, list_pool, pull_records, push_records
+from ansor_mlflow.steps.promote import promote
+from ansor_mlflow.steps.promotion import Outcome, Promotion
 from ansor_mlflow.steps.recompile import RecompileResult, recompile
 from ansor_mlflow.steps.records import WrittenRecords, distill_records, merge_records, show_records
+from ansor_mlflow.steps.rollback import Rollback, roll_back
 from ansor_mlflow.steps.runs import FoundRun, FoundRuns, find_runs
 from ansor_mlflow.steps.sync import Delivered, sync
 from ansor_mlflow.steps.trials import load_trials
@@ -23,13 +26,16 @@ __all__ = [
     "Explanation",
     "FoundRun",
     "FoundRuns",
+    "Outcome",
     "PipelineResult",
     "Plan",
     "PlannedTask",
     "PoolContents",
+    "Promotion",
     "PulledRecords",
     "RecompileResult",
     "ReplayedRecord",
+    "Rollback",
     "TaskDifference",
     "Verification",
     "WrittenRecords",
@@ -43,9 +49,11 @@ __all__ = [
     "load_trials",
     "merge_records",
     "plan_tuning",
+    "promote",
     "pull_records",
     "push_records",
     "recompile",
+    "roll_back",
     "run_pipeline",
     "show_records",
     "sync",

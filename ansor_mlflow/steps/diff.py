@@ -18,7 +18,7 @@ from ansor_mlflow.errors import RecordsError, SlowerError, UserInputError
 from ansor_mlflow.options import DiffOptions
 from ansor_mlflow.records import FAILED_RUN_S, Database, find_records, read_fingerprint
 from ansor_mlflow.sources import is_uri, pinned_uri
-from ansor_mlflow.steps.fetching import fetch_run
+from ansor_mlflow.steps.fetching import fetch_run, tuning_of
 from ansor_mlflow.targets import DeviceFingerprint
 from ansor_mlflow.tracking.failures import clear_failures
 
@@ -181,13 +181,10 @@ class _Side:
 def _load(given: str, scratch: Path) -> _Side:
     with clear_failures(f"read {given}"):
         run = _run_of(given)
-        tune_run = run
-        if run.data.tags.get(names.TAG_STEP) != "tune":
-            tune_run_id = run.data.tags.get(names.TAG_TUNE_RUN)
-            if not tune_run_id:
-                raise UserInputError(f"{given}: it comes from no tuning run; give one of tune, compile or main")
-            tune_run = mlflow.get_run(tune_run_id)
-        run_id = tune_run.info.run_id
+        run_id = tuning_of(run)
+        if not run_id:
+            raise UserInputError(f"{given}: it comes from no tuning run; give one of tune, compile or main")
+        tune_run = mlflow.get_run(run_id)
         scratch.mkdir()
         files = {file.path for file in mlflow.MlflowClient().list_artifacts(run_id)}
         if names.TASKS_FILE not in files:

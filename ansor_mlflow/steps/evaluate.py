@@ -12,26 +12,16 @@ import mlflow
 
 from ansor_mlflow import contenders, flavor, names, sources
 from ansor_mlflow.errors import CorrectnessError, UserInputError
-from ansor_mlflow.evaluate import (
-    QUANTIZED_TOLERANCE,
-    TOLERANCES,
-    Difference,
-    Latency,
-    call_once,
-    compare_outputs,
-    in_child_process,
-    measure_in_turns,
-)
+from ansor_mlflow.evaluate import Latency, call_once, in_child_process, measure_in_turns
 from ansor_mlflow.model import LibraryEntry, Manifest, choose_library
-from ansor_mlflow.networks.reference import is_quantized
 from ansor_mlflow.options import EvaluateOptions
+from ansor_mlflow.steps.checking import compare_with_reference, seeded_examples, tolerance_for
 from ansor_mlflow.tensors import TensorSpec
 from ansor_mlflow.tracking import StepRun, step_run
 from ansor_mlflow.tracking.failures import clear_failures
 
 _log = logging.getLogger("ansor_mlflow")
 
-_NUM_CHECKED_INPUTS = 3
 _TUNED, _UNTUNED, _REFERENCE = "tuned", "untuned", "onnxruntime"
 
 
@@ -75,37 +65,25 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> dict[s
             "mlflow.runName": f"evaluate {manifest.network} · {device.description}",
         }
     )
-    reference = partial(contenders.reference_run, directory / names.NETWORK_FILE, device.num_threads)
-    runs = {_TUNED: partial(contenders.tuned_run, directory), _REFERENCE: reference}
-    quantized = is_quantized(directory / names.NETWORK_FILE)
-    difference = _compare(options, manifest, {**runs, _REFERENCE: partial(reference, optimized=not quantized)})
+    network = directory / names.NETWORK_FILE
+    tuned = partial(contenders.tuned_run, directory)
+    _log.info("comparing the outputs of %s with ONNX Runtime's", manifest.network)
+    examples = seeded_examples(manifest.inputs, options.seed)
+    difference = compare_with_reference({_TUNED: tuned}, network, device.num_threads, examples)[_TUNED]
     metrics = {names.MAX_ABS_ERROR: difference.max_abs_error, names.MAX_REL_ERROR: difference.max_rel_error}
     run.log_metrics(metrics)
-    tolerance = options.tolerance
-    if tolerance == "auto":
-        tolerance = QUANTIZED_TOLERANCE if quantized else TOLERANCES[entry.provenance.get("dtype", "float32")]
+    tolerance = tolerance_for(options.tolerance, network, entry)
     if not difference.max_rel_error <= tolerance:
         raise CorrectnessError(
             f"the outputs of {manifest.network} differ from ONNX Runtime's by max_rel_error="
             f"{difference.max_rel_error:.3g}, allowed is {tolerance:g}; do not deploy this model: compile it "
             "again, or raise tolerance if the network is that sensitive to rounding"
         )
+    runs = {_TUNED: tuned, _REFERENCE: partial(contenders.reference_run, network, device.num_threads)}
     latencies = _measure(options, manifest, directory, entry, runs)
     metrics |= _latency_metrics(latencies, manifest.inputs, entry.provenance.get("estimated_latency_ms"))
     run.log_metrics(metrics)
     return metrics
-
-
-def _compare(options: EvaluateOptions, manifest: Manifest, runs: Mapping[str, contenders.MakeRun]) -> Difference:
-    """Runs the model and ONNX Runtime on the same seeded inputs."""
-    _log.info("comparing the outputs of %s with ONNX Runtime's", manifest.network)
-    seeds = [options.seed + index for index in range(_NUM_CHECKED_INPUTS)]
-    outputs = {
-        name: in_child_process(call_once, partial(contenders.outputs_call, make_run, manifest.inputs, seeds))
-        for name, make_run in runs.items()
-    }
-    pairs = zip(outputs[_TUNED], outputs[_REFERENCE], strict=True)
-    return Difference.worst([compare_outputs(actual, expected) for actual, expected in pairs])
 
 
 def _measure(
@@ -120,7 +98,7 @@ def _measure(
         library = Path(scratch, "untuned.so")
         _log.info("building the untuned baseline")
         in_child_process(call_once, partial(contenders.untuned_build, directory / names.NETWORK_FILE, entry, library))
-        runs = {**runs, _UNTUNED: partial(contenders.untuned_run, library, manifest, entry)}
+        runs = {**runs, _UNTUNED: partial(contenders.library_run, library, manifest, entry)}
         _log.info("measuring latency in %d turns", options.turns)
         calls = {
             name: partial(contenders.timed_call, make_run, manifest.inputs, options.seed)

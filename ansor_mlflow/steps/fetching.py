@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 
 import mlflow
+from mlflow.entities import Run
 
 from ansor_mlflow import names, sources
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.flavor import read_manifest
-from ansor_mlflow.model.package import verify_package
+from ansor_mlflow.model import verify_package
 from ansor_mlflow.options import NetworkOptions, RecordsOptions
 from ansor_mlflow.records import join_parts, verify_manifest
 from ansor_mlflow.tracking.failures import clear_failures
@@ -67,6 +68,20 @@ def fetch_databases(source: str, scratch: Path, parameter: str = "source") -> li
     if options.tune_run:
         return [fetch_run(options.tune_run, scratch)]
     return _databases_in(_fetch(options.records, scratch, parameter))
+
+
+def tuning_of(run: Run) -> str:
+    """The ID of the tuning run that a run is or has used; empty where there is none.
+
+    Raises:
+        UserInputError: It is a compilation of several.
+    """
+    if run.data.tags.get(names.TAG_STEP) == "tune":
+        return str(run.info.run_id)
+    tune_run = run.data.tags.get(names.TAG_TUNE_RUN, "")
+    if "," in tune_run:
+        raise UserInputError(f"run {run.info.run_id} was compiled with several tunings; give one of {tune_run}")
+    return tune_run
 
 
 def fetch_run(run_id: str, scratch: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The entry point `main`: tune, compile and evaluate as nested runs, then register."""
+"""The entry point `main`: tune, compile and evaluate as nested runs, then register and promote."""
 
 from __future__ import annotations
 
@@ -13,8 +13,18 @@ from mlflow.exceptions import ExecutionException
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError, error_for_exit_code
-from ansor_mlflow.options import CompileOptions, EvaluateOptions, Options, PipelineOptions, TuneOptions
+from ansor_mlflow.options import (
+    CompileOptions,
+    EvaluateOptions,
+    Options,
+    PipelineOptions,
+    PromoteOptions,
+    TuneOptions,
+    load_options,
+)
 from ansor_mlflow.registry import register
+from ansor_mlflow.steps.promote import promote
+from ansor_mlflow.steps.promotion import Promotion
 from ansor_mlflow.tracking import StepRun, step_run
 from ansor_mlflow.tracking.failures import clear_failures
 from ansor_mlflow.tracking.note import command_lines, pipeline_note
@@ -41,6 +51,8 @@ class PipelineResult:
     metrics: dict[str, float]
     """The summary metrics, as on the parent run."""
     registered_version: str | None
+    promotion: Promotion | None
+    """Whether the version became the champion; None where that was not asked for."""
 
 
 def run_pipeline(options: PipelineOptions, project: Path) -> PipelineResult:
@@ -52,8 +64,10 @@ def run_pipeline(options: PipelineOptions, project: Path) -> PipelineResult:
 
     Raises:
         AnsorMlflowError: A step failed; the error is of its kind and has its message.
-        UserInputError: `project` has no `MLproject` file.
+        UserInputError: `project` has no `MLproject` file, or `promote` is given without `register_as`.
     """
+    if options.promote and not options.register_as:
+        raise UserInputError("promote=true: only a registered model has a champion; give register_as, too")
     if not (project / "MLproject").is_file():
         raise UserInputError(f"{project} has no MLproject file; run this in the project's folder, or use mlflow run")
     commands = command_lines("main", options)
@@ -83,7 +97,15 @@ def run_pipeline(options: PipelineOptions, project: Path) -> PipelineResult:
         if options.register_as:
             evidence = {name: f"{metrics[name]:.6g}" for name in names.SUMMARY_METRICS if name in metrics}
             version = register(model_uri, options.register_as, {**evidence, **tags})
-        return PipelineResult(run.run_id, tuned.info.experiment_id, model_uri, metrics, version)
+        promotion = _promote(options, version) if options.promote and version else None
+        return PipelineResult(run.run_id, tuned.info.experiment_id, model_uri, metrics, version, promotion)
+
+
+def _promote(options: PipelineOptions, version: str) -> Promotion:
+    """Promotes the new version in a nested run; where it loses, the pipeline has done its work all the same."""
+    _log.info("=== promote ===")
+    given = {**_only(options, PromoteOptions), "model": options.register_as, "candidate": version}
+    return promote(load_options(PromoteOptions, given))
 
 
 def _only(options: Options, cls: type[Options]) -> dict[str, str]:

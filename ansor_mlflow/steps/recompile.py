@@ -22,7 +22,7 @@ from ansor_mlflow.options import NetworkOptions, RecompileOptions, RecordsOption
 from ansor_mlflow.records import Database, RecordPair, RecordText, write_pair
 from ansor_mlflow.registry import register, registered_versions
 from ansor_mlflow.steps.compile import build_model, log_model
-from ansor_mlflow.steps.fetching import fetch_records
+from ansor_mlflow.steps.fetching import fetch_records, tuning_of
 from ansor_mlflow.steps.params import params_used
 from ansor_mlflow.steps.recorded import distill_for_device, find_recorded, load_recorded_network
 from ansor_mlflow.targets import DeviceFingerprint
@@ -100,7 +100,7 @@ def recompile(options: RecompileOptions) -> RecompileResult:
         )
         _report(survivors, run)
         run.log_tags({names.TAG_RECOMPILED_FROM: options.run, names.TAG_TUNE_RUN: source.tune_run})
-        model_uri = log_model(compiled, run)
+        model_uri = log_model(compiled, run, options.signature)
         return RecompileResult(
             run_id=run.run_id,
             model_uri=model_uri,
@@ -128,9 +128,7 @@ class _Source:
         Raises:
             UserInputError: There is neither.
         """
-        run_id, tags = old.info.run_id, old.data.tags
-        model_uri = tags.get(names.TAG_MODEL_URI, "")
-        tune_run = run_id if tags.get(names.TAG_STEP) == "tune" else tags.get(names.TAG_TUNE_RUN, "")
+        run_id, model_uri, tune_run = old.info.run_id, old.data.tags.get(names.TAG_MODEL_URI, ""), tuning_of(old)
         if not model_uri and not tune_run:
             raise UserInputError(
                 f"run={run_id}: the run has neither a model nor records; give one of compile, tune or main"

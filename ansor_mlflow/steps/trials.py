@@ -14,7 +14,7 @@ import mlflow
 from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.records import JournalEntry, RecordPair, read_journal, repair
-from ansor_mlflow.steps.fetching import fetch_run
+from ansor_mlflow.steps.fetching import fetch_run, tuning_of
 from ansor_mlflow.tracking.failures import clear_failures
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def load_trials(run_id: str) -> pd.DataFrame:
     import pandas as pd
 
     with clear_failures(f"read the trials of run {run_id}"):
-        run = mlflow.get_run(mlflow.get_run(run_id).data.tags.get(names.TAG_TUNE_RUN) or run_id)
+        run = mlflow.get_run(tuning_of(mlflow.get_run(run_id)) or run_id)
         tuning_id = run.info.run_id
         files = {file.path for file in mlflow.MlflowClient().list_artifacts(tuning_id)}
         tasks = _read_json(tuning_id, names.TASKS_FILE) if names.TASKS_FILE in files else []

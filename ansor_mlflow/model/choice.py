@@ -1,0 +1,192 @@
+"""Which library of a model is loaded here, and why: the exact one, a compatible one, or one that is built first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from ansor_mlflow.errors import ModelError, UserInputError
+from ansor_mlflow.model.manifest import LibraryEntry, Manifest
+from ansor_mlflow.targets import DeviceFingerprint, fingerprint, resolve_target, why_not_runnable
+from ansor_mlflow.threads import available_cpus, resolve_num_threads
+
+Level = Literal["exact", "compatible", "rebuilt", "untuned"]
+
+_CPU_KIND = "llvm"
+_KINDS = {"cpu": _CPU_KIND, "cuda": "cuda"}
+"""The kind of target of a device's libraries."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Where a model is to run, and what may be done if it has no library for that."""
+
+    device: str = "cpu"
+    """cpu or cuda."""
+    num_threads: int | None = None
+    """Threads of a kernel; None prefers a library for every CPU that this process may use, and takes its number."""
+    allow_compatible: bool = True
+    """Take a library for another CPU or number of threads, if it runs here."""
+    allow_rebuild: bool = True
+    """Build a library where none runs here: with the records for another CPU of this architecture, or untuned."""
+    allow_untuned: bool = True
+    """Build one without records, which is often a hundred times slower."""
+
+    def __post_init__(self) -> None:
+        if self.device not in _KINDS:
+            raise UserInputError(f"device={self.device!r} is unknown; it must be {' or '.join(_KINDS)}")
+        for name in ("allow_compatible", "allow_rebuild", "allow_untuned"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserInputError(f"{name}={getattr(self, name)!r} is neither true nor false; give one of them")
+        if self.num_threads is None:
+            return
+        if isinstance(self.num_threads, bool) or not isinstance(self.num_threads, int) or self.num_threads < 1:
+            raise UserInputError(
+                f"num_threads={self.num_threads!r} is no number of threads; it must be a whole number of at least 1"
+            )
+        resolve_num_threads(self.num_threads)
+
+    @staticmethod
+    def from_config(config: Mapping[str, Any] | None) -> LoadOptions:
+        """Reads the `model_config` of MLflow's pyfunc.
+
+        Raises:
+            UserInputError: A key is unknown, or a value is not usable.
+        """
+        given = dict(config or {})
+        known = [field.name for field in fields(LoadOptions)]
+        unknown = sorted(given.keys() - set(known))
+        if unknown:
+            raise UserInputError(f"model_config has no {unknown[0]!r}; it has {', '.join(known)}")
+        return LoadOptions(**given)
+
+    @property
+    def wanted_threads(self) -> int:
+        """Threads that the best library is for."""
+        return self.num_threads or available_cpus()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which library was taken."""
+
+    level: Level
+    """exact, compatible, rebuilt or untuned; each may be slower than those before it."""
+    entry: LibraryEntry
+    """The library; one that was built here has this host's fingerprint."""
+    reason: str
+    """Why this one, in one clause."""
+    rejected: tuple[str, ...] = ()
+    """Why none of the better ones."""
+
+    def __str__(self) -> str:
+        device = self.entry.fingerprint
+        clauses = [f"{self.level} library for {device.description} on {device.cpu_model}: {self.reason}"]
+        return "; ".join([*clauses, *self.rejected])
+
+
+def choose_library(directory: Path, manifest: Manifest, options: LoadOptions | None = None) -> LibraryEntry:
+    """The library of a model that is loaded on this host as it is.
+
+    Raises:
+        ModelError: None of them runs here.
+    """
+    choice, rejected = find_library(directory, manifest, options or LoadOptions())
+    if choice is None:
+        raise nothing_runs(directory, rejected)
+    return choice.entry
+
+
+def nothing_runs(directory: Path, reasons: Sequence[str]) -> ModelError:
+    """The error that says why no library can be loaded."""
+    return ModelError(
+        f"model {directory}: no library runs here: {'; '.join(reasons)}; compile the network on this host, and add its "
+        "library to the model"
+    )
+
+
+def find_library(directory: Path, manifest: Manifest, options: LoadOptions) -> tuple[Choice | None, tuple[str, ...]]:
+    """The best library that needs not be built, if there is one, and why not each that is better or does not run.
+
+    Raises:
+        ModelError: The model has no library for the kind of device.
+    """
+    entries = _entries_for(options.device, directory, manifest)
+    if options.device != "cpu":
+        return _find_for_gpu(entries, options.device)
+    host = host_fingerprint(options)
+    rejected: list[str] = []
+    for entry in sorted(entries, key=lambda entry: _distance(entry.fingerprint, host)):
+        reason = why_not_runnable(entry.fingerprint)
+        difference = _difference(entry.fingerprint, host)
+        if reason is None and not difference:
+            reason = f"it was made for this CPU and {host.num_threads} threads"
+            return Choice(level="exact", entry=entry, reason=reason), ()
+        if reason is None and options.allow_compatible:
+            return Choice(level="compatible", entry=entry, reason=difference, rejected=tuple(rejected)), ()
+        rejected.append(_why_not(entry, reason or f"{difference}, and allow_compatible is off"))
+    return None, tuple(rejected)
+
+
+def entries_to_rebuild(manifest: Manifest, options: LoadOptions) -> list[LibraryEntry]:
+    """The libraries whose records may serve to build one for this host, the nearest first."""
+    host = host_fingerprint(options)
+    same = [entry for entry in manifest.libraries if entry.fingerprint.machine == host.machine]
+    return sorted(same, key=lambda entry: _distance(entry.fingerprint, host))
+
+
+def host_fingerprint(options: LoadOptions) -> DeviceFingerprint:
+    """The CPU of this host with the threads that are wanted."""
+    return fingerprint(resolve_target("auto", options.wanted_threads), options.wanted_threads)
+
+
+def _entries_for(device: str, directory: Path, manifest: Manifest) -> list[LibraryEntry]:
+    entries = [entry for entry in manifest.libraries if entry.fingerprint.target["kind"] == _KINDS[device]]
+    if not entries:
+        present = ", ".join(entry.fingerprint.description for entry in manifest.libraries)
+        raise ModelError(
+            f"model {directory}: device={device!r}, but its libraries are for {present}, which never stand in for "
+            "another kind of device; give the device that they are for, or add a library"
+        )
+    return entries
+
+
+def _find_for_gpu(entries: Sequence[LibraryEntry], device: str) -> tuple[Choice | None, tuple[str, ...]]:
+    import tvm
+
+    if not tvm.runtime.enabled(device) or not tvm.device(device).exist:
+        reason = f"this host has no {device}, or TVM was built without it"
+        return None, tuple(_why_not(entry, reason) for entry in entries)
+    return Choice(level="exact", entry=entries[0], reason=f"it is the model's library for {device}"), ()
+
+
+def _why_not(entry: LibraryEntry, reason: str) -> str:
+    return f"not the library for {entry.fingerprint.description}: {reason}"
+
+
+def _distance(device: DeviceFingerprint, host: DeviceFingerprint) -> tuple[bool, bool, int, int]:
+    """Orders libraries: first of the same CPU, then with the most of this one's features, then by their threads."""
+    num_shared = len(set(device.features) & set(host.features))
+    return (
+        device.machine != host.machine,
+        (device.cpu_model, device.features) != (host.cpu_model, host.features),
+        -num_shared,
+        abs(device.num_threads - host.num_threads),
+    )
+
+
+def _difference(device: DeviceFingerprint, host: DeviceFingerprint) -> str:
+    """What a library that runs here was made for instead; empty where it is exactly for this host."""
+    clauses = []
+    if (device.cpu_model, device.features) != (host.cpu_model, host.features):
+        clauses.append(f"it was made for {_cpu(device)}, this is {_cpu(host)}")
+    if device.num_threads != host.num_threads:
+        clauses.append(f"it was tuned for {device.num_threads} threads, {host.num_threads} are wanted")
+    return ", ".join(clauses)
+
+
+def _cpu(device: DeviceFingerprint) -> str:
+    cpu = device.target.get("mcpu", device.machine)
+    return f"{cpu} ({device.cpu_model})" if device.cpu_model else str(cpu)

@@ -1,0 +1,162 @@
+"""Loads a model directory: checks it, takes or builds the library for this host, and says which and why."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ansor_mlflow.errors import AnsorMlflowError, MachineError
+from ansor_mlflow.model.choice import (
+    Choice,
+    LoadOptions,
+    entries_to_rebuild,
+    find_library,
+    host_fingerprint,
+    nothing_runs,
+)
+from ansor_mlflow.model.digests import verify_package
+from ansor_mlflow.model.manifest import LIBRARY_FILE, LibraryEntry, Manifest, records_path
+from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process, require_builder
+from ansor_mlflow.model.tuned import TunedModel
+from ansor_mlflow.names import NETWORK_FILE
+from ansor_mlflow.records import RecordPair
+from ansor_mlflow.threads import available_cpus
+
+_LOWERING_SETTINGS = ("layout", "dtype", "pad_channels")
+"""`lowering.SETTINGS`, which is not imported because it needs ONNX."""
+_OF_ANOTHER_DEVICE = ("estimated_latency_ms", "target", "num_threads", "host", "target_mismatch")
+"""What the provenance of a library says of the device that it was tuned on."""
+_log = logging.getLogger(__name__)
+
+
+def load_package(directory: Path, manifest: Manifest, options: LoadOptions | None = None) -> TunedModel:
+    """Checks a model directory and loads a library for this host: exact, compatible, rebuilt or untuned.
+
+    Raises:
+        ModelError: A digest does not match, or no library runs on this host and none may or can be built.
+    """
+    options = options or LoadOptions()
+    verify_package(directory, manifest)
+    choice, rejected = find_library(directory, manifest, options)
+    if choice is not None:
+        model = open_library(directory / choice.entry.path, manifest, choice.entry, choice, options)
+    else:
+        model = _build(directory, manifest, options, rejected)
+    report_choice(model.choice)
+    return model
+
+
+def report_choice(choice: Choice) -> None:
+    """Logs which library was taken; one that may be slow is a warning."""
+    _log.log(logging.INFO if choice.level == "exact" else logging.WARNING, "%s", choice)
+
+
+def open_library(
+    library: Path,
+    manifest: Manifest,
+    entry: LibraryEntry,
+    choice: Choice | None = None,
+    options: LoadOptions | None = None,
+) -> TunedModel:
+    """Loads a library whose digest was checked, or that was just built.
+
+    Args:
+        library: The shared library.
+        manifest: The model that it belongs to.
+        entry: Its device; its kernels run on so many threads, unless `options` name a number.
+        choice: Why it was taken.
+        options: Where it is to run.
+    """
+    options = options or LoadOptions()
+    num_threads = options.num_threads or min(entry.fingerprint.num_threads, available_cpus())
+    choice = choice or Choice(level="exact", entry=entry, reason="it was asked for")
+    return TunedModel(
+        library, manifest.inputs, manifest.outputs, choice, num_threads=num_threads, device=options.device
+    )
+
+
+def _build(directory: Path, manifest: Manifest, options: LoadOptions, rejected: Sequence[str]) -> TunedModel:
+    """Builds a library in a directory that is gone when this returns: what is open needs its file no more."""
+    _require_build(directory, options, rejected)
+    reasons = list(rejected)
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+        library = Path(scratch, LIBRARY_FILE)
+        for attempt in _attempts(directory, manifest, options):
+            _log.warning("building %s; this may take minutes", attempt)
+            try:
+                entry = _build_library(attempt, directory, options, library)
+            except AnsorMlflowError as err:
+                reasons.append(f"not {attempt}: {err}")
+                continue
+            choice = Choice(level=attempt.level, entry=entry, reason=_outcome(attempt, entry), rejected=tuple(reasons))
+            return open_library(library, manifest, entry, choice, options)
+    raise nothing_runs(directory, reasons if options.allow_untuned else [*reasons, "allow_untuned is off"])
+
+
+def _require_build(directory: Path, options: LoadOptions, rejected: Sequence[str]) -> None:
+    if options.device != "cpu" or not options.allow_rebuild:
+        rule = "allow_rebuild is off" if options.device == "cpu" else f"none is built for {options.device} here"
+        raise nothing_runs(directory, [*rejected, rule])
+    try:
+        require_builder()
+    except MachineError as err:
+        raise nothing_runs(directory, [*rejected, f"none can be built: {err}"]) from err
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A way to build a library."""
+
+    level: Literal["rebuilt", "untuned"]
+    entry: LibraryEntry
+    """Whose settings are taken."""
+    records: Path | None
+
+    def __str__(self) -> str:
+        device = self.entry.fingerprint.description
+        return f"a library from the records for {device}" if self.records else "an untuned library"
+
+
+def _attempts(directory: Path, manifest: Manifest, options: LoadOptions) -> Iterator[_Attempt]:
+    nearest = entries_to_rebuild(manifest, options)
+    for entry in nearest:
+        records = directory / records_path(entry.fingerprint)
+        if RecordPair.in_directory(records).records.is_file():
+            yield _Attempt("rebuilt", entry, records)
+    if options.allow_untuned:
+        yield _Attempt("untuned", [*nearest, *manifest.libraries][0], None)
+
+
+def _build_library(attempt: _Attempt, directory: Path, options: LoadOptions, library: Path) -> LibraryEntry:
+    """Builds a library for this host, and returns what is known of it."""
+    host = host_fingerprint(options)
+    provenance = attempt.entry.provenance
+    job = BuildJob(
+        network=str(directory / NETWORK_FILE),
+        records=str(attempt.records or ""),
+        target=host.target,
+        num_threads=host.num_threads,
+        lowering={name: provenance[name] for name in _LOWERING_SETTINGS if name in provenance},
+        library=str(library),
+    )
+    coverage = build_in_child_process(job)
+    kept = {name: value for name, value in provenance.items() if name not in _OF_ANOTHER_DEVICE}
+    return LibraryEntry(
+        path=attempt.entry.path,
+        fingerprint=host,
+        coverage=coverage,
+        provenance={**kept, "built_from": attempt.entry.path},
+    )
+
+
+def _outcome(attempt: _Attempt, entry: LibraryEntry) -> str:
+    if attempt.level == "untuned":
+        return "it was built here without records, and is often a hundred times slower than a tuned one"
+    return (
+        f"it was built here with the records for {attempt.entry.fingerprint.description}, which cover "
+        f"{entry.coverage['task_share']:.0%} of the tasks"
+    )

@@ -1,0 +1,75 @@
+"""The description of a tuned model: its libraries, and the SHA-256 of every file. MLflow keeps it in `MLmodel`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ansor_mlflow.errors import ModelError
+from ansor_mlflow.targets import DeviceFingerprint
+from ansor_mlflow.tensors import TensorSpec
+
+LIBRARY_FILE = "model.so"
+FORMAT_VERSION = 1
+
+
+def library_path(device: DeviceFingerprint) -> str:
+    """Where a model has the library for a device."""
+    return f"libraries/{device.name}/{LIBRARY_FILE}"
+
+
+def records_path(device: DeviceFingerprint) -> str:
+    """Where a model has the records that the library for a device was compiled with."""
+    return f"records/{device.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibraryEntry:
+    """A library of a model and the device it is for."""
+
+    path: str
+    fingerprint: DeviceFingerprint
+    coverage: dict[str, Any]
+    provenance: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Describes a model directory; all paths are relative to it."""
+
+    network: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    libraries: tuple[LibraryEntry, ...]
+    files: dict[str, str]
+    """SHA-256 of every file by its path."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, for the file `MLmodel`."""
+        entry: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return {"format_version": FORMAT_VERSION, **entry}
+
+    @staticmethod
+    def from_dict(entry: dict[str, Any]) -> Manifest:
+        """Reads what `to_dict` wrote.
+
+        Raises:
+            ModelError: Entries are missing, or a newer version wrote them.
+        """
+        version = entry.get("format_version")
+        if version != FORMAT_VERSION:
+            raise ModelError(f"the model has format version {version}, this package reads {FORMAT_VERSION}; update it")
+        try:
+            return Manifest(
+                network=entry["network"],
+                inputs=tuple(TensorSpec.from_dict(spec) for spec in entry["inputs"]),
+                outputs=tuple(TensorSpec.from_dict(spec) for spec in entry["outputs"]),
+                libraries=tuple(
+                    LibraryEntry(**{**library, "fingerprint": DeviceFingerprint.from_dict(library["fingerprint"])})
+                    for library in entry["libraries"]
+                ),
+                files=dict(entry["files"]),
+            )
+        except (KeyError, TypeError, ValueError) as err:
+            raise ModelError(f"the model's MLmodel file is damaged ({err!r}); log the model again") from err

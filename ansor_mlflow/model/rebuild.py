@@ -1,0 +1,100 @@
+"""Builds a library for this host where a model has none: with the records for a similar CPU, or without any.
+
+The build runs in a process of its own: what LLVM cannot compile ends a process, and what TVM needs to compile a network
+would stay in the memory of the one that serves it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ansor_mlflow.errors import AnsorMlflowError, MachineError, error_for_exit_code
+
+_CHILD = "import sys; sys.path[:] = sys.argv[1:]; from ansor_mlflow.model.rebuild import main; main()"
+"""With the path of this process, so that it finds the same code, and none in the directory that it is started in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildJob:
+    """What is built."""
+
+    network: str
+    """Path of the ONNX file."""
+    records: str
+    """Directory of the records to apply; empty for an untuned library."""
+    target: dict[str, Any]
+    num_threads: int
+    lowering: dict[str, Any]
+    """Parameters of `lowering.lower`."""
+    library: str
+    """Path of the library to write."""
+
+
+def require_builder() -> None:
+    """Checks that libraries can be built here.
+
+    Raises:
+        MachineError: There is no C++ compiler, or no package onnx.
+    """
+    if importlib.util.find_spec("onnx") is None:
+        raise MachineError("building a library needs the package onnx, which models do not ask for; pip install onnx")
+    from ansor_mlflow.compile import require_linker  # it needs ONNX
+
+    require_linker()
+
+
+def build_in_child_process(job: BuildJob) -> dict[str, Any]:
+    """Builds a library in a process of its own.
+
+    Returns:
+        The coverage; see `compile.Coverage.to_dict`. Empty for an untuned library.
+
+    Raises:
+        AnsorMlflowError: The records do not apply, or the network cannot be compiled here.
+        MachineError: The process died.
+    """
+    command = [sys.executable, "-c", _CHILD, *sys.path]
+    done = subprocess.run(command, input=json.dumps(asdict(job)), capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return dict(json.loads(done.stdout.splitlines()[-1]))
+    message = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    if done.returncode > 1 and message.startswith("Error: "):
+        raise error_for_exit_code(done.returncode, message.removeprefix("Error: "))
+    raise MachineError(f"the process that builds the library died ({message}); compile the network on this host")
+
+
+def build(job: BuildJob) -> dict[str, Any]:
+    """Builds a library; see `build_in_child_process`."""
+    import onnx
+
+    from ansor_mlflow.compile import compile_tuned, compile_untuned
+    from ansor_mlflow.lowering import lower
+    from ansor_mlflow.targets import resolve_target
+
+    target = resolve_target(json.dumps(job.target), job.num_threads)
+    lowered = lower(onnx.load_model(job.network), target, **job.lowering)
+    if not job.records:
+        compile_untuned(lowered, target, Path(job.library))
+        return {}
+    return compile_tuned(lowered, target, Path(job.records), Path(job.library)).to_dict()
+
+
+def main() -> None:
+    """The process: reads a job from standard input, and writes the coverage to standard output."""
+    job = BuildJob(**json.load(sys.stdin))
+    answer = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # compilers print
+    try:
+        coverage = build(job)
+    except AnsorMlflowError as err:
+        print(f"Error: {err}", file=sys.stderr)
+        sys.exit(err.exit_code)
+    with os.fdopen(answer, "w") as stdout:
+        json.dump(coverage, stdout)

@@ -1,0 +1,72 @@
+"""What a served model takes and returns: the pyfunc face of a `TunedModel`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from mlflow.exceptions import MlflowException
+
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.model import TunedModel
+from ansor_mlflow.serving.batches import Batches
+from ansor_mlflow.serving.cells import from_objects, stack_cells
+from ansor_mlflow.tensors import TensorSpec
+
+
+class PyfuncModel:
+    """The pyfunc face of a `TunedModel`. Safe to call from several threads, as the model is."""
+
+    def __init__(self, model: TunedModel) -> None:
+        self._model = model
+        self._batches = Batches(model)
+
+    def get_raw_model(self) -> TunedModel:
+        """Returns the underlying model."""
+        return self._model
+
+    def predict(self, data: Any, params: dict[str, Any] | None = None) -> Any:  # noqa: ARG002 - MLflow passes params
+        """Runs the network, as often as a batch of another size than its own needs.
+
+        Args:
+            data: An array (for a network with one input), a mapping from input names to arrays, or a DataFrame with a
+                column for each input, whose rows hold the tensors along the first dimension: as arrays, lists, bytes
+                or base64.
+            params: Not used.
+
+        Returns:
+            The output array; a dictionary of arrays by name if the network has several.
+        """
+        try:
+            outputs = self._batches.run(_as_arrays(data, self._model.inputs))
+        except UserInputError as err:
+            raise MlflowException.invalid_parameter_value(str(err)) from err
+        return next(iter(outputs.values())) if len(outputs) == 1 else outputs
+
+
+def _as_arrays(data: Any, inputs: tuple[TensorSpec, ...]) -> Mapping[str, npt.ArrayLike]:
+    """The network's inputs from what pyfunc was given; shapes and dtypes are checked later.
+
+    Raises:
+        UserInputError: An array was given to a network with several inputs, or the type is none of the three.
+    """
+    names = [spec.name for spec in inputs]
+    if isinstance(data, pd.DataFrame):
+        if set(data.columns) != set(names):
+            raise UserInputError(f"columns {[str(name) for name in data.columns]}: the model expects {names}")
+        return {spec.name: stack_cells(data[spec.name], spec) for spec in inputs}
+    if isinstance(data, np.ndarray):
+        if len(names) > 1:
+            raise UserInputError(f"one array was given: the model expects a dictionary with {names}")
+        data = {names[0]: data}
+    if not isinstance(data, Mapping):
+        raise UserInputError(f"{type(data).__name__} was given: the model takes an array, a dictionary or a DataFrame")
+    objects = [spec for spec in inputs if _is_of_objects(data.get(spec.name))]
+    return {**data, **{spec.name: from_objects(data[spec.name], spec) for spec in objects}} if objects else data
+
+
+def _is_of_objects(array: Any) -> bool:
+    return isinstance(array, np.ndarray) and array.dtype.kind == "O"

@@ -1,0 +1,126 @@
+"""Batches of any size run on a library that was compiled for one, where that is right, and are refused where not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import pytest
+from mlflow.exceptions import MlflowException
+from served import compiled, pairs
+
+from ansor_mlflow import flavor
+from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.serving import PyfuncModel
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+LoadNetwork = Callable[[onnx.ModelProto], PyfuncModel]
+
+
+@pytest.fixture(scope="module")
+def load(host_target: Target, tmp_path_factory: pytest.TempPathFactory) -> LoadNetwork:
+    """Compiles a network, and loads it as pyfunc does, without MLflow's own check of the signature."""
+
+    def compile_and_load(model: onnx.ModelProto) -> PyfuncModel:
+        directory = tmp_path_factory.mktemp(model.graph.name)
+        flavor.save_model(compiled(model, host_target, directory), str(directory / "model"))
+        return flavor._load_pyfunc(str(directory / "model"))
+
+    return compile_and_load
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def model(request: pytest.FixtureRequest, load: LoadNetwork) -> PyfuncModel:
+    return load(pairs(batch=request.param))
+
+
+@pytest.fixture(scope="module")
+def batch_of_three(load: LoadNetwork) -> PyfuncModel:
+    return load(pairs(batch=3))
+
+
+def rows(count: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(count)
+    return {
+        "image": rng.standard_normal((count, 3, 4), np.float32),
+        "gain": rng.standard_normal((count, 1, 1), np.float32),
+    }
+
+
+def assert_products(outputs: Any, inputs: dict[str, np.ndarray]) -> None:
+    product = inputs["image"] * inputs["gain"]
+    assert list(outputs) == ["positive", "flat"]
+    np.testing.assert_allclose(outputs["positive"], product.clip(min=0), rtol=1e-6)
+    np.testing.assert_allclose(outputs["flat"], product.reshape(-1, 12), rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 8])
+def test_any_number_of_rows(model: PyfuncModel, count: int) -> None:
+    inputs = rows(count)
+    assert_products(model.predict(inputs), inputs)
+
+
+def test_inputs_are_left_as_they_were(batch_of_three: PyfuncModel) -> None:
+    inputs, before = rows(4), rows(4)
+    batch_of_three.predict(inputs)
+    for name, array in before.items():
+        np.testing.assert_array_equal(inputs[name], array)
+
+
+def test_inputs_with_different_numbers_of_rows(batch_of_three: PyfuncModel) -> None:
+    data = {"image": rows(4)["image"], "gain": rows(2)["gain"]}
+    message = r"different numbers of rows, \{'image': 4, 'gain': 2\}: give all of them the same"
+    with pytest.raises(MlflowException, match=message) as caught:
+        batch_of_three.predict(data)
+    assert caught.value.get_http_status_code() == 400
+
+
+@pytest.mark.parametrize(
+    ("image", "given"),
+    [
+        (np.zeros((4, 3, 5), np.float32), r"float32 \(4, 3, 5\)"),
+        (np.zeros((4, 3, 4)), r"float64 \(4, 3, 4\)"),
+        (np.zeros((0, 3, 4), np.float32), r"float32 \(0, 3, 4\)"),
+        (np.zeros((), np.float32), r"float32 \(\)"),
+    ],
+)
+def test_what_is_wrong_beside_the_number_of_rows(batch_of_three: PyfuncModel, image: np.ndarray, given: str) -> None:
+    with pytest.raises(MlflowException, match=rf"'image' is {given}: the model expects 'image': float32 \(3, 3, 4\)"):
+        batch_of_three.predict({"image": image, "gain": np.zeros((4, 1, 1), np.float32)})
+
+
+def mixing(name: str) -> onnx.ModelProto:
+    """Networks whose inputs and outputs have the same first dimension, though it is no batch."""
+    builder = GraphBuilder(seed=0)
+    left = builder.input("left", (2, 2))
+    if name == "softmax_over_rows":
+        builder.node("Softmax", name, left, axis=0)
+    elif name == "square_matrices":
+        builder.node("MatMul", name, left, builder.input("right", (2, 2)))
+    elif name == "one_for_each_place":
+        builder.node("Mul", name, left, builder.weight("places", np.array([[1.0], [2.0]])))
+    return builder.build(name, {name: (2, 2)})
+
+
+@pytest.mark.parametrize("name", ["softmax_over_rows", "square_matrices", "one_for_each_place"])
+def test_rows_that_depend_on_one_another_are_not_torn_apart(load: LoadNetwork, name: str) -> None:
+    model = load(mixing(name))
+    names = [spec.name for spec in model.get_raw_model().inputs]
+    assert model.predict({name: np.eye(2, dtype=np.float32) for name in names}).shape == (2, 2)
+    message = "the inputs have 4 rows: in this network .* takes exactly the 2 that it was compiled for"
+    with pytest.raises(MlflowException, match=message):
+        model.predict({name: np.ones((4, 2), np.float32) for name in names})
+
+
+def test_an_output_without_the_batch(load: LoadNetwork) -> None:
+    builder = GraphBuilder(seed=0)
+    builder.node("ReduceSum", "sum", builder.input("data", (2, 3)), builder.constant("axes", np.array([0])))
+    model = load(builder.build("sum_of_rows", {"sum": (1, 3)}))
+    data = np.ones((2, 3), np.float32)
+    np.testing.assert_array_equal(model.predict(data), [[2, 2, 2]])
+    with pytest.raises(MlflowException, match=r"\(4, 3\): the model expects 'data': float32 \(2, 3\)"):
+        model.predict(np.ones((4, 3), np.float32))

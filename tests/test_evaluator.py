@@ -1,0 +1,251 @@
+"""MLflow's `evaluate` times any pyfunc model with our evaluator, and compares its outputs with what they should be."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlflow
+import numpy as np
+import onnx
+import pandas as pd
+import pytest
+from mlflow.exceptions import MlflowException
+from mlflow.models import MetricThreshold
+from mlflow.models.evaluation import EvaluationResult
+from mlflow.models.evaluation.validation import ModelValidationFailedException
+from numpy.testing import assert_allclose
+from served import compiled
+
+from ansor_mlflow import flavor, names
+from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.networks.reference import ReferenceSession
+from ansor_mlflow.serving import get_signature
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+QUICK = {"turns": 1, "warm_up_s": 0, "measure_s": 0.01}
+TIMES = {names.LATENCY_MS, names.LATENCY_P90_MS, names.LATENCY_STD_MS, names.THROUGHPUT_PER_S}
+ERRORS = {names.MAX_ABS_ERROR, names.MAX_REL_ERROR}
+
+pytestmark = pytest.mark.usefixtures("new_experiment")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _keep_sys_path() -> Iterator[None]:
+    """Pyfunc puts a model's code first in `sys.path`, which processes of later tests would inherit."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
+
+
+@pytest.fixture(scope="module")
+def tuned(small_onnx: Path, host_target: Target, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The directory of the small network as a model of ours; compiled without records, which takes less time."""
+    directory = tmp_path_factory.mktemp("tuned")
+    flavor.save_model(compiled(onnx.load(small_onnx), host_target, directory), str(directory / "model"))
+    return str(directory / "model")
+
+
+@pytest.fixture(scope="module")
+def images() -> np.ndarray:
+    """Two inputs of the small network."""
+    return np.random.default_rng(0).standard_normal((2, 3, 16, 16)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def logits(images: np.ndarray, small_onnx: Path) -> list[np.ndarray]:
+    """What ONNX Runtime computes for each of them."""
+    session = ReferenceSession(small_onnx, num_threads=1)
+    return [session.run({"data": image[None]})["logits"][0] for image in images]
+
+
+@pytest.fixture(scope="module")
+def frame(images: np.ndarray) -> pd.DataFrame:
+    return pd.DataFrame({"data": list(images)})
+
+
+def evaluate(model: Any, data: Any, **config: Any) -> EvaluationResult:
+    targets = config.pop("targets", None)
+    return mlflow.models.evaluate(
+        model,
+        data,
+        targets=targets,
+        model_type="tvm",
+        evaluators="ansor-latency",
+        evaluator_config={**QUICK, **config},
+    )
+
+
+def log_onnx(path: Path) -> str:
+    """Logs an ONNX file as MLflow's own flavor, without a signature; returns its URI."""
+    return mlflow.onnx.log_model(onnx.load(path), name="onnx", pip_requirements=["onnxruntime"]).model_uri
+
+
+# -- what is measured ------------------------------------------------------------------------------------------------
+
+
+def test_a_tuned_model_is_timed_and_compared_with_an_onnx_file(
+    tuned: str, frame: pd.DataFrame, small_onnx: Path
+) -> None:
+    with mlflow.start_run() as run:
+        result = evaluate(tuned, frame, reference=str(small_onnx), turns=2)
+    assert set(result.metrics) == TIMES | ERRORS
+    assert 0 < result.metrics[names.LATENCY_MS] <= result.metrics[names.LATENCY_P90_MS]
+    assert_allclose(result.metrics[names.THROUGHPUT_PER_S], 1e3 / result.metrics[names.LATENCY_MS])
+    assert result.metrics[names.MAX_REL_ERROR] < 1e-4
+    assert mlflow.get_run(run.info.run_id).data.metrics == pytest.approx(result.metrics)
+
+
+def test_every_call_is_in_the_artifacts(tuned: str, frame: pd.DataFrame, tmp_path: Path) -> None:
+    with mlflow.start_run() as run:
+        result = evaluate(tuned, frame)
+    files = {file.path for file in mlflow.MlflowClient().list_artifacts(run.info.run_id)}
+    assert files == {names.LATENCY_SAMPLES_FILE, names.LATENCY_FIGURE}
+    samples = result.artifacts["latency_samples"].content[names.LATENCY_MS]
+    assert len(samples) >= 10
+    assert samples.median() == pytest.approx(result.metrics[names.LATENCY_MS])
+    result.save(str(tmp_path / "saved"))
+    assert EvaluationResult.load(str(tmp_path / "saved")).artifacts["latency"].content.size[0] > 500
+
+
+def test_an_onnx_model_is_measured_the_same_way(frame: pd.DataFrame, small_onnx: Path, tuned: str) -> None:
+    with mlflow.start_run():
+        model_uri = log_onnx(small_onnx)
+        result = evaluate(model_uri, frame, reference=tuned)
+    assert result.metrics[names.MAX_REL_ERROR] < 1e-4
+    logged = mlflow.get_logged_model(model_uri.removeprefix("models:/"))
+    assert {metric.key for metric in logged.metrics or []} == TIMES | ERRORS
+
+
+def test_without_a_reference_there_are_only_times(tuned: str, frame: pd.DataFrame) -> None:
+    assert set(evaluate(tuned, frame).metrics) == TIMES
+
+
+def test_targets_are_the_expected_outputs(tuned: str, frame: pd.DataFrame, logits: list[np.ndarray]) -> None:
+    """The second row's targets are wrong by a known amount: every row is compared."""
+    right = evaluate(tuned, frame.assign(expected=logits), targets="expected")
+    assert right.metrics[names.MAX_REL_ERROR] < 1e-4
+    wrong = evaluate(tuned, frame.assign(expected=[logits[0], logits[1] + 0.5]), targets="expected")
+    assert wrong.metrics[names.MAX_ABS_ERROR] == pytest.approx(0.5, rel=1e-3)
+
+
+def test_flat_lists_are_tensors_of_the_signature(tuned: str, images: np.ndarray, small_onnx: Path) -> None:
+    flat = pd.DataFrame({"data": [image.ravel().tolist() for image in images]})
+    assert evaluate(tuned, flat, reference=str(small_onnx)).metrics[names.MAX_REL_ERROR] < 1e-4
+
+
+def test_a_model_that_takes_base64_is_measured_too(
+    tuned: str, frame: pd.DataFrame, small_onnx: Path, tmp_path: Path
+) -> None:
+    """Its signature says nothing about its tensors."""
+    manifest = flavor.read_manifest(Path(tuned))
+    path = str(shutil.copytree(tuned, tmp_path / "model"))
+    mlflow.models.set_signature(path, get_signature(manifest.inputs, manifest.outputs, "binary"))
+    assert evaluate(path, frame, reference=str(small_onnx)).metrics[names.MAX_REL_ERROR] < 1e-4
+
+
+def test_a_fixed_batch_is_filled_up(tmp_path: Path) -> None:
+    """Three rows in batches of two: the third, whose target is wrong, is compared together with the first."""
+    builder = GraphBuilder(seed=0)
+    builder.relu("relu", builder.input("data", (2, 4)))
+    onnx.save(builder.build("pair", {"relu": (2, 4)}), tmp_path / "pair.onnx")
+    rows = np.arange(12, dtype=np.float32).reshape(3, 4)
+    data = pd.DataFrame({"data": list(rows), "expected": [rows[0], rows[1], rows[2] + 3]})
+    with mlflow.start_run():
+        result = evaluate(log_onnx(tmp_path / "pair.onnx"), data, targets="expected")
+    assert result.metrics[names.MAX_ABS_ERROR] == 3
+    assert_allclose(result.metrics[names.THROUGHPUT_PER_S], 2e3 / result.metrics[names.LATENCY_MS])
+
+
+def test_plain_columns_and_functions_are_measured_too() -> None:
+    """A function gets rows of the frame, as other evaluators give it."""
+    data = pd.DataFrame({"a": [1.0, 2.0, 3.0], "b": [10.0, 20.0, 30.0], "sum": [11.0, 22.0, 34.0]})
+    result = evaluate(lambda rows: rows["a"] + rows["b"], data, targets="sum", batch_size=3)
+    assert result.metrics[names.MAX_ABS_ERROR] == 1
+
+
+# -- thresholds ------------------------------------------------------------------------------------------------------
+
+
+def sleeper(seconds: float) -> Callable[[pd.DataFrame], list[float]]:
+    def predict(rows: pd.DataFrame) -> list[float]:
+        time.sleep(seconds)
+        return [1.0] * len(rows)
+
+    return predict
+
+
+def test_thresholds_hold_for_the_metrics() -> None:
+    data = pd.DataFrame({"a": [1.0], "expected": [1.0]})
+    fast, slow = (evaluate(sleeper(seconds), data, targets="expected") for seconds in (0.001, 0.02))
+    faster = MetricThreshold(threshold=10, min_relative_change=0.5, greater_is_better=False)
+    same = MetricThreshold(threshold=1e-4, greater_is_better=False)
+    thresholds = {names.LATENCY_MS: faster, names.MAX_REL_ERROR: same}
+    mlflow.validate_evaluation_results(thresholds, candidate_result=fast, baseline_result=slow)
+    with pytest.raises(ModelValidationFailedException, match="latency_ms value threshold check failed") as failure:
+        mlflow.validate_evaluation_results(thresholds, candidate_result=slow, baseline_result=fast)
+    assert "minimum relative change threshold = 0.5" in str(failure.value)
+    assert "max_rel_error" not in str(failure.value)
+
+
+# -- mistakes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"turn": 3}, "unknown key 'turn'; perhaps you meant turns"),
+        ({"turns": 0}, "turns=0: it must be a whole number of at least 1"),
+        ({"warm_up_s": "long"}, "warm_up_s='long': it must be a number of seconds, 0 or more"),
+        ({"batch_size": -1}, "batch_size=-1: it must be a whole number of at least 1, or auto"),
+        ({"reference": "missing.onnx"}, "reference=missing.onnx: no such file; give an ONNX file, or a model's URI"),
+        ({"reference": __file__}, "not a valid ONNX file, or cut short"),
+    ],
+)
+def test_a_wrong_configuration_is_one_line(
+    tuned: str, frame: pd.DataFrame, config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(MlflowException, match="ansor-latency: ") as failure:
+        evaluate(tuned, frame, **config)
+    assert message in failure.value.message
+    assert "\n" not in failure.value.message
+    assert failure.value.error_code == "INVALID_PARAMETER_VALUE"
+
+
+def test_cells_of_another_shape_are_refused(tuned: str) -> None:
+    with pytest.raises(MlflowException, match=r"column 'data': its cells must be tensors float32 \(3, 16, 16\)"):
+        evaluate(tuned, pd.DataFrame({"data": [np.zeros((3, 8, 8), np.float32)]}))
+
+
+def test_an_onnx_reference_needs_named_tensors(small_onnx: Path) -> None:
+    with pytest.raises(MlflowException, match="it needs tensors by name"):
+        evaluate(sleeper(0), pd.DataFrame({"a": [1.0]}), reference=str(small_onnx))
+
+
+def test_predictions_without_a_model_cannot_be_timed() -> None:
+    data = pd.DataFrame({"a": [1.0], "predicted": [1.0], "expected": [1.0]})
+    with pytest.raises(MlflowException, match="no model was given, so there is nothing to time"):
+        mlflow.models.evaluate(
+            data=data, predictions="predicted", targets="expected", model_type="tvm", evaluators="ansor-latency"
+        )
+
+
+def test_other_model_types_are_left_to_other_evaluators(tuned: str, frame: pd.DataFrame) -> None:
+    with pytest.raises(MlflowException, match="could not be evaluated by any of the registered evaluators"):
+        mlflow.models.evaluate(tuned, frame, model_type="classification", evaluators="ansor-latency")
+
+
+def test_mlflow_loads_it_only_to_evaluate() -> None:
+    code = (
+        "import sys, mlflow.models; loaded = 'ansor_mlflow' in sys.modules;"
+        "print(loaded, 'ansor-latency' in mlflow.models.list_evaluators(), 'tvm' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "True", "False"]

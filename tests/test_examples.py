@@ -1,0 +1,87 @@
+"""Inputs in a file are those of the network, or an error says what they must be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.examples import read_examples
+from ansor_mlflow.tensors import TensorSpec
+
+IMAGE = TensorSpec("image", (2, 3), "float32")
+MASK = TensorSpec("mask", (2,), "int64")
+SCALE = TensorSpec("scale", (), "float32")
+RULE = r"it must hold image: float32 \(2, 3\), mask: int64 \(2,\)"
+
+
+def images(count: int) -> np.ndarray:
+    return np.arange(count * 3, dtype=np.float32).reshape(count, 3)
+
+
+def saved(directory: Path, **arrays: np.ndarray) -> str:
+    np.savez(directory / "data.npz", **arrays)
+    return str(directory / "data.npz")
+
+
+def test_a_file_with_one_example(tmp_path: Path) -> None:
+    (example,) = read_examples(saved(tmp_path, image=images(2), mask=np.array([1, 0])), (IMAGE, MASK))
+    np.testing.assert_array_equal(example["image"], images(2))
+    np.testing.assert_array_equal(example["mask"], [1, 0])
+
+
+def test_several_examples_along_the_first_dimension(tmp_path: Path) -> None:
+    found = read_examples(saved(tmp_path, image=images(6), mask=np.arange(6)), (IMAGE, MASK))
+    assert [list(example["mask"]) for example in found] == [[0, 1], [2, 3], [4, 5]]
+    np.testing.assert_array_equal(np.concatenate([example["image"] for example in found]), images(6))
+
+
+def test_an_array_alone_is_the_only_input(tmp_path: Path) -> None:
+    np.save(tmp_path / "data.npy", images(4))
+    assert len(read_examples(str(tmp_path / "data.npy"), (IMAGE,))) == 2
+    with pytest.raises(UserInputError, match=f"it holds one array; {RULE}"):
+        read_examples(str(tmp_path / "data.npy"), (IMAGE, MASK))
+
+
+def test_an_input_without_dimensions(tmp_path: Path) -> None:
+    (example,) = read_examples(saved(tmp_path, scale=np.float32(3)), (SCALE,))
+    assert example["scale"].shape == ()
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"image": images(2)}, f"it holds image; {RULE}"),
+        ({"image": images(2), "masks": np.arange(2)}, f"it holds image, masks; {RULE}"),
+        ({"image": images(2).astype("float64"), "mask": np.arange(2)}, rf"image: float64 \(2, 3\).*; {RULE}"),
+        ({"image": images(3), "mask": np.arange(2)}, rf"image: float32 \(3, 3\).*; {RULE}, or as many examples"),
+        ({"image": images(0), "mask": np.arange(0)}, rf"image: float32 \(0, 3\).*; {RULE}"),
+        ({"image": images(2).reshape(2, 1, 3), "mask": np.arange(2)}, rf"image: float32 \(2, 1, 3\).*; {RULE}"),
+        ({"image": images(4), "mask": np.arange(2)}, rf"image: float32 \(4, 3\).*; {RULE}"),
+    ],
+)
+def test_arrays_that_are_not_the_inputs(tmp_path: Path, arrays: dict[str, np.ndarray], message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
+        read_examples(saved(tmp_path, **arrays), (IMAGE, MASK))
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04 no archive"])
+def test_a_file_of_another_format(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "data.npz").write_bytes(content)
+    with pytest.raises(UserInputError, match=r"data.npz: it is no NumPy file of plain numbers; write one with"):
+        read_examples(str(tmp_path / "data.npz"), (IMAGE,))
+
+
+def test_pickled_objects_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "data.npy", np.array([object()]), allow_pickle=True)
+    with pytest.raises(UserInputError, match="it is no NumPy file of plain numbers"):
+        read_examples(str(tmp_path / "data.npy"), (IMAGE,))
+    with pytest.raises(UserInputError, match="it is no NumPy file of plain numbers"):
+        read_examples(saved(tmp_path, image=np.array([object()])), (IMAGE,))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserInputError, match=r"it cannot be read \(No such file or directory\); give a \.npz file"):
+        read_examples(str(tmp_path / "data.npz"), (IMAGE,))
