@@ -150,8 +150,8 @@ def test_a_tuning_is_described_while_it_goes_on_and_afterwards(
     final = note_of(run_id)
     assert final
     assert "Tuned **dense** for host: 2 kernels." in final
-    assert "| estimated latency | **4 ms** |" in final
-    assert "| trials | 8 |" in final
+    assert "- estimated latency: **4 ms**" in final
+    assert "- trials: 8\n" in final
     assert "the budget of trials was spent (`trials`)" in final
     assert "    mlflow run . --env-manager local -e tune -P trials=640\n    ansor-mlflow tune --trials 640" in final
 
@@ -164,7 +164,7 @@ def ended(stop_reason: str = StopReason.TRIALS, network: str = "resnet") -> Tuni
 def test_an_interrupt_and_failed_trials_are_told() -> None:
     note = tuning_note(ended(StopReason.INTERRUPTED), ())
     assert "it was interrupted" in note
-    assert "| trials | 3, of which 1 failed |" in note
+    assert "- trials: 3, of which 1 failed\n" in note
 
 
 def test_an_error_is_told() -> None:

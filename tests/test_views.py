@@ -126,25 +126,50 @@ def test_what_they_show_is_what_is_logged() -> None:
         "metrics.`latency_ms`",
         "metrics.`speedup_vs_untuned`",
         "metrics.`best_latency_ms`",
-        "tags.`ansor.network`",
-        "tags.`ansor.target`",
         "metrics.`trials/measured`",
         "params.`strategy`",
+        "params.`cost_model`",
+        "tags.`ansor.network`",
+        "tags.`ansor.target`",
     ]
     assert (state["orderByKey"], state["orderByAsc"]) == ("metrics.`latency_ms`", True)
     charts = CHARTS.state["compareRunCharts"]
     assert [(chart["type"], chart.get("metricKey")) for chart in charts] == [
         ("LINE", "best_latency_ms"),
         ("PARALLEL", None),
+        ("BAR", "confirmed_latency_ms"),
         ("LINE", "speed/trials_per_minute"),
         ("BAR", "trials/build_failed"),
         ("BAR", "trials/run_failed"),
         ("BAR", "trials/timed_out"),
         ("BAR", "trials/crashed"),
     ]
-    assert set(charts[1]["selectedParams"]) == {"trials", "strategy", "cost_model", "num_trials_per_round", "seed"}
-    assert set(charts[1]["selectedParams"]) <= set(TuneOptions.model_fields)
-    assert charts[1]["selectedMetrics"] == ["latency_ms"]
+    assert set(charts[1]["selectedParams"]) == {"num_trials", "strategy", "cost_model", "num_trials_per_round"}
+    assert set(charts[1]["selectedParams"]) - {"num_trials"} <= set(TuneOptions.model_fields)
+    assert charts[1]["selectedMetrics"] == ["best_latency_ms"]  # what the runs of a tuning have
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.key)
+def test_a_column_has_a_width(view: SavedView) -> None:
+    order = view.state["columnOrder"]
+    assert order == ["attributes.`Run Name`", *view.state["selectedColumns"]]
+    assert list(view.state["columnWidths"]) == order
+    assert all(width > 100 for width in view.state["columnWidths"].values())
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.key)
+def test_the_server_understands_the_search(view: SavedView, new_experiment: str) -> None:
+    """A pipeline is one row of the leaderboard, and its tuning is one curve of the charts."""
+    client = mlflow.MlflowClient()
+
+    def run(step: str, parent: str = "") -> str:
+        tags = {names.TAG_STEP: step, **({"mlflow.parentRunId": parent} if parent else {})}
+        return str(client.create_run(new_experiment, tags=tags).info.run_id)
+
+    main, alone = run("main"), run("tune")
+    nested = {step: run(step, main) for step in ("tune", "compile", "evaluate")}
+    found = {run.info.run_id for run in client.search_runs([new_experiment], view.state["searchFilter"])}
+    assert found == ({main, alone} if view is LEADERBOARD else {alone, nested["tune"]})
 
 
 def test_every_chart_is_in_a_section_and_mlflow_s_own_are_kept() -> None:
@@ -176,6 +201,8 @@ def test_the_installed_page_knows_every_field() -> None:
     assert envelope
     section = re.search(r"{uuid:[^{}]{1,9},name:\w+,display:!0,isReordered:!1,deleted:!1,isGenerated:!0}", programs)
     assert section
+    for field in ("columns", "cardHeight"):  # of a section that users have changed
+        assert re.search(rf"=\w+\.{field}\)", programs)
 
 
 def fields_beside(programs: str, field: str) -> set[str]:

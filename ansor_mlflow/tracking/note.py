@@ -80,7 +80,7 @@ def tuning_note(history: TuningHistory, commands: Sequence[str], error: str = ""
     elif history.result is None:
         lines = [f"Tuning… {subject}, {plan.num_trials} trials."]
     else:
-        lines = [f"Tuned {subject}.", "", *_table(_result_rows(history))]
+        lines = [f"Tuned {subject}.", "", *_items(_result_rows(history))]
     return _with_commands(lines, commands)
 
 
@@ -104,7 +104,7 @@ def pipeline_note(
         rows.append(("tuning ended", STOP_REASONS.get(reason, reason)))
     if model_uri := tags.get(names.TAG_MODEL_URI):
         rows.append(("model", f"`{model_uri}`"))
-    return _with_commands([*lines, "", *_table(rows)], commands)
+    return _with_commands([*lines, "", *_items(rows)], commands)
 
 
 _PIPELINE_ROWS = (
@@ -136,8 +136,9 @@ def _result_rows(history: TuningHistory) -> list[tuple[str, str]]:
     return rows
 
 
-def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
-    return ["| | |", "|---|---|", *(f"| {label} | {value} |" for label, value in rows)]
+def _items(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """A list: MLflow's page shows tables without any space between their columns."""
+    return [f"- {label}: {value}" for label, value in rows]
 
 
 def _with_commands(lines: Sequence[str], commands: Sequence[str]) -> str:

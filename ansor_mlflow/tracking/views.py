@@ -25,7 +25,8 @@ from ansor_mlflow.trials import TrialStatus
 
 _FROM_VERSION, _TO_VERSION = (3, 17), (3, 18)
 """MLflow's versions that the format was checked for: the first, and the first that it was not."""
-_KNOBS = ("trials", "strategy", "cost_model", "num_trials_per_round", "seed")
+_KNOBS = ("num_trials", "num_trials_per_round", "strategy", "cost_model")
+_RUN_NAME, _RUN_NAME_WIDTH = "attributes.`Run Name`", 320
 _COMPRESSED = "deflate;"
 _log = logging.getLogger("ansor_mlflow")
 _seen: set[tuple[str, str]] = set()
@@ -120,16 +121,18 @@ def _tag(name: str) -> str:
     return f"tags.`{name}`"
 
 
-def _state(sorted_by: str, columns: Sequence[str], **more: Any) -> dict[str, Any]:
+def _state(search: str, sorted_by: str, columns: Mapping[str, int], **more: Any) -> dict[str, Any]:
     """A page with every field that is no choice of one user, sorted by a metric: MLflow then shows nested runs, too.
 
     Args:
+        search: Which runs.
         sorted_by: The metric; the smallest first.
-        columns: Of the table.
+        columns: Of the table, with their widths in pixels.
         more: Fields that have other values than MLflow's defaults.
     """
+    widths = {_RUN_NAME: _RUN_NAME_WIDTH, **columns}
     return {
-        "searchFilter": "",
+        "searchFilter": search,
         "orderByKey": _metric(sorted_by),
         "orderByAsc": True,
         "startTime": "ALL",
@@ -137,8 +140,8 @@ def _state(sorted_by: str, columns: Sequence[str], **more: Any) -> dict[str, Any
         "modelVersionFilter": "All Runs",
         "datasetsFilter": [],
         "selectedColumns": list(columns),
-        "columnOrder": list(columns),
-        "columnWidths": {},
+        "columnOrder": list(widths),
+        "columnWidths": widths,
         "runsHiddenMode": "FIRST_10_RUNS",
         "viewMaximized": False,
         "runListHidden": False,
@@ -152,15 +155,21 @@ def _state(sorted_by: str, columns: Sequence[str], **more: Any) -> dict[str, Any
     }
 
 
-def _section(name: str, *, is_generated: bool = False) -> dict[str, Any]:
+def _section(name: str, **fields: Any) -> dict[str, Any]:
     return {
         "uuid": _section_id(name),
         "name": name,
         "display": True,
-        "isReordered": not is_generated,
+        "isReordered": True,
         "deleted": False,
-        "isGenerated": is_generated,
+        "isGenerated": False,
+        **fields,
     }
+
+
+def _generated_section(name: str) -> dict[str, Any]:
+    """One that MLflow fills itself."""
+    return _section(name, isReordered=False, isGenerated=True)
 
 
 def _section_id(name: str) -> str:
@@ -180,7 +189,7 @@ def _card(type_: str, name: str, section: str, **fields: Any) -> dict[str, Any]:
     }
 
 
-def _line(metric: str, section: str) -> dict[str, Any]:
+def _line(metric: str, section: str, scale: str = "linear") -> dict[str, Any]:
     return _card(
         "LINE",
         metric,
@@ -190,7 +199,7 @@ def _line(metric: str, section: str) -> dict[str, Any]:
         selectedMetricKeys=[metric],
         lineSmoothness=0,
         xAxisScaleType="linear",
-        scaleType="linear",
+        scaleType=scale,
         range={},
         xAxisKey="step",
         selectedXAxisMetricKey="",
@@ -207,15 +216,16 @@ def _bar(metric: str, section: str) -> dict[str, Any]:
 
 
 def _charts() -> Iterator[dict[str, Any]]:
-    yield _line(names.BEST_LATENCY_MS, "Tuning")
+    yield _line(names.BEST_LATENCY_MS, "Tuning", "log")  # of small and large networks
     yield _card(
         "PARALLEL",
         "knobs",
         "Tuning",
         selectedParams=list(_KNOBS),
-        selectedMetrics=[names.LATENCY_MS],
+        selectedMetrics=[names.BEST_LATENCY_MS],
         showAllRuns=True,
     )
+    yield _bar(names.CONFIRMED_LATENCY_MS, "Tuning")
     yield _line(names.TRIALS_PER_MINUTE, "Tuning")
     for status in TrialStatus:
         if status is not TrialStatus.OK:
@@ -223,26 +233,29 @@ def _charts() -> Iterator[dict[str, Any]]:
 
 
 _LEADERBOARD = _state(
+    "tags.`mlflow.parentRunId` IS NULL",  # the steps of a pipeline would be a second row for each of its figures
     names.LATENCY_MS,
-    [
-        _metric(names.LATENCY_MS),
-        _metric(names.SPEEDUP_VS_UNTUNED),
-        _metric(names.BEST_LATENCY_MS),
-        _tag(names.TAG_NETWORK),
-        _tag(names.TAG_TARGET),
-        _metric(names.TRIALS_MEASURED),
-        _param("strategy"),
-    ],
+    {
+        _metric(names.LATENCY_MS): 110,
+        _metric(names.SPEEDUP_VS_UNTUNED): 160,
+        _metric(names.BEST_LATENCY_MS): 130,
+        _metric(names.TRIALS_MEASURED): 130,
+        _param("strategy"): 110,
+        _param("cost_model"): 105,
+        _tag(names.TAG_NETWORK): 130,
+        _tag(names.TAG_TARGET): 180,
+    },
 )
 _TUNING_CHARTS = _state(
+    f"{_tag(names.TAG_STEP)} = 'tune'",  # a pipeline has the figures of its tuning, too, but no curves
     names.BEST_LATENCY_MS,
-    [_tag(names.TAG_NETWORK), _metric(names.BEST_LATENCY_MS), _metric(names.LATENCY_MS)],
+    {_metric(names.BEST_LATENCY_MS): 130, _param("strategy"): 110, _tag(names.TAG_NETWORK): 130},
     compareRunCharts=list(_charts()),
     compareRunSections=[
-        _section("Tuning"),
-        _section("Failures"),
-        _section("Model metrics", is_generated=True),
-        _section("System metrics", is_generated=True),
+        _section("Tuning", columns=2, cardHeight=380),
+        _section("Failures", columns=4, cardHeight=300),
+        _generated_section("Model metrics"),
+        _generated_section("System metrics"),
     ],
     isAccordionReordered=True,
 )

@@ -50,7 +50,7 @@ def _draw_network(axes: Axes, x: list[float], curve: list[CurvePoint]) -> None:
     if not latency_ms:
         return
     axes.plot(x[-1], latency_ms[-1], "o", color=BLUE, markersize=5)
-    axes.text(0.98, 0.94, f"{latency_ms[-1]:.4g} ms", transform=axes.transAxes, ha="right", va="top")
+    axes.set_title(f"{latency_ms[-1]:.4g} ms", loc="right", fontsize=10)  # outside, where no curve runs through it
     if max(latency_ms) > 3 * min(latency_ms):
         axes.set_yscale("log")
 

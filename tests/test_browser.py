@@ -1,0 +1,336 @@
+"""What MLflow's user interface shows of tuning runs: read in a real browser, and compared with the store.
+
+With the environment variable SCREENSHOTS, the pictures go to that directory, after longer tunings: see CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+from browser import MlflowPages, card, chromium, chromium_path, traces
+from commands import ANSOR_MLFLOW, ROOT, environment, run, run_project
+from mlflow import MlflowClient
+from mlflow.entities import Run
+from playwright.sync_api import Locator, Page, expect
+from servers import mlflow_server
+
+from ansor_mlflow import names
+from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.steps import tune
+from ansor_mlflow.tracking.views import VIEWS
+from ansor_mlflow.trials import TrialStatus
+
+PICTURES_FOR_DOCS = os.environ.get("SCREENSHOTS", "")
+NUM_TRIALS = (32, 48, 64) if PICTURES_FOR_DOCS else (8, 10, 12)
+MAX_IMAGE_BYTES = 300_000
+DOCS = ROOT / "docs"
+CHARTS = "experiments/{id}/runs/{run}/model-metrics?workflowType=machine_learning"
+ARTIFACT = "experiments/{id}/runs/{run}/artifacts/{file}?workflowType=machine_learning"
+CORNER = """image => {
+    const canvas = new OffscreenCanvas(1, 1).getContext("2d");
+    canvas.drawImage(image, 0, 0);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+}"""
+"""The pixel in the upper left corner of an image: red, green, blue, opacity."""
+KNOBS: list[dict[str, Any]] = [
+    {"network": network, "trials": num_trials, "min_repeat_ms": 1, **knobs}
+    for network in ("mlp", "resnet-block")
+    for num_trials, knobs in zip(
+        NUM_TRIALS,
+        (
+            {"strategy": "random", "cost_model": "none", "num_trials_per_round": 4},
+            {"strategy": "evolutionary", "cost_model": "random", "num_trials_per_round": 8},
+            {"strategy": "evolutionary", "cost_model": "xgb", "num_trials_per_round": 8},
+        ),
+        strict=True,
+    )
+]
+"""Parameters of the tunings."""
+LEADERBOARD, TUNING_CHARTS = VIEWS
+pytestmark = pytest.mark.timeout(1800)  # the tunings are a part of the first test
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment with runs, and the server that it is on."""
+
+    url: str
+    id: str
+
+    @property
+    def client(self) -> MlflowClient:
+        return MlflowClient(self.url)
+
+    def runs(self, search: str = "", sorted_by: str = names.BEST_LATENCY_MS) -> list[Run]:
+        return list(self.client.search_runs([self.id], search, order_by=[f"metrics.`{sorted_by}` ASC"]))
+
+    def tunings(self, network: str = "%") -> list[Run]:
+        """The runs of tunings, the best estimate first."""
+        return self.runs(f"tags.`{names.TAG_STEP}` = 'tune' AND tags.`{names.TAG_NETWORK}` LIKE '{network}'")
+
+    def history(self, run: Run, metric: str) -> tuple[list[int], list[float]]:
+        """Steps and values of a metric."""
+        points = self.client.get_metric_history(run.info.run_id, metric)
+        return [point.step for point in points], [point.value for point in points]
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experiment]:
+    """Tunings of two networks with several knobs; one of them, or all for the docs, within a pipeline."""
+    chromium_path()
+    directory = tmp_path_factory.mktemp("ui")
+    with mlflow_server(directory) as server, pytest.MonkeyPatch.context() as patch:
+        made = Experiment(server.url, MlflowClient(server.url).create_experiment("tuning"))
+        patch.setenv("MLFLOW_TRACKING_URI", server.url)
+        patch.setenv("MLFLOW_EXPERIMENT_ID", made.id)
+        patch.chdir(directory)
+        for index, knobs in enumerate(KNOBS):
+            if index == 0 or PICTURES_FOR_DOCS:
+                parameters = {**knobs, "turns": 3 if PICTURES_FOR_DOCS else 1}
+                env = environment(server.url)
+                finished = run_project(ROOT, parameters, directory, env, experiment_id=made.id)
+                assert finished.exit_code == 0, finished.stderr
+            else:
+                tune(TuneOptions(**knobs))
+        yield made
+
+
+@pytest.fixture(scope="module")
+def pages(experiment: Experiment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowPages]:
+    pictures = ROOT / PICTURES_FOR_DOCS if PICTURES_FOR_DOCS else tmp_path_factory.mktemp("pictures")
+    with chromium() as browser:
+        yield MlflowPages(browser, experiment.url, pictures)
+
+
+def number(text: str) -> float:
+    """A figure as the page shows it; NaN where there is none."""
+    return float("nan") if text.strip() in ("", "-") else float(text)
+
+
+# -- the two views -----------------------------------------------------------------------------------------------------
+
+
+def cells(page: Page, run: Run) -> dict[str, str]:
+    """The cells of a run's row, by column."""
+    found = page.locator(f'.ag-row[row-id="{run.info.run_id}"] [col-id]')
+    expect(found.first).to_be_visible()
+    texts = found.evaluate_all("cells => cells.map(cell => [cell.getAttribute('col-id'), cell.innerText])")
+    return {column.split("`")[1] if "`" in column else column: text for column, text in texts}
+
+
+def names_shown(page: Page) -> list[str]:
+    """The names of the runs, from top to bottom."""
+    rows = page.locator(".ag-pinned-left-cols-container .ag-row")
+    pairs = rows.evaluate_all("rows => rows.map(row => [Number(row.getAttribute('row-index')), row.innerText])")
+    return [text.splitlines()[2] for _, text in sorted(pairs)]
+
+
+@pytest.mark.system
+def test_the_leaderboard_has_a_row_for_each_pipeline_and_tuning(
+    experiment: Experiment, pages: MlflowPages, tmp_path: Path
+) -> None:
+    runs = experiment.runs(LEADERBOARD.state["searchFilter"], names.LATENCY_MS)
+    assert len(runs) == len(KNOBS)
+    assert names.LATENCY_MS in runs[0].data.metrics
+    listed = run([ANSOR_MLFLOW, "runs", "--experiment", "tuning"], tmp_path, environment(experiment.url))
+    address = LEADERBOARD.page(experiment.id)
+    assert f"{experiment.url}/#/{address}\n" in listed.stdout
+    with pages.open(address) as page:
+        expect(page.get_by_test_id("saved-views-trigger")).to_have_text("Leaderboard")
+        expect(page.get_by_text(f"{len(runs)} matching runs")).to_be_visible()
+        for title in LEADERBOARD.state["selectedColumns"]:
+            expect(page.locator(f'.ag-header-cell[col-id="{title}"]')).to_be_visible()
+        for run_ in runs:
+            shown, data = cells(page, run_), run_.data
+            assert shown[names.TAG_NETWORK] == data.tags[names.TAG_NETWORK]
+            assert shown[names.TAG_TARGET] == data.tags[names.TAG_TARGET]
+            assert (shown["strategy"], shown["cost_model"]) == (data.params["strategy"], data.params["cost_model"])
+            for metric in (
+                names.LATENCY_MS,
+                names.SPEEDUP_VS_UNTUNED,
+                names.BEST_LATENCY_MS,
+                names.TRIALS_MEASURED,
+            ):
+                assert number(shown[metric]) == pytest.approx(data.metrics.get(metric, float("nan")), nan_ok=True)
+        pages.keep(page, "leaderboard")
+        assert names_shown(page) == [run_.info.run_name for run_ in runs]
+
+
+@pytest.mark.system
+def test_the_tuning_charts_draw_every_tuning(experiment: Experiment, pages: MlflowPages) -> None:
+    tunings = experiment.tunings()
+    ids = [run_.info.run_id for run_ in tunings]
+    assert len(tunings) == len(KNOBS)
+    with pages.open(TUNING_CHARTS.page(experiment.id), height=1250) as page:
+        expect(page.get_by_test_id("saved-views-trigger")).to_have_text("Tuning charts")
+        expect(page.get_by_text(f"{len(tunings)} matching runs")).to_be_visible()
+        for metric in (names.BEST_LATENCY_MS, names.TRIALS_PER_MINUTE):
+            drawn = {trace.run: trace for trace in traces(page, metric)}
+            assert set(drawn) == set(ids)
+            for run_ in tunings:
+                steps, values = experiment.history(run_, metric)
+                assert drawn[run_.info.run_id].x == steps
+                assert drawn[run_.info.run_id].y == pytest.approx(values)
+        (bars,) = traces(page, names.CONFIRMED_LATENCY_MS)
+        confirmed = {run_.info.run_id: run_.data.metrics[names.CONFIRMED_LATENCY_MS] for run_ in tunings}
+        assert dict(zip(bars.y, bars.x, strict=True)) == pytest.approx(confirmed)
+
+        knobs = card(page, "Parallel Coordinates")
+        for text in ("num_trials", "strategy", "cost_model", names.BEST_LATENCY_MS, "random", "xgb", "none"):
+            expect(knobs.get_by_text(text, exact=True).first).to_be_visible()
+        card(page, names.BEST_LATENCY_MS).scroll_into_view_if_needed()
+        pages.keep(page, "tuning-charts")
+        for status in TrialStatus:
+            if status is not TrialStatus.OK:
+                (bars,) = traces(page, names.trials_with(status))
+                failed = {run_.info.run_id: run_.data.metrics[names.trials_with(status)] for run_ in tunings}
+                assert dict(zip(bars.y, bars.x, strict=True)) == failed
+
+
+# -- two runs side by side ---------------------------------------------------------------------------------------------
+
+
+def compared_metrics(page: Page) -> dict[str, list[float]]:
+    """What the table of metrics shows now; more comes when it is scrolled."""
+    titles = page.locator('a[title="Plot chart"]').all_inner_texts()
+    texts = page.locator('[role="grid"]').filter(has_not=page.locator("a")).locator("span").all_inner_texts()
+    rows = [texts[index : index + 2] for index in range(0, len(texts), 2)]
+    return {title: [number(text) for text in row] for title, row in zip(titles, rows, strict=True)}
+
+
+@pytest.mark.system
+def test_two_tunings_are_compared(experiment: Experiment, pages: MlflowPages) -> None:
+    first, second = experiment.tunings("mlp")[:2]
+    ids = json.dumps([first.info.run_id, second.info.run_id])
+    address = f'compare-runs?runs={ids}&experiments=["{experiment.id}"]&workflowType=machine_learning'
+    with pages.open(address, height=1500) as page:
+        expect(page.get_by_text("Comparing 2 Runs from 1 Experiment")).to_be_visible()
+        for param in ("network", "strategy", "cost_model", "num_trials_per_round", "num_trials"):
+            row = page.get_by_role("row").filter(has=page.get_by_role("rowheader", name=param, exact=True))
+            values = [run_.data.params[param] for run_ in (first, second)]
+            expect(row.get_by_role("cell")).to_have_text(values)
+        page.get_by_role("switch", name="Parameters - Show diff only").click()
+        page.get_by_role("switch", name="Metrics - Show diff only").scroll_into_view_if_needed()
+        expect(page.locator('a[title="Plot chart"]').first).to_be_visible()
+        shown = compared_metrics(page)
+        for metric in (names.BEST_LATENCY_MS, names.CONFIRMED_LATENCY_MS, names.TRIALS_PER_MINUTE):
+            expected = [run_.data.metrics[metric] for run_ in (first, second)]
+            assert shown[metric] == pytest.approx(expected, rel=1e-2, abs=5.1e-4)  # rounded
+        page.get_by_text(names.CONVERGENCE_FIGURE, exact=True).click()
+        expect(page.locator("img[src^='blob:']")).to_have_count(2)
+        for image in page.locator("img[src^='blob:']").all():
+            assert_drawn(image)
+        image.scroll_into_view_if_needed()
+        pages.keep(page, "compare")
+
+
+# -- one run -----------------------------------------------------------------------------------------------------------
+
+
+def assert_drawn(image: Locator) -> None:
+    """Asserts that an image has arrived, and is as wide as our figures are."""
+    image.evaluate("image => image.decode()")
+    assert image.evaluate("image => image.naturalWidth") == 1100
+
+
+@pytest.mark.system
+def test_the_charts_of_a_run_are_its_curves(experiment: Experiment, pages: MlflowPages) -> None:
+    tuning = experiment.tunings("resnet-block")[0]
+    with pages.open(CHARTS.format(id=experiment.id, run=tuning.info.run_id)) as page:
+        search = page.get_by_placeholder("Search metric charts")
+        for title, metric in ((names.BEST_LATENCY_MS,) * 2, ("trials_per_minute", names.TRIALS_PER_MINUTE)):
+            search.fill(title)
+            (trace,) = traces(page, title)
+            steps, values = experiment.history(tuning, metric)
+            assert trace.x == steps
+            assert trace.y == pytest.approx(values)
+        pages.keep(page, "run-charts")
+
+
+@pytest.mark.system
+def test_the_overview_of_a_run_says_what_came_out(experiment: Experiment, pages: MlflowPages) -> None:
+    (main, *_) = experiment.runs(f"tags.`{names.TAG_STEP}` = 'main'")
+    address = f"experiments/{experiment.id}/runs/{main.info.run_id}?workflowType=machine_learning"
+    with pages.open(address) as page:
+        expect(page.get_by_role("heading", name=main.info.run_name)).to_be_visible()
+        page.get_by_text("Show more", exact=True).click()
+        latency = f"latency, tuned: {main.data.metrics[names.LATENCY_MS]:.4g} ms"
+        expect(page.get_by_role("listitem").filter(has_text=latency)).to_be_visible()
+        expect(page.get_by_text("mlflow run . --env-manager local -P network=")).to_be_visible()
+        pages.keep(page, "run")
+
+
+@pytest.mark.system
+def test_a_figure_is_legible_in_the_dark_theme(experiment: Experiment, pages: MlflowPages) -> None:
+    tuning = experiment.tunings("resnet-block")[0]
+    address = ARTIFACT.format(id=experiment.id, run=tuning.info.run_id, file=names.CONVERGENCE_FIGURE)
+    with pages.open(address, theme="dark") as page:
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert max(map(int, re.findall(r"\d+", background)[:3])) < 100
+        image = page.locator("img[src^='blob:']")
+        expect(image).to_be_visible()
+        assert_drawn(image)
+        assert image.evaluate(CORNER) == [255, 255, 255, 255]
+        pages.keep(page, "figure-dark")
+
+
+@pytest.mark.system
+def test_the_report_is_a_page_within_the_page(experiment: Experiment, pages: MlflowPages) -> None:
+    tuning = experiment.tunings("resnet-block")[0]
+    metrics = tuning.data.metrics
+    address = ARTIFACT.format(id=experiment.id, run=tuning.info.run_id, file=names.REPORT_FILE)
+    with pages.open(address, height=1250) as page:
+        report = page.frame_locator("iframe")
+        expect(report.get_by_role("heading", level=1)).to_have_text("resnet-block")
+        figures = report.locator("dl.figures")
+        expect(figures).to_contain_text(f"{metrics[names.BEST_LATENCY_MS]:.4g} ms")
+        expect(figures).to_contain_text(f"{metrics[names.TRIALS_MEASURED]:.0f} of {tuning.data.params['num_trials']}")
+        num_tasks = int(tuning.data.params["num_tasks"])
+        expect(report.locator("table").first.locator("tbody tr")).to_have_count(num_tasks)
+        for image in report.locator("img").all():
+            assert_drawn(image)
+        wide = report.locator(".wide").first
+        assert wide.evaluate("table => table.scrollWidth <= table.clientWidth"), "a column is cut off"
+        pages.keep(page, "report")
+
+
+@pytest.mark.system
+def test_the_trials_are_a_table(experiment: Experiment, pages: MlflowPages) -> None:
+    tuning = experiment.tunings("mlp")[0]
+    trials = mlflow.artifacts.load_dict(f"{tuning.info.artifact_uri}/{names.TRIALS_TABLE}")
+    address = ARTIFACT.format(id=experiment.id, run=tuning.info.run_id, file=names.TRIALS_TABLE)
+    with pages.open(address) as page:
+        for column in trials["columns"]:
+            expect(page.get_by_role("columnheader", name=column)).to_be_visible()
+        row = page.get_by_role("row").filter(has=page.get_by_text("1", exact=True)).first
+        for value in trials["data"][0][1:3]:
+            expect(row).to_contain_text(str(value))
+
+
+# -- the pictures ------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_of_the_docs_are_small() -> None:
+    images = sorted((DOCS / "images").glob("*"))
+    assert images
+    sizes = {image.name: image.stat().st_size for image in images}
+    assert {name: size for name, size in sizes.items() if size > MAX_IMAGE_BYTES} == {}
+
+
+def test_every_picture_is_shown() -> None:
+    texts = "\n".join(path.read_text() for path in (ROOT / "README.md", *DOCS.rglob("*.md")))
+    assert [image.name for image in (DOCS / "images").glob("*") if f"images/{image.name})" not in texts] == []
+
+
+def test_a_missing_browser_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(pytest.fail.Exception, match=r"^the browser Chromium is missing; .* chromium$"):
+        chromium_path()
