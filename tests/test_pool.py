@@ -196,6 +196,7 @@ def newest_run() -> mlflow.entities.Run:
     return run
 
 
+@pytest.mark.system
 def test_a_network_that_was_tuned_before_needs_no_trial(project: Path, s3_uri: str, run_here: RunCommand) -> None:
     first = tune_here(run_here, record_pool=s3_uri)
     assert first.data.metrics[names.TRIALS_MEASURED] == 12
@@ -216,6 +217,7 @@ def test_a_network_that_was_tuned_before_needs_no_trial(project: Path, s3_uri: s
     assert not (project / ".ansor").exists()
 
 
+@pytest.mark.system
 def test_what_runs_measured_is_pushed_listed_and_pulled(
     project: Path, s3_uri: str, run_here: RunCommand, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,6 +242,7 @@ def test_what_runs_measured_is_pushed_listed_and_pulled(
     assert "output=mine: there is something already; give a new directory" in capsys.readouterr().err
 
 
+@pytest.mark.system
 def test_only_what_a_run_measured_itself_is_pushed(project: Path, run_here: RunCommand) -> None:
     first = tune_here(run_here).info.run_id
     second = tune_here(run_here, warm_start=first, seed=1).info.run_id

@@ -18,6 +18,7 @@ from ansor_mlflow import flavor, names
 from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE, write_manifest
 
 QUICK = {**FAST, "cost_model": "none", "num_trials_per_round": 2}
+pytestmark = pytest.mark.system  # whole pipelines
 
 
 @pytest.fixture

@@ -207,6 +207,7 @@ def test_json(run_here: RunCommand, capsys: pytest.CaptureFixture[str], tmp_path
     assert newest["started_ms"] > oldest["started_ms"]
 
 
+@pytest.mark.system
 def test_a_server_gets_few_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One for the experiment and one for the runs; and a step asks for the views that are there once."""
     with mlflow_server(tmp_path / "server") as server:

@@ -122,6 +122,7 @@ def test_a_program_from_a_gpu(pytorch: TorchProcess, programs: Path, tmp_path: P
     assert network.sha256 == pytorch.call(LOAD, str(programs / "convolutions.pt2")).sha256
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("experiment_id")
 def test_a_program_is_tuned(programs: Path, tmp_path: Path) -> None:
     """With the command of the environment that has PyTorch, whose exporter says nothing meanwhile."""

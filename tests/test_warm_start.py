@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
 QUICK = {**FAST, "cost_model": "none", "num_trials_per_round": 2}
+pytestmark = pytest.mark.system  # whole pipelines
 
 
 # -- the tuner ---------------------------------------------------------------------------------------------------------
