@@ -82,7 +82,7 @@ class MlflowPages:
             height: Of the window, in pixels; what is outside of it is not drawn.
             theme: `light` or `dark`.
         """
-        settings = {**_SETTINGS, "databricks-dark-mode-pref": theme}
+        settings = {**_SETTINGS, "_mlflow_dark_mode_toggle_enabled": "true" if theme == "dark" else "false"}
         context = self.browser.new_context(viewport={"width": 1600, "height": height})
         context.set_default_timeout(WAIT_MS)
         context.add_init_script(

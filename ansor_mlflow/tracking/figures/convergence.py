@@ -17,7 +17,7 @@ _MAX_RATIO = 30.0
 """Slower trials lie outside of the figure."""
 _MAX_DOTS = 4000
 """Trials that are drawn; of more, every second, third and so on is."""
-_LAYOUT = {"left": 0.085, "right": 0.985, "bottom": 0.175, "top": 0.94, "hspace": 0.26, "wspace": 0.04}
+_LAYOUT = {"left": 0.085, "right": 0.985, "bottom": 0.175, "top": 0.91, "hspace": 0.26, "wspace": 0.06}
 """Fixed: looking for the best layout doubles the time that drawing takes, and this is drawn while a tuning goes on."""
 
 
