@@ -86,7 +86,10 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experiment]
     """Tunings of two networks with several knobs; one of them, or all for the docs, within a pipeline."""
     chromium_path()
     directory = tmp_path_factory.mktemp("ui")
-    with mlflow_server(directory) as server, pytest.MonkeyPatch.context() as patch:
+    with (
+        mlflow_server(directory, artifact_root="mlflow-artifacts:/") as server,  # pictures show no path of this machine
+        pytest.MonkeyPatch.context() as patch,
+    ):
         made = Experiment(server.url, MlflowClient(server.url).create_experiment("tuning"))
         patch.setenv("MLFLOW_TRACKING_URI", server.url)
         patch.setenv("MLFLOW_EXPERIMENT_ID", made.id)
