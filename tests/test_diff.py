@@ -18,6 +18,7 @@ from ansor_mlflow.records import RECORD_FILE, write_manifest
 from ansor_mlflow.steps import Difference, diff_runs
 
 QUICK = {**FAST, "cost_model": "none", "num_trials_per_round": 2}
+pytestmark = pytest.mark.system  # whole pipelines
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from ansor_mlflow import names
 from ansor_mlflow.records import JOURNAL_FILE, RECORD_FILE, write_manifest
 
 QUICK = {**FAST, "cost_model": "none", "num_trials_per_round": 2}
+pytestmark = pytest.mark.system  # whole pipelines
 
 
 @pytest.fixture
