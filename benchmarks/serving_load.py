@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,13 +20,14 @@ import psutil
 import requests
 from rich.console import Console
 from rich.table import Table
+from serving_parts.server import BODIES, memory_mib, model_server
 
 from ansor_mlflow import flavor
 from ansor_mlflow.model import TunedModel
 from ansor_mlflow.serving import get_signature
 from ansor_mlflow.tensors import random_inputs
 
-_READY_S = 120.0
+_ANSWER_S = 120.0
 _SAMPLES_PER_S = 2
 _WARM_UP_SHARE = 0.2
 """Of the time, after which memory may not grow any more."""
@@ -60,7 +55,7 @@ class _Client:
         headers = {"Content-Type": "application/json"}
         while (start := time.perf_counter()) < deadline:
             try:
-                response = session.post(self.url, data=self.body, headers=headers, timeout=_READY_S)
+                response = session.post(self.url, data=self.body, headers=headers, timeout=_ANSWER_S)
                 self.latencies_s.append(time.perf_counter() - start)
                 self._check(response)
             except requests.RequestException as err:
@@ -92,7 +87,8 @@ def main(model_uri: str, seconds: float, num_clients: int, workers: int, json_fi
         model = flavor.load_model(str(directory))
         mlflow.models.set_signature(str(directory), get_signature(model.inputs, model.outputs, "binary"))
         library_ms = _time_library(model)
-        with _server(directory, workers, Path(scratch)) as (url, process):
+        with model_server(directory, Path(scratch), workers) as (root, process, _ready_s):
+            url = f"{root}/invocations"
             alone = _load(url, process, model, 1, min(seconds, 10.0))
             figures = {"library_ms": library_ms, "alone": alone, **_load(url, process, model, num_clients, seconds)}
     figures |= {"workers": workers, "over_library": figures["alone"]["latency_ms"] / library_ms}
@@ -113,49 +109,16 @@ def _time_library(model: TunedModel) -> float:
     return statistics.median(times_s[5:]) * 1e3
 
 
-@contextmanager
-def _server(directory: Path, workers: int, scratch: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """MLflow's server for a model; yields where it takes requests, and its process."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = int(sock.getsockname()[1])
-    command = [sys.executable, "-m", "mlflow", "models", "serve", f"--model-uri={directory}", "--env-manager=local"]
-    log, url = scratch / "server.log", f"http://127.0.0.1:{port}"
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # where MLflow looks for uvicorn
-    command += [f"--port={port}", f"--workers={workers}"]
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "PATH": path})
-    server = psutil.Process(process.pid)
-    try:
-        deadline = time.monotonic() + _READY_S
-        while not _answers(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise click.ClickException(f"the server did not start:\n{log.read_text()[-2000:]}")
-            time.sleep(0.2)
-        yield f"{url}/invocations", server
-    finally:
-        for child in [*server.children(recursive=True), server]:
-            child.kill()
-        process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return requests.get(f"{url}/ping", timeout=5).ok
-    except requests.RequestException:
-        return False
-
-
 def _load(url: str, server: psutil.Process, model: TunedModel, num_clients: int, seconds: float) -> dict[str, Any]:
     """Figures of clients that send requests at the same time; the first request of each process counts, too."""
     clients = [_client(url, model, seed) for seed in range(num_clients)]
     threads = [threading.Thread(target=client.run, args=(seconds,)) for client in clients]
-    memory_mib: list[float] = []
+    samples_mib: list[float] = []
     start = time.perf_counter()
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        memory_mib.append(_memory_mib(server))
+        samples_mib.append(memory_mib(server))
         time.sleep(1 / _SAMPLES_PER_S)
     wall_s = time.perf_counter() - start
     latencies_ms = np.array([latency for client in clients for latency in client.latencies_s]) * 1e3
@@ -171,22 +134,14 @@ def _load(url: str, server: psutil.Process, model: TunedModel, num_clients: int,
         "latency_p90_ms": float(np.percentile(latencies_ms, 90)),
         "latency_p99_ms": float(np.percentile(latencies_ms, 99)),
         "latency_max_ms": float(latencies_ms.max()),
-        "memory_mib": memory_mib,
-        **_growth(memory_mib),
+        "memory_mib": samples_mib,
+        **_growth(samples_mib),
     }
 
 
 def _client(url: str, model: TunedModel, seed: int) -> _Client:
     inputs = random_inputs(model.inputs, seed)
-    cells = [base64.b64encode(array.tobytes()).decode() for array in inputs.values()]
-    body = json.dumps({"dataframe_split": {"columns": list(inputs), "data": [cells]}}).encode()
-    return _Client(url, body, model.run(inputs))
-
-
-def _memory_mib(server: psutil.Process) -> float:
-    """Resident memory of the server's processes; what they share is counted for each."""
-    processes = [server, *server.children(recursive=True)]
-    return float(sum(process.memory_info().rss for process in processes)) / 2**20
+    return _Client(url, json.dumps(BODIES["binary"](inputs)).encode(), model.run(inputs))
 
 
 def _growth(memory_mib: list[float]) -> dict[str, Any]:

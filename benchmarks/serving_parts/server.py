@@ -69,18 +69,18 @@ def measure_server(directory: Path, inputs: Tensors, forms: list[str], num_reque
         num_requests: Requests of each form that count; the first ones do not.
         scratch: Directory for the log.
     """
-    with _server(directory, scratch) as (url, process, ready_s):
-        figures, answers = {"server_ready_s": ready_s, "memory_idle_mib": _memory_mib(process)}, {}
+    with model_server(directory, scratch) as (url, process, ready_s):
+        figures, answers = {"server_ready_s": ready_s, "memory_idle_mib": memory_mib(process)}, {}
         for form in forms:
             body = json.dumps(BODIES[form](inputs)).encode()
             figures[f"body_{form}_bytes"] = len(body)
             figures[f"rest_{form}_ms"], answers[form] = _time_requests(url, body, num_requests)
-        figures["memory_mib"] = _memory_mib(process)
+        figures["memory_mib"] = memory_mib(process)
     return Served(figures, answers)
 
 
 @contextmanager
-def _server(directory: Path, scratch: Path) -> Iterator[tuple[str, psutil.Process, float]]:
+def model_server(directory: Path, scratch: Path, workers: int = 1) -> Iterator[tuple[str, psutil.Process, float]]:
     """Runs `mlflow models serve`; yields the URL, the process and the seconds until it answered."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -91,7 +91,10 @@ def _server(directory: Path, scratch: Path) -> Iterator[tuple[str, psutil.Proces
     began_s = time.monotonic()
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*command, f"--port={port}", "--workers=1"], stdout=out, stderr=out, env={**os.environ, "PATH": path}
+            [*command, f"--port={port}", f"--workers={workers}"],
+            stdout=out,
+            stderr=out,
+            env={**os.environ, "PATH": path},
         )
     root = psutil.Process(process.pid)
     try:
@@ -113,7 +116,7 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _memory_mib(root: psutil.Process) -> float:
+def memory_mib(root: psutil.Process) -> float:
     """Resident memory of the processes that serve; the command that started them is not one of them."""
     return float(sum(process.memory_info().rss for process in root.children(recursive=True))) / 2**20
 
