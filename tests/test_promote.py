@@ -14,9 +14,9 @@ import numpy as np
 import onnx
 import pytest
 from commands import ROOT, RunCommand
+from served import compiled
 
 from ansor_mlflow import flavor, names, registry
-from ansor_mlflow.compile import compile_untuned
 from ansor_mlflow.errors import (
     AnsorMlflowError,
     CorrectnessError,
@@ -25,16 +25,12 @@ from ansor_mlflow.errors import (
     UndecidedError,
     UserInputError,
 )
-from ansor_mlflow.lowering import LoweredNetwork, lower
 from ansor_mlflow.model import CompiledNetwork
-from ansor_mlflow.networks import Network, load_network
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.options import PipelineOptions, PromoteOptions
 from ansor_mlflow.steps import Outcome, Promotion, checking, contest, pipeline, promote
 from ansor_mlflow.steps.contest import Contender
 from ansor_mlflow.steps.promote import target_alias
-from ansor_mlflow.targets import fingerprint
-from ansor_mlflow.threads import available_cpus
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -47,27 +43,9 @@ EQUAL = "6"
 
 
 @pytest.fixture(scope="session")
-def fast_network(
-    small_onnx: Path,
-    small_network: Network,
-    small_lowered: LoweredNetwork,
-    host_target: Target,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> CompiledNetwork:
+def fast_network(small_onnx: Path, host_target: Target, tmp_path_factory: pytest.TempPathFactory) -> CompiledNetwork:
     """The small network."""
-    directory = tmp_path_factory.mktemp("fast")
-    (directory / "records").mkdir()
-    compile_untuned(small_lowered, host_target, directory / "model.so")
-    return CompiledNetwork(
-        name="small",
-        network=small_onnx,
-        inputs=small_network.inputs,
-        outputs=small_network.outputs,
-        library=directory / "model.so",
-        records=directory / "records",
-        fingerprint=fingerprint(host_target, available_cpus()),
-        coverage={},
-    )
+    return compiled(onnx.load(small_onnx), host_target, tmp_path_factory.mktemp("fast"))
 
 
 @pytest.fixture(scope="session")
@@ -81,10 +59,8 @@ def slow_network(
     data = builder.relu("relu", builder.conv("conv2", data, (128, 128, 3, 3), padding=1))
     data = builder.node("Flatten", "flatten", builder.node("GlobalAveragePool", "pool", data), axis=1)
     builder.dense("logits", data, units=10, in_units=128)
-    onnx.save(builder.build("small", {"logits": (1, 10)}), directory / "slow.onnx")
-    network = load_network(str(directory / "slow.onnx"))
-    compile_untuned(lower(network.model, host_target), host_target, directory / "model.so")
-    return replace(fast_network, network=directory / "slow.onnx", library=directory / "model.so")
+    slow = compiled(builder.build("small", {"logits": (1, 10)}), host_target, directory)
+    return replace(fast_network, network=slow.network, library=slow.library)
 
 
 @pytest.fixture(scope="session")
