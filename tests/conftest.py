@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,6 +52,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if skipped:
         terminalreporter.section("skipped tests", red=True)
         terminalreporter.line(f"CI is set, so no test may be skipped, but {len(skipped)} were; the reasons are below")
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """Like `tmp_path`, for processes whose TMPDIR it is: the path of a socket in there has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="tuner-", ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
 
 
 @pytest.fixture(scope="session")

@@ -139,8 +139,10 @@ def sync(cwd: Path, env: Mapping[str, str]) -> Finished:
 # -- MLflow's server and its database ----------------------------------------------------------------------------------
 
 
-def test_a_tracking_server_that_comes_back_knows_everything(small_onnx: Path, site: Site, tmp_path: Path) -> None:
-    with tuning(small_onnx, tmp_path / "cwd", site.environment, trials=60, min_repeat_ms=50) as tuner:
+def test_a_tracking_server_that_comes_back_knows_everything(
+    small_onnx: Path, site: Site, tmp_path: Path, short_path: Path
+) -> None:
+    with tuning(small_onnx, short_path / "cwd", site.environment, trials=60, min_repeat_ms=50) as tuner:
         tuner.wait_for_rounds(4)
         site.tracking.stop()
         tuner.wait_for_rounds(tuner.num_rounds + 4)  # the tuning goes on
@@ -152,9 +154,9 @@ def test_a_tracking_server_that_comes_back_knows_everything(small_onnx: Path, si
 
 
 def test_what_a_tracking_server_that_stays_away_was_not_told_is_delivered_by_sync(
-    small_onnx: Path, site: Site, tmp_path: Path
+    small_onnx: Path, site: Site, tmp_path: Path, short_path: Path
 ) -> None:
-    cwd, env = tmp_path / "cwd", {**site.environment, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+    cwd, env = short_path / "cwd", {**site.environment, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
     with tuning(small_onnx, cwd, env, trials=40) as tuner:
         tuner.wait_for_rounds(4)
         descendants = tuner.descendants
@@ -173,9 +175,11 @@ def test_what_a_tracking_server_that_stays_away_was_not_told_is_delivered_by_syn
     assert not (cwd / ".ansor").exists()
 
 
-def test_a_database_that_is_killed_and_started_again(small_onnx: Path, site: Site, tmp_path: Path) -> None:
+def test_a_database_that_is_killed_and_started_again(
+    small_onnx: Path, site: Site, tmp_path: Path, short_path: Path
+) -> None:
     """The tracking server answers all the while, but with errors of its own."""
-    with tuning(small_onnx, tmp_path / "cwd", site.environment, trials=60, min_repeat_ms=50) as tuner:
+    with tuning(small_onnx, short_path / "cwd", site.environment, trials=60, min_repeat_ms=50) as tuner:
         tuner.wait_for_rounds(4)
         site.database.stop()
         wait_until(lambda: AWAY in tuner.stderr, tuner)
@@ -193,9 +197,11 @@ def test_a_database_that_is_killed_and_started_again(small_onnx: Path, site: Sit
 # -- S3 ----------------------------------------------------------------------------------------------------------------
 
 
-def test_an_s3_server_that_is_away_for_a_minute_gets_everything(small_onnx: Path, site: Site, tmp_path: Path) -> None:
+def test_an_s3_server_that_is_away_for_a_minute_gets_everything(
+    small_onnx: Path, site: Site, tmp_path: Path, short_path: Path
+) -> None:
     parameters = {"trials": 150, "num_trials_per_round": 16, "min_repeat_ms": 500}  # takes longer than the outage
-    with tuning(small_onnx, tmp_path / "cwd", site.environment, **parameters) as tuner:
+    with tuning(small_onnx, short_path / "cwd", site.environment, **parameters) as tuner:
         tuner.wait_for_rounds(1)
         site.s3.stop()
         time.sleep(OUTAGE_S)
@@ -209,9 +215,9 @@ def test_an_s3_server_that_is_away_for_a_minute_gets_everything(small_onnx: Path
 
 
 def test_what_an_s3_server_that_stays_away_was_not_given_is_delivered_by_sync(
-    small_onnx: Path, site: Site, tmp_path: Path
+    small_onnx: Path, site: Site, tmp_path: Path, short_path: Path
 ) -> None:
-    cwd = tmp_path / "cwd"
+    cwd = short_path / "cwd"
     with tuning(small_onnx, cwd, site.environment, trials=24) as tuner:
         tuner.wait_for_rounds(4)
         site.s3.stop()
@@ -226,9 +232,11 @@ def test_what_an_s3_server_that_stays_away_was_not_given_is_delivered_by_sync(
     assert_complete(site.only_run(), site.download(tmp_path / "run"), 24, tmp_path)
 
 
-def test_a_secret_key_that_is_replaced_in_the_middle(small_onnx: Path, site: Site, tmp_path: Path) -> None:
+def test_a_secret_key_that_is_replaced_in_the_middle(
+    small_onnx: Path, site: Site, tmp_path: Path, short_path: Path
+) -> None:
     """Nothing is lost, and no secret is told."""
-    cwd = tmp_path / "cwd"
+    cwd = short_path / "cwd"
     with tuning(small_onnx, cwd, site.environment, trials=48, min_repeat_ms=200) as tuner:
         tuner.wait_for_rounds(1)
         with site.s3.another_secret_key():
@@ -243,12 +251,12 @@ def test_a_secret_key_that_is_replaced_in_the_middle(small_onnx: Path, site: Sit
 
 @pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
 def test_a_flipped_bit_in_a_part_costs_the_trials_behind_it(
-    small_onnx: Path, site: Site, tmp_path: Path, which: int
+    small_onnx: Path, site: Site, tmp_path: Path, short_path: Path, which: int
 ) -> None:
     """The tuner is killed, and goes on on another machine, as it were."""
     trials = 160
     parameters = {"trials": 5000, "num_trials_per_round": 16}
-    with tuning(small_onnx, tmp_path / "killed", site.environment, **parameters) as tuner:
+    with tuning(small_onnx, short_path / "killed", site.environment, **parameters) as tuner:
         tuner.wait_for_rounds(1)
         wait_until(lambda: len(site.parts()) >= 2, tuner)
         tuner.process.kill()
@@ -258,7 +266,7 @@ def test_a_flipped_bit_in_a_part_costs_the_trials_behind_it(
     content[len(content) // 2] ^= 1
     client.put_object(Bucket=BUCKET, Key=key, Body=bytes(content))
     parameters = {"trials": trials, "num_trials_per_round": 16, "resume_run": site.only_run().info.run_id}
-    with tuning(small_onnx, tmp_path / "resumed", site.environment, **parameters) as tuner:
+    with tuning(small_onnx, short_path / "resumed", site.environment, **parameters) as tuner:
         finished = tuner.wait(180)
     assert finished.exit_code == 0, finished.stderr
     assert f"{Path(key).name} is damaged; what it and later parts hold is measured again" in finished.stderr

@@ -58,9 +58,9 @@ def terminate(tuner: Tuning) -> None:
 
 @pytest.mark.parametrize("interrupt", [press_ctrl_c, terminate])
 def test_an_interrupt_ends_the_run_as_killed_with_its_records(
-    small_onnx: Path, store: str, tmp_path: Path, interrupt: Callable[[Tuning], None]
+    small_onnx: Path, store: str, tmp_path: Path, short_path: Path, interrupt: Callable[[Tuning], None]
 ) -> None:
-    with tuning(small_onnx, tmp_path / "cwd", local_environment(store), trials=5000) as tuner:
+    with tuning(small_onnx, short_path / "cwd", local_environment(store), trials=5000) as tuner:
         tuner.wait_for_rounds(4)
         descendants = tuner.descendants
         interrupt(tuner)
@@ -81,11 +81,11 @@ def test_an_interrupt_ends_the_run_as_killed_with_its_records(
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_workers_killed_from_outside_cost_their_trials_only(
-    small_onnx: Path, store: str, tmp_path: Path, num_threads: int
+    small_onnx: Path, store: str, tmp_path: Path, short_path: Path, num_threads: int
 ) -> None:
     """As the system does when memory runs out."""
     parameters = {"trials": 40, "num_threads": num_threads, "min_repeat_ms": 200}
-    with tuning(small_onnx, tmp_path / "cwd", local_environment(store), **parameters) as tuner:
+    with tuning(small_onnx, short_path / "cwd", local_environment(store), **parameters) as tuner:
         for delay_s in (0.0, 0.2, 0.4, 0.6, 0.8):  # while they search, build or measure
             tuner.wait_for_rounds(tuner.num_rounds + 1)
             time.sleep(delay_s)
@@ -125,14 +125,14 @@ def assert_exactly(run: Run, artifacts: Path, num_trials: int, scratch: Path) ->
 
 @pytest.mark.timeout(600)  # twenty tunings, one after another
 def test_a_tuning_that_is_killed_at_random_moments_and_resumed_has_exactly_its_trials(
-    small_onnx: Path, store: str, tmp_path: Path
+    small_onnx: Path, store: str, tmp_path: Path, short_path: Path
 ) -> None:
     """Each time on another machine, as it were: nothing is left of it but what the run has."""
     draw = random.Random(0)
     env, run_id, trials = local_environment(store), "", 150
     for attempt in range(20):
         parameters = {"trials": trials, **({"resume_run": run_id} if run_id else {})}
-        with tuning(small_onnx, tmp_path / f"cwd{attempt}", env, **parameters) as tuner:
+        with tuning(small_onnx, short_path / f"cwd{attempt}", env, **parameters) as tuner:
             tuner.wait_for_rounds(1)
             run_id = only_run(store).info.run_id
             time.sleep(draw.uniform(0, 1.5))
@@ -141,7 +141,7 @@ def test_a_tuning_that_is_killed_at_random_moments_and_resumed_has_exactly_its_t
             descendants = tuner.descendants
             tuner.process.kill()
             assert_gone(descendants, 5)
-    with tuning(small_onnx, tmp_path / "last", env, trials=trials, resume_run=run_id) as tuner:
+    with tuning(small_onnx, short_path / "last", env, trials=trials, resume_run=run_id) as tuner:
         finished = tuner.wait(180)
     assert finished.exit_code == 0, finished.stderr
     artifacts = tmp_path / "artifacts" / run_id / "artifacts"
@@ -167,7 +167,7 @@ def small_disk(directory: Path) -> Iterator[int]:
 
 @pytest.mark.skipif(not can_mount(), reason="needs user namespaces")
 def test_a_tuning_whose_disk_was_full_goes_on_when_there_is_space_again(
-    small_onnx: Path, store: str, tmp_path: Path
+    small_onnx: Path, store: str, tmp_path: Path, short_path: Path
 ) -> None:
     disk, env, trials = tmp_path / "disk", local_environment(store), 120
     disk.mkdir()
@@ -175,7 +175,7 @@ def test_a_tuning_whose_disk_was_full_goes_on_when_there_is_space_again(
         there = Path(f"/proc/{pid}/root{disk}")
         enter = ["nsenter", f"--target={pid}", "--user", "--mount", "--preserve-credentials"]
         enter += ["sh", "-c", CHANGE_DIRECTORY, "sh", str(disk)]
-        with tuning(small_onnx, tmp_path / "first", env, wrapper=enter, trials=trials) as tuner:
+        with tuning(small_onnx, short_path / "first", env, wrapper=enter, trials=trials) as tuner:
             tuner.wait_for_rounds(4)
             (there / "big").write_bytes(bytes(60 * 2**20))
             finished = tuner.wait(60)
@@ -188,7 +188,7 @@ def test_a_tuning_whose_disk_was_full_goes_on_when_there_is_space_again(
         assert 0 < run.data.metrics[names.TRIALS_MEASURED] < trials
         (there / "big").unlink()
         parameters = {"trials": trials, "resume_run": run.info.run_id}
-        with tuning(small_onnx, tmp_path / "second", env, wrapper=enter, **parameters) as tuner:
+        with tuning(small_onnx, short_path / "second", env, wrapper=enter, **parameters) as tuner:
             finished = tuner.wait(180)
         assert finished.exit_code == 0, finished.stderr
     assert_exactly(only_run(store), tmp_path / "artifacts" / run.info.run_id / "artifacts", trials, tmp_path)

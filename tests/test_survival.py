@@ -288,11 +288,17 @@ def can_mount() -> bool:
     ids=["of temporary files", "of records"],
 )
 def test_a_full_disk_ends_the_run_with_one_line_and_its_records(
-    small_onnx: Path, experiment_id: str, tmp_path: Path, disk: str, temporary: str, size: str, message: str
+    small_onnx: Path,
+    experiment_id: str,
+    tmp_path: Path,
+    short_path: Path,
+    disk: str,
+    temporary: str,
+    size: str,
+    message: str,
 ) -> None:
     """Records leave a reserve on their disk, with which the run ends in good order."""
-    short = Path(tempfile.mkdtemp(dir=tmp_path.parents[1]))  # the path of a socket has at most 107 bytes
-    cwd, fill = short / "cwd", short / "fill"
+    cwd, fill = short_path / "cwd", short_path / "fill"
     wrapper = ["unshare", "-rm", "sh", "-c", FILL_LATER, "sh", str(cwd / disk), str(fill), size, str(cwd / temporary)]
     with tuning(small_onnx, cwd, tracked(experiment_id), wrapper=wrapper, trials=5000) as tuner:
         tuner.wait_for_rounds(2)
@@ -386,10 +392,10 @@ def test_a_directory_is_free_when_its_tuner_has_ended(tmp_path: Path) -> None:
 
 
 def test_a_killed_tuner_takes_its_workers_along_and_leaves_readable_records(
-    small_onnx: Path, experiment_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_onnx: Path, experiment_id: str, tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its scratch directory is removed when the next tuner starts; that of a living one is not."""
-    cwd = tmp_path / "cwd"
+    cwd = short_path / "cwd"
     with tuning(small_onnx, cwd, tracked(experiment_id), trials=5000) as tuner:
         monkeypatch.setattr(tempfile, "tempdir", str(cwd))
         tuner.wait_for_rounds(4)

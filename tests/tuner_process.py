@@ -80,7 +80,7 @@ def tuning(
 
     Args:
         network: ONNX file.
-        cwd: Made for the command; also its TMPDIR.
+        cwd: Made for the command; also its TMPDIR, in `short_path`.
         env: Environment of the command.
         wrapper: A command that runs the one given to it as arguments.
         parameters: Of `tune`.
