@@ -25,7 +25,11 @@ from ansor_mlflow.evaluate import call_once, in_child_process
 from ansor_mlflow.tensors import random_inputs
 
 _LOADS = 7
-_CALLS = 200
+_TURNS = 10
+_MAX_CALLS = 50
+"""Of a turn."""
+_REST_S = 0.5
+"""Until the threads of the calls before have gone to sleep: they spin for a while, and slow others down."""
 _CLIENTS = (1, 2, 4, 8)
 _CLIENT_S = 4.0
 _CHUNK_BYTES = 1 << 20
@@ -137,12 +141,13 @@ def _calling(directory: Path) -> Callable[[], dict[str, float]]:
             "pyfunc_us": lambda: pyfunc.predict(inputs),
         }
         slow_s = max(map(_timed, calls.values()))
-        num_calls = max(5, min(_CALLS, int(20 / slow_s)))
+        num_calls = max(2, min(_MAX_CALLS, int(1 / slow_s)))
         samples = {name: [] for name in calls}
-        for _ in range(num_calls):
+        for _ in range(_TURNS):
             for name, call in calls.items():
-                call()  # warms up the threads that the call before it did not use
-                samples[name].append(_timed(call) * 1e6)
+                time.sleep(_REST_S)
+                call()
+                samples[name] += [_timed(call) * 1e6 for _ in range(num_calls)]
         medians = {name: statistics.median(values) for name, values in samples.items()}
         return {**medians, "overhead_us": medians["run_us"] - medians["bare_us"]}
 

@@ -23,7 +23,7 @@ from servers import mlflow_server
 
 from ansor_mlflow import names
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.steps import tune
+from ansor_mlflow.steps.tune import tune
 from ansor_mlflow.tracking.views import VIEWS
 from ansor_mlflow.trials import TrialStatus
 

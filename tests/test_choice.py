@@ -24,7 +24,7 @@ from ansor_mlflow.model import (
     load_package,
     write_package,
 )
-from ansor_mlflow.model.choice import find_library
+from ansor_mlflow.model.choice import choose_for_gpu, find_library
 from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process
 from ansor_mlflow.networks.reference import ReferenceSession
 from ansor_mlflow.records import RECORD_FILE
@@ -139,6 +139,48 @@ def test_a_host_without_a_gpu(make: MakeModel) -> None:
     message = "not the library for cuda sm_90 ×.+: this host has no cuda, or TVM was built without it; none is built"
     with pytest.raises(ModelError, match=message):
         load_package(*make("exact", "gpu"), LoadOptions(device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("made_for", "here", "level"),
+    [
+        (["sm_80", "sm_90"], "sm_90", "exact"),
+        (["sm_90a"], "sm_90", "exact"),
+        (["sm_86"], "sm_89", "compatible"),
+        (["sm_100"], "sm_103", "compatible"),
+        (["sm_89"], "sm_86", None),
+        (["sm_80"], "sm_90", None),
+        (["sm_100a"], "sm_103", None),
+    ],
+)
+def test_the_library_for_a_gpu(
+    make: MakeModel, made_for: list[str], here: str, level: str | None, devices: dict[str, DeviceFingerprint]
+) -> None:
+    """NVIDIA's rules; no GPU is needed to choose."""
+    _, manifest = make("gpu")
+    entries = [
+        replace(manifest.libraries[0], fingerprint=replace(devices["gpu"], target={"kind": "cuda", "arch": arch}))
+        for arch in made_for
+    ]
+    choice, rejected = choose_for_gpu(entries, here, LoadOptions(device="cuda"))
+    if level is None:
+        assert choice is None
+        assert rejected == (
+            f"not the library for cuda {made_for[0]} ×{CPUS}: it was made for {made_for[0]}, this is {here}",
+        )
+    else:
+        assert choice is not None
+        assert (choice.level, choice.entry) == (level, entries[-1])
+    only_exact = LoadOptions(device="cuda", allow_compatible=False)
+    assert bool(choose_for_gpu(entries, here, only_exact)[0]) == (level == "exact")
+
+
+def test_a_library_for_the_gpu_of_another_kind_of_host(make: MakeModel, devices: dict[str, DeviceFingerprint]) -> None:
+    _, manifest = make("gpu")
+    entry = replace(manifest.libraries[0], fingerprint=replace(devices["gpu"], machine="sparc64"))
+    choice, (reason,) = choose_for_gpu([entry], "sm_90", LoadOptions(device="cuda"))
+    assert choice is None
+    assert "it is made for sparc64, this host is" in reason
 
 
 # -- options ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from fake_tuning import read_records
 from ansor_mlflow import names
 from ansor_mlflow.options import DiffOptions
 from ansor_mlflow.records import RECORD_FILE, write_manifest
-from ansor_mlflow.steps import Difference, diff_runs
+from ansor_mlflow.steps.diff import Difference, diff_runs
 
 QUICK = {**FAST, "cost_model": "none", "num_trials_per_round": 2}
 pytestmark = pytest.mark.system  # whole pipelines

@@ -18,7 +18,9 @@ from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.options import ExplainOptions, PlanOptions, TuneOptions, load_options
 from ansor_mlflow.records import RECORD_FILE
 from ansor_mlflow.roofline import Roofline, last_level_cache_bytes, measure_roofline
-from ansor_mlflow.steps import Explanation, explain_task, plan_tuning, tune
+from ansor_mlflow.steps.explain import Explanation, explain_task
+from ansor_mlflow.steps.plan import plan_tuning
+from ansor_mlflow.steps.tune import tune
 from ansor_mlflow.targets import fingerprint
 from ansor_mlflow.threads import available_cpus
 

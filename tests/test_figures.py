@@ -17,7 +17,7 @@ from ansor_mlflow import names
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.roofline import Roofline
 from ansor_mlflow.testing import FakeRunner
-from ansor_mlflow.tracking import Message, MlflowObserver, Outbox, observer
+from ansor_mlflow.tracking import observer
 from ansor_mlflow.tracking.figures import (
     draw_convergence,
     draw_failures,
@@ -27,6 +27,8 @@ from ansor_mlflow.tracking.figures import (
     save_figure,
 )
 from ansor_mlflow.tracking.history import TuningHistory
+from ansor_mlflow.tracking.observer import MlflowObserver
+from ansor_mlflow.tracking.outbox import Message, Outbox
 from ansor_mlflow.trials import TrialStatus
 from ansor_mlflow.tuning.workers import Outcome
 

@@ -18,9 +18,11 @@ from ansor_mlflow.cli.main import cli
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.options import PipelineOptions, TuneOptions
 from ansor_mlflow.testing import FakeRunner
-from ansor_mlflow.tracking import Message, MlflowObserver, Outbox, StepRun
 from ansor_mlflow.tracking.history import TuningHistory
 from ansor_mlflow.tracking.note import command_lines, note_tags, pipeline_note, tuning_note
+from ansor_mlflow.tracking.observer import MlflowObserver
+from ansor_mlflow.tracking.outbox import Message, Outbox
+from ansor_mlflow.tracking.run import StepRun
 from ansor_mlflow.trials import StopReason, TrialStatus, TuningPlan, TuningRound
 
 if TYPE_CHECKING:

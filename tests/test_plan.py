@@ -20,8 +20,7 @@ from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.options import PlanOptions
 from ansor_mlflow.records import FAILED_RUN_S, RECORD_FILE
-from ansor_mlflow.steps import plan_tuning
-from ansor_mlflow.steps.plan import SECONDS_PER_TRIAL, share_trials
+from ansor_mlflow.steps.plan import SECONDS_PER_TRIAL, plan_tuning, share_trials
 
 
 @pytest.fixture

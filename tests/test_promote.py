@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -25,12 +26,14 @@ from ansor_mlflow.errors import (
     UndecidedError,
     UserInputError,
 )
+from ansor_mlflow.evaluate import Difference
 from ansor_mlflow.model import CompiledNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.options import PipelineOptions, PromoteOptions
-from ansor_mlflow.steps import Outcome, Promotion, checking, contest, pipeline, promote
+from ansor_mlflow.steps import checking, contest, pipeline
 from ansor_mlflow.steps.contest import Contender
-from ansor_mlflow.steps.promote import target_alias
+from ansor_mlflow.steps.promote import promote, target_alias
+from ansor_mlflow.steps.promotion import Outcome, Promotion
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -223,6 +226,14 @@ def test_wrong_outputs_are_never_promoted(
     assert timed == []
     with pytest.raises(CorrectnessError, match=r"contested is not champion-llvm.*\(wrong\): its outputs differ"):
         promotion.require_won()
+
+
+def test_an_infinite_error_is_null_in_json(client: mlflow.MlflowClient, of_target: str, set_times: SetTimes) -> None:
+    set_times({})
+    promotion = replace(decide(WRONG), errors={WRONG: Difference(math.inf, math.nan)})
+    written = json.loads(promotion.to_json(), parse_constant=pytest.fail)
+    assert written["errors"] == {WRONG: {"max_abs_error": None, "max_rel_error": None}}
+    assert written["outcome"] == "wrong"
 
 
 def test_a_champion_that_does_not_run_here_is_not_replaced(

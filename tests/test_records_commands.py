@@ -32,14 +32,9 @@ from ansor_mlflow.options import (
 )
 from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE, RecordPair
 from ansor_mlflow.replay import Replayer
-from ansor_mlflow.steps import (
-    Verification,
-    distill_records,
-    merge_records,
-    show_records,
-    tune,
-    verify_records,
-)
+from ansor_mlflow.steps.records import distill_records, merge_records, show_records
+from ansor_mlflow.steps.tune import tune
+from ansor_mlflow.steps.verify import Verification, verify_records
 from ansor_mlflow.tuning.recording import log_lines
 
 if TYPE_CHECKING:

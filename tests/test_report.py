@@ -16,15 +16,16 @@ from mlflow.entities import Run
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 from tuning_histories import TaskRound, history_of, large_history
 
-from ansor_mlflow import names, steps
+from ansor_mlflow import names
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.steps import report
 from ansor_mlflow.steps.report import TuningReport
-from ansor_mlflow.tracking import Outbox
+from ansor_mlflow.steps.tune import tune
 from ansor_mlflow.tracking.figures import draw_gain, save_figure
 from ansor_mlflow.tracking.history import TuningHistory
+from ansor_mlflow.tracking.outbox import Outbox
 from ansor_mlflow.tracking.pages import render_page
 from ansor_mlflow.tracking.report import ScheduleText, sparkline, tuning_page
 from ansor_mlflow.trials import StopReason, TrialStatus
@@ -202,7 +203,7 @@ def tune_small(small_onnx: Path, experiment_id: str, monkeypatch: pytest.MonkeyP
     """Tunes the small network for real, in a directory of its own."""
     monkeypatch.chdir(directory)
     options = {**FAST, "network": str(small_onnx), "trials": str(NUM_TRIALS), "num_trials_per_round": "2"}
-    return mlflow.get_run(steps.tune(TuneOptions.model_validate(options)))
+    return mlflow.get_run(tune(TuneOptions.model_validate(options)))
 
 
 def artifact(run: Run, name: str) -> Path:

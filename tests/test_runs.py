@@ -15,7 +15,7 @@ from servers import mlflow_server
 
 from ansor_mlflow import names
 from ansor_mlflow.options import RunsOptions
-from ansor_mlflow.steps import FoundRuns, find_runs
+from ansor_mlflow.steps.runs import FoundRuns, find_runs
 from ansor_mlflow.tracking.views import ensure_views
 
 ZNVER4, SKYLAKE = "llvm znver4 ×2", "llvm skylake-avx512 ×8"

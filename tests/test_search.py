@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -124,6 +124,17 @@ def test_programs_are_random_until_the_cost_model_is_trained(
     random.close()
     assert trained == [False] * 6 + [True]
     assert alike == [True] * 6 + [False]
+
+
+def test_every_round_reaches_the_cost_model_at_once(
+    single: LoweredNetwork, host_target: Target, tmp_path: Path
+) -> None:
+    model: Any = make_cost_model("xgb", 1, seed=1)
+    search = make_search(single, host_target, tmp_path, "evolutionary", model)
+    for num_rounds in range(1, 10):
+        learn(search, search.propose(8))
+        assert model.last_train_size == model.data_size == 8 * num_rounds
+    search.close()
 
 
 @pytest.mark.parametrize("kind", ["random", "none"])

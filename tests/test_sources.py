@@ -29,7 +29,7 @@ from ansor_mlflow.networks import Network, load_network
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.onnx_file import digest, external_files, write_onnx
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.steps import tune
+from ansor_mlflow.steps.tune import tune
 from ansor_mlflow.tensors import random_inputs
 
 NO_RUN = "0" * 32

@@ -10,8 +10,8 @@ import pytest
 from ansor_mlflow import names
 from ansor_mlflow.errors import MachineError, RecordsError
 from ansor_mlflow.options import EvaluateOptions
-from ansor_mlflow.tracking import StepRun, step_run
 from ansor_mlflow.tracking.failures import clear_failures
+from ansor_mlflow.tracking.run import StepRun, step_run
 
 OPTIONS = EvaluateOptions(model_uri="models:/small/1")
 

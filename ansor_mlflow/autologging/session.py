@@ -15,8 +15,11 @@ from ansor_mlflow.autologging.description import device_of, foreign_provenance, 
 from ansor_mlflow.autologging.listening import Times, as_callback, profiled
 from ansor_mlflow.autologging.run import TuningRun, only_warn, open_run
 from ansor_mlflow.records import PARTS_DIR, Database, Journal, JournalEntry, RecordLog, merge, write_text
-from ansor_mlflow.tracking import Message, MlflowObserver, RecordMirror, StepRun, whole_records
 from ansor_mlflow.tracking.environment import describe_environment
+from ansor_mlflow.tracking.mirror import RecordMirror, whole_records
+from ansor_mlflow.tracking.observer import MlflowObserver
+from ansor_mlflow.tracking.outbox import Message
+from ansor_mlflow.tracking.run import StepRun
 from ansor_mlflow.trials import (
     Durations,
     StopReason,

@@ -13,7 +13,7 @@ from rich.table import Table
 from ansor_mlflow.errors import UserInputError
 
 if TYPE_CHECKING:
-    from ansor_mlflow.steps import Difference, TaskDifference
+    from ansor_mlflow.steps.diff import Difference, TaskDifference
 
 _PIPE_WIDTH = 1000
 """Columns where there is no terminal: lines are not broken."""

@@ -12,7 +12,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from ansor_mlflow.roofline import Bound, Roofline
-    from ansor_mlflow.steps import Explanation
+    from ansor_mlflow.steps.explain import Explanation
 
 
 _SCHEDULE_HEAD = """import tvm

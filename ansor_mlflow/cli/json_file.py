@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import click
+import pydantic_core
 
 from ansor_mlflow.errors import UserInputError
 
@@ -33,14 +32,14 @@ def report(result: ResultT, json_file: str, print_text: Callable[[ResultT], None
 
 
 def write_json(path: str, result: DataclassInstance) -> None:
-    """Writes the fields of a result; nothing where `path` is empty.
+    """Writes the fields of a result, with null for a number that is not finite; nothing where `path` is empty.
 
     Raises:
         UserInputError: The file cannot be written.
     """
     if not path:
         return
-    text = json.dumps(asdict(result), indent=1)
+    text = pydantic_core.to_json(result, indent=1, inf_nan_mode="null").decode()
     if path == STANDARD_OUTPUT:
         click.echo(text)
         return

@@ -74,7 +74,7 @@ def cli() -> None:
 def tune(options: TuneOptions) -> None:
     """Search the best schedule for every kernel of a network."""
     from ansor_mlflow.cli.progress import progress_observers
-    from ansor_mlflow.steps import tune as tune_step
+    from ansor_mlflow.steps.tune import tune as tune_step
 
     with progress_observers() as observers:
         run_id = tune_step(options, observers)
@@ -84,7 +84,7 @@ def tune(options: TuneOptions) -> None:
 @command(cli, "compile", CompileOptions)
 def compile_(options: CompileOptions) -> None:
     """Build a network with tuning records and log it as a model."""
-    from ansor_mlflow.steps import compile_network
+    from ansor_mlflow.steps.compile import compile_network
 
     result = compile_network(options)
     tasks, flops = result.coverage.task_share, result.coverage.flops_share
@@ -95,7 +95,7 @@ def compile_(options: CompileOptions) -> None:
 def evaluate(options: EvaluateOptions) -> None:
     """Check a model against ONNX Runtime and measure its latency."""
     from ansor_mlflow.cli.summary import print_latencies
-    from ansor_mlflow.steps import evaluate as evaluate_step
+    from ansor_mlflow.steps.evaluate import evaluate as evaluate_step
 
     print_latencies(evaluate_step(options))
 
@@ -108,8 +108,8 @@ def promote(options: PromoteOptions) -> None:
     if it was not decided, 7 if its outputs are wrong, and 6 if the champion does not run here.
     """
     from ansor_mlflow.cli.promote import print_promotion, print_rollback
-    from ansor_mlflow.steps import promote as promote_step
-    from ansor_mlflow.steps import roll_back
+    from ansor_mlflow.steps.promote import promote as promote_step
+    from ansor_mlflow.steps.rollback import roll_back
 
     if options.rollback:
         print_rollback(roll_back(options))
@@ -123,7 +123,7 @@ def promote(options: PromoteOptions) -> None:
 def pipeline(options: PipelineOptions) -> None:
     """Tune, compile, evaluate and, with --register-as, register a network; with --promote, promote it."""
     from ansor_mlflow.cli.summary import print_pipeline
-    from ansor_mlflow.steps import run_pipeline
+    from ansor_mlflow.steps.pipeline import run_pipeline
 
     print_pipeline(run_pipeline(options, Path.cwd()))
 
@@ -135,7 +135,7 @@ def recompile(options: RecompileOptions) -> None:
     Where the old model is a version of a registered model, the new one becomes its next version.
     """
     from ansor_mlflow.cli.summary import print_recompiled
-    from ansor_mlflow.steps import recompile as recompile_step
+    from ansor_mlflow.steps.recompile import recompile as recompile_step
 
     print_recompiled(recompile_step(options))
 
@@ -148,7 +148,7 @@ def plan(options: PlanOptions) -> None:
     """
     from ansor_mlflow.cli.json_file import report
     from ansor_mlflow.cli.plan import print_plan
-    from ansor_mlflow.steps import plan_tuning
+    from ansor_mlflow.steps.plan import plan_tuning
 
     report(plan_tuning(options), options.json_file, print_plan)
 
@@ -162,7 +162,7 @@ def explain(options: ExplainOptions) -> None:
     """
     from ansor_mlflow.cli.explain import print_explanation
     from ansor_mlflow.cli.json_file import report
-    from ansor_mlflow.steps import explain_task
+    from ansor_mlflow.steps.explain import explain_task
 
     report(explain_task(options), options.json_file, print_explanation)
 
@@ -175,7 +175,7 @@ def diff(options: DiffOptions) -> None:
     """
     from ansor_mlflow.cli.diff import print_diff, write_page
     from ansor_mlflow.cli.json_file import report
-    from ansor_mlflow.steps import diff_runs
+    from ansor_mlflow.steps.diff import diff_runs
 
     difference = diff_runs(options)
     report(difference, options.json_file, print_diff)
@@ -189,7 +189,7 @@ def runs(options: RunsOptions) -> None:
     """List the runs of an experiment with their latencies, and the addresses of its saved views."""
     from ansor_mlflow.cli.json_file import report
     from ansor_mlflow.cli.runs import print_runs
-    from ansor_mlflow.steps import find_runs
+    from ansor_mlflow.steps.runs import find_runs
 
     report(find_runs(options), options.json_file, print_runs)
 
@@ -207,7 +207,7 @@ def records_show(options: ShowRecordsOptions) -> None:
     """Count the records of a database, by target and kernel."""
     from ansor_mlflow.cli.json_file import report
     from ansor_mlflow.cli.records import print_summary
-    from ansor_mlflow.steps import show_records
+    from ansor_mlflow.steps.records import show_records
 
     report(show_records(options), options.json_file, print_summary)
 
@@ -216,7 +216,7 @@ def records_show(options: ShowRecordsOptions) -> None:
 def records_merge(options: MergeRecordsOptions) -> None:
     """Write the records of several databases to a new one, each once."""
     from ansor_mlflow.cli.records import print_written
-    from ansor_mlflow.steps import merge_records
+    from ansor_mlflow.steps.records import merge_records
 
     print_written(merge_records(options))
 
@@ -225,7 +225,7 @@ def records_merge(options: MergeRecordsOptions) -> None:
 def records_distill(options: DistillRecordsOptions) -> None:
     """Write the fastest records of each kernel and target to a new database."""
     from ansor_mlflow.cli.records import print_written
-    from ansor_mlflow.steps import distill_records
+    from ansor_mlflow.steps.records import distill_records
 
     print_written(distill_records(options))
 
@@ -238,7 +238,7 @@ def records_verify(options: VerifyRecordsOptions) -> None:
     """
     from ansor_mlflow.cli.json_file import STANDARD_OUTPUT, report
     from ansor_mlflow.cli.records import print_replayed, print_verification
-    from ansor_mlflow.steps import verify_records
+    from ansor_mlflow.steps.verify import verify_records
 
     is_text = options.json_file != STANDARD_OUTPUT
     result = verify_records(options, print_replayed if is_text else lambda _: None)
@@ -259,7 +259,7 @@ def pool_list(options: ListPoolOptions) -> None:
     """List the devices that a pool has records for."""
     from ansor_mlflow.cli.json_file import report
     from ansor_mlflow.cli.records import print_pool
-    from ansor_mlflow.steps import list_pool
+    from ansor_mlflow.steps.pool import list_pool
 
     report(list_pool(options), options.json_file, print_pool)
 
@@ -270,7 +270,7 @@ def pool_push(options: PushPoolOptions) -> None:
 
     SOURCE is the ID of a tuning run, or a directory or an artifact URI of its records.
     """
-    from ansor_mlflow.steps import push_records
+    from ansor_mlflow.steps.pool import push_records
 
     pushed = push_records(options)
     click.echo(f"{pushed.num_records} records of {pushed.num_objects} kernels are in the pool")
@@ -279,7 +279,7 @@ def pool_push(options: PushPoolOptions) -> None:
 @command(pool, "pull", PullPoolOptions)
 def pool_pull(options: PullPoolOptions) -> None:
     """Write what a pool has for a device to a new database, such as compile --records takes."""
-    from ansor_mlflow.steps import pull_records
+    from ansor_mlflow.steps.pool import pull_records
 
     pulled = pull_records(options)
     click.echo(f"{pulled.num_records} records of {pulled.num_kernels} kernels are in {pulled.output}")
@@ -288,7 +288,7 @@ def pool_pull(options: PullPoolOptions) -> None:
 @cli.command("sync")
 def sync() -> None:
     """Tell MLflow what earlier steps in this directory could not, because a server was away."""
-    from ansor_mlflow.steps import sync as sync_step
+    from ansor_mlflow.steps.sync import sync as sync_step
 
     was_anything_left = False
     for delivered in sync_step():
@@ -335,7 +335,7 @@ def _fail(err: AnsorMlflowError) -> Any:
     """Prints one line, tells the run that `mlflow run` opened, and exits."""
     click.echo(f"Error: {err}", err=True)
     if os.environ.get("MLFLOW_RUN_ID"):
-        from ansor_mlflow.tracking import fail_project_run
+        from ansor_mlflow.tracking.run import fail_project_run
 
         fail_project_run(err)
     sys.exit(err.exit_code)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from ansor_mlflow.steps import Plan, PlannedTask
+    from ansor_mlflow.steps.plan import Plan, PlannedTask
 
 _PIPE_WIDTH = 1000
 """Columns where there is no terminal: lines are not broken."""

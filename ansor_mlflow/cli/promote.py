@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ansor_mlflow.steps import Promotion, Rollback
+    from ansor_mlflow.steps.promotion import Promotion
+    from ansor_mlflow.steps.rollback import Rollback
 
 
 def print_promotion(promotion: Promotion) -> None:

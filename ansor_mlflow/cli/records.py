@@ -11,7 +11,9 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from ansor_mlflow.records import DatabaseSummary, TargetSummary
-    from ansor_mlflow.steps import PoolContents, ReplayedRecord, Verification, WrittenRecords
+    from ansor_mlflow.steps.pool import PoolContents
+    from ansor_mlflow.steps.records import WrittenRecords
+    from ansor_mlflow.steps.verify import ReplayedRecord, Verification
 
 _PIPE_WIDTH = 1000
 """Columns where there is no terminal: lines are not broken."""

@@ -12,7 +12,7 @@ from rich.table import Table
 from ansor_mlflow.cli.pages import print_pages
 
 if TYPE_CHECKING:
-    from ansor_mlflow.steps import FoundRun, FoundRuns
+    from ansor_mlflow.steps.runs import FoundRun, FoundRuns
 
 _PIPE_WIDTH = 1000
 """Columns where there is no terminal: lines are not broken."""

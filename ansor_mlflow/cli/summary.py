@@ -13,7 +13,8 @@ from ansor_mlflow.cli.pages import print_pages
 from ansor_mlflow.cli.promote import print_promotion
 
 if TYPE_CHECKING:
-    from ansor_mlflow.steps import PipelineResult, RecompileResult
+    from ansor_mlflow.steps.pipeline import PipelineResult
+    from ansor_mlflow.steps.recompile import RecompileResult
 
 _ROWS = (
     ("untuned", names.UNTUNED_LATENCY_MS, "{:.2f} ms"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -115,7 +116,7 @@ def find_library(directory: Path, manifest: Manifest, options: LoadOptions) -> t
     """
     entries = _entries_for(options.device, directory, manifest)
     if options.device != "cpu":
-        return _find_for_gpu(entries, options.device)
+        return _find_for_gpu(entries, options)
     host = host_fingerprint(options)
     rejected: list[str] = []
     for entry in sorted(entries, key=lambda entry: _distance(entry.fingerprint, host)):
@@ -153,13 +154,41 @@ def _entries_for(device: str, directory: Path, manifest: Manifest) -> list[Libra
     return entries
 
 
-def _find_for_gpu(entries: Sequence[LibraryEntry], device: str) -> tuple[Choice | None, tuple[str, ...]]:
+def _find_for_gpu(entries: Sequence[LibraryEntry], options: LoadOptions) -> tuple[Choice | None, tuple[str, ...]]:
     import tvm
 
+    device = options.device
     if not tvm.runtime.enabled(device) or not tvm.device(device).exist:
         reason = f"this host has no {device}, or TVM was built without it"
         return None, tuple(_why_not(entry, reason) for entry in entries)
-    return Choice(level="exact", entry=entries[0], reason=f"it is the model's library for {device}"), ()
+    version = str(tvm.device(device).compute_version)
+    return choose_for_gpu(entries, f"sm_{version.replace('.', '')}", options)
+
+
+def choose_for_gpu(
+    entries: Sequence[LibraryEntry], architecture: str, options: LoadOptions
+) -> tuple[Choice | None, tuple[str, ...]]:
+    """The best of the libraries for NVIDIA's GPUs, if one runs on a GPU such as "sm_90"; and why not each before it.
+
+    Code for one GPU runs on later ones of its generation, unless it is for that one alone ("sm_90a"): see "Binary
+    Compatibility" in the CUDA C++ Programming Guide.
+    """
+    machine = platform.machine()
+    rejected = []
+    for entry in sorted(entries, key=lambda entry: entry.fingerprint.target.get("arch") != architecture):
+        device, made_for = entry.fingerprint, str(entry.fingerprint.target.get("arch"))
+        difference = f"it was made for {made_for}, this is {architecture}"
+        if device.machine != machine:
+            rejected.append(_why_not(entry, f"it is made for {device.machine}, this host is {machine}"))
+        elif made_for.removesuffix("a") == architecture:
+            return Choice(level="exact", entry=entry, reason=f"it was made for {made_for}"), ()
+        elif not (made_for[:-1] == architecture[:-1] and made_for[-1:] < architecture[-1:]):
+            rejected.append(_why_not(entry, difference))
+        elif options.allow_compatible:
+            return Choice(level="compatible", entry=entry, reason=difference, rejected=tuple(rejected)), ()
+        else:
+            rejected.append(_why_not(entry, f"{difference}, and allow_compatible is off"))
+    return None, tuple(rejected)
 
 
 def _why_not(entry: LibraryEntry, reason: str) -> str:

@@ -22,8 +22,8 @@ from ansor_mlflow.steps.devices import TunedDevice, require_one_network
 from ansor_mlflow.steps.recorded import Recorded, distill_for_device, find_recorded, load_recorded_network
 from ansor_mlflow.targets import DeviceFingerprint, fingerprint, resolve_target
 from ansor_mlflow.threads import resolve_num_threads
-from ansor_mlflow.tracking import StepRun, step_run
 from ansor_mlflow.tracking.failures import clear_failures
+from ansor_mlflow.tracking.run import StepRun, step_run
 
 if TYPE_CHECKING:
     from tvm.target import Target

@@ -17,8 +17,8 @@ from ansor_mlflow.model import LibraryEntry, Manifest, choose_library
 from ansor_mlflow.options import EvaluateOptions
 from ansor_mlflow.steps.checking import compare_with_reference, seeded_examples, tolerance_for
 from ansor_mlflow.tensors import TensorSpec
-from ansor_mlflow.tracking import StepRun, step_run
 from ansor_mlflow.tracking.failures import clear_failures
+from ansor_mlflow.tracking.run import StepRun, step_run
 
 _log = logging.getLogger("ansor_mlflow")
 

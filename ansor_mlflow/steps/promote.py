@@ -19,9 +19,9 @@ from ansor_mlflow.steps.checking import compare_with_reference, seeded_examples,
 from ansor_mlflow.steps.contest import Contender, Contest, compete
 from ansor_mlflow.steps.promotion import Outcome, Promotion
 from ansor_mlflow.targets import DeviceFingerprint, fingerprint, resolve_target
-from ansor_mlflow.tracking import StepRun, step_run
 from ansor_mlflow.tracking.environment import describe_environment
 from ansor_mlflow.tracking.note import command_lines
+from ansor_mlflow.tracking.run import StepRun, step_run
 
 CHAMPION = "champion"
 _log = logging.getLogger("ansor_mlflow")

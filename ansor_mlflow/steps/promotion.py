@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+import pydantic_core
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import CorrectnessError, ModelError, NotFasterError, UndecidedError
@@ -124,8 +125,8 @@ class Promotion:
         return tags
 
     def to_json(self) -> str:
-        """All of it."""
-        return json.dumps(asdict(self), indent=1)
+        """All of it; JSON has no infinite numbers, and has null in their place."""
+        return pydantic_core.to_json(self, indent=1, inf_nan_mode="null").decode()
 
     def to_html(self, commands: Sequence[str]) -> str:
         """A page that needs no network.

@@ -26,8 +26,8 @@ from ansor_mlflow.steps.fetching import fetch_records, tuning_of
 from ansor_mlflow.steps.params import params_used
 from ansor_mlflow.steps.recorded import distill_for_device, find_recorded, load_recorded_network
 from ansor_mlflow.targets import DeviceFingerprint
-from ansor_mlflow.tracking import StepRun, step_run
 from ansor_mlflow.tracking.failures import clear_failures
+from ansor_mlflow.tracking.run import StepRun, step_run
 from ansor_mlflow.tuning.search import applies
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from ansor_mlflow import names
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.records import Database, RecordPair, write_text
 from ansor_mlflow.roofline import quick_roofline
-from ansor_mlflow.tracking import Message, Outbox
 from ansor_mlflow.tracking.failures import one_line
 from ansor_mlflow.tracking.figures import draw_roofline, save_figure
 from ansor_mlflow.tracking.history import TuningHistory
 from ansor_mlflow.tracking.note import tuning_note
+from ansor_mlflow.tracking.outbox import Message, Outbox
 from ansor_mlflow.tracking.report import ScheduleText, tuning_page
 from ansor_mlflow.tuning import TuningJob
 from ansor_mlflow.tuning.arguments import argument_bytes

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ansor_mlflow import names, registry
 from ansor_mlflow.options import PromoteOptions
-from ansor_mlflow.tracking import step_run
+from ansor_mlflow.tracking.run import step_run
 
 _ROLLED_BACK = "rolled_back"
 

@@ -35,19 +35,13 @@ from ansor_mlflow.targets import (
     resolve_target,
 )
 from ansor_mlflow.threads import measuring_cpus, resolve_num_threads
-from ansor_mlflow.tracking import (
-    Message,
-    MlflowObserver,
-    Outbox,
-    RecordMirror,
-    StepRun,
-    open_outbox,
-    step_run,
-    whole_records,
-)
 from ansor_mlflow.tracking.environment import describe_environment
 from ansor_mlflow.tracking.failures import without_credentials
+from ansor_mlflow.tracking.mirror import RecordMirror, whole_records
 from ansor_mlflow.tracking.note import command_lines
+from ansor_mlflow.tracking.observer import MlflowObserver
+from ansor_mlflow.tracking.outbox import Message, Outbox, open_outbox
+from ansor_mlflow.tracking.run import StepRun, step_run
 from ansor_mlflow.trials import StopReason, TuningObserver, TuningResult
 from ansor_mlflow.tuning import RoundLog, TuningJob, require_valid_trials, start_fork_server, tune_locally
 from ansor_mlflow.tuning.stopping import resolve_num_trials

@@ -29,9 +29,9 @@ from ansor_mlflow.records.lines import target_attributes
 from ansor_mlflow.steps.fetching import fetch_databases
 from ansor_mlflow.steps.pool import known_kernels
 from ansor_mlflow.targets import DeviceFingerprint
-from ansor_mlflow.tracking import StepRun
 from ansor_mlflow.tracking.failures import without_credentials
 from ansor_mlflow.tracking.pool import RecordPool
+from ansor_mlflow.tracking.run import StepRun
 from ansor_mlflow.tuning.stopping import resolve_num_trials
 
 _log = logging.getLogger("ansor_mlflow")

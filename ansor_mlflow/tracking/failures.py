@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import requests
-from boto3.exceptions import Boto3Error
-from botocore.exceptions import BotoCoreError, ClientError
 from mlflow.exceptions import ExecutionException, MlflowException
 
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError
@@ -35,7 +33,7 @@ def clear_failures(action: str) -> Iterator[None]:
         yield
     except (AnsorMlflowError, ExecutionException):
         raise
-    except (BotoCoreError, ClientError, Boto3Error) as err:
+    except _s3_errors() as err:
         raise _s3_failure(action, err) from err
     except MlflowException as err:
         raise _mlflow_failure(action, err) from err
@@ -45,6 +43,14 @@ def clear_failures(action: str) -> Iterator[None]:
         ) from err
     except ImportError as err:  # of a database's driver, for one
         raise MachineError(f"cannot {action}: a package is missing ({one_line(err)}); install it") from err
+
+
+def _s3_errors() -> tuple[type[Exception], ...]:
+    """Those of boto3, which is not imported before something has failed: it takes a tenth of a second."""
+    from boto3.exceptions import Boto3Error
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    return BotoCoreError, ClientError, Boto3Error
 
 
 def _mlflow_failure(action: str, err: MlflowException) -> AnsorMlflowError:
