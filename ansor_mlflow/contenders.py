@@ -5,7 +5,6 @@ Imports are inside the factories, so that a process loads only what its contende
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -46,20 +45,6 @@ def reference_run(network: Path, num_threads: int, *, optimized: bool = True) ->
     from ansor_mlflow.networks.reference import ReferenceSession
 
     return ReferenceSession(network, num_threads, optimized=optimized).run
-
-
-def untuned_build(network: Path, entry: LibraryEntry, library: Path) -> Callable[[], None]:
-    """A call that compiles the network without records."""
-    import onnx
-
-    from ansor_mlflow.compile import compile_untuned
-    from ansor_mlflow.lowering import SETTINGS, lower
-    from ansor_mlflow.targets import resolve_target
-
-    target = resolve_target(json.dumps(entry.fingerprint.target), entry.fingerprint.num_threads)
-    settings = {name: entry.provenance[name] for name in SETTINGS if name in entry.provenance}
-    lowered = lower(onnx.load_model(str(network)), target, **settings)
-    return partial(compile_untuned, lowered, target, library)
 
 
 def library_run(library: Path, manifest: Manifest, entry: LibraryEntry) -> Run:

@@ -28,6 +28,7 @@ from ansor_mlflow.networks.onnx_file import read_onnx
 from ansor_mlflow.networks.reference import ReferenceSession, is_quantized
 from ansor_mlflow.options import LatencyOptions, load_options
 from ansor_mlflow.threads import available_cpus
+from ansor_mlflow.tracking.failures import one_line
 from ansor_mlflow.tracking.figures import draw_latency, save_figure
 
 EVALUATOR_NAME = "ansor-latency"
@@ -107,15 +108,20 @@ def _evaluate(options: LatencyOptions, dataset: Any, model: Any) -> tuple[Latenc
 
 def _batch_size(model: Any) -> int:
     """The rows that a tuned model, or an ONNX model with a fixed batch, takes at once; 1 for others."""
-    try:
-        raw = model.get_raw_model()
-    except (AttributeError, NotImplementedError):
-        return 1
+    raw = _raw_model(model)
     if isinstance(raw, TunedModel):
         shape: Any = raw.inputs[0].shape
     else:
         shape = raw.get_inputs()[0].shape if hasattr(raw, "get_inputs") else ()
     return shape[0] if shape and isinstance(shape[0], int) else 1
+
+
+def _raw_model(model: Any) -> Any:
+    """What a pyfunc model wraps; None where it does not say."""
+    try:
+        return model.get_raw_model()
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def _differences(dataset: Any, model: Any, reference: Predict | None, size: int) -> Iterator[Difference]:
@@ -146,8 +152,7 @@ def _model_input(rows: Any, model: Any) -> Any:
     """
     if not isinstance(model, PyFuncModel):
         return rows
-    schema = model.metadata.get_input_schema()
-    specs: list[TensorSpec] = schema.inputs if schema is not None and schema.is_tensor_spec() else []
+    specs = _input_specs(model)
     by_name = {spec.name: spec for spec in specs if spec.name is not None}
     if isinstance(rows, np.ndarray):
         return {name: rows.astype(spec.type) for name, spec in by_name.items()} if len(by_name) == 1 else rows
@@ -157,18 +162,26 @@ def _model_input(rows: Any, model: Any) -> Any:
     return next(iter(arrays.values())) if specs and not by_name else arrays
 
 
-def _stacked(column: pd.Series, spec: TensorSpec | None) -> npt.NDArray[Any]:
-    """A column of tensors as one array; a cell is the tensor of a row, without the batch dimension or flat.
+def _input_specs(model: PyFuncModel) -> list[TensorSpec]:
+    """The tensors that a model takes; none for a model of plain columns.
 
-    A signature of objects says nothing about the tensor.
+    A tuned model says it itself, since its signature may say no more than that columns hold objects.
     """
-    known = spec if spec is not None and spec.type != np.dtype(object) else None
+    raw = _raw_model(model)
+    if isinstance(raw, TunedModel):
+        return [TensorSpec(np.dtype(spec.dtype), spec.shape, spec.name) for spec in raw.inputs]
+    schema = model.metadata.get_input_schema()
+    return schema.inputs if schema is not None and schema.is_tensor_spec() else []
+
+
+def _stacked(column: pd.Series, spec: TensorSpec | None) -> npt.NDArray[Any]:
+    """A column of tensors as one array; a cell is the tensor of a row, without the batch dimension or flat."""
     try:
-        array = np.stack([np.asarray(cell, dtype=known.type if known else None) for cell in column])
-        if known is not None and -1 not in known.shape[1:]:
-            array = array.reshape(len(column), *known.shape[1:])
-    except (ValueError, TypeError) as err:
-        expected = f"{known.type} {known.shape[1:]}" if known else "of one shape"
+        array = np.stack([np.asarray(cell, dtype=spec.type if spec else None) for cell in column])
+        if spec is not None and -1 not in spec.shape[1:]:
+            array = array.reshape(len(column), *spec.shape[1:])
+    except (ValueError, TypeError, OverflowError) as err:
+        expected = f"{spec.type} {spec.shape[1:]}" if spec else "of one shape"
         raise UserInputError(f"column {column.name!r}: its cells must be tensors {expected}, a row each") from err
     return array
 
@@ -187,13 +200,21 @@ def _reference(reference: str) -> Predict:
         raise UserInputError(f"reference={reference}: no such file; give an ONNX file, or a model's URI or directory")
     read_onnx(path, reference)
     session = ReferenceSession(path, available_cpus(), optimized=not is_quantized(path))
-    return lambda data: session.run(_named(data, reference))
 
+    def predict_named(data: Any) -> Arrays:
+        if not isinstance(data, Mapping):
+            raise UserInputError(
+                f"reference={reference}: it needs tensors by name; name the data's columns as its inputs"
+            )
+        try:
+            return session.run(data)
+        except Exception as err:  # ONNX Runtime's errors have no class in common
+            raise UserInputError(
+                f"reference={reference}: it cannot be computed from the data ({one_line(err)}); name the data's "
+                "columns as its inputs, and give batch_size= the rows that it takes at once"
+            ) from err
 
-def _named(data: Any, reference: str) -> Mapping[str, npt.NDArray[Any]]:
-    if not isinstance(data, Mapping):
-        raise UserInputError(f"reference={reference}: it needs tensors by name; name the data's columns as its inputs")
-    return data
+    return predict_named
 
 
 def _arrays(outputs: Any) -> Arrays:

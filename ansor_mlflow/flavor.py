@@ -56,9 +56,11 @@ from ansor_mlflow.model import (
     with_libraries,
     write_package,
 )
+from ansor_mlflow.model.manifest import damaged
 from ansor_mlflow.serving import PyfuncModel, get_signature
 from ansor_mlflow.targets import why_not_runnable
 from ansor_mlflow.tensors import random_inputs
+from ansor_mlflow.tracking.failures import without_credentials
 
 FLAVOR_NAME = "tvm"
 
@@ -264,9 +266,10 @@ def add_library(
 
     A logged model cannot be changed, so this is a new one, which belongs to the active run if there is one. Its tag
     `ansor.extended_from` names the model that it extends. Of two libraries for the same device the added one is kept.
+    The code that loads them is that of the installed package.
 
     Args:
-        model_uri: The model that is extended; its name, environment, code, input example and metadata are kept.
+        model_uri: The model that is extended; its name, environment, other code, input example and metadata are kept.
         run: ID of the run whose model is added (compile, recompile or main), or that model's URI.
         name: Name of the new model; by default that of the model that is extended.
         registered_model_name: Name to register the new model under; no new version by default.
@@ -275,15 +278,17 @@ def add_library(
         The metadata of the new model.
 
     Raises:
-        UserInputError: The run has no model, or the models are of different networks.
+        UserInputError: The run has no model, or the models are of different networks or versions of TVM.
         ModelError: One of them was changed after it was logged.
     """
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         directory, members = _fetch_package(model_uri, Path(scratch, "base"))
         _, added = _fetch_package(_model_of(run), Path(scratch, "added"))
         base = Model.load(str(directory))
+        libraries = with_libraries(members, added)
+        _require_one_tvm(libraries)
         return log_model(
-            with_libraries(members, added),
+            libraries,
             name=name or _name_of(base),
             conda_env=str(directory / _CONDA_ENV_FILE_NAME),
             code_paths=_code_paths(directory),
@@ -291,7 +296,21 @@ def add_library(
             signature=base.signature,
             input_example=base.load_input_example(str(directory)),
             metadata=base.metadata,
-            tags={names.TAG_EXTENDED_FROM: model_uri},
+            tags={names.TAG_EXTENDED_FROM: without_credentials(model_uri)},
+        )
+
+
+def _require_one_tvm(libraries: Sequence[CompiledNetwork]) -> None:
+    """Refuses libraries that the environment of one model cannot run.
+
+    Raises:
+        UserInputError: They were compiled with different versions of TVM.
+    """
+    versions = {str(library.provenance.get("tvm_version", "")) for library in libraries} - {""}
+    if len(versions) > 1:
+        raise UserInputError(
+            f"the libraries were compiled with TVM {' and '.join(sorted(versions))}, and a model has one environment; "
+            "build the older one again: ansor-mlflow recompile"
         )
 
 
@@ -339,6 +358,8 @@ def read_manifest(directory: Path) -> Manifest:
         raise ModelError(
             f"model {directory}: it has no flavor {FLAVOR_NAME!r}; give a model that compile logged"
         ) from err
+    except (yaml.YAMLError, UnicodeDecodeError, AttributeError, TypeError, ValueError) as err:
+        raise damaged(err) from err
     return Manifest.from_dict(configuration)
 
 

@@ -249,8 +249,8 @@ class CompileOptions(SignatureOptions, RecordsOptions):
 
     @property
     def tune_runs(self) -> tuple[str, ...]:
-        """The IDs of the tuning runs."""
-        return tuple(run.strip() for run in self.tune_run.split(",") if run.strip())
+        """The IDs of the tuning runs, each once."""
+        return tuple(dict.fromkeys(run.strip() for run in self.tune_run.split(",") if run.strip()))
 
 
 class RecompileOptions(Options):

@@ -61,10 +61,14 @@ def find_version(name: str, given: str) -> str:
 
 
 def tag_version(name: str, version: str, tags: Mapping[str, str]) -> None:
-    """Sets tags of a version."""
+    """Sets tags of a version; one without a value is removed."""
+    client = mlflow.MlflowClient()
     with clear_failures(f"tag version {version} of {name}"):
         for key, value in tags.items():
-            mlflow.MlflowClient().set_model_version_tag(name, version, key, value)
+            if value:
+                client.set_model_version_tag(name, version, key, value)
+            else:
+                client.delete_model_version_tag(name, version, key)
 
 
 def aliases_of(name: str) -> dict[str, str]:
@@ -141,7 +145,7 @@ def undo_moves(name: str, alias: str) -> dict[str, Move]:
     if not alias:
         if len({move.run_id for move in last.values()}) > 1:
             raise UserInputError(f"alias='': promotions moved {', '.join(sorted(last))}; give one of them")
-        alias = next((moved for moved, move in last.items() if move.before), "")
+        alias = next((moved for moved, move in last.items() if move.before), next(iter(last), ""))
     if alias not in last:
         raise UserInputError(
             f"alias={alias!r}: no promotion moved an alias of {name} to where it points now; set it with "

@@ -99,6 +99,14 @@ def test_without_an_alias_there_must_be_one_last_promotion(client: mlflow.Mlflow
         registry.undo_moves(NAME, "")
 
 
+@pytest.mark.parametrize("alias", [CHAMPION, ""])
+def test_there_is_nothing_before_the_first_promotion(client: mlflow.MlflowClient, alias: str) -> None:
+    promote("1", CHAMPION, OF_TARGET)
+    with pytest.raises(UserInputError, match="version 1 of resnet is its first; there is none before"):
+        registry.undo_moves(NAME, alias)
+    assert registry.aliases_of(NAME) == {CHAMPION: "1", OF_TARGET: "1"}
+
+
 def test_an_alias_that_was_set_by_hand_is_not_taken_back(client: mlflow.MlflowClient) -> None:
     promote("1", CHAMPION)
     promote("2", CHAMPION)

@@ -308,14 +308,14 @@ def test_model_that_cannot_be_found(here: RunCommand, model_uri: str, exit_code:
     assert_failed(here("evaluate", "--model-uri", model_uri), exit_code, message)
 
 
+@pytest.mark.parametrize("name", ["libraries/*/model.so", "network.onnx", "records/*/database_tuning_record.json"])
 def test_model_that_was_changed_after_it_was_saved(
-    here: RunCommand, compiled_network: CompiledNetwork, tmp_path: Path
+    here: RunCommand, compiled_network: CompiledNetwork, tmp_path: Path, name: str
 ) -> None:
     flavor.save_model(compiled_network, str(tmp_path / "model"))
-    (library,) = tmp_path.glob("model/libraries/*/model.so")
-    with library.open("ab") as file:
-        file.write(b"\0")
-    message = r"model.so does not match the SHA-256 in MLmodel, it was changed after it was logged; download"
+    (changed,) = tmp_path.glob(f"model/{name}")
+    changed.write_bytes(changed.read_bytes()[:-1])
+    message = f"{changed.name} does not match the SHA-256 in MLmodel, it was changed after it was logged; download"
     assert_failed(here("evaluate", "--model-uri", "model"), MODEL, message)
 
 

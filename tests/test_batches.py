@@ -12,8 +12,11 @@ from mlflow.exceptions import MlflowException
 from served import compiled, pairs
 
 from ansor_mlflow import flavor
+from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.serving import PyfuncModel
+from ansor_mlflow.serving.cells import from_objects, stack_cells
+from ansor_mlflow.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -124,3 +127,20 @@ def test_an_output_without_the_batch(load: LoadNetwork) -> None:
     np.testing.assert_array_equal(model.predict(data), [[2, 2, 2]])
     with pytest.raises(MlflowException, match=r"\(4, 3\): the model expects 'data': float32 \(2, 3\)"):
         model.predict(np.ones((4, 3), np.float32))
+
+
+@pytest.mark.parametrize("number", [300, -1, 2**70, float("inf")])
+def test_numbers_that_the_dtype_does_not_have(number: float) -> None:
+    spec = TensorSpec("data", (1, 2), "uint8")
+    message = "column 'data': its cells must be tensors of one shape and uint8"
+    with pytest.raises(UserInputError, match=message):
+        from_objects(np.array([[number, 1]], object), spec)
+    with pytest.raises(UserInputError, match=message):
+        stack_cells([[number, 1]], spec)
+
+
+def test_the_bytes_of_a_scalar() -> None:
+    spec = TensorSpec("gain", (), "float32")
+    assert stack_cells([np.float32(2.5).tobytes()], spec) == np.float32(2.5)
+    with pytest.raises(UserInputError, match="column 'gain': its cells must be tensors"):
+        stack_cells([bytes(8)], spec)

@@ -22,9 +22,10 @@ from ansor_mlflow.model import (
     TunedModel,
     choose_library,
     load_package,
+    threads_here,
     write_package,
 )
-from ansor_mlflow.model.choice import choose_for_gpu, find_library
+from ansor_mlflow.model.choice import choose_for_gpu, entries_to_rebuild, find_library
 from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process
 from ansor_mlflow.networks.reference import ReferenceSession
 from ansor_mlflow.records import RECORD_FILE
@@ -118,6 +119,20 @@ def test_no_library_and_no_build(make: MakeModel) -> None:
     message = f"no library runs here: {NEEDS}; {FOREIGN}; allow_rebuild is off; compile the network on this host, and"
     with pytest.raises(ModelError, match=message):
         load_package(*make("newer", "foreign"), LoadOptions(allow_rebuild=False))
+
+
+def test_the_threads_of_a_library_are_those_that_are_here(make: MakeModel) -> None:
+    _, manifest = make("exact", "many threads more")
+    assert [threads_here(entry) for entry in manifest.libraries] == [CPUS, CPUS]
+    single = replace(manifest.libraries[0], fingerprint=replace(manifest.libraries[0].fingerprint, num_threads=1))
+    assert threads_here(single) == 1
+
+
+def test_the_records_for_a_gpu_build_no_library_for_a_cpu(
+    make: MakeModel, devices: dict[str, DeviceFingerprint]
+) -> None:
+    _, manifest = make("newer", "gpu", "foreign")
+    assert [entry.fingerprint for entry in entries_to_rebuild(manifest, LoadOptions())] == [devices["newer"]]
 
 
 def test_no_records_and_no_untuned_library(make: MakeModel) -> None:

@@ -248,6 +248,15 @@ def test_the_library_of_a_device_is_replaced(
     assert entry.provenance == {"trials": "more"}
 
 
+def test_libraries_of_two_versions_of_tvm(
+    log_compiled: Callable[..., tuple[str, str]], compiled_network: CompiledNetwork, elsewhere: DeviceFingerprint
+) -> None:
+    _, base = log_compiled(replace(compiled_network, fingerprint=elsewhere, provenance={"tvm_version": "0.20.0"}))
+    run, _ = log_compiled(replace(compiled_network, provenance={"tvm_version": "0.21.0"}))
+    with pytest.raises(UserInputError, match=r"with TVM 0\.20\.0 and 0\.21\.0, and a model has one environment; build"):
+        flavor.add_library(base, run)
+
+
 def test_a_library_of_another_network(
     log_compiled: Callable[..., tuple[str, str]], compiled_network: CompiledNetwork, tmp_path: Path
 ) -> None:

@@ -148,7 +148,9 @@ def test_a_model_that_takes_base64_is_measured_too(
     manifest = flavor.read_manifest(Path(tuned))
     path = str(shutil.copytree(tuned, tmp_path / "model"))
     mlflow.models.set_signature(path, get_signature(manifest.inputs, manifest.outputs, "binary"))
-    assert evaluate(path, frame, reference=str(small_onnx)).metrics[names.MAX_REL_ERROR] < 1e-4
+    lists = pd.DataFrame({"data": [image.tolist() for image in frame["data"]]})
+    for data in (frame, lists):
+        assert evaluate(path, data, reference=str(small_onnx)).metrics[names.MAX_REL_ERROR] < 1e-4
 
 
 def test_a_fixed_batch_is_filled_up(tmp_path: Path) -> None:
@@ -227,6 +229,15 @@ def test_cells_of_another_shape_are_refused(tuned: str) -> None:
 def test_an_onnx_reference_needs_named_tensors(small_onnx: Path) -> None:
     with pytest.raises(MlflowException, match="it needs tensors by name"):
         evaluate(sleeper(0), pd.DataFrame({"a": [1.0]}), reference=str(small_onnx))
+
+
+def test_a_reference_that_takes_other_tensors(tuned: str, frame: pd.DataFrame, tmp_path: Path) -> None:
+    builder = GraphBuilder(seed=0)
+    builder.relu("relu", builder.input("data", (8, 3, 16, 16)))
+    onnx.save(builder.build("eight", {"relu": (8, 3, 16, 16)}), tmp_path / "eight.onnx")
+    message = r"reference=.+eight.onnx: it cannot be computed from the data \(.+\); name the data's columns"
+    with pytest.raises(MlflowException, match=message):
+        evaluate(tuned, frame, reference=str(tmp_path / "eight.onnx"))
 
 
 def test_predictions_without_a_model_cannot_be_timed() -> None:

@@ -279,6 +279,13 @@ def test_pyfunc_is_told_how_to_load(saved: Path, monkeypatch: pytest.MonkeyPatch
         mlflow.pyfunc.load_model(str(saved), model_config=config if by == "argument" else None)
 
 
+@pytest.mark.parametrize("text", ["", "flavors: [", "flavors: 5", "flavors: {tvm: 5}", "5", "\x00"])
+def test_a_damaged_description(tmp_path: Path, text: str) -> None:
+    (tmp_path / "MLmodel").write_text(text)
+    with pytest.raises(ModelError, match=r"the model's MLmodel file is damaged \(.+\); log the model again"):
+        flavor.load_model(str(tmp_path))
+
+
 # -- pyfunc ----------------------------------------------------------------------------------------------------------
 
 

@@ -115,6 +115,13 @@ def test_a_manifest_with_a_damaged_entry(
         Manifest.from_dict(entry)
 
 
+def test_a_target_that_is_no_mapping(compiled_network: CompiledNetwork, tmp_path: Path) -> None:
+    entry = write_package(compiled_network, tmp_path).to_dict()
+    entry["libraries"][0]["fingerprint"]["target"] = "llvm"
+    with pytest.raises(ModelError, match=DAMAGED):
+        Manifest.from_dict(entry)
+
+
 @pytest.mark.parametrize("version", [None, 0, 2])
 def test_a_manifest_of_another_version(compiled_network: CompiledNetwork, tmp_path: Path, version: int | None) -> None:
     entry = {**write_package(compiled_network, tmp_path).to_dict(), "format_version": version}

@@ -259,6 +259,22 @@ def test_the_champion_itself_is_not_measured(client: mlflow.MlflowClient, of_tar
     assert timed == []
 
 
+def test_the_evidence_of_a_champion_stays_and_that_of_others_is_replaced(
+    client: mlflow.MlflowClient, of_target: str, set_times: SetTimes
+) -> None:
+    set_champion(client, FAST, of_target)
+    set_times({FAST: 10.0, EQUAL: 8.0})
+    assert decide(EQUAL).outcome is Outcome.PROMOTED
+    won = client.get_model_version(NAME, EQUAL).tags
+    assert decide(EQUAL).outcome is Outcome.ALREADY_CHAMPION
+    assert client.get_model_version(NAME, EQUAL).tags == won
+    client.delete_registered_model_alias(NAME, of_target)
+    assert decide(EQUAL).outcome is Outcome.NO_CHAMPION
+    tags = client.get_model_version(NAME, EQUAL).tags
+    assert tags[names.TAG_PROMOTION] == "no_champion"
+    assert not {names.TAG_PROMOTION_RATIO, names.TAG_PROMOTION_CHAMPION} & tags.keys()
+
+
 def test_a_champion_that_changes_meanwhile_stays(
     client: mlflow.MlflowClient, of_target: str, set_times: SetTimes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

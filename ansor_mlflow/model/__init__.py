@@ -1,6 +1,6 @@
 """A tuned model as a directory of libraries, records and the network, with the digest of every file."""
 
-from ansor_mlflow.model.choice import Choice, LoadOptions, choose_library
+from ansor_mlflow.model.choice import Choice, LoadOptions, choose_library, threads_here
 from ansor_mlflow.model.digests import verify_package
 from ansor_mlflow.model.loading import load_package, open_library
 from ansor_mlflow.model.manifest import LIBRARY_FILE, LibraryEntry, Manifest
@@ -19,6 +19,7 @@ __all__ = [
     "load_package",
     "open_library",
     "read_package",
+    "threads_here",
     "verify_package",
     "with_libraries",
     "write_package",

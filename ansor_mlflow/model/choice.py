@@ -88,13 +88,13 @@ class Choice:
         return "; ".join([*clauses, *self.rejected])
 
 
-def choose_library(directory: Path, manifest: Manifest, options: LoadOptions | None = None) -> LibraryEntry:
+def choose_library(directory: Path, manifest: Manifest) -> LibraryEntry:
     """The library of a model that is loaded on this host as it is.
 
     Raises:
         ModelError: None of them runs here.
     """
-    choice, rejected = find_library(directory, manifest, options or LoadOptions())
+    choice, rejected = find_library(directory, manifest, LoadOptions())
     if choice is None:
         raise nothing_runs(directory, rejected)
     return choice.entry
@@ -131,10 +131,19 @@ def find_library(directory: Path, manifest: Manifest, options: LoadOptions) -> t
     return None, tuple(rejected)
 
 
+def threads_here(entry: LibraryEntry) -> int:
+    """The threads that a library runs on here, if no other number is asked for."""
+    return min(entry.fingerprint.num_threads, available_cpus())
+
+
 def entries_to_rebuild(manifest: Manifest, options: LoadOptions) -> list[LibraryEntry]:
     """The libraries whose records may serve to build one for this host, the nearest first."""
     host = host_fingerprint(options)
-    same = [entry for entry in manifest.libraries if entry.fingerprint.machine == host.machine]
+    same = [
+        entry
+        for entry in manifest.libraries
+        if (entry.fingerprint.machine, entry.fingerprint.target["kind"]) == (host.machine, _CPU_KIND)
+    ]
     return sorted(same, key=lambda entry: _distance(entry.fingerprint, host))
 
 

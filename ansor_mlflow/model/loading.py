@@ -17,17 +17,15 @@ from ansor_mlflow.model.choice import (
     find_library,
     host_fingerprint,
     nothing_runs,
+    threads_here,
 )
 from ansor_mlflow.model.digests import verify_package
 from ansor_mlflow.model.manifest import LIBRARY_FILE, LibraryEntry, Manifest, records_path
-from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process, require_builder
+from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process, lowering_of, require_builder
 from ansor_mlflow.model.tuned import TunedModel
 from ansor_mlflow.names import NETWORK_FILE
 from ansor_mlflow.records import RecordPair
-from ansor_mlflow.threads import available_cpus
 
-_LOWERING_SETTINGS = ("layout", "dtype", "pad_channels")
-"""`lowering.SETTINGS`, which is not imported because it needs ONNX."""
 _OF_ANOTHER_DEVICE = ("estimated_latency_ms", "target", "num_threads", "host", "target_mismatch")
 """What the provenance of a library says of the device that it was tuned on."""
 _log = logging.getLogger(__name__)
@@ -72,7 +70,7 @@ def open_library(
         options: Where it is to run.
     """
     options = options or LoadOptions()
-    num_threads = options.num_threads or min(entry.fingerprint.num_threads, available_cpus())
+    num_threads = options.num_threads or threads_here(entry)
     choice = choice or Choice(level="exact", entry=entry, reason="it was asked for")
     return TunedModel(
         library, manifest.inputs, manifest.outputs, choice, num_threads=num_threads, device=options.device
@@ -140,7 +138,7 @@ def _build_library(attempt: _Attempt, directory: Path, options: LoadOptions, lib
         records=str(attempt.records or ""),
         target=host.target,
         num_threads=host.num_threads,
-        lowering={name: provenance[name] for name in _LOWERING_SETTINGS if name in provenance},
+        lowering=lowering_of(provenance),
         library=str(library),
     )
     coverage = build_in_child_process(job)

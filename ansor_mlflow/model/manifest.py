@@ -24,6 +24,11 @@ def records_path(device: DeviceFingerprint) -> str:
     return f"records/{device.name}"
 
 
+def damaged(err: Exception) -> ModelError:
+    """The error that says that a model's description cannot be read."""
+    return ModelError(f"the model's MLmodel file is damaged ({err!r}); log the model again")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LibraryEntry:
     """A library of a model and the device it is for."""
@@ -57,10 +62,14 @@ class Manifest:
         Raises:
             ModelError: Entries are missing, or a newer version wrote them.
         """
+        if not isinstance(entry, dict):
+            raise damaged(TypeError(f"the flavor is a {type(entry).__name__}"))
         version = entry.get("format_version")
         if version != FORMAT_VERSION:
             raise ModelError(f"the model has format version {version}, this package reads {FORMAT_VERSION}; update it")
         try:
+            if any(not isinstance(library["fingerprint"]["target"], dict) for library in entry["libraries"]):
+                raise TypeError("a target is no mapping")
             return Manifest(
                 network=entry["network"],
                 inputs=tuple(TensorSpec.from_dict(spec) for spec in entry["inputs"]),
@@ -72,4 +81,4 @@ class Manifest:
                 files=dict(entry["files"]),
             )
         except (KeyError, TypeError, ValueError) as err:
-            raise ModelError(f"the model's MLmodel file is damaged ({err!r}); log the model again") from err
+            raise damaged(err) from err

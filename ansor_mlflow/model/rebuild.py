@@ -11,12 +11,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, error_for_exit_code
 
+_LOWERING_SETTINGS = ("layout", "dtype", "pad_channels")
+"""`lowering.SETTINGS`, which is not imported because it needs ONNX."""
 _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from ansor_mlflow.model.rebuild import main; main()"
 """With the path of this process, so that it finds the same code, and none in the directory that it is started in."""
 
@@ -35,6 +38,11 @@ class BuildJob:
     """Parameters of `lowering.lower`."""
     library: str
     """Path of the library to write."""
+
+
+def lowering_of(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of `lowering.lower` that a library was made with."""
+    return {name: provenance[name] for name in _LOWERING_SETTINGS if name in provenance}
 
 
 def require_builder() -> None:

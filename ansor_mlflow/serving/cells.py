@@ -26,11 +26,12 @@ def stack_cells(cells: Iterable[Any], spec: TensorSpec) -> npt.NDArray[Any]:
         UserInputError: A cell is not such a tensor.
     """
     cells = list(cells)
-    if cells and all(isinstance(cell, (str, bytes)) for cell in cells):
-        return np.concatenate([_rows(cell, spec) for cell in cells]).reshape(-1 if spec.shape else (), *spec.shape[1:])
     try:
+        if cells and all(isinstance(cell, (str, bytes)) for cell in cells):
+            rows = np.concatenate([_rows(cell, spec) for cell in cells])
+            return rows.reshape(-1, *spec.shape[1:]) if spec.shape else rows.reshape(())
         array = np.stack([np.asarray(cell, dtype=spec.dtype) for cell in cells])
-    except (ValueError, TypeError) as err:
+    except (ValueError, TypeError, OverflowError) as err:
         raise UserInputError(_rule(spec)) from err
     return array[0] if len(array) == 1 and array.shape[1:] == spec.shape else array
 
@@ -45,7 +46,7 @@ def from_objects(array: npt.NDArray[Any], spec: TensorSpec) -> npt.NDArray[Any]:
         return stack_cells(array, spec)
     try:
         return array.astype(spec.dtype)
-    except (ValueError, TypeError) as err:
+    except (ValueError, TypeError, OverflowError) as err:
         raise UserInputError(_rule(spec)) from err
 
 

@@ -22,7 +22,7 @@ from ansor_mlflow.steps.devices import TunedDevice, require_one_network
 from ansor_mlflow.steps.recorded import Recorded, distill_for_device, find_recorded, load_recorded_network
 from ansor_mlflow.targets import DeviceFingerprint, fingerprint, resolve_target
 from ansor_mlflow.threads import resolve_num_threads
-from ansor_mlflow.tracking.failures import clear_failures
+from ansor_mlflow.tracking.failures import clear_failures, without_credentials
 from ansor_mlflow.tracking.run import StepRun, step_run
 
 if TYPE_CHECKING:
@@ -43,6 +43,26 @@ class CompileResult:
     coverage: Coverage
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """How the library for one device is made."""
+
+    options: NetworkOptions
+    """The network's lowering."""
+    target: Target
+    device: DeviceFingerprint
+    write_best: WriteRecords
+    provenance: Mapping[str, object]
+    """Where the library comes from."""
+
+    @staticmethod
+    def of(options: NetworkOptions, write_best: WriteRecords, provenance: Mapping[str, object]) -> Recipe:
+        """For the target and the number of threads in the options."""
+        num_threads = resolve_num_threads(options.num_threads)
+        target = resolve_target(options.target, num_threads)
+        return Recipe(options, target, fingerprint(target, num_threads), write_best, provenance)
+
+
 def compile_network(options: CompileOptions) -> CompileResult:
     """Compiles a network with records and logs the model.
 
@@ -57,119 +77,26 @@ def compile_network(options: CompileOptions) -> CompileResult:
 def _compile(options: CompileOptions, run: StepRun) -> CompileResult:
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         if len(options.tune_runs) > 1:
-            libraries = compile_for_devices(options, run, Path(scratch))
-            coverage = min((coverage for _, coverage in libraries), key=lambda coverage: coverage.flops_share)
-            report_coverage(coverage, run)
-            members = [member for member, _ in libraries]
-            return CompileResult(run.run_id, log_model(members, run, options.signature), coverage)
-        recorded = find_recorded(options, Path(scratch))
-        run.log_options(recorded.options)
-        run.log_tags({names.TAG_TUNE_RUN: recorded.options.tune_run})
-
-        def write_best(kernels: LoweredNetwork, target: Target, device: DeviceFingerprint, best: Path) -> str:  # noqa: ARG001
-            allow_mismatch = options.allow_target_mismatch
-            return distill_for_device(recorded.records, device, best, allow_mismatch=allow_mismatch)
-
-        compiled, coverage = build_model(
-            load_recorded_network(recorded), recorded.options, run, write_best, _provenance(recorded), step="compile"
-        )
-    return CompileResult(run.run_id, log_model(compiled, run, options.signature), coverage)
+            network, recipes = _recipes_for_devices(options, run, Path(scratch))
+        else:
+            network, recipes = _recipe(options, run, Path(scratch))
+        libraries, coverage = build_libraries(network, recipes, run, step="compile")
+    return CompileResult(run.run_id, log_model(libraries, run, options.signature), coverage)
 
 
-def build_model(
-    network: Network,
-    options: NetworkOptions,
-    run: StepRun,
-    write_best: WriteRecords,
-    provenance: Mapping[str, object],
-    *,
-    step: str,
-) -> tuple[CompiledNetwork, Coverage]:
-    """Compiles a network in the run's scratch directory, and says in the run what it is and what is covered.
+def _recipe(options: CompileOptions, run: StepRun, scratch: Path) -> tuple[Network, list[Recipe]]:
+    recorded = find_recorded(options.model_copy(update={"tune_run": "".join(options.tune_runs)}), scratch)
+    run.log_options(recorded.options)
+    run.log_tags({names.TAG_TUNE_RUN: recorded.options.tune_run})
 
-    Args:
-        network: The network.
-        options: Its layout, target and threads.
-        run: The run of the step.
-        write_best: Writes the records that are applied.
-        provenance: Where the model comes from.
-        step: Name of the step, for that of the run.
-    """
-    num_threads = resolve_num_threads(options.num_threads)
-    target = resolve_target(options.target, num_threads)
-    device = fingerprint(target, num_threads)
-    describe_run(run, step, network.name, [device])
-    network_file = run.directory / names.NETWORK_FILE
-    write_onnx(network.model, network_file)
-    compiled, coverage = build_library(
-        network, network_file, options, target, device, run, run.directory, write_best, provenance
-    )
-    report_coverage(coverage, run)
-    return compiled, coverage
+    def write_best(kernels: LoweredNetwork, target: Target, device: DeviceFingerprint, best: Path) -> str:  # noqa: ARG001
+        return distill_for_device(recorded.records, device, best, allow_mismatch=options.allow_target_mismatch)
+
+    return load_recorded_network(recorded), [Recipe.of(recorded.options, write_best, _provenance(recorded))]
 
 
-def describe_run(run: StepRun, step: str, network: str, devices: Sequence[DeviceFingerprint]) -> None:
-    """Says in a run what is compiled, and for which devices."""
-    descriptions = ", ".join(device.description for device in devices)
-    run.log_tags(
-        {
-            names.TAG_NETWORK: network,
-            names.TAG_TARGET: descriptions,
-            names.TAG_NUM_THREADS: ", ".join(str(device.num_threads) for device in devices),
-            "mlflow.runName": f"{step} {network} · {descriptions}",
-        }
-    )
-
-
-def build_library(
-    network: Network,
-    network_file: Path,
-    options: NetworkOptions,
-    target: Target,
-    device: DeviceFingerprint,
-    run: StepRun,
-    directory: Path,
-    write_best: WriteRecords,
-    provenance: Mapping[str, object],
-) -> tuple[CompiledNetwork, Coverage]:
-    """Compiles a network for a device.
-
-    Args:
-        network: The network.
-        network_file: Its ONNX file.
-        options: Its lowering.
-        target: What code is generated for.
-        device: The device, as the model describes it.
-        run: The run of the step.
-        directory: Where the library and the records are written.
-        write_best: Writes the records that are applied.
-        provenance: Where the library comes from.
-    """
-    lowered = lower(network.model, target, **options.lowering())
-    best = directory / names.BEST_DIR
-    mismatch = write_best(lowered, target, device, best)
-    if mismatch:
-        _log.warning("%s; they are applied nevertheless, and may be slow", mismatch)
-        run.log_tags({names.TAG_TARGET_MISMATCH: mismatch})
-    _log.info("compiling %s for %s", network.name, device.description)
-    library = directory / LIBRARY_FILE
-    coverage = compile_tuned(lowered, target, best, library)
-    compiled = CompiledNetwork(
-        name=network.name,
-        network=network_file,
-        inputs=network.inputs,
-        outputs=network.outputs,
-        library=library,
-        records=best,
-        fingerprint=device,
-        coverage=coverage.to_dict(),
-        provenance={**provenance, "target_mismatch": mismatch},
-    )
-    return compiled, coverage
-
-
-def compile_for_devices(options: CompileOptions, run: StepRun, scratch: Path) -> list[tuple[CompiledNetwork, Coverage]]:
-    """Compiles a network for the device of each of several tuning runs.
+def _recipes_for_devices(options: CompileOptions, run: StepRun, scratch: Path) -> tuple[Network, list[Recipe]]:
+    """A network, and how to compile it for the device of each of several tuning runs.
 
     Raises:
         UserInputError: They tuned different networks, or two of them the same device.
@@ -184,32 +111,79 @@ def compile_for_devices(options: CompileOptions, run: StepRun, scratch: Path) ->
     require_one_network(tuned)
     run.log_options(tuned[0].recorded.options.model_copy(update={"tune_run": options.tune_run}))
     run.log_tags({names.TAG_TUNE_RUN: ",".join(options.tune_runs)})
-    network = load_recorded_network(tuned[0].recorded)
-    describe_run(run, "compile", network.name, [member.device for member in tuned])
-    network_file = run.directory / names.NETWORK_FILE
-    write_onnx(network.model, network_file)
-    return [
-        build_library(
-            network,
-            network_file,
-            member.recorded.options,
-            member.target,
-            member.device,
-            run,
-            run.directory / member.device.name,
-            member.write_best,
-            _provenance(member.recorded),
-        )
+    recipes = [
+        Recipe(member.recorded.options, member.target, member.device, member.write_best, _provenance(member.recorded))
         for member in tuned
     ]
+    return load_recorded_network(tuned[0].recorded), recipes
 
 
-def log_model(compiled: CompiledNetwork | Sequence[CompiledNetwork], run: StepRun, signature: SignatureKind) -> str:
-    """Logs a compiled network to the run of the step, and returns the model's URI."""
-    first = compiled if isinstance(compiled, CompiledNetwork) else compiled[0]
+def build_libraries(
+    network: Network, recipes: Sequence[Recipe], run: StepRun, *, step: str
+) -> tuple[list[CompiledNetwork], Coverage]:
+    """Compiles a network in the run's scratch directory, and says in the run what it is and what is covered.
+
+    Args:
+        network: The network.
+        recipes: How, for each device.
+        run: The run of the step.
+        step: Name of the step, for that of the run.
+
+    Returns:
+        A library for each recipe, and the coverage of the one that is covered least.
+    """
+    _describe_run(run, step, network.name, [recipe.device for recipe in recipes])
+    write_onnx(network.model, run.directory / names.NETWORK_FILE)
+    built = [_build_library(network, recipe, run) for recipe in recipes]
+    coverage = min((coverage for _, coverage in built), key=lambda coverage: coverage.flops_share)
+    _report_coverage(coverage, run)
+    return [library for library, _ in built], coverage
+
+
+def _describe_run(run: StepRun, step: str, network: str, devices: Sequence[DeviceFingerprint]) -> None:
+    """Says in a run what is compiled, and for which devices."""
+    descriptions = ", ".join(device.description for device in devices)
+    run.log_tags(
+        {
+            names.TAG_NETWORK: network,
+            names.TAG_TARGET: descriptions,
+            names.TAG_NUM_THREADS: ", ".join(str(device.num_threads) for device in devices),
+            "mlflow.runName": f"{step} {network} · {descriptions}",
+        }
+    )
+
+
+def _build_library(network: Network, recipe: Recipe, run: StepRun) -> tuple[CompiledNetwork, Coverage]:
+    directory = run.directory / recipe.device.name
+    lowered = lower(network.model, recipe.target, **recipe.options.lowering())
+    best = directory / names.BEST_DIR
+    mismatch = recipe.write_best(lowered, recipe.target, recipe.device, best)
+    if mismatch:
+        _log.warning("%s; they are applied nevertheless, and may be slow", mismatch)
+        run.log_tags({names.TAG_TARGET_MISMATCH: mismatch})
+    _log.info("compiling %s for %s", network.name, recipe.device.description)
+    library = directory / LIBRARY_FILE
+    coverage = compile_tuned(lowered, recipe.target, best, library)
+    compiled = CompiledNetwork(
+        name=network.name,
+        network=run.directory / names.NETWORK_FILE,
+        inputs=network.inputs,
+        outputs=network.outputs,
+        library=library,
+        records=best,
+        fingerprint=recipe.device,
+        coverage=coverage.to_dict(),
+        provenance={**recipe.provenance, "target_mismatch": mismatch},
+    )
+    return compiled, coverage
+
+
+def log_model(libraries: Sequence[CompiledNetwork], run: StepRun, signature: SignatureKind) -> str:
+    """Logs the libraries of a network as one model to the run of the step, and returns the model's URI."""
+    first = libraries[0]
     with clear_failures("log the model"):
         logged = flavor.log_model(
-            compiled,
+            libraries,
             name=names.MODEL_NAME,
             signature=get_signature(first.inputs, first.outputs, signature),
         )
@@ -218,7 +192,7 @@ def log_model(compiled: CompiledNetwork | Sequence[CompiledNetwork], run: StepRu
     return model_uri
 
 
-def report_coverage(coverage: Coverage, run: StepRun) -> None:
+def _report_coverage(coverage: Coverage, run: StepRun) -> None:
     """Says in a run how much of a network the records cover; of several libraries, of the least covered one."""
     run.log_metrics({names.COVERAGE_TASKS: coverage.task_share, names.COVERAGE_FLOPS: coverage.flops_share})
     path = run.directory / names.COVERAGE_FILE
@@ -244,5 +218,5 @@ def _provenance(recorded: Recorded) -> dict[str, object]:
         **recorded.options.lowering(),
         "lowering_version": LOWERING_VERSION,
         "tvm_version": tvm.__version__,
-        "records": recorded.options.records,
+        "records": without_credentials(recorded.options.records),
     }

@@ -12,8 +12,9 @@ import mlflow
 
 from ansor_mlflow import contenders, flavor, names, sources
 from ansor_mlflow.errors import CorrectnessError, UserInputError
-from ansor_mlflow.evaluate import Latency, call_once, in_child_process, measure_in_turns
-from ansor_mlflow.model import LibraryEntry, Manifest, choose_library
+from ansor_mlflow.evaluate import Latency, measure_in_turns
+from ansor_mlflow.model import LibraryEntry, Manifest, choose_library, threads_here, verify_package
+from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process, lowering_of
 from ansor_mlflow.options import EvaluateOptions
 from ansor_mlflow.steps.checking import compare_with_reference, seeded_examples, tolerance_for
 from ansor_mlflow.tensors import TensorSpec
@@ -54,13 +55,14 @@ def _download(model_uri: str, scratch: Path) -> Path:
 
 def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> dict[str, float]:
     manifest = flavor.read_manifest(directory)
+    verify_package(directory, manifest)
     entry = choose_library(directory, manifest)
-    device = entry.fingerprint
+    device, num_threads = entry.fingerprint, threads_here(entry)
     run.log_tags(
         {
             names.TAG_NETWORK: manifest.network,
             names.TAG_TARGET: device.description,
-            names.TAG_NUM_THREADS: str(device.num_threads),
+            names.TAG_NUM_THREADS: str(num_threads),
             names.TAG_MODEL_URI: options.model_uri,
             "mlflow.runName": f"evaluate {manifest.network} · {device.description}",
         }
@@ -69,7 +71,7 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> dict[s
     tuned = partial(contenders.tuned_run, directory)
     _log.info("comparing the outputs of %s with ONNX Runtime's", manifest.network)
     examples = seeded_examples(manifest.inputs, options.seed)
-    difference = compare_with_reference({_TUNED: tuned}, network, device.num_threads, examples)[_TUNED]
+    difference = compare_with_reference({_TUNED: tuned}, network, num_threads, examples)[_TUNED]
     metrics = {names.MAX_ABS_ERROR: difference.max_abs_error, names.MAX_REL_ERROR: difference.max_rel_error}
     run.log_metrics(metrics)
     tolerance = tolerance_for(options.tolerance, network, entry)
@@ -79,7 +81,7 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> dict[s
             f"{difference.max_rel_error:.3g}, allowed is {tolerance:g}; do not deploy this model: compile it "
             "again, or raise tolerance if the network is that sensitive to rounding"
         )
-    runs = {_TUNED: tuned, _REFERENCE: partial(contenders.reference_run, network, device.num_threads)}
+    runs = {_TUNED: tuned, _REFERENCE: partial(contenders.reference_run, network, num_threads)}
     latencies = _measure(options, manifest, directory, entry, runs)
     metrics |= _latency_metrics(latencies, manifest.inputs, entry.provenance.get("estimated_latency_ms"))
     run.log_metrics(metrics)
@@ -97,7 +99,15 @@ def _measure(
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         library = Path(scratch, "untuned.so")
         _log.info("building the untuned baseline")
-        in_child_process(call_once, partial(contenders.untuned_build, directory / names.NETWORK_FILE, entry, library))
+        job = BuildJob(
+            network=str(directory / names.NETWORK_FILE),
+            records="",
+            target=entry.fingerprint.target,
+            num_threads=entry.fingerprint.num_threads,
+            lowering=lowering_of(entry.provenance),
+            library=str(library),
+        )
+        build_in_child_process(job)
         runs = {**runs, _UNTUNED: partial(contenders.library_run, library, manifest, entry)}
         _log.info("measuring latency in %d turns", options.turns)
         calls = {

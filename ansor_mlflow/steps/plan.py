@@ -24,7 +24,7 @@ from ansor_mlflow.steps.recorded import (
 from ansor_mlflow.trials import TaskInfo, TaskState
 from ansor_mlflow.tuning.stopping import StoppingRules, resolve_num_trials
 
-SECONDS_PER_TRIAL = 0.2
+SECONDS_PER_TRIAL = 0.25
 """Wall-clock time of a trial on two cores, of convolutions of ResNet-18: docs/tuning.md, "How long"."""
 
 

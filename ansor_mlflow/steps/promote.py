@@ -13,6 +13,7 @@ from ansor_mlflow import names, registry
 from ansor_mlflow.errors import ModelError, UndecidedError, UserInputError
 from ansor_mlflow.evaluate import Difference
 from ansor_mlflow.examples import read_examples
+from ansor_mlflow.model import threads_here
 from ansor_mlflow.options import PromoteOptions
 from ansor_mlflow.significance import Verdict
 from ansor_mlflow.steps.checking import compare_with_reference, seeded_examples, tolerance_for
@@ -85,8 +86,8 @@ def _promote(options: PromoteOptions, version: str, run: StepRun) -> Promotion:
 
 
 def _device(contender: Contender) -> DeviceFingerprint:
-    """This host with the threads of a library, which may be made for another CPU that is compatible."""
-    num_threads = contender.entry.fingerprint.num_threads
+    """This host with the threads that a library runs on here; it may be made for another CPU and for more."""
+    num_threads = threads_here(contender.entry)
     return fingerprint(resolve_target("auto", num_threads), num_threads)
 
 
@@ -139,7 +140,7 @@ def _errors(options: PromoteOptions, candidate: Contender, champions: Sequence[C
     _log.info("comparing outputs with ONNX Runtime's on %d inputs", len(examples))
     same = [champion for champion in champions if champion.has_network_of(candidate)]
     runs = {contender.version: contender.make_run for contender in (candidate, *same)}
-    return compare_with_reference(runs, candidate.network, candidate.entry.fingerprint.num_threads, examples)
+    return compare_with_reference(runs, candidate.network, threads_here(candidate.entry), examples)
 
 
 def _outcome(contests: Sequence[Contest]) -> tuple[Outcome, str]:
@@ -163,13 +164,19 @@ def _not_measurable(version: str, err: ModelError) -> str:
 
 
 def _carry_out(promotion: Promotion) -> Promotion:
-    """Moves the aliases of a candidate that won, unless the champion changed meanwhile, and tags the candidate."""
+    """Moves the aliases of a candidate that won, unless the champion changed meanwhile, and tags the candidate.
+
+    The tags of a candidate that is the champion already stay: they say why it is.
+    """
+    if promotion.outcome is Outcome.ALREADY_CHAMPION:
+        return promotion
     if promotion.is_won:
         try:
             registry.move_aliases(promotion.model, promotion.candidate, promotion.aliases, promotion.run_id)
         except UndecidedError as err:
             promotion = replace(promotion, outcome=Outcome.OVERTAKEN, reason=str(err))
-    tags = {**promotion.tags(), names.TAG_PROMOTION_RUN: promotion.run_id}
+    without_contest = {names.TAG_PROMOTION_RATIO: "", names.TAG_PROMOTION_CHAMPION: ""}
+    tags = {**without_contest, **promotion.tags(), names.TAG_PROMOTION_RUN: promotion.run_id}
     registry.tag_version(promotion.model, promotion.candidate, tags)
     return promotion
 

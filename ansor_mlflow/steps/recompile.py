@@ -21,7 +21,7 @@ from ansor_mlflow.networks import Network
 from ansor_mlflow.options import NetworkOptions, RecompileOptions, RecordsOptions, load_options
 from ansor_mlflow.records import Database, RecordPair, RecordText, write_pair
 from ansor_mlflow.registry import register, registered_versions
-from ansor_mlflow.steps.compile import build_model, log_model
+from ansor_mlflow.steps.compile import Recipe, build_libraries, log_model
 from ansor_mlflow.steps.fetching import fetch_records, tuning_of
 from ansor_mlflow.steps.params import params_used
 from ansor_mlflow.steps.recorded import distill_for_device, find_recorded, load_recorded_network
@@ -95,12 +95,11 @@ def recompile(options: RecompileOptions) -> RecompileResult:
             survivors.extend(_write_applying(fastest, lowered.tasks, target, best))
             return mismatch
 
-        compiled, coverage = build_model(
-            source.network, source.options, run, write_best, source.provenance, step="recompile"
-        )
+        recipe = Recipe.of(source.options, write_best, source.provenance)
+        libraries, coverage = build_libraries(source.network, [recipe], run, step="recompile")
         _report(survivors, run)
         run.log_tags({names.TAG_RECOMPILED_FROM: options.run, names.TAG_TUNE_RUN: source.tune_run})
-        model_uri = log_model(compiled, run, options.signature)
+        model_uri = log_model(libraries, run, options.signature)
         return RecompileResult(
             run_id=run.run_id,
             model_uri=model_uri,
