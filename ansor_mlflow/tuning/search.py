@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate, SearchStrategy
     from tvm.target import Target
 
-_POPULATION_PER_TRIAL = 4
+_POPULATION_PER_TRIAL = 3
 _MIN_POPULATION = 32
 _GENERATIONS = 2
 """Settings of MetaSchedule's evolutionary search, by measurement: see docs/performance.md.
 
-With rounds of 32 trials, evolution breeds 128 programs in 2 generations. MetaSchedule's defaults are 512 in 4, which
-find programs that are a little faster, but take five times as long for it.
+With rounds of 32 trials, evolution breeds 96 programs in 2 generations. MetaSchedule's defaults are 512 in 4, which
+find programs that are a little faster, but take seven times as long for it.
 """
 _MIN_RANDOM = 16
 """Random programs without which MetaSchedule begins no evolution."""

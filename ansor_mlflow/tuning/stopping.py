@@ -16,8 +16,9 @@ Repeated measurements of one program differ by 3 to 5 % (median, `min_repeat_ms`
 """
 MAX_BARREN_ROUNDS = 4
 """Rounds that a task gets at least to find a first valid trial."""
-_FIRST_PASS_SHARE = 0.5
-"""Most of the budget that the first pass may take; the rest goes where the gradient points."""
+_FIRST_PASS_SHARE = 0.25
+"""Most of the budget that the first pass may take; the rest goes where the gradient points. By measurement: see
+docs/performance.md."""
 
 
 def resolve_num_trials(options: TuneOptions, num_tasks: int, num_known: int = 0) -> int:
