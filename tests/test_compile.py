@@ -23,7 +23,10 @@ from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.model import CompiledNetwork
 from ansor_mlflow.networks import Network
 from ansor_mlflow.networks.reference import ReferenceSession
+from ansor_mlflow.options import CompileOptions
 from ansor_mlflow.records import RECORD_FILE, RecordPair, distill
+from ansor_mlflow.steps.compile import provenance_of
+from ansor_mlflow.steps.recorded import Recorded
 from ansor_mlflow.targets import fingerprint
 from ansor_mlflow.tensors import random_inputs
 from ansor_mlflow.trials import TaskInfo
@@ -207,3 +210,9 @@ def test_without_a_compiler(
         require_linker()
     with pytest.raises(MachineError, match=message):
         compile_untuned(small_lowered, host_target, tmp_path / "model.so")
+
+
+def test_a_model_does_not_tell_the_password_of_its_records(tmp_path: Path) -> None:
+    options = CompileOptions(network="small", records="https://bob:hunter2@host/records")
+    recorded = Recorded(options=options, records=tmp_path, network="small", provenance=None)
+    assert provenance_of(recorded)["records"] == "https://…@host/records"

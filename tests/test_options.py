@@ -166,6 +166,11 @@ def test_every_parameter_has_help_and_a_rule(cls: type[Options]) -> None:
         assert rule(cls, name) != "valid", name
 
 
+@pytest.mark.parametrize(("text", "runs"), [("", ()), ("a", ("a",)), (" a,", ("a",)), ("a,b,a", ("a", "b"))])
+def test_tuning_runs_are_named_once(text: str, runs: tuple[str, ...]) -> None:
+    assert CompileOptions(network="resnet-18", tune_run=text).tune_runs == runs
+
+
 def test_options_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load_options(TuneOptions, {}).trials = 3

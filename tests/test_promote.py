@@ -32,7 +32,7 @@ from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.options import PipelineOptions, PromoteOptions
 from ansor_mlflow.steps import checking, contest, pipeline
 from ansor_mlflow.steps.contest import Contender
-from ansor_mlflow.steps.promote import promote, target_alias
+from ansor_mlflow.steps.promote import host_of, promote, target_alias
 from ansor_mlflow.steps.promotion import Outcome, Promotion
 
 if TYPE_CHECKING:
@@ -234,6 +234,14 @@ def test_an_infinite_error_is_null_in_json(client: mlflow.MlflowClient, of_targe
     written = json.loads(promotion.to_json(), parse_constant=pytest.fail)
     assert written["errors"] == {WRONG: {"max_abs_error": None, "max_rel_error": None}}
     assert written["outcome"] == "wrong"
+
+
+def test_the_champion_of_fewer_threads_is_another_one(client: mlflow.MlflowClient, tmp_path: Path) -> None:
+    """A library for more CPUs than there are runs on those that there are."""
+    candidate = Contender.of_version(NAME, FAST, tmp_path / "versions")
+    entry = candidate.entry
+    larger = replace(entry, fingerprint=replace(entry.fingerprint, num_threads=entry.fingerprint.num_threads + 64))
+    assert host_of(replace(candidate, entry=larger)) == host_of(candidate)
 
 
 def test_a_champion_that_does_not_run_here_is_not_replaced(

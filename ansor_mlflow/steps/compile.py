@@ -92,7 +92,7 @@ def _recipe(options: CompileOptions, run: StepRun, scratch: Path) -> tuple[Netwo
     def write_best(kernels: LoweredNetwork, target: Target, device: DeviceFingerprint, best: Path) -> str:  # noqa: ARG001
         return distill_for_device(recorded.records, device, best, allow_mismatch=options.allow_target_mismatch)
 
-    return load_recorded_network(recorded), [Recipe.of(recorded.options, write_best, _provenance(recorded))]
+    return load_recorded_network(recorded), [Recipe.of(recorded.options, write_best, provenance_of(recorded))]
 
 
 def _recipes_for_devices(options: CompileOptions, run: StepRun, scratch: Path) -> tuple[Network, list[Recipe]]:
@@ -112,7 +112,7 @@ def _recipes_for_devices(options: CompileOptions, run: StepRun, scratch: Path) -
     run.log_options(tuned[0].recorded.options.model_copy(update={"tune_run": options.tune_run}))
     run.log_tags({names.TAG_TUNE_RUN: ",".join(options.tune_runs)})
     recipes = [
-        Recipe(member.recorded.options, member.target, member.device, member.write_best, _provenance(member.recorded))
+        Recipe(member.recorded.options, member.target, member.device, member.write_best, provenance_of(member.recorded))
         for member in tuned
     ]
     return load_recorded_network(tuned[0].recorded), recipes
@@ -209,7 +209,8 @@ def _report_coverage(coverage: Coverage, run: StepRun) -> None:
         )
 
 
-def _provenance(recorded: Recorded) -> dict[str, object]:
+def provenance_of(recorded: Recorded) -> dict[str, object]:
+    """Where a library that is compiled with records comes from; a model keeps it."""
     import tvm
 
     if recorded.provenance is not None:

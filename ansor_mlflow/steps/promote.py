@@ -56,7 +56,7 @@ def promote(options: PromoteOptions) -> Promotion:
 
 def _promote(options: PromoteOptions, version: str, run: StepRun) -> Promotion:
     candidate = Contender.of_version(options.model, version, run.directory)
-    device = _device(candidate)
+    device = host_of(candidate)
     run.log_tags(
         {
             names.TAG_NETWORK: candidate.manifest.network,
@@ -85,7 +85,7 @@ def _promote(options: PromoteOptions, version: str, run: StepRun) -> Promotion:
     return promotion
 
 
-def _device(contender: Contender) -> DeviceFingerprint:
+def host_of(contender: Contender) -> DeviceFingerprint:
     """This host with the threads that a library runs on here; it may be made for another CPU and for more."""
     num_threads = threads_here(contender.entry)
     return fingerprint(resolve_target("auto", num_threads), num_threads)

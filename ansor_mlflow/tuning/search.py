@@ -27,8 +27,8 @@ _MIN_POPULATION = 32
 _GENERATIONS = 2
 """Settings of MetaSchedule's evolutionary search, by measurement: see docs/performance.md.
 
-With rounds of 32 trials, evolution breeds 96 programs in 2 generations. MetaSchedule's defaults are 512 in 4, which
-find programs that are a little faster, but take seven times as long for it.
+With rounds of 32 trials, evolution begins with 96 programs and breeds 2 generations. MetaSchedule's defaults are 512
+and 4, nine times as many programs.
 """
 _MIN_RANDOM = 16
 """Random programs without which MetaSchedule begins no evolution."""
