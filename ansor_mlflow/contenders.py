@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from ansor_mlflow.tensors import TensorSpec, random_inputs
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.tensors import Arrays, TensorSpec, random_inputs
 
 if TYPE_CHECKING:
     from ansor_mlflow.model import LibraryEntry, Manifest
 
-Run = Callable[[Mapping[str, npt.NDArray[Any]]], dict[str, npt.NDArray[Any]]]
+Run = Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]
 """Runs a network once: inputs by name to outputs by name."""
 MakeRun = Callable[[], Run]
 
@@ -41,10 +42,21 @@ def tuned_run(directory: Path) -> Run:
 
 
 def reference_run(network: Path, num_threads: int, *, optimized: bool = True) -> Run:
-    """ONNX Runtime."""
+    """ONNX Runtime. What it cannot compute is a `UserInputError` of the call."""
     from ansor_mlflow.networks.reference import ReferenceSession
 
-    return ReferenceSession(network, num_threads, optimized=optimized).run
+    session = ReferenceSession(network, num_threads, optimized=optimized)
+
+    def run(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        try:
+            return session.run(inputs)
+        except Exception as err:  # ONNX Runtime's errors have no class in common
+            reason = " ".join(str(err).split())
+            raise UserInputError(
+                f"ONNX Runtime cannot compute the network from the inputs: {reason}; give others"
+            ) from err
+
+    return run
 
 
 def library_run(library: Path, manifest: Manifest, entry: LibraryEntry) -> Run:

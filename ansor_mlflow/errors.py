@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import re
+
+_CREDENTIALS_IN_URI = re.compile(r"://[^/\s]+@")
+
+
+def without_credentials(text: str) -> str:
+    """Hides the user and the password of every URI in a text."""
+    return _CREDENTIALS_IN_URI.sub("://…@", text)
+
 
 class AnsorMlflowError(Exception):
     """A condition that a user can understand and act on.
 
-    The message is one line: what was given, what the rule is, what to do next.
+    The message is one line: what was given, what the rule is, what to do next. Credentials in URIs are hidden.
     """
 
     exit_code = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(without_credentials(message))
 
 
 class UserInputError(AnsorMlflowError):

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ansor_mlflow.errors import MachineError
+from ansor_mlflow.tensors import Arrays
 
-Arrays = dict[str, npt.NDArray[Any]]
 MakeCall = Callable[[], Callable[[], Any]]
 """Prepares a contender and returns the call to time. Must be picklable: it is called in the child process."""
 Result = TypeVar("Result")
@@ -34,7 +34,7 @@ _WARM_UP_S = 0.5
 _MEASURE_S = 1.5
 _MIN_SAMPLES = 10
 _SLOW_S = 1.0
-"""A call that takes longer needs no warm-up and only one sample a turn."""
+"""A call that takes longer is warm after one, and needs only one sample a turn."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,9 @@ def _measure(make_call: MakeCall, measure_s: float) -> list[float]:
 def measure_call(
     call: Callable[[], Any], *, warm_up_s: float = _WARM_UP_S, measure_s: float = _MEASURE_S
 ) -> list[float]:
-    """Seconds of single calls in this process, after a warm-up; of a slow call only one."""
-    first = _timed(call)
-    if first > _SLOW_S:
-        return [first]
+    """Seconds of single calls in this process, after a warm-up; of a slow call only the second."""
+    if _timed(call) > _SLOW_S:
+        return [_timed(call)]
     warm_until = time.perf_counter() + warm_up_s
     while time.perf_counter() < warm_until:
         call()

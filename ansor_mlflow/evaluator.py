@@ -22,11 +22,12 @@ from mlflow.types import TensorSpec
 
 from ansor_mlflow import names, sources
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.evaluate import Arrays, Difference, Latency, compare_outputs, measure_call
+from ansor_mlflow.evaluate import Difference, Latency, compare_outputs, measure_call
 from ansor_mlflow.model import TunedModel
 from ansor_mlflow.networks.onnx_file import read_onnx
 from ansor_mlflow.networks.reference import ReferenceSession, is_quantized
 from ansor_mlflow.options import LatencyOptions, load_options
+from ansor_mlflow.tensors import Arrays
 from ansor_mlflow.threads import available_cpus
 from ansor_mlflow.tracking.failures import one_line
 from ansor_mlflow.tracking.figures import draw_latency, save_figure
@@ -178,7 +179,9 @@ def _stacked(column: pd.Series, spec: TensorSpec | None) -> npt.NDArray[Any]:
     """A column of tensors as one array; a cell is the tensor of a row, without the batch dimension or flat."""
     try:
         array = np.stack([np.asarray(cell, dtype=spec.type if spec else None) for cell in column])
-        if spec is not None and -1 not in spec.shape[1:]:
+        if spec is not None and -1 not in spec.shape[1:] and array.shape[1:] != spec.shape[1:]:
+            if array.ndim != 2:
+                raise ValueError(f"they are {array.shape[1:]}")
             array = array.reshape(len(column), *spec.shape[1:])
     except (ValueError, TypeError, OverflowError) as err:
         expected = f"{spec.type} {spec.shape[1:]}" if spec else "of one shape"

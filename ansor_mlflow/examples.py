@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.tensors import TensorSpec
-
-Arrays = dict[str, npt.NDArray[Any]]
+from ansor_mlflow.tensors import Arrays, TensorSpec
 
 
 def read_examples(path: str, inputs: tuple[TensorSpec, ...]) -> list[Arrays]:
@@ -47,9 +46,10 @@ def _read(path: str, inputs: tuple[TensorSpec, ...]) -> Arrays:
             return {inputs[0].name: loaded} if len(inputs) == 1 else {"one array": loaded}
         with loaded:
             return dict(loaded)
-    except OSError as err:
-        raise UserInputError(f"data={path}: it cannot be read ({err.strerror or err}); give a .npz file") from err
-    except (ValueError, EOFError, zipfile.BadZipFile) as err:
+    except (OSError, MemoryError) as err:
+        reason = getattr(err, "strerror", None) or err
+        raise UserInputError(f"data={path}: it cannot be read ({reason}); give a .npz file") from err
+    except (ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as err:
         raise UserInputError(
             f"data={path}: it is no NumPy file of plain numbers; write one with numpy.savez(path, input=array)"
         ) from err

@@ -37,13 +37,12 @@ from mlflow.utils.environment import (
 )
 from mlflow.utils.file_utils import get_total_file_size
 from mlflow.utils.model_utils import (
-    _get_flavor_configuration,
     _validate_and_copy_code_paths,
     _validate_and_prepare_target_save_path,
 )
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import AnsorMlflowError, ModelError, UserInputError
+from ansor_mlflow.errors import AnsorMlflowError, ModelError, UserInputError, without_credentials
 from ansor_mlflow.model import (
     Choice,
     CompiledNetwork,
@@ -60,13 +59,14 @@ from ansor_mlflow.model.manifest import damaged
 from ansor_mlflow.serving import PyfuncModel, get_signature
 from ansor_mlflow.targets import why_not_runnable
 from ansor_mlflow.tensors import random_inputs
-from ansor_mlflow.tracking.failures import without_credentials
 
 FLAVOR_NAME = "tvm"
 
 _RUNTIME_PACKAGES = ("apache-tvm", "apache-tvm-ffi", "numpy")
 _OWN_CODE = str(Path(__file__).parent)
 _RUN_ID = re.compile("[0-9a-f]{32}")
+_SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""That of LibYAML, if PyYAML was built with it: MLflow's `Model.load` takes several times as long."""
 _log = logging.getLogger(__name__)
 
 
@@ -269,7 +269,8 @@ def add_library(
     The code that loads them is that of the installed package.
 
     Args:
-        model_uri: The model that is extended; its name, environment, other code, input example and metadata are kept.
+        model_uri: The model that is extended; its name, other code, input example and metadata are kept, and so is its
+            environment if one of its libraries is.
         run: ID of the run whose model is added (compile, recompile or main), or that model's URI.
         name: Name of the new model; by default that of the model that is extended.
         registered_model_name: Name to register the new model under; no new version by default.
@@ -283,14 +284,16 @@ def add_library(
     """
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         directory, members = _fetch_package(model_uri, Path(scratch, "base"))
-        _, added = _fetch_package(_model_of(run), Path(scratch, "added"))
+        added_directory, added = _fetch_package(_model_of(run), Path(scratch, "added"))
         base = Model.load(str(directory))
         libraries = with_libraries(members, added)
         _require_one_tvm(libraries)
+        keeps_base = any(member in libraries for member in members)
+        environment = directory if keeps_base else added_directory
         return log_model(
             libraries,
             name=name or _name_of(base),
-            conda_env=str(directory / _CONDA_ENV_FILE_NAME),
+            conda_env=str(environment / _CONDA_ENV_FILE_NAME),
             code_paths=_code_paths(directory),
             registered_model_name=registered_model_name,
             signature=base.signature,
@@ -353,8 +356,9 @@ def read_manifest(directory: Path) -> Manifest:
         ModelError: The model is not of this flavor, or its description is damaged.
     """
     try:
-        configuration = _get_flavor_configuration(model_path=str(directory), flavor_name=FLAVOR_NAME)
-    except MlflowException as err:
+        with (directory / MLMODEL_FILE_NAME).open("rb") as file:
+            configuration = yaml.load(file, Loader=_SAFE_LOADER)["flavors"][FLAVOR_NAME]  # noqa: S506 - a safe one
+    except (OSError, KeyError) as err:
         raise ModelError(
             f"model {directory}: it has no flavor {FLAVOR_NAME!r}; give a model that compile logged"
         ) from err

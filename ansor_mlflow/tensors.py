@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+Arrays = dict[str, npt.NDArray[Any]]
+"""Values of a network's inputs or outputs by their names."""
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -24,13 +27,13 @@ class TensorSpec:
         return TensorSpec(name=fields["name"], shape=tuple(fields["shape"]), dtype=fields["dtype"])
 
 
-def random_inputs(specs: Iterable[TensorSpec], seed: int) -> dict[str, npt.NDArray[Any]]:
+def random_inputs(specs: Iterable[TensorSpec], seed: int) -> Arrays:
     """Seeded values for every tensor: standard normal floats, booleans, and integers that are 0 or 1.
 
     Integers may be indices into a table, whose size is not known here; every table has two rows.
     """
     rng = np.random.default_rng(seed)
-    inputs: dict[str, npt.NDArray[Any]] = {}
+    inputs: Arrays = {}
     for spec in specs:
         kind = np.dtype(spec.dtype).kind
         values = rng.integers(0, 2, spec.shape) if kind in "iub" else rng.standard_normal(spec.shape)

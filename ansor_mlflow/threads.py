@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 from ansor_mlflow.errors import UserInputError
@@ -10,6 +11,8 @@ from ansor_mlflow.errors import UserInputError
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _CPU_ROOT = Path("/sys/devices/system/cpu")
+_making_pool = threading.Lock()
+"""A new pool reads the environment, which is the same for all threads."""
 
 
 def available_cpus(cgroup_root: Path = _CGROUP_ROOT, own_cgroup: Path = _OWN_CGROUP) -> int:
@@ -79,10 +82,11 @@ def set_num_threads(num_threads: int) -> int:
     """
     import tvm
 
-    os.environ["TVM_NUM_THREADS"] = str(num_threads)
-    os.environ["TVM_BIND_THREADS"] = "0"
-    tvm.get_global_func("runtime.config_threadpool")(1, num_threads)
-    return int(tvm.get_global_func("runtime.NumThreads")())
+    with _making_pool:
+        os.environ["TVM_NUM_THREADS"] = str(num_threads)
+        os.environ["TVM_BIND_THREADS"] = "0"
+        tvm.get_global_func("runtime.config_threadpool")(1, num_threads)
+        return int(tvm.get_global_func("runtime.NumThreads")())
 
 
 def measuring_cpus(num_threads: int, cpu_root: Path = _CPU_ROOT, process: int | None = None) -> frozenset[int]:

@@ -99,24 +99,34 @@ def test_what_is_wrong_beside_the_number_of_rows(batch_of_three: PyfuncModel, im
 def mixing(name: str) -> onnx.ModelProto:
     """Networks whose inputs and outputs have the same first dimension, though it is no batch."""
     builder = GraphBuilder(seed=0)
-    left = builder.input("left", (2, 2))
+    size = {"one_for_the_middle": 3, "other_order": 4}.get(name, 2)
+    left = builder.input("left", (size, 2))
     if name == "softmax_over_rows":
         builder.node("Softmax", name, left, axis=0)
     elif name == "square_matrices":
         builder.node("MatMul", name, left, builder.input("right", (2, 2)))
     elif name == "one_for_each_place":
         builder.node("Mul", name, left, builder.weight("places", np.array([[1.0], [2.0]])))
-    return builder.build(name, {name: (2, 2)})
+    elif name == "one_for_the_middle":
+        builder.node("Mul", name, left, builder.weight("places", np.array([[1.0], [2.0], [1.0]])))
+    elif name == "other_order":  # of rows that are two steps of two sequences: the first and the last stay
+        pairs_ = builder.node("Reshape", "pairs", left, builder.constant("by_two", np.array([2, 2, 2])))
+        turned = builder.node("Transpose", "turned", pairs_, perm=[1, 0, 2])
+        builder.node("Reshape", name, turned, builder.constant("flat", np.array([4, 2])))
+    return builder.build(name, {name: (size, 2)})
 
 
-@pytest.mark.parametrize("name", ["softmax_over_rows", "square_matrices", "one_for_each_place"])
+@pytest.mark.parametrize(
+    "name", ["softmax_over_rows", "square_matrices", "one_for_each_place", "one_for_the_middle", "other_order"]
+)
 def test_rows_that_depend_on_one_another_are_not_torn_apart(load: LoadNetwork, name: str) -> None:
     model = load(mixing(name))
     names = [spec.name for spec in model.get_raw_model().inputs]
-    assert model.predict({name: np.eye(2, dtype=np.float32) for name in names}).shape == (2, 2)
-    message = "the inputs have 4 rows: in this network .* takes exactly the 2 that it was compiled for"
+    size = model.get_raw_model().inputs[0].shape[0]
+    assert model.predict({name: np.eye(size, 2, dtype=np.float32) for name in names}).shape == (size, 2)
+    message = f"the inputs have 6 rows: in this network .* takes exactly the {size} that it was compiled for"
     with pytest.raises(MlflowException, match=message):
-        model.predict({name: np.ones((4, 2), np.float32) for name in names})
+        model.predict({name: np.ones((6, 2), np.float32) for name in names})
 
 
 def test_an_output_without_the_batch(load: LoadNetwork) -> None:
@@ -129,7 +139,7 @@ def test_an_output_without_the_batch(load: LoadNetwork) -> None:
         model.predict(np.ones((4, 3), np.float32))
 
 
-@pytest.mark.parametrize("number", [300, -1, 2**70, float("inf")])
+@pytest.mark.parametrize("number", [300, -1, 2**70, float("inf"), float("nan"), 300.0, 1.5, -1.0])
 def test_numbers_that_the_dtype_does_not_have(number: float) -> None:
     spec = TensorSpec("data", (1, 2), "uint8")
     message = "column 'data': its cells must be tensors of one shape and uint8"
@@ -144,3 +154,9 @@ def test_the_bytes_of_a_scalar() -> None:
     assert stack_cells([np.float32(2.5).tobytes()], spec) == np.float32(2.5)
     with pytest.raises(UserInputError, match="column 'gain': its cells must be tensors"):
         stack_cells([bytes(8)], spec)
+
+
+def test_whole_numbers_may_be_written_as_floats() -> None:
+    spec = TensorSpec("data", (1, 2), "uint8")
+    np.testing.assert_array_equal(from_objects(np.array([[3.0, 255]], object), spec), np.array([[3, 255]], np.uint8))
+    assert stack_cells([[3.0, 255]], spec).dtype == np.uint8

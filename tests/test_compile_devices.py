@@ -239,13 +239,19 @@ def test_nothing_is_built_to_log_a_model_for_another_device(
 def test_the_library_of_a_device_is_replaced(
     log_compiled: Callable[..., tuple[str, str]], compiled_network: CompiledNetwork, tmp_path: Path
 ) -> None:
-    _, base = log_compiled(compiled_network)
-    _, newer = log_compiled(replace(compiled_network, provenance={"trials": "more"}))
+    """With the environment of the new one, for no library of the old one is left."""
+    old = {"tvm_version": "0.20.0"}
+    new = {"tvm_version": "0.21.0", "trials": "more"}
+    _, base = log_compiled(replace(compiled_network, provenance=old), pip_requirements=["apache-tvm==0.20.0"])
+    _, newer = log_compiled(replace(compiled_network, provenance=new))
     info = flavor.add_library(base, newer, name="newer")
     assert mlflow.get_logged_model(info.model_id).name == "newer"
-    _, manifest = download(info.model_uri, tmp_path / "extended")
+    directory, manifest = download(info.model_uri, tmp_path / "extended")
     (entry,) = manifest.libraries
-    assert entry.provenance == {"trials": "more"}
+    assert entry.provenance == new
+    requirements = (directory / "requirements.txt").read_text()
+    assert "apache-tvm==0.20.0" not in requirements
+    assert "apache-tvm==" in requirements
 
 
 def test_libraries_of_two_versions_of_tvm(

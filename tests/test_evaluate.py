@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ansor_mlflow import evaluate
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.evaluate import Difference, Latency, call_once, compare_outputs, in_child_process, measure_in_turns
 
@@ -126,3 +127,10 @@ def test_a_process_that_dies_is_an_error_of_the_machine(make_call: Callable[[], 
 def test_an_exception_in_the_process_is_raised_here() -> None:
     with pytest.raises(ValueError, match="the network cannot be prepared"):
         in_child_process(call_once, prepare_badly)
+
+
+def test_a_slow_call_is_timed_when_it_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "_SLOW_S", 0.02)
+    pauses_s = iter([0.05, 0.0])
+    (sample_s,) = evaluate.measure_call(lambda: time.sleep(next(pauses_s)))
+    assert sample_s < 0.02

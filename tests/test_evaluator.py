@@ -221,9 +221,11 @@ def test_a_wrong_configuration_is_one_line(
     assert failure.value.error_code == "INVALID_PARAMETER_VALUE"
 
 
-def test_cells_of_another_shape_are_refused(tuned: str) -> None:
+@pytest.mark.parametrize("shape", [(3, 8, 8), (16, 16, 3)])
+def test_cells_of_another_shape_are_refused(tuned: str, shape: tuple[int, ...]) -> None:
+    """As many numbers in another order would be other numbers."""
     with pytest.raises(MlflowException, match=r"column 'data': its cells must be tensors float32 \(3, 16, 16\)"):
-        evaluate(tuned, pd.DataFrame({"data": [np.zeros((3, 8, 8), np.float32)]}))
+        evaluate(tuned, pd.DataFrame({"data": [np.zeros(shape, np.float32)]}))
 
 
 def test_an_onnx_reference_needs_named_tensors(small_onnx: Path) -> None:

@@ -74,6 +74,23 @@ def test_a_file_of_another_format(tmp_path: Path, content: bytes) -> None:
         read_examples(str(tmp_path / "data.npz"), (IMAGE,))
 
 
+def test_a_damaged_archive(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "data.npz", image=images(200))
+    content = bytearray((tmp_path / "data.npz").read_bytes())
+    content[60:200] = bytes(140)
+    (tmp_path / "data.npz").write_bytes(content)
+    with pytest.raises(UserInputError, match="it is no NumPy file of plain numbers"):
+        read_examples(str(tmp_path / "data.npz"), (IMAGE,))
+
+
+def test_an_array_that_fits_into_no_memory(tmp_path: Path) -> None:
+    with (tmp_path / "data.npy").open("wb") as file:
+        header = {"descr": "<f4", "fortran_order": False, "shape": (2**40, 3)}
+        np.lib.format.write_array_header_1_0(file, header)
+    with pytest.raises(UserInputError, match=r"data\.npy: it "):
+        read_examples(str(tmp_path / "data.npy"), (IMAGE,))
+
+
 def test_pickled_objects_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "data.npy", np.array([object()]), allow_pickle=True)
     with pytest.raises(UserInputError, match="it is no NumPy file of plain numbers"):

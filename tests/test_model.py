@@ -23,6 +23,7 @@ from ansor_mlflow.lowering import lower
 from ansor_mlflow.model import (
     CompiledNetwork,
     LibraryEntry,
+    LoadOptions,
     Manifest,
     TunedModel,
     load_package,
@@ -112,6 +113,20 @@ def test_a_manifest_with_a_damaged_entry(
 ) -> None:
     entry = {**write_package(compiled_network, tmp_path).to_dict(), key: value}
     with pytest.raises(ModelError, match=DAMAGED):
+        Manifest.from_dict(entry)
+
+
+@pytest.mark.parametrize("damage", ["path", "path with NUL", "kind", "digest", "file with NUL"])
+def test_a_manifest_with_a_damaged_text(compiled_network: CompiledNetwork, tmp_path: Path, damage: str) -> None:
+    entry = write_package(compiled_network, tmp_path).to_dict()
+    (library,) = entry["libraries"]
+    if damage.startswith("path"):
+        library["path"] = 5 if damage == "path" else "libraries/\0"
+    elif damage == "kind":
+        library["fingerprint"]["target"] = {}
+    else:
+        entry["files"] |= {"network.onnx": 5} if damage == "digest" else {"\0": "0" * 64}
+    with pytest.raises(ModelError, match="the model's MLmodel file is damaged"):
         Manifest.from_dict(entry)
 
 
@@ -258,10 +273,15 @@ def test_a_file_without_a_digest(trapped: tuple[Path, Manifest], trap: tuple[Pat
     assert_refused(directory, replace(manifest, files=files), trap[1], f"{name} has no SHA-256 in MLmodel")
 
 
-def test_a_file_that_was_added(trapped: tuple[Path, Manifest], trap: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("kind", ["file", "link to a file", "link to a directory"])
+def test_a_file_that_was_added(trapped: tuple[Path, Manifest], trap: tuple[Path, Path], kind: str) -> None:
     directory, manifest = trapped
-    (directory / "libraries" / "more.so").write_bytes(b"")
-    assert_refused(directory, manifest, trap[1], r"libraries/more.so has no SHA-256 in MLmodel")
+    added = directory / "libraries" / "more"
+    if kind == "file":
+        added.write_bytes(b"")
+    else:
+        added.symlink_to(trap[0] if kind == "link to a file" else trap[0].parent)
+    assert_refused(directory, manifest, trap[1], r"libraries/more has no SHA-256 in MLmodel")
 
 
 @pytest.mark.parametrize("by", ["dots", "detour", "absolute path", "link", "link to a directory"])
@@ -380,23 +400,41 @@ def test_inputs_are_not_changed(model: TunedModel) -> None:
     np.testing.assert_array_equal(inputs["data"], inputs_for(model, 0)["data"])
 
 
-def test_an_aligned_array_is_read_where_it_is(model: TunedModel, reference: ReferenceSession) -> None:
-    """And one that is not aligned, or read-only, is copied; neither is seen in the result."""
-    values = inputs_for(model, 0)["data"]
-    expected = reference.run({"data": values})
+def array_at(offset: int, values: np.ndarray) -> np.ndarray:
+    """A copy that begins so many bytes behind an address that generated code may read from."""
     memory = np.empty(values.nbytes + 128, np.uint8)
+    start = -memory.ctypes.data % 64 + offset
+    array = memory[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+    array[...] = values
+    return array
+
+
+def test_an_aligned_array_is_read_where_it_is(reshaping: TunedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that is not aligned, or read-only, is copied; neither is seen in the result."""
+    wrapped: list[int] = []
+    machine = reshaping._machines._threads.submit(reshaping._machines._machine).result()
+    real = machine._from_dlpack
+    monkeypatch.setattr(machine, "_from_dlpack", lambda array: (wrapped.append(array.ctypes.data), real(array))[1])
+    values = inputs_for(reshaping, 0)["data"]
     for offset in (0, 4, 16, 64):
-        start = -memory.ctypes.data % 64 + offset
-        array = memory[start : start + values.nbytes].view(np.float32).reshape(values.shape)
-        array[...] = values
-        assert_agree(model.run({"data": array}), expected)
-        array.flags.writeable = False
-        assert_agree(model.run({"data": array}), expected)
+        array = array_at(offset, values)
+        for is_writeable in (True, False):
+            array.flags.writeable = is_writeable
+            np.testing.assert_array_equal(reshaping.run({"data": array})["flat"], values.reshape(-1))
+            is_read_there = offset % 64 == 0 and is_writeable
+            assert wrapped == ([array.ctypes.data] if is_read_there else [])
+            wrapped.clear()
+
+
+def test_small_arrays_at_any_address(model: TunedModel, reference: ReferenceSession) -> None:
+    values = inputs_for(model, 0)["data"]
+    for offset in (0, 4):
+        assert_agree(model.run({"data": array_at(offset, values)}), reference.run({"data": values}))
 
 
 def test_outputs_do_not_share_memory_with_inputs(reshaping: TunedModel) -> None:
     """A reshape is a view in TVM."""
-    data = np.arange(2 * 4096, dtype=np.float32).reshape(2, 4096)
+    data = array_at(0, np.arange(2 * 4096, dtype=np.float32).reshape(2, 4096))
     kept = data.copy()
     outputs = reshaping.run({"data": data})
     for array in outputs.values():
@@ -417,8 +455,21 @@ def test_types_other_than_float32(tmp_path: Path, dtype: str) -> None:
     np.testing.assert_array_equal(turned, values.T)
 
 
-def test_calls_from_eight_threads(model: TunedModel, reference: ReferenceSession) -> None:
-    """More threads than machines, which are fewer than that wherever the kernels use every CPU."""
+@pytest.fixture(scope="module", params=["threads of the library", "one"])
+def shared_model(
+    request: pytest.FixtureRequest, compiled_network: CompiledNetwork, tmp_path_factory: pytest.TempPathFactory
+) -> TunedModel:
+    """A model with one machine, as its kernels use every CPU, and one with a machine for each CPU."""
+    directory = tmp_path_factory.mktemp("shared")
+    options = LoadOptions(num_threads=1 if request.param == "one" else None)
+    shared = load_package(directory, write_package(compiled_network, directory), options)
+    assert shared._machines._threads._max_workers == (available_cpus() if request.param == "one" else 1)
+    return shared
+
+
+def test_calls_from_eight_threads(shared_model: TunedModel, reference: ReferenceSession) -> None:
+    """More threads than machines."""
+    model = shared_model
     seeds = range(64)
     expected = [reference.run(inputs_for(model, seed)) for seed in seeds]
     with ThreadPoolExecutor(8) as threads:
@@ -433,3 +484,12 @@ def test_a_call_that_fails_leaves_its_machine_to_others(model: TunedModel) -> No
         with pytest.raises((ValueError, RuntimeError), match=r"broadcast|shape\[0\] mismatch"):
             model._machines.run([np.zeros((7, 3, 16, 16), np.float32)])
     assert model.run(inputs_for(model, 0))
+
+
+def test_a_library_that_tvm_cannot_load(compiled_network: CompiledNetwork, tmp_path: Path) -> None:
+    """Though its digest is right: it may be of another version of TVM, or on a disk that nothing is executed from."""
+    (tmp_path / "broken.so").write_bytes(b"no library")
+    broken = replace(compiled_network, library=tmp_path / "broken.so")
+    directory = tmp_path / "package"
+    with pytest.raises(ModelError, match=r"model\.so: TVM .* cannot load it \(.+\); compile the network with"):
+        load_package(directory, write_package(broken, directory))

@@ -21,6 +21,7 @@ from ansor_mlflow import flavor, names, registry
 from ansor_mlflow.errors import (
     AnsorMlflowError,
     CorrectnessError,
+    MachineError,
     ModelError,
     NotFasterError,
     UndecidedError,
@@ -34,6 +35,7 @@ from ansor_mlflow.steps import checking, contest, pipeline
 from ansor_mlflow.steps.contest import Contender
 from ansor_mlflow.steps.promote import host_of, promote, target_alias
 from ansor_mlflow.steps.promotion import Outcome, Promotion
+from ansor_mlflow.tracking.run import StepRun
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -258,6 +260,29 @@ def test_a_champion_that_does_not_run_here_is_not_replaced(
     assert registry.aliases_of(NAME) == {"champion": FOREIGN, of_target: FAST}
 
 
+def test_a_champion_that_tvm_cannot_load_is_not_replaced(
+    client: mlflow.MlflowClient, of_target: str, set_times: SetTimes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be of a version of TVM whose libraries this one does not open."""
+    set_champion(client, SLOW, of_target)
+    set_times({})
+    real = checking.contenders.library_run
+
+    def library_run(library: Path, *args: Any) -> Any:
+        if f"/{SLOW}/" in str(library):
+            raise ModelError(f"library {library}: TVM cannot load it")
+        return real(library, *args)
+
+    monkeypatch.setattr(checking.contenders, "library_run", library_run)
+    monkeypatch.setattr(contest, "_median_ms", lambda contender, _: contender.make_run() and 1.0)
+    promotion = decide(FAST)
+    assert promotion.outcome is Outcome.NOT_MEASURABLE
+    assert "version 2, cannot be compared on this host: library" in promotion.reason
+    client.delete_registered_model_alias(NAME, of_target)
+    with pytest.raises(ModelError, match="cannot load it"):
+        decide(SLOW)
+
+
 def test_the_champion_itself_is_not_measured(client: mlflow.MlflowClient, of_target: str, set_times: SetTimes) -> None:
     set_champion(client, FAST, of_target, "champion")
     timed = set_times({})
@@ -360,12 +385,41 @@ def test_outputs_are_checked_on_the_data_of_the_user(
     assert decide(FAST, data=str(tmp_path / "mine.npz"), dry_run=True).outcome is Outcome.WRONG
 
 
+def test_data_that_the_network_cannot_take(host_target: Target, tmp_path: Path) -> None:
+    """ONNX Runtime refuses an index that its table does not have."""
+    builder = GraphBuilder(seed=0)
+    table = builder.weight("table", np.zeros((3, 2)))
+    builder.node("Gather", "rows", table, builder.input("index", (1,), "int64"), axis=0)
+    onnx.save(builder.build("lookup", {"rows": (1, 2)}), tmp_path / "lookup.onnx")
+    run = checking.contenders.reference_run(tmp_path / "lookup.onnx", 1)
+    assert run({"index": np.array([2])})["rows"].shape == (1, 2)
+    with pytest.raises(UserInputError, match=r"ONNX Runtime cannot compute the network from the inputs: .*; give"):
+        run({"index": np.array([99])})
+
+
 def test_the_tolerance_is_that_of_the_user(client: mlflow.MlflowClient, set_times: SetTimes) -> None:
     set_times({})
     assert decide(WRONG, tolerance=100.0, dry_run=True).outcome is Outcome.NO_CHAMPION
 
 
 # -- what is left behind ---------------------------------------------------------------------------------------------
+
+
+def test_networks_with_other_weights_are_others(saved_models: Mapping[str, Path]) -> None:
+    """Weights beyond 2 GiB are in files beside the graph, which may be equal."""
+    manifest = flavor.read_manifest(saved_models[FAST])
+    network, library = manifest.files[names.NETWORK_FILE], manifest.libraries[0]
+    first, second, recompiled = (
+        Contender(
+            version="1",
+            directory=saved_models[FAST],
+            manifest=replace(manifest, files={names.NETWORK_FILE: network, "weights": weights, library.path: digest}),
+            entry=library,
+        )
+        for weights, digest in (("a", "x"), ("b", "x"), ("a", "y"))
+    )
+    assert first.has_network_of(recompiled)
+    assert not first.has_network_of(second)
 
 
 def test_the_evidence_is_a_run_and_tags_of_the_version(
@@ -423,6 +477,21 @@ def test_a_version_that_lost_says_so(client: mlflow.MlflowClient, of_target: str
     assert client.get_model_version(NAME, EQUAL).tags[names.TAG_PROMOTION] == "lost"
 
 
+def test_no_alias_moves_without_evidence(
+    client: mlflow.MlflowClient, of_target: str, set_times: SetTimes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_champion(client, FAST, of_target)
+    set_times({FAST: 10.0, EQUAL: 8.0})
+
+    def no_space(*_: Any) -> None:
+        raise MachineError("no space is left")
+
+    monkeypatch.setattr(StepRun, "log_artifacts", no_space)
+    with pytest.raises(MachineError, match="no space is left"):
+        decide(EQUAL)
+    assert registry.aliases_of(NAME) == {of_target: FAST}
+
+
 def test_a_dry_run_changes_nothing(client: mlflow.MlflowClient, of_target: str, set_times: SetTimes) -> None:
     set_champion(client, FAST, of_target)
     set_times({FAST: 10.0, EQUAL: 8.0})
@@ -465,6 +534,15 @@ def test_exit_codes(
     captured = capsys.readouterr()
     assert any(text.startswith(line) for text in (captured.out + captured.err).splitlines())
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("given", [["--dry-run"], ["--candidate", "1"]])
+def test_a_rollback_takes_nothing_of_a_comparison(
+    run_here: RunCommand, capsys: pytest.CaptureFixture[str], given: list[str]
+) -> None:
+    assert run_here("promote", "--model", NAME, "--alias", "champion", "--rollback", *given) == 2
+    message = "measures nothing; leave one of them out"
+    assert message in capsys.readouterr().err
 
 
 def test_the_documented_commands(

@@ -65,7 +65,7 @@ def _files_to_check(root: Path, manifest: Manifest) -> set[str]:
     """What a model uses: the network, its libraries, and whatever lies beside these and the records."""
     beside = [path for folder in ("libraries", "records") for path in (root / folder).rglob("*")]
     beside += root.glob(f"{NETWORK_FILE}*")
-    found = {path.relative_to(root).as_posix() for path in beside if not path.is_dir()}
+    found = {path.relative_to(root).as_posix() for path in beside if path.is_symlink() or not path.is_dir()}
     return {NETWORK_FILE, *(entry.path for entry in manifest.libraries), *found}
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ansor_mlflow.errors import AnsorMlflowError, MachineError
+from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError
 from ansor_mlflow.model.choice import (
     Choice,
     LoadOptions,
@@ -87,11 +87,11 @@ def _build(directory: Path, manifest: Manifest, options: LoadOptions, rejected: 
             _log.warning("building %s; this may take minutes", attempt)
             try:
                 entry = _build_library(attempt, directory, options, library)
+                reason, rejected = _outcome(attempt, entry), tuple(reasons)
+                choice = Choice(level=attempt.level, entry=entry, reason=reason, rejected=rejected)
+                return open_library(library, manifest, entry, choice, options)
             except AnsorMlflowError as err:
                 reasons.append(f"not {attempt}: {err}")
-                continue
-            choice = Choice(level=attempt.level, entry=entry, reason=_outcome(attempt, entry), rejected=tuple(reasons))
-            return open_library(library, manifest, entry, choice, options)
     raise nothing_runs(directory, reasons if options.allow_untuned else [*reasons, "allow_untuned is off"])
 
 
@@ -142,6 +142,8 @@ def _build_library(attempt: _Attempt, directory: Path, options: LoadOptions, lib
         library=str(library),
     )
     coverage = build_in_child_process(job)
+    if attempt.records and not coverage["num_covered"]:
+        raise RecordsError("the network has other kernels here, and none has a record")
     kept = {name: value for name, value in provenance.items() if name not in _OF_ANOTHER_DEVICE}
     return LibraryEntry(
         path=attempt.entry.path,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ansor_mlflow.errors import ModelError
 from ansor_mlflow.tensors import TensorSpec
 from ansor_mlflow.threads import available_cpus, set_num_threads
 
@@ -37,17 +38,27 @@ class Machines:
         inputs: The network's inputs, in the order of the function's parameters.
         num_threads: Threads of a kernel.
         device: Name of the device: cpu or cuda.
+
+    Raises:
+        ModelError: TVM cannot load the library.
     """
 
     def __init__(self, library: Path, inputs: Sequence[TensorSpec], num_threads: int, device: str) -> None:
         import tvm
 
-        self._make = partial(Machine, tvm.runtime.load_module(str(library)), tvm.device(device), inputs)
         self._num_threads = num_threads
         self._own = threading.local()
         num_machines = max(1, available_cpus() // num_threads) if device == "cpu" else 1
         self._threads = ThreadPoolExecutor(num_machines, thread_name_prefix="ansor-mlflow-model")
-        self._threads.submit(self._machine).result()  # what cannot be run is known now
+        try:
+            self._make = partial(Machine, tvm.runtime.load_module(str(library)), tvm.device(device), inputs)
+            self._threads.submit(self._machine).result()  # what cannot be run is known now
+        except (OSError, RuntimeError, ValueError, AttributeError) as err:
+            reason = (str(err).strip().splitlines() or [type(err).__name__])[0]
+            raise ModelError(
+                f"library {library}: TVM {tvm.__version__} cannot load it ({reason}); compile the network with this "
+                "version, or install the one that the model asks for"
+            ) from err
 
     def run(self, arrays: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
         """Calls the network on arrays of its shapes and dtypes; those that it returns belong to the caller."""

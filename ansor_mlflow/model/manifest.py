@@ -68,8 +68,7 @@ class Manifest:
         if version != FORMAT_VERSION:
             raise ModelError(f"the model has format version {version}, this package reads {FORMAT_VERSION}; update it")
         try:
-            if any(not isinstance(library["fingerprint"]["target"], dict) for library in entry["libraries"]):
-                raise TypeError("a target is no mapping")
+            _check_types(entry)
             return Manifest(
                 network=entry["network"],
                 inputs=tuple(TensorSpec.from_dict(spec) for spec in entry["inputs"]),
@@ -82,3 +81,13 @@ class Manifest:
             )
         except (KeyError, TypeError, ValueError) as err:
             raise damaged(err) from err
+
+
+def _check_types(entry: dict[str, Any]) -> None:
+    for library in entry["libraries"]:
+        if not isinstance(library["fingerprint"]["target"]["kind"], str):
+            raise TypeError("a kind of target is no text")
+    files = dict(entry["files"])
+    for text in (*files, *files.values(), *(library["path"] for library in entry["libraries"])):
+        if not isinstance(text, str) or "\0" in text:
+            raise TypeError(f"{text!r} is no path and no digest")

@@ -13,7 +13,7 @@ from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.model.choice import Choice
 from ansor_mlflow.model.machines import Machines
 from ansor_mlflow.model.manifest import LibraryEntry
-from ansor_mlflow.tensors import TensorSpec
+from ansor_mlflow.tensors import Arrays, TensorSpec
 
 
 class TunedModel:
@@ -48,7 +48,7 @@ class TunedModel:
         """The library that was loaded."""
         return self.choice.entry
 
-    def run(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, npt.NDArray[Any]]:
+    def run(self, inputs: Mapping[str, npt.ArrayLike]) -> Arrays:
         """Runs the network once.
 
         Args:

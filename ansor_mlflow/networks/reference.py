@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnx
 import onnxruntime
 
-Arrays = dict[str, npt.NDArray[Any]]
+from ansor_mlflow.tensors import Arrays
 
 
 class ReferenceSession:

@@ -17,9 +17,7 @@ import numpy.typing as npt
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.model import TunedModel
-from ansor_mlflow.tensors import random_inputs
-
-Arrays = dict[str, npt.NDArray[Any]]
+from ansor_mlflow.tensors import Arrays, random_inputs
 
 _ROW_TOLERANCE = 1e-2
 """Of the largest value: the same row may be computed in another order at another place, in 16 bits, too."""
@@ -77,15 +75,19 @@ class Batches:
 
     @cached_property
     def _rows_are_independent(self) -> bool:
-        """Whether a row gets the same result at another place among other rows."""
+        """Whether each row gets the same result at the next place, and one of them among other rows, too."""
         if self._size == 1:
             return True
         first = random_inputs(self._model.inputs, seed=0)
+        moved = {name: np.roll(array, 1, axis=0) for name, array in first.items()}
         other = random_inputs(self._model.inputs, seed=1)
         for name, array in other.items():
             array[-1] = first[name][0]
-        here, there = self._model.run(first), self._model.run(other)
-        return all(_is_same(here[name][0], there[name][-1]) for name in here)
+        here, next_, there = self._model.run(first), self._model.run(moved), self._model.run(other)
+        return all(
+            _is_same(np.roll(here[name], 1, axis=0), next_[name]) and _is_same(here[name][0], there[name][-1])
+            for name in here
+        )
 
 
 def _filled_up(rows: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
@@ -93,7 +95,7 @@ def _filled_up(rows: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
     return np.concatenate([rows, np.repeat(rows[-1:], missing, axis=0)]) if missing else rows
 
 
-def _is_same(row: npt.NDArray[Any], expected: npt.NDArray[Any]) -> bool:
-    row, expected = row.astype(np.float64), expected.astype(np.float64)
+def _is_same(rows: npt.NDArray[Any], expected: npt.NDArray[Any]) -> bool:
+    rows, expected = rows.astype(np.float64), expected.astype(np.float64)
     largest = np.nan_to_num(abs(expected)).max(initial=0)
-    return np.allclose(row, expected, rtol=0, atol=_ROW_TOLERANCE * largest, equal_nan=True)
+    return np.allclose(rows, expected, rtol=0, atol=_ROW_TOLERANCE * largest, equal_nan=True)

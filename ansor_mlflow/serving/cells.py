@@ -30,7 +30,7 @@ def stack_cells(cells: Iterable[Any], spec: TensorSpec) -> npt.NDArray[Any]:
         if cells and all(isinstance(cell, (str, bytes)) for cell in cells):
             rows = np.concatenate([_rows(cell, spec) for cell in cells])
             return rows.reshape(-1, *spec.shape[1:]) if spec.shape else rows.reshape(())
-        array = np.stack([np.asarray(cell, dtype=spec.dtype) for cell in cells])
+        array = np.stack([_converted(cell, spec) for cell in cells])
     except (ValueError, TypeError, OverflowError) as err:
         raise UserInputError(_rule(spec)) from err
     return array[0] if len(array) == 1 and array.shape[1:] == spec.shape else array
@@ -45,9 +45,25 @@ def from_objects(array: npt.NDArray[Any], spec: TensorSpec) -> npt.NDArray[Any]:
     if array.ndim == 1 and len(array) and isinstance(array[0], (str, bytes, list, np.ndarray)):
         return stack_cells(array, spec)
     try:
-        return array.astype(spec.dtype)
+        return _converted(array, spec)
     except (ValueError, TypeError, OverflowError) as err:
         raise UserInputError(_rule(spec)) from err
+
+
+def _converted(values: Any, spec: TensorSpec) -> npt.NDArray[Any]:
+    """Numbers in the input's dtype. An integer is not rounded, and not taken modulo the size of its type.
+
+    Raises:
+        ValueError, TypeError, OverflowError: They are not numbers that the dtype has.
+    """
+    if np.dtype(spec.dtype).kind not in "iu":
+        return np.asarray(values, dtype=spec.dtype)
+    given = np.asarray(values)
+    with np.errstate(invalid="ignore"):
+        array = given.astype(spec.dtype)
+    if not np.array_equal(given, array):
+        raise ValueError(f"not all of them are numbers that {spec.dtype} has")
+    return array
 
 
 def _rows(cell: str | bytes, spec: TensorSpec) -> npt.NDArray[Any]:

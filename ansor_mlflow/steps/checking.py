@@ -11,7 +11,6 @@ from ansor_mlflow import contenders
 from ansor_mlflow.evaluate import (
     QUANTIZED_TOLERANCE,
     TOLERANCES,
-    Arrays,
     Difference,
     call_once,
     compare_outputs,
@@ -19,7 +18,7 @@ from ansor_mlflow.evaluate import (
 )
 from ansor_mlflow.model import LibraryEntry
 from ansor_mlflow.networks.reference import is_quantized
-from ansor_mlflow.tensors import TensorSpec, random_inputs
+from ansor_mlflow.tensors import Arrays, TensorSpec, random_inputs
 
 _NUM_SEEDED = 3
 

@@ -61,8 +61,13 @@ class Contender:
         return partial(contenders.library_run, self.directory / self.entry.path, self.manifest, self.entry)
 
     def has_network_of(self, other: Contender) -> bool:
-        """Whether both were compiled from the same file."""
-        return self.manifest.files[names.NETWORK_FILE] == other.manifest.files[names.NETWORK_FILE]
+        """Whether both were compiled from the same file, and from the same ones with its weights."""
+        return self._network_files == other._network_files
+
+    @property
+    def _network_files(self) -> dict[str, str]:
+        own = ("libraries/", "records/")
+        return {name: digest for name, digest in self.manifest.files.items() if not name.startswith(own)}
 
     def require_interface_of(self, champion: Contender) -> None:
         """Checks that this version could take another one's place: only then can their times be compared.

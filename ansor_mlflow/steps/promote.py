@@ -80,9 +80,11 @@ def _promote(options: PromoteOptions, version: str, run: StepRun) -> Promotion:
         confidence=options.confidence,
         **vars(decision),
     )
-    promotion = promotion if options.dry_run else _carry_out(promotion)
-    _log_evidence(promotion, device, options, run)
-    return promotion
+    _log_evidence(promotion, device, options, run)  # before an alias moves, so that none does without
+    settled = promotion if options.dry_run else _carry_out(promotion)
+    if settled is not promotion:
+        _log_evidence(settled, device, options, run)
+    return settled
 
 
 def host_of(contender: Contender) -> DeviceFingerprint:
@@ -115,6 +117,20 @@ def _decide(options: PromoteOptions, candidate: Contender, seen: Mapping[str, st
                 return _Decision(outcome=Outcome.NOT_MEASURABLE, reason=_not_measurable(version, err))
     for champion in champions:
         candidate.require_interface_of(champion)
+    try:
+        return _compare(options, candidate, champions)
+    except ModelError as err:
+        _errors(options, candidate, [])  # this raises it again if it is the candidate that cannot be loaded
+        versions = " or ".join(champion.version for champion in champions)
+        return _Decision(outcome=Outcome.NOT_MEASURABLE, reason=_not_measurable(versions, err))
+
+
+def _compare(options: PromoteOptions, candidate: Contender, champions: Sequence[Contender]) -> _Decision:
+    """Checks what the candidate computes, and measures it against each champion until it does not win.
+
+    Raises:
+        ModelError: A library cannot be loaded.
+    """
     tolerance = tolerance_for(options.tolerance, candidate.network, candidate.entry)
     errors = _errors(options, candidate, champions)
     error = errors[candidate.version].max_rel_error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ansor_mlflow import names, registry
+from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.options import PromoteOptions
 from ansor_mlflow.tracking.run import step_run
 
@@ -28,9 +29,15 @@ def roll_back(options: PromoteOptions) -> Rollback:
     Can be done again, for the promotion before that one.
 
     Raises:
-        UserInputError: No promotion moved the alias, or it was the first one.
+        UserInputError: No promotion moved the alias, or it was the first one; or what only a comparison takes is given.
         MachineError: A server is away.
     """
+    if options.dry_run or options.candidate:
+        given = "dry_run=true" if options.dry_run else f"candidate={options.candidate}"
+        raise UserInputError(
+            f"rollback=true and {given}: a rollback takes the aliases back to where they pointed before, and measures "
+            "nothing; leave one of them out"
+        )
     with step_run("promote", options, f"roll back {options.model}") as run:
         moves = registry.undo_moves(options.model, options.alias)
         aliases = {alias: (move.after, move.before) for alias, move in moves.items()}
