@@ -102,6 +102,8 @@ TAG_NUM_TRIALS = "ansor.num_trials"
 TAG_STOP_REASON = "ansor.stop_reason"
 TAG_ERROR = "ansor.error"
 TAG_EXIT_CODE = "ansor.exit_code"
+END_TAGS = {TAG_ERROR, TAG_EXIT_CODE}
+"""Of a run that did not succeed."""
 TAG_NOTE_SHA256 = "ansor.note_sha256"
 """Digest of the description that we wrote: one that a user has edited is left alone."""
 TAG_MODEL_URI = "ansor.model_uri"

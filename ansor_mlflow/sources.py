@@ -15,14 +15,14 @@ import yaml
 from mlflow.store.artifact.artifact_repository_registry import get_registered_artifact_repositories
 
 from ansor_mlflow import names, networks
-from ansor_mlflow.errors import MachineError, UserInputError
+from ansor_mlflow.errors import MachineError, UserInputError, without_credentials
 from ansor_mlflow.flavor import FLAVOR_NAME, read_manifest
 from ansor_mlflow.model import verify_package
 from ansor_mlflow.networks import BUILTIN_NETWORKS, Network
 from ansor_mlflow.networks.onnx_file import external_files
 from ansor_mlflow.networks.source import read_network
 from ansor_mlflow.networks.torch_program import PROGRAM_SUFFIX
-from ansor_mlflow.tracking.failures import clear_failures, one_line, without_credentials
+from ansor_mlflow.tracking.failures import clear_failures, one_line
 
 _URI = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+):/|(models|runs):", re.IGNORECASE)
 """A scheme has two letters at least, so that no drive of Windows is one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from statistics import fmean
@@ -120,6 +120,8 @@ class TuningPlan:
     num_trials: int
     past: tuple[TuningRound, ...] = ()
     """Rounds of an earlier process that worked on the same tuning."""
+    earlier_s: Mapping[int, float] = field(default_factory=dict)
+    """Seconds per call of the fastest record that a task began with, by its index."""
 
 
 @dataclass(frozen=True, kw_only=True)

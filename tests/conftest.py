@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,6 +200,7 @@ def new_experiment(experiment_id: str, tmp_path: Path, monkeypatch: pytest.Monke
 def run_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunCommand]:
     """Runs a command line in this process and returns its exit code."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # the command sets it, too
+    on_sigterm = signal.getsignal(signal.SIGTERM)
 
     def run(*args: str) -> int:
         try:
@@ -208,4 +210,5 @@ def run_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunCommand]:
         return 0
 
     yield run
+    signal.signal(signal.SIGTERM, on_sigterm)
     logging.getLogger("ansor_mlflow").handlers.clear()  # they write to a standard error that ends with the test

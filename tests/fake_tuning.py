@@ -49,7 +49,9 @@ def tune(
     num_trials = resolve_num_trials(checked, len(lowered.tasks))
     with contextlib.closing(builder or FakeBuilder()) as builder, contextlib.closing(runner or FakeRunner()) as runner:
         log, journal = RecordLog(records, target.export()), Journal(records)
-        if not resume:
+        if resume:
+            journal.resume()
+        else:
             journal.begin(log.num_earlier)
         tuner = Tuner(
             lowered.tasks,

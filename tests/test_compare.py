@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 from commands import FAST, ROOT, flags
 from pandas.testing import assert_frame_equal
+from runs_here import artifacts_of
 
 import ansor_mlflow
 from ansor_mlflow import names
@@ -91,10 +92,6 @@ def evaluated(compiled: str) -> str:
         run.log_tags({name: tags[name] for name in told})
         run.log_metrics({names.LATENCY_MS: 1.5})
     return run.run_id
-
-
-def artifacts_of(run_id: str) -> Path:
-    return Path(mlflow.get_run(run_id).info.artifact_uri.removeprefix("file://"))
 
 
 def lose_a_kernel(best: Path, destination: Path) -> None:

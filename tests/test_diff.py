@@ -9,15 +9,15 @@ from pathlib import Path
 
 import mlflow
 import pytest
-from commands import FAST, RunCommand, flags
+from commands import RunCommand
 from fake_tuning import read_records
+from runs_here import artifacts_of, newest_run, tune_here
 
 from ansor_mlflow import names
 from ansor_mlflow.options import DiffOptions
 from ansor_mlflow.records import RECORD_FILE, write_manifest
 from ansor_mlflow.steps.diff import Difference, diff_runs
 
-QUICK = {**FAST, "cost_model": "none", "num_trials_per_round": 2}
 pytestmark = pytest.mark.system  # whole pipelines
 
 
@@ -28,24 +28,9 @@ def tuned(
     """ID of a tuning run of a network from a file."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(small_onnx, "small.onnx")
-    run_id = tune_here(run_here)
+    run_id = tune_here(run_here).info.run_id
     set_error(run_id, 0.01)  # these kernels take microseconds, and are noisy
     return run_id
-
-
-def tune_here(run_here: RunCommand, **parameters: object) -> str:
-    assert run_here("tune", *flags({**QUICK, "network": "small.onnx", "trials": 12, **parameters})) == 0
-    return str(newest_run().info.run_id)
-
-
-def newest_run() -> mlflow.entities.Run:
-    experiment_id = mlflow.get_experiment_by_name(str(Path.cwd())).experiment_id
-    (run,) = mlflow.MlflowClient().search_runs([experiment_id], order_by=["start_time DESC"], max_results=1)
-    return run
-
-
-def artifacts_of(run_id: str) -> Path:
-    return Path(mlflow.get_run(run_id).info.artifact_uri.removeprefix("file://"))
 
 
 def copy_of(run_id: str) -> str:
@@ -146,7 +131,7 @@ def test_kernels_whose_records_are_lost_are_found(
 
 
 def test_what_else_differs(tuned: str, run_here: RunCommand) -> None:
-    other = tune_here(run_here, seed=3, trials=14)
+    other = tune_here(run_here, seed=3, trials=14).info.run_id
     path = artifacts_of(other) / names.RECORDS_DIR / names.FINGERPRINT_FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), "cpu_model": "another"}))
     seal(other)

@@ -102,9 +102,9 @@ def test_the_share_before_is_that_of_first_measurements(history: TuningHistory) 
 
 def test_a_task_with_an_earlier_record_began_with_it() -> None:
     rounds = [
-        TaskRound(index=0, run_s=[4e-3]),
-        TaskRound(index=1, run_s=[6e-3, 1e-3]),
-        TaskRound(index=0, run_s=[1e-3]),
+        TaskRound(index=0, run_s=[6e-3, 1e-3]),
+        TaskRound(index=1, run_s=[4e-3]),
+        TaskRound(index=1, run_s=[1e-3]),
     ]
     history = history_of(rounds, [1, 1, 1], known_s={0: 2e-3, 1: 2e-3, 2: 5e-3})
     assert [task.before_s for task in history.tasks] == [2e-3, 2e-3, 5e-3]

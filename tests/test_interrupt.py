@@ -7,6 +7,7 @@ import signal
 import threading
 
 import pytest
+from commands import RunCommand
 
 from ansor_mlflow.tuning.interrupt import deferred_interrupts
 
@@ -46,3 +47,11 @@ def test_a_thread_that_gets_no_signals_defers_none() -> None:
     thread.start()
     thread.join()
     assert handlers == [signal.getsignal(signal.SIGINT)]
+
+
+def test_a_command_that_is_terminated_ends_as_one_that_is_interrupted(
+    run_here: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it is, so that its run is told."""
+    monkeypatch.setattr("ansor_mlflow.steps.sync.sync", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert run_here("sync") == 130

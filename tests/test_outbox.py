@@ -13,11 +13,15 @@ from commands import RunCommand
 from servers import free_port
 
 from ansor_mlflow import names
+from ansor_mlflow.records import RECORD_FILE
 from ansor_mlflow.tracking.outbox import (
+    OUTBOX_DIR,
     Message,
     Outbox,
     UndeliveredError,
+    _write,
     deliver_left,
+    forget_end,
     has_messages,
     leave_message,
     open_outbox,
@@ -157,7 +161,7 @@ def test_sync_ends_a_run_as_its_messages_say(
     server(False)
     outbox.put(Message(tags={"kind": "late"}, status="FINISHED"))
     assert run_here("sync") == 2
-    assert f"Error: run {run_id} still goes on, and delivers its messages itself" in capsys.readouterr().err
+    assert f"Error: run {run_id} still goes on in this directory, and delivers its" in capsys.readouterr().err
     with pytest.raises(UndeliveredError):
         outbox.close(0.1)
     assert run_here("sync") == 3
@@ -171,3 +175,49 @@ def test_sync_ends_a_run_as_its_messages_say(
     assert not (tmp_path / ".ansor").exists()
     assert run_here("sync") == 0
     assert capsys.readouterr().out == "nothing is left to deliver\n"
+
+
+def test_sync_leaves_the_records_of_a_tuner_that_was_killed(
+    run_id: str, run_here: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last trials may be nowhere else, and its run has not ended."""
+    monkeypatch.chdir(tmp_path)
+    directory = tmp_path / ".ansor" / run_id
+    records = directory / names.RECORDS_DIR / RECORD_FILE
+    records.parent.mkdir(parents=True)
+    records.write_text("[0, []]\n")
+    (directory / OUTBOX_DIR).mkdir()
+    _write(directory / OUTBOX_DIR / "000001.json", Message(tags={"kind": "late"}))
+    assert run_here("sync") == 0
+    run = mlflow.get_run(run_id)
+    assert (run.info.status, run.data.tags["kind"]) == ("RUNNING", "late")
+    assert records.read_text() == "[0, []]\n"
+
+
+def test_a_run_that_goes_on_forgets_how_it_ended(run_id: str, tmp_path: Path) -> None:
+    """Though MLflow was away when it ended, and is told only now."""
+    (tmp_path / OUTBOX_DIR).mkdir()
+    _write(tmp_path / OUTBOX_DIR / "000001.json", Message(metrics={"latency": 1.0}))
+    leave_message(tmp_path, Message(tags={names.TAG_ERROR: "away", names.TAG_EXIT_CODE: "3"}, status="FAILED"))
+    forget_end(tmp_path)
+    assert deliver_left(run_id, tmp_path) == 2
+    run = mlflow.get_run(run_id)
+    assert (run.info.status, run.data.metrics) == ("RUNNING", {"latency": 1.0})
+    assert not names.END_TAGS & run.data.tags.keys()
+
+
+def test_a_run_that_still_goes_on_is_not_touched(
+    run_id: str,
+    run_here: RunCommand,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mlflow.MlflowClient().set_tag(run_id, names.TAG_STEP, "tune")
+    before = mlflow.get_run(run_id)
+    with open_outbox(run_id, tmp_path / ".ansor" / run_id):
+        assert run_here("tune", "--resume-run", run_id) == 2
+    assert f"Error: run {run_id} still goes on in this directory" in capsys.readouterr().err
+    after = mlflow.get_run(run_id)
+    assert (after.info.status, after.data.tags) == ("RUNNING", before.data.tags)

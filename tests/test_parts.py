@@ -84,3 +84,10 @@ def test_nothing_is_taken_behind_a_gap(records: Path, mirror: Path, caplog: pyte
 def test_without_parts_nothing_happens(tmp_path: Path) -> None:
     assert join_parts(tmp_path) == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_which_one_is_whole_and_the_others_old(records: Path, mirror: Path) -> None:
+    """As an upload leaves them that was cut off between two files."""
+    shutil.copy(records / RECORD_FILE, mirror / RECORD_FILE)
+    assert join_parts(mirror) == 5
+    assert contents(mirror) == contents(records)

@@ -10,11 +10,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import mlflow
 import pytest
-from commands import FAST, RunCommand, flags
+from commands import RunCommand, flags
 from hypothesis import given
 from hypothesis import strategies as st
+from runs_here import QUICK, newest_run, tune_here
 from servers import S3Server, free_port, s3_server
 
 from ansor_mlflow import names
@@ -30,7 +30,6 @@ DEVICE = DeviceFingerprint(
     num_threads=2,
 )
 TARGET = json.dumps(DEVICE.target)
-QUICK = {**FAST, "cost_model": "none", "num_trials_per_round": 2}
 
 
 def workload(hash_: int) -> str:
@@ -183,17 +182,6 @@ def project(small_onnx: Path, new_experiment: str, tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     shutil.copy(small_onnx, "small.onnx")
     return tmp_path
-
-
-def tune_here(run_here: RunCommand, **parameters: object) -> mlflow.entities.Run:
-    assert run_here("tune", *flags({**QUICK, "network": "small.onnx", "trials": 12, **parameters})) == 0
-    return newest_run()
-
-
-def newest_run() -> mlflow.entities.Run:
-    experiment_id = mlflow.get_experiment_by_name(str(Path.cwd())).experiment_id
-    (run,) = mlflow.MlflowClient().search_runs([experiment_id], order_by=["start_time DESC"], max_results=1)
-    return run
 
 
 @pytest.mark.system

@@ -11,13 +11,13 @@ from typing import Any
 import mlflow
 import numpy as np
 import pytest
-from commands import FAST, RunCommand, flags
+from commands import RunCommand
 from fake_tuning import read_records
+from runs_here import artifacts_of, newest_run, tune_here
 
 from ansor_mlflow import flavor, names
 from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE, write_manifest
 
-QUICK = {**FAST, "cost_model": "none", "num_trials_per_round": 2}
 pytestmark = pytest.mark.system  # whole pipelines
 
 
@@ -28,9 +28,9 @@ def tuned(
     """A tuning run of a network from a file, which is gone since."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(small_onnx, "small.onnx")
-    assert run_here("tune", *flags({**QUICK, "network": "small.onnx", "trials": 12})) == 0
+    run = tune_here(run_here)
     Path("small.onnx").unlink()
-    return newest_run()
+    return run
 
 
 @pytest.fixture
@@ -40,14 +40,8 @@ def compiled(tuned: mlflow.entities.Run, run_here: RunCommand) -> mlflow.entitie
     return newest_run()
 
 
-def newest_run() -> mlflow.entities.Run:
-    experiment_id = mlflow.get_experiment_by_name(str(Path.cwd())).experiment_id
-    (run,) = mlflow.MlflowClient().search_runs([experiment_id], order_by=["start_time DESC"], max_results=1)
-    return run
-
-
 def records_of(run: mlflow.entities.Run) -> Path:
-    return Path(run.info.artifact_uri.removeprefix("file://")) / names.RECORDS_DIR
+    return artifacts_of(run.info.run_id) / names.RECORDS_DIR
 
 
 def survivors(run: mlflow.entities.Run) -> list[dict[str, Any]]:

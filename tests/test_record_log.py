@@ -146,3 +146,15 @@ def test_a_search_starts_from_the_records_in_its_log(
         [1e-3, 2e-3, 3e-3, 4e-3]
     )
     assert [str(record.trace) for record in records] == [str(c.sch.trace) for c in reversed(candidates)]
+
+
+def test_damage_within_a_line_costs_that_record(tmp_path: Path) -> None:
+    """A quick look at both ends of the lines does not see it."""
+    RecordLog(tmp_path, HOST).append(WORKLOAD, [record(1e-3), record(2e-3)])
+    lines = (tmp_path / RECORD_FILE).read_bytes().splitlines(keepends=True)
+    head, _, rest = lines[0].partition(b"[[")
+    lines[0] = head + b"[\xff" + rest
+    (tmp_path / RECORD_FILE).write_bytes(b"".join(lines))
+    log = RecordLog(tmp_path, HOST)
+    assert log.earlier(HASH) == [record(2e-3)]
+    assert list(log.best(HASH)) == [record(2e-3)]

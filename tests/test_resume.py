@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from fake_tuning import Notebook, read_records, tune
 
+from ansor_mlflow import names
 from ansor_mlflow.lowering import LoweredNetwork
-from ansor_mlflow.records import JOURNAL_FILE, RECORD_FILE, RecordLog, RecordPair, read_journal, repair
+from ansor_mlflow.records import JOURNAL_FILE, RECORD_FILE, WORKLOAD_FILE, RecordLog, RecordPair, read_journal, repair
 from ansor_mlflow.testing import FakeRunner
-from ansor_mlflow.trials import TrialStatus, TuningRound
+from ansor_mlflow.trials import StopReason, TrialStatus, TuningRound
 from ansor_mlflow.tuning.runner import RunJob
 from ansor_mlflow.tuning.search import TaskSearch, make_cost_model
 from ansor_mlflow.tuning.workers import Outcome
@@ -169,3 +170,48 @@ def test_a_record_gives_its_program_again(single: LoweredNetwork, host_target: T
     search.close()
     assert [shash2hex(c.sch.mod) for c in again] == [shash2hex(c.sch.mod) for c in candidates]
     assert [c.args_info[0].as_json() for c in again] == [c.args_info[0].as_json() for c in candidates]
+
+
+def test_a_record_without_an_entry_has_the_hash_that_tvm_writes(tmp_path: Path) -> None:
+    """With sixteen digits, leading zeros too, by which the tuner knows its tasks."""
+    (tmp_path / WORKLOAD_FILE).write_text('["123","bW9kdWxl"]\n["456","bW9kdWxl"]\n')
+    records = "".join(f'[{index},[[],[0.001],{{"kind":"llvm"}},[]]]\n' for index in (0, 0, 1))
+    (tmp_path / RECORD_FILE).write_text(records)
+    entries = read_journal(tmp_path)
+    assert [entry.workload_hash for entry in entries] == [f"0x{hash_:016x}" for hash_ in (123, 123, 456)]
+    assert [entry.round_ for entry in entries] == [1, 1, 2]  # a round is one task's
+
+
+def test_a_line_that_was_cut_off_does_not_take_the_next_one_along(
+    single: LoweredNetwork, host_target: Target, tmp_path: Path
+) -> None:
+    stop_after(single, host_target, tmp_path, 2, trials=16)
+    journal = (tmp_path / JOURNAL_FILE).read_bytes()
+    (tmp_path / JOURNAL_FILE).write_bytes(journal[:-20])
+    tune(single, host_target, tmp_path, runner=EveryThirdFails(), trials=16, resume=True)
+    statuses = [entry.status for entry in read_journal(tmp_path)]
+    assert statuses[8:].count(TrialStatus.CRASHED) == 4
+    assert TrialStatus.RUN_FAILED not in statuses  # which is what a record alone would say
+
+
+def test_a_budget_that_became_smaller_measures_nothing_more(
+    single: LoweredNetwork, host_target: Target, tmp_path: Path
+) -> None:
+    tune(single, host_target, tmp_path, trials=8, trials_per_task=8)
+    (tmp_path / JOURNAL_FILE).unlink()
+    result = tune(single, host_target, tmp_path, trials=12, trials_per_task=6, resume=True)
+    assert (result.total_trials, result.tasks[0].stop_reason) == (8, StopReason.TRIALS)
+
+
+def test_winners_of_an_earlier_process_are_measured_again(
+    dense: LoweredNetwork, host_target: Target, tmp_path: Path
+) -> None:
+    best = tmp_path / names.BEST_DIR
+    tune(dense, host_target, tmp_path, runner=FakeRunner([1e-3]), trials=8, best=best)
+    runner = FakeRunner([2e-3])
+    result = tune(dense, host_target, tmp_path, runner=runner, trials=8, best=best, resume=True)
+    assert runner.jobs  # though there was no trial left
+    assert [task.confirmed_s for task in result.tasks] == [2e-3] * 2
+    assert [set(record[1][1]) for record in read_records(best)] == [{2e-3}] * 2
+    traces = [record[1][0] for record in read_records(tmp_path)]
+    assert all(record[1][0] in traces for record in read_records(best))

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import mlflow
 import pytest
-from commands import FAST, RunCommand, flags
+from commands import RunCommand
+from runs_here import artifacts_of, tune_here
 
 from ansor_mlflow import names
 from ansor_mlflow.records import JOURNAL_FILE, RECORD_FILE, write_manifest
 
-QUICK = {**FAST, "cost_model": "none", "num_trials_per_round": 2}
 pytestmark = pytest.mark.system  # whole pipelines
 
 
@@ -25,13 +25,7 @@ def tuned(
     """ID of a finished tuning run of a network from a file, with 12 trials."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(small_onnx, "small.onnx")
-    assert run_here("tune", *flags({**QUICK, "network": "small.onnx", "trials": 12})) == 0
-    (run,) = mlflow.MlflowClient().search_runs([new_experiment])
-    return str(run.info.run_id)
-
-
-def artifacts_of(run_id: str) -> Path:
-    return Path(mlflow.get_run(run_id).info.artifact_uri.removeprefix("file://"))
+    return str(tune_here(run_here).info.run_id)
 
 
 def test_a_finished_run_goes_on_with_more_trials(

@@ -8,7 +8,7 @@ import mlflow
 import pytest
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import MachineError, RecordsError
+from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError
 from ansor_mlflow.options import EvaluateOptions
 from ansor_mlflow.tracking.failures import clear_failures
 from ansor_mlflow.tracking.run import StepRun, step_run
@@ -42,11 +42,13 @@ def test_a_run_inside_of_an_active_run_is_its_child() -> None:
 
 
 def test_credentials_in_uris_stay_out_of_params_tags_and_messages() -> None:
-    options = EvaluateOptions(model_uri="https://bob:hunter2@host/model")
-    with step_run("evaluate", options, "secret") as run:
+    options = EvaluateOptions(model_uri="https://bob:hunter@2@host/model")
+    with step_run("evaluate", options, f"evaluate {options.model_uri}") as run:
         run.log_tags({names.TAG_MODEL_URI: options.model_uri})
-    data = mlflow.get_run(run.run_id).data
+    info, data = mlflow.get_run(run.run_id).info, mlflow.get_run(run.run_id).data
     assert data.params["model_uri"] == data.tags[names.TAG_MODEL_URI] == "https://…@host/model"
+    assert info.run_name == "evaluate https://…@host/model"
+    assert str(AnsorMlflowError(f"{options.model_uri}: no")) == "https://…@host/model: no"
     with pytest.raises(MachineError, match="cannot read https://…@host/model: no connection"):
         fail_to_read(options.model_uri)
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import mlflow
 import pytest
-from commands import FAST, RunCommand, flags
+from commands import RunCommand, flags
 from fake_tuning import NO_MODEL, read_records, tune
+from runs_here import QUICK, artifacts_of, newest_run, tune_here
 
 from ansor_mlflow import names
 from ansor_mlflow.lowering import LoweredNetwork
@@ -28,7 +29,6 @@ from ansor_mlflow.tuning.search import TaskSearch, make_cost_model
 if TYPE_CHECKING:
     from tvm.target import Target
 
-QUICK = {**FAST, "cost_model": "none", "num_trials_per_round": 2}
 pytestmark = pytest.mark.system  # whole pipelines
 
 
@@ -159,22 +159,11 @@ def tuned(
     """ID of a tuning run of a network from a file, with 12 trials."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(small_onnx, "small.onnx")
-    return tune_here(run_here)
-
-
-def tune_here(run_here: RunCommand, **parameters: object) -> str:
-    assert run_here("tune", *flags({**QUICK, "network": "small.onnx", "trials": 12, **parameters})) == 0
-    return newest_run().info.run_id
-
-
-def newest_run() -> mlflow.entities.Run:
-    experiment_id = mlflow.get_experiment_by_name(str(Path.cwd())).experiment_id
-    (run,) = mlflow.MlflowClient().search_runs([experiment_id], order_by=["start_time DESC"], max_results=1)
-    return run
+    return str(tune_here(run_here).info.run_id)
 
 
 def records_of(run_id: str) -> Path:
-    return Path(mlflow.get_run(run_id).info.artifact_uri.removeprefix("file://")) / names.RECORDS_DIR
+    return artifacts_of(run_id) / names.RECORDS_DIR
 
 
 def taken(run_id: str) -> list[dict[str, object]]:
@@ -183,7 +172,7 @@ def taken(run_id: str) -> list[dict[str, object]]:
 
 
 def test_a_tuning_begins_with_another_run(tuned: str, run_here: RunCommand) -> None:
-    second = tune_here(run_here, warm_start=f"runs:/{tuned}", seed=1)
+    second = tune_here(run_here, warm_start=f"runs:/{tuned}", seed=1).info.run_id
     metrics = mlflow.get_run(second).data.metrics
     assert metrics[names.WARM_START_APPLIED] >= metrics[names.WARM_START_TASKS] > 0
     assert metrics[names.WARM_START_TRANSFERRED] == 0
@@ -209,7 +198,7 @@ def test_a_tuning_begins_with_a_model_and_a_directory(tuned: str, run_here: RunC
     assert run_here("compile", "--tune-run", tuned) == 0
     compiled = newest_run()
     model_uri = compiled.data.tags[names.TAG_MODEL_URI]
-    second = tune_here(run_here, warm_start=f"{model_uri}, {records_of(tuned)}")
+    second = tune_here(run_here, warm_start=f"{model_uri}, {records_of(tuned)}").info.run_id
     of_model, of_directory = taken(second)
     assert of_model["num_applied"] == compiled.data.metrics[names.COVERAGE_TASKS] * len(records_of_best(tuned))
     assert of_directory["num_applied"]
@@ -225,7 +214,7 @@ def test_records_of_a_similar_device_only_teach_the_cost_model(
     path = records_of(tuned) / names.FINGERPRINT_FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), "cpu_model": "a faster one"}))
     write_manifest(path.parent, path.with_name(names.MANIFEST_FILE))
-    second = tune_here(run_here, warm_start=tuned, strategy="evolutionary", cost_model="xgb")
+    second = tune_here(run_here, warm_start=tuned, strategy="evolutionary", cost_model="xgb").info.run_id
     metrics = mlflow.get_run(second).data.metrics
     assert metrics[names.WARM_START_APPLIED] == 0
     assert metrics[names.WARM_START_TRANSFERRED] == 12
@@ -239,7 +228,7 @@ def test_records_of_a_similar_device_only_teach_the_cost_model(
 def test_records_of_other_kernels_are_not_taken(
     tuned: str, run_here: RunCommand, caplog: pytest.LogCaptureFixture
 ) -> None:
-    second = tune_here(run_here, warm_start=tuned, network="dense:4,16,16", trials=2)
+    second = tune_here(run_here, warm_start=tuned, network="dense:4,16,16", trials=2).info.run_id
     assert mlflow.get_run(second).data.metrics[names.WARM_START_APPLIED] == 0
     assert re.search(f"{tuned}: 0 of 12 records are taken; none is for a kernel of this network", caplog.text)
 

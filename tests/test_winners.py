@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,13 +150,13 @@ def test_programs_are_measured_in_turns_over_all_tasks(stage_of_two: Stage) -> N
     assert stage_of_two.order(runner) == "axbyc" * 2
 
 
-def test_programs_that_cannot_be_told_apart_are_measured_at_most_five_times(stage_of_two: Stage) -> None:
+def test_programs_that_cannot_be_told_apart_are_measured_at_most_three_times(stage_of_two: Stage) -> None:
     """The other task is decided after two passes."""
     for name, first_s, task in (("a", 1.0, 0), ("b", 1.0, 0), ("x", 2.0, 1), ("y", 2.0, 1)):
         stage_of_two.offer(name, first_s, task)
     runner = SecondTimes(stage_of_two, {"a": [1.0], "b": [1.0], "x": [2.0], "y": [2.2]})
     stage_of_two.winners.measure_again(runner)
-    assert re.fullmatch("(axby){2}(ab){1,3}", stage_of_two.order(runner))
+    assert stage_of_two.order(runner) == "axby" * 2 + "ab"
 
 
 def test_it_goes_on_while_the_lead_is_within_the_noise(stage: Stage) -> None:
@@ -165,7 +164,7 @@ def test_it_goes_on_while_the_lead_is_within_the_noise(stage: Stage) -> None:
     stage.offer("b", 1.0)
     runner = SecondTimes(stage, {"a": [1.0, 1.1, 1.0], "b": [1.2, 1.0, 1.2]})
     stage.winners.measure_again(runner)
-    assert re.fullmatch("(ab){3,5}", stage.order(runner))
+    assert stage.order(runner) == "ab" * 3
     assert stage.winner() == "a"
 
 
@@ -312,7 +311,7 @@ def test_winners_of_a_real_tuning_replace_older_ones(
     assert result.tasks[0].confirmed_s is not None
     assert {path.name for path in best.iterdir()} == {WORKLOAD_FILE, RECORD_FILE}
     (record,) = read_records(best)
-    assert 2 <= len(record[1][1]) <= 5
+    assert 2 <= len(record[1][1]) <= 3
     np.testing.assert_allclose(np.median(record[1][1]), result.tasks[0].confirmed_s)
     traces = [json.dumps(measured[1][0]) for measured in read_records(tmp_path)]
     assert json.dumps(record[1][0]) in traces

@@ -57,7 +57,15 @@ def history_of(
     num_trials = sum(len(round_.run_s) + len(round_.failed) for round_ in rounds)
     history = TuningHistory()
     infos = tuple(state.info for state in states)
-    history.begin(TuningPlan(network=network, target="llvm znver4 ×2", tasks=infos, num_trials=num_trials))
+    history.begin(
+        TuningPlan(
+            network=network,
+            target="llvm znver4 ×2",
+            tasks=infos,
+            num_trials=num_trials,
+            earlier_s=known_s or {},
+        )
+    )
     step = 0
     for number, round_ in enumerate(rounds, start=1):
         state, trials = states[round_.index], []

@@ -113,7 +113,11 @@ class TuningSession:
         )
         infos = tuple(state.info for state in self._states)
         plan = TuningPlan(
-            network=self._title, target=device.description, tasks=infos, num_trials=int(self._call.max_trials_global)
+            network=self._title,
+            target=device.description,
+            tasks=infos,
+            num_trials=int(self._call.max_trials_global),
+            earlier_s={state.info.index: state.best_s for state in self._states if state.best_s is not None},
         )
         for observer in self._observers:
             observer.tuning_started(plan)

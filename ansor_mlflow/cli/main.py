@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -316,6 +318,8 @@ def parameters() -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs a command line and exits: 0, or the code of the error's kind (see `errors.py`)."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a run is told how it ended
     _set_up_logging()
     _shorten_mlflow_retries()
     suit_other_s3_servers()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import mlflow
 
-from ansor_mlflow.tracking.failures import without_credentials
+from ansor_mlflow.errors import without_credentials
 
 _OWN_SERVER = "http://127.0.0.1:5000"
 """Where `mlflow server` listens by itself."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from ansor_mlflow.errors import MachineError
 
 _RESERVE_BYTES = 8 * 2**20
 
@@ -33,7 +36,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Appends to a file, and flushes it to the disk; takes back what was written if that fails."""
+    """Appends to a file, and flushes it to the disk; takes back what was written if that fails.
+
+    Raises:
+        MachineError: The disk is full.
+    """
     path.touch()
     size = path.stat().st_size
     try:
@@ -41,11 +48,29 @@ def append(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-    except OSError:
+    except OSError as err:
         os.truncate(path, size)
+        if err.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise disk_full(path) from err
         raise
+
+
+def end_last_line(path: Path) -> None:
+    """Ends the last line of a file: its writer may have died in it, or just before the end."""
+    path.touch()
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        if file.read() in (b"", b"\n"):
+            return
+    append(path, b"\n")
 
 
 def is_full(directory: Path) -> bool:
     """Whether a directory's disk has no more than the reserve with which a run still ends in good order."""
     return shutil.disk_usage(directory).free < _RESERVE_BYTES
+
+
+def disk_full(path: Path) -> MachineError:
+    """The error that says so."""
+    return MachineError(f"no space is left for records in {path.parent}; free some, and tune again")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ansor_mlflow.records.atomic import append, write_text
+from ansor_mlflow.records.atomic import append, end_last_line, write_text
 from ansor_mlflow.records.lines import FAILED_RUN_S
 from ansor_mlflow.records.store import Database, RecordPair
 from ansor_mlflow.trials import TrialStatus
@@ -70,8 +70,16 @@ class Journal:
         header = {_EARLIER: num_earlier, _SEEDS: [asdict(seed) for seed in seeds]}
         write_text(self._path, json.dumps(header) + "\n")
 
+    def resume(self) -> None:
+        """Ends the last line, which the writer may have died in."""
+        end_last_line(self._path)
+
     def append(self, entries: Sequence[JournalEntry]) -> None:
-        """Appends trials, whose records are on the disk already. Raises OSError where the disk is full."""
+        """Appends trials, whose records are on the disk already.
+
+        Raises:
+            MachineError: The disk is full.
+        """
         append(self._path, "".join(f"{json.dumps(asdict(entry))}\n" for entry in entries).encode())
 
 
@@ -110,13 +118,15 @@ def read_journal(directory: Path) -> list[JournalEntry]:
         if entry is None:
             is_valid = record.run_s < FAILED_RUN_S
             last = trials[-1] if trials else None
+            workload_hash = f"{database.hashes[record.workload]:#018x}"  # as TVM writes it
+            is_next_round = last is not None and last.workload_hash != workload_hash
             entry = JournalEntry(
                 step=step,
-                workload_hash=f"{database.hashes[record.workload]:#x}",
+                workload_hash=workload_hash,
                 status=TrialStatus.OK if is_valid else TrialStatus.RUN_FAILED,
                 run_s=(record.run_s,) if is_valid else (),
                 error="" if is_valid else "how it failed is not known any more",
-                round_=last.round_ if last else 1,
+                round_=last.round_ + is_next_round if last else 1,
                 elapsed_s=last.elapsed_s if last else 0.0,
             )
         trials.append(entry)

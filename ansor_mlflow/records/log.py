@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import errno
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import MachineError
 from ansor_mlflow.records.applicability import code_attributes, has_target
-from ansor_mlflow.records.atomic import append, is_full
+from ansor_mlflow.records.atomic import append, disk_full, is_full
 from ansor_mlflow.records.lines import FAILED_RUN_S, workload_hash
 from ansor_mlflow.records.repair import repair
 from ansor_mlflow.records.store import Database, RecordPair
@@ -90,8 +88,12 @@ class RecordLog:
     def earlier(self, workload_hash: str) -> list[RecordText]:
         """The records of a workload for this target that were there when the log was opened, failed trials too."""
         database, index = self._earlier, self._indices.get(int(workload_hash, 16))
-        records = [r for r in database.records if r.workload == index and has_target(r, self._target)]
-        return [RecordText(record.run_s, database.fields(record)) for record in records]
+        records = []
+        for record in database.records:
+            if record.workload == index and has_target(record, self._target):
+                with contextlib.suppress(ValueError):  # damage in the middle of the line
+                    records.append(RecordText(record.run_s, database.fields(record)))
+        return records
 
     def append(self, workload: str, records: Sequence[RecordText]) -> None:
         """Appends records of a workload; they are on the disk when this returns.
@@ -104,31 +106,19 @@ class RecordLog:
             MachineError: The disk is full, or nearly so. Nothing of these records is in the log then.
         """
         if is_full(self._pair.records.parent):
-            raise _disk_full(self._pair.records)
+            raise disk_full(self._pair.records)
         hash_ = workload_hash(workload)
         if hash_ not in self._indices:
-            self._write(self._pair.workloads, [workload])
+            append(self._pair.workloads, f"{workload}\n".encode())
             self._indices[hash_] = self._num_workloads
             self._num_workloads += 1
         index = self._indices[hash_]
-        self._write(self._pair.records, [record.line(index) for record in records])
+        append(self._pair.records, "".join(f"{record.line(index)}\n" for record in records).encode())
         for record in records:
             self._keep(index, record)
-
-    def _write(self, path: Path, lines: Sequence[str]) -> None:
-        try:
-            append(path, "".join(f"{line}\n" for line in lines).encode())
-        except OSError as err:
-            if err.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise _disk_full(path) from err
-            raise
 
     def _keep(self, index: int, record: RecordText) -> None:
         if record.run_s < FAILED_RUN_S:
             best = self._best.setdefault(index, [])
             bisect.insort(best, record, key=lambda other: other.run_s)
             del best[_NUM_BEST:]
-
-
-def _disk_full(path: Path) -> MachineError:
-    return MachineError(f"no space is left for records in {path.parent}; free some, and tune again")

@@ -74,14 +74,14 @@ def join_parts(records: Path) -> int:
         sizes = {name: _size(records / name) for name in places}
         if all(start + length <= sizes[name] for name, (start, length) in places.items()):
             continue  # it is in the files already
-        if not all(start <= sizes[name] <= start + length for name, (start, length) in places.items()):
+        if any(start > sizes[name] for name, (start, _) in places.items()):
             _log.warning("a part before %s is missing; what later parts hold is measured again", path.name)
             break
         begin = 0
         for name, (start, length) in places.items():
             piece = pieces[begin : begin + length]
             begin += length
-            append(records / name, piece[sizes[name] - start :])
+            append(records / name, piece[sizes[name] - start :])  # one of the files may have more than the part
         num_taken += 1
     return num_taken
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ansor_mlflow.records.atomic import append, new_file, write_text
+from ansor_mlflow.records.atomic import append, end_last_line, new_file, write_text
 from ansor_mlflow.records.store import Database, RecordPair
 
 _log = logging.getLogger("ansor_mlflow")
@@ -51,7 +51,7 @@ def repair(pair: RecordPair, *, thorough: bool = False) -> Repair:
         quarantines.append(_set_aside(pair.workloads, [line.encode() for line in lost]))
         _replace_lost(database)
     for path in (pair.workloads, pair.records):
-        _end_last_line(path)
+        end_last_line(path)
     return Repair(len(lost), len(database.damaged), tuple(quarantines))
 
 
@@ -87,13 +87,3 @@ def _replace_lost(database: Database) -> None:
     while lines and database.hashes[len(lines) - 1] is None:
         lines.pop()
     write_text(database.pair.workloads, "".join(f"{line}\n" for line in lines))
-
-
-def _end_last_line(path: Path) -> None:
-    """The writer may have died just before it."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        if file.read() in (b"", b"\n"):
-            return
-    append(path, b"\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -90,8 +91,9 @@ def read_similar(directory: Path) -> dict[str, dict[str, list[RecordText]]]:
     found: dict[str, dict[str, list[RecordText]]] = {}
     for record in database.records:
         by_target = found.setdefault(f"{database.hashes[record.workload]:#018x}", {})
-        text = RecordText(record.run_s, database.fields(record))
-        by_target.setdefault(target_key(record.target), []).append(text)
+        with contextlib.suppress(ValueError):  # damage in the middle of the line
+            text = RecordText(record.run_s, database.fields(record))
+            by_target.setdefault(target_key(record.target), []).append(text)
     return found
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ansor_mlflow import flavor, names
 from ansor_mlflow.compile import Coverage, compile_tuned, write_coverage
-from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.errors import UserInputError, without_credentials
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower
 from ansor_mlflow.model import LIBRARY_FILE, CompiledNetwork
 from ansor_mlflow.networks import Network
@@ -22,7 +22,7 @@ from ansor_mlflow.steps.devices import TunedDevice, require_one_network
 from ansor_mlflow.steps.recorded import Recorded, distill_for_device, find_recorded, load_recorded_network
 from ansor_mlflow.targets import DeviceFingerprint, fingerprint, resolve_target
 from ansor_mlflow.threads import resolve_num_threads
-from ansor_mlflow.tracking.failures import clear_failures, without_credentials
+from ansor_mlflow.tracking.failures import clear_failures
 from ansor_mlflow.tracking.run import StepRun, step_run
 
 if TYPE_CHECKING:

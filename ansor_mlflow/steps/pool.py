@@ -16,7 +16,6 @@ from ansor_mlflow.records.lines import FAILED_RUN_S, workload_hash
 from ansor_mlflow.steps.fetching import fetch_databases
 from ansor_mlflow.targets import fingerprint, resolve_target
 from ansor_mlflow.threads import resolve_num_threads
-from ansor_mlflow.tracking.failures import without_credentials
 from ansor_mlflow.tracking.pool import PoolDevice, PushedRecords, RecordPool
 
 _MAX_RETRY_S = 60.0
@@ -72,7 +71,7 @@ def push_records(options: PushPoolOptions) -> PushedRecords:
     )
     if not total.num_objects:
         raise RecordsError(
-            f"{', '.join(map(without_credentials, options.sources))}: there is nothing to push, for no record in it is "
+            f"{', '.join(options.sources)}: there is nothing to push, for no record in it is "
             "its own; push the tunings that measured them"
         )
     return total
@@ -94,7 +93,7 @@ def pull_records(options: PullPoolOptions) -> PulledRecords:
     objects = RecordPool(options.pool).pull(device)
     if not objects:
         raise RecordsError(
-            f"{without_credentials(options.pool)}: the pool has no records for {device.description} on "
+            f"{options.pool}: the pool has no records for {device.description} on "
             f"{device.cpu_model}; `ansor-mlflow pool list` shows for which devices it has some"
         )
     write_objects(objects, device, output)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import RecordsError, UserInputError
+from ansor_mlflow.errors import RecordsError, UserInputError, without_credentials
 from ansor_mlflow.options import DistillRecordsOptions, MergeRecordsOptions, ShowRecordsOptions
 from ansor_mlflow.records import (
     RECORD_FILE,
@@ -29,7 +29,6 @@ from ansor_mlflow.records.lines import target_attributes
 from ansor_mlflow.steps.fetching import fetch_source
 from ansor_mlflow.targets import fingerprint, parse_target, resolve_target
 from ansor_mlflow.threads import available_cpus
-from ansor_mlflow.tracking.failures import without_credentials
 
 _DESCRIPTIONS = (names.FINGERPRINT_FILE, names.PROVENANCE_FILE)
 _WRITTEN = (WORKLOAD_FILE, *_DESCRIPTIONS, names.SOURCES_FILE, RECORD_FILE)
@@ -103,7 +102,7 @@ def _write(options: MergeRecordsOptions, given: Sequence[str], *, keep: int | No
             raise UserInputError(f"output={options.output}: it cannot be written ({err.strerror})") from err
     if not num_records:
         kind = "record" if keep is None else "valid record"
-        raise RecordsError(f"there is no {kind} in {', '.join(map(without_credentials, given))}; tune first")
+        raise RecordsError(f"there is no {kind} in {', '.join(given)}; tune first")
     return WrittenRecords(output=output, num_records=num_records)
 
 

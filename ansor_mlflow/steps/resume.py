@@ -5,14 +5,15 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import mlflow
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import RecordsError, UserInputError
+from ansor_mlflow.errors import RecordsError, UserInputError, without_credentials
 from ansor_mlflow.lowering import LOWERING_VERSION
 from ansor_mlflow.networks import Network
-from ansor_mlflow.options import NetworkOptions, TuneOptions, load_options
+from ansor_mlflow.options import NetworkOptions, TuneOptions, as_text, load_options
 from ansor_mlflow.records import RecordPair, read_fingerprint, read_provenance, why_not_applicable
 from ansor_mlflow.steps.fetching import fetch_run
 from ansor_mlflow.steps.params import params_used
@@ -38,12 +39,16 @@ def resumed_options(options: TuneOptions) -> TuneOptions:
     used = params_used(run, TuneOptions)
     given = options.changed()
     for name in _MEASURED_FOR:
-        if name in given and given[name] != used.get(name):
+        now, then = _as_logged(given.get(name)), _as_logged(used.get(name))
+        if name in given and now != then:
             raise UserInputError(
-                f"{name}={given[name]}, but the run {run_id} has {name}={used.get(name)}; leave {name} out, or start a "
-                "new tuning"
+                f"{name}={now}, but the run {run_id} has {name}={then}; leave {name} out, or start a new tuning"
             )
     return load_options(TuneOptions, {**used, **given})
+
+
+def _as_logged(value: Any) -> str:
+    return without_credentials(as_text(value))
 
 
 def copy_of_network(run_id: str) -> str:

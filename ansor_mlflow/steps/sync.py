@@ -11,6 +11,8 @@ from ansor_mlflow.tracking.failures import clear_failures
 from ansor_mlflow.tracking.outbox import deliver_left, has_messages
 from ansor_mlflow.tracking.run import WORK_ROOT, StepRun, remove_directory
 
+_HAS_ENDED = {"FINISHED", "FAILED", "KILLED"}
+
 
 @dataclass(frozen=True)
 class Delivered:
@@ -21,7 +23,9 @@ class Delivered:
 
 
 def sync() -> Iterator[Delivered]:
-    """Delivers the messages of every run below the current directory, and removes the run's files here.
+    """Delivers the messages of every run below the current directory, and removes the files here of those that ended.
+
+    A tuner that was killed has not ended its run, and its last trials may be nowhere else: they wait to be resumed.
 
     Raises:
         UserInputError: A run still goes on.
@@ -33,7 +37,9 @@ def sync() -> Iterator[Delivered]:
         run_id = directory.name
         with clear_failures(f"deliver the messages to the run {run_id}"):
             num_messages = deliver_left(run_id, directory)
-            if mlflow.get_run(run_id).info.status == "FINISHED":  # all that failed was the delivery
+            status = mlflow.get_run(run_id).info.status
+            if status == "FINISHED":  # all that failed was the delivery
                 StepRun(run_id, directory).forget_failure()
-        remove_directory(directory)
+        if status in _HAS_ENDED:
+            remove_directory(directory)
         yield Delivered(run_id, num_messages)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ansor_mlflow import names, sources
 from ansor_mlflow.compile import require_linker
-from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.errors import UserInputError, without_credentials
 from ansor_mlflow.lowering import LOWERING_VERSION, lower
 from ansor_mlflow.networks import Network
 from ansor_mlflow.networks.onnx_file import write_onnx
@@ -36,7 +36,6 @@ from ansor_mlflow.targets import (
 )
 from ansor_mlflow.threads import measuring_cpus, resolve_num_threads
 from ansor_mlflow.tracking.environment import describe_environment
-from ansor_mlflow.tracking.failures import without_credentials
 from ansor_mlflow.tracking.mirror import RecordMirror, whole_records
 from ansor_mlflow.tracking.note import command_lines
 from ansor_mlflow.tracking.observer import MlflowObserver

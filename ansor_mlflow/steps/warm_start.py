@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ansor_mlflow import names
+from ansor_mlflow.errors import without_credentials
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records import (
@@ -29,7 +30,6 @@ from ansor_mlflow.records.lines import target_attributes
 from ansor_mlflow.steps.fetching import fetch_databases
 from ansor_mlflow.steps.pool import known_kernels
 from ansor_mlflow.targets import DeviceFingerprint
-from ansor_mlflow.tracking.failures import without_credentials
 from ansor_mlflow.tracking.pool import RecordPool
 from ansor_mlflow.tracking.run import StepRun
 from ansor_mlflow.tuning.stopping import resolve_num_trials

@@ -9,10 +9,9 @@ from contextlib import contextmanager
 import requests
 from mlflow.exceptions import ExecutionException, MlflowException
 
-from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError
+from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, without_credentials
 
 _USER_ERRORS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "NOT_FOUND"}
-_CREDENTIALS_IN_URI = re.compile(r"://[^/\s@]+@")
 _SECRETS = re.compile(r"(?i)((?:secret|password|token|access_?key_?id|signature|credential)\w*[=:]\s*)[^\s&,;)]+")
 
 
@@ -28,7 +27,6 @@ def clear_failures(action: str) -> Iterator[None]:
         UserInputError: MLflow knows no such run, model or experiment.
         ExecutionException: A project's step failed; this passes as it is.
     """
-    action = without_credentials(action)
     try:
         yield
     except (AnsorMlflowError, ExecutionException):
@@ -79,8 +77,3 @@ def one_line(err: BaseException, limit: int = 300) -> str:
     text = " ".join(str(err).split()) or type(err).__name__
     text = _SECRETS.sub(r"\1…", without_credentials(text))
     return text if len(text) <= limit else text[:limit] + "…"
-
-
-def without_credentials(text: str) -> str:
-    """Hides the user and the password of every URI in a text."""
-    return _CREDENTIALS_IN_URI.sub("://…@", text)

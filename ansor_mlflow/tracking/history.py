@@ -61,10 +61,8 @@ class TaskHistory:
     def add(self, round_: TuningRound) -> None:
         """Takes a round of this task."""
         measured = [(trial.step, trial.latency_s) for trial in round_.trials if trial.latency_s is not None]
-        best_s = round_.task.best_s
         if self.began_s is None and measured:
-            is_known = best_s is not None and best_s < min(seconds for _, seconds in measured)
-            self.began_s = best_s if is_known else measured[0][1]
+            self.began_s = measured[0][1]
         self.measured += measured
 
 
@@ -113,7 +111,9 @@ class TuningHistory:
     def begin(self, plan: TuningPlan) -> None:
         """Takes the plan, with the rounds of earlier processes."""
         self.plan = plan
-        self.tasks = [TaskHistory(state=TaskState(info=info)) for info in plan.tasks]
+        self.tasks = [
+            TaskHistory(state=TaskState(info=info), began_s=plan.earlier_s.get(info.index)) for info in plan.tasks
+        ]
         for round_ in plan.past:
             self.add(round_)
 
@@ -147,5 +147,3 @@ class TuningHistory:
     def _set_states(self, states: tuple[TaskState, ...]) -> None:
         for task, state in zip(self.tasks, states, strict=True):
             task.state = state
-            if not state.total_trials:  # what it has is from an earlier record
-                task.began_s = state.best_s

@@ -13,16 +13,27 @@ from ansor_mlflow.trials import TuningPlan, TuningResult, TuningRound
 _MAX_TRIALS = 64
 _MAX_S = 60.0
 """What is measured, or passes, until the next part."""
+_EMPTY_DIR = "no_records"
 
 
 def whole_records(directory: Path) -> list[tuple[str, str]]:
-    """The artifacts of a message with all records of a run; the manifest comes last, when what it describes is there.
+    """The artifacts of a message with all records of a run.
+
+    The manifest comes last, when what it describes is there. Before that, an empty one takes the place of an older one,
+    so that an upload which is cut short leaves no manifest of other files.
 
     Args:
         directory: The run's directory.
     """
+    empty = directory / _EMPTY_DIR
+    empty.mkdir(exist_ok=True)
+    write_manifest(empty, empty / names.MANIFEST_FILE)
     write_manifest(directory / names.RECORDS_DIR, directory / names.MANIFEST_FILE)
-    return [(names.RECORDS_DIR, names.RECORDS_DIR), (names.MANIFEST_FILE, names.RECORDS_DIR)]
+    return [
+        (f"{_EMPTY_DIR}/{names.MANIFEST_FILE}", names.RECORDS_DIR),
+        (names.RECORDS_DIR, names.RECORDS_DIR),
+        (names.MANIFEST_FILE, names.RECORDS_DIR),
+    ]
 
 
 class RecordMirror:
@@ -36,12 +47,13 @@ class RecordMirror:
     def __init__(self, outbox: Outbox, directory: Path) -> None:
         self._outbox = outbox
         self._directory = directory
-        self._writer = PartWriter(directory / names.RECORDS_DIR, directory / PARTS_DIR)
+        self._writer: PartWriter | None = None
         self._num_trials = 0
         self._last_s = time.monotonic()
 
     def tuning_started(self, plan: TuningPlan) -> None:
         """Sends what is there: the description, and the records of an earlier process."""
+        self._writer = PartWriter(self._directory / names.RECORDS_DIR, self._directory / PARTS_DIR)
         self._outbox.put(Message(artifacts=whole_records(self._directory)))
         self._num_trials = plan.past[-1].total_trials if plan.past else 0
 
@@ -51,7 +63,7 @@ class RecordMirror:
         if num_new < _MAX_TRIALS and time.monotonic() - self._last_s < _MAX_S:
             return
         self._num_trials, self._last_s = round_.total_trials, time.monotonic()
-        part = self._writer.write()
+        part = self._writer.write() if self._writer else None
         if part is not None:
             artifacts = [(f"{PARTS_DIR}/{part.name}", f"{names.RECORDS_DIR}/{PARTS_DIR}")]
             if (self._directory / names.RECORDS_DIR / names.COST_MODEL_FILE).exists():

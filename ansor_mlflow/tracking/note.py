@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ansor_mlflow import names
+from ansor_mlflow.errors import without_credentials
 from ansor_mlflow.options import Options
-from ansor_mlflow.tracking.failures import without_credentials
 from ansor_mlflow.tracking.history import TuningHistory
 from ansor_mlflow.trials import StopReason
 

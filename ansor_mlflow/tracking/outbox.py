@@ -21,9 +21,10 @@ from filelock import FileLock, Timeout
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
-from ansor_mlflow.errors import MachineError, UserInputError
+from ansor_mlflow import names
+from ansor_mlflow.errors import MachineError, UserInputError, without_credentials
 from ansor_mlflow.records import write_text
-from ansor_mlflow.tracking.failures import one_line, without_credentials
+from ansor_mlflow.tracking.failures import one_line
 from ansor_mlflow.tracking.note import note_tags
 
 OUTBOX_DIR = "outbox"
@@ -88,6 +89,9 @@ class Outbox:
     Args:
         run_id: The run.
         directory: The run's directory, below which the messages and their artifacts are.
+
+    Raises:
+        UserInputError: Another process is at the run.
     """
 
     def __init__(self, run_id: str, directory: Path) -> None:
@@ -96,7 +100,8 @@ class Outbox:
         self._folder = directory / OUTBOX_DIR
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(self._folder / _LOCK_FILE)
-        self._lock.acquire()
+        with _clear_timeout(run_id):
+            self._lock.acquire(timeout=0)
         self._names = [path.name for path in _left(directory)]
         """Of the messages that are to be delivered; an earlier process of the run may have left some."""
         self._num_put = int(Path(self._names[-1]).stem) if self._names else 0
@@ -222,14 +227,41 @@ def deliver_left(run_id: str, directory: Path) -> int:
     Raises:
         UserInputError: The process that wrote them is still at it.
     """
+    with _clear_timeout(run_id), FileLock(directory / OUTBOX_DIR / _LOCK_FILE, timeout=0):
+        left = _left(directory)
+        for path in left:
+            _deliver(path, run_id)
+        return len(left)
+
+
+def require_ended(run_id: str, directory: Path) -> None:
+    """Checks that no process in this directory is at a run.
+
+    Raises:
+        UserInputError: One is.
+    """
+    lock = directory / OUTBOX_DIR / _LOCK_FILE
+    if lock.exists():
+        with _clear_timeout(run_id), FileLock(lock, timeout=0):
+            pass
+
+
+def forget_end(directory: Path) -> None:
+    """Takes out of the messages that are left of a run how it ended: it goes on."""
+    for path in _left(directory):
+        message = Message(**json.loads(path.read_text()))
+        tags = {key: value for key, value in message.tags.items() if key not in names.END_TAGS}
+        _write(path, replace(message, tags=tags, status=""))
+
+
+@contextlib.contextmanager
+def _clear_timeout(run_id: str) -> Iterator[None]:
     try:
-        with FileLock(directory / OUTBOX_DIR / _LOCK_FILE, timeout=0):
-            left = _left(directory)
-            for path in left:
-                _deliver(path, run_id)
-            return len(left)
+        yield
     except Timeout as err:
-        raise UserInputError(f"run {run_id} still goes on, and delivers its messages itself") from err
+        raise UserInputError(
+            f"run {run_id} still goes on in this directory, and delivers its messages itself; wait until it ends"
+        ) from err
 
 
 def _left(directory: Path) -> list[Path]:

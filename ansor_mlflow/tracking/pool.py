@@ -17,11 +17,11 @@ import tenacity
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import MachineError
+from ansor_mlflow.errors import MachineError, without_credentials
 from ansor_mlflow.records import ObjectName, PoolObject
 from ansor_mlflow.sources import is_uri, pinned_uri
 from ansor_mlflow.targets import DeviceFingerprint
-from ansor_mlflow.tracking.failures import clear_failures, without_credentials
+from ansor_mlflow.tracking.failures import clear_failures
 
 _NUM_CONNECTIONS = 8
 _log = logging.getLogger("ansor_mlflow")

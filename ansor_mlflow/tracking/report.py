@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ansor_mlflow import names
-from ansor_mlflow.tracking.failures import without_credentials
+from ansor_mlflow.errors import without_credentials
 from ansor_mlflow.tracking.history import TaskHistory, TuningHistory
 from ansor_mlflow.tracking.note import STOP_REASONS
 from ansor_mlflow.tracking.pages import Image, render_page

@@ -15,11 +15,18 @@ import mlflow
 from mlflow.entities import Param, RunTag
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import AnsorMlflowError
+from ansor_mlflow.errors import AnsorMlflowError, without_credentials
 from ansor_mlflow.options import Options, as_text
 from ansor_mlflow.records import RecordPair
-from ansor_mlflow.tracking.failures import clear_failures, one_line, without_credentials
-from ansor_mlflow.tracking.outbox import Message, UndeliveredError, has_messages, leave_message
+from ansor_mlflow.tracking.failures import clear_failures, one_line
+from ansor_mlflow.tracking.outbox import (
+    Message,
+    UndeliveredError,
+    forget_end,
+    has_messages,
+    leave_message,
+    require_ended,
+)
 from ansor_mlflow.tracking.views import ensure_views
 
 WORK_ROOT = Path(".ansor")
@@ -67,7 +74,7 @@ class StepRun:
         """Removes the tags of an earlier end."""
         with clear_failures("delete tags"):
             client = mlflow.MlflowClient()
-            for tag in {names.TAG_ERROR, names.TAG_EXIT_CODE} & client.get_run(self.run_id).data.tags.keys():
+            for tag in names.END_TAGS & client.get_run(self.run_id).data.tags.keys():
                 client.delete_tag(self.run_id, tag)
 
     def log_tags(self, tags: Mapping[str, str]) -> None:
@@ -103,6 +110,9 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
         run_name: Name that the UI shows.
         resume: ID of a run that ended, and is opened again; its name and params stay.
     """
+    run_name = without_credentials(run_name)
+    if resume:
+        require_ended(resume, WORK_ROOT / resume)
     with clear_failures("start a run"):
         nested = mlflow.active_run() is not None
         info = mlflow.start_run(resume or None, run_name=run_name, nested=nested).info
@@ -111,6 +121,7 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
         ensure_views(info.experiment_id)
         run.directory.mkdir(parents=True, exist_ok=True)
         if resume:
+            forget_end(run.directory)
             run.forget_failure()
             _point_to(resume, step)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import logging
 import time
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING
 
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.records import Journal, JournalEntry, RecordLog, RecordText, Seed
+from ansor_mlflow.records import FAILED_RUN_S, Journal, JournalEntry, RecordLog, RecordText, Seed
 from ansor_mlflow.trials import (
     Durations,
     StopReason,
     TaskState,
     Trial,
+    TrialStatus,
     TuningObserver,
     TuningPlan,
     TuningResult,
@@ -31,9 +33,9 @@ from ansor_mlflow.tuning.interrupt import Interrupts, deferred_interrupts
 from ansor_mlflow.tuning.recording import log_lines, make_trial, run_jobs, runner_result
 from ansor_mlflow.tuning.runner import RunJob, Runner
 from ansor_mlflow.tuning.scheduler import GradientScheduler
-from ansor_mlflow.tuning.search import TaskSearch, make_cost_model, save_cost_model
+from ansor_mlflow.tuning.search import TaskSearch, candidate_of, make_cost_model, save_cost_model
 from ansor_mlflow.tuning.stopping import StoppingRules
-from ansor_mlflow.tuning.winners import Winners
+from ansor_mlflow.tuning.winners import MAX_FINALISTS, Winners
 from ansor_mlflow.tuning.workers import Outcome
 
 if TYPE_CHECKING:
@@ -118,7 +120,7 @@ class Tuner:
         self._num_rounds = 0
         self._past_s = 0.0
         self._started_s = 0.0
-        self._plant(seeds)
+        self._earlier_s = self._plant(seeds)
         self._past_rounds = self._restore(past)
 
     def tune(self, plan: TuningPlan) -> TuningResult:
@@ -131,7 +133,7 @@ class Tuner:
             KeyboardInterrupt: SIGINT or SIGTERM came; the round in hand was finished and recorded.
         """
         self._started_s = time.monotonic()
-        plan = replace(plan, past=self._past_rounds)
+        plan = replace(plan, past=self._past_rounds, earlier_s=self._earlier_s)
         self._announcer.tell(lambda observer: observer.tuning_started(plan))
         try:
             try:
@@ -248,13 +250,19 @@ class Tuner:
             ]
             self._journal.append(entries)
 
-    def _plant(self, seeds: Sequence[Seed]) -> None:
-        """Lets the tasks begin with what records say; those of which enough is known get no trials."""
+    def _plant(self, seeds: Sequence[Seed]) -> dict[int, float]:
+        """Lets the tasks begin with what records say; those of which enough is known get no trials.
+
+        Returns:
+            Seconds per call by the task's index.
+        """
+        earlier_s = {}
         by_hash = {seed.workload_hash: seed for seed in seeds}
         for state in self._states:
             if seed := by_hash.get(state.info.workload_hash):
-                state.best_s = seed.best_s
+                earlier_s[state.info.index] = state.best_s = seed.best_s
                 state.stop_reason = StopReason.KNOWN if seed.is_enough else ""
+        return earlier_s
 
     def _restore(self, past: Sequence[JournalEntry]) -> tuple[TuningRound, ...]:
         """Counts the trials of an earlier process, gives scheduler and stopping rules what they knew, and returns its
@@ -318,6 +326,9 @@ class Tuner:
         """Measures the best programs again."""
         with self._timed("log_s"):
             self._announcer.wait()
+        if self._past_rounds:
+            with self._timed("build_s"):
+                self._offer_earlier()
         with self._timed("confirm_s"):
             self._winners.measure_again(self._runner, interrupts.raise_if_received)
         for state in self._states:
@@ -325,6 +336,23 @@ class Tuner:
             winner = self._winners.of_task(state.info.index, earlier)
             if winner is not None:
                 state.confirmed_s, state.confirmed_error = winner.confirmed_s, self._winners.standard_error(winner)
+
+    def _offer_earlier(self) -> None:
+        """Builds the fastest programs of earlier processes of this tuning again, so that they are measured a second
+        time like those of this one.
+        """
+        found = []
+        for state in self._states:
+            records = [r for r in self._log.earlier(state.info.workload_hash) if r.run_s < FAILED_RUN_S]
+            for record in heapq.nsmallest(MAX_FINALISTS, records, key=lambda record: record.run_s):
+                trial = Trial(step=0, task=state.info.name, status=TrialStatus.OK, run_s=(record.run_s,))
+                candidate = candidate_of(record, self._tasks[state.info.index], self._target)
+                if candidate is not None and self._winners.would_take(state.info.index, trial):
+                    found.append((state, trial, candidate))
+        built = self._builder.build([candidate.sch.mod for _, _, candidate in found])
+        for (state, trial, candidate), outcome in zip(found, built, strict=True):
+            for job in run_jobs([candidate], [outcome], state.info.name, state.best_s):
+                self._winners.offer(state.info.index, trial, candidate, job)
 
     def _finish(self, stop_reason: str) -> TuningResult:
         """Tells the observers how it ended."""

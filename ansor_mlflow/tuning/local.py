@@ -73,7 +73,9 @@ def tune_locally(
         log, journal = RecordLog(job.records, job.target.export()), Journal(job.records)
         if not resume or read_seeds(job.records)[0]:
             _drop_inapplicable(job, log)
-        if not resume:
+        if resume:
+            journal.resume()
+        else:
             journal.begin(log.num_earlier, _seeds(job, log))
         _, seeds = read_seeds(job.records)
         num_trials = resolve_num_trials(options, len(job.lowered.tasks), sum(seed.is_enough for seed in seeds))

@@ -253,7 +253,12 @@ class TaskSearch:
 
 def applies(record: RecordText, task: TuningTask, target: Target) -> bool:
     """Whether a record's schedule is one of the task's kernel on the target."""
-    return replay(record, task.mod, _context(task, target)) is not None
+    return candidate_of(record, task, target) is not None
+
+
+def candidate_of(record: RecordText, task: TuningTask, target: Target) -> MeasureCandidate | None:
+    """The program that a record was made of; None where its schedule is none of the task's kernel on the target."""
+    return replay(record, task.mod, _context(task, target))
 
 
 def _context(task: TuningTask, target: Target, *, mod: IRModule | None = None, **search: Any) -> TuneContext:

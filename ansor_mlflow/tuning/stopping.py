@@ -68,7 +68,7 @@ class StoppingRules:
             limits.append(max(1, int(self._num_trials * _FIRST_PASS_SHARE / self._num_tasks)))
         if self._options.trials_per_task is not None:
             limits.append(self._options.trials_per_task - task.total_trials)
-        return min(limits)
+        return max(0, min(limits))
 
     def stop_reason_of(self, task: TaskState) -> str:
         """Why a task ends after the round that it just had; empty where it goes on."""

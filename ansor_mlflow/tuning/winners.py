@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
     from tvm.target import Target
 
-_MAX_FINALISTS = 3
+MAX_FINALISTS = 3
 """Programs of a task that are measured again."""
 _MARGIN = 1.05
 """A program whose first time is more than that many times the best is no finalist."""
@@ -71,10 +71,15 @@ class Winners:
         finalists.append(Finalist(trial, candidate, job))
         finalists.sort(key=lambda finalist: finalist.first_s)
         limit_s = _MARGIN * finalists[0].first_s
-        kept = [f for f in finalists[:_MAX_FINALISTS] if math.isfinite(f.first_s) and f.first_s <= limit_s]
+        kept = [f for f in finalists[:MAX_FINALISTS] if math.isfinite(f.first_s) and f.first_s <= limit_s]
         for loser in finalists[len(kept) :]:
             loser.job.path.unlink(missing_ok=True)
         self._finalists[index] = kept
+
+    def would_take(self, index: int, trial: Trial) -> bool:
+        """Whether a program is about as fast as the fastest of a task, or faster."""
+        fastest_s = min((finalist.first_s for finalist in self._finalists[index]), default=math.inf)
+        return trial.latency_s is not None and trial.latency_s <= _MARGIN * fastest_s
 
     def of_task(self, index: int, earlier: RecordText | None = None) -> Finalist | None:
         """The winner of a task; None where it has no valid trial, or the fastest earlier record is clearly faster."""
@@ -97,7 +102,7 @@ class Winners:
         undecided = [finalists for finalists in self._finalists if finalists]
         for num_passes in range(1, _MAX_PASSES + 1):
             # one after the other over all tasks, so that a disturbance does not hit all measurements of one program
-            batch = [f[turn] for turn in range(_MAX_FINALISTS) for f in undecided if turn < len(f)]
+            batch = [f[turn] for turn in range(MAX_FINALISTS) for f in undecided if turn < len(f)]
             outcomes = runner.run([finalist.job for finalist in batch])
             for finalist, outcome in zip(batch, outcomes, strict=True):
                 finalist.again_s.append(fmean(outcome.value) if outcome.value else math.inf)
