@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
+import numpy as np
 import yaml
 from mlflow import pyfunc
 from mlflow.exceptions import MlflowException
@@ -58,7 +59,7 @@ from ansor_mlflow.model import (
 from ansor_mlflow.model.manifest import damaged
 from ansor_mlflow.serving import PyfuncModel, get_signature
 from ansor_mlflow.targets import why_not_runnable
-from ansor_mlflow.tensors import random_inputs
+from ansor_mlflow.tensors import Arrays, TensorSpec, random_inputs
 
 FLAVOR_NAME = "tvm"
 
@@ -83,6 +84,14 @@ def get_default_conda_env() -> dict[str, Any]:
     return dict(_mlflow_conda_env(additional_pip_deps=get_default_pip_requirements()))
 
 
+def default_example(inputs: Sequence[TensorSpec]) -> Arrays:
+    """Seeded values for every input. Floats are eighths: MLflow keeps them as text, and reads it at each load."""
+    return {
+        name: array if array.dtype.kind in "iub" else (np.round(array * 8) / 8).astype(array.dtype)
+        for name, array in random_inputs(inputs, 0).items()
+    }
+
+
 def save_model(
     tvm_model: CompiledNetwork | Sequence[CompiledNetwork],
     path: str,
@@ -105,7 +114,7 @@ def save_model(
         code_paths: Code to put into the model; by default this package, which then need not be installed to load it.
         mlflow_model: The `mlflow.models.Model` this flavor is added to.
         signature: Signature of the model; by default the network's inputs and outputs.
-        input_example: Example of an input; by default seeded random values.
+        input_example: Example of an input; by default `default_example`.
         pip_requirements: Replaces the default requirements.
         extra_pip_requirements: Added to the default requirements.
         metadata: Stored in the file `MLmodel`.
@@ -118,7 +127,7 @@ def save_model(
     mlflow_model = Model() if mlflow_model is None else mlflow_model
     manifest = write_package(tvm_model, directory)
     mlflow_model.signature = signature or get_signature(manifest.inputs, manifest.outputs)
-    _save_example(mlflow_model, random_inputs(manifest.inputs, 0) if input_example is None else input_example, path)
+    _save_example(mlflow_model, default_example(manifest.inputs) if input_example is None else input_example, path)
     if metadata is not None:
         mlflow_model.metadata = metadata
     pyfunc.add_to_model(

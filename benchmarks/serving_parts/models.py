@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 import mlflow
 import onnx
+from mlflow.models import Model
 
 import ansor_mlflow
 from ansor_mlflow import flavor, names
@@ -93,6 +94,7 @@ def comparable_models(tuned: Path, scratch: Path) -> Models:
         onnx.load(tuned / names.NETWORK_FILE),
         str(models.onnx),
         signature=get_signature(manifest.inputs, manifest.outputs),
+        input_example=Model.load(str(tuned)).load_input_example(str(tuned)),
         onnx_execution_providers=["CPUExecutionProvider"],
         onnx_session_options={"intra_op_num_threads": num_threads, "inter_op_num_threads": 1},
         pip_requirements=["onnx", "onnxruntime"],
