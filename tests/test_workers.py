@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +17,7 @@ import psutil
 import pytest
 from worker_tasks import hang, loop_in_c, pid_of_worker, wait_for_pid
 
+from ansor_mlflow.tuning import workers
 from ansor_mlflow.tuning.workers import Outcome, WorkerPool
 
 TIMEOUT_S = 30.0
@@ -132,6 +133,17 @@ def test_workers_killed_between_two_tasks_are_replaced() -> None:
                 psutil.Process(pid).kill()
             time.sleep(0.5)
             assert pool.map(square, [2, 3], TIMEOUT_S) == [Outcome(4), Outcome(9)]
+
+
+def test_a_call_that_pebble_lost_is_done_again(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that dies while it reads a call leaves it waiting for ever."""
+    assert pool.map(square, [1], TIMEOUT_S) == [Outcome(1)]
+    monkeypatch.setattr(workers, "_MAX_IDLE_S", 3.0)
+    schedule = pool._pool.schedule
+    monkeypatch.setattr(
+        pool._pool, "schedule", lambda call, args: Future() if args == [2] else schedule(call, args=args)
+    )
+    assert pool.map(square, [1, 2], TIMEOUT_S) == [Outcome(1), Outcome(4)]
 
 
 def test_a_temporary_directory_whose_path_is_too_long(tmp_path: Path) -> None:

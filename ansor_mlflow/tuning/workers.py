@@ -38,6 +38,9 @@ _MAX_ATTEMPTS = 3
 _POLL_S = 0.1
 _MAX_OVERDUE_S = 90.0
 """Time after which Pebble cannot kill a worker, it seems: one that was killed while it answered keeps a lock."""
+_MAX_IDLE_S = 120.0
+"""Time without a call that runs or ends, though some are left, after which Pebble has lost them: a worker may die while
+it reads a call, before it says that it took it. Far more than a worker takes to start."""
 _OUT_OF_MEMORY_EXIT = 101
 """Exit code of a worker that reached its bound of memory and could still say so."""
 
@@ -141,10 +144,15 @@ class WorkerPool:
     def _wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> None:
         """Waits until every call has ended; cancels those whose time is over, upon which Pebble kills the worker."""
         deadlines: dict[Future[Any], float] = {}
+        num_left, busy_s = len(futures), time.monotonic()
         while not_done := wait(futures, _POLL_S).not_done:
             if not self._pool.active:  # a task that was scheduled while the pool broke would never be done
                 raise BrokenProcessPool
             now_s = time.monotonic()
+            if len(not_done) < num_left or any(future.running() for future in not_done):
+                num_left, busy_s = len(not_done), now_s
+            elif now_s - busy_s > _MAX_IDLE_S:
+                raise BrokenProcessPool
             for future in not_done:
                 if future.running():
                     deadlines.setdefault(future, now_s + timeout_s)
