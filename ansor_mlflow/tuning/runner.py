@@ -14,6 +14,8 @@ from ansor_mlflow.threads import measuring_cpus, set_num_threads
 from ansor_mlflow.tuning.arguments import ArgInfo, num_bytes, random_arguments
 from ansor_mlflow.tuning.workers import Outcome, WorkerPool
 
+_TASKS_PER_WORKER = 256
+"""Libraries that a process measures: TVM keeps each of them in memory."""
 _TOO_SLOW = 5.0
 """A program that many times slower than the best of its task needs no exact time."""
 _CLOSE = 1.5
@@ -80,7 +82,9 @@ class LocalRunner:
 
     def __init__(self, settings: MeasureSettings, *, memory_bytes: int | None = None) -> None:
         self._settings = settings
-        self._pool = WorkerPool(1, memory_bytes=memory_bytes, cpus=measuring_cpus(settings.num_threads))
+        self._pool = WorkerPool(
+            1, max_tasks=_TASKS_PER_WORKER, memory_bytes=memory_bytes, cpus=measuring_cpus(settings.num_threads)
+        )
 
     def run(self, jobs: Sequence[RunJob]) -> list[Outcome[tuple[float, ...]]]:
         """See `Runner.run`."""
