@@ -51,9 +51,10 @@ def reference_run(network: Path, num_threads: int, *, optimized: bool = True) ->
         try:
             return session.run(inputs)
         except Exception as err:  # ONNX Runtime's errors have no class in common
-            reason = " ".join(str(err).split())
+            from ansor_mlflow.tracking.failures import one_line
+
             raise UserInputError(
-                f"ONNX Runtime cannot compute the network from the inputs: {reason}; give others"
+                f"ONNX Runtime cannot compute the network from the inputs: {one_line(err)}; give others"
             ) from err
 
     return run
