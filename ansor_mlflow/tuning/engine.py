@@ -30,6 +30,7 @@ from ansor_mlflow.trials import (
 from ansor_mlflow.tuning.announcer import Announcer
 from ansor_mlflow.tuning.builder import Builder
 from ansor_mlflow.tuning.interrupt import Interrupts, deferred_interrupts
+from ansor_mlflow.tuning.memory import release_memory
 from ansor_mlflow.tuning.recording import log_lines, make_trial, run_jobs, runner_result
 from ansor_mlflow.tuning.runner import RunJob, Runner
 from ansor_mlflow.tuning.scheduler import GradientScheduler
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
 
+_ROUNDS_PER_RELEASE = 8
+"""Rounds between two releases of memory, each of which takes as long as a trial."""
 _log = logging.getLogger("ansor_mlflow")
 
 
@@ -213,6 +216,8 @@ class Tuner:
             self._search(state.info.index).learn(batch.candidates, [runner_result(trial) for trial in trials])
             if self._cost_model_file is not None:
                 save_cost_model(self._cost_model, self._cost_model_file)
+            if self._num_rounds % _ROUNDS_PER_RELEASE == 0:
+                release_memory()
         self._scheduler.round_finished(state)
         state.stop_reason = self._rules.stop_reason_of(state)
         round_ = self._round(state, trials, self._elapsed_s())
