@@ -43,6 +43,7 @@ def tuned_run(directory: Path) -> Run:
 
 def reference_run(network: Path, num_threads: int, *, optimized: bool = True) -> Run:
     """ONNX Runtime. What it cannot compute is a `UserInputError` of the call."""
+    from ansor_mlflow.networks.onnx_file import one_line
     from ansor_mlflow.networks.reference import ReferenceSession
 
     session = ReferenceSession(network, num_threads, optimized=optimized)
@@ -51,8 +52,6 @@ def reference_run(network: Path, num_threads: int, *, optimized: bool = True) ->
         try:
             return session.run(inputs)
         except Exception as err:  # ONNX Runtime's errors have no class in common
-            from ansor_mlflow.tracking.failures import one_line
-
             raise UserInputError(
                 f"ONNX Runtime cannot compute the network from the inputs: {one_line(err)}; give others"
             ) from err
