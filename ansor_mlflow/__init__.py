@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_EXPORTS = {"autolog": "ansor_mlflow.autologging", "load_trials": "ansor_mlflow.steps.trials"}
+_EXPORTS = {"autolog": "ansor_mlflow.autologging", "load_trials": "ansor_mlflow.steps.reports"}
 """What is loaded when it is first asked for, and the module that has it."""
 
 

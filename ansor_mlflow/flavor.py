@@ -22,7 +22,7 @@ import yaml
 from mlflow import pyfunc
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
-from mlflow.models.model import MLMODEL_FILE_NAME, ModelInfo
+from mlflow.models.model import ModelInfo
 from mlflow.models.utils import ModelInputExample, _save_example
 from mlflow.tracking.artifact_utils import _download_artifact_from_uri
 from mlflow.utils.environment import (
@@ -43,7 +43,8 @@ from mlflow.utils.model_utils import (
 )
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import AnsorMlflowError, ModelError, UserInputError, without_credentials
+from ansor_mlflow.device import why_not_runnable
+from ansor_mlflow.errors import AnsorMlflowError, UserInputError, without_credentials
 from ansor_mlflow.model import (
     Choice,
     CompiledNetwork,
@@ -52,22 +53,16 @@ from ansor_mlflow.model import (
     TunedModel,
     load_package,
     read_package,
-    verify_package,
+    verified_manifest,
     with_libraries,
     write_package,
 )
-from ansor_mlflow.model.manifest import damaged
 from ansor_mlflow.serving import PyfuncModel, get_signature
-from ansor_mlflow.targets import why_not_runnable
 from ansor_mlflow.tensors import Arrays, TensorSpec, random_inputs
-
-FLAVOR_NAME = "tvm"
 
 _RUNTIME_PACKAGES = ("apache-tvm", "apache-tvm-ffi", "numpy")
 _OWN_CODE = str(Path(__file__).parent)
 _RUN_ID = re.compile("[0-9a-f]{32}")
-_SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""That of LibYAML, if PyYAML was built with it: MLflow's `Model.load` takes several times as long."""
 _log = logging.getLogger(__name__)
 
 
@@ -138,9 +133,9 @@ def save_model(
         code=code,
         model_config=asdict(LoadOptions()),  # MLflow lets the keys that are here be overridden, and no others
     )
-    mlflow_model.add_flavor(FLAVOR_NAME, code=code, **manifest.to_dict())
+    mlflow_model.add_flavor(names.FLAVOR_NAME, code=code, **manifest.to_dict())
     mlflow_model.model_size_bytes = get_total_file_size(path)
-    mlflow_model.save(str(directory / MLMODEL_FILE_NAME))
+    mlflow_model.save(str(directory / names.MODEL_FILE))
     _write_environment(directory, conda_env, pip_requirements, extra_pip_requirements)
 
 
@@ -253,7 +248,7 @@ def load_model(
         allow_untuned=allow_untuned,
     )
     directory = Path(_download_artifact_from_uri(artifact_uri=model_uri, output_path=dst_path))
-    return load_package(directory, read_manifest(directory), options)
+    return load_package(directory, Manifest.read(directory), options)
 
 
 def explain_load(model: Any) -> Choice:
@@ -330,8 +325,7 @@ def _fetch_package(model_uri: str, scratch: Path) -> tuple[Path, list[CompiledNe
     """Brings a model to this machine and checks it."""
     scratch.mkdir()
     directory = Path(_download_artifact_from_uri(artifact_uri=model_uri, output_path=str(scratch)))
-    manifest = read_manifest(directory)
-    verify_package(directory, manifest)
+    manifest = verified_manifest(directory)
     return directory, read_package(directory, manifest)
 
 
@@ -358,29 +352,11 @@ def _code_paths(directory: Path) -> list[str]:
     return [_OWN_CODE, *map(str, others)]
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """The description of a model in a local directory.
-
-    Raises:
-        ModelError: The model is not of this flavor, or its description is damaged.
-    """
-    try:
-        with (directory / MLMODEL_FILE_NAME).open("rb") as file:
-            configuration = yaml.load(file, Loader=_SAFE_LOADER)["flavors"][FLAVOR_NAME]  # noqa: S506 - a safe one
-    except (OSError, KeyError) as err:
-        raise ModelError(
-            f"model {directory}: it has no flavor {FLAVOR_NAME!r}; give a model that compile logged"
-        ) from err
-    except (yaml.YAMLError, UnicodeDecodeError, AttributeError, TypeError, ValueError) as err:
-        raise damaged(err) from err
-    return Manifest.from_dict(configuration)
-
-
 def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> PyfuncModel:
     """Loads the model for pyfunc. `path` is the model's directory, since the flavor has no `data` entry."""
     directory = Path(path)
     try:
         options = LoadOptions.from_config(model_config)
-        return PyfuncModel(load_package(directory, read_manifest(directory), options))
+        return PyfuncModel(load_package(directory, Manifest.read(directory), options))
     except AnsorMlflowError as err:
         raise MlflowException.invalid_parameter_value(str(err)) from err

@@ -166,3 +166,8 @@ ENVIRONMENT_FILE = "environment.json"
 COVERAGE_FILE = "coverage.json"
 LOG_FILE = "tuning.log"
 MODEL_NAME = "model"
+
+# -- the model flavor
+FLAVOR_NAME = "tvm"
+MODEL_FILE = "MLmodel"
+"""MLflow's description of a model, in the model's directory."""

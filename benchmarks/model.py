@@ -21,7 +21,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ansor_mlflow.evaluate import call_once, in_child_process
+from ansor_mlflow.measuring import call_once, in_child_process
+from ansor_mlflow.model import Manifest
 from ansor_mlflow.tensors import random_inputs
 
 _LOADS = 7
@@ -74,13 +75,10 @@ def _saving(name: str, directory: Path) -> Callable[[], None]:
 
     def save() -> None:
         from ansor_mlflow import flavor
-        from ansor_mlflow.compile import compile_untuned
+        from ansor_mlflow.device import available_cpus, fingerprint, resolve_target
         from ansor_mlflow.lowering import lower
-        from ansor_mlflow.model import CompiledNetwork
-        from ansor_mlflow.networks import load_network
-        from ansor_mlflow.networks.onnx_file import write_onnx
-        from ansor_mlflow.targets import fingerprint, resolve_target
-        from ansor_mlflow.threads import available_cpus
+        from ansor_mlflow.model import CompiledNetwork, compile_untuned
+        from ansor_mlflow.networks import load_network, write_onnx
 
         network = load_network(name)
         target = resolve_target("auto", available_cpus())
@@ -108,7 +106,7 @@ def _loading(directory: Path) -> Callable[[], dict[str, float]]:
     def run() -> dict[str, float]:
         from ansor_mlflow import flavor
 
-        manifest = flavor.read_manifest(directory)
+        manifest = Manifest.read(directory)
         library = directory / manifest.libraries[0].path
         seconds: dict[str, list[float]] = {"load_s": [], "tvm_load_s": [], "read_s": []}
         for _ in range(_LOADS):

@@ -20,10 +20,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ansor_mlflow.evaluate import call_once, in_child_process, measure_in_turns
+from ansor_mlflow.device import resolve_num_threads, set_num_threads
+from ansor_mlflow.measuring import call_once, in_child_process, measure_in_turns
 from ansor_mlflow.networks import load_network
 from ansor_mlflow.tensors import random_inputs
-from ansor_mlflow.threads import resolve_num_threads, set_num_threads
 
 _SPEC = "conv2d:1,13,13,{channels},192,3,3,1,1"
 """The third convolution of AlexNet has 384 (Krizhevsky et al., 2012)."""
@@ -75,10 +75,10 @@ def _tuning(
 def _tune(channels: int, padding: Literal["auto", "off"], trials: int, seed: int, library: Path) -> None:
     """Runs in a child process."""
     from ansor_mlflow import names
-    from ansor_mlflow.compile import compile_tuned
+    from ansor_mlflow.device import resolve_target
     from ansor_mlflow.lowering import lower
+    from ansor_mlflow.model import compile_tuned
     from ansor_mlflow.options import TuneOptions
-    from ansor_mlflow.targets import resolve_target
     from ansor_mlflow.tuning import TuningJob, tune_locally
 
     num_threads = resolve_num_threads("auto")

@@ -22,7 +22,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ansor_mlflow.evaluate import call_once, in_child_process
+from ansor_mlflow.measuring import call_once, in_child_process
 from ansor_mlflow.records import RecordPair, distill
 
 _NETWORK = "resnet-18"
@@ -72,12 +72,11 @@ def _making(directory: Path, seed: int) -> Callable[[], None]:
     """Random programs of every task, as records with made-up times."""
 
     def make() -> None:
+        from ansor_mlflow.device import resolve_target
         from ansor_mlflow.lowering import lower
         from ansor_mlflow.networks import load_network
         from ansor_mlflow.records import RecordLog
-        from ansor_mlflow.targets import resolve_target
-        from ansor_mlflow.tuning.recording import log_lines
-        from ansor_mlflow.tuning.search import TaskSearch, make_cost_model
+        from ansor_mlflow.tuning import TaskSearch, log_lines, make_cost_model
 
         target = resolve_target("auto", 1)
         log = RecordLog(directory, target.export())
@@ -122,7 +121,7 @@ def _repeat(source: Path, destination: Path, num_records: int, seed: int, *, fre
 
 def _distilling(source: Path, destination: Path, keep: int) -> Callable[[], dict[str, Any]]:
     def run() -> dict[str, Any]:
-        from ansor_mlflow.targets import resolve_target
+        from ansor_mlflow.device import resolve_target
 
         target = resolve_target("auto", 1).export()
         before_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -139,10 +138,10 @@ def _compiling(log: Path, is_distilled: bool) -> Callable[[], float]:
     """Seconds from the records to the library, with the distilling or without."""
 
     def run() -> float:
-        from ansor_mlflow.compile import compile_tuned
+        from ansor_mlflow.device import resolve_target
         from ansor_mlflow.lowering import lower
+        from ansor_mlflow.model import compile_tuned
         from ansor_mlflow.networks import load_network
-        from ansor_mlflow.targets import resolve_target
 
         target = resolve_target("auto", 1)
         lowered = lower(load_network(_NETWORK).model, target)

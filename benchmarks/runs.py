@@ -25,7 +25,7 @@ from rich.table import Table
 
 from ansor_mlflow import names
 from ansor_mlflow.options import RunsOptions, TuneOptions, as_text
-from ansor_mlflow.steps.runs import find_runs
+from ansor_mlflow.steps.reports import find_runs
 from ansor_mlflow.trials import TrialStatus
 
 _SCRIPTS = Path(sys.executable).parent

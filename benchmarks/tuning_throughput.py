@@ -24,10 +24,10 @@ from throughput.process import MemoryUse, run_child
 from throughput.report import Comparison, SideReport, compare, medians, side_report
 from throughput.tables import print_medians, print_seed
 
+from ansor_mlflow.device import resolve_num_threads
 from ansor_mlflow.errors import AnsorMlflowError
 from ansor_mlflow.networks import BUILTIN_NETWORKS
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.threads import resolve_num_threads
 from ansor_mlflow.trials import TrialStatus
 
 _TURNS = 5

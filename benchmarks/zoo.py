@@ -21,9 +21,9 @@ import click
 import numpy as np
 from rich.console import Console
 
-from ansor_mlflow.evaluate import TOLERANCES, call_once, compare_outputs, in_child_process
+from ansor_mlflow.device import resolve_num_threads
+from ansor_mlflow.measuring import TOLERANCES, call_once, compare_outputs, in_child_process
 from ansor_mlflow.networks import BUILTIN_NETWORKS, Network, load_network
-from ansor_mlflow.threads import resolve_num_threads
 
 OPERATORS = (
     "conv2d:1,7,7,512,512,3,3,1,1",
@@ -97,8 +97,8 @@ def _row(name: str, trials_per_task: int, dtypes: Sequence[str]) -> dict[str, An
 
 def _counting(name: str) -> Callable[[], dict[str, Any]]:
     def count() -> dict[str, Any]:
+        from ansor_mlflow.device import resolve_target
         from ansor_mlflow.lowering import lower
-        from ansor_mlflow.targets import resolve_target
 
         network = load_network(name, seed=_SEED)
         tasks = [task.info for task in lower(network.model, resolve_target("llvm", 1)).tasks]
@@ -114,9 +114,9 @@ def _counting(name: str) -> Callable[[], dict[str, Any]]:
 
 def _untuned(name: str, layout: Literal["NHWC", "NCHW"], dtype: Any) -> Callable[[], dict[str, Any]]:
     def check() -> dict[str, Any]:
-        from ansor_mlflow.compile import compile_untuned
+        from ansor_mlflow.device import resolve_target
         from ansor_mlflow.lowering import lower
-        from ansor_mlflow.targets import resolve_target
+        from ansor_mlflow.model import compile_untuned
 
         num_threads = resolve_num_threads("auto")
         target = resolve_target("auto", num_threads)
@@ -136,10 +136,10 @@ def _untuned(name: str, layout: Literal["NHWC", "NCHW"], dtype: Any) -> Callable
 def _tuned(name: str, trials_per_task: int) -> Callable[[], dict[str, Any]]:
     def check() -> dict[str, Any]:
         from ansor_mlflow import names
-        from ansor_mlflow.compile import compile_tuned
+        from ansor_mlflow.device import resolve_target
         from ansor_mlflow.lowering import lower
+        from ansor_mlflow.model import compile_tuned
         from ansor_mlflow.options import TuneOptions
-        from ansor_mlflow.targets import resolve_target
         from ansor_mlflow.tuning import TuningJob, tune_locally
 
         num_threads = resolve_num_threads("auto")
@@ -169,13 +169,13 @@ def _tuned(name: str, trials_per_task: int) -> Callable[[], dict[str, Any]]:
 
 
 def _max_rel_error(network: Network, library: Path, num_threads: int) -> float:
-    """The error of a library against ONNX Runtime on seeded inputs; see `ansor_mlflow.evaluate.Difference`."""
+    """The error of a library against ONNX Runtime on seeded inputs; see `ansor_mlflow.measuring.Deviation`."""
     import onnx
     from tvm import cpu, relax, runtime
 
-    from ansor_mlflow.networks.reference import ReferenceSession
+    from ansor_mlflow.device import set_num_threads
+    from ansor_mlflow.measuring import ReferenceSession
     from ansor_mlflow.tensors import random_inputs
-    from ansor_mlflow.threads import set_num_threads
 
     onnx_file = library.with_suffix(".onnx")
     onnx.save_model(network.model, str(onnx_file))

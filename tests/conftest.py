@@ -13,20 +13,22 @@ from typing import TYPE_CHECKING
 import mlflow
 import onnx
 import pytest
-from commands import RunCommand
+from helpers.commands import RunCommand
 from hypothesis import settings
 
-from ansor_mlflow.cli import main
-from ansor_mlflow.compile import compile_tuned
-from ansor_mlflow.lowering import LoweredNetwork, lower
-from ansor_mlflow.model import CompiledNetwork
-from ansor_mlflow.networks import Network, load_network
+from ansor_mlflow.cli.main import main
+from ansor_mlflow.device.fingerprint import fingerprint
+from ansor_mlflow.device.targets import resolve_target
+from ansor_mlflow.device.threads import available_cpus
+from ansor_mlflow.lowering.lower import LoweredNetwork, lower
+from ansor_mlflow.model.library import compile_tuned
+from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.networks.loading import Network, load_network
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.records import RecordPair, distill
-from ansor_mlflow.targets import fingerprint, resolve_target
-from ansor_mlflow.threads import available_cpus
-from ansor_mlflow.tuning import TuningJob, require_valid_trials, tune_locally
+from ansor_mlflow.records.store import RecordPair, distill
+from ansor_mlflow.tuning.local import TuningJob, tune_locally
+from ansor_mlflow.tuning.stopping import require_valid_trials
 
 if TYPE_CHECKING:
     from tvm.target import Target

@@ -8,8 +8,9 @@ from pathlib import Path
 import mlflow
 import pytest
 
-from ansor_mlflow import names, registry
+from ansor_mlflow import names
 from ansor_mlflow.errors import UndecidedError, UserInputError
+from ansor_mlflow.tracking import registry
 
 NAME = "resnet"
 CHAMPION, OF_TARGET = "champion", "champion-llvm-znver4-x2-0123456789"

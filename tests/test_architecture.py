@@ -1,34 +1,39 @@
-"""The package's floors: imports go down or stay, and the lower floors need neither MLflow nor a slow start."""
+"""The house: imports go down, rooms have doors, and the lower floors need neither MLflow nor a slow start."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from helpers.commands import ROOT
 
 PACKAGE = "ansor_mlflow"
-ROOT = Path(__file__).parents[1]
-
 FLOORS = [
     ["errors"],
-    ["examples", "names", "options", "targets", "tensors", "threads", "trials", "tvm_import"],
+    ["files", "names", "options", "settings", "tensors", "trials"],
+    ["device"],
     ["networks", "records"],
     ["lowering"],
-    ["compile", "evaluate", "roofline", "significance", "testing", "tuning"],
-    ["model", "replay"],
-    ["autologging", "flavor", "registry", "serving", "sources", "tracking"],
-    ["contenders", "evaluator"],
+    ["model"],
+    ["measuring"],
+    ["tuning"],
+    ["testing"],
+    ["autologging", "flavor", "serving", "tracking"],
     ["steps"],
     ["cli"],
+    ["api"],
     ["pipelines"],
 ]
 """Bottom to top; a module's part is its first name below the package."""
 
 FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 MLFLOW_FLOOR = FLOOR["tracking"]
+MAX_FILES = 12
 
 
 def module_names() -> dict[str, Path]:
@@ -48,19 +53,30 @@ def part_of(module: str) -> str | None:
     return names[0] if names[0] == "pipelines" else None
 
 
-def imports_of(module: str) -> set[str]:
-    """The dotted names that a module imports anywhere in its text, for type checking too."""
-    found: set[str] = set()
+def room_of(module: str) -> str | None:
+    """As `part_of`, but the wings of the steps are rooms of their own."""
+    below = module.split(".")[1:]
+    if below[:1] == ["steps"] and len(below) > 1:
+        return ".".join(below[:2])
+    return part_of(module)
+
+
+def imports_of(module: str) -> Iterator[tuple[str, int]]:
+    """The dotted names that a module imports anywhere in its text, for type checking too, with their lines."""
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} has a relative import; write the whole name"
             assert node.module is not None
-            found.add(node.module)
-            # `from ansor_mlflow import errors` imports a module, `from ansor_mlflow.errors import …` does not.
-            found.update(f"{node.module}.{alias.name}" for alias in node.names if node.module == PACKAGE)
-    return found
+            for alias in node.names:  # `from ansor_mlflow import names` imports a module, `from x import name` a name
+                inner = f"{node.module}.{alias.name}"
+                yield (inner if inner in MODULES and not is_door(node.module) else node.module), node.lineno
+
+
+def is_door(module: str) -> bool:
+    """Whether what other rooms need is imported from here."""
+    return room_of(module) is not None and module == f"{PACKAGE}.{room_of(module)}"
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
@@ -71,15 +87,39 @@ def test_every_module_has_a_floor(module: str) -> None:
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_imports_never_go_up(module: str) -> None:
-    floor = FLOOR.get(part_of(module) or "", 0)
-    upward = {name for name in imports_of(module) if FLOOR.get(part_of(name) or "", 0) > floor}
+    floor = FLOOR.get(part_of(module) or "", len(FLOORS))
+    upward = {name for name, _ in imports_of(module) if FLOOR.get(part_of(name) or "", 0) > floor}
     assert not upward, f"{module} imports from a floor above its own: {sorted(upward)}"
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_rooms_are_entered_by_their_doors(module: str) -> None:
+    """An import from further inside says why at its line: the door would load something heavy."""
+    lines = MODULES[module].read_text().splitlines()
+    for name, number in imports_of(module):
+        if room_of(name) not in (None, room_of(module)) and not is_door(name):
+            assert "  # " in lines[number - 1], f"{module} imports {name}, which is no door, and does not say why"
+
+
+def test_no_two_rooms_import_each_other() -> None:
+    rooms: dict[str, set[str]] = {}
+    for module in MODULES:
+        if room := room_of(module):
+            others = {room_of(name) for name, _ in imports_of(module)} - {None, room}
+            rooms.setdefault(room, set()).update(other for other in others if other)
+    TopologicalSorter(rooms).prepare()
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_only_the_upper_floors_know_mlflow(module: str) -> None:
     if FLOOR.get(part_of(module) or "", 0) < MLFLOW_FLOOR:
-        assert "mlflow" not in {name.split(".")[0] for name in imports_of(module)}
+        assert "mlflow" not in {name.split(".")[0] for name, _ in imports_of(module)}
+
+
+def test_folders_are_small_enough_to_look_at() -> None:
+    folders = {path.parent for path in MODULES.values()}
+    large = {folder.name: n for folder in folders if (n := sum(p.is_file() for p in folder.iterdir())) > MAX_FILES}
+    assert not large
 
 
 def run_python(code: str) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import mlflow
 import onnx
 import pytest
-from commands import ROOT, RunCommand
+from helpers.commands import ROOT, RunCommand
 from mlflow.entities import Run
 from mlflow.utils.autologging_utils import autologging_is_disabled, disable_autologging
 
@@ -22,19 +22,15 @@ import ansor_mlflow
 from ansor_mlflow import names
 from ansor_mlflow.autologging.call import make_trials
 from ansor_mlflow.autologging.run import open_run
+from ansor_mlflow.device.tvm_import import import_tensor_intrin
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.records import (
-    RECORD_FILE,
-    WORKLOAD_FILE,
-    read_fingerprint,
-    read_journal,
-    read_provenance,
-    verify_manifest,
-)
-from ansor_mlflow.testing import FakeBuilder
-from ansor_mlflow.tuning.metaschedule import as_metaschedule_builder
-from ansor_mlflow.tuning.workers import Outcome
-from ansor_mlflow.tvm_import import import_tensor_intrin
+from ansor_mlflow.records.description import read_fingerprint, read_provenance
+from ansor_mlflow.records.journal import read_journal
+from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
+from ansor_mlflow.records.transfer.manifest import verify_manifest
+from ansor_mlflow.testing.fakes import FakeBuilder
+from ansor_mlflow.tuning.workers.metaschedule import as_metaschedule_builder
+from ansor_mlflow.tuning.workers.pool import Outcome
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

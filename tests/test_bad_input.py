@@ -20,16 +20,16 @@ from typing import Any
 import mlflow
 import onnx
 import pytest
-from commands import ANSOR_MLFLOW, FAST, Finished, environment, flags, run
-from hostile import Touch
+from helpers.commands import ANSOR_MLFLOW, FAST, Finished, environment, flags, run
+from helpers.hostile import Touch
+from helpers.servers import ACCESS_KEY, SECRET_KEY, S3Server, free_port, s3_server
 from mlflow.entities import Run
 from onnx import TensorProto, helper, numpy_helper
-from servers import ACCESS_KEY, SECRET_KEY, S3Server, free_port, s3_server
 
 from ansor_mlflow import flavor, names
-from ansor_mlflow.cli import main
-from ansor_mlflow.model import CompiledNetwork
-from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE
+from ansor_mlflow.cli.main import main
+from ansor_mlflow.model.package import CompiledNetwork
+from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
 
 USER, MACHINE, RECORDS, MODEL, CORRECTNESS = 2, 3, 5, 6, 7
 NO_RUN = "0" * 32

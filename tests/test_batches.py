@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 import pytest
+from helpers.served import compiled, pairs
 from mlflow.exceptions import MlflowException
-from served import compiled, pairs
 
 from ansor_mlflow import flavor
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.serving import PyfuncModel
 from ansor_mlflow.serving.cells import from_objects, stack_cells
+from ansor_mlflow.serving.pyfunc import PyfuncModel
 from ansor_mlflow.tensors import TensorSpec
 
 if TYPE_CHECKING:

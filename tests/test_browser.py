@@ -14,16 +14,16 @@ from typing import Any
 
 import mlflow
 import pytest
-from browser import MlflowPages, card, chromium, chromium_path, traces
-from commands import ANSOR_MLFLOW, ROOT, environment, run, run_project
+from helpers.browser import MlflowPages, card, chromium, chromium_path, traces
+from helpers.commands import ANSOR_MLFLOW, ROOT, environment, run, run_project
+from helpers.servers import mlflow_server
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from playwright.sync_api import Locator, Page, expect
-from servers import mlflow_server
 
 from ansor_mlflow import names
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.steps.tune import tune
+from ansor_mlflow.steps.tuning.tune import tune
 from ansor_mlflow.tracking.views import VIEWS
 from ansor_mlflow.trials import TrialStatus
 

@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from ansor_mlflow.lowering.channel_padding import best_padding, layers_to_pad, num_tilings, pad_output_channels
-from ansor_mlflow.networks import load_network
+from ansor_mlflow.networks.loading import load_network
 
 LANES = 16
 FLOAT = TensorProto.FLOAT

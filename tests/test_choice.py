@@ -14,24 +14,25 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ansor_mlflow.device.fingerprint import DeviceFingerprint
+from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import MachineError, ModelError, UserInputError
-from ansor_mlflow.model import (
-    CompiledNetwork,
+from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.model.choice import (
     LoadOptions,
-    Manifest,
-    TunedModel,
+    choose_for_gpu,
     choose_library,
-    load_package,
+    entries_to_rebuild,
+    find_library,
     threads_here,
-    write_package,
 )
-from ansor_mlflow.model.choice import choose_for_gpu, entries_to_rebuild, find_library
+from ansor_mlflow.model.loading import load_package
+from ansor_mlflow.model.manifest import Manifest
+from ansor_mlflow.model.package import CompiledNetwork, write_package
 from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process
-from ansor_mlflow.networks.reference import ReferenceSession
-from ansor_mlflow.records import RECORD_FILE
-from ansor_mlflow.targets import DeviceFingerprint
+from ansor_mlflow.model.tuned import TunedModel
+from ansor_mlflow.records.store import RECORD_FILE
 from ansor_mlflow.tensors import random_inputs
-from ansor_mlflow.threads import available_cpus
 
 CPUS = available_cpus()
 MakeModel = Callable[..., tuple[Path, Manifest]]

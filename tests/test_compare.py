@@ -12,16 +12,19 @@ from typing import Any
 import mlflow
 import pandas as pd
 import pytest
-from commands import FAST, ROOT, flags
+from helpers.commands import FAST, ROOT, flags
+from helpers.runs_here import artifacts_of
 from pandas.testing import assert_frame_equal
-from runs_here import artifacts_of
 
 import ansor_mlflow
 from ansor_mlflow import names
-from ansor_mlflow.cli import main
+from ansor_mlflow.cli.main import main
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.options import EvaluateOptions
-from ansor_mlflow.records import JOURNAL_FILE, PARTS_DIR, RECORD_FILE, WORKLOAD_FILE, PartWriter, write_manifest
+from ansor_mlflow.records.journal import JOURNAL_FILE
+from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
+from ansor_mlflow.records.transfer.manifest import write_manifest
+from ansor_mlflow.records.transfer.parts import PARTS_DIR, PartWriter
 from ansor_mlflow.tracking.run import step_run
 
 DOCUMENT = (ROOT / "docs" / "compare.md").read_text()

@@ -12,25 +12,25 @@ from typing import TYPE_CHECKING, Any
 import mlflow
 import numpy as np
 import pytest
-from commands import RunCommand, flags
+from helpers.commands import RunCommand, flags
 from mlflow.models import Model
 from mlflow.types import Schema, TensorSpec
 
 from ansor_mlflow import names
-from ansor_mlflow.compile import Coverage, compile_tuned, compile_untuned, require_linker, write_coverage
+from ansor_mlflow.device.fingerprint import fingerprint
+from ansor_mlflow.device.tvm_import import import_tensor_intrin
 from ansor_mlflow.errors import MachineError, RecordsError
-from ansor_mlflow.lowering import LoweredNetwork
-from ansor_mlflow.model import CompiledNetwork
-from ansor_mlflow.networks import Network
-from ansor_mlflow.networks.reference import ReferenceSession
+from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.model.library import Coverage, compile_tuned, compile_untuned, require_linker, write_coverage
+from ansor_mlflow.model.package import CompiledNetwork
+from ansor_mlflow.networks.loading import Network
 from ansor_mlflow.options import CompileOptions
-from ansor_mlflow.records import RECORD_FILE, RecordPair, distill
-from ansor_mlflow.steps.compile import provenance_of
-from ansor_mlflow.steps.recorded import Recorded
-from ansor_mlflow.targets import fingerprint
+from ansor_mlflow.records.store import RECORD_FILE, RecordPair, distill
+from ansor_mlflow.steps.compiling.compile import provenance_of
+from ansor_mlflow.steps.records.given import Recorded
 from ansor_mlflow.tensors import random_inputs
 from ansor_mlflow.trials import TaskInfo
-from ansor_mlflow.tvm_import import import_tensor_intrin
 
 if TYPE_CHECKING:
     from tvm.target import Target

@@ -13,19 +13,23 @@ import mlflow
 import numpy as np
 import onnx
 import pytest
-from commands import RunCommand
+from helpers.commands import RunCommand
 
 from ansor_mlflow import flavor, names
+from ansor_mlflow.device.fingerprint import DeviceFingerprint
+from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.lowering import LOWERING_VERSION
-from ansor_mlflow.model import CompiledNetwork, Manifest, TunedModel, load_package
-from ansor_mlflow.networks import Network
-from ansor_mlflow.networks.reference import ReferenceSession
-from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE, Provenance, write_description
-from ansor_mlflow.steps.fetching import tuning_of
-from ansor_mlflow.targets import DeviceFingerprint
+from ansor_mlflow.lowering.lower import LOWERING_VERSION
+from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.model.loading import load_package
+from ansor_mlflow.model.manifest import Manifest
+from ansor_mlflow.model.package import CompiledNetwork
+from ansor_mlflow.model.tuned import TunedModel
+from ansor_mlflow.networks.loading import Network
+from ansor_mlflow.records.description import Provenance, write_description
+from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
+from ansor_mlflow.steps.records.fetching import tuning_of
 from ansor_mlflow.tensors import random_inputs
-from ansor_mlflow.threads import available_cpus
 
 CPUS = available_cpus()
 LogTuning = Callable[..., str]
@@ -90,7 +94,7 @@ def assert_computes(model: TunedModel, small_onnx: Path) -> None:
 def download(model_uri: str, directory: Path) -> tuple[Path, Manifest]:
     directory.mkdir(exist_ok=True)
     path = Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri, dst_path=str(directory)))
-    return path, flavor.read_manifest(path)
+    return path, Manifest.read(path)
 
 
 # -- several tuning runs ---------------------------------------------------------------------------------------------

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import mlflow
 import pytest
-from commands import RunCommand
-from fake_tuning import read_records
-from runs_here import artifacts_of, newest_run, tune_here
+from helpers.commands import RunCommand
+from helpers.fake_tuning import read_records
+from helpers.runs_here import artifacts_of, newest_run, tune_here
 
 from ansor_mlflow import names
 from ansor_mlflow.options import DiffOptions
-from ansor_mlflow.records import RECORD_FILE, write_manifest
-from ansor_mlflow.steps.diff import Difference, diff_runs
+from ansor_mlflow.records.store import RECORD_FILE
+from ansor_mlflow.records.transfer.manifest import write_manifest
+from ansor_mlflow.steps.reports.diff import Difference, diff_runs
 
 pytestmark = pytest.mark.system  # whole pipelines
 

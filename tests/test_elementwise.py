@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from ansor_mlflow.lowering import lower
+from ansor_mlflow.lowering.lower import lower
 
 if TYPE_CHECKING:
     from tvm.target import Target

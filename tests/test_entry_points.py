@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import ROOT
+from helpers.commands import ROOT
 
 from ansor_mlflow.options import (
     CompileOptions,

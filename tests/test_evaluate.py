@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ansor_mlflow import evaluate
 from ansor_mlflow.errors import MachineError
-from ansor_mlflow.evaluate import Difference, Latency, call_once, compare_outputs, in_child_process, measure_in_turns
+from ansor_mlflow.measuring import timing
+from ansor_mlflow.measuring.comparison import Difference, compare_outputs
+from ansor_mlflow.measuring.timing import Latency, call_once, in_child_process, measure_in_turns
 
 # -- outputs ---------------------------------------------------------------------------------------------------------
 
@@ -130,7 +131,7 @@ def test_an_exception_in_the_process_is_raised_here() -> None:
 
 
 def test_a_slow_call_is_timed_when_it_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "_SLOW_S", 0.02)
+    monkeypatch.setattr(timing, "_SLOW_S", 0.02)
     pauses_s = iter([0.05, 0.0])
-    (sample_s,) = evaluate.measure_call(lambda: time.sleep(next(pauses_s)))
+    (sample_s,) = timing.measure_call(lambda: time.sleep(next(pauses_s)))
     assert sample_s < 0.02

@@ -15,17 +15,18 @@ import numpy as np
 import onnx
 import pandas as pd
 import pytest
+from helpers.served import compiled
 from mlflow.exceptions import MlflowException
 from mlflow.models import MetricThreshold
 from mlflow.models.evaluation import EvaluationResult
 from mlflow.models.evaluation.validation import ModelValidationFailedException
 from numpy.testing import assert_allclose
-from served import compiled
 
 from ansor_mlflow import flavor, names
+from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.model import Manifest
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.networks.reference import ReferenceSession
-from ansor_mlflow.serving import get_signature
+from ansor_mlflow.serving.signature import get_signature
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -145,7 +146,7 @@ def test_a_model_that_takes_base64_is_measured_too(
     tuned: str, frame: pd.DataFrame, small_onnx: Path, tmp_path: Path
 ) -> None:
     """Its signature says nothing about its tensors."""
-    manifest = flavor.read_manifest(Path(tuned))
+    manifest = Manifest.read(Path(tuned))
     path = str(shutil.copytree(tuned, tmp_path / "model"))
     mlflow.models.set_signature(path, get_signature(manifest.inputs, manifest.outputs, "binary"))
     lists = pd.DataFrame({"data": [image.tolist() for image in frame["data"]]})

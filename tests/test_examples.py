@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.examples import read_examples
+from ansor_mlflow.measuring.examples import read_examples
 from ansor_mlflow.tensors import TensorSpec
 
 IMAGE = TensorSpec("image", (2, 3), "float32")

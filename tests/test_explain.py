@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from commands import ANSOR_MLFLOW, FAST, RunCommand, environment
+from helpers.commands import ANSOR_MLFLOW, FAST, RunCommand, environment
 
+from ansor_mlflow.device.fingerprint import fingerprint
+from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import RecordsError, UserInputError
-from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import ExplainOptions, PlanOptions, TuneOptions, load_options
-from ansor_mlflow.records import RECORD_FILE
-from ansor_mlflow.roofline import Roofline, last_level_cache_bytes, measure_roofline
-from ansor_mlflow.steps.explain import Explanation, explain_task
-from ansor_mlflow.steps.plan import plan_tuning
-from ansor_mlflow.steps.tune import tune
-from ansor_mlflow.targets import fingerprint
-from ansor_mlflow.threads import available_cpus
+from ansor_mlflow.records.store import RECORD_FILE
+from ansor_mlflow.steps.reports.explain import Explanation, explain_task
+from ansor_mlflow.steps.reports.plan import plan_tuning
+from ansor_mlflow.steps.tuning.tune import tune
+from ansor_mlflow.tuning.roofline import Roofline, last_level_cache_bytes, measure_roofline
 
 if TYPE_CHECKING:
     from tvm.target import Target

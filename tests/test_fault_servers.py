@@ -14,18 +14,18 @@ from pathlib import Path
 
 import mlflow
 import pytest
-from ceph import CephS3, ceph_s3
-from commands import ANSOR_MLFLOW, Finished, environment, run
+from helpers.ceph import CephS3, ceph_s3
+from helpers.commands import ANSOR_MLFLOW, Finished, environment, run
+from helpers.postgres import postgres_server
+from helpers.servers import SECRET_KEY, Service, free_port, mlflow_server
+from helpers.tuner_process import Tuning, assert_gone, assert_readable, tuning
 from mlflow.entities import Run
-from postgres import postgres_server
-from servers import SECRET_KEY, Service, free_port, mlflow_server
 from test_faults import assert_complete, assert_exactly
 from test_pool import DEVICE, found
-from tuner_process import Tuning, assert_gone, assert_readable, tuning
 
 from ansor_mlflow import names
-from ansor_mlflow.records import PARTS_DIR
-from ansor_mlflow.tracking.pool import RecordPool
+from ansor_mlflow.records.transfer.parts import PARTS_DIR
+from ansor_mlflow.tracking.record_pool import RecordPool
 
 pytestmark = pytest.mark.faults
 
@@ -279,7 +279,7 @@ def test_a_flipped_bit_in_a_part_costs_the_trials_behind_it(
 PUSH = """
 import json, sys
 from test_pool import DEVICE, found
-from ansor_mlflow.tracking.pool import RecordPool
+from ansor_mlflow.tracking.record_pool import RecordPool
 
 number = int(sys.argv[2])
 pool = RecordPool(sys.argv[1])

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import mlflow
 import pytest
-from commands import environment
+from helpers.commands import environment
+from helpers.tuner_process import Tuning, assert_gone, assert_readable, kill, tuning
 from mlflow.entities import Run
 from test_survival import can_mount
-from tuner_process import Tuning, assert_gone, assert_readable, kill, tuning
 
 from ansor_mlflow import names
-from ansor_mlflow.records import PARTS_DIR, RECORD_FILE
+from ansor_mlflow.records.store import RECORD_FILE
+from ansor_mlflow.records.transfer.parts import PARTS_DIR
 
 pytestmark = pytest.mark.faults
 

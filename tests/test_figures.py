@@ -7,30 +7,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import fake_tuning
 import mlflow
 import pytest
+from helpers import fake_tuning
+from helpers.tuning_histories import TaskRound, history_of, large_history
 from numpy.testing import assert_allclose
-from tuning_histories import TaskRound, history_of, large_history
 
 from ansor_mlflow import names
-from ansor_mlflow.lowering import LoweredNetwork
-from ansor_mlflow.roofline import Roofline
-from ansor_mlflow.testing import FakeRunner
+from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.testing.fakes import FakeRunner
 from ansor_mlflow.tracking import observer
-from ansor_mlflow.tracking.figures import (
-    draw_convergence,
-    draw_failures,
-    draw_gain,
-    draw_roofline,
-    draw_task_share,
-    save_figure,
-)
-from ansor_mlflow.tracking.history import TuningHistory
+from ansor_mlflow.tracking.figures.convergence import draw_convergence
+from ansor_mlflow.tracking.figures.failures import draw_failures
+from ansor_mlflow.tracking.figures.gain import draw_gain
+from ansor_mlflow.tracking.figures.roofline import draw_roofline
+from ansor_mlflow.tracking.figures.share import draw_task_share
+from ansor_mlflow.tracking.figures.style import save_figure
 from ansor_mlflow.tracking.observer import MlflowObserver
 from ansor_mlflow.tracking.outbox import Message, Outbox
+from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.trials import TrialStatus
-from ansor_mlflow.tuning.workers import Outcome
+from ansor_mlflow.tuning.roofline import Roofline
+from ansor_mlflow.tuning.workers.pool import Outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

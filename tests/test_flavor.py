@@ -22,16 +22,18 @@ from mlflow.models import Model, ModelSignature
 from mlflow.types import Schema, TensorSpec
 
 from ansor_mlflow import flavor
-from ansor_mlflow.compile import compile_untuned
+from ansor_mlflow.device.fingerprint import fingerprint
+from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import ModelError
-from ansor_mlflow.lowering import lower
-from ansor_mlflow.model import CompiledNetwork, TunedModel
-from ansor_mlflow.networks import load_network
+from ansor_mlflow.lowering.lower import lower
+from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.model import Manifest
+from ansor_mlflow.model.library import compile_untuned
+from ansor_mlflow.model.package import CompiledNetwork
+from ansor_mlflow.model.tuned import TunedModel
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.networks.reference import ReferenceSession
-from ansor_mlflow.targets import fingerprint
+from ansor_mlflow.networks.loading import load_network
 from ansor_mlflow.tensors import random_inputs
-from ansor_mlflow.threads import available_cpus
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -131,7 +133,7 @@ def test_model_carries_the_code_that_loads_it(saved: Path) -> None:
 
 
 def test_mlmodel_describes_the_library(saved: Path, compiled_network: CompiledNetwork) -> None:
-    manifest = flavor.read_manifest(saved)
+    manifest = Manifest.read(saved)
     (entry,) = manifest.libraries
     assert manifest.network == "small"
     assert entry.fingerprint == compiled_network.fingerprint
@@ -246,7 +248,7 @@ def test_the_native_face_runs_no_code_of_the_model(saved: Path, tmp_path: Path) 
     load = f"from ansor_mlflow import flavor; print(flavor.load_model({str(model)!r}).entry.path)"
     result = subprocess.run([sys.executable, "-c", load], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.stderr == ""
-    assert result.stdout.strip() == flavor.read_manifest(saved).libraries[0].path
+    assert result.stdout.strip() == Manifest.read(saved).libraries[0].path
 
 
 def test_which_library_was_taken_is_explained_and_logged(

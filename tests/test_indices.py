@@ -11,14 +11,14 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from helpers.small_networks import small_shapes
 from onnx import helper, numpy_helper
-from small_networks import small_shapes
 
-from ansor_mlflow.evaluate import call_once, in_child_process
-from ansor_mlflow.lowering import lower
-from ansor_mlflow.networks import load_network
-from ansor_mlflow.networks.bert import VOCABULARY_SIZE
-from ansor_mlflow.targets import resolve_target
+from ansor_mlflow.device.targets import resolve_target
+from ansor_mlflow.lowering.lower import lower
+from ansor_mlflow.measuring.timing import call_once, in_child_process
+from ansor_mlflow.networks.families.bert import VOCABULARY_SIZE
+from ansor_mlflow.networks.loading import load_network
 from ansor_mlflow.tensors import random_inputs
 
 FAR = 2**40

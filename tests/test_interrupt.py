@@ -7,7 +7,7 @@ import signal
 import threading
 
 import pytest
-from commands import RunCommand
+from helpers.commands import RunCommand
 
 from ansor_mlflow.tuning.interrupt import deferred_interrupts
 

@@ -9,14 +9,15 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from helpers.small_networks import small_shapes
 from onnx import TensorProto, helper, numpy_helper
-from small_networks import small_shapes
 
+from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.lowering import LoweredNetwork, lower
-from ansor_mlflow.networks import BUILTIN_NETWORKS, Network, load_network
+from ansor_mlflow.lowering.lower import LoweredNetwork, lower
+from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.targets import resolve_target
+from ansor_mlflow.networks.loading import Network, load_network
 from ansor_mlflow.tensors import random_inputs
 
 if TYPE_CHECKING:

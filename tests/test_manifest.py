@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import RecordsError
-from ansor_mlflow.records import JOURNAL_FILE, PARTS_DIR, RECORD_FILE, WORKLOAD_FILE, verify_manifest, write_manifest
+from ansor_mlflow.records.journal import JOURNAL_FILE
+from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
+from ansor_mlflow.records.transfer.manifest import verify_manifest, write_manifest
+from ansor_mlflow.records.transfer.parts import PARTS_DIR
 
 CONTENTS = {
     WORKLOAD_FILE: b"workloads",

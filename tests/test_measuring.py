@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from ansor_mlflow.testing import FakeBuilder, FakeRunner
-from ansor_mlflow.threads import available_cpus
-from ansor_mlflow.tuning.builder import Builder, LocalBuilder
-from ansor_mlflow.tuning.runner import LocalRunner, MeasureSettings, RunJob, Runner
-from ansor_mlflow.tuning.workers import Outcome
+from ansor_mlflow.device.threads import available_cpus
+from ansor_mlflow.testing.fakes import FakeBuilder, FakeRunner
+from ansor_mlflow.tuning.workers.builder import Builder, LocalBuilder
+from ansor_mlflow.tuning.workers.pool import Outcome
+from ansor_mlflow.tuning.workers.runner import LocalRunner, MeasureSettings, RunJob, Runner
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

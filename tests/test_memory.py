@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-from fake_tuning import Notebook, tune
+from helpers.fake_tuning import Notebook, tune
 
-from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.trials import TuningRound
-from ansor_mlflow.tuning.memory import release_memory
+from ansor_mlflow.tuning.search.memory import release_memory
 
 if TYPE_CHECKING:
     from tvm.target import Target

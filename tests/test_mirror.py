@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from ansor_mlflow import names
-from ansor_mlflow.records import PARTS_DIR, RECORD_FILE, join_parts, verify_manifest
+from ansor_mlflow.records.store import RECORD_FILE
+from ansor_mlflow.records.transfer.manifest import verify_manifest
+from ansor_mlflow.records.transfer.parts import PARTS_DIR, join_parts
 from ansor_mlflow.tracking.mirror import RecordMirror, whole_records
 from ansor_mlflow.tracking.outbox import Message
 from ansor_mlflow.trials import TuningPlan, TuningRound

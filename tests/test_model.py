@@ -17,29 +17,24 @@ import numpy as np
 import onnx
 import pytest
 
-from ansor_mlflow.compile import compile_untuned
+from ansor_mlflow.device.fingerprint import fingerprint
+from ansor_mlflow.device.targets import resolve_target
+from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import ModelError, UserInputError
-from ansor_mlflow.lowering import lower
-from ansor_mlflow.model import (
-    CompiledNetwork,
-    LibraryEntry,
-    LoadOptions,
-    Manifest,
-    TunedModel,
-    load_package,
-    open_library,
-    read_package,
-    verify_package,
-    write_package,
-)
+from ansor_mlflow.lowering.lower import lower
+from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.model.choice import LoadOptions
+from ansor_mlflow.model.digests import verify_package
+from ansor_mlflow.model.library import compile_untuned
+from ansor_mlflow.model.loading import load_package, open_library
+from ansor_mlflow.model.manifest import LibraryEntry, Manifest
+from ansor_mlflow.model.package import CompiledNetwork, read_package, write_package
+from ansor_mlflow.model.tuned import TunedModel
 from ansor_mlflow.names import NETWORK_FILE
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.onnx_file import input_specs
-from ansor_mlflow.networks.reference import ReferenceSession
-from ansor_mlflow.records import RECORD_FILE
-from ansor_mlflow.targets import fingerprint, resolve_target
+from ansor_mlflow.records.store import RECORD_FILE
 from ansor_mlflow.tensors import TensorSpec, random_inputs
-from ansor_mlflow.threads import available_cpus
 
 # -- the package -----------------------------------------------------------------------------------------------------
 

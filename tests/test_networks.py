@@ -12,12 +12,14 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from helpers.small_networks import small_shapes
 from onnx import TensorProto, helper, numpy_helper
-from small_networks import small_shapes
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.networks import BUILTIN_NETWORKS, Network, load_network, operators
+from ansor_mlflow.networks import operators
+from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS
 from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.networks.loading import Network, load_network
 from ansor_mlflow.tensors import TensorSpec, random_inputs
 
 SMALL_IMAGE = {"data": [1, 3, 64, 64]}

@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import fake_tuning
 import mlflow
 import pytest
+from helpers import fake_tuning
+from helpers.tuning_histories import TaskRound, history_of
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
-from tuning_histories import TaskRound, history_of
 
 from ansor_mlflow import names
 from ansor_mlflow.cli.main import cli
-from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import PipelineOptions, TuneOptions
-from ansor_mlflow.testing import FakeRunner
-from ansor_mlflow.tracking.history import TuningHistory
-from ansor_mlflow.tracking.note import command_lines, note_tags, pipeline_note, tuning_note
+from ansor_mlflow.testing.fakes import FakeRunner
 from ansor_mlflow.tracking.observer import MlflowObserver
 from ansor_mlflow.tracking.outbox import Message, Outbox
+from ansor_mlflow.tracking.report.history import TuningHistory
+from ansor_mlflow.tracking.report.note import command_lines, note_tags, pipeline_note, tuning_note
 from ansor_mlflow.tracking.run import StepRun
 from ansor_mlflow.trials import StopReason, TrialStatus, TuningPlan, TuningRound
 

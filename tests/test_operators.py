@@ -12,16 +12,16 @@ import mlflow
 import numpy as np
 import onnxruntime
 import pytest
-from commands import ANSOR_MLFLOW, FAST, ROOT, environment, flags
-from commands import run as run_command
+from helpers.commands import ANSOR_MLFLOW, FAST, ROOT, environment, flags
+from helpers.commands import run as run_command
 from onnx import numpy_helper
 
 from ansor_mlflow import flavor, names
-from ansor_mlflow.compile import compile_untuned
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.lowering import lower
-from ansor_mlflow.networks import Network, load_network
+from ansor_mlflow.lowering.lower import lower
+from ansor_mlflow.model.library import compile_untuned
 from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.networks.loading import Network, load_network
 from ansor_mlflow.networks.operators import NETWORKS, OPERATORS, is_operator
 from ansor_mlflow.tensors import random_inputs
 

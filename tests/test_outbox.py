@@ -9,11 +9,11 @@ from pathlib import Path
 
 import mlflow
 import pytest
-from commands import RunCommand
-from servers import free_port
+from helpers.commands import RunCommand
+from helpers.servers import free_port
 
 from ansor_mlflow import names
-from ansor_mlflow.records import RECORD_FILE
+from ansor_mlflow.records.store import RECORD_FILE
 from ansor_mlflow.tracking.outbox import (
     OUTBOX_DIR,
     Message,

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from fake_tuning import Notebook, read_records, tune
+from helpers.fake_tuning import Notebook, read_records, tune
 
-from ansor_mlflow.lowering import LoweredNetwork
-from ansor_mlflow.testing import FakeBuilder, FakeRunner
+from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.testing.fakes import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import StopReason
-from ansor_mlflow.tuning.runner import RunJob
-from ansor_mlflow.tuning.workers import Outcome
+from ansor_mlflow.tuning.workers.pool import Outcome
+from ansor_mlflow.tuning.workers.runner import RunJob
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

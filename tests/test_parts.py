@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ansor_mlflow.records import JOURNAL_FILE, PARTS_DIR, RECORD_FILE, WORKLOAD_FILE, PartWriter, join_parts
+from ansor_mlflow.records.journal import JOURNAL_FILE
+from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
+from ansor_mlflow.records.transfer.parts import PARTS_DIR, PartWriter, join_parts
 
 FILES = (WORKLOAD_FILE, RECORD_FILE, JOURNAL_FILE)
 

@@ -11,16 +11,17 @@ from pathlib import Path
 import mlflow
 import numpy as np
 import pytest
-from commands import RunCommand
+from helpers.commands import RunCommand
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, save
 
 from ansor_mlflow.errors import RecordsError, UserInputError
-from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import PlanOptions
-from ansor_mlflow.records import FAILED_RUN_S, RECORD_FILE
-from ansor_mlflow.steps.plan import SECONDS_PER_TRIAL, plan_tuning, share_trials
+from ansor_mlflow.records.lines import FAILED_RUN_S
+from ansor_mlflow.records.store import RECORD_FILE
+from ansor_mlflow.steps.reports.plan import SECONDS_PER_TRIAL, plan_tuning, share_trials
 
 
 @pytest.fixture

@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import RunCommand, flags
+from helpers.commands import RunCommand, flags
+from helpers.runs_here import QUICK, newest_run, tune_here
+from helpers.servers import S3Server, free_port, s3_server
 from hypothesis import given
 from hypothesis import strategies as st
-from runs_here import QUICK, newest_run, tune_here
-from servers import S3Server, free_port, s3_server
 
 from ansor_mlflow import names
-from ansor_mlflow.records import ObjectName, PoolObject, write_objects
-from ansor_mlflow.targets import DeviceFingerprint
-from ansor_mlflow.tracking.pool import RecordPool
+from ansor_mlflow.device.fingerprint import DeviceFingerprint
+from ansor_mlflow.records.transfer.pool_objects import ObjectName, PoolObject, write_objects
+from ansor_mlflow.tracking.record_pool import RecordPool
 
 DEVICE = DeviceFingerprint(
     target={"kind": "llvm", "mcpu": "znver4", "num-cores": 2},

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 import pytest
 
-from ansor_mlflow.compile import compile_untuned
-from ansor_mlflow.evaluate import TOLERANCES, compare_outputs
-from ansor_mlflow.lowering import Dtype, lower
-from ansor_mlflow.networks import Network
-from ansor_mlflow.networks.reference import ReferenceSession
-from ansor_mlflow.targets import has_arithmetic, resolve_target
+from ansor_mlflow.device.targets import has_arithmetic, resolve_target
+from ansor_mlflow.lowering.lower import Dtype, lower
+from ansor_mlflow.measuring.comparison import TOLERANCES, compare_outputs
+from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.model.library import compile_untuned
+from ansor_mlflow.networks.loading import Network
 from ansor_mlflow.tensors import random_inputs
 
 if TYPE_CHECKING:

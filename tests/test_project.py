@@ -16,14 +16,14 @@ import numpy as np
 import onnxruntime
 import pytest
 import yaml
-from commands import ANSOR_MLFLOW, FAST, ROOT, Finished, environment, flags, run_project
-from commands import run as run_command
+from helpers.commands import ANSOR_MLFLOW, FAST, ROOT, Finished, environment, flags, run_project
+from helpers.commands import run as run_command
+from helpers.servers import ACCESS_KEY, SECRET_KEY, S3Server, s3_server
 from mlflow.entities import Run
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
-from servers import ACCESS_KEY, SECRET_KEY, S3Server, s3_server
 
 from ansor_mlflow import names
-from ansor_mlflow.networks import Network
+from ansor_mlflow.networks.loading import Network
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.tensors import random_inputs
 

@@ -14,10 +14,10 @@ import mlflow
 import numpy as np
 import onnx
 import pytest
-from commands import ROOT, RunCommand
-from served import compiled
+from helpers.commands import ROOT, RunCommand
+from helpers.served import compiled
 
-from ansor_mlflow import flavor, names, registry
+from ansor_mlflow import flavor, names
 from ansor_mlflow.errors import (
     AnsorMlflowError,
     CorrectnessError,
@@ -27,14 +27,18 @@ from ansor_mlflow.errors import (
     UndecidedError,
     UserInputError,
 )
-from ansor_mlflow.evaluate import Difference
-from ansor_mlflow.model import CompiledNetwork
+from ansor_mlflow.measuring import checking
+from ansor_mlflow.measuring.comparison import Difference
+from ansor_mlflow.model import Manifest
+from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.options import PipelineOptions, PromoteOptions
-from ansor_mlflow.steps import checking, contest, pipeline
-from ansor_mlflow.steps.contest import Contender
-from ansor_mlflow.steps.promote import host_of, promote, target_alias
-from ansor_mlflow.steps.promotion import Outcome, Promotion
+from ansor_mlflow.steps import pipeline
+from ansor_mlflow.steps.promotion import contest
+from ansor_mlflow.steps.promotion.contest import Contender
+from ansor_mlflow.steps.promotion.decision import Outcome, Promotion
+from ansor_mlflow.steps.promotion.promote import host_of, promote, target_alias
+from ansor_mlflow.tracking import registry
 from ansor_mlflow.tracking.run import StepRun
 
 if TYPE_CHECKING:
@@ -407,7 +411,7 @@ def test_the_tolerance_is_that_of_the_user(client: mlflow.MlflowClient, set_time
 
 def test_networks_with_other_weights_are_others(saved_models: Mapping[str, Path]) -> None:
     """Weights beyond 2 GiB are in files beside the graph, which may be equal."""
-    manifest = flavor.read_manifest(saved_models[FAST])
+    manifest = Manifest.read(saved_models[FAST])
     network, library = manifest.files[names.NETWORK_FILE], manifest.libraries[0]
     first, second, recompiled = (
         Contender(

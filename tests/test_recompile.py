@@ -11,12 +11,13 @@ from typing import Any
 import mlflow
 import numpy as np
 import pytest
-from commands import RunCommand
-from fake_tuning import read_records
-from runs_here import artifacts_of, newest_run, tune_here
+from helpers.commands import RunCommand
+from helpers.fake_tuning import read_records
+from helpers.runs_here import artifacts_of, newest_run, tune_here
 
 from ansor_mlflow import flavor, names
-from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE, write_manifest
+from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
+from ansor_mlflow.records.transfer.manifest import write_manifest
 
 pytestmark = pytest.mark.system  # whole pipelines
 

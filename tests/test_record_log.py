@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ansor_mlflow.errors import MachineError
-from ansor_mlflow.lowering import LoweredNetwork, TuningTask
-from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE, RecordLog, RecordText
-from ansor_mlflow.tuning.recording import log_lines, memory_database
-from ansor_mlflow.tuning.search import TaskSearch, make_cost_model
+from ansor_mlflow.lowering.lower import LoweredNetwork, TuningTask
+from ansor_mlflow.records.log import RecordLog, RecordText
+from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
+from ansor_mlflow.tuning.search.candidates import log_lines, memory_database
+from ansor_mlflow.tuning.search.task_search import TaskSearch, make_cost_model
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate

@@ -16,21 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ansor_mlflow import names
+from ansor_mlflow.device.fingerprint import DeviceFingerprint, fingerprint
 from ansor_mlflow.errors import RecordsError, UserInputError
-from ansor_mlflow.lowering import LoweredNetwork
-from ansor_mlflow.records import (
-    RECORD_FILE,
-    WORKLOAD_FILE,
-    Database,
-    Provenance,
-    RecordPair,
-    distill,
-    find_records,
-    merge,
-    read_provenance,
-    write_description,
-)
-from ansor_mlflow.targets import DeviceFingerprint, fingerprint
+from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.records.description import Provenance, read_provenance, write_description
+from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, Database, RecordPair, distill, find_records, merge
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.database import JSONDatabase

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from commands import FAST, RunCommand
+from helpers.commands import FAST, RunCommand
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import MachineError, RecordsError, UserInputError
-from ansor_mlflow.lowering import LoweredNetwork, TuningTask, lower
-from ansor_mlflow.networks import load_network
+from ansor_mlflow.lowering.lower import LoweredNetwork, TuningTask, lower
+from ansor_mlflow.networks.loading import load_network
 from ansor_mlflow.options import (
     DistillRecordsOptions,
     MergeRecordsOptions,
@@ -30,12 +30,12 @@ from ansor_mlflow.options import (
     VerifyRecordsOptions,
     load_options,
 )
-from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE, RecordPair
-from ansor_mlflow.replay import Replayer
-from ansor_mlflow.steps.records import distill_records, merge_records, show_records
-from ansor_mlflow.steps.tune import tune
-from ansor_mlflow.steps.verify import Verification, verify_records
-from ansor_mlflow.tuning.recording import log_lines
+from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair
+from ansor_mlflow.steps.records.databases import distill_records, merge_records, show_records
+from ansor_mlflow.steps.records.verify import Verification, verify_records
+from ansor_mlflow.steps.tuning.tune import tune
+from ansor_mlflow.tuning.replay import Replayer
+from ansor_mlflow.tuning.search.candidates import log_lines
 
 if TYPE_CHECKING:
     from tvm.s_tir import Schedule

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from ansor_mlflow.cli import cli
+from ansor_mlflow.cli.main import cli
 
 ROOT = Path(__file__).parents[1]
 

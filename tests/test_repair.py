@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ansor_mlflow.lowering import LoweredNetwork
-from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE, RecordPair, Repair, repair
+from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.records.repair import Repair, repair
+from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair
 
 QUARANTINE = ".quarantine"
 

@@ -11,25 +11,26 @@ from typing import TYPE_CHECKING
 
 import mlflow
 import pytest
-from commands import FAST, ROOT
+from helpers.commands import FAST, ROOT
+from helpers.tuning_histories import TaskRound, history_of, large_history
 from mlflow.entities import Run
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
-from tuning_histories import TaskRound, history_of, large_history
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import MachineError
-from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.steps import report
-from ansor_mlflow.steps.report import TuningReport
-from ansor_mlflow.steps.tune import tune
-from ansor_mlflow.tracking.figures import draw_gain, save_figure
-from ansor_mlflow.tracking.history import TuningHistory
+from ansor_mlflow.steps.tuning import tuning_report as report
+from ansor_mlflow.steps.tuning.tune import tune
+from ansor_mlflow.steps.tuning.tuning_report import TuningReport
+from ansor_mlflow.tracking.figures.gain import draw_gain
+from ansor_mlflow.tracking.figures.style import save_figure
 from ansor_mlflow.tracking.outbox import Outbox
-from ansor_mlflow.tracking.pages import render_page
-from ansor_mlflow.tracking.report import ScheduleText, sparkline, tuning_page
+from ansor_mlflow.tracking.report.history import TuningHistory
+from ansor_mlflow.tracking.report.pages import render_page
+from ansor_mlflow.tracking.report.tuning_page import ScheduleText, sparkline, tuning_page
 from ansor_mlflow.trials import StopReason, TrialStatus
-from ansor_mlflow.tuning import TuningJob
+from ansor_mlflow.tuning.local import TuningJob
 
 if TYPE_CHECKING:
     from tvm.target import Target

@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fake_tuning import Notebook, read_records, tune
+from helpers.fake_tuning import Notebook, read_records, tune
 
 from ansor_mlflow import names
-from ansor_mlflow.lowering import LoweredNetwork
-from ansor_mlflow.records import JOURNAL_FILE, RECORD_FILE, WORKLOAD_FILE, RecordLog, RecordPair, read_journal, repair
-from ansor_mlflow.testing import FakeRunner
+from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.records.journal import JOURNAL_FILE, read_journal
+from ansor_mlflow.records.log import RecordLog
+from ansor_mlflow.records.repair import repair
+from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair
+from ansor_mlflow.testing.fakes import FakeRunner
 from ansor_mlflow.trials import StopReason, TrialStatus, TuningRound
-from ansor_mlflow.tuning.runner import RunJob
-from ansor_mlflow.tuning.search import TaskSearch, make_cost_model
-from ansor_mlflow.tuning.workers import Outcome
+from ansor_mlflow.tuning.search.task_search import TaskSearch, make_cost_model
+from ansor_mlflow.tuning.workers.pool import Outcome
+from ansor_mlflow.tuning.workers.runner import RunJob
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -149,7 +152,7 @@ def test_a_record_gives_its_program_again(single: LoweredNetwork, host_target: T
     """The very same, after postprocessing, so that its hash tells that it is known."""
     from tvm.s_tir.meta_schedule.utils import shash2hex
 
-    from ansor_mlflow.tuning.recording import log_lines, replay
+    from ansor_mlflow.tuning.search.candidates import log_lines, replay
 
     (task,) = single.tasks
     log = RecordLog(tmp_path, host_target.export())

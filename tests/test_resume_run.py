@@ -9,11 +9,13 @@ from pathlib import Path
 
 import mlflow
 import pytest
-from commands import RunCommand
-from runs_here import artifacts_of, tune_here
+from helpers.commands import RunCommand
+from helpers.runs_here import artifacts_of, tune_here
 
 from ansor_mlflow import names
-from ansor_mlflow.records import JOURNAL_FILE, RECORD_FILE, write_manifest
+from ansor_mlflow.records.journal import JOURNAL_FILE
+from ansor_mlflow.records.store import RECORD_FILE
+from ansor_mlflow.records.transfer.manifest import write_manifest
 
 pytestmark = pytest.mark.system  # whole pipelines
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import mlflow
 import pytest
-from commands import ANSOR_MLFLOW, RunCommand, environment
-from commands import run as run_process
-from servers import mlflow_server
+from helpers.commands import ANSOR_MLFLOW, RunCommand, environment
+from helpers.commands import run as run_process
+from helpers.servers import mlflow_server
 
 from ansor_mlflow import names
 from ansor_mlflow.options import RunsOptions
-from ansor_mlflow.steps.runs import FoundRuns, find_runs
+from ansor_mlflow.steps.reports.runs import FoundRuns, find_runs
 from ansor_mlflow.tracking.views import ensure_views
 
 ZNVER4, SKYLAKE = "llvm znver4 ×2", "llvm skylake-avx512 ×8"

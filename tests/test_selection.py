@@ -10,15 +10,8 @@ from typing import Any
 import pytest
 
 from ansor_mlflow import names
-from ansor_mlflow.records import (
-    Database,
-    RecordPair,
-    matching_records,
-    merge,
-    open_winners,
-    read_similar,
-    similar_records,
-)
+from ansor_mlflow.records.selection import matching_records, open_winners, read_similar, similar_records
+from ansor_mlflow.records.store import Database, RecordPair, merge
 
 HERE = {"kind": "llvm", "mcpu": "znver4", "num-cores": 2}
 THERE = {"kind": "llvm", "mcpu": "znver3", "num-cores": 8}

@@ -19,16 +19,17 @@ import pandas as pd
 import pytest
 import requests
 from click.testing import CliRunner
-from commands import MLFLOW, ROOT, environment, run
+from helpers.commands import MLFLOW, ROOT, environment, run
+from helpers.served import compiled, model_server, pairs
 from mlflow.exceptions import MlflowException
 from mlflow.models.cli import commands as mlflow_models
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from served import compiled, model_server, pairs
 
 from ansor_mlflow import flavor
-from ansor_mlflow.model import CompiledNetwork
-from ansor_mlflow.serving import SignatureKind, get_signature
+from ansor_mlflow.model import Manifest
+from ansor_mlflow.model.package import CompiledNetwork
+from ansor_mlflow.serving.signature import SignatureKind, get_signature
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -351,7 +352,7 @@ def test_dockerfile(models: dict[SignatureKind, Path], tmp_path: Path) -> None:
     assert lines[-1].startswith("ENTRYPOINT")
     assert "C._serve('local')" in lines[-1]
     model = tmp_path / "image" / copied
-    assert flavor.read_manifest(model) == flavor.read_manifest(models["tensor"])
+    assert Manifest.read(model) == Manifest.read(models["tensor"])
     assert (model / "code" / "ansor_mlflow" / "flavor.py").is_file()
     assert (model / "requirements.txt").read_text() == (models["tensor"] / "requirements.txt").read_text()
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import mlflow
 import numpy as np
 import pytest
-from commands import ROOT, environment
-from served import compiled, image_classifier, model_server
+from helpers.commands import ROOT, environment
+from helpers.served import compiled, image_classifier, model_server
 
 from ansor_mlflow import flavor
 from ansor_mlflow.options import PipelineOptions, load_options
-from ansor_mlflow.serving import get_signature
+from ansor_mlflow.serving.signature import get_signature
 
 if TYPE_CHECKING:
     from tvm.target import Target

@@ -18,19 +18,21 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from helpers.servers import free_port
 from mlflow.models import Model
 from onnx import TensorProto, helper, numpy_helper
-from servers import free_port
 
-from ansor_mlflow import flavor, names, sources
+from ansor_mlflow import flavor, names
 from ansor_mlflow.errors import MachineError, ModelError, UserInputError
-from ansor_mlflow.model import CompiledNetwork
-from ansor_mlflow.networks import Network, load_network
+from ansor_mlflow.model import Manifest
+from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.networks.loading import Network, load_network
 from ansor_mlflow.networks.onnx_file import digest, external_files, write_onnx
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.steps.tune import tune
+from ansor_mlflow.steps.tuning.tune import tune
 from ansor_mlflow.tensors import random_inputs
+from ansor_mlflow.tracking import sources
 
 NO_RUN = "0" * 32
 
@@ -459,7 +461,7 @@ def test_a_model_has_the_weights_of_its_network(compiled_network: CompiledNetwor
     flavor.save_model(dataclasses.replace(compiled_network, network=network), str(tmp_path / "model"))
     saved = tmp_path / "model" / data.name
     assert saved.read_bytes() == data.read_bytes()
-    assert flavor.read_manifest(tmp_path / "model").files.keys() >= {"network.onnx", "network.onnx.data"}
+    assert Manifest.read(tmp_path / "model").files.keys() >= {"network.onnx", "network.onnx.data"}
     assert_computes_the_same(sources.load_network(str(tmp_path / "model")), compiled_network.network)
     saved.write_bytes(bytes(saved.stat().st_size))
     with pytest.raises(ModelError, match=r"network\.onnx\.data does not match the SHA-256"):

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ansor_mlflow.lowering import LoweredNetwork
-from ansor_mlflow.targets import resolve_target
-from ansor_mlflow.tuning.space import make_space_generator
-from ansor_mlflow.tvm_import import import_tensor_intrin
+from ansor_mlflow.device.targets import resolve_target
+from ansor_mlflow.device.tvm_import import import_tensor_intrin
+from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.tuning.search.space import make_space_generator
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

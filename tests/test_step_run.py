@@ -10,7 +10,7 @@ import pytest
 from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError
 from ansor_mlflow.options import EvaluateOptions
-from ansor_mlflow.tracking.failures import clear_failures
+from ansor_mlflow.tracking.error_translation import clear_failures
 from ansor_mlflow.tracking.run import StepRun, step_run
 
 OPTIONS = EvaluateOptions(model_uri="models:/small/1")

@@ -7,19 +7,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fake_tuning import Notebook, TaskRunner, read_records, tune
+from helpers.fake_tuning import Notebook, TaskRunner, read_records, tune
 from hypothesis import given
 from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
 from ansor_mlflow.errors import TuningError, UserInputError
-from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.testing import FakeBuilder, FakeRunner
+from ansor_mlflow.testing.fakes import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import StopReason, TaskInfo, TaskState, Trial, TrialStatus
-from ansor_mlflow.tuning import TuningJob, require_valid_trials, tune_locally
-from ansor_mlflow.tuning.stopping import MAX_BARREN_ROUNDS, NOISE, StoppingRules, resolve_num_trials
-from ansor_mlflow.tuning.workers import Outcome
+from ansor_mlflow.tuning.local import TuningJob, tune_locally
+from ansor_mlflow.tuning.stopping import (
+    MAX_BARREN_ROUNDS,
+    NOISE,
+    StoppingRules,
+    require_valid_trials,
+    resolve_num_trials,
+)
+from ansor_mlflow.tuning.workers.pool import Outcome
 
 if TYPE_CHECKING:
     from tvm.target import Target

@@ -22,26 +22,25 @@ import mlflow
 import numpy as np
 import psutil
 import pytest
-from commands import environment
-from tuner_process import assert_gone, assert_readable, tuning
-from worker_tasks import fill_array, fill_tensor, grow, hang, pid_of_worker, wait_for_pid
+from helpers.commands import TESTS, environment
+from helpers.tuner_process import assert_gone, assert_readable, tuning
+from helpers.worker_tasks import fill_array, fill_tensor, grow, hang, pid_of_worker, wait_for_pid
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.tuning import TuningJob, tune_locally
-from ansor_mlflow.tuning.builder import LocalBuilder
-from ansor_mlflow.tuning.runner import LocalRunner, MeasureSettings, RunJob, _shortest_ms
-from ansor_mlflow.tuning.scratch import ScratchDirectory
-from ansor_mlflow.tuning.sole import sole_tuner
-from ansor_mlflow.tuning.workers import Outcome, WorkerPool
+from ansor_mlflow.tuning.local import TuningJob, tune_locally
+from ansor_mlflow.tuning.sole_tuner import sole_tuner
+from ansor_mlflow.tuning.workers.builder import LocalBuilder
+from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool
+from ansor_mlflow.tuning.workers.runner import LocalRunner, MeasureSettings, RunJob, _shortest_ms
+from ansor_mlflow.tuning.workers.scratch import ScratchDirectory
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.target import Target
 
-TESTS = Path(__file__).parent
 MEMORY_BYTES = 2**30
 
 
@@ -236,10 +235,15 @@ def test_a_worker_that_hangs_is_replaced(one_worker: WorkerPool, tmp_path: Path)
 
 def test_a_clock_that_jumps_neither_kills_nor_spares_nor_ends_anything(tmp_path: Path) -> None:
     library = tmp_path / "clock_jump.so"
-    source = TESTS / "clock_jump.c"
+    source = TESTS / "helpers" / "clock_jump.c"
     subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", "-O1", "-o", str(library), str(source)], check=True)
-    env = {**os.environ, "LD_PRELOAD": str(library), "CLOCK_OFFSET_FILE": str(tmp_path / "offset")}
-    command = [sys.executable, str(TESTS / "clock_probe.py")]
+    env = {
+        **os.environ,
+        "LD_PRELOAD": str(library),
+        "CLOCK_OFFSET_FILE": str(tmp_path / "offset"),
+        "PYTHONPATH": str(TESTS),
+    }
+    command = [sys.executable, "-m", "helpers.clock_probe"]
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
@@ -326,7 +330,7 @@ def tracked(experiment_id: str) -> dict[str, str]:
 HOLD = """
 import sys
 from pathlib import Path
-from ansor_mlflow.tuning.sole import sole_tuner
+from ansor_mlflow.tuning.sole_tuner import sole_tuner
 
 with sole_tuner(Path(sys.argv[1])):
     print("held", flush=True)

@@ -13,16 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ansor_mlflow.errors import MachineError, UserInputError
-from ansor_mlflow.targets import (
+from ansor_mlflow.device.fingerprint import (
     DeviceFingerprint,
     fingerprint,
     missing_instructions,
-    parse_target,
     require_measurable_here,
-    resolve_target,
     why_not_runnable,
 )
+from ansor_mlflow.device.targets import parse_target, resolve_target
+from ansor_mlflow.errors import MachineError, UserInputError
 
 if TYPE_CHECKING:
     from tvm.target import Target

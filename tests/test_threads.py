@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.commands import TESTS
 
+from ansor_mlflow.device.threads import available_cpus, measuring_cpus, resolve_num_threads
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.threads import available_cpus, measuring_cpus, resolve_num_threads
 
-THREAD_PROBE = Path(__file__).with_name("thread_probe.py")
+THREAD_PROBE = TESTS / "helpers" / "thread_probe.py"
 needs_two_cpus = pytest.mark.skipif(available_cpus() < 2, reason="needs two CPUs")
 
 
@@ -63,7 +64,7 @@ def test_no_quota(tmp_path: Path, files: dict[str, str]) -> None:
 
 def test_affinity_of_a_process() -> None:
     code = (
-        "import os; from ansor_mlflow.threads import available_cpus;"
+        "import os; from ansor_mlflow.device.threads import available_cpus;"
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); print(available_cpus())"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

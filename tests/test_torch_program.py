@@ -17,17 +17,18 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from commands import FAST, environment, flags
-from commands import run as run_command
-from hostile import Touch, touch_expression
-from torch_process import TorchProcess, torch_python
+from helpers.commands import FAST, environment, flags
+from helpers.commands import run as run_command
+from helpers.hostile import Touch, touch_expression
+from helpers.torch_process import TorchProcess, torch_python
 
-from ansor_mlflow import names, sources
+from ansor_mlflow import names
 from ansor_mlflow.errors import MachineError, UserInputError
-from ansor_mlflow.networks import Network, load_network
-from ansor_mlflow.networks.torch_shapes import Sizes
+from ansor_mlflow.networks.loading import Network, load_network
+from ansor_mlflow.networks.pytorch.shapes import Sizes
+from ansor_mlflow.tracking import sources
 
-LOAD = "ansor_mlflow.networks.load_network"
+LOAD = "ansor_mlflow.networks.loading.load_network"
 PROGRAM = "models/model.json"
 WEIGHTS = "data/weights/model_weights_config.json"
 CONSTANTS = "data/constants/model_constants_config.json"
@@ -42,9 +43,9 @@ def pytorch() -> Iterator[TorchProcess]:
 
 @pytest.fixture(scope="module")
 def programs(pytorch: TorchProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that `torch_models.write` filled."""
+    """The folder that `helpers.torch_models.write` filled."""
     directory = tmp_path_factory.mktemp("programs")
-    pytorch.call("torch_models.write", directory)
+    pytorch.call("helpers.torch_models.write", directory)
     return directory
 
 
@@ -332,7 +333,7 @@ def test_nothing_of_a_program_is_executed(pytorch: TorchProcess, programs: Path,
     """Each is a place where PyTorch alone does execute it."""
     made = tmp_path / "made"
     path = make_hostile(programs, tmp_path / "hostile.pt2", kind, made)
-    pytorch.call("torch_models.load_as_pytorch_does", path)
+    pytorch.call("helpers.torch_models.load_as_pytorch_does", path)
     assert made.exists()
     made.rmdir() if made.is_dir() else made.unlink()
     with pytest.raises(UserInputError, match=r"network=.*hostile\.pt2: .*; ") as caught:
@@ -350,7 +351,7 @@ def test_sample_inputs_and_libraries_are_not_even_read(pytorch: TorchProcess, pr
     entries = read_archive(programs / "convolutions.pt2")
     entries["data/sample_inputs/model.pt"] = pickle.dumps(Touch(made))
     path = write_archive(tmp_path / "samples.pt2", entries)
-    pytorch.call("torch_models.load_as_pytorch_does", path)
+    pytorch.call("helpers.torch_models.load_as_pytorch_does", path)
     assert made.exists()
     made.unlink()
     for name in ("data/aotinductor/model/model.so", "data/constants/custom_obj_0", "extra/notes.pkl"):
@@ -390,7 +391,7 @@ def test_only_operators_of_pytorch_are_looked_up(
 
 
 def test_no_other_operator_takes_the_name_of_a_file(pytorch: TorchProcess) -> None:
-    assert pytorch.call("torch_models.operators_with_paths") == {"aten::save", "aten::from_file"}
+    assert pytorch.call("helpers.torch_models.operators_with_paths") == {"aten::save", "aten::from_file"}
 
 
 @pytest.mark.parametrize(
@@ -483,7 +484,7 @@ def test_without_pytorch(programs: Path, monkeypatch: pytest.MonkeyPatch, missin
 @pytest.fixture(scope="module")
 def logged(pytorch: TorchProcess, _mlflow_store: tuple[str, str]) -> tuple[str, str]:
     """The IDs of a run and of the exported program that it logged; two versions of that are "torch-program"."""
-    return pytorch.call("torch_models.log", *_mlflow_store)
+    return pytorch.call("helpers.torch_models.log", *_mlflow_store)
 
 
 @pytest.mark.parametrize(
@@ -506,7 +507,7 @@ def test_models_of_the_flavor_pytorch(
     location = mlflow.MlflowClient().get_logged_model(model_id).artifact_location
     values = {"run_id": run_id, "model_id": model_id, "directory": location.removeprefix("file://")}
     given = template.format(**values)
-    network = pytorch.call("ansor_mlflow.sources.load_network", given, input_shapes={"input": [1, 3, 8, 8]})
+    network = pytorch.call("ansor_mlflow.tracking.sources.load_network", given, input_shapes={"input": [1, 3, 8, 8]})
     assert network.name == name.format(**values)
     assert network.source == (source and source.format(**values))
     assert [spec.shape for spec in (*network.inputs, *network.outputs)] == [(1, 3, 8, 8), (1, 4)]

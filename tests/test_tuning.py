@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from fake_tuning import Notebook, plan_for, read_records, tune
+from helpers.fake_tuning import Notebook, plan_for, read_records, tune
 
 from ansor_mlflow import names
+from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import MachineError, TuningError
-from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.testing import FakeBuilder, FakeRunner
-from ansor_mlflow.threads import available_cpus
+from ansor_mlflow.testing.fakes import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import (
     StopReason,
     TaskInfo,
@@ -28,8 +28,9 @@ from ansor_mlflow.trials import (
     TuningRound,
     estimated_latency_s,
 )
-from ansor_mlflow.tuning import TuningJob, require_valid_trials, tune_locally
-from ansor_mlflow.tuning.workers import Outcome
+from ansor_mlflow.tuning.local import TuningJob, tune_locally
+from ansor_mlflow.tuning.stopping import require_valid_trials
+from ansor_mlflow.tuning.workers.pool import Outcome
 
 if TYPE_CHECKING:
     from tvm.target import Target

@@ -12,7 +12,7 @@ def counted(*args):
     calls.extend(args[1:])
     return original(*args)
 inspect.getmodule = counted
-from ansor_mlflow.tvm_import import import_tensor_intrin
+from ansor_mlflow.device.tvm_import import import_tensor_intrin
 module = import_tensor_intrin()
 assert inspect.getmodule is counted, "inspect.getmodule was not put back"
 assert module is tvm.s_tir.tensor_intrin

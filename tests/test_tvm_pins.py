@@ -18,7 +18,7 @@ from tvm import te
 from tvm.s_tir.meta_schedule import TuneContext
 from tvm.s_tir.meta_schedule.search_strategy import EvolutionarySearch
 from tvm.target import Target
-from ansor_mlflow.tvm_import import import_tensor_intrin
+from ansor_mlflow.device.tvm_import import import_tensor_intrin
 
 import_tensor_intrin()
 a = te.placeholder((64,), name="a")

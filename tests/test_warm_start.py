@@ -11,20 +11,23 @@ from typing import TYPE_CHECKING
 
 import mlflow
 import pytest
-from commands import RunCommand, flags
-from fake_tuning import NO_MODEL, read_records, tune
-from runs_here import QUICK, artifacts_of, newest_run, tune_here
+from helpers.commands import RunCommand, flags
+from helpers.fake_tuning import NO_MODEL, read_records, tune
+from helpers.runs_here import QUICK, artifacts_of, newest_run, tune_here
 
 from ansor_mlflow import names
-from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.device.fingerprint import fingerprint
+from ansor_mlflow.device.threads import available_cpus
+from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE, RecordLog, read_seeds, write_manifest
-from ansor_mlflow.targets import fingerprint
-from ansor_mlflow.testing import FakeRunner
-from ansor_mlflow.threads import available_cpus
+from ansor_mlflow.records.journal import read_seeds
+from ansor_mlflow.records.log import RecordLog
+from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
+from ansor_mlflow.records.transfer.manifest import write_manifest
+from ansor_mlflow.testing.fakes import FakeRunner
 from ansor_mlflow.trials import StopReason
-from ansor_mlflow.tuning import TuningJob, tune_locally
-from ansor_mlflow.tuning.search import TaskSearch, make_cost_model
+from ansor_mlflow.tuning.local import TuningJob, tune_locally
+from ansor_mlflow.tuning.search.task_search import TaskSearch, make_cost_model
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -296,7 +299,7 @@ def test_tvm_takes_the_fastest_record_of_any_target_and_we_do_not(
     """Records as TVM keeps them, without a fingerprint: each says for which target it is."""
     from tvm.s_tir.meta_schedule.database import JSONDatabase
 
-    from ansor_mlflow.tvm_import import import_tensor_intrin
+    from ansor_mlflow.device.tvm_import import import_tensor_intrin
 
     foreign = tmp_path / "foreign"
     foreign.mkdir()

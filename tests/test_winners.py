@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from fake_tuning import TaskRunner, read_records, tune
+from helpers.fake_tuning import TaskRunner, read_records, tune
 
 from ansor_mlflow import names
-from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.device.fingerprint import fingerprint
+from ansor_mlflow.device.threads import available_cpus
+from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE, RecordPair, distill, find_records
-from ansor_mlflow.targets import fingerprint
-from ansor_mlflow.testing import FakeBuilder, FakeRunner
-from ansor_mlflow.threads import available_cpus
+from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair, distill, find_records
+from ansor_mlflow.testing.fakes import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import Trial, TrialStatus, TuningResult
-from ansor_mlflow.tuning import TuningJob, tune_locally
-from ansor_mlflow.tuning.runner import RunJob
+from ansor_mlflow.tuning.local import TuningJob, tune_locally
 from ansor_mlflow.tuning.winners import Winners
-from ansor_mlflow.tuning.workers import Outcome
+from ansor_mlflow.tuning.workers.pool import Outcome
+from ansor_mlflow.tuning.workers.runner import RunJob
 
 if TYPE_CHECKING:
     from tvm.target import Target

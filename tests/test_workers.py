@@ -15,10 +15,10 @@ from typing import Literal
 
 import psutil
 import pytest
-from worker_tasks import hang, loop_in_c, pid_of_worker, wait_for_pid
+from helpers.worker_tasks import hang, loop_in_c, pid_of_worker, wait_for_pid
 
-from ansor_mlflow.tuning import workers
-from ansor_mlflow.tuning.workers import Outcome, WorkerPool
+from ansor_mlflow.tuning.workers import pool as workers
+from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool
 
 TIMEOUT_S = 30.0
 
@@ -150,7 +150,7 @@ def test_a_temporary_directory_whose_path_is_too_long(tmp_path: Path) -> None:
     """For the socket of the server that workers are forked from."""
     directory = tmp_path / ("long" * 25)
     directory.mkdir()
-    start = "from ansor_mlflow.tuning.workers import start_fork_server as start; start()"
+    start = "from ansor_mlflow.tuning import start_fork_server as start; start()"
     environment = {**os.environ, "TMPDIR": str(directory)}
     done = subprocess.run(
         [sys.executable, "-c", start], env=environment, capture_output=True, text=True, check=False, timeout=60

@@ -7,8 +7,8 @@ import platform
 from typing import Any
 
 from ansor_mlflow.autologging.call import TuneCall
+from ansor_mlflow.device import DeviceFingerprint, fingerprint
 from ansor_mlflow.records import Provenance
-from ansor_mlflow.targets import DeviceFingerprint, fingerprint
 
 _FOREIGN_LOWERING = 0
 """The version of a lowering that is not ours."""

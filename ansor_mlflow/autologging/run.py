@@ -15,9 +15,7 @@ from mlflow.utils.autologging_utils.safety import is_testing
 from mlflow.utils.mlflow_tags import MLFLOW_AUTOLOGGING, MLFLOW_LOGGED_ARTIFACTS, MLFLOW_RUN_NAME
 
 from ansor_mlflow import names
-from ansor_mlflow.tracking.failures import one_line
-from ansor_mlflow.tracking.outbox import Message, Outbox, UndeliveredError
-from ansor_mlflow.tracking.run import WORK_ROOT, remove_directory
+from ansor_mlflow.tracking import WORK_ROOT, Message, Outbox, UndeliveredError, one_line, remove_directory
 
 INTEGRATION = "ansor_mlflow"
 """The name of our autologging in MLflow."""

@@ -14,12 +14,9 @@ from ansor_mlflow.autologging.call import TuneCall, make_trials
 from ansor_mlflow.autologging.description import device_of, foreign_provenance, is_remote
 from ansor_mlflow.autologging.listening import Times, as_callback, profiled
 from ansor_mlflow.autologging.run import TuningRun, only_warn, open_run
-from ansor_mlflow.records import PARTS_DIR, Database, Journal, JournalEntry, RecordLog, merge, write_text
-from ansor_mlflow.tracking.environment import describe_environment
-from ansor_mlflow.tracking.mirror import RecordMirror, whole_records
-from ansor_mlflow.tracking.observer import MlflowObserver
-from ansor_mlflow.tracking.outbox import Message
-from ansor_mlflow.tracking.run import StepRun
+from ansor_mlflow.files import write_text
+from ansor_mlflow.records import PARTS_DIR, Database, Journal, JournalEntry, RecordLog, merge
+from ansor_mlflow.tracking import Message, MlflowObserver, RecordMirror, StepRun, describe_environment, whole_records
 from ansor_mlflow.trials import (
     Durations,
     StopReason,
@@ -30,7 +27,7 @@ from ansor_mlflow.trials import (
     TuningResult,
     TuningRound,
 )
-from ansor_mlflow.tuning.recording import log_lines
+from ansor_mlflow.tuning import log_lines
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule import TaskScheduler

@@ -76,7 +76,7 @@ def cli() -> None:
 def tune(options: TuneOptions) -> None:
     """Search the best schedule for every kernel of a network."""
     from ansor_mlflow.cli.progress import progress_observers
-    from ansor_mlflow.steps.tune import tune as tune_step
+    from ansor_mlflow.steps.tuning import tune as tune_step
 
     with progress_observers() as observers:
         run_id = tune_step(options, observers)
@@ -86,7 +86,7 @@ def tune(options: TuneOptions) -> None:
 @command(cli, "compile", CompileOptions)
 def compile_(options: CompileOptions) -> None:
     """Build a network with tuning records and log it as a model."""
-    from ansor_mlflow.steps.compile import compile_network
+    from ansor_mlflow.steps.compiling import compile_network
 
     result = compile_network(options)
     tasks, flops = result.coverage.task_share, result.coverage.flops_share
@@ -96,7 +96,7 @@ def compile_(options: CompileOptions) -> None:
 @command(cli, "evaluate", EvaluateOptions)
 def evaluate(options: EvaluateOptions) -> None:
     """Check a model against ONNX Runtime and measure its latency."""
-    from ansor_mlflow.cli.summary import print_latencies
+    from ansor_mlflow.cli.printing.summary import print_latencies
     from ansor_mlflow.steps.evaluate import evaluate as evaluate_step
 
     print_latencies(evaluate_step(options))
@@ -109,9 +109,9 @@ def promote(options: PromoteOptions) -> None:
     Moves champion-<target>, and --alias with it. A candidate that is not promoted ends with exit code 9 if it lost, 10
     if it was not decided, 7 if its outputs are wrong, and 6 if the champion does not run here.
     """
-    from ansor_mlflow.cli.promote import print_promotion, print_rollback
-    from ansor_mlflow.steps.promote import promote as promote_step
-    from ansor_mlflow.steps.rollback import roll_back
+    from ansor_mlflow.cli.printing.promote import print_promotion, print_rollback
+    from ansor_mlflow.steps.promotion import promote as promote_step
+    from ansor_mlflow.steps.promotion import roll_back
 
     if options.rollback:
         print_rollback(roll_back(options))
@@ -124,7 +124,7 @@ def promote(options: PromoteOptions) -> None:
 @command(cli, "main", PipelineOptions)
 def pipeline(options: PipelineOptions) -> None:
     """Tune, compile, evaluate and, with --register-as, register a network; with --promote, promote it."""
-    from ansor_mlflow.cli.summary import print_pipeline
+    from ansor_mlflow.cli.printing.summary import print_pipeline
     from ansor_mlflow.steps.pipeline import run_pipeline
 
     print_pipeline(run_pipeline(options, Path.cwd()))
@@ -136,8 +136,8 @@ def recompile(options: RecompileOptions) -> None:
 
     Where the old model is a version of a registered model, the new one becomes its next version.
     """
-    from ansor_mlflow.cli.summary import print_recompiled
-    from ansor_mlflow.steps.recompile import recompile as recompile_step
+    from ansor_mlflow.cli.printing.summary import print_recompiled
+    from ansor_mlflow.steps.compiling import recompile as recompile_step
 
     print_recompiled(recompile_step(options))
 
@@ -149,8 +149,8 @@ def plan(options: PlanOptions) -> None:
     Nothing is measured, and no run is started.
     """
     from ansor_mlflow.cli.json_file import report
-    from ansor_mlflow.cli.plan import print_plan
-    from ansor_mlflow.steps.plan import plan_tuning
+    from ansor_mlflow.cli.printing.plan import print_plan
+    from ansor_mlflow.steps.reports import plan_tuning
 
     report(plan_tuning(options), options.json_file, print_plan)
 
@@ -162,9 +162,9 @@ def explain(options: ExplainOptions) -> None:
     SOURCE is the ID of a tuning run, or a directory, a tuning-record file or an artifact URI; then give the network,
     layout, target and threads that the records were made with.
     """
-    from ansor_mlflow.cli.explain import print_explanation
     from ansor_mlflow.cli.json_file import report
-    from ansor_mlflow.steps.explain import explain_task
+    from ansor_mlflow.cli.printing.explain import print_explanation
+    from ansor_mlflow.steps.reports import explain_task
 
     report(explain_task(options), options.json_file, print_explanation)
 
@@ -175,9 +175,9 @@ def diff(options: DiffOptions) -> None:
 
     RUN_A and RUN_B are runs of tune, compile or main, or models.
     """
-    from ansor_mlflow.cli.diff import print_diff, write_page
     from ansor_mlflow.cli.json_file import report
-    from ansor_mlflow.steps.diff import diff_runs
+    from ansor_mlflow.cli.printing.diff import print_diff, write_page
+    from ansor_mlflow.steps.reports import diff_runs
 
     difference = diff_runs(options)
     report(difference, options.json_file, print_diff)
@@ -190,8 +190,8 @@ def diff(options: DiffOptions) -> None:
 def runs(options: RunsOptions) -> None:
     """List the runs of an experiment with their latencies, and the addresses of its saved views."""
     from ansor_mlflow.cli.json_file import report
-    from ansor_mlflow.cli.runs import print_runs
-    from ansor_mlflow.steps.runs import find_runs
+    from ansor_mlflow.cli.printing.runs import print_runs
+    from ansor_mlflow.steps.reports import find_runs
 
     report(find_runs(options), options.json_file, print_runs)
 
@@ -208,7 +208,7 @@ def records() -> None:
 def records_show(options: ShowRecordsOptions) -> None:
     """Count the records of a database, by target and kernel."""
     from ansor_mlflow.cli.json_file import report
-    from ansor_mlflow.cli.records import print_summary
+    from ansor_mlflow.cli.printing.records import print_summary
     from ansor_mlflow.steps.records import show_records
 
     report(show_records(options), options.json_file, print_summary)
@@ -217,7 +217,7 @@ def records_show(options: ShowRecordsOptions) -> None:
 @command(records, "merge", MergeRecordsOptions)
 def records_merge(options: MergeRecordsOptions) -> None:
     """Write the records of several databases to a new one, each once."""
-    from ansor_mlflow.cli.records import print_written
+    from ansor_mlflow.cli.printing.records import print_written
     from ansor_mlflow.steps.records import merge_records
 
     print_written(merge_records(options))
@@ -226,7 +226,7 @@ def records_merge(options: MergeRecordsOptions) -> None:
 @command(records, "distill", DistillRecordsOptions)
 def records_distill(options: DistillRecordsOptions) -> None:
     """Write the fastest records of each kernel and target to a new database."""
-    from ansor_mlflow.cli.records import print_written
+    from ansor_mlflow.cli.printing.records import print_written
     from ansor_mlflow.steps.records import distill_records
 
     print_written(distill_records(options))
@@ -239,8 +239,8 @@ def records_verify(options: VerifyRecordsOptions) -> None:
     With another SOURCE than a tuning run, give the network, layout, target and threads that the records were made with.
     """
     from ansor_mlflow.cli.json_file import STANDARD_OUTPUT, report
-    from ansor_mlflow.cli.records import print_replayed, print_verification
-    from ansor_mlflow.steps.verify import verify_records
+    from ansor_mlflow.cli.printing.records import print_replayed, print_verification
+    from ansor_mlflow.steps.records import verify_records
 
     is_text = options.json_file != STANDARD_OUTPUT
     result = verify_records(options, print_replayed if is_text else lambda _: None)
@@ -260,8 +260,8 @@ def pool() -> None:
 def pool_list(options: ListPoolOptions) -> None:
     """List the devices that a pool has records for."""
     from ansor_mlflow.cli.json_file import report
-    from ansor_mlflow.cli.records import print_pool
-    from ansor_mlflow.steps.pool import list_pool
+    from ansor_mlflow.cli.printing.records import print_pool
+    from ansor_mlflow.steps.records import list_pool
 
     report(list_pool(options), options.json_file, print_pool)
 
@@ -272,7 +272,7 @@ def pool_push(options: PushPoolOptions) -> None:
 
     SOURCE is the ID of a tuning run, or a directory or an artifact URI of its records.
     """
-    from ansor_mlflow.steps.pool import push_records
+    from ansor_mlflow.steps.records import push_records
 
     pushed = push_records(options)
     click.echo(f"{pushed.num_records} records of {pushed.num_objects} kernels are in the pool")
@@ -281,7 +281,7 @@ def pool_push(options: PushPoolOptions) -> None:
 @command(pool, "pull", PullPoolOptions)
 def pool_pull(options: PullPoolOptions) -> None:
     """Write what a pool has for a device to a new database, such as compile --records takes."""
-    from ansor_mlflow.steps.pool import pull_records
+    from ansor_mlflow.steps.records import pull_records
 
     pulled = pull_records(options)
     click.echo(f"{pulled.num_records} records of {pulled.num_kernels} kernels are in {pulled.output}")
@@ -303,7 +303,7 @@ def sync() -> None:
 @cli.command("networks")
 def networks() -> None:
     """List the built-in networks and operators."""
-    from ansor_mlflow.cli.networks import print_networks
+    from ansor_mlflow.cli.printing.networks import print_networks
 
     print_networks()
 
@@ -339,7 +339,7 @@ def _fail(err: AnsorMlflowError) -> Any:
     """Prints one line, tells the run that `mlflow run` opened, and exits."""
     click.echo(f"Error: {err}", err=True)
     if os.environ.get("MLFLOW_RUN_ID"):
-        from ansor_mlflow.tracking.run import fail_project_run
+        from ansor_mlflow.tracking import fail_project_run
 
         fail_project_run(err)
     sys.exit(err.exit_code)

@@ -1,25 +1,13 @@
 """From ONNX to fused TensorIR kernels, in the one way that tuning and compiling share."""
 
 from ansor_mlflow.lowering.channel_padding import PaddedLayer, layers_to_pad
-from ansor_mlflow.lowering.lower import (
-    LOWERING_VERSION,
-    SETTINGS,
-    Dtype,
-    Layout,
-    LoweredNetwork,
-    Padding,
-    TuningTask,
-    lower,
-)
+from ansor_mlflow.lowering.lower import LOWERING_VERSION, SETTINGS, LoweredNetwork, TuningTask, lower
 
 __all__ = [
     "LOWERING_VERSION",
     "SETTINGS",
-    "Dtype",
-    "Layout",
     "LoweredNetwork",
     "PaddedLayer",
-    "Padding",
     "TuningTask",
     "layers_to_pad",
     "lower",

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Literal
 
 import onnx
 
+from ansor_mlflow.device import vector_lanes
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering.batch_norm import fold_batch_norms
 from ansor_mlflow.lowering.channel_padding import best_padding, pad_output_channels
 from ansor_mlflow.lowering.precision import compute_in
-from ansor_mlflow.targets import vector_lanes
 from ansor_mlflow.trials import TaskInfo
 
 if TYPE_CHECKING:

@@ -1,26 +1,36 @@
 """A tuned model as a directory of libraries, records and the network, with the digest of every file."""
 
 from ansor_mlflow.model.choice import Choice, LoadOptions, choose_library, threads_here
-from ansor_mlflow.model.digests import verify_package
+from ansor_mlflow.model.digests import verified_manifest
+from ansor_mlflow.model.library import Coverage, compile_tuned, compile_untuned, require_linker, write_coverage
 from ansor_mlflow.model.loading import load_package, open_library
 from ansor_mlflow.model.manifest import LIBRARY_FILE, LibraryEntry, Manifest
 from ansor_mlflow.model.package import CompiledNetwork, read_package, with_libraries, write_package
+from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process, lowering_of
 from ansor_mlflow.model.tuned import TunedModel
 
 __all__ = [
     "LIBRARY_FILE",
+    "BuildJob",
     "Choice",
     "CompiledNetwork",
+    "Coverage",
     "LibraryEntry",
     "LoadOptions",
     "Manifest",
     "TunedModel",
+    "build_in_child_process",
     "choose_library",
+    "compile_tuned",
+    "compile_untuned",
     "load_package",
+    "lowering_of",
     "open_library",
     "read_package",
+    "require_linker",
     "threads_here",
-    "verify_package",
+    "verified_manifest",
     "with_libraries",
+    "write_coverage",
     "write_package",
 ]

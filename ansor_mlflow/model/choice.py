@@ -8,10 +8,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from ansor_mlflow.device import (
+    DeviceFingerprint,
+    available_cpus,
+    fingerprint,
+    resolve_num_threads,
+    resolve_target,
+    why_not_runnable,
+)
 from ansor_mlflow.errors import ModelError, UserInputError
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest
-from ansor_mlflow.targets import DeviceFingerprint, fingerprint, resolve_target, why_not_runnable
-from ansor_mlflow.threads import available_cpus, resolve_num_threads
 
 Level = Literal["exact", "compatible", "rebuilt", "untuned"]
 

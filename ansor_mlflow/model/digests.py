@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
+from ansor_mlflow.device import available_cpus
 from ansor_mlflow.errors import ModelError
 from ansor_mlflow.model.manifest import Manifest, library_path
 from ansor_mlflow.names import NETWORK_FILE
-from ansor_mlflow.threads import available_cpus
 
 _CHUNK_BYTES = 1 << 18
 """A few of them fit into the cache of a CPU: a larger buffer is no faster, and its pages take time to make."""
@@ -36,6 +36,17 @@ def verify_package(directory: Path, manifest: Manifest) -> None:
                 f"model {directory}: {name} does not match the SHA-256 in MLmodel, it was changed after it was logged; "
                 "download the model again, or log it anew from a run that you trust"
             )
+
+
+def verified_manifest(directory: Path) -> Manifest:
+    """The description of a model whose files were checked.
+
+    Raises:
+        ModelError: The model is not of this flavor, its description is damaged, or see `verify_package`.
+    """
+    manifest = Manifest.read(directory)
+    verify_package(directory, manifest)
+    return manifest
 
 
 def sha256_of(root: Path, names: Iterable[str]) -> dict[str, str]:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ansor_mlflow.device import available_cpus, set_num_threads
 from ansor_mlflow.errors import ModelError
 from ansor_mlflow.tensors import TensorSpec
-from ansor_mlflow.threads import available_cpus, set_num_threads
 
 _ALIGNMENT_BYTES = 64
 """What generated code expects of its arguments (TVM's `kAllocAlignment`)."""

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import ModelError
-from ansor_mlflow.targets import DeviceFingerprint
+from ansor_mlflow.names import FLAVOR_NAME, MODEL_FILE
 from ansor_mlflow.tensors import TensorSpec
 
 LIBRARY_FILE = "model.so"
 FORMAT_VERSION = 1
+_SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""That of LibYAML, if PyYAML was built with it: MLflow's `Model.load` takes several times as long."""
 
 
 def library_path(device: DeviceFingerprint) -> str:
@@ -24,7 +30,7 @@ def records_path(device: DeviceFingerprint) -> str:
     return f"records/{device.name}"
 
 
-def damaged(err: Exception) -> ModelError:
+def _damaged(err: Exception) -> ModelError:
     """The error that says that a model's description cannot be read."""
     return ModelError(f"the model's MLmodel file is damaged ({err!r}); log the model again")
 
@@ -56,6 +62,24 @@ class Manifest:
         return {"format_version": FORMAT_VERSION, **entry}
 
     @staticmethod
+    def read(directory: Path) -> Manifest:
+        """The description of the model in a directory.
+
+        Raises:
+            ModelError: The model is not of this flavor, or its description is damaged.
+        """
+        try:
+            with (directory / MODEL_FILE).open("rb") as file:
+                entry = yaml.load(file, Loader=_SAFE_LOADER)["flavors"][FLAVOR_NAME]  # noqa: S506 - a safe one
+        except (OSError, KeyError) as err:
+            raise ModelError(
+                f"model {directory}: it has no flavor {FLAVOR_NAME!r}; give a model that compile logged"
+            ) from err
+        except (yaml.YAMLError, UnicodeDecodeError, AttributeError, TypeError, ValueError) as err:
+            raise _damaged(err) from err
+        return Manifest.from_dict(entry)
+
+    @staticmethod
     def from_dict(entry: dict[str, Any]) -> Manifest:
         """Reads what `to_dict` wrote.
 
@@ -63,7 +87,7 @@ class Manifest:
             ModelError: Entries are missing, or a newer version wrote them.
         """
         if not isinstance(entry, dict):
-            raise damaged(TypeError(f"the flavor is a {type(entry).__name__}"))
+            raise _damaged(TypeError(f"the flavor is a {type(entry).__name__}"))
         version = entry.get("format_version")
         if version != FORMAT_VERSION:
             raise ModelError(f"the model has format version {version}, this package reads {FORMAT_VERSION}; update it")
@@ -80,7 +104,7 @@ class Manifest:
                 files=dict(entry["files"]),
             )
         except (KeyError, TypeError, ValueError) as err:
-            raise damaged(err) from err
+            raise _damaged(err) from err
 
 
 def _check_types(entry: dict[str, Any]) -> None:

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.model.digests import sha256_of
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest, library_path, records_path
 from ansor_mlflow.names import NETWORK_FILE
-from ansor_mlflow.targets import DeviceFingerprint
 from ansor_mlflow.tensors import TensorSpec
 
 
@@ -134,7 +134,7 @@ def _require_one_network(members: Sequence[CompiledNetwork]) -> None:
 
 def _copy_network(source: Path, directory: Path) -> list[Path]:
     """Copies an ONNX file and the files that hold its weights; returns their paths in the model."""
-    from ansor_mlflow.networks.onnx_file import external_files  # needs ONNX, which is not there where a model is served
+    from ansor_mlflow.networks import external_files  # needs ONNX, which is not there where a model is served
 
     directory.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, directory / NETWORK_FILE)

@@ -53,7 +53,7 @@ def require_builder() -> None:
     """
     if importlib.util.find_spec("onnx") is None:
         raise MachineError("building a library needs the package onnx, which models do not ask for; pip install onnx")
-    from ansor_mlflow.compile import require_linker  # it needs ONNX
+    from ansor_mlflow.model.library import require_linker  # it needs ONNX
 
     require_linker()
 
@@ -82,9 +82,9 @@ def build(job: BuildJob) -> dict[str, Any]:
     """Builds a library; see `build_in_child_process`."""
     import onnx
 
-    from ansor_mlflow.compile import compile_tuned, compile_untuned
+    from ansor_mlflow.device import resolve_target
     from ansor_mlflow.lowering import lower
-    from ansor_mlflow.targets import resolve_target
+    from ansor_mlflow.model.library import compile_tuned, compile_untuned
 
     target = resolve_target(json.dumps(job.target), job.num_threads)
     lowered = lower(onnx.load_model(job.network), target, **job.lowering)

@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 import onnx
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.networks import (
+from ansor_mlflow.networks import operators
+from ansor_mlflow.networks.families import (
     bert,
     densenet,
     inception,
     mlp,
     mobilenet,
-    operators,
     resnet,
     resnet3d,
     squeezenet,
     vgg,
 )
-from ansor_mlflow.networks.family import BuiltinNetwork
+from ansor_mlflow.networks.families.family import BuiltinNetwork
 from ansor_mlflow.networks.shapes import resolve_shapes
 
 BUILTIN_NETWORKS: dict[str, BuiltinNetwork] = {

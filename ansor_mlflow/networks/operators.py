@@ -17,7 +17,7 @@ from itertools import takewhile
 import onnx
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.networks.family import BuiltinNetwork
+from ansor_mlflow.networks.families.family import BuiltinNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.shapes import Shape
 

@@ -1,15 +1,11 @@
 """Tuning records on disk: TVM's own pair of JSON-lines files, read without TVM, and what describes them."""
 
-from ansor_mlflow.records.applicability import why_not_applicable
-from ansor_mlflow.records.atomic import is_full, write_text
+from ansor_mlflow.records.applicability import code_attributes, has_target, target_key, target_name, why_not_applicable
 from ansor_mlflow.records.description import Provenance, read_fingerprint, read_provenance, write_description
 from ansor_mlflow.records.journal import JOURNAL_FILE, Journal, JournalEntry, Seed, read_journal, read_seeds
-from ansor_mlflow.records.lines import FAILED_RUN_S, fields_of
+from ansor_mlflow.records.lines import FAILED_RUN_S, RecordLine, fields_of, target_attributes, workload_hash
 from ansor_mlflow.records.log import RecordLog, RecordText
-from ansor_mlflow.records.manifest import verify_manifest, write_manifest
-from ansor_mlflow.records.parts import PARTS_DIR, PartWriter, join_parts
-from ansor_mlflow.records.pool import ObjectName, PoolObject, objects_of, write_objects
-from ansor_mlflow.records.repair import Repair, repair
+from ansor_mlflow.records.repair import repair
 from ansor_mlflow.records.selection import matching_records, open_winners, read_similar, similar_records
 from ansor_mlflow.records.store import (
     RECORD_FILE,
@@ -22,13 +18,10 @@ from ansor_mlflow.records.store import (
     search_directories,
     write_pair,
 )
-from ansor_mlflow.records.summary import (
-    DatabaseSummary,
-    TargetSummary,
-    WorkloadSummary,
-    open_database,
-    summarize,
-)
+from ansor_mlflow.records.summary import DatabaseSummary, TargetSummary, open_database, summarize
+from ansor_mlflow.records.transfer.manifest import verify_manifest, write_manifest
+from ansor_mlflow.records.transfer.parts import PARTS_DIR, PartWriter, join_parts
+from ansor_mlflow.records.transfer.pool_objects import ObjectName, PoolObject, objects_of, write_objects
 
 __all__ = [
     "FAILED_RUN_S",
@@ -44,17 +37,17 @@ __all__ = [
     "PartWriter",
     "PoolObject",
     "Provenance",
+    "RecordLine",
     "RecordLog",
     "RecordPair",
     "RecordText",
-    "Repair",
     "Seed",
     "TargetSummary",
-    "WorkloadSummary",
+    "code_attributes",
     "distill",
     "fields_of",
     "find_records",
-    "is_full",
+    "has_target",
     "join_parts",
     "matching_records",
     "merge",
@@ -70,11 +63,14 @@ __all__ = [
     "search_directories",
     "similar_records",
     "summarize",
+    "target_attributes",
+    "target_key",
+    "target_name",
     "verify_manifest",
     "why_not_applicable",
+    "workload_hash",
     "write_description",
     "write_manifest",
     "write_objects",
     "write_pair",
-    "write_text",
 ]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
+from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.records.lines import RecordLine, target_attributes
-from ansor_mlflow.targets import DeviceFingerprint
 
 _TARGET_DECORATION = {"tag", "keys", "host", "libs", "model"}
 """Entries of a target that do not change generated CPU code."""

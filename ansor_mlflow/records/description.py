@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ansor_mlflow import names
+from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import RecordsError
-from ansor_mlflow.records.atomic import write_text
-from ansor_mlflow.targets import DeviceFingerprint
+from ansor_mlflow.files import write_text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ansor_mlflow.records.atomic import append, end_last_line, write_text
+from ansor_mlflow.files import append, end_last_line, write_text
 from ansor_mlflow.records.lines import FAILED_RUN_S
 from ansor_mlflow.records.store import Database, RecordPair
 from ansor_mlflow.trials import TrialStatus

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ansor_mlflow import names
+from ansor_mlflow.files import append, disk_full, is_full
 from ansor_mlflow.records.applicability import code_attributes, has_target
-from ansor_mlflow.records.atomic import append, disk_full, is_full
 from ansor_mlflow.records.lines import FAILED_RUN_S, workload_hash
 from ansor_mlflow.records.repair import repair
 from ansor_mlflow.records.store import Database, RecordPair

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ansor_mlflow.records.atomic import append, end_last_line, new_file, write_text
+from ansor_mlflow.files import append, end_last_line, new_file, write_text
 from ansor_mlflow.records.store import Database, RecordPair
 
 _log = logging.getLogger("ansor_mlflow")

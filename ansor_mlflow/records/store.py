@@ -13,8 +13,8 @@ from typing import Any
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import RecordsError, UserInputError
+from ansor_mlflow.files import new_file, write_text
 from ansor_mlflow.records.applicability import code_attributes, has_target, target_key, target_name
-from ansor_mlflow.records.atomic import new_file, write_text
 from ansor_mlflow.records.lines import (
     FAILED_RUN_S,
     DamagedLine,

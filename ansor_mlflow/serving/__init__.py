@@ -3,4 +3,8 @@
 from ansor_mlflow.serving.pyfunc import PyfuncModel
 from ansor_mlflow.serving.signature import SignatureKind, get_signature
 
-__all__ = ["PyfuncModel", "SignatureKind", "get_signature"]
+__all__ = [
+    "PyfuncModel",
+    "SignatureKind",
+    "get_signature",
+]

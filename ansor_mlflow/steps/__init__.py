@@ -1,4 +1,5 @@
 """The entry points as functions of their options; here the tuner and MLflow meet.
 
-Each module is one entry point or a part of several: `from ansor_mlflow.steps.tune import tune`.
+The wings `tuning`, `compiling`, `promotion`, `records` and `reports` are rooms of their own; `evaluate`, `pipeline` and
+`sync` are steps of one file. This module imports none of them, so that a command loads only what it needs.
 """

@@ -10,16 +10,29 @@ from pathlib import Path
 
 import mlflow
 
-from ansor_mlflow import contenders, flavor, names, sources
+from ansor_mlflow import names
 from ansor_mlflow.errors import CorrectnessError, UserInputError
-from ansor_mlflow.evaluate import Latency, measure_in_turns
-from ansor_mlflow.model import LibraryEntry, Manifest, choose_library, threads_here, verify_package
-from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process, lowering_of
+from ansor_mlflow.measuring import (
+    Latency,
+    compare_with_reference,
+    contenders,
+    measure_in_turns,
+    seeded_examples,
+    tolerance_for,
+)
+from ansor_mlflow.model import (
+    BuildJob,
+    LibraryEntry,
+    Manifest,
+    build_in_child_process,
+    choose_library,
+    lowering_of,
+    threads_here,
+    verified_manifest,
+)
 from ansor_mlflow.options import EvaluateOptions
-from ansor_mlflow.steps.checking import compare_with_reference, seeded_examples, tolerance_for
 from ansor_mlflow.tensors import TensorSpec
-from ansor_mlflow.tracking.failures import clear_failures
-from ansor_mlflow.tracking.run import StepRun, step_run
+from ansor_mlflow.tracking import StepRun, clear_failures, sources, step_run
 
 _log = logging.getLogger("ansor_mlflow")
 
@@ -54,8 +67,7 @@ def _download(model_uri: str, scratch: Path) -> Path:
 
 
 def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> dict[str, float]:
-    manifest = flavor.read_manifest(directory)
-    verify_package(directory, manifest)
+    manifest = verified_manifest(directory)
     entry = choose_library(directory, manifest)
     device, num_threads = entry.fingerprint, threads_here(entry)
     run.log_tags(

@@ -22,12 +22,8 @@ from ansor_mlflow.options import (
     TuneOptions,
     load_options,
 )
-from ansor_mlflow.registry import register
-from ansor_mlflow.steps.promote import promote
-from ansor_mlflow.steps.promotion import Promotion
-from ansor_mlflow.tracking.failures import clear_failures
-from ansor_mlflow.tracking.note import command_lines, pipeline_note
-from ansor_mlflow.tracking.run import StepRun, step_run
+from ansor_mlflow.steps.promotion import Promotion, promote
+from ansor_mlflow.tracking import StepRun, clear_failures, command_lines, pipeline_note, register, step_run
 
 _log = logging.getLogger("ansor_mlflow")
 

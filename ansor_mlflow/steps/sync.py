@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 import mlflow
 
-from ansor_mlflow.tracking.failures import clear_failures
-from ansor_mlflow.tracking.outbox import deliver_left, has_messages
-from ansor_mlflow.tracking.run import WORK_ROOT, StepRun, remove_directory
+from ansor_mlflow.tracking import WORK_ROOT, StepRun, clear_failures, deliver_left, has_messages, remove_directory
 
 _HAS_ENDED = {"FINISHED", "FAILED", "KILLED"}
 

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ansor_mlflow.tuning.builder import Builder
-from ansor_mlflow.tuning.runner import RunJob, Runner
-from ansor_mlflow.tuning.workers import Outcome
+from ansor_mlflow.tuning import Builder, Outcome, RunJob, Runner
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

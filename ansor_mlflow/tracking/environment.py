@@ -10,8 +10,7 @@ from typing import Any
 
 import psutil
 
-from ansor_mlflow.targets import DeviceFingerprint
-from ansor_mlflow.threads import available_cpus
+from ansor_mlflow.device import DeviceFingerprint, available_cpus
 
 _PACKAGES = (
     "ansor_mlflow",

@@ -10,27 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow import names
-from ansor_mlflow.records import write_text
-from ansor_mlflow.tracking.failures import one_line
-from ansor_mlflow.tracking.figures import (
-    draw_convergence,
-    draw_failures,
-    draw_gain,
-    draw_task_share,
-    save_figure,
-)
-from ansor_mlflow.tracking.history import TuningHistory
-from ansor_mlflow.tracking.note import tuning_note
+from ansor_mlflow.files import write_text
+from ansor_mlflow.tracking.error_translation import one_line
+from ansor_mlflow.tracking.figures import draw_convergence, draw_failures, draw_gain, draw_task_share, save_figure
 from ansor_mlflow.tracking.outbox import Message, Outbox
-from ansor_mlflow.trials import (
-    Durations,
-    TaskState,
-    Trial,
-    TrialStatus,
-    TuningPlan,
-    TuningResult,
-    TuningRound,
-)
+from ansor_mlflow.tracking.report.history import TuningHistory
+from ansor_mlflow.tracking.report.note import tuning_note
+from ansor_mlflow.trials import Durations, TaskState, Trial, TrialStatus, TuningPlan, TuningResult, TuningRound
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -23,9 +23,9 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import MachineError, UserInputError, without_credentials
-from ansor_mlflow.records import write_text
-from ansor_mlflow.tracking.failures import one_line
-from ansor_mlflow.tracking.note import note_tags
+from ansor_mlflow.files import write_text
+from ansor_mlflow.tracking.error_translation import one_line
+from ansor_mlflow.tracking.report.note import note_tags
 
 OUTBOX_DIR = "outbox"
 _LOCK_FILE = ".lock"

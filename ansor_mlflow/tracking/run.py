@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlflow
-from mlflow.entities import Param, RunTag
+from mlflow.entities import Param, Run, RunTag
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, without_credentials
 from ansor_mlflow.options import Options, as_text
 from ansor_mlflow.records import RecordPair
-from ansor_mlflow.tracking.failures import clear_failures, one_line
+from ansor_mlflow.tracking.error_translation import clear_failures, one_line
 from ansor_mlflow.tracking.outbox import (
     Message,
     UndeliveredError,
@@ -183,3 +183,14 @@ def fail_project_run(err: AnsorMlflowError) -> None:
             Message(tags=_error_tags(err)).deliver(run_id, WORK_ROOT)
         except Exception as second:  # noqa: BLE001 - the first error is the one to report
             _log.warning("the run %s could not be tagged: %s", run_id, one_line(second))
+
+
+def params_used(run: Run, cls: type[Options]) -> dict[str, str]:
+    """The params of a run that belong to an option class, as text, with the values that were used in the end."""
+    params = run.data.params
+    return {name: _unquoted(params.get(f"{name}_used", params[name])) for name in cls.model_fields if name in params}
+
+
+def _unquoted(value: str) -> str:
+    """A param as `mlflow run` got it: it logs what it puts on a command line."""
+    return shlex.split(value)[0] if value[:1] == "'" else value

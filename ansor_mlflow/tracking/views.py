@@ -20,7 +20,7 @@ from typing import Any
 import mlflow
 
 from ansor_mlflow import names
-from ansor_mlflow.tracking.failures import one_line
+from ansor_mlflow.tracking.error_translation import one_line
 from ansor_mlflow.trials import TrialStatus
 
 _FROM_VERSION, _TO_VERSION = (3, 17), (3, 18)

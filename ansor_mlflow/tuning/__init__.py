@@ -1,8 +1,43 @@
 """The tuner: our outer loop around MetaSchedule's search. Knows nothing of MLflow; observers listen to it."""
 
 from ansor_mlflow.tuning.local import TuningJob, tune_locally
+from ansor_mlflow.tuning.replay import COPIES_OF_ARGUMENTS, Replayer
+from ansor_mlflow.tuning.roofline import Bound, Roofline, measure_roofline, quick_roofline
 from ansor_mlflow.tuning.round_log import RoundLog
-from ansor_mlflow.tuning.stopping import require_valid_trials
-from ansor_mlflow.tuning.workers import start_fork_server
+from ansor_mlflow.tuning.search.candidates import log_lines
+from ansor_mlflow.tuning.search.task_search import TaskSearch, applies, make_cost_model
+from ansor_mlflow.tuning.sole_tuner import sole_tuner
+from ansor_mlflow.tuning.stopping import StoppingRules, require_valid_trials, resolve_num_trials
+from ansor_mlflow.tuning.workers.arguments import argument_bytes
+from ansor_mlflow.tuning.workers.builder import Builder, LocalBuilder
+from ansor_mlflow.tuning.workers.metaschedule import as_metaschedule_builder
+from ansor_mlflow.tuning.workers.pool import Outcome, start_fork_server
+from ansor_mlflow.tuning.workers.runner import RunJob, Runner
 
-__all__ = ["RoundLog", "TuningJob", "require_valid_trials", "start_fork_server", "tune_locally"]
+__all__ = [
+    "COPIES_OF_ARGUMENTS",
+    "Bound",
+    "Builder",
+    "LocalBuilder",
+    "Outcome",
+    "Replayer",
+    "Roofline",
+    "RoundLog",
+    "RunJob",
+    "Runner",
+    "StoppingRules",
+    "TaskSearch",
+    "TuningJob",
+    "applies",
+    "argument_bytes",
+    "as_metaschedule_builder",
+    "log_lines",
+    "make_cost_model",
+    "measure_roofline",
+    "quick_roofline",
+    "require_valid_trials",
+    "resolve_num_trials",
+    "sole_tuner",
+    "start_fork_server",
+    "tune_locally",
+]

@@ -28,16 +28,16 @@ from ansor_mlflow.trials import (
     TuningRound,
 )
 from ansor_mlflow.tuning.announcer import Announcer
-from ansor_mlflow.tuning.builder import Builder
 from ansor_mlflow.tuning.interrupt import Interrupts, deferred_interrupts
-from ansor_mlflow.tuning.memory import release_memory
-from ansor_mlflow.tuning.recording import log_lines, make_trial, run_jobs, runner_result
-from ansor_mlflow.tuning.runner import RunJob, Runner
 from ansor_mlflow.tuning.scheduler import GradientScheduler
-from ansor_mlflow.tuning.search import TaskSearch, candidate_of, make_cost_model, save_cost_model
+from ansor_mlflow.tuning.search.candidates import log_lines, make_trial, run_jobs, runner_result
+from ansor_mlflow.tuning.search.memory import release_memory
+from ansor_mlflow.tuning.search.task_search import TaskSearch, candidate_of, make_cost_model, save_cost_model
 from ansor_mlflow.tuning.stopping import StoppingRules
 from ansor_mlflow.tuning.winners import MAX_FINALISTS, Winners
-from ansor_mlflow.tuning.workers import Outcome
+from ansor_mlflow.tuning.workers.builder import Builder
+from ansor_mlflow.tuning.workers.pool import Outcome
+from ansor_mlflow.tuning.workers.runner import RunJob, Runner
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate

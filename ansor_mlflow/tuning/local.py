@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ansor_mlflow import names
+from ansor_mlflow.device import fingerprint
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records import Journal, RecordLog, Seed, read_journal, read_seeds, read_similar
-from ansor_mlflow.targets import fingerprint
 from ansor_mlflow.trials import TuningObserver, TuningPlan, TuningResult
-from ansor_mlflow.tuning.arguments import argument_bytes
-from ansor_mlflow.tuning.builder import LocalBuilder
 from ansor_mlflow.tuning.engine import Tuner
-from ansor_mlflow.tuning.runner import LocalRunner, MeasureSettings
-from ansor_mlflow.tuning.search import applies
-from ansor_mlflow.tuning.sole import sole_tuner
+from ansor_mlflow.tuning.search.task_search import applies
+from ansor_mlflow.tuning.sole_tuner import sole_tuner
 from ansor_mlflow.tuning.stopping import resolve_num_trials
+from ansor_mlflow.tuning.workers.arguments import argument_bytes
+from ansor_mlflow.tuning.workers.builder import LocalBuilder
+from ansor_mlflow.tuning.workers.runner import LocalRunner, MeasureSettings
 
 if TYPE_CHECKING:
     from tvm.target import Target

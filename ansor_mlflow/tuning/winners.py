@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.records import RecordLog, RecordText, write_pair
 from ansor_mlflow.trials import Trial
-from ansor_mlflow.tuning.recording import log_lines
-from ansor_mlflow.tuning.runner import RunJob, Runner
+from ansor_mlflow.tuning.search.candidates import log_lines
+from ansor_mlflow.tuning.workers.runner import RunJob, Runner
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate

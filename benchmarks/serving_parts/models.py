@@ -16,7 +16,8 @@ import onnx
 from mlflow.models import Model
 
 import ansor_mlflow
-from ansor_mlflow import flavor, names
+from ansor_mlflow import names
+from ansor_mlflow.model import Manifest
 from ansor_mlflow.serving import get_signature
 from ansor_mlflow.tensors import TensorSpec
 
@@ -76,7 +77,7 @@ def comparable_models(tuned: Path, scratch: Path) -> Models:
         tuned: Directory of the tuned model, which is not written to.
         scratch: Where the models are written.
     """
-    manifest = flavor.read_manifest(tuned)
+    manifest = Manifest.read(tuned)
     (num_threads, *_) = {library.fingerprint.num_threads for library in manifest.libraries}
     models = Models(
         tuned=scratch / "tuned",

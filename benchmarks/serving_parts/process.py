@@ -25,7 +25,7 @@ def prediction(directory: Path, inputs: tuple[TensorSpec, ...], seed: int) -> Ca
 def _measure(directory: Path, specs: tuple[TensorSpec, ...], seed: int) -> dict[str, float]:
     import mlflow.pyfunc  # noqa: F401 - not a part of the load time
 
-    from ansor_mlflow.evaluate import measure_call
+    from ansor_mlflow.measuring import measure_call
 
     inputs = _inputs(specs, seed)
     began_s = time.perf_counter()

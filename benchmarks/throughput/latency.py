@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from ansor_mlflow import contenders, names
-from ansor_mlflow.evaluate import call_once, in_child_process, measure_in_turns
+from ansor_mlflow import names
+from ansor_mlflow.measuring import call_once, contenders, in_child_process, measure_in_turns
 from ansor_mlflow.model import LibraryEntry, Manifest
 from throughput.job import Job
 
@@ -37,7 +37,7 @@ class EndToEnd(BaseModel):
     """Median over the turns of each turn's median."""
     turns_ms: list[float]
     coverage: dict[str, Any]
-    """Which tasks have a schedule; the others run untuned. See `ansor_mlflow.compile.Coverage`."""
+    """Which tasks have a schedule; the others run untuned. See `ansor_mlflow.model.Coverage`."""
 
 
 def compile_records(job: Job, directory: Path) -> Compiled:
@@ -77,8 +77,8 @@ def host_environment(num_threads: int) -> dict[str, Any]:
 
 def _description(num_threads: int) -> Callable[[], dict[str, Any]]:
     """Runs in a child process."""
-    from ansor_mlflow.targets import fingerprint, resolve_target
-    from ansor_mlflow.tracking.environment import describe_environment
+    from ansor_mlflow.device import fingerprint, resolve_target
+    from ansor_mlflow.tracking import describe_environment
 
     return partial(describe_environment, fingerprint(resolve_target("auto", num_threads), num_threads))
 
@@ -89,11 +89,11 @@ def _compilation(job: Job, directory: Path) -> Callable[[], Compiled]:
 
 def _compile(job: Job, directory: Path) -> Compiled:
     """Runs in a child process."""
-    from ansor_mlflow.compile import compile_tuned
+    from ansor_mlflow.device import fingerprint
     from ansor_mlflow.lowering import lower
+    from ansor_mlflow.model import compile_tuned
     from ansor_mlflow.networks import load_network
     from ansor_mlflow.records import RecordPair, distill
-    from ansor_mlflow.targets import fingerprint
     from throughput.target import target_of
 
     network = load_network(job.network, seed=job.seed)

@@ -13,7 +13,7 @@ import mlflow
 
 from ansor_mlflow import names
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.steps.tune import tune
+from ansor_mlflow.steps.tuning import tune
 from ansor_mlflow.trials import TrialStatus, TuningPlan, TuningResult, TuningRound
 from throughput.job import Job, Outcome
 from throughput.timeline import Sample

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from ansor_mlflow.targets import resolve_target
+from ansor_mlflow.device import resolve_target
 from throughput.job import Job
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ansor_mlflow.tracking.figures.style import BLUE, COLORS, GREY, few_ticks, new_figure, plain, set_grid
-from ansor_mlflow.tracking.history import CurvePoint, TaskHistory, TuningHistory
+from ansor_mlflow.tracking.report.history import CurvePoint, TaskHistory, TuningHistory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

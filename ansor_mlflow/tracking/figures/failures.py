@@ -14,7 +14,7 @@ from ansor_mlflow.tracking.figures.style import (
     new_figure,
     set_grid,
 )
-from ansor_mlflow.tracking.history import TaskHistory, TuningHistory
+from ansor_mlflow.tracking.report.history import TaskHistory, TuningHistory
 from ansor_mlflow.trials import TrialStatus
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from ansor_mlflow.tracking.figures.style import (
     new_figure,
     set_grid,
 )
-from ansor_mlflow.tracking.history import TuningHistory
+from ansor_mlflow.tracking.report.history import TuningHistory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ansor_mlflow.evaluate import Latency
+from ansor_mlflow.measuring import Latency
 from ansor_mlflow.tracking.figures.style import BLUE, GREEN, VERMILION, add_legend, few_ticks, new_figure, set_grid
 
 if TYPE_CHECKING:

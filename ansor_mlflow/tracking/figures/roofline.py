@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ansor_mlflow.roofline import Roofline
 from ansor_mlflow.tracking.figures.style import COLORS, GREY, add_legend, new_figure, plain, set_grid
-from ansor_mlflow.tracking.history import TaskHistory, TuningHistory
+from ansor_mlflow.tracking.report.history import TaskHistory, TuningHistory
+from ansor_mlflow.tuning import Roofline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ansor_mlflow.records.atomic import new_file
-from ansor_mlflow.tracking.history import TaskHistory
+from ansor_mlflow.files import new_file
+from ansor_mlflow.tracking.report.history import TaskHistory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,148 @@
+"""What the command `diff` prints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ansor_mlflow.errors import UserInputError
+
+if TYPE_CHECKING:
+    from ansor_mlflow.steps.reports import Difference, TaskDifference
+
+_PIPE_WIDTH = 1000
+"""Columns where there is no terminal: lines are not broken."""
+_VERDICTS = {
+    "faster": "faster",
+    "slower": "slower",
+    "same": "",
+    "only_first": "only A",
+    "only_second": "only B",
+}
+_STYLES = {"faster": "green", "slower": "red", "only_first": "yellow", "only_second": "yellow", "same": ""}
+
+
+def print_diff(difference: Difference) -> None:
+    """Prints both sides, a table of kernels, the sum, and what else differs."""
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
+    for letter, side in (("A", difference.first), ("B", difference.second)):
+        console.print(f"{letter}  {side.name}  ({side.device}, run {side.run_id})")
+    console.print()
+    console.print(_table(difference))
+    console.print()
+    for line in summary(difference):
+        console.print(line)
+    for title, entries in _others(difference):
+        _print_entries(console, title, entries)
+
+
+def write_page(difference: Difference, path: str) -> None:
+    """Writes the same as a page of HTML that needs no network; nothing where `path` is empty.
+
+    Raises:
+        UserInputError: The file cannot be written.
+    """
+    from ansor_mlflow.tracking import render_page
+
+    if not path:
+        return
+    page = render_page(
+        "diff.html",
+        title="Two tunings compared",
+        first=difference.first,
+        second=difference.second,
+        summary=summary(difference),
+        tasks=[_page_row(task) for task in difference.tasks],
+        others=[
+            (title, [(name, first or "", second or "") for name, (first, second) in entries.items()])
+            for title, entries in _others(difference)
+        ],
+    )
+    try:
+        Path(path).write_text(page, encoding="utf-8")
+    except OSError as err:
+        raise UserInputError(f"html={path}: it cannot be written ({err.strerror}); give another path") from err
+
+
+def _page_row(task: TaskDifference) -> dict[str, Any]:
+    return {
+        "name": task.task,
+        "weight": task.weight,
+        "share_percent": task.share * 100,
+        "first_us": None if task.first_s is None else task.first_s * 1e6,
+        "second_us": None if task.second_s is None else task.second_s * 1e6,
+        "ratio": task.ratio,
+        "noise_percent": task.noise * 100,
+        "verdict": _VERDICTS[task.verdict] or "the same",
+        "is_bad": task.verdict in ("slower", "only_first"),
+    }
+
+
+def _others(difference: Difference) -> list[tuple[str, Mapping[str, tuple[str | None, str | None]]]]:
+    return [
+        ("parameters that differ", difference.params),
+        ("device entries that differ", difference.device),
+        ("versions that differ", difference.versions),
+    ]
+
+
+def summary(difference: Difference) -> list[str]:
+    """Sentences on the whole."""
+    counts = {verdict: sum(task.verdict == verdict for task in difference.tasks) for verdict in _VERDICTS}
+    lines = [
+        f"B against A: {counts['faster']} kernels faster, {counts['slower']} slower, {counts['same']} the same within "
+        f"the noise, {counts['only_first']} only in A, {counts['only_second']} only in B"
+    ]
+    pairs = {
+        "estimated, kernels of both": (difference.first.estimated_ms, difference.second.estimated_ms),
+        "measured end to end": (difference.first.latency_ms, difference.second.latency_ms),
+    }
+    for label, (first, second) in pairs.items():
+        if first and second:
+            lines.append(f"{label}: {first:.3f} ms, {second:.3f} ms ({second / first - 1:+.1%})")
+    return lines
+
+
+def _table(difference: Difference) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("kernel")
+    for header in ("calls", "share", "A µs", "B µs", "B/A", "noise"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("B is", no_wrap=True)
+    for task in difference.tasks:
+        table.add_row(*_cells(task), style=_STYLES[task.verdict])
+    return table
+
+
+def _cells(task: TaskDifference) -> tuple[str, ...]:
+    return (
+        task.task,
+        str(task.weight),
+        f"{task.share:.1%}",
+        _microseconds(task.first_s),
+        _microseconds(task.second_s),
+        f"{task.ratio:.3f}" if task.ratio else "",
+        f"± {task.noise:.1%}",
+        _VERDICTS[task.verdict],
+    )
+
+
+def _microseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e6:.1f}"
+
+
+def _print_entries(console: Console, title: str, entries: Mapping[str, tuple[str | None, str | None]]) -> None:
+    if not entries:
+        return
+    console.print(f"\n{title}\n")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for header in ("", "A", "B"):
+        table.add_column(header)
+    for name, (first, second) in entries.items():
+        table.add_row(name, first or "", second or "")
+    console.print(table)

@@ -1,0 +1,79 @@
+"""What the command `explain` prints: sections of plain text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from ansor_mlflow.steps.reports import Explanation
+    from ansor_mlflow.tuning import Bound, Roofline
+
+
+_SCHEDULE_HEAD = """import tvm
+from tvm.script import tirx as T
+
+
+def apply_schedule(sch: tvm.s_tir.Schedule) -> None:
+"""
+
+
+def print_explanation(explanation: Explanation) -> None:
+    """Prints the figures first, then the programs."""
+    task = explanation.task
+    _section(f"Task {task.index}: {task.name}", _aligned(_figures(explanation)))
+    if explanation.roofline and explanation.bound:
+        title = f"Roofline of this host, {explanation.num_threads} threads"
+        _section(title, _aligned(_roof(explanation, explanation.roofline, explanation.bound)))
+    _section("Computation", _readable(explanation.computation))
+    _section("Schedule", _SCHEDULE_HEAD + "\n".join(f"    {line}" for line in explanation.schedule))
+    _section("Scheduled program", _readable(explanation.scheduled))
+
+
+def _readable(script: str) -> str:
+    """TVMScript with plain numbers instead of `T.int64(7)`, which fill the lines; the JSON file has them."""
+    return re.sub(r"T\.int64\((-?\d+)\)", r"\1", script)
+
+
+def _section(title: str, text: str) -> None:
+    Console(soft_wrap=True).print(Text(title, style="bold"))
+    click.echo(f"{text}\n")
+
+
+def _aligned(rows: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(f"  {label:<15}{value}" for label, value in rows)
+
+
+def _figures(explanation: Explanation) -> list[tuple[str, str]]:
+    task = explanation.task
+    weighted_ms, network_ms = task.weight * explanation.best_s * 1e3, explanation.network_s * 1e3
+    of_tasks = f"{explanation.num_tuned_tasks} of {explanation.num_tasks} tasks"
+    return [
+        ("network", f"{explanation.network} for {explanation.target}"),
+        ("operations", f"{task.flops / 1e6:.3f} MFLOP, {task.weight} × in the network"),
+        ("arguments", f"{explanation.argument_bytes / 1e6:.3f} MB, {explanation.flops_per_byte:.1f} FLOPs per byte"),
+        ("best time", f"{explanation.best_s * 1e6:.1f} µs, {explanation.gflops_per_s:.1f} GFLOP/s"),
+        ("share of time", f"{explanation.time_share:.1%}: {weighted_ms:.3f} of {network_ms:.3f} ms, {of_tasks}"),
+    ]
+
+
+def _roof(explanation: Explanation, roofline: Roofline, bound: Bound) -> list[tuple[str, str]]:
+    reached = bound.shortest_s / explanation.best_s
+    gain_ms = explanation.task.weight * (explanation.best_s - bound.shortest_s) * 1e3
+    at_roof = f"{bound.shortest_s * 1e6:.1f} µs instead of {explanation.best_s * 1e6:.1f} µs"
+    if gain_ms > 0:
+        at_roof += f", {gain_ms:.3f} ms less for the network"
+    else:
+        at_roof += ": its arguments stay in the caches, or the host was busy while the roofs were measured"
+    return [
+        ("peak", f"{roofline.peak_flops_per_s / 1e9:.1f} GFLOP/s of float32 multiply-adds"),
+        ("memory", f"{roofline.bandwidth_bytes_per_s / 1e9:.1f} GB/s of a copy"),
+        ("attainable", f"{explanation.task.flops / bound.shortest_s / 1e9:.1f} GFLOP/s, limited by {bound.limit}"),
+        ("reached", f"{reached:.0%}"),
+        ("at the roof", at_roof),
+    ]

@@ -1,0 +1,117 @@
+"""Device fingerprints: what a measurement and a library depend on, and what runs on this host."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ansor_mlflow.device.targets import attributes_of, cpu_features, host_cpu
+from ansor_mlflow.errors import MachineError
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+
+_INSTRUCTION_SETS = re.compile(
+    # x86: what LLVM generates for arithmetic, moves and vectors
+    r"64bit|cmov|cx(8|16)|x87|mmx|s?sse[\w.]*|avx[\w.]*|amx-\w+|fma4?|f16c|bmi2?|lzcnt|popcnt|adx|movbe|xop|tbm"
+    r"|v?aes|v?pclmul(qdq)?|gfni|sha\d*|sm[34]|egpr|ndd|nf|ccmp|zu"
+    # Arm
+    r"|neon|fp-armv8|fullfp16|fp16fml|bf16|i8mm|dotprod|sve[\w-]*|sme[\w-]*|lse2?|rdm|complxnum|jsconv|crc|faminmax"
+    r"|fp8\w*|v\d+(\.\d+)?[ar]"
+)
+"""LLVM's CPU features that are instructions. The others are hints for its scheduling, or belong to the kernel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFingerprint:
+    """What a measurement and a compiled library depend on: the target, the CPU and the thread count."""
+
+    target: dict[str, Any]
+    machine: str
+    """Instruction set of the operating system, such as "x86_64"."""
+    cpu_model: str
+    features: tuple[str, ...]
+    """LLVM's names of the CPU features that generated code may use."""
+    num_threads: int
+
+    @property
+    def name(self) -> str:
+        """A directory name: readable, and unique by a digest of every field."""
+        digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:10]
+        cpu = self.target.get("mcpu", self.machine)
+        return f"{self.target['kind']}-{cpu}-x{self.num_threads}-{digest}"
+
+    @property
+    def description(self) -> str:
+        """A short name for run names and messages, such as "llvm znver4 ×2"."""
+        cpu = self.target.get("mcpu") or self.target.get("arch") or ""
+        return " ".join(word for word in (self.target["kind"], cpu, f"×{self.num_threads}") if word)
+
+    def to_json(self) -> str:
+        """The fields as JSON with sorted keys."""
+        return json.dumps(asdict(self), sort_keys=True, indent=1)
+
+    @staticmethod
+    def from_dict(fields: dict[str, Any]) -> DeviceFingerprint:
+        """Reads the fields as JSON keeps them, with the features as a list."""
+        return DeviceFingerprint(**{**fields, "features": tuple(fields["features"])})
+
+
+def fingerprint(target: Target, num_threads: int) -> DeviceFingerprint:
+    """The fingerprint of code made for `target` that runs on this host with `num_threads` threads."""
+    return DeviceFingerprint(
+        target=attributes_of(target),
+        machine=platform.machine(),
+        cpu_model=_cpu_model(),
+        features=cpu_features(target),
+        num_threads=num_threads,
+    )
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
+def why_not_runnable(device: DeviceFingerprint) -> str | None:
+    """Why code made for `device` cannot run on this host, in one clause; None where it can."""
+    import tvm
+
+    if device.target["kind"] != "llvm":
+        return f"it is made for {device.target['kind']}, this host runs llvm libraries"
+    if device.machine != platform.machine():
+        return f"it is made for {device.machine}, this host is {platform.machine()}"
+    host = tvm.target.Target({"kind": "llvm", "mcpu": host_cpu()})
+    missing = missing_instructions(device.features, cpu_features(host))
+    if missing:
+        cpu = device.target.get("mcpu", "its CPU")
+        return f"it needs instructions of {cpu} that this host ({host_cpu()}) lacks: {', '.join(missing[:5])}"
+    return None
+
+
+def missing_instructions(needed: Iterable[str], available: Iterable[str]) -> list[str]:
+    """The instruction sets among LLVM's CPU features `needed` that are not `available`, sorted."""
+    return sorted(name for name in set(needed) - set(available) if _INSTRUCTION_SETS.fullmatch(name))
+
+
+def require_measurable_here(target: Target, num_threads: int) -> None:
+    """Checks that this host can run what is compiled for `target`.
+
+    Raises:
+        MachineError: It cannot.
+    """
+    reason = why_not_runnable(fingerprint(target, num_threads))
+    if reason is not None:
+        raise MachineError(f"target {target!s} cannot be measured on this host: {reason}; use target=auto")

@@ -1,0 +1,36 @@
+"""Measures what is compiled, and checks what it computes: contenders in processes of their own, in turns."""
+
+from ansor_mlflow.measuring.checking import compare_with_reference, seeded_examples, tolerance_for
+from ansor_mlflow.measuring.comparison import TOLERANCES, Difference, compare_outputs
+from ansor_mlflow.measuring.examples import read_examples
+from ansor_mlflow.measuring.reference import ReferenceSession, is_quantized
+from ansor_mlflow.measuring.significance import Ratio, SequentialTest, Verdict
+from ansor_mlflow.measuring.timing import (
+    Latency,
+    call_once,
+    in_child_process,
+    measure_call,
+    measure_in_turns,
+    measure_once,
+)
+
+__all__ = [
+    "TOLERANCES",
+    "Difference",
+    "Latency",
+    "Ratio",
+    "ReferenceSession",
+    "SequentialTest",
+    "Verdict",
+    "call_once",
+    "compare_outputs",
+    "compare_with_reference",
+    "in_child_process",
+    "is_quantized",
+    "measure_call",
+    "measure_in_turns",
+    "measure_once",
+    "read_examples",
+    "seeded_examples",
+    "tolerance_for",
+]

@@ -1,0 +1,56 @@
+"""Whether what models compute is what ONNX Runtime computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from ansor_mlflow.measuring import contenders
+from ansor_mlflow.measuring.comparison import QUANTIZED_TOLERANCE, TOLERANCES, Difference, compare_outputs
+from ansor_mlflow.measuring.reference import is_quantized
+from ansor_mlflow.measuring.timing import call_once, in_child_process
+from ansor_mlflow.model import LibraryEntry
+from ansor_mlflow.tensors import Arrays, TensorSpec, random_inputs
+
+_NUM_SEEDED = 3
+
+
+def seeded_examples(inputs: tuple[TensorSpec, ...], seed: int) -> list[Arrays]:
+    """Random inputs on which outputs are compared."""
+    return [random_inputs(inputs, seed + index) for index in range(_NUM_SEEDED)]
+
+
+def compare_with_reference(
+    runs: Mapping[str, contenders.MakeRun], network: Path, num_threads: int, examples: Sequence[Arrays]
+) -> dict[str, Difference]:
+    """How far the outputs of models are from ONNX Runtime's, each in a process of its own.
+
+    Args:
+        runs: The models.
+        network: ONNX file of the reference.
+        num_threads: Threads of the reference.
+        examples: Inputs.
+
+    Raises:
+        MachineError: A process died.
+    """
+    make_reference = partial(contenders.reference_run, network, num_threads, optimized=not is_quantized(network))
+
+    def outputs(make_run: contenders.MakeRun) -> list[Arrays]:
+        found: list[Arrays] = in_child_process(call_once, partial(contenders.outputs_call, make_run, examples))
+        return found
+
+    expected = outputs(make_reference)
+    return {
+        name: Difference.worst([compare_outputs(*pair) for pair in zip(outputs(make_run), expected, strict=True)])
+        for name, make_run in runs.items()
+    }
+
+
+def tolerance_for(tolerance: float | Literal["auto"], network: Path, entry: LibraryEntry) -> float:
+    """The largest `max_rel_error` that passes; auto depends on what the network computes in."""
+    if tolerance != "auto":
+        return tolerance
+    return QUANTIZED_TOLERANCE if is_quantized(network) else TOLERANCES[entry.provenance.get("dtype", "float32")]

@@ -1,0 +1,56 @@
+"""How far outputs are from a reference, and how far they may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ansor_mlflow.tensors import Arrays
+
+TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+"""Largest `max_rel_error` that passes, by the type that a network computes in; the reference computes in float32."""
+
+
+QUANTIZED_TOLERANCE = 1e-1
+"""Of a network that rounds to 8 bits: a value half-way between two steps goes up or down with the order of a sum, and
+what follows from the other step is no error."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far outputs are from a reference, over all outputs."""
+
+    max_abs_error: float
+    max_rel_error: float
+    """max |output - reference| / max |reference|, the largest over the outputs. (Dividing element by element would
+    report the rounding of values near zero.)"""
+
+    @staticmethod
+    def worst(differences: list[Difference]) -> Difference:
+        """The largest errors of several comparisons."""
+        return Difference(
+            max(difference.max_abs_error for difference in differences),
+            max(difference.max_rel_error for difference in differences),
+        )
+
+
+def compare_outputs(actual: Arrays, expected: Arrays) -> Difference:
+    """Compares outputs by name. A missing output, another shape or a NaN is an infinite error."""
+    differences = [_difference(actual.get(name), reference) for name, reference in expected.items()]
+    return Difference.worst(differences)
+
+
+def _difference(actual: npt.NDArray[Any] | None, expected: npt.NDArray[Any]) -> Difference:
+    if actual is None or actual.shape != expected.shape:
+        return Difference(float("inf"), float("inf"))
+    if expected.size == 0:
+        return Difference(0.0, 0.0)
+    errors = np.abs(actual.astype(np.float64) - expected.astype(np.float64))
+    if not np.isfinite(errors).all():
+        return Difference(float("inf"), float("inf"))
+    scale = float(np.max(np.abs(expected.astype(np.float64))))
+    max_abs = float(errors.max())
+    return Difference(max_abs, max_abs / scale if scale else max_abs)

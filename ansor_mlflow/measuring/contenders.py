@@ -1,0 +1,66 @@
+"""The programs that `evaluate` runs and times, each in a child process: a factory makes the call.
+
+Imports are inside the factories, so that a process loads only what its contender needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.tensors import Arrays, TensorSpec, random_inputs
+
+if TYPE_CHECKING:
+    from ansor_mlflow.model import LibraryEntry, Manifest
+
+Run = Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]
+"""Runs a network once: inputs by name to outputs by name."""
+MakeRun = Callable[[], Run]
+
+
+def timed_call(make_run: MakeRun, inputs: tuple[TensorSpec, ...], seed: int) -> Callable[[], Any]:
+    """A call that runs the network on seeded inputs."""
+    return partial(make_run(), random_inputs(inputs, seed))
+
+
+def outputs_call(make_run: MakeRun, examples: Sequence[Mapping[str, npt.NDArray[Any]]]) -> Callable[[], list[Any]]:
+    """A call that returns the outputs for several inputs."""
+    run = make_run()
+    return lambda: [run(inputs) for inputs in examples]
+
+
+def tuned_run(directory: Path) -> Run:
+    """The model as its users load it."""
+    from ansor_mlflow.model import Manifest, load_package
+
+    return load_package(directory, Manifest.read(directory)).run
+
+
+def reference_run(network: Path, num_threads: int, *, optimized: bool = True) -> Run:
+    """ONNX Runtime. What it cannot compute is a `UserInputError` of the call."""
+    from ansor_mlflow.measuring.reference import ReferenceSession
+    from ansor_mlflow.networks import one_line
+
+    session = ReferenceSession(network, num_threads, optimized=optimized)
+
+    def run(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        try:
+            return session.run(inputs)
+        except Exception as err:  # ONNX Runtime's errors have no class in common
+            raise UserInputError(
+                f"ONNX Runtime cannot compute the network from the inputs: {one_line(err)}; give others"
+            ) from err
+
+    return run
+
+
+def library_run(library: Path, manifest: Manifest, entry: LibraryEntry) -> Run:
+    """A library whose digest was checked, or that was just built."""
+    from ansor_mlflow.model import open_library
+
+    return open_library(library, manifest, entry).run

@@ -1,0 +1,120 @@
+"""Measures callables against each other.
+
+Every contender runs in child processes of its own, because idle thread pools that spin slow down their neighbours, and
+in alternating turns, because the machine's speed drifts.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ansor_mlflow.errors import MachineError
+
+MakeCall = Callable[[], Callable[[], Any]]
+"""Prepares a contender and returns the call to time. Must be picklable: it is called in the child process."""
+Result = TypeVar("Result")
+
+_WARM_UP_S = 0.5
+_MEASURE_S = 1.5
+_MIN_SAMPLES = 10
+_SLOW_S = 1.0
+"""A call that takes longer is warm after one, and needs only one sample a turn."""
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Latency of one contender over all turns, in milliseconds."""
+
+    samples_ms: npt.NDArray[np.float64]
+
+    @property
+    def median_ms(self) -> float:
+        return float(np.median(self.samples_ms))
+
+    @property
+    def p90_ms(self) -> float:
+        return float(np.percentile(self.samples_ms, 90))
+
+    @property
+    def std_ms(self) -> float:
+        return float(np.std(self.samples_ms))
+
+
+def measure_in_turns(contenders: Mapping[str, MakeCall], turns: int) -> dict[str, Latency]:
+    """Times every contender once per turn, each time in a fresh process.
+
+    Raises:
+        MachineError: A child process died.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(turns):
+        for name, make_call in contenders.items():
+            samples[name] += measure_once(make_call)
+    return {name: Latency(np.array(values) * 1e3) for name, values in samples.items()}
+
+
+def measure_once(make_call: MakeCall, measure_s: float = _MEASURE_S) -> list[float]:
+    """Times one contender for one turn, in a fresh process; returns the seconds of single calls.
+
+    Raises:
+        MachineError: The child process died.
+    """
+    return in_child_process(partial(_measure, measure_s=measure_s), make_call)
+
+
+def in_child_process(function: Callable[[MakeCall], Result], make_call: MakeCall) -> Result:
+    """Calls a function in a process that is started for it and ends after it.
+
+    Raises:
+        MachineError: The process died. What the function raises is raised here.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as executor:
+        try:
+            return executor.submit(function, make_call).result()
+        except BrokenProcessPool as err:
+            raise MachineError(
+                "a process that runs the network died (out of memory, or a crash in its library); "
+                "free memory, or compile the network again"
+            ) from err
+
+
+def call_once(make_call: MakeCall) -> Any:
+    """Prepares a contender and returns what its call returns."""
+    return make_call()()
+
+
+def _measure(make_call: MakeCall, measure_s: float) -> list[float]:
+    return measure_call(make_call(), warm_up_s=min(_WARM_UP_S, measure_s), measure_s=measure_s)
+
+
+def measure_call(
+    call: Callable[[], Any], *, warm_up_s: float = _WARM_UP_S, measure_s: float = _MEASURE_S
+) -> list[float]:
+    """Seconds of single calls in this process, after a warm-up; of a slow call only the second."""
+    if _timed(call) > _SLOW_S:
+        return [_timed(call)]
+    warm_until = time.perf_counter() + warm_up_s
+    while time.perf_counter() < warm_until:
+        call()
+    samples: list[float] = []
+    stop_at = time.perf_counter() + measure_s
+    while len(samples) < _MIN_SAMPLES or time.perf_counter() < stop_at:
+        samples.append(_timed(call))
+    return samples
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started

@@ -1,0 +1,142 @@
+"""Compiles a lowered network with its tuning records into a shared library, and says how much of it they cover."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ansor_mlflow.device import architecture_of
+from ansor_mlflow.errors import MachineError, RecordsError
+from ansor_mlflow.trials import TaskInfo
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
+    from tvm.target import Target
+
+    from ansor_mlflow.lowering import LoweredNetwork
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Which of a network's tasks have a record; the others run unscheduled, often a hundred times slower."""
+
+    covered: tuple[TaskInfo, ...]
+    missing: tuple[TaskInfo, ...]
+
+    @property
+    def task_share(self) -> float:
+        """Tasks with a record over all tasks, from 0 to 1."""
+        total = len(self.covered) + len(self.missing)
+        return len(self.covered) / total if total else 1.0
+
+    @property
+    def flops_share(self) -> float:
+        """The covered tasks' share of the network's floating point operations, from 0 to 1."""
+        covered, missing = (sum(t.flops * t.weight for t in tasks) for tasks in (self.covered, self.missing))
+        return covered / (covered + missing) if covered + missing else self.task_share
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures and the tasks by name, for `coverage.json`."""
+        return {
+            "task_share": self.task_share,
+            "flops_share": self.flops_share,
+            "num_covered": len(self.covered),
+            "num_tasks": len(self.covered) + len(self.missing),
+            "missing": [asdict(task) for task in self.missing],
+        }
+
+
+def compile_tuned(lowered: LoweredNetwork, target: Target, best_records: Path, library: Path) -> Coverage:
+    """Builds the network with the fastest record of each task.
+
+    Args:
+        lowered: Network, lowered for `target` exactly as it was for tuning.
+        target: Device to generate code for.
+        best_records: Directory of a database with one record for each workload; see `records.distill`.
+        library: Path of the shared library to write.
+
+    Raises:
+        RecordsError: A record's schedule does not apply to its kernel, or the database cannot be read.
+        MachineError: There is no compiler to link with.
+    """
+    import tvm
+    from tvm import relax
+    from tvm.s_tir.meta_schedule.database import JSONDatabase
+
+    from ansor_mlflow.device import import_tensor_intrin
+
+    import_tensor_intrin()
+    try:
+        database = JSONDatabase(work_dir=str(best_records), allow_missing=False)
+        covered = [database.query_tuning_record(task.mod, target, task.info.name) is not None for task in lowered.tasks]
+        with target, database:
+            mod = tvm.transform.Sequential(
+                [
+                    relax.transform.MetaScheduleApplyDatabase(),
+                    relax.transform.SplitLayoutRewritePreproc(),
+                    relax.transform.FoldConstant(),
+                ]
+            )(lowered.mod)
+    except (RuntimeError, ValueError, TypeError) as err:
+        reason = (str(err).splitlines() or [type(err).__name__])[0]
+        raise RecordsError(f"{best_records}: the records do not apply ({reason}); tune the network again") from err
+    _export(mod, target, library)
+    infos = [task.info for task in lowered.tasks]
+    return Coverage(
+        covered=tuple(info for info, found in zip(infos, covered, strict=True) if found),
+        missing=tuple(info for info, found in zip(infos, covered, strict=True) if not found),
+    )
+
+
+def compile_untuned(lowered: LoweredNetwork, target: Target, library: Path) -> None:
+    """Builds the network as TVM does without records: the baseline that tuning is compared with.
+
+    Raises:
+        MachineError: There is no compiler to link with.
+    """
+    _export(lowered.mod, target, library)
+
+
+def require_linker(machine: str = "") -> str:
+    """Checks that libraries can be linked here.
+
+    Args:
+        machine: Architecture of the libraries; this host's by default.
+
+    Returns:
+        The compiler to link with, where the architecture is another; else it is empty, and TVM finds one.
+
+    Raises:
+        MachineError: There is no C++ compiler for it.
+    """
+    if machine and machine != platform.machine():
+        compiler = f"{machine}-linux-gnu-g++"
+        if not shutil.which(compiler):
+            raise MachineError(
+                f"libraries for {machine} are linked with {compiler}, which is not here; install it (Debian: apt "
+                f"install g++-{machine.replace('_', '-')}-linux-gnu), or compile on such a machine"
+            )
+        return compiler
+    if not any(shutil.which(name) for name in ("g++", "gcc", "clang++", "clang", "c++", "cc")):
+        raise MachineError("no C++ compiler was found to link libraries with; install g++ (Debian: apt install g++)")
+    return ""
+
+
+def _export(mod: IRModule, target: Target, library: Path) -> None:
+    import tvm
+    from tvm.support import cc
+
+    compiler = require_linker(architecture_of(str(target.attrs.get("mtriple", ""))))
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with target:
+        compiled = tvm.compile(mod, target)
+        compiled.export_library(str(library), fcompile=cc.cross_compiler(compiler) if compiler else None)
+
+
+def write_coverage(coverage: Coverage, path: Path) -> None:
+    """Writes `coverage.json`."""
+    path.write_text(json.dumps(coverage.to_dict(), indent=1))

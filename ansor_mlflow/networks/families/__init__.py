@@ -1,0 +1,1 @@
+"""The families of built-in networks, a module each."""

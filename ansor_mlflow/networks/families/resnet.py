@@ -1,0 +1,108 @@
+"""ResNet-18/34/50/101/152 ("Deep Residual Learning for Image Recognition", He et al., 2015, table 1).
+
+The stride of a bottleneck block sits on its 3×3 convolution (the "v1.5" of most frameworks). The graph ends in logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from ansor_mlflow.networks.families.family import NUM_CLASSES, append_pooled_logits, image_classifier
+from ansor_mlflow.networks.graph import GraphBuilder, PerAxis
+from ansor_mlflow.networks.shapes import Shape
+
+STAGE_CHANNELS = (64, 128, 256, 512)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How many blocks each of the four stages has, and of which kind."""
+
+    blocks: tuple[int, int, int, int]
+    bottleneck: bool
+
+    @property
+    def expansion(self) -> int:
+        """Output channels of a block over those of its 3×3 convolution."""
+        return 4 if self.bottleneck else 1
+
+
+VARIANTS = {
+    18: Variant((2, 2, 2, 2), bottleneck=False),
+    34: Variant((3, 4, 6, 3), bottleneck=False),
+    50: Variant((3, 4, 6, 3), bottleneck=True),
+    101: Variant((3, 4, 23, 3), bottleneck=True),
+    152: Variant((3, 8, 36, 3), bottleneck=True),
+}
+
+
+def append_resnet(
+    variant: Variant,
+    builder: GraphBuilder,
+    input_shape: Shape,
+    *,
+    stem_stride: PerAxis = 2,
+    num_classes: int = NUM_CLASSES,
+) -> None:
+    """Appends a ResNet with as many spatial axes as its input has.
+
+    Args:
+        variant: Its blocks.
+        builder: Receives the input "data" and the layers up to "logits".
+        input_shape: (N, 3, H, W), or (N, 3, D, H, W) for video.
+        stem_stride: Stride of the first convolution.
+        num_classes: Number of logits.
+    """
+    rank = len(input_shape) - 2
+    data = builder.input("data", input_shape)
+    data = builder.conv("stem.conv", data, (64, 3, *[7] * rank), stride=stem_stride, padding=3)
+    data = builder.relu("stem.relu", builder.batch_norm("stem.bn", data, 64))
+    data = builder.pool("MaxPool", "stem.pool", data, (3,) * rank, stride=2, padding=1)
+    in_channels = 64
+    for stage, (channels, num_blocks) in enumerate(zip(STAGE_CHANNELS, variant.blocks, strict=True)):
+        for block in range(num_blocks):
+            block_name = f"stage{stage}.block{block}"
+            stride = 2 if block == 0 and stage > 0 else 1
+            data = _residual_block(builder, block_name, data, variant, in_channels, channels, stride, rank)
+            in_channels = channels * variant.expansion
+    append_pooled_logits(builder, data, channels=in_channels, num_classes=num_classes)
+
+
+def _residual_block(
+    builder: GraphBuilder,
+    name: str,
+    data: str,
+    variant: Variant,
+    in_channels: int,
+    channels: int,
+    stride: int,
+    rank: int,
+) -> str:
+    """Two 3×3 convolutions, or 1×1, 3×3, 1×1 for a bottleneck, added to the (projected) input."""
+    out_channels = channels * variant.expansion
+    if variant.bottleneck:
+        layers = [(channels, 1, 1), (channels, 3, stride), (out_channels, 1, 1)]
+    else:
+        layers = [(channels, 3, stride), (channels, 3, 1)]
+    branch, branch_channels = data, in_channels
+    for index, (layer_channels, kernel, layer_stride) in enumerate(layers):
+        shape = (layer_channels, branch_channels, *[kernel] * rank)
+        branch = builder.conv(f"{name}.conv{index}", branch, shape, stride=layer_stride, padding=kernel // 2)
+        is_last = index == len(layers) - 1
+        # A branch that is small beside its input keeps the sum of fifty of them in bounds.
+        branch = builder.batch_norm(f"{name}.bn{index}", branch, layer_channels, gain=0.35 if is_last else 0.75)
+        if not is_last:
+            branch = builder.relu(f"{name}.relu{index}", branch)
+        branch_channels = layer_channels
+    if stride != 1 or in_channels != out_channels:
+        shape = (out_channels, in_channels, *[1] * rank)
+        data = builder.conv(f"{name}.projection", data, shape, stride=stride)
+        data = builder.batch_norm(f"{name}.projection.bn", data, out_channels)
+    return builder.relu(f"{name}.relu", builder.node("Add", f"{name}.add", branch, data))
+
+
+NETWORKS = {
+    f"resnet-{depth}": image_classifier(f"resnet-{depth}", partial(append_resnet, variant))
+    for depth, variant in VARIANTS.items()
+}

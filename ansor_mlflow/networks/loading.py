@@ -1,0 +1,149 @@
+"""Where networks come from: a built-in name, an operator with its sizes, an ONNX file, or one of PyTorch."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import string
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS, build_builtin
+from ansor_mlflow.networks.onnx_file import digest, fix_shapes, input_specs, load_weights, output_specs, read_onnx
+from ansor_mlflow.networks.operators import build_operator, is_operator
+from ansor_mlflow.networks.pytorch.program import PROGRAM_SUFFIX, export_program
+from ansor_mlflow.tensors import TensorSpec
+
+_TRAINED_TYPES = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
+_PICKLE_SUFFIXES = (".pt", ".pth")
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network with weights and static shapes."""
+
+    name: str
+    """The built-in name, the operator with its sizes, or the stem of the file's name."""
+    model: onnx.ModelProto
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    path: Path | None = None
+    """The file it was read from, of which there may be no more; None for a network that is generated."""
+    source: str | None = None
+    """The URI that the file was downloaded from; with a version, where the user gave an alias."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained values: weights that are not scalars, without the statistics of batch normalisations."""
+        graph = self.model.graph
+        statistics = {name for node in graph.node if node.op_type == "BatchNormalization" for name in node.input[3:5]}
+        return sum(
+            math.prod(weight.dims)
+            for weight in graph.initializer
+            if weight.dims and weight.name not in statistics and weight.data_type in _TRAINED_TYPES
+        )
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the graph and its weights."""
+        return digest(self.model)
+
+
+def load_network(
+    name: str, *, batch_size: int = 1, input_shapes: Mapping[str, Sequence[int]] = {}, seed: int = 0
+) -> Network:
+    """Generates a built-in network or a single operator, or reads a file.
+
+    Args:
+        name: A built-in name, an operator with its sizes (see `operators.OPERATORS`), or the path of an ONNX file or of
+            an exported program of PyTorch (.pt2).
+        batch_size: Batch size of a built-in network.
+        input_shapes: Shapes that replace those of the inputs; the other shapes follow from them.
+        seed: Seed of the weights of a network that is generated.
+
+    Raises:
+        UserInputError: There is no such network, it cannot be read, or the shapes do not fit it.
+        MachineError: It needs PyTorch, which is not installed.
+    """
+    if name in BUILTIN_NETWORKS:
+        model = build_builtin(name, batch_size=batch_size, input_shapes=input_shapes, seed=seed)
+        return _network(name, fix_shapes(model, name, {}))
+    if is_operator(name):
+        model = build_operator(name, batch_size=batch_size, input_shapes=input_shapes, seed=seed)
+        return _network(name, fix_shapes(model, name, {}))
+    if not _is_path(name):
+        raise UserInputError(f"network={name!r} is neither a built-in network nor a file; {_hint(name)}")
+    return read_network(Path(name), name, batch_size=batch_size, input_shapes=input_shapes)
+
+
+def read_network(
+    path: Path, called: str, *, batch_size: int = 1, input_shapes: Mapping[str, Sequence[int]] = {}
+) -> Network:
+    """Reads an ONNX file or an exported program of PyTorch.
+
+    Args:
+        path: The file; a program has the suffix .pt2.
+        called: What messages call it.
+        batch_size: Must be 1, as the parameter is for networks that are generated.
+        input_shapes: Shapes that replace those of the inputs; the other shapes follow from them.
+
+    Raises:
+        UserInputError: The file cannot be read, or the shapes do not fit it.
+        MachineError: It needs PyTorch, which is not installed.
+    """
+    if batch_size != 1:
+        raise UserInputError(
+            f"batch_size={batch_size} with network={called}: it is for built-in networks; give a file's batch size in "
+            "input_shapes"
+        )
+    if path.suffix in _PICKLE_SUFFIXES:
+        raise UserInputError(
+            f"network={called}: pickles of PyTorch are not read, because a pickle may run any code; save an exported "
+            "program instead: torch.export.save(torch.export.export(model, args), 'model.pt2')"
+        )
+    if path.suffix == PROGRAM_SUFFIX:
+        with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+            exported = export_program(path, called, input_shapes, Path(scratch))
+            return _network(path.stem, _read(exported, called, {}), path)
+    return _network(path.stem, _read(path, called, input_shapes), path)
+
+
+def _read(path: Path, called: str, input_shapes: Mapping[str, Sequence[int]]) -> onnx.ModelProto:
+    """Reads an ONNX file with all its weights."""
+    model = fix_shapes(read_onnx(path, called), called, input_shapes, path.parent)
+    load_weights(model, called, path.parent)
+    return model
+
+
+def _network(name: str, model: onnx.ModelProto, path: Path | None = None) -> Network:
+    return Network(name=name, model=model, inputs=input_specs(model), outputs=output_specs(model), path=path)
+
+
+def _is_path(name: str) -> bool:
+    return name.endswith((".onnx", PROGRAM_SUFFIX, *_PICKLE_SUFFIXES)) or os.sep in name or Path(name).is_file()
+
+
+def _hint(name: str) -> str:
+    near = _nearest_numbers(name) or difflib.get_close_matches(name.lower(), BUILTIN_NETWORKS, n=3, cutoff=0.7)
+    if near:
+        return f"perhaps you meant {', '.join(near)}"
+    return f"built-in are {', '.join(BUILTIN_NETWORKS)}; a file ends in .onnx or .pt2"
+
+
+def _nearest_numbers(name: str) -> list[str]:
+    """The two networks of the same family with the nearest numbers: resnet-18 and resnet-34 for resnet-17."""
+    family, number = _split_number(name)
+    numbers = {other: _split_number(other)[1] for other in BUILTIN_NETWORKS if _split_number(other)[0] == family}
+    return sorted(numbers, key=lambda other: abs(numbers[other] - number))[:2]
+
+
+def _split_number(name: str) -> tuple[str, int]:
+    """A network's family and number: ("vgg", 16) of "vgg-16", ("inception", 3) of "inception_v3"; else 0."""
+    rest = name.lower().rstrip(string.digits)
+    return rest.rstrip("v").rstrip("-_"), int(name[len(rest) :] or 0)

@@ -1,0 +1,1 @@
+"""Exported programs of PyTorch as networks; nothing of them is unpickled or evaluated."""

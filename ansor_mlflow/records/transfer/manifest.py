@@ -1,0 +1,75 @@
+"""The digests of a tuning's files: what was altered or cut short on the way is noticed before it is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from ansor_mlflow import names
+from ansor_mlflow.errors import RecordsError
+from ansor_mlflow.files import write_text
+from ansor_mlflow.records.journal import JOURNAL_FILE
+from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
+from ansor_mlflow.records.transfer.parts import PARTS_DIR
+
+_FORMAT_VERSION = 1
+_GROWING = {WORKLOAD_FILE, RECORD_FILE, JOURNAL_FILE}
+"""Files that may be longer than the manifest says: they only grow, and it is written after them."""
+_CHUNK_BYTES = 2**20
+
+
+def write_manifest(records: Path, path: Path) -> None:
+    """Writes the SHA-256 and the length of every file of a tuning's records.
+
+    The cost model is left out, which changes every minute and is only ever looked at, and so are parts, which are named
+    by their digests.
+
+    Args:
+        records: Directory of the records.
+        path: The manifest.
+    """
+    files = {}
+    for file in sorted(records.rglob("*")):
+        name = file.relative_to(records)
+        is_described = name.parts[0] not in (PARTS_DIR, names.COST_MODEL_FILE, names.MANIFEST_FILE)
+        if file.is_file() and is_described and not file.name.startswith("."):
+            size = file.stat().st_size
+            files[name.as_posix()] = {"bytes": size, "sha256": _sha256(file, size)}
+    write_text(path, json.dumps({"format_version": _FORMAT_VERSION, "files": files}, indent=1))
+
+
+def verify_manifest(records: Path) -> None:
+    """Checks the files of a tuning's records against their manifest; without one there is nothing to check.
+
+    Raises:
+        RecordsError: A file is missing or was changed, or the manifest is damaged.
+    """
+    path = records / names.MANIFEST_FILE
+    if not path.is_file():
+        return
+    try:
+        files: dict[str, dict[str, Any]] = json.loads(path.read_text())["files"]
+        expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
+    except (ValueError, TypeError, LookupError, AttributeError) as err:
+        raise RecordsError(f"{path} is damaged ({type(err).__name__}); fetch the records again") from err
+    for name, (size, digest) in expected.items():
+        file = records / name
+        actual = file.stat().st_size if file.is_file() and file.resolve().is_relative_to(records.resolve()) else -1
+        has_length = actual >= size if name in _GROWING else actual == size
+        if not has_length or _sha256(file, size) != digest:
+            raise RecordsError(
+                f"{file}: the file is not the one whose SHA-256 is in {names.MANIFEST_FILE}: it was changed, or not "
+                "all of it arrived; fetch the records again"
+            )
+
+
+def _sha256(path: Path, size: int) -> str:
+    """The digest of the first bytes of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while size and (chunk := file.read(min(size, _CHUNK_BYTES))):
+            digest.update(chunk)
+            size -= len(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,10 @@
+"""The steps `compile` and `recompile`."""
+
+from ansor_mlflow.steps.compiling.compile import compile_network
+from ansor_mlflow.steps.compiling.recompile import RecompileResult, recompile
+
+__all__ = [
+    "RecompileResult",
+    "compile_network",
+    "recompile",
+]

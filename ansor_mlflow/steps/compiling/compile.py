@@ -1,0 +1,219 @@
+"""The step `compile`: applies records to a network and logs the library as an MLflow model."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ansor_mlflow import flavor, names
+from ansor_mlflow.device import DeviceFingerprint, fingerprint, resolve_num_threads, resolve_target
+from ansor_mlflow.errors import UserInputError, without_credentials
+from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower
+from ansor_mlflow.model import LIBRARY_FILE, CompiledNetwork, Coverage, compile_tuned, write_coverage
+from ansor_mlflow.networks import Network, write_onnx
+from ansor_mlflow.options import CompileOptions, NetworkOptions
+from ansor_mlflow.serving import SignatureKind, get_signature
+from ansor_mlflow.steps.compiling.tuned_devices import TunedDevice, require_one_network
+from ansor_mlflow.steps.records import Recorded, distill_for_device, find_recorded, load_recorded_network
+from ansor_mlflow.tracking import StepRun, clear_failures, step_run
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+WriteRecords = Callable[[LoweredNetwork, "Target", DeviceFingerprint, Path], str]
+"""Writes the records to apply to a network on a device into a directory. Returns for which device they are, in one
+clause, where it is another."""
+_log = logging.getLogger("ansor_mlflow")
+
+
+@dataclass(frozen=True)
+class CompileResult:
+    """What the step made."""
+
+    run_id: str
+    model_uri: str
+    coverage: Coverage
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the library for one device is made."""
+
+    options: NetworkOptions
+    """The network's lowering."""
+    target: Target
+    device: DeviceFingerprint
+    write_best: WriteRecords
+    provenance: Mapping[str, object]
+    """Where the library comes from."""
+
+    @staticmethod
+    def of(options: NetworkOptions, write_best: WriteRecords, provenance: Mapping[str, object]) -> Recipe:
+        """For the target and the number of threads in the options."""
+        num_threads = resolve_num_threads(options.num_threads)
+        target = resolve_target(options.target, num_threads)
+        return Recipe(options, target, fingerprint(target, num_threads), write_best, provenance)
+
+
+def compile_network(options: CompileOptions) -> CompileResult:
+    """Compiles a network with records and logs the model.
+
+    Raises:
+        AnsorMlflowError: The options are not usable, the records are for another target or network, or a server is
+            away.
+    """
+    with step_run("compile", options, f"compile {options.network}") as run:
+        return _compile(options, run)
+
+
+def _compile(options: CompileOptions, run: StepRun) -> CompileResult:
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+        if len(options.tune_runs) > 1:
+            network, recipes = _recipes_for_devices(options, run, Path(scratch))
+        else:
+            network, recipes = _recipe(options, run, Path(scratch))
+        libraries, coverage = build_libraries(network, recipes, run, step="compile")
+    return CompileResult(run.run_id, log_model(libraries, run, options.signature), coverage)
+
+
+def _recipe(options: CompileOptions, run: StepRun, scratch: Path) -> tuple[Network, list[Recipe]]:
+    recorded = find_recorded(options.model_copy(update={"tune_run": "".join(options.tune_runs)}), scratch)
+    run.log_options(recorded.options)
+    run.log_tags({names.TAG_TUNE_RUN: recorded.options.tune_run})
+
+    def write_best(kernels: LoweredNetwork, target: Target, device: DeviceFingerprint, best: Path) -> str:  # noqa: ARG001
+        return distill_for_device(recorded.records, device, best, allow_mismatch=options.allow_target_mismatch)
+
+    return load_recorded_network(recorded), [Recipe.of(recorded.options, write_best, provenance_of(recorded))]
+
+
+def _recipes_for_devices(options: CompileOptions, run: StepRun, scratch: Path) -> tuple[Network, list[Recipe]]:
+    """A network, and how to compile it for the device of each of several tuning runs.
+
+    Raises:
+        UserInputError: They tuned different networks, or two of them the same device.
+        RecordsError: It is not known for which device the records of one are.
+        MachineError: Libraries for one of the devices cannot be linked here.
+    """
+    if options.allow_target_mismatch:
+        raise UserInputError(
+            "allow_target_mismatch with several tuning runs: each is compiled for its own device; leave it out"
+        )
+    tuned = [TunedDevice.of(tune_run, options, scratch) for tune_run in options.tune_runs]
+    require_one_network(tuned)
+    run.log_options(tuned[0].recorded.options.model_copy(update={"tune_run": options.tune_run}))
+    run.log_tags({names.TAG_TUNE_RUN: ",".join(options.tune_runs)})
+    recipes = [
+        Recipe(member.recorded.options, member.target, member.device, member.write_best, provenance_of(member.recorded))
+        for member in tuned
+    ]
+    return load_recorded_network(tuned[0].recorded), recipes
+
+
+def build_libraries(
+    network: Network, recipes: Sequence[Recipe], run: StepRun, *, step: str
+) -> tuple[list[CompiledNetwork], Coverage]:
+    """Compiles a network in the run's scratch directory, and says in the run what it is and what is covered.
+
+    Args:
+        network: The network.
+        recipes: How, for each device.
+        run: The run of the step.
+        step: Name of the step, for that of the run.
+
+    Returns:
+        A library for each recipe, and the coverage of the one that is covered least.
+    """
+    _describe_run(run, step, network.name, [recipe.device for recipe in recipes])
+    write_onnx(network.model, run.directory / names.NETWORK_FILE)
+    built = [_build_library(network, recipe, run) for recipe in recipes]
+    coverage = min((coverage for _, coverage in built), key=lambda coverage: coverage.flops_share)
+    _report_coverage(coverage, run)
+    return [library for library, _ in built], coverage
+
+
+def _describe_run(run: StepRun, step: str, network: str, devices: Sequence[DeviceFingerprint]) -> None:
+    """Says in a run what is compiled, and for which devices."""
+    descriptions = ", ".join(device.description for device in devices)
+    run.log_tags(
+        {
+            names.TAG_NETWORK: network,
+            names.TAG_TARGET: descriptions,
+            names.TAG_NUM_THREADS: ", ".join(str(device.num_threads) for device in devices),
+            "mlflow.runName": f"{step} {network} · {descriptions}",
+        }
+    )
+
+
+def _build_library(network: Network, recipe: Recipe, run: StepRun) -> tuple[CompiledNetwork, Coverage]:
+    directory = run.directory / recipe.device.name
+    lowered = lower(network.model, recipe.target, **recipe.options.lowering())
+    best = directory / names.BEST_DIR
+    mismatch = recipe.write_best(lowered, recipe.target, recipe.device, best)
+    if mismatch:
+        _log.warning("%s; they are applied nevertheless, and may be slow", mismatch)
+        run.log_tags({names.TAG_TARGET_MISMATCH: mismatch})
+    _log.info("compiling %s for %s", network.name, recipe.device.description)
+    library = directory / LIBRARY_FILE
+    coverage = compile_tuned(lowered, recipe.target, best, library)
+    compiled = CompiledNetwork(
+        name=network.name,
+        network=run.directory / names.NETWORK_FILE,
+        inputs=network.inputs,
+        outputs=network.outputs,
+        library=library,
+        records=best,
+        fingerprint=recipe.device,
+        coverage=coverage.to_dict(),
+        provenance={**recipe.provenance, "target_mismatch": mismatch},
+    )
+    return compiled, coverage
+
+
+def log_model(libraries: Sequence[CompiledNetwork], run: StepRun, signature: SignatureKind) -> str:
+    """Logs the libraries of a network as one model to the run of the step, and returns the model's URI."""
+    first = libraries[0]
+    with clear_failures("log the model"):
+        logged = flavor.log_model(
+            libraries,
+            name=names.MODEL_NAME,
+            signature=get_signature(first.inputs, first.outputs, signature),
+        )
+    model_uri = str(logged.model_uri)
+    run.log_tags({names.TAG_MODEL_URI: model_uri})
+    return model_uri
+
+
+def _report_coverage(coverage: Coverage, run: StepRun) -> None:
+    """Says in a run how much of a network the records cover; of several libraries, of the least covered one."""
+    run.log_metrics({names.COVERAGE_TASKS: coverage.task_share, names.COVERAGE_FLOPS: coverage.flops_share})
+    path = run.directory / names.COVERAGE_FILE
+    write_coverage(coverage, path)
+    run.log_artifacts(path)
+    if coverage.missing:
+        _log.warning(
+            "%d of %d tasks have no record (%.1f %% of the operations are covered), such as %s: they run untuned, "
+            "often a hundred times slower; tune this network for this target and layout",
+            len(coverage.missing),
+            len(coverage.missing) + len(coverage.covered),
+            coverage.flops_share * 100,
+            coverage.missing[0].name,
+        )
+
+
+def provenance_of(recorded: Recorded) -> dict[str, object]:
+    """Where a library that is compiled with records comes from; a model keeps it."""
+    import tvm
+
+    if recorded.provenance is not None:
+        return {**asdict(recorded.provenance), "tvm_version": tvm.__version__, "tune_run": recorded.options.tune_run}
+    return {
+        **recorded.options.lowering(),
+        "lowering_version": LOWERING_VERSION,
+        "tvm_version": tvm.__version__,
+        "records": without_credentials(recorded.options.records),
+    }

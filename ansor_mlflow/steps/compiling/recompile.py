@@ -1,0 +1,221 @@
+"""The step `recompile`: builds the model of an old run again, with today's TVM and the records that still apply."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import mlflow
+from mlflow.entities import Run
+
+from ansor_mlflow import names
+from ansor_mlflow.device import DeviceFingerprint
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, TuningTask
+from ansor_mlflow.model import Coverage
+from ansor_mlflow.networks import Network
+from ansor_mlflow.options import NetworkOptions, RecompileOptions, RecordsOptions, load_options
+from ansor_mlflow.records import Database, RecordPair, RecordText, write_pair
+from ansor_mlflow.steps.compiling.compile import Recipe, build_libraries, log_model
+from ansor_mlflow.steps.records import (
+    distill_for_device,
+    fetch_records,
+    find_recorded,
+    load_recorded_network,
+    tuning_of,
+)
+from ansor_mlflow.tracking import StepRun, clear_failures, params_used, register, registered_versions, sources, step_run
+from ansor_mlflow.tuning import applies
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+_MAX_CANDIDATES = 8
+"""Records of a kernel that are tried."""
+_log = logging.getLogger("ansor_mlflow")
+
+Fate = Literal["applied", "no_such_kernel", "does_not_apply"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survivor:
+    """What became of the records of one kernel."""
+
+    workload_hash: str
+    task: str
+    """Name of the kernel today; empty where the network has it no more."""
+    fate: Fate
+    run_s: float
+    """Seconds per call of the record that is applied, else of the fastest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecompileResult:
+    """What the step made."""
+
+    run_id: str
+    model_uri: str
+    coverage: Coverage
+    survivors: tuple[Survivor, ...]
+    registered_versions: tuple[str, ...]
+    """New versions of registered models that the old model is a version of, as name/version."""
+
+    @property
+    def num_applied(self) -> int:
+        """Kernels whose records still apply."""
+        return sum(survivor.fate == "applied" for survivor in self.survivors)
+
+
+def recompile(options: RecompileOptions) -> RecompileResult:
+    """Builds the model of an old run again and logs it.
+
+    Where the old model is a version of a registered model, the new one becomes its next version; no alias moves.
+
+    Raises:
+        AnsorMlflowError: There is no such run, it has neither a model nor records, the records are for another device,
+            or a server is away.
+    """
+    with clear_failures(f"read the run {options.run}"):
+        old = mlflow.get_run(options.run)
+    with (
+        step_run("recompile", options, f"recompile {options.run}") as run,
+        tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch,
+    ):
+        source = _Source.of(old, Path(scratch))
+        survivors: list[Survivor] = []
+
+        def write_best(lowered: LoweredNetwork, target: Target, device: DeviceFingerprint, best: Path) -> str:
+            fastest = Path(scratch, names.BEST_DIR)
+            mismatch = distill_for_device(
+                source.records, device, fastest, keep=_MAX_CANDIDATES, allow_mismatch=options.allow_target_mismatch
+            )
+            survivors.extend(_write_applying(fastest, lowered.tasks, target, best))
+            return mismatch
+
+        recipe = Recipe.of(source.options, write_best, source.provenance)
+        libraries, coverage = build_libraries(source.network, [recipe], run, step="recompile")
+        _report(survivors, run)
+        run.log_tags({names.TAG_RECOMPILED_FROM: options.run, names.TAG_TUNE_RUN: source.tune_run})
+        model_uri = log_model(libraries, run, options.signature)
+        return RecompileResult(
+            run_id=run.run_id,
+            model_uri=model_uri,
+            coverage=coverage,
+            survivors=tuple(survivors),
+            registered_versions=tuple(_register(model_uri, source.model_uri)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """What an old run left behind."""
+
+    model_uri: str
+    tune_run: str
+    network: Network
+    options: NetworkOptions
+    records: Path
+    provenance: dict[str, object]
+
+    @staticmethod
+    def of(old: Run, scratch: Path) -> _Source:
+        """Reads it: the network of the model and the records of the tuning, as far as there are both.
+
+        Raises:
+            UserInputError: There is neither.
+        """
+        run_id, model_uri, tune_run = old.info.run_id, old.data.tags.get(names.TAG_MODEL_URI, ""), tuning_of(old)
+        if not model_uri and not tune_run:
+            raise UserInputError(
+                f"run={run_id}: the run has neither a model nor records; give one of compile, tune or main"
+            )
+        options: NetworkOptions
+        if tune_run:
+            recorded = find_recorded(RecordsOptions(tune_run=tune_run), scratch, any_lowering=True)
+            options, records = recorded.options, recorded.records
+            network = _network_of(model_uri, options) if model_uri else load_recorded_network(recorded)
+        else:
+            options = load_options(NetworkOptions, params_used(old, NetworkOptions))
+            records = fetch_records(model_uri, scratch)
+            network = _network_of(model_uri, options)
+        return _Source(
+            model_uri=model_uri,
+            tune_run=tune_run,
+            network=network,
+            options=options,
+            records=records,
+            provenance=_provenance(options, run_id, model_uri),
+        )
+
+
+def _network_of(model_uri: str, options: NetworkOptions) -> Network:
+    return replace(sources.load_network(model_uri), name=sources.display_name(options.network))
+
+
+def _provenance(options: NetworkOptions, run_id: str, model_uri: str) -> dict[str, object]:
+    import tvm
+
+    return {
+        **options.lowering(),
+        "lowering_version": LOWERING_VERSION,
+        "tvm_version": tvm.__version__,
+        "recompiled_from": {"run": run_id, "model_uri": model_uri},
+    }
+
+
+def _write_applying(fastest: Path, tasks: Sequence[TuningTask], target: Target, best: Path) -> list[Survivor]:
+    """Writes for each task the fastest record that applies, and says what became of every kernel's records."""
+    database = Database(RecordPair.in_directory(fastest))
+    by_hash: dict[str, list[RecordText]] = {}
+    for record in database.records:
+        hash_ = f"{database.hashes[record.workload]:#018x}"
+        by_hash.setdefault(hash_, []).append(RecordText(record.run_s, database.fields(record)))
+    workloads = {f"{hash_:#018x}": line for hash_, line in zip(database.hashes, database.workloads, strict=True)}
+    tasks_by_hash = {task.info.workload_hash: task for task in tasks}
+    applied: dict[str, RecordText] = {}
+    survivors = []
+    for hash_, records in by_hash.items():
+        task = tasks_by_hash.get(hash_)
+        found = next((record for record in records if task and applies(record, task, target)), None)
+        if found:
+            applied[hash_] = found
+        survivors.append(
+            Survivor(
+                workload_hash=hash_,
+                task=task.info.name if task else "",
+                fate="applied" if found else "does_not_apply" if task else "no_such_kernel",
+                run_s=(found or records[0]).run_s,
+            )
+        )
+    write_pair(
+        best,
+        [workloads[hash_] for hash_ in applied],
+        [record.line(index) for index, record in enumerate(applied.values())],
+    )
+    return survivors
+
+
+def _report(survivors: Sequence[Survivor], run: StepRun) -> None:
+    path = run.directory / names.SURVIVORS_FILE
+    path.write_text(json.dumps([asdict(survivor) for survivor in survivors], indent=1))
+    run.log_artifacts(path)
+    num_applied = sum(survivor.fate == "applied" for survivor in survivors)
+    run.log_metrics({names.RECORDS_APPLIED: num_applied, names.RECORDS_LOST: len(survivors) - num_applied})
+    if num_applied < len(survivors):
+        _log.warning(
+            "the records of %d of %d kernels do not apply any more; %s says which",
+            len(survivors) - num_applied,
+            len(survivors),
+            names.SURVIVORS_FILE,
+        )
+
+
+def _register(model_uri: str, old_uri: str) -> Iterator[str]:
+    """Makes a model the next version of what another is a version of."""
+    for name, version in registered_versions(old_uri) if old_uri else ():
+        yield f"{name}/{register(model_uri, name, {names.TAG_RECOMPILED_FROM: f'{name}/{version}'})}"

@@ -1,0 +1,83 @@
+"""The devices that several tuning runs were made on: what code for each is generated from."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ansor_mlflow.device import DeviceFingerprint, resolve_target
+from ansor_mlflow.errors import RecordsError, UserInputError
+from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.model import require_linker
+from ansor_mlflow.options import RecordsOptions
+from ansor_mlflow.records import read_fingerprint
+from ansor_mlflow.steps.records import Recorded, distill_for_device, find_recorded
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+
+@dataclass(frozen=True)
+class TunedDevice:
+    """A tuning run, and the device that it was made on, which need not be this host."""
+
+    recorded: Recorded
+    device: DeviceFingerprint
+    target: Target
+    """With the triple, where the device is of another architecture."""
+
+    @staticmethod
+    def of(tune_run: str, options: RecordsOptions, scratch: Path) -> TunedDevice:
+        """Reads a tuning run.
+
+        Raises:
+            UserInputError: There is no such run.
+            RecordsError: Its records are damaged, or it is not known for which device they are.
+            MachineError: A server is away, or libraries for the device cannot be linked here.
+        """
+        directory = scratch / tune_run
+        directory.mkdir()
+        recorded = find_recorded(options.model_copy(update={"tune_run": tune_run}), directory)
+        device = read_fingerprint(recorded.records)
+        if device is None:
+            raise RecordsError(f"run {tune_run} does not say which device its records are for; compile it alone")
+        require_linker(device.machine)
+        attributes = dict(device.target)
+        if device.machine != platform.machine():
+            attributes.setdefault("mtriple", f"{device.machine}-linux-gnu")
+        return TunedDevice(recorded, device, resolve_target(json.dumps(attributes), device.num_threads))
+
+    def write_best(self, kernels: LoweredNetwork, target: Target, device: DeviceFingerprint, best: Path) -> str:  # noqa: ARG002
+        """See `compile.WriteRecords`."""
+        return distill_for_device(self.recorded.records, device, best)
+
+
+def require_one_network(tuned: Sequence[TunedDevice]) -> None:
+    """Refuses tuning runs whose libraries cannot be in one model.
+
+    Raises:
+        UserInputError: They tuned different networks, or two of them the same device.
+    """
+    first = tuned[0]
+    devices: dict[str, str] = {}
+    for member in tuned:
+        run, options = member.recorded.options.tune_run, member.recorded.options
+        if _network_of(member) != _network_of(first):
+            raise UserInputError(
+                f"tune_run: {first.recorded.options.tune_run} tuned {first.recorded.network} and {run} tuned "
+                f"{options.network}, or other weights of it; a model holds libraries of one network"
+            )
+        other = devices.setdefault(member.device.name, run)
+        if other != run:
+            raise UserInputError(
+                f"tune_run: {other} and {run} are both for {member.device.description}; a model holds one library for "
+                "each device: give one of them, or tune one with warm_start= the other"
+            )
+
+
+def _network_of(member: TunedDevice) -> str:
+    return member.recorded.provenance.network_sha256 if member.recorded.provenance else ""

@@ -1,0 +1,151 @@
+"""Two versions of a registered model against each other on this host: which one is faster."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import mlflow
+import numpy as np
+
+from ansor_mlflow import names
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.measuring import Ratio, SequentialTest, Verdict, contenders, measure_once
+from ansor_mlflow.model import LibraryEntry, Manifest, choose_library, verified_manifest
+from ansor_mlflow.options import PromoteOptions
+from ansor_mlflow.tensors import TensorSpec
+from ansor_mlflow.tracking import clear_failures
+
+_log = logging.getLogger("ansor_mlflow")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A version that was downloaded, with the library that is loaded here as it is."""
+
+    version: str
+    directory: Path
+    manifest: Manifest
+    entry: LibraryEntry
+
+    @staticmethod
+    def of_version(name: str, version: str, scratch: Path) -> Contender:
+        """Downloads a version into a directory and checks it.
+
+        Raises:
+            ModelError: It is not of our flavor, was changed, or has no library that runs here.
+            MachineError: A server is away.
+        """
+        scratch = scratch / version
+        scratch.mkdir(parents=True)
+        with clear_failures(f"read version {version} of {name}"):
+            uri = f"models:/{name}/{version}"
+            directory = Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(scratch)))
+        manifest = verified_manifest(directory)
+        entry = choose_library(directory, manifest)
+        return Contender(version=version, directory=directory, manifest=manifest, entry=entry)
+
+    @property
+    def network(self) -> Path:
+        """The ONNX file that was compiled."""
+        return self.directory / names.NETWORK_FILE
+
+    @property
+    def make_run(self) -> contenders.MakeRun:
+        """What is run in a child process."""
+        return partial(contenders.library_run, self.directory / self.entry.path, self.manifest, self.entry)
+
+    def has_network_of(self, other: Contender) -> bool:
+        """Whether both were compiled from the same file, and from the same ones with its weights."""
+        return self._network_files == other._network_files
+
+    @property
+    def _network_files(self) -> dict[str, str]:
+        own = ("libraries/", "records/")
+        return {name: digest for name, digest in self.manifest.files.items() if not name.startswith(own)}
+
+    def require_interface_of(self, champion: Contender) -> None:
+        """Checks that this version could take another one's place: only then can their times be compared.
+
+        Raises:
+            UserInputError: Its inputs or outputs have other names, shapes or dtypes.
+        """
+        for kind in ("inputs", "outputs"):
+            given, wanted = _described(getattr(self.manifest, kind)), _described(getattr(champion.manifest, kind))
+            if given != wanted:
+                raise UserInputError(
+                    f"candidate={self.version}: its {kind} are {given}, those of the champion, version "
+                    f"{champion.version}, are {wanted}; register it as another model"
+                )
+
+
+def _described(specs: tuple[TensorSpec, ...]) -> str:
+    return ", ".join(f"{spec.name}: {spec.dtype} {spec.shape}" for spec in specs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """A candidate against a champion."""
+
+    champion: str
+    """Its version."""
+    verdict: Verdict
+    ratio: Ratio
+    """The candidate's latency over the champion's."""
+    limit: float
+    """What the ratio must be below."""
+    candidate_ms: tuple[float, ...]
+    """Median of each turn."""
+    champion_ms: tuple[float, ...]
+    same_network: bool
+    """Whether both were compiled from the same ONNX file; if not, this compares nothing but their speed."""
+
+    @property
+    def medians_ms(self) -> tuple[float, float]:
+        """Latency of the candidate and of the champion."""
+        return float(np.median(self.candidate_ms)), float(np.median(self.champion_ms))
+
+    @property
+    def text(self) -> str:
+        """The ratio as a part of a sentence."""
+        low, high = f"{self.ratio.lower:.3f}", f"{self.ratio.upper:.3f}"
+        return f"{self.ratio.estimate:.3f} ({low} to {high}) of the time of version {self.champion}"
+
+
+def compete(candidate: Contender, champion: Contender, options: PromoteOptions) -> Contest:
+    """Times both in turns until it is clear which one is faster, or the turns are used up.
+
+    Every turn starts both once, in processes of their own, one after the other; who is first alternates.
+
+    Raises:
+        MachineError: A process died.
+    """
+    test = SequentialTest(confidence=options.confidence, margin=options.min_improvement, max_turns=options.max_turns)
+    times: dict[str, list[float]] = {candidate.version: [], champion.version: []}
+    _log.info("measuring version %s against version %s", candidate.version, champion.version)
+    for look in test.looks:
+        for turn in range(len(times[candidate.version]), look):
+            pair = (champion, candidate) if turn % 2 == 0 else (candidate, champion)
+            for contender in pair:
+                times[contender.version].append(_median_ms(contender, options))
+        ratio = test.ratio(times[candidate.version], times[champion.version])
+        verdict = test.verdict(ratio)
+        _log.info("%d turns: ratio %.3f (%.3f to %.3f)", look, ratio.estimate, ratio.lower, ratio.upper)
+        if verdict is not Verdict.OPEN:
+            break
+    return Contest(
+        champion=champion.version,
+        verdict=verdict,
+        ratio=ratio,
+        limit=1 - test.margin,
+        candidate_ms=tuple(times[candidate.version]),
+        champion_ms=tuple(times[champion.version]),
+        same_network=candidate.has_network_of(champion),
+    )
+
+
+def _median_ms(contender: Contender, options: PromoteOptions) -> float:
+    make_call = partial(contenders.timed_call, contender.make_run, contender.manifest.inputs, options.seed)
+    return float(np.median(measure_once(make_call, options.measure_s))) * 1e3

@@ -1,0 +1,163 @@
+"""What a promotion decided, and on which evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import pydantic_core
+
+from ansor_mlflow import names
+from ansor_mlflow.errors import CorrectnessError, ModelError, NotFasterError, UndecidedError
+from ansor_mlflow.measuring import Difference
+from ansor_mlflow.steps.promotion.contest import Contest
+from ansor_mlflow.tracking import render_page
+
+
+class Outcome(str, Enum):
+    """How a promotion ended."""
+
+    PROMOTED = "promoted"
+    """The candidate is faster than the champion by as much as was asked for."""
+    NO_CHAMPION = "no_champion"
+    """There was none; the candidate's outputs are right, and it is the champion now."""
+    ALREADY_CHAMPION = "already_champion"
+    """The candidate is the champion; nothing was measured."""
+    LOST = "lost"
+    """The candidate is not faster by as much as was asked for."""
+    INCONCLUSIVE = "inconclusive"
+    """The turns were used up before it was clear."""
+    WRONG = "wrong"
+    """The candidate's outputs are not those of ONNX Runtime."""
+    NOT_MEASURABLE = "not_measurable"
+    """The champion cannot be loaded on this host."""
+    OVERTAKEN = "overtaken"
+    """The champion changed while this was measured."""
+
+
+_ERRORS = {
+    Outcome.LOST: NotFasterError,
+    Outcome.INCONCLUSIVE: UndecidedError,
+    Outcome.WRONG: CorrectnessError,
+    Outcome.NOT_MEASURABLE: ModelError,
+    Outcome.OVERTAKEN: UndecidedError,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promotion:
+    """A decision with its evidence."""
+
+    run_id: str
+    model: str
+    """Registered model."""
+    candidate: str
+    """Its version."""
+    target: str
+    """Short description of this host with the candidate's threads, such as "llvm znver4 ×2"."""
+    outcome: Outcome
+    reason: str
+    """One sentence, with what to do next where there is something to do."""
+    aliases: dict[str, str]
+    """The aliases that were to be moved, with the versions that they pointed to; empty for a new one."""
+    dry_run: bool
+    confidence: float
+    tolerance: float | None
+    """Largest relative error that passes; None where nothing was checked."""
+    errors: dict[str, Difference]
+    """How far outputs are from ONNX Runtime's, by version; the reference is the candidate's network."""
+    contests: tuple[Contest, ...]
+    """One for each champion; usually there is one."""
+
+    @property
+    def is_won(self) -> bool:
+        """Whether the candidate is, or with `dry_run` would be, the new champion."""
+        return self.outcome in (Outcome.PROMOTED, Outcome.NO_CHAMPION)
+
+    @property
+    def headline(self) -> str:
+        """What became of the candidate."""
+        to = f"version {self.candidate} of {self.model}"
+        if self.is_won:
+            return f"{to} {'would be' if self.dry_run else 'is now'} {' and '.join(self.aliases)}"
+        return f"{to} is {'' if self.outcome is Outcome.ALREADY_CHAMPION else 'not '}{' and '.join(self.aliases)}"
+
+    def require_won(self) -> None:
+        """Checks that the candidate is the champion.
+
+        Raises:
+            AnsorMlflowError: It is not; the exit code tells the outcomes apart.
+        """
+        kind = _ERRORS.get(self.outcome)
+        if kind is not None:
+            raise kind(f"{self.headline} ({self.outcome.value}): {self.reason}")
+
+    def metrics(self) -> dict[str, float]:
+        """What the run shows: of several contests the one that was closest."""
+        found = {}
+        if self.candidate in self.errors:
+            difference = self.errors[self.candidate]
+            found = {names.MAX_ABS_ERROR: difference.max_abs_error, names.MAX_REL_ERROR: difference.max_rel_error}
+        if self.contests:
+            closest = max(self.contests, key=lambda contest: contest.ratio.estimate)
+            latency_ms, champion_ms = closest.medians_ms
+            found |= {
+                names.LATENCY_MS: latency_ms,
+                names.CHAMPION_LATENCY_MS: champion_ms,
+                names.LATENCY_RATIO: closest.ratio.estimate,
+                names.LATENCY_RATIO_LOWER: closest.ratio.lower,
+                names.LATENCY_RATIO_UPPER: closest.ratio.upper,
+                names.NUM_TURNS: closest.ratio.num_turns,
+            }
+            if closest.champion in self.errors:
+                found[names.CHAMPION_MAX_REL_ERROR] = self.errors[closest.champion].max_rel_error
+        return found
+
+    def tags(self) -> dict[str, str]:
+        """What is said about the decision on the run and on the version."""
+        tags = {names.TAG_PROMOTION: self.outcome.value, names.TAG_PROMOTION_ALIASES: " ".join(self.aliases)}
+        if self.contests:
+            ratios = (f"{c.ratio.estimate:.4f} [{c.ratio.lower:.4f}, {c.ratio.upper:.4f}]" for c in self.contests)
+            tags[names.TAG_PROMOTION_RATIO] = "; ".join(ratios)
+            tags[names.TAG_PROMOTION_CHAMPION] = " ".join(contest.champion for contest in self.contests)
+        return tags
+
+    def to_json(self) -> str:
+        """All of it; JSON has no infinite numbers, and has null in their place."""
+        return pydantic_core.to_json(self, indent=1, inf_nan_mode="null").decode()
+
+    def to_html(self, commands: Sequence[str]) -> str:
+        """A page that needs no network.
+
+        Args:
+            commands: Command lines that do it again.
+        """
+        return render_page(
+            "promotion.html",
+            title=self.headline[:1].upper() + self.headline[1:],
+            subtitle=f"{self.target} · run {self.run_id}",
+            promotion=self,
+            summary=[self.reason, *self._notes()],
+            contests=[_contest_rows(contest) for contest in self.contests],
+            commands=commands,
+        )
+
+    def _notes(self) -> list[str]:
+        notes = ["This was a dry run: no alias was moved."] if self.dry_run else []
+        for contest in self.contests:
+            error = self.errors.get(contest.champion)
+            if not contest.same_network:
+                notes.append(f"Version {contest.champion} is another network: speed was compared, not accuracy.")
+            elif error and self.tolerance and not error.max_rel_error <= self.tolerance:
+                notes.append(f"The outputs of version {contest.champion} are not those of ONNX Runtime.")
+        return notes
+
+
+def _contest_rows(contest: Contest) -> dict[str, Any]:
+    turns = zip(contest.candidate_ms, contest.champion_ms, strict=True)
+    return {
+        "contest": contest,
+        "turns": [(turn, mine, theirs, mine / theirs) for turn, (mine, theirs) in enumerate(turns, 1)],
+    }

@@ -1,0 +1,219 @@
+"""The step `promote`: a version of a registered model becomes the champion if it is right and faster."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ansor_mlflow import names
+from ansor_mlflow.device import DeviceFingerprint, fingerprint, resolve_target
+from ansor_mlflow.errors import ModelError, UndecidedError, UserInputError
+from ansor_mlflow.measuring import (
+    Difference,
+    Verdict,
+    compare_with_reference,
+    read_examples,
+    seeded_examples,
+    tolerance_for,
+)
+from ansor_mlflow.model import threads_here
+from ansor_mlflow.options import PromoteOptions
+from ansor_mlflow.steps.promotion.contest import Contender, Contest, compete
+from ansor_mlflow.steps.promotion.decision import Outcome, Promotion
+from ansor_mlflow.tracking import StepRun, command_lines, describe_environment, registry, step_run
+
+CHAMPION = "champion"
+_log = logging.getLogger("ansor_mlflow")
+
+
+def target_alias(device: DeviceFingerprint) -> str:
+    """The alias of the champion on a device, such as `champion-llvm-znver4-x2-0123456789`."""
+    return f"{CHAMPION}-{re.sub(r'[^A-Za-z0-9_-]', '-', device.name)}"
+
+
+def promote(options: PromoteOptions) -> Promotion:
+    """Compares a candidate with the champion on this host, and moves the aliases if it wins.
+
+    The aliases are `champion-<target>` and the one that `options` names. The candidate must win against each version
+    that loses an alias.
+
+    Returns:
+        The decision; losing is no error, see `Promotion.require_won`.
+
+    Raises:
+        UserInputError: There is no such model or version, its inputs are not the champion's, or `data` is not usable.
+        ModelError: The candidate was changed, or has no library for this host.
+        MachineError: A server is away, or a process died.
+    """
+    if not options.candidate:
+        raise UserInputError("candidate='': it must be the number of a version, or an alias")
+    version = registry.find_version(options.model, options.candidate)
+    with step_run("promote", options, f"promote {options.model}/{version}") as run:
+        return _promote(options, version, run)
+
+
+def _promote(options: PromoteOptions, version: str, run: StepRun) -> Promotion:
+    candidate = Contender.of_version(options.model, version, run.directory)
+    device = host_of(candidate)
+    run.log_tags(
+        {
+            names.TAG_NETWORK: candidate.manifest.network,
+            names.TAG_TARGET: device.description,
+            names.TAG_NUM_THREADS: str(device.num_threads),
+            names.TAG_MODEL_URI: f"models:/{options.model}/{version}",
+            names.TAG_DRY_RUN: str(options.dry_run).lower(),
+        }
+    )
+    now = registry.aliases_of(options.model)
+    wanted = [target_alias(device), *([options.alias] if options.alias else [])]
+    seen = {alias: now.get(alias, "") for alias in wanted}
+    decision = _decide(options, candidate, seen, run.directory)
+    promotion = Promotion(
+        run_id=run.run_id,
+        model=options.model,
+        candidate=version,
+        target=device.description,
+        aliases=seen,
+        dry_run=options.dry_run,
+        confidence=options.confidence,
+        **vars(decision),
+    )
+    _log_evidence(promotion, device, options, run)  # before an alias moves, so that none does without
+    settled = promotion if options.dry_run else _carry_out(promotion)
+    if settled is not promotion:
+        _log_evidence(settled, device, options, run)
+    return settled
+
+
+def host_of(contender: Contender) -> DeviceFingerprint:
+    """This host with the threads that a library runs on here; it may be made for another CPU and for more."""
+    num_threads = threads_here(contender.entry)
+    return fingerprint(resolve_target("auto", num_threads), num_threads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Decision:
+    """Fields of a `Promotion`."""
+
+    outcome: Outcome
+    reason: str
+    tolerance: float | None = None
+    errors: dict[str, Difference] = field(default_factory=dict)
+    contests: tuple[Contest, ...] = ()
+
+
+def _decide(options: PromoteOptions, candidate: Contender, seen: Mapping[str, str], scratch: Path) -> _Decision:
+    """Checks the candidate, and lets it compete with each version that has one of the aliases."""
+    if set(seen.values()) == {candidate.version}:
+        return _Decision(outcome=Outcome.ALREADY_CHAMPION, reason="nothing was measured")
+    champions = []
+    for version in dict.fromkeys(seen.values()):
+        if version not in ("", candidate.version):
+            try:
+                champions.append(Contender.of_version(options.model, version, scratch))
+            except ModelError as err:
+                return _Decision(outcome=Outcome.NOT_MEASURABLE, reason=_not_measurable(version, err))
+    for champion in champions:
+        candidate.require_interface_of(champion)
+    try:
+        return _compare(options, candidate, champions)
+    except ModelError as err:
+        _errors(options, candidate, [])  # this raises it again if it is the candidate that cannot be loaded
+        versions = " or ".join(champion.version for champion in champions)
+        return _Decision(outcome=Outcome.NOT_MEASURABLE, reason=_not_measurable(versions, err))
+
+
+def _compare(options: PromoteOptions, candidate: Contender, champions: Sequence[Contender]) -> _Decision:
+    """Checks what the candidate computes, and measures it against each champion until it does not win.
+
+    Raises:
+        ModelError: A library cannot be loaded.
+    """
+    tolerance = tolerance_for(options.tolerance, candidate.network, candidate.entry)
+    errors = _errors(options, candidate, champions)
+    error = errors[candidate.version].max_rel_error
+    if not error <= tolerance:
+        reason = f"its outputs differ from ONNX Runtime's by max_rel_error={error:.3g}, allowed is {tolerance:g}"
+        wrong = f"{reason}; compile it again"
+        return _Decision(outcome=Outcome.WRONG, reason=wrong, tolerance=tolerance, errors=errors)
+    contests: list[Contest] = []
+    for champion in champions:
+        contests.append(compete(candidate, champion, options))
+        if contests[-1].verdict is not Verdict.FASTER:
+            break
+    outcome, reason = _outcome(contests)
+    return _Decision(outcome=outcome, reason=reason, tolerance=tolerance, errors=errors, contests=tuple(contests))
+
+
+def _errors(options: PromoteOptions, candidate: Contender, champions: Sequence[Contender]) -> dict[str, Difference]:
+    """How far the outputs of the candidate, and of champions with the same network, are from the reference."""
+    inputs = candidate.manifest.inputs
+    examples = seeded_examples(inputs, options.seed)
+    if options.data:
+        examples += read_examples(options.data, inputs)
+    _log.info("comparing outputs with ONNX Runtime's on %d inputs", len(examples))
+    same = [champion for champion in champions if champion.has_network_of(candidate)]
+    runs = {contender.version: contender.make_run for contender in (candidate, *same)}
+    return compare_with_reference(runs, candidate.network, threads_here(candidate.entry), examples)
+
+
+def _outcome(contests: Sequence[Contest]) -> tuple[Outcome, str]:
+    """What the last contest, which decides, means; with a sentence on it."""
+    if not contests:
+        return Outcome.NO_CHAMPION, "its outputs are right, and there was no champion to compare it with"
+    last = contests[-1]
+    took = f"it takes {last.text}"
+    if last.verdict is Verdict.FASTER:
+        return Outcome.PROMOTED, f"it takes {' and '.join(contest.text for contest in contests)}"
+    if last.verdict is Verdict.NOT_FASTER:
+        return Outcome.LOST, f"{took}, and must take less than {last.limit:.3f}; tune it longer"
+    return Outcome.INCONCLUSIVE, (
+        f"{took} after {last.ratio.num_turns} turns, and must take less than {last.limit:.3f}; give more max_turns, or "
+        "run it on a host with nothing else to do"
+    )
+
+
+def _not_measurable(version: str, err: ModelError) -> str:
+    return f"the champion, version {version}, cannot be compared on this host: {err}; or leave out alias"
+
+
+def _carry_out(promotion: Promotion) -> Promotion:
+    """Moves the aliases of a candidate that won, unless the champion changed meanwhile, and tags the candidate.
+
+    The tags of a candidate that is the champion already stay: they say why it is.
+    """
+    if promotion.outcome is Outcome.ALREADY_CHAMPION:
+        return promotion
+    if promotion.is_won:
+        try:
+            registry.move_aliases(promotion.model, promotion.candidate, promotion.aliases, promotion.run_id)
+        except UndecidedError as err:
+            promotion = replace(promotion, outcome=Outcome.OVERTAKEN, reason=str(err))
+    without_contest = {names.TAG_PROMOTION_RATIO: "", names.TAG_PROMOTION_CHAMPION: ""}
+    tags = {**without_contest, **promotion.tags(), names.TAG_PROMOTION_RUN: promotion.run_id}
+    registry.tag_version(promotion.model, promotion.candidate, tags)
+    return promotion
+
+
+def _log_evidence(promotion: Promotion, device: DeviceFingerprint, options: PromoteOptions, run: StepRun) -> None:
+    """Says in the run what was decided and why."""
+    run.log_metrics(promotion.metrics())
+    run.log_tags(
+        {
+            **promotion.tags(),
+            "mlflow.runName": f"promote {options.model}/{promotion.candidate} · {promotion.outcome.value}",
+        }
+    )
+    texts = {
+        names.PROMOTION_FILE: promotion.to_json(),
+        names.PROMOTION_REPORT_FILE: promotion.to_html(command_lines("promote", options)),
+        names.ENVIRONMENT_FILE: json.dumps(describe_environment(device), indent=1),
+    }
+    for name, text in texts.items():
+        path = run.directory / name
+        path.write_text(text, encoding="utf-8")
+        run.log_artifacts(path)

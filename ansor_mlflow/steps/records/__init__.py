@@ -1,0 +1,52 @@
+"""Records that steps take and give: from runs, models, pools and paths; and the commands `records` and `pool`."""
+
+from ansor_mlflow.steps.records.databases import WrittenRecords, distill_records, merge_records, show_records
+from ansor_mlflow.steps.records.fetching import fetch_databases, fetch_records, fetch_run, options_of_source, tuning_of
+from ansor_mlflow.steps.records.given import (
+    Kernels,
+    Recorded,
+    best_records,
+    distill_for_device,
+    find_recorded,
+    latency_s,
+    load_recorded_network,
+    lower_for_device,
+)
+from ansor_mlflow.steps.records.sharing import (
+    PoolContents,
+    give_to_pool,
+    known_kernels,
+    list_pool,
+    pull_records,
+    push_records,
+)
+from ansor_mlflow.steps.records.verify import ReplayedRecord, Verification, verify_records
+
+__all__ = [
+    "Kernels",
+    "PoolContents",
+    "Recorded",
+    "ReplayedRecord",
+    "Verification",
+    "WrittenRecords",
+    "best_records",
+    "distill_for_device",
+    "distill_records",
+    "fetch_databases",
+    "fetch_records",
+    "fetch_run",
+    "find_recorded",
+    "give_to_pool",
+    "known_kernels",
+    "latency_s",
+    "list_pool",
+    "load_recorded_network",
+    "lower_for_device",
+    "merge_records",
+    "options_of_source",
+    "pull_records",
+    "push_records",
+    "show_records",
+    "tuning_of",
+    "verify_records",
+]

@@ -1,0 +1,186 @@
+"""The commands `records show`, `merge` and `distill`: databases are counted, put together and thinned, without TVM."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ansor_mlflow import names
+from ansor_mlflow.device import available_cpus, fingerprint, parse_target, resolve_target
+from ansor_mlflow.errors import RecordsError, UserInputError, without_credentials
+from ansor_mlflow.files import write_text
+from ansor_mlflow.options import DistillRecordsOptions, MergeRecordsOptions, ShowRecordsOptions
+from ansor_mlflow.records import (
+    RECORD_FILE,
+    WORKLOAD_FILE,
+    Database,
+    DatabaseSummary,
+    code_attributes,
+    find_records,
+    merge,
+    open_database,
+    search_directories,
+    summarize,
+    target_attributes,
+)
+from ansor_mlflow.steps.records.fetching import fetch_source
+
+_DESCRIPTIONS = (names.FINGERPRINT_FILE, names.PROVENANCE_FILE)
+_WRITTEN = (WORKLOAD_FILE, *_DESCRIPTIONS, names.SOURCES_FILE, RECORD_FILE)
+"""The files of a new database in the order in which they get their names: without the last one it is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenRecords:
+    """A new database."""
+
+    output: Path
+    num_records: int
+
+
+def show_records(options: ShowRecordsOptions) -> DatabaseSummary:
+    """Counts the records of a database.
+
+    Raises:
+        UserInputError: There is no such source.
+        RecordsError: It is no database.
+        MachineError: A server is away.
+    """
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+        path = fetch_source(options.source, Path(scratch))
+        return summarize(open_database(find_records(path, prefer_winners=False)))
+
+
+def merge_records(options: MergeRecordsOptions) -> WrittenRecords:
+    """Writes all records of several databases to a new one, each once.
+
+    Raises:
+        UserInputError: There is no such source, or the output is not free.
+        RecordsError: A source is no database, or there is no record in any.
+        MachineError: A server is away.
+    """
+    return _write(options, options.sources, keep=None, target="")
+
+
+def distill_records(options: DistillRecordsOptions) -> WrittenRecords:
+    """Writes the fastest valid records of each workload and target to a new database.
+
+    Raises:
+        UserInputError: There is no such source or target, or the output is not free.
+        RecordsError: A source is no database, or there is no valid record for the target in any.
+        MachineError: A server is away.
+    """
+    return _write(options, options.sources, keep=options.keep, target=options.target)
+
+
+def _write(options: MergeRecordsOptions, given: Sequence[str], *, keep: int | None, target: str) -> WrittenRecords:
+    output = Path(options.output).resolve()
+    _require_free(output, options.output)
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+        paths = []
+        for index, source in enumerate(given):
+            copy = Path(scratch, str(index))
+            copy.mkdir()
+            paths.append(fetch_source(source, copy))
+        _require_apart(output, options.output, paths)
+        databases = [open_database(find_records(path, prefer_winners=False)) for path in paths]
+        if target:
+            _take_target(databases, target)
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".new-", dir=output) as new:
+                num_records = merge(databases, Path(new), keep=keep)
+                if num_records:
+                    _describe(Path(new), databases, given, keep, target)
+                    _replace(Path(new), output)
+        except OSError as err:
+            raise UserInputError(f"output={options.output}: it cannot be written ({err.strerror})") from err
+    if not num_records:
+        kind = "record" if keep is None else "valid record"
+        raise RecordsError(f"there is no {kind} in {', '.join(given)}; tune first")
+    return WrittenRecords(output=output, num_records=num_records)
+
+
+def _require_free(output: Path, given: str) -> None:
+    """Checks that nothing of the user's is in the way: neither other files, nor records that came later."""
+    if output.exists() and not output.is_dir():
+        raise UserInputError(f"output={given}: it is a file; give a directory")
+    if output.is_dir() and any(output.iterdir()) and not _is_ours(output):
+        raise UserInputError(
+            f"output={given}: the directory is not empty, and holds no database as merge and distill left it; give a "
+            "new directory"
+        )
+
+
+def _is_ours(directory: Path) -> bool:
+    try:
+        written = json.loads((directory / names.SOURCES_FILE).read_text())["sha256"]
+        return bool(written == _digests(directory))
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
+def _require_apart(output: Path, given: str, paths: Iterable[Path]) -> None:
+    for path in paths:
+        directories = search_directories(path) if path.is_dir() else [path.parent]
+        if output in [directory.resolve() for directory in directories]:
+            raise UserInputError(f"output={given}: that is where records are read from; give another directory")
+
+
+def _take_target(databases: Sequence[Database], target: str) -> None:
+    """Leaves the records for targets with the attributes that the user gave.
+
+    Only `auto` and a tag need TVM, which knows what they stand for.
+
+    Raises:
+        RecordsError: There are none.
+    """
+    parsed = parse_target(target)
+    made_for = {record.target for database in databases for record in database.records}
+    if isinstance(parsed, str) and parsed in {target_attributes(text).get("kind") for text in made_for}:
+        parsed = {"kind": parsed}
+    if isinstance(parsed, str):
+        num_threads = available_cpus()
+        parsed = fingerprint(resolve_target(target, num_threads), num_threads).target
+    wanted = {name: value for name, value in code_attributes(parsed).items() if name in parsed}.items()
+    taken = {text for text in made_for if wanted <= code_attributes(target_attributes(text)).items()}
+    if not taken:
+        raise RecordsError(
+            f"target={target!r}: there are no records for it; `ansor-mlflow records show` lists the targets"
+        )
+    for database in databases:
+        database.records = [record for record in database.records if record.target in taken]
+
+
+def _describe(
+    directory: Path, databases: Sequence[Database], given: Sequence[str], keep: int | None, target: str
+) -> None:
+    """Writes what the new database was made from, and the descriptions that all of its sources share."""
+    for name in _DESCRIPTIONS:
+        texts = [_text(database.pair.records.with_name(name)) for database in databases]
+        if texts[0] is not None and len(set(texts)) == 1:
+            write_text(directory / name, texts[0])
+    made_from = {"sources": [without_credentials(source) for source in given], "keep": keep, "target": target}
+    text = json.dumps({**made_from, "sha256": _digests(directory)}, indent=1)
+    write_text(directory / names.SOURCES_FILE, text)
+
+
+def _text(path: Path) -> str | None:
+    return path.read_text() if path.is_file() else None
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    return {name: hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in (WORKLOAD_FILE, RECORD_FILE)}
+
+
+def _replace(new: Path, output: Path) -> None:
+    """Puts the files of a new database in the place of an earlier one's."""
+    for name in reversed(_WRITTEN):
+        (output / name).unlink(missing_ok=True)
+    for name in _WRITTEN:
+        if (new / name).exists():
+            (new / name).replace(output / name)

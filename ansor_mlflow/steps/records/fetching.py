@@ -1,0 +1,127 @@
+"""Brings records to this machine: from a tuning run, a model, an artifact URI or a path."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import mlflow
+from mlflow.entities import Run
+
+from ansor_mlflow import names
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.model import verified_manifest
+from ansor_mlflow.options import NetworkOptions, RecordsOptions
+from ansor_mlflow.records import join_parts, verify_manifest
+from ansor_mlflow.tracking import clear_failures, sources
+
+_RUN_ID = re.compile("[0-9a-f]{32}")
+
+
+def options_of_source(source: str, options: NetworkOptions, parameter: str = "source") -> RecordsOptions:
+    """The tuning run or the records that `source` means; `runs:/<ID>` and `runs:/<ID>/records` are a run, too.
+
+    Args:
+        source: What the user gave.
+        options: The network that records from a path are for.
+        parameter: What messages call it.
+
+    Raises:
+        UserInputError: It is none of them.
+    """
+    shared = options.model_dump(include=set(NetworkOptions.model_fields))
+    if Path(source).exists():
+        return RecordsOptions(**shared, records=source)
+    run_id = source.removeprefix("runs:/").removesuffix("/").removesuffix("/records")
+    if _RUN_ID.fullmatch(run_id):
+        return RecordsOptions(**shared, tune_run=run_id)
+    if sources.is_uri(source):
+        return RecordsOptions(**shared, records=source)
+    raise UserInputError(
+        f"{parameter}={source!r} is neither a run's ID (32 hexadecimal digits) nor a file or directory of records; "
+        "give one of them, or an artifact URI"
+    )
+
+
+def fetch_source(source: str, scratch: Path) -> Path:
+    """The file or directory of records that `source` means; what is in MLflow is copied to `scratch`.
+
+    Raises:
+        UserInputError: It is no source, or there is no such run or artifact.
+        RecordsError: The files are not those that their manifest describes.
+        ModelError: It is a model that was changed.
+        MachineError: A server is away.
+    """
+    return _sole(fetch_databases(source, scratch), f"source={source}")
+
+
+def fetch_records(records: str, scratch: Path) -> Path:
+    """As `fetch_source`, of a path or an artifact URI."""
+    return _sole(_databases_in(_fetch(records, scratch, "records")), f"records={records}")
+
+
+def fetch_databases(source: str, scratch: Path, parameter: str = "source") -> list[Path]:
+    """As `fetch_source`, but a model may have records for several devices."""
+    options = options_of_source(source, NetworkOptions(), parameter)
+    if options.tune_run:
+        return [fetch_run(options.tune_run, scratch)]
+    return _databases_in(_fetch(options.records, scratch, parameter))
+
+
+def tuning_of(run: Run) -> str:
+    """The ID of the tuning run that a run is or has used; empty where there is none.
+
+    Raises:
+        UserInputError: It is a compilation of several.
+    """
+    if run.data.tags.get(names.TAG_STEP) == "tune":
+        return str(run.info.run_id)
+    tune_run = run.data.tags.get(names.TAG_TUNE_RUN, "")
+    if "," in tune_run:
+        raise UserInputError(f"run {run.info.run_id} was compiled with several tunings; give one of {tune_run}")
+    return tune_run
+
+
+def fetch_run(run_id: str, scratch: Path) -> Path:
+    """The records of a tuning run, those of one that was killed too.
+
+    Raises:
+        UserInputError: There is no such run, or it has no records.
+        RecordsError: The files are not those that their manifest describes.
+        MachineError: A server is away.
+    """
+    with clear_failures(f"read the records of run {run_id}"):
+        records = Path(
+            mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=names.RECORDS_DIR, dst_path=str(scratch))
+        )
+    verify_manifest(records)
+    join_parts(records)
+    return records
+
+
+def _fetch(records: str, scratch: Path, parameter: str) -> Path:
+    if sources.is_uri(records):
+        records = sources.pinned_uri(records, parameter)
+        with clear_failures(f"read {parameter}={records}"):
+            records = mlflow.artifacts.download_artifacts(artifact_uri=records, dst_path=str(scratch))
+    path = Path(records)
+    for directory in (path, path.parent, path / names.RECORDS_DIR):
+        verify_manifest(directory)
+    return path
+
+
+def _databases_in(path: Path) -> list[Path]:
+    """A model has a database for each of its libraries; any other source is one."""
+    if not (path / names.MODEL_FILE).is_file():
+        return [path]
+    verified_manifest(path)
+    return sorted(directory for directory in (path / names.RECORDS_DIR).iterdir() if directory.is_dir())
+
+
+def _sole(databases: list[Path], given: str) -> Path:
+    if len(databases) != 1:
+        raise UserInputError(
+            f"{given}: the model has records for {len(databases)} devices; give one of "
+            f"{', '.join(f'{names.RECORDS_DIR}/{directory.name}' for directory in databases)}"
+        )
+    return databases[0]

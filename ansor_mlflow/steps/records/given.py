@@ -1,0 +1,215 @@
+"""Records that a step takes, from a tuning run or a path, and the kernels that they were made for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from ansor_mlflow import names
+from ansor_mlflow.device import (
+    DeviceFingerprint,
+    fingerprint,
+    import_tensor_intrin,
+    resolve_num_threads,
+    resolve_target,
+    vector_lanes,
+)
+from ansor_mlflow.errors import RecordsError, UserInputError
+from ansor_mlflow.files import write_text
+from ansor_mlflow.lowering import LOWERING_VERSION, SETTINGS, PaddedLayer, TuningTask, layers_to_pad, lower
+from ansor_mlflow.networks import Network
+from ansor_mlflow.options import NetworkOptions, RecordsOptions
+from ansor_mlflow.records import (
+    Provenance,
+    RecordPair,
+    distill,
+    find_records,
+    open_database,
+    read_fingerprint,
+    read_provenance,
+    summarize,
+    target_key,
+    target_name,
+    why_not_applicable,
+)
+from ansor_mlflow.steps.records.fetching import fetch_records, fetch_run
+from ansor_mlflow.tracking import sources
+
+if TYPE_CHECKING:
+    from tvm.s_tir.meta_schedule.database import TuningRecord
+    from tvm.target import Target
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Records on disk with the options that they were made with."""
+
+    options: RecordsOptions
+    """As given; of a tuning run's records, the network, layout, target and threads are that run's."""
+    records: Path
+    network: str
+    """What `sources.load_network` takes; of a tuning run with a network from a file, the run's copy of it."""
+    provenance: Provenance | None
+    """Of a tuning run; None for records from a path."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a network, lowered for a device."""
+
+    network: str
+    target: Target
+    device: DeviceFingerprint
+    tasks: tuple[TuningTask, ...]
+    hard_to_tile: tuple[PaddedLayer, ...]
+    """Layers with channels that `pad_channels=auto` pads."""
+    is_padded: bool
+    """Whether it did."""
+
+
+def find_recorded(options: RecordsOptions, scratch: Path, *, any_lowering: bool = False) -> Recorded:
+    """Finds the records that the options name; what is in MLflow is copied to `scratch`.
+
+    Args:
+        options: The records.
+        scratch: Directory for copies.
+        any_lowering: Whether another version of the lowering may have made the kernels of a tuning run.
+
+    Raises:
+        UserInputError: Not exactly one of `tune_run` and `records` is given, or there is no such run or artifact.
+        RecordsError: The tuning run's description is damaged, or another version of the lowering made its kernels.
+        MachineError: A server is away.
+    """
+    if bool(options.tune_run) == bool(options.records):
+        given = "both were" if options.tune_run else "neither was"
+        raise UserInputError(f"tune_run and records: {given} given; give the ID of a tuning run, or records=…")
+    if options.tune_run:
+        return _from_tune_run(options, scratch, any_lowering=any_lowering)
+    return Recorded(options, fetch_records(options.records, scratch), options.network, None)
+
+
+def _from_tune_run(options: RecordsOptions, scratch: Path, *, any_lowering: bool) -> Recorded:
+    """The records of a tuning run, with the options that it used."""
+    records = fetch_run(options.tune_run, scratch)
+    provenance = read_provenance(records)
+    if provenance.lowering_version != LOWERING_VERSION and not any_lowering:
+        raise RecordsError(
+            f"run {options.tune_run} was tuned with lowering version {provenance.lowering_version}, this is "
+            f"{LOWERING_VERSION}: its records do not fit today's kernels; tune again"
+        )
+    network = f"runs:/{options.tune_run}/{names.NETWORK_FILE}" if provenance.from_file else provenance.network
+    used = {
+        "network": provenance.network,
+        **{name: getattr(provenance, name) for name in SETTINGS},
+        "target": provenance.target,
+        "num_threads": provenance.num_threads,
+        "batch_size": provenance.batch_size,
+        "input_shapes": provenance.input_shapes,
+        "seed": provenance.seed,
+    }
+    return Recorded(options.model_copy(update=used), records, network, provenance)
+
+
+def load_recorded_network(recorded: Recorded) -> Network:
+    """Loads the network that the records are for.
+
+    Raises:
+        UserInputError: There is no such network.
+        RecordsError: The tuning run had another version of it.
+    """
+    options = recorded.options
+    is_copy = recorded.network != options.network
+    network = sources.load_network(
+        recorded.network,
+        batch_size=options.batch_size,
+        input_shapes={} if is_copy else options.input_shapes,
+        seed=options.seed,
+    )
+    if recorded.provenance is not None and network.sha256 != recorded.provenance.network_sha256:
+        raise RecordsError(
+            f"run {options.tune_run} tuned another version of {options.network} than the one at hand; tune again"
+        )
+    return replace(network, name=sources.display_name(options.network)) if is_copy else network
+
+
+def lower_for_device(network: Network, options: NetworkOptions) -> Kernels:
+    """Lowers a network for the target and the threads of the options.
+
+    Raises:
+        UserInputError: The target is unknown, there are fewer CPUs than threads, or TVM cannot import the network.
+    """
+    num_threads = resolve_num_threads(options.num_threads)
+    target = resolve_target(options.target, num_threads)
+    tasks = lower(network.model, target, **options.lowering()).tasks
+    hard_to_tile = tuple(layers_to_pad(network.model, vector_lanes(target)))
+    is_padded = options.pad_channels == "auto"
+    return Kernels(network.name, target, fingerprint(target, num_threads), tasks, hard_to_tile, is_padded)
+
+
+def distill_for_device(
+    records: Path, device: DeviceFingerprint, best: Path, *, keep: int = 1, allow_mismatch: bool = False
+) -> str:
+    """Writes a database with the fastest records of each kernel that may be applied on a device.
+
+    Args:
+        records: Directory or file of records.
+        device: Where they are to be applied.
+        best: Directory of the new database.
+        keep: Records of a kernel.
+        allow_mismatch: Whether those of another device may be taken.
+
+    Returns:
+        For which device the records are, in one clause, where it is another.
+
+    Raises:
+        RecordsError: They are damaged, or for another device.
+    """
+    pair = find_records(records)
+    root = pair.records.parent
+    made_for = read_fingerprint(root.parent if root.name == names.BEST_DIR else root)
+    reason = why_not_applicable(made_for, device) if made_for else ""
+    if reason and not allow_mismatch:
+        raise RecordsError(
+            f"{reason}; tune on this device, or give allow_target_mismatch=true to apply them nevertheless"
+        )
+    distill(pair, best, device.target, keep, any_target=allow_mismatch)
+    if made_for:
+        write_text(best / names.FINGERPRINT_FILE, made_for.to_json())
+    ours = target_key(json.dumps(device.target))
+    others = [t for t in summarize(open_database(RecordPair.in_directory(best))).targets if t.attributes != ours]
+    if reason or not others:
+        return reason
+    made_for_names = ", ".join(f"{len(other.workloads)} for {other.name}" for other in others)
+    return f"some records are not for {target_name(device.target)}: {made_for_names}"
+
+
+def best_records(records: Path, kernels: Kernels, scratch: Path) -> dict[int, TuningRecord]:
+    """The fastest record of each task that has one, by the task's index.
+
+    Raises:
+        UserInputError: There are no records.
+        RecordsError: They are damaged, all of them are for other targets, or one does not apply to its kernel.
+    """
+    from tvm.s_tir.meta_schedule.database import JSONDatabase
+
+    import_tensor_intrin()  # reading a record applies it
+    best = scratch / names.BEST_DIR
+    distill(find_records(records), best, kernels.device.target)
+    try:
+        database = JSONDatabase(work_dir=str(best), allow_missing=False)
+    except (RuntimeError, ValueError, TypeError) as err:
+        reason = (str(err).splitlines() or [type(err).__name__])[0]
+        raise RecordsError(f"{records}: the records do not apply ({reason}); tune the network again") from err
+    found = {
+        task.info.index: database.query_tuning_record(task.mod, kernels.target, task.info.name)
+        for task in kernels.tasks
+    }
+    return {index: record for index, record in found.items() if record is not None}
+
+
+def latency_s(record: TuningRecord) -> float:
+    """Mean seconds per call, the figure by which TVM's databases rank records."""
+    return fmean(float(seconds) for seconds in record.run_secs)

@@ -1,0 +1,139 @@
+"""The commands `pool push`, `pull` and `list`, and what a tuning takes of a pool and gives to it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ansor_mlflow.device import fingerprint, resolve_num_threads, resolve_target
+from ansor_mlflow.errors import MachineError, RecordsError, UserInputError
+from ansor_mlflow.options import ListPoolOptions, PullPoolOptions, PushPoolOptions
+from ansor_mlflow.records import FAILED_RUN_S, PoolObject, find_records, objects_of, workload_hash, write_objects
+from ansor_mlflow.steps.records.fetching import fetch_databases
+from ansor_mlflow.tracking import PoolDevice, PushedRecords, RecordPool
+
+_MAX_RETRY_S = 60.0
+"""How long a pool that is away is waited for at the end of a tuning."""
+_log = logging.getLogger("ansor_mlflow")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolContents:
+    """What a pool has."""
+
+    devices: tuple[PoolDevice, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PulledRecords:
+    """A database with what a pool has for a device."""
+
+    output: Path
+    device: str
+    """Short description."""
+    num_kernels: int
+    num_records: int
+
+
+def list_pool(options: ListPoolOptions) -> PoolContents:
+    """What a pool has, device by device.
+
+    Raises:
+        MachineError: The pool cannot be reached.
+    """
+    return PoolContents(devices=tuple(RecordPool(options.pool).devices()))
+
+
+def push_records(options: PushPoolOptions) -> PushedRecords:
+    """Pushes what tunings found out to a pool.
+
+    Raises:
+        UserInputError: There is no such source.
+        RecordsError: A source has no records of its own, or does not say which device they are for.
+        MachineError: A server is away.
+    """
+    pool = RecordPool(options.pool)
+    pushed = []
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+        for source in options.sources:
+            copy = Path(tempfile.mkdtemp(dir=scratch))
+            for path in fetch_databases(source, copy):
+                records = find_records(path, prefer_winners=False).records.parent
+                pushed.append(pool.push(*objects_of(records)))
+    total = PushedRecords(
+        num_objects=sum(one.num_objects for one in pushed), num_records=sum(one.num_records for one in pushed)
+    )
+    if not total.num_objects:
+        raise RecordsError(
+            f"{', '.join(options.sources)}: there is nothing to push, for no record in it is "
+            "its own; push the tunings that measured them"
+        )
+    return total
+
+
+def pull_records(options: PullPoolOptions) -> PulledRecords:
+    """Writes what a pool has for a device to a new database.
+
+    Raises:
+        UserInputError: The target is unknown, or the output is not free.
+        RecordsError: The pool has nothing for the device.
+        MachineError: The pool cannot be reached.
+    """
+    output = Path(options.output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserInputError(f"output={options.output}: there is something already; give a new directory")
+    num_threads = resolve_num_threads(options.num_threads)
+    device = fingerprint(resolve_target(options.target, num_threads), num_threads)
+    objects = RecordPool(options.pool).pull(device)
+    if not objects:
+        raise RecordsError(
+            f"{options.pool}: the pool has no records for {device.description} on "
+            f"{device.cpu_model}; `ansor-mlflow pool list` shows for which devices it has some"
+        )
+    write_objects(objects, device, output)
+    return PulledRecords(
+        output=output,
+        device=device.description,
+        num_kernels=len({workload_hash(found.workload) for found in objects}),
+        num_records=len({record for found in objects for record in found.records}),
+    )
+
+
+def known_kernels(objects: Sequence[PoolObject], trials_per_task: float) -> frozenset[str]:
+    """Structural hashes, in hexadecimal digits, of the kernels that were tuned enough before.
+
+    Args:
+        objects: What the pool has.
+        trials_per_task: Trials that a tuning would give a task, on average: one that was ready to give as many is
+            enough, if it found a valid program.
+    """
+    return frozenset(
+        f"{workload_hash(found.workload):#018x}"
+        for found in objects
+        if found.trials_per_task >= trials_per_task and _has_valid_record(found)
+    )
+
+
+def _has_valid_record(found: PoolObject) -> bool:
+    return any(
+        sum(times := json.loads(text)[1]) / len(times) < FAILED_RUN_S for text in (found.winner, *found.records) if text
+    )
+
+
+def give_to_pool(uri: str, records: Path, run_id: str) -> None:
+    """Pushes what a tuning found out; a server that is away is waited for.
+
+    Raises:
+        MachineError: The pool cannot be reached.
+    """
+    try:
+        pushed = RecordPool(uri).push(*objects_of(records), max_retry_s=_MAX_RETRY_S)
+    except MachineError as err:
+        raise MachineError(
+            f"{err}; the records are in the run {run_id}: push them with `ansor-mlflow pool push`, the pool and that ID"
+        ) from err
+    _log.info("%d records of %d kernels are pushed to the record pool", pushed.num_records, pushed.num_objects)

@@ -1,0 +1,271 @@
+"""The command `records verify`: records are replayed, each in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from ansor_mlflow import names
+from ansor_mlflow.device import require_measurable_here
+from ansor_mlflow.errors import RecordsError, UserInputError
+from ansor_mlflow.lowering import TuningTask
+from ansor_mlflow.measuring import TOLERANCES
+from ansor_mlflow.options import VerifyRecordsOptions
+from ansor_mlflow.records import (
+    FAILED_RUN_S,
+    Database,
+    RecordLine,
+    RecordPair,
+    code_attributes,
+    find_records,
+    has_target,
+    open_database,
+    repair,
+    target_attributes,
+    target_name,
+)
+from ansor_mlflow.steps.records.fetching import options_of_source
+from ansor_mlflow.steps.records.given import Kernels, find_recorded, load_recorded_network, lower_for_device
+from ansor_mlflow.tuning import COPIES_OF_ARGUMENTS, Outcome, Replayer, argument_bytes, sole_tuner
+
+Status = Literal["pass", "wrong_answer", "failed", "timed_out", "crashed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedRecord:
+    """What became of a record."""
+
+    task: str
+    file: str
+    """Of the record, below the directory of the records."""
+    line: int
+    """Number in the file, from 1."""
+    run_s: float
+    """Seconds per call that the record tells."""
+    status: Status
+    max_rel_error: float | None
+    """Of the scheduled kernel against the unscheduled one; None where there is no finite one."""
+    error: str
+    """One line; empty for one that passes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """Which records hold what they promise."""
+
+    network: str
+    target: str
+    """Short description, such as "llvm znver4 ×2"."""
+    tolerance: float
+    """Largest `max_rel_error` that passes."""
+    records: tuple[ReplayedRecord, ...]
+    num_unverified_tasks: int
+    """Tasks of the network without a record."""
+    num_of_other_targets: dict[str, int]
+    """Valid records that were not run, by the short description of their target."""
+    num_of_other_kernels: int
+    """Valid records for this target of kernels that the network does not have."""
+    num_damaged: int
+    """Damaged lines."""
+
+    @property
+    def num_by_status(self) -> dict[Status, int]:
+        """Records that ended with each status that occurred."""
+        return dict(Counter(record.status for record in self.records))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what was not run."""
+        others = (f"{count} records for {target} were not run." for target, count in self.num_of_other_targets.items())
+        counts = {
+            "tasks have no record.": self.num_unverified_tasks,
+            "records are of kernels that the network does not have.": self.num_of_other_kernels,
+            "lines are damaged; --repair sets them aside.": self.num_damaged,
+        }
+        return (*others, *(f"{count} {text}" for text, count in counts.items() if count))
+
+    def require_pass(self) -> None:
+        """Checks that every record passed.
+
+        Raises:
+            RecordsError: One did not.
+        """
+        bad = [record for record in self.records if record.status != "pass"]
+        if bad:
+            raise RecordsError(
+                f"{len(bad)} of {len(self.records)} records do not pass, the first is line {bad[0].line} of "
+                f"{bad[0].file}; do not compile with them, tune {bad[0].task} again"
+            )
+
+
+def verify_records(
+    options: VerifyRecordsOptions, on_replayed: Callable[[ReplayedRecord], None] = lambda _: None
+) -> Verification:
+    """Replays the best records of each task of a network.
+
+    Args:
+        options: Which records, of which network.
+        on_replayed: Called with each record as soon as it was replayed.
+
+    Raises:
+        UserInputError: There is no such source or network, or it is to be repaired and not on this machine.
+        RecordsError: The source is no database, or has no record of the network for the target.
+        MachineError: This host cannot run the target, or a server is away.
+    """
+    if options.repair:
+        _repair(options.source)
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+        recorded = find_recorded(options_of_source(options.source, options), Path(scratch))
+        databases = [open_database(pair) for pair in _pairs(recorded.records)]
+        for database in databases:
+            database.look_closely()
+        kernels = lower_for_device(load_recorded_network(recorded), recorded.options)
+        device = kernels.device
+        require_measurable_here(kernels.target, device.num_threads)
+        candidates = _candidates(databases, device.target)
+        others = _num_of_other_targets(databases[-1], device.target)
+        by_task = [(task, candidates.pop(int(task.info.workload_hash, 16), [])) for task in kernels.tasks]
+        if not any(records for _, records in by_task):
+            raise RecordsError(_nothing_to_replay(options.source, kernels, others))
+        tolerance = TOLERANCES[recorded.options.dtype]
+        replayer = Replayer(
+            kernels.target,
+            num_threads=device.num_threads,
+            seed=recorded.options.seed,
+            timeout_s=options.measure_timeout_s,
+            memory_bytes=_memory_bytes(options, kernels),
+        )
+        replayed = []
+        with contextlib.closing(replayer):
+            for task, records in by_task:
+                for candidate, trace in islice(_distinct(records), None if options.keep == "all" else options.keep):
+                    outcome = replayer.replay(task, trace)
+                    replayed.append(_replayed(task, candidate, outcome, tolerance))
+                    on_replayed(replayed[-1])
+    return Verification(
+        network=kernels.network,
+        target=device.description,
+        tolerance=tolerance,
+        records=tuple(replayed),
+        num_unverified_tasks=sum(not records for _, records in by_task),
+        num_of_other_targets=others,
+        num_of_other_kernels=sum(len(records) for records in candidates.values()),
+        num_damaged=sum(len(database.damaged) for database in databases),
+    )
+
+
+def _memory_bytes(options: VerifyRecordsOptions, kernels: Kernels) -> int:
+    """Data memory that replaying a record may take."""
+    arguments = max(argument_bytes(task.mod) for task in kernels.tasks)
+    return options.worker_memory_mib * 2**20 + COPIES_OF_ARGUMENTS * arguments
+
+
+def _pairs(path: Path) -> list[RecordPair]:
+    """The winners, if there are any, and all records."""
+    return list(dict.fromkeys([find_records(path), find_records(path, prefer_winners=False)]))
+
+
+def _repair(source: str) -> None:
+    """Sets damaged lines of a local database aside.
+
+    Raises:
+        UserInputError: It is not local, or somebody tunes there.
+        RecordsError: It is no database.
+    """
+    if not Path(source).exists():
+        raise UserInputError(
+            f"source={source}: only a directory or a file on this machine can be repaired; download it with "
+            "`mlflow artifacts download`, and repair the copy"
+        )
+    for pair in _pairs(Path(source)):
+        open_database(pair)
+        directory = pair.records.parent
+        root = directory.parent if directory.name == names.BEST_DIR else directory
+        with sole_tuner(root):
+            if repair(pair, thorough=True).quarantines:
+                (root / names.MANIFEST_FILE).unlink(missing_ok=True)  # of the files as they were
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A valid record for the target."""
+
+    database: Database
+    record: RecordLine
+    is_winner: bool
+    """Whether it was measured twice."""
+
+
+def _candidates(databases: Sequence[Database], target: Mapping[str, Any]) -> dict[int | None, list[_Candidate]]:
+    """The valid records for a target by the hash of their workload: the winners first, then the fastest."""
+    by_hash: dict[int | None, list[_Candidate]] = {}
+    for database in databases:
+        is_winner = database is not databases[-1]
+        for workload, records in database.by_workload(target).items():
+            found = by_hash.setdefault(database.hashes[workload], [])
+            found += [_Candidate(database, record, is_winner) for record in records]
+    for found in by_hash.values():
+        found.sort(key=lambda candidate: (not candidate.is_winner, candidate.record.run_s))
+    return by_hash
+
+
+def _distinct(candidates: Iterable[_Candidate]) -> Iterator[tuple[_Candidate, str]]:
+    """Candidates with the JSON of their schedules, each schedule once."""
+    seen: set[str] = set()
+    for candidate in candidates:
+        trace = json.dumps(json.loads(candidate.database.fields(candidate.record))[0])
+        if trace not in seen:
+            seen.add(trace)
+            yield candidate, trace
+
+
+def _num_of_other_targets(database: Database, target: Mapping[str, Any]) -> dict[str, int]:
+    wanted = code_attributes(target)
+    return dict(
+        Counter(
+            target_name(target_attributes(record.target))
+            for record in database.records
+            if record.run_s < FAILED_RUN_S and not has_target(record, wanted)
+        )
+    )
+
+
+def _nothing_to_replay(source: str, kernels: Kernels, others: Mapping[str, int]) -> str:
+    if others:
+        named = ", ".join(f"{count} records for {target}" for target, count in others.items())
+        return f"{source}: nothing was verified: there are {named}, none for {kernels.device.description}; give target"
+    return (
+        f"{source}: nothing was verified: the records fit none of the {len(kernels.tasks)} tasks of {kernels.network}; "
+        "give the network, layout and input_shapes that they were made with"
+    )
+
+
+def _replayed(task: TuningTask, candidate: _Candidate, outcome: Outcome[float], tolerance: float) -> ReplayedRecord:
+    status: Status = outcome.failure or "pass"
+    text = outcome.error
+    error = outcome.value
+    if error is not None and not error <= tolerance:
+        status, text = "wrong_answer", f"max_rel_error={error:.3g}, allowed is {tolerance:g}"
+    file = candidate.database.pair.records
+    return ReplayedRecord(
+        task=task.info.name,
+        file=f"{names.BEST_DIR}/{file.name}" if candidate.is_winner else file.name,
+        line=candidate.record.number,
+        run_s=candidate.record.run_s,
+        status=status,
+        max_rel_error=error if error is not None and math.isfinite(error) else None,
+        error=_first_line(text),
+    )
+
+
+def _first_line(text: str) -> str:
+    """The line of an error that says what is wrong: TVM's begin with a traceback."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")

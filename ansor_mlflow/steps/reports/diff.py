@@ -1,0 +1,285 @@
+"""The command `diff`: which kernels of two tunings differ by more than the noise, and what else differs."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import mlflow
+from mlflow.entities import Run
+
+from ansor_mlflow import names
+from ansor_mlflow.device import DeviceFingerprint
+from ansor_mlflow.errors import RecordsError, SlowerError, UserInputError
+from ansor_mlflow.options import DiffOptions
+from ansor_mlflow.records import FAILED_RUN_S, Database, find_records, read_fingerprint
+from ansor_mlflow.steps.records import fetch_run, tuning_of
+from ansor_mlflow.tracking import clear_failures, is_uri, pinned_uri
+
+_SINGLE_ERROR = 0.03
+"""Relative standard error of a time that was measured once: repeated measurements differ by 3 to 5 %."""
+_NUM_ERRORS = 2.0
+"""Standard errors by which a difference exceeds the noise."""
+
+Verdict = Literal["faster", "slower", "same", "only_first", "only_second"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskDifference:
+    """A kernel in both tunings; times are seconds per call."""
+
+    task: str
+    workload_hash: str
+    weight: int
+    """Calls of the kernel in the network, in the first tuning that has it."""
+    first_s: float | None
+    """Of the record that would be applied; None where there is none."""
+    second_s: float | None
+    share: float
+    """Of the network's time in the first tuning that has the kernel, from 0 to 1."""
+    noise: float
+    """Relative difference that the noise of the two measurements explains."""
+    verdict: Verdict
+    """What the second is, compared with the first."""
+
+    @property
+    def ratio(self) -> float | None:
+        """The second time over the first."""
+        return self.second_s / self.first_s if self.first_s and self.second_s else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One of the two."""
+
+    given: str
+    run_id: str
+    """Of the tuning."""
+    name: str
+    device: str
+    """Short description, such as "llvm znver4 ×2"."""
+    estimated_ms: float
+    """Σ weight × time over the kernels that both have."""
+    latency_ms: float | None
+    """End to end, as it was measured; None for a tuning without an evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """What differs between two tunings."""
+
+    first: Compared
+    second: Compared
+    tasks: tuple[TaskDifference, ...]
+    """Those that cost most first."""
+    params: dict[str, tuple[str | None, str | None]]
+    """Parameters that differ, with both values."""
+    device: dict[str, tuple[str | None, str | None]]
+    """Entries of the fingerprints that differ."""
+    versions: dict[str, tuple[str | None, str | None]]
+    """Packages whose versions differ."""
+
+    @property
+    def ratio(self) -> float | None:
+        """The second latency over the first: measured end to end, or else estimated over the common kernels."""
+        if self.first.latency_ms and self.second.latency_ms:
+            return self.second.latency_ms / self.first.latency_ms
+        return self.second.estimated_ms / self.first.estimated_ms if self.first.estimated_ms else None
+
+    def require_not_slower(self, tolerance: float) -> None:
+        """Checks the second against the first.
+
+        Raises:
+            SlowerError: It is slower by more than the tolerance, or lacks kernels that the first has.
+        """
+        lost = [task for task in self.tasks if task.verdict == "only_first"]
+        if lost:
+            raise SlowerError(
+                f"{self.second.given} has no record of {len(lost)} kernels that {self.first.given} has, such as "
+                f"{lost[0].task}; tune it with as many trials"
+            )
+        if self.ratio is None or self.ratio <= 1 + tolerance:
+            return
+        slower = next((task.task for task in self.tasks if task.verdict == "slower"), None)
+        raise SlowerError(
+            f"{self.second.given} is {self.ratio - 1:.1%} slower than {self.first.given}, allowed are {tolerance:.1%}"
+            + (f"; look at {slower} first" if slower else "; no single kernel is, look at the device and the versions")
+        )
+
+
+def diff_runs(options: DiffOptions) -> Difference:
+    """Compares two tunings kernel by kernel.
+
+    Raises:
+        UserInputError: There is no such run or model version, or it comes from no tuning.
+        RecordsError: The records of one are damaged, or the tuning did not end.
+        MachineError: A server is away.
+    """
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+        first, second = (_load(given, Path(scratch, name)) for name, given in zip("ab", options.runs, strict=True))
+    common = first.tasks.keys() & second.tasks.keys()
+    return Difference(
+        first=first.compared(common),
+        second=second.compared(common),
+        tasks=tuple(_task_differences(first, second)),
+        params=_differing(first.params, second.params),
+        device=_differing(_flat(first.device), _flat(second.device)),
+        versions=_differing(first.versions, second.versions),
+    )
+
+
+# -- what is read ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Task:
+    name: str
+    weight: int
+    run_s: float
+    error: float
+    """Relative standard error of `run_s`."""
+
+
+@dataclass(frozen=True)
+class _Side:
+    given: str
+    run: Run
+    """The tuning."""
+    latency_ms: float | None
+    tasks: Mapping[str, _Task]
+    """Those with a record, by the structural hash of the kernel."""
+    device: DeviceFingerprint
+    versions: Mapping[str, str]
+
+    @property
+    def params(self) -> Mapping[str, str]:
+        return {name: value for name, value in self.run.data.params.items() if not name.endswith("_used")} | {
+            name.removesuffix("_used"): value for name, value in self.run.data.params.items() if name.endswith("_used")
+        }
+
+    @property
+    def total_s(self) -> float:
+        return sum(task.weight * task.run_s for task in self.tasks.values())
+
+    def compared(self, common: set[str]) -> Compared:
+        return Compared(
+            given=self.given,
+            run_id=self.run.info.run_id,
+            name=self.run.info.run_name or "",
+            device=self.device.description,
+            estimated_ms=sum(self.tasks[hash_].weight * self.tasks[hash_].run_s for hash_ in common) * 1e3,
+            latency_ms=self.latency_ms,
+        )
+
+
+def _load(given: str, scratch: Path) -> _Side:
+    with clear_failures(f"read {given}"):
+        run = _run_of(given)
+        run_id = tuning_of(run)
+        if not run_id:
+            raise UserInputError(f"{given}: it comes from no tuning run; give one of tune, compile or main")
+        tune_run = mlflow.get_run(run_id)
+        scratch.mkdir()
+        files = {file.path for file in mlflow.MlflowClient().list_artifacts(run_id)}
+        if names.TASKS_FILE not in files:
+            raise RecordsError(f"{given}: the tuning run {run_id} did not end; let it go on with resume_run={run_id}")
+        rows = json.loads(mlflow.artifacts.load_text(f"runs:/{run_id}/{names.TASKS_FILE}"))
+        environment = json.loads(mlflow.artifacts.load_text(f"runs:/{run_id}/{names.ENVIRONMENT_FILE}"))
+    records = fetch_run(run_id, scratch)
+    device = read_fingerprint(records)
+    if device is None:
+        raise RecordsError(f"{given}: the records of run {run_id} do not say for which device they are; tune again")
+    return _Side(
+        given=given,
+        run=tune_run,
+        latency_ms=run.data.metrics.get(names.LATENCY_MS),
+        tasks=_tasks(rows, records, device),
+        device=device,
+        versions={"python": environment["python"], **environment["packages"]},
+    )
+
+
+def _run_of(given: str) -> Run:
+    """The run that is given, or that logged the model that is given."""
+    if not is_uri(given):
+        return mlflow.get_run(given)
+    if given.startswith("runs:/"):
+        return mlflow.get_run(given.removeprefix("runs:/").split("/")[0])
+    return mlflow.get_run(mlflow.models.get_model_info(pinned_uri(given, "run")).run_id)
+
+
+def _tasks(rows: list[dict[str, Any]], records: Path, device: DeviceFingerprint) -> dict[str, _Task]:
+    """The tasks that have a record for the device, with the time of the one that would be applied."""
+    database = Database(find_records(records))
+    best_s: dict[str, float] = {}
+    for workload, lines in database.by_workload(device.target).items():
+        best_s[f"{database.hashes[workload]:#018x}"] = min(line.run_s for line in lines)
+    return {
+        row["workload_hash"]: _Task(
+            name=row["task"],
+            weight=int(row["weight"]),
+            run_s=run_s,
+            error=float(row.get("confirmed_error") or _SINGLE_ERROR),
+        )
+        for row in rows
+        if (run_s := best_s.get(row["workload_hash"])) is not None and run_s < FAILED_RUN_S
+    }
+
+
+# -- what differs ------------------------------------------------------------------------------------------------------
+
+
+def _task_differences(first: _Side, second: _Side) -> list[TaskDifference]:
+    differences = []
+    for hash_ in dict.fromkeys([*first.tasks, *second.tasks]):
+        ours, theirs = first.tasks.get(hash_), second.tasks.get(hash_)
+        known, side = (ours, first) if ours else (theirs, second)
+        assert known is not None  # it is in one of them
+        noise = _NUM_ERRORS * math.hypot(*(task.error for task in (ours, theirs) if task))
+        differences.append(
+            TaskDifference(
+                task=known.name,
+                workload_hash=hash_,
+                weight=known.weight,
+                first_s=ours.run_s if ours else None,
+                second_s=theirs.run_s if theirs else None,
+                share=known.weight * known.run_s / side.total_s,
+                noise=noise,
+                verdict=_verdict(ours, theirs, noise),
+            )
+        )
+    return sorted(differences, key=lambda task: -task.share)
+
+
+def _verdict(first: _Task | None, second: _Task | None, noise: float) -> Verdict:
+    if second is None:
+        return "only_first"
+    if first is None:
+        return "only_second"
+    change = math.log(second.run_s / first.run_s)
+    if abs(change) <= noise:
+        return "same"
+    return "slower" if change > 0 else "faster"
+
+
+def _differing(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, tuple[str | None, str | None]]:
+    return {
+        name: (first.get(name), second.get(name))
+        for name in dict.fromkeys([*first, *second])
+        if first.get(name) != second.get(name)
+    }
+
+
+def _flat(device: DeviceFingerprint) -> dict[str, str]:
+    return {
+        **{f"target.{name}": json.dumps(value) for name, value in device.target.items()},
+        "machine": device.machine,
+        "cpu_model": device.cpu_model,
+        "features": ",".join(device.features),
+        "num_threads": str(device.num_threads),
+    }

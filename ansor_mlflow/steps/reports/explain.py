@@ -1,0 +1,148 @@
+"""The command `explain`: what a kernel computes, the schedule found for it, and how far that is from the roof."""
+
+from __future__ import annotations
+
+import difflib
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ansor_mlflow.device import why_not_runnable
+from ansor_mlflow.errors import RecordsError, UserInputError
+from ansor_mlflow.lowering import TuningTask
+from ansor_mlflow.options import ExplainOptions
+from ansor_mlflow.steps.records import (
+    Kernels,
+    best_records,
+    find_recorded,
+    latency_s,
+    load_recorded_network,
+    lower_for_device,
+    options_of_source,
+)
+from ansor_mlflow.trials import TaskInfo
+from ansor_mlflow.tuning import Bound, Roofline, argument_bytes, measure_roofline
+
+if TYPE_CHECKING:
+    from tvm.s_tir.meta_schedule.database import TuningRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """A tuned kernel: what it computes, how, how fast, and how fast it could be."""
+
+    network: str
+    target: str
+    """Short description, such as "llvm znver4 ×2"."""
+    num_threads: int
+    task: TaskInfo
+    best_s: float
+    """Seconds per call of the fastest record."""
+    network_s: float
+    """Σ weight × best time over the tasks that have a record, in seconds."""
+    num_tasks: int
+    num_tuned_tasks: int
+    """Tasks that have a record."""
+    argument_bytes: int
+    """Size of the kernel's arguments, the result included."""
+    computation: str
+    """The kernel before scheduling, as TVMScript."""
+    schedule: tuple[str, ...]
+    """Statements of a Python program that turns it, as a `tvm.s_tir.Schedule` named `sch`, into the tuned kernel."""
+    scheduled: str
+    """The tuned kernel as TVMScript."""
+    roofline: Roofline | None
+    """Of this host; None where it cannot run the target."""
+    bound: Bound | None
+    """The least time that the roofline leaves."""
+
+    @property
+    def gflops_per_s(self) -> float:
+        """What the fastest record reaches."""
+        return self.task.flops / self.best_s / 1e9
+
+    @property
+    def time_share(self) -> float:
+        """The task's share of `network_s`, from 0 to 1."""
+        return self.task.weight * self.best_s / self.network_s
+
+    @property
+    def flops_per_byte(self) -> float:
+        """Intensity: FLOPs over bytes of arguments."""
+        return self.task.flops / self.argument_bytes
+
+
+def explain_task(options: ExplainOptions) -> Explanation:
+    """Explains the fastest record of a task.
+
+    Raises:
+        UserInputError: There is no such run, no such file, or no such task.
+        RecordsError: The records are damaged, for another target or network, or have none of the task.
+        MachineError: A server is away.
+    """
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+        recorded = find_recorded(options_of_source(options.source, options), Path(scratch))
+        kernels = lower_for_device(load_recorded_network(recorded), recorded.options)
+        records = best_records(recorded.records, kernels, Path(scratch))
+    if not records:
+        raise RecordsError(
+            f"{options.source}: the records fit none of the {len(kernels.tasks)} tasks of {kernels.network}; give the "
+            "network, layout and input_shapes that they were made with"
+        )
+    task = _find_task(kernels.tasks, options.task) if options.task else _slowest(kernels.tasks, records)
+    if task.info.index not in records:
+        raise RecordsError(
+            f"task={task.info.name}: {options.source} has no record of it; tune it, or leave task out for one that has"
+        )
+    return _explain(task, kernels, records)
+
+
+def _find_task(tasks: Sequence[TuningTask], wanted: str) -> TuningTask:
+    """The task of that name or index."""
+    by_name = {task.info.name: task for task in tasks} | {str(task.info.index): task for task in tasks}
+    if wanted in by_name:
+        return by_name[wanted]
+    near = difflib.get_close_matches(wanted, [task.info.name for task in tasks], n=3)
+    hint = f"perhaps you meant {', '.join(near)}" if near else f"give a name, or an index from 0 to {len(tasks) - 1}"
+    raise UserInputError(f"task={wanted!r}: the network has no such task; {hint}")
+
+
+def _slowest(tasks: Sequence[TuningTask], records: dict[int, TuningRecord]) -> TuningTask:
+    """The task that takes the largest share of the network's time."""
+    tuned = [task for task in tasks if task.info.index in records]
+    return max(tuned, key=lambda task: task.info.weight * latency_s(records[task.info.index]))
+
+
+def _explain(task: TuningTask, kernels: Kernels, records: dict[int, TuningRecord]) -> Explanation:
+    record = records[task.info.index]
+    tuned = [other for other in kernels.tasks if other.info.index in records]
+    num_bytes = argument_bytes(task.mod)
+    device = kernels.device
+    roofline = None if why_not_runnable(device) else measure_roofline(device.target, device.num_threads)
+    return Explanation(
+        network=kernels.network,
+        target=device.description,
+        num_threads=device.num_threads,
+        task=task.info,
+        best_s=latency_s(record),
+        network_s=sum(t.info.weight * latency_s(records[t.info.index]) for t in tuned),
+        num_tasks=len(kernels.tasks),
+        num_tuned_tasks=len(records),
+        argument_bytes=num_bytes,
+        computation=task.mod.script(),
+        schedule=tuple(str(statement) for statement in record.trace.as_python()),
+        scheduled=_scheduled(task, record),
+        roofline=roofline,
+        bound=roofline.bound(task.info.flops, num_bytes) if roofline else None,
+    )
+
+
+def _scheduled(task: TuningTask, record: TuningRecord) -> str:
+    """The kernel after the record's schedule, as TVMScript."""
+    from tvm.s_tir import Schedule
+
+    schedule = Schedule(task.mod)
+    record.trace.apply_to_schedule(schedule, remove_postproc=False)
+    return str(schedule.mod.script())

@@ -1,0 +1,164 @@
+"""The command `plan`: what a tuning would measure, how long that takes, and what is known already. Measures nothing."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.lowering import PaddedLayer
+from ansor_mlflow.options import BudgetOptions, PlanOptions, TuneOptions
+from ansor_mlflow.steps.records import (
+    Kernels,
+    best_records,
+    find_recorded,
+    latency_s,
+    load_recorded_network,
+    lower_for_device,
+)
+from ansor_mlflow.tracking import sources
+from ansor_mlflow.trials import TaskInfo, TaskState
+from ansor_mlflow.tuning import StoppingRules, resolve_num_trials
+
+SECONDS_PER_TRIAL = 0.25
+"""Wall-clock time of a trial on two cores, of convolutions of ResNet-18: docs/tuning.md, "How long"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTask:
+    """A task of the network, before it is tuned."""
+
+    info: TaskInfo
+    flops_share: float
+    """Share of the network's floating point operations, from 0 to 1."""
+    best_s: float | None
+    """Seconds per call of the fastest record that there is already."""
+    num_trials: int
+    """Suggested trials: in proportion to the FLOPs, and no fewer than those of the tuner's first pass."""
+    expected_minutes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a tuning with these options would do."""
+
+    network: str
+    target: str
+    """Short description, such as "llvm znver4 ×2"."""
+    tasks: tuple[PlannedTask, ...]
+    notes: tuple[str, ...]
+    """Sentences on what the tasks' figures do not say."""
+
+    @property
+    def num_trials(self) -> int:
+        """The whole budget."""
+        return sum(task.num_trials for task in self.tasks)
+
+    @property
+    def expected_minutes(self) -> float:
+        """Of all trials."""
+        return sum(task.expected_minutes for task in self.tasks)
+
+
+def plan_tuning(options: PlanOptions) -> Plan:
+    """Extracts the tasks of a network and shares a budget among them.
+
+    The suggestion is a forecast: the tuner itself gives every task its first pass, and then each round to the task
+    whose next trials promise the largest gain.
+
+    Raises:
+        AnsorMlflowError: The options are not usable, the records are for another target, or a server is away.
+    """
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+        kernels, known_s = _kernels(options, Path(scratch))
+    if not kernels.tasks:
+        raise UserInputError(f"network={kernels.network}: it has no kernel to tune; give a network that computes")
+    tasks = _planned(options, [task.info for task in kernels.tasks], known_s)
+    has_records = bool(options.tune_run or options.records)
+    return Plan(
+        network=kernels.network,
+        target=kernels.device.description,
+        tasks=tasks,
+        notes=(
+            *([_coverage_note(tasks)] if has_records else []),
+            *(_padding_note(layer, kernels.is_padded) for layer in kernels.hard_to_tile),
+        ),
+    )
+
+
+def share_trials(shares: Sequence[float], num_trials: int, *, least: int, most: int) -> list[int]:
+    """Shares trials among tasks: one after the other goes to the task that has the fewest for its share.
+
+    Args:
+        shares: Each task's share of the network's FLOPs. Tasks without any get what no other task may take.
+        num_trials: The budget, from `least` to `most` times the number of tasks.
+        least: Fewest trials of a task.
+        most: Most trials of a task.
+
+    Returns:
+        The trials of each task.
+    """
+    trials = [least] * len(shares)
+    queue = [_need(share, least, index) for index, share in enumerate(shares) if least < most]
+    heapq.heapify(queue)
+    for _ in range(num_trials - sum(trials)):
+        *_, index = heapq.heappop(queue)
+        trials[index] += 1
+        if trials[index] < most:
+            heapq.heappush(queue, _need(shares[index], trials[index], index))
+    return trials
+
+
+def _need(share: float, num_trials: int, index: int) -> tuple[float, int, int]:
+    """Sorts tasks by how much they need another trial, the neediest first."""
+    return (num_trials / share if share else math.inf, num_trials, index)
+
+
+def _kernels(options: PlanOptions, scratch: Path) -> tuple[Kernels, dict[int, float]]:
+    """The kernels, and the best time in seconds of each task that has a record, by the task's index."""
+    if not options.tune_run and not options.records:
+        network = sources.load_network(
+            options.network, batch_size=options.batch_size, input_shapes=options.input_shapes, seed=options.seed
+        )
+        return lower_for_device(network, options), {}
+    recorded = find_recorded(options, scratch)
+    kernels = lower_for_device(load_recorded_network(recorded), recorded.options)
+    records = best_records(recorded.records, kernels, scratch)
+    return kernels, {index: latency_s(record) for index, record in records.items()}
+
+
+def _planned(options: PlanOptions, tasks: Sequence[TaskInfo], known_s: dict[int, float]) -> tuple[PlannedTask, ...]:
+    budget = TuneOptions(**options.model_dump(include=set(BudgetOptions.model_fields)))
+    num_trials = resolve_num_trials(budget, len(tasks))
+    first_pass = StoppingRules(budget, num_trials, len(tasks)).round_limit(TaskState(info=tasks[0]), total_trials=0)
+    total_flops = sum(task.weight * task.flops for task in tasks)
+    shares = [task.weight * task.flops / total_flops if total_flops else 0.0 for task in tasks]
+    trials = share_trials(shares, num_trials, least=first_pass, most=options.trials_per_task or num_trials)
+    return tuple(
+        PlannedTask(
+            info=task,
+            flops_share=share,
+            best_s=known_s.get(task.index),
+            num_trials=count,
+            expected_minutes=count * SECONDS_PER_TRIAL / 60,
+        )
+        for task, share, count in zip(tasks, shares, trials, strict=True)
+    )
+
+
+def _padding_note(layer: PaddedLayer, is_padded: bool) -> str:
+    action = "it is computed with" if is_padded else "pad_channels=auto computes it with"
+    return (
+        f"{layer.name} has {layer.channels} output channels, which can be tiled in {layer.num_tilings} ways; {action} "
+        f"{layer.padded_channels}, up to {layer.predicted_gain:.1f} times faster."
+    )
+
+
+def _coverage_note(tasks: Sequence[PlannedTask]) -> str:
+    covered = [task for task in tasks if task.best_s is not None]
+    flops_share = sum(task.flops_share for task in covered)
+    return f"The records cover {len(covered)} of {len(tasks)} tasks, {flops_share:.1%} of the operations."

@@ -1,0 +1,218 @@
+"""The step `tune`: extracts the tasks of a network, searches them, keeps the records in the run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ansor_mlflow import names
+from ansor_mlflow.device import (
+    DeviceFingerprint,
+    fingerprint,
+    has_arithmetic,
+    measuring_cpus,
+    require_measurable_here,
+    resolve_num_threads,
+    resolve_target,
+)
+from ansor_mlflow.errors import UserInputError, without_credentials
+from ansor_mlflow.lowering import LOWERING_VERSION, lower
+from ansor_mlflow.model import require_linker
+from ansor_mlflow.networks import Network, write_onnx
+from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.records import JOURNAL_FILE, PARTS_DIR, Provenance, write_description
+from ansor_mlflow.steps.records import give_to_pool
+from ansor_mlflow.steps.tuning.resume import (
+    copy_of_network,
+    fetch_what_was_measured,
+    require_same_kernels,
+    resumed_options,
+)
+from ansor_mlflow.steps.tuning.tuning_report import TuningReport
+from ansor_mlflow.steps.tuning.warm_start import begin_with_records
+from ansor_mlflow.tracking import (
+    Message,
+    MlflowObserver,
+    Outbox,
+    RecordMirror,
+    StepRun,
+    command_lines,
+    describe_environment,
+    open_outbox,
+    sources,
+    step_run,
+    whole_records,
+)
+from ansor_mlflow.trials import StopReason, TuningObserver, TuningResult
+from ansor_mlflow.tuning import (
+    RoundLog,
+    TuningJob,
+    require_valid_trials,
+    resolve_num_trials,
+    start_fork_server,
+    tune_locally,
+)
+
+_log = logging.getLogger("ansor_mlflow")
+
+
+def tune(options: TuneOptions, observers: Sequence[TuningObserver] = ()) -> str:
+    """Tunes a network.
+
+    Args:
+        options: What and how.
+        observers: Told about every round, besides MLflow.
+
+    Returns:
+        ID of the MLflow run, which holds the records.
+
+    Raises:
+        AnsorMlflowError: The options are not usable, a server is away, or a task has no valid trial.
+    """
+    options = resumed_options(options) if options.resume_run else options
+    with (
+        step_run("tune", options, f"tune {options.network}", resume=options.resume_run) as run,
+        open_outbox(run.run_id, run.directory) as outbox,
+        _log_file(run.directory / names.LOG_FILE),
+    ):
+        try:
+            _tune(options, run, outbox, observers)
+        finally:
+            if outbox.was_used:  # the tuning began
+                outbox.put(Message(artifacts=_records_and_log(run), remove=f"{names.RECORDS_DIR}/{PARTS_DIR}"))
+        if options.record_pool:
+            give_to_pool(options.record_pool, run.directory / names.RECORDS_DIR, run.run_id)
+        outbox.put(Message(status="FINISHED"))
+        return run.run_id
+
+
+def _tune(options: TuneOptions, run: StepRun, outbox: Outbox, observers: Sequence[TuningObserver]) -> None:
+    records = run.directory / names.RECORDS_DIR
+    if options.resume_run:
+        fetch_what_was_measured(run.run_id, records)
+    is_resumed = (records / JOURNAL_FILE).exists()
+    records.mkdir(exist_ok=True)
+    network = _load_network(options)
+    num_threads = resolve_num_threads(options.num_threads)
+    target = resolve_target(options.target, num_threads)
+    require_measurable_here(target, num_threads)
+    require_linker()
+    start_fork_server()  # it loads TVM while the network is lowered
+    device = fingerprint(target, num_threads)
+    if is_resumed:
+        require_same_kernels(run.run_id, records, network, device)
+    _log_inputs(run, network, device)
+
+    _log.info("lowering %s for %s", network.name, device.description)
+    if not has_arithmetic(target, options.dtype):
+        _log.warning("%s converts %s to float32 for every operation, which is slow", device.description, options.dtype)
+    lowered = lower(network.model, target, **options.lowering())
+    if not lowered.tasks:
+        raise UserInputError(f"network={options.network}: it has no kernel to tune; give a network that computes")
+    known = frozenset[str]() if is_resumed else begin_with_records(options, device, lowered.tasks, run)
+    job = TuningJob(
+        network=network.name,
+        lowered=lowered,
+        target=target,
+        num_threads=num_threads,
+        records=records,
+        known=known,
+    )
+    provenance = _provenance(options, network, num_threads)
+    write_description(records, device, provenance)  # records of a tuning that is interrupted can be compiled, too
+    commands = command_lines("tune", options)
+    logger = MlflowObserver(outbox, run.directory, commands)
+    report = TuningReport(history=logger.history, job=job, outbox=outbox, directory=run.directory, commands=commands)
+    observers = [RoundLog(), logger, RecordMirror(outbox, run.directory), *observers]
+    with report.at_the_end():
+        result = tune_locally(job, options, observers, resume=is_resumed)
+    write_description(records, device, _at_the_end(provenance, options, result))
+    require_valid_trials(result)
+
+
+def _at_the_end(provenance: Provenance, options: TuneOptions, result: TuningResult) -> Provenance:
+    """What is known of a tuning only when it is over."""
+    estimated_s = result.confirmed_latency_s or result.estimated_latency_s
+    num_tasks = len(result.tasks)
+    is_cut_short = result.stop_reason == StopReason.MINUTES
+    num_trials = result.total_trials if is_cut_short else resolve_num_trials(options, num_tasks)
+    return replace(
+        provenance,
+        estimated_latency_ms=estimated_s * 1e3 if estimated_s else None,
+        trials_per_task=num_trials / num_tasks,
+    )
+
+
+def _load_network(options: TuneOptions) -> Network:
+    """The network; of a run that goes on, its own copy, where it has one."""
+    name, input_shapes = options.network, options.input_shapes
+    if options.resume_run and (copy := copy_of_network(options.resume_run)):
+        name, input_shapes = copy, {}
+    network = sources.load_network(name, batch_size=options.batch_size, input_shapes=input_shapes, seed=options.seed)
+    return replace(network, name=sources.display_name(options.network)) if name != options.network else network
+
+
+def _log_inputs(run: StepRun, network: Network, device: DeviceFingerprint) -> None:
+    """Logs what is known before tuning. The first upload shows at once whether the artifact store takes files."""
+    environment = run.directory / names.ENVIRONMENT_FILE
+    environment.write_text(json.dumps(describe_environment(device), indent=1))
+    run.log_artifacts(environment)
+    run.log_tags(
+        {
+            names.TAG_NETWORK: network.name,
+            names.TAG_TARGET: device.description,
+            names.TAG_NUM_THREADS: str(device.num_threads),
+        }
+    )
+    if network.source is not None:
+        run.log_tags({names.TAG_NETWORK_SOURCE: network.source})
+    if network.path is not None:
+        for path in write_onnx(network.model, run.directory / names.NETWORK_FILE):
+            run.log_artifacts(path)
+
+
+def _provenance(options: TuneOptions, network: Network, num_threads: int) -> Provenance:
+    import tvm
+
+    return Provenance(
+        network=without_credentials(options.network),
+        from_file=network.path is not None,
+        network_sha256=network.sha256,
+        batch_size=options.batch_size,
+        input_shapes=options.input_shapes,
+        seed=options.seed,
+        **options.lowering(),
+        target=options.target,
+        num_threads=num_threads,
+        lowering_version=LOWERING_VERSION,
+        tvm_version=tvm.__version__,
+        host=platform.node(),
+        measure={
+            **options.model_dump(include={"number", "repeat", "min_repeat_ms", "cache_flush"}),
+            "cpus": sorted(measuring_cpus(num_threads)),
+        },
+    )
+
+
+def _records_and_log(run: StepRun) -> list[tuple[str, str]]:
+    """What is uploaded however the tuning ended."""
+    records = whole_records(run.directory) if run.has_records else []
+    return [*records, (names.LOG_FILE, "")]
+
+
+@contextlib.contextmanager
+def _log_file(path: Path) -> Iterator[None]:
+    """Copies the package's log into a file."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    _log.addHandler(handler)
+    try:
+        yield
+    finally:
+        _log.removeHandler(handler)
+        handler.close()

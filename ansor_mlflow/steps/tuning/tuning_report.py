@@ -1,0 +1,115 @@
+"""What a tuning leaves in its run for people to read, besides what its observer logs: roofline, report, description."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ansor_mlflow import names
+from ansor_mlflow.device import import_tensor_intrin
+from ansor_mlflow.files import write_text
+from ansor_mlflow.lowering import TuningTask
+from ansor_mlflow.records import Database, RecordPair
+from ansor_mlflow.tracking import (
+    Message,
+    Outbox,
+    ScheduleText,
+    TuningHistory,
+    draw_roofline,
+    one_line,
+    save_figure,
+    tuning_note,
+    tuning_page,
+)
+from ansor_mlflow.tuning import TuningJob, argument_bytes, quick_roofline
+
+_NUM_SCHEDULES = 3
+_log = logging.getLogger("ansor_mlflow")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningReport:
+    """Where the report of a tuning comes from, and goes to."""
+
+    history: TuningHistory
+    job: TuningJob
+    outbox: Outbox
+    directory: Path
+    """The run's directory."""
+    commands: Sequence[str]
+    """Command lines that do the tuning again."""
+
+    @contextlib.contextmanager
+    def at_the_end(self) -> Iterator[None]:
+        """Reports on the tuning that happens inside, however it ends. What goes wrong with that is a warning."""
+        try:
+            yield
+        except BaseException as err:
+            with _only_warn("report"):
+                if self.history.result is not None:
+                    self._put(may_measure=False)  # the user wants it to end
+                elif self.history.plan is not None:
+                    self.outbox.put(Message(note=tuning_note(self.history, self.commands, one_line(err))))
+            raise
+        with _only_warn("report"):
+            self._put(may_measure=True)
+
+    def _put(self, *, may_measure: bool) -> None:
+        artifacts = [(names.REPORT_FILE, "")]
+        if may_measure and self._draw_roofline():
+            artifacts.append((names.ROOFLINE_FIGURE, ""))
+        schedules: list[ScheduleText] = []
+        with _only_warn("schedules of the slowest tasks"):
+            schedules += self._schedules()
+        page = tuning_page(
+            self.history, self.directory, run_id=self.directory.name, commands=self.commands, schedules=schedules
+        )
+        write_text(self.directory / names.REPORT_FILE, page)
+        self.outbox.put(Message(artifacts=artifacts))
+
+    def _draw_roofline(self) -> bool:
+        """Measures the roofs: no program is measured any more."""
+        with _only_warn("roofline"):
+            roofline = quick_roofline(self.job.target.export(), self.job.num_threads)
+            num_bytes = {task.info.workload_hash: argument_bytes(task.mod) for task in self.job.lowered.tasks}
+            figure = draw_roofline(self.history, roofline, num_bytes)
+            save_figure(figure, self.directory / names.ROOFLINE_FIGURE)
+            return True
+        return False
+
+    def _schedules(self) -> list[ScheduleText]:
+        """The winners' schedules of the tasks that take most of the time."""
+        pair = RecordPair.in_directory(self.job.records / names.BEST_DIR)
+        if not pair.records.exists():
+            return []
+        import_tensor_intrin()  # reading a record applies it
+        database = Database(pair)
+        records = {database.hashes[record.workload]: database.fields(record) for record in database.records}
+        tasks = {task.info.workload_hash: task for task in self.job.lowered.tasks}
+        return [
+            ScheduleText(task=slow.name, lines=_schedule_lines(tasks[hash_], records[int(hash_, 16)]))
+            for slow in self.history.slowest()[:_NUM_SCHEDULES]
+            if int(hash_ := slow.state.info.workload_hash, 16) in records
+        ]
+
+
+def _schedule_lines(task: TuningTask, record: str) -> list[str]:
+    """The statements of a record's schedule."""
+    import tvm_ffi
+    from tvm.s_tir.meta_schedule.database import TuningRecord, Workload
+
+    fields = tvm_ffi.get_global_func("ffi.json.Parse")(record)
+    trace = TuningRecord.from_json(fields, Workload(task.mod)).trace
+    return [str(statement) for statement in trace.as_python()]
+
+
+@contextlib.contextmanager
+def _only_warn(what: str) -> Iterator[None]:
+    """Makes errors inside a line in the log: a tuning does not end for want of a picture."""
+    try:
+        yield
+    except Exception as err:  # noqa: BLE001
+        _log.warning("the run gets no %s: %s", what, one_line(err))

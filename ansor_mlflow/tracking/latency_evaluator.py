@@ -1,0 +1,247 @@
+"""MLflow's evaluator `ansor-latency`: how fast any pyfunc model predicts, and how far it is from a reference.
+
+MLflow finds it by its entry point, when `mlflow.models.evaluate` is called.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from mlflow.exceptions import MlflowException
+from mlflow.models.evaluation import EvaluationArtifact, EvaluationResult, ModelEvaluator
+from mlflow.models.evaluation.artifacts import CsvEvaluationArtifact, ImageEvaluationArtifact
+from mlflow.pyfunc import PyFuncModel
+from mlflow.types import TensorSpec
+
+from ansor_mlflow import names
+from ansor_mlflow.device import available_cpus
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.measuring import Difference, Latency, ReferenceSession, compare_outputs, is_quantized, measure_call
+from ansor_mlflow.model import TunedModel
+from ansor_mlflow.networks import read_onnx
+from ansor_mlflow.options import LatencyOptions, load_options
+from ansor_mlflow.tensors import Arrays
+from ansor_mlflow.tracking import sources
+from ansor_mlflow.tracking.error_translation import one_line
+from ansor_mlflow.tracking.figures import draw_latency, save_figure
+
+EVALUATOR_NAME = "ansor-latency"
+MODEL_TYPE = "tvm"
+"""The `model_type` with which it is asked for; with others, MLflow's own evaluators are."""
+
+Predict = Callable[[Any], Any]
+
+
+class LatencyEvaluator(ModelEvaluator):
+    """Times `predict` in this process and compares what it returns with a reference, or with the targets."""
+
+    @classmethod
+    def can_evaluate(cls, *, model_type: str, evaluator_config: dict[str, Any], **kwargs: Any) -> bool:  # noqa: ARG003
+        """Whether it is asked for."""
+        return model_type == MODEL_TYPE
+
+    def evaluate(
+        self,
+        *,
+        dataset: Any,
+        run_id: str,
+        evaluator_config: dict[str, Any],
+        model: Any = None,
+        model_id: str | None = None,
+        **kwargs: Any,  # noqa: ARG002 - MLflow passes what other evaluators need
+    ) -> EvaluationResult:
+        """Measures a model, and logs the metrics and artifacts to a run.
+
+        Args:
+            dataset: MLflow's data set; its columns hold the input tensors of a row each.
+            run_id: The run.
+            evaluator_config: See `options.LatencyOptions`.
+            model: The loaded model, or the wrapper of a function.
+            model_id: The logged model that the metrics belong to, too.
+            kwargs: Not used.
+
+        Raises:
+            MlflowException: The configuration, the data or the reference is not usable.
+        """
+        try:
+            options = load_options(LatencyOptions, evaluator_config)
+            latency, metrics = _evaluate(options, dataset, model)
+        except UserInputError as err:
+            raise MlflowException.invalid_parameter_value(f"{EVALUATOR_NAME}: {err}") from err
+        mlflow.log_metrics(metrics, run_id=run_id, model_id=model_id)
+        return EvaluationResult(metrics, _log_artifacts(latency, run_id), run_id)
+
+
+def _evaluate(options: LatencyOptions, dataset: Any, model: Any) -> tuple[Latency, dict[str, float]]:
+    if model is None:
+        raise UserInputError("no model was given, so there is nothing to time; give one beside the data")
+    if not len(dataset.features_data):
+        raise UserInputError("the data has no rows; give one at least")
+    size = _batch_size(model) if options.batch_size == "auto" else options.batch_size
+    reference = _reference(options.reference) if options.reference else None
+    first = _model_input(_take(dataset.features_data, np.arange(size)), model)
+    samples_s = [
+        sample
+        for _ in range(options.turns)
+        for sample in measure_call(
+            lambda: model.predict(first), warm_up_s=options.warm_up_s, measure_s=options.measure_s
+        )
+    ]
+    latency = Latency(np.array(samples_s) * 1e3)
+    metrics = {
+        names.LATENCY_MS: latency.median_ms,
+        names.LATENCY_P90_MS: latency.p90_ms,
+        names.LATENCY_STD_MS: latency.std_ms,
+        names.THROUGHPUT_PER_S: size / latency.median_ms * 1e3,
+    }
+    if reference is not None or dataset.has_targets:
+        difference = Difference.worst(list(_differences(dataset, model, reference, size)))
+        metrics |= {names.MAX_ABS_ERROR: difference.max_abs_error, names.MAX_REL_ERROR: difference.max_rel_error}
+    return latency, metrics
+
+
+def _batch_size(model: Any) -> int:
+    """The rows that a tuned model, or an ONNX model with a fixed batch, takes at once; 1 for others."""
+    raw = _raw_model(model)
+    if isinstance(raw, TunedModel):
+        shape: Any = raw.inputs[0].shape
+    else:
+        shape = raw.get_inputs()[0].shape if hasattr(raw, "get_inputs") else ()
+    return shape[0] if shape and isinstance(shape[0], int) else 1
+
+
+def _raw_model(model: Any) -> Any:
+    """What a pyfunc model wraps; None where it does not say."""
+    try:
+        return model.get_raw_model()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _differences(dataset: Any, model: Any, reference: Predict | None, size: int) -> Iterator[Difference]:
+    """Compares the outputs for all rows, batch by batch; the last batch is filled up with the first rows."""
+    num_rows = len(dataset.features_data)
+    for start in range(0, num_rows, size):
+        indices = np.arange(start, start + size)
+        data = _model_input(_take(dataset.features_data, indices), model)
+        targets = None if dataset.labels_data is None else _take(dataset.labels_data, indices)
+        expected = _arrays(targets if reference is None else reference(data))
+        actual = _arrays(model.predict(data))
+        if len(actual) == len(expected) == 1:  # some models name a single output, others do not
+            actual = dict(zip(expected, actual.values(), strict=True))
+        yield compare_outputs(actual, expected)
+
+
+def _take(rows: Any, indices: npt.NDArray[np.intp]) -> Any:
+    """Some rows of a DataFrame or an array, from the first again after the last."""
+    indices = indices % len(rows)
+    return rows.iloc[indices].reset_index(drop=True) if isinstance(rows, pd.DataFrame) else rows[indices]
+
+
+def _model_input(rows: Any, model: Any) -> Any:
+    """What `predict` gets for rows of the data.
+
+    A function gets the rows as they are, and so does a model of plain columns. Columns of tensors become arrays by
+    name, or one array for a model whose input has no name.
+    """
+    if not isinstance(model, PyFuncModel):
+        return rows
+    specs = _input_specs(model)
+    by_name = {spec.name: spec for spec in specs if spec.name is not None}
+    if isinstance(rows, np.ndarray):
+        return {name: rows.astype(spec.type) for name, spec in by_name.items()} if len(by_name) == 1 else rows
+    if not by_name and not any(isinstance(cell, np.ndarray | list) for cell in rows.iloc[0]):
+        return rows
+    arrays = {column: _stacked(rows[column], by_name.get(column)) for column in rows}
+    return next(iter(arrays.values())) if specs and not by_name else arrays
+
+
+def _input_specs(model: PyFuncModel) -> list[TensorSpec]:
+    """The tensors that a model takes; none for a model of plain columns.
+
+    A tuned model says it itself, since its signature may say no more than that columns hold objects.
+    """
+    raw = _raw_model(model)
+    if isinstance(raw, TunedModel):
+        return [TensorSpec(np.dtype(spec.dtype), spec.shape, spec.name) for spec in raw.inputs]
+    schema = model.metadata.get_input_schema()
+    return schema.inputs if schema is not None and schema.is_tensor_spec() else []
+
+
+def _stacked(column: pd.Series, spec: TensorSpec | None) -> npt.NDArray[Any]:
+    """A column of tensors as one array; a cell is the tensor of a row, without the batch dimension or flat."""
+    try:
+        array = np.stack([np.asarray(cell, dtype=spec.type if spec else None) for cell in column])
+        if spec is not None and -1 not in spec.shape[1:] and array.shape[1:] != spec.shape[1:]:
+            if array.ndim != 2:
+                raise ValueError(f"they are {array.shape[1:]}")
+            array = array.reshape(len(column), *spec.shape[1:])
+    except (ValueError, TypeError, OverflowError) as err:
+        expected = f"{spec.type} {spec.shape[1:]}" if spec else "of one shape"
+        raise UserInputError(f"column {column.name!r}: its cells must be tensors {expected}, a row each") from err
+    return array
+
+
+def _reference(reference: str) -> Predict:
+    """What computes the expected outputs.
+
+    Raises:
+        UserInputError: There is no such file, or it is no ONNX model.
+    """
+    path = Path(reference)
+    if sources.is_uri(reference) or path.is_dir():
+        predict: Predict = mlflow.pyfunc.load_model(reference).predict
+        return predict
+    if not path.is_file():
+        raise UserInputError(f"reference={reference}: no such file; give an ONNX file, or a model's URI or directory")
+    read_onnx(path, reference)
+    session = ReferenceSession(path, available_cpus(), optimized=not is_quantized(path))
+
+    def predict_named(data: Any) -> Arrays:
+        if not isinstance(data, Mapping):
+            raise UserInputError(
+                f"reference={reference}: it needs tensors by name; name the data's columns as its inputs"
+            )
+        try:
+            return session.run(data)
+        except Exception as err:  # ONNX Runtime's errors have no class in common
+            raise UserInputError(
+                f"reference={reference}: it cannot be computed from the data ({one_line(err)}); name the data's "
+                "columns as its inputs, and give batch_size= the rows that it takes at once"
+            ) from err
+
+    return predict_named
+
+
+def _arrays(outputs: Any) -> Arrays:
+    """Outputs by name; a single one without a name gets an empty one."""
+    named = outputs if isinstance(outputs, Mapping | pd.DataFrame) else {"": outputs}
+    return {str(name): _array(values) for name, values in named.items()}
+
+
+def _array(values: Any) -> npt.NDArray[Any]:
+    array = np.asarray(values)
+    return np.stack([np.asarray(cell) for cell in values]) if array.dtype == object else array
+
+
+def _log_artifacts(latency: Latency, run_id: str) -> dict[str, EvaluationArtifact]:
+    """Logs the times of all calls, as a table and as a figure."""
+    table, figure = names.LATENCY_SAMPLES_FILE, names.LATENCY_FIGURE
+    artifacts: dict[str, EvaluationArtifact] = {
+        Path(table).stem: CsvEvaluationArtifact(uri=f"runs:/{run_id}/{table}"),
+        Path(figure).stem: ImageEvaluationArtifact(uri=f"runs:/{run_id}/{figure}"),
+    }
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+        pd.DataFrame({names.LATENCY_MS: latency.samples_ms}).to_csv(Path(scratch, table), index=False)
+        save_figure(draw_latency("latency of predict", latency), Path(scratch, figure))
+        mlflow.MlflowClient().log_artifacts(run_id, scratch)
+        for artifact in artifacts.values():
+            artifact._load(str(Path(scratch, Path(artifact.uri).name)))
+    return artifacts

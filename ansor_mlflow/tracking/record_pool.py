@@ -1,0 +1,161 @@
+"""The record pool: a team's shared records under an artifact URI. `records/pool.py` says what its objects are."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+import tenacity
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+from ansor_mlflow import names
+from ansor_mlflow.device import DeviceFingerprint
+from ansor_mlflow.errors import MachineError, without_credentials
+from ansor_mlflow.records import ObjectName, PoolObject
+from ansor_mlflow.tracking.error_translation import clear_failures
+from ansor_mlflow.tracking.sources import is_uri, pinned_uri
+
+_NUM_CONNECTIONS = 8
+_log = logging.getLogger("ansor_mlflow")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolDevice:
+    """What a pool has for one device."""
+
+    fingerprint: DeviceFingerprint
+    num_kernels: int
+    num_objects: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushedRecords:
+    """What was pushed."""
+
+    num_objects: int
+    num_records: int
+
+
+class RecordPool:
+    """The pool under a URI. Safe for use from several processes and machines at once.
+
+    Args:
+        uri: A path, or a URI that MLflow keeps artifacts under, such as s3://bucket/prefix.
+
+    Raises:
+        UserInputError: MLflow knows no such URIs.
+    """
+
+    def __init__(self, uri: str) -> None:
+        self._called = without_credentials(uri)
+        uri = pinned_uri(uri, "record_pool") if is_uri(uri) else str(Path(uri).resolve())
+        with self._clear_failures():
+            self._repository = get_artifact_repository(uri)
+
+    def devices(self) -> list[PoolDevice]:
+        """What the pool has, device by device. See `pull` for what it raises."""
+        found = []
+        for folder in self._list(""):
+            paths = self._list(folder)
+            if f"{folder}/{names.FINGERPRINT_FILE}" not in paths:
+                continue
+            fields = json.loads(self._get(f"{folder}/{names.FINGERPRINT_FILE}"))
+            kernels = Counter(name.workload_hash for path in paths if (name := _object_name(path)))
+            found.append(
+                PoolDevice(
+                    fingerprint=DeviceFingerprint.from_dict(fields),
+                    num_kernels=len(kernels),
+                    num_objects=kernels.total(),
+                )
+            )
+        return found
+
+    def pull(self, device: DeviceFingerprint, hashes: Collection[str] | None = None) -> list[PoolObject]:
+        """The objects for a device; damaged ones are left out, with a warning.
+
+        Args:
+            device: The device.
+            hashes: Kernels that are wanted, by structural hash in hexadecimal digits; None for all.
+
+        Raises:
+            MachineError: The pool cannot be reached.
+        """
+        paths = [
+            path
+            for path in self._list(device.name)
+            if (name := _object_name(path)) and (hashes is None or name.workload_hash in hashes)
+        ]
+        return [found for found in _concurrently(self._get_object, paths) if found is not None]
+
+    def push(
+        self, device: DeviceFingerprint, objects: Iterable[PoolObject], *, max_retry_s: float = 0.0
+    ) -> PushedRecords:
+        """Adds objects; what is in the pool stays.
+
+        Args:
+            device: The device they are for.
+            objects: What is added.
+            max_retry_s: How long a server that is away is waited for.
+
+        Raises:
+            MachineError: The pool cannot be reached.
+        """
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(MachineError),
+            wait=tenacity.wait_exponential(multiplier=0.5, max=10),
+            stop=tenacity.stop_after_delay(max_retry_s),
+            reraise=True,
+        )
+        packed = [(found, found.pack()) for found in objects]
+        files = {str(ObjectName.of(content, found.workload)): content for found, content in packed}
+        if files:
+            files[names.FINGERPRINT_FILE] = device.to_json().encode()
+        _concurrently(lambda item: retrying(self._put, device.name, *item), list(files.items()))
+        return PushedRecords(num_objects=len(packed), num_records=sum(len(found.records) for found, _ in packed))
+
+    def _get_object(self, path: str) -> PoolObject | None:
+        content, name = self._get(path), _object_name(path)
+        try:
+            if name is None or not name.is_of(content):
+                raise ValueError("its content is not what its name says")
+            return PoolObject.unpack(content)
+        except ValueError as err:
+            _log.warning("%s of the record pool %s is damaged and left out: %s", path, self._called, err)
+            return None
+
+    def _list(self, folder: str) -> list[str]:
+        with self._clear_failures():
+            return [str(file.path) for file in self._repository.list_artifacts(folder or None)]
+
+    def _get(self, path: str) -> bytes:
+        with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch, self._clear_failures():
+            return Path(self._repository.download_artifacts(path, scratch)).read_bytes()
+
+    def _put(self, folder: str, name: str, content: bytes) -> None:
+        with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+            path = Path(scratch, name)
+            path.write_bytes(content)
+            with self._clear_failures():
+                self._repository.log_artifact(str(path), folder)
+
+    def _clear_failures(self) -> AbstractContextManager[None]:
+        return clear_failures(f"reach the record pool {self._called}")
+
+
+def _object_name(path: str) -> ObjectName | None:
+    return ObjectName.parse(PurePosixPath(path).name)
+
+
+def _concurrently(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    with ThreadPoolExecutor(_NUM_CONNECTIONS, thread_name_prefix="pool") as executor:
+        return list(executor.map(function, items))

@@ -1,0 +1,193 @@
+"""The model registry: versions with the evidence for their speed as tags, and the aliases that promotions move."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import mlflow
+
+from ansor_mlflow import names
+from ansor_mlflow.errors import UndecidedError, UserInputError
+from ansor_mlflow.tracking.error_translation import clear_failures
+
+_MAX_MOVES = 50
+"""Of an alias that are remembered; the tag of a registered model has 5000 characters."""
+_MOVE = re.compile(r"(?P<before>\d*)>(?P<after>\d+)@(?P<run_id>\w+)")
+
+
+def registered_versions(model_uri: str) -> list[tuple[str, str]]:
+    """The registered models that a logged model is the newest version of, with that version.
+
+    Args:
+        model_uri: `models:/m-…`, as logging a model returns it.
+    """
+    with clear_failures("read the model registry"):
+        run_id = mlflow.get_logged_model(model_uri.removeprefix("models:/")).source_run_id
+        versions = mlflow.MlflowClient().search_model_versions(f"run_id = '{run_id}'")
+    newest: dict[str, int] = {}
+    for version in versions:
+        if version.source == model_uri:
+            newest[version.name] = max(newest.get(version.name, 0), int(version.version))
+    return [(name, str(version)) for name, version in newest.items()]
+
+
+def register(model_uri: str, name: str, tags: Mapping[str, str]) -> str:
+    """Registers a model.
+
+    Args:
+        model_uri: Logged model.
+        name: Registered name; made if it does not exist.
+        tags: Tags of the new version.
+
+    Returns:
+        The version.
+    """
+    with clear_failures(f"register the model as {name}"):
+        return str(mlflow.register_model(model_uri, name, tags=dict(tags)).version)
+
+
+def find_version(name: str, given: str) -> str:
+    """The number of a version, which is given as a number or an alias.
+
+    Raises:
+        UserInputError: There is no such registered model, version or alias.
+    """
+    with clear_failures(f"read candidate={given} of the registered model {name}"):
+        client = mlflow.MlflowClient()
+        found = client.get_model_version if given.isdigit() else client.get_model_version_by_alias
+        return str(found(name, given).version)
+
+
+def tag_version(name: str, version: str, tags: Mapping[str, str]) -> None:
+    """Sets tags of a version; one without a value is removed."""
+    client = mlflow.MlflowClient()
+    with clear_failures(f"tag version {version} of {name}"):
+        for key, value in tags.items():
+            if value:
+                client.set_model_version_tag(name, version, key, value)
+            else:
+                client.delete_model_version_tag(name, version, key)
+
+
+def aliases_of(name: str) -> dict[str, str]:
+    """The versions of a registered model that have an alias, by alias.
+
+    Raises:
+        UserInputError: There is no such registered model.
+    """
+    with clear_failures(f"read the registered model {name}"):
+        aliases = mlflow.MlflowClient().get_registered_model(name).aliases
+    return {alias: str(version) for alias, version in aliases.items()}
+
+
+@dataclass(frozen=True)
+class Move:
+    """What a promotion did to an alias."""
+
+    before: str
+    """Version that it pointed to; empty where there was no such alias."""
+    after: str
+    run_id: str
+    """Of the promotion."""
+
+    def __str__(self) -> str:
+        return f"{self.before}>{self.after}@{self.run_id}"
+
+
+def move_aliases(name: str, version: str, seen: Mapping[str, str], run_id: str) -> None:
+    """Lets aliases point to a version, and remembers where they pointed to.
+
+    The registry cannot compare and set: another promotion may come in between reading and setting, which takes
+    milliseconds, but not while the models are measured, which takes minutes.
+
+    Args:
+        name: Registered model.
+        version: The new champion.
+        seen: The aliases, with the versions that it was compared with; empty for an alias that there was not.
+        run_id: Of the promotion.
+
+    Raises:
+        UndecidedError: An alias points elsewhere now. None was moved.
+    """
+    now = aliases_of(name)
+    for alias, before in seen.items():
+        if now.get(alias, "") != before:
+            raise UndecidedError(
+                f"{alias} of {name} pointed to {_called(before)} when the comparison began and points to "
+                f"{_called(now.get(alias, ''))} now; nothing was moved, promote again"
+            )
+    moves = _moves(name, seen)
+    with clear_failures(f"move aliases of {name}"):
+        client = mlflow.MlflowClient()
+        for alias, before in seen.items():
+            _remember(name, alias, [*moves[alias], Move(before, version, run_id)])
+            client.set_registered_model_alias(name, alias, version)
+
+
+def undo_moves(name: str, alias: str) -> dict[str, Move]:
+    """Takes back the promotion that moved an alias last, with the other aliases that it moved.
+
+    Args:
+        name: Registered model.
+        alias: One of its aliases; may be empty if one promotion moved all of them last.
+
+    Returns:
+        What was taken back, by alias. An alias that this promotion made is removed again, but for `alias` itself.
+
+    Raises:
+        UserInputError: No promotion moved the alias where it points to, or it was the first one.
+    """
+    now = aliases_of(name)
+    moves = {moved: _until(found, now[moved]) for moved, found in _moves(name, now).items()}
+    last = {moved: found[-1] for moved, found in moves.items() if found}
+    if not alias:
+        if len({move.run_id for move in last.values()}) > 1:
+            raise UserInputError(f"alias='': promotions moved {', '.join(sorted(last))}; give one of them")
+        alias = next((moved for moved, move in last.items() if move.before), next(iter(last), ""))
+    if alias not in last:
+        raise UserInputError(
+            f"alias={alias!r}: no promotion moved an alias of {name} to where it points now; set it with "
+            "MlflowClient().set_registered_model_alias"
+        )
+    if not last[alias].before:
+        raise UserInputError(f"alias={alias}: version {last[alias].after} of {name} is its first; there is none before")
+    undone = {moved: move for moved, move in last.items() if move.run_id == last[alias].run_id}
+    with clear_failures(f"move aliases of {name}"):
+        client = mlflow.MlflowClient()
+        for move in undone.values():
+            if move.before:
+                client.get_model_version(name, move.before)  # it may be deleted: then nothing moves
+        for moved, move in undone.items():
+            if move.before:
+                client.set_registered_model_alias(name, moved, move.before)
+            else:
+                client.delete_registered_model_alias(name, moved)
+            _remember(name, moved, moves[moved][:-1])
+    return undone
+
+
+def _until(moves: list[Move], version: str) -> list[Move]:
+    """The moves up to the last one to a version: what came later was taken back by hand, or did not happen."""
+    return next((moves[:end] for end in range(len(moves), 0, -1) if moves[end - 1].after == version), [])
+
+
+def _moves(name: str, aliases: Iterable[str]) -> dict[str, list[Move]]:
+    with clear_failures(f"read the registered model {name}"):
+        tags = mlflow.MlflowClient().get_registered_model(name).tags
+    texts = {alias: tags.get(f"{names.MOVES_PREFIX}{alias}", "") for alias in aliases}
+    return {alias: [Move(**match.groupdict()) for match in _MOVE.finditer(text)] for alias, text in texts.items()}
+
+
+def _remember(name: str, alias: str, moves: list[Move]) -> None:
+    key = f"{names.MOVES_PREFIX}{alias}"
+    client = mlflow.MlflowClient()
+    if moves:
+        client.set_registered_model_tag(name, key, " ".join(map(str, moves[-_MAX_MOVES:])))
+    else:
+        client.delete_registered_model_tag(name, key)
+
+
+def _called(version: str) -> str:
+    return f"version {version}" if version else "no version"

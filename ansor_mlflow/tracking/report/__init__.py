@@ -1,0 +1,1 @@
+"""What people read of a tuning: its description and its page."""

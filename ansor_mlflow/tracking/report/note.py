@@ -1,0 +1,160 @@
+"""The description of a run, `mlflow.note.content`: what was tuned, with which result, and how to do it again."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+
+from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
+
+from ansor_mlflow import names
+from ansor_mlflow.errors import without_credentials
+from ansor_mlflow.options import Options
+from ansor_mlflow.tracking.report.history import TuningHistory
+from ansor_mlflow.trials import StopReason
+
+_MARKDOWN = re.compile(r"([\\`*_\[\]<>#|~])")
+_MAX_CHARS = 7500
+"""A tag has 8000 at most."""
+_NOT_AGAIN = {"resume_run"}
+"""Parameters that make no new tuning."""
+
+STOP_REASONS = {
+    StopReason.TRIALS: "the budget of trials was spent",
+    StopReason.MINUTES: "the budget of time was spent",
+    StopReason.PLATEAU: "no task improved any more",
+    StopReason.SPACE_EXHAUSTED: "every program of the search space was measured",
+    StopReason.NOTHING_TO_TUNE: "there is nothing to tune",
+    StopReason.KNOWN: "the record pool knows enough already",
+    StopReason.INTERRUPTED: "it was interrupted",
+}
+"""What the values of `StopReason` mean."""
+
+
+def note_tags(tags: Mapping[str, str], note: str) -> dict[str, str]:
+    """The tags that describe a run; none where a user has written or edited the description.
+
+    Args:
+        tags: Those of the run.
+        note: The new description.
+    """
+    current = tags.get(MLFLOW_RUN_NOTE)
+    if current is not None and _digest(current) != tags.get(names.TAG_NOTE_SHA256):
+        return {}
+    return {MLFLOW_RUN_NOTE: note, names.TAG_NOTE_SHA256: _digest(note)}
+
+
+def command_lines(entry_point: str, options: Options) -> tuple[str, str]:
+    """The command lines that do a step again, with the parameters that differ from their defaults.
+
+    Args:
+        entry_point: Name of the step.
+        options: Its parameters.
+    """
+    changed = {
+        name: shlex.quote(without_credentials(text))
+        for name, text in options.changed().items()
+        if name not in _NOT_AGAIN
+    }
+    entry = "" if entry_point == "main" else f" -e {entry_point}"
+    parameters = "".join(f" -P {name}={text}" for name, text in changed.items())
+    flags = "".join(f" --{name.replace('_', '-')} {text}" for name, text in changed.items())
+    return f"mlflow run . --env-manager local{entry}{parameters}", f"ansor-mlflow {entry_point}{flags}"
+
+
+def tuning_note(history: TuningHistory, commands: Sequence[str], error: str = "") -> str:
+    """Describes a tuning that goes on, or has ended.
+
+    Args:
+        history: Of the tuning.
+        commands: Command lines that do it again.
+        error: What ended it, if it was an error.
+    """
+    plan = history.plan
+    assert plan is not None  # there is nothing to describe before
+    subject = f"**{_inline(plan.network)}** for {_inline(plan.target)}: {_count(len(plan.tasks), 'kernel')}"
+    if error:
+        lines = [f"Tuning of {subject}, ended by an error: {_inline(error)}"]
+    elif history.result is None:
+        lines = [f"Tuning… {subject}, {plan.num_trials} trials."]
+    else:
+        lines = [f"Tuned {subject}.", "", *_items(_result_rows(history))]
+    return _with_commands(lines, commands)
+
+
+def pipeline_note(
+    network: str, commands: Sequence[str], tags: Mapping[str, str] = {}, metrics: Mapping[str, float] = {}
+) -> str:
+    """Describes a run of the pipeline: before, or with its tags and metrics afterwards.
+
+    Args:
+        network: What is tuned.
+        commands: Command lines that do it again.
+        tags: Of the device and the tuning.
+        metrics: The summary metrics.
+    """
+    if not metrics:
+        lines = [f"**{_inline(network)}**: to be tuned, compiled and evaluated, each in a run below this one."]
+        return _with_commands(lines, commands)
+    lines = [f"**{_inline(network)}** for {_inline(tags.get(names.TAG_TARGET, ''))}: tuned, compiled and evaluated."]
+    rows = [(label, form.format(metrics[name])) for label, name, form in _PIPELINE_ROWS if name in metrics]
+    if reason := tags.get(names.TAG_STOP_REASON):
+        rows.append(("tuning ended", STOP_REASONS.get(reason, reason)))
+    if model_uri := tags.get(names.TAG_MODEL_URI):
+        rows.append(("model", f"`{model_uri}`"))
+    return _with_commands([*lines, "", *_items(rows)], commands)
+
+
+_PIPELINE_ROWS = (
+    ("latency, tuned", names.LATENCY_MS, "**{:.4g} ms**"),
+    ("latency, untuned", names.UNTUNED_LATENCY_MS, "{:.4g} ms"),
+    ("latency, ONNX Runtime", names.ONNXRUNTIME_LATENCY_MS, "{:.4g} ms"),
+    ("speedup over untuned", names.SPEEDUP_VS_UNTUNED, "{:.1f} ×"),
+    ("speedup over ONNX Runtime", names.SPEEDUP_VS_ONNXRUNTIME, "{:.2f} ×"),
+    ("largest relative error", names.MAX_REL_ERROR, "{:.1e}"),
+    ("latency, estimated by the tuning", names.BEST_LATENCY_MS, "{:.4g} ms"),
+    ("trials", names.TRIALS_MEASURED, "{:.0f}"),
+)
+
+
+def _result_rows(history: TuningHistory) -> list[tuple[str, str]]:
+    result = history.result
+    assert result is not None
+    rows = []
+    if result.estimated_latency_s is not None:
+        rows.append(("estimated latency", f"**{result.estimated_latency_s * 1e3:.4g} ms**"))
+    if result.confirmed_latency_s is not None:
+        rows.append(("measured a second time", f"{result.confirmed_latency_s * 1e3:.4g} ms"))
+    num_failed = sum(failure.num_trials for failure in history.failures())
+    rows.append(
+        ("trials", f"{result.total_trials}, of which {num_failed} failed" if num_failed else str(result.total_trials))
+    )
+    rows.append(("time", f"{result.elapsed_s / 60:.1f} minutes"))
+    rows.append(("ended", f"{STOP_REASONS.get(result.stop_reason, result.stop_reason)} (`{result.stop_reason}`)"))
+    return rows
+
+
+def _items(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """A list: MLflow's page shows tables without any space between their columns."""
+    return [f"- {label}: {value}" for label, value in rows]
+
+
+def _with_commands(lines: Sequence[str], commands: Sequence[str]) -> str:
+    """The lines, and the commands as a block; shell text may hold anything, but not the end of the block."""
+    block = ["", "Again:", "", *(f"    {' '.join(command.splitlines())}" for command in commands)] if commands else []
+    return without_credentials("\n".join([*lines, *block]))[:_MAX_CHARS]
+
+
+def _inline(text: str) -> str:
+    """A text within a line of Markdown, as it is."""
+    return _MARKDOWN.sub(r"\\\1", " ".join(text.split()))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,48 @@
+"""Pages of HTML that hold everything they show: no scripts, nothing from a network."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image:
+    """A picture within a page."""
+
+    base64: str
+    """The PNG file."""
+    caption: str
+
+    @staticmethod
+    def of_file(path: Path, caption: str) -> Image:
+        """Reads a PNG file."""
+        return Image(base64=base64.b64encode(path.read_bytes()).decode(), caption=caption)
+
+
+def render_page(template: str, *, title: str, subtitle: str = "", **values: Any) -> str:
+    """Fills in a template of `templates/` that extends `base.html`. Texts are escaped, whatever is in them.
+
+    Args:
+        template: Its file name.
+        title: Of the page.
+        subtitle: Below it.
+        values: What the template names besides.
+    """
+    return _environment().get_template(template).render(title=title, subtitle=subtitle, **values)
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("ansor_mlflow.tracking.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )

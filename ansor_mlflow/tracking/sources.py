@@ -1,0 +1,198 @@
+"""Where networks come from when MLflow is asked, too: models, and files among the artifacts of runs."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import mlflow
+import requests
+import yaml
+from mlflow.store.artifact.artifact_repository_registry import get_registered_artifact_repositories
+
+from ansor_mlflow import names, networks
+from ansor_mlflow.errors import MachineError, UserInputError, without_credentials
+from ansor_mlflow.model import verified_manifest
+from ansor_mlflow.networks import BUILTIN_NETWORKS, PROGRAM_SUFFIX, Network, external_files, read_network
+from ansor_mlflow.tracking.error_translation import clear_failures, one_line
+
+_URI = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+):/|(models|runs):", re.IGNORECASE)
+"""A scheme has two letters at least, so that no drive of Windows is one."""
+_REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)(/(?P<version>\d+|latest)|@(?P<alias>[^/@]+))(?P<path>(/[^/]+)*)")
+_LOGGED = re.compile(r"models:/m-[0-9a-f]+")
+_OF_A_RUN = re.compile(r"runs:/[^/]+(/[^/]+)+")
+_ONNX_FLAVOR = "onnx"
+_PYTORCH_FLAVOR = "pytorch"
+_PYTORCH_PROGRAM = f"model{PROGRAM_SUFFIX}"
+"""What MLflow calls an exported program; it calls a pickle model.pth."""
+
+
+def load_network(
+    network: str, *, batch_size: int = 1, input_shapes: Mapping[str, Sequence[int]] = {}, seed: int = 0
+) -> Network:
+    """Does what `networks.load_network` does, and also takes MLflow models and URIs of artifacts.
+
+    A model must have the flavor `onnx`, or the flavor `pytorch` with an exported program, or be one that `compile`
+    logged. What is downloaded is removed again before this returns.
+
+    Args:
+        network: A name or file that `networks.load_network` takes, the directory of an MLflow model, or the URI of a
+            model, of an ONNX file or of an exported program of PyTorch (.pt2).
+        batch_size: Batch size of a built-in network.
+        input_shapes: Shapes that replace those of the inputs.
+        seed: Seed of the weights of a network that is generated.
+
+    Returns:
+        The network. One that was downloaded is called by the name it is registered under, or else by the last part of
+        its URI.
+
+    Raises:
+        UserInputError: There is no such network, model or run, the model has no such file, or the shapes do not fit it.
+        MachineError: A server cannot be reached, or the network needs PyTorch, which is not installed.
+        ModelError: A model that `compile` logged was changed.
+    """
+    options: dict[str, Any] = {"batch_size": batch_size, "input_shapes": input_shapes}
+    if not is_uri(network):
+        if network in BUILTIN_NETWORKS or not Path(network, names.MODEL_FILE).is_file():
+            return networks.load_network(network, **options, seed=seed)
+        return replace(
+            read_network(_network_file(Path(network), network), network, **options), name=display_name(network)
+        )
+    uri = pinned_uri(network)
+    called = without_credentials(network)
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+        artifact = _download(uri, called, Path(scratch))
+        if artifact.is_file():
+            if artifact.suffix != PROGRAM_SUFFIX:
+                _download_weights(artifact, uri, called, Path(scratch))
+            path = artifact
+        else:
+            path = _network_file(artifact, called)
+        return replace(read_network(path, called, **options), name=display_name(uri), source=uri)
+
+
+def is_uri(network: str) -> bool:
+    """Whether a network is to be downloaded."""
+    return _URI.match(network) is not None
+
+
+def display_name(network: str) -> str:
+    """What a network is called: a registered model's name, or the last part of another URI or of a path."""
+    registered = _REGISTERED.fullmatch(network)
+    if registered:
+        return registered["name"]
+    if is_uri(network):
+        return PurePosixPath(network).name.removesuffix(".onnx").removesuffix(PROGRAM_SUFFIX)
+    return Path(network).resolve().stem
+
+
+def pinned_uri(uri: str, parameter: str = "network") -> str:
+    """Checks a URI, and puts a version in the place of an alias or `latest`.
+
+    Args:
+        uri: URI of a model or an artifact.
+        parameter: What messages call it.
+
+    Raises:
+        UserInputError: The URI is of no known form, or there is no such model, alias or version.
+        MachineError: The registry cannot be reached.
+    """
+    uri = uri.rstrip("/")
+    given = f"{parameter}={without_credentials(uri)}"
+    _check_form(uri, given)
+    registered = _REGISTERED.fullmatch(uri)
+    if not registered or (registered["version"] or "").isdigit():
+        return uri
+    name = registered["name"]
+    with clear_failures(f"read {given}"):
+        client = mlflow.MlflowClient()
+        if registered["alias"]:
+            versions = [client.get_model_version_by_alias(name, registered["alias"])]
+        else:
+            versions = client.get_registered_model(name).latest_versions  # the latest of each stage
+    if not versions:
+        raise UserInputError(f"{given}: the registered model has no version; log one")
+    return f"models:/{name}/{max(int(version.version) for version in versions)}{registered['path']}"
+
+
+def _check_form(uri: str, given: str) -> None:
+    """Refuses what MLflow would report as an error of the server."""
+    scheme = uri.partition(":")[0]
+    if scheme == "models" and not (_REGISTERED.fullmatch(uri) or _LOGGED.fullmatch(uri)):
+        raise UserInputError(
+            f"{given}: no URI of a model; write models:/name/version, models:/name@alias, or models:/m-… with the ID "
+            "of a logged model"
+        )
+    if scheme == "runs" and not _OF_A_RUN.fullmatch(uri):
+        raise UserInputError(f"{given}: no URI of an artifact; write runs:/<run ID>/<path>")
+    # Behind "http" MLflow expects its own server, which "mlflow-artifacts" is for.
+    known = sorted(get_registered_artifact_repositories().keys() - {"", "http", "https"})
+    if scheme not in known:
+        raise UserInputError(f"{given}: MLflow reads no {scheme}: URIs; it reads {', '.join(known)}")
+
+
+def _download(uri: str, called: str, directory: Path) -> Path:
+    with clear_failures(f"read network={called}"):
+        try:
+            return Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(directory)))
+        except (requests.RequestException, ConnectionError):
+            raise
+        except OSError as err:  # of the libraries that some stores need
+            raise MachineError(f"cannot read network={called}: {one_line(err)}") from err
+
+
+def _download_weights(path: Path, uri: str, called: str, scratch: Path) -> None:
+    """Downloads the files that hold the weights of the ONNX file `path` from beside `uri`, where that came from.
+
+    One that would lie elsewhere is left out, which reading the file then reports.
+    """
+    for location in external_files(path, called):
+        relative = PurePosixPath(location)
+        if not relative.is_absolute() and ".." not in relative.parts:
+            target = path.parent / relative
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _download(f"{uri.rpartition('/')[0]}/{relative}", called, scratch).replace(target)
+
+
+def _network_file(directory: Path, called: str) -> Path:
+    """The ONNX file or exported program in the directory of an MLflow model."""
+    flavors = _flavors(directory, called)
+    if names.FLAVOR_NAME in flavors:
+        verified_manifest(directory)
+        return directory / names.NETWORK_FILE
+    if _ONNX_FLAVOR in flavors:
+        file = str(flavors[_ONNX_FLAVOR].get("data", ""))
+    elif _PYTORCH_FLAVOR in flavors:
+        file = f"{flavors[_PYTORCH_FLAVOR].get('model_data', '')}/{_PYTORCH_PROGRAM}"
+    else:
+        raise UserInputError(
+            f"network={called}: the model has the flavors {', '.join(flavors)}; give one with the flavor "
+            f"{_ONNX_FLAVOR} or {_PYTORCH_FLAVOR}, or one that compile logged"
+        )
+    path = (directory / file).resolve()
+    if path.is_relative_to(directory.resolve()) and path.is_file():
+        return path
+    if _ONNX_FLAVOR not in flavors:
+        raise UserInputError(
+            f"network={called}: the model was logged as a pickle, and nothing is unpickled here; log it with "
+            "mlflow.pytorch.log_model(..., serialization_format='pt2')"
+        )
+    raise UserInputError(f"network={called}: the model lacks the ONNX file that {names.MODEL_FILE} names; log it again")
+
+
+def _flavors(directory: Path, called: str) -> dict[str, dict[str, Any]]:
+    """The flavors of an MLflow model by name, as MLflow's file describes them."""
+    path = directory / names.MODEL_FILE
+    if not path.is_file():
+        raise UserInputError(
+            f"network={called}: a folder without the file {names.MODEL_FILE}; give an MLflow model, or a file in it"
+        )
+    try:
+        flavors = yaml.safe_load(path.read_text())["flavors"]
+        return {str(name): dict(entries) for name, entries in flavors.items()}
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError) as err:
+        raise UserInputError(f"network={called}: its file {names.MODEL_FILE} is damaged; log the model again") from err

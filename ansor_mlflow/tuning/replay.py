@@ -1,0 +1,170 @@
+"""Replays a record: does its schedule apply, build and run, and does the kernel still compute the same.
+
+The scheduled kernel is compared with the same kernel before any schedule, on the same seeded arguments. Both run in
+worker processes, because a record may come from anywhere and may do anything.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ansor_mlflow.device import set_num_threads
+from ansor_mlflow.errors import MachineError
+from ansor_mlflow.lowering import TuningTask
+from ansor_mlflow.measuring import compare_outputs
+from ansor_mlflow.tensors import TensorSpec, random_inputs
+from ansor_mlflow.tuning.workers.arguments import arg_info
+from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
+    from tvm.target import Target
+
+COPIES_OF_ARGUMENTS = 20
+"""Memory in a process that comparing takes, in sizes of the kernel's arguments: most of it is for float64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """A kernel to run, for a worker."""
+
+    mod: IRModule
+    target: Target
+    num_threads: int
+    seed: int
+    reference: Path
+    """File of NumPy's with the arguments that the unscheduled kernel changes, by position, as float64."""
+    trace: str = ""
+    """JSON of the schedule."""
+
+
+class Replayer:
+    """Replays records, each in a process of its own. To be closed.
+
+    Args:
+        target: Device that kernels are built for; this host must be one.
+        num_threads: Threads of a kernel.
+        seed: Seed of the arguments.
+        timeout_s: Seconds after which a process is given up.
+        memory_bytes: Data memory of a process, `COPIES_OF_ARGUMENTS` included; None for no bound.
+    """
+
+    def __init__(
+        self, target: Target, *, num_threads: int, seed: int, timeout_s: float, memory_bytes: int | None = None
+    ) -> None:
+        self._target = target
+        self._num_threads = num_threads
+        self._seed = seed
+        self._timeout_s = timeout_s
+        self._references = tempfile.TemporaryDirectory(prefix="ansor_mlflow-")
+        self._pool = WorkerPool(1, max_tasks=1, memory_bytes=memory_bytes)
+
+    def replay(self, task: TuningTask, trace: str) -> Outcome[float]:
+        """Applies a schedule to a task's kernel and runs it.
+
+        Args:
+            task: The kernel.
+            trace: JSON of the schedule, as records have it.
+
+        Returns:
+            The `max_rel_error` of the kernel's results (see `evaluate.Difference`). Where the unscheduled kernel's are
+            not finite, the scheduled one's must be the same.
+
+        Raises:
+            MachineError: The unscheduled kernel does not run.
+        """
+        job = _Job(
+            mod=task.mod,
+            target=self._target,
+            num_threads=self._num_threads,
+            seed=self._seed,
+            reference=Path(self._references.name, f"{task.info.index}.npz"),
+            trace=trace,
+        )
+        if not job.reference.exists():
+            (outcome,) = self._pool.map(_write_reference, [job], self._timeout_s)
+            if outcome.failure:
+                raise MachineError(
+                    f"task {task.info.name}: the kernel before any schedule, which records are compared with, does not "
+                    f"run ({' '.join(outcome.error.split())}); raise measure_timeout_s or worker_memory_mib"
+                )
+        (replayed,) = self._pool.map(_max_rel_error, [job], self._timeout_s)
+        return replayed
+
+    def close(self) -> None:
+        """Ends the processes and removes the files."""
+        self._pool.close()
+        self._references.cleanup()
+
+
+# -- in the worker -----------------------------------------------------------------------------------------------------
+
+
+def _write_reference(job: Any) -> None:
+    before = _arguments(job)
+    after = _run(job.mod, before, job)
+    changed = {name: value for name, value in after.items() if not np.array_equal(value, _wide(before[name]))}
+    temporary = job.reference.with_suffix(".new.npz")
+    np.savez(temporary, **changed)
+    temporary.replace(job.reference)
+
+
+def _max_rel_error(job: Any) -> float:
+    """Compares every argument, so that a schedule that overwrites an input is found, too."""
+    from tvm.s_tir import Schedule
+    from tvm.s_tir.schedule import Trace
+
+    schedule = Schedule(job.mod)
+    Trace.apply_json_to_schedule(_parse(job.trace), schedule)
+    before = _arguments(job)
+    after = _run(schedule.mod, before, job)
+    with np.load(job.reference) as reference:
+        return max(
+            _error(value, reference[name] if name in reference.files else _wide(before[name]))
+            for name, value in after.items()
+        )
+
+
+def _parse(text: str) -> Any:
+    import tvm_ffi
+
+    return tvm_ffi.get_global_func("ffi.json.Parse")(text)
+
+
+def _arguments(job: _Job) -> dict[str, Any]:
+    """Seeded values of the kernel's arguments, the results' among them, by position."""
+    from tvm.s_tir.meta_schedule.arg_info import ArgInfo
+
+    infos = [arg_info(info) for info in ArgInfo.from_entry_func(job.mod, remove_preproc=True)]
+    specs = [TensorSpec(str(position), shape, dtype) for position, (_, dtype, shape) in enumerate(infos)]
+    return random_inputs(specs, job.seed)
+
+
+def _run(mod: IRModule, arguments: dict[str, Any], job: _Job) -> dict[str, Any]:
+    """The arguments after a call of the kernel, as float64."""
+    import tvm
+    from tvm.driver import build
+
+    used = set_num_threads(job.num_threads)
+    if used != job.num_threads:
+        raise RuntimeError(f"TVM runs on {used} threads here, not on {job.num_threads}")
+    tensors = {name: tvm.runtime.tensor(value) for name, value in arguments.items()}
+    build(mod, target=job.target)["main"](*tensors.values())
+    return {name: _wide(tensor.numpy()) for name, tensor in tensors.items()}
+
+
+def _wide(values: Any) -> Any:
+    """The values as float64: NumPy's files know no bfloat16."""
+    return np.asarray(values, np.float64)
+
+
+def _error(actual: Any, expected: Any) -> float:
+    is_finite = np.isfinite(expected)
+    if not np.array_equal(actual[~is_finite], expected[~is_finite], equal_nan=True):
+        return float("inf")
+    return compare_outputs({"": actual[is_finite]}, {"": expected[is_finite]}).max_rel_error

@@ -1,0 +1,235 @@
+"""How fast a kernel can be on this host: the roofline model, with both roofs measured.
+
+A kernel that computes F FLOPs and moves B bytes takes at least max(F / peak, B / bandwidth) seconds; in other words it
+reaches at most min(peak, F/B × bandwidth) FLOP/s (Williams, Waterman and Patterson, "Roofline: an insightful visual
+performance model for multicore architectures", Communications of the ACM 52(4), 2009).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ansor_mlflow.device import measuring_cpus, set_num_threads, vector_lanes
+from ansor_mlflow.errors import MachineError
+from ansor_mlflow.measuring import call_once, in_child_process
+from ansor_mlflow.tuning.workers.pool import WorkerPool
+
+if TYPE_CHECKING:
+    from tvm.runtime import Module
+    from tvm.target import Target
+
+_CACHE_ROOT = Path("/sys/devices/system/cpu/cpu0/cache")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+_DEFAULT_CACHE_BYTES = 32 * 2**20
+"""Where the kernel does not say how large the last-level cache is."""
+_MAX_COPY_BYTES = 512 * 2**20
+"""Largest array that is copied: two of them are in memory."""
+_NUM_CHAINS = 12
+"""Independent chains of multiply-adds. A CPU that starts two in a cycle, each of which takes four or five, needs ten.
+More than twelve, and two factors, would not fit the 16 vector registers of AVX2."""
+_NUM_STEPS = 200_000
+"""Length of a chain, so that the time to start the threads does not count."""
+_NUM_PEAK_REPEATS = 2000
+"""Measurements of half a millisecond each, so that even on a busy host some are not disturbed."""
+_NUM_COPY_REPEATS = 10
+_QUICK_PEAK_REPEATS = 400
+_QUICK_COPY_BYTES = 128 * 2**20
+_QUICK_TIMEOUT_S = 10.0
+
+_PEAK_PROGRAM = """
+@T.prim_func(s_tir=True)
+def main(
+    factors: T.Buffer((2, {lanes}), "float32"),
+    chains: T.Buffer(({num_threads}, {num_chains}, {lanes}), "float32"),
+):
+    T.func_attr({{"global_symbol": "main", "tirx.noalias": True}})
+    for thread in T.parallel({num_threads}):
+        chain = T.alloc_buffer(({num_chains}, {lanes}), "float32", scope="local")
+        for i in T.unroll({num_chains}):
+            for lane in T.vectorized({lanes}):
+                chain[i, lane] = chains[thread, i, lane]
+        for step in T.serial({num_steps}):
+            for i in T.unroll({num_chains}):
+                for lane in T.vectorized({lanes}):
+                    chain[i, lane] = chain[i, lane] * factors[0, lane] + factors[1, lane]
+        for i in T.unroll({num_chains}):
+            for lane in T.vectorized({lanes}):
+                chains[thread, i, lane] = chain[i, lane]
+"""
+_COPY_PROGRAM = """
+@T.prim_func(s_tir=True)
+def main(
+    source: T.Buffer(({num_threads}, {num_vectors}, {lanes}), "float32"),
+    copy: T.Buffer(({num_threads}, {num_vectors}, {lanes}), "float32"),
+):
+    T.func_attr({{"global_symbol": "main", "tirx.noalias": True}})
+    for thread in T.parallel({num_threads}):
+        for i in T.serial({num_vectors}):
+            for lane in T.vectorized({lanes}):
+                copy[thread, i, lane] = source[thread, i, lane]
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """The least time that a kernel can take."""
+
+    shortest_s: float
+    limit: Literal["arithmetic", "memory"]
+    """What it would wait for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """The two roofs of a host, for a number of threads."""
+
+    peak_flops_per_s: float
+    """float32 multiply-adds, each of them two FLOPs."""
+    bandwidth_bytes_per_s: float
+    """Of a copy: bytes read plus bytes written."""
+
+    def bound(self, flops: float, num_bytes: float) -> Bound:
+        """The least time of a kernel.
+
+        Args:
+            flops: Floating point operations of a call.
+            num_bytes: Bytes that a call moves: of its arguments, each read or written once.
+        """
+        arithmetic_s, memory_s = flops / self.peak_flops_per_s, num_bytes / self.bandwidth_bytes_per_s
+        if arithmetic_s > memory_s:
+            return Bound(shortest_s=arithmetic_s, limit="arithmetic")
+        return Bound(shortest_s=memory_s, limit="memory")
+
+
+def measure_roofline(target: dict[str, Any], num_threads: int) -> Roofline:
+    """Measures peak and bandwidth in a process of its own, on the CPUs on which candidates are measured, too.
+
+    The peak is that of float32 multiply-adds on registers, in independent chains, with the vectors that LLVM uses for
+    the target. The bandwidth is that of copying an array four times as large as the last-level cache, but not larger
+    than 512 MiB. The fastest of many repetitions counts: what disturbs only slows down.
+
+    How that can be wrong:
+
+    - On a host that is busy with something else all the time, both are too low.
+    - Other types than float32 have other peaks, and so have matrix units, which are not used here.
+    - A CPU with more than twelve multiply-adds under way (four units of four cycles) shows less than its peak.
+    - A short burst may run at a clock that a longer computation does not hold.
+    - Most CPUs read a line of the copy before they write it; these bytes are not counted, so that a kernel that mostly
+      reads can move more.
+    - Kernels are timed with warm caches: arguments that fit a cache are faster than this memory roof allows, and a
+      kernel whose loops read them several times from memory moves more bytes than are counted.
+    - On CPUs with a very large cache a part of the copy comes from it.
+
+    Args:
+        target: Attributes of an LLVM target that this host can run.
+        num_threads: Threads of the kernels.
+
+    Raises:
+        MachineError: The process died, such as of too little memory.
+    """
+    roofline: Roofline = in_child_process(call_once, partial(_prepare, target, num_threads))
+    return roofline
+
+
+def quick_roofline(target: dict[str, Any], num_threads: int) -> Roofline:
+    """Measures as `measure_roofline` does, but in a second or two: with fewer repetitions, and with an array of 128 MiB
+    at most, of which a larger cache holds a part. In a worker that has loaded TVM already.
+
+    Args:
+        target: Attributes of an LLVM target that this host can run.
+        num_threads: Threads of the kernels.
+
+    Raises:
+        MachineError: The worker died or took too long.
+    """
+    with contextlib.closing(WorkerPool(1)) as pool:
+        (outcome,) = pool.map(_measure_quickly, [(target, num_threads)], _QUICK_TIMEOUT_S)
+    if outcome.value is None:
+        raise MachineError(f"the roofs of this host were not measured ({outcome.failure}); free CPUs and memory")
+    return outcome.value
+
+
+def last_level_cache_bytes(cache_root: Path = _CACHE_ROOT) -> int:
+    """The size of the largest cache of the first CPU.
+
+    Args:
+        cache_root: Where the kernel describes the CPU's caches.
+    """
+    texts = [path.read_text().strip() for path in cache_root.glob("index*/size")]
+    sizes = [int(text[:-1]) * _UNITS[text[-1]] for text in texts if text[-1:] in _UNITS]
+    return max(sizes, default=_DEFAULT_CACHE_BYTES)
+
+
+def _measure_quickly(what: tuple[dict[str, Any], int]) -> Roofline:
+    effort = _Effort(_QUICK_PEAK_REPEATS, _QUICK_COPY_BYTES)
+    return _prepare(*what, effort)()
+
+
+@dataclass(frozen=True)
+class _Effort:
+    """How long measuring takes."""
+
+    num_peak_repeats: int = _NUM_PEAK_REPEATS
+    max_copy_bytes: int = _MAX_COPY_BYTES
+
+
+def _prepare(attributes: dict[str, Any], num_threads: int, effort: _Effort = _Effort()) -> Callable[[], Roofline]:
+    """A call that measures both roofs. Runs in the child process, as everything below."""
+    import tvm
+
+    os.sched_setaffinity(0, measuring_cpus(num_threads))
+    set_num_threads(num_threads)
+    target = tvm.target.Target(attributes)
+    return lambda: Roofline(
+        peak_flops_per_s=_peak_flops_per_s(target, num_threads, effort),
+        bandwidth_bytes_per_s=_bandwidth_bytes_per_s(target, num_threads, effort),
+    )
+
+
+def _peak_flops_per_s(target: Target, num_threads: int, effort: _Effort) -> float:
+    import numpy as np
+    import tvm
+
+    lanes = vector_lanes(target)
+    sizes = {"lanes": lanes, "num_threads": num_threads, "num_chains": _NUM_CHAINS, "num_steps": _NUM_STEPS}
+    # x ← x/2 + 1 tends to 2: neither infinity nor denormals, with which some CPUs take longer
+    factors = tvm.runtime.tensor(np.repeat(np.array([[0.5], [1.0]], np.float32), lanes, axis=1))
+    chains = tvm.runtime.tensor(np.ones((num_threads, _NUM_CHAINS, lanes), np.float32))
+    flops = 2.0 * num_threads * _NUM_CHAINS * lanes * _NUM_STEPS
+    library = _compile(_PEAK_PROGRAM.format(**sizes), target)
+    return flops / _fastest_s(library, effort.num_peak_repeats, factors, chains)
+
+
+def _bandwidth_bytes_per_s(target: Target, num_threads: int, effort: _Effort) -> float:
+    import tvm
+
+    lanes = vector_lanes(target)
+    num_bytes = min(4 * last_level_cache_bytes(), effort.max_copy_bytes)
+    num_vectors = num_bytes // (4 * lanes * num_threads)
+    program = _COPY_PROGRAM.format(lanes=lanes, num_threads=num_threads, num_vectors=num_vectors)
+    library = _compile(program, target)
+    source, copy = (tvm.runtime.empty((num_threads, num_vectors, lanes), "float32") for _ in range(2))
+    # memory that nobody wrote to is a single page of zeros, which a cache holds: this gives `source` pages of its own
+    library["main"](copy, source)
+    return 2.0 * 4 * lanes * num_vectors * num_threads / _fastest_s(library, _NUM_COPY_REPEATS, source, copy)
+
+
+def _compile(program: str, target: Target) -> Module:
+    """Compiles a TVMScript program in memory."""
+    import tvm
+
+    return tvm.compile(tvm.script.from_source(program), target).jit()
+
+
+def _fastest_s(library: Module, num_repeats: int, *arguments: Any) -> float:
+    """Seconds of the fastest call of "main", without the first."""
+    import tvm
+
+    timer = library.time_evaluator("main", tvm.cpu(0), number=1, repeat=num_repeats)
+    return float(min(timer(*arguments).results))

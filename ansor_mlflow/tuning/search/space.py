@@ -1,0 +1,48 @@
+"""The space that a search explores: MetaSchedule's own, without what costs more than it finds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ansor_mlflow.device import import_tensor_intrin
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
+    from tvm.s_tir.meta_schedule.space_generator import PostOrderApply
+    from tvm.target import Target
+
+_MAX_UNROLL_STEPS = 64
+"""Most iterations that a CPU program unrolls. MetaSchedule also tries 512 on x86, and 256 on Arm: such a program takes
+several times as long to compile, and a search finds one as fast without (docs/adr/0009-cost-of-a-candidate.md)."""
+
+
+def make_space_generator(mod: IRModule, target: Target) -> PostOrderApply:
+    """MetaSchedule's generator of design spaces, with its own rules for `target` but a lower limit of unrolling.
+
+    Args:
+        mod: Module of the task, with one function "main".
+        target: Device that is tuned for; the limit is for CPUs.
+    """
+    from tvm.s_tir.meta_schedule import TuneContext
+    from tvm.s_tir.meta_schedule.schedule_rule import ParallelizeVectorizeUnroll, ScheduleRule
+    from tvm.s_tir.meta_schedule.space_generator import PostOrderApply
+
+    def limited(rule: ScheduleRule) -> ScheduleRule:
+        if not isinstance(rule, ParallelizeVectorizeUnroll):
+            return rule
+        return ParallelizeVectorizeUnroll(
+            rule.max_jobs_per_core,
+            rule.max_vectorize_extent,
+            [steps for steps in rule.unroll_max_steps if steps <= _MAX_UNROLL_STEPS],
+            bool(rule.unroll_explicit),
+        )
+
+    import_tensor_intrin()
+    # only a generator that belongs to a context knows the rules for its target
+    default = TuneContext(mod=mod, target=target, space_generator="post-order-apply").space_generator
+    rules = list(default.sch_rules)
+    return PostOrderApply(
+        sch_rules=[limited(rule) for rule in rules] if target.kind.name == "llvm" else rules,
+        postprocs=list(default.postprocs),
+        mutator_probs=dict(default.mutator_probs),
+    )

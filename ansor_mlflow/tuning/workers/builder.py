@@ -1,0 +1,106 @@
+"""Compiles candidate programs into shared libraries, in parallel worker processes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool
+from ansor_mlflow.tuning.workers.scratch import ScratchDirectory
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
+    from tvm.target import Target
+
+_TASKS_PER_WORKER = 64
+_PASS_CONFIG = {"tirx.disable_assert": True}
+
+
+class Builder(Protocol):
+    """Turns scheduled modules into libraries that a `Runner` can load."""
+
+    def build(self, mods: Sequence[IRModule]) -> list[Outcome[Path]]:
+        """Builds every module; outcomes come in the same order, a failure is an outcome."""
+
+    def close(self) -> None:
+        """Frees processes and files."""
+
+
+@dataclass(frozen=True)
+class _BuildJob:
+    mod: IRModule
+    target: Target
+    path: Path
+
+
+class LocalBuilder:
+    """A `Builder` on this host's CPUs.
+
+    Args:
+        target: Target of the candidates.
+        max_workers: Number of builds at a time.
+        timeout_s: Seconds after which a build is given up.
+        memory_bytes: Data memory that a build may take; None for no bound.
+    """
+
+    def __init__(self, target: Target, *, max_workers: int, timeout_s: float, memory_bytes: int | None = None) -> None:
+        self._target = target
+        self._timeout_s = timeout_s
+        self._scratch = ScratchDirectory()
+        self._pool = WorkerPool(max_workers, max_tasks=_TASKS_PER_WORKER, memory_bytes=memory_bytes)
+        self._num_built = 0
+
+    def build(self, mods: Sequence[IRModule]) -> list[Outcome[Path]]:
+        """See `Builder.build`. The libraries live until `close`, or until the caller removes them.
+
+        Raises:
+            MachineError: The disk is full.
+        """
+        jobs = [_BuildJob(mod, self._target, self._next_path()) for mod in mods]
+        outcomes = self._pool.map(_build, jobs, self._timeout_s)
+        if errors := [outcome.error for outcome in outcomes if outcome.failure]:
+            self._scratch.require_space(errors)
+        return outcomes
+
+    def close(self) -> None:
+        """See `Builder.close`."""
+        self._pool.close()
+        self._scratch.close()
+
+    def _next_path(self) -> Path:
+        self._num_built += 1
+        return self._scratch.path / f"candidate-{self._num_built}.so"
+
+
+def _build(job: Any) -> Path:
+    """Builds and links one candidate. Runs in a worker.
+
+    The runner makes the arguments by the candidate's own description, so the code that checks each of them is left out.
+    """
+    from tvm.driver import build
+    from tvm.ir.transform import PassContext
+    from tvm.s_tir.transform import RemoveWeightLayoutRewriteBlock
+
+    mod = RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(job.mod)
+    # TVM's own directory of object files would outlive a build that is killed
+    with tempfile.TemporaryDirectory(dir=job.path.parent) as directory, PassContext(config=_PASS_CONFIG):
+        build(mod, target=job.target).export_library(str(job.path), fcompile=_link, workspace_dir=directory)
+    return Path(job.path)
+
+
+def _link(library: str, objects: list[str], **_: Any) -> None:
+    """Links with the linker itself, where there is one: the compiler around it takes ten times as long.
+
+    What a kernel needs of the C and the math library, the process that loads it has.
+    """
+    from tvm.support import cc
+
+    linker = shutil.which("ld")
+    command = [linker or "", "-shared", "-o", library, *objects]
+    if linker is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        cc.create_shared(library, objects)

@@ -1,0 +1,239 @@
+"""Worker processes that build and measure candidate programs, whatever those do.
+
+A candidate may loop for ever, crash or eat memory; each costs that one candidate. Workers are forked from a server that
+has loaded TVM once, so that a new worker costs milliseconds instead of the seconds of that import.
+
+Timeouts are kept here and not by Pebble, whose clock is the time of day and jumps with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import resource
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Literal, TypeVar
+
+from pebble import ProcessExpired, ProcessPool
+
+from ansor_mlflow.errors import MachineError
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+_PRELOAD = ["ansor_mlflow.tuning.workers.preload"]
+_PR_SET_PDEATHSIG = 1
+_MAX_ATTEMPTS = 3
+_POLL_S = 0.1
+_MAX_OVERDUE_S = 90.0
+"""Time after which Pebble cannot kill a worker, it seems: one that was killed while it answered keeps a lock."""
+_MAX_IDLE_S = 120.0
+"""Time without a call that runs or ends, though some are left, after which Pebble has lost them: a worker may die while
+it reads a call, before it says that it took it. Far more than a worker takes to start."""
+_OUT_OF_MEMORY_EXIT = 101
+"""Exit code of a worker that reached its bound of memory and could still say so."""
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[Out]):
+    """What became of one call in a worker: a value, or why there is none."""
+
+    value: Out | None = None
+    failure: Literal["", "failed", "timed_out", "crashed"] = ""
+    error: str = ""
+
+
+def start_fork_server() -> None:
+    """Starts loading TVM for the workers, in the background; the first pool finds it done or waits for it.
+
+    Raises:
+        MachineError: The path of the temporary directory is too long for a socket.
+    """
+    _forkserver_context()
+    try:
+        multiprocessing.forkserver.ensure_running()
+    except OSError as err:
+        if "AF_UNIX path too long" not in str(err):
+            raise
+        raise MachineError(
+            f"the path of the temporary directory {tempfile.gettempdir()} is too long for a socket; set TMPDIR to a "
+            "shorter one"
+        ) from err
+
+
+def _forkserver_context() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
+class WorkerPool:
+    """A pool of processes that survives its tasks. To be closed.
+
+    Args:
+        max_workers: Number of processes.
+        max_tasks: Tasks after which a worker is replaced by a fresh one, because builds leak; 0 keeps it.
+        memory_bytes: Data memory of a worker; one that needs more dies or fails, and is replaced. None for no bound.
+        cpus: CPUs that the workers run on; None for those of this process.
+    """
+
+    def __init__(
+        self,
+        max_workers: int,
+        *,
+        max_tasks: int = 0,
+        memory_bytes: int | None = None,
+        cpus: frozenset[int] | None = None,
+    ) -> None:
+        self._make_pool = partial(
+            ProcessPool,
+            max_workers=max_workers,
+            max_tasks=max_tasks,
+            initializer=_start_worker,
+            initargs=(memory_bytes, cpus),
+            context=_forkserver_context(),
+        )
+        self._pool = self._make_pool()
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def map(self, function: Callable[[In], Out], inputs: Sequence[In], timeout_s: float) -> list[Outcome[Out]]:
+        """Calls `function` in the workers, once for each input; outcomes come in the order of the inputs.
+
+        A worker that dies between two tasks, because the system killed it, breaks Pebble's whole pool. All inputs are
+        then done again in a new pool.
+
+        Args:
+            function: A function of a module that workers can import.
+            inputs: Its arguments.
+            timeout_s: Seconds that a call may take.
+
+        Raises:
+            MachineError: New pools break, too.
+        """
+        for _ in range(_MAX_ATTEMPTS):
+            try:
+                return self._map(function, inputs, timeout_s)
+            except BrokenProcessPool:
+                self._replace_pool()
+        raise MachineError(
+            f"worker processes died before they took up work, {_MAX_ATTEMPTS} times in a row; free memory, call the "
+            'tuner below `if __name__ == "__main__":`, and look at the lines above'
+        )
+
+    def _map(self, function: Callable[[In], Out], inputs: Sequence[In], timeout_s: float) -> list[Outcome[Out]]:
+        call = partial(_call, function)
+        try:
+            futures = [self._pool.schedule(call, args=[item]) for item in inputs]
+        except RuntimeError as err:
+            raise BrokenProcessPool from err
+        self._wait(futures, timeout_s)
+        return [_timed_out(timeout_s) if future.cancelled() else _outcome(future) for future in futures]
+
+    def _wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> None:
+        """Waits until every call has ended; cancels those whose time is over, upon which Pebble kills the worker."""
+        deadlines: dict[Future[Any], float] = {}
+        num_left, busy_s = len(futures), time.monotonic()
+        while not_done := wait(futures, _POLL_S).not_done:
+            if not self._pool.active:  # a task that was scheduled while the pool broke would never be done
+                raise BrokenProcessPool
+            now_s = time.monotonic()
+            if len(not_done) < num_left or any(future.running() for future in not_done):
+                num_left, busy_s = len(not_done), now_s
+            elif now_s - busy_s > _MAX_IDLE_S:
+                raise BrokenProcessPool
+            for future in not_done:
+                if future.running():
+                    deadlines.setdefault(future, now_s + timeout_s)
+                overdue_s = now_s - deadlines.get(future, math.inf)
+                if overdue_s > _MAX_OVERDUE_S:
+                    raise BrokenProcessPool
+                if overdue_s > 0:
+                    future.cancel()
+
+    def _replace_pool(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the worker pool was closed")
+            self._end_workers()
+            self._pool = self._make_pool()
+
+    def close(self) -> None:
+        """Ends the workers, running tasks included; a `map` that waits for them in another thread fails."""
+        with self._lock:
+            self._is_closed = True
+            self._end_workers()
+
+    def _end_workers(self) -> None:
+        self._pool.stop()
+        self._pool.join()
+
+
+def _timed_out(timeout_s: float) -> Outcome[Any]:
+    return Outcome(failure="timed_out", error=f"killed after {timeout_s:.3g} s")
+
+
+def _outcome(future: Future[Any]) -> Outcome[Any]:
+    try:
+        return Outcome(value=future.result())
+    except ProcessExpired as err:
+        return Outcome(failure="crashed", error=f"the worker process died ({_exit_text(err.exitcode)})")
+    except (CancelledError, BrokenProcessPool):
+        raise
+    except Exception as err:  # noqa: BLE001 - whatever a candidate raises is its result, not our failure
+        return Outcome(failure="failed", error=_shortened(f"{type(err).__name__}: {err}"))
+
+
+def _exit_text(exitcode: int) -> str:
+    if exitcode == _OUT_OF_MEMORY_EXIT:
+        return "out of memory: it reached worker_memory_mib"
+    if exitcode < 0:
+        names = {member.value: member.name for member in signal.Signals}  # real-time signals have none
+        return names.get(-exitcode, f"signal {-exitcode}")
+    return f"exit code {exitcode}"
+
+
+def _shortened(text: str, limit: int = 2000) -> str:
+    return text if len(text) <= limit else text[:limit] + "…"
+
+
+# -- in the worker -----------------------------------------------------------------------------------------------------
+
+
+def _start_worker(memory_bytes: int | None, cpus: frozenset[int] | None) -> None:
+    """Ties the worker's life to that of the fork server, which dies with the tuner, and sets its bounds.
+
+    Ctrl-C is left to the tuner. SIGTERM ends the worker at once: a handler in Python, as Pebble's, would never be
+    called while a kernel loops, and Pebble would wait for three seconds.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory_bytes is not None:
+        hard_limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        bound = memory_bytes if hard_limit == resource.RLIM_INFINITY else min(memory_bytes, hard_limit)
+        resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus)
+
+
+def _call(function: Callable[[In], Out], item: In) -> Out:
+    """Calls a function; a worker without memory ends, so that a fresh one takes its place."""
+    try:
+        return function(item)
+    except Exception as err:
+        if isinstance(err, MemoryError) or "std::bad_alloc" in str(err):  # the latter is how TVM passes it on
+            os._exit(_OUT_OF_MEMORY_EXIT)
+        raise
