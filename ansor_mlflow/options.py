@@ -16,14 +16,33 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.settings import Dtype, Layout, LoweringSettings
 
 TRIALS_PER_TASK = {"quick": 16, "standard": 64, "thorough": 256}
 """`trials=auto` gives every task this many trials, by preset."""
 
 
-def _parameter(default: Any, help_: str, rule: str, **constraints: Any) -> Any:
-    """Declares a parameter; `rule` completes the sentence "NAME is …; it must be …"."""
-    return Field(default=default, description=help_, json_schema_extra={"rule": rule}, **constraints)
+def _parameter(
+    default: Any, help_: str, rule: str, *, flag: str = "", is_switch: bool = False, **constraints: Any
+) -> Any:
+    """Declares a parameter.
+
+    Args:
+        default: Its default.
+        help_: What it is for, as `--help` says it.
+        rule: Completes the sentence "NAME is …; it must be …".
+        flag: Its flag, where that is not its name.
+        is_switch: Whether the flag has no value.
+        constraints: Of pydantic.
+    """
+    extra: dict[str, Any] = {"rule": rule, "flag": flag, "is_switch": is_switch}
+    return Field(default=default, description=help_, json_schema_extra=extra, **constraints)
+
+
+def _required(help_: str, rule: str, *, metavar: str = "", min_length: int = 1, max_length: int | None = None) -> Any:
+    """Declares a parameter that has no default; one with a `metavar` is given without a flag."""
+    extra: dict[str, Any] = {"rule": rule, "metavar": metavar}
+    return Field(description=help_, json_schema_extra=extra, min_length=min_length, max_length=max_length)
 
 
 def _same_as(cls: type[BaseModel], name: str) -> Any:
@@ -95,10 +114,10 @@ class NetworkOptions(SeedOptions):
         'a JSON object of shapes, such as {"data": [1, 3, 224, 224]}',
     )
     batch_size: PositiveInt = _parameter(1, "Batch size of a built-in network.", "a whole number of at least 1")
-    layout: Literal["auto", "NHWC", "NCHW"] = _parameter(
+    layout: Layout = _parameter(
         "auto", "Layout of convolutions: channels last or first; auto is last.", "auto, NHWC or NCHW"
     )
-    dtype: Literal["float32", "float16", "bfloat16"] = _parameter(
+    dtype: Dtype = _parameter(
         "float32",
         "Type that float32 values are computed in; inputs and outputs keep theirs.",
         "float32, float16 or bfloat16",
@@ -119,9 +138,10 @@ class NetworkOptions(SeedOptions):
         "auto", "Threads of a kernel; auto is every CPU this process may use.", "a whole number of at least 1, or auto"
     )
 
-    def lowering(self) -> dict[str, Any]:
-        """What decides which kernels the network has: the parameters of `lowering.lower` by name."""
-        return self.model_dump(include={"layout", "dtype", "pad_channels"})
+    @property
+    def lowering(self) -> LoweringSettings:
+        """What decides which tasks the network has."""
+        return LoweringSettings(layout=self.layout, dtype=self.dtype, pad_channels=self.pad_channels)
 
 
 class BudgetOptions(NetworkOptions):
@@ -256,13 +276,13 @@ class CompileOptions(SignatureOptions, RecordsOptions):
 class RecompileOptions(Options):
     """The command `recompile`: whose model is built again."""
 
-    run: str = _parameter(
-        "",
-        "ID of the run whose model is built again: one of compile, main or tune.",
-        "a run ID",
-        min_length=1,
-        validate_default=True,
-    )
+    run: Annotated[
+        str,
+        _required(
+            "ID of the run whose model is built again: one of compile, main or tune.",
+            "a run ID",
+        ),
+    ]
     allow_target_mismatch: bool = _same_as(CompileOptions, "allow_target_mismatch")
     signature: Literal["tensor", "binary"] = _same_as(CompileOptions, "signature")
 
@@ -286,13 +306,13 @@ class CheckOptions(SeedOptions):
 class EvaluateOptions(CheckOptions):
     """Which model is checked and timed."""
 
-    model_uri: str = _parameter(
-        "",
-        "Model to evaluate: models:/…, runs:/…, or a path.",
-        "a model URI or a path",
-        min_length=1,
-        validate_default=True,
-    )
+    model_uri: Annotated[
+        str,
+        _required(
+            "Model to evaluate: models:/…, runs:/…, or a path.",
+            "a model URI or a path",
+        ),
+    ]
 
 
 class LatencyOptions(Options):
@@ -335,7 +355,7 @@ class AliasOptions(Options):
 class PromoteOptions(AliasOptions, SeedOptions):
     """Which version of a registered model is compared with its champion, and how."""
 
-    model: str = _parameter("", "Name of the registered model.", "a model name", min_length=1, validate_default=True)
+    model: Annotated[str, _required("Name of the registered model.", "a model name")]
     candidate: str = _parameter(
         "", "Version that may become the champion: its number or an alias.", "the number of a version, or an alias"
     )
@@ -383,6 +403,7 @@ class ReportOptions(Options):
         "",
         "File that the result is written to as JSON; - for standard output, in place of the text; none by default.",
         "a path or -",
+        flag="--json",
     )
 
 
@@ -393,26 +414,28 @@ class PlanOptions(ReportOptions, RecordsOptions, BudgetOptions):
 class SourceOptions(ReportOptions, NetworkOptions):
     """Which records of which network a command reports on."""
 
-    source: str = _parameter(
-        "",
-        "Tuning run or records: a run's ID, a directory, a tuning-record file or an artifact URI. Records need the "
-        "network, layout, target and threads that they were made with; a run knows them.",
-        "the ID of a tuning run, or a path or an artifact URI of records",
-        min_length=1,
-        validate_default=True,
-    )
+    source: Annotated[
+        str,
+        _required(
+            "Tuning run or records: a run's ID, a directory, a tuning-record file or an artifact URI. Records need the "
+            "network, layout, target and threads that they were made with; a run knows them.",
+            "the ID of a tuning run, or a path or an artifact URI of records",
+            metavar="SOURCE",
+        ),
+    ]
 
 
 class PoolOptions(Options):
     """Which record pool a command is about."""
 
-    pool: str = _parameter(
-        "",
-        "Record pool: a path, or a URI that MLflow keeps artifacts under, such as s3://bucket/prefix.",
-        "a path or an artifact URI",
-        min_length=1,
-        validate_default=True,
-    )
+    pool: Annotated[
+        str,
+        _required(
+            "Record pool: a path, or a URI that MLflow keeps artifacts under, such as s3://bucket/prefix.",
+            "a path or an artifact URI",
+            metavar="POOL",
+        ),
+    ]
 
 
 class ListPoolOptions(ReportOptions, PoolOptions):
@@ -422,25 +445,26 @@ class ListPoolOptions(ReportOptions, PoolOptions):
 class PushPoolOptions(PoolOptions):
     """The command `pool push`: whose records are added."""
 
-    sources: tuple[str, ...] = _parameter(
-        (),
-        "Tunings, each a run's ID, or a directory or an artifact URI of its records.",
-        "one tuning at least: the ID of a run, a path or an artifact URI",
-        min_length=1,
-        validate_default=True,
-    )
+    sources: Annotated[
+        tuple[str, ...],
+        _required(
+            "Tunings, each a run's ID, or a directory or an artifact URI of its records.",
+            "one tuning at least: the ID of a run, a path or an artifact URI",
+            metavar="SOURCE...",
+        ),
+    ]
 
 
 class PullPoolOptions(PoolOptions):
     """The command `pool pull`: for which device, and where to."""
 
-    output: str = _parameter(
-        "",
-        "Directory of the new database, which must not exist or be empty.",
-        "the path of a directory",
-        min_length=1,
-        validate_default=True,
-    )
+    output: Annotated[
+        str,
+        _required(
+            "Directory of the new database, which must not exist or be empty.",
+            "the path of a directory",
+        ),
+    ]
     target: str = _same_as(NetworkOptions, "target")
     num_threads: PositiveInt | Auto = _same_as(NetworkOptions, "num_threads")
 
@@ -458,14 +482,16 @@ class ExplainOptions(SourceOptions):
 class DiffOptions(ReportOptions):
     """The command `diff`: which two tunings are compared."""
 
-    runs: tuple[str, ...] = _parameter(
-        (),
-        "Two runs: IDs of tune, compile or main, or URIs of models.",
-        "two runs, each the ID of one of tune, compile or main, or the URI of a model",
-        min_length=2,
-        max_length=2,
-        validate_default=True,
-    )
+    runs: Annotated[
+        tuple[str, ...],
+        _required(
+            "Two runs: IDs of tune, compile or main, or URIs of models.",
+            "two runs, each the ID of one of tune, compile or main, or the URI of a model",
+            min_length=2,
+            max_length=2,
+            metavar="RUN_A RUN_B",
+        ),
+    ]
     fail_if_slower: Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_parse_share)] | None = (
         _parameter(
             None,
@@ -511,32 +537,34 @@ class RunsOptions(ReportOptions):
 class ShowRecordsOptions(ReportOptions):
     """The command `records show`."""
 
-    source: str = _parameter(
-        "",
-        "Records: a run's ID, a directory, a tuning-record file or an artifact URI.",
-        "the ID of a tuning run, or a path or an artifact URI of records",
-        min_length=1,
-        validate_default=True,
-    )
+    source: Annotated[
+        str,
+        _required(
+            "Records: a run's ID, a directory, a tuning-record file or an artifact URI.",
+            "the ID of a tuning run, or a path or an artifact URI of records",
+            metavar="SOURCE",
+        ),
+    ]
 
 
 class MergeRecordsOptions(Options):
     """The command `records merge`: which records go where."""
 
-    sources: tuple[str, ...] = _parameter(
-        (),
-        "Records, each a run's ID, a directory, a tuning-record file or an artifact URI.",
-        "one source of records at least: the ID of a tuning run, a path or an artifact URI",
-        min_length=1,
-        validate_default=True,
-    )
-    output: str = _parameter(
-        "",
-        "Directory of the new database: new, empty, or one that this command wrote and nobody changed.",
-        "the path of a directory",
-        min_length=1,
-        validate_default=True,
-    )
+    sources: Annotated[
+        tuple[str, ...],
+        _required(
+            "Records, each a run's ID, a directory, a tuning-record file or an artifact URI.",
+            "one source of records at least: the ID of a tuning run, a path or an artifact URI",
+            metavar="SOURCE...",
+        ),
+    ]
+    output: Annotated[
+        str,
+        _required(
+            "Directory of the new database: new, empty, or one that this command wrote and nobody changed.",
+            "the path of a directory",
+        ),
+    ]
 
 
 class DistillRecordsOptions(MergeRecordsOptions):
@@ -564,7 +592,10 @@ class VerifyRecordsOptions(SourceOptions):
     measure_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _same_as(TuneOptions, "measure_timeout_s")
     worker_memory_mib: Annotated[int, Field(ge=512)] = _same_as(TuneOptions, "worker_memory_mib")
     repair: bool = _parameter(
-        False, "First set damaged lines of a local database aside; a flag without a value.", "true or false"
+        False,
+        "First set damaged lines of a local database aside; a flag without a value.",
+        "true or false",
+        is_switch=True,
     )
 
 
@@ -594,7 +625,7 @@ def load_options(cls: type[OptionsT], given: Mapping[str, Any], config: str | No
         return cls(**values)
     except ValidationError as err:
         name = str(err.errors()[0]["loc"][0])
-        raise UserInputError(f"{name}={values.get(name, '')!r}: it must be {rule(cls, name)}") from err
+        raise UserInputError(f"{name}={values.get(name, '')!r}: it must be {declared(cls, name)['rule']}") from err
 
 
 def _read_config(cls: type[Options], config: str) -> dict[str, Any]:
@@ -619,15 +650,16 @@ def _check_names(cls: type[Options], names: Iterable[str], source: str) -> None:
             raise UserInputError(f"{source}: unknown key {name!r}; {hint}")
 
 
-def rule(cls: type[Options], name: str) -> str:
-    """What a parameter's value must be, as the end of a sentence."""
+def declared(cls: type[Options], name: str) -> dict[str, Any]:
+    """How a parameter was declared beside its type: its `rule`, and its `flag`, `metavar` or `is_switch`."""
     extra = cls.model_fields[name].json_schema_extra
-    return str(extra["rule"]) if isinstance(extra, dict) else "valid"
+    return extra if isinstance(extra, dict) else {}
 
 
 def default_text(cls: type[Options], name: str) -> str:
     """A parameter's default as it is written on the command line and in `MLproject`; empty for "not given"."""
-    return as_text(cls.model_fields[name].get_default(call_default_factory=True))
+    field = cls.model_fields[name]
+    return "" if field.is_required() else as_text(field.get_default(call_default_factory=True))
 
 
 def as_text(value: Any) -> str:

@@ -20,9 +20,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ansor_mlflow.device import resolve_num_threads, set_num_threads
+from ansor_mlflow.device import Device, resolve_num_threads, set_num_threads
 from ansor_mlflow.measuring import call_once, in_child_process, measure_in_turns
 from ansor_mlflow.networks import load_network
+from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import random_inputs
 
 _SPEC = "conv2d:1,13,13,{channels},192,3,3,1,1"
@@ -84,10 +85,10 @@ def _tune(channels: int, padding: Literal["auto", "off"], trials: int, seed: int
     num_threads = resolve_num_threads("auto")
     target = resolve_target("auto", num_threads)
     network = load_network(_SPEC.format(channels=channels), seed=seed)
-    lowered = lower(network.model, target, pad_channels=padding)
+    lowered = lower(network.model, target, LoweringSettings(pad_channels=padding))
     records = library.parent / names.RECORDS_DIR
     records.mkdir(parents=True)
-    job = TuningJob(network=network.name, lowered=lowered, target=target, num_threads=num_threads, records=records)
+    job = TuningJob(network=network.name, lowered=lowered, device=Device.of(target, num_threads), records=records)
     tune_locally(job, TuneOptions(trials=trials, seed=seed))
     compile_tuned(lowered, target, records / names.BEST_DIR, library)
 

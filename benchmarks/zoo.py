@@ -21,9 +21,10 @@ import click
 import numpy as np
 from rich.console import Console
 
-from ansor_mlflow.device import resolve_num_threads
+from ansor_mlflow.device import Device, resolve_num_threads
 from ansor_mlflow.measuring import TOLERANCES, call_once, compare_outputs, in_child_process
 from ansor_mlflow.networks import BUILTIN_NETWORKS, Network, load_network
+from ansor_mlflow.settings import LoweringSettings
 
 OPERATORS = (
     "conv2d:1,7,7,512,512,3,3,1,1",
@@ -122,7 +123,7 @@ def _untuned(name: str, layout: Literal["NHWC", "NCHW"], dtype: Any) -> Callable
         target = resolve_target("auto", num_threads)
         network = load_network(name, seed=_SEED)
         started_s = time.monotonic()
-        lowered = lower(network.model, target, layout, dtype=dtype)
+        lowered = lower(network.model, target, LoweringSettings(layout=layout, dtype=dtype))
         lowering_s = time.monotonic() - started_s
         with tempfile.TemporaryDirectory() as directory:
             library = Path(directory) / "model.so"
@@ -150,7 +151,7 @@ def _tuned(name: str, trials_per_task: int) -> Callable[[], dict[str, Any]]:
             records, library = Path(directory) / names.RECORDS_DIR, Path(directory) / "model.so"
             records.mkdir()
             job = TuningJob(
-                network=network.name, lowered=lowered, target=target, num_threads=num_threads, records=records
+                network=network.name, lowered=lowered, device=Device.of(target, num_threads), records=records
             )
             trials = trials_per_task * len(lowered.tasks)
             started_s = time.monotonic()

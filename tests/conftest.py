@@ -17,6 +17,7 @@ from helpers.commands import RunCommand
 from hypothesis import settings
 
 from ansor_mlflow.cli.main import main
+from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.fingerprint import fingerprint
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.device.threads import available_cpus
@@ -135,8 +136,7 @@ def tuned_records(small_lowered: LoweredNetwork, host_target: Target, tmp_path_f
     job = TuningJob(
         network="small",
         lowered=small_lowered,
-        target=host_target,
-        num_threads=available_cpus(),
+        device=Device.of(host_target, available_cpus()),
         records=directory,
     )
     budget = 2 * len(small_lowered.tasks)

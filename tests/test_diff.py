@@ -17,7 +17,7 @@ from ansor_mlflow import names
 from ansor_mlflow.options import DiffOptions
 from ansor_mlflow.records.store import RECORD_FILE
 from ansor_mlflow.records.transfer.manifest import write_manifest
-from ansor_mlflow.steps.reports.diff import Difference, diff_runs
+from ansor_mlflow.steps.reports.diff import TuningDifference, diff_runs
 
 pytestmark = pytest.mark.system  # whole pipelines
 
@@ -66,11 +66,11 @@ def seal(run_id: str) -> None:
     write_manifest(records, records / names.MANIFEST_FILE)
 
 
-def diff(first: str, second: str) -> Difference:
+def diff(first: str, second: str) -> TuningDifference:
     return diff_runs(DiffOptions(runs=(first, second)))
 
 
-def verdicts(difference: Difference) -> dict[str, str]:
+def verdicts(difference: TuningDifference) -> dict[str, str]:
     return {task.task: task.verdict for task in difference.tasks}
 
 

@@ -11,6 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from ansor_mlflow.lowering.lower import lower
+from ansor_mlflow.settings import LoweringSettings
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -56,7 +57,7 @@ def test_an_operator_between_convolutions_is_in_the_kernel_of_the_first(host_tar
     import tvm
 
     model = between_convolutions(case)
-    lowered = lower(model, host_target, "NHWC")
+    lowered = lower(model, host_target, LoweringSettings(layout="NHWC"))
     names = [task.info.name for task in lowered.tasks]
     assert sum("conv2d" in name for name in names) == 2
     assert sum("transpose" in name for name in names) == len(names) - 2 == 2  # of the input and of the output

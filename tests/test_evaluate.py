@@ -14,7 +14,7 @@ import pytest
 
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.measuring import timing
-from ansor_mlflow.measuring.comparison import Difference, compare_outputs
+from ansor_mlflow.measuring.comparison import Deviation, compare_outputs
 from ansor_mlflow.measuring.timing import Latency, call_once, in_child_process, measure_in_turns
 
 # -- outputs ---------------------------------------------------------------------------------------------------------
@@ -27,48 +27,48 @@ def changed(**outputs: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def test_equal_outputs() -> None:
-    assert compare_outputs(EXPECTED, EXPECTED) == Difference(0.0, 0.0)
+    assert compare_outputs(EXPECTED, EXPECTED) == Deviation(0.0, 0.0)
 
 
 def test_errors_are_relative_to_the_largest_reference() -> None:
     difference = compare_outputs(changed(a=np.array([1.0, -4.0, 2.5], np.float32)), EXPECTED)
-    assert difference == Difference(max_abs_error=0.5, max_rel_error=0.125)
+    assert difference == Deviation(max_abs_error=0.5, max_rel_error=0.125)
 
 
 def test_the_worst_output_counts_for_each_of_the_two_errors() -> None:
     actual = {"a": EXPECTED["a"] + np.float32(0.5), "b": EXPECTED["b"] + np.float32(0.25)}
-    assert compare_outputs(actual, EXPECTED) == Difference(max_abs_error=0.5, max_rel_error=0.5)
+    assert compare_outputs(actual, EXPECTED) == Deviation(max_abs_error=0.5, max_rel_error=0.5)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_value_that_is_not_finite_is_an_infinite_error(value: float) -> None:
-    assert compare_outputs(changed(b=np.array([[value]], np.float32)), EXPECTED) == Difference(math.inf, math.inf)
+    assert compare_outputs(changed(b=np.array([[value]], np.float32)), EXPECTED) == Deviation(math.inf, math.inf)
 
 
 def test_an_output_of_another_shape_is_an_infinite_error() -> None:
-    assert compare_outputs(changed(b=np.array([0.5], np.float32)), EXPECTED) == Difference(math.inf, math.inf)
+    assert compare_outputs(changed(b=np.array([0.5], np.float32)), EXPECTED) == Deviation(math.inf, math.inf)
 
 
 def test_a_missing_output_is_an_infinite_error() -> None:
-    assert compare_outputs({"a": EXPECTED["a"]}, EXPECTED) == Difference(math.inf, math.inf)
+    assert compare_outputs({"a": EXPECTED["a"]}, EXPECTED) == Deviation(math.inf, math.inf)
 
 
 def test_a_reference_of_zeros_has_an_absolute_error_only() -> None:
     zeros = {"a": np.zeros(3, np.float32)}
-    assert compare_outputs(zeros, zeros) == Difference(0.0, 0.0)
-    assert compare_outputs({"a": np.full(3, 0.25, np.float32)}, zeros) == Difference(0.25, 0.25)
+    assert compare_outputs(zeros, zeros) == Deviation(0.0, 0.0)
+    assert compare_outputs({"a": np.full(3, 0.25, np.float32)}, zeros) == Deviation(0.25, 0.25)
 
 
 def test_an_empty_output_has_no_error() -> None:
     empty = {"a": np.zeros((0, 4), np.float32)}
-    assert compare_outputs(empty, empty) == Difference(0.0, 0.0)
+    assert compare_outputs(empty, empty) == Deviation(0.0, 0.0)
 
 
 def test_integers_are_compared_as_numbers() -> None:
     """Unsigned integers would wrap around."""
     actual, expected = {"a": np.array([0], np.uint8)}, {"a": np.array([200], np.uint8)}
-    assert compare_outputs(actual, expected) == Difference(200.0, 1.0)
-    assert compare_outputs({"a": np.array([True])}, {"a": np.array([False])}) == Difference(1.0, 1.0)
+    assert compare_outputs(actual, expected) == Deviation(200.0, 1.0)
+    assert compare_outputs({"a": np.array([True])}, {"a": np.array([False])}) == Deviation(1.0, 1.0)
 
 
 # -- processes: what they call is found by its name in this module, which the child imports ---------------------------

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from helpers.commands import ANSOR_MLFLOW, FAST, RunCommand, environment
 
-from ansor_mlflow.device.fingerprint import fingerprint
+from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering.lower import LoweredNetwork
@@ -103,7 +103,7 @@ def test_the_lower_roof_counts(flops: float, num_bytes: float, shortest_s: float
 
 def test_the_measured_roofs_are_those_of_a_cpu(host_target: Target) -> None:
     """No CPU core does less than one multiply-add in a nanosecond, nor more than a thousand."""
-    roofline = measure_roofline(fingerprint(host_target, 1).target, 1)
+    roofline = measure_roofline(Device.of(host_target, 1))
     assert 2e9 < roofline.peak_flops_per_s < 2e12
     assert 1e8 < roofline.bandwidth_bytes_per_s < 1e12
 

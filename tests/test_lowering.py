@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import onnx
@@ -18,6 +18,7 @@ from ansor_mlflow.lowering.lower import LoweredNetwork, lower
 from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.loading import Network, load_network
+from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import random_inputs
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def run_onnxruntime(network: Network, inputs: dict[str, np.ndarray]) -> np.ndarr
 
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
 def test_lowering_twice_gives_the_same_kernels(small_network: Network, host_target: Target, layout: Layout) -> None:
-    first, second = (lower(small_network.model, host_target, layout) for _ in range(2))
+    first, second = (lower(small_network.model, host_target, LoweringSettings(layout=layout)) for _ in range(2))
     assert hashes(first)
     assert hashes(first) == hashes(second)
     assert [task.info for task in first.tasks] == [task.info for task in second.tasks]
@@ -71,7 +72,9 @@ def test_every_builtin_network_can_be_lowered(name: str, host_target: Target) ->
 
 
 def test_layouts_have_different_kernels(small_network: Network, host_target: Target) -> None:
-    nhwc, nchw = (hashes(lower(small_network.model, host_target, layout)) for layout in get_args(Layout))
+    nhwc, nchw = (
+        hashes(lower(small_network.model, host_target, LoweringSettings(layout=layout))) for layout in ("NHWC", "NCHW")
+    )
     assert set(nhwc) != set(nchw)
 
 
@@ -97,7 +100,7 @@ def test_a_kernel_that_is_called_twice_is_one_task(host_target: Target) -> None:
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
 def test_untuned_kernels_agree_with_onnxruntime(small_network: Network, host_target: Target, layout: Layout) -> None:
     inputs = random_inputs(small_network.inputs, seed=5)
-    output = run_untuned(lower(small_network.model, host_target, layout), host_target, inputs)
+    output = run_untuned(lower(small_network.model, host_target, LoweringSettings(layout=layout)), host_target, inputs)
     expected = run_onnxruntime(small_network, inputs)
     assert np.ptp(expected) > 0.1
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
@@ -145,7 +148,7 @@ def test_a_squeeze_may_count_its_axes_from_the_end(host_target: Target, shape: t
 
 def test_a_padded_convolution_is_tiled_without_its_slice(host_target: Target) -> None:
     """The slice is part of what follows; as a part of the convolution it would ask for tiles of 386 channels again."""
-    lowered = lower(load_network("conv2d:1,13,13,386,192,3,3,1,1").model, host_target, pad_channels=8)
+    lowered = lower(load_network("conv2d:1,13,13,386,192,3,3,1,1").model, host_target, LoweringSettings(pad_channels=8))
     (convolution,) = [task for task in lowered.tasks if "conv2d" in task.info.name]
     (slicing,) = [task for task in lowered.tasks if "strided_slice" in task.info.name]
     assert convolution is not slicing

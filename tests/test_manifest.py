@@ -59,7 +59,6 @@ def test_a_log_may_have_grown(records: Path, name: str) -> None:
 
 
 def test_what_changes_while_a_tuning_runs_is_not_described(records: Path) -> None:
-    (records / names.COST_MODEL_FILE).write_bytes(b"a booster")
     (records / PARTS_DIR).mkdir()
     (records / PARTS_DIR / "1.part").write_bytes(b"a part")
     (records / ".lock").touch()

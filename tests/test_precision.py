@@ -14,6 +14,7 @@ from ansor_mlflow.measuring.comparison import TOLERANCES, compare_outputs
 from ansor_mlflow.measuring.reference import ReferenceSession
 from ansor_mlflow.model.library import compile_untuned
 from ansor_mlflow.networks.loading import Network
+from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import random_inputs
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def test_outputs_equal_the_references(
 ) -> None:
     from tvm import cpu, relax, runtime
 
-    lowered = lower(small_network.model, host_target, dtype=dtype)
+    lowered = lower(small_network.model, host_target, LoweringSettings(dtype=dtype))
     compile_untuned(lowered, host_target, tmp_path / "model.so")
     (values,) = random_inputs(small_network.inputs, seed=0).values()
     machine = relax.VirtualMachine(runtime.load_module(str(tmp_path / "model.so")), cpu())
@@ -42,7 +43,9 @@ def test_convolutions_take_16_bits_and_add_up_in_32(small_network: Network, host
 
     for dtype in ("float16", "bfloat16"):
         (conv,) = (
-            task for task in lower(small_network.model, host_target, dtype=dtype).tasks if "conv2d" in task.info.name
+            task
+            for task in lower(small_network.model, host_target, LoweringSettings(dtype=dtype)).tasks
+            if "conv2d" in task.info.name
         )
         data, weight, *_ = ArgInfo.from_entry_func(conv.mod, remove_preproc=True)
         assert {str(data.dtype), str(weight.dtype)} == {dtype}

@@ -28,7 +28,7 @@ from ansor_mlflow.errors import (
     UserInputError,
 )
 from ansor_mlflow.measuring import checking
-from ansor_mlflow.measuring.comparison import Difference
+from ansor_mlflow.measuring.comparison import Deviation
 from ansor_mlflow.model import Manifest
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
@@ -36,7 +36,7 @@ from ansor_mlflow.options import PipelineOptions, PromoteOptions
 from ansor_mlflow.steps import pipeline
 from ansor_mlflow.steps.promotion import contest
 from ansor_mlflow.steps.promotion.contest import Contender
-from ansor_mlflow.steps.promotion.decision import Outcome, Promotion
+from ansor_mlflow.steps.promotion.decision import Promotion, PromotionOutcome
 from ansor_mlflow.steps.promotion.promote import host_of, promote, target_alias
 from ansor_mlflow.tracking import registry
 from ansor_mlflow.tracking.run import StepRun
@@ -155,7 +155,7 @@ def test_the_faster_one_is_promoted(client: mlflow.MlflowClient, of_target: str)
     """The models run and are timed as users have it, in processes of their own."""
     set_champion(client, SLOW, "champion")
     won = decide(FAST, alias="champion", max_turns=4, measure_s=0.05)
-    assert won.outcome is Outcome.PROMOTED
+    assert won.outcome is PromotionOutcome.PROMOTED
     (measured,) = won.contests
     assert measured.ratio.upper < 0.5
     assert (measured.champion, measured.ratio.num_turns, measured.same_network) == (SLOW, 4, False)
@@ -170,7 +170,7 @@ def test_what_saves_the_margin_is_promoted(client: mlflow.MlflowClient, of_targe
     set_champion(client, FAST, of_target)
     timed = set_times({FAST: 10.0, EQUAL: 8.0})
     promotion = decide(EQUAL)
-    assert promotion.outcome is Outcome.PROMOTED
+    assert promotion.outcome is PromotionOutcome.PROMOTED
     assert promotion.is_won
     promotion.require_won()
     assert registry.aliases_of(NAME) == {of_target: EQUAL}
@@ -182,9 +182,19 @@ def test_what_saves_the_margin_is_promoted(client: mlflow.MlflowClient, of_targe
 @pytest.mark.parametrize(
     ("times_ms", "outcome", "error", "message"),
     [
-        ({FAST: 10.0, EQUAL: 11.0}, Outcome.LOST, NotFasterError, r"\(lost\): it takes 1\.\d+ .*; tune it longer"),
-        ({FAST: 10.0, EQUAL: 9.95}, Outcome.LOST, NotFasterError, r"must take less than 0\.800"),
-        ({FAST: 10.0, EQUAL: 8.0}, Outcome.INCONCLUSIVE, UndecidedError, "after 16 turns.*give more max_turns"),
+        (
+            {FAST: 10.0, EQUAL: 11.0},
+            PromotionOutcome.LOST,
+            NotFasterError,
+            r"\(lost\): it takes 1\.\d+ .*; tune it",
+        ),
+        ({FAST: 10.0, EQUAL: 9.95}, PromotionOutcome.LOST, NotFasterError, r"must take less than 0\.800"),
+        (
+            {FAST: 10.0, EQUAL: 8.0},
+            PromotionOutcome.INCONCLUSIVE,
+            UndecidedError,
+            "after 16 turns.*more max_turns",
+        ),
     ],
 )
 def test_what_does_not_save_the_margin_is_not_promoted(
@@ -192,7 +202,7 @@ def test_what_does_not_save_the_margin_is_not_promoted(
     of_target: str,
     set_times: SetTimes,
     times_ms: Mapping[str, float],
-    outcome: Outcome,
+    outcome: PromotionOutcome,
     error: type[AnsorMlflowError],
     message: str,
 ) -> None:
@@ -210,7 +220,7 @@ def test_the_first_champion_needs_right_outputs_only(
 ) -> None:
     timed = set_times({})
     promotion = decide(FAST, alias="champion")
-    assert promotion.outcome is Outcome.NO_CHAMPION
+    assert promotion.outcome is PromotionOutcome.NO_CHAMPION
     assert promotion.is_won
     assert promotion.reason == "its outputs are right, and there was no champion to compare it with"
     assert registry.aliases_of(NAME) == {"champion": FAST, of_target: FAST}
@@ -226,7 +236,7 @@ def test_wrong_outputs_are_never_promoted(
         set_champion(client, champion, of_target)
     timed = set_times({})
     promotion = decide(WRONG)
-    assert promotion.outcome is Outcome.WRONG
+    assert promotion.outcome is PromotionOutcome.WRONG
     assert promotion.errors[WRONG].max_rel_error > 1e-2
     assert registry.aliases_of(NAME) == ({of_target: FAST} if champion else {})
     assert timed == []
@@ -236,7 +246,7 @@ def test_wrong_outputs_are_never_promoted(
 
 def test_an_infinite_error_is_null_in_json(client: mlflow.MlflowClient, of_target: str, set_times: SetTimes) -> None:
     set_times({})
-    promotion = replace(decide(WRONG), errors={WRONG: Difference(math.inf, math.nan)})
+    promotion = replace(decide(WRONG), errors={WRONG: Deviation(math.inf, math.nan)})
     written = json.loads(promotion.to_json(), parse_constant=pytest.fail)
     assert written["errors"] == {WRONG: {"max_abs_error": None, "max_rel_error": None}}
     assert written["outcome"] == "wrong"
@@ -256,11 +266,11 @@ def test_a_champion_that_does_not_run_here_is_not_replaced(
     set_champion(client, FOREIGN, "champion")
     set_times({})
     promotion = decide(FAST, alias="champion")
-    assert promotion.outcome is Outcome.NOT_MEASURABLE
+    assert promotion.outcome is PromotionOutcome.NOT_MEASURABLE
     assert registry.aliases_of(NAME) == {"champion": FOREIGN}
     with pytest.raises(ModelError, match=r"the champion, version 4, cannot be compared on this host: .*riscv64"):
         promotion.require_won()
-    assert decide(FAST).outcome is Outcome.NO_CHAMPION  # of this target alone
+    assert decide(FAST).outcome is PromotionOutcome.NO_CHAMPION  # of this target alone
     assert registry.aliases_of(NAME) == {"champion": FOREIGN, of_target: FAST}
 
 
@@ -270,17 +280,17 @@ def test_a_champion_that_tvm_cannot_load_is_not_replaced(
     """It may be of a version of TVM whose libraries this one does not open."""
     set_champion(client, SLOW, of_target)
     set_times({})
-    real = checking.contenders.library_run
+    real = contest.library_inference
 
-    def library_run(library: Path, *args: Any) -> Any:
+    def library_inference(library: Path, *args: Any) -> Any:
         if f"/{SLOW}/" in str(library):
             raise ModelError(f"library {library}: TVM cannot load it")
         return real(library, *args)
 
-    monkeypatch.setattr(checking.contenders, "library_run", library_run)
-    monkeypatch.setattr(contest, "_median_ms", lambda contender, _: contender.make_run() and 1.0)
+    monkeypatch.setattr(contest, "library_inference", library_inference)
+    monkeypatch.setattr(contest, "_median_ms", lambda contender, _: contender.make_inference() and 1.0)
     promotion = decide(FAST)
-    assert promotion.outcome is Outcome.NOT_MEASURABLE
+    assert promotion.outcome is PromotionOutcome.NOT_MEASURABLE
     assert "version 2, cannot be compared on this host: library" in promotion.reason
     client.delete_registered_model_alias(NAME, of_target)
     with pytest.raises(ModelError, match="cannot load it"):
@@ -291,7 +301,7 @@ def test_the_champion_itself_is_not_measured(client: mlflow.MlflowClient, of_tar
     set_champion(client, FAST, of_target, "champion")
     timed = set_times({})
     promotion = decide("champion", alias="champion")
-    assert promotion.outcome is Outcome.ALREADY_CHAMPION
+    assert promotion.outcome is PromotionOutcome.ALREADY_CHAMPION
     promotion.require_won()
     assert timed == []
 
@@ -301,12 +311,12 @@ def test_the_evidence_of_a_champion_stays_and_that_of_others_is_replaced(
 ) -> None:
     set_champion(client, FAST, of_target)
     set_times({FAST: 10.0, EQUAL: 8.0})
-    assert decide(EQUAL).outcome is Outcome.PROMOTED
+    assert decide(EQUAL).outcome is PromotionOutcome.PROMOTED
     won = client.get_model_version(NAME, EQUAL).tags
-    assert decide(EQUAL).outcome is Outcome.ALREADY_CHAMPION
+    assert decide(EQUAL).outcome is PromotionOutcome.ALREADY_CHAMPION
     assert client.get_model_version(NAME, EQUAL).tags == won
     client.delete_registered_model_alias(NAME, of_target)
-    assert decide(EQUAL).outcome is Outcome.NO_CHAMPION
+    assert decide(EQUAL).outcome is PromotionOutcome.NO_CHAMPION
     tags = client.get_model_version(NAME, EQUAL).tags
     assert tags[names.TAG_PROMOTION] == "no_champion"
     assert not {names.TAG_PROMOTION_RATIO, names.TAG_PROMOTION_CHAMPION} & tags.keys()
@@ -326,7 +336,7 @@ def test_a_champion_that_changes_meanwhile_stays(
 
     monkeypatch.setattr(contest, "_median_ms", meanwhile)
     promotion = decide(EQUAL, alias="champion")
-    assert promotion.outcome is Outcome.OVERTAKEN
+    assert promotion.outcome is PromotionOutcome.OVERTAKEN
     assert registry.aliases_of(NAME) == {"champion": SLOW, of_target: FAST}
     with pytest.raises(UndecidedError, match=r"champion of contested pointed to version 1 when .* nothing was moved"):
         promotion.require_won()
@@ -339,7 +349,7 @@ def test_every_version_that_loses_an_alias_must_be_beaten(
     set_champion(client, SLOW, "champion")
     set_times({FAST: 10.0, SLOW: 5.0, EQUAL: 8.0})
     promotion = decide(EQUAL, alias="champion")
-    assert promotion.outcome is Outcome.LOST
+    assert promotion.outcome is PromotionOutcome.LOST
     assert [measured.champion for measured in promotion.contests] == [FAST, SLOW]
     assert registry.aliases_of(NAME) == {"champion": SLOW, of_target: FAST}
 
@@ -368,13 +378,13 @@ def test_outputs_are_checked_on_the_data_of_the_user(
     set_times({})
     examples: list[np.ndarray] = []
     compare = checking.compare_outputs
-    real = checking.contenders.reference_run
+    real = checking.reference_inference
 
-    def reference_run(*args: Any, **options: Any) -> Any:
+    def reference_inference(*args: Any, **options: Any) -> Any:
         run = real(*args, **options)
         return lambda inputs: (examples.append(inputs["data"]), run(inputs))[1]
 
-    monkeypatch.setattr(checking.contenders, "reference_run", reference_run)
+    monkeypatch.setattr(checking, "reference_inference", reference_inference)
     mine = np.random.default_rng(5).standard_normal((2, 3, 16, 16)).astype(np.float32)
     np.savez(tmp_path / "mine.npz", data=mine)
     assert decide(FAST, data=str(tmp_path / "mine.npz"), dry_run=True).is_won
@@ -386,7 +396,7 @@ def test_outputs_are_checked_on_the_data_of_the_user(
         return replace(difference, max_rel_error=1.0) if len(examples) == 10 else difference
 
     monkeypatch.setattr(checking, "compare_outputs", strict)
-    assert decide(FAST, data=str(tmp_path / "mine.npz"), dry_run=True).outcome is Outcome.WRONG
+    assert decide(FAST, data=str(tmp_path / "mine.npz"), dry_run=True).outcome is PromotionOutcome.WRONG
 
 
 def test_data_that_the_network_cannot_take(host_target: Target, tmp_path: Path) -> None:
@@ -395,7 +405,7 @@ def test_data_that_the_network_cannot_take(host_target: Target, tmp_path: Path) 
     table = builder.weight("table", np.zeros((3, 2)))
     builder.node("Gather", "rows", table, builder.input("index", (1,), "int64"), axis=0)
     onnx.save(builder.build("lookup", {"rows": (1, 2)}), tmp_path / "lookup.onnx")
-    run = checking.contenders.reference_run(tmp_path / "lookup.onnx", 1)
+    run = checking.reference_inference(tmp_path / "lookup.onnx", 1)
     assert run({"index": np.array([2])})["rows"].shape == (1, 2)
     with pytest.raises(UserInputError, match=r"ONNX Runtime cannot compute the network from the inputs: .*; give"):
         run({"index": np.array([99])})
@@ -403,7 +413,7 @@ def test_data_that_the_network_cannot_take(host_target: Target, tmp_path: Path) 
 
 def test_the_tolerance_is_that_of_the_user(client: mlflow.MlflowClient, set_times: SetTimes) -> None:
     set_times({})
-    assert decide(WRONG, tolerance=100.0, dry_run=True).outcome is Outcome.NO_CHAMPION
+    assert decide(WRONG, tolerance=100.0, dry_run=True).outcome is PromotionOutcome.NO_CHAMPION
 
 
 # -- what is left behind ---------------------------------------------------------------------------------------------
@@ -459,7 +469,7 @@ def test_the_report_shows_the_decision(client: mlflow.MlflowClient, of_target: s
     set_champion(client, SLOW, of_target)
     set_times({FAST: 10.0, SLOW: 10.0})
     promotion = decide(FAST, max_turns=4, min_improvement=0.0, confidence=0.999)
-    assert promotion.outcome is Outcome.INCONCLUSIVE
+    assert promotion.outcome is PromotionOutcome.INCONCLUSIVE
     page = mlflow.artifacts.load_text(f"runs:/{promotion.run_id}/{names.PROMOTION_REPORT_FILE}")
     for text in (
         f"Version 1 of contested is not {of_target}",
@@ -589,7 +599,7 @@ def test_a_version_of_a_pipeline_that_loses_is_no_error(
     options = PipelineOptions(register_as=NAME, promote=True, alias="champion", min_improvement=0.2, seed=3)
     with mlflow.start_run() as parent:
         promotion = pipeline._promote(options, EQUAL)
-    assert promotion.outcome is Outcome.LOST
+    assert promotion.outcome is PromotionOutcome.LOST
     run = client.get_run(promotion.run_id)
     assert (run.info.status, run.data.tags["mlflow.parentRunId"]) == ("FINISHED", parent.info.run_id)
     params = run.data.params

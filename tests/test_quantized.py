@@ -17,6 +17,7 @@ from ansor_mlflow.lowering.channel_padding import layers_to_pad
 from ansor_mlflow.lowering.lower import Layout, LoweredNetwork, lower
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.loading import Network, load_network
+from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import TensorSpec, random_inputs
 
 if TYPE_CHECKING:
@@ -107,7 +108,9 @@ def test_a_quantized_network_is_a_step_from_onnxruntime_at_most(
     """A value half-way between two steps goes up or down with the rounding of a sum, whose order is free."""
     network = quantized(float_network, tmp_path, activations, per_channel=per_channel)
     inputs = random_inputs(network.inputs, seed=10)
-    output = run_untuned(lower(network.model, host_target, layout), host_target, *inputs.values())
+    output = run_untuned(
+        lower(network.model, host_target, LoweringSettings(layout=layout)), host_target, *inputs.values()
+    )
     step = output_step(network.model)
     for optimized in (False, True):
         expected = run_onnxruntime(network.model, optimized=optimized, **inputs)
@@ -149,7 +152,7 @@ def test_quantization_is_part_of_the_kernel_before_it(
 ) -> None:
     """No layout parts them: only the input is transposed, and what is flattened."""
     network = quantized(float_network, tmp_path, "uint8", per_channel=True)
-    names = [task.info.name for task in lower(network.model, host_target, "NHWC").tasks]
+    names = [task.info.name for task in lower(network.model, host_target, LoweringSettings(layout="NHWC")).tasks]
     assert all("round" in name for name in names)
     assert sum("transpose" in name for name in names) == 2
 
@@ -158,7 +161,9 @@ def test_quantized_weights_are_not_padded(float_network: Network, host_target: T
     """They are no constants of their layer, but what DequantizeLinear makes of some."""
     network = quantized(float_network, tmp_path, "int8", per_channel=True)
     assert layers_to_pad(network.model, lanes=16) == []
-    plain, padded = (lower(network.model, host_target, pad_channels=padding) for padding in ("off", 32))
+    plain, padded = (
+        lower(network.model, host_target, LoweringSettings(pad_channels=padding)) for padding in ("off", 32)
+    )
     assert [task.info.workload_hash for task in plain.tasks] == [task.info.workload_hash for task in padded.tasks]
 
 

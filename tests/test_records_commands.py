@@ -19,6 +19,7 @@ import pytest
 from helpers.commands import FAST, RunCommand
 
 from ansor_mlflow import names
+from ansor_mlflow.device.device import Device
 from ansor_mlflow.errors import MachineError, RecordsError, UserInputError
 from ansor_mlflow.lowering.lower import LoweredNetwork, TuningTask, lower
 from ansor_mlflow.networks.loading import load_network
@@ -355,7 +356,7 @@ def add_schedule(
     _, (record,) = log_lines(task.mod, target, [candidate], [[run_s]])
     hashes = [int(hash_) for hash_, _ in read_lines(records / WORKLOAD_FILE)]
     with (records / RECORD_FILE).open("a") as file:
-        file.write(record.line(hashes.index(int(task.info.workload_hash, 16))) + "\n")
+        file.write(record.line(hashes.index(task.info.workload_hash)) + "\n")
 
 
 @pytest.fixture(scope="session")
@@ -435,7 +436,7 @@ def test_a_kernel_that_cannot_be_compared_is_no_records_fault(host_target: Targe
     """Two billion operations, one after the other."""
     (task,) = lower(load_network("dense:1024,1024,1024").model, host_target).tasks
     message = r"the kernel before any schedule, which records are compared with, does not run \(killed after 0.2 s\)"
-    replayer = Replayer(host_target, num_threads=1, seed=0, timeout_s=0.2)
+    replayer = Replayer(Device.of(host_target, 1), seed=0, timeout_s=0.2)
     with contextlib.closing(replayer), pytest.raises(MachineError, match=message):
         replayer.replay(task, "[[], []]")
 

@@ -17,6 +17,7 @@ from mlflow.entities import Run
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ansor_mlflow import names
+from ansor_mlflow.device.device import Device
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
@@ -193,8 +194,8 @@ def test_another_page_can_have_the_same_style() -> None:
 
 
 def test_the_templates_are_in_the_package() -> None:
-    assert "tracking/templates/*.html" in (ROOT / "setup.cfg").read_text()
-    assert (ROOT / "ansor_mlflow/tracking/templates/base.html").is_file()
+    assert "tracking/report/templates/*.html" in (ROOT / "setup.cfg").read_text()
+    assert (ROOT / "ansor_mlflow/tracking/report/templates/base.html").is_file()
 
 
 # -- the report of a real tuning ---------------------------------------------------------------------------------------
@@ -273,7 +274,7 @@ def end_with(error: BaseException, history: TuningHistory, job: TuningJob, direc
 
 @pytest.fixture
 def job(dense: LoweredNetwork, host_target: Target, tmp_path: Path) -> TuningJob:
-    return TuningJob(network="dense", lowered=dense, target=host_target, num_threads=1, records=tmp_path / "records")
+    return TuningJob(network="dense", lowered=dense, device=Device.of(host_target, 1), records=tmp_path / "records")
 
 
 @pytest.mark.usefixtures("experiment_id")

@@ -47,6 +47,14 @@ def learn(search: TaskSearch, candidates: Sequence[MeasureCandidate]) -> None:
     search.learn(candidates, [RunnerResult([1e-3 * number], None) for number in range(1, len(candidates) + 1)])
 
 
+def test_the_cost_model_learns_from_a_round(single: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:
+    cost_model = make_cost_model("xgb", 1, seed=1)
+    search = make_search(single, host_target, tmp_path, "evolutionary", cost_model)
+    learn(search, search.propose(8))
+    search.close()
+    assert cost_model.booster.num_boosted_rounds() > 0
+
+
 def test_every_program_of_a_small_space_is_proposed_once(host_target: Target, tmp_path: Path) -> None:
     builder = GraphBuilder(seed=0)
     builder.dense("dense", builder.input("data", (1, 2)), units=1, in_units=2)

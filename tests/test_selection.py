@@ -16,7 +16,7 @@ from ansor_mlflow.records.store import Database, RecordPair, merge
 HERE = {"kind": "llvm", "mcpu": "znver4", "num-cores": 2}
 THERE = {"kind": "llvm", "mcpu": "znver3", "num-cores": 8}
 GPU = {"kind": "cuda", "arch": "sm_90"}
-FIRST, SECOND = 0x7B, 0x7C
+FIRST, SECOND = f"{0x7B:#018x}", f"{0x7C:#018x}"
 """Structural hashes of the two kernels."""
 FAILED_S = 1e10
 
@@ -25,7 +25,9 @@ def database(directory: Path, records: Iterable[tuple[int, float, dict[str, Any]
     """A database of two kernels whose records have a kernel, a time and a target; each has a schedule of its own."""
     directory.mkdir(parents=True, exist_ok=True)
     pair = RecordPair.in_directory(directory)
-    pair.workloads.write_text("".join(f"{json.dumps([str(hash_), 'bW9kdWxl'])}\n" for hash_ in (FIRST, SECOND)))
+    pair.workloads.write_text(
+        "".join(f"{json.dumps([str(int(hash_, 16)), 'bW9kdWxl'])}\n" for hash_ in (FIRST, SECOND))
+    )
     lines = [
         json.dumps([index, [[number], [run_s], target, []]]) for number, (index, run_s, target) in enumerate(records)
     ]
@@ -37,7 +39,7 @@ def times(*databases: Database) -> list[float]:
     return [record.run_s for database in databases for record in database.records]
 
 
-@pytest.mark.parametrize("hashes", [{FIRST}, {SECOND}, {FIRST, SECOND}, {0}])
+@pytest.mark.parametrize("hashes", [{FIRST}, {SECOND}, {FIRST, SECOND}, {f"{0:#018x}"}])
 def test_only_kernels_of_the_network_and_this_target_match(tmp_path: Path, hashes: set[int]) -> None:
     found = database(tmp_path, [(0, 1.0, HERE), (1, 2.0, HERE), (0, 3.0, THERE), (1, 4.0, GPU)])
     expected = [run_s for hash_, run_s in ((FIRST, 1.0), (SECOND, 2.0)) if hash_ in hashes]
@@ -102,7 +104,7 @@ def test_the_records_of_each_similar_device_are_kept_apart(tmp_path: Path) -> No
     other = {**THERE, "num-cores": 4}
     database(tmp_path, [(0, 1.0, THERE), (0, 2.0, other), (1, 3.0, THERE), (0, 4.0, THERE)])
     similar = read_similar(tmp_path)
-    first, second = similar[f"{FIRST:#018x}"], similar[f"{SECOND:#018x}"]
+    first, second = similar[FIRST], similar[SECOND]
     assert [[record.run_s for record in records] for records in first.values()] == [[1.0, 4.0], [2.0]]
     assert [[record.run_s for record in records] for records in second.values()] == [[3.0]]
 

@@ -148,7 +148,7 @@ def test_every_source_gives_the_network(
     logged: Logged, wide_onnx: Path, template: str, name: str, source: str | None
 ) -> None:
     values = dataclasses.asdict(logged)
-    network = sources.load_network(template.format(**values))
+    network = sources.fetch_network(template.format(**values))
     assert network.name == name.format(**values)
     assert network.source == (source and source.format(**values))
     assert network.path is not None
@@ -164,7 +164,7 @@ def test_a_logged_model_keeps_its_weights_in_another_file(logged: Logged) -> Non
 
 @pytest.mark.usefixtures("logged", "experiment_id")
 def test_a_tuned_model_can_be_tuned_again(small_onnx: Path, small_network: Network) -> None:
-    network = sources.load_network("models:/tuned/1")
+    network = sources.fetch_network("models:/tuned/1")
     assert (network.name, network.source) == ("tuned", "models:/tuned/1")
     assert network.sha256 == small_network.sha256
     assert_computes_the_same(network, small_onnx)
@@ -175,12 +175,12 @@ def test_a_tuned_model_that_was_changed_is_refused(compiled_network: CompiledNet
     with (tmp_path / "model" / names.NETWORK_FILE).open("ab") as file:
         file.write(b"\0")
     with pytest.raises(ModelError, match=r"network\.onnx does not match the SHA-256"):
-        sources.load_network(str(tmp_path / "model"))
+        sources.fetch_network(str(tmp_path / "model"))
 
 
 @pytest.mark.usefixtures("logged", "experiment_id")
 def test_shapes_can_be_given_for_a_model() -> None:
-    network = sources.load_network("models:/wide/1", input_shapes={"data": [5, 32]})
+    network = sources.fetch_network("models:/wide/1", input_shapes={"data": [5, 32]})
     assert network.outputs[0].shape == (5, 40)
 
 
@@ -188,10 +188,10 @@ def test_names_and_files_are_still_networks(wide_onnx: Path, tmp_path: Path, mon
     (tmp_path / "resnet-18").mkdir()
     (tmp_path / "resnet-18" / "MLmodel").write_text("")
     monkeypatch.chdir(tmp_path)
-    builtin = sources.load_network("resnet-18", input_shapes={"data": [1, 3, 32, 32]}, seed=3)
+    builtin = sources.fetch_network("resnet-18", input_shapes={"data": [1, 3, 32, 32]}, seed=3)
     assert builtin.sha256 == load_network("resnet-18", input_shapes={"data": [1, 3, 32, 32]}, seed=3).sha256
     assert (builtin.path, builtin.source) == (None, None)
-    assert sources.load_network(str(wide_onnx)).source is None
+    assert sources.fetch_network(str(wide_onnx)).source is None
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ MISSING = [
 @pytest.mark.usefixtures("experiment_id")
 def test_what_is_wrong_with_a_source_is_said_in_one_line(logged: Logged, template: str, message: str) -> None:
     with pytest.raises(UserInputError, match=message) as caught:
-        sources.load_network(template.format(**dataclasses.asdict(logged)))
+        sources.fetch_network(template.format(**dataclasses.asdict(logged)))
     assert "\n" not in str(caught.value)
 
 
@@ -268,14 +268,14 @@ def test_what_is_wrong_with_a_source_is_said_in_one_line(logged: Logged, templat
 @pytest.mark.usefixtures("logged", "experiment_id")
 def test_messages_name_the_network_as_it_was_given(arguments: dict, message: str) -> None:
     with pytest.raises(UserInputError, match=message):
-        sources.load_network("models:/wide/1", **arguments)
+        sources.fetch_network("models:/wide/1", **arguments)
 
 
 @pytest.mark.usefixtures("experiment_id")
 def test_weights_that_are_missing_beside_an_artifact(logged: Logged, tmp_path: Path) -> None:
     (tmp_path / "wide.onnx").write_bytes((logged.artifacts / "external" / "wide.onnx").read_bytes())
     with pytest.raises(UserInputError, match=r"No such artifact: 'wide\.onnx\.data'"):
-        sources.load_network((tmp_path / "wide.onnx").as_uri())
+        sources.fetch_network((tmp_path / "wide.onnx").as_uri())
 
 
 @pytest.mark.parametrize("location", ["../secret", "/etc/passwd"])
@@ -289,7 +289,7 @@ def test_weights_are_not_taken_from_elsewhere(logged: Logged, tmp_path: Path, lo
     onnx.save(model, tmp_path / "model" / "wide.onnx")
     for network in (str(tmp_path / "model" / "wide.onnx"), (tmp_path / "model" / "wide.onnx").as_uri()):
         with pytest.raises(UserInputError, match="its external data cannot be read"):
-            sources.load_network(network)
+            sources.fetch_network(network)
 
 
 @pytest.mark.parametrize("network", ["models:/wide/1", "models:/wide@champion", f"runs:/{NO_RUN}/wide.onnx"])
@@ -297,14 +297,14 @@ def test_a_server_that_is_away(monkeypatch: pytest.MonkeyPatch, network: str) ->
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://someone:a-password@127.0.0.1:{free_port()}")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(MachineError, match=f"cannot read network={network}: .*MLFLOW_TRACKING_URI") as caught:
-        sources.load_network(network)
+        sources.fetch_network(network)
     assert "\n" not in str(caught.value)
     assert "a-password" not in str(caught.value)
 
 
 def test_credentials_in_a_uri_are_not_repeated() -> None:
     with pytest.raises(UserInputError, match="MLflow reads no http: URIs") as caught:
-        sources.load_network("http://someone:a-password@127.0.0.1/model.onnx")
+        sources.fetch_network("http://someone:a-password@127.0.0.1/model.onnx")
     assert "a-password" not in str(caught.value)
 
 
@@ -326,7 +326,7 @@ def test_a_run_records_where_its_network_came_from(
     provenance = mlflow.artifacts.load_dict(f"runs:/{run_id}/{names.RECORDS_DIR}/{names.PROVENANCE_FILE}")
     assert provenance["network"] == "models:/wide@champion"
     assert provenance["from_file"]
-    copy = sources.load_network(f"runs:/{run_id}/{names.NETWORK_FILE}")
+    copy = sources.fetch_network(f"runs:/{run_id}/{names.NETWORK_FILE}")
     assert copy.sha256 == provenance["network_sha256"]
     assert_computes_the_same(copy, wide_onnx)
 
@@ -462,7 +462,7 @@ def test_a_model_has_the_weights_of_its_network(compiled_network: CompiledNetwor
     saved = tmp_path / "model" / data.name
     assert saved.read_bytes() == data.read_bytes()
     assert Manifest.read(tmp_path / "model").files.keys() >= {"network.onnx", "network.onnx.data"}
-    assert_computes_the_same(sources.load_network(str(tmp_path / "model")), compiled_network.network)
+    assert_computes_the_same(sources.fetch_network(str(tmp_path / "model")), compiled_network.network)
     saved.write_bytes(bytes(saved.stat().st_size))
     with pytest.raises(ModelError, match=r"network\.onnx\.data does not match the SHA-256"):
-        sources.load_network(str(tmp_path / "model"))
+        sources.fetch_network(str(tmp_path / "model"))

@@ -10,7 +10,7 @@ import pytest
 from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError
 from ansor_mlflow.options import EvaluateOptions
-from ansor_mlflow.tracking.error_translation import clear_failures
+from ansor_mlflow.tracking.error_translation import translated_errors
 from ansor_mlflow.tracking.run import StepRun, step_run
 
 OPTIONS = EvaluateOptions(model_uri="models:/small/1")
@@ -54,7 +54,7 @@ def test_credentials_in_uris_stay_out_of_params_tags_and_messages() -> None:
 
 
 def fail_to_read(uri: str) -> None:
-    with clear_failures(f"read {uri}"):
+    with translated_errors(f"read {uri}"):
         raise ConnectionError(f"{uri} is away")
 
 

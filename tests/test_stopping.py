@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
+from ansor_mlflow.device.device import Device
 from ansor_mlflow.errors import TuningError, UserInputError
 from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
@@ -50,7 +51,7 @@ def test_exactly_the_budget_is_measured(
 def test_a_budget_below_the_number_of_tasks_says_how_much_is_needed(
     dense: LoweredNetwork, host_target: Target, tmp_path: Path
 ) -> None:
-    job = TuningJob(network="dense", lowered=dense, target=host_target, num_threads=1, records=tmp_path)
+    job = TuningJob(network="dense", lowered=dense, device=Device.of(host_target, 1), records=tmp_path)
     message = "trials=1, but the network has 2 tasks and each needs a trial; give at least 2, or auto"
     with pytest.raises(UserInputError, match=message):
         tune_locally(job, TuneOptions(trials=1))

@@ -27,6 +27,7 @@ from helpers.tuner_process import assert_gone, assert_readable, tuning
 from helpers.worker_tasks import fill_array, fill_tensor, grow, hang, pid_of_worker, wait_for_pid
 
 from ansor_mlflow import names
+from ansor_mlflow.device.device import Device
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
@@ -359,7 +360,7 @@ def refusal(directory: Path, process: subprocess.Popen[str]) -> str:
 
 def test_two_tuners_in_one_directory(single: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:
     records = tmp_path / "records"
-    tuning_job = TuningJob(network="single", lowered=single, target=host_target, num_threads=1, records=records)
+    tuning_job = TuningJob(network="single", lowered=single, device=Device.of(host_target, 1), records=records)
     options = TuneOptions(trials=1, strategy="random", cost_model="none", min_repeat_ms=0)
     with another_tuner(records) as first:
         with pytest.raises(UserInputError, match=refusal(records, first)):

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.fingerprint import (
     DeviceFingerprint,
     fingerprint,
     missing_instructions,
-    require_measurable_here,
     why_not_runnable,
 )
 from ansor_mlflow.device.targets import parse_target, resolve_target
@@ -183,7 +183,7 @@ def test_short_description() -> None:
 
 def test_code_for_this_host_runs_here(host_target: Target) -> None:
     assert why_not_runnable(fingerprint(host_target, 1)) is None
-    require_measurable_here(host_target, 1)
+    Device.of(host_target, 1).require_measurable_here()
 
 
 @pytest.mark.parametrize(
@@ -216,10 +216,10 @@ def test_only_instructions_can_be_missing(needed: tuple[str, ...], missing: list
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels of x86-64")
 def test_code_for_the_level_of_an_older_cpu_runs_here() -> None:
-    require_measurable_here(resolve_target("llvm -mcpu=x86-64", 1), 1)
-    require_measurable_here(resolve_target("llvm -mcpu=x86-64-v2", 1), 1)
+    Device.of(resolve_target("llvm -mcpu=x86-64", 1), 1).require_measurable_here()
+    Device.of(resolve_target("llvm -mcpu=x86-64-v2", 1), 1).require_measurable_here()
 
 
 def test_target_of_another_device_cannot_be_measured_here() -> None:
     with pytest.raises(MachineError, match=r"cannot be measured on this host: it is made for cuda.*; use target=auto"):
-        require_measurable_here(resolve_target("cuda", 1), 1)
+        Device.of(resolve_target("cuda", 1), 1).require_measurable_here()

@@ -507,7 +507,7 @@ def test_models_of_the_flavor_pytorch(
     location = mlflow.MlflowClient().get_logged_model(model_id).artifact_location
     values = {"run_id": run_id, "model_id": model_id, "directory": location.removeprefix("file://")}
     given = template.format(**values)
-    network = pytorch.call("ansor_mlflow.tracking.sources.load_network", given, input_shapes={"input": [1, 3, 8, 8]})
+    network = pytorch.call("ansor_mlflow.tracking.sources.fetch_network", given, input_shapes={"input": [1, 3, 8, 8]})
     assert network.name == name.format(**values)
     assert network.source == (source and source.format(**values))
     assert [spec.shape for spec in (*network.inputs, *network.outputs)] == [(1, 3, 8, 8), (1, 4)]
@@ -518,4 +518,4 @@ def test_models_of_the_flavor_pytorch(
 def test_a_model_that_was_logged_as_a_pickle(logged: tuple[str, str]) -> None:
     message = r"/pickle: the model was logged as a pickle, .*; log it with .*serialization_format='pt2'"
     with pytest.raises(UserInputError, match=message):
-        sources.load_network(f"runs:/{logged[0]}/pickle")
+        sources.fetch_network(f"runs:/{logged[0]}/pickle")

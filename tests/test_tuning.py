@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers.fake_tuning import Notebook, plan_for, read_records, tune
 
-from ansor_mlflow import names
+from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import MachineError, TuningError
 from ansor_mlflow.lowering.lower import LoweredNetwork
@@ -282,22 +282,6 @@ def test_a_seed_gives_the_same_candidates_again(
     assert first != other
 
 
-def test_the_cost_model_learns(single: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:
-    """The saved booster is in XGBoost's own format."""
-    import xgboost
-
-    model, runner = tmp_path / names.COST_MODEL_FILE, FakeRunner([1e-3, 2e-3])
-    options = {"strategy": "evolutionary", "cost_model": "xgb", "trials": 8}
-    tune(single, host_target, tmp_path, runner=runner, cost_model_file=model, **options)
-    assert xgboost.Booster(model_file=str(model)).num_boosted_rounds() > 0
-    assert not list(tmp_path.glob(".*"))
-
-
-def test_a_search_without_a_cost_model_saves_none(single: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:
-    tune(single, host_target, tmp_path, cost_model_file=tmp_path / names.COST_MODEL_FILE, trials=4)
-    assert not (tmp_path / names.COST_MODEL_FILE).exists()
-
-
 @pytest.mark.parametrize("strategy", ["evolutionary", "random"])
 def test_a_kernel_with_few_programs_is_exhausted(
     tiny: LoweredNetwork, host_target: Target, tmp_path: Path, strategy: str
@@ -320,10 +304,9 @@ def test_the_mlp_without_pytorch(dense: LoweredNetwork, host_target: Target, tmp
 def test_a_network_is_tuned_on_this_host(dense: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:
     """The default search, with real builds and real measurements."""
     notebook = Notebook(tmp_path)
-    job = TuningJob(network="dense", lowered=dense, target=host_target, num_threads=available_cpus(), records=tmp_path)
+    job = TuningJob(network="dense", lowered=dense, device=Device.of(host_target, available_cpus()), records=tmp_path)
     result = tune_locally(job, TuneOptions(trials=4, num_trials_per_round=2, min_repeat_ms=1), [notebook])
     require_valid_trials(result)
     assert result.total_trials == 4
     assert notebook.counts[-1] == dict.fromkeys(("told", "total", "of tasks", "on disk"), 4)
     assert 0 < result.estimated_latency_s < 1
-    assert (tmp_path / names.COST_MODEL_FILE).is_file()

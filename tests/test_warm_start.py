@@ -16,6 +16,7 @@ from helpers.fake_tuning import NO_MODEL, read_records, tune
 from helpers.runs_here import QUICK, artifacts_of, newest_run, tune_here
 
 from ansor_mlflow import names
+from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.fingerprint import fingerprint
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.lowering.lower import LoweredNetwork
@@ -64,8 +65,7 @@ def job_for(lowered: LoweredNetwork, target: Target, records: Path, known: froze
     return TuningJob(
         network="small",
         lowered=lowered,
-        target=target,
-        num_threads=available_cpus(),
+        device=Device.of(target, available_cpus()),
         records=records,
         known=known,
     )

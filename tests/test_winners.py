@@ -13,6 +13,7 @@ import pytest
 from helpers.fake_tuning import TaskRunner, read_records, tune
 
 from ansor_mlflow import names
+from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.fingerprint import fingerprint
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.lowering.lower import LoweredNetwork
@@ -303,9 +304,7 @@ def test_winners_of_a_real_tuning_replace_older_ones(
     best = tmp_path / names.BEST_DIR
     best.mkdir()
     (best / "of a tuning before").touch()
-    job = TuningJob(
-        network="single", lowered=single, target=host_target, num_threads=available_cpus(), records=tmp_path
-    )
+    job = TuningJob(network="single", lowered=single, device=Device.of(host_target, available_cpus()), records=tmp_path)
     options = TuneOptions(trials=3, strategy="random", cost_model="none", min_repeat_ms=1)
     result = tune_locally(job, options)
     assert result.tasks[0].confirmed_s is not None

@@ -7,7 +7,7 @@ import platform
 from typing import Any
 
 from ansor_mlflow.autologging.call import TuneCall
-from ansor_mlflow.device import DeviceFingerprint, fingerprint
+from ansor_mlflow.device import Device, DeviceFingerprint
 from ansor_mlflow.records import Provenance
 
 _FOREIGN_LOWERING = 0
@@ -23,7 +23,7 @@ def is_remote(call: TuneCall) -> bool:
 
 def device_of(call: TuneCall) -> DeviceFingerprint:
     """The device that is tuned for; wrong in its CPU where another machine measures."""
-    return fingerprint(call.target, runtime_num_threads())
+    return Device.of(call.target, runtime_num_threads()).fingerprint
 
 
 def foreign_provenance(

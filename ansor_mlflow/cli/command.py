@@ -8,14 +8,10 @@ from typing import TypeVar
 import click
 from pydantic.fields import FieldInfo
 
-from ansor_mlflow.options import Options, default_text, load_options
+from ansor_mlflow.options import Options, declared, default_text, load_options
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 
-_FLAGS = {"json_file": "--json"}
-"""Flags that are not the name of their parameter."""
-_SWITCHES = {"repair"}
-"""Flags without a value."""
 _CONFIG_HELP = "YAML file with values for any of these parameters; what is given here wins over the file."
 
 
@@ -38,17 +34,16 @@ def command(
 
 
 def _param(options_class: type[Options], name: str, info: FieldInfo) -> click.Parameter:
-    if name in ("source", "pool"):
-        return click.Argument([name], default="", required=False, metavar=name.upper())
-    if name == "runs":
-        return click.Argument([name], nargs=-1, metavar="RUN_A RUN_B")
-    if name == "sources":
-        return click.Argument([name], nargs=-1, metavar="SOURCE...")
-    if name in _SWITCHES:
-        return click.Option([f"--{name}"], is_flag=True, default=None, help=info.description)
+    extra = declared(options_class, name)
+    if extra.get("metavar"):
+        num_values = -1 if info.annotation is not str else 1
+        default = "" if num_values == 1 else None
+        return click.Argument([name], default=default, nargs=num_values, required=False, metavar=extra["metavar"])
     default = default_text(options_class, name)
     text = f"{info.description}  [default: {default}]" if default else info.description
-    flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
+    flag = extra.get("flag") or f"--{name.replace('_', '-')}"
+    if extra.get("is_switch"):
+        return click.Option([flag, name], is_flag=True, default=None, help=info.description)
     if info.annotation is bool:  # given alone, it is true
         return click.Option([flag, name], default="", metavar="VALUE", help=text, is_flag=False, flag_value="true")
     return click.Option([flag, name], default="", metavar="VALUE", help=text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ansor_mlflow.options import Options, default_text, rule
+from ansor_mlflow.options import Options, declared, default_text
 
 _HEAD = """# Parameters
 
@@ -36,6 +36,6 @@ def _row(options: type[Options], field: str) -> str:
         f"`{field}`",
         f"`{default}`" if default else "",
         str(options.model_fields[field].description),
-        rule(options, field),
+        declared(options, field)["rule"],
     ]
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |\n"

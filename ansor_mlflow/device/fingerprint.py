@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.device.targets import attributes_of, cpu_features, host_cpu
-from ansor_mlflow.errors import MachineError
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -104,14 +103,3 @@ def why_not_runnable(device: DeviceFingerprint) -> str | None:
 def missing_instructions(needed: Iterable[str], available: Iterable[str]) -> list[str]:
     """The instruction sets among LLVM's CPU features `needed` that are not `available`, sorted."""
     return sorted(name for name in set(needed) - set(available) if _INSTRUCTION_SETS.fullmatch(name))
-
-
-def require_measurable_here(target: Target, num_threads: int) -> None:
-    """Checks that this host can run what is compiled for `target`.
-
-    Raises:
-        MachineError: It cannot.
-    """
-    reason = why_not_runnable(fingerprint(target, num_threads))
-    if reason is not None:
-        raise MachineError(f"target {target!s} cannot be measured on this host: {reason}; use target=auto")

@@ -1,11 +1,10 @@
 """From ONNX to fused TensorIR kernels, in the one way that tuning and compiling share."""
 
 from ansor_mlflow.lowering.channel_padding import PaddedLayer, layers_to_pad
-from ansor_mlflow.lowering.lower import LOWERING_VERSION, SETTINGS, LoweredNetwork, TuningTask, lower
+from ansor_mlflow.lowering.lower import LOWERING_VERSION, LoweredNetwork, TuningTask, lower
 
 __all__ = [
     "LOWERING_VERSION",
-    "SETTINGS",
     "LoweredNetwork",
     "PaddedLayer",
     "TuningTask",

@@ -150,7 +150,7 @@ def _num_products(number: int, num_factors: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _WeightedLayer:
     """The constants of a convolution or dense layer, and where its channels are."""
 
     weight: onnx.TensorProto
@@ -177,19 +177,19 @@ class _Padding:
     padded_channels: int
 
 
-def _layer(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto]) -> _Layer | None:
+def _layer(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto]) -> _WeightedLayer | None:
     """The layer that a node is; None where it is none that can be padded."""
     if node.op_type not in _LAYERS or not {name for name in node.input[1:] if name} <= constants.keys():
         return None
     weight = constants[node.input[1]]
     bias = constants[node.input[2]] if len(node.input) > 2 and node.input[2] else None
     if node.op_type == "Conv" and attribute(node, "group", 1) == 1:
-        layer = _Layer(weight, bias, out_axis=0, in_axis=1, channel_axis=1 - len(weight.dims))
+        layer = _WeightedLayer(weight, bias, out_axis=0, in_axis=1, channel_axis=1 - len(weight.dims))
     elif node.op_type == "Gemm" and not attribute(node, "transA", 0):
         out_axis = 0 if attribute(node, "transB", 0) else 1
-        layer = _Layer(weight, bias, out_axis=out_axis, in_axis=1 - out_axis, channel_axis=-1)
+        layer = _WeightedLayer(weight, bias, out_axis=out_axis, in_axis=1 - out_axis, channel_axis=-1)
     elif node.op_type == "MatMul" and len(weight.dims) == 2:
-        layer = _Layer(weight, bias, out_axis=1, in_axis=0, channel_axis=-1)
+        layer = _WeightedLayer(weight, bias, out_axis=1, in_axis=0, channel_axis=-1)
     else:
         return None
     return layer if bias is None or list(bias.dims) == [layer.channels] else None
@@ -225,7 +225,7 @@ class _Rewriter:
         """Whether the node was put in to give back the true channels of a tensor."""
         return node.op_type == "Slice" and node.output[0] in self._padded
 
-    def _rewrite_layer(self, node: onnx.NodeProto, layer: _Layer) -> list[onnx.NodeProto]:
+    def _rewrite_layer(self, node: onnx.NodeProto, layer: _WeightedLayer) -> list[onnx.NodeProto]:
         inputs, weight, bias = list(node.input), layer.weight, layer.bias
         before = self._padded.get(node.input[0])
         if before is not None and before.axis == layer.channel_axis:

@@ -20,6 +20,7 @@ from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering.batch_norm import fold_batch_norms
 from ansor_mlflow.lowering.channel_padding import best_padding, pad_output_channels
 from ansor_mlflow.lowering.precision import compute_in
+from ansor_mlflow.settings import Layout, LoweringSettings, Padding
 from ansor_mlflow.trials import TaskInfo
 
 if TYPE_CHECKING:
@@ -29,12 +30,8 @@ if TYPE_CHECKING:
 LOWERING_VERSION = 5
 """Provenance of records: two lowerings with different versions may give different kernels for one network."""
 
-Layout = Literal["NHWC", "NCHW", "auto"]
-Dtype = Literal["float32", "float16", "bfloat16"]
-Padding = int | Literal["auto", "off"]
-SETTINGS = ("layout", "dtype", "pad_channels")
-"""Parameters of `lower` that decide which kernels a network has."""
 
+_DEFAULTS = LoweringSettings()
 _LAYOUTS = {
     "NHWC": {"relax.nn.conv2d": ["NHWC", "HWIO"], "relax.nn.conv3d": ["NDHWC", "DHWIO"]},
     "NCHW": {"relax.nn.conv2d": ["NCHW", "OIHW"], "relax.nn.conv3d": ["NCDHW", "OIDHW"]},
@@ -58,23 +55,13 @@ class LoweredNetwork:
     tasks: tuple[TuningTask, ...]
 
 
-def lower(
-    model: onnx.ModelProto,
-    target: Target,
-    layout: Layout = "auto",
-    *,
-    dtype: Dtype = "float32",
-    pad_channels: Padding = "auto",
-) -> LoweredNetwork:
+def lower(model: onnx.ModelProto, target: Target, settings: LoweringSettings = _DEFAULTS) -> LoweredNetwork:
     """Lowers a network to fused kernels for `target`.
 
     Args:
         model: ONNX model whose inputs have static shapes.
         target: Device that the kernels are for.
-        layout: Data layout of two- and three-dimensional convolutions: channels last (NHWC, NDHWC) or first.
-        dtype: Type that float32 values are computed in; inputs and outputs keep theirs.
-        pad_channels: Number that the output channels of convolutions and dense layers are made a multiple of; "auto"
-            pads where it pays, "off" nowhere.
+        settings: Layout, type and padding.
 
     Raises:
         UserInputError: The model has an operator or an attribute that TVM cannot import.
@@ -89,7 +76,7 @@ def lower(
     from ansor_mlflow.lowering.squeeze import positive_squeeze_axes
 
     graph = fold_batch_norms(model)
-    if (padding := _padding(pad_channels, target)) is not None:
+    if (padding := _padding(settings.pad_channels, target)) is not None:
         graph = pad_output_channels(graph, padding)
     with target:
         mod = tvm.transform.Sequential(
@@ -101,8 +88,8 @@ def lower(
                 fold_constants_in_numpy(),
                 relax.transform.FoldConstant(),
                 bound_indices(),
-                relax.transform.ConvertLayout(_LAYOUTS[resolve_layout(layout)]),
-                *compute_in(dtype),
+                relax.transform.ConvertLayout(_LAYOUTS[resolve_layout(settings.layout)]),
+                *compute_in(settings.dtype),
                 fold_constants_in_numpy(),
                 relax.transform.FoldConstant(),
                 # TVM's pipeline "zero", with more to say of slices

@@ -1,7 +1,15 @@
 """Measures what is compiled, and checks what it computes: contenders in processes of their own, in turns."""
 
 from ansor_mlflow.measuring.checking import compare_with_reference, seeded_examples, tolerance_for
-from ansor_mlflow.measuring.comparison import TOLERANCES, Difference, compare_outputs
+from ansor_mlflow.measuring.comparison import TOLERANCES, Deviation, compare_outputs
+from ansor_mlflow.measuring.contenders import (
+    Inference,
+    MakeInference,
+    library_inference,
+    reference_inference,
+    timed_call,
+    tuned_inference,
+)
 from ansor_mlflow.measuring.examples import read_examples
 from ansor_mlflow.measuring.reference import ReferenceSession, is_quantized
 from ansor_mlflow.measuring.significance import Ratio, SequentialTest, Verdict
@@ -16,8 +24,10 @@ from ansor_mlflow.measuring.timing import (
 
 __all__ = [
     "TOLERANCES",
-    "Difference",
+    "Deviation",
+    "Inference",
     "Latency",
+    "MakeInference",
     "Ratio",
     "ReferenceSession",
     "SequentialTest",
@@ -27,10 +37,14 @@ __all__ = [
     "compare_with_reference",
     "in_child_process",
     "is_quantized",
+    "library_inference",
     "measure_call",
     "measure_in_turns",
     "measure_once",
     "read_examples",
+    "reference_inference",
     "seeded_examples",
+    "timed_call",
     "tolerance_for",
+    "tuned_inference",
 ]

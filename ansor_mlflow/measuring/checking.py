@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from ansor_mlflow.measuring import contenders
-from ansor_mlflow.measuring.comparison import QUANTIZED_TOLERANCE, TOLERANCES, Difference, compare_outputs
+from ansor_mlflow.measuring.comparison import QUANTIZED_TOLERANCE, TOLERANCES, Deviation, compare_outputs
+from ansor_mlflow.measuring.contenders import MakeInference, outputs_call, reference_inference
 from ansor_mlflow.measuring.reference import is_quantized
 from ansor_mlflow.measuring.timing import call_once, in_child_process
 from ansor_mlflow.model import LibraryEntry
@@ -23,8 +23,8 @@ def seeded_examples(inputs: tuple[TensorSpec, ...], seed: int) -> list[Arrays]:
 
 
 def compare_with_reference(
-    runs: Mapping[str, contenders.MakeRun], network: Path, num_threads: int, examples: Sequence[Arrays]
-) -> dict[str, Difference]:
+    runs: Mapping[str, MakeInference], network: Path, num_threads: int, examples: Sequence[Arrays]
+) -> dict[str, Deviation]:
     """How far the outputs of models are from ONNX Runtime's, each in a process of its own.
 
     Args:
@@ -36,16 +36,16 @@ def compare_with_reference(
     Raises:
         MachineError: A process died.
     """
-    make_reference = partial(contenders.reference_run, network, num_threads, optimized=not is_quantized(network))
+    make_reference = partial(reference_inference, network, num_threads, optimized=not is_quantized(network))
 
-    def outputs(make_run: contenders.MakeRun) -> list[Arrays]:
-        found: list[Arrays] = in_child_process(call_once, partial(contenders.outputs_call, make_run, examples))
+    def outputs(make_inference: MakeInference) -> list[Arrays]:
+        found: list[Arrays] = in_child_process(call_once, partial(outputs_call, make_inference, examples))
         return found
 
     expected = outputs(make_reference)
     return {
-        name: Difference.worst([compare_outputs(*pair) for pair in zip(outputs(make_run), expected, strict=True)])
-        for name, make_run in runs.items()
+        name: Deviation.worst([compare_outputs(*pair) for pair in zip(outputs(make_inference), expected, strict=True)])
+        for name, make_inference in runs.items()
     }
 
 

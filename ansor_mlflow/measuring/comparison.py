@@ -20,7 +20,7 @@ what follows from the other step is no error."""
 
 
 @dataclass(frozen=True)
-class Difference:
+class Deviation:
     """How far outputs are from a reference, over all outputs."""
 
     max_abs_error: float
@@ -29,28 +29,28 @@ class Difference:
     report the rounding of values near zero.)"""
 
     @staticmethod
-    def worst(differences: list[Difference]) -> Difference:
+    def worst(differences: list[Deviation]) -> Deviation:
         """The largest errors of several comparisons."""
-        return Difference(
+        return Deviation(
             max(difference.max_abs_error for difference in differences),
             max(difference.max_rel_error for difference in differences),
         )
 
 
-def compare_outputs(actual: Arrays, expected: Arrays) -> Difference:
+def compare_outputs(actual: Arrays, expected: Arrays) -> Deviation:
     """Compares outputs by name. A missing output, another shape or a NaN is an infinite error."""
     differences = [_difference(actual.get(name), reference) for name, reference in expected.items()]
-    return Difference.worst(differences)
+    return Deviation.worst(differences)
 
 
-def _difference(actual: npt.NDArray[Any] | None, expected: npt.NDArray[Any]) -> Difference:
+def _difference(actual: npt.NDArray[Any] | None, expected: npt.NDArray[Any]) -> Deviation:
     if actual is None or actual.shape != expected.shape:
-        return Difference(float("inf"), float("inf"))
+        return Deviation(float("inf"), float("inf"))
     if expected.size == 0:
-        return Difference(0.0, 0.0)
+        return Deviation(0.0, 0.0)
     errors = np.abs(actual.astype(np.float64) - expected.astype(np.float64))
     if not np.isfinite(errors).all():
-        return Difference(float("inf"), float("inf"))
+        return Deviation(float("inf"), float("inf"))
     scale = float(np.max(np.abs(expected.astype(np.float64))))
     max_abs = float(errors.max())
-    return Difference(max_abs, max_abs / scale if scale else max_abs)
+    return Deviation(max_abs, max_abs / scale if scale else max_abs)

@@ -18,30 +18,32 @@ from ansor_mlflow.tensors import Arrays, TensorSpec, random_inputs
 if TYPE_CHECKING:
     from ansor_mlflow.model import LibraryEntry, Manifest
 
-Run = Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]
+Inference = Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]
 """Runs a network once: inputs by name to outputs by name."""
-MakeRun = Callable[[], Run]
+MakeInference = Callable[[], Inference]
 
 
-def timed_call(make_run: MakeRun, inputs: tuple[TensorSpec, ...], seed: int) -> Callable[[], Any]:
+def timed_call(make_inference: MakeInference, inputs: tuple[TensorSpec, ...], seed: int) -> Callable[[], Any]:
     """A call that runs the network on seeded inputs."""
-    return partial(make_run(), random_inputs(inputs, seed))
+    return partial(make_inference(), random_inputs(inputs, seed))
 
 
-def outputs_call(make_run: MakeRun, examples: Sequence[Mapping[str, npt.NDArray[Any]]]) -> Callable[[], list[Any]]:
+def outputs_call(
+    make_inference: MakeInference, examples: Sequence[Mapping[str, npt.NDArray[Any]]]
+) -> Callable[[], list[Any]]:
     """A call that returns the outputs for several inputs."""
-    run = make_run()
+    run = make_inference()
     return lambda: [run(inputs) for inputs in examples]
 
 
-def tuned_run(directory: Path) -> Run:
+def tuned_inference(directory: Path) -> Inference:
     """The model as its users load it."""
     from ansor_mlflow.model import Manifest, load_package
 
     return load_package(directory, Manifest.read(directory)).run
 
 
-def reference_run(network: Path, num_threads: int, *, optimized: bool = True) -> Run:
+def reference_inference(network: Path, num_threads: int, *, optimized: bool = True) -> Inference:
     """ONNX Runtime. What it cannot compute is a `UserInputError` of the call."""
     from ansor_mlflow.measuring.reference import ReferenceSession
     from ansor_mlflow.networks import one_line
@@ -59,7 +61,7 @@ def reference_run(network: Path, num_threads: int, *, optimized: bool = True) ->
     return run
 
 
-def library_run(library: Path, manifest: Manifest, entry: LibraryEntry) -> Run:
+def library_inference(library: Path, manifest: Manifest, entry: LibraryEntry) -> Inference:
     """A library whose digest was checked, or that was just built."""
     from ansor_mlflow.model import open_library
 

@@ -6,7 +6,7 @@ from ansor_mlflow.model.library import Coverage, compile_tuned, compile_untuned,
 from ansor_mlflow.model.loading import load_package, open_library
 from ansor_mlflow.model.manifest import LIBRARY_FILE, LibraryEntry, Manifest
 from ansor_mlflow.model.package import CompiledNetwork, read_package, with_libraries, write_package
-from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process, lowering_of
+from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process
 from ansor_mlflow.model.tuned import TunedModel
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "compile_tuned",
     "compile_untuned",
     "load_package",
-    "lowering_of",
     "open_library",
     "read_package",
     "require_linker",

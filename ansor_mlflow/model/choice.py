@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ansor_mlflow.device import (
+    Device,
     DeviceFingerprint,
     available_cpus,
-    fingerprint,
     resolve_num_threads,
-    resolve_target,
     why_not_runnable,
 )
 from ansor_mlflow.errors import ModelError, UserInputError
@@ -155,7 +154,7 @@ def entries_to_rebuild(manifest: Manifest, options: LoadOptions) -> list[Library
 
 def host_fingerprint(options: LoadOptions) -> DeviceFingerprint:
     """The CPU of this host with the threads that are wanted."""
-    return fingerprint(resolve_target("auto", options.wanted_threads), options.wanted_threads)
+    return Device.resolve("auto", options.wanted_threads).fingerprint
 
 
 def _entries_for(device: str, directory: Path, manifest: Manifest) -> list[LibraryEntry]:

@@ -21,10 +21,11 @@ from ansor_mlflow.model.choice import (
 )
 from ansor_mlflow.model.digests import verify_package
 from ansor_mlflow.model.manifest import LIBRARY_FILE, LibraryEntry, Manifest, records_path
-from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process, lowering_of, require_builder
+from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process, require_builder
 from ansor_mlflow.model.tuned import TunedModel
 from ansor_mlflow.names import NETWORK_FILE
 from ansor_mlflow.records import RecordPair
+from ansor_mlflow.settings import LoweringSettings
 
 _OF_ANOTHER_DEVICE = ("estimated_latency_ms", "target", "num_threads", "host", "target_mismatch")
 """What the provenance of a library says of the device that it was tuned on."""
@@ -138,7 +139,7 @@ def _build_library(attempt: _Attempt, directory: Path, options: LoadOptions, lib
         records=str(attempt.records or ""),
         target=host.target,
         num_threads=host.num_threads,
-        lowering=lowering_of(provenance),
+        lowering=LoweringSettings.among(provenance),
         library=str(library),
     )
     coverage = build_in_child_process(job)

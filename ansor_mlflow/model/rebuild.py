@@ -11,15 +11,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, error_for_exit_code
+from ansor_mlflow.settings import LoweringSettings
 
-_LOWERING_SETTINGS = ("layout", "dtype", "pad_channels")
-"""`lowering.SETTINGS`, which is not imported because it needs ONNX."""
 _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from ansor_mlflow.model.rebuild import main; main()"
 """With the path of this process, so that it finds the same code, and none in the directory that it is started in."""
 
@@ -34,15 +32,9 @@ class BuildJob:
     """Directory of the records to apply; empty for an untuned library."""
     target: dict[str, Any]
     num_threads: int
-    lowering: dict[str, Any]
-    """Parameters of `lowering.lower`."""
+    lowering: LoweringSettings
     library: str
     """Path of the library to write."""
-
-
-def lowering_of(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of `lowering.lower` that a library was made with."""
-    return {name: provenance[name] for name in _LOWERING_SETTINGS if name in provenance}
 
 
 def require_builder() -> None:
@@ -87,7 +79,7 @@ def build(job: BuildJob) -> dict[str, Any]:
     from ansor_mlflow.model.library import compile_tuned, compile_untuned
 
     target = resolve_target(json.dumps(job.target), job.num_threads)
-    lowered = lower(onnx.load_model(job.network), target, **job.lowering)
+    lowered = lower(onnx.load_model(job.network), target, job.lowering)
     if not job.records:
         compile_untuned(lowered, target, Path(job.library))
         return {}
@@ -96,7 +88,8 @@ def build(job: BuildJob) -> dict[str, Any]:
 
 def main() -> None:
     """The process: reads a job from standard input, and writes the coverage to standard output."""
-    job = BuildJob(**json.load(sys.stdin))
+    fields = json.load(sys.stdin)
+    job = BuildJob(**{**fields, "lowering": LoweringSettings(**fields["lowering"])})
     answer = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # compilers print
     try:

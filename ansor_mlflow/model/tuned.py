@@ -11,13 +11,13 @@ import numpy.typing as npt
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.model.choice import Choice
-from ansor_mlflow.model.machines import Machines
 from ansor_mlflow.model.manifest import LibraryEntry
+from ansor_mlflow.model.virtual_machines import VirtualMachines
 from ansor_mlflow.tensors import Arrays, TensorSpec
 
 
 class TunedModel:
-    """A compiled network in memory. Safe to call from several threads; see `Machines`.
+    """A compiled network in memory. Safe to call from several threads; see `VirtualMachines`.
 
     Args:
         library: The shared library, whose digest was checked.
@@ -41,7 +41,7 @@ class TunedModel:
         self.inputs = inputs
         self.outputs = outputs
         self.choice = choice
-        self._machines = Machines(library, inputs, num_threads, device)
+        self._machines = VirtualMachines(library, inputs, num_threads, device)
 
     @property
     def entry(self) -> LibraryEntry:

@@ -57,7 +57,7 @@ def read_onnx(path: Path, network: str) -> onnx.ModelProto:
     Raises:
         UserInputError: The file or its external data is missing or not an ONNX model.
     """
-    with _clear_read_errors(network):
+    with _translated_read_errors(network):
         model = onnx.load(path, format="protobuf", load_external_data=False)
         for tensor in _external_tensors(model.graph):
             if math.prod(tensor.dims) <= _MAX_SHAPE_ELEMENTS:
@@ -75,7 +75,7 @@ def load_weights(model: onnx.ModelProto, network: str, directory: Path) -> None:
     Raises:
         UserInputError: A file is missing, cut short, or outside of `directory`.
     """
-    with _clear_read_errors(network):
+    with _translated_read_errors(network):
         for tensor in _external_tensors(model.graph):
             _load_tensor(tensor, directory)
 
@@ -86,7 +86,7 @@ def external_files(path: Path, network: str) -> list[str]:
     Raises:
         UserInputError: The file is missing or not an ONNX model.
     """
-    with _clear_read_errors(network):
+    with _translated_read_errors(network):
         graph = onnx.load(path, format="protobuf", load_external_data=False).graph
     entries = (entry for tensor in _external_tensors(graph) for entry in tensor.external_data)
     return sorted({entry.value for entry in entries if entry.key == "location"})
@@ -244,7 +244,7 @@ def _is_static(value: onnx.ValueInfoProto) -> bool:
 
 
 @contextlib.contextmanager
-def _clear_read_errors(network: str) -> Iterator[None]:
+def _translated_read_errors(network: str) -> Iterator[None]:
     """Translates the errors of reading a model and its external data."""
     try:
         yield

@@ -118,7 +118,7 @@ def read_journal(directory: Path) -> list[JournalEntry]:
         if entry is None:
             is_valid = record.run_s < FAILED_RUN_S
             last = trials[-1] if trials else None
-            workload_hash = f"{database.hashes[record.workload]:#018x}"  # as TVM writes it
+            workload_hash = str(database.hashes[record.workload])
             is_next_round = last is not None and last.workload_hash != workload_hash
             entry = JournalEntry(
                 step=step,

@@ -85,15 +85,15 @@ def fields_of(line: str) -> str:
     return line[line.index(",") + 1 : line.rindex("]")].strip()
 
 
-def workload_hash(line: str) -> int:
-    """The structural hash in a workload line.
+def workload_hash(line: str) -> str:
+    """The structural hash in a workload line, in hexadecimal digits as TVM shows it: "0x" and sixteen.
 
     Raises:
         ValueError: It is no workload line.
     """
     try:
         hash_, _ = json.loads(line)
-        return int(hash_)
+        return f"{int(hash_):#018x}"
     except TypeError as err:
         raise ValueError("no workload") from err
 

@@ -73,12 +73,12 @@ class RecordLog:
         Args:
             workload_hash: Its structural hash in hexadecimal digits.
         """
-        index = self._indices.get(int(workload_hash, 16))
+        index = self._indices.get(workload_hash)
         return () if index is None else tuple(self._best.get(index, ()))
 
     def drop(self, workload_hash: str, record: RecordText) -> None:
         """Takes a record out of the fastest ones: its schedule does not apply. It stays in the file."""
-        self._best[self._indices[int(workload_hash, 16)]].remove(record)
+        self._best[self._indices[workload_hash]].remove(record)
 
     @property
     def num_earlier(self) -> int:
@@ -87,7 +87,7 @@ class RecordLog:
 
     def earlier(self, workload_hash: str) -> list[RecordText]:
         """The records of a workload for this target that were there when the log was opened, failed trials too."""
-        database, index = self._earlier, self._indices.get(int(workload_hash, 16))
+        database, index = self._earlier, self._indices.get(workload_hash)
         records = []
         for record in database.records:
             if record.workload == index and has_target(record, self._target):

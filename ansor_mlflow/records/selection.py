@@ -20,7 +20,7 @@ _MAX_TAKEN = 64
 
 
 def matching_records(
-    database: Database, winners: Database | None, target: Mapping[str, Any], hashes: Collection[int]
+    database: Database, winners: Database | None, target: Mapping[str, Any], hashes: Collection[str]
 ) -> list[Database]:
     """The records for a target that a tuning may begin with, of some kernels.
 
@@ -41,7 +41,7 @@ def matching_records(
         return owner.hashes[record.workload] in hashes and has_target(record, wanted)
 
     chosen = []
-    fastest_s: dict[int | None, float] = {}
+    fastest_s: dict[str | None, float] = {}
     if winners is not None:
         chosen.append(_with(winners, [record for record in winners.records if is_wanted(winners, record)]))
         for record in sorted(chosen[0].records, key=lambda record: record.run_s):
@@ -60,7 +60,7 @@ def matching_records(
     return [*chosen, _with(database, sampled)]
 
 
-def similar_records(database: Database, target: Mapping[str, Any], hashes: Collection[int], *, all_: bool) -> Database:
+def similar_records(database: Database, target: Mapping[str, Any], hashes: Collection[str], *, all_: bool) -> Database:
     """The records of similar devices, which teach a cost model: those for other targets of the same kind.
 
     Args:
@@ -90,7 +90,7 @@ def read_similar(directory: Path) -> dict[str, dict[str, list[RecordText]]]:
     database = Database(find_records(directory))
     found: dict[str, dict[str, list[RecordText]]] = {}
     for record in database.records:
-        by_target = found.setdefault(f"{database.hashes[record.workload]:#018x}", {})
+        by_target = found.setdefault(str(database.hashes[record.workload]), {})
         with contextlib.suppress(ValueError):  # damage in the middle of the line
             text = RecordText(record.run_s, database.fields(record))
             by_target.setdefault(target_key(record.target), []).append(text)

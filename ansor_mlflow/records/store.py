@@ -97,7 +97,7 @@ class Database:
         self.pair = pair
         self.workloads: list[str] = []
         """Lines of the workload file."""
-        self.hashes: list[int | None] = []
+        self.hashes: list[str | None] = []
         """The structural hash of each; None for a damaged line."""
         self.records: list[RecordLine] = []
         self.damaged: list[DamagedLine] = []
@@ -238,8 +238,8 @@ def merge(
         The number of records written. Without any, nothing is written.
     """
     wanted = None if target is None else code_attributes(target)
-    workloads: dict[int, str] = {}
-    groups: dict[int, dict[str, list[tuple[Database, RecordLine]]]] = {}
+    workloads: dict[str, str] = {}
+    groups: dict[str, dict[str, list[tuple[Database, RecordLine]]]] = {}
     for database in databases:
         for record in database.records:
             if wanted is not None and not has_target(record, wanted):

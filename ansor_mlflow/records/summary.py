@@ -113,7 +113,7 @@ def summarize(database: Database) -> DatabaseSummary:
 
 
 def _summarize_workloads(database: Database, records: Iterable[RecordLine]) -> tuple[WorkloadSummary, ...]:
-    times_s: dict[int, list[float]] = {}
+    times_s: dict[str, list[float]] = {}
     for record in records:
         hash_ = database.hashes[record.workload]
         assert hash_ is not None  # or the record would be among the damaged ones
@@ -121,10 +121,10 @@ def _summarize_workloads(database: Database, records: Iterable[RecordLine]) -> t
     return tuple(_summarize_workload(hash_, run_s) for hash_, run_s in times_s.items())
 
 
-def _summarize_workload(hash_: int, run_s: list[float]) -> WorkloadSummary:
+def _summarize_workload(hash_: str, run_s: list[float]) -> WorkloadSummary:
     valid_s = [seconds for seconds in run_s if seconds < FAILED_RUN_S]
     return WorkloadSummary(
-        hash=f"{hash_:#018x}",
+        hash=hash_,
         num_records=len(run_s),
         num_failed=len(run_s) - len(valid_s),
         best_s=min(valid_s, default=None),

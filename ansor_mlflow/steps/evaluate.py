@@ -14,11 +14,15 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.measuring import (
     Latency,
+    MakeInference,
     compare_with_reference,
-    contenders,
+    library_inference,
     measure_in_turns,
+    reference_inference,
     seeded_examples,
+    timed_call,
     tolerance_for,
+    tuned_inference,
 )
 from ansor_mlflow.model import (
     BuildJob,
@@ -26,13 +30,13 @@ from ansor_mlflow.model import (
     Manifest,
     build_in_child_process,
     choose_library,
-    lowering_of,
     threads_here,
     verified_manifest,
 )
 from ansor_mlflow.options import EvaluateOptions
+from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import TensorSpec
-from ansor_mlflow.tracking import StepRun, clear_failures, sources, step_run
+from ansor_mlflow.tracking import StepRun, is_uri, pinned_uri, step_run, translated_errors
 
 _log = logging.getLogger("ansor_mlflow")
 
@@ -57,12 +61,12 @@ def _download(model_uri: str, scratch: Path) -> Path:
     """The directory of a model; copied into `scratch` if it is not on this machine."""
     if Path(model_uri).is_dir():
         return Path(model_uri)
-    if not sources.is_uri(model_uri):
+    if not is_uri(model_uri):
         raise UserInputError(
             f"model_uri={model_uri}: no such directory; give a model's directory, models:/… or runs:/…"
         )
-    model_uri = sources.pinned_uri(model_uri, "model_uri")
-    with clear_failures(f"read the model {model_uri}"):
+    model_uri = pinned_uri(model_uri, "model_uri")
+    with translated_errors(f"read the model {model_uri}"):
         return Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri, dst_path=str(scratch)))
 
 
@@ -80,7 +84,7 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> dict[s
         }
     )
     network = directory / names.NETWORK_FILE
-    tuned = partial(contenders.tuned_run, directory)
+    tuned = partial(tuned_inference, directory)
     _log.info("comparing the outputs of %s with ONNX Runtime's", manifest.network)
     examples = seeded_examples(manifest.inputs, options.seed)
     difference = compare_with_reference({_TUNED: tuned}, network, num_threads, examples)[_TUNED]
@@ -93,7 +97,7 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> dict[s
             f"{difference.max_rel_error:.3g}, allowed is {tolerance:g}; do not deploy this model: compile it "
             "again, or raise tolerance if the network is that sensitive to rounding"
         )
-    runs = {_TUNED: tuned, _REFERENCE: partial(contenders.reference_run, network, num_threads)}
+    runs = {_TUNED: tuned, _REFERENCE: partial(reference_inference, network, num_threads)}
     latencies = _measure(options, manifest, directory, entry, runs)
     metrics |= _latency_metrics(latencies, manifest.inputs, entry.provenance.get("estimated_latency_ms"))
     run.log_metrics(metrics)
@@ -105,7 +109,7 @@ def _measure(
     manifest: Manifest,
     directory: Path,
     entry: LibraryEntry,
-    runs: Mapping[str, contenders.MakeRun],
+    runs: Mapping[str, MakeInference],
 ) -> dict[str, Latency]:
     """Times the model, ONNX Runtime, and the untuned build of the same network, on the same number of threads."""
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
@@ -116,15 +120,15 @@ def _measure(
             records="",
             target=entry.fingerprint.target,
             num_threads=entry.fingerprint.num_threads,
-            lowering=lowering_of(entry.provenance),
+            lowering=LoweringSettings.among(entry.provenance),
             library=str(library),
         )
         build_in_child_process(job)
-        runs = {**runs, _UNTUNED: partial(contenders.library_run, library, manifest, entry)}
+        runs = {**runs, _UNTUNED: partial(library_inference, library, manifest, entry)}
         _log.info("measuring latency in %d turns", options.turns)
         calls = {
-            name: partial(contenders.timed_call, make_run, manifest.inputs, options.seed)
-            for name, make_run in runs.items()
+            name: partial(timed_call, make_inference, manifest.inputs, options.seed)
+            for name, make_inference in runs.items()
         }
         return measure_in_turns(calls, options.turns)
 

@@ -23,7 +23,7 @@ from ansor_mlflow.options import (
     load_options,
 )
 from ansor_mlflow.steps.promotion import Promotion, promote
-from ansor_mlflow.tracking import StepRun, clear_failures, command_lines, pipeline_note, register, step_run
+from ansor_mlflow.tracking import StepRun, command_lines, pipeline_note, register, step_run, translated_errors
 
 _log = logging.getLogger("ansor_mlflow")
 
@@ -71,7 +71,7 @@ def run_pipeline(options: PipelineOptions, project: Path) -> PipelineResult:
         run.log_note(pipeline_note(options.network, commands))
         tuned = _run_step("tune", _only(options, TuneOptions), project, run)
         if options.resume_run:
-            with clear_failures("read the run that went on"):
+            with translated_errors("read the run that went on"):
                 tuned = mlflow.get_run(options.resume_run)
         tags = {key: tuned.data.tags[key] for key in (names.TAG_NETWORK, names.TAG_TARGET, names.TAG_NUM_THREADS)}
         run.log_tags({**tags, "mlflow.runName": tuned.data.tags["mlflow.runName"].removeprefix("tune ")})
@@ -113,7 +113,7 @@ def _run_step(entry_point: str, parameters: Mapping[str, str], project: Path, pa
     """Runs an entry point as a child run in this environment, and returns the finished run."""
     _log.info("=== %s ===", entry_point)
     try:
-        with clear_failures(f"run the entry point {entry_point}"):
+        with translated_errors(f"run the entry point {entry_point}"):
             submitted = mlflow.projects.run(
                 str(project),
                 entry_point=entry_point,
@@ -130,7 +130,7 @@ def _run_step(entry_point: str, parameters: Mapping[str, str], project: Path, pa
 
 
 def _last_child(parent: StepRun) -> Run | None:
-    with clear_failures("find the step that failed"):
+    with translated_errors("find the step that failed"):
         runs = mlflow.search_runs(
             [mlflow.get_run(parent.run_id).info.experiment_id],
             filter_string=f"tags.mlflow.parentRunId = '{parent.run_id}'",

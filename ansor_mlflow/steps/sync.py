@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import mlflow
 
-from ansor_mlflow.tracking import WORK_ROOT, StepRun, clear_failures, deliver_left, has_messages, remove_directory
+from ansor_mlflow.tracking import WORK_ROOT, StepRun, deliver_left, has_messages, remove_directory, translated_errors
 
 _HAS_ENDED = {"FINISHED", "FAILED", "KILLED"}
 
@@ -33,7 +33,7 @@ def sync() -> Iterator[Delivered]:
         if not has_messages(directory):
             continue
         run_id = directory.name
-        with clear_failures(f"deliver the messages to the run {run_id}"):
+        with translated_errors(f"deliver the messages to the run {run_id}"):
             num_messages = deliver_left(run_id, directory)
             status = mlflow.get_run(run_id).info.status
             if status == "FINISHED":  # all that failed was the delivery

@@ -1,24 +1,32 @@
 """What a run in MLflow shows: params, tags, metrics, artifacts, and what went wrong."""
 
 from ansor_mlflow.tracking.environment import describe_environment
-from ansor_mlflow.tracking.error_translation import clear_failures, one_line
-from ansor_mlflow.tracking.figures import draw_roofline, save_figure
+from ansor_mlflow.tracking.error_translation import one_line, translated_errors
+from ansor_mlflow.tracking.figures.roofline import draw_roofline
+from ansor_mlflow.tracking.figures.style import save_figure
 from ansor_mlflow.tracking.mirror import RecordMirror, whole_records
 from ansor_mlflow.tracking.observer import MlflowObserver
 from ansor_mlflow.tracking.outbox import Message, Outbox, UndeliveredError, deliver_left, has_messages, open_outbox
 from ansor_mlflow.tracking.record_pool import PoolDevice, PushedRecords, RecordPool
-from ansor_mlflow.tracking.registry import register, registered_versions
-from ansor_mlflow.tracking.report.history import CurvePoint, TaskHistory, TuningHistory
+from ansor_mlflow.tracking.registry import (
+    aliases_of,
+    find_version,
+    move_aliases,
+    register,
+    registered_versions,
+    tag_version,
+    undo_moves,
+)
+from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.tracking.report.note import command_lines, pipeline_note, tuning_note
 from ansor_mlflow.tracking.report.pages import render_page
 from ansor_mlflow.tracking.report.tuning_page import ScheduleText, tuning_page
 from ansor_mlflow.tracking.run import WORK_ROOT, StepRun, fail_project_run, params_used, remove_directory, step_run
-from ansor_mlflow.tracking.sources import is_uri, pinned_uri
+from ansor_mlflow.tracking.sources import is_uri, network_of, pinned_uri
 from ansor_mlflow.tracking.views import existing_views
 
 __all__ = [
     "WORK_ROOT",
-    "CurvePoint",
     "Message",
     "MlflowObserver",
     "Outbox",
@@ -28,18 +36,20 @@ __all__ = [
     "RecordPool",
     "ScheduleText",
     "StepRun",
-    "TaskHistory",
     "TuningHistory",
     "UndeliveredError",
-    "clear_failures",
+    "aliases_of",
     "command_lines",
     "deliver_left",
     "describe_environment",
     "draw_roofline",
     "existing_views",
     "fail_project_run",
+    "find_version",
     "has_messages",
     "is_uri",
+    "move_aliases",
+    "network_of",
     "one_line",
     "open_outbox",
     "params_used",
@@ -51,7 +61,10 @@ __all__ = [
     "render_page",
     "save_figure",
     "step_run",
+    "tag_version",
+    "translated_errors",
     "tuning_note",
     "tuning_page",
+    "undo_moves",
     "whole_records",
 ]

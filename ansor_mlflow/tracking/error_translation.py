@@ -16,7 +16,7 @@ _SECRETS = re.compile(r"(?i)((?:secret|password|token|access_?key_?id|signature|
 
 
 @contextmanager
-def clear_failures(action: str) -> Iterator[None]:
+def translated_errors(action: str) -> Iterator[None]:
     """Translates errors of the tracking server and the artifact store that happen inside.
 
     Args:

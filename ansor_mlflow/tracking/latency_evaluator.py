@@ -23,14 +23,14 @@ from mlflow.types import TensorSpec
 from ansor_mlflow import names
 from ansor_mlflow.device import available_cpus
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.measuring import Difference, Latency, ReferenceSession, compare_outputs, is_quantized, measure_call
+from ansor_mlflow.measuring import Deviation, Latency, ReferenceSession, compare_outputs, is_quantized, measure_call
 from ansor_mlflow.model import TunedModel
 from ansor_mlflow.networks import read_onnx
 from ansor_mlflow.options import LatencyOptions, load_options
 from ansor_mlflow.tensors import Arrays
-from ansor_mlflow.tracking import sources
 from ansor_mlflow.tracking.error_translation import one_line
 from ansor_mlflow.tracking.figures import draw_latency, save_figure
+from ansor_mlflow.tracking.sources import is_uri
 
 EVALUATOR_NAME = "ansor-latency"
 MODEL_TYPE = "tvm"
@@ -102,7 +102,7 @@ def _evaluate(options: LatencyOptions, dataset: Any, model: Any) -> tuple[Latenc
         names.THROUGHPUT_PER_S: size / latency.median_ms * 1e3,
     }
     if reference is not None or dataset.has_targets:
-        difference = Difference.worst(list(_differences(dataset, model, reference, size)))
+        difference = Deviation.worst(list(_differences(dataset, model, reference, size)))
         metrics |= {names.MAX_ABS_ERROR: difference.max_abs_error, names.MAX_REL_ERROR: difference.max_rel_error}
     return latency, metrics
 
@@ -125,7 +125,7 @@ def _raw_model(model: Any) -> Any:
         return None
 
 
-def _differences(dataset: Any, model: Any, reference: Predict | None, size: int) -> Iterator[Difference]:
+def _differences(dataset: Any, model: Any, reference: Predict | None, size: int) -> Iterator[Deviation]:
     """Compares the outputs for all rows, batch by batch; the last batch is filled up with the first rows."""
     num_rows = len(dataset.features_data)
     for start in range(0, num_rows, size):
@@ -196,7 +196,7 @@ def _reference(reference: str) -> Predict:
         UserInputError: There is no such file, or it is no ONNX model.
     """
     path = Path(reference)
-    if sources.is_uri(reference) or path.is_dir():
+    if is_uri(reference) or path.is_dir():
         predict: Predict = mlflow.pyfunc.load_model(reference).predict
         return predict
     if not path.is_file():

@@ -58,7 +58,7 @@ class RecordMirror:
         self._num_trials = plan.past[-1].total_trials if plan.past else 0
 
     def round_finished(self, round_: TuningRound) -> None:
-        """Sends a part when one is due, with the cost model."""
+        """Sends a part when one is due."""
         num_new = round_.total_trials - self._num_trials
         if num_new < _MAX_TRIALS and time.monotonic() - self._last_s < _MAX_S:
             return
@@ -66,8 +66,6 @@ class RecordMirror:
         part = self._writer.write() if self._writer else None
         if part is not None:
             artifacts = [(f"{PARTS_DIR}/{part.name}", f"{names.RECORDS_DIR}/{PARTS_DIR}")]
-            if (self._directory / names.RECORDS_DIR / names.COST_MODEL_FILE).exists():
-                artifacts.append((f"{names.RECORDS_DIR}/{names.COST_MODEL_FILE}", names.RECORDS_DIR))
             self._outbox.put(Message(artifacts=artifacts))
 
     def tuning_finished(self, result: TuningResult) -> None:

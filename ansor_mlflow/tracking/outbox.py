@@ -100,7 +100,7 @@ class Outbox:
         self._folder = directory / OUTBOX_DIR
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(self._folder / _LOCK_FILE)
-        with _clear_timeout(run_id):
+        with _translated_timeout(run_id):
             self._lock.acquire(timeout=0)
         self._names = [path.name for path in _left(directory)]
         """Of the messages that are to be delivered; an earlier process of the run may have left some."""
@@ -227,7 +227,7 @@ def deliver_left(run_id: str, directory: Path) -> int:
     Raises:
         UserInputError: The process that wrote them is still at it.
     """
-    with _clear_timeout(run_id), FileLock(directory / OUTBOX_DIR / _LOCK_FILE, timeout=0):
+    with _translated_timeout(run_id), FileLock(directory / OUTBOX_DIR / _LOCK_FILE, timeout=0):
         left = _left(directory)
         for path in left:
             _deliver(path, run_id)
@@ -242,7 +242,7 @@ def require_ended(run_id: str, directory: Path) -> None:
     """
     lock = directory / OUTBOX_DIR / _LOCK_FILE
     if lock.exists():
-        with _clear_timeout(run_id), FileLock(lock, timeout=0):
+        with _translated_timeout(run_id), FileLock(lock, timeout=0):
             pass
 
 
@@ -255,7 +255,7 @@ def forget_end(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def _clear_timeout(run_id: str) -> Iterator[None]:
+def _translated_timeout(run_id: str) -> Iterator[None]:
     try:
         yield
     except Timeout as err:

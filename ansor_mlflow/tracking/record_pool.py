@@ -20,7 +20,7 @@ from ansor_mlflow import names
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import MachineError, without_credentials
 from ansor_mlflow.records import ObjectName, PoolObject
-from ansor_mlflow.tracking.error_translation import clear_failures
+from ansor_mlflow.tracking.error_translation import translated_errors
 from ansor_mlflow.tracking.sources import is_uri, pinned_uri
 
 _NUM_CONNECTIONS = 8
@@ -59,7 +59,7 @@ class RecordPool:
     def __init__(self, uri: str) -> None:
         self._called = without_credentials(uri)
         uri = pinned_uri(uri, "record_pool") if is_uri(uri) else str(Path(uri).resolve())
-        with self._clear_failures():
+        with self._translated_errors():
             self._repository = get_artifact_repository(uri)
 
     def devices(self) -> list[PoolDevice]:
@@ -134,22 +134,22 @@ class RecordPool:
             return None
 
     def _list(self, folder: str) -> list[str]:
-        with self._clear_failures():
+        with self._translated_errors():
             return [str(file.path) for file in self._repository.list_artifacts(folder or None)]
 
     def _get(self, path: str) -> bytes:
-        with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch, self._clear_failures():
+        with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch, self._translated_errors():
             return Path(self._repository.download_artifacts(path, scratch)).read_bytes()
 
     def _put(self, folder: str, name: str, content: bytes) -> None:
         with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
             path = Path(scratch, name)
             path.write_bytes(content)
-            with self._clear_failures():
+            with self._translated_errors():
                 self._repository.log_artifact(str(path), folder)
 
-    def _clear_failures(self) -> AbstractContextManager[None]:
-        return clear_failures(f"reach the record pool {self._called}")
+    def _translated_errors(self) -> AbstractContextManager[None]:
+        return translated_errors(f"reach the record pool {self._called}")
 
 
 def _object_name(path: str) -> ObjectName | None:

@@ -10,7 +10,7 @@ import mlflow
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import UndecidedError, UserInputError
-from ansor_mlflow.tracking.error_translation import clear_failures
+from ansor_mlflow.tracking.error_translation import translated_errors
 
 _MAX_MOVES = 50
 """Of an alias that are remembered; the tag of a registered model has 5000 characters."""
@@ -23,7 +23,7 @@ def registered_versions(model_uri: str) -> list[tuple[str, str]]:
     Args:
         model_uri: `models:/m-…`, as logging a model returns it.
     """
-    with clear_failures("read the model registry"):
+    with translated_errors("read the model registry"):
         run_id = mlflow.get_logged_model(model_uri.removeprefix("models:/")).source_run_id
         versions = mlflow.MlflowClient().search_model_versions(f"run_id = '{run_id}'")
     newest: dict[str, int] = {}
@@ -44,7 +44,7 @@ def register(model_uri: str, name: str, tags: Mapping[str, str]) -> str:
     Returns:
         The version.
     """
-    with clear_failures(f"register the model as {name}"):
+    with translated_errors(f"register the model as {name}"):
         return str(mlflow.register_model(model_uri, name, tags=dict(tags)).version)
 
 
@@ -54,7 +54,7 @@ def find_version(name: str, given: str) -> str:
     Raises:
         UserInputError: There is no such registered model, version or alias.
     """
-    with clear_failures(f"read candidate={given} of the registered model {name}"):
+    with translated_errors(f"read candidate={given} of the registered model {name}"):
         client = mlflow.MlflowClient()
         found = client.get_model_version if given.isdigit() else client.get_model_version_by_alias
         return str(found(name, given).version)
@@ -63,7 +63,7 @@ def find_version(name: str, given: str) -> str:
 def tag_version(name: str, version: str, tags: Mapping[str, str]) -> None:
     """Sets tags of a version; one without a value is removed."""
     client = mlflow.MlflowClient()
-    with clear_failures(f"tag version {version} of {name}"):
+    with translated_errors(f"tag version {version} of {name}"):
         for key, value in tags.items():
             if value:
                 client.set_model_version_tag(name, version, key, value)
@@ -77,7 +77,7 @@ def aliases_of(name: str) -> dict[str, str]:
     Raises:
         UserInputError: There is no such registered model.
     """
-    with clear_failures(f"read the registered model {name}"):
+    with translated_errors(f"read the registered model {name}"):
         aliases = mlflow.MlflowClient().get_registered_model(name).aliases
     return {alias: str(version) for alias, version in aliases.items()}
 
@@ -119,7 +119,7 @@ def move_aliases(name: str, version: str, seen: Mapping[str, str], run_id: str) 
                 f"{_called(now.get(alias, ''))} now; nothing was moved, promote again"
             )
     moves = _moves(name, seen)
-    with clear_failures(f"move aliases of {name}"):
+    with translated_errors(f"move aliases of {name}"):
         client = mlflow.MlflowClient()
         for alias, before in seen.items():
             _remember(name, alias, [*moves[alias], Move(before, version, run_id)])
@@ -154,7 +154,7 @@ def undo_moves(name: str, alias: str) -> dict[str, Move]:
     if not last[alias].before:
         raise UserInputError(f"alias={alias}: version {last[alias].after} of {name} is its first; there is none before")
     undone = {moved: move for moved, move in last.items() if move.run_id == last[alias].run_id}
-    with clear_failures(f"move aliases of {name}"):
+    with translated_errors(f"move aliases of {name}"):
         client = mlflow.MlflowClient()
         for move in undone.values():
             if move.before:
@@ -174,7 +174,7 @@ def _until(moves: list[Move], version: str) -> list[Move]:
 
 
 def _moves(name: str, aliases: Iterable[str]) -> dict[str, list[Move]]:
-    with clear_failures(f"read the registered model {name}"):
+    with translated_errors(f"read the registered model {name}"):
         tags = mlflow.MlflowClient().get_registered_model(name).tags
     texts = {alias: tags.get(f"{names.MOVES_PREFIX}{alias}", "") for alias in aliases}
     return {alias: [Move(**match.groupdict()) for match in _MOVE.finditer(text)] for alias, text in texts.items()}

@@ -18,7 +18,7 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, without_credentials
 from ansor_mlflow.options import Options, as_text
 from ansor_mlflow.records import RecordPair
-from ansor_mlflow.tracking.error_translation import clear_failures, one_line
+from ansor_mlflow.tracking.error_translation import one_line, translated_errors
 from ansor_mlflow.tracking.outbox import (
     Message,
     UndeliveredError,
@@ -52,14 +52,14 @@ class StepRun:
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Logs scalars."""
-        with clear_failures("log metrics"):
+        with translated_errors("log metrics"):
             mlflow.log_metrics(dict(metrics), run_id=self.run_id)
 
     def log_options(self, options: Options) -> None:
         """Logs options as params. One that was logged with another value (by `mlflow run`, before a configuration file
         or a tuning run decided it) is logged under a second name, `<name>_used`.
         """
-        with clear_failures("log params"):
+        with translated_errors("log params"):
             logged = mlflow.get_run(self.run_id).data.params
             params = []
             for name, value in options:
@@ -72,25 +72,25 @@ class StepRun:
 
     def forget_failure(self) -> None:
         """Removes the tags of an earlier end."""
-        with clear_failures("delete tags"):
+        with translated_errors("delete tags"):
             client = mlflow.MlflowClient()
             for tag in names.END_TAGS & client.get_run(self.run_id).data.tags.keys():
                 client.delete_tag(self.run_id, tag)
 
     def log_tags(self, tags: Mapping[str, str]) -> None:
         """Sets tags."""
-        with clear_failures("set tags"):
+        with translated_errors("set tags"):
             safe = [RunTag(name, without_credentials(value)) for name, value in tags.items()]
             mlflow.MlflowClient().log_batch(self.run_id, tags=safe)
 
     def log_note(self, text: str) -> None:
         """Describes the run, as Markdown, unless a user has edited the description."""
-        with clear_failures("describe the run"):
+        with translated_errors("describe the run"):
             Message(note=without_credentials(text)).deliver(self.run_id, self.directory)
 
     def log_artifacts(self, path: Path, artifact_path: str | None = None) -> None:
         """Uploads a file, or the contents of a directory."""
-        with clear_failures(f"upload {path.name}"):
+        with translated_errors(f"upload {path.name}"):
             if path.is_dir():
                 mlflow.log_artifacts(str(path), artifact_path, run_id=self.run_id)
             else:
@@ -113,7 +113,7 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
     run_name = without_credentials(run_name)
     if resume:
         require_ended(resume, WORK_ROOT / resume)
-    with clear_failures("start a run"):
+    with translated_errors("start a run"):
         nested = mlflow.active_run() is not None
         info = mlflow.start_run(resume or None, run_name=run_name, nested=nested).info
     run = StepRun(info.run_id, WORK_ROOT / info.run_id)
@@ -133,7 +133,7 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
         if not run.has_records and not has_messages(run.directory):
             remove_directory(run.directory)
         raise
-    with clear_failures("end the run"):
+    with translated_errors("end the run"):
         mlflow.end_run()
     remove_directory(run.directory)
 

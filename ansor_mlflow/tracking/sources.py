@@ -18,7 +18,8 @@ from ansor_mlflow import names, networks
 from ansor_mlflow.errors import MachineError, UserInputError, without_credentials
 from ansor_mlflow.model import verified_manifest
 from ansor_mlflow.networks import BUILTIN_NETWORKS, PROGRAM_SUFFIX, Network, external_files, read_network
-from ansor_mlflow.tracking.error_translation import clear_failures, one_line
+from ansor_mlflow.options import NetworkOptions
+from ansor_mlflow.tracking.error_translation import one_line, translated_errors
 
 _URI = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+):/|(models|runs):", re.IGNORECASE)
 """A scheme has two letters at least, so that no drive of Windows is one."""
@@ -31,7 +32,7 @@ _PYTORCH_PROGRAM = f"model{PROGRAM_SUFFIX}"
 """What MLflow calls an exported program; it calls a pickle model.pth."""
 
 
-def load_network(
+def fetch_network(
     network: str, *, batch_size: int = 1, input_shapes: Mapping[str, Sequence[int]] = {}, seed: int = 0
 ) -> Network:
     """Does what `networks.load_network` does, and also takes MLflow models and URIs of artifacts.
@@ -75,6 +76,23 @@ def load_network(
         return replace(read_network(path, called, **options), name=display_name(uri), source=uri)
 
 
+def network_of(options: NetworkOptions, copy: str = "") -> Network:
+    """The network that options name, called as users know it.
+
+    Args:
+        options: The network with its shapes.
+        copy: URI of a copy of it, which is read instead and has these shapes already.
+
+    Raises:
+        See `fetch_network`.
+    """
+    if copy:
+        return replace(fetch_network(copy), name=display_name(options.network))
+    return fetch_network(
+        options.network, batch_size=options.batch_size, input_shapes=options.input_shapes, seed=options.seed
+    )
+
+
 def is_uri(network: str) -> bool:
     """Whether a network is to be downloaded."""
     return _URI.match(network) is not None
@@ -108,7 +126,7 @@ def pinned_uri(uri: str, parameter: str = "network") -> str:
     if not registered or (registered["version"] or "").isdigit():
         return uri
     name = registered["name"]
-    with clear_failures(f"read {given}"):
+    with translated_errors(f"read {given}"):
         client = mlflow.MlflowClient()
         if registered["alias"]:
             versions = [client.get_model_version_by_alias(name, registered["alias"])]
@@ -136,7 +154,7 @@ def _check_form(uri: str, given: str) -> None:
 
 
 def _download(uri: str, called: str, directory: Path) -> Path:
-    with clear_failures(f"read network={called}"):
+    with translated_errors(f"read network={called}"):
         try:
             return Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(directory)))
         except (requests.RequestException, ConnectionError):

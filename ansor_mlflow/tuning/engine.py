@@ -32,7 +32,7 @@ from ansor_mlflow.tuning.interrupt import Interrupts, deferred_interrupts
 from ansor_mlflow.tuning.scheduler import GradientScheduler
 from ansor_mlflow.tuning.search.candidates import log_lines, make_trial, run_jobs, runner_result
 from ansor_mlflow.tuning.search.memory import release_memory
-from ansor_mlflow.tuning.search.task_search import TaskSearch, candidate_of, make_cost_model, save_cost_model
+from ansor_mlflow.tuning.search.task_search import TaskSearch, candidate_of, make_cost_model
 from ansor_mlflow.tuning.stopping import StoppingRules
 from ansor_mlflow.tuning.winners import MAX_FINALISTS, Winners
 from ansor_mlflow.tuning.workers.builder import Builder
@@ -79,7 +79,6 @@ class Tuner:
         builder: Builds candidates.
         runner: Measures them.
         observers: Told about every round.
-        cost_model_file: Where the XGBoost model is kept, in its own format (UBJSON); None keeps it nowhere.
     """
 
     def __init__(
@@ -94,7 +93,6 @@ class Tuner:
         builder: Builder,
         runner: Runner,
         observers: Sequence[TuningObserver] = (),
-        cost_model_file: Path | None = None,
         journal: Journal | None = None,
         past: Sequence[JournalEntry] = (),
         seeds: Sequence[Seed] = (),
@@ -108,7 +106,6 @@ class Tuner:
         self._builder = builder
         self._runner = runner
         self._announcer = Announcer(observers)
-        self._cost_model_file = cost_model_file
         self._scheduler = GradientScheduler(len(tasks), options.seed)
         self._similar = similar
         self._rules = StoppingRules(options, num_trials, len(tasks) - sum(seed.is_enough for seed in seeds))
@@ -214,8 +211,6 @@ class Tuner:
         self._num_rounds += 1
         with self._timed("search_s"):
             self._search(state.info.index).learn(batch.candidates, [runner_result(trial) for trial in trials])
-            if self._cost_model_file is not None:
-                save_cost_model(self._cost_model, self._cost_model_file)
             if self._num_rounds % _ROUNDS_PER_RELEASE == 0:
                 release_memory()
         self._scheduler.round_finished(state)

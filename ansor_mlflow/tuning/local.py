@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ansor_mlflow import names
-from ansor_mlflow.device import fingerprint
+from ansor_mlflow.device import Device
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records import Journal, RecordLog, Seed, read_journal, read_seeds, read_similar
@@ -25,7 +25,7 @@ from ansor_mlflow.tuning.workers.builder import LocalBuilder
 from ansor_mlflow.tuning.workers.runner import LocalRunner, MeasureSettings
 
 if TYPE_CHECKING:
-    from tvm.target import Target
+    pass
 
 
 _STACK_BYTES = 8 * 2**20
@@ -39,8 +39,7 @@ class TuningJob:
 
     network: str
     lowered: LoweredNetwork
-    target: Target
-    num_threads: int
+    device: Device
     records: Path
     """Directory of the database; every trial is in it as soon as its round has ended."""
     known: frozenset[str] = frozenset()
@@ -60,7 +59,7 @@ def tune_locally(
             of earlier ones, whose fastest programs the search starts from.
 
     Records of similar devices may be in `similar/` of the records directory: the cost model learns from them. The
-    records directory also gets the cost model after every round, in XGBoost's own format, and at the end the winners'
+    records directory gets, at the end, the winners'
     records in `best/`, with their second measurements.
 
     Raises:
@@ -70,7 +69,7 @@ def tune_locally(
     with sole_tuner(job.records), _local_workers(job, options) as (builder, runner):
         best = job.records / names.BEST_DIR
         shutil.rmtree(best, ignore_errors=True)  # a killed tuning would leave that of the one before
-        log, journal = RecordLog(job.records, job.target.export()), Journal(job.records)
+        log, journal = RecordLog(job.records, job.device.target.export()), Journal(job.records)
         if not resume or read_seeds(job.records)[0]:
             _drop_inapplicable(job, log)
         if resume:
@@ -81,10 +80,10 @@ def tune_locally(
         num_trials = resolve_num_trials(options, len(job.lowered.tasks), sum(seed.is_enough for seed in seeds))
         tuner = Tuner(
             job.lowered.tasks,
-            target=job.target,
+            target=job.device.target,
             options=options,
             num_trials=num_trials,
-            search_threads=job.num_threads if options.search_threads == "auto" else options.search_threads,
+            search_threads=job.device.num_threads if options.search_threads == "auto" else options.search_threads,
             log=log,
             journal=journal,
             past=read_journal(job.records) if resume else (),
@@ -93,11 +92,10 @@ def tune_locally(
             builder=builder,
             runner=runner,
             observers=observers,
-            cost_model_file=job.records / names.COST_MODEL_FILE,
         )
         plan = TuningPlan(
             network=job.network,
-            target=fingerprint(job.target, job.num_threads).description,
+            target=job.device.description,
             tasks=tuple(task.info for task in job.lowered.tasks),
             num_trials=num_trials,
         )
@@ -117,7 +115,7 @@ def _drop_inapplicable(job: TuningJob, log: RecordLog) -> None:
     """Leaves out records of others whose schedules do not apply: the search would end with an error."""
     for task in job.lowered.tasks:
         for record in log.best(task.info.workload_hash):
-            if not applies(record, task, job.target):
+            if not applies(record, task, job.device.target):
                 _log.warning("a record of %s does not apply to the kernel, and is left out", task.info.name)
                 log.drop(task.info.workload_hash, record)
 
@@ -137,13 +135,17 @@ def _local_workers(job: TuningJob, options: TuneOptions) -> Iterator[tuple[Local
     """Builder and runner with their bounds of memory; arguments and stacks of a program come on top of the runner's."""
     memory_bytes = options.worker_memory_mib * 2**20
     builder = LocalBuilder(
-        job.target, max_workers=job.num_threads, timeout_s=options.measure_timeout_s, memory_bytes=memory_bytes
+        job.device.target,
+        max_workers=job.device.num_threads,
+        timeout_s=options.measure_timeout_s,
+        memory_bytes=memory_bytes,
     )
     with contextlib.closing(builder):
         most_bytes = max(argument_bytes(task.mod) for task in job.lowered.tasks)
         runner = LocalRunner(
-            _measure_settings(options, job.num_threads),
-            memory_bytes=memory_bytes + most_bytes + job.num_threads * _STACK_BYTES,
+            _measure_settings(options, job.device.num_threads),
+            memory_bytes=memory_bytes + most_bytes + job.device.num_threads * _STACK_BYTES,
+            cpus=job.device.cpus,
         )
         with contextlib.closing(runner):
             yield builder, runner

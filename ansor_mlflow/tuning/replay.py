@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ansor_mlflow.device import set_num_threads
+from ansor_mlflow.device import Device, set_num_threads
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.measuring import compare_outputs
@@ -47,18 +47,14 @@ class Replayer:
     """Replays records, each in a process of its own. To be closed.
 
     Args:
-        target: Device that kernels are built for; this host must be one.
-        num_threads: Threads of a kernel.
+        device: What kernels are built for; this host must be one.
         seed: Seed of the arguments.
         timeout_s: Seconds after which a process is given up.
         memory_bytes: Data memory of a process, `COPIES_OF_ARGUMENTS` included; None for no bound.
     """
 
-    def __init__(
-        self, target: Target, *, num_threads: int, seed: int, timeout_s: float, memory_bytes: int | None = None
-    ) -> None:
-        self._target = target
-        self._num_threads = num_threads
+    def __init__(self, device: Device, *, seed: int, timeout_s: float, memory_bytes: int | None = None) -> None:
+        self._device = device
         self._seed = seed
         self._timeout_s = timeout_s
         self._references = tempfile.TemporaryDirectory(prefix="ansor_mlflow-")
@@ -72,7 +68,7 @@ class Replayer:
             trace: JSON of the schedule, as records have it.
 
         Returns:
-            The `max_rel_error` of the kernel's results (see `evaluate.Difference`). Where the unscheduled kernel's are
+            The `max_rel_error` of the kernel's results (see `evaluate.Deviation`). Where the unscheduled kernel's are
             not finite, the scheduled one's must be the same.
 
         Raises:
@@ -80,8 +76,8 @@ class Replayer:
         """
         job = _Job(
             mod=task.mod,
-            target=self._target,
-            num_threads=self._num_threads,
+            target=self._device.target,
+            num_threads=self._device.num_threads,
             seed=self._seed,
             reference=Path(self._references.name, f"{task.info.index}.npz"),
             trace=trace,

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ansor_mlflow.device import measuring_cpus, set_num_threads, vector_lanes
+from ansor_mlflow.device import Device, set_num_threads, vector_lanes
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.measuring import call_once, in_child_process
 from ansor_mlflow.tuning.workers.pool import WorkerPool
@@ -107,7 +107,7 @@ class Roofline:
         return Bound(shortest_s=memory_s, limit="memory")
 
 
-def measure_roofline(target: dict[str, Any], num_threads: int) -> Roofline:
+def measure_roofline(device: Device) -> Roofline:
     """Measures peak and bandwidth in a process of its own, on the CPUs on which candidates are measured, too.
 
     The peak is that of float32 multiply-adds on registers, in independent chains, with the vectors that LLVM uses for
@@ -127,29 +127,27 @@ def measure_roofline(target: dict[str, Any], num_threads: int) -> Roofline:
     - On CPUs with a very large cache a part of the copy comes from it.
 
     Args:
-        target: Attributes of an LLVM target that this host can run.
-        num_threads: Threads of the kernels.
+        device: An LLVM target that this host can run.
 
     Raises:
         MachineError: The process died, such as of too little memory.
     """
-    roofline: Roofline = in_child_process(call_once, partial(_prepare, target, num_threads))
+    roofline: Roofline = in_child_process(call_once, partial(_prepare, _Place.of(device)))
     return roofline
 
 
-def quick_roofline(target: dict[str, Any], num_threads: int) -> Roofline:
+def quick_roofline(device: Device) -> Roofline:
     """Measures as `measure_roofline` does, but in a second or two: with fewer repetitions, and with an array of 128 MiB
     at most, of which a larger cache holds a part. In a worker that has loaded TVM already.
 
     Args:
-        target: Attributes of an LLVM target that this host can run.
-        num_threads: Threads of the kernels.
+        device: An LLVM target that this host can run.
 
     Raises:
         MachineError: The worker died or took too long.
     """
     with contextlib.closing(WorkerPool(1)) as pool:
-        (outcome,) = pool.map(_measure_quickly, [(target, num_threads)], _QUICK_TIMEOUT_S)
+        (outcome,) = pool.map(_measure_quickly, [_Place.of(device)], _QUICK_TIMEOUT_S)
     if outcome.value is None:
         raise MachineError(f"the roofs of this host were not measured ({outcome.failure}); free CPUs and memory")
     return outcome.value
@@ -166,9 +164,21 @@ def last_level_cache_bytes(cache_root: Path = _CACHE_ROOT) -> int:
     return max(sizes, default=_DEFAULT_CACHE_BYTES)
 
 
-def _measure_quickly(what: tuple[dict[str, Any], int]) -> Roofline:
-    effort = _Effort(_QUICK_PEAK_REPEATS, _QUICK_COPY_BYTES)
-    return _prepare(*what, effort)()
+@dataclass(frozen=True)
+class _Place:
+    """A device, for another process."""
+
+    target: dict[str, Any]
+    num_threads: int
+    cpus: frozenset[int]
+
+    @staticmethod
+    def of(device: Device) -> _Place:
+        return _Place(device.fingerprint.target, device.num_threads, device.cpus)
+
+
+def _measure_quickly(place: _Place) -> Roofline:
+    return _prepare(place, _Effort(_QUICK_PEAK_REPEATS, _QUICK_COPY_BYTES))()
 
 
 @dataclass(frozen=True)
@@ -179,16 +189,16 @@ class _Effort:
     max_copy_bytes: int = _MAX_COPY_BYTES
 
 
-def _prepare(attributes: dict[str, Any], num_threads: int, effort: _Effort = _Effort()) -> Callable[[], Roofline]:
+def _prepare(place: _Place, effort: _Effort = _Effort()) -> Callable[[], Roofline]:
     """A call that measures both roofs. Runs in the child process, as everything below."""
     import tvm
 
-    os.sched_setaffinity(0, measuring_cpus(num_threads))
-    set_num_threads(num_threads)
-    target = tvm.target.Target(attributes)
+    os.sched_setaffinity(0, place.cpus)
+    set_num_threads(place.num_threads)
+    target = tvm.target.Target(place.target)
     return lambda: Roofline(
-        peak_flops_per_s=_peak_flops_per_s(target, num_threads, effort),
-        bandwidth_bytes_per_s=_bandwidth_bytes_per_s(target, num_threads, effort),
+        peak_flops_per_s=_peak_flops_per_s(target, place.num_threads, effort),
+        bandwidth_bytes_per_s=_bandwidth_bytes_per_s(target, place.num_threads, effort),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from ansor_mlflow import names
-from ansor_mlflow.measuring import call_once, contenders, in_child_process, measure_in_turns
+from ansor_mlflow.measuring import Inference, call_once, in_child_process, measure_in_turns, timed_call
 from ansor_mlflow.model import LibraryEntry, Manifest
 from throughput.job import Job
 
@@ -54,7 +54,7 @@ def compile_records(job: Job, directory: Path) -> Compiled:
 def measure_libraries(libraries: Mapping[str, Compiled], turns: int, seed: int) -> dict[str, EndToEnd]:
     """Times libraries in alternating turns, each time in a fresh process."""
     calls = {
-        side: partial(contenders.timed_call, partial(_run, compiled), compiled.manifest.inputs, seed)
+        side: partial(timed_call, partial(_run, compiled), compiled.manifest.inputs, seed)
         for side, compiled in libraries.items()
     }
     turns_ms: dict[str, list[float]] = {side: [] for side in libraries}
@@ -111,7 +111,7 @@ def _compile(job: Job, directory: Path) -> Compiled:
     )
 
 
-def _run(compiled: Compiled) -> contenders.Run:
+def _run(compiled: Compiled) -> Inference:
     """Runs in a child process."""
     from ansor_mlflow.model import open_library
 

@@ -41,7 +41,6 @@ def tune(
     builder: Builder | None = None,
     runner: Runner | None = None,
     observers: Sequence[Any] = (),
-    cost_model_file: Path | None = None,
     best: Path | None = None,
     resume: bool = False,
     **options: Any,
@@ -67,7 +66,6 @@ def tune(
             builder=builder,
             runner=runner,
             observers=observers,
-            cost_model_file=cost_model_file,
         )
         result = tuner.tune(plan_for(lowered, num_trials))
         if best is not None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from ansor_mlflow.errors import UserInputError
 
 if TYPE_CHECKING:
-    from ansor_mlflow.steps.reports import Difference, TaskDifference
+    from ansor_mlflow.steps.reports import TaskDifference, TuningDifference
 
 _PIPE_WIDTH = 1000
 """Columns where there is no terminal: lines are not broken."""
@@ -27,7 +27,7 @@ _VERDICTS = {
 _STYLES = {"faster": "green", "slower": "red", "only_first": "yellow", "only_second": "yellow", "same": ""}
 
 
-def print_diff(difference: Difference) -> None:
+def print_diff(difference: TuningDifference) -> None:
     """Prints both sides, a table of kernels, the sum, and what else differs."""
     console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
     for letter, side in (("A", difference.first), ("B", difference.second)):
@@ -41,7 +41,7 @@ def print_diff(difference: Difference) -> None:
         _print_entries(console, title, entries)
 
 
-def write_page(difference: Difference, path: str) -> None:
+def write_page(difference: TuningDifference, path: str) -> None:
     """Writes the same as a page of HTML that needs no network; nothing where `path` is empty.
 
     Raises:
@@ -83,7 +83,7 @@ def _page_row(task: TaskDifference) -> dict[str, Any]:
     }
 
 
-def _others(difference: Difference) -> list[tuple[str, Mapping[str, tuple[str | None, str | None]]]]:
+def _others(difference: TuningDifference) -> list[tuple[str, Mapping[str, tuple[str | None, str | None]]]]:
     return [
         ("parameters that differ", difference.params),
         ("device entries that differ", difference.device),
@@ -91,7 +91,7 @@ def _others(difference: Difference) -> list[tuple[str, Mapping[str, tuple[str | 
     ]
 
 
-def summary(difference: Difference) -> list[str]:
+def summary(difference: TuningDifference) -> list[str]:
     """Sentences on the whole."""
     counts = {verdict: sum(task.verdict == verdict for task in difference.tasks) for verdict in _VERDICTS}
     lines = [
@@ -108,7 +108,7 @@ def summary(difference: Difference) -> list[str]:
     return lines
 
 
-def _table(difference: Difference) -> Table:
+def _table(difference: TuningDifference) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("kernel")
     for header in ("calls", "share", "A µs", "B µs", "B/A", "noise"):

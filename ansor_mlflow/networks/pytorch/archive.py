@@ -54,7 +54,7 @@ def fix_program(path: Path, network: str, given: Mapping[str, Sequence[int]], ta
         UserInputError: The file is not such an archive, holds what would have to be unpickled or executed, is no
             program for inference, or the shapes do not fit it.
     """
-    with _clear_errors(network), zipfile.ZipFile(path) as archive, zipfile.ZipFile(target, "w") as copy:
+    with _translated_errors(network), zipfile.ZipFile(path) as archive, zipfile.ZipFile(target, "w") as copy:
         names = archive.namelist()
         root = names[0].partition("/")[0] if names else ""
         if f"{root}/{_PROGRAM}" not in names:
@@ -99,7 +99,7 @@ def _payload_config(archive: zipfile.ZipFile, root: str, folder: str, kind: str,
 
 
 @contextlib.contextmanager
-def _clear_errors(network: str) -> Iterator[None]:
+def _translated_errors(network: str) -> Iterator[None]:
     """Translates the errors of reading an archive."""
     try:
         yield

@@ -23,8 +23,7 @@ _CHUNK_BYTES = 2**20
 def write_manifest(records: Path, path: Path) -> None:
     """Writes the SHA-256 and the length of every file of a tuning's records.
 
-    The cost model is left out, which changes every minute and is only ever looked at, and so are parts, which are named
-    by their digests.
+    Parts are left out, which are named by their digests.
 
     Args:
         records: Directory of the records.
@@ -33,7 +32,7 @@ def write_manifest(records: Path, path: Path) -> None:
     files = {}
     for file in sorted(records.rglob("*")):
         name = file.relative_to(records)
-        is_described = name.parts[0] not in (PARTS_DIR, names.COST_MODEL_FILE, names.MANIFEST_FILE)
+        is_described = name.parts[0] not in (PARTS_DIR, names.MANIFEST_FILE)
         if file.is_file() and is_described and not file.name.startswith("."):
             size = file.stat().st_size
             files[name.as_posix()] = {"bytes": size, "sha256": _sha256(file, size)}

@@ -102,7 +102,7 @@ class ObjectName:
     @staticmethod
     def of(packed: bytes, workload: str) -> ObjectName:
         """The name of an object with this content."""
-        return ObjectName(f"{workload_hash(workload):#018x}", _digest(packed))
+        return ObjectName(workload_hash(workload), _digest(packed))
 
     def is_of(self, content: bytes) -> bool:
         """Whether the content is what the name says."""
@@ -137,8 +137,8 @@ def objects_of(records: Path) -> tuple[DeviceFingerprint, list[PoolObject]]:
     num_earlier, seeds = read_seeds(records)
     wanted = code_attributes(device.target)
     winners = _winners(records)
-    untouched = {int(seed.workload_hash, 16) for seed in seeds if seed.is_enough}
-    groups: dict[int | None, list[RecordLine]] = {hash_: [] for hash_ in winners if hash_ not in untouched}
+    untouched = {seed.workload_hash for seed in seeds if seed.is_enough}
+    groups: dict[str | None, list[RecordLine]] = {hash_: [] for hash_ in winners if hash_ not in untouched}
     for record in database.records[num_earlier:]:
         if has_target(record, wanted):
             groups.setdefault(database.hashes[record.workload], []).append(record)
@@ -157,9 +157,9 @@ def objects_of(records: Path) -> tuple[DeviceFingerprint, list[PoolObject]]:
 
 def write_objects(objects: Iterable[PoolObject], device: DeviceFingerprint, directory: Path) -> None:
     """Writes a database with what objects hold, each record once, and the winners in `best/`."""
-    workloads: dict[int, str] = {}
-    records: dict[int, dict[str, None]] = {}
-    winners: dict[int, dict[str, None]] = {}
+    workloads: dict[str, str] = {}
+    records: dict[str, dict[str, None]] = {}
+    winners: dict[str, dict[str, None]] = {}
     for found in objects:
         hash_ = workload_hash(found.workload)
         workloads.setdefault(hash_, found.workload)
@@ -172,12 +172,12 @@ def write_objects(objects: Iterable[PoolObject], device: DeviceFingerprint, dire
     (directory / names.FINGERPRINT_FILE).write_text(device.to_json())
 
 
-def _write(directory: Path, workloads: Mapping[int, str], fields: Mapping[int, Mapping[str, None]]) -> None:
+def _write(directory: Path, workloads: Mapping[str, str], fields: Mapping[str, Mapping[str, None]]) -> None:
     lines = [f"[{index},{text}]" for index, texts in enumerate(fields.values()) for text in texts]
     write_pair(directory, [workloads[hash_] for hash_ in fields], lines)
 
 
-def _winners(records: Path) -> dict[int | None, str]:
+def _winners(records: Path) -> dict[str | None, str]:
     """The winners of a tuning by the structural hash of their kernel."""
     database = open_winners(records)
     if database is None:

@@ -10,21 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ansor_mlflow import flavor, names
-from ansor_mlflow.device import DeviceFingerprint, fingerprint, resolve_num_threads, resolve_target
+from ansor_mlflow.device import Device
 from ansor_mlflow.errors import UserInputError, without_credentials
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower
 from ansor_mlflow.model import LIBRARY_FILE, CompiledNetwork, Coverage, compile_tuned, write_coverage
 from ansor_mlflow.networks import Network, write_onnx
-from ansor_mlflow.options import CompileOptions, NetworkOptions
+from ansor_mlflow.options import CompileOptions
 from ansor_mlflow.serving import SignatureKind, get_signature
+from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.compiling.tuned_devices import TunedDevice, require_one_network
 from ansor_mlflow.steps.records import Recorded, distill_for_device, find_recorded, load_recorded_network
-from ansor_mlflow.tracking import StepRun, clear_failures, step_run
+from ansor_mlflow.tracking import StepRun, step_run, translated_errors
 
 if TYPE_CHECKING:
-    from tvm.target import Target
+    pass
 
-WriteRecords = Callable[[LoweredNetwork, "Target", DeviceFingerprint, Path], str]
+WriteRecords = Callable[[LoweredNetwork, Device, Path], str]
 """Writes the records to apply to a network on a device into a directory. Returns for which device they are, in one
 clause, where it is another."""
 _log = logging.getLogger("ansor_mlflow")
@@ -43,20 +44,11 @@ class CompileResult:
 class Recipe:
     """How the library for one device is made."""
 
-    options: NetworkOptions
-    """The network's lowering."""
-    target: Target
-    device: DeviceFingerprint
+    lowering: LoweringSettings
+    device: Device
     write_best: WriteRecords
     provenance: Mapping[str, object]
     """Where the library comes from."""
-
-    @staticmethod
-    def of(options: NetworkOptions, write_best: WriteRecords, provenance: Mapping[str, object]) -> Recipe:
-        """For the target and the number of threads in the options."""
-        num_threads = resolve_num_threads(options.num_threads)
-        target = resolve_target(options.target, num_threads)
-        return Recipe(options, target, fingerprint(target, num_threads), write_best, provenance)
 
 
 def compile_network(options: CompileOptions) -> CompileResult:
@@ -85,10 +77,14 @@ def _recipe(options: CompileOptions, run: StepRun, scratch: Path) -> tuple[Netwo
     run.log_options(recorded.options)
     run.log_tags({names.TAG_TUNE_RUN: recorded.options.tune_run})
 
-    def write_best(kernels: LoweredNetwork, target: Target, device: DeviceFingerprint, best: Path) -> str:  # noqa: ARG001
-        return distill_for_device(recorded.records, device, best, allow_mismatch=options.allow_target_mismatch)
+    def write_best(_: LoweredNetwork, device: Device, best: Path) -> str:
+        return distill_for_device(
+            recorded.records, device.fingerprint, best, allow_mismatch=options.allow_target_mismatch
+        )
 
-    return load_recorded_network(recorded), [Recipe.of(recorded.options, write_best, provenance_of(recorded))]
+    used = recorded.options
+    device = Device.resolve(used.target, used.num_threads)
+    return load_recorded_network(recorded), [Recipe(used.lowering, device, write_best, provenance_of(recorded))]
 
 
 def _recipes_for_devices(options: CompileOptions, run: StepRun, scratch: Path) -> tuple[Network, list[Recipe]]:
@@ -108,7 +104,7 @@ def _recipes_for_devices(options: CompileOptions, run: StepRun, scratch: Path) -
     run.log_options(tuned[0].recorded.options.model_copy(update={"tune_run": options.tune_run}))
     run.log_tags({names.TAG_TUNE_RUN: ",".join(options.tune_runs)})
     recipes = [
-        Recipe(member.recorded.options, member.target, member.device, member.write_best, provenance_of(member.recorded))
+        Recipe(member.recorded.options.lowering, member.device, member.write_best, provenance_of(member.recorded))
         for member in tuned
     ]
     return load_recorded_network(tuned[0].recorded), recipes
@@ -136,7 +132,7 @@ def build_libraries(
     return [library for library, _ in built], coverage
 
 
-def _describe_run(run: StepRun, step: str, network: str, devices: Sequence[DeviceFingerprint]) -> None:
+def _describe_run(run: StepRun, step: str, network: str, devices: Sequence[Device]) -> None:
     """Says in a run what is compiled, and for which devices."""
     descriptions = ", ".join(device.description for device in devices)
     run.log_tags(
@@ -150,16 +146,16 @@ def _describe_run(run: StepRun, step: str, network: str, devices: Sequence[Devic
 
 
 def _build_library(network: Network, recipe: Recipe, run: StepRun) -> tuple[CompiledNetwork, Coverage]:
-    directory = run.directory / recipe.device.name
-    lowered = lower(network.model, recipe.target, **recipe.options.lowering())
+    directory = run.directory / recipe.device.fingerprint.name
+    lowered = lower(network.model, recipe.device.target, recipe.lowering)
     best = directory / names.BEST_DIR
-    mismatch = recipe.write_best(lowered, recipe.target, recipe.device, best)
+    mismatch = recipe.write_best(lowered, recipe.device, best)
     if mismatch:
         _log.warning("%s; they are applied nevertheless, and may be slow", mismatch)
         run.log_tags({names.TAG_TARGET_MISMATCH: mismatch})
     _log.info("compiling %s for %s", network.name, recipe.device.description)
     library = directory / LIBRARY_FILE
-    coverage = compile_tuned(lowered, recipe.target, best, library)
+    coverage = compile_tuned(lowered, recipe.device.target, best, library)
     compiled = CompiledNetwork(
         name=network.name,
         network=run.directory / names.NETWORK_FILE,
@@ -167,7 +163,7 @@ def _build_library(network: Network, recipe: Recipe, run: StepRun) -> tuple[Comp
         outputs=network.outputs,
         library=library,
         records=best,
-        fingerprint=recipe.device,
+        fingerprint=recipe.device.fingerprint,
         coverage=coverage.to_dict(),
         provenance={**recipe.provenance, "target_mismatch": mismatch},
     )
@@ -177,7 +173,7 @@ def _build_library(network: Network, recipe: Recipe, run: StepRun) -> tuple[Comp
 def log_model(libraries: Sequence[CompiledNetwork], run: StepRun, signature: SignatureKind) -> str:
     """Logs the libraries of a network as one model to the run of the step, and returns the model's URI."""
     first = libraries[0]
-    with clear_failures("log the model"):
+    with translated_errors("log the model"):
         logged = flavor.log_model(
             libraries,
             name=names.MODEL_NAME,
@@ -212,7 +208,7 @@ def provenance_of(recorded: Recorded) -> dict[str, object]:
     if recorded.provenance is not None:
         return {**asdict(recorded.provenance), "tvm_version": tvm.__version__, "tune_run": recorded.options.tune_run}
     return {
-        **recorded.options.lowering(),
+        **asdict(recorded.options.lowering),
         "lowering_version": LOWERING_VERSION,
         "tvm_version": tvm.__version__,
         "records": without_credentials(recorded.options.records),

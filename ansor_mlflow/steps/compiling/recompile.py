@@ -6,7 +6,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -14,7 +14,7 @@ import mlflow
 from mlflow.entities import Run
 
 from ansor_mlflow import names
-from ansor_mlflow.device import DeviceFingerprint
+from ansor_mlflow.device import Device
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, TuningTask
 from ansor_mlflow.model import Coverage
@@ -29,7 +29,15 @@ from ansor_mlflow.steps.records import (
     load_recorded_network,
     tuning_of,
 )
-from ansor_mlflow.tracking import StepRun, clear_failures, params_used, register, registered_versions, sources, step_run
+from ansor_mlflow.tracking import (
+    StepRun,
+    network_of,
+    params_used,
+    register,
+    registered_versions,
+    step_run,
+    translated_errors,
+)
 from ansor_mlflow.tuning import applies
 
 if TYPE_CHECKING:
@@ -80,7 +88,7 @@ def recompile(options: RecompileOptions) -> RecompileResult:
         AnsorMlflowError: There is no such run, it has neither a model nor records, the records are for another device,
             or a server is away.
     """
-    with clear_failures(f"read the run {options.run}"):
+    with translated_errors(f"read the run {options.run}"):
         old = mlflow.get_run(options.run)
     with (
         step_run("recompile", options, f"recompile {options.run}") as run,
@@ -89,15 +97,20 @@ def recompile(options: RecompileOptions) -> RecompileResult:
         source = _Source.of(old, Path(scratch))
         survivors: list[Survivor] = []
 
-        def write_best(lowered: LoweredNetwork, target: Target, device: DeviceFingerprint, best: Path) -> str:
+        def write_best(lowered: LoweredNetwork, device: Device, best: Path) -> str:
             fastest = Path(scratch, names.BEST_DIR)
             mismatch = distill_for_device(
-                source.records, device, fastest, keep=_MAX_CANDIDATES, allow_mismatch=options.allow_target_mismatch
+                source.records,
+                device.fingerprint,
+                fastest,
+                keep=_MAX_CANDIDATES,
+                allow_mismatch=options.allow_target_mismatch,
             )
-            survivors.extend(_write_applying(fastest, lowered.tasks, target, best))
+            survivors.extend(_write_applying(fastest, lowered.tasks, device.target, best))
             return mismatch
 
-        recipe = Recipe.of(source.options, write_best, source.provenance)
+        device = Device.resolve(source.options.target, source.options.num_threads)
+        recipe = Recipe(source.options.lowering, device, write_best, source.provenance)
         libraries, coverage = build_libraries(source.network, [recipe], run, step="recompile")
         _report(survivors, run)
         run.log_tags({names.TAG_RECOMPILED_FROM: options.run, names.TAG_TUNE_RUN: source.tune_run})
@@ -138,11 +151,11 @@ class _Source:
         if tune_run:
             recorded = find_recorded(RecordsOptions(tune_run=tune_run), scratch, any_lowering=True)
             options, records = recorded.options, recorded.records
-            network = _network_of(model_uri, options) if model_uri else load_recorded_network(recorded)
+            network = network_of(options, model_uri) if model_uri else load_recorded_network(recorded)
         else:
             options = load_options(NetworkOptions, params_used(old, NetworkOptions))
             records = fetch_records(model_uri, scratch)
-            network = _network_of(model_uri, options)
+            network = network_of(options, model_uri)
         return _Source(
             model_uri=model_uri,
             tune_run=tune_run,
@@ -153,15 +166,11 @@ class _Source:
         )
 
 
-def _network_of(model_uri: str, options: NetworkOptions) -> Network:
-    return replace(sources.load_network(model_uri), name=sources.display_name(options.network))
-
-
 def _provenance(options: NetworkOptions, run_id: str, model_uri: str) -> dict[str, object]:
     import tvm
 
     return {
-        **options.lowering(),
+        **asdict(options.lowering),
         "lowering_version": LOWERING_VERSION,
         "tvm_version": tvm.__version__,
         "recompiled_from": {"run": run_id, "model_uri": model_uri},
@@ -173,9 +182,9 @@ def _write_applying(fastest: Path, tasks: Sequence[TuningTask], target: Target, 
     database = Database(RecordPair.in_directory(fastest))
     by_hash: dict[str, list[RecordText]] = {}
     for record in database.records:
-        hash_ = f"{database.hashes[record.workload]:#018x}"
+        hash_ = str(database.hashes[record.workload])
         by_hash.setdefault(hash_, []).append(RecordText(record.run_s, database.fields(record)))
-    workloads = {f"{hash_:#018x}": line for hash_, line in zip(database.hashes, database.workloads, strict=True)}
+    workloads = dict(zip(database.hashes, database.workloads, strict=True))
     tasks_by_hash = {task.info.workload_hash: task for task in tasks}
     applied: dict[str, RecordText] = {}
     survivors = []

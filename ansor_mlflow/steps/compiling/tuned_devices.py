@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ansor_mlflow.device import DeviceFingerprint, resolve_target
+from ansor_mlflow.device import Device
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.model import require_linker
@@ -18,7 +16,7 @@ from ansor_mlflow.records import read_fingerprint
 from ansor_mlflow.steps.records import Recorded, distill_for_device, find_recorded
 
 if TYPE_CHECKING:
-    from tvm.target import Target
+    pass
 
 
 @dataclass(frozen=True)
@@ -26,9 +24,7 @@ class TunedDevice:
     """A tuning run, and the device that it was made on, which need not be this host."""
 
     recorded: Recorded
-    device: DeviceFingerprint
-    target: Target
-    """With the triple, where the device is of another architecture."""
+    device: Device
 
     @staticmethod
     def of(tune_run: str, options: RecordsOptions, scratch: Path) -> TunedDevice:
@@ -42,18 +38,15 @@ class TunedDevice:
         directory = scratch / tune_run
         directory.mkdir()
         recorded = find_recorded(options.model_copy(update={"tune_run": tune_run}), directory)
-        device = read_fingerprint(recorded.records)
-        if device is None:
+        made_for = read_fingerprint(recorded.records)
+        if made_for is None:
             raise RecordsError(f"run {tune_run} does not say which device its records are for; compile it alone")
-        require_linker(device.machine)
-        attributes = dict(device.target)
-        if device.machine != platform.machine():
-            attributes.setdefault("mtriple", f"{device.machine}-linux-gnu")
-        return TunedDevice(recorded, device, resolve_target(json.dumps(attributes), device.num_threads))
+        require_linker(made_for.machine)
+        return TunedDevice(recorded, Device.elsewhere(made_for))
 
-    def write_best(self, kernels: LoweredNetwork, target: Target, device: DeviceFingerprint, best: Path) -> str:  # noqa: ARG002
+    def write_best(self, _: LoweredNetwork, device: Device, best: Path) -> str:
         """See `compile.WriteRecords`."""
-        return distill_for_device(self.recorded.records, device, best)
+        return distill_for_device(self.recorded.records, device.fingerprint, best)
 
 
 def require_one_network(tuned: Sequence[TunedDevice]) -> None:
@@ -68,10 +61,10 @@ def require_one_network(tuned: Sequence[TunedDevice]) -> None:
         run, options = member.recorded.options.tune_run, member.recorded.options
         if _network_of(member) != _network_of(first):
             raise UserInputError(
-                f"tune_run: {first.recorded.options.tune_run} tuned {first.recorded.network} and {run} tuned "
+                f"tune_run: {first.recorded.options.tune_run} tuned {first.recorded.options.network} and {run} tuned "
                 f"{options.network}, or other weights of it; a model holds libraries of one network"
             )
-        other = devices.setdefault(member.device.name, run)
+        other = devices.setdefault(member.device.fingerprint.name, run)
         if other != run:
             raise UserInputError(
                 f"tune_run: {other} and {run} are both for {member.device.description}; a model holds one library for "

@@ -12,11 +12,19 @@ import numpy as np
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.measuring import Ratio, SequentialTest, Verdict, contenders, measure_once
+from ansor_mlflow.measuring import (
+    MakeInference,
+    Ratio,
+    SequentialTest,
+    Verdict,
+    library_inference,
+    measure_once,
+    timed_call,
+)
 from ansor_mlflow.model import LibraryEntry, Manifest, choose_library, verified_manifest
 from ansor_mlflow.options import PromoteOptions
 from ansor_mlflow.tensors import TensorSpec
-from ansor_mlflow.tracking import clear_failures
+from ansor_mlflow.tracking import translated_errors
 
 _log = logging.getLogger("ansor_mlflow")
 
@@ -40,7 +48,7 @@ class Contender:
         """
         scratch = scratch / version
         scratch.mkdir(parents=True)
-        with clear_failures(f"read version {version} of {name}"):
+        with translated_errors(f"read version {version} of {name}"):
             uri = f"models:/{name}/{version}"
             directory = Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(scratch)))
         manifest = verified_manifest(directory)
@@ -53,9 +61,9 @@ class Contender:
         return self.directory / names.NETWORK_FILE
 
     @property
-    def make_run(self) -> contenders.MakeRun:
+    def make_inference(self) -> MakeInference:
         """What is run in a child process."""
-        return partial(contenders.library_run, self.directory / self.entry.path, self.manifest, self.entry)
+        return partial(library_inference, self.directory / self.entry.path, self.manifest, self.entry)
 
     def has_network_of(self, other: Contender) -> bool:
         """Whether both were compiled from the same file, and from the same ones with its weights."""
@@ -147,5 +155,5 @@ def compete(candidate: Contender, champion: Contender, options: PromoteOptions) 
 
 
 def _median_ms(contender: Contender, options: PromoteOptions) -> float:
-    make_call = partial(contenders.timed_call, contender.make_run, contender.manifest.inputs, options.seed)
+    make_call = partial(timed_call, contender.make_inference, contender.manifest.inputs, options.seed)
     return float(np.median(measure_once(make_call, options.measure_s))) * 1e3

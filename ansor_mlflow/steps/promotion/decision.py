@@ -11,12 +11,12 @@ import pydantic_core
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import CorrectnessError, ModelError, NotFasterError, UndecidedError
-from ansor_mlflow.measuring import Difference
+from ansor_mlflow.measuring import Deviation
 from ansor_mlflow.steps.promotion.contest import Contest
 from ansor_mlflow.tracking import render_page
 
 
-class Outcome(str, Enum):
+class PromotionOutcome(str, Enum):
     """How a promotion ended."""
 
     PROMOTED = "promoted"
@@ -38,11 +38,11 @@ class Outcome(str, Enum):
 
 
 _ERRORS = {
-    Outcome.LOST: NotFasterError,
-    Outcome.INCONCLUSIVE: UndecidedError,
-    Outcome.WRONG: CorrectnessError,
-    Outcome.NOT_MEASURABLE: ModelError,
-    Outcome.OVERTAKEN: UndecidedError,
+    PromotionOutcome.LOST: NotFasterError,
+    PromotionOutcome.INCONCLUSIVE: UndecidedError,
+    PromotionOutcome.WRONG: CorrectnessError,
+    PromotionOutcome.NOT_MEASURABLE: ModelError,
+    PromotionOutcome.OVERTAKEN: UndecidedError,
 }
 
 
@@ -57,7 +57,7 @@ class Promotion:
     """Its version."""
     target: str
     """Short description of this host with the candidate's threads, such as "llvm znver4 ×2"."""
-    outcome: Outcome
+    outcome: PromotionOutcome
     reason: str
     """One sentence, with what to do next where there is something to do."""
     aliases: dict[str, str]
@@ -66,7 +66,7 @@ class Promotion:
     confidence: float
     tolerance: float | None
     """Largest relative error that passes; None where nothing was checked."""
-    errors: dict[str, Difference]
+    errors: dict[str, Deviation]
     """How far outputs are from ONNX Runtime's, by version; the reference is the candidate's network."""
     contests: tuple[Contest, ...]
     """One for each champion; usually there is one."""
@@ -74,7 +74,7 @@ class Promotion:
     @property
     def is_won(self) -> bool:
         """Whether the candidate is, or with `dry_run` would be, the new champion."""
-        return self.outcome in (Outcome.PROMOTED, Outcome.NO_CHAMPION)
+        return self.outcome in (PromotionOutcome.PROMOTED, PromotionOutcome.NO_CHAMPION)
 
     @property
     def headline(self) -> str:
@@ -82,7 +82,9 @@ class Promotion:
         to = f"version {self.candidate} of {self.model}"
         if self.is_won:
             return f"{to} {'would be' if self.dry_run else 'is now'} {' and '.join(self.aliases)}"
-        return f"{to} is {'' if self.outcome is Outcome.ALREADY_CHAMPION else 'not '}{' and '.join(self.aliases)}"
+        return (
+            f"{to} is {'' if self.outcome is PromotionOutcome.ALREADY_CHAMPION else 'not '}{' and '.join(self.aliases)}"
+        )
 
     def require_won(self) -> None:
         """Checks that the candidate is the champion.

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ansor_mlflow import names
-from ansor_mlflow.device import DeviceFingerprint, fingerprint, resolve_target
+from ansor_mlflow.device import Device, DeviceFingerprint
 from ansor_mlflow.errors import ModelError, UndecidedError, UserInputError
 from ansor_mlflow.measuring import (
-    Difference,
+    Deviation,
     Verdict,
     compare_with_reference,
     read_examples,
@@ -23,8 +23,17 @@ from ansor_mlflow.measuring import (
 from ansor_mlflow.model import threads_here
 from ansor_mlflow.options import PromoteOptions
 from ansor_mlflow.steps.promotion.contest import Contender, Contest, compete
-from ansor_mlflow.steps.promotion.decision import Outcome, Promotion
-from ansor_mlflow.tracking import StepRun, command_lines, describe_environment, registry, step_run
+from ansor_mlflow.steps.promotion.decision import Promotion, PromotionOutcome
+from ansor_mlflow.tracking import (
+    StepRun,
+    aliases_of,
+    command_lines,
+    describe_environment,
+    find_version,
+    move_aliases,
+    step_run,
+    tag_version,
+)
 
 CHAMPION = "champion"
 _log = logging.getLogger("ansor_mlflow")
@@ -51,7 +60,7 @@ def promote(options: PromoteOptions) -> Promotion:
     """
     if not options.candidate:
         raise UserInputError("candidate='': it must be the number of a version, or an alias")
-    version = registry.find_version(options.model, options.candidate)
+    version = find_version(options.model, options.candidate)
     with step_run("promote", options, f"promote {options.model}/{version}") as run:
         return _promote(options, version, run)
 
@@ -68,7 +77,7 @@ def _promote(options: PromoteOptions, version: str, run: StepRun) -> Promotion:
             names.TAG_DRY_RUN: str(options.dry_run).lower(),
         }
     )
-    now = registry.aliases_of(options.model)
+    now = aliases_of(options.model)
     wanted = [target_alias(device), *([options.alias] if options.alias else [])]
     seen = {alias: now.get(alias, "") for alias in wanted}
     decision = _decide(options, candidate, seen, run.directory)
@@ -91,32 +100,31 @@ def _promote(options: PromoteOptions, version: str, run: StepRun) -> Promotion:
 
 def host_of(contender: Contender) -> DeviceFingerprint:
     """This host with the threads that a library runs on here; it may be made for another CPU and for more."""
-    num_threads = threads_here(contender.entry)
-    return fingerprint(resolve_target("auto", num_threads), num_threads)
+    return Device.resolve("auto", threads_here(contender.entry)).fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Decision:
     """Fields of a `Promotion`."""
 
-    outcome: Outcome
+    outcome: PromotionOutcome
     reason: str
     tolerance: float | None = None
-    errors: dict[str, Difference] = field(default_factory=dict)
+    errors: dict[str, Deviation] = field(default_factory=dict)
     contests: tuple[Contest, ...] = ()
 
 
 def _decide(options: PromoteOptions, candidate: Contender, seen: Mapping[str, str], scratch: Path) -> _Decision:
     """Checks the candidate, and lets it compete with each version that has one of the aliases."""
     if set(seen.values()) == {candidate.version}:
-        return _Decision(outcome=Outcome.ALREADY_CHAMPION, reason="nothing was measured")
+        return _Decision(outcome=PromotionOutcome.ALREADY_CHAMPION, reason="nothing was measured")
     champions = []
     for version in dict.fromkeys(seen.values()):
         if version not in ("", candidate.version):
             try:
                 champions.append(Contender.of_version(options.model, version, scratch))
             except ModelError as err:
-                return _Decision(outcome=Outcome.NOT_MEASURABLE, reason=_not_measurable(version, err))
+                return _Decision(outcome=PromotionOutcome.NOT_MEASURABLE, reason=_not_measurable(version, err))
     for champion in champions:
         candidate.require_interface_of(champion)
     try:
@@ -124,7 +132,7 @@ def _decide(options: PromoteOptions, candidate: Contender, seen: Mapping[str, st
     except ModelError as err:
         _errors(options, candidate, [])  # this raises it again if it is the candidate that cannot be loaded
         versions = " or ".join(champion.version for champion in champions)
-        return _Decision(outcome=Outcome.NOT_MEASURABLE, reason=_not_measurable(versions, err))
+        return _Decision(outcome=PromotionOutcome.NOT_MEASURABLE, reason=_not_measurable(versions, err))
 
 
 def _compare(options: PromoteOptions, candidate: Contender, champions: Sequence[Contender]) -> _Decision:
@@ -139,7 +147,7 @@ def _compare(options: PromoteOptions, candidate: Contender, champions: Sequence[
     if not error <= tolerance:
         reason = f"its outputs differ from ONNX Runtime's by max_rel_error={error:.3g}, allowed is {tolerance:g}"
         wrong = f"{reason}; compile it again"
-        return _Decision(outcome=Outcome.WRONG, reason=wrong, tolerance=tolerance, errors=errors)
+        return _Decision(outcome=PromotionOutcome.WRONG, reason=wrong, tolerance=tolerance, errors=errors)
     contests: list[Contest] = []
     for champion in champions:
         contests.append(compete(candidate, champion, options))
@@ -149,7 +157,7 @@ def _compare(options: PromoteOptions, candidate: Contender, champions: Sequence[
     return _Decision(outcome=outcome, reason=reason, tolerance=tolerance, errors=errors, contests=tuple(contests))
 
 
-def _errors(options: PromoteOptions, candidate: Contender, champions: Sequence[Contender]) -> dict[str, Difference]:
+def _errors(options: PromoteOptions, candidate: Contender, champions: Sequence[Contender]) -> dict[str, Deviation]:
     """How far the outputs of the candidate, and of champions with the same network, are from the reference."""
     inputs = candidate.manifest.inputs
     examples = seeded_examples(inputs, options.seed)
@@ -157,21 +165,21 @@ def _errors(options: PromoteOptions, candidate: Contender, champions: Sequence[C
         examples += read_examples(options.data, inputs)
     _log.info("comparing outputs with ONNX Runtime's on %d inputs", len(examples))
     same = [champion for champion in champions if champion.has_network_of(candidate)]
-    runs = {contender.version: contender.make_run for contender in (candidate, *same)}
+    runs = {contender.version: contender.make_inference for contender in (candidate, *same)}
     return compare_with_reference(runs, candidate.network, threads_here(candidate.entry), examples)
 
 
-def _outcome(contests: Sequence[Contest]) -> tuple[Outcome, str]:
+def _outcome(contests: Sequence[Contest]) -> tuple[PromotionOutcome, str]:
     """What the last contest, which decides, means; with a sentence on it."""
     if not contests:
-        return Outcome.NO_CHAMPION, "its outputs are right, and there was no champion to compare it with"
+        return PromotionOutcome.NO_CHAMPION, "its outputs are right, and there was no champion to compare it with"
     last = contests[-1]
     took = f"it takes {last.text}"
     if last.verdict is Verdict.FASTER:
-        return Outcome.PROMOTED, f"it takes {' and '.join(contest.text for contest in contests)}"
+        return PromotionOutcome.PROMOTED, f"it takes {' and '.join(contest.text for contest in contests)}"
     if last.verdict is Verdict.NOT_FASTER:
-        return Outcome.LOST, f"{took}, and must take less than {last.limit:.3f}; tune it longer"
-    return Outcome.INCONCLUSIVE, (
+        return PromotionOutcome.LOST, f"{took}, and must take less than {last.limit:.3f}; tune it longer"
+    return PromotionOutcome.INCONCLUSIVE, (
         f"{took} after {last.ratio.num_turns} turns, and must take less than {last.limit:.3f}; give more max_turns, or "
         "run it on a host with nothing else to do"
     )
@@ -186,16 +194,16 @@ def _carry_out(promotion: Promotion) -> Promotion:
 
     The tags of a candidate that is the champion already stay: they say why it is.
     """
-    if promotion.outcome is Outcome.ALREADY_CHAMPION:
+    if promotion.outcome is PromotionOutcome.ALREADY_CHAMPION:
         return promotion
     if promotion.is_won:
         try:
-            registry.move_aliases(promotion.model, promotion.candidate, promotion.aliases, promotion.run_id)
+            move_aliases(promotion.model, promotion.candidate, promotion.aliases, promotion.run_id)
         except UndecidedError as err:
-            promotion = replace(promotion, outcome=Outcome.OVERTAKEN, reason=str(err))
+            promotion = replace(promotion, outcome=PromotionOutcome.OVERTAKEN, reason=str(err))
     without_contest = {names.TAG_PROMOTION_RATIO: "", names.TAG_PROMOTION_CHAMPION: ""}
     tags = {**without_contest, **promotion.tags(), names.TAG_PROMOTION_RUN: promotion.run_id}
-    registry.tag_version(promotion.model, promotion.candidate, tags)
+    tag_version(promotion.model, promotion.candidate, tags)
     return promotion
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.options import PromoteOptions
-from ansor_mlflow.tracking import registry, step_run
+from ansor_mlflow.tracking import step_run, tag_version, undo_moves
 
 _ROLLED_BACK = "rolled_back"
 
@@ -39,10 +39,10 @@ def roll_back(options: PromoteOptions) -> Rollback:
             "nothing; leave one of them out"
         )
     with step_run("promote", options, f"roll back {options.model}") as run:
-        moves = registry.undo_moves(options.model, options.alias)
+        moves = undo_moves(options.model, options.alias)
         aliases = {alias: (move.after, move.before) for alias, move in moves.items()}
         tags = {names.TAG_PROMOTION: _ROLLED_BACK, names.TAG_PROMOTION_ALIASES: " ".join(aliases)}
         run.log_tags({**tags, "mlflow.runName": f"promote {options.model} · {_ROLLED_BACK}"})
         for version in {after for after, _ in aliases.values()}:
-            registry.tag_version(options.model, version, {**tags, names.TAG_PROMOTION_RUN: run.run_id})
+            tag_version(options.model, version, {**tags, names.TAG_PROMOTION_RUN: run.run_id})
         return Rollback(run_id=run.run_id, model=options.model, aliases=aliases)

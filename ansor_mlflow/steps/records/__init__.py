@@ -3,7 +3,7 @@
 from ansor_mlflow.steps.records.databases import WrittenRecords, distill_records, merge_records, show_records
 from ansor_mlflow.steps.records.fetching import fetch_databases, fetch_records, fetch_run, options_of_source, tuning_of
 from ansor_mlflow.steps.records.given import (
-    Kernels,
+    NetworkTasks,
     Recorded,
     best_records,
     distill_for_device,
@@ -23,7 +23,7 @@ from ansor_mlflow.steps.records.sharing import (
 from ansor_mlflow.steps.records.verify import ReplayedRecord, Verification, verify_records
 
 __all__ = [
-    "Kernels",
+    "NetworkTasks",
     "PoolContents",
     "Recorded",
     "ReplayedRecord",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ansor_mlflow import names
-from ansor_mlflow.device import available_cpus, fingerprint, parse_target, resolve_target
+from ansor_mlflow.device import Device, parse_target
 from ansor_mlflow.errors import RecordsError, UserInputError, without_credentials
 from ansor_mlflow.files import write_text
 from ansor_mlflow.options import DistillRecordsOptions, MergeRecordsOptions, ShowRecordsOptions
@@ -144,8 +144,7 @@ def _take_target(databases: Sequence[Database], target: str) -> None:
     if isinstance(parsed, str) and parsed in {target_attributes(text).get("kind") for text in made_for}:
         parsed = {"kind": parsed}
     if isinstance(parsed, str):
-        num_threads = available_cpus()
-        parsed = fingerprint(resolve_target(target, num_threads), num_threads).target
+        parsed = Device.resolve(target, "auto").fingerprint.target
     wanted = {name: value for name, value in code_attributes(parsed).items() if name in parsed}.items()
     taken = {text for text in made_for if wanted <= code_attributes(target_attributes(text)).items()}
     if not taken:

@@ -13,7 +13,7 @@ from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.model import verified_manifest
 from ansor_mlflow.options import NetworkOptions, RecordsOptions
 from ansor_mlflow.records import join_parts, verify_manifest
-from ansor_mlflow.tracking import clear_failures, sources
+from ansor_mlflow.tracking import is_uri, pinned_uri, translated_errors
 
 _RUN_ID = re.compile("[0-9a-f]{32}")
 
@@ -35,7 +35,7 @@ def options_of_source(source: str, options: NetworkOptions, parameter: str = "so
     run_id = source.removeprefix("runs:/").removesuffix("/").removesuffix("/records")
     if _RUN_ID.fullmatch(run_id):
         return RecordsOptions(**shared, tune_run=run_id)
-    if sources.is_uri(source):
+    if is_uri(source):
         return RecordsOptions(**shared, records=source)
     raise UserInputError(
         f"{parameter}={source!r} is neither a run's ID (32 hexadecimal digits) nor a file or directory of records; "
@@ -90,7 +90,7 @@ def fetch_run(run_id: str, scratch: Path) -> Path:
         RecordsError: The files are not those that their manifest describes.
         MachineError: A server is away.
     """
-    with clear_failures(f"read the records of run {run_id}"):
+    with translated_errors(f"read the records of run {run_id}"):
         records = Path(
             mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=names.RECORDS_DIR, dst_path=str(scratch))
         )
@@ -100,9 +100,9 @@ def fetch_run(run_id: str, scratch: Path) -> Path:
 
 
 def _fetch(records: str, scratch: Path, parameter: str) -> Path:
-    if sources.is_uri(records):
-        records = sources.pinned_uri(records, parameter)
-        with clear_failures(f"read {parameter}={records}"):
+    if is_uri(records):
+        records = pinned_uri(records, parameter)
+        with translated_errors(f"read {parameter}={records}"):
             records = mlflow.artifacts.download_artifacts(artifact_uri=records, dst_path=str(scratch))
     path = Path(records)
     for directory in (path, path.parent, path / names.RECORDS_DIR):

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from ansor_mlflow import names
 from ansor_mlflow.device import (
+    Device,
     DeviceFingerprint,
-    fingerprint,
     import_tensor_intrin,
-    resolve_num_threads,
-    resolve_target,
     vector_lanes,
 )
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.files import write_text
-from ansor_mlflow.lowering import LOWERING_VERSION, SETTINGS, PaddedLayer, TuningTask, layers_to_pad, lower
+from ansor_mlflow.lowering import LOWERING_VERSION, PaddedLayer, TuningTask, layers_to_pad, lower
 from ansor_mlflow.networks import Network
 from ansor_mlflow.options import NetworkOptions, RecordsOptions
 from ansor_mlflow.records import (
@@ -35,12 +33,12 @@ from ansor_mlflow.records import (
     target_name,
     why_not_applicable,
 )
+from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.records.fetching import fetch_records, fetch_run
-from ansor_mlflow.tracking import sources
+from ansor_mlflow.tracking import network_of
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.database import TuningRecord
-    from tvm.target import Target
 
 
 @dataclass(frozen=True)
@@ -50,19 +48,18 @@ class Recorded:
     options: RecordsOptions
     """As given; of a tuning run's records, the network, layout, target and threads are that run's."""
     records: Path
-    network: str
-    """What `sources.load_network` takes; of a tuning run with a network from a file, the run's copy of it."""
+    copy: str
+    """URI of a tuning run's copy of a network that came from a file; else empty."""
     provenance: Provenance | None
     """Of a tuning run; None for records from a path."""
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """The kernels of a network, lowered for a device."""
+class NetworkTasks:
+    """The tasks of a network on a device."""
 
     network: str
-    target: Target
-    device: DeviceFingerprint
+    device: Device
     tasks: tuple[TuningTask, ...]
     hard_to_tile: tuple[PaddedLayer, ...]
     """Layers with channels that `pad_channels=auto` pads."""
@@ -88,7 +85,7 @@ def find_recorded(options: RecordsOptions, scratch: Path, *, any_lowering: bool 
         raise UserInputError(f"tune_run and records: {given} given; give the ID of a tuning run, or records=…")
     if options.tune_run:
         return _from_tune_run(options, scratch, any_lowering=any_lowering)
-    return Recorded(options, fetch_records(options.records, scratch), options.network, None)
+    return Recorded(options, fetch_records(options.records, scratch), "", None)
 
 
 def _from_tune_run(options: RecordsOptions, scratch: Path, *, any_lowering: bool) -> Recorded:
@@ -100,17 +97,17 @@ def _from_tune_run(options: RecordsOptions, scratch: Path, *, any_lowering: bool
             f"run {options.tune_run} was tuned with lowering version {provenance.lowering_version}, this is "
             f"{LOWERING_VERSION}: its records do not fit today's kernels; tune again"
         )
-    network = f"runs:/{options.tune_run}/{names.NETWORK_FILE}" if provenance.from_file else provenance.network
+    copy = f"runs:/{options.tune_run}/{names.NETWORK_FILE}" if provenance.from_file else ""
     used = {
         "network": provenance.network,
-        **{name: getattr(provenance, name) for name in SETTINGS},
+        **asdict(LoweringSettings.among(vars(provenance))),
         "target": provenance.target,
         "num_threads": provenance.num_threads,
         "batch_size": provenance.batch_size,
         "input_shapes": provenance.input_shapes,
         "seed": provenance.seed,
     }
-    return Recorded(options.model_copy(update=used), records, network, provenance)
+    return Recorded(options.model_copy(update=used), records, copy, provenance)
 
 
 def load_recorded_network(recorded: Recorded) -> Network:
@@ -121,32 +118,24 @@ def load_recorded_network(recorded: Recorded) -> Network:
         RecordsError: The tuning run had another version of it.
     """
     options = recorded.options
-    is_copy = recorded.network != options.network
-    network = sources.load_network(
-        recorded.network,
-        batch_size=options.batch_size,
-        input_shapes={} if is_copy else options.input_shapes,
-        seed=options.seed,
-    )
+    network = network_of(options, recorded.copy)
     if recorded.provenance is not None and network.sha256 != recorded.provenance.network_sha256:
         raise RecordsError(
             f"run {options.tune_run} tuned another version of {options.network} than the one at hand; tune again"
         )
-    return replace(network, name=sources.display_name(options.network)) if is_copy else network
+    return network
 
 
-def lower_for_device(network: Network, options: NetworkOptions) -> Kernels:
+def lower_for_device(network: Network, options: NetworkOptions) -> NetworkTasks:
     """Lowers a network for the target and the threads of the options.
 
     Raises:
         UserInputError: The target is unknown, there are fewer CPUs than threads, or TVM cannot import the network.
     """
-    num_threads = resolve_num_threads(options.num_threads)
-    target = resolve_target(options.target, num_threads)
-    tasks = lower(network.model, target, **options.lowering()).tasks
-    hard_to_tile = tuple(layers_to_pad(network.model, vector_lanes(target)))
-    is_padded = options.pad_channels == "auto"
-    return Kernels(network.name, target, fingerprint(target, num_threads), tasks, hard_to_tile, is_padded)
+    device = Device.resolve(options.target, options.num_threads)
+    tasks = lower(network.model, device.target, options.lowering).tasks
+    hard_to_tile = tuple(layers_to_pad(network.model, vector_lanes(device.target)))
+    return NetworkTasks(network.name, device, tasks, hard_to_tile, is_padded=options.pad_channels == "auto")
 
 
 def distill_for_device(
@@ -186,7 +175,7 @@ def distill_for_device(
     return f"some records are not for {target_name(device.target)}: {made_for_names}"
 
 
-def best_records(records: Path, kernels: Kernels, scratch: Path) -> dict[int, TuningRecord]:
+def best_records(records: Path, kernels: NetworkTasks, scratch: Path) -> dict[int, TuningRecord]:
     """The fastest record of each task that has one, by the task's index.
 
     Raises:
@@ -197,14 +186,14 @@ def best_records(records: Path, kernels: Kernels, scratch: Path) -> dict[int, Tu
 
     import_tensor_intrin()  # reading a record applies it
     best = scratch / names.BEST_DIR
-    distill(find_records(records), best, kernels.device.target)
+    distill(find_records(records), best, kernels.device.fingerprint.target)
     try:
         database = JSONDatabase(work_dir=str(best), allow_missing=False)
     except (RuntimeError, ValueError, TypeError) as err:
         reason = (str(err).splitlines() or [type(err).__name__])[0]
         raise RecordsError(f"{records}: the records do not apply ({reason}); tune the network again") from err
     found = {
-        task.info.index: database.query_tuning_record(task.mod, kernels.target, task.info.name)
+        task.info.index: database.query_tuning_record(task.mod, kernels.device.target, task.info.name)
         for task in kernels.tasks
     }
     return {index: record for index, record in found.items() if record is not None}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ansor_mlflow.device import fingerprint, resolve_num_threads, resolve_target
+from ansor_mlflow.device import Device
 from ansor_mlflow.errors import MachineError, RecordsError, UserInputError
 from ansor_mlflow.options import ListPoolOptions, PullPoolOptions, PushPoolOptions
 from ansor_mlflow.records import FAILED_RUN_S, PoolObject, find_records, objects_of, workload_hash, write_objects
@@ -86,8 +86,7 @@ def pull_records(options: PullPoolOptions) -> PulledRecords:
     output = Path(options.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserInputError(f"output={options.output}: there is something already; give a new directory")
-    num_threads = resolve_num_threads(options.num_threads)
-    device = fingerprint(resolve_target(options.target, num_threads), num_threads)
+    device = Device.resolve(options.target, options.num_threads).fingerprint
     objects = RecordPool(options.pool).pull(device)
     if not objects:
         raise RecordsError(
@@ -112,7 +111,7 @@ def known_kernels(objects: Sequence[PoolObject], trials_per_task: float) -> froz
             enough, if it found a valid program.
     """
     return frozenset(
-        f"{workload_hash(found.workload):#018x}"
+        workload_hash(found.workload)
         for found in objects
         if found.trials_per_task >= trials_per_task and _has_valid_record(found)
     )

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ansor_mlflow import names
-from ansor_mlflow.device import require_measurable_here
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.measuring import TOLERANCES
@@ -33,7 +32,7 @@ from ansor_mlflow.records import (
     target_name,
 )
 from ansor_mlflow.steps.records.fetching import options_of_source
-from ansor_mlflow.steps.records.given import Kernels, find_recorded, load_recorded_network, lower_for_device
+from ansor_mlflow.steps.records.given import NetworkTasks, find_recorded, load_recorded_network, lower_for_device
 from ansor_mlflow.tuning import COPIES_OF_ARGUMENTS, Outcome, Replayer, argument_bytes, sole_tuner
 
 Status = Literal["pass", "wrong_answer", "failed", "timed_out", "crashed"]
@@ -129,16 +128,15 @@ def verify_records(
             database.look_closely()
         kernels = lower_for_device(load_recorded_network(recorded), recorded.options)
         device = kernels.device
-        require_measurable_here(kernels.target, device.num_threads)
+        device.require_measurable_here()
         candidates = _candidates(databases, device.target)
         others = _num_of_other_targets(databases[-1], device.target)
-        by_task = [(task, candidates.pop(int(task.info.workload_hash, 16), [])) for task in kernels.tasks]
+        by_task = [(task, candidates.pop(task.info.workload_hash, [])) for task in kernels.tasks]
         if not any(records for _, records in by_task):
             raise RecordsError(_nothing_to_replay(options.source, kernels, others))
         tolerance = TOLERANCES[recorded.options.dtype]
         replayer = Replayer(
-            kernels.target,
-            num_threads=device.num_threads,
+            device,
             seed=recorded.options.seed,
             timeout_s=options.measure_timeout_s,
             memory_bytes=_memory_bytes(options, kernels),
@@ -162,7 +160,7 @@ def verify_records(
     )
 
 
-def _memory_bytes(options: VerifyRecordsOptions, kernels: Kernels) -> int:
+def _memory_bytes(options: VerifyRecordsOptions, kernels: NetworkTasks) -> int:
     """Data memory that replaying a record may take."""
     arguments = max(argument_bytes(task.mod) for task in kernels.tasks)
     return options.worker_memory_mib * 2**20 + COPIES_OF_ARGUMENTS * arguments
@@ -204,9 +202,9 @@ class _Candidate:
     """Whether it was measured twice."""
 
 
-def _candidates(databases: Sequence[Database], target: Mapping[str, Any]) -> dict[int | None, list[_Candidate]]:
+def _candidates(databases: Sequence[Database], target: Mapping[str, Any]) -> dict[str | None, list[_Candidate]]:
     """The valid records for a target by the hash of their workload: the winners first, then the fastest."""
-    by_hash: dict[int | None, list[_Candidate]] = {}
+    by_hash: dict[str | None, list[_Candidate]] = {}
     for database in databases:
         is_winner = database is not databases[-1]
         for workload, records in database.by_workload(target).items():
@@ -238,7 +236,7 @@ def _num_of_other_targets(database: Database, target: Mapping[str, Any]) -> dict
     )
 
 
-def _nothing_to_replay(source: str, kernels: Kernels, others: Mapping[str, int]) -> str:
+def _nothing_to_replay(source: str, kernels: NetworkTasks, others: Mapping[str, int]) -> str:
     if others:
         named = ", ".join(f"{count} records for {target}" for target, count in others.items())
         return f"{source}: nothing was verified: there are {named}, none for {kernels.device.description}; give target"

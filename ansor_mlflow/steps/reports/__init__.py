@@ -1,18 +1,18 @@
 """Commands that only look: `plan`, `explain`, `diff`, `runs`, and the trials of a run as a table."""
 
-from ansor_mlflow.steps.reports.diff import Difference, TaskDifference, diff_runs
+from ansor_mlflow.steps.reports.diff import TaskDifference, TuningDifference, diff_runs
 from ansor_mlflow.steps.reports.explain import Explanation, explain_task
 from ansor_mlflow.steps.reports.plan import Plan, PlannedTask, plan_tuning
 from ansor_mlflow.steps.reports.runs import FoundRun, FoundRuns, find_runs
 
 __all__ = [
-    "Difference",
     "Explanation",
     "FoundRun",
     "FoundRuns",
     "Plan",
     "PlannedTask",
     "TaskDifference",
+    "TuningDifference",
     "diff_runs",
     "explain_task",
     "find_runs",

@@ -19,14 +19,14 @@ from ansor_mlflow.errors import RecordsError, SlowerError, UserInputError
 from ansor_mlflow.options import DiffOptions
 from ansor_mlflow.records import FAILED_RUN_S, Database, find_records, read_fingerprint
 from ansor_mlflow.steps.records import fetch_run, tuning_of
-from ansor_mlflow.tracking import clear_failures, is_uri, pinned_uri
+from ansor_mlflow.tracking import is_uri, pinned_uri, translated_errors
 
 _SINGLE_ERROR = 0.03
 """Relative standard error of a time that was measured once: repeated measurements differ by 3 to 5 %."""
 _NUM_ERRORS = 2.0
 """Standard errors by which a difference exceeds the noise."""
 
-Verdict = Literal["faster", "slower", "same", "only_first", "only_second"]
+TaskVerdict = Literal["faster", "slower", "same", "only_first", "only_second"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class TaskDifference:
     """Of the network's time in the first tuning that has the kernel, from 0 to 1."""
     noise: float
     """Relative difference that the noise of the two measurements explains."""
-    verdict: Verdict
+    verdict: TaskVerdict
     """What the second is, compared with the first."""
 
     @property
@@ -70,7 +70,7 @@ class Compared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class TuningDifference:
     """What differs between two tunings."""
 
     first: Compared
@@ -112,7 +112,7 @@ class Difference:
         )
 
 
-def diff_runs(options: DiffOptions) -> Difference:
+def diff_runs(options: DiffOptions) -> TuningDifference:
     """Compares two tunings kernel by kernel.
 
     Raises:
@@ -123,7 +123,7 @@ def diff_runs(options: DiffOptions) -> Difference:
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         first, second = (_load(given, Path(scratch, name)) for name, given in zip("ab", options.runs, strict=True))
     common = first.tasks.keys() & second.tasks.keys()
-    return Difference(
+    return TuningDifference(
         first=first.compared(common),
         second=second.compared(common),
         tasks=tuple(_task_differences(first, second)),
@@ -178,7 +178,7 @@ class _Side:
 
 
 def _load(given: str, scratch: Path) -> _Side:
-    with clear_failures(f"read {given}"):
+    with translated_errors(f"read {given}"):
         run = _run_of(given)
         run_id = tuning_of(run)
         if not run_id:
@@ -218,7 +218,7 @@ def _tasks(rows: list[dict[str, Any]], records: Path, device: DeviceFingerprint)
     database = Database(find_records(records))
     best_s: dict[str, float] = {}
     for workload, lines in database.by_workload(device.target).items():
-        best_s[f"{database.hashes[workload]:#018x}"] = min(line.run_s for line in lines)
+        best_s[str(database.hashes[workload])] = min(line.run_s for line in lines)
     return {
         row["workload_hash"]: _Task(
             name=row["task"],
@@ -256,7 +256,7 @@ def _task_differences(first: _Side, second: _Side) -> list[TaskDifference]:
     return sorted(differences, key=lambda task: -task.share)
 
 
-def _verdict(first: _Task | None, second: _Task | None, noise: float) -> Verdict:
+def _verdict(first: _Task | None, second: _Task | None, noise: float) -> TaskVerdict:
     if second is None:
         return "only_first"
     if first is None:

@@ -14,7 +14,7 @@ from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.options import ExplainOptions
 from ansor_mlflow.steps.records import (
-    Kernels,
+    NetworkTasks,
     best_records,
     find_recorded,
     latency_s,
@@ -115,12 +115,12 @@ def _slowest(tasks: Sequence[TuningTask], records: dict[int, TuningRecord]) -> T
     return max(tuned, key=lambda task: task.info.weight * latency_s(records[task.info.index]))
 
 
-def _explain(task: TuningTask, kernels: Kernels, records: dict[int, TuningRecord]) -> Explanation:
+def _explain(task: TuningTask, kernels: NetworkTasks, records: dict[int, TuningRecord]) -> Explanation:
     record = records[task.info.index]
     tuned = [other for other in kernels.tasks if other.info.index in records]
     num_bytes = argument_bytes(task.mod)
     device = kernels.device
-    roofline = None if why_not_runnable(device) else measure_roofline(device.target, device.num_threads)
+    roofline = None if why_not_runnable(device.fingerprint) else measure_roofline(device)
     return Explanation(
         network=kernels.network,
         target=device.description,

@@ -13,14 +13,14 @@ from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering import PaddedLayer
 from ansor_mlflow.options import BudgetOptions, PlanOptions, TuneOptions
 from ansor_mlflow.steps.records import (
-    Kernels,
+    NetworkTasks,
     best_records,
     find_recorded,
     latency_s,
     load_recorded_network,
     lower_for_device,
 )
-from ansor_mlflow.tracking import sources
+from ansor_mlflow.tracking import network_of
 from ansor_mlflow.trials import TaskInfo, TaskState
 from ansor_mlflow.tuning import StoppingRules, resolve_num_trials
 
@@ -118,13 +118,10 @@ def _need(share: float, num_trials: int, index: int) -> tuple[float, int, int]:
     return (num_trials / share if share else math.inf, num_trials, index)
 
 
-def _kernels(options: PlanOptions, scratch: Path) -> tuple[Kernels, dict[int, float]]:
+def _kernels(options: PlanOptions, scratch: Path) -> tuple[NetworkTasks, dict[int, float]]:
     """The kernels, and the best time in seconds of each task that has a record, by the task's index."""
     if not options.tune_run and not options.records:
-        network = sources.load_network(
-            options.network, batch_size=options.batch_size, input_shapes=options.input_shapes, seed=options.seed
-        )
-        return lower_for_device(network, options), {}
+        return lower_for_device(network_of(options), options), {}
     recorded = find_recorded(options, scratch)
     kernels = lower_for_device(load_recorded_network(recorded), recorded.options)
     records = best_records(recorded.records, kernels, scratch)

@@ -11,7 +11,7 @@ from mlflow.entities import Experiment, Run
 from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.options import RunsOptions
-from ansor_mlflow.tracking import clear_failures, existing_views
+from ansor_mlflow.tracking import existing_views, translated_errors
 
 _DEFAULT_ID = "0"
 """Of the experiment that MLflow makes for itself."""
@@ -65,7 +65,7 @@ def find_runs(options: RunsOptions) -> FoundRuns:
         UserInputError: There is no such experiment, or a name has characters that MLflow cannot search for.
         MachineError: A server is away.
     """
-    with clear_failures("find runs"):
+    with translated_errors("find runs"):
         experiment = _experiment(options.experiment)
         found = mlflow.MlflowClient().search_runs(
             [experiment.experiment_id],

@@ -15,7 +15,7 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.records import JournalEntry, RecordPair, read_journal, repair
 from ansor_mlflow.steps.records import fetch_run, tuning_of
-from ansor_mlflow.tracking import clear_failures
+from ansor_mlflow.tracking import translated_errors
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,7 +45,7 @@ def load_trials(run_id: str) -> pd.DataFrame:
     """
     import pandas as pd
 
-    with clear_failures(f"read the trials of run {run_id}"):
+    with translated_errors(f"read the trials of run {run_id}"):
         run = mlflow.get_run(tuning_of(mlflow.get_run(run_id)) or run_id)
         tuning_id = run.info.run_id
         files = {file.path for file in mlflow.MlflowClient().list_artifacts(tuning_id)}
@@ -75,13 +75,12 @@ def _of_records(run_id: str, tasks: list[_Row]) -> list[_Row]:
         records = fetch_run(run_id, Path(scratch))
         repair(RecordPair.in_directory(records))
         entries = read_journal(records)
-    by_hash = {int(task["workload_hash"], 16): task for task in tasks}
+    by_hash = {task["workload_hash"]: task for task in tasks}
     return [_of_entry(entry, by_hash) for entry in entries]
 
 
-def _of_entry(entry: JournalEntry, by_hash: dict[int, _Row]) -> _Row:
-    hash_ = int(entry.workload_hash, 16)
-    task = by_hash.get(hash_)
+def _of_entry(entry: JournalEntry, by_hash: dict[str, _Row]) -> _Row:
+    task = by_hash.get(entry.workload_hash)
     return {
         "step": entry.step,
         "task": task["task"] if task else None,
@@ -89,7 +88,7 @@ def _of_entry(entry: JournalEntry, by_hash: dict[int, _Row]) -> _Row:
         "latency_us": fmean(entry.run_s) * 1e6 if entry.run_s else None,
         "error": entry.error,
         **_joined(task),
-        "workload_hash": f"{hash_:#018x}",
+        "workload_hash": entry.workload_hash,
     }
 
 

@@ -17,7 +17,7 @@ from ansor_mlflow.networks import Network
 from ansor_mlflow.options import NetworkOptions, TuneOptions, as_text, load_options
 from ansor_mlflow.records import RecordPair, read_fingerprint, read_provenance, why_not_applicable
 from ansor_mlflow.steps.records import fetch_run
-from ansor_mlflow.tracking import clear_failures, params_used
+from ansor_mlflow.tracking import params_used, translated_errors
 
 _MEASURED_FOR = (*(name for name in NetworkOptions.model_fields if name != "seed"), "warm_start")
 """Parameters that its records hang on."""
@@ -31,7 +31,7 @@ def resumed_options(options: TuneOptions) -> TuneOptions:
         MachineError: The tracking server is away.
     """
     run_id = options.resume_run
-    with clear_failures(f"resume the run {run_id}"):
+    with translated_errors(f"resume the run {run_id}"):
         run = mlflow.get_run(run_id)
     if run.data.tags.get(names.TAG_STEP) != "tune":
         raise UserInputError(f"resume_run={run_id}: it is not a tuning run; give the ID of one, such as a run of tune")
@@ -52,7 +52,7 @@ def _as_logged(value: Any) -> str:
 
 def copy_of_network(run_id: str) -> str:
     """URI of the copy that a run has of a network from a file; empty where it has none."""
-    with clear_failures(f"read the artifacts of run {run_id}"):
+    with translated_errors(f"read the artifacts of run {run_id}"):
         files = {file.path for file in mlflow.MlflowClient().list_artifacts(run_id)}
     return f"runs:/{run_id}/{names.NETWORK_FILE}" if names.NETWORK_FILE in files else ""
 
@@ -68,7 +68,7 @@ def fetch_what_was_measured(run_id: str, records: Path) -> None:
         MachineError: A server is away.
     """
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-resume-") as scratch:
-        with clear_failures(f"read the records of run {run_id}"):
+        with translated_errors(f"read the records of run {run_id}"):
             if not any(file.path == names.RECORDS_DIR for file in mlflow.MlflowClient().list_artifacts(run_id)):
                 return
         fetched = fetch_run(run_id, Path(scratch))

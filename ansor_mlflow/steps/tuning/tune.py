@@ -7,18 +7,14 @@ import json
 import logging
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from ansor_mlflow import names
 from ansor_mlflow.device import (
+    Device,
     DeviceFingerprint,
-    fingerprint,
     has_arithmetic,
-    measuring_cpus,
-    require_measurable_here,
-    resolve_num_threads,
-    resolve_target,
 )
 from ansor_mlflow.errors import UserInputError, without_credentials
 from ansor_mlflow.lowering import LOWERING_VERSION, lower
@@ -43,8 +39,8 @@ from ansor_mlflow.tracking import (
     StepRun,
     command_lines,
     describe_environment,
+    network_of,
     open_outbox,
-    sources,
     step_run,
     whole_records,
 )
@@ -97,41 +93,34 @@ def _tune(options: TuneOptions, run: StepRun, outbox: Outbox, observers: Sequenc
         fetch_what_was_measured(run.run_id, records)
     is_resumed = (records / JOURNAL_FILE).exists()
     records.mkdir(exist_ok=True)
-    network = _load_network(options)
-    num_threads = resolve_num_threads(options.num_threads)
-    target = resolve_target(options.target, num_threads)
-    require_measurable_here(target, num_threads)
+    network = network_of(options, copy_of_network(options.resume_run) if options.resume_run else "")
+    device = Device.resolve(options.target, options.num_threads)
+    device.require_measurable_here()
     require_linker()
     start_fork_server()  # it loads TVM while the network is lowered
-    device = fingerprint(target, num_threads)
     if is_resumed:
-        require_same_kernels(run.run_id, records, network, device)
-    _log_inputs(run, network, device)
+        require_same_kernels(run.run_id, records, network, device.fingerprint)
+    _log_inputs(run, network, device.fingerprint)
 
     _log.info("lowering %s for %s", network.name, device.description)
-    if not has_arithmetic(target, options.dtype):
+    if not has_arithmetic(device.target, options.dtype):
         _log.warning("%s converts %s to float32 for every operation, which is slow", device.description, options.dtype)
-    lowered = lower(network.model, target, **options.lowering())
+    lowered = lower(network.model, device.target, options.lowering)
     if not lowered.tasks:
         raise UserInputError(f"network={options.network}: it has no kernel to tune; give a network that computes")
-    known = frozenset[str]() if is_resumed else begin_with_records(options, device, lowered.tasks, run)
-    job = TuningJob(
-        network=network.name,
-        lowered=lowered,
-        target=target,
-        num_threads=num_threads,
-        records=records,
-        known=known,
-    )
-    provenance = _provenance(options, network, num_threads)
-    write_description(records, device, provenance)  # records of a tuning that is interrupted can be compiled, too
+    known = frozenset[str]() if is_resumed else begin_with_records(options, device.fingerprint, lowered.tasks, run)
+    job = TuningJob(network=network.name, lowered=lowered, device=device, records=records, known=known)
+    provenance = _provenance(options, network, device)
+    write_description(
+        records, device.fingerprint, provenance
+    )  # records of a tuning that is interrupted can be compiled, too
     commands = command_lines("tune", options)
     logger = MlflowObserver(outbox, run.directory, commands)
     report = TuningReport(history=logger.history, job=job, outbox=outbox, directory=run.directory, commands=commands)
     observers = [RoundLog(), logger, RecordMirror(outbox, run.directory), *observers]
     with report.at_the_end():
         result = tune_locally(job, options, observers, resume=is_resumed)
-    write_description(records, device, _at_the_end(provenance, options, result))
+    write_description(records, device.fingerprint, _at_the_end(provenance, options, result))
     require_valid_trials(result)
 
 
@@ -146,15 +135,6 @@ def _at_the_end(provenance: Provenance, options: TuneOptions, result: TuningResu
         estimated_latency_ms=estimated_s * 1e3 if estimated_s else None,
         trials_per_task=num_trials / num_tasks,
     )
-
-
-def _load_network(options: TuneOptions) -> Network:
-    """The network; of a run that goes on, its own copy, where it has one."""
-    name, input_shapes = options.network, options.input_shapes
-    if options.resume_run and (copy := copy_of_network(options.resume_run)):
-        name, input_shapes = copy, {}
-    network = sources.load_network(name, batch_size=options.batch_size, input_shapes=input_shapes, seed=options.seed)
-    return replace(network, name=sources.display_name(options.network)) if name != options.network else network
 
 
 def _log_inputs(run: StepRun, network: Network, device: DeviceFingerprint) -> None:
@@ -176,7 +156,7 @@ def _log_inputs(run: StepRun, network: Network, device: DeviceFingerprint) -> No
             run.log_artifacts(path)
 
 
-def _provenance(options: TuneOptions, network: Network, num_threads: int) -> Provenance:
+def _provenance(options: TuneOptions, network: Network, device: Device) -> Provenance:
     import tvm
 
     return Provenance(
@@ -186,15 +166,15 @@ def _provenance(options: TuneOptions, network: Network, num_threads: int) -> Pro
         batch_size=options.batch_size,
         input_shapes=options.input_shapes,
         seed=options.seed,
-        **options.lowering(),
+        **asdict(options.lowering),
         target=options.target,
-        num_threads=num_threads,
+        num_threads=device.num_threads,
         lowering_version=LOWERING_VERSION,
         tvm_version=tvm.__version__,
         host=platform.node(),
         measure={
             **options.model_dump(include={"number", "repeat", "min_repeat_ms", "cache_flush"}),
-            "cpus": sorted(measuring_cpus(num_threads)),
+            "cpus": sorted(device.cpus),
         },
     )
 

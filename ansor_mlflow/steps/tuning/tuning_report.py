@@ -73,7 +73,7 @@ class TuningReport:
     def _draw_roofline(self) -> bool:
         """Measures the roofs: no program is measured any more."""
         with _only_warn("roofline"):
-            roofline = quick_roofline(self.job.target.export(), self.job.num_threads)
+            roofline = quick_roofline(self.job.device)
             num_bytes = {task.info.workload_hash: argument_bytes(task.mod) for task in self.job.lowered.tasks}
             figure = draw_roofline(self.history, roofline, num_bytes)
             save_figure(figure, self.directory / names.ROOFLINE_FIGURE)
@@ -90,9 +90,9 @@ class TuningReport:
         records = {database.hashes[record.workload]: database.fields(record) for record in database.records}
         tasks = {task.info.workload_hash: task for task in self.job.lowered.tasks}
         return [
-            ScheduleText(task=slow.name, lines=_schedule_lines(tasks[hash_], records[int(hash_, 16)]))
+            ScheduleText(task=slow.name, lines=_schedule_lines(tasks[hash_], records[hash_]))
             for slow in self.history.slowest()[:_NUM_SCHEDULES]
-            if int(hash_ := slow.state.info.workload_hash, 16) in records
+            if (hash_ := slow.state.info.workload_hash) in records
         ]
 
 

@@ -60,7 +60,7 @@ class WarmStart:
         hashes: Structural hashes of the network's kernels.
     """
 
-    def __init__(self, device: DeviceFingerprint, hashes: Collection[int]) -> None:
+    def __init__(self, device: DeviceFingerprint, hashes: Collection[str]) -> None:
         self._device = device
         self._hashes = hashes
         self._applied: list[Database] = []
@@ -152,7 +152,7 @@ def begin_with_records(
     if not options.warm_start and not options.record_pool:
         return frozenset()
     hashes = [task.info.workload_hash for task in tasks]
-    start, known = WarmStart(device, {int(hash_, 16) for hash_ in hashes}), frozenset[str]()
+    start, known = WarmStart(device, hashes), frozenset[str]()
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         if options.record_pool:
             objects = RecordPool(options.record_pool).pull(device, hashes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.errors import MachineError
@@ -70,15 +69,6 @@ def make_cost_model(kind: str, num_threads: int, seed: int) -> CostModel:
 def is_untrained(cost_model: CostModel) -> bool:
     """Whether the model still ranks at random because it has too few samples."""
     return int(getattr(cost_model, "data_size", 0)) < int(getattr(cost_model, "num_warmup_samples", 0))
-
-
-def save_cost_model(cost_model: CostModel, path: Path) -> None:
-    """Writes a trained XGBoost model in its own format (UBJSON); nothing where there is none."""
-    booster = getattr(cost_model, "booster", None)
-    if booster is not None:
-        temporary = path.with_name(f".{path.name}")  # the format follows from the suffix
-        booster.save_model(str(temporary))
-        temporary.replace(path)
 
 
 class TaskSearch:

@@ -32,7 +32,7 @@ class Builder(Protocol):
 
 
 @dataclass(frozen=True)
-class _BuildJob:
+class _CandidateJob:
     mod: IRModule
     target: Target
     path: Path
@@ -61,7 +61,7 @@ class LocalBuilder:
         Raises:
             MachineError: The disk is full.
         """
-        jobs = [_BuildJob(mod, self._target, self._next_path()) for mod in mods]
+        jobs = [_CandidateJob(mod, self._target, self._next_path()) for mod in mods]
         outcomes = self._pool.map(_build, jobs, self._timeout_s)
         if errors := [outcome.error for outcome in outcomes if outcome.failure]:
             self._scratch.require_space(errors)

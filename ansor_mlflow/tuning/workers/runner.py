@@ -76,14 +76,17 @@ class LocalRunner:
     Args:
         settings: How programs are timed.
         memory_bytes: Data memory that a program may take, its arguments included; None for no bound.
+        cpus: CPUs to measure on; by default those that `measuring_cpus` chooses.
     """
 
     is_remote = False
 
-    def __init__(self, settings: MeasureSettings, *, memory_bytes: int | None = None) -> None:
+    def __init__(
+        self, settings: MeasureSettings, *, memory_bytes: int | None = None, cpus: frozenset[int] | None = None
+    ) -> None:
         self._settings = settings
         self._pool = WorkerPool(
-            1, max_tasks=_TASKS_PER_WORKER, memory_bytes=memory_bytes, cpus=measuring_cpus(settings.num_threads)
+            1, max_tasks=_TASKS_PER_WORKER, memory_bytes=memory_bytes, cpus=cpus or measuring_cpus(settings.num_threads)
         )
 
     def run(self, jobs: Sequence[RunJob]) -> list[Outcome[tuple[float, ...]]]:

@@ -25,7 +25,7 @@ _EXPORTED_KINDS = "biuf"
 """NumPy's kinds of types that it shares through DLPack; not among them are those of ml_dtypes, such as bfloat16."""
 
 
-class Machines:
+class VirtualMachines:
     """Virtual machines that share a library and its weights; safe to call from any number of threads.
 
     Calls run in threads of the model's own, one machine each, and in the order in which they come: as many at once as
@@ -51,7 +51,7 @@ class Machines:
         num_machines = max(1, available_cpus() // num_threads) if device == "cpu" else 1
         self._threads = ThreadPoolExecutor(num_machines, thread_name_prefix="ansor-mlflow-model")
         try:
-            self._make = partial(Machine, tvm.runtime.load_module(str(library)), tvm.device(device), inputs)
+            self._make = partial(VirtualMachine, tvm.runtime.load_module(str(library)), tvm.device(device), inputs)
             self._threads.submit(self._machine).result()  # what cannot be run is known now
         except (OSError, RuntimeError, ValueError, AttributeError) as err:
             reason = (str(err).strip().splitlines() or [type(err).__name__])[0]
@@ -67,16 +67,16 @@ class Machines:
     def _run(self, arrays: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
         return self._machine().run(arrays)
 
-    def _machine(self) -> Machine:
+    def _machine(self) -> VirtualMachine:
         """The machine of this thread."""
-        machine: Machine | None = getattr(self._own, "machine", None)
+        machine: VirtualMachine | None = getattr(self._own, "machine", None)
         if machine is None:
             set_num_threads(self._num_threads)
             machine = self._own.machine = self._make()
         return machine
 
 
-class Machine:
+class VirtualMachine:
     """A virtual machine with memory for its inputs, for one call at a time."""
 
     def __init__(self, module: Any, device: Any, inputs: Sequence[TensorSpec]) -> None:
@@ -88,7 +88,7 @@ class Machine:
         self._slots = [self._slot(spec, device) for spec in inputs]
 
     def run(self, arrays: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
-        """See `Machines.run`."""
+        """See `VirtualMachines.run`."""
         result = self._main(*map(self._argument, arrays, self._slots))
         # Copies: the memory of an output may be that of an input, of another output or of a weight.
         return [self._copied(tensor) for tensor in (result if isinstance(result, Sequence) else [result])]

@@ -1,0 +1,30 @@
+"""What decides which tasks a network has; light enough for where a model is served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+Layout = Literal["auto", "NHWC", "NCHW"]
+Dtype = Literal["float32", "float16", "bfloat16"]
+Padding = int | Literal["auto", "off"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoweringSettings:
+    """How a network is lowered; see the parameters of the same names."""
+
+    layout: Layout = "auto"
+    """Data layout of two- and three-dimensional convolutions: channels last (NHWC, NDHWC) or first."""
+    dtype: Dtype = "float32"
+    """Type that float32 values are computed in; inputs and outputs keep theirs."""
+    pad_channels: Padding = "auto"
+    """Number that the output channels of convolutions and dense layers are made a multiple of; "auto" pads where it
+    pays, "off" nowhere."""
+
+    @staticmethod
+    def among(values: Mapping[str, Any]) -> LoweringSettings:
+        """The settings among other values, such as those of a provenance; what is missing has its default."""
+        names = [field.name for field in fields(LoweringSettings)]
+        return LoweringSettings(**{name: values[name] for name in names if name in values})
