@@ -12,6 +12,17 @@ def without_credentials(text: str) -> str:
     return _CREDENTIALS_IN_URI.sub("://…@", text)
 
 
+def one_line(err: BaseException, limit: int = 300) -> str:
+    """An error's text on one line, shortened, and without credentials in URIs."""
+    text = without_credentials(" ".join(str(err).split()) or type(err).__name__)
+    return text if len(text) <= limit else text[:limit] + "…"
+
+
+def first_line(err: BaseException) -> str:
+    """The first line of an error's text; those of TVM go on with a stack."""
+    return (str(err).strip().splitlines() or [type(err).__name__])[0]
+
+
 class AnsorMlflowError(Exception):
     """A condition that a user can understand and act on.
 

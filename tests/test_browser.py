@@ -265,7 +265,7 @@ def test_the_overview_of_a_run_says_what_came_out(experiment: Experiment, pages:
     with pages.open(address) as page:
         expect(page.get_by_role("heading", name=main.info.run_name)).to_be_visible()
         page.get_by_text("Show more", exact=True).click()
-        latency = f"latency, tuned: {main.data.metrics[names.LATENCY_MS]:.4g} ms"
+        latency = f"tuned: {main.data.metrics[names.LATENCY_MS]:.4g} ms"
         expect(page.get_by_role("listitem").filter(has_text=latency)).to_be_visible()
         expect(page.get_by_text("mlflow run . --env-manager local -P network=")).to_be_visible()
         pages.keep(page, "run")

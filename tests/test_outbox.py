@@ -134,7 +134,7 @@ def test_no_secret_is_on_the_disk(run_id: str, server: Callable[[bool], None], t
 def test_the_error_that_ended_a_step_is_the_one_to_report(
     run_id: str, server: Callable[[bool], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ansor_mlflow.tracking.outbox._GRACE_AFTER_ERROR_S", 0.1)
+    monkeypatch.setattr("ansor_mlflow.tracking.outbox.GRACE_AFTER_ERROR_S", 0.1)
     server(False)
     with pytest.raises(ZeroDivisionError):
         put_and_fail(run_id, tmp_path)

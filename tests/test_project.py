@@ -174,7 +174,7 @@ def test_the_parent_sums_up_its_children(pipeline: Pipeline) -> None:
     for name in names.SUMMARY_METRICS:
         assert metrics[name] == pipeline.evaluate.data.metrics[name]
     note = pipeline.parent.data.tags[MLFLOW_RUN_NOTE]
-    assert f"latency, tuned: **{metrics[names.LATENCY_MS]:.4g} ms**" in note
+    assert f"- tuned: {metrics[names.LATENCY_MS]:.4g} ms" in note
     assert f"trials: {NUM_TRIALS}\n" in note
     assert "mlflow run . --env-manager local -P network=" in note
 

@@ -15,12 +15,19 @@ from mlflow.utils.autologging_utils.safety import is_testing
 from mlflow.utils.mlflow_tags import MLFLOW_AUTOLOGGING, MLFLOW_LOGGED_ARTIFACTS, MLFLOW_RUN_NAME
 
 from ansor_mlflow import names
-from ansor_mlflow.tracking import WORK_ROOT, Message, Outbox, UndeliveredError, one_line, remove_directory
+from ansor_mlflow.tracking import (
+    GRACE_AFTER_ERROR_S,
+    GRACE_S,
+    WORK_ROOT,
+    Message,
+    Outbox,
+    UndeliveredError,
+    remove_directory,
+    without_secrets,
+)
 
 INTEGRATION = "ansor_mlflow"
 """The name of our autologging in MLflow."""
-_GRACE_S = 60.0
-_GRACE_AFTER_ERROR_S = 10.0
 _log = logging.getLogger("ansor_mlflow")
 
 
@@ -89,7 +96,7 @@ def only_warn() -> Iterator[None]:
     except Exception as err:
         if is_testing():
             raise
-        _log.warning("the tuning could not be logged: %s", one_line(err))
+        _log.warning("the tuning could not be logged: %s", without_secrets(err))
 
 
 @contextlib.contextmanager
@@ -123,11 +130,11 @@ def _closing(outbox: Outbox, directory: Path, *, status: str) -> Iterator[None]:
         yield
     except BaseException as err:
         with only_warn():
-            outbox.put(Message(tags={names.TAG_ERROR: f"{type(err).__name__}: {one_line(err)}"}))
-            outbox.close(_GRACE_AFTER_ERROR_S)
+            outbox.put(Message(tags={names.TAG_ERROR: f"{type(err).__name__}: {without_secrets(err)}"}))
+            outbox.close(GRACE_AFTER_ERROR_S)
             remove_directory(directory)
         raise
     if status:
         outbox.put(Message(status=status))
-    outbox.close(_GRACE_S)
+    outbox.close(GRACE_S)
     remove_directory(directory)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, get_type_hints
 
 import click
 from pydantic.fields import FieldInfo
 
 from ansor_mlflow.options import Options, declared, default_text, load_options
 
+_CONFIG_HELP = "YAML file with values for any of these parameters; what is given here wins over the file."
 OptionsT = TypeVar("OptionsT", bound=Options)
 
-_CONFIG_HELP = "YAML file with values for any of these parameters; what is given here wins over the file."
+COMMANDS: dict[str, type[Options]] = {}
+"""The commands that have options, by their whole names, such as "records show"."""
 
 
-def command(
-    group: click.Group, name: str, options_class: type[OptionsT]
-) -> Callable[[Callable[[OptionsT], None]], click.Command]:
-    """Makes a command of `group` whose flags are the fields of an option class."""
+def command(group: click.Group, name: str) -> Callable[[Callable[[OptionsT], None]], click.Command]:
+    """Makes a command of `group` whose flags are the fields of the option class that the function takes."""
 
     def decorate(function: Callable[[OptionsT], None]) -> click.Command:
+        options_class: type[OptionsT] = get_type_hints(function)["options"]
+
         def callback(config: str, **given: str) -> None:
             function(load_options(options_class, given, config or None))
 
@@ -28,6 +30,7 @@ def command(
         params.append(click.Option(["--config"], default="", help=_CONFIG_HELP))
         made = click.Command(name, params=params, callback=callback, help=function.__doc__)
         group.add_command(made)
+        COMMANDS[name if group.name == "cli" else f"{group.name} {name}"] = options_class
         return made
 
     return decorate

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from ansor_mlflow.cli.command import command
+from ansor_mlflow.cli.command import COMMANDS, command
 from ansor_mlflow.cli.s3 import suit_other_s3_servers
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError
 from ansor_mlflow.options import (
@@ -27,7 +27,6 @@ from ansor_mlflow.options import (
     ExplainOptions,
     ListPoolOptions,
     MergeRecordsOptions,
-    Options,
     PipelineOptions,
     PlanOptions,
     PromoteOptions,
@@ -40,31 +39,6 @@ from ansor_mlflow.options import (
     VerifyRecordsOptions,
 )
 
-ENTRY_POINTS: dict[str, type[Options]] = {
-    "main": PipelineOptions,
-    "tune": TuneOptions,
-    "compile": CompileOptions,
-    "evaluate": EvaluateOptions,
-    "promote": PromoteOptions,
-}
-"""The entry points of `MLproject`, which are commands, too."""
-COMMANDS: dict[str, type[Options]] = {
-    **ENTRY_POINTS,
-    "recompile": RecompileOptions,
-    "plan": PlanOptions,
-    "explain": ExplainOptions,
-    "diff": DiffOptions,
-    "runs": RunsOptions,
-    "records show": ShowRecordsOptions,
-    "records merge": MergeRecordsOptions,
-    "records distill": DistillRecordsOptions,
-    "records verify": VerifyRecordsOptions,
-    "pool list": ListPoolOptions,
-    "pool push": PushPoolOptions,
-    "pool pull": PullPoolOptions,
-}
-"""The commands that have options."""
-
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ansor_mlflow")
@@ -72,7 +46,16 @@ def cli() -> None:
     """Auto-tune neural networks with Apache TVM; MLflow remembers and serves the result."""
 
 
-@command(cli, "tune", TuneOptions)
+@command(cli, "main")
+def pipeline(options: PipelineOptions) -> None:
+    """Tune, compile, evaluate and, with --register-as, register a network; with --promote, promote it."""
+    from ansor_mlflow.cli.printing.summary import print_pipeline
+    from ansor_mlflow.steps.pipeline import run_pipeline
+
+    print_pipeline(run_pipeline(options, Path.cwd()))
+
+
+@command(cli, "tune")
 def tune(options: TuneOptions) -> None:
     """Search the best schedule for every kernel of a network."""
     from ansor_mlflow.cli.progress import progress_observers
@@ -83,7 +66,7 @@ def tune(options: TuneOptions) -> None:
     click.echo(f"tuning run {run_id}")
 
 
-@command(cli, "compile", CompileOptions)
+@command(cli, "compile")
 def compile_(options: CompileOptions) -> None:
     """Build a network with tuning records and log it as a model."""
     from ansor_mlflow.steps.compiling import compile_network
@@ -93,7 +76,7 @@ def compile_(options: CompileOptions) -> None:
     click.echo(f"model {result.model_uri}  coverage {tasks:.0%} of tasks, {flops:.1%} of operations")
 
 
-@command(cli, "evaluate", EvaluateOptions)
+@command(cli, "evaluate")
 def evaluate(options: EvaluateOptions) -> None:
     """Check a model against ONNX Runtime and measure its latency."""
     from ansor_mlflow.cli.printing.summary import print_latencies
@@ -102,7 +85,7 @@ def evaluate(options: EvaluateOptions) -> None:
     print_latencies(evaluate_step(options))
 
 
-@command(cli, "promote", PromoteOptions)
+@command(cli, "promote")
 def promote(options: PromoteOptions) -> None:
     """Make a version of a registered model the champion if it is right and faster than the champion on this host.
 
@@ -121,16 +104,7 @@ def promote(options: PromoteOptions) -> None:
     promotion.require_won()
 
 
-@command(cli, "main", PipelineOptions)
-def pipeline(options: PipelineOptions) -> None:
-    """Tune, compile, evaluate and, with --register-as, register a network; with --promote, promote it."""
-    from ansor_mlflow.cli.printing.summary import print_pipeline
-    from ansor_mlflow.steps.pipeline import run_pipeline
-
-    print_pipeline(run_pipeline(options, Path.cwd()))
-
-
-@command(cli, "recompile", RecompileOptions)
+@command(cli, "recompile")
 def recompile(options: RecompileOptions) -> None:
     """Build the model of an old run again with today's TVM, and say which records still apply.
 
@@ -142,7 +116,7 @@ def recompile(options: RecompileOptions) -> None:
     print_recompiled(recompile_step(options))
 
 
-@command(cli, "plan", PlanOptions)
+@command(cli, "plan")
 def plan(options: PlanOptions) -> None:
     """List the kernels that tuning a network would search, the trials that each would get, and what is known.
 
@@ -155,7 +129,7 @@ def plan(options: PlanOptions) -> None:
     report(plan_tuning(options), options.json_file, print_plan)
 
 
-@command(cli, "explain", ExplainOptions)
+@command(cli, "explain")
 def explain(options: ExplainOptions) -> None:
     """Show what a tuned kernel computes, its schedule, and how far it is from what this host can do.
 
@@ -169,7 +143,7 @@ def explain(options: ExplainOptions) -> None:
     report(explain_task(options), options.json_file, print_explanation)
 
 
-@command(cli, "diff", DiffOptions)
+@command(cli, "diff")
 def diff(options: DiffOptions) -> None:
     """Compare two tunings kernel by kernel: which is faster, by how much, and is that more than noise.
 
@@ -186,7 +160,7 @@ def diff(options: DiffOptions) -> None:
         difference.require_not_slower(options.fail_if_slower)
 
 
-@command(cli, "runs", RunsOptions)
+@command(cli, "runs")
 def runs(options: RunsOptions) -> None:
     """List the runs of an experiment with their latencies, and the addresses of its saved views."""
     from ansor_mlflow.cli.json_file import report
@@ -204,7 +178,7 @@ def records() -> None:
     """
 
 
-@command(records, "show", ShowRecordsOptions)
+@command(records, "show")
 def records_show(options: ShowRecordsOptions) -> None:
     """Count the records of a database, by target and kernel."""
     from ansor_mlflow.cli.json_file import report
@@ -214,7 +188,7 @@ def records_show(options: ShowRecordsOptions) -> None:
     report(show_records(options), options.json_file, print_summary)
 
 
-@command(records, "merge", MergeRecordsOptions)
+@command(records, "merge")
 def records_merge(options: MergeRecordsOptions) -> None:
     """Write the records of several databases to a new one, each once."""
     from ansor_mlflow.cli.printing.records import print_written
@@ -223,7 +197,7 @@ def records_merge(options: MergeRecordsOptions) -> None:
     print_written(merge_records(options))
 
 
-@command(records, "distill", DistillRecordsOptions)
+@command(records, "distill")
 def records_distill(options: DistillRecordsOptions) -> None:
     """Write the fastest records of each kernel and target to a new database."""
     from ansor_mlflow.cli.printing.records import print_written
@@ -232,7 +206,7 @@ def records_distill(options: DistillRecordsOptions) -> None:
     print_written(distill_records(options))
 
 
-@command(records, "verify", VerifyRecordsOptions)
+@command(records, "verify")
 def records_verify(options: VerifyRecordsOptions) -> None:
     """Replay the fastest records of each kernel: do they apply, build, run, and compute what the kernel computes.
 
@@ -256,7 +230,7 @@ def pool() -> None:
     """
 
 
-@command(pool, "list", ListPoolOptions)
+@command(pool, "list")
 def pool_list(options: ListPoolOptions) -> None:
     """List the devices that a pool has records for."""
     from ansor_mlflow.cli.json_file import report
@@ -266,7 +240,7 @@ def pool_list(options: ListPoolOptions) -> None:
     report(list_pool(options), options.json_file, print_pool)
 
 
-@command(pool, "push", PushPoolOptions)
+@command(pool, "push")
 def pool_push(options: PushPoolOptions) -> None:
     """Add to a pool what tunings measured.
 
@@ -278,7 +252,7 @@ def pool_push(options: PushPoolOptions) -> None:
     click.echo(f"{pushed.num_records} records of {pushed.num_objects} kernels are in the pool")
 
 
-@command(pool, "pull", PullPoolOptions)
+@command(pool, "pull")
 def pool_pull(options: PullPoolOptions) -> None:
     """Write what a pool has for a device to a new database, such as compile --records takes."""
     from ansor_mlflow.steps.records import pull_records

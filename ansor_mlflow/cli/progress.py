@@ -20,6 +20,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from ansor_mlflow.cli.console import microseconds
 from ansor_mlflow.trials import TaskState, TrialStatus, TuningObserver, TuningPlan, TuningResult, TuningRound
 
 _MIN_REFRESH_INTERVAL_S = 0.5
@@ -195,8 +196,8 @@ def _row(task: TaskState, is_marked: bool) -> dict[str, str]:
         _MARK: "▸" if is_marked else "",
         "task": task.info.name,
         "weight": str(task.info.weight),
-        "best µs": f"{task.best_s * 1e6:.1f}" if task.best_s is not None else "",
-        "confirmed µs": f"{task.confirmed_s * 1e6:.1f}" if task.confirmed_s is not None else "",
+        "best µs": microseconds(task.best_s),
+        "confirmed µs": microseconds(task.confirmed_s),
         "GFLOP/s": f"{task.gflops:.1f}" if task.gflops else "",
         "trials": str(task.total_trials or ""),
         "failed": str(num_failed or ""),

@@ -5,20 +5,3 @@ from ansor_mlflow.device.fingerprint import DeviceFingerprint, fingerprint, why_
 from ansor_mlflow.device.targets import architecture_of, has_arithmetic, parse_target, resolve_target, vector_lanes
 from ansor_mlflow.device.threads import available_cpus, measuring_cpus, resolve_num_threads, set_num_threads
 from ansor_mlflow.device.tvm_import import import_tensor_intrin
-
-__all__ = [
-    "Device",
-    "DeviceFingerprint",
-    "architecture_of",
-    "available_cpus",
-    "fingerprint",
-    "has_arithmetic",
-    "import_tensor_intrin",
-    "measuring_cpus",
-    "parse_target",
-    "resolve_num_threads",
-    "resolve_target",
-    "set_num_threads",
-    "vector_lanes",
-    "why_not_runnable",
-]

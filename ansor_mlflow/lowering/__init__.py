@@ -2,12 +2,3 @@
 
 from ansor_mlflow.lowering.channel_padding import PaddedLayer, layers_to_pad
 from ansor_mlflow.lowering.lower import LOWERING_VERSION, LoweredNetwork, TuningTask, lower
-
-__all__ = [
-    "LOWERING_VERSION",
-    "LoweredNetwork",
-    "PaddedLayer",
-    "TuningTask",
-    "layers_to_pad",
-    "lower",
-]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import onnx
 
 from ansor_mlflow.device import vector_lanes
-from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.errors import UserInputError, first_line
 from ansor_mlflow.lowering.batch_norm import fold_batch_norms
 from ansor_mlflow.lowering.channel_padding import best_padding, pad_output_channels
 from ansor_mlflow.lowering.precision import compute_in
@@ -134,8 +134,7 @@ def _import_onnx(model: onnx.ModelProto) -> IRModule:
             f"network {model.graph.name!r}: TVM imports no ONNX operator {names}; export the model without it"
         ) from err
     except Exception as err:  # the importer's converters raise errors of every kind for a graph they do not understand
-        reason = (str(err).splitlines() or [""])[0] or type(err).__name__
-        raise UserInputError(f"network {model.graph.name!r}: TVM cannot import the graph ({reason})") from err
+        raise UserInputError(f"network {model.graph.name!r}: TVM cannot import the graph ({first_line(err)})") from err
 
 
 def _extract_tasks(mod: IRModule, target: Target) -> tuple[TuningTask, ...]:

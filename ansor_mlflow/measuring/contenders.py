@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.errors import UserInputError, one_line
 from ansor_mlflow.tensors import Arrays, TensorSpec, random_inputs
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ def tuned_inference(directory: Path) -> Inference:
 def reference_inference(network: Path, num_threads: int, *, optimized: bool = True) -> Inference:
     """ONNX Runtime. What it cannot compute is a `UserInputError` of the call."""
     from ansor_mlflow.measuring.reference import ReferenceSession
-    from ansor_mlflow.networks import one_line
 
     session = ReferenceSession(network, num_threads, optimized=optimized)
 

@@ -8,28 +8,3 @@ from ansor_mlflow.model.manifest import LIBRARY_FILE, LibraryEntry, Manifest
 from ansor_mlflow.model.package import CompiledNetwork, read_package, with_libraries, write_package
 from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process
 from ansor_mlflow.model.tuned import TunedModel
-
-__all__ = [
-    "LIBRARY_FILE",
-    "BuildJob",
-    "Choice",
-    "CompiledNetwork",
-    "Coverage",
-    "LibraryEntry",
-    "LoadOptions",
-    "Manifest",
-    "TunedModel",
-    "build_in_child_process",
-    "choose_library",
-    "compile_tuned",
-    "compile_untuned",
-    "load_package",
-    "open_library",
-    "read_package",
-    "require_linker",
-    "threads_here",
-    "verified_manifest",
-    "with_libraries",
-    "write_coverage",
-    "write_package",
-]

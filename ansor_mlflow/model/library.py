@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.device import architecture_of
-from ansor_mlflow.errors import MachineError, RecordsError
+from ansor_mlflow.errors import MachineError, RecordsError, first_line
 from ansor_mlflow.trials import TaskInfo
 
 if TYPE_CHECKING:
@@ -82,8 +82,9 @@ def compile_tuned(lowered: LoweredNetwork, target: Target, best_records: Path, l
                 ]
             )(lowered.mod)
     except (RuntimeError, ValueError, TypeError) as err:
-        reason = (str(err).splitlines() or [type(err).__name__])[0]
-        raise RecordsError(f"{best_records}: the records do not apply ({reason}); tune the network again") from err
+        raise RecordsError(
+            f"{best_records}: the records do not apply ({first_line(err)}); tune the network again"
+        ) from err
     _export(mod, target, library)
     infos = [task.info for task in lowered.tasks]
     return Coverage(

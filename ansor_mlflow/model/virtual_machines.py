@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ansor_mlflow.device import available_cpus, set_num_threads
-from ansor_mlflow.errors import ModelError
+from ansor_mlflow.errors import ModelError, first_line
 from ansor_mlflow.tensors import TensorSpec
 
 _ALIGNMENT_BYTES = 64
@@ -54,10 +54,9 @@ class VirtualMachines:
             self._make = partial(VirtualMachine, tvm.runtime.load_module(str(library)), tvm.device(device), inputs)
             self._threads.submit(self._machine).result()  # what cannot be run is known now
         except (OSError, RuntimeError, ValueError, AttributeError) as err:
-            reason = (str(err).strip().splitlines() or [type(err).__name__])[0]
             raise ModelError(
-                f"library {library}: TVM {tvm.__version__} cannot load it ({reason}); compile the network with this "
-                "version, or install the one that the model asks for"
+                f"library {library}: TVM {tvm.__version__} cannot load it ({first_line(err)}); compile the network "
+                "with this version, or install the one that the model asks for"
             ) from err
 
     def run(self, arrays: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:

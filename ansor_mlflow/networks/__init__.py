@@ -3,20 +3,6 @@
 from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS
 from ansor_mlflow.networks.catalogue import read_catalogue
 from ansor_mlflow.networks.loading import Network, load_network, read_network
-from ansor_mlflow.networks.onnx_file import external_files, one_line, read_onnx, write_onnx
+from ansor_mlflow.networks.onnx_file import external_files, read_onnx, write_onnx
 from ansor_mlflow.networks.operators import OPERATORS
 from ansor_mlflow.networks.pytorch.program import PROGRAM_SUFFIX
-
-__all__ = [
-    "BUILTIN_NETWORKS",
-    "OPERATORS",
-    "PROGRAM_SUFFIX",
-    "Network",
-    "external_files",
-    "load_network",
-    "one_line",
-    "read_catalogue",
-    "read_network",
-    "read_onnx",
-    "write_onnx",
-]

@@ -19,7 +19,7 @@ import onnxruntime
 from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
 from onnx import TensorProto, external_data_helper, helper
 
-from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.errors import UserInputError, one_line
 from ansor_mlflow.networks.shapes import DeclaredShape, resolve_shapes
 from ansor_mlflow.tensors import TensorSpec
 
@@ -314,9 +314,3 @@ def _without_data(tensor: onnx.TensorProto) -> onnx.TensorProto:
 
 def _fields(message: onnx.ModelProto | onnx.GraphProto, *, without: str) -> dict[str, Any]:
     return {field.name: value for field, value in message.ListFields() if field.name != without}
-
-
-def one_line(err: BaseException) -> str:
-    """An error's text for a message of one line."""
-    text = " ".join(str(err).split())
-    return text if len(text) <= 300 else f"{text[:300]}…"

@@ -2,9 +2,3 @@
 
 from ansor_mlflow.serving.pyfunc import PyfuncModel
 from ansor_mlflow.serving.signature import SignatureKind, get_signature
-
-__all__ = [
-    "PyfuncModel",
-    "SignatureKind",
-    "get_signature",
-]

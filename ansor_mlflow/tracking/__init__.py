@@ -1,12 +1,21 @@
 """What a run in MLflow shows: params, tags, metrics, artifacts, and what went wrong."""
 
 from ansor_mlflow.tracking.environment import describe_environment
-from ansor_mlflow.tracking.error_translation import one_line, translated_errors
+from ansor_mlflow.tracking.error_translation import translated_errors, without_secrets
 from ansor_mlflow.tracking.figures.roofline import draw_roofline
 from ansor_mlflow.tracking.figures.style import save_figure
 from ansor_mlflow.tracking.mirror import RecordMirror, whole_records
 from ansor_mlflow.tracking.observer import MlflowObserver
-from ansor_mlflow.tracking.outbox import Message, Outbox, UndeliveredError, deliver_left, has_messages, open_outbox
+from ansor_mlflow.tracking.outbox import (
+    GRACE_AFTER_ERROR_S,
+    GRACE_S,
+    Message,
+    Outbox,
+    UndeliveredError,
+    deliver_left,
+    has_messages,
+    open_outbox,
+)
 from ansor_mlflow.tracking.record_pool import PoolDevice, PushedRecords, RecordPool
 from ansor_mlflow.tracking.registry import (
     aliases_of,
@@ -20,51 +29,8 @@ from ansor_mlflow.tracking.registry import (
 from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.tracking.report.note import command_lines, pipeline_note, tuning_note
 from ansor_mlflow.tracking.report.pages import render_page
+from ansor_mlflow.tracking.report.summary import summary_rows
 from ansor_mlflow.tracking.report.tuning_page import ScheduleText, tuning_page
 from ansor_mlflow.tracking.run import WORK_ROOT, StepRun, fail_project_run, params_used, remove_directory, step_run
 from ansor_mlflow.tracking.sources import is_uri, network_of, pinned_uri
 from ansor_mlflow.tracking.views import existing_views
-
-__all__ = [
-    "WORK_ROOT",
-    "Message",
-    "MlflowObserver",
-    "Outbox",
-    "PoolDevice",
-    "PushedRecords",
-    "RecordMirror",
-    "RecordPool",
-    "ScheduleText",
-    "StepRun",
-    "TuningHistory",
-    "UndeliveredError",
-    "aliases_of",
-    "command_lines",
-    "deliver_left",
-    "describe_environment",
-    "draw_roofline",
-    "existing_views",
-    "fail_project_run",
-    "find_version",
-    "has_messages",
-    "is_uri",
-    "move_aliases",
-    "network_of",
-    "one_line",
-    "open_outbox",
-    "params_used",
-    "pinned_uri",
-    "pipeline_note",
-    "register",
-    "registered_versions",
-    "remove_directory",
-    "render_page",
-    "save_figure",
-    "step_run",
-    "tag_version",
-    "translated_errors",
-    "tuning_note",
-    "tuning_page",
-    "undo_moves",
-    "whole_records",
-]

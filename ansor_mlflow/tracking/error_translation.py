@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import requests
 from mlflow.exceptions import ExecutionException, MlflowException
 
-from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, without_credentials
+from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, one_line
 
 _USER_ERRORS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "NOT_FOUND"}
 _SECRETS = re.compile(r"(?i)((?:secret|password|token|access_?key_?id|signature|credential)\w*[=:]\s*)[^\s&,;)]+")
@@ -37,10 +37,11 @@ def translated_errors(action: str) -> Iterator[None]:
         raise _mlflow_failure(action, err) from err
     except (requests.RequestException, ConnectionError) as err:
         raise MachineError(
-            f"cannot {action}: no connection ({one_line(err)}); check MLFLOW_TRACKING_URI and that the server runs"
+            f"cannot {action}: no connection ({without_secrets(err)}); check MLFLOW_TRACKING_URI and that the server "
+            "runs"
         ) from err
     except ImportError as err:  # of a database's driver, for one
-        raise MachineError(f"cannot {action}: a package is missing ({one_line(err)}); install it") from err
+        raise MachineError(f"cannot {action}: a package is missing ({without_secrets(err)}); install it") from err
 
 
 def _s3_errors() -> tuple[type[Exception], ...]:
@@ -58,22 +59,20 @@ def _mlflow_failure(action: str, err: MlflowException) -> AnsorMlflowError:
     if isinstance(cause, MlflowException) and cause.error_code not in _USER_ERRORS:
         err = cause  # when the server is away, MLflow says that the experiment in MLFLOW_EXPERIMENT_ID does not exist
     if err.error_code in _USER_ERRORS:
-        return UserInputError(f"cannot {action}: {one_line(err)}")
+        return UserInputError(f"cannot {action}: {without_secrets(err)}")
     return MachineError(
-        f"cannot {action}: the MLflow server or store answered: {one_line(err)}; check MLFLOW_TRACKING_URI and "
+        f"cannot {action}: the MLflow server or store answered: {without_secrets(err)}; check MLFLOW_TRACKING_URI and "
         "that the server runs"
     )
 
 
 def _s3_failure(action: str, err: Exception) -> MachineError:
     return MachineError(
-        f"cannot {action}: the S3 artifact store answered: {one_line(err)}; check the bucket, "
+        f"cannot {action}: the S3 artifact store answered: {without_secrets(err)}; check the bucket, "
         "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and MLFLOW_S3_ENDPOINT_URL"
     )
 
 
-def one_line(err: BaseException, limit: int = 300) -> str:
-    """An error's text on one line, shortened, and without credentials."""
-    text = " ".join(str(err).split()) or type(err).__name__
-    text = _SECRETS.sub(r"\1…", without_credentials(text))
-    return text if len(text) <= limit else text[:limit] + "…"
+def without_secrets(err: BaseException) -> str:
+    """An error's text on one line, shortened, without whatever looks like a secret: servers repeat what they got."""
+    return _SECRETS.sub(r"\1…", one_line(err))

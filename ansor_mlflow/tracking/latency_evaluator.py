@@ -28,7 +28,7 @@ from ansor_mlflow.model import TunedModel
 from ansor_mlflow.networks import read_onnx
 from ansor_mlflow.options import LatencyOptions, load_options
 from ansor_mlflow.tensors import Arrays
-from ansor_mlflow.tracking.error_translation import one_line
+from ansor_mlflow.tracking.error_translation import without_secrets
 from ansor_mlflow.tracking.figures import draw_latency, save_figure
 from ansor_mlflow.tracking.sources import is_uri
 
@@ -213,7 +213,7 @@ def _reference(reference: str) -> Predict:
             return session.run(data)
         except Exception as err:  # ONNX Runtime's errors have no class in common
             raise UserInputError(
-                f"reference={reference}: it cannot be computed from the data ({one_line(err)}); name the data's "
+                f"reference={reference}: it cannot be computed from the data ({without_secrets(err)}); name the data's "
                 "columns as its inputs, and give batch_size= the rows that it takes at once"
             ) from err
 

@@ -24,15 +24,16 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from ansor_mlflow import names
 from ansor_mlflow.errors import MachineError, UserInputError, without_credentials
 from ansor_mlflow.files import write_text
-from ansor_mlflow.tracking.error_translation import one_line
+from ansor_mlflow.tracking.error_translation import without_secrets
 from ansor_mlflow.tracking.report.note import note_tags
 
 OUTBOX_DIR = "outbox"
 _LOCK_FILE = ".lock"
 _MAX_PAUSE_S = 30.0
 """Between two attempts."""
-_GRACE_S = 60.0
-_GRACE_AFTER_ERROR_S = 10.0
+GRACE_S = 60.0
+"""What a server that is away gets to come back, at the end of a step."""
+GRACE_AFTER_ERROR_S = 10.0
 _log = logging.getLogger("ansor_mlflow")
 
 
@@ -186,8 +187,8 @@ class Outbox:
             return
         with self._changed:
             if not self._failure:
-                _log.warning("the MLflow run cannot be reached and will be told later: %s", one_line(error))
-            self._failure = one_line(error)
+                _log.warning("the MLflow run cannot be reached and will be told later: %s", without_secrets(error))
+            self._failure = without_secrets(error)
             self._changed.notify_all()
 
 
@@ -203,11 +204,11 @@ def open_outbox(run_id: str, directory: Path) -> Iterator[Outbox]:
         yield outbox
     except BaseException:
         try:
-            outbox.close(_GRACE_AFTER_ERROR_S)
+            outbox.close(GRACE_AFTER_ERROR_S)
         except UndeliveredError as err:
             _log.warning("%s", err)  # the error that ended the step is the one to report
         raise
-    outbox.close(_GRACE_S)
+    outbox.close(GRACE_S)
 
 
 def leave_message(directory: Path, message: Message) -> None:

@@ -18,7 +18,7 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, without_credentials
 from ansor_mlflow.options import Options, as_text
 from ansor_mlflow.records import RecordPair
-from ansor_mlflow.tracking.error_translation import one_line, translated_errors
+from ansor_mlflow.tracking.error_translation import translated_errors, without_secrets
 from ansor_mlflow.tracking.outbox import (
     Message,
     UndeliveredError,
@@ -160,7 +160,7 @@ def _end_failed(run: StepRun, err: BaseException) -> None:
         Message(tags=_error_tags(err)).deliver(run.run_id, run.directory)
         mlflow.end_run(status)
     except Exception as second:  # noqa: BLE001 - the first error is the one to report
-        _log.warning("the run %s could not be marked as failed: %s", run.run_id, one_line(second))
+        _log.warning("the run %s could not be marked as failed: %s", run.run_id, without_secrets(second))
         if has_messages(run.directory) and not isinstance(err, UndeliveredError):
             leave_message(run.directory, Message(tags=_error_tags(err), status=status))
 
@@ -171,7 +171,7 @@ def _error_tags(err: BaseException) -> dict[str, str]:
     elif isinstance(err, KeyboardInterrupt):
         message, exit_code = "interrupted by the user", 130
     else:
-        message, exit_code = f"{type(err).__name__}: {one_line(err)}", 1
+        message, exit_code = f"{type(err).__name__}: {without_secrets(err)}", 1
     return {names.TAG_ERROR: message, names.TAG_EXIT_CODE: str(exit_code)}
 
 
@@ -182,7 +182,7 @@ def fail_project_run(err: AnsorMlflowError) -> None:
         try:
             Message(tags=_error_tags(err)).deliver(run_id, WORK_ROOT)
         except Exception as second:  # noqa: BLE001 - the first error is the one to report
-            _log.warning("the run %s could not be tagged: %s", run_id, one_line(second))
+            _log.warning("the run %s could not be tagged: %s", run_id, without_secrets(second))
 
 
 def params_used(run: Run, cls: type[Options]) -> dict[str, str]:

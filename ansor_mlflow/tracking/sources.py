@@ -19,7 +19,7 @@ from ansor_mlflow.errors import MachineError, UserInputError, without_credential
 from ansor_mlflow.model import verified_manifest
 from ansor_mlflow.networks import BUILTIN_NETWORKS, PROGRAM_SUFFIX, Network, external_files, read_network
 from ansor_mlflow.options import NetworkOptions
-from ansor_mlflow.tracking.error_translation import one_line, translated_errors
+from ansor_mlflow.tracking.error_translation import translated_errors, without_secrets
 
 _URI = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+):/|(models|runs):", re.IGNORECASE)
 """A scheme has two letters at least, so that no drive of Windows is one."""
@@ -160,7 +160,7 @@ def _download(uri: str, called: str, directory: Path) -> Path:
         except (requests.RequestException, ConnectionError):
             raise
         except OSError as err:  # of the libraries that some stores need
-            raise MachineError(f"cannot read network={called}: {one_line(err)}") from err
+            raise MachineError(f"cannot read network={called}: {without_secrets(err)}") from err
 
 
 def _download_weights(path: Path, uri: str, called: str, scratch: Path) -> None:

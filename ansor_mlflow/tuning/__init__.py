@@ -13,31 +13,3 @@ from ansor_mlflow.tuning.workers.builder import Builder, LocalBuilder
 from ansor_mlflow.tuning.workers.metaschedule import as_metaschedule_builder
 from ansor_mlflow.tuning.workers.pool import Outcome, start_fork_server
 from ansor_mlflow.tuning.workers.runner import RunJob, Runner
-
-__all__ = [
-    "COPIES_OF_ARGUMENTS",
-    "Bound",
-    "Builder",
-    "LocalBuilder",
-    "Outcome",
-    "Replayer",
-    "Roofline",
-    "RoundLog",
-    "RunJob",
-    "Runner",
-    "StoppingRules",
-    "TaskSearch",
-    "TuningJob",
-    "applies",
-    "argument_bytes",
-    "as_metaschedule_builder",
-    "log_lines",
-    "make_cost_model",
-    "measure_roofline",
-    "quick_roofline",
-    "require_valid_trials",
-    "resolve_num_trials",
-    "sole_tuner",
-    "start_fork_server",
-    "tune_locally",
-]

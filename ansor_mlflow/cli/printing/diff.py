@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
+from ansor_mlflow.cli.console import console, microseconds, table
 from ansor_mlflow.errors import UserInputError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ansor_mlflow.steps.reports import TaskDifference, TuningDifference
 
-_PIPE_WIDTH = 1000
-"""Columns where there is no terminal: lines are not broken."""
 _VERDICTS = {
     "faster": "faster",
     "slower": "slower",
@@ -29,16 +26,16 @@ _STYLES = {"faster": "green", "slower": "red", "only_first": "yellow", "only_sec
 
 def print_diff(difference: TuningDifference) -> None:
     """Prints both sides, a table of kernels, the sum, and what else differs."""
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
+    out = console()
     for letter, side in (("A", difference.first), ("B", difference.second)):
-        console.print(f"{letter}  {side.name}  ({side.device}, run {side.run_id})")
-    console.print()
-    console.print(_table(difference))
-    console.print()
+        out.print(f"{letter}  {side.name}  ({side.device}, run {side.run_id})")
+    out.print()
+    out.print(_table(difference))
+    out.print()
     for line in summary(difference):
-        console.print(line)
+        out.print(line)
     for title, entries in _others(difference):
-        _print_entries(console, title, entries)
+        _print_entries(title, entries)
 
 
 def write_page(difference: TuningDifference, path: str) -> None:
@@ -109,14 +106,8 @@ def summary(difference: TuningDifference) -> list[str]:
 
 
 def _table(difference: TuningDifference) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("kernel")
-    for header in ("calls", "share", "A µs", "B µs", "B/A", "noise"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("B is", no_wrap=True)
-    for task in difference.tasks:
-        table.add_row(*_cells(task), style=_STYLES[task.verdict])
-    return table
+    headers = ["~task", ">calls", ">share", ">A µs", ">B µs", ">B/A", ">noise", "B is"]
+    return table(headers, map(_cells, difference.tasks), (_STYLES[task.verdict] for task in difference.tasks))
 
 
 def _cells(task: TaskDifference) -> tuple[str, ...]:
@@ -124,25 +115,18 @@ def _cells(task: TaskDifference) -> tuple[str, ...]:
         task.task,
         str(task.weight),
         f"{task.share:.1%}",
-        _microseconds(task.first_s),
-        _microseconds(task.second_s),
+        microseconds(task.first_s),
+        microseconds(task.second_s),
         f"{task.ratio:.3f}" if task.ratio else "",
         f"± {task.noise:.1%}",
         _VERDICTS[task.verdict],
     )
 
 
-def _microseconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e6:.1f}"
-
-
-def _print_entries(console: Console, title: str, entries: Mapping[str, tuple[str | None, str | None]]) -> None:
+def _print_entries(title: str, entries: Mapping[str, tuple[str | None, str | None]]) -> None:
     if not entries:
         return
-    console.print(f"\n{title}\n")
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for header in ("", "A", "B"):
-        table.add_column(header)
-    for name, (first, second) in entries.items():
-        table.add_row(name, first or "", second or "")
-    console.print(table)
+    out = console()
+    out.print(f"\n{title}\n")
+    rows = [(name, first or "", second or "") for name, (first, second) in entries.items()]
+    out.print(table(["~", "~A", "~B"], rows))

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
 from rich.text import Text
+
+from ansor_mlflow.cli.console import console, microseconds
 
 if TYPE_CHECKING:
     from ansor_mlflow.steps.reports import Explanation
@@ -41,7 +42,7 @@ def _readable(script: str) -> str:
 
 
 def _section(title: str, text: str) -> None:
-    Console(soft_wrap=True).print(Text(title, style="bold"))
+    console().print(Text(title, style="bold"), soft_wrap=True)
     click.echo(f"{text}\n")
 
 
@@ -57,7 +58,7 @@ def _figures(explanation: Explanation) -> list[tuple[str, str]]:
         ("network", f"{explanation.network} for {explanation.target}"),
         ("operations", f"{task.flops / 1e6:.3f} MFLOP, {task.weight} × in the network"),
         ("arguments", f"{explanation.argument_bytes / 1e6:.3f} MB, {explanation.flops_per_byte:.1f} FLOPs per byte"),
-        ("best time", f"{explanation.best_s * 1e6:.1f} µs, {explanation.gflops_per_s:.1f} GFLOP/s"),
+        ("best time", f"{microseconds(explanation.best_s)} µs, {explanation.gflops_per_s:.1f} GFLOP/s"),
         ("share of time", f"{explanation.time_share:.1%}: {weighted_ms:.3f} of {network_ms:.3f} ms, {of_tasks}"),
     ]
 
@@ -65,7 +66,7 @@ def _figures(explanation: Explanation) -> list[tuple[str, str]]:
 def _roof(explanation: Explanation, roofline: Roofline, bound: Bound) -> list[tuple[str, str]]:
     reached = bound.shortest_s / explanation.best_s
     gain_ms = explanation.task.weight * (explanation.best_s - bound.shortest_s) * 1e3
-    at_roof = f"{bound.shortest_s * 1e6:.1f} µs instead of {explanation.best_s * 1e6:.1f} µs"
+    at_roof = f"{microseconds(bound.shortest_s)} µs instead of {microseconds(explanation.best_s)} µs"
     if gain_ms > 0:
         at_roof += f", {gain_ms:.3f} ms less for the network"
     else:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
-from rich.table import Table
+
+from ansor_mlflow.cli.console import console, microseconds, table
 
 if TYPE_CHECKING:
-    from ansor_mlflow.records import DatabaseSummary, TargetSummary
+    from rich.table import Table
+
+    from ansor_mlflow.records import DatabaseSummary, TargetSummary, WorkloadSummary
     from ansor_mlflow.steps.records import PoolContents, ReplayedRecord, Verification, WrittenRecords
 
-_PIPE_WIDTH = 1000
-"""Columns where there is no terminal: lines are not broken."""
 _MAX_NUMBERS = 10
 """Damaged lines that are named."""
 _STATUS_NAMES = {
@@ -28,31 +27,26 @@ _STATUS_NAMES = {
 
 def print_summary(summary: DatabaseSummary) -> None:
     """Prints a table of kernels for each target, and what is damaged."""
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
-    console.print(f"{summary.records}: {summary.num_records} records of {summary.num_workloads} workloads")
+    out = console()
+    out.print(f"{summary.records}: {summary.num_records} records of {summary.num_workloads} workloads")
     for target in summary.targets:
         counts = f"{len(target.workloads)} workloads, {target.num_records} records, {target.num_failed} failed"
         sums = f"best {target.best_s * 1e3:.3f} ms, median {target.median_s * 1e3:.3f} ms for one call of each"
-        console.print(f"\n{target.name}: {counts}; {sums}\n")
-        console.print(_table(target))
+        out.print(f"\n{target.name}: {counts}; {sums}\n")
+        out.print(_table(target))
     for kind, numbers in (("record", summary.damaged_records), ("workload", summary.damaged_workloads)):
         if numbers:
-            console.print(f"\n{len(numbers)} damaged lines in the {kind} file: {_listed(numbers)}")
+            out.print(f"\n{len(numbers)} damaged lines in the {kind} file: {_listed(numbers)}")
 
 
 def _table(target: TargetSummary) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("workload", no_wrap=True)
-    for header in ("records", "failed", "best µs", "median µs"):
-        table.add_column(header, justify="right", no_wrap=True)
-    for workload in target.workloads:
-        counts = (str(workload.num_records), str(workload.num_failed))
-        table.add_row(workload.hash, *counts, _microseconds(workload.best_s), _microseconds(workload.median_s))
-    return table
+    headers = ["workload", ">records", ">failed", ">best µs", ">median µs"]
+    return table(headers, map(_cells, target.workloads))
 
 
-def _microseconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e6:.1f}"
+def _cells(workload: WorkloadSummary) -> tuple[str, ...]:
+    counts = (str(workload.num_records), str(workload.num_failed))
+    return (workload.hash, *counts, microseconds(workload.best_s), microseconds(workload.median_s))
 
 
 def _listed(numbers: tuple[int, ...]) -> str:
@@ -62,16 +56,16 @@ def _listed(numbers: tuple[int, ...]) -> str:
 
 def print_pool(contents: PoolContents) -> None:
     """Prints a line for each device."""
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for header in ("device", "CPU"):
-        table.add_column(header, no_wrap=True)
-    for header in ("kernels", "objects"):
-        table.add_column(header, justify="right", no_wrap=True)
-    for device in contents.devices:
-        made_for, counts = device.fingerprint, (str(device.num_kernels), str(device.num_objects))
-        table.add_row(made_for.description, f"{made_for.cpu_model} ({made_for.machine})", *counts)
-    console.print(table if contents.devices else "the pool is empty")
+    rows = [
+        (
+            device.fingerprint.description,
+            f"{device.fingerprint.cpu_model} ({device.fingerprint.machine})",
+            str(device.num_kernels),
+            str(device.num_objects),
+        )
+        for device in contents.devices
+    ]
+    console().print(table(["device", "CPU", ">workloads", ">objects"], rows) if rows else "the pool is empty")
 
 
 def print_written(written: WrittenRecords) -> None:
@@ -84,7 +78,7 @@ def print_replayed(record: ReplayedRecord) -> None:
     reason = record.error or f"error {record.max_rel_error:.1e}"
     where = f"{record.file}:{record.line}"
     status = _STATUS_NAMES[record.status]
-    click.echo(f"{status:<13}{record.task}  {record.run_s * 1e6:.1f} µs  {where}  {reason}")
+    click.echo(f"{status:<13}{record.task}  {microseconds(record.run_s)} µs  {where}  {reason}")
 
 
 def print_verification(verification: Verification) -> None:

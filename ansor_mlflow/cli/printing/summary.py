@@ -5,50 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
-from ansor_mlflow import names
+from ansor_mlflow.cli.console import console, microseconds
 from ansor_mlflow.cli.printing.pages import print_pages
 from ansor_mlflow.cli.printing.promote import print_promotion
+from ansor_mlflow.tracking import summary_rows
 
 if TYPE_CHECKING:
     from ansor_mlflow.steps.compiling import RecompileResult
     from ansor_mlflow.steps.pipeline import PipelineResult
 
-_ROWS = (
-    ("untuned", names.UNTUNED_LATENCY_MS, "{:.2f} ms"),
-    ("ONNX Runtime", names.ONNXRUNTIME_LATENCY_MS, "{:.2f} ms"),
-    ("tuned", names.LATENCY_MS, "{:.2f} ms"),
-    ("tuned, 90th percentile", names.LATENCY_P90_MS, "{:.2f} ms"),
-    ("speedup over untuned", names.SPEEDUP_VS_UNTUNED, "{:.1f} ×"),
-    ("speedup over ONNX Runtime", names.SPEEDUP_VS_ONNXRUNTIME, "{:.2f} ×"),
-    ("measured / estimated", names.ESTIMATE_RATIO, "{:.2f}"),
-    ("largest relative error", names.MAX_REL_ERROR, "{:.1e}"),
-    ("coverage of tasks", names.COVERAGE_TASKS, "{:.0%}"),
-)
-
 
 def print_latencies(metrics: Mapping[str, float]) -> None:
     """Prints the most important figures on one line."""
-    shown = [(label, form.format(metrics[name])) for label, name, form in _ROWS[:3] if name in metrics]
-    print(", ".join(f"{label} {value}" for label, value in shown))
+    print(", ".join(f"{label} {value}" for label, value in summary_rows(metrics)[:3]))
 
 
 def print_summary(metrics: Mapping[str, float]) -> None:
     """Prints latencies, speedups and errors as a table."""
-    table = Table(show_header=False)
-    for label, name, form in _ROWS:
-        if name in metrics:
-            table.add_row(label, form.format(metrics[name]))
-    Console().print(table)
+    made = Table(show_header=False)
+    for row in summary_rows(metrics):
+        made.add_row(*row)
+    console().print(made)
 
 
 def print_recompiled(result: RecompileResult) -> None:
     """Prints the kernels whose records do not apply any more, and where the new model is."""
     for lost in (survivor for survivor in result.survivors if survivor.fate != "applied"):
         reason = "the schedule does not apply" if lost.task else "the network has this kernel no more"
-        print(f"{lost.task or lost.workload_hash}  {lost.run_s * 1e6:.1f} µs  {reason}")
+        print(f"{lost.task or lost.workload_hash}  {microseconds(lost.run_s)} µs  {reason}")
     print(
         f"the records of {result.num_applied} of {len(result.survivors)} kernels apply, coverage "
         f"{result.coverage.task_share:.0%} of tasks, {result.coverage.flops_share:.1%} of operations"

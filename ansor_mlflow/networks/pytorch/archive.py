@@ -17,8 +17,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.networks.onnx_file import one_line
+from ansor_mlflow.errors import UserInputError, one_line
 from ansor_mlflow.networks.pytorch.graph import FixedGraph, fix_graph, plain_data, require_qualified_name
 from ansor_mlflow.networks.pytorch.shapes import Json, UnusableProgramError
 

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ansor_mlflow.errors import MachineError, UserInputError
-from ansor_mlflow.networks.onnx_file import one_line
+from ansor_mlflow.errors import MachineError, UserInputError, one_line
 from ansor_mlflow.networks.pytorch.archive import fix_program
 
 PROGRAM_SUFFIX = ".pt2"

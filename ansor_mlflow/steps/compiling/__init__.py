@@ -2,9 +2,3 @@
 
 from ansor_mlflow.steps.compiling.compile import compile_network
 from ansor_mlflow.steps.compiling.recompile import RecompileResult, recompile
-
-__all__ = [
-    "RecompileResult",
-    "compile_network",
-    "recompile",
-]

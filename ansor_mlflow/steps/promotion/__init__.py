@@ -3,10 +3,3 @@
 from ansor_mlflow.steps.promotion.decision import Promotion
 from ansor_mlflow.steps.promotion.promote import promote
 from ansor_mlflow.steps.promotion.rollback import Rollback, roll_back
-
-__all__ = [
-    "Promotion",
-    "Rollback",
-    "promote",
-    "roll_back",
-]

@@ -21,32 +21,3 @@ from ansor_mlflow.steps.records.sharing import (
     push_records,
 )
 from ansor_mlflow.steps.records.verify import ReplayedRecord, Verification, verify_records
-
-__all__ = [
-    "NetworkTasks",
-    "PoolContents",
-    "Recorded",
-    "ReplayedRecord",
-    "Verification",
-    "WrittenRecords",
-    "best_records",
-    "distill_for_device",
-    "distill_records",
-    "fetch_databases",
-    "fetch_records",
-    "fetch_run",
-    "find_recorded",
-    "give_to_pool",
-    "known_kernels",
-    "latency_s",
-    "list_pool",
-    "load_recorded_network",
-    "lower_for_device",
-    "merge_records",
-    "options_of_source",
-    "pull_records",
-    "push_records",
-    "show_records",
-    "tuning_of",
-    "verify_records",
-]

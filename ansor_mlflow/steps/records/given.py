@@ -15,7 +15,7 @@ from ansor_mlflow.device import (
     import_tensor_intrin,
     vector_lanes,
 )
-from ansor_mlflow.errors import RecordsError, UserInputError
+from ansor_mlflow.errors import RecordsError, UserInputError, first_line
 from ansor_mlflow.files import write_text
 from ansor_mlflow.lowering import LOWERING_VERSION, PaddedLayer, TuningTask, layers_to_pad, lower
 from ansor_mlflow.networks import Network
@@ -190,8 +190,7 @@ def best_records(records: Path, kernels: NetworkTasks, scratch: Path) -> dict[in
     try:
         database = JSONDatabase(work_dir=str(best), allow_missing=False)
     except (RuntimeError, ValueError, TypeError) as err:
-        reason = (str(err).splitlines() or [type(err).__name__])[0]
-        raise RecordsError(f"{records}: the records do not apply ({reason}); tune the network again") from err
+        raise RecordsError(f"{records}: the records do not apply ({first_line(err)}); tune the network again") from err
     found = {
         task.info.index: database.query_tuning_record(task.mod, kernels.device.target, task.info.name)
         for task in kernels.tasks

@@ -4,17 +4,3 @@ from ansor_mlflow.steps.reports.diff import TaskDifference, TuningDifference, di
 from ansor_mlflow.steps.reports.explain import Explanation, explain_task
 from ansor_mlflow.steps.reports.plan import Plan, PlannedTask, plan_tuning
 from ansor_mlflow.steps.reports.runs import FoundRun, FoundRuns, find_runs
-
-__all__ = [
-    "Explanation",
-    "FoundRun",
-    "FoundRuns",
-    "Plan",
-    "PlannedTask",
-    "TaskDifference",
-    "TuningDifference",
-    "diff_runs",
-    "explain_task",
-    "find_runs",
-    "plan_tuning",
-]

@@ -1,7 +1,3 @@
 """The step `tune`, and what it begins with."""
 
 from ansor_mlflow.steps.tuning.tune import tune
-
-__all__ = [
-    "tune",
-]

@@ -19,10 +19,10 @@ from ansor_mlflow.tracking import (
     ScheduleText,
     TuningHistory,
     draw_roofline,
-    one_line,
     save_figure,
     tuning_note,
     tuning_page,
+    without_secrets,
 )
 from ansor_mlflow.tuning import TuningJob, argument_bytes, quick_roofline
 
@@ -52,7 +52,7 @@ class TuningReport:
                 if self.history.result is not None:
                     self._put(may_measure=False)  # the user wants it to end
                 elif self.history.plan is not None:
-                    self.outbox.put(Message(note=tuning_note(self.history, self.commands, one_line(err))))
+                    self.outbox.put(Message(note=tuning_note(self.history, self.commands, without_secrets(err))))
             raise
         with _only_warn("report"):
             self._put(may_measure=True)
@@ -112,4 +112,4 @@ def _only_warn(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as err:  # noqa: BLE001
-        _log.warning("the run gets no %s: %s", what, one_line(err))
+        _log.warning("the run gets no %s: %s", what, without_secrets(err))

@@ -13,6 +13,7 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import without_credentials
 from ansor_mlflow.options import Options
 from ansor_mlflow.tracking.report.history import TuningHistory
+from ansor_mlflow.tracking.report.summary import summary_rows
 from ansor_mlflow.trials import StopReason
 
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>#|~])")
@@ -99,24 +100,12 @@ def pipeline_note(
         lines = [f"**{_inline(network)}**: to be tuned, compiled and evaluated, each in a run below this one."]
         return _with_commands(lines, commands)
     lines = [f"**{_inline(network)}** for {_inline(tags.get(names.TAG_TARGET, ''))}: tuned, compiled and evaluated."]
-    rows = [(label, form.format(metrics[name])) for label, name, form in _PIPELINE_ROWS if name in metrics]
+    rows = summary_rows(metrics)
     if reason := tags.get(names.TAG_STOP_REASON):
         rows.append(("tuning ended", STOP_REASONS.get(reason, reason)))
     if model_uri := tags.get(names.TAG_MODEL_URI):
         rows.append(("model", f"`{model_uri}`"))
     return _with_commands([*lines, "", *_items(rows)], commands)
-
-
-_PIPELINE_ROWS = (
-    ("latency, tuned", names.LATENCY_MS, "**{:.4g} ms**"),
-    ("latency, untuned", names.UNTUNED_LATENCY_MS, "{:.4g} ms"),
-    ("latency, ONNX Runtime", names.ONNXRUNTIME_LATENCY_MS, "{:.4g} ms"),
-    ("speedup over untuned", names.SPEEDUP_VS_UNTUNED, "{:.1f} ×"),
-    ("speedup over ONNX Runtime", names.SPEEDUP_VS_ONNXRUNTIME, "{:.2f} ×"),
-    ("largest relative error", names.MAX_REL_ERROR, "{:.1e}"),
-    ("latency, estimated by the tuning", names.BEST_LATENCY_MS, "{:.4g} ms"),
-    ("trials", names.TRIALS_MEASURED, "{:.0f}"),
-)
 
 
 def _result_rows(history: TuningHistory) -> list[tuple[str, str]]:

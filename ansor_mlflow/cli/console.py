@@ -1,0 +1,39 @@
+"""What commands print with: one console, one kind of table, one way to write microseconds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+_PIPE_WIDTH = 1000
+"""Columns where there is no terminal: lines are not broken."""
+
+
+def console() -> Console:
+    """Standard output, for text as it is."""
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
+
+
+def table(headers: Iterable[str], rows: Iterable[Sequence[str]], styles: Iterable[str] | None = None) -> Table:
+    """A table without lines.
+
+    Args:
+        headers: Of the columns. One that begins with ">" holds numbers, one with "~" gives way on a narrow terminal.
+        rows: Their cells.
+        styles: Of the rows.
+    """
+    made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for header in headers:
+        justify = "right" if header.startswith(">") else "left"
+        made.add_column(header.lstrip(">~"), justify=justify, no_wrap=not header.startswith("~"))  # type: ignore[arg-type]
+    for cells, style in zip(rows, styles or iter(lambda: "", None), strict=False):
+        made.add_row(*cells, style=style)
+    return made
+
+
+def microseconds(seconds: float | None) -> str:
+    """A time for a column of them; empty where there is none."""
+    return "" if seconds is None else f"{seconds * 1e6:.1f}"
