@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import pytest
 import yaml
 from helpers.commands import ROOT
+from mlflow.utils.environment import _PythonEnv
 
 from ansor_mlflow.options import (
     CompileOptions,
@@ -58,4 +60,8 @@ def test_the_environment_installs_this_project_as_it_is_on_disk() -> None:
     conda = yaml.safe_load((ROOT / PROJECT["conda_env"]).read_text())
     (pip,) = (entry["pip"] for entry in conda["dependencies"] if isinstance(entry, dict))
     assert pip == ["-e ."]
-    assert any(str(entry).startswith("python>=3.10") for entry in conda["dependencies"])
+
+
+def test_mlflow_makes_the_environment_with_the_python_that_runs_it() -> None:
+    """Under `--env-manager uv` and `virtualenv`; of `python>=3.10` alone it makes 3.10."""
+    assert _PythonEnv.from_conda_yaml(ROOT / PROJECT["conda_env"]).python == platform.python_version()
