@@ -20,7 +20,7 @@ from typing import Any
 import mlflow
 import onnx
 import pytest
-from helpers.commands import ANSOR_MLFLOW, FAST, Finished, environment, flags, run
+from helpers.commands import ANSOR_MLFLOW, FAST, ROOT, Finished, environment, flags, run
 from helpers.hostile import Touch
 from helpers.servers import ACCESS_KEY, SECRET_KEY, S3Server, free_port, s3_server
 from mlflow.entities import Run
@@ -366,7 +366,8 @@ def test_the_command_ends_with_one_line_and_its_exit_code(elsewhere: RunCommand)
 
 def test_the_scripts_of_the_project_do_too(elsewhere: RunCommand, new_experiment: str) -> None:
     opened = mlflow.MlflowClient().create_run(new_experiment).info.run_id
-    failed = elsewhere(sys.executable, "-m", "pipelines.tune", "--trials", "abc", MLFLOW_RUN_ID=opened)
+    command = [sys.executable, "-m", "pipelines.tune", "--trials", "abc"]
+    failed = elsewhere(*command, MLFLOW_RUN_ID=opened, PYTHONPATH=str(ROOT))
     assert failed.finished.exit_code == USER
     assert failed.finished.stderr == "Error: trials='abc': it must be a whole number of at least 1, or auto\n"
     assert failed.run is not None

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import yaml
-from commands import ROOT, SCRIPTS
+from helpers.commands import ROOT, SCRIPTS
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
