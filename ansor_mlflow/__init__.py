@@ -1,20 +1,49 @@
 """Auto-tune neural networks with Apache TVM; let MLflow remember, compare and serve the result.
 
-`ansor_mlflow.flavor` loads and saves tuned models, `ansor_mlflow.steps` holds the steps as functions, and the command
-`ansor-mlflow` runs them. `ansor_mlflow.autolog` logs what TVM's own tuning functions do, `ansor_mlflow.load_trials`
-reads the trials of a run. Importing this package loads none of TVM, MLflow and pandas.
+A function is loaded when it is first asked for: importing this package loads none of TVM, MLflow and pandas.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_EXPORTS = {"autolog": "ansor_mlflow.autologging", "load_trials": "ansor_mlflow.steps.reports"}
-"""What is loaded when it is first asked for, and the module that has it."""
+if TYPE_CHECKING:
+    from ansor_mlflow.api import compile, diff, evaluate, pipeline, plan, promote, tune
+    from ansor_mlflow.autologging import autolog
+    from ansor_mlflow.flavor import add_library, explain_load, load_model, log_model, save_model
+    from ansor_mlflow.steps.reports import load_trials
+
+__all__ = [
+    "add_library",
+    "autolog",
+    "compile",
+    "diff",
+    "evaluate",
+    "explain_load",
+    "load_model",
+    "load_trials",
+    "log_model",
+    "pipeline",
+    "plan",
+    "promote",
+    "save_model",
+    "tune",
+]
+
+_HOMES = {
+    "autolog": "ansor_mlflow.autologging",
+    "load_trials": "ansor_mlflow.steps.reports",
+    **dict.fromkeys(["add_library", "explain_load", "load_model", "log_model", "save_model"], "ansor_mlflow.flavor"),
+}
+"""The modules of those that are not in `ansor_mlflow.api`; a model is loaded where most of it is missing."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(_EXPORTS[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES.get(name, "ansor_mlflow.api")), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

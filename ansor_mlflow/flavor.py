@@ -37,10 +37,7 @@ from mlflow.utils.environment import (
     _validate_env_arguments,
 )
 from mlflow.utils.file_utils import get_total_file_size
-from mlflow.utils.model_utils import (
-    _validate_and_copy_code_paths,
-    _validate_and_prepare_target_save_path,
-)
+from mlflow.utils.model_utils import _validate_and_copy_code_paths, _validate_and_prepare_target_save_path
 
 from ansor_mlflow import names
 from ansor_mlflow.device import why_not_runnable

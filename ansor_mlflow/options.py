@@ -10,10 +10,12 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.settings import Dtype, Layout, LoweringSettings
@@ -23,14 +25,14 @@ TRIALS_PER_TASK = {"quick": 16, "standard": 64, "thorough": 256}
 
 
 def _parameter(
-    default: Any, help_: str, rule: str, *, flag: str = "", is_switch: bool = False, **constraints: Any
+    default: Any, help_: str, rule: str = "", *, flag: str = "", is_switch: bool = False, **constraints: Any
 ) -> Any:
     """Declares a parameter.
 
     Args:
         default: Its default.
         help_: What it is for, as `--help` says it.
-        rule: Completes the sentence "NAME is …; it must be …".
+        rule: Completes the sentence "NAME is …; it must be …"; by default what the type says.
         flag: Its flag, where that is not its name.
         is_switch: Whether the flag has no value.
         constraints: Of pydantic.
@@ -113,15 +115,9 @@ class NetworkOptions(SeedOptions):
         'Shapes that replace those of the inputs, as JSON: {"data": [1, 3, 224, 224]}.',
         'a JSON object of shapes, such as {"data": [1, 3, 224, 224]}',
     )
-    batch_size: PositiveInt = _parameter(1, "Batch size of a built-in network.", "a whole number of at least 1")
-    layout: Layout = _parameter(
-        "auto", "Layout of convolutions: channels last or first; auto is last.", "auto, NHWC or NCHW"
-    )
-    dtype: Dtype = _parameter(
-        "float32",
-        "Type that float32 values are computed in; inputs and outputs keep theirs.",
-        "float32, float16 or bfloat16",
-    )
+    batch_size: PositiveInt = _parameter(1, "Batch size of a built-in network.")
+    layout: Layout = _parameter("auto", "Layout of convolutions: channels last or first; auto is last.")
+    dtype: Dtype = _parameter("float32", "Type that float32 values are computed in; inputs and outputs keep theirs.")
     pad_channels: PositiveInt | Literal["auto", "off"] = _parameter(
         "auto",
         "Number that the output channels of convolutions and dense layers are padded to a multiple of; auto pads where "
@@ -134,9 +130,7 @@ class NetworkOptions(SeedOptions):
         "auto, a tag, JSON or `llvm -mcpu=…`",
         min_length=1,
     )
-    num_threads: PositiveInt | Auto = _parameter(
-        "auto", "Threads of a kernel; auto is every CPU this process may use.", "a whole number of at least 1, or auto"
-    )
+    num_threads: PositiveInt | Auto = _parameter("auto", "Threads of a kernel; auto is every CPU this process may use.")
 
     @property
     def lowering(self) -> LoweringSettings:
@@ -148,18 +142,12 @@ class BudgetOptions(NetworkOptions):
     """How many programs are measured."""
 
     trials: PositiveInt | Auto = _parameter(
-        "auto",
-        "Programs to measure in all; auto multiplies the preset's number by the number of tasks.",
-        "a whole number of at least 1, or auto",
+        "auto", "Programs to measure in all; auto multiplies the preset's number by the number of tasks."
     )
     preset: Literal["quick", "standard", "thorough"] = _parameter(
-        "standard",
-        "Budget that trials=auto stands for: quick 16, standard 64, thorough 256 trials per task.",
-        "quick, standard or thorough",
+        "standard", "Budget that trials=auto stands for: quick 16, standard 64, thorough 256 trials per task."
     )
-    trials_per_task: PositiveInt | None = _parameter(
-        None, "Most trials that one task may use; no limit by default.", "a whole number of at least 1"
-    )
+    trials_per_task: PositiveInt | None = _parameter(None, "Most trials that one task may use; no limit by default.")
 
 
 class TuneOptions(BudgetOptions):
@@ -172,40 +160,29 @@ class TuneOptions(BudgetOptions):
         None,
         "Rounds without an improvement above the noise (3 %) after which a task's remaining trials go to others; "
         "no limit by default.",
-        "a whole number of at least 1",
     )
-    num_trials_per_round: PositiveInt = _parameter(
-        32, "Programs measured before the cost model learns again.", "a whole number of at least 1"
-    )
+    num_trials_per_round: PositiveInt = _parameter(32, "Programs measured before the cost model learns again.")
     strategy: Literal["evolutionary", "random"] = _parameter(
-        "evolutionary", "Search strategy; random is MetaSchedule's replay-trace.", "evolutionary or random"
+        "evolutionary", "Search strategy; random is MetaSchedule's replay-trace."
     )
     cost_model: Literal["xgb", "mlp", "random", "none"] = _parameter(
-        "xgb",
-        "Cost model that ranks programs before they are measured; mlp needs PyTorch.",
-        "xgb, mlp, random or none",
+        "xgb", "Cost model that ranks programs before they are measured; mlp needs PyTorch."
     )
     search_threads: PositiveInt | Auto = _parameter(
-        "auto",
-        "Threads of the search; auto is num_threads. With 1 the candidates of a seed repeat.",
-        "a whole number of at least 1, or auto",
+        "auto", "Threads of the search; auto is num_threads. With 1 the candidates of a seed repeat."
     )
-    number: PositiveInt = _parameter(
-        3, "Calls averaged in one measurement; raised until min_repeat_ms is reached.", "a whole number of at least 1"
-    )
-    repeat: PositiveInt = _parameter(1, "Measurements of a program.", "a whole number of at least 1")
+    number: PositiveInt = _parameter(3, "Calls averaged in one measurement; raised until min_repeat_ms is reached.")
+    repeat: PositiveInt = _parameter(1, "Measurements of a program.")
     min_repeat_ms: Annotated[int, Field(ge=0)] = _parameter(
-        50, "Shortest duration of one measurement, in milliseconds.", "a whole number of at least 0"
+        50, "Shortest duration of one measurement, in milliseconds."
     )
     measure_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _parameter(
         30.0, "Seconds after which building or running a program is given up.", "a positive number of seconds"
     )
     worker_memory_mib: Annotated[int, Field(ge=512)] = _parameter(
-        2048,
-        "Memory in MiB that building or running one program may take, beside its arguments.",
-        "a whole number of at least 512",
+        2048, "Memory in MiB that building or running one program may take, beside its arguments."
     )
-    cache_flush: bool = _parameter(False, "Flush the CPU's caches before every measurement.", "true or false")
+    cache_flush: bool = _parameter(False, "Flush the CPU's caches before every measurement.")
     warm_start: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_parse_list)] = _parameter(
         (),
         "Records of earlier tunings to begin with, separated by commas: runs, models, artifact URIs, paths. Those of "
@@ -245,9 +222,7 @@ class SignatureOptions(Options):
     """What a served model takes."""
 
     signature: Literal["tensor", "binary"] = _parameter(
-        "tensor",
-        "Signature of the model: tensor names dtypes and shapes, binary lets a server take base64 as well.",
-        "tensor or binary",
+        "tensor", "Signature of the model: tensor names dtypes and shapes, binary lets a server take base64 as well."
     )
 
 
@@ -264,7 +239,6 @@ class CompileOptions(SignatureOptions, RecordsOptions):
         False,
         "Apply records of another device, too, where there are none of this one; they may be slow here, and the model "
         "says so.",
-        "true or false",
     )
 
     @property
@@ -277,11 +251,7 @@ class RecompileOptions(Options):
     """The command `recompile`: whose model is built again."""
 
     run: Annotated[
-        str,
-        _required(
-            "ID of the run whose model is built again: one of compile, main or tune.",
-            "a run ID",
-        ),
+        str, _required("ID of the run whose model is built again: one of compile, main or tune.", "a run ID")
     ]
     allow_target_mismatch: bool = _same_as(CompileOptions, "allow_target_mismatch")
     signature: Literal["tensor", "binary"] = _same_as(CompileOptions, "signature")
@@ -297,22 +267,14 @@ class CheckOptions(SeedOptions):
         "a positive number, or auto",
     )
     turns: PositiveInt = _parameter(
-        3,
-        "Turns of the latency measurement; each starts every contender once, in a process of its own.",
-        "a whole number of at least 1",
+        3, "Turns of the latency measurement; each starts every contender once, in a process of its own."
     )
 
 
 class EvaluateOptions(CheckOptions):
     """Which model is checked and timed."""
 
-    model_uri: Annotated[
-        str,
-        _required(
-            "Model to evaluate: models:/…, runs:/…, or a path.",
-            "a model URI or a path",
-        ),
-    ]
+    model_uri: Annotated[str, _required("Model to evaluate: models:/…, runs:/…, or a path.", "a model URI or a path")]
 
 
 class LatencyOptions(Options):
@@ -324,11 +286,9 @@ class LatencyOptions(Options):
         "an ONNX file, or the URI or directory of a model",
     )
     batch_size: PositiveInt | Auto = _parameter(
-        "auto",
-        "Rows in a call of predict; auto is what the model was compiled for, or else 1.",
-        "a whole number of at least 1, or auto",
+        "auto", "Rows in a call of predict; auto is what the model was compiled for, or else 1."
     )
-    turns: PositiveInt = _parameter(3, "Turns of the measurement.", "a whole number of at least 1")
+    turns: PositiveInt = _parameter(3, "Turns of the measurement.")
     warm_up_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = _parameter(
         0.5, "Seconds of calls before each turn that do not count.", "a number of seconds, 0 or more"
     )
@@ -365,9 +325,7 @@ class PromoteOptions(AliasOptions, SeedOptions):
         "a share from 0.5 to below 1, such as 95% or 0.95",
     )
     max_turns: Annotated[int, Field(ge=4)] = _parameter(
-        32,
-        "Turns after which it stays undecided; each starts champion and candidate once, in processes of their own.",
-        "a whole number of at least 4",
+        32, "Turns after which it stays undecided; each starts champion and candidate once, in processes of their own."
     )
     measure_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _parameter(
         1.5, "Seconds that each of them is timed in a turn.", "a positive number of seconds"
@@ -379,11 +337,9 @@ class PromoteOptions(AliasOptions, SeedOptions):
         "the path of a .npz or .npy file",
     )
     tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = _same_as(CheckOptions, "tolerance")
-    dry_run: bool = _parameter(False, "Compare, but move no alias and tag no version.", "true or false")
+    dry_run: bool = _parameter(False, "Compare, but move no alias and tag no version.")
     rollback: bool = _parameter(
-        False,
-        "Instead of comparing, take back the last promotion: its aliases return to where they pointed before.",
-        "true or false",
+        False, "Instead of comparing, take back the last promotion: its aliases return to where they pointed before."
     )
 
 
@@ -392,7 +348,7 @@ class PipelineOptions(AliasOptions, SignatureOptions, CheckOptions, TuneOptions)
 
     register_as: str = _parameter("", "Name to register the model under; not registered by default.", "a model name")
     promote: bool = _parameter(
-        False, "Promote the registered version if it is faster than the champion; needs register_as.", "true or false"
+        False, "Promote the registered version if it is faster than the champion; needs register_as."
     )
 
 
@@ -459,11 +415,7 @@ class PullPoolOptions(PoolOptions):
     """The command `pool pull`: for which device, and where to."""
 
     output: Annotated[
-        str,
-        _required(
-            "Directory of the new database, which must not exist or be empty.",
-            "the path of a directory",
-        ),
+        str, _required("Directory of the new database, which must not exist or be empty.", "the path of a directory")
     ]
     target: str = _same_as(NetworkOptions, "target")
     num_threads: PositiveInt | Auto = _same_as(NetworkOptions, "num_threads")
@@ -515,7 +467,7 @@ class RunsOptions(ReportOptions):
         "", "Part of the target of the runs, as in the table, such as znver4.", "part of a target's description"
     )
     step: Literal["main", "tune", "compile", "evaluate", "promote", "recompile"] | None = _parameter(
-        None, "Step that the runs are of; all by default.", "main, tune, compile, evaluate, promote or recompile"
+        None, "Step that the runs are of; all by default."
     )
     experiment: str = _parameter(
         "",
@@ -527,7 +479,6 @@ class RunsOptions(ReportOptions):
         "started",
         "What decides the order: the newest, the fastest, the largest speedup or the most trials first; runs without "
         "the figure are last.",
-        "started, latency_ms, best_latency_ms, speedup_vs_untuned or trials",
     )
     limit: Annotated[int, Field(gt=0, le=1000)] = _parameter(
         20, "Most runs that are listed.", "a whole number from 1 to 1000"
@@ -570,9 +521,7 @@ class MergeRecordsOptions(Options):
 class DistillRecordsOptions(MergeRecordsOptions):
     """The command `records distill`: which records are kept."""
 
-    keep: PositiveInt = _parameter(
-        1, "Fastest records to keep of each kernel and target.", "a whole number of at least 1"
-    )
+    keep: PositiveInt = _parameter(1, "Fastest records to keep of each kernel and target.")
     target: str = _parameter(
         "",
         "Targets whose records are taken: those with these attributes, such as `llvm -mcpu=znver4`, or auto for this "
@@ -585,17 +534,12 @@ class VerifyRecordsOptions(SourceOptions):
     """The command `records verify`: which records are replayed."""
 
     keep: PositiveInt | Literal["all"] = _parameter(
-        1,
-        "Records to replay of each kernel: the winner of the tuning first, then the fastest.",
-        "a whole number of at least 1, or all",
+        1, "Records to replay of each kernel: the winner of the tuning first, then the fastest."
     )
     measure_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _same_as(TuneOptions, "measure_timeout_s")
     worker_memory_mib: Annotated[int, Field(ge=512)] = _same_as(TuneOptions, "worker_memory_mib")
     repair: bool = _parameter(
-        False,
-        "First set damaged lines of a local database aside; a flag without a value.",
-        "true or false",
-        is_switch=True,
+        False, "First set damaged lines of a local database aside; a flag without a value.", is_switch=True
     )
 
 
@@ -653,7 +597,22 @@ def _check_names(cls: type[Options], names: Iterable[str], source: str) -> None:
 def declared(cls: type[Options], name: str) -> dict[str, Any]:
     """How a parameter was declared beside its type: its `rule`, and its `flag`, `metavar` or `is_switch`."""
     extra = cls.model_fields[name].json_schema_extra
-    return extra if isinstance(extra, dict) else {}
+    found: dict[str, Any] = dict(extra) if isinstance(extra, dict) else {}
+    return {**found, "rule": found.get("rule") or _rule_of_type(cls.model_fields[name])}
+
+
+def _rule_of_type(field: FieldInfo) -> str:
+    """What a value must be, of a type with closed choices, or of a whole number with a lower bound."""
+    kinds = get_args(field.annotation) if get_origin(field.annotation) in (Union, UnionType) else [field.annotation]
+    words = [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    words = ["true", "false"] if field.annotation is bool else words
+    choices = " or ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+    numbers = (get_args(kind)[1].metadata for kind in kinds if get_origin(kind) is Annotated)
+    bounds = next(numbers, field.metadata)
+    least = next((bound.ge if hasattr(bound, "ge") else bound.gt + 1 for bound in bounds), None)
+    if least is None:
+        return choices
+    return f"a whole number of at least {least}" + (f", or {choices}" if choices else "")
 
 
 def default_text(cls: type[Options], name: str) -> str:

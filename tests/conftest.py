@@ -18,7 +18,7 @@ from hypothesis import settings
 
 from ansor_mlflow.cli.main import main
 from ansor_mlflow.device.device import Device
-from ansor_mlflow.device.fingerprint import fingerprint
+from ansor_mlflow.device.fingerprints import fingerprint
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.lowering.lower import LoweredNetwork, lower

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ansor_mlflow.device.fingerprint import DeviceFingerprint
+from ansor_mlflow.device.fingerprints import DeviceFingerprint
 from ansor_mlflow.records.applicability import why_not_applicable
 
 HERE = DeviceFingerprint(

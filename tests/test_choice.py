@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ansor_mlflow.device.fingerprint import DeviceFingerprint
+from ansor_mlflow.device.fingerprints import DeviceFingerprint
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import MachineError, ModelError, UserInputError
 from ansor_mlflow.measuring.reference import ReferenceSession

@@ -17,7 +17,7 @@ from mlflow.models import Model
 from mlflow.types import Schema, TensorSpec
 
 from ansor_mlflow import names
-from ansor_mlflow.device.fingerprint import fingerprint
+from ansor_mlflow.device.fingerprints import fingerprint
 from ansor_mlflow.device.tvm_import import import_tensor_intrin
 from ansor_mlflow.errors import MachineError, RecordsError
 from ansor_mlflow.lowering.lower import LoweredNetwork

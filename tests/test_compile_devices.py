@@ -16,7 +16,7 @@ import pytest
 from helpers.commands import RunCommand
 
 from ansor_mlflow import flavor, names
-from ansor_mlflow.device.fingerprint import DeviceFingerprint
+from ansor_mlflow.device.fingerprints import DeviceFingerprint
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering.lower import LOWERING_VERSION

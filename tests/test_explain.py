@@ -150,7 +150,7 @@ def tune_run(_mlflow_store: tuple[str, str], small_onnx: Path, tmp_path_factory:
         patch.setenv("MLFLOW_EXPERIMENT_ID", experiment_id)
         patch.chdir(tmp_path_factory.mktemp("tune"))
         parameters = {**FAST, "network": str(small_onnx), "num_threads": "1", "trials": "6", "cost_model": "none"}
-        return tune(load_options(TuneOptions, parameters))
+        return tune(load_options(TuneOptions, parameters)).run_id
 
 
 @pytest.mark.usefixtures("experiment_id")

@@ -22,7 +22,7 @@ from mlflow.models import Model, ModelSignature
 from mlflow.types import Schema, TensorSpec
 
 from ansor_mlflow import flavor
-from ansor_mlflow.device.fingerprint import fingerprint
+from ansor_mlflow.device.fingerprints import fingerprint
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import ModelError
 from ansor_mlflow.lowering.lower import lower

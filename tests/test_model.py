@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 import pytest
 
-from ansor_mlflow.device.fingerprint import fingerprint
+from ansor_mlflow.device.fingerprints import fingerprint
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import ModelError, UserInputError

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ansor_mlflow import names
-from ansor_mlflow.device.fingerprint import DeviceFingerprint
+from ansor_mlflow.device.fingerprints import DeviceFingerprint
 from ansor_mlflow.records.transfer.pool_objects import ObjectName, PoolObject, write_objects
 from ansor_mlflow.tracking.record_pool import RecordPool
 

@@ -214,7 +214,7 @@ def test_rounds_redraw_at_most_twice_a_second_and_the_last_at_once(monkeypatch: 
     tasks = [task(0, [2e-3])]
     screen = io.StringIO()
     with Live(console=console_of(screen), auto_refresh=False) as live:
-        display = ProgressDisplay(live)
+        display = ProgressDisplay(lambda view, is_due: live.update(view, refresh=is_due))
         display.tuning_started(plan_of(tasks, num_trials=1000))
         started_s = time.monotonic()
         for total_trials in range(1, 100):

@@ -523,7 +523,7 @@ def test_a_run_is_a_source_and_knows_its_network(
     monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", experiment_id)
     monkeypatch.chdir(tmp_path)
     parameters = {**FAST, "network": str(small_onnx), "num_threads": "1", "trials": "6", "cost_model": "none"}
-    run_id = tune(load_options(TuneOptions, parameters))
+    run_id = tune(load_options(TuneOptions, parameters)).run_id
     capsys.readouterr()
     assert run_here("records", "show", run_id, "--json", "-") == 0
     summary = json.loads(capsys.readouterr().out)

@@ -205,7 +205,7 @@ def tune_small(small_onnx: Path, experiment_id: str, monkeypatch: pytest.MonkeyP
     """Tunes the small network for real, in a directory of its own."""
     monkeypatch.chdir(directory)
     options = {**FAST, "network": str(small_onnx), "trials": str(NUM_TRIALS), "num_trials_per_round": "2"}
-    return mlflow.get_run(tune(TuneOptions.model_validate(options)))
+    return mlflow.get_run(tune(TuneOptions.model_validate(options)).run_id)
 
 
 def artifact(run: Run, name: str) -> Path:

@@ -318,7 +318,7 @@ def test_a_run_records_where_its_network_came_from(
         TuneOptions(
             network="models:/wide@champion", trials=4, strategy="random", cost_model="none", min_repeat_ms=0, number=1
         )
-    )
+    ).run_id
     data = mlflow.get_run(run_id).data
     assert data.params["network"] == "models:/wide@champion"
     assert data.tags[names.TAG_NETWORK] == "wide"

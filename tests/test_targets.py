@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ansor_mlflow.device.device import Device
-from ansor_mlflow.device.fingerprint import (
+from ansor_mlflow.device.fingerprints import (
     DeviceFingerprint,
     fingerprint,
     missing_instructions,

@@ -17,7 +17,7 @@ from helpers.runs_here import QUICK, artifacts_of, newest_run, tune_here
 
 from ansor_mlflow import names
 from ansor_mlflow.device.device import Device
-from ansor_mlflow.device.fingerprint import fingerprint
+from ansor_mlflow.device.fingerprints import fingerprint
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions

@@ -14,7 +14,7 @@ from helpers.fake_tuning import TaskRunner, read_records, tune
 
 from ansor_mlflow import names
 from ansor_mlflow.device.device import Device
-from ansor_mlflow.device.fingerprint import fingerprint
+from ansor_mlflow.device.fingerprints import fingerprint
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions

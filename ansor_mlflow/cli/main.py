@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from ansor_mlflow.cli.command import COMMANDS, command
+from ansor_mlflow.cli.json_file import STANDARD_OUTPUT, report
 from ansor_mlflow.cli.s3 import suit_other_s3_servers
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError
 from ansor_mlflow.options import (
@@ -48,11 +49,20 @@ def cli() -> None:
 
 @command(cli, "main")
 def pipeline(options: PipelineOptions) -> None:
-    """Tune, compile, evaluate and, with --register-as, register a network; with --promote, promote it."""
+    """Tune, compile, evaluate and, with --register-as, register a network; with --promote, promote it.
+
+    In a folder with an MLproject file each step is an entry point of it, in a process of its own.
+    """
     from ansor_mlflow.cli.printing.summary import print_pipeline
+    from ansor_mlflow.cli.progress import progress_observers
     from ansor_mlflow.steps.pipeline import run_pipeline
 
-    print_pipeline(run_pipeline(options, Path.cwd()))
+    if Path("MLproject").is_file():
+        print_pipeline(run_pipeline(options, Path.cwd()))
+        return
+    with progress_observers() as observers:
+        result = run_pipeline(options, observers=observers)
+    print_pipeline(result)
 
 
 @command(cli, "tune")
@@ -62,8 +72,8 @@ def tune(options: TuneOptions) -> None:
     from ansor_mlflow.steps.tuning import tune as tune_step
 
     with progress_observers() as observers:
-        run_id = tune_step(options, observers)
-    click.echo(f"tuning run {run_id}")
+        result = tune_step(options, observers)
+    click.echo(f"tuning run {result.run_id}")
 
 
 @command(cli, "compile")
@@ -82,7 +92,7 @@ def evaluate(options: EvaluateOptions) -> None:
     from ansor_mlflow.cli.printing.summary import print_latencies
     from ansor_mlflow.steps.evaluate import evaluate as evaluate_step
 
-    print_latencies(evaluate_step(options))
+    print_latencies(evaluate_step(options).metrics)
 
 
 @command(cli, "promote")
@@ -122,7 +132,6 @@ def plan(options: PlanOptions) -> None:
 
     Nothing is measured, and no run is started.
     """
-    from ansor_mlflow.cli.json_file import report
     from ansor_mlflow.cli.printing.plan import print_plan
     from ansor_mlflow.steps.reports import plan_tuning
 
@@ -136,7 +145,6 @@ def explain(options: ExplainOptions) -> None:
     SOURCE is the ID of a tuning run, or a directory, a tuning-record file or an artifact URI; then give the network,
     layout, target and threads that the records were made with.
     """
-    from ansor_mlflow.cli.json_file import report
     from ansor_mlflow.cli.printing.explain import print_explanation
     from ansor_mlflow.steps.reports import explain_task
 
@@ -149,7 +157,6 @@ def diff(options: DiffOptions) -> None:
 
     RUN_A and RUN_B are runs of tune, compile or main, or models.
     """
-    from ansor_mlflow.cli.json_file import report
     from ansor_mlflow.cli.printing.diff import print_diff, write_page
     from ansor_mlflow.steps.reports import diff_runs
 
@@ -163,7 +170,6 @@ def diff(options: DiffOptions) -> None:
 @command(cli, "runs")
 def runs(options: RunsOptions) -> None:
     """List the runs of an experiment with their latencies, and the addresses of its saved views."""
-    from ansor_mlflow.cli.json_file import report
     from ansor_mlflow.cli.printing.runs import print_runs
     from ansor_mlflow.steps.reports import find_runs
 
@@ -181,7 +187,6 @@ def records() -> None:
 @command(records, "show")
 def records_show(options: ShowRecordsOptions) -> None:
     """Count the records of a database, by target and kernel."""
-    from ansor_mlflow.cli.json_file import report
     from ansor_mlflow.cli.printing.records import print_summary
     from ansor_mlflow.steps.records import show_records
 
@@ -212,7 +217,6 @@ def records_verify(options: VerifyRecordsOptions) -> None:
 
     With another SOURCE than a tuning run, give the network, layout, target and threads that the records were made with.
     """
-    from ansor_mlflow.cli.json_file import STANDARD_OUTPUT, report
     from ansor_mlflow.cli.printing.records import print_replayed, print_verification
     from ansor_mlflow.steps.records import verify_records
 
@@ -233,7 +237,6 @@ def pool() -> None:
 @command(pool, "list")
 def pool_list(options: ListPoolOptions) -> None:
     """List the devices that a pool has records for."""
-    from ansor_mlflow.cli.json_file import report
     from ansor_mlflow.cli.printing.records import print_pool
     from ansor_mlflow.steps.records import list_pool
 

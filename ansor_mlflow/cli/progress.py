@@ -6,13 +6,14 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.jupyter import JupyterMixin
 from rich.live import Live
 from rich.logging import RichHandler
 from rich.progress_bar import ProgressBar
@@ -38,7 +39,7 @@ _ASCII = str.maketrans("▸µ…·", ">u~-")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuningView:
+class TuningView(JupyterMixin):
     """How far a tuning is: a bar, and below it as many tasks as the terminal has lines for.
 
     What takes most of the network's time comes first. Above it are tasks whose trials all failed, with which a tuning
@@ -122,12 +123,12 @@ class ProgressDisplay:
     """A `TuningObserver` that redraws a display after every round, but at most twice a second.
 
     Args:
-        live: Where to draw. It must not refresh by itself: while a candidate is measured nothing else of ours may
-            compute, and rounds are told only when nothing is measured.
+        show: Takes a view, and whether to draw it now. What it draws on must not refresh by itself: while a candidate
+            is measured nothing else of ours may compute, and rounds are told only when nothing is measured.
     """
 
-    def __init__(self, live: Live) -> None:
-        self._live = live
+    def __init__(self, show: Callable[[TuningView, bool], None]) -> None:
+        self._draw = show
         self._plan = TuningPlan(network="", target="", tasks=(), num_trials=0)
         self._refreshed_s = -math.inf
 
@@ -148,18 +149,33 @@ class ProgressDisplay:
     def _show(self, view: TuningView, at_once: bool = False) -> None:
         now_s = time.monotonic()
         is_due = at_once or now_s - self._refreshed_s >= _MIN_REFRESH_INTERVAL_S
-        self._live.update(view, refresh=is_due)
+        self._draw(view, is_due)
         if is_due:
             self._refreshed_s = now_s
 
 
+class NotebookDisplay(ProgressDisplay):
+    """A `TuningObserver` that shows the same below the cell of a notebook."""
+
+    def __init__(self) -> None:
+        from IPython.display import display  # a notebook has it
+
+        handle = display(  # type: ignore[no-untyped-call]
+            "lowering the network, extracting tasks", display_id=True
+        )
+        super().__init__(lambda view, is_due: handle.update(view) if is_due else None)
+
+
 @contextmanager
 def progress_observers() -> Iterator[Sequence[TuningObserver]]:
-    """A display if standard error is a terminal, below the log's lines; nothing elsewhere."""
+    """A display in a notebook, or if standard error is a terminal, below the log's lines; nothing elsewhere."""
+    console = Console(stderr=True)
+    if console.is_jupyter:
+        yield [NotebookDisplay()]
+        return
     if not sys.stderr.isatty():
         yield []
         return
-    console = Console(stderr=True)
     live = Live(
         Text("lowering the network, extracting tasks"),
         console=console,
@@ -167,7 +183,7 @@ def progress_observers() -> Iterator[Sequence[TuningObserver]]:
         redirect_stdout=sys.stdout.isatty(),
     )
     with live, _log_through(console):
-        yield [ProgressDisplay(live)]
+        yield [ProgressDisplay(lambda view, is_due: live.update(view, refresh=is_due))]
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from ansor_mlflow.device.fingerprint import DeviceFingerprint, fingerprint, why_not_runnable
+from ansor_mlflow.device.fingerprints import DeviceFingerprint, fingerprint, why_not_runnable
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.device.threads import measuring_cpus, resolve_num_threads
 from ansor_mlflow.errors import MachineError

@@ -8,13 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from ansor_mlflow.device import (
-    Device,
-    DeviceFingerprint,
-    available_cpus,
-    resolve_num_threads,
-    why_not_runnable,
-)
+from ansor_mlflow.device import Device, DeviceFingerprint, available_cpus, resolve_num_threads, why_not_runnable
 from ansor_mlflow.errors import ModelError, UserInputError
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest
 

@@ -8,17 +8,7 @@ import onnx
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.networks import operators
-from ansor_mlflow.networks.families import (
-    bert,
-    densenet,
-    inception,
-    mlp,
-    mobilenet,
-    resnet,
-    resnet3d,
-    squeezenet,
-    vgg,
-)
+from ansor_mlflow.networks.families import bert, densenet, inception, mlp, mobilenet, resnet, resnet3d, squeezenet, vgg
 from ansor_mlflow.networks.families.family import BuiltinNetwork
 from ansor_mlflow.networks.shapes import resolve_shapes
 

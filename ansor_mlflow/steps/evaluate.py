@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -36,18 +37,30 @@ from ansor_mlflow.model import (
 from ansor_mlflow.options import EvaluateOptions
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import TensorSpec
-from ansor_mlflow.tracking import StepRun, is_uri, pinned_uri, step_run, translated_errors
+from ansor_mlflow.tracking import StepRun, html_table, is_uri, pinned_uri, step_run, summary_rows, translated_errors
 
 _log = logging.getLogger("ansor_mlflow")
 
 _TUNED, _UNTUNED, _REFERENCE = "tuned", "untuned", "onnxruntime"
 
 
-def evaluate(options: EvaluateOptions) -> dict[str, float]:
-    """Checks a model against ONNX Runtime and measures its latency beside two baselines.
+@dataclass(frozen=True, kw_only=True)
+class EvaluateResult:
+    """What a model is worth."""
 
-    Returns:
-        The metrics that were logged; see `names.SUMMARY_METRICS`.
+    run_id: str
+    network: str
+    target: str
+    """Short description of the library that ran, such as "llvm znver4 ×2"."""
+    metrics: dict[str, float]
+    """See `names.SUMMARY_METRICS`."""
+
+    def _repr_html_(self) -> str:
+        return html_table(f"{self.network} for {self.target}", [*summary_rows(self.metrics), ("run", self.run_id)])
+
+
+def evaluate(options: EvaluateOptions) -> EvaluateResult:
+    """Checks a model against ONNX Runtime and measures its latency beside two baselines.
 
     Raises:
         CorrectnessError: The outputs differ by more than the tolerance. The metrics are logged all the same.
@@ -70,7 +83,7 @@ def _download(model_uri: str, scratch: Path) -> Path:
         return Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri, dst_path=str(scratch)))
 
 
-def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> dict[str, float]:
+def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> EvaluateResult:
     manifest = verified_manifest(directory)
     entry = choose_library(directory, manifest)
     device, num_threads = entry.fingerprint, threads_here(entry)
@@ -101,7 +114,7 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> dict[s
     latencies = _measure(options, manifest, directory, entry, runs)
     metrics |= _latency_metrics(latencies, manifest.inputs, entry.provenance.get("estimated_latency_ms"))
     run.log_metrics(metrics)
-    return metrics
+    return EvaluateResult(run_id=run.run_id, network=manifest.network, target=device.description, metrics=metrics)
 
 
 def _measure(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import mlflow
@@ -12,7 +13,7 @@ from mlflow.entities import Run
 from mlflow.exceptions import ExecutionException
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import UserInputError, error_for_exit_code
+from ansor_mlflow.errors import AnsorMlflowError, UserInputError, error_for_exit_code
 from ansor_mlflow.options import (
     CompileOptions,
     EvaluateOptions,
@@ -22,8 +23,21 @@ from ansor_mlflow.options import (
     TuneOptions,
     load_options,
 )
+from ansor_mlflow.steps.compiling import compile_network
+from ansor_mlflow.steps.evaluate import evaluate
 from ansor_mlflow.steps.promotion import Promotion, promote
-from ansor_mlflow.tracking import StepRun, command_lines, pipeline_note, register, step_run, translated_errors
+from ansor_mlflow.steps.tuning import tune
+from ansor_mlflow.tracking import (
+    StepRun,
+    command_lines,
+    html_table,
+    pipeline_note,
+    register,
+    step_run,
+    summary_rows,
+    translated_errors,
+)
+from ansor_mlflow.trials import TuningObserver
 
 _log = logging.getLogger("ansor_mlflow")
 
@@ -37,12 +51,15 @@ _FROM_TUNE = (
 _FROM_COMPILE = (names.COVERAGE_TASKS, names.COVERAGE_FLOPS)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PipelineResult:
     """What the pipeline made."""
 
     run_id: str
     experiment_id: str
+    network: str
+    target: str
+    """Short description, such as "llvm znver4 ×2"."""
     model_uri: str
     metrics: dict[str, float]
     """The summary metrics, as on the parent run."""
@@ -50,36 +67,50 @@ class PipelineResult:
     promotion: Promotion | None
     """Whether the version became the champion; None where that was not asked for."""
 
+    def _repr_html_(self) -> str:
+        made = [("model", self.model_uri), ("run", self.run_id)]
+        if self.registered_version:
+            made.append(("registered as version", self.registered_version))
+        if self.promotion:
+            made.append(("promotion", f"{self.promotion.outcome.value}: {self.promotion.reason}"))
+        return html_table(f"{self.network} for {self.target}", [*summary_rows(self.metrics), *made])
 
-def run_pipeline(options: PipelineOptions, project: Path) -> PipelineResult:
-    """Runs the entry points one after the other, each in a process and a run of its own.
+
+RunStep = Callable[[str, Mapping[str, str]], Run]
+"""Runs an entry point with its parameters as a child run, and returns the finished run."""
+
+
+def run_pipeline(
+    options: PipelineOptions, project: Path | None = None, observers: Sequence[TuningObserver] = ()
+) -> PipelineResult:
+    """Runs the steps one after the other, each in a run of its own.
 
     Args:
         options: Parameters of all steps.
-        project: Directory of the `MLproject` file.
+        project: Directory of an `MLproject` file: its entry points are run, each in a process of its own. Without one
+            the steps are called here.
+        observers: Told about every round of a tuning that happens here, besides MLflow.
 
     Raises:
         AnsorMlflowError: A step failed; the error is of its kind and has its message.
-        UserInputError: `project` has no `MLproject` file, or `promote` is given without `register_as`.
+        UserInputError: `promote` is given without `register_as`.
     """
     if options.promote and not options.register_as:
         raise UserInputError("promote=true: only a registered model has a champion; give register_as, too")
-    if not (project / "MLproject").is_file():
-        raise UserInputError(f"{project} has no MLproject file; run this in the project's folder, or use mlflow run")
     commands = command_lines("main", options)
     with step_run("main", options, options.network) as run:
+        run_step = partial(_run_entry_point, run, project) if project else partial(_run_here, observers)
         run.log_note(pipeline_note(options.network, commands))
-        tuned = _run_step("tune", _only(options, TuneOptions), project, run)
+        tuned = run_step("tune", _only(options, TuneOptions))
         if options.resume_run:
             with translated_errors("read the run that went on"):
                 tuned = mlflow.get_run(options.resume_run)
         tags = {key: tuned.data.tags[key] for key in (names.TAG_NETWORK, names.TAG_TARGET, names.TAG_NUM_THREADS)}
         run.log_tags({**tags, "mlflow.runName": tuned.data.tags["mlflow.runName"].removeprefix("tune ")})
-        compiled = _run_step("compile", {**_only(options, CompileOptions), "tune_run": tuned.info.run_id}, project, run)
+        compiled = run_step("compile", {**_only(options, CompileOptions), "tune_run": tuned.info.run_id})
         model_uri = compiled.data.tags[names.TAG_MODEL_URI]
         run.log_tags({names.TAG_MODEL_URI: model_uri, names.TAG_TUNE_RUN: tuned.info.run_id})
-        checks = {**_only(options, EvaluateOptions), "model_uri": model_uri}
-        evaluated = _run_step("evaluate", checks, project, run)
+        evaluated = run_step("evaluate", {**_only(options, EvaluateOptions), "model_uri": model_uri})
 
         metrics = {
             **_pick(tuned, _FROM_TUNE),
@@ -94,7 +125,16 @@ def run_pipeline(options: PipelineOptions, project: Path) -> PipelineResult:
             evidence = {name: f"{metrics[name]:.6g}" for name in names.SUMMARY_METRICS if name in metrics}
             version = register(model_uri, options.register_as, {**evidence, **tags})
         promotion = _promote(options, version) if options.promote and version else None
-        return PipelineResult(run.run_id, tuned.info.experiment_id, model_uri, metrics, version, promotion)
+        return PipelineResult(
+            run_id=run.run_id,
+            experiment_id=tuned.info.experiment_id,
+            network=tags[names.TAG_NETWORK],
+            target=tags[names.TAG_TARGET],
+            model_uri=model_uri,
+            metrics=metrics,
+            registered_version=version,
+            promotion=promotion,
+        )
 
 
 def _promote(options: PipelineOptions, version: str) -> Promotion:
@@ -109,8 +149,24 @@ def _only(options: Options, cls: type[Options]) -> dict[str, str]:
     return {name: text for name, text in options.changed().items() if name in cls.model_fields}
 
 
-def _run_step(entry_point: str, parameters: Mapping[str, str], project: Path, parent: StepRun) -> Run:
-    """Runs an entry point as a child run in this environment, and returns the finished run."""
+def _run_here(observers: Sequence[TuningObserver], entry_point: str, parameters: Mapping[str, str]) -> Run:
+    """See `RunStep`: in this process."""
+    _log.info("=== %s ===", entry_point)
+    try:
+        if entry_point == "tune":
+            run_id = tune(load_options(TuneOptions, parameters), observers).run_id
+        elif entry_point == "compile":
+            run_id = compile_network(load_options(CompileOptions, parameters)).run_id
+        else:
+            run_id = evaluate(load_options(EvaluateOptions, parameters)).run_id
+    except AnsorMlflowError as err:
+        raise type(err)(f"{entry_point}: {err}") from err
+    with translated_errors(f"read the run of {entry_point}"):
+        return mlflow.get_run(run_id)
+
+
+def _run_entry_point(parent: StepRun, project: Path, entry_point: str, parameters: Mapping[str, str]) -> Run:
+    """See `RunStep`: in a process of its own, in this environment."""
     _log.info("=== %s ===", entry_point)
     try:
         with translated_errors(f"run the entry point {entry_point}"):

@@ -5,7 +5,7 @@ from ansor_mlflow.tracking.error_translation import translated_errors, without_s
 from ansor_mlflow.tracking.figures.roofline import draw_roofline
 from ansor_mlflow.tracking.figures.style import save_figure
 from ansor_mlflow.tracking.mirror import RecordMirror, whole_records
-from ansor_mlflow.tracking.observer import MlflowObserver
+from ansor_mlflow.tracking.observer import MlflowObserver, latency_metrics
 from ansor_mlflow.tracking.outbox import (
     GRACE_AFTER_ERROR_S,
     GRACE_S,
@@ -28,7 +28,7 @@ from ansor_mlflow.tracking.registry import (
 )
 from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.tracking.report.note import command_lines, pipeline_note, tuning_note
-from ansor_mlflow.tracking.report.pages import render_page
+from ansor_mlflow.tracking.report.pages import html_table, render_page
 from ansor_mlflow.tracking.report.summary import summary_rows
 from ansor_mlflow.tracking.report.tuning_page import ScheduleText, tuning_page
 from ansor_mlflow.tracking.run import WORK_ROOT, StepRun, fail_project_run, params_used, remove_directory, step_run

@@ -12,16 +12,7 @@ import psutil
 
 from ansor_mlflow.device import DeviceFingerprint, available_cpus
 
-_PACKAGES = (
-    "ansor_mlflow",
-    "apache-tvm",
-    "apache-tvm-ffi",
-    "mlflow",
-    "numpy",
-    "onnx",
-    "onnxruntime",
-    "xgboost",
-)
+_PACKAGES = ("ansor_mlflow", "apache-tvm", "apache-tvm-ffi", "mlflow", "numpy", "onnx", "onnxruntime", "xgboost")
 
 
 def describe_environment(device: DeviceFingerprint) -> dict[str, Any]:

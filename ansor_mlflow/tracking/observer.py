@@ -126,20 +126,22 @@ def _round_metrics(round_: TuningRound) -> dict[str, float]:
     return values | _durations(round_.durations)
 
 
-def _final_metrics(result: TuningResult) -> dict[str, float]:
-    """What the second measurements of the winners say."""
-    values: dict[str, float] = {
-        names.TIME_CONFIRM_S: result.durations.confirm_s,
-        names.TIME_LOG_S: result.durations.log_s,
-    }
+def latency_metrics(result: TuningResult) -> dict[str, float]:
+    """The estimated latency, and what the second measurements of the winners say of it, as far as they are known."""
     estimated_s, confirmed_s = result.estimated_latency_s, result.confirmed_latency_s
-    if not result.total_trials:  # no round said it
-        values[names.TRIALS_MEASURED] = 0
-        if estimated_s:
-            values[names.BEST_LATENCY_MS] = estimated_s * 1e3
+    values = {names.BEST_LATENCY_MS: estimated_s * 1e3} if estimated_s else {}
     if estimated_s and confirmed_s:
-        values[names.CONFIRMED_LATENCY_MS] = confirmed_s * 1e3
-        values[names.OPTIMISM] = confirmed_s / estimated_s
+        values |= {names.CONFIRMED_LATENCY_MS: confirmed_s * 1e3, names.OPTIMISM: confirmed_s / estimated_s}
+    return values
+
+
+def _final_metrics(result: TuningResult) -> dict[str, float]:
+    values = {names.TIME_CONFIRM_S: result.durations.confirm_s, names.TIME_LOG_S: result.durations.log_s}
+    values |= latency_metrics(result)
+    if result.total_trials:
+        values.pop(names.BEST_LATENCY_MS, None)  # the last round has said it
+    else:
+        values[names.TRIALS_MEASURED] = 0
     return values
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from ansor_mlflow import names
+from ansor_mlflow.device import fingerprint
 from ansor_mlflow.measuring import Inference, call_once, in_child_process, measure_in_turns, timed_call
 from ansor_mlflow.model import LibraryEntry, Manifest
 from throughput.job import Job
@@ -89,7 +90,6 @@ def _compilation(job: Job, directory: Path) -> Callable[[], Compiled]:
 
 def _compile(job: Job, directory: Path) -> Compiled:
     """Runs in a child process."""
-    from ansor_mlflow.device import fingerprint
     from ansor_mlflow.lowering import lower
     from ansor_mlflow.model import compile_tuned
     from ansor_mlflow.networks import load_network

@@ -57,7 +57,7 @@ def tune_ours(job: Job, directory: Path) -> Outcome:
     _log_rounds()
     observer = _RoundTimeline(job)
     options = TuneOptions(network=job.network, trials=job.trials, seed=job.seed, num_threads=job.num_threads)
-    run_id = tune(options, [observer])
+    run_id = tune(options, [observer]).run_id
     tuning_s, wall_s = time.monotonic() - observer.started_s, job.elapsed_s()
     result = observer.result
     if result is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import onnx
 from helpers.servers import SCRIPTS, Server, answers, free_port, running
 
-from ansor_mlflow.device.fingerprint import fingerprint
+from ansor_mlflow.device.fingerprints import fingerprint
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.model.library import compile_untuned

@@ -176,3 +176,12 @@ def operators_with_paths() -> set[str]:
         and str(argument.type) == "str"
         and any(word in argument.name for word in ("file", "path"))
     }
+
+
+def plan_in_memory() -> list[Any]:
+    """The name of an exported program that is planned without a file, and the number of its tasks."""
+    import ansor_mlflow as am
+
+    program = torch.export.export(Small(lambda self, x: self.linear(x)).eval(), (torch.ones(2, 4),))
+    plan = am.plan(program)
+    return [plan.network, len(plan.tasks)]

@@ -14,13 +14,7 @@ if TYPE_CHECKING:
 
     from ansor_mlflow.steps.reports import TaskDifference, TuningDifference
 
-_VERDICTS = {
-    "faster": "faster",
-    "slower": "slower",
-    "same": "",
-    "only_first": "only A",
-    "only_second": "only B",
-}
+_VERDICTS = {"faster": "faster", "slower": "slower", "same": "", "only_first": "only A", "only_second": "only B"}
 _STYLES = {"faster": "green", "slower": "red", "only_first": "yellow", "only_second": "yellow", "same": ""}
 
 

@@ -20,7 +20,7 @@ from ansor_mlflow.serving import SignatureKind, get_signature
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.compiling.tuned_devices import TunedDevice, require_one_network
 from ansor_mlflow.steps.records import Recorded, distill_for_device, find_recorded, load_recorded_network
-from ansor_mlflow.tracking import StepRun, step_run, translated_errors
+from ansor_mlflow.tracking import StepRun, html_table, step_run, translated_errors
 
 if TYPE_CHECKING:
     pass
@@ -38,6 +38,10 @@ class CompileResult:
     run_id: str
     model_uri: str
     coverage: Coverage
+
+    def _repr_html_(self) -> str:
+        covered = f"{self.coverage.task_share:.0%} of tasks, {self.coverage.flops_share:.1%} of operations"
+        return html_table("compiled", [("model", self.model_uri), ("coverage", covered), ("run", self.run_id)])
 
 
 @dataclass(frozen=True)
@@ -175,9 +179,7 @@ def log_model(libraries: Sequence[CompiledNetwork], run: StepRun, signature: Sig
     first = libraries[0]
     with translated_errors("log the model"):
         logged = flavor.log_model(
-            libraries,
-            name=names.MODEL_NAME,
-            signature=get_signature(first.inputs, first.outputs, signature),
+            libraries, name=names.MODEL_NAME, signature=get_signature(first.inputs, first.outputs, signature)
         )
     model_uri = str(logged.model_uri)
     run.log_tags({names.TAG_MODEL_URI: model_uri})

@@ -13,7 +13,7 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import CorrectnessError, ModelError, NotFasterError, UndecidedError
 from ansor_mlflow.measuring import Deviation
 from ansor_mlflow.steps.promotion.contest import Contest
-from ansor_mlflow.tracking import render_page
+from ansor_mlflow.tracking import html_table, render_page
 
 
 class PromotionOutcome(str, Enum):
@@ -145,6 +145,13 @@ class Promotion:
             contests=[_contest_rows(contest) for contest in self.contests],
             commands=commands,
         )
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (f"against version {contest.champion}", f"{contest.medians_ms[0]:.4g} ms, {contest.text}")
+            for contest in self.contests
+        ]
+        return html_table(f"{self.outcome.value}: {self.headline}: {self.reason}", [*rows, ("run", self.run_id)])
 
     def _notes(self) -> list[str]:
         notes = ["This was a dry run: no alias was moved."] if self.dry_run else []

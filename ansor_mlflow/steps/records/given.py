@@ -9,12 +9,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from ansor_mlflow import names
-from ansor_mlflow.device import (
-    Device,
-    DeviceFingerprint,
-    import_tensor_intrin,
-    vector_lanes,
-)
+from ansor_mlflow.device import Device, DeviceFingerprint, import_tensor_intrin, vector_lanes
 from ansor_mlflow.errors import RecordsError, UserInputError, first_line
 from ansor_mlflow.files import write_text
 from ansor_mlflow.lowering import LOWERING_VERSION, PaddedLayer, TuningTask, layers_to_pad, lower

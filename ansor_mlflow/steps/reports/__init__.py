@@ -4,3 +4,4 @@ from ansor_mlflow.steps.reports.diff import TaskDifference, TuningDifference, di
 from ansor_mlflow.steps.reports.explain import Explanation, explain_task
 from ansor_mlflow.steps.reports.plan import Plan, PlannedTask, plan_tuning
 from ansor_mlflow.steps.reports.runs import FoundRun, FoundRuns, find_runs
+from ansor_mlflow.steps.reports.trials import load_trials

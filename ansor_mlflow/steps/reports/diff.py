@@ -19,7 +19,7 @@ from ansor_mlflow.errors import RecordsError, SlowerError, UserInputError
 from ansor_mlflow.options import DiffOptions
 from ansor_mlflow.records import FAILED_RUN_S, Database, find_records, read_fingerprint
 from ansor_mlflow.steps.records import fetch_run, tuning_of
-from ansor_mlflow.tracking import is_uri, pinned_uri, translated_errors
+from ansor_mlflow.tracking import html_table, is_uri, pinned_uri, translated_errors
 
 _SINGLE_ERROR = 0.03
 """Relative standard error of a time that was measured once: repeated measurements differ by 3 to 5 %."""
@@ -83,6 +83,14 @@ class TuningDifference:
     """Entries of the fingerprints that differ."""
     versions: dict[str, tuple[str | None, str | None]]
     """Packages whose versions differ."""
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (task.task, f"{task.share:.1%}", f"{task.ratio:.3f}" if task.ratio else "", task.verdict)
+            for task in self.tasks
+        ]
+        title = f"{self.second.name} against {self.first.name}"
+        return html_table(title, rows, ("task", "share", "second / first", "the second is"))
 
     @property
     def ratio(self) -> float | None:

@@ -20,7 +20,7 @@ from ansor_mlflow.steps.records import (
     load_recorded_network,
     lower_for_device,
 )
-from ansor_mlflow.tracking import network_of
+from ansor_mlflow.tracking import html_table, network_of
 from ansor_mlflow.trials import TaskInfo, TaskState
 from ansor_mlflow.tuning import StoppingRules, resolve_num_trials
 
@@ -52,6 +52,16 @@ class Plan:
     tasks: tuple[PlannedTask, ...]
     notes: tuple[str, ...]
     """Sentences on what the tasks' figures do not say."""
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (task.info.name, str(task.info.weight), f"{task.flops_share:.1%}", str(task.num_trials))
+            for task in self.tasks
+        ]
+        title = (
+            f"{self.network} for {self.target}: {self.num_trials} trials, {self.expected_minutes:.1f} min on 2 cores"
+        )
+        return html_table(title, rows, ("task", "weight", "share of FLOPs", "trials"))
 
     @property
     def num_trials(self) -> int:

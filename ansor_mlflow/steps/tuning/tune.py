@@ -7,15 +7,11 @@ import json
 import logging
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ansor_mlflow import names
-from ansor_mlflow.device import (
-    Device,
-    DeviceFingerprint,
-    has_arithmetic,
-)
+from ansor_mlflow.device import Device, DeviceFingerprint, has_arithmetic
 from ansor_mlflow.errors import UserInputError, without_credentials
 from ansor_mlflow.lowering import LOWERING_VERSION, lower
 from ansor_mlflow.model import require_linker
@@ -39,9 +35,12 @@ from ansor_mlflow.tracking import (
     StepRun,
     command_lines,
     describe_environment,
+    html_table,
+    latency_metrics,
     network_of,
     open_outbox,
     step_run,
+    summary_rows,
     whole_records,
 )
 from ansor_mlflow.trials import StopReason, TuningObserver, TuningResult
@@ -57,15 +56,31 @@ from ansor_mlflow.tuning import (
 _log = logging.getLogger("ansor_mlflow")
 
 
-def tune(options: TuneOptions, observers: Sequence[TuningObserver] = ()) -> str:
+@dataclass(frozen=True, kw_only=True)
+class TuneResult:
+    """What a tuning found."""
+
+    run_id: str
+    """Of the MLflow run, which holds the records."""
+    network: str
+    target: str
+    """Short description, such as "llvm znver4 ×2"."""
+    metrics: dict[str, float]
+    """The estimated latencies and the number of trials, by their names in MLflow."""
+    stop_reason: str
+    """See `StopReason`."""
+
+    def _repr_html_(self) -> str:
+        title = f"tuning of {self.network} for {self.target}, ended by {self.stop_reason}"
+        return html_table(title, [*summary_rows(self.metrics), ("run", self.run_id)])
+
+
+def tune(options: TuneOptions, observers: Sequence[TuningObserver] = ()) -> TuneResult:
     """Tunes a network.
 
     Args:
         options: What and how.
         observers: Told about every round, besides MLflow.
-
-    Returns:
-        ID of the MLflow run, which holds the records.
 
     Raises:
         AnsorMlflowError: The options are not usable, a server is away, or a task has no valid trial.
@@ -77,17 +92,17 @@ def tune(options: TuneOptions, observers: Sequence[TuningObserver] = ()) -> str:
         _log_file(run.directory / names.LOG_FILE),
     ):
         try:
-            _tune(options, run, outbox, observers)
+            found = _tune(options, run, outbox, observers)
         finally:
             if outbox.was_used:  # the tuning began
                 outbox.put(Message(artifacts=_records_and_log(run), remove=f"{names.RECORDS_DIR}/{PARTS_DIR}"))
         if options.record_pool:
             give_to_pool(options.record_pool, run.directory / names.RECORDS_DIR, run.run_id)
         outbox.put(Message(status="FINISHED"))
-        return run.run_id
+        return found
 
 
-def _tune(options: TuneOptions, run: StepRun, outbox: Outbox, observers: Sequence[TuningObserver]) -> None:
+def _tune(options: TuneOptions, run: StepRun, outbox: Outbox, observers: Sequence[TuningObserver]) -> TuneResult:
     records = run.directory / names.RECORDS_DIR
     if options.resume_run:
         fetch_what_was_measured(run.run_id, records)
@@ -122,6 +137,13 @@ def _tune(options: TuneOptions, run: StepRun, outbox: Outbox, observers: Sequenc
         result = tune_locally(job, options, observers, resume=is_resumed)
     write_description(records, device.fingerprint, _at_the_end(provenance, options, result))
     require_valid_trials(result)
+    return TuneResult(
+        run_id=run.run_id,
+        network=network.name,
+        target=device.description,
+        metrics={names.TRIALS_MEASURED: result.total_trials, **latency_metrics(result)},
+        stop_reason=result.stop_reason,
+    )
 
 
 def _at_the_end(provenance: Provenance, options: TuneOptions, result: TuningResult) -> Provenance:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import html
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,6 +37,23 @@ def render_page(template: str, *, title: str, subtitle: str = "", **values: Any)
         values: What the template names besides.
     """
     return _environment().get_template(template).render(title=title, subtitle=subtitle, **values)
+
+
+def html_table(title: str, rows: Iterable[Sequence[str]], headers: Sequence[str] = ()) -> str:
+    """A table as a notebook shows it; texts are escaped.
+
+    Args:
+        title: Above it.
+        rows: Texts of the cells.
+        headers: Of the columns.
+    """
+    lines = [_row(headers, "th")] if headers else []
+    lines += [_row(row, "td") for row in rows]
+    return f"<table><caption>{html.escape(title)}</caption>{''.join(lines)}</table>"
+
+
+def _row(cells: Sequence[str], tag: str) -> str:
+    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 @cache

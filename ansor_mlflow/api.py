@@ -1,0 +1,174 @@
+"""The Python door: the commands as functions, with their parameters, defaults and checks, and typed results.
+
+Users import these functions from `ansor_mlflow`, which loads this module when one of them is first asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeAlias, TypeVar, cast, overload
+
+from ansor_mlflow.cli import progress_observers, write_json
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.networks import PROGRAM_SUFFIX, write_onnx
+from ansor_mlflow.options import (
+    CompileOptions,
+    DiffOptions,
+    EvaluateOptions,
+    Options,
+    PipelineOptions,
+    PlanOptions,
+    PromoteOptions,
+    TuneOptions,
+    load_options,
+)
+from ansor_mlflow.steps.compiling import CompileResult, compile_network
+from ansor_mlflow.steps.evaluate import EvaluateResult
+from ansor_mlflow.steps.evaluate import evaluate as evaluate_step
+from ansor_mlflow.steps.pipeline import PipelineResult, run_pipeline
+from ansor_mlflow.steps.promotion import Promotion, Rollback, roll_back
+from ansor_mlflow.steps.promotion import promote as promote_step
+from ansor_mlflow.steps.reports import Plan, TuningDifference, diff_runs, plan_tuning
+from ansor_mlflow.steps.tuning import TuneResult
+from ansor_mlflow.steps.tuning import tune as tune_step
+
+if TYPE_CHECKING:
+    import onnx
+    import torch
+
+    Network: TypeAlias = str | os.PathLike[str] | onnx.ModelProto | torch.export.ExportedProgram
+
+P = ParamSpec("P")
+OptionsT = TypeVar("OptionsT", bound=Options)
+ResultT = TypeVar("ResultT")
+ResultT_co = TypeVar("ResultT_co", covariant=True)
+
+
+class NetworkFunction(Protocol[P, ResultT_co]):
+    """A function of a network, and of the parameters of an option class."""
+
+    @overload
+    def __call__(self, network: Network, /, *args: P.args, **parameters: P.kwargs) -> ResultT_co: ...
+    @overload
+    def __call__(self, *args: P.args, **parameters: P.kwargs) -> ResultT_co: ...
+
+
+def _with_parameters(options: Callable[P, OptionsT]) -> Callable[[Callable[[OptionsT], ResultT]], Callable[P, ResultT]]:
+    """Makes a function of options one of their fields; type checkers and editors see them, too."""
+
+    def decorate(function: Callable[[OptionsT], ResultT]) -> Callable[P, ResultT]:
+        @functools.wraps(function)
+        def call(*args: P.args, **parameters: P.kwargs) -> ResultT:
+            if args:
+                raise UserInputError(f"{function.__name__}({args[0]!r}): parameters are given by name; see help()")
+            return function(load_options(cast("type[OptionsT]", options), parameters))
+
+        call.__signature__ = inspect.signature(options)  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def _of_network(
+    options: Callable[P, OptionsT],
+) -> Callable[[Callable[[OptionsT], ResultT]], NetworkFunction[P, ResultT]]:
+    """As `_with_parameters`; the network may come first, and may be in memory."""
+
+    def decorate(function: Callable[[OptionsT], ResultT]) -> NetworkFunction[P, ResultT]:
+        by_name: Callable[..., ResultT] = _with_parameters(options)(function)
+
+        @functools.wraps(by_name)
+        def call(network: Network | None = None, /, **parameters: Any) -> ResultT:
+            with _network_in_a_file(parameters.pop("network", "") if network is None else network) as name:
+                return by_name(network=name, **parameters)
+
+        return cast("NetworkFunction[P, ResultT]", call)
+
+    return decorate
+
+
+@_of_network(TuneOptions)
+def tune(options: TuneOptions) -> TuneResult:
+    """Searches the best schedule for every task of a network; the records are in the run."""
+    with progress_observers() as observers:
+        return tune_step(options, observers)
+
+
+@_of_network(CompileOptions)
+def compile(options: CompileOptions) -> CompileResult:
+    """Builds a network with tuning records and logs it as a model."""
+    return compile_network(options)
+
+
+@_with_parameters(EvaluateOptions)
+def evaluate(options: EvaluateOptions) -> EvaluateResult:
+    """Checks a model against ONNX Runtime and measures its latency."""
+    return evaluate_step(options)
+
+
+@_with_parameters(PromoteOptions)
+def promote(options: PromoteOptions) -> Promotion | Rollback:
+    """Makes a version of a registered model the champion if it is right and faster than the champion on this host.
+
+    One that loses is no error; `Promotion.require_won` makes it one. With `rollback` the last promotion is taken back.
+    """
+    return roll_back(options) if options.rollback else promote_step(options)
+
+
+@_of_network(PipelineOptions)
+def pipeline(options: PipelineOptions) -> PipelineResult:
+    """Tunes, compiles and evaluates a network and, if asked, registers and promotes it; all of it in this process."""
+    with progress_observers() as observers:
+        return run_pipeline(options, observers=observers)
+
+
+@_of_network(PlanOptions)
+def plan(options: PlanOptions) -> Plan:
+    """Lists the tasks that tuning a network would search, and the trials that each would get. Measures nothing."""
+    made = plan_tuning(options)
+    write_json(options.json_file, made)
+    return made
+
+
+def diff(first: str, second: str) -> TuningDifference:
+    """Compares two tunings task by task: which is faster, by how much, and is that more than noise.
+
+    Args:
+        first: ID of a run of tune, compile or main, or the URI of a model.
+        second: What is compared with it.
+    """
+    return diff_runs(load_options(DiffOptions, {"runs": (first, second)}))
+
+
+@contextlib.contextmanager
+def _network_in_a_file(network: Network) -> Iterator[str]:
+    """A name or path as it is; what is in memory is in a file meanwhile, of which a tuning's run keeps a copy."""
+    if isinstance(network, str | os.PathLike):
+        yield os.fspath(network)
+        return
+    kind = type(network).__name__
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as directory:
+        if kind == "ModelProto":
+            path = Path(directory, f"{_file_name(network.graph.name)}.onnx")
+            write_onnx(network, path)
+        elif kind == "ExportedProgram":
+            import torch
+
+            path = Path(directory, f"program{PROGRAM_SUFFIX}")
+            torch.export.save(network, path)
+        else:
+            raise UserInputError(
+                f"network is a {kind}; give a name, a path, a URI, an onnx.ModelProto or a torch.export.ExportedProgram"
+            )
+        yield str(path)
+
+
+def _file_name(text: str) -> str:
+    """The letters and digits of a graph's name, or else "network"."""
+    return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in text).strip("-.") or "network"

@@ -1,0 +1,159 @@
+"""`import ansor_mlflow as am`: the commands as functions, typed, with results for people and for notebooks."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import nbformat
+import onnx
+import pytest
+from helpers.commands import ROOT, environment
+from helpers.torch_process import TorchProcess
+from nbclient import NotebookClient
+
+import ansor_mlflow as am
+from ansor_mlflow import names
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.options import (
+    CompileOptions,
+    EvaluateOptions,
+    Options,
+    PipelineOptions,
+    PlanOptions,
+    PromoteOptions,
+    TuneOptions,
+)
+
+PAGE = ROOT / "docs" / "python.md"
+QUICK = {"strategy": "random", "min_repeat_ms": 0, "number": 1}
+
+
+def page_blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.system
+def test_the_page_of_the_documentation_works(
+    new_experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    for block in page_blocks():
+        exec(compile(block, str(PAGE), "exec"), found)
+    promised = re.search(r"print\(err\)  # (.*)", PAGE.read_text())
+    assert promised is not None
+    assert capsys.readouterr().out.splitlines()[-1] == promised[1]
+    assert found["checked"].metrics["max_rel_error"] < 1e-4
+    assert found["loaded"].run({"x": found["np"].ones((8, 32), "float32")})["y"] == pytest.approx(0.32)
+    steps = {run.data.tags[names.TAG_STEP] for run in mlflow.search_runs([new_experiment], output_format="list")}
+    assert steps == {"main", "tune", "compile", "evaluate"}
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        ("tune", TuneOptions),
+        ("compile", CompileOptions),
+        ("evaluate", EvaluateOptions),
+        ("promote", PromoteOptions),
+        ("pipeline", PipelineOptions),
+        ("plan", PlanOptions),
+    ],
+)
+def test_functions_have_the_parameters_of_the_commands(function: str, options: type[Options]) -> None:
+    parameters = inspect.signature(getattr(am, function)).parameters
+    assert list(parameters) == list(options.model_fields)
+    for name, field in options.model_fields.items():
+        assert (parameters[name].default is inspect.Parameter.empty) == field.is_required()
+
+
+def test_all_that_is_promised_is_there() -> None:
+    assert set(am.__all__) <= set(dir(am))
+    assert all(callable(getattr(am, name)) for name in am.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'tuna'"):
+        am.tuna  # type: ignore[attr-defined]  # noqa: B018
+
+
+PROGRAM = """
+import ansor_mlflow as am
+import onnx
+
+am.tune("resnet-18", trials=64, cost_model="xgb").metrics["best_latency_ms"] + 1
+am.tune(onnx.ModelProto(), num_threads="auto")
+am.tune(resume_run="0").run_id.upper()
+am.compile(tune_run="0").coverage.task_share + 1
+am.evaluate(model_uri="models:/m-1").target.upper()
+am.promote(model="m", candidate="2", dry_run=True)
+am.diff("0", "1").require_not_slower(0.03)
+am.tune("resnet-18", trails=64)  # wrong
+am.tune("resnet-18", trials="many")  # wrong
+am.tune("resnet-18", cost_model="xgboost")  # wrong
+am.evaluate()  # wrong
+am.tune("resnet-18").runid  # wrong
+"""
+
+
+def test_type_checkers_know_parameters_and_results(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "mypy", "--config-file", "setup.cfg", str(tmp_path / "program.py")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    wrong = {number for number, line in enumerate(PROGRAM.splitlines(), 1) if line.endswith("# wrong")}
+    assert {int(number) for number in re.findall(r"program\.py:(\d+): error", done.stdout)} == wrong, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: am.tune("resnet-18", trials=0), "^trials=0: it must be a whole number of at least 1, or auto$"),
+        (lambda: am.tune("resnet-18", trails=1), "^parameters: unknown key 'trails'; perhaps you meant trials$"),
+        (am.evaluate, "^model_uri='': it must be a model URI or a path$"),
+        (lambda: am.evaluate("models:/m"), r"^evaluate\('models:/m'\): parameters are given by name; see help\(\)$"),
+        (lambda: am.plan(3), "^network is a int; give a name, a path, a URI, an onnx.ModelProto or a torch.export"),
+    ],
+)
+def test_what_is_wrong_is_said_as_the_commands_say_it(call: Any, message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
+        call()
+
+
+def test_a_graph_in_memory_is_called_by_its_name(small_onnx: Path) -> None:
+    model = onnx.load(small_onnx)
+    assert am.plan(model).network == "small"
+    model.graph.name = "../torch jit"
+    assert am.plan(network=model).network == "torch-jit"
+
+
+def test_a_program_of_pytorch_in_memory() -> None:
+    pytorch = TorchProcess()
+    try:
+        assert pytorch.call("helpers.torch_models.plan_in_memory") == ["program", 1]
+    finally:
+        pytorch.close()
+
+
+CELLS = [
+    "import ansor_mlflow as am",
+    f"am.pipeline('dense:4,32,16', trials=4, turns=1, **{QUICK})",
+    "am.plan('dense:4,32,16', trials=4)",
+]
+
+
+@pytest.mark.system
+def test_a_notebook_shows_progress_and_results(experiment_id: str, tmp_path: Path) -> None:
+    """In a real kernel of Jupyter."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    env = {**environment(mlflow.get_tracking_uri()), "MLFLOW_EXPERIMENT_ID": experiment_id}
+    client = NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": tmp_path}})
+    client.execute(env=env)
+    progress, result = (output for output in notebook.cells[1].outputs if "data" in output)
+    assert "stopped by trials" in progress.data["text/html"]
+    assert "4/4 trials" in progress.data["text/html"]
+    assert "<table><caption>dense:4,32,16 for llvm" in result.data["text/html"]
+    assert "speedup over ONNX Runtime" in result.data["text/html"]
+    assert "<th>task</th>" in notebook.cells[2].outputs[-1].data["text/html"]
