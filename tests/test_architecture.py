@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -114,6 +115,11 @@ def test_no_two_rooms_import_each_other() -> None:
 def test_only_the_upper_floors_know_mlflow(module: str) -> None:
     if FLOOR.get(part_of(module) or "", 0) < MLFLOW_FLOOR:
         assert "mlflow" not in {name.split(".")[0] for name, _ in imports_of(module)}
+
+
+def test_the_picture_of_the_rooms_shows_them_all() -> None:
+    picture = (ROOT / "docs" / "images" / "architecture.svg").read_text()
+    assert {part for part in FLOOR if not re.search(rf"\b{part}\b", picture)} == set()
 
 
 def test_folders_are_small_enough_to_look_at() -> None:
