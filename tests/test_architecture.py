@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -115,6 +116,16 @@ def test_no_two_rooms_import_each_other() -> None:
 def test_only_the_upper_floors_know_mlflow(module: str) -> None:
     if FLOOR.get(part_of(module) or "", 0) < MLFLOW_FLOOR:
         assert "mlflow" not in {name.split(".")[0] for name, _ in imports_of(module)}
+
+
+def test_no_two_classes_share_a_name() -> None:
+    names = Counter(
+        node.name.lstrip("_")
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, number in names.items() if number > 1] == []
 
 
 def test_the_picture_of_the_rooms_shows_them_all() -> None:

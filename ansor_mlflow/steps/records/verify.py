@@ -129,8 +129,8 @@ def verify_records(
         kernels = lower_for_device(load_recorded_network(recorded), recorded.options)
         device = kernels.device
         device.require_measurable_here()
-        candidates = _candidates(databases, device.target)
-        others = _num_of_other_targets(databases[-1], device.target)
+        candidates = _candidates(databases, device.fingerprint.target)
+        others = _num_of_other_targets(databases[-1], device.fingerprint.target)
         by_task = [(task, candidates.pop(task.info.workload_hash, [])) for task in kernels.tasks]
         if not any(records for _, records in by_task):
             raise RecordsError(_nothing_to_replay(options.source, kernels, others))
