@@ -32,7 +32,8 @@ def test_sizes_are_those_of_the_networks(name: str) -> None:
 
 def test_networks_and_operators_are_listed() -> None:
     output = CliRunner().invoke(cli, ["networks"]).output
-    listed = [line.split()[1] for line in output.splitlines() if line.startswith("│")]
+    table, _, _ = output.partition("\n\n")
+    listed = [line.split()[0] for line in table.splitlines()[1:]]
     assert listed == list(BUILTIN_NETWORKS)
     for form in OPERATORS.values():
         assert form in output

@@ -214,5 +214,5 @@ def test_without_a_compiler(
 
 def test_a_model_does_not_tell_the_password_of_its_records(tmp_path: Path) -> None:
     options = CompileOptions(network="small", records="https://bob:hunter2@host/records")
-    recorded = Recorded(options=options, records=tmp_path, network="small", provenance=None)
+    recorded = Recorded(options=options, records=tmp_path, copy="", provenance=None)
     assert provenance_of(recorded)["records"] == "https://…@host/records"

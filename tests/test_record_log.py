@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 HOST = {"kind": "llvm", "mcpu": "znver4"}
 WORKLOAD = '["255","bW9kdWxl"]'
-HASH = "0xff"
+HASH = f"{255:#018x}"
 """The same number as in `WORKLOAD`."""
 
 

@@ -354,7 +354,7 @@ def add_schedule(
     change(schedule)
     candidate = MeasureCandidate(schedule, ArgInfo.from_entry_func(task.mod))
     _, (record,) = log_lines(task.mod, target, [candidate], [[run_s]])
-    hashes = [int(hash_) for hash_, _ in read_lines(records / WORKLOAD_FILE)]
+    hashes = [f"{int(hash_):#018x}" for hash_, _ in read_lines(records / WORKLOAD_FILE)]
     with (records / RECORD_FILE).open("a") as file:
         file.write(record.line(hashes.index(task.info.workload_hash)) + "\n")
 
