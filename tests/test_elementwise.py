@@ -1,4 +1,4 @@
-"""Elementwise operators become part of the kernel before them, whatever TVM's layout pass knows of them."""
+"""Elementwise operators become part of the function before them, whatever TVM's layout pass knows of them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def between_convolutions(case: str) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_operator_between_convolutions_is_in_the_kernel_of_the_first(host_target: Target, case: str) -> None:
+def test_an_operator_between_convolutions_is_in_the_function_of_the_first(host_target: Target, case: str) -> None:
     import tvm
 
     model = between_convolutions(case)

@@ -1,4 +1,4 @@
-"""Lowering gives the same kernels every time, and kernels that compute what the network computes."""
+"""Lowering gives the same functions every time, and functions that compute what the network computes."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def run_onnxruntime(network: Network, inputs: dict[str, np.ndarray]) -> np.ndarr
 
 
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
-def test_lowering_twice_gives_the_same_kernels(small_network: Network, host_target: Target, layout: Layout) -> None:
+def test_lowering_twice_gives_the_same_tasks(small_network: Network, host_target: Target, layout: Layout) -> None:
     first, second = (lower(small_network.model, host_target, LoweringSettings(layout=layout)) for _ in range(2))
     assert hashes(first)
     assert hashes(first) == hashes(second)
     assert [task.info for task in first.tasks] == [task.info for task in second.tasks]
 
 
-def test_kernels_do_not_depend_on_the_values_of_weights(host_target: Target) -> None:
+def test_tasks_do_not_depend_on_the_values_of_weights(host_target: Target) -> None:
     """So that records of a generated network serve a trained one."""
 
     def lower_with(seed: int) -> LoweredNetwork:
@@ -71,14 +71,14 @@ def test_every_builtin_network_can_be_lowered(name: str, host_target: Target) ->
     assert sum(task.info.weight * task.info.flops for task in lowered.tasks) > 0
 
 
-def test_layouts_have_different_kernels(small_network: Network, host_target: Target) -> None:
+def test_layouts_have_different_tasks(small_network: Network, host_target: Target) -> None:
     nhwc, nchw = (
         hashes(lower(small_network.model, host_target, LoweringSettings(layout=layout))) for layout in ("NHWC", "NCHW")
     )
     assert set(nhwc) != set(nchw)
 
 
-def test_tasks_are_the_kernels_of_the_network(small_network: Network, host_target: Target) -> None:
+def test_tasks_are_the_functions_of_the_network(small_network: Network, host_target: Target) -> None:
     lowered = lower(small_network.model, host_target)
     assert [task.info.index for task in lowered.tasks] == list(range(len(lowered.tasks)))
     assert len(set(hashes(lowered))) == len(lowered.tasks)
@@ -88,7 +88,7 @@ def test_tasks_are_the_kernels_of_the_network(small_network: Network, host_targe
     assert convolution.info.flops >= 2 * 8 * 16 * 16 * 3 * 3 * 3
 
 
-def test_a_kernel_that_is_called_twice_is_one_task(host_target: Target) -> None:
+def test_a_function_that_is_called_twice_is_one_task(host_target: Target) -> None:
     builder = GraphBuilder(seed=0)
     data = builder.input("data", (1, 8, 16, 16))
     for name in ("first", "second"):
@@ -106,7 +106,7 @@ def test_untuned_kernels_agree_with_onnxruntime(small_network: Network, host_tar
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_kernels_do_not_depend_on_the_number_of_threads(small_network: Network) -> None:
+def test_tasks_do_not_depend_on_the_number_of_threads(small_network: Network) -> None:
     one, four = (hashes(lower(small_network.model, resolve_target("llvm", threads))) for threads in (1, 4))
     assert one == four
 

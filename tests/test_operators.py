@@ -169,7 +169,7 @@ def test_the_graph_computes_what_numpy_does(case: Case) -> None:
 
 
 @each_case()
-def test_the_kernels_compute_it_in_as_many_operations(case: Case, host_target: Target, tmp_path: Path) -> None:
+def test_the_tasks_compute_it_in_as_many_operations(case: Case, host_target: Target, tmp_path: Path) -> None:
     """Up to padding, which counts nothing, and two operations for each element of the output: bias and relu."""
     import tvm
 
@@ -185,7 +185,7 @@ def test_the_kernels_compute_it_in_as_many_operations(case: Case, host_target: T
     assert_same(output, expected(case, network, inputs))
 
 
-def test_the_kernel_is_the_same_as_in_a_network(host_target: Target) -> None:
+def test_the_task_is_the_same_as_in_a_network(host_target: Target) -> None:
     """So that records of an operator serve the networks that have it."""
     builder = GraphBuilder(seed=0)
     data = builder.input("data", (1, 3, 10, 10))

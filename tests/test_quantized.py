@@ -147,7 +147,7 @@ def test_rounding_and_saturation_are_onnxs(host_target: Target, dtype: int, axis
     np.testing.assert_array_equal(run_untuned(lower(model, host_target), host_target, x), expected)
 
 
-def test_quantization_is_part_of_the_kernel_before_it(
+def test_quantization_is_part_of_the_function_before_it(
     float_network: Network, host_target: Target, tmp_path: Path
 ) -> None:
     """No layout parts them: only the input is transposed, and what is flattened."""

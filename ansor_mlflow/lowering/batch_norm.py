@@ -1,8 +1,8 @@
 """Folds batch normalisation into the convolution before it.
 
 With fixed statistics, normalising the output of a convolution is scaling its weights and shifting its bias:
-γ (W∗x + b − μ) / √(σ² + ε) + β = (γ/√(σ²+ε) W)∗x + (b − μ) γ/√(σ²+ε) + β. The kernels that TVM then makes are simpler,
-and TVM need not evaluate the constants operation by operation, which takes longer than all other lowering.
+γ (W∗x + b − μ) / √(σ² + ε) + β = (γ/√(σ²+ε) W)∗x + (b − μ) γ/√(σ²+ε) + β. TVM then makes simpler functions, and
+need not evaluate the constants operation by operation, which takes longer than all other lowering.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Elementwise operators in terms of those that every pass over Relax knows.
 
-ConvertLayout transposes data before and after an operator that it does not know, and so parts it from the kernel of the
-layer before. It knows maxima and rounding, but neither quantisation nor what TVM makes of ONNX's Clip.
+ConvertLayout transposes data before and after an operator that it does not know, which is then not fused with the layer
+before. It knows maxima and rounding, but neither quantisation nor what TVM makes of ONNX's Clip.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tvm.ir.transform import Pass, Sequential
 from ansor_mlflow.lowering.rewriting import rewrite_main
 
 _BOUNDS: dict[str, Callable[..., relax.Expr]] = {"maximum": relax.op.maximum, "minimum": relax.op.minimum}
-"""By the name of the kernel that TVM imports a bound of Clip as."""
+"""What takes the place of the functions as which TVM imports the bounds of Clip, by their names."""
 _QUANTIZED = {"int8", "int16", "int32", "uint8", "uint16"}
 
 
@@ -44,13 +44,13 @@ class _Expander(relax.PyExprMutator):  # type: ignore[misc]
         return call
 
     def _bounded(self, call: relax.Call) -> relax.Expr:
-        """A bound of Clip: an argument, or before version 11 of ONNX's operators a number in the kernel."""
-        kernel, arguments = call.args[:2]
-        function = _BOUNDS.get(kernel.name_hint.rstrip("0123456789"))
-        if function is None:
+        """A bound of Clip: an argument, or before version 11 of ONNX's operators a number in the function."""
+        callee, arguments = call.args[:2]
+        bound = _BOUNDS.get(callee.name_hint.rstrip("0123456789"))
+        if bound is None:
             return call
         data, *bounds = arguments
-        return function(data, *bounds or [relax.const(_number(self._mod[kernel]), _dtype(data))])
+        return bound(data, *bounds or [relax.const(_number(self._mod[callee]), _dtype(data))])
 
     def _quantized(self, call: relax.Call) -> relax.Expr:
         """saturate(round(x / scale) + zero point), ties to even, as ONNX's QuantizeLinear."""
@@ -86,7 +86,7 @@ class _Expander(relax.PyExprMutator):  # type: ignore[misc]
 
 
 def expand_elementwise() -> Pass:
-    """The pass that replaces bounds, leaky rectifiers and quantisations by arithmetic, and kernels that nothing calls
+    """The pass that replaces bounds, leaky rectifiers and quantisations by arithmetic, and functions that nothing calls
     any more by nothing.
     """
     expand = rewrite_main("ExpandElementwise", _Expander)
@@ -107,9 +107,9 @@ def _dtype(tensor: relax.Expr) -> str:
     return str(tensor.ty.dtype)
 
 
-def _number(kernel: tirx.PrimFunc) -> float:
-    """What a kernel that holds a bound compares every element with."""
-    statement = kernel.body
+def _number(function: tirx.PrimFunc) -> float:
+    """What a function that holds a bound compares every element with."""
+    statement = function.body
     while not isinstance(statement, tirx.BufferStore):
         statement = statement.block if hasattr(statement, "block") else statement.body
     return float(statement.value.b.value)

@@ -1,7 +1,7 @@
 """ONNX → Relax → layout → fused tasks.
 
-A tuned schedule is found again by the structural hash of its kernel, so whatever changes a kernel here makes older
-records useless: raise `LOWERING_VERSION` with such a change.
+A tuned schedule is found again by the structural hash of its function, so whatever changes a function here makes
+older records useless: raise `LOWERING_VERSION` with such a change.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
 LOWERING_VERSION = 5
-"""Provenance of records: two lowerings with different versions may give different kernels for one network."""
+"""Provenance of records: two lowerings with different versions may give different tasks for one network."""
 
 
 _DEFAULTS = LoweringSettings()
@@ -40,7 +40,7 @@ _LAYOUTS = {
 
 @dataclass(frozen=True)
 class TuningTask:
-    """A distinct kernel of a network, as the search takes it."""
+    """A distinct fused function of a network, as the search takes it."""
 
     info: TaskInfo
     mod: IRModule
@@ -49,18 +49,18 @@ class TuningTask:
 
 @dataclass(frozen=True)
 class LoweredNetwork:
-    """A network as fused kernels; weights are constants, "main" takes the network's inputs alone."""
+    """A network as fused functions; weights are constants, "main" takes the network's inputs alone."""
 
     mod: IRModule
     tasks: tuple[TuningTask, ...]
 
 
 def lower(model: onnx.ModelProto, target: Target, settings: LoweringSettings = _DEFAULTS) -> LoweredNetwork:
-    """Lowers a network to fused kernels for `target`.
+    """Lowers a network to fused functions for `target`.
 
     Args:
         model: ONNX model whose inputs have static shapes.
-        target: Device that the kernels are for.
+        target: Device that the functions are for.
         settings: Layout, type and padding.
 
     Raises:
@@ -144,13 +144,13 @@ def _extract_tasks(mod: IRModule, target: Target) -> tuple[TuningTask, ...]:
 
     tasks = []
     for index, task in enumerate(ms.relax_integration.extract_tasks(mod, target)):
-        kernel = task.dispatched[0]
+        function = task.dispatched[0]
         info = TaskInfo(
             index=index,
             name=str(task.task_name),
             weight=int(task.weight),
-            flops=float(estimate_tir_flops(kernel)),
-            workload_hash=shash2hex(kernel),
+            flops=float(estimate_tir_flops(function)),
+            workload_hash=shash2hex(function),
         )
-        tasks.append(TuningTask(info=info, mod=kernel))
+        tasks.append(TuningTask(info=info, mod=function))
     return tuple(tasks)

@@ -1,4 +1,4 @@
-"""Slices that stay out of the kernels before them.
+"""Slices that stay out of the functions before them.
 
 TVM takes a slice that begins at zero for an elementwise operation, since it reads what it writes, and fuses it into a
 convolution. The convolution's tiles then have to fit the sizes after the slice, too, for which they were padded.
