@@ -50,9 +50,9 @@ COVERAGE_FLOPS = "coverage_flops"
 
 # -- metrics of a recompile run
 RECORDS_APPLIED = "records_applied"
-"""Kernels whose records still apply."""
+"""Workloads whose records still apply."""
 RECORDS_LOST = "records_lost"
-"""Kernels whose records do not, or that the network has no more."""
+"""Workloads whose records do not, or that the network has no more."""
 
 # -- metrics of an evaluate run and of the pipeline's parent
 LATENCY_MS = "latency_ms"

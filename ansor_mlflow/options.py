@@ -192,7 +192,7 @@ class TuneOptions(BudgetOptions):
     record_pool: str = _parameter(
         "",
         "Path or artifact URI of shared records: those of this device are taken before tuning, and what was measured "
-        "is added afterwards. A kernel that was tuned with as many trials per task before gets none.",
+        "is added afterwards. A task that was tuned before with as many trials per task gets none.",
         "a path or an artifact URI",
     )
     resume_run: str = _parameter(
@@ -447,7 +447,7 @@ class DiffOptions(ReportOptions):
     fail_if_slower: Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_parse_share)] | None = (
         _parameter(
             None,
-            "Share by which the second may be slower, such as 3%; by more, or without a record of a kernel that the "
+            "Share by which the second may be slower, such as 3%; by more, or without a record of a task that the "
             "first has, the exit code is 8.",
             "a share such as 3% or 0.03",
         )
@@ -521,7 +521,7 @@ class MergeRecordsOptions(Options):
 class DistillRecordsOptions(MergeRecordsOptions):
     """The command `records distill`: which records are kept."""
 
-    keep: PositiveInt = _parameter(1, "Fastest records to keep of each kernel and target.")
+    keep: PositiveInt = _parameter(1, "Fastest records to keep of each workload and target.")
     target: str = _parameter(
         "",
         "Targets whose records are taken: those with these attributes, such as `llvm -mcpu=znver4`, or auto for this "
@@ -534,7 +534,7 @@ class VerifyRecordsOptions(SourceOptions):
     """The command `records verify`: which records are replayed."""
 
     keep: PositiveInt | Literal["all"] = _parameter(
-        1, "Records to replay of each kernel: the winner of the tuning first, then the fastest."
+        1, "Records to replay of each task: the winner of the tuning first, then the fastest."
     )
     measure_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _same_as(TuneOptions, "measure_timeout_s")
     worker_memory_mib: Annotated[int, Field(ge=512)] = _same_as(TuneOptions, "worker_memory_mib")

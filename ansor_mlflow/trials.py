@@ -41,12 +41,12 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskInfo:
-    """A tuning task: one distinct fused kernel of the network."""
+    """A tuning task: one distinct fused function of the network."""
 
     index: int
     name: str
     weight: int
-    """Number of times the network calls the kernel."""
+    """Number of times the network calls it."""
     flops: float
     """Floating point operations of one call."""
     workload_hash: str
@@ -191,7 +191,7 @@ class StopReason:
     SPACE_EXHAUSTED = "space_exhausted"
     """Every program of the search space was measured."""
     NOTHING_TO_TUNE = "nothing_to_tune"
-    """The kernel computes nothing (it moves data, at most), and the search has no program for it."""
+    """The task computes nothing (it moves data, at most), and the search has no program for it."""
     KNOWN = "known"
     """The record pool knows enough of it already."""
     INTERRUPTED = "interrupted"

@@ -93,7 +93,7 @@ def small_network(small_onnx: Path) -> Network:
 
 @pytest.fixture(scope="session")
 def small_lowered(small_network: Network, host_target: Target) -> LoweredNetwork:
-    """The kernels of `small_network` for this host."""
+    """The tasks of `small_network` for this host."""
     return lower(small_network.model, host_target)
 
 
@@ -101,7 +101,7 @@ def small_lowered(small_network: Network, host_target: Target) -> LoweredNetwork
 def dense(host_target: Target) -> LoweredNetwork:
     """Two dense layers: two tasks whose spaces are large and quick to search.
 
-    The first argument of their kernels has the shape (4, 32) and (4, 16).
+    The first argument of the tasks has the shape (4, 32) and (4, 16).
     """
     builder = GraphBuilder(seed=0)
     data = builder.input("data", (4, 32))
@@ -120,7 +120,7 @@ def single(host_target: Target) -> LoweredNetwork:
 
 @pytest.fixture(scope="session")
 def tiny(host_target: Target) -> LoweredNetwork:
-    """A kernel with a handful of programs."""
+    """A task with a handful of programs."""
     builder = GraphBuilder(seed=0)
     builder.relu("relu", builder.input("data", (2, 2)))
     return lower(builder.build("tiny", {"relu": (2, 2)}), host_target)
@@ -128,7 +128,7 @@ def tiny(host_target: Target) -> LoweredNetwork:
 
 @pytest.fixture(scope="session")
 def tuned_records(small_lowered: LoweredNetwork, host_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A work directory of TVM with two random schedules of every kernel of the small network, measured on this host.
+    """A work directory of TVM with two random schedules of every task of the small network, measured on this host.
 
     Not to be written to.
     """

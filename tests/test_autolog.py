@@ -50,7 +50,7 @@ def matmul(size: int = 16) -> IRModule:
 
 
 def two_matmuls() -> IRModule:
-    """A Relax function whose two kernels differ, the first of which is called twice."""
+    """A Relax function whose two tasks differ, the first of which is called twice."""
     from tvm import relax
 
     builder = relax.BlockBuilder()
@@ -229,7 +229,7 @@ def test_each_entry_point_is_logged_once_and_as_our_own_tuner_logs(
     assert run.data.tags[names.TAG_TARGET].startswith("llvm ×")
     assert run.data.tags[names.TAG_STOP_REASON] == "trials"
     assert run.data.tags["mlflow.autologging"] == "ansor_mlflow"
-    title = "main" if len(tasks) == 1 else "2 kernels"
+    title = "main" if len(tasks) == 1 else "2 tasks"
     assert re.fullmatch(rf"tune {title} · llvm ×\d+ · 4 trials", str(run.info.run_name))
     expected = {"num_tasks": str(len(tasks)), "num_trials": "4", "trials": "4", "num_trials_per_round": "2"}
     assert expected.items() <= run.data.params.items()
@@ -269,7 +269,7 @@ def test_records_are_those_of_the_users_database_with_their_device(new_experimen
     assert [entry.run_s for entry in read_journal(records)] == [(seconds,) for seconds in TIMES]
 
 
-def test_a_tuning_of_ours_does_not_go_on_from_other_kernels(
+def test_a_tuning_of_ours_does_not_go_on_from_other_tasks(
     new_experiment: str, tmp_path: Path, run_here: RunCommand, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tune_tir(tmp_path / "work")

@@ -153,7 +153,7 @@ def files(tmp_path: Path, small_onnx: Path) -> None:
         ({"network": "models:/nobody"}, USER, "network=models:/nobody: no URI of a model; write models:/name/version"),
         ({"network": "models:/nobody/1"}, USER, "cannot read network=models:/nobody/1: .*not found"),
         ({"network": f"runs:/{NO_RUN}/net.onnx"}, USER, f"cannot read network=runs:/{NO_RUN}/net.onnx: .*not found"),
-        ({"network": "identity.onnx"}, USER, "network=identity.onnx: it has no kernel to tune; give a network that"),
+        ({"network": "identity.onnx"}, USER, "network=identity.onnx: it has no task to tune; give a network that"),
         ({"target": "nvidia/quantum"}, USER, "target='nvidia/quantum' is unknown to TVM: .*; use auto, a tag, JSON"),
         ({"target": '{"kind": '}, USER, "target='{\"kind\": ' is not valid JSON"),
         ({"target": "llvm -mcpu=znver33 -num-cores 2"}, USER, "LLVM knows no CPU 'znver33'; perhaps you meant znver3"),

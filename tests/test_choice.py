@@ -269,10 +269,10 @@ def test_records_that_do_not_apply_leave_an_untuned_library(make: MakeModel, sma
     assert not list(scratch.iterdir())
 
 
-def test_records_of_no_kernel_here_leave_an_untuned_library(
+def test_records_of_no_task_here_leave_an_untuned_library(
     make: MakeModel, small_onnx: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers may be padded otherwise here, so that their kernels are others."""
+    """Layers may be padded otherwise here, so that their tasks are others."""
     directory, manifest = make("newer")
 
     def build(job: BuildJob) -> dict[str, object]:
@@ -280,7 +280,7 @@ def test_records_of_no_kernel_here_leave_an_untuned_library(
         return {"num_covered": 0, "num_tasks": 4, "task_share": 0.0} if job.records else coverage
 
     monkeypatch.setattr("ansor_mlflow.model.loading.build_in_child_process", build)
-    with pytest.raises(ModelError, match="the network has other kernels here, and none has a record; allow_untuned is"):
+    with pytest.raises(ModelError, match="the network has other tasks here, and none has a record; allow_untuned is"):
         load_package(directory, manifest, LoadOptions(allow_untuned=False))
     model = load_package(directory, manifest)
     assert model.choice.level == "untuned"

@@ -45,7 +45,7 @@ EXPECTED = {
     "Tunings in which programs did not compile": {"plateau"},
     "Tunings that ended before their trials were spent": {"plateau"},
     "Tunings with one strategy and cost model": {"tuned"},
-    "Models that do without a record for some kernel": {"partial"},
+    "Models that do without a record for some task": {"partial"},
     "Everything that was made from one tuning run": {"compiled"},
 }
 
@@ -80,7 +80,7 @@ def make_runs(experiment: str) -> dict[str, str]:
         "wrong": run("tune", "--network", "small.onnx", "--target", "llvm -mcpu=nonsense", exit_code=2),
     }
     runs["compiled"] = run("compile", "--tune-run", runs["tuned"])
-    lose_a_kernel(artifacts_of(runs["tuned"]) / names.RECORDS_DIR / names.BEST_DIR, Path("partial"))
+    lose_a_task(artifacts_of(runs["tuned"]) / names.RECORDS_DIR / names.BEST_DIR, Path("partial"))
     runs["partial"] = run("compile", "--network", "small.onnx", "--records", "partial")
     runs["evaluated"] = evaluated(runs["compiled"])
     mlflow.MlflowClient().log_metric(runs["plateau"], "trials/build_failed", 3, step=1000)
@@ -97,7 +97,7 @@ def evaluated(compiled: str) -> str:
     return run.run_id
 
 
-def lose_a_kernel(best: Path, destination: Path) -> None:
+def lose_a_task(best: Path, destination: Path) -> None:
     """Copies a database without its last record."""
     shutil.copytree(best, destination)
     lines = (best / RECORD_FILE).read_text().splitlines(keepends=True)

@@ -61,7 +61,7 @@ def run(library: Path, inputs: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def is_scheduled(library: Path) -> bool:
-    """Whether a kernel has a parallel loop, which TVM makes only as a schedule says."""
+    """Whether a function has a parallel loop, which TVM makes only as a schedule says."""
     return b"TVMBackendParallelLaunch" in library.read_bytes()
 
 
@@ -133,7 +133,7 @@ def swap_workloads(line: str, other: str) -> Iterator[str]:
     yield json.dumps([first[0], second[1]])
 
 
-def test_schedules_of_other_kernels(
+def test_schedules_of_other_tasks(
     small_lowered: LoweredNetwork, host_target: Target, best: Path, tmp_path: Path
 ) -> None:
     first, *others, last = (best / RECORD_FILE).read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Two tunings are compared kernel by kernel, and what is noise is called noise."""
+"""Two tunings are compared task by task, and what is noise is called noise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tuned(
     monkeypatch.chdir(tmp_path)
     shutil.copy(small_onnx, "small.onnx")
     run_id = tune_here(run_here).info.run_id
-    set_error(run_id, 0.01)  # these kernels take microseconds, and are noisy
+    set_error(run_id, 0.01)  # these tasks take microseconds, and are noisy
     return run_id
 
 
@@ -84,7 +84,7 @@ def test_a_run_does_not_differ_from_itself(tuned: str, run_here: RunCommand) -> 
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(0.5, "faster"), (1.0, "same"), (1.5, "slower")])
-def test_one_kernel_differs(tuned: str, factor: float, verdict: str) -> None:
+def test_one_task_differs(tuned: str, factor: float, verdict: str) -> None:
     other = copy_of(tuned)
     change_times(other, factor, only=0)
     difference = diff(tuned, other)
@@ -107,7 +107,7 @@ def test_a_difference_within_the_noise_is_none(tuned: str) -> None:
     assert set(verdicts(diff(tuned, other)).values()) == {"slower"}
 
 
-def test_kernels_whose_records_are_lost_are_found(
+def test_tasks_whose_records_are_lost_are_found(
     tuned: str, run_here: RunCommand, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = copy_of(tuned)
@@ -126,8 +126,7 @@ def test_kernels_whose_records_are_lost_are_found(
     lost = next(task.task for task in difference.tasks if task.verdict == "only_first")
     assert run_here("diff", tuned, other, "--fail-if-slower", "3%") == 8
     assert (
-        f"no record of {len(all_) - len(kept)} kernels that {tuned} has, such as {lost}; tune"
-        in capsys.readouterr().err
+        f"no record of {len(all_) - len(kept)} tasks that {tuned} has, such as {lost}; tune" in capsys.readouterr().err
     )
 
 
@@ -181,8 +180,8 @@ def test_what_is_printed_and_written(
     assert run_here("diff", tuned, other, "--json", "diff.json") == 0
     printed = capsys.readouterr().out
     num_tasks = len(diff(tuned, other).tasks)
-    assert f"B against A: 0 kernels faster, {num_tasks} slower, 0 the same within the noise" in printed
-    assert re.search(r"estimated, kernels of both: .* ms, .* ms \(\+100\.0%\)", printed)
+    assert f"B against A: 0 tasks faster, {num_tasks} slower, 0 the same within the noise" in printed
+    assert re.search(r"estimated, tasks of both: .* ms, .* ms \(\+100\.0%\)", printed)
     assert re.search(r"^fused_\S+ +\d+ +\d+\.\d% +\d+\.\d +\d+\.\d +2\.000 +± \d+\.\d% +slower$", printed, re.MULTILINE)
     written = json.loads((tmp_path / "diff.json").read_text())
     assert written["second"]["run_id"] == other

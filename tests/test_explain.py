@@ -1,4 +1,4 @@
-"""An explanation is of the kernel that was measured: what it computes, the schedule that TVM applies, and its roof."""
+"""An explanation is of the task that was measured: what it computes, the schedule that TVM applies, and its roof."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def explanation(tuned_records: Path, small_onnx: Path) -> Explanation:
     return explain_task(ExplainOptions(source=str(tuned_records), network=str(small_onnx)))
 
 
-# -- the kernel ------------------------------------------------------------------------------------------------------
+# -- the task --------------------------------------------------------------------------------------------------------
 
 
 def test_the_task_that_takes_the_most_time_is_explained(
@@ -214,7 +214,7 @@ def test_records_for_another_target(records: Path, small_onnx: Path) -> None:
         explain_task(ExplainOptions(source=str(records), network=str(small_onnx)))
 
 
-def test_the_schedule_of_another_kernel(records: Path, small_onnx: Path) -> None:
+def test_the_schedule_of_another_task(records: Path, small_onnx: Path) -> None:
     lines = [json.loads(line) for line in (records / RECORD_FILE).read_text().splitlines()]
     traces = {index: fields[0] for index, fields in lines}
     others = dict(zip(traces, [*list(traces.values())[1:], next(iter(traces.values()))], strict=True))

@@ -283,8 +283,8 @@ from ansor_mlflow.tracking.record_pool import RecordPool
 
 number = int(sys.argv[2])
 pool = RecordPool(sys.argv[1])
-for kernel in range(5):
-    pool.push(DEVICE, [found(kernel, 0), found(kernel, number, 100 + number)])
+for workload in range(5):
+    pool.push(DEVICE, [found(workload, 0), found(workload, number, 100 + number)])
 """
 
 
@@ -295,7 +295,7 @@ def test_eight_processes_push_to_a_pool_at_once(site: Site, tmp_path: Path) -> N
         for number in range(1, 9)
     ]
     assert [process.wait(120) for process in processes] == [0] * 8
-    expected = [found(kernel, 0) for kernel in range(5)]
-    expected += [found(kernel, number, 100 + number) for kernel in range(5) for number in range(1, 9)]
+    expected = [found(workload, 0) for workload in range(5)]
+    expected += [found(workload, number, 100 + number) for workload in range(5) for number in range(1, 9)]
     pulled = RecordPool(pool_uri).pull(DEVICE)
     assert sorted(map(repr, pulled)) == sorted(map(repr, expected))

@@ -147,11 +147,11 @@ def test_a_tuning_is_described_while_it_goes_on_and_afterwards(
     assert reader.notes
     for note in reader.notes:
         assert note
-        assert note.startswith("Tuning… **dense** for host: 2 kernels, 8 trials.")
+        assert note.startswith("Tuning… **dense** for host: 2 tasks, 8 trials.")
         assert "    ansor-mlflow tune --trials 640" in note
     final = note_of(run_id)
     assert final
-    assert "Tuned **dense** for host: 2 kernels." in final
+    assert "Tuned **dense** for host: 2 tasks." in final
     assert "- estimated latency: **4 ms**" in final
     assert "- trials: 8\n" in final
     assert "the budget of trials was spent (`trials`)" in final

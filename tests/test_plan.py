@@ -132,12 +132,12 @@ def test_a_budget_that_is_too_small(small_onnx: Path) -> None:
         plan_tuning(PlanOptions(network=str(small_onnx), trials=1))
 
 
-def test_a_network_without_kernels(tmp_path: Path) -> None:
+def test_a_network_without_tasks(tmp_path: Path) -> None:
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 3]) for name in ("x", "y")]
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "graph", values[:1], values[1:])
     path = tmp_path / "identity.onnx"
     save(helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)]), path)
-    with pytest.raises(UserInputError, match="network=identity: it has no kernel to tune; give a network that"):
+    with pytest.raises(UserInputError, match="network=identity: it has no task to tune; give a network that"):
         plan_tuning(PlanOptions(network=str(path)))
 
 

@@ -215,7 +215,7 @@ def test_what_runs_measured_is_pushed_listed_and_pulled(
     assert capsys.readouterr().out == "the pool is empty\n"
     assert run_here("pool", "push", s3_uri, *runs) == 0
     pushed = capsys.readouterr().out
-    assert re.fullmatch(r"24 records of \d+ kernels are in the pool\n", pushed)
+    assert re.fullmatch(r"24 records of \d+ workloads are in the pool\n", pushed)
     assert run_here("pool", "list", s3_uri, "--json", "-") == 0
     (device,) = json.loads(capsys.readouterr().out)["devices"]
     assert device["fingerprint"]["target"]["kind"] == "llvm"
@@ -223,7 +223,7 @@ def test_what_runs_measured_is_pushed_listed_and_pulled(
     assert run_here("pool", "list", s3_uri) == 0
     assert re.search(rf"llvm \S+ ×\d+ .* {device['num_kernels']} +{device['num_objects']}", capsys.readouterr().out)
     assert run_here("pool", "pull", s3_uri, "--output", "mine") == 0
-    assert re.fullmatch(r"2\d records of \d+ kernels are in mine\n", capsys.readouterr().out)
+    assert re.fullmatch(r"2\d records of \d+ workloads are in mine\n", capsys.readouterr().out)
     assert run_here("compile", "--network", "small.onnx", "--records", "mine") == 0
     assert newest_run().data.metrics[names.COVERAGE_TASKS] == 1
     assert run_here("pool", "pull", s3_uri, "--output", "mine") == 2

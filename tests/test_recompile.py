@@ -117,7 +117,7 @@ def test_the_new_model_is_the_next_version_of_the_old_one(
 def test_records_that_do_not_survive_are_named(
     tuned: mlflow.entities.Run, compiled: mlflow.entities.Run, run_here: RunCommand, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One kernel is none of today's, as after a change of the lowering; another's schedules do not apply."""
+    """One workload is none of today's, as after a change of the lowering; another's schedules do not apply."""
     records = records_of(tuned)
     shutil.rmtree(records / names.BEST_DIR)
     provenance = json.loads((records / names.PROVENANCE_FILE).read_text())
@@ -139,7 +139,7 @@ def test_records_that_do_not_survive_are_named(
     assert run.data.metrics[names.RECORDS_LOST] == 2
     assert 0 < run.data.metrics[names.COVERAGE_TASKS] < 1
     printed = capsys.readouterr().out
-    assert re.search(rf"^{7:#018x}  \S+ µs  the network has this kernel no more$", printed, re.MULTILINE)
+    assert re.search(rf"^{7:#018x}  \S+ µs  the network has this workload no more$", printed, re.MULTILINE)
     assert re.search(r"^\w+  \S+ µs  the schedule does not apply$", printed, re.MULTILINE)
     old_uri = compiled.data.tags[names.TAG_MODEL_URI]
     np.testing.assert_allclose(outputs(run.data.tags[names.TAG_MODEL_URI]), outputs(old_uri), rtol=1e-4, atol=1e-5)

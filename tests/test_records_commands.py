@@ -69,7 +69,7 @@ def records(tuned_records: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def made_up(tmp_path: Path) -> Path:
-    """A database of two kernels: for one target three records, one of which failed, for another a faster one."""
+    """A database of two workloads: for one target three records, one of which failed, for another a faster one."""
     pair = RecordPair.in_directory(tmp_path / "made_up")
     pair.records.parent.mkdir()
     write_lines(pair.workloads, [["291", "b25l"], ["1110", "dHdv"]])
@@ -366,7 +366,7 @@ def conv(small_lowered: LoweredNetwork) -> TuningTask:
     return task
 
 
-def test_tuned_kernels_compute_what_the_untuned_ones_do(
+def test_tuned_tasks_compute_what_the_untuned_ones_do(
     tuned_records: Path, small_onnx: Path, small_lowered: LoweredNetwork
 ) -> None:
     """The winners come first."""
@@ -387,7 +387,7 @@ def test_tuned_kernels_compute_what_the_untuned_ones_do(
 def test_what_does_not_hold_is_told_apart(
     records: Path, small_onnx: Path, conv: TuningTask, host_target: Target
 ) -> None:
-    """Each schedule here is one that TVM takes, except for the block that the kernel does not have."""
+    """Each schedule here is one that TVM takes, except for the block that the task does not have."""
 
     def round_sums(schedule: Schedule) -> None:
         schedule.unsafe_set_dtype("conv2d_nhwc", 0, "float16")

@@ -113,14 +113,14 @@ def test_records_that_were_changed_are_refused(
 
 
 @pytest.mark.parametrize(("field", "value"), [("lowering_version", 1), ("network_sha256", "0" * 64)])
-def test_records_of_other_kernels_are_refused(
+def test_records_of_other_tasks_are_refused(
     tuned: str, run_here: RunCommand, capsys: pytest.CaptureFixture[str], field: str, value: object
 ) -> None:
     path = artifacts_of(tuned) / names.RECORDS_DIR / names.PROVENANCE_FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
     write_manifest(path.parent, path.with_name(names.MANIFEST_FILE))
     assert run_here("tune", "--resume-run", tuned, "--trials", "20") == 5
-    assert_error(capsys, "resume_run=.*: the network has other kernels today than the run tuned .*; start a new tuning")
+    assert_error(capsys, "resume_run=.*: the network has other tasks today than the run tuned .*; start a new tuning")
 
 
 @pytest.mark.parametrize("other", ["0" * 32, "evaluate"])

@@ -17,12 +17,12 @@ HERE = {"kind": "llvm", "mcpu": "znver4", "num-cores": 2}
 THERE = {"kind": "llvm", "mcpu": "znver3", "num-cores": 8}
 GPU = {"kind": "cuda", "arch": "sm_90"}
 FIRST, SECOND = f"{0x7B:#018x}", f"{0x7C:#018x}"
-"""Structural hashes of the two kernels."""
+"""Structural hashes of the two workloads."""
 FAILED_S = 1e10
 
 
 def database(directory: Path, records: Iterable[tuple[int, float, dict[str, Any]]]) -> Database:
-    """A database of two kernels whose records have a kernel, a time and a target; each has a schedule of its own."""
+    """A database of two workloads; its records have a workload, a time, a target, and a schedule of their own."""
     directory.mkdir(parents=True, exist_ok=True)
     pair = RecordPair.in_directory(directory)
     pair.workloads.write_text(
@@ -40,7 +40,7 @@ def times(*databases: Database) -> list[float]:
 
 
 @pytest.mark.parametrize("hashes", [{FIRST}, {SECOND}, {FIRST, SECOND}, {f"{0:#018x}"}])
-def test_only_kernels_of_the_network_and_this_target_match(tmp_path: Path, hashes: set[int]) -> None:
+def test_only_workloads_of_the_network_and_this_target_match(tmp_path: Path, hashes: set[int]) -> None:
     found = database(tmp_path, [(0, 1.0, HERE), (1, 2.0, HERE), (0, 3.0, THERE), (1, 4.0, GPU)])
     expected = [run_s for hash_, run_s in ((FIRST, 1.0), (SECOND, 2.0)) if hash_ in hashes]
     assert times(*matching_records(found, None, HERE, hashes)) == expected

@@ -131,7 +131,7 @@ def test_whatever_fails_the_budget_is_spent_exactly(
 # -- plateaus --------------------------------------------------------------------------------------------------------
 
 HIDDEN, LOGITS = (4, 32), (4, 16)
-"""The tasks of `dense`, by the shape of their kernel's first argument."""
+"""The tasks of `dense`, by the shape of their first argument."""
 
 
 def rules(**options: Any) -> StoppingRules:

@@ -85,7 +85,7 @@ def test_a_run_that_times_out_counts_as_timed_out(dense: LoweredNetwork, host_ta
         require_valid_trials(result)
 
 
-def test_a_kernel_with_one_program_survives_that_its_worker_is_killed(
+def test_a_task_with_one_program_survives_that_its_worker_is_killed(
     tiny: LoweredNetwork, host_target: Target, tmp_path: Path
 ) -> None:
     killed: Outcome[Any] = Outcome(failure="crashed", error="the worker process died (SIGKILL)")
@@ -122,7 +122,7 @@ def test_libraries_of_slow_programs_are_removed_at_once(
     assert set(num_libraries) == {1, 2}  # of each task that was measured, its first program
 
 
-def test_runs_get_the_arguments_of_the_kernel(dense: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:
+def test_runs_get_the_arguments_of_the_task(dense: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:
     runner = FakeRunner()
     tune(dense, host_target, tmp_path, runner=runner, trials=2)
     arguments = {job.args_info for job in runner.jobs}
@@ -283,7 +283,7 @@ def test_a_seed_gives_the_same_candidates_again(
 
 
 @pytest.mark.parametrize("strategy", ["evolutionary", "random"])
-def test_a_kernel_with_few_programs_is_exhausted(
+def test_a_task_with_few_programs_is_exhausted(
     tiny: LoweredNetwork, host_target: Target, tmp_path: Path, strategy: str
 ) -> None:
     result = tune(tiny, host_target, tmp_path, trials=1000, strategy=strategy)

@@ -46,7 +46,7 @@ def copy_database(source: Path, destination: Path) -> None:
 
 
 def schedules(records: Path) -> list[str]:
-    """The kernel and the schedule of every record."""
+    """The workload and the schedule of every record."""
     return [json.dumps([index, trace]) for index, (trace, *_) in read_records(records)]
 
 
@@ -75,7 +75,7 @@ def hashes_of(lowered: LoweredNetwork) -> list[str]:
     return [task.info.workload_hash for task in lowered.tasks]
 
 
-def test_of_kernels_that_are_known_nothing_is_measured(
+def test_of_tasks_that_are_known_nothing_is_measured(
     small_lowered: LoweredNetwork, host_target: Target, tuned_records: Path, tmp_path: Path
 ) -> None:
     copy_database(tuned_records, tmp_path)
@@ -89,7 +89,7 @@ def test_of_kernels_that_are_known_nothing_is_measured(
     assert len(read_records(tmp_path / names.BEST_DIR)) == len(small_lowered.tasks)
 
 
-def test_the_budget_of_known_kernels_is_not_spent(
+def test_the_budget_of_known_tasks_is_not_spent(
     small_lowered: LoweredNetwork, host_target: Target, tuned_records: Path, tmp_path: Path
 ) -> None:
     copy_database(tuned_records, tmp_path)
@@ -121,7 +121,7 @@ def test_a_record_whose_schedule_does_not_apply_is_left_out(
     job = job_for(small_lowered, host_target, tmp_path, frozenset(hashes_of(small_lowered)))
     with caplog.at_level(logging.WARNING, "ansor_mlflow"):
         result = tune_locally(job, TuneOptions(**NO_MODEL))
-    assert "does not apply to the kernel, and is left out" in caplog.text
+    assert "does not apply to the task, and is left out" in caplog.text
     assert result.total_trials == 0
     assert 1e-12 not in [record[1][1][0] for record in read_records(tmp_path / names.BEST_DIR)]
 
@@ -228,12 +228,12 @@ def test_records_of_a_similar_device_only_teach_the_cost_model(
     assert "on a faster one" in str(taken(second)[0]["note"])
 
 
-def test_records_of_other_kernels_are_not_taken(
+def test_records_of_other_tasks_are_not_taken(
     tuned: str, run_here: RunCommand, caplog: pytest.LogCaptureFixture
 ) -> None:
     second = tune_here(run_here, warm_start=tuned, network="dense:4,16,16", trials=2).info.run_id
     assert mlflow.get_run(second).data.metrics[names.WARM_START_APPLIED] == 0
-    assert re.search(f"{tuned}: 0 of 12 records are taken; none is for a kernel of this network", caplog.text)
+    assert re.search(f"{tuned}: 0 of 12 records are taken; none is for a task of this network", caplog.text)
 
 
 @pytest.mark.parametrize(

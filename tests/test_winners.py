@@ -211,7 +211,7 @@ def test_the_truly_faster_one_wins(
 # -- through the tuner -------------------------------------------------------------------------------------------------
 
 HIDDEN, LOGITS = (4, 32), (4, 16)
-"""The tasks of `dense`, by the shape of their kernel's first argument."""
+"""The tasks of `dense`, by the shape of their first argument."""
 
 
 class Lucky(TaskRunner):

@@ -29,7 +29,7 @@ def device_of(call: TuneCall) -> DeviceFingerprint:
 def foreign_provenance(
     call: TuneCall, network: str, *, estimated_latency_ms: float | None, trials_per_task: float | None
 ) -> Provenance:
-    """The provenance of records whose kernels the user has lowered, so that no tuning of ours goes on from them."""
+    """The provenance of records whose tasks the user has lowered, so that no tuning of ours goes on from them."""
     import tvm
 
     return Provenance(

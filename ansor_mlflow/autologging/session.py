@@ -188,7 +188,7 @@ class TuningSession:
         network = self._run.run.data.tags.get(names.TAG_NETWORK)
         if network:
             return network
-        return self._states[0].info.name if len(self._states) == 1 else f"{len(self._states)} kernels"
+        return self._states[0].info.name if len(self._states) == 1 else f"{len(self._states)} tasks"
 
     @property
     def _is_spent(self) -> bool:

@@ -67,7 +67,7 @@ def pipeline(options: PipelineOptions) -> None:
 
 @command(cli, "tune")
 def tune(options: TuneOptions) -> None:
-    """Search the best schedule for every kernel of a network."""
+    """Search the best schedule for every task of a network."""
     from ansor_mlflow.cli.progress import progress_observers
     from ansor_mlflow.steps.tuning import tune as tune_step
 
@@ -128,7 +128,7 @@ def recompile(options: RecompileOptions) -> None:
 
 @command(cli, "plan")
 def plan(options: PlanOptions) -> None:
-    """List the kernels that tuning a network would search, the trials that each would get, and what is known.
+    """List the tasks that tuning a network would search, the trials that each would get, and what is known.
 
     Nothing is measured, and no run is started.
     """
@@ -140,7 +140,7 @@ def plan(options: PlanOptions) -> None:
 
 @command(cli, "explain")
 def explain(options: ExplainOptions) -> None:
-    """Show what a tuned kernel computes, its schedule, and how far it is from what this host can do.
+    """Show what a tuned task computes, its schedule, and how far it is from what this host can do.
 
     SOURCE is the ID of a tuning run, or a directory, a tuning-record file or an artifact URI; then give the network,
     layout, target and threads that the records were made with.
@@ -153,7 +153,7 @@ def explain(options: ExplainOptions) -> None:
 
 @command(cli, "diff")
 def diff(options: DiffOptions) -> None:
-    """Compare two tunings kernel by kernel: which is faster, by how much, and is that more than noise.
+    """Compare two tunings task by task: which is faster, by how much, and is that more than noise.
 
     RUN_A and RUN_B are runs of tune, compile or main, or models.
     """
@@ -186,7 +186,7 @@ def records() -> None:
 
 @command(records, "show")
 def records_show(options: ShowRecordsOptions) -> None:
-    """Count the records of a database, by target and kernel."""
+    """Count the records of a database, by target and workload."""
     from ansor_mlflow.cli.printing.records import print_summary
     from ansor_mlflow.steps.records import show_records
 
@@ -204,7 +204,7 @@ def records_merge(options: MergeRecordsOptions) -> None:
 
 @command(records, "distill")
 def records_distill(options: DistillRecordsOptions) -> None:
-    """Write the fastest records of each kernel and target to a new database."""
+    """Write the fastest records of each workload and target to a new database."""
     from ansor_mlflow.cli.printing.records import print_written
     from ansor_mlflow.steps.records import distill_records
 
@@ -213,7 +213,7 @@ def records_distill(options: DistillRecordsOptions) -> None:
 
 @command(records, "verify")
 def records_verify(options: VerifyRecordsOptions) -> None:
-    """Replay the fastest records of each kernel: do they apply, build, run, and compute what the kernel computes.
+    """Replay the fastest records of each task: do they apply, build, run, and compute what the task computes.
 
     With another SOURCE than a tuning run, give the network, layout, target and threads that the records were made with.
     """
@@ -252,7 +252,7 @@ def pool_push(options: PushPoolOptions) -> None:
     from ansor_mlflow.steps.records import push_records
 
     pushed = push_records(options)
-    click.echo(f"{pushed.num_records} records of {pushed.num_objects} kernels are in the pool")
+    click.echo(f"{pushed.num_records} records of {pushed.num_objects} workloads are in the pool")
 
 
 @command(pool, "pull")
@@ -261,7 +261,7 @@ def pool_pull(options: PullPoolOptions) -> None:
     from ansor_mlflow.steps.records import pull_records
 
     pulled = pull_records(options)
-    click.echo(f"{pulled.num_records} records of {pulled.num_kernels} kernels are in {pulled.output}")
+    click.echo(f"{pulled.num_records} records of {pulled.num_workloads} workloads are in {pulled.output}")
 
 
 @cli.command("sync")

@@ -60,7 +60,7 @@ def compile_tuned(lowered: LoweredNetwork, target: Target, best_records: Path, l
         library: Path of the shared library to write.
 
     Raises:
-        RecordsError: A record's schedule does not apply to its kernel, or the database cannot be read.
+        RecordsError: A record's schedule does not apply to its task, or the database cannot be read.
         MachineError: There is no compiler to link with.
     """
     import tvm

@@ -144,7 +144,7 @@ def _build_library(attempt: _Attempt, directory: Path, options: LoadOptions, lib
     )
     coverage = build_in_child_process(job)
     if attempt.records and not coverage["num_covered"]:
-        raise RecordsError("the network has other kernels here, and none has a record")
+        raise RecordsError("the network has other tasks here, and none has a record")
     kept = {name: value for name, value in provenance.items() if name not in _OF_ANOTHER_DEVICE}
     return LibraryEntry(
         path=attempt.entry.path,

@@ -18,7 +18,7 @@ class NetworkSize:
     flops: float
     """Floating point operations of all tasks; a multiplication and an addition are two."""
     tasks: int
-    """Distinct kernels, lowered with the default layout."""
+    """Number of tasks, lowered with the default layout."""
 
 
 def read_catalogue() -> dict[str, NetworkSize]:

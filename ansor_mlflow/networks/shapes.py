@@ -72,6 +72,6 @@ def _dynamic_message(network: str, shapes: Mapping[str, DeclaredShape | None]) -
             dynamic.append(f"{name!r} has dynamic {', '.join(dims)}")
             example[name] = [int(dim) if _is_static(dim) else 1 for dim in shape]
     return (
-        f"input {'; input '.join(dynamic)} in {network}, but kernels are tuned for fixed shapes; "
+        f"input {'; input '.join(dynamic)} in {network}, but tasks are tuned for fixed shapes; "
         f"give input_shapes='{json.dumps(example)}' with the sizes you need"
     )

@@ -22,7 +22,7 @@ _SEEDS = "seeds"
 
 @dataclass(frozen=True, kw_only=True)
 class Seed:
-    """What earlier tunings know of a task's kernel."""
+    """What earlier tunings know of a workload."""
 
     workload_hash: str
     """Structural hash in hexadecimal digits."""
@@ -39,7 +39,7 @@ class JournalEntry:
     step: int
     """Position in the run, from 1."""
     workload_hash: str
-    """Structural hash of the task's kernel, in hexadecimal digits."""
+    """Structural hash of the task's function, in hexadecimal digits."""
     status: TrialStatus
     run_s: tuple[float, ...] = ()
     """Seconds per call; empty unless the status is OK."""

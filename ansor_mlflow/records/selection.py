@@ -16,13 +16,13 @@ from ansor_mlflow.records.log import RecordText
 from ansor_mlflow.records.store import Database, RecordPair, find_records
 
 _MAX_TAKEN = 64
-"""Records of a kernel and target that are taken."""
+"""Records of a workload and target that are taken."""
 
 
 def matching_records(
     database: Database, winners: Database | None, target: Mapping[str, Any], hashes: Collection[str]
 ) -> list[Database]:
-    """The records for a target that a tuning may begin with, of some kernels.
+    """The records for a target that a tuning may begin with, of some workloads.
 
     The winner of an earlier tuning was measured twice. Its first measurement is left out, and so is what seemed faster.
 
@@ -30,7 +30,7 @@ def matching_records(
         database: All records.
         winners: The winners among them, if they are known.
         target: Attributes of the target.
-        hashes: Structural hashes of the kernels.
+        hashes: Structural hashes of the workloads.
 
     Returns:
         Databases to be merged: the winners', where there are any, and the others'.
@@ -66,7 +66,7 @@ def similar_records(database: Database, target: Mapping[str, Any], hashes: Colle
     Args:
         database: All records.
         target: Attributes of the target that is tuned for.
-        hashes: Structural hashes of the kernels.
+        hashes: Structural hashes of the workloads.
         all_: Whether records for the same target are another device's, too.
     """
     wanted = code_attributes(target)
@@ -81,7 +81,7 @@ def similar_records(database: Database, target: Mapping[str, Any], hashes: Colle
 
 
 def read_similar(directory: Path) -> dict[str, dict[str, list[RecordText]]]:
-    """The records in a directory by the structural hash of their kernel, in hexadecimal digits, and their target.
+    """The records in a directory by the structural hash of their workload, in hexadecimal digits, and their target.
 
     Without a database there, there are none.
     """

@@ -14,7 +14,7 @@ from ansor_mlflow.records.store import Database, RecordPair
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadSummary:
-    """The records of one kernel for one target."""
+    """The records of one workload for one target."""
 
     hash: str
     """Structural hash in hexadecimal digits, as in `tasks.json`."""
@@ -47,12 +47,12 @@ class TargetSummary:
 
     @property
     def best_s(self) -> float:
-        """Seconds that one call of every kernel takes with its fastest record."""
+        """Seconds that one call of every workload takes with its fastest record."""
         return sum(workload.best_s or 0.0 for workload in self.workloads)
 
     @property
     def median_s(self) -> float:
-        """Seconds that one call of every kernel takes with the median of its records."""
+        """Seconds that one call of every workload takes with the median of its records."""
         return sum(workload.median_s or 0.0 for workload in self.workloads)
 
 
@@ -63,7 +63,7 @@ class DatabaseSummary:
     records: str
     """Path of the record file."""
     num_workloads: int
-    """Kernels in the workload file."""
+    """Distinct workloads in the workload file."""
     targets: tuple[TargetSummary, ...]
     damaged_records: tuple[int, ...]
     """Numbers of the lines in the record file that are no records, or of a damaged workload."""

@@ -1,4 +1,4 @@
-"""The record pool: a team's shared records under an artifact URI. `records/pool.py` says what its objects are."""
+"""The record pool: a team's shared records under an artifact URI. `records.PoolObject` is what it holds."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ class RecordPool:
             if f"{folder}/{names.FINGERPRINT_FILE}" not in paths:
                 continue
             fields = json.loads(self._get(f"{folder}/{names.FINGERPRINT_FILE}"))
-            kernels = Counter(name.workload_hash for path in paths if (name := _object_name(path)))
+            workloads = Counter(name.workload_hash for path in paths if (name := _object_name(path)))
             found.append(
                 PoolDevice(
                     fingerprint=DeviceFingerprint.from_dict(fields),
-                    num_kernels=len(kernels),
-                    num_objects=kernels.total(),
+                    num_kernels=len(workloads),
+                    num_objects=workloads.total(),
                 )
             )
         return found
@@ -85,7 +85,7 @@ class RecordPool:
 
         Args:
             device: The device.
-            hashes: Kernels that are wanted, by structural hash in hexadecimal digits; None for all.
+            hashes: Workloads that are wanted, by structural hash in hexadecimal digits; None for all.
 
         Raises:
             MachineError: The pool cannot be reached.

@@ -74,7 +74,7 @@ class Tuner:
         journal: Takes what the records do not say; None keeps none.
         past: Trials of the same tuning that was interrupted, whose records are in the log. They count.
         seeds: What the records say that the tuning began with.
-        similar: Records of similar devices, by the hash of their kernel and the device: the cost model learns from
+        similar: Records of similar devices, by the hash of their workload and the device: the cost model learns from
             them.
         builder: Builds candidates.
         runner: Measures them.

@@ -43,7 +43,7 @@ class TuningJob:
     records: Path
     """Directory of the database; every trial is in it as soon as its round has ended."""
     known: frozenset[str] = frozenset()
-    """Hashes of kernels of which the records that are there say enough: they get no trials."""
+    """Structural hashes of the tasks that get no trials, as the records that are there say enough of them."""
 
 
 def tune_locally(
@@ -116,7 +116,7 @@ def _drop_inapplicable(job: TuningJob, log: RecordLog) -> None:
     for task in job.lowered.tasks:
         for record in log.best(task.info.workload_hash):
             if not applies(record, task, job.device.target):
-                _log.warning("a record of %s does not apply to the kernel, and is left out", task.info.name)
+                _log.warning("a record of %s does not apply to the task, and is left out", task.info.name)
                 log.drop(task.info.workload_hash, record)
 
 

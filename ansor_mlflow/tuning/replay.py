@@ -61,14 +61,14 @@ class Replayer:
         self._pool = WorkerPool(1, max_tasks=1, memory_bytes=memory_bytes)
 
     def replay(self, task: TuningTask, trace: str) -> Outcome[float]:
-        """Applies a schedule to a task's kernel and runs it.
+        """Applies a schedule to a task and runs the kernel.
 
         Args:
-            task: The kernel.
+            task: The task.
             trace: JSON of the schedule, as records have it.
 
         Returns:
-            The `max_rel_error` of the kernel's results (see `evaluate.Deviation`). Where the unscheduled kernel's are
+            The `max_rel_error` of the kernel's results (see `measuring.Deviation`). Where the unscheduled kernel's are
             not finite, the scheduled one's must be the same.
 
         Raises:

@@ -78,7 +78,7 @@ def read_records(directory: Path) -> list[Any]:
 
 
 class TaskRunner(FakeRunner):
-    """A `FakeRunner` whose times depend on the task, which it knows by the shape of the kernel's first argument.
+    """A `FakeRunner` whose times depend on the task, which it knows by the shape of its first argument.
 
     Args:
         run_s: For each task, by that shape: seconds of its first library, of its second, and so on; the last of them

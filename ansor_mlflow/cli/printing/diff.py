@@ -19,7 +19,7 @@ _STYLES = {"faster": "green", "slower": "red", "only_first": "yellow", "only_sec
 
 
 def print_diff(difference: TuningDifference) -> None:
-    """Prints both sides, a table of kernels, the sum, and what else differs."""
+    """Prints both sides, a table of tasks, the sum, and what else differs."""
     out = console()
     for letter, side in (("A", difference.first), ("B", difference.second)):
         out.print(f"{letter}  {side.name}  ({side.device}, run {side.run_id})")
@@ -86,11 +86,11 @@ def summary(difference: TuningDifference) -> list[str]:
     """Sentences on the whole."""
     counts = {verdict: sum(task.verdict == verdict for task in difference.tasks) for verdict in _VERDICTS}
     lines = [
-        f"B against A: {counts['faster']} kernels faster, {counts['slower']} slower, {counts['same']} the same within "
+        f"B against A: {counts['faster']} tasks faster, {counts['slower']} slower, {counts['same']} the same within "
         f"the noise, {counts['only_first']} only in A, {counts['only_second']} only in B"
     ]
     pairs = {
-        "estimated, kernels of both": (difference.first.estimated_ms, difference.second.estimated_ms),
+        "estimated, tasks of both": (difference.first.estimated_ms, difference.second.estimated_ms),
         "measured end to end": (difference.first.latency_ms, difference.second.latency_ms),
     }
     for label, (first, second) in pairs.items():

@@ -26,7 +26,7 @@ _STATUS_NAMES = {
 
 
 def print_summary(summary: DatabaseSummary) -> None:
-    """Prints a table of kernels for each target, and what is damaged."""
+    """Prints a table of workloads for each target, and what is damaged."""
     out = console()
     out.print(f"{summary.records}: {summary.num_records} records of {summary.num_workloads} workloads")
     for target in summary.targets:

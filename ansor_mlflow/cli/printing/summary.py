@@ -31,12 +31,12 @@ def print_summary(metrics: Mapping[str, float]) -> None:
 
 
 def print_recompiled(result: RecompileResult) -> None:
-    """Prints the kernels whose records do not apply any more, and where the new model is."""
+    """Prints the workloads whose records do not apply any more, and where the new model is."""
     for lost in (survivor for survivor in result.survivors if survivor.fate != "applied"):
-        reason = "the schedule does not apply" if lost.task else "the network has this kernel no more"
+        reason = "the schedule does not apply" if lost.task else "the network has this workload no more"
         print(f"{lost.task or lost.workload_hash}  {microseconds(lost.run_s)} µs  {reason}")
     print(
-        f"the records of {result.num_applied} of {len(result.survivors)} kernels apply, coverage "
+        f"the records of {result.num_applied} of {len(result.survivors)} workloads apply, coverage "
         f"{result.coverage.task_share:.0%} of tasks, {result.coverage.flops_share:.1%} of operations"
     )
     print(f"run    {result.run_id}")

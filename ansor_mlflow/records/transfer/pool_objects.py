@@ -1,4 +1,4 @@
-"""A team's shared records: an immutable object for each tuning and kernel, named by its content.
+"""A team's shared records: an immutable object for each tuning and workload, named by its content.
 
 An object is a gzip file of lines: a JSON header, the workload's line, then record lines with the workload index 0, as
 TVM's database has them. Whoever pushes adds objects and changes none, so that nobody needs a lock, and nothing is lost.
@@ -36,7 +36,7 @@ _NAME = re.compile(rf"(?P<workload>0x[0-9a-f]{{16}})-(?P<digest>[0-9a-f]{{{_DIGE
 
 @dataclass(frozen=True, kw_only=True)
 class PoolObject:
-    """What one tuning found out about one kernel."""
+    """What one tuning found out about one workload."""
 
     workload: str
     """Line of the workload file."""
@@ -117,9 +117,9 @@ def _digest(content: bytes) -> str:
 
 
 def objects_of(records: Path) -> tuple[DeviceFingerprint, list[PoolObject]]:
-    """What a tuning found out itself, an object for each kernel; not the records that it began with.
+    """What a tuning found out itself, an object for each workload; not the records that it began with.
 
-    A kernel of which every program was known already has an object, too: it says how thoroughly it was searched.
+    A workload of which every program was known already has an object, too: it says how thoroughly it was searched.
 
     Args:
         records: Directory of its records.
@@ -178,7 +178,7 @@ def _write(directory: Path, workloads: Mapping[str, str], fields: Mapping[str, M
 
 
 def _winners(records: Path) -> dict[str | None, str]:
-    """The winners of a tuning by the structural hash of their kernel."""
+    """The winners of a tuning by the structural hash of their workload."""
     database = open_winners(records)
     if database is None:
         return {}

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
 _MAX_CANDIDATES = 8
-"""Records of a kernel that are tried."""
+"""Records of a workload that are tried."""
 _log = logging.getLogger("ansor_mlflow")
 
 Fate = Literal["applied", "no_such_kernel", "does_not_apply"]
@@ -52,11 +52,11 @@ Fate = Literal["applied", "no_such_kernel", "does_not_apply"]
 
 @dataclass(frozen=True, kw_only=True)
 class Survivor:
-    """What became of the records of one kernel."""
+    """What became of the records of one workload."""
 
     workload_hash: str
     task: str
-    """Name of the kernel today; empty where the network has it no more."""
+    """Name of the task today; empty where the network has it no more."""
     fate: Fate
     run_s: float
     """Seconds per call of the record that is applied, else of the fastest."""
@@ -75,7 +75,7 @@ class RecompileResult:
 
     @property
     def num_applied(self) -> int:
-        """Kernels whose records still apply."""
+        """Workloads whose records still apply."""
         return sum(survivor.fate == "applied" for survivor in self.survivors)
 
 
@@ -178,7 +178,7 @@ def _provenance(options: NetworkOptions, run_id: str, model_uri: str) -> dict[st
 
 
 def _write_applying(fastest: Path, tasks: Sequence[TuningTask], target: Target, best: Path) -> list[Survivor]:
-    """Writes for each task the fastest record that applies, and says what became of every kernel's records."""
+    """Writes for each task the fastest record that applies, and says what became of every workload's records."""
     database = Database(RecordPair.in_directory(fastest))
     by_hash: dict[str, list[RecordText]] = {}
     for record in database.records:
@@ -217,7 +217,7 @@ def _report(survivors: Sequence[Survivor], run: StepRun) -> None:
     run.log_metrics({names.RECORDS_APPLIED: num_applied, names.RECORDS_LOST: len(survivors) - num_applied})
     if num_applied < len(survivors):
         _log.warning(
-            "the records of %d of %d kernels do not apply any more; %s says which",
+            "the records of %d of %d workloads do not apply any more; %s says which",
             len(survivors) - num_applied,
             len(survivors),
             names.SURVIVORS_FILE,

@@ -15,7 +15,7 @@ from ansor_mlflow.steps.records.given import (
 from ansor_mlflow.steps.records.sharing import (
     PoolContents,
     give_to_pool,
-    known_kernels,
+    known_workloads,
     list_pool,
     pull_records,
     push_records,

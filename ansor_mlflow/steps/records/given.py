@@ -1,4 +1,4 @@
-"""Records that a step takes, from a tuning run or a path, and the kernels that they were made for."""
+"""Records that a step takes, from a tuning run or a path, and the tasks that they were made for."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def find_recorded(options: RecordsOptions, scratch: Path, *, any_lowering: bool 
     Args:
         options: The records.
         scratch: Directory for copies.
-        any_lowering: Whether another version of the lowering may have made the kernels of a tuning run.
+        any_lowering: Whether another version of the lowering may have made the tasks of a tuning run.
 
     Raises:
         UserInputError: Not exactly one of `tune_run` and `records` is given, or there is no such run or artifact.
-        RecordsError: The tuning run's description is damaged, or another version of the lowering made its kernels.
+        RecordsError: The tuning run's description is damaged, or another version of the lowering made its tasks.
         MachineError: A server is away.
     """
     if bool(options.tune_run) == bool(options.records):
@@ -90,7 +90,7 @@ def _from_tune_run(options: RecordsOptions, scratch: Path, *, any_lowering: bool
     if provenance.lowering_version != LOWERING_VERSION and not any_lowering:
         raise RecordsError(
             f"run {options.tune_run} was tuned with lowering version {provenance.lowering_version}, this is "
-            f"{LOWERING_VERSION}: its records do not fit today's kernels; tune again"
+            f"{LOWERING_VERSION}: its records do not fit today's tasks; tune again"
         )
     copy = f"runs:/{options.tune_run}/{names.NETWORK_FILE}" if provenance.from_file else ""
     used = {
@@ -136,13 +136,13 @@ def lower_for_device(network: Network, options: NetworkOptions) -> NetworkTasks:
 def distill_for_device(
     records: Path, device: DeviceFingerprint, best: Path, *, keep: int = 1, allow_mismatch: bool = False
 ) -> str:
-    """Writes a database with the fastest records of each kernel that may be applied on a device.
+    """Writes a database with the fastest records of each workload that may be applied on a device.
 
     Args:
         records: Directory or file of records.
         device: Where they are to be applied.
         best: Directory of the new database.
-        keep: Records of a kernel.
+        keep: Records of a workload.
         allow_mismatch: Whether those of another device may be taken.
 
     Returns:
@@ -170,25 +170,25 @@ def distill_for_device(
     return f"some records are not for {target_name(device.target)}: {made_for_names}"
 
 
-def best_records(records: Path, kernels: NetworkTasks, scratch: Path) -> dict[int, TuningRecord]:
+def best_records(records: Path, network: NetworkTasks, scratch: Path) -> dict[int, TuningRecord]:
     """The fastest record of each task that has one, by the task's index.
 
     Raises:
         UserInputError: There are no records.
-        RecordsError: They are damaged, all of them are for other targets, or one does not apply to its kernel.
+        RecordsError: They are damaged, all of them are for other targets, or one does not apply to its task.
     """
     from tvm.s_tir.meta_schedule.database import JSONDatabase
 
     import_tensor_intrin()  # reading a record applies it
     best = scratch / names.BEST_DIR
-    distill(find_records(records), best, kernels.device.fingerprint.target)
+    distill(find_records(records), best, network.device.fingerprint.target)
     try:
         database = JSONDatabase(work_dir=str(best), allow_missing=False)
     except (RuntimeError, ValueError, TypeError) as err:
         raise RecordsError(f"{records}: the records do not apply ({first_line(err)}); tune the network again") from err
     found = {
-        task.info.index: database.query_tuning_record(task.mod, kernels.device.target, task.info.name)
-        for task in kernels.tasks
+        task.info.index: database.query_tuning_record(task.mod, network.device.target, task.info.name)
+        for task in network.tasks
     }
     return {index: record for index, record in found.items() if record is not None}
 

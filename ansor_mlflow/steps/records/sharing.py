@@ -35,7 +35,7 @@ class PulledRecords:
     output: Path
     device: str
     """Short description."""
-    num_kernels: int
+    num_workloads: int
     num_records: int
 
 
@@ -97,13 +97,13 @@ def pull_records(options: PullPoolOptions) -> PulledRecords:
     return PulledRecords(
         output=output,
         device=device.description,
-        num_kernels=len({workload_hash(found.workload) for found in objects}),
+        num_workloads=len({workload_hash(found.workload) for found in objects}),
         num_records=len({record for found in objects for record in found.records}),
     )
 
 
-def known_kernels(objects: Sequence[PoolObject], trials_per_task: float) -> frozenset[str]:
-    """Structural hashes, in hexadecimal digits, of the kernels that were tuned enough before.
+def known_workloads(objects: Sequence[PoolObject], trials_per_task: float) -> frozenset[str]:
+    """Structural hashes, in hexadecimal digits, of the workloads that were tuned enough before.
 
     Args:
         objects: What the pool has.
@@ -135,4 +135,4 @@ def give_to_pool(uri: str, records: Path, run_id: str) -> None:
         raise MachineError(
             f"{err}; the records are in the run {run_id}: push them with `ansor-mlflow pool push`, the pool and that ID"
         ) from err
-    _log.info("%d records of %d kernels are pushed to the record pool", pushed.num_records, pushed.num_objects)
+    _log.info("%d records of %d workloads are pushed to the record pool", pushed.num_records, pushed.num_objects)

@@ -71,7 +71,7 @@ class Verification:
     num_of_other_targets: dict[str, int]
     """Valid records that were not run, by the short description of their target."""
     num_of_other_kernels: int
-    """Valid records for this target of kernels that the network does not have."""
+    """Valid records for this target of workloads that the network does not have."""
     num_damaged: int
     """Damaged lines."""
 
@@ -86,7 +86,7 @@ class Verification:
         others = (f"{count} records for {target} were not run." for target, count in self.num_of_other_targets.items())
         counts = {
             "tasks have no record.": self.num_unverified_tasks,
-            "records are of kernels that the network does not have.": self.num_of_other_kernels,
+            "records are of workloads that the network does not have.": self.num_of_other_kernels,
             "lines are damaged; --repair sets them aside.": self.num_damaged,
         }
         return (*others, *(f"{count} {text}" for text, count in counts.items() if count))
@@ -126,20 +126,20 @@ def verify_records(
         databases = [open_database(pair) for pair in _pairs(recorded.records)]
         for database in databases:
             database.look_closely()
-        kernels = lower_for_device(load_recorded_network(recorded), recorded.options)
-        device = kernels.device
+        lowered = lower_for_device(load_recorded_network(recorded), recorded.options)
+        device = lowered.device
         device.require_measurable_here()
         candidates = _candidates(databases, device.fingerprint.target)
         others = _num_of_other_targets(databases[-1], device.fingerprint.target)
-        by_task = [(task, candidates.pop(task.info.workload_hash, [])) for task in kernels.tasks]
+        by_task = [(task, candidates.pop(task.info.workload_hash, [])) for task in lowered.tasks]
         if not any(records for _, records in by_task):
-            raise RecordsError(_nothing_to_replay(options.source, kernels, others))
+            raise RecordsError(_nothing_to_replay(options.source, lowered, others))
         tolerance = TOLERANCES[recorded.options.dtype]
         replayer = Replayer(
             device,
             seed=recorded.options.seed,
             timeout_s=options.measure_timeout_s,
-            memory_bytes=_memory_bytes(options, kernels),
+            memory_bytes=_memory_bytes(options, lowered),
         )
         replayed = []
         with contextlib.closing(replayer):
@@ -149,7 +149,7 @@ def verify_records(
                     replayed.append(_replayed(task, candidate, outcome, tolerance))
                     on_replayed(replayed[-1])
     return Verification(
-        network=kernels.network,
+        network=lowered.network,
         target=device.description,
         tolerance=tolerance,
         records=tuple(replayed),
@@ -160,9 +160,9 @@ def verify_records(
     )
 
 
-def _memory_bytes(options: VerifyRecordsOptions, kernels: NetworkTasks) -> int:
+def _memory_bytes(options: VerifyRecordsOptions, network: NetworkTasks) -> int:
     """Data memory that replaying a record may take."""
-    arguments = max(argument_bytes(task.mod) for task in kernels.tasks)
+    arguments = max(argument_bytes(task.mod) for task in network.tasks)
     return options.worker_memory_mib * 2**20 + COPIES_OF_ARGUMENTS * arguments
 
 
@@ -236,12 +236,12 @@ def _num_of_other_targets(database: Database, target: Mapping[str, Any]) -> dict
     )
 
 
-def _nothing_to_replay(source: str, kernels: NetworkTasks, others: Mapping[str, int]) -> str:
+def _nothing_to_replay(source: str, network: NetworkTasks, others: Mapping[str, int]) -> str:
     if others:
         named = ", ".join(f"{count} records for {target}" for target, count in others.items())
-        return f"{source}: nothing was verified: there are {named}, none for {kernels.device.description}; give target"
+        return f"{source}: nothing was verified: there are {named}, none for {network.device.description}; give target"
     return (
-        f"{source}: nothing was verified: the records fit none of the {len(kernels.tasks)} tasks of {kernels.network}; "
+        f"{source}: nothing was verified: the records fit none of the {len(network.tasks)} tasks of {network.network}; "
         "give the network, layout and input_shapes that they were made with"
     )
 

@@ -1,4 +1,4 @@
-"""The command `diff`: which kernels of two tunings differ by more than the noise, and what else differs."""
+"""The command `diff`: which tasks of two tunings differ by more than the noise, and what else differs."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ TaskVerdict = Literal["faster", "slower", "same", "only_first", "only_second"]
 
 @dataclass(frozen=True, kw_only=True)
 class TaskDifference:
-    """A kernel in both tunings; times are seconds per call."""
+    """A task of either tuning; times are seconds per call."""
 
     task: str
     workload_hash: str
     weight: int
-    """Calls of the kernel in the network, in the first tuning that has it."""
+    """Calls of the task in the network, in the first tuning that has it."""
     first_s: float | None
     """Of the record that would be applied; None where there is none."""
     second_s: float | None
     share: float
-    """Of the network's time in the first tuning that has the kernel, from 0 to 1."""
+    """Of the network's time in the first tuning that has the task, from 0 to 1."""
     noise: float
     """Relative difference that the noise of the two measurements explains."""
     verdict: TaskVerdict
@@ -64,7 +64,7 @@ class Compared:
     device: str
     """Short description, such as "llvm znver4 ×2"."""
     estimated_ms: float
-    """Σ weight × time over the kernels that both have."""
+    """Σ weight × time over the tasks that both have."""
     latency_ms: float | None
     """End to end, as it was measured; None for a tuning without an evaluation."""
 
@@ -94,7 +94,7 @@ class TuningDifference:
 
     @property
     def ratio(self) -> float | None:
-        """The second latency over the first: measured end to end, or else estimated over the common kernels."""
+        """The second latency over the first: measured end to end, or else estimated over the common tasks."""
         if self.first.latency_ms and self.second.latency_ms:
             return self.second.latency_ms / self.first.latency_ms
         return self.second.estimated_ms / self.first.estimated_ms if self.first.estimated_ms else None
@@ -103,12 +103,12 @@ class TuningDifference:
         """Checks the second against the first.
 
         Raises:
-            SlowerError: It is slower by more than the tolerance, or lacks kernels that the first has.
+            SlowerError: It is slower by more than the tolerance, or lacks tasks that the first has.
         """
         lost = [task for task in self.tasks if task.verdict == "only_first"]
         if lost:
             raise SlowerError(
-                f"{self.second.given} has no record of {len(lost)} kernels that {self.first.given} has, such as "
+                f"{self.second.given} has no record of {len(lost)} tasks that {self.first.given} has, such as "
                 f"{lost[0].task}; tune it with as many trials"
             )
         if self.ratio is None or self.ratio <= 1 + tolerance:
@@ -116,12 +116,12 @@ class TuningDifference:
         slower = next((task.task for task in self.tasks if task.verdict == "slower"), None)
         raise SlowerError(
             f"{self.second.given} is {self.ratio - 1:.1%} slower than {self.first.given}, allowed are {tolerance:.1%}"
-            + (f"; look at {slower} first" if slower else "; no single kernel is, look at the device and the versions")
+            + (f"; look at {slower} first" if slower else "; no single task is, look at the device and the versions")
         )
 
 
 def diff_runs(options: DiffOptions) -> TuningDifference:
-    """Compares two tunings kernel by kernel.
+    """Compares two tunings task by task.
 
     Raises:
         UserInputError: There is no such run or model version, or it comes from no tuning.

@@ -1,4 +1,4 @@
-"""The command `explain`: what a kernel computes, the schedule found for it, and how far that is from the roof."""
+"""The command `explain`: what a task computes, the schedule found for it, and how far that is from the roof."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A tuned kernel: what it computes, how, how fast, and how fast it could be."""
+    """A tuned task: what it computes, how, how fast, and how fast it could be."""
 
     network: str
     target: str
@@ -46,13 +46,13 @@ class Explanation:
     num_tuned_tasks: int
     """Tasks that have a record."""
     argument_bytes: int
-    """Size of the kernel's arguments, the result included."""
+    """Size of the task's arguments, the result included."""
     computation: str
-    """The kernel before scheduling, as TVMScript."""
+    """The unscheduled function, as TVMScript."""
     schedule: tuple[str, ...]
-    """Statements of a Python program that turns it, as a `tvm.s_tir.Schedule` named `sch`, into the tuned kernel."""
+    """Statements of a Python program that schedules the function, a `tvm.s_tir.Schedule` named `sch`."""
     scheduled: str
-    """The tuned kernel as TVMScript."""
+    """The scheduled function, as TVMScript."""
     roofline: Roofline | None
     """Of this host; None where it cannot run the target."""
     bound: Bound | None
@@ -84,19 +84,19 @@ def explain_task(options: ExplainOptions) -> Explanation:
     """
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         recorded = find_recorded(options_of_source(options.source, options), Path(scratch))
-        kernels = lower_for_device(load_recorded_network(recorded), recorded.options)
-        records = best_records(recorded.records, kernels, Path(scratch))
+        network = lower_for_device(load_recorded_network(recorded), recorded.options)
+        records = best_records(recorded.records, network, Path(scratch))
     if not records:
         raise RecordsError(
-            f"{options.source}: the records fit none of the {len(kernels.tasks)} tasks of {kernels.network}; give the "
+            f"{options.source}: the records fit none of the {len(network.tasks)} tasks of {network.network}; give the "
             "network, layout and input_shapes that they were made with"
         )
-    task = _find_task(kernels.tasks, options.task) if options.task else _slowest(kernels.tasks, records)
+    task = _find_task(network.tasks, options.task) if options.task else _slowest(network.tasks, records)
     if task.info.index not in records:
         raise RecordsError(
             f"task={task.info.name}: {options.source} has no record of it; tune it, or leave task out for one that has"
         )
-    return _explain(task, kernels, records)
+    return _explain(task, network, records)
 
 
 def _find_task(tasks: Sequence[TuningTask], wanted: str) -> TuningTask:
@@ -115,20 +115,20 @@ def _slowest(tasks: Sequence[TuningTask], records: dict[int, TuningRecord]) -> T
     return max(tuned, key=lambda task: task.info.weight * latency_s(records[task.info.index]))
 
 
-def _explain(task: TuningTask, kernels: NetworkTasks, records: dict[int, TuningRecord]) -> Explanation:
+def _explain(task: TuningTask, network: NetworkTasks, records: dict[int, TuningRecord]) -> Explanation:
     record = records[task.info.index]
-    tuned = [other for other in kernels.tasks if other.info.index in records]
+    tuned = [other for other in network.tasks if other.info.index in records]
     num_bytes = argument_bytes(task.mod)
-    device = kernels.device
+    device = network.device
     roofline = None if why_not_runnable(device.fingerprint) else measure_roofline(device)
     return Explanation(
-        network=kernels.network,
+        network=network.network,
         target=device.description,
         num_threads=device.num_threads,
         task=task.info,
         best_s=latency_s(record),
         network_s=sum(t.info.weight * latency_s(records[t.info.index]) for t in tuned),
-        num_tasks=len(kernels.tasks),
+        num_tasks=len(network.tasks),
         num_tuned_tasks=len(records),
         argument_bytes=num_bytes,
         computation=task.mod.script(),
@@ -140,7 +140,7 @@ def _explain(task: TuningTask, kernels: NetworkTasks, records: dict[int, TuningR
 
 
 def _scheduled(task: TuningTask, record: TuningRecord) -> str:
-    """The kernel after the record's schedule, as TVMScript."""
+    """The task's function after the record's schedule, as TVMScript."""
     from tvm.s_tir import Schedule
 
     schedule = Schedule(task.mod)

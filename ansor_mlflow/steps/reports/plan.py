@@ -84,18 +84,18 @@ def plan_tuning(options: PlanOptions) -> Plan:
         AnsorMlflowError: The options are not usable, the records are for another target, or a server is away.
     """
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
-        kernels, known_s = _kernels(options, Path(scratch))
-    if not kernels.tasks:
-        raise UserInputError(f"network={kernels.network}: it has no kernel to tune; give a network that computes")
-    tasks = _planned(options, [task.info for task in kernels.tasks], known_s)
+        network, known_s = _network_tasks(options, Path(scratch))
+    if not network.tasks:
+        raise UserInputError(f"network={network.network}: it has no task to tune; give a network that computes")
+    tasks = _planned(options, [task.info for task in network.tasks], known_s)
     has_records = bool(options.tune_run or options.records)
     return Plan(
-        network=kernels.network,
-        target=kernels.device.description,
+        network=network.network,
+        target=network.device.description,
         tasks=tasks,
         notes=(
             *([_coverage_note(tasks)] if has_records else []),
-            *(_padding_note(layer, kernels.is_padded) for layer in kernels.hard_to_tile),
+            *(_padding_note(layer, network.is_padded) for layer in network.hard_to_tile),
         ),
     )
 
@@ -128,14 +128,14 @@ def _need(share: float, num_trials: int, index: int) -> tuple[float, int, int]:
     return (num_trials / share if share else math.inf, num_trials, index)
 
 
-def _kernels(options: PlanOptions, scratch: Path) -> tuple[NetworkTasks, dict[int, float]]:
-    """The kernels, and the best time in seconds of each task that has a record, by the task's index."""
+def _network_tasks(options: PlanOptions, scratch: Path) -> tuple[NetworkTasks, dict[int, float]]:
+    """The tasks, and the best time in seconds of each task that has a record, by the task's index."""
     if not options.tune_run and not options.records:
         return lower_for_device(network_of(options), options), {}
     recorded = find_recorded(options, scratch)
-    kernels = lower_for_device(load_recorded_network(recorded), recorded.options)
-    records = best_records(recorded.records, kernels, scratch)
-    return kernels, {index: latency_s(record) for index, record in records.items()}
+    network = lower_for_device(load_recorded_network(recorded), recorded.options)
+    records = best_records(recorded.records, network, scratch)
+    return network, {index: latency_s(record) for index, record in records.items()}
 
 
 def _planned(options: PlanOptions, tasks: Sequence[TaskInfo], known_s: dict[int, float]) -> tuple[PlannedTask, ...]:

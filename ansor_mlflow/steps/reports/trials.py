@@ -31,7 +31,7 @@ def load_trials(run_id: str) -> pd.DataFrame:
     """Reads the trials of a tuning run, in their order.
 
     The columns are `step` (position in the run, from 1), `task`, `status` (a `TrialStatus`'s value), `latency_us` (mean
-    per call; NaN unless the status is "ok"), `error`, `weight` (calls of the task's kernel in the network) and
+    per call; NaN unless the status is "ok"), `error`, `weight` (calls of the task in the network) and
     `workload_hash`. A run that was killed before it had its tables knows its trials from its records; they do not say
     `task` and `weight`, which are missing values then.
 

@@ -77,11 +77,11 @@ def fetch_what_was_measured(run_id: str, records: Path) -> None:
             shutil.move(fetched, records)
 
 
-def require_same_kernels(run_id: str, records: Path, network: Network, device: DeviceFingerprint) -> None:
-    """Checks that records were measured on such a device, of the kernels that this network has today.
+def require_same_tasks(run_id: str, records: Path, network: Network, device: DeviceFingerprint) -> None:
+    """Checks that records were measured on such a device, of the tasks that this network has today.
 
     Raises:
-        RecordsError: They are for another device or other kernels, or do not say for which.
+        RecordsError: They are for another device or other tasks, or do not say for which.
     """
     if not RecordPair.in_directory(records).records.exists():
         return
@@ -96,7 +96,7 @@ def require_same_kernels(run_id: str, records: Path, network: Network, device: D
     provenance = read_provenance(records)
     if provenance.lowering_version != LOWERING_VERSION or provenance.network_sha256 != network.sha256:
         raise RecordsError(
-            f"resume_run={run_id}: the network has other kernels today than the run tuned (lowering version "
+            f"resume_run={run_id}: the network has other tasks today than the run tuned (lowering version "
             f"{provenance.lowering_version}, this is {LOWERING_VERSION}; or another version of the network); start a "
             "new tuning"
         )

@@ -22,7 +22,7 @@ from ansor_mlflow.steps.records import give_to_pool
 from ansor_mlflow.steps.tuning.resume import (
     copy_of_network,
     fetch_what_was_measured,
-    require_same_kernels,
+    require_same_tasks,
     resumed_options,
 )
 from ansor_mlflow.steps.tuning.tuning_report import TuningReport
@@ -114,7 +114,7 @@ def _tune(options: TuneOptions, run: StepRun, outbox: Outbox, observers: Sequenc
     require_linker()
     start_fork_server()  # it loads TVM while the network is lowered
     if is_resumed:
-        require_same_kernels(run.run_id, records, network, device.fingerprint)
+        require_same_tasks(run.run_id, records, network, device.fingerprint)
     _log_inputs(run, network, device.fingerprint)
 
     _log.info("lowering %s for %s", network.name, device.description)
@@ -122,7 +122,7 @@ def _tune(options: TuneOptions, run: StepRun, outbox: Outbox, observers: Sequenc
         _log.warning("%s converts %s to float32 for every operation, which is slow", device.description, options.dtype)
     lowered = lower(network.model, device.target, options.lowering)
     if not lowered.tasks:
-        raise UserInputError(f"network={options.network}: it has no kernel to tune; give a network that computes")
+        raise UserInputError(f"network={options.network}: it has no task to tune; give a network that computes")
     known = frozenset[str]() if is_resumed else begin_with_records(options, device.fingerprint, lowered.tasks, run)
     job = TuningJob(network=network.name, lowered=lowered, device=device, records=records, known=known)
     provenance = _provenance(options, network, device)

@@ -1,4 +1,4 @@
-"""What a tuning begins with: records of earlier ones, chosen for its kernels and its device."""
+"""What a tuning begins with: records of earlier ones, chosen for its tasks and its device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ansor_mlflow.records import (
     why_not_applicable,
     write_objects,
 )
-from ansor_mlflow.steps.records import fetch_databases, known_kernels
+from ansor_mlflow.steps.records import fetch_databases, known_workloads
 from ansor_mlflow.tracking import RecordPool, StepRun
 from ansor_mlflow.tuning import resolve_num_trials
 
@@ -43,7 +43,7 @@ class TakenRecords:
     num_records: int
     """Records in it, failed trials included."""
     num_applied: int
-    """Records of this device for kernels of the network."""
+    """Records of this device for tasks of the network."""
     num_transferred: int
     """Records of similar devices, for the cost model alone."""
     transferred_from: tuple[str, ...]
@@ -57,7 +57,7 @@ class WarmStart:
 
     Args:
         device: What is tuned for.
-        hashes: Structural hashes of the network's kernels.
+        hashes: Structural hashes of the network's tasks.
     """
 
     def __init__(self, device: DeviceFingerprint, hashes: Collection[str]) -> None:
@@ -126,7 +126,7 @@ class WarmStart:
 
     @property
     def num_tasks(self) -> int:
-        """Kernels of which there is a record of this device."""
+        """Tasks of which there is a record of this device."""
         return len({d.hashes[record.workload] for d in self._applied for record in d.records})
 
 
@@ -142,7 +142,7 @@ def begin_with_records(
         run: The tuning's run; the records are written into its directory.
 
     Returns:
-        Structural hashes, in hexadecimal digits, of the kernels that the pool knows enough of.
+        Structural hashes, in hexadecimal digits, of the workloads that the pool knows enough of.
 
     Raises:
         UserInputError: There is no such source.
@@ -156,7 +156,7 @@ def begin_with_records(
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         if options.record_pool:
             objects = RecordPool(options.record_pool).pull(device, hashes)
-            known = known_kernels(objects, resolve_num_trials(options, len(tasks)) / len(tasks))
+            known = known_workloads(objects, resolve_num_trials(options, len(tasks)) / len(tasks))
             pulled = Path(scratch, "pool")
             write_objects(objects, device, pulled)
             start.take(options.record_pool, [pulled])
@@ -190,7 +190,7 @@ def _in_words(taken: TakenRecords) -> str:
     if taken.note:
         words.append(taken.note)
     elif not taken.num_applied and not taken.num_transferred:
-        words.append("none is for a kernel of this network")
+        words.append("none is for a task of this network")
     if taken.num_transferred:
         words.append(f"the cost model learns from {taken.num_transferred} for {', '.join(taken.transferred_from)}")
     return "; ".join(words)

@@ -75,7 +75,7 @@ def tuning_note(history: TuningHistory, commands: Sequence[str], error: str = ""
     """
     plan = history.plan
     assert plan is not None  # there is nothing to describe before
-    subject = f"**{_inline(plan.network)}** for {_inline(plan.target)}: {_count(len(plan.tasks), 'kernel')}"
+    subject = f"**{_inline(plan.network)}** for {_inline(plan.target)}: {_count(len(plan.tasks), 'task')}"
     if error:
         lines = [f"Tuning of {subject}, ended by an error: {_inline(error)}"]
     elif history.result is None:

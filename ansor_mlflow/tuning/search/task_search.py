@@ -242,12 +242,12 @@ class TaskSearch:
 
 
 def applies(record: RecordText, task: TuningTask, target: Target) -> bool:
-    """Whether a record's schedule is one of the task's kernel on the target."""
+    """Whether a record's schedule is one of the task on the target."""
     return candidate_of(record, task, target) is not None
 
 
 def candidate_of(record: RecordText, task: TuningTask, target: Target) -> MeasureCandidate | None:
-    """The program that a record was made of; None where its schedule is none of the task's kernel on the target."""
+    """The program that a record was made of; None where its schedule is none of the task on the target."""
     return replay(record, task.mod, _context(task, target))
 
 
