@@ -31,7 +31,7 @@ class Trial:
     run_s: tuple[float, ...] = ()
     """Seconds per call, one value per repeat; empty unless the status is OK."""
     error: str = ""
-    """Text of the failure, shortened; empty when the status is OK."""
+    """Error text, shortened; empty when the status is OK."""
 
     @property
     def latency_s(self) -> float | None:
@@ -65,7 +65,7 @@ class TaskState:
     """Relative standard error of `confirmed_s`, from how far repeated measurements of a program differ."""
     num_trials: dict[TrialStatus, int] = field(default_factory=lambda: dict.fromkeys(TrialStatus, 0))
     first_error: str = ""
-    """Of the first failed trial."""
+    """Error text of the first failed trial."""
     stop_reason: str = ""
 
     @property
@@ -104,9 +104,9 @@ class Durations:
     build_s: float = 0.0
     run_s: float = 0.0
     confirm_s: float = 0.0
-    """Measuring the winners again."""
+    """Time of measuring the winners again."""
     log_s: float = 0.0
-    """Waiting for observers."""
+    """Time of waiting for observers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class TuningPlan:
 
     network: str
     target: str
-    """Short description, such as "llvm znver4 ×2"."""
+    """Short description of the target, such as "llvm znver4 ×2"."""
     tasks: tuple[TaskInfo, ...]
     num_trials: int
     past: tuple[TuningRound, ...] = ()
@@ -131,7 +131,7 @@ class TuningRound:
     trials: tuple[Trial, ...]
     task: TaskState
     tasks: tuple[TaskState, ...]
-    """Every task of the network, this one included."""
+    """State of every task of the network, this one included."""
     total_trials: int
     elapsed_s: float
     durations: Durations
@@ -193,7 +193,7 @@ class StopReason:
     NOTHING_TO_TUNE = "nothing_to_tune"
     """The task computes nothing (it moves data, at most), and the search has no program for it."""
     KNOWN = "known"
-    """The record pool knows enough of it already."""
+    """The record pool knows enough of the task already."""
     INTERRUPTED = "interrupted"
     """SIGINT or SIGTERM came."""
 

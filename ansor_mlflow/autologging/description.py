@@ -11,7 +11,7 @@ from ansor_mlflow.device import Device, DeviceFingerprint
 from ansor_mlflow.records import Provenance
 
 _FOREIGN_LOWERING = 0
-"""The version of a lowering that is not ours."""
+"""Lowering version of records whose tasks another lowering than ours made."""
 
 
 def is_remote(call: TuneCall) -> bool:

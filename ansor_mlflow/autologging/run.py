@@ -36,7 +36,7 @@ class TuningRun:
     """The run of a tuning."""
 
     run: Run
-    """As it was before."""
+    """The run as it was before the tuning."""
     directory: Path
     """Scratch directory; removed at the end, unless messages are left in it."""
     outbox: Outbox

@@ -21,9 +21,9 @@ def table(headers: Iterable[str], rows: Iterable[Sequence[str]], styles: Iterabl
     """A table without lines.
 
     Args:
-        headers: Of the columns. One that begins with ">" holds numbers, one with "~" gives way on a narrow terminal.
-        rows: Their cells.
-        styles: Of the rows.
+        headers: Column names. One that begins with ">" holds numbers, one with "~" gives way on a narrow terminal.
+        rows: Cells of each row.
+        styles: Styles of the rows.
     """
     made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for header in headers:

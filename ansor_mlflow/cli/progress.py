@@ -48,7 +48,7 @@ class TuningView(JupyterMixin):
 
     plan: TuningPlan
     latest: TuningRound | TuningResult | None = None
-    """What was heard last; None before the first round."""
+    """The last round or the result; None before the first round."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         parts = Group(self._bar(), self._status(), *self._tasks(options))

@@ -12,7 +12,7 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _CPU_ROOT = Path("/sys/devices/system/cpu")
 _making_pool = threading.Lock()
-"""A new pool reads the environment, which is the same for all threads."""
+"""Held while TVM makes a pool of threads, which reads the environment that all threads share."""
 
 
 def available_cpus(cgroup_root: Path = _CGROUP_ROOT, own_cgroup: Path = _OWN_CGROUP) -> int:

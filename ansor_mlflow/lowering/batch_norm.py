@@ -16,7 +16,7 @@ from onnx import numpy_helper
 from ansor_mlflow.lowering.onnx_graph import attribute, remove_unused_initializers, uses
 
 _DEFAULT_EPSILON = 1e-5
-"""Of ONNX's operator BatchNormalization."""
+"""Epsilon of ONNX's operator BatchNormalization where a node has none."""
 
 
 def fold_batch_norms(model: onnx.ModelProto) -> onnx.ModelProto:

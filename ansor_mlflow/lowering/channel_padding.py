@@ -22,9 +22,9 @@ _MAX_INNERMOST = 64
 _NUM_FACTORS = 4
 """Factors into which MetaSchedule splits a spatial axis (structure SSRSRS)."""
 _MIN_GAIN = 2.0
-"""Padding is worth it where it promises more than that: the prediction is optimistic."""
+"""Predicted speedup above which a layer is padded: the prediction is optimistic."""
 _MAX_GROWTH = 1.25
-"""Padded over true number of channels, at most."""
+"""Largest number of padded channels over true channels."""
 
 _LAYERS = {"Conv", "Gemm", "MatMul"}
 _POOLS = {"AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool"}
@@ -156,11 +156,11 @@ class _WeightedLayer:
     weight: onnx.TensorProto
     bias: onnx.TensorProto | None
     out_axis: int
-    """Axis of the weight."""
+    """Axis of the weight's output channels."""
     in_axis: int
-    """Axis of the weight."""
+    """Axis of the weight's input channels."""
     channel_axis: int
-    """Axis of the data, before and after the layer, from the end: -1 is the last."""
+    """Axis of the channels in the data, before and after the layer, from the end: -1 is the last."""
 
     @property
     def channels(self) -> int:
@@ -172,7 +172,7 @@ class _Padding:
     """How a tensor is padded."""
 
     axis: int
-    """From the end."""
+    """Axis of the channels, from the end: -1 is the last."""
     channels: int
     padded_channels: int
 
@@ -209,7 +209,7 @@ class _Rewriter:
         self._padding = padding
         self._constants = {initializer.name: initializer for initializer in model.graph.initializer}
         self._padded: dict[str, _Padding] = {}
-        """By the name of the tensor with the true channels."""
+        """Padding of each padded tensor, by the name of the tensor with the true channels."""
 
     def rewrite(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         """The node, or what takes its place; a `Slice` after it gives the tensor of the old name."""

@@ -47,7 +47,7 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "relax.subtract": np.subtract,
     "relax.where": np.where,
 }
-"""What NumPy computes bit by bit as a kernel does."""
+"""Operators that NumPy computes to the same bits as a compiled kernel."""
 
 
 @relax.expr_functor.mutator

@@ -17,7 +17,7 @@ from ansor_mlflow.lowering.rewriting import rewrite_main
 _ALONG_AXIS = {"relax.gather_elements", "relax.scatter_elements"}
 _COORDINATES = {"relax.gather_nd", "relax.scatter_nd"}
 _FROM_THE_END = {"relax.scatter_elements"}
-"""Takes negative indices; for the others TVM's importer makes them positive."""
+"""Operators that take negative indices; for the others TVM's importer makes them positive."""
 
 
 @relax.expr_functor.mutator
@@ -67,7 +67,7 @@ def bound_indices() -> Pass:
 
 
 def _sizes(call: relax.Call) -> np.ndarray[Any, Any] | None:
-    """Of the axes that indices point along: one number, or one for each coordinate; None where they are dynamic."""
+    """Sizes of the axes that indices point along: a number, or one for each coordinate; None where they are dynamic."""
     data, indices, *_ = call.args
     if data.ty.shape is None or not all(isinstance(size, tirx.IntImm) for size in data.ty.shape):
         return None

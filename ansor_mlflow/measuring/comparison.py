@@ -15,8 +15,9 @@ TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 
 QUANTIZED_TOLERANCE = 1e-1
-"""Of a network that rounds to 8 bits: a value half-way between two steps goes up or down with the order of a sum, and
-what follows from the other step is no error."""
+"""Tolerance for a network that rounds to 8 bits: a value half-way between two steps goes up or down with the order of a
+sum, and what follows from the other step is no error.
+"""
 
 
 @dataclass(frozen=True)

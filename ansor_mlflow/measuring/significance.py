@@ -18,9 +18,9 @@ class Verdict(str, Enum):
     """What the turns say."""
 
     FASTER = "faster"
-    """By more than the margin."""
+    """The candidate is faster by more than the margin."""
     NOT_FASTER = "not_faster"
-    """At most by the margin."""
+    """The candidate is faster by the margin at most, or slower."""
     OPEN = "open"
     """The interval holds the margin: more turns are needed."""
 

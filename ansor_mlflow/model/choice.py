@@ -16,7 +16,7 @@ Level = Literal["exact", "compatible", "rebuilt", "untuned"]
 
 _CPU_KIND = "llvm"
 _KINDS = {"cpu": _CPU_KIND, "cuda": "cuda"}
-"""The kind of target of a device's libraries."""
+"""Kind of the target that a kind of device has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class LoadOptions:
     """Where a model is to run, and what may be done if it has no library for that."""
 
     device: str = "cpu"
-    """cpu or cuda."""
+    """Kind of device to load for: cpu or cuda."""
     num_threads: int | None = None
     """Threads of a kernel; None prefers a library for every CPU that this process may use, and takes its number."""
     allow_compatible: bool = True
@@ -32,7 +32,7 @@ class LoadOptions:
     allow_rebuild: bool = True
     """Build a library where none runs here: with the records for another CPU of this architecture, or untuned."""
     allow_untuned: bool = True
-    """Build one without records, which is often a hundred times slower."""
+    """Build a library without records, which is often a hundred times slower."""
 
     def __post_init__(self) -> None:
         if self.device not in _KINDS:
@@ -77,9 +77,9 @@ class Choice:
     entry: LibraryEntry
     """The library; one that was built here has this host's fingerprint."""
     reason: str
-    """Why this one, in one clause."""
+    """Why this library was chosen, in one clause."""
     rejected: tuple[str, ...] = ()
-    """Why none of the better ones."""
+    """Why each better library was rejected."""
 
     def __str__(self) -> str:
         device = self.entry.fingerprint

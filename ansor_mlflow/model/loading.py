@@ -28,7 +28,7 @@ from ansor_mlflow.records import RecordPair
 from ansor_mlflow.settings import LoweringSettings
 
 _OF_ANOTHER_DEVICE = ("estimated_latency_ms", "target", "num_threads", "host", "target_mismatch")
-"""What the provenance of a library says of the device that it was tuned on."""
+"""Entries of a provenance that say on which device its library was tuned."""
 _log = logging.getLogger(__name__)
 
 
@@ -112,7 +112,7 @@ class _Attempt:
 
     level: Literal["rebuilt", "untuned"]
     entry: LibraryEntry
-    """Whose settings are taken."""
+    """The library whose settings are taken."""
     records: Path | None
 
     def __str__(self) -> str:

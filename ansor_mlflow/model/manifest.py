@@ -17,7 +17,7 @@ from ansor_mlflow.tensors import TensorSpec
 LIBRARY_FILE = "model.so"
 FORMAT_VERSION = 1
 _SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""That of LibYAML, if PyYAML was built with it: MLflow's `Model.load` takes several times as long."""
+"""YAML loader of LibYAML, if PyYAML was built with it: MLflow's `Model.load` takes several times as long."""
 
 
 def library_path(device: DeviceFingerprint) -> str:

@@ -39,7 +39,7 @@ class CompiledNetwork:
     """Directory of the records that were applied."""
     fingerprint: DeviceFingerprint
     coverage: dict[str, Any]
-    """See `compile.Coverage.to_dict`."""
+    """Which tasks have a record, as `model.Coverage.to_dict` says it."""
     provenance: dict[str, Any] = field(default_factory=dict)
     """Where the library comes from: versions, layout, tuning run, estimated latency."""
 

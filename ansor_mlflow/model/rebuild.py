@@ -19,7 +19,7 @@ from ansor_mlflow.errors import AnsorMlflowError, MachineError, error_for_exit_c
 from ansor_mlflow.settings import LoweringSettings
 
 _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from ansor_mlflow.model.rebuild import main; main()"
-"""With the path of this process, so that it finds the same code, and none in the directory that it is started in."""
+"""Program of the child: its path is that of this process, so that it finds the same code, and none in its directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def build_in_child_process(job: BuildJob) -> dict[str, Any]:
     """Builds a library in a process of its own.
 
     Returns:
-        The coverage; see `compile.Coverage.to_dict`. Empty for an untuned library.
+        The coverage; see `model.Coverage.to_dict`. Empty for an untuned library.
 
     Raises:
         AnsorMlflowError: The records do not apply, or the network cannot be compiled here.

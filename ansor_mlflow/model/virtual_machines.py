@@ -18,9 +18,9 @@ from ansor_mlflow.errors import ModelError, first_line
 from ansor_mlflow.tensors import TensorSpec
 
 _ALIGNMENT_BYTES = 64
-"""What generated code expects of its arguments (TVM's `kAllocAlignment`)."""
+"""Alignment that generated code expects of its arguments (TVM's `kAllocAlignment`)."""
 _ZERO_COPY_BYTES = 1 << 14
-"""Smaller arrays are copied sooner than they are wrapped."""
+"""Size from which an array is wrapped; a smaller one is copied sooner."""
 _EXPORTED_KINDS = "biuf"
 """NumPy's kinds of types that it shares through DLPack; not among them are those of ml_dtypes, such as bfloat16."""
 

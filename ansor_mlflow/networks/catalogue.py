@@ -9,10 +9,10 @@ from importlib import resources
 
 @dataclass(frozen=True)
 class NetworkSize:
-    """Of a built-in network with its default inputs."""
+    """How large a built-in network is with its default inputs."""
 
     inputs: dict[str, list[int]]
-    """Shapes by name."""
+    """Shapes of the inputs by name."""
     parameters: int
     """Trained values; statistics of batch normalisations do not count."""
     flops: float

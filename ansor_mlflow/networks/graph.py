@@ -13,7 +13,7 @@ OPSET = 17
 IR_VERSION = 8
 
 PerAxis = int | tuple[int, ...]
-"""One number for every spatial axis, or one for each."""
+"""One number for all spatial axes, or one for each of them."""
 
 
 class GraphBuilder:
@@ -74,7 +74,7 @@ class GraphBuilder:
         Args:
             name: Name of the node.
             data: Tensor of any number of spatial axes.
-            shape: Of the weights: (out channels, in channels // groups, *kernel).
+            shape: Shape of the weights: (out channels, in channels // groups, *kernel).
             stride: Step of the kernel.
             padding: Zeros on each of both sides.
             dilation: Distance of the kernel's elements.

@@ -34,7 +34,7 @@ class Network:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     path: Path | None = None
-    """The file it was read from, of which there may be no more; None for a network that is generated."""
+    """The file it was read from, which may be gone; None for a network that is generated."""
     source: str | None = None
     """The URI that the file was downloaded from; with a version, where the user gave an alias."""
 

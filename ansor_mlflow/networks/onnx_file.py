@@ -40,7 +40,7 @@ _DTYPES: dict[int, str] = {
 """NumPy's names of the element types that NumPy itself has: inputs and outputs pass through it."""
 
 _MAX_WEIGHT_BYTES = 2**31 - 2**26
-"""What a message can hold, without 64 MiB for the graph."""
+"""Weights that one message can hold beside 64 MiB for the graph."""
 _MIN_WEIGHT_BYTES = 1024
 """Smaller tensors always stay in the message; ONNX's own functions have the same limit."""
 _MAX_SHAPE_ELEMENTS = 2**16

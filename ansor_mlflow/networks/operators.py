@@ -30,7 +30,7 @@ class _Spec:
     """An operator with its sizes, which are checked when they are read."""
 
     text: str
-    """As the user wrote it."""
+    """The operator as the user wrote it."""
     given: Mapping[str, str]
     """Sizes and options by name; an option without a value has an empty one."""
 
@@ -70,9 +70,9 @@ class _Operator:
     """What an operator is written and generated with."""
 
     numbers: str
-    """Names of the numbers that its name is followed by."""
+    """Names of the numbers that follow the operator's name."""
     options: tuple[str, ...]
-    """Names of what may follow them; those that end in "=" take a value."""
+    """Names of the options that may follow the numbers; those that end in "=" take a value."""
     build: Callable[[_Spec, GraphBuilder], tuple[str, Shape]]
     """Appends the operator; returns its output and the output's shape."""
 
@@ -228,7 +228,7 @@ def _form(name: str) -> str:
 
 
 OPERATORS: dict[str, str] = {name: _form(name) for name in _OPERATORS}
-"""How each operator is written, what may be left out in brackets."""
+"""Syntax of each operator, in brackets what may be left out."""
 
 
 # -- a residual block ------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ _DESCRIPTIONS: tuple[Callable[[DeviceFingerprint], str], ...] = (
     lambda device: f"{device.description} on {device.machine}",
     lambda device: f"{device.description}, {json.dumps(code_attributes(device.target), sort_keys=True)}",
 )
-"""Each tells devices apart that those before it do not."""
+"""Descriptions of a device, each of which tells devices apart that those before it do not."""
 
 
 def code_attributes(target: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,9 +27,9 @@ class Seed:
     workload_hash: str
     """Structural hash in hexadecimal digits."""
     best_s: float
-    """Seconds per call of its fastest record."""
+    """Seconds per call of the workload's fastest record."""
     is_enough: bool = False
-    """Whether the task gets no trials."""
+    """Whether so much is known that the task gets no trials."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,10 +26,10 @@ class RecordLine:
     """What tells records apart, and where the line is."""
 
     number: int
-    """Of the line in its file, from 1."""
+    """Number of the line in its file, from 1."""
     offset: int
     length: int
-    """Of the line with its end, in bytes."""
+    """Length of the line with its end, in bytes."""
     workload: int
     """Index of its line in the workload file."""
     run_s: float
@@ -46,7 +46,7 @@ class DamagedLine:
     offset: int
     length: int
     is_torn: bool
-    """Whether it is the last one and has no end: its writer died."""
+    """Whether it is the last line and has no end: its writer died."""
 
 
 def scan_records(path: Path) -> Iterator[RecordLine | DamagedLine]:

@@ -21,7 +21,7 @@ class Repair:
     num_workloads: int
     num_records: int
     quarantines: tuple[Path, ...]
-    """The files that hold it now; a later repair adds to them."""
+    """Files that the damaged lines are in now; a later repair adds to them."""
 
 
 def repair(pair: RecordPair, *, thorough: bool = False) -> Repair:

@@ -119,7 +119,7 @@ def _with(database: Database, records: list[RecordLine]) -> Database:
 
 
 def _sample(records: Sequence[RecordLine], key: Callable[[RecordLine], object]) -> list[RecordLine]:
-    """Of each group the fastest ones, and some of all the others: a cost model learns from slow programs, too."""
+    """The fastest records of each group, and some of all the others: a cost model learns from slow programs, too."""
     groups: dict[object, list[RecordLine]] = {}
     for record in records:
         groups.setdefault(key(record), []).append(record)

@@ -98,7 +98,7 @@ class Database:
         self.workloads: list[str] = []
         """Lines of the workload file."""
         self.hashes: list[str | None] = []
-        """The structural hash of each; None for a damaged line."""
+        """Structural hashes of these lines; None for a damaged one."""
         self.records: list[RecordLine] = []
         self.damaged: list[DamagedLine] = []
         """Lines of the record file that are no records, or of a workload that is not there."""

@@ -19,7 +19,7 @@ class WorkloadSummary:
     hash: str
     """Structural hash in hexadecimal digits, as in `tasks.json`."""
     num_records: int
-    """Failed trials included."""
+    """Number of records, failed trials included."""
     num_failed: int
     best_s: float | None
     """Seconds per call of the fastest record; None where every trial failed."""
@@ -31,14 +31,14 @@ class TargetSummary:
     """The records for one target."""
 
     name: str
-    """Short description, such as "llvm znver4 ×2"."""
+    """Short description of the target, such as "llvm znver4 ×2"."""
     attributes: str
-    """Those that decide which code is made, as JSON."""
+    """Attributes of the target that decide which code is made, as JSON."""
     workloads: tuple[WorkloadSummary, ...]
 
     @property
     def num_records(self) -> int:
-        """Failed trials included."""
+        """Number of records, failed trials included."""
         return sum(workload.num_records for workload in self.workloads)
 
     @property
@@ -72,7 +72,7 @@ class DatabaseSummary:
 
     @property
     def num_records(self) -> int:
-        """Failed trials included."""
+        """Number of records, failed trials included."""
         return sum(target.num_records for target in self.targets)
 
 

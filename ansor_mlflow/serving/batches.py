@@ -20,7 +20,7 @@ from ansor_mlflow.model import TunedModel
 from ansor_mlflow.tensors import Arrays, random_inputs
 
 _ROW_TOLERANCE = 1e-2
-"""Of the largest value: the same row may be computed in another order at another place, in 16 bits, too."""
+"""Difference over the largest value up to which rows are the same: one may be computed in another order."""
 
 
 class Batches:

@@ -53,7 +53,7 @@ class EvaluateResult:
     target: str
     """Short description of the library that ran, such as "llvm znver4 ×2"."""
     metrics: dict[str, float]
-    """See `names.SUMMARY_METRICS`."""
+    """The metrics of `names.SUMMARY_METRICS` that were measured."""
 
     def _repr_html_(self) -> str:
         return html_table(f"{self.network} for {self.target}", [*summary_rows(self.metrics), ("run", self.run_id)])

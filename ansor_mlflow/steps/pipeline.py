@@ -59,7 +59,7 @@ class PipelineResult:
     experiment_id: str
     network: str
     target: str
-    """Short description, such as "llvm znver4 ×2"."""
+    """Short description of the target, such as "llvm znver4 ×2"."""
     model_uri: str
     metrics: dict[str, float]
     """The summary metrics, as on the parent run."""

@@ -45,7 +45,7 @@ def translated_errors(action: str) -> Iterator[None]:
 
 
 def _s3_errors() -> tuple[type[Exception], ...]:
-    """Those of boto3, which is not imported before something has failed: it takes a tenth of a second."""
+    """The errors of boto3, which is not imported before something has failed: it takes a tenth of a second."""
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
 

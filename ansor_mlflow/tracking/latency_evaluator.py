@@ -34,7 +34,7 @@ from ansor_mlflow.tracking.sources import is_uri
 
 EVALUATOR_NAME = "ansor-latency"
 MODEL_TYPE = "tvm"
-"""The `model_type` with which it is asked for; with others, MLflow's own evaluators are."""
+"""The `model_type` that asks for this evaluator; with others, MLflow's own are asked."""
 
 Predict = Callable[[Any], Any]
 

@@ -12,7 +12,7 @@ from ansor_mlflow.trials import TuningPlan, TuningResult, TuningRound
 
 _MAX_TRIALS = 64
 _MAX_S = 60.0
-"""What is measured, or passes, until the next part."""
+"""Seconds that pass, or `_MAX_TRIALS` that are measured, until the next part."""
 _EMPTY_DIR = "no_records"
 
 
@@ -37,7 +37,7 @@ def whole_records(directory: Path) -> list[tuple[str, str]]:
 
 
 class RecordMirror:
-    """A `TuningObserver` that sends what was recorded, in parts: see `records/parts.py`.
+    """A `TuningObserver` that sends what was recorded, in parts: see `records.PartWriter`.
 
     Args:
         outbox: Delivers to the run.

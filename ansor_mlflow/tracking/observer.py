@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _TRIALS_ARE_A_TABLE = {"mlflow.loggedArtifacts": json.dumps([{"path": names.TRIALS_TABLE, "type": "table"}])}
 _MAX_WAIT_S = 5.0
-"""For a server that is slow."""
+"""How long a slow server is waited for."""
 _REFRESH_S = 60.0
 """Least time between two uploads of the convergence while the tuning goes on."""
 _FIGURES: dict[str, Callable[[TuningHistory], Figure]] = {
@@ -32,7 +32,7 @@ _FIGURES: dict[str, Callable[[TuningHistory], Figure]] = {
     names.GAIN_FIGURE: draw_gain,
     names.FAILURES_FIGURE: draw_failures,
 }
-"""Those that need nothing but the history."""
+"""Figures that need nothing but the history."""
 _log = logging.getLogger("ansor_mlflow")
 
 

@@ -30,9 +30,9 @@ from ansor_mlflow.tracking.report.note import note_tags
 OUTBOX_DIR = "outbox"
 _LOCK_FILE = ".lock"
 _MAX_PAUSE_S = 30.0
-"""Between two attempts."""
+"""Longest pause between two attempts."""
 GRACE_S = 60.0
-"""What a server that is away gets to come back, at the end of a step."""
+"""How long a server that is away is waited for at the end of a step."""
 GRACE_AFTER_ERROR_S = 10.0
 _log = logging.getLogger("ansor_mlflow")
 
@@ -43,7 +43,7 @@ class Message:
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     step: int = 0
-    """Of the metrics."""
+    """Step of the metrics."""
     params: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
@@ -53,7 +53,7 @@ class Message:
     remove: str = ""
     """Artifact path of a folder that is not needed any more."""
     status: str = ""
-    """Ends the run, such as "FINISHED"."""
+    """Status that ends the run, such as "FINISHED"; empty while it goes on."""
     time_ms: int = field(default_factory=lambda: int(time.time() * 1000))
 
     def deliver(self, run_id: str, directory: Path) -> None:
@@ -104,7 +104,7 @@ class Outbox:
         with _translated_timeout(run_id):
             self._lock.acquire(timeout=0)
         self._names = [path.name for path in _left(directory)]
-        """Of the messages that are to be delivered; an earlier process of the run may have left some."""
+        """File names of the messages to be delivered; an earlier process of the run may have left some."""
         self._num_put = int(Path(self._names[-1]).stem) if self._names else 0
         self._changed = threading.Condition()
         self._failure = ""

@@ -13,7 +13,7 @@ from ansor_mlflow.errors import UndecidedError, UserInputError
 from ansor_mlflow.tracking.error_translation import translated_errors
 
 _MAX_MOVES = 50
-"""Of an alias that are remembered; the tag of a registered model has 5000 characters."""
+"""Moves of an alias that are remembered; the tag of a registered model has 5000 characters."""
 _MOVE = re.compile(r"(?P<before>\d*)>(?P<after>\d+)@(?P<run_id>\w+)")
 
 
@@ -87,10 +87,10 @@ class Move:
     """What a promotion did to an alias."""
 
     before: str
-    """Version that it pointed to; empty where there was no such alias."""
+    """Version that the alias pointed to; empty where there was no such alias."""
     after: str
     run_id: str
-    """Of the promotion."""
+    """ID of the promotion's run."""
 
     def __str__(self) -> str:
         return f"{self.before}>{self.after}@{self.run_id}"
@@ -106,7 +106,7 @@ def move_aliases(name: str, version: str, seen: Mapping[str, str], run_id: str) 
         name: Registered model.
         version: The new champion.
         seen: The aliases, with the versions that it was compared with; empty for an alias that there was not.
-        run_id: Of the promotion.
+        run_id: ID of the promotion's run.
 
     Raises:
         UndecidedError: An alias points elsewhere now. None was moved.

@@ -30,7 +30,7 @@ _RUN_NAME, _RUN_NAME_WIDTH = "attributes.`Run Name`", 320
 _COMPRESSED = "deflate;"
 _log = logging.getLogger("ansor_mlflow")
 _seen: set[tuple[str, str]] = set()
-"""Tracking URI and experiment ID of what this process has looked at."""
+"""Tracking URI and experiment ID of every experiment that this process has looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,9 @@ class SavedView:
     key: str
     name: str
     state: Mapping[str, Any]
-    """Of MLflow's page: what is searched, its columns and its charts."""
+    """State of MLflow's page: what is searched, its columns and its charts."""
     is_charts: bool
-    """Whether it is looked at as charts, and not as a table."""
+    """Whether the runs are shown as charts, and not as a table."""
 
     @property
     def tag(self) -> str:
@@ -81,7 +81,7 @@ def ensure_views(experiment_id: str) -> None:
 
 
 def existing_views(tags: Mapping[str, str]) -> list[SavedView]:
-    """Those of our views that an experiment with these tags has."""
+    """The views of ours that an experiment with these tags has."""
     return [view for view in VIEWS if view.tag in tags]
 
 
@@ -127,7 +127,7 @@ def _state(search: str, sorted_by: str, columns: Mapping[str, int], **more: Any)
     Args:
         search: Which runs.
         sorted_by: The metric; the smallest first.
-        columns: Of the table, with their widths in pixels.
+        columns: Columns of the table, with their widths in pixels.
         more: Fields that have other values than MLflow's defaults.
     """
     widths = {_RUN_NAME: _RUN_NAME_WIDTH, **columns}
@@ -264,4 +264,4 @@ VIEWS = (
     SavedView(key=names.LEADERBOARD_VIEW, name="Leaderboard", state=_LEADERBOARD, is_charts=False),
     SavedView(key=names.TUNING_CHARTS_VIEW, name="Tuning charts", state=_TUNING_CHARTS, is_charts=True),
 )
-"""Those of every experiment that a step has opened a run in."""
+"""Saved views of every experiment that a step has opened a run in."""

@@ -57,7 +57,7 @@ class _Batch:
     candidates: Sequence[MeasureCandidate]
     built: Sequence[Outcome[Path]]
     jobs: Sequence[RunJob]
-    """One for each candidate that could be built."""
+    """A job for each candidate that could be built."""
     measured: Future[list[Outcome[tuple[float, ...]]]]
 
 

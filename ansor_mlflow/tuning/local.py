@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _STACK_BYTES = 8 * 2**20
-"""Of a thread, as Linux sets it aside."""
+"""Size of the stack of a thread, as Linux sets it aside."""
 _log = logging.getLogger("ansor_mlflow")
 
 

@@ -38,7 +38,7 @@ class _Job:
     num_threads: int
     seed: int
     reference: Path
-    """File of NumPy's with the arguments that the unscheduled kernel changes, by position, as float64."""
+    """NumPy file with the arguments that the unscheduled kernel changes, by position, as float64."""
     trace: str = ""
     """JSON of the schedule."""
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _CACHE_ROOT = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 _DEFAULT_CACHE_BYTES = 32 * 2**20
-"""Where the kernel does not say how large the last-level cache is."""
+"""Size of the last-level cache where the operating system does not say it."""
 _MAX_COPY_BYTES = 512 * 2**20
 """Largest array that is copied: two of them are in memory."""
 _NUM_CHAINS = 12
@@ -82,7 +82,7 @@ class Bound:
 
     shortest_s: float
     limit: Literal["arithmetic", "memory"]
-    """What it would wait for."""
+    """What the kernel would wait for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +90,9 @@ class Roofline:
     """The two roofs of a host, for a number of threads."""
 
     peak_flops_per_s: float
-    """float32 multiply-adds, each of them two FLOPs."""
+    """Peak of float32 multiply-adds, each of them two FLOPs."""
     bandwidth_bytes_per_s: float
-    """Of a copy: bytes read plus bytes written."""
+    """Bandwidth of a copy: bytes read plus bytes written."""
 
     def bound(self, flops: float, num_bytes: float) -> Bound:
         """The least time of a kernel.

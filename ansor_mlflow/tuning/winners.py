@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_FINALISTS = 3
 """Programs of a task that are measured again."""
 _MARGIN = 1.05
-"""A program whose first time is more than that many times the best is no finalist."""
+"""First time over the best one's beyond which a program is no finalist."""
 _MIN_PASSES = 2
 _MAX_PASSES = 3
 """Most measurements of a finalist."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ansor_mlflow.steps.records import PoolContents, ReplayedRecord, Verification, WrittenRecords
 
 _MAX_NUMBERS = 10
-"""Damaged lines that are named."""
+"""Damaged lines whose numbers are named."""
 _STATUS_NAMES = {
     "pass": "pass",
     "wrong_answer": "wrong answer",

@@ -12,7 +12,7 @@ from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.shapes import Shape
 
 NUM_CLASSES = 1000
-"""Of ImageNet."""
+"""Classes of ImageNet."""
 
 
 @dataclass(frozen=True, kw_only=True)

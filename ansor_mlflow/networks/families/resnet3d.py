@@ -14,7 +14,7 @@ from ansor_mlflow.networks.families.family import image_classifier
 from ansor_mlflow.networks.families.resnet import VARIANTS, append_resnet
 
 NUM_CLASSES = 400
-"""Of Kinetics."""
+"""Classes of Kinetics."""
 
 NETWORKS = {
     f"resnet3d-{depth}": image_classifier(

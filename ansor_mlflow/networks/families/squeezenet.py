@@ -11,7 +11,7 @@ from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.shapes import Shape
 
 SQUEEZED_CHANNELS = ((16, 16), (32, 32), (48, 48, 64, 64))
-"""Of the fire modules between the poolings; each gives eight times as many channels."""
+"""Squeezed channels of the fire modules between the poolings; a module returns eight times as many."""
 
 
 def _append_squeezenet(builder: GraphBuilder, input_shape: Shape) -> None:

@@ -29,7 +29,7 @@ _FIXED = {
     "byteorder": "little",
     "data/sample_inputs/model.pt": "",
 }
-"""What else an archive must have."""
+"""Entries that every archive must have, with what they say."""
 _PAYLOADS = (
     ("data/weights", "weights", re.compile(r"weight_\d+")),
     ("data/constants", "constants", re.compile(r"tensor_\d+")),

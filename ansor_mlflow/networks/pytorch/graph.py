@@ -20,7 +20,7 @@ Number = bool | int | float
 
 _SCHEMA_VERSION = 8
 _OPERATOR = re.compile(r"torch\.ops\.aten\.(?!(save|from_file)\.)\w+\.\w+")
-"""Without the two that take the name of a file."""
+"""Operators of PyTorch, without the two that take the name of a file."""
 _REGIONS = ("torch.ops.higher_order.wrap_with_set_grad_enabled", "torch.ops.higher_order.wrap_with_autocast")
 """Operators that run a part of the graph in another mode."""
 _QUALIFIED_NAME = re.compile(r"(?!__)[\w\-/ ]+(\.(?!__)[\w\-/ ]+)*")
@@ -40,7 +40,7 @@ class FixedGraph:
     program: Json
     inputs: tuple[str, ...]
     operators: frozenset[str]
-    """Such as "torch.ops.aten.relu.default"."""
+    """Names of the operators that are called, such as "torch.ops.aten.relu.default"."""
 
 
 def fix_graph(exported: Json, network: str, given: Mapping[str, Sequence[int]]) -> FixedGraph:

@@ -16,7 +16,7 @@ from ansor_mlflow.networks.pytorch.archive import fix_program
 PROGRAM_SUFFIX = ".pt2"
 
 _OPSET = 18
-"""The one that PyTorch's translations are written in; it converts the result to others."""
+"""Version of ONNX's operators that PyTorch's translations are written in; it converts the result to others."""
 
 
 def export_program(path: Path, network: str, input_shapes: Mapping[str, Sequence[int]], directory: Path) -> Path:

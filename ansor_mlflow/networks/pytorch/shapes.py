@@ -69,7 +69,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Or": lambda *values: any(values),
     "Not": operator.not_,
 }
-"""Those of `torch/utils/_sympy/functions.py` and of SymPy that sizes are made of."""
+"""Functions of `torch/utils/_sympy/functions.py` and of SymPy that sizes are made of."""
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,

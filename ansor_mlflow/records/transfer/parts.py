@@ -17,7 +17,7 @@ from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
 
 PARTS_DIR = "parts"
 _FILES = (WORKLOAD_FILE, RECORD_FILE, JOURNAL_FILE)
-"""Those that only grow."""
+"""Files of a tuning that only grow."""
 _DIGEST_LENGTH = 32
 _SUFFIX = ".part"
 _log = logging.getLogger("ansor_mlflow")

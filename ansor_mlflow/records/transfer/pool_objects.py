@@ -30,7 +30,7 @@ from ansor_mlflow.records.summary import open_database
 _FORMAT_VERSION = 1
 _DIGEST_LENGTH = 32
 _MAX_BYTES = 2**30
-"""Of an object that are unpacked; a longer one counts as damaged."""
+"""Most bytes of an object that are unpacked; a longer one counts as damaged."""
 _NAME = re.compile(rf"(?P<workload>0x[0-9a-f]{{16}})-(?P<digest>[0-9a-f]{{{_DIGEST_LENGTH}}})\.jsonl\.gz")
 
 
@@ -39,11 +39,11 @@ class PoolObject:
     """What one tuning found out about one workload."""
 
     workload: str
-    """Line of the workload file."""
+    """The workload's line of the workload file."""
     records: tuple[str, ...]
     """JSON `[trace, run_secs, target, args_info]` of each trial, failed ones too."""
     winner: str = ""
-    """The same of the winner, with its second measurement; empty where there is none."""
+    """The same JSON of the winner, with its second measurement; empty where there is none."""
     trials_per_task: float = 0.0
     """Trials that the tuning was ready to give a task, on average."""
 
@@ -90,7 +90,7 @@ class ObjectName:
     """What the name of an object says."""
 
     workload_hash: str
-    """In hexadecimal digits."""
+    """Structural hash in hexadecimal digits."""
     digest: str
 
     @staticmethod

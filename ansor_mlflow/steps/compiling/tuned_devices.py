@@ -45,7 +45,7 @@ class TunedDevice:
         return TunedDevice(recorded, Device.elsewhere(made_for))
 
     def write_best(self, _: LoweredNetwork, device: Device, best: Path) -> str:
-        """See `compile.WriteRecords`."""
+        """See `compiling.compile.WriteRecords`."""
         return distill_for_device(self.recorded.records, device.fingerprint, best)
 
 

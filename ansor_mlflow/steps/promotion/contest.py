@@ -98,14 +98,14 @@ class Contest:
     """A candidate against a champion."""
 
     champion: str
-    """Its version."""
+    """The champion's version."""
     verdict: Verdict
     ratio: Ratio
     """The candidate's latency over the champion's."""
     limit: float
-    """What the ratio must be below."""
+    """What the ratio must be below for a promotion."""
     candidate_ms: tuple[float, ...]
-    """Median of each turn."""
+    """The candidate's median latency in each turn."""
     champion_ms: tuple[float, ...]
     same_network: bool
     """Whether both were compiled from the same ONNX file; if not, this compares nothing but their speed."""

@@ -22,7 +22,7 @@ class PromotionOutcome(str, Enum):
     PROMOTED = "promoted"
     """The candidate is faster than the champion by as much as was asked for."""
     NO_CHAMPION = "no_champion"
-    """There was none; the candidate's outputs are right, and it is the champion now."""
+    """There was no champion; the candidate's outputs are right, and it is the champion now."""
     ALREADY_CHAMPION = "already_champion"
     """The candidate is the champion; nothing was measured."""
     LOST = "lost"
@@ -52,14 +52,14 @@ class Promotion:
 
     run_id: str
     model: str
-    """Registered model."""
+    """Name of the registered model."""
     candidate: str
-    """Its version."""
+    """The candidate's version."""
     target: str
     """Short description of this host with the candidate's threads, such as "llvm znver4 ×2"."""
     outcome: PromotionOutcome
     reason: str
-    """One sentence, with what to do next where there is something to do."""
+    """Why it ended so, in one sentence, with what to do next where there is something to do."""
     aliases: dict[str, str]
     """The aliases that were to be moved, with the versions that they pointed to; empty for a new one."""
     dry_run: bool
@@ -69,7 +69,7 @@ class Promotion:
     errors: dict[str, Deviation]
     """How far outputs are from ONNX Runtime's, by version; the reference is the candidate's network."""
     contests: tuple[Contest, ...]
-    """One for each champion; usually there is one."""
+    """The measurements against each champion; usually there is one."""
 
     @property
     def is_won(self) -> bool:

@@ -18,7 +18,7 @@ class Rollback:
 
     run_id: str
     model: str
-    """Registered model."""
+    """Name of the registered model."""
     aliases: dict[str, tuple[str, str]]
     """The version that each alias pointed to, and the one that it points to now; empty where it was removed."""
 

@@ -31,7 +31,7 @@ from ansor_mlflow.steps.records.fetching import fetch_source
 
 _DESCRIPTIONS = (names.FINGERPRINT_FILE, names.PROVENANCE_FILE)
 _WRITTEN = (WORKLOAD_FILE, *_DESCRIPTIONS, names.SOURCES_FILE, RECORD_FILE)
-"""The files of a new database in the order in which they get their names: without the last one it is none."""
+"""The files of a new database in the order in which they get their names: without the last, there is no database."""
 
 
 @dataclass(frozen=True, kw_only=True)

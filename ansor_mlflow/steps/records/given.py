@@ -41,12 +41,12 @@ class Recorded:
     """Records on disk with the options that they were made with."""
 
     options: RecordsOptions
-    """As given; of a tuning run's records, the network, layout, target and threads are that run's."""
+    """The options as given; of a tuning run's records, the network, layout, target and threads are that run's."""
     records: Path
     copy: str
     """URI of a tuning run's copy of a network that came from a file; else empty."""
     provenance: Provenance | None
-    """Of a tuning run; None for records from a path."""
+    """Where the records of a tuning run come from; None for records from a path."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class NetworkTasks:
     hard_to_tile: tuple[PaddedLayer, ...]
     """Layers with channels that `pad_channels=auto` pads."""
     is_padded: bool
-    """Whether it did."""
+    """Whether they are padded."""
 
 
 def find_recorded(options: RecordsOptions, scratch: Path, *, any_lowering: bool = False) -> Recorded:

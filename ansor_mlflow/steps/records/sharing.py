@@ -17,7 +17,7 @@ from ansor_mlflow.steps.records.fetching import fetch_databases
 from ansor_mlflow.tracking import PoolDevice, PushedRecords, RecordPool
 
 _MAX_RETRY_S = 60.0
-"""How long a pool that is away is waited for at the end of a tuning."""
+"""How long a pool that cannot be reached is waited for at the end of a tuning."""
 _log = logging.getLogger("ansor_mlflow")
 
 
@@ -34,7 +34,7 @@ class PulledRecords:
 
     output: Path
     device: str
-    """Short description."""
+    """Short description of the device."""
     num_workloads: int
     num_records: int
 

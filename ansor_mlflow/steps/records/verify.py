@@ -44,16 +44,16 @@ class ReplayedRecord:
 
     task: str
     file: str
-    """Of the record, below the directory of the records."""
+    """Path of the record file, below the directory of the records."""
     line: int
-    """Number in the file, from 1."""
+    """Number of the line in the file, from 1."""
     run_s: float
-    """Seconds per call that the record tells."""
+    """Seconds per call, as recorded."""
     status: Status
     max_rel_error: float | None
-    """Of the scheduled kernel against the unscheduled one; None where there is no finite one."""
+    """Error of the scheduled kernel's results against the unscheduled one's; None where there is no finite one."""
     error: str
-    """One line; empty for one that passes."""
+    """Why the record does not pass, in one line; empty for one that does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Verification:
 
     network: str
     target: str
-    """Short description, such as "llvm znver4 ×2"."""
+    """Short description of the target, such as "llvm znver4 ×2"."""
     tolerance: float
     """Largest `max_rel_error` that passes."""
     records: tuple[ReplayedRecord, ...]
@@ -73,7 +73,7 @@ class Verification:
     num_of_other_kernels: int
     """Valid records for this target of workloads that the network does not have."""
     num_damaged: int
-    """Damaged lines."""
+    """Damaged lines of the databases."""
 
     @property
     def num_by_status(self) -> dict[Status, int]:
@@ -199,7 +199,7 @@ class _Candidate:
     database: Database
     record: RecordLine
     is_winner: bool
-    """Whether it was measured twice."""
+    """Whether it is the winner of a tuning, which was measured twice."""
 
 
 def _candidates(databases: Sequence[Database], target: Mapping[str, Any]) -> dict[str | None, list[_Candidate]]:

@@ -38,14 +38,14 @@ class TaskDifference:
     weight: int
     """Calls of the task in the network, in the first tuning that has it."""
     first_s: float | None
-    """Of the record that would be applied; None where there is none."""
+    """Time of the record that would be applied in the first tuning; None where there is none."""
     second_s: float | None
     share: float
-    """Of the network's time in the first tuning that has the task, from 0 to 1."""
+    """Share of the network's time in the first tuning that has the task, from 0 to 1."""
     noise: float
     """Relative difference that the noise of the two measurements explains."""
     verdict: TaskVerdict
-    """What the second is, compared with the first."""
+    """What the second tuning is, compared with the first."""
 
     @property
     def ratio(self) -> float | None:
@@ -59,14 +59,14 @@ class Compared:
 
     given: str
     run_id: str
-    """Of the tuning."""
+    """ID of the tuning run."""
     name: str
     device: str
-    """Short description, such as "llvm znver4 ×2"."""
+    """Short description of the device, such as "llvm znver4 ×2"."""
     estimated_ms: float
     """Σ weight × time over the tasks that both have."""
     latency_ms: float | None
-    """End to end, as it was measured; None for a tuning without an evaluation."""
+    """Latency as measured end to end; None for a tuning without an evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +76,13 @@ class TuningDifference:
     first: Compared
     second: Compared
     tasks: tuple[TaskDifference, ...]
-    """Those that cost most first."""
+    """Tasks of both tunings, those that cost most first."""
     params: dict[str, tuple[str | None, str | None]]
     """Parameters that differ, with both values."""
     device: dict[str, tuple[str | None, str | None]]
-    """Entries of the fingerprints that differ."""
+    """Entries of the fingerprints that differ, with both values."""
     versions: dict[str, tuple[str | None, str | None]]
-    """Packages whose versions differ."""
+    """Packages whose versions differ, with both versions."""
 
     def _repr_html_(self) -> str:
         rows = [
@@ -157,10 +157,10 @@ class _Task:
 class _Side:
     given: str
     run: Run
-    """The tuning."""
+    """The tuning run."""
     latency_ms: float | None
     tasks: Mapping[str, _Task]
-    """Those with a record, by the structural hash of the kernel."""
+    """Tasks with a record, by their structural hash."""
     device: DeviceFingerprint
     versions: Mapping[str, str]
 

@@ -35,7 +35,7 @@ class Explanation:
 
     network: str
     target: str
-    """Short description, such as "llvm znver4 ×2"."""
+    """Short description of the target, such as "llvm znver4 ×2"."""
     num_threads: int
     task: TaskInfo
     best_s: float
@@ -54,9 +54,9 @@ class Explanation:
     scheduled: str
     """The scheduled function, as TVMScript."""
     roofline: Roofline | None
-    """Of this host; None where it cannot run the target."""
+    """Roofline of this host; None where it cannot run the target."""
     bound: Bound | None
-    """The least time that the roofline leaves."""
+    """Least time that the roofline leaves the task; None without a roofline."""
 
     @property
     def gflops_per_s(self) -> float:

@@ -36,7 +36,7 @@ class PlannedTask:
     flops_share: float
     """Share of the network's floating point operations, from 0 to 1."""
     best_s: float | None
-    """Seconds per call of the fastest record that there is already."""
+    """Seconds per call of the fastest record there is so far."""
     num_trials: int
     """Suggested trials: in proportion to the FLOPs, and no fewer than those of the tuner's first pass."""
     expected_minutes: float
@@ -48,10 +48,10 @@ class Plan:
 
     network: str
     target: str
-    """Short description, such as "llvm znver4 ×2"."""
+    """Short description of the target, such as "llvm znver4 ×2"."""
     tasks: tuple[PlannedTask, ...]
     notes: tuple[str, ...]
-    """Sentences on what the tasks' figures do not say."""
+    """Sentences on what the figures of the tasks leave out."""
 
     def _repr_html_(self) -> str:
         rows = [
@@ -70,7 +70,7 @@ class Plan:
 
     @property
     def expected_minutes(self) -> float:
-        """Of all trials."""
+        """Wall-clock time of all trials."""
         return sum(task.expected_minutes for task in self.tasks)
 
 

@@ -14,7 +14,7 @@ from ansor_mlflow.options import RunsOptions
 from ansor_mlflow.tracking import existing_views, translated_errors
 
 _DEFAULT_ID = "0"
-"""Of the experiment that MLflow makes for itself."""
+"""ID of the experiment that MLflow makes for itself."""
 _ORDERS = {
     "started": "attributes.start_time DESC",
     "latency_ms": f"metrics.`{names.LATENCY_MS}` ASC",
@@ -33,13 +33,13 @@ class FoundRun:
     name: str
     network: str
     target: str
-    """Short description, such as "llvm znver4 ×2"."""
+    """Short description of the target, such as "llvm znver4 ×2"."""
     status: str
     started_ms: int
-    """Milliseconds since 1970."""
+    """When the run started, in milliseconds since 1970."""
     latency_ms: float | None
     best_latency_ms: float | None
-    """Estimated by the tuning."""
+    """Latency that the tuning estimated."""
     speedup_vs_untuned: float | None
     trials: int | None
 
@@ -50,10 +50,10 @@ class FoundRuns:
 
     experiment_id: str
     experiment: str
-    """Its name."""
+    """Name of the experiment."""
     runs: tuple[FoundRun, ...]
     are_all: bool
-    """Whether there are no more than these."""
+    """Whether the experiment has no more such runs."""
     pages: dict[str, str]
     """The experiment's saved views: names, and addresses within the UI."""
 

@@ -20,7 +20,7 @@ from ansor_mlflow.steps.records import fetch_run
 from ansor_mlflow.tracking import params_used, translated_errors
 
 _MEASURED_FOR = (*(name for name in NetworkOptions.model_fields if name != "seed"), "warm_start")
-"""Parameters that its records hang on."""
+"""Parameters that the records of a run depend on."""
 
 
 def resumed_options(options: TuneOptions) -> TuneOptions:

@@ -61,14 +61,14 @@ class TuneResult:
     """What a tuning found."""
 
     run_id: str
-    """Of the MLflow run, which holds the records."""
+    """ID of the MLflow run, which holds the records."""
     network: str
     target: str
-    """Short description, such as "llvm znver4 ×2"."""
+    """Short description of the target, such as "llvm znver4 ×2"."""
     metrics: dict[str, float]
     """The estimated latencies and the number of trials, by their names in MLflow."""
     stop_reason: str
-    """See `StopReason`."""
+    """Why the tuning ended, a value of `StopReason`."""
 
     def _repr_html_(self) -> str:
         title = f"tuning of {self.network} for {self.target}, ended by {self.stop_reason}"

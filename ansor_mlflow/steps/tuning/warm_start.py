@@ -41,15 +41,15 @@ class TakenRecords:
 
     source: str
     num_records: int
-    """Records in it, failed trials included."""
+    """Records in the source, failed trials included."""
     num_applied: int
     """Records of this device for tasks of the network."""
     num_transferred: int
     """Records of similar devices, for the cost model alone."""
     transferred_from: tuple[str, ...]
-    """Short descriptions of their targets."""
+    """Short descriptions of the similar devices' targets."""
     note: str
-    """Why its records may not be applied, in one clause; empty where they may."""
+    """Why the source's records may not be applied, in one clause; empty where they may."""
 
 
 class WarmStart:

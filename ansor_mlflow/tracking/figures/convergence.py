@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _NUM_NAMED = 5
 """Tasks with a colour of their own: those that take most of the time."""
 _MAX_RATIO = 30.0
-"""Slower trials lie outside of the figure."""
+"""Time over the best time of the task beyond which trials lie outside of the figure."""
 _MAX_DOTS = 4000
 """Trials that are drawn; of more, every second, third and so on is."""
 _LAYOUT = {"left": 0.085, "right": 0.985, "bottom": 0.175, "top": 0.91, "hspace": 0.26, "wspace": 0.06}
@@ -82,7 +82,7 @@ def _draw_tasks(axes: Axes, history: TuningHistory) -> None:
 
 
 def _label(task: TaskHistory, rank: int) -> str:
-    """Of the legend; an underscore keeps a curve out of it."""
+    """The curve's text in the legend; an underscore keeps a curve out of it."""
     if rank < _NUM_NAMED:
         return plain(task.name)
     return "other tasks" if rank == _NUM_NAMED else "_"

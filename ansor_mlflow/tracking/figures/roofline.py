@@ -22,7 +22,7 @@ def draw_roofline(history: TuningHistory, roofline: Roofline, argument_bytes: Ma
     """Draws what each task reaches against its intensity, below the two roofs. Tasks that compute nothing are left out.
 
     Args:
-        history: Of the tuning.
+        history: What the tuning did.
         roofline: The roofs of the host.
         argument_bytes: Size of the arguments of each task, by the hash of its workload.
     """
@@ -60,7 +60,7 @@ def _draw_roofs(axes: Axes, roofline: Roofline, intensities: list[float]) -> Non
 
 
 def _label(task: TaskHistory, rank: int, share: float) -> str:
-    """Of the legend; an underscore keeps a point out of it."""
+    """The point's text in the legend; an underscore keeps a point out of it."""
     if rank < _NUM_NAMED:
         return f"{plain(task.name)}, {share:.0%} of the time"
     return "other tasks" if rank == _NUM_NAMED else "_"

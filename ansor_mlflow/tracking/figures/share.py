@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _HEIGHT = 0.38
-"""Of a bar, of the space that the two of a task have."""
+"""Height of a bar; a task has two, in a row that is 1 high."""
 
 
 def draw_task_share(history: TuningHistory) -> Figure:

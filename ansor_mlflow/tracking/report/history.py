@@ -23,9 +23,9 @@ class TaskHistory:
     """What happened to a task."""
 
     state: TaskState
-    """The latest."""
+    """The task's state after the last round."""
     began_s: float | None = None
-    """Seconds per call of the fastest earlier record; without one, of the first valid measurement."""
+    """Seconds per call of the fastest earlier record; without one, of the first valid trial."""
     measured: list[tuple[int, float]] = field(default_factory=list)
     """Position in the run and seconds per call of every valid trial."""
 
@@ -54,7 +54,7 @@ class TaskHistory:
         return self.state.total_trials
 
     def best_so_far(self) -> list[tuple[int, float]]:
-        """For every valid trial its position in the run, and the fastest measurement until then."""
+        """Position in the run of every valid trial, and the fastest measurement until then."""
         best = accumulate((seconds for _, seconds in self.measured), min)
         return [(step, seconds) for (step, _), seconds in zip(self.measured, best, strict=True)]
 
@@ -73,9 +73,9 @@ class FailureClass:
     status: TrialStatus
     num_trials: int
     task: str
-    """Of the first of them."""
+    """Task of the first of these trials."""
     error: str
-    """Of the first of them that says more."""
+    """Error text of the first of these trials that has one."""
 
 
 class TuningHistory:

@@ -18,9 +18,9 @@ from ansor_mlflow.trials import StopReason
 
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>#|~])")
 _MAX_CHARS = 7500
-"""A tag has 8000 at most."""
+"""Length at which a description is cut: a tag has 8000 characters at most."""
 _NOT_AGAIN = {"resume_run"}
-"""Parameters that make no new tuning."""
+"""Parameters that a command line for a new tuning leaves out."""
 
 STOP_REASONS = {
     StopReason.TRIALS: "the budget of trials was spent",
@@ -69,7 +69,7 @@ def tuning_note(history: TuningHistory, commands: Sequence[str], error: str = ""
     """Describes a tuning that goes on, or has ended.
 
     Args:
-        history: Of the tuning.
+        history: What the tuning did.
         commands: Command lines that do it again.
         error: What ended it, if it was an error.
     """
@@ -93,7 +93,7 @@ def pipeline_note(
     Args:
         network: What is tuned.
         commands: Command lines that do it again.
-        tags: Of the device and the tuning.
+        tags: Tags of the device and the tuning.
         metrics: The summary metrics.
     """
     if not metrics:

@@ -31,8 +31,8 @@ def render_page(template: str, *, title: str, subtitle: str = "", **values: Any)
     """Fills in a template of `templates/` that extends `base.html`. Texts are escaped, whatever is in them.
 
     Args:
-        template: Its file name.
-        title: Of the page.
+        template: File name of the template.
+        title: Title of the page.
         subtitle: Below it.
         values: What the template names besides.
     """
@@ -45,7 +45,7 @@ def html_table(title: str, rows: Iterable[Sequence[str]], headers: Sequence[str]
     Args:
         title: Above it.
         rows: Texts of the cells.
-        headers: Of the columns.
+        headers: Headers of the columns.
     """
     lines = [_row(headers, "th")] if headers else []
     lines += [_row(row, "td") for row in rows]

@@ -25,7 +25,7 @@ _CAPTIONS = {
 }
 _SPARK_WIDTH, _SPARK_HEIGHT = 110.0, 24.0
 _MAX_LINES = 80
-"""Of a schedule."""
+"""Lines of a schedule that are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +54,11 @@ def tuning_page(
     """Makes the page of a tuning that has ended.
 
     Args:
-        history: Of the tuning.
+        history: What the tuning did.
         directory: The run's directory, with the figures, and with what describes environment and warm start.
         run_id: Shown below the title.
         commands: Command lines that do the tuning again.
-        schedules: Of the slowest tasks.
+        schedules: Schedules of the slowest tasks.
     """
     plan = history.plan
     assert plan is not None  # it has ended

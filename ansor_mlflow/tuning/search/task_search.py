@@ -32,13 +32,13 @@ and 4, nine times as many programs.
 _MIN_RANDOM = 16
 """Random programs without which MetaSchedule begins no evolution."""
 _RANDOM_SHARE = 0.05
-"""Of a proposal, random programs that evolution did not choose. MetaSchedule's default, too."""
+"""Share of a proposal that are random programs, which evolution did not choose. MetaSchedule's default, too."""
 _NUM_WARMUP_SAMPLES = 48
 """Measurements before the cost model is trusted; until then rounds are random. MetaSchedule's default is 100."""
 _MAX_EMPTY_EVOLUTIONS = 5
 """Evolutions without a new program after which a search space counts as exhausted."""
 _MAX_KNOWN_PROGRAMS = 64
-"""Random programs, all of them known, after which it does."""
+"""Random programs, all of them known, after which a search space counts as exhausted."""
 _MAX_SECOND_CHANCES = 4
 """Programs of a task that are tried again after they failed."""
 _UNLIMITED = 2**30

@@ -49,7 +49,7 @@ class RunJob:
     path: Path
     args_info: tuple[ArgInfo, ...]
     task: str = ""
-    """Programs of one task compute the same."""
+    """Name of the task; programs of one task compute the same."""
     best_s: float | None = None
     """Seconds per call of the task's best program before this round; a far slower one is not measured in full."""
 

@@ -30,7 +30,7 @@ class ScratchDirectory:
         _remove_abandoned(Path(tempfile.gettempdir()))
         hidden = Path(tempfile.mkdtemp(prefix="ansor_mlflow-new-"))
         self.path = hidden.with_name(hidden.name.replace("ansor_mlflow-new-", _PREFIX))
-        """The directory."""
+        """Path of the directory."""
         self._lock = FileLock(hidden / _OWNER_LOCK)
         self._lock.acquire()
         hidden.rename(self.path)  # only now do other tuners see it, and it is locked
