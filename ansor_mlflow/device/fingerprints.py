@@ -25,7 +25,7 @@ _INSTRUCTION_SETS = re.compile(
     r"|neon|fp-armv8|fullfp16|fp16fml|bf16|i8mm|dotprod|sve[\w-]*|sme[\w-]*|lse2?|rdm|complxnum|jsconv|crc|faminmax"
     r"|fp8\w*|v\d+(\.\d+)?[ar]"
 )
-"""LLVM's CPU features that are instructions. The others are hints for its scheduling, or belong to the kernel."""
+"""LLVM's CPU features that are instructions. The others are scheduling hints, or belong to the operating system."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,7 +97,7 @@ def measuring_cpus(num_threads: int, cpu_root: Path = _CPU_ROOT, process: int | 
 
     Args:
         num_threads: Threads of a kernel.
-        cpu_root: Where the kernel describes the CPUs.
+        cpu_root: Where Linux describes the CPUs.
         process: Number of the process; this one by default.
     """
     allowed = sorted(os.sched_getaffinity(0))
@@ -110,7 +110,7 @@ def measuring_cpus(num_threads: int, cpu_root: Path = _CPU_ROOT, process: int | 
 
 
 def _siblings(cpu: int, cpu_root: Path) -> str:
-    """The hardware threads of a CPU's core, such as "0,8"; the CPU alone where the kernel does not say."""
+    """The hardware threads of a CPU's core, such as "0,8"; the CPU alone where Linux does not say."""
     try:
         return (cpu_root / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
     except OSError:

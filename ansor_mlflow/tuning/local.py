@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ansor_mlflow import names
 from ansor_mlflow.device import Device
@@ -23,10 +22,6 @@ from ansor_mlflow.tuning.stopping import resolve_num_trials
 from ansor_mlflow.tuning.workers.arguments import argument_bytes
 from ansor_mlflow.tuning.workers.builder import LocalBuilder
 from ansor_mlflow.tuning.workers.runner import LocalRunner, MeasureSettings
-
-if TYPE_CHECKING:
-    pass
-
 
 _STACK_BYTES = 8 * 2**20
 """Size of the stack of a thread, as Linux sets it aside."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _CACHE_ROOT = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 _DEFAULT_CACHE_BYTES = 32 * 2**20
-"""Size of the last-level cache where the operating system does not say it."""
+"""Size of the last-level cache where Linux does not say it."""
 _MAX_COPY_BYTES = 512 * 2**20
 """Largest array that is copied: two of them are in memory."""
 _NUM_CHAINS = 12
@@ -157,7 +157,7 @@ def last_level_cache_bytes(cache_root: Path = _CACHE_ROOT) -> int:
     """The size of the largest cache of the first CPU.
 
     Args:
-        cache_root: Where the kernel describes the CPU's caches.
+        cache_root: Where Linux describes the CPU's caches.
     """
     texts = [path.read_text().strip() for path in cache_root.glob("index*/size")]
     sizes = [int(text[:-1]) * _UNITS[text[-1]] for text in texts if text[-1:] in _UNITS]

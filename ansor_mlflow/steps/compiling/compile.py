@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ansor_mlflow import flavor, names
 from ansor_mlflow.device import Device
@@ -21,9 +20,6 @@ from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.compiling.tuned_devices import TunedDevice, require_one_network
 from ansor_mlflow.steps.records import Recorded, distill_for_device, find_recorded, load_recorded_network
 from ansor_mlflow.tracking import StepRun, html_table, step_run, translated_errors
-
-if TYPE_CHECKING:
-    pass
 
 WriteRecords = Callable[[LoweredNetwork, Device, Path], str]
 """Writes the records to apply to a network on a device into a directory. Returns for which device they are, in one
@@ -52,7 +48,7 @@ class Recipe:
     device: Device
     write_best: WriteRecords
     provenance: Mapping[str, object]
-    """Where the library comes from."""
+    """Where the library comes from: versions, layout, tuning run."""
 
 
 def compile_network(options: CompileOptions) -> CompileResult:
@@ -62,18 +58,14 @@ def compile_network(options: CompileOptions) -> CompileResult:
         AnsorMlflowError: The options are not usable, the records are for another target or network, or a server is
             away.
     """
-    with step_run("compile", options, f"compile {options.network}") as run:
-        return _compile(options, run)
-
-
-def _compile(options: CompileOptions, run: StepRun) -> CompileResult:
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
-        if len(options.tune_runs) > 1:
-            network, recipes = _recipes_for_devices(options, run, Path(scratch))
-        else:
-            network, recipes = _recipe(options, run, Path(scratch))
+    with (
+        step_run("compile", options, f"compile {options.network}") as run,
+        tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch,
+    ):
+        find = _recipes_for_devices if len(options.tune_runs) > 1 else _recipe
+        network, recipes = find(options, run, Path(scratch))
         libraries, coverage = build_libraries(network, recipes, run, step="compile")
-    return CompileResult(run.run_id, log_model(libraries, run, options.signature), coverage)
+        return CompileResult(run.run_id, log_model(libraries, run, options.signature), coverage)
 
 
 def _recipe(options: CompileOptions, run: StepRun, scratch: Path) -> tuple[Network, list[Recipe]]:

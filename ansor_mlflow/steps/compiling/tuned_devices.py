@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ansor_mlflow.device import Device
 from ansor_mlflow.errors import RecordsError, UserInputError
@@ -14,9 +13,6 @@ from ansor_mlflow.model import require_linker
 from ansor_mlflow.options import RecordsOptions
 from ansor_mlflow.records import read_fingerprint
 from ansor_mlflow.steps.records import Recorded, distill_for_device, find_recorded
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

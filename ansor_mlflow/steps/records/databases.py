@@ -63,7 +63,7 @@ def merge_records(options: MergeRecordsOptions) -> WrittenRecords:
         RecordsError: A source is no database, or there is no record in any.
         MachineError: A server is away.
     """
-    return _write(options, options.sources, keep=None, target="")
+    return _write(options, keep=None, target="")
 
 
 def distill_records(options: DistillRecordsOptions) -> WrittenRecords:
@@ -74,18 +74,14 @@ def distill_records(options: DistillRecordsOptions) -> WrittenRecords:
         RecordsError: A source is no database, or there is no valid record for the target in any.
         MachineError: A server is away.
     """
-    return _write(options, options.sources, keep=options.keep, target=options.target)
+    return _write(options, keep=options.keep, target=options.target)
 
 
-def _write(options: MergeRecordsOptions, given: Sequence[str], *, keep: int | None, target: str) -> WrittenRecords:
+def _write(options: MergeRecordsOptions, *, keep: int | None, target: str) -> WrittenRecords:
     output = Path(options.output).resolve()
     _require_free(output, options.output)
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
-        paths = []
-        for index, source in enumerate(given):
-            copy = Path(scratch, str(index))
-            copy.mkdir()
-            paths.append(fetch_source(source, copy))
+        paths = [fetch_source(source, Path(tempfile.mkdtemp(dir=scratch))) for source in options.sources]
         _require_apart(output, options.output, paths)
         databases = [open_database(find_records(path, prefer_winners=False)) for path in paths]
         if target:
@@ -95,13 +91,13 @@ def _write(options: MergeRecordsOptions, given: Sequence[str], *, keep: int | No
             with tempfile.TemporaryDirectory(prefix=".new-", dir=output) as new:
                 num_records = merge(databases, Path(new), keep=keep)
                 if num_records:
-                    _describe(Path(new), databases, given, keep, target)
+                    _describe(Path(new), databases, options.sources, keep, target)
                     _replace(Path(new), output)
         except OSError as err:
             raise UserInputError(f"output={options.output}: it cannot be written ({err.strerror})") from err
     if not num_records:
         kind = "record" if keep is None else "valid record"
-        raise RecordsError(f"there is no {kind} in {', '.join(given)}; tune first")
+        raise RecordsError(f"there is no {kind} in {', '.join(options.sources)}; tune first")
     return WrittenRecords(output=output, num_records=num_records)
 
 
