@@ -3,7 +3,7 @@
 A `.pt2` file is a ZIP archive (https://docs.pytorch.org/docs/stable/export/pt2_archive.html): a graph in JSON, raw
 weights, pickled sample inputs, and perhaps pickled weights, pickled objects and compiled libraries. `torch.export.load`
 unpickles without restriction and opens the libraries. So PyTorch never sees such a file: it sees a second one, with a
-graph that `torch_graph` has checked, the raw weights, and none of the rest.
+graph that `pytorch.graph` has checked, the raw weights, and none of the rest.
 """
 
 from __future__ import annotations
