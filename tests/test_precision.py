@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from ansor_mlflow.device.targets import has_arithmetic, resolve_target
-from ansor_mlflow.lowering.lower import Dtype, lower
+from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.measuring.comparison import TOLERANCES, compare_outputs
 from ansor_mlflow.measuring.reference import ReferenceSession
 from ansor_mlflow.model.library import compile_untuned
 from ansor_mlflow.networks.loading import Network
-from ansor_mlflow.settings import LoweringSettings
+from ansor_mlflow.settings import Dtype, LoweringSettings
 from ansor_mlflow.tensors import random_inputs
 
 if TYPE_CHECKING:
