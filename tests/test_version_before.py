@@ -34,25 +34,30 @@ EARLIER = "/earlier"
 """Where the store was."""
 
 
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The store, here and now; this host is called as the one that tuned."""
+@pytest.fixture(scope="module")
+def restored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store, here and now."""
+    directory = tmp_path_factory.mktemp("earlier")
     with tarfile.open(fileobj=io.BytesIO(ARCHIVE.read_bytes())) as archive:
-        archive.extractall(tmp_path, filter="data")
-    for path in [tmp_path / "mlflow.sql", *tmp_path.glob("artifacts/models/*/artifacts/MLmodel")]:
-        path.write_text(path.read_text().replace(EARLIER, str(tmp_path)))
-    database = sqlite3.connect(tmp_path / "mlflow.db")
-    database.executescript((tmp_path / "mlflow.sql").read_text())
+        archive.extractall(directory, filter="data")
+    for path in [directory / "mlflow.sql", *directory.glob("artifacts/models/*/artifacts/MLmodel")]:
+        path.write_text(path.read_text().replace(EARLIER, str(directory)))
+    database = sqlite3.connect(directory / "mlflow.db")
+    database.executescript((directory / "mlflow.sql").read_text())
     database.close()
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    subprocess.run(
-        [MLFLOW, "db", "upgrade", uri], check=True, capture_output=True
-    )  # nothing, for the MLflow that made it
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    upgrade = [MLFLOW, "db", "upgrade", f"sqlite:///{directory}/mlflow.db"]  # nothing, for the MLflow that made it
+    subprocess.run(upgrade, check=True, capture_output=True)
+    return directory
+
+
+@pytest.fixture
+def store(restored: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The store as MLflow's; this host is called as the one that tuned."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{restored}/mlflow.db")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "before")
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(restored)
     monkeypatch.setattr(fingerprints, "_cpu_model", lambda: "AMD EPYC")
-    return tmp_path
+    return restored
 
 
 def runs_of(step: str) -> list[Any]:

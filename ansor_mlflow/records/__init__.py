@@ -18,7 +18,7 @@ from ansor_mlflow.records.store import (
     search_directories,
     write_pair,
 )
-from ansor_mlflow.records.summary import DatabaseSummary, TargetSummary, WorkloadSummary, open_database, summarize
+from ansor_mlflow.records.summary import DatabaseSummary, WorkloadSummary, open_database, summarize
 from ansor_mlflow.records.transfer.manifest import verify_manifest, write_manifest
 from ansor_mlflow.records.transfer.parts import PARTS_DIR, PartWriter, join_parts
 from ansor_mlflow.records.transfer.pool_objects import ObjectName, PoolObject, objects_of, write_objects

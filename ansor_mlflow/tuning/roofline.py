@@ -132,7 +132,7 @@ def measure_roofline(device: Device) -> Roofline:
     Raises:
         MachineError: The process died, such as of too little memory.
     """
-    roofline: Roofline = in_child_process(call_once, partial(_prepare, _Place.of(device)))
+    roofline: Roofline = in_child_process(call_once, partial(_prepare, device, device.cpus))
     return roofline
 
 
@@ -147,7 +147,7 @@ def quick_roofline(device: Device) -> Roofline:
         MachineError: The worker died or took too long.
     """
     with contextlib.closing(WorkerPool(1)) as pool:
-        (outcome,) = pool.map(_measure_quickly, [_Place.of(device)], _QUICK_TIMEOUT_S)
+        (outcome,) = pool.map(_measure_quickly, [(device, device.cpus)], _QUICK_TIMEOUT_S)
     if outcome.value is None:
         raise MachineError(f"the roofs of this host were not measured ({outcome.failure}); free CPUs and memory")
     return outcome.value
@@ -164,21 +164,8 @@ def last_level_cache_bytes(cache_root: Path = _CACHE_ROOT) -> int:
     return max(sizes, default=_DEFAULT_CACHE_BYTES)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A device, for another process."""
-
-    target: dict[str, Any]
-    num_threads: int
-    cpus: frozenset[int]
-
-    @staticmethod
-    def of(device: Device) -> _Place:
-        return _Place(device.fingerprint.target, device.num_threads, device.cpus)
-
-
-def _measure_quickly(place: _Place) -> Roofline:
-    return _prepare(place, _Effort(_QUICK_PEAK_REPEATS, _QUICK_COPY_BYTES))()
+def _measure_quickly(where: tuple[Device, frozenset[int]]) -> Roofline:
+    return _prepare(*where, _Effort(_QUICK_PEAK_REPEATS, _QUICK_COPY_BYTES))()
 
 
 @dataclass(frozen=True)
@@ -189,16 +176,13 @@ class _Effort:
     max_copy_bytes: int = _MAX_COPY_BYTES
 
 
-def _prepare(place: _Place, effort: _Effort = _Effort()) -> Callable[[], Roofline]:
+def _prepare(device: Device, cpus: frozenset[int], effort: _Effort = _Effort()) -> Callable[[], Roofline]:
     """A call that measures both roofs. Runs in the child process, as everything below."""
-    import tvm
-
-    os.sched_setaffinity(0, place.cpus)
-    set_num_threads(place.num_threads)
-    target = tvm.target.Target(place.target)
+    os.sched_setaffinity(0, cpus)
+    set_num_threads(device.num_threads)
     return lambda: Roofline(
-        peak_flops_per_s=_peak_flops_per_s(target, place.num_threads, effort),
-        bandwidth_bytes_per_s=_bandwidth_bytes_per_s(target, place.num_threads, effort),
+        peak_flops_per_s=_peak_flops_per_s(device.target, device.num_threads, effort),
+        bandwidth_bytes_per_s=_bandwidth_bytes_per_s(device.target, device.num_threads, effort),
     )
 
 

@@ -10,8 +10,6 @@ from ansor_mlflow.cli.console import console, microseconds, table
 from ansor_mlflow.errors import UserInputError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ansor_mlflow.steps.reports import TaskDifference, TuningDifference
 
 _VERDICTS = {"faster": "faster", "slower": "slower", "same": "", "only_first": "only A", "only_second": "only B"}
@@ -24,12 +22,17 @@ def print_diff(difference: TuningDifference) -> None:
     for letter, side in (("A", difference.first), ("B", difference.second)):
         out.print(f"{letter}  {side.name}  ({side.device}, run {side.run_id})")
     out.print()
-    out.print(_table(difference))
+    headers = ["~task", ">calls", ">share", ">A µs", ">B µs", ">B/A", ">noise", "B is"]
+    styles = (_STYLES[task.verdict] for task in difference.tasks)
+    out.print(table(headers, map(_cells, difference.tasks), styles))
     out.print()
     for line in summary(difference):
         out.print(line)
     for title, entries in _others(difference):
-        _print_entries(title, entries)
+        if entries:
+            rows = ((name, first or "", second or "") for name, (first, second) in entries.items())
+            out.print(f"\n{title}\n")
+            out.print(table(["~", "~A", "~B"], rows))
 
 
 def write_page(difference: TuningDifference, path: str) -> None:
@@ -99,11 +102,6 @@ def summary(difference: TuningDifference) -> list[str]:
     return lines
 
 
-def _table(difference: TuningDifference) -> Table:
-    headers = ["~task", ">calls", ">share", ">A µs", ">B µs", ">B/A", ">noise", "B is"]
-    return table(headers, map(_cells, difference.tasks), (_STYLES[task.verdict] for task in difference.tasks))
-
-
 def _cells(task: TaskDifference) -> tuple[str, ...]:
     return (
         task.task,
@@ -115,12 +113,3 @@ def _cells(task: TaskDifference) -> tuple[str, ...]:
         f"± {task.noise:.1%}",
         _VERDICTS[task.verdict],
     )
-
-
-def _print_entries(title: str, entries: Mapping[str, tuple[str | None, str | None]]) -> None:
-    if not entries:
-        return
-    out = console()
-    out.print(f"\n{title}\n")
-    rows = [(name, first or "", second or "") for name, (first, second) in entries.items()]
-    out.print(table(["~", "~A", "~B"], rows))

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 from ansor_mlflow.cli.console import console, microseconds, table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ansor_mlflow.steps.reports import Plan, PlannedTask
 
 
@@ -16,16 +14,12 @@ def print_plan(plan: Plan) -> None:
     """Prints the tasks as a table, the totals and the notes."""
     out = console()
     out.print(f"{plan.network} for {plan.target}\n")
-    out.print(_table(plan))
+    rows = [_row(task) for task in plan.tasks]
+    headers = [header for header in rows[0] if any(row[header] for row in rows)]
+    out.print(table(headers, ([row[header] for header in headers] for row in rows)))
     out.print(f"\n{len(plan.tasks)} tasks, {plan.num_trials} trials, about {plan.expected_minutes:.1f} min on 2 cores")
     for note in plan.notes:
         out.print(note)
-
-
-def _table(plan: Plan) -> Table:
-    rows = [_row(task) for task in plan.tasks]
-    headers = [header for header in rows[0] if any(row[header] for row in rows)]
-    return table(headers, ([row[header] for header in headers] for row in rows))
 
 
 def _row(task: PlannedTask) -> dict[str, str]:

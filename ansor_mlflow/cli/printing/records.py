@@ -9,9 +9,7 @@ import click
 from ansor_mlflow.cli.console import console, microseconds, table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from ansor_mlflow.records import DatabaseSummary, TargetSummary, WorkloadSummary
+    from ansor_mlflow.records import DatabaseSummary, WorkloadSummary
     from ansor_mlflow.steps.records import PoolContents, ReplayedRecord, Verification, WrittenRecords
 
 _MAX_NUMBERS = 10
@@ -33,15 +31,11 @@ def print_summary(summary: DatabaseSummary) -> None:
         counts = f"{len(target.workloads)} workloads, {target.num_records} records, {target.num_failed} failed"
         sums = f"best {target.best_s * 1e3:.3f} ms, median {target.median_s * 1e3:.3f} ms for one call of each"
         out.print(f"\n{target.name}: {counts}; {sums}\n")
-        out.print(_table(target))
+        headers = ["workload", ">records", ">failed", ">best µs", ">median µs"]
+        out.print(table(headers, map(_cells, target.workloads)))
     for kind, numbers in (("record", summary.damaged_records), ("workload", summary.damaged_workloads)):
         if numbers:
             out.print(f"\n{len(numbers)} damaged lines in the {kind} file: {_listed(numbers)}")
-
-
-def _table(target: TargetSummary) -> Table:
-    headers = ["workload", ">records", ">failed", ">best µs", ">median µs"]
-    return table(headers, map(_cells, target.workloads))
 
 
 def _cells(workload: WorkloadSummary) -> tuple[str, ...]:

@@ -9,8 +9,6 @@ from ansor_mlflow.cli.console import console, table
 from ansor_mlflow.cli.printing.pages import print_pages
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ansor_mlflow.steps.reports import FoundRun, FoundRuns
 
 _STYLES = {"FAILED": "red", "KILLED": "red", "RUNNING": "yellow"}
@@ -21,7 +19,10 @@ def print_runs(found: FoundRuns) -> None:
     out = console()
     out.print(f"experiment {found.experiment} ({found.experiment_id})\n")
     if found.runs:
-        out.print(_table(found))
+        headers = ["started", "step", "~name", "~network", "~target"]
+        headers += [">latency ms", ">estimate ms", ">speedup", ">trials", "status", "run"]
+        styles = (_STYLES.get(run.status, "") for run in found.runs)
+        out.print(table(headers, map(_cells, found.runs), styles))
     else:
         out.print("no run was found; --network, --target and --step say which are wanted")
     if not found.are_all:
@@ -29,12 +30,6 @@ def print_runs(found: FoundRuns) -> None:
     if found.pages:
         print()
         print_pages({name.lower(): page for name, page in found.pages.items()})
-
-
-def _table(found: FoundRuns) -> Table:
-    headers = ["started", "step", "~name", "~network", "~target"]
-    headers += [">latency ms", ">estimate ms", ">speedup", ">trials", "status", "run"]
-    return table(headers, map(_cells, found.runs), (_STYLES.get(run.status, "") for run in found.runs))
 
 
 def _cells(run: FoundRun) -> tuple[str, ...]:
