@@ -524,7 +524,7 @@ def quick_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
-        "from ansor_mlflow import tvm_import\nkept = tvm_import._getmodule_memoised()\nkept.__enter__()\n"
+        "from ansor_mlflow.device import tvm_import\nkept = tvm_import._getmodule_memoised()\nkept.__enter__()\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
 
