@@ -99,7 +99,7 @@ def run_pipeline(
         raise UserInputError("promote=true: only a registered model has a champion; give register_as, too")
     commands = command_lines("main", options)
     with step_run("main", options, options.network) as run:
-        run_step = partial(_run_entry_point, run, project) if project else partial(_run_here, observers)
+        run_step: RunStep = partial(_run_entry_point, run, project) if project else partial(_run_here, observers)
         run.log_note(pipeline_note(options.network, commands))
         tuned = run_step("tune", _only(options, TuneOptions))
         if options.resume_run:
