@@ -125,13 +125,14 @@ def test_what_they_show_is_what_is_logged() -> None:
     state = LEADERBOARD.state
     assert state["selectedColumns"] == [
         "metrics.`latency_ms`",
+        "metrics.`speedup_vs_onnxruntime`",
         "metrics.`speedup_vs_untuned`",
         "metrics.`best_latency_ms`",
         "metrics.`trials/measured`",
+        "tags.`ansor.target`",
+        "tags.`ansor.network`",
         "params.`strategy`",
         "params.`cost_model`",
-        "tags.`ansor.network`",
-        "tags.`ansor.target`",
     ]
     assert (state["orderByKey"], state["orderByAsc"]) == ("metrics.`latency_ms`", True)
     charts = CHARTS.state["compareRunCharts"]
@@ -158,19 +159,43 @@ def test_a_column_has_a_width(view: SavedView) -> None:
     assert all(width > 100 for width in view.state["columnWidths"].values())
 
 
-@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.key)
-def test_the_server_understands_the_search(view: SavedView, new_experiment: str) -> None:
-    """A pipeline is one row of the leaderboard, and its tuning is one curve of the charts."""
+def make_run(experiment_id: str, tags: dict[str, str], latency_ms: float | None = None, status: str = "FINISHED") -> str:
     client = mlflow.MlflowClient()
+    run_id = str(client.create_run(experiment_id, tags=tags).info.run_id)
+    if latency_ms is not None:
+        client.log_metric(run_id, names.LATENCY_MS, latency_ms)
+    client.set_terminated(run_id, status)
+    return run_id
 
-    def run(step: str, parent: str = "") -> str:
-        tags = {names.TAG_STEP: step, **({"mlflow.parentRunId": parent} if parent else {})}
-        return str(client.create_run(new_experiment, tags=tags).info.run_id)
 
-    main, alone = run("main"), run("tune")
-    nested = {step: run(step, main) for step in ("tune", "compile", "evaluate")}
-    found = {run.info.run_id for run in client.search_runs([new_experiment], view.state["searchFilter"])}
-    assert found == ({main, alone} if view is LEADERBOARD else {alone, nested["tune"]})
+def test_the_leaderboard_has_what_was_measured_and_nothing_else(new_experiment: str) -> None:
+    """A pipeline is one row; so is an evaluation of step-by-step work."""
+    main = make_run(new_experiment, {names.TAG_STEP: "main"}, 2.0)
+    for step, latency_ms in (("tune", None), ("compile", None), ("evaluate", 2.0), ("promote", 2.1)):
+        make_run(new_experiment, {names.TAG_STEP: step, "mlflow.parentRunId": main}, latency_ms)
+    evaluated = make_run(new_experiment, {names.TAG_STEP: "evaluate"}, 1.0)
+    for step in ("tune", "compile", "recompile", "evaluate"):
+        make_run(new_experiment, {names.TAG_STEP: step})
+    for promotion in ("lost", "promoted", "rolled_back"):
+        make_run(new_experiment, {names.TAG_STEP: "promote", names.TAG_PROMOTION: promotion}, 0.5)
+    make_run(new_experiment, {}, 0.1)  # of mlflow.models.evaluate
+    for step in ("main", "evaluate"):
+        make_run(new_experiment, {names.TAG_STEP: step}, 0.2, "FAILED")
+        make_run(new_experiment, {names.TAG_STEP: step}, 0.2, "KILLED")
+    state = LEADERBOARD.state
+    found = mlflow.MlflowClient().search_runs(
+        [new_experiment], state["searchFilter"], order_by=[f"{state['orderByKey']} ASC"]
+    )
+    assert [run.info.run_id for run in found] == [evaluated, main]
+
+
+def test_the_charts_have_every_tuning(new_experiment: str) -> None:
+    """That of a pipeline, too."""
+    main = make_run(new_experiment, {names.TAG_STEP: "main"}, 2.0)
+    nested = make_run(new_experiment, {names.TAG_STEP: "tune", "mlflow.parentRunId": main})
+    alone = make_run(new_experiment, {names.TAG_STEP: "tune"})
+    found = mlflow.MlflowClient().search_runs([new_experiment], CHARTS.state["searchFilter"])
+    assert {run.info.run_id for run in found} == {nested, alone}
 
 
 def test_every_chart_is_in_a_section_and_mlflow_s_own_are_kept() -> None:
