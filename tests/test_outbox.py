@@ -80,6 +80,27 @@ def test_a_message_of_every_kind(outbox: Outbox, run_id: str, tmp_path: Path) ->
     assert not has_messages(tmp_path)
 
 
+def test_metrics_have_five_significant_digits(run_id: str, tmp_path: Path) -> None:
+    """The user interface shows every digit. What was counted is not rounded."""
+    metrics = {
+        "latency_ms": 0.0501479912,
+        "per_s": 19940.97663,
+        "trials/ok": 1234567,
+        "epochs": 7654321.0,
+        "ratio": -1.0,
+    }
+    metrics |= {"tiny": 1.23456789e-9}
+    Message(metrics=metrics).deliver(run_id, tmp_path)
+    assert mlflow.get_run(run_id).data.metrics == {
+        "latency_ms": 0.050148,
+        "per_s": 19941.0,
+        "trials/ok": 1234567,
+        "epochs": 7654321,
+        "ratio": -1.0,
+        "tiny": 1.2346e-9,
+    }
+
+
 def test_messages_wait_for_a_server_and_keep_their_order(
     outbox: Outbox, run_id: str, server: Callable[[bool], None], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -41,6 +41,12 @@ def test_a_run_inside_of_an_active_run_is_its_child() -> None:
     assert (tags[names.TAG_STEP], tags["mlflow.runName"]) == ("evaluate", "inner")
 
 
+def test_metrics_have_five_significant_digits() -> None:
+    with step_run("evaluate", OPTIONS, "measured") as run:
+        run.log_metrics({names.LATENCY_MS: 0.0501479912, names.WARM_START_APPLIED: 1234567})
+    assert mlflow.get_run(run.run_id).data.metrics == {names.LATENCY_MS: 0.050148, names.WARM_START_APPLIED: 1234567}
+
+
 def test_credentials_in_uris_stay_out_of_params_tags_and_messages() -> None:
     options = EvaluateOptions(model_uri="https://bob:hunter@2@host/model")
     with step_run("evaluate", options, f"evaluate {options.model_uri}") as run:

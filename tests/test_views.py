@@ -159,7 +159,9 @@ def test_a_column_has_a_width(view: SavedView) -> None:
     assert all(width > 100 for width in view.state["columnWidths"].values())
 
 
-def make_run(experiment_id: str, tags: dict[str, str], latency_ms: float | None = None, status: str = "FINISHED") -> str:
+def make_run(
+    experiment_id: str, tags: dict[str, str], latency_ms: float | None = None, status: str = "FINISHED"
+) -> str:
     client = mlflow.MlflowClient()
     run_id = str(client.create_run(experiment_id, tags=tags).info.run_id)
     if latency_ms is not None:

@@ -30,6 +30,7 @@ from ansor_mlflow.options import LatencyOptions, load_options
 from ansor_mlflow.tensors import Arrays
 from ansor_mlflow.tracking.error_translation import without_secrets
 from ansor_mlflow.tracking.figures import draw_latency, save_figure
+from ansor_mlflow.tracking.outbox import rounded
 from ansor_mlflow.tracking.sources import is_uri
 
 EVALUATOR_NAME = "ansor-latency"
@@ -75,7 +76,7 @@ class LatencyEvaluator(ModelEvaluator):
             latency, metrics = _evaluate(options, dataset, model)
         except UserInputError as err:
             raise MlflowException.invalid_parameter_value(f"{EVALUATOR_NAME}: {err}") from err
-        mlflow.log_metrics(metrics, run_id=run_id, model_id=model_id)
+        mlflow.log_metrics(rounded(metrics), run_id=run_id, model_id=model_id)
         return EvaluationResult(metrics, _log_artifacts(latency, run_id), run_id)
 
 

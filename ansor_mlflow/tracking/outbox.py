@@ -37,6 +37,11 @@ GRACE_AFTER_ERROR_S = 10.0
 _log = logging.getLogger("ansor_mlflow")
 
 
+def rounded(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics as MLflow gets them, which shows every digit: with five significant ones. Whole numbers stay."""
+    return {name: value if float(value).is_integer() else float(f"{value:.5g}") for name, value in metrics.items()}
+
+
 @dataclass(frozen=True)
 class Message:
     """What is sent to a run, all of it at once or in this order."""
@@ -59,7 +64,7 @@ class Message:
     def deliver(self, run_id: str, directory: Path) -> None:
         """Sends it. A message that is sent twice leaves what one does."""
         client = mlflow.MlflowClient()
-        metrics = [Metric(key, value, self.time_ms, self.step) for key, value in self.metrics.items()]
+        metrics = [Metric(key, value, self.time_ms, self.step) for key, value in rounded(self.metrics).items()]
         known = client.get_run(run_id).data.params if self.params else {}  # they cannot change any more
         params = [Param(key, value) for key, value in self.params.items() if key not in known]
         tags = [RunTag(key, value) for key, value in self.tags.items()]

@@ -26,6 +26,7 @@ from ansor_mlflow.tracking.outbox import (
     has_messages,
     leave_message,
     require_ended,
+    rounded,
 )
 from ansor_mlflow.tracking.views import ensure_views
 
@@ -53,7 +54,7 @@ class StepRun:
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Logs scalars."""
         with translated_errors("log metrics"):
-            mlflow.log_metrics(dict(metrics), run_id=self.run_id)
+            mlflow.log_metrics(rounded(metrics), run_id=self.run_id)
 
     def log_options(self, options: Options) -> None:
         """Logs options as params. One that was logged with another value (by `mlflow run`, before a configuration file
