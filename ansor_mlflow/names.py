@@ -35,6 +35,11 @@ def trials_with(status: TrialStatus) -> str:
     return f"trials/{status.value}"
 
 
+TUNING_METRICS = (BEST_LATENCY_MS, CONFIRMED_LATENCY_MS, OPTIMISM, TRIALS_MEASURED, TRIALS_PER_MINUTE)
+"""What the run that evaluates a tuned model, and the pipeline's parent, repeat of the tuning run."""
+SEARCH_PARAMS = ("strategy", "cost_model")
+"""Params that are repeated, too; the tuning run's name says those that differ from the default."""
+
 WARM_START_APPLIED = "warm_start/applied"
 """Records of this device that a tuning began with."""
 WARM_START_TASKS = "warm_start/tasks"

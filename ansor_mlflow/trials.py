@@ -118,6 +118,8 @@ class TuningPlan:
     """Short description of the target, such as "llvm znver4 ×2"."""
     tasks: tuple[TaskInfo, ...]
     num_trials: int
+    search: str = ""
+    """What differs from the default in how it is searched, such as "strategy random"; empty where nothing does."""
     past: tuple[TuningRound, ...] = ()
     """Rounds of an earlier process that worked on the same tuning."""
     earlier_s: Mapping[int, float] = field(default_factory=dict)

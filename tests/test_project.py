@@ -135,11 +135,12 @@ def test_every_run_is_finished_and_says_what_it_is(pipeline: Pipeline) -> None:
         assert run.data.tags[names.TAG_TARGET].startswith("llvm ")
         assert names.TAG_ERROR not in run.data.tags
     target = pipeline.tune.data.tags[names.TAG_TARGET]
+    title = f"small · {target} · {NUM_TRIALS} trials · strategy random"
     assert [run.info.run_name for run in pipeline.runs] == [
-        f"small · {target} · {NUM_TRIALS} trials",
-        f"tune small · {target} · {NUM_TRIALS} trials",
+        title,
+        f"tune {title}",
         f"compile small · {target}",
-        f"evaluate small · {target}",
+        f"evaluate {title}",
         "promote small/1 · no_champion",
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,12 @@ from helpers.fake_tuning import Notebook, read_records, tune
 
 from ansor_mlflow import names
 from ansor_mlflow.lowering.lower import LoweredNetwork
-from ansor_mlflow.records.journal import JOURNAL_FILE, read_journal
+from ansor_mlflow.records.journal import JOURNAL_FILE, Journal, read_durations, read_journal
 from ansor_mlflow.records.log import RecordLog
 from ansor_mlflow.records.repair import repair
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair
 from ansor_mlflow.testing.fakes import FakeRunner
-from ansor_mlflow.trials import StopReason, TrialStatus, TuningRound
+from ansor_mlflow.trials import Durations, StopReason, TrialStatus, TuningRound
 from ansor_mlflow.tuning.search.task_search import TaskSearch, make_cost_model
 from ansor_mlflow.tuning.workers.pool import Outcome
 from ansor_mlflow.tuning.workers.runner import RunJob
@@ -116,6 +117,35 @@ def test_a_finished_tuning_goes_on_with_a_larger_budget(
     assert tune(single, host_target, tmp_path, trials=8, resume=True).total_trials == 8
     assert tune(single, host_target, tmp_path, trials=20, resume=True).total_trials == 20
     assert len(read_records(tmp_path)) == 20
+
+
+def test_the_time_goes_on_from_where_it_was(single: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:
+    first = tune(single, host_target, tmp_path, trials=8)
+    assert read_durations(tmp_path) == first.durations
+    assert first.durations.search_s > 0
+    spent = Durations(search_s=1e6, build_s=2e6, run_s=3e6, confirm_s=4e6, log_s=5e6)
+    Journal(tmp_path).append((), spent)
+    stop_after(single, host_target, tmp_path, 1, trials=20, resume=True)
+    result = tune(single, host_target, tmp_path, trials=20, resume=True)
+    for name, seconds in asdict(spent).items():
+        assert seconds < getattr(result.durations, name) < seconds + 1e5
+    assert result.total_trials == 20
+
+
+def test_a_tuning_whose_journal_says_nothing_of_the_time_goes_on(
+    single: LoweredNetwork, host_target: Target, tmp_path: Path
+) -> None:
+    """An earlier version wrote it, or the line is damaged."""
+    tune(single, host_target, tmp_path, trials=8)
+    lines = (tmp_path / JOURNAL_FILE).read_text().splitlines(keepends=True)
+    kept = [line for line in lines if '"durations"' not in line]
+    assert len(kept) == 1 + 8 < len(lines)  # the header, and the trials
+    (tmp_path / JOURNAL_FILE).write_text(
+        "".join([*kept, '{"durations": {"search_s": "long"}}\n', '{"durations": 3}\n'])
+    )
+    assert read_durations(tmp_path) == Durations()
+    result = tune(single, host_target, tmp_path, trials=12, resume=True)
+    assert (result.total_trials, result.tasks[0].num_trials[TrialStatus.OK]) == (12, 12)
 
 
 def test_records_of_an_earlier_tuning_do_not_count(single: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:

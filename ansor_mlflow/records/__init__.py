@@ -2,7 +2,15 @@
 
 from ansor_mlflow.records.applicability import code_attributes, has_target, target_key, target_name, why_not_applicable
 from ansor_mlflow.records.description import Provenance, read_fingerprint, read_provenance, write_description
-from ansor_mlflow.records.journal import JOURNAL_FILE, Journal, JournalEntry, Seed, read_journal, read_seeds
+from ansor_mlflow.records.journal import (
+    JOURNAL_FILE,
+    Journal,
+    JournalEntry,
+    Seed,
+    read_durations,
+    read_journal,
+    read_seeds,
+)
 from ansor_mlflow.records.lines import FAILED_RUN_S, RecordLine, fields_of, target_attributes, workload_hash
 from ansor_mlflow.records.log import RecordLog, RecordText
 from ansor_mlflow.records.repair import repair

@@ -1,23 +1,27 @@
 """The journal of a tuning: what the records of its trials do not say, a JSON line for each trial.
 
-It makes a tuning resumable: which trials were spent on which task, in which rounds, and how those that failed did.
+It makes a tuning resumable: which trials were spent on which task, in which rounds, how those that failed did, and
+where the time went.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ansor_mlflow.files import append, end_last_line, write_text
 from ansor_mlflow.records.lines import FAILED_RUN_S
 from ansor_mlflow.records.store import Database, RecordPair
-from ansor_mlflow.trials import TrialStatus
+from ansor_mlflow.trials import Durations, TrialStatus
 
 JOURNAL_FILE = "trials.jsonl"
 _EARLIER = "earlier_records"
 _SEEDS = "seeds"
+_DURATIONS = "durations"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +78,19 @@ class Journal:
         """Ends the last line, which the writer may have died in."""
         end_last_line(self._path)
 
-    def append(self, entries: Sequence[JournalEntry]) -> None:
+    def append(self, entries: Sequence[JournalEntry], durations: Durations | None = None) -> None:
         """Appends trials, whose records are on the disk already.
+
+        Args:
+            entries: The trials; none at the end of the tuning.
+            durations: Where the time of the tuning went until now, as far as that is known.
 
         Raises:
             MachineError: The disk is full.
         """
-        append(self._path, "".join(f"{json.dumps(asdict(entry))}\n" for entry in entries).encode())
+        lines = [asdict(entry) for entry in entries]
+        lines += [{_DURATIONS: asdict(durations)}] if durations else []
+        append(self._path, "".join(f"{json.dumps(line)}\n" for line in lines).encode())
 
 
 def read_seeds(directory: Path) -> tuple[int, list[Seed]]:
@@ -96,6 +106,18 @@ def read_seeds(directory: Path) -> tuple[int, list[Seed]]:
         return int(header[_EARLIER]), [Seed(**fields) for fields in header.get(_SEEDS, ())]
     except (OSError, ValueError, TypeError, LookupError):
         return 0, []
+
+
+def read_durations(directory: Path) -> Durations:
+    """Where the time of a tuning went, as its last readable line on that says; nothing is known without one.
+
+    Args:
+        directory: Directory of the records.
+    """
+    for fields in reversed(_read_lines(directory / JOURNAL_FILE)):
+        with contextlib.suppress(TypeError, ValueError, LookupError, AttributeError):
+            return Durations(**{name: float(seconds) for name, seconds in fields[_DURATIONS].items()})
+    return Durations()
 
 
 def read_journal(directory: Path) -> list[JournalEntry]:
@@ -136,11 +158,20 @@ def read_journal(directory: Path) -> list[JournalEntry]:
 def _read_entries(path: Path) -> dict[int, JournalEntry]:
     """The readable trials of a journal, by step."""
     entries = {}
-    for line in path.read_bytes().splitlines() if path.exists() else ():
+    for fields in _read_lines(path):
         try:
-            fields = json.loads(line)
             entry = JournalEntry(**{**fields, "status": TrialStatus(fields["status"]), "run_s": tuple(fields["run_s"])})
             entries[entry.step] = entry
         except (ValueError, TypeError, LookupError):
             continue
     return entries
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """The readable lines of a journal."""
+    lines = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            fields = json.loads(line)
+            lines += [fields] if isinstance(fields, dict) else []
+    return lines

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 
 import mlflow
+from mlflow.entities import Run
+from mlflow.exceptions import MlflowException
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import CorrectnessError, UserInputError
@@ -34,10 +36,21 @@ from ansor_mlflow.model import (
     threads_here,
     verified_manifest,
 )
-from ansor_mlflow.options import EvaluateOptions
+from ansor_mlflow.options import EvaluateOptions, TuneOptions
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import TensorSpec
-from ansor_mlflow.tracking import StepRun, html_table, is_uri, pinned_uri, step_run, summary_rows, translated_errors
+from ansor_mlflow.tracking import (
+    Message,
+    StepRun,
+    html_table,
+    is_uri,
+    params_used,
+    pinned_uri,
+    step_run,
+    summary_rows,
+    translated_errors,
+    without_secrets,
+)
 
 _log = logging.getLogger("ansor_mlflow")
 
@@ -96,6 +109,8 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
             "mlflow.runName": f"evaluate {manifest.network} · {device.description}",
         }
     )
+    if tuning := _find_tuning(entry):
+        _repeat_tuning(tuning, run, f"{manifest.network} · {device.description}")
     network = directory / names.NETWORK_FILE
     tuned = partial(tuned_inference, directory)
     _log.info("comparing the outputs of %s with ONNX Runtime's", manifest.network)
@@ -115,6 +130,40 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
     metrics |= _latency_metrics(latencies, manifest.inputs, entry.provenance.get("estimated_latency_ms"))
     run.log_metrics(metrics)
     return EvaluateResult(run_id=run.run_id, network=manifest.network, target=device.description, metrics=metrics)
+
+
+def _find_tuning(entry: LibraryEntry) -> Run | None:
+    """The run whose records a library was compiled with; None where it has none, or where it is on another server."""
+    run_id = entry.provenance.get("tune_run")
+    if not run_id:
+        return None
+    try:
+        return mlflow.get_run(str(run_id))
+    except MlflowException as err:
+        _log.info("nothing is known here of the tuning run %s: %s", run_id, without_secrets(err))
+        return None
+
+
+def _repeat_tuning(tuning: Run, run: StepRun, title: str) -> None:
+    """Says in a run what the tuning of its model had, so that it stands for both.
+
+    Args:
+        tuning: The run of the tuning.
+        run: The run.
+        title: Network and device, with which a tuning run's name begins that no user has changed.
+    """
+    tags = {names.TAG_TUNE_RUN: tuning.info.run_id}
+    tuned = (tuning.info.run_name or "").removeprefix("tune ")
+    if tuned.startswith(f"{title} · "):
+        tags["mlflow.runName"] = f"evaluate {tuned}"
+    metrics, params = tuning.data.metrics, params_used(tuning, TuneOptions)
+    message = Message(
+        metrics={name: metrics[name] for name in names.TUNING_METRICS if name in metrics},
+        params={name: params[name] for name in names.SEARCH_PARAMS if name in params},
+        tags=tags,
+    )
+    with translated_errors("log what the tuning had"):
+        message.deliver(run.run_id, run.directory)
 
 
 def _measure(

@@ -41,13 +41,6 @@ from ansor_mlflow.trials import TuningObserver
 
 _log = logging.getLogger("ansor_mlflow")
 
-_FROM_TUNE = (
-    names.BEST_LATENCY_MS,
-    names.CONFIRMED_LATENCY_MS,
-    names.OPTIMISM,
-    names.TRIALS_MEASURED,
-    names.TRIALS_PER_MINUTE,
-)
 _FROM_COMPILE = (names.COVERAGE_TASKS, names.COVERAGE_FLOPS)
 
 
@@ -113,7 +106,7 @@ def run_pipeline(
         evaluated = run_step("evaluate", {**_only(options, EvaluateOptions), "model_uri": model_uri})
 
         metrics = {
-            **_pick(tuned, _FROM_TUNE),
+            **_pick(tuned, names.TUNING_METRICS),
             **_pick(compiled, _FROM_COMPILE),
             **_pick(evaluated, names.SUMMARY_METRICS),
         }

@@ -25,7 +25,7 @@ from ansor_mlflow.trials import TrialStatus
 
 _FROM_VERSION, _TO_VERSION = (3, 17), (3, 18)
 """MLflow's versions that the format was checked for: the first, and the first that it was not."""
-_KNOBS = ("num_trials", "num_trials_per_round", "strategy", "cost_model")
+_KNOBS = ("num_trials", "num_trials_per_round", *names.SEARCH_PARAMS)
 _RUN_NAME, _RUN_NAME_WIDTH = "attributes.`Run Name`", 320
 _COMPRESSED = "deflate;"
 _log = logging.getLogger("ansor_mlflow")
@@ -236,7 +236,7 @@ _IS_MEASURED = " AND ".join(
     (
         f"{_metric(names.LATENCY_MS)} > 0",
         f"{_tag(names.TAG_STEP)} != 'promote'",  # MLflow's searches know no OR; runs of others have no step at all
-        f"{_tag('mlflow.parentRunId')} IS NULL",  # the steps of a pipeline would be a second row for each of its figures
+        f"{_tag('mlflow.parentRunId')} IS NULL",  # a pipeline has the figures of its steps
         "attributes.status = 'FINISHED'",
     )
 )
@@ -251,8 +251,7 @@ _LEADERBOARD = _state(
         _metric(names.TRIALS_MEASURED): 105,
         _tag(names.TAG_TARGET): 150,  # within a window of 1600 pixels
         _tag(names.TAG_NETWORK): 110,
-        _param("strategy"): 105,
-        _param("cost_model"): 105,
+        **{_param(name): 105 for name in names.SEARCH_PARAMS},
     },
 )
 _TUNING_CHARTS = _state(

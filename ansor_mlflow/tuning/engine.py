@@ -73,6 +73,7 @@ class Tuner:
         log: Takes a record of every trial.
         journal: Takes what the records do not say; None keeps none.
         past: Trials of the same tuning that was interrupted, whose records are in the log. They count.
+        durations: Where the time of that tuning went.
         seeds: What the records say that the tuning began with.
         similar: Records of similar devices, by the hash of their workload and the device: the cost model learns from
             them.
@@ -95,6 +96,7 @@ class Tuner:
         observers: Sequence[TuningObserver] = (),
         journal: Journal | None = None,
         past: Sequence[JournalEntry] = (),
+        durations: Durations | None = None,
         seeds: Sequence[Seed] = (),
         similar: Mapping[str, Mapping[str, Sequence[RecordText]]] = {},
     ) -> None:
@@ -113,7 +115,7 @@ class Tuner:
         self._states = tuple(TaskState(info=task.info) for task in tasks)
         self._searches: dict[int, TaskSearch] = {}
         self._cost_model = make_cost_model(options.cost_model, search_threads, options.seed)
-        self._durations = Durations()
+        self._durations = durations or Durations()
         self._journal = journal
         self._num_proposed = 0
         self._total_trials = 0
@@ -248,7 +250,7 @@ class Tuner:
                 )
                 for trial in trials
             ]
-            self._journal.append(entries)
+            self._journal.append(entries, self._durations)
 
     def _plant(self, seeds: Sequence[Seed]) -> dict[int, float]:
         """Lets the tasks begin with what records say; those of which enough is known get no trials.
@@ -365,6 +367,8 @@ class Tuner:
             durations=replace(self._durations),
             stop_reason=stop_reason,
         )
+        if self._journal is not None:
+            self._journal.append((), self._durations)
         self._announcer.tell(lambda observer: observer.tuning_finished(result))
         self._announcer.wait()
         return result

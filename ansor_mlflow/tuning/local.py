@@ -13,7 +13,7 @@ from ansor_mlflow import names
 from ansor_mlflow.device import Device
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.records import Journal, RecordLog, Seed, read_journal, read_seeds, read_similar
+from ansor_mlflow.records import Journal, RecordLog, Seed, read_durations, read_journal, read_seeds, read_similar
 from ansor_mlflow.trials import TuningObserver, TuningPlan, TuningResult
 from ansor_mlflow.tuning.engine import Tuner
 from ansor_mlflow.tuning.search.task_search import applies
@@ -82,6 +82,7 @@ def tune_locally(
             log=log,
             journal=journal,
             past=read_journal(job.records) if resume else (),
+            durations=read_durations(job.records) if resume else None,
             seeds=seeds,
             similar=read_similar(job.records / names.SIMILAR_DIR),
             builder=builder,
@@ -93,6 +94,7 @@ def tune_locally(
             target=job.device.description,
             tasks=tuple(task.info for task in job.lowered.tasks),
             num_trials=num_trials,
+            search=_search(options),
         )
         try:
             result = tuner.tune(plan)
@@ -123,6 +125,12 @@ def _seeds(job: TuningJob, log: RecordLog) -> list[Seed]:
         for hash_ in hashes
         if (best := log.best(hash_))
     ]
+
+
+def _search(options: TuneOptions) -> str:
+    """See `TuningPlan.search`."""
+    changed = options.changed()
+    return " · ".join(f"{name.replace('_', ' ')} {changed[name]}" for name in names.SEARCH_PARAMS if name in changed)
 
 
 @contextlib.contextmanager

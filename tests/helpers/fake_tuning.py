@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.records.journal import Journal, read_journal
+from ansor_mlflow.records.journal import Journal, read_durations, read_journal
 from ansor_mlflow.records.log import RecordLog
 from ansor_mlflow.records.store import RECORD_FILE
 from ansor_mlflow.testing.fakes import FakeBuilder, FakeRunner
@@ -63,6 +63,7 @@ def tune(
             log=log,
             journal=journal,
             past=read_journal(records) if resume else (),
+            durations=read_durations(records) if resume else None,
             builder=builder,
             runner=runner,
             observers=observers,

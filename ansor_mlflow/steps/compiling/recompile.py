@@ -162,17 +162,18 @@ class _Source:
             network=network,
             options=options,
             records=records,
-            provenance=_provenance(options, run_id, model_uri),
+            provenance=_provenance(options, tune_run, run_id, model_uri),
         )
 
 
-def _provenance(options: NetworkOptions, run_id: str, model_uri: str) -> dict[str, object]:
+def _provenance(options: NetworkOptions, tune_run: str, run_id: str, model_uri: str) -> dict[str, object]:
     import tvm
 
     return {
         **asdict(options.lowering),
         "lowering_version": LOWERING_VERSION,
         "tvm_version": tvm.__version__,
+        "tune_run": tune_run,
         "recompiled_from": {"run": run_id, "model_uri": model_uri},
     }
 

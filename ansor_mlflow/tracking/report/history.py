@@ -91,8 +91,11 @@ class TuningHistory:
 
     @property
     def title(self) -> str:
-        """Network, device and budget."""
-        return f"{self.plan.network} · {self.plan.target} · {self.plan.num_trials} trials" if self.plan else ""
+        """Network, device, budget, and what differs from the default in how it is searched."""
+        if self.plan is None:
+            return ""
+        parts = (self.plan.network, self.plan.target, f"{self.plan.num_trials} trials", self.plan.search)
+        return " · ".join(filter(None, parts))
 
     @property
     def total_trials(self) -> int:
