@@ -63,6 +63,12 @@ def _check_alias(value: str) -> str:
     return value
 
 
+def _check_model_name(value: str) -> str:
+    if set(value) & {"/", ":"} or value == "." or value.startswith("..") or value.isspace():
+        raise ValueError("MLflow allows no such name")
+    return value
+
+
 def _parse_list(value: Any) -> Any:
     return tuple(item.strip() for item in value.split(",")) if isinstance(value, str) else value
 
@@ -346,7 +352,9 @@ class PromoteOptions(AliasOptions, SeedOptions):
 class PipelineOptions(AliasOptions, SignatureOptions, CheckOptions, TuneOptions):
     """The entry point `main`: tune, compile, evaluate and, if asked, register and promote."""
 
-    register_as: str = _parameter("", "Name to register the model under; not registered by default.", "a model name")
+    register_as: Annotated[str, AfterValidator(_check_model_name)] = _parameter(
+        "", "Name to register the model under; not registered by default.", "a model name, without / and :"
+    )
     promote: bool = _parameter(
         False, "Promote the registered version if it is faster than the champion; needs register_as."
     )

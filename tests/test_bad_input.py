@@ -1,4 +1,7 @@
-"""Every wrong input ends a command with one line that says what to do, the exit code of its kind, and a FAILED run."""
+"""Every wrong input ends a command with one line that says what to do and the exit code of its kind.
+
+A parameter that is not usable opens no run; what goes wrong later leaves a FAILED one.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,13 @@ from helpers.commands import ANSOR_MLFLOW, FAST, ROOT, Finished, environment, fl
 from helpers.hostile import Touch
 from helpers.servers import ACCESS_KEY, SECRET_KEY, S3Server, free_port, s3_server
 from mlflow.entities import Run
+from mlflow.utils.mlflow_tags import MLFLOW_PROJECT_ENTRY_POINT
 from onnx import TensorProto, helper, numpy_helper
 
+import ansor_mlflow as am
 from ansor_mlflow import flavor, names
 from ansor_mlflow.cli.main import main
+from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
 
@@ -61,11 +67,6 @@ def assert_failed(failed: Failed, exit_code: int, message: str) -> None:
         assert run.info.status == "FAILED"
         assert run.data.tags[names.TAG_ERROR] == error.removeprefix("Error: ")
         assert run.data.tags[names.TAG_EXIT_CODE] == str(exit_code)
-
-
-def assert_no_artifacts(failed: Failed, path: str) -> None:
-    assert failed.run is not None
-    assert failed.client.list_artifacts(failed.run.info.run_id, path) == []
 
 
 @pytest.fixture
@@ -159,14 +160,40 @@ def files(tmp_path: Path, small_onnx: Path) -> None:
         ({"target": "llvm -mcpu=znver33 -num-cores 2"}, USER, "LLVM knows no CPU 'znver33'; perhaps you meant znver3"),
         ({"target": "nvidia/nvidia-h100"}, MACHINE, "cannot be measured on this host: it is made for cuda"),
         ({"num_threads": 100_000}, USER, "num_threads=100000, but this process may use [0-9]+ CPUs"),
+        ({"warm_start": "nowhere"}, USER, "warm_start='nowhere' is neither a run's ID .* nor a file or directory"),
+        ({"record_pool": "nowhere://pool"}, USER, "record_pool=nowhere://pool: MLflow reads no nowhere: URIs"),
+        ({"resume_run": NO_RUN}, USER, f"cannot resume the run {NO_RUN}: .*not found"),
         ({"trials": 1}, USER, r"trials=1, but the network has \d tasks and each needs a trial; give at least \d"),
     ],
 )
 def test_what_cannot_be_tuned(here: RunCommand, parameters: dict[str, Any], exit_code: int, message: str) -> None:
     failed = here("tune", *flags({**FAST, "network": "small.onnx", **parameters}))
     assert_failed(failed, exit_code, message)
-    assert_no_artifacts(failed, names.RECORDS_DIR)
+    assert failed.run is None
+    assert list(failed.cwd.glob(".ansor/*")) == []
     assert not (failed.cwd / "unpickled").exists()
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"promote": "true"}, "promote=true: only a registered model has a champion; give register_as, too"),
+        ({"register_as": "small/fast"}, "register_as='small/fast': it must be a model name, without / and :"),
+        ({"target": "llvm -mcpu=znver3 two"}, "'two' is neither a flag nor a flag's value"),
+        ({"num_threads": 100_000}, "num_threads=100000, but this process may use [0-9]+ CPUs"),
+        ({"warm_start": "nowhere"}, "warm_start='nowhere' is neither a run's ID .* nor a file or directory"),
+        ({"record_pool": "nowhere://pool"}, "record_pool=nowhere://pool: MLflow reads no nowhere: URIs"),
+        ({"resume_run": NO_RUN}, f"cannot resume the run {NO_RUN}: .*not found"),
+    ],
+)
+def test_what_a_pipeline_refuses_before_it_opens_its_run(
+    new_experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserInputError, match=message):
+        am.pipeline(**{**FAST, "network": "small.onnx", **parameters})
+    assert mlflow.search_runs([new_experiment], output_format="list") == []
 
 
 PARSE_ERRORS = [
@@ -199,7 +226,7 @@ def test_command_line_that_cannot_be_parsed(here: RunCommand, args: list[str], m
 def test_the_run_that_mlflow_run_opened_carries_the_error(
     here: RunCommand, new_experiment: str, monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
 ) -> None:
-    opened = mlflow.MlflowClient().create_run(new_experiment)
+    opened = mlflow.MlflowClient().create_run(new_experiment, tags={MLFLOW_PROJECT_ENTRY_POINT: "tune"})
     monkeypatch.setenv("MLFLOW_RUN_ID", opened.info.run_id)
     failed = here(*args)
     assert failed.finished.exit_code == USER
@@ -209,6 +236,7 @@ def test_the_run_that_mlflow_run_opened_carries_the_error(
     assert failed.run.info.run_id == opened.info.run_id
     assert failed.run.data.tags[names.TAG_ERROR] == error.removeprefix("Error: ")
     assert failed.run.data.tags[names.TAG_EXIT_CODE] == "2"
+    assert failed.run.data.tags[names.TAG_STEP] == "tune"
 
 
 # -- records ---------------------------------------------------------------------------------------------------------
@@ -264,14 +292,16 @@ def test_records_that_cannot_be_used(
     given = {name: path.read_bytes() for name in ("damaged", "foreign") for path in (tmp_path / name).iterdir()}
     failed = here("compile", *flags({"network": "small.onnx", **parameters}))
     assert_failed(failed, exit_code, message)
-    assert_no_artifacts(failed, "")
+    assert (failed.run is None) == (exit_code == USER)  # what is wrong with records is known when they are taken
     for name in ("damaged", "foreign"):
         assert given[name] in [path.read_bytes() for path in (tmp_path / name).iterdir()]
 
 
 def test_tuning_run_that_has_no_records(here: RunCommand, experiment_id: str) -> None:
     other = mlflow.MlflowClient().create_run(experiment_id).info.run_id
-    assert_failed(here("compile", "--tune-run", other), USER, f"cannot read the records of run {other}: ")
+    failed = here("compile", "--tune-run", other)
+    assert_failed(failed, USER, f"cannot read the records of run {other}: ")
+    assert failed.run is None
 
 
 def test_tuning_run_whose_records_say_nothing_of_their_network(
@@ -305,7 +335,9 @@ def test_tuning_run_whose_records_say_nothing_of_their_network(
     ],
 )
 def test_model_that_cannot_be_found(here: RunCommand, model_uri: str, exit_code: int, message: str) -> None:
-    assert_failed(here("evaluate", "--model-uri", model_uri), exit_code, message)
+    failed = here("evaluate", "--model-uri", model_uri)
+    assert_failed(failed, exit_code, message)
+    assert (failed.run is None) == (exit_code == USER)
 
 
 @pytest.mark.parametrize("name", ["libraries/*/model.so", "network.onnx", "records/*/database_tuning_record.json"])
@@ -359,7 +391,7 @@ def elsewhere(new_experiment: str, tmp_path: Path) -> RunCommand:
 def test_the_command_ends_with_one_line_and_its_exit_code(elsewhere: RunCommand) -> None:
     failed = elsewhere(ANSOR_MLFLOW, "tune", "--network", "resnet-17")
     assert_failed(failed, USER, "perhaps you meant resnet-18")
-    assert failed.run is not None
+    assert failed.run is None
     assert len(failed.finished.stderr.splitlines()) == 1
     assert failed.finished.stdout == ""
 
@@ -379,6 +411,8 @@ def test_tracking_server_that_cannot_be_reached(elsewhere: RunCommand) -> None:
     failed = elsewhere(
         ANSOR_MLFLOW,
         "tune",
+        "--network",
+        "dense:4,32,16",
         MLFLOW_TRACKING_URI=f"http://someone:a-password@127.0.0.1:{free_port()}",
     )
     assert time.monotonic() - started < 60
@@ -389,7 +423,7 @@ def test_tracking_server_that_cannot_be_reached(elsewhere: RunCommand) -> None:
 
 def test_store_whose_driver_is_not_installed(elsewhere: RunCommand) -> None:
     uri = "mssql+pymssql://someone:a-password@127.0.0.1/mlflow"
-    failed = elsewhere(ANSOR_MLFLOW, "tune", MLFLOW_TRACKING_URI=uri)
+    failed = elsewhere(ANSOR_MLFLOW, "tune", "--network", "dense:4,32,16", MLFLOW_TRACKING_URI=uri)
     assert_failed(
         failed, MACHINE, r"cannot start a run: a package is missing \(No module named 'pymssql'\); install it"
     )

@@ -79,8 +79,10 @@ def evaluate(options: EvaluateOptions) -> EvaluateResult:
         CorrectnessError: The outputs differ by more than the tolerance. The metrics are logged all the same.
         AnsorMlflowError: The model cannot be read, or does not run here.
     """
-    with step_run("evaluate", options, "evaluate") as run:
-        return _evaluate(options, run, _download(options.model_uri, run.directory))
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+        directory = _download(options.model_uri, Path(scratch))
+        with step_run("evaluate", options, "evaluate") as run:
+            return _evaluate(options, run, directory)
 
 
 def _download(model_uri: str, scratch: Path) -> Path:

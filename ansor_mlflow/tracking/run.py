@@ -13,6 +13,7 @@ from pathlib import Path
 
 import mlflow
 from mlflow.entities import Param, Run, RunTag
+from mlflow.utils.mlflow_tags import MLFLOW_PROJECT_ENTRY_POINT
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, without_credentials
@@ -181,7 +182,10 @@ def fail_project_run(err: AnsorMlflowError) -> None:
     run_id = os.environ.get(_PROJECT_RUN_VARIABLE)
     if run_id:
         try:
-            Message(tags=_error_tags(err)).deliver(run_id, WORK_ROOT)
+            tags = _error_tags(err)
+            if entry_point := mlflow.get_run(run_id).data.tags.get(MLFLOW_PROJECT_ENTRY_POINT):
+                tags[names.TAG_STEP] = entry_point
+            Message(tags=tags).deliver(run_id, WORK_ROOT)
         except Exception as second:  # noqa: BLE001 - the first error is the one to report
             _log.warning("the run %s could not be tagged: %s", run_id, without_secrets(second))
 

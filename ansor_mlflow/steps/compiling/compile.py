@@ -14,7 +14,8 @@ from ansor_mlflow.errors import UserInputError, without_credentials
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower
 from ansor_mlflow.model import LIBRARY_FILE, CompiledNetwork, Coverage, compile_tuned, write_coverage
 from ansor_mlflow.networks import Network, write_onnx
-from ansor_mlflow.options import CompileOptions
+from ansor_mlflow.options import CompileOptions, RecordsOptions
+from ansor_mlflow.records import find_records
 from ansor_mlflow.serving import SignatureKind, get_signature
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.compiling.tuned_devices import TunedDevice, require_one_network
@@ -58,33 +59,33 @@ def compile_network(options: CompileOptions) -> CompileResult:
         AnsorMlflowError: The options are not usable, the records are for another target or network, or a server is
             away.
     """
-    with (
-        step_run("compile", options, f"compile {options.network}") as run,
-        tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch,
-    ):
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         find = _recipes_for_devices if len(options.tune_runs) > 1 else _recipe
-        network, recipes = find(options, run, Path(scratch))
-        libraries, coverage = build_libraries(network, recipes, run, step="compile")
-        return CompileResult(run.run_id, log_model(libraries, run, options.signature), coverage)
+        network, recipes, used = find(options, Path(scratch))
+        with step_run("compile", options, f"compile {options.network}") as run:
+            run.log_options(used)
+            run.log_tags({names.TAG_TUNE_RUN: ",".join(options.tune_runs)})
+            libraries, coverage = build_libraries(network, recipes, run, step="compile")
+            return CompileResult(run.run_id, log_model(libraries, run, options.signature), coverage)
 
 
-def _recipe(options: CompileOptions, run: StepRun, scratch: Path) -> tuple[Network, list[Recipe]]:
+def _recipe(options: CompileOptions, scratch: Path) -> tuple[Network, list[Recipe], RecordsOptions]:
+    """A network, how to compile it for the one device, and the options that its records were made with."""
     recorded = find_recorded(options.model_copy(update={"tune_run": "".join(options.tune_runs)}), scratch)
-    run.log_options(recorded.options)
-    run.log_tags({names.TAG_TUNE_RUN: recorded.options.tune_run})
 
     def write_best(_: LoweredNetwork, device: Device, best: Path) -> str:
         return distill_for_device(
             recorded.records, device.fingerprint, best, allow_mismatch=options.allow_target_mismatch
         )
 
+    find_records(recorded.records)  # there are some, or it says what is missing
     used = recorded.options
     device = Device.resolve(used.target, used.num_threads)
-    return load_recorded_network(recorded), [Recipe(used.lowering, device, write_best, provenance_of(recorded))]
+    return load_recorded_network(recorded), [Recipe(used.lowering, device, write_best, provenance_of(recorded))], used
 
 
-def _recipes_for_devices(options: CompileOptions, run: StepRun, scratch: Path) -> tuple[Network, list[Recipe]]:
-    """A network, and how to compile it for the device of each of several tuning runs.
+def _recipes_for_devices(options: CompileOptions, scratch: Path) -> tuple[Network, list[Recipe], RecordsOptions]:
+    """As `_recipe`, for the device of each of several tuning runs; the options are the first one's.
 
     Raises:
         UserInputError: They tuned different networks, or two of them the same device.
@@ -97,13 +98,12 @@ def _recipes_for_devices(options: CompileOptions, run: StepRun, scratch: Path) -
         )
     tuned = [TunedDevice.of(tune_run, options, scratch) for tune_run in options.tune_runs]
     require_one_network(tuned)
-    run.log_options(tuned[0].recorded.options.model_copy(update={"tune_run": options.tune_run}))
-    run.log_tags({names.TAG_TUNE_RUN: ",".join(options.tune_runs)})
     recipes = [
         Recipe(member.recorded.options.lowering, member.device, member.write_best, provenance_of(member.recorded))
         for member in tuned
     ]
-    return load_recorded_network(tuned[0].recorded), recipes
+    used = tuned[0].recorded.options.model_copy(update={"tune_run": options.tune_run})
+    return load_recorded_network(tuned[0].recorded), recipes, used
 
 
 def build_libraries(

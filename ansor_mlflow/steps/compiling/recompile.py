@@ -90,10 +90,7 @@ def recompile(options: RecompileOptions) -> RecompileResult:
     """
     with translated_errors(f"read the run {options.run}"):
         old = mlflow.get_run(options.run)
-    with (
-        step_run("recompile", options, f"recompile {options.run}") as run,
-        tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch,
-    ):
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         source = _Source.of(old, Path(scratch))
         survivors: list[Survivor] = []
 
@@ -111,17 +108,18 @@ def recompile(options: RecompileOptions) -> RecompileResult:
 
         device = Device.resolve(source.options.target, source.options.num_threads)
         recipe = Recipe(source.options.lowering, device, write_best, source.provenance)
-        libraries, coverage = build_libraries(source.network, [recipe], run, step="recompile")
-        _report(survivors, run)
-        run.log_tags({names.TAG_RECOMPILED_FROM: options.run, names.TAG_TUNE_RUN: source.tune_run})
-        model_uri = log_model(libraries, run, options.signature)
-        return RecompileResult(
-            run_id=run.run_id,
-            model_uri=model_uri,
-            coverage=coverage,
-            survivors=tuple(survivors),
-            registered_versions=tuple(_register(model_uri, source.model_uri)),
-        )
+        with step_run("recompile", options, f"recompile {options.run}") as run:
+            libraries, coverage = build_libraries(source.network, [recipe], run, step="recompile")
+            _report(survivors, run)
+            run.log_tags({names.TAG_RECOMPILED_FROM: options.run, names.TAG_TUNE_RUN: source.tune_run})
+            model_uri = log_model(libraries, run, options.signature)
+            return RecompileResult(
+                run_id=run.run_id,
+                model_uri=model_uri,
+                coverage=coverage,
+                survivors=tuple(survivors),
+                registered_versions=tuple(_register(model_uri, source.model_uri)),
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ansor_mlflow import names
-from ansor_mlflow.device import Device, DeviceFingerprint, has_arithmetic
+from ansor_mlflow.device import Device, DeviceFingerprint, has_arithmetic, parse_target, resolve_num_threads
 from ansor_mlflow.errors import UserInputError, without_credentials
-from ansor_mlflow.lowering import LOWERING_VERSION, lower
+from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower
 from ansor_mlflow.model import require_linker
 from ansor_mlflow.networks import Network, write_onnx
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records import JOURNAL_FILE, PARTS_DIR, Provenance, write_description
-from ansor_mlflow.steps.records import give_to_pool
+from ansor_mlflow.steps.records import give_to_pool, options_of_source
 from ansor_mlflow.steps.tuning.resume import (
     copy_of_network,
     fetch_what_was_measured,
@@ -32,6 +32,7 @@ from ansor_mlflow.tracking import (
     MlflowObserver,
     Outbox,
     RecordMirror,
+    RecordPool,
     StepRun,
     command_lines,
     describe_environment,
@@ -47,6 +48,7 @@ from ansor_mlflow.trials import StopReason, TuningObserver, TuningResult
 from ansor_mlflow.tuning import (
     RoundLog,
     TuningJob,
+    make_cost_model,
     require_valid_trials,
     resolve_num_trials,
     start_fork_server,
@@ -86,13 +88,14 @@ def tune(options: TuneOptions, observers: Sequence[TuningObserver] = ()) -> Tune
         AnsorMlflowError: The options are not usable, a server is away, or a task has no valid trial.
     """
     options = resumed_options(options) if options.resume_run else options
+    work = _prepare(options)
     with (
         step_run("tune", options, f"tune {options.network}", resume=options.resume_run) as run,
         open_outbox(run.run_id, run.directory) as outbox,
         _log_file(run.directory / names.LOG_FILE),
     ):
         try:
-            found = _tune(options, run, outbox, observers)
+            found = _tune(options, work, run, outbox, observers)
         finally:
             if outbox.was_used:  # the tuning began
                 outbox.put(Message(artifacts=_records_and_log(run), remove=f"{names.RECORDS_DIR}/{PARTS_DIR}"))
@@ -102,27 +105,67 @@ def tune(options: TuneOptions, observers: Sequence[TuningObserver] = ()) -> Tune
         return found
 
 
-def _tune(options: TuneOptions, run: StepRun, outbox: Outbox, observers: Sequence[TuningObserver]) -> TuneResult:
+def require_plausible(options: TuneOptions) -> None:
+    """Checks what can be known of parameters in no time: without TVM, and without a server but for a run that goes on.
+
+    Raises:
+        UserInputError: There is no such run, file or kind of URI, the target cannot be read, or there are fewer CPUs.
+    """
+    if options.resume_run:
+        options = resumed_options(options)
+    parse_target(options.target)
+    resolve_num_threads(options.num_threads)
+    for source in options.warm_start:
+        options_of_source(source, options, "warm_start")
+    if options.record_pool:
+        RecordPool(options.record_pool)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What is tuned, and for which device."""
+
+    network: Network
+    device: Device
+    lowered: LoweredNetwork
+
+
+def _prepare(options: TuneOptions) -> _Work:
+    """Does all that can show that the parameters are not usable, so that there is no run of those that are not.
+
+    Raises:
+        AnsorMlflowError: They are not, or something is missing here.
+    """
+    require_plausible(options)
+    network = network_of(options, copy_of_network(options.resume_run) if options.resume_run else "")
+    device = Device.resolve(options.target, options.num_threads)
+    device.require_measurable_here()
+    require_linker()
+    make_cost_model(options.cost_model, device.num_threads, options.seed)
+    start_fork_server()  # it loads TVM while the network is lowered
+    _log.info("lowering %s for %s", network.name, device.description)
+    lowered = lower(network.model, device.target, options.lowering)
+    if not lowered.tasks:
+        raise UserInputError(f"network={options.network}: it has no task to tune; give a network that computes")
+    resolve_num_trials(options, len(lowered.tasks))
+    return _Work(network, device, lowered)
+
+
+def _tune(
+    options: TuneOptions, work: _Work, run: StepRun, outbox: Outbox, observers: Sequence[TuningObserver]
+) -> TuneResult:
+    network, device, lowered = work.network, work.device, work.lowered
     records = run.directory / names.RECORDS_DIR
     if options.resume_run:
         fetch_what_was_measured(run.run_id, records)
     is_resumed = (records / JOURNAL_FILE).exists()
     records.mkdir(exist_ok=True)
-    network = network_of(options, copy_of_network(options.resume_run) if options.resume_run else "")
-    device = Device.resolve(options.target, options.num_threads)
-    device.require_measurable_here()
-    require_linker()
-    start_fork_server()  # it loads TVM while the network is lowered
     if is_resumed:
         require_same_tasks(run.run_id, records, network, device.fingerprint)
     _log_inputs(run, network, device.fingerprint)
 
-    _log.info("lowering %s for %s", network.name, device.description)
     if not has_arithmetic(device.target, options.dtype):
         _log.warning("%s converts %s to float32 for every operation, which is slow", device.description, options.dtype)
-    lowered = lower(network.model, device.target, options.lowering)
-    if not lowered.tasks:
-        raise UserInputError(f"network={options.network}: it has no task to tune; give a network that computes")
     known = frozenset[str]() if is_resumed else begin_with_records(options, device.fingerprint, lowered.tasks, run)
     job = TuningJob(network=network.name, lowered=lowered, device=device, records=records, known=known)
     provenance = _provenance(options, network, device)
