@@ -140,7 +140,7 @@ def diff(first: str, second: str) -> TuningDifference:
     """Compares two tunings task by task: which is faster, by how much, and is that more than noise.
 
     Args:
-        first: ID of a run of tune, compile or main, or the URI of a model.
+        first: ID of a run of tune, compile, evaluate or main, or the URI of a model.
         second: What is compared with it.
     """
     return diff_runs(load_options(DiffOptions, {"runs": (first, second)}))

@@ -445,8 +445,8 @@ class DiffOptions(ReportOptions):
     runs: Annotated[
         tuple[str, ...],
         _required(
-            "Two runs: IDs of tune, compile or main, or URIs of models.",
-            "two runs, each the ID of one of tune, compile or main, or the URI of a model",
+            "Two runs: IDs of tune, compile, evaluate or main, or URIs of models.",
+            "two runs, each the ID of one of tune, compile, evaluate or main, or the URI of a model",
             min_length=2,
             max_length=2,
             metavar="RUN_A RUN_B",

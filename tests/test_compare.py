@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 from helpers.commands import FAST, ROOT, flags
 from helpers.runs_here import artifacts_of
+from mlflow.utils.mlflow_tags import MLFLOW_PROJECT_ENTRY_POINT
 from pandas.testing import assert_frame_equal
 
 import ansor_mlflow
@@ -67,9 +68,8 @@ def real_runs(
 
 
 def make_runs(experiment: str) -> dict[str, str]:
-    def run(*args: str, exit_code: int = 0) -> str:
-        with pytest.raises(SystemExit) if exit_code else pytest.MonkeyPatch.context():
-            main(args)
+    def run(*args: str) -> str:
+        main(args)
         newest = mlflow.MlflowClient().search_runs([experiment], order_by=["start_time DESC"], max_results=1)
         return str(newest[0].info.run_id)
 
@@ -77,14 +77,25 @@ def make_runs(experiment: str) -> dict[str, str]:
     runs = {
         "tuned": run("tune", *flags({**quick, "cost_model": "none", "trials": NUM_TRIALS})),
         "plateau": run("tune", *flags({**quick, "cost_model": "random", "trials": 400, "patience": 1})),
-        "wrong": run("tune", "--network", "small.onnx", "--target", "llvm -mcpu=nonsense", exit_code=2),
     }
     runs["compiled"] = run("compile", "--tune-run", runs["tuned"])
     lose_a_task(artifacts_of(runs["tuned"]) / names.RECORDS_DIR / names.BEST_DIR, Path("partial"))
     runs["partial"] = run("compile", "--network", "small.onnx", "--records", "partial")
+    runs["wrong"] = wrong(experiment)
     runs["evaluated"] = evaluated(runs["compiled"])
     mlflow.MlflowClient().log_metric(runs["plateau"], "trials/build_failed", 3, step=1000)
     return runs
+
+
+def wrong(experiment: str) -> str:
+    """ID of a run that `mlflow run` made for parameters that are refused: without it there is none."""
+    run_id = str(mlflow.MlflowClient().create_run(experiment, tags={MLFLOW_PROJECT_ENTRY_POINT: "tune"}).info.run_id)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_RUN_ID", run_id)
+        with pytest.raises(SystemExit):
+            main(["tune", "--network", "small.onnx", "--num-threads", "100000"])
+    mlflow.MlflowClient().set_terminated(run_id, "FAILED")  # as `mlflow run` does
+    return run_id
 
 
 def evaluated(compiled: str) -> str:

@@ -214,7 +214,7 @@ def test_a_page_says_the_same(tuned: str, run_here: RunCommand, tmp_path: Path) 
         (["TUNED"], 2, "runs=.*: it must be two runs"),
         (["TUNED", "0" * 32], 2, "cannot read 0+: .*not found"),
         (["TUNED", "models:/nothing/1"], 2, "cannot read models:/nothing/1: "),
-        (["TUNED", "OTHER"], 2, "it comes from no tuning run; give one of tune, compile or main"),
+        (["TUNED", "OTHER"], 2, "it comes from no tuning run; give one of tune, compile, evaluate or main"),
         (
             ["TUNED", "TUNED", "--html", "no/such/folder"],
             2,

@@ -256,7 +256,7 @@ def test_what_is_no_source(
 ) -> None:
     assert run_here("tune", *flags({**QUICK, "network": "small.onnx", "trials": 12, "warm_start": source})) == exit_code
     assert_error(capsys, message)
-    assert newest_run().info.status == "FAILED" or newest_run().info.run_id == tuned
+    assert newest_run().info.status == "FAILED" or newest_run().info.run_id == tuned  # no run, if it is known before
 
 
 def test_a_run_that_goes_on_has_its_records_already(

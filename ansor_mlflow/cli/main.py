@@ -155,7 +155,7 @@ def explain(options: ExplainOptions) -> None:
 def diff(options: DiffOptions) -> None:
     """Compare two tunings task by task: which is faster, by how much, and is that more than noise.
 
-    RUN_A and RUN_B are runs of tune, compile or main, or models.
+    RUN_A and RUN_B are runs of tune, compile, evaluate or main, or models.
     """
     from ansor_mlflow.cli.printing.diff import print_diff, write_page
     from ansor_mlflow.steps.reports import diff_runs

@@ -190,7 +190,7 @@ def _load(given: str, scratch: Path) -> _Side:
         run = _run_of(given)
         run_id = tuning_of(run)
         if not run_id:
-            raise UserInputError(f"{given}: it comes from no tuning run; give one of tune, compile or main")
+            raise UserInputError(f"{given}: it comes from no tuning run; give one of tune, compile, evaluate or main")
         tune_run = mlflow.get_run(run_id)
         scratch.mkdir()
         files = {file.path for file in mlflow.MlflowClient().list_artifacts(run_id)}
