@@ -266,6 +266,14 @@ def test_a_run_that_goes_on_has_its_records_already(
     assert_error(capsys, f"warm_start=elsewhere, but the run {tuned} has warm_start=.*; leave warm_start out, or start")
 
 
+def test_a_run_goes_on_without_what_it_began_with(tuned: str, run_here: RunCommand) -> None:
+    shutil.copytree(artifacts_of(tuned) / names.RECORDS_DIR, "given")
+    second = tune_here(run_here, warm_start="given").info.run_id
+    shutil.rmtree("given")
+    assert run_here("tune", "--resume-run", second, "--trials", "16") == 0
+    assert mlflow.get_run(second).data.metrics[names.TRIALS_MEASURED] == 16
+
+
 def assert_error(capsys: pytest.CaptureFixture[str], message: str) -> None:
     (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
     assert re.search(message, error), error

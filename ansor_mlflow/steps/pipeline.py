@@ -26,7 +26,7 @@ from ansor_mlflow.options import (
 from ansor_mlflow.steps.compiling import compile_network
 from ansor_mlflow.steps.evaluate import evaluate
 from ansor_mlflow.steps.promotion import Promotion, promote
-from ansor_mlflow.steps.tuning import require_plausible, tune
+from ansor_mlflow.steps.tuning import checked_options, tune
 from ansor_mlflow.tracking import (
     StepRun,
     command_lines,
@@ -90,7 +90,7 @@ def run_pipeline(
     """
     if options.promote and not options.register_as:
         raise UserInputError("promote=true: only a registered model has a champion; give register_as, too")
-    require_plausible(load_options(TuneOptions, _only(options, TuneOptions)))
+    checked_options(load_options(TuneOptions, _only(options, TuneOptions)))
     commands = command_lines("main", options)
     with step_run("main", options, options.network) as run:
         run_step: RunStep = partial(_run_entry_point, run, project) if project else partial(_run_here, observers)

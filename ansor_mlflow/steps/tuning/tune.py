@@ -87,7 +87,7 @@ def tune(options: TuneOptions, observers: Sequence[TuningObserver] = ()) -> Tune
     Raises:
         AnsorMlflowError: The options are not usable, a server is away, or a task has no valid trial.
     """
-    options = resumed_options(options) if options.resume_run else options
+    options = checked_options(options)
     work = _prepare(options)
     with (
         step_run("tune", options, f"tune {options.network}", resume=options.resume_run) as run,
@@ -105,20 +105,21 @@ def tune(options: TuneOptions, observers: Sequence[TuningObserver] = ()) -> Tune
         return found
 
 
-def require_plausible(options: TuneOptions) -> None:
-    """Checks what can be known of parameters in no time: without TVM, and without a server but for a run that goes on.
+def checked_options(options: TuneOptions) -> TuneOptions:
+    """The parameters of a tuning, those of a run that goes on included, as far as they can be checked without TVM.
 
     Raises:
         UserInputError: There is no such run, file or kind of URI, the target cannot be read, or there are fewer CPUs.
+        MachineError: The server of the run that goes on is away.
     """
-    if options.resume_run:
-        options = resumed_options(options)
+    options = resumed_options(options) if options.resume_run else options
     parse_target(options.target)
     resolve_num_threads(options.num_threads)
-    for source in options.warm_start:
+    for source in () if options.resume_run else options.warm_start:  # a run that goes on has its records already
         options_of_source(source, options, "warm_start")
     if options.record_pool:
         RecordPool(options.record_pool)
+    return options
 
 
 @dataclass(frozen=True)
@@ -131,12 +132,11 @@ class _Work:
 
 
 def _prepare(options: TuneOptions) -> _Work:
-    """Does all that can show that the parameters are not usable, so that there is no run of those that are not.
+    """Does all that can show that parameters are not usable, so that there is no run of those that are not.
 
     Raises:
         AnsorMlflowError: They are not, or something is missing here.
     """
-    require_plausible(options)
     network = network_of(options, copy_of_network(options.resume_run) if options.resume_run else "")
     device = Device.resolve(options.target, options.num_threads)
     device.require_measurable_here()
