@@ -167,6 +167,12 @@ class TuningResult:
             return None
         return estimated_latency_s([replace(task, best_s=task.confirmed_s or task.best_s) for task in self.tasks])
 
+    @property
+    def uncovered(self) -> tuple[TaskState, ...]:
+        """The tasks with work to do of which no trial was valid."""
+        tasks = (task for task in self.tasks if task.best_s is None)
+        return tuple(task for task in tasks if task.stop_reason != StopReason.NOTHING_TO_TUNE)
+
 
 def estimated_latency_s(tasks: Sequence[TaskState]) -> float | None:
     """Σ weight × best task latency: the network's estimated time; None while a task that was not given up has none."""

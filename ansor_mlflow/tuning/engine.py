@@ -188,7 +188,7 @@ class Tuner:
             return None
         state = self._states[index]
         with self._timed("search_s"):
-            candidates = self._search(index).propose(self._rules.round_limit(state, self._num_proposed))
+            candidates = self._search(index).propose(self._round_limit(state))
         if not candidates:
             has_work = state.total_trials or state.info.flops
             state.stop_reason = StopReason.SPACE_EXHAUSTED if has_work else StopReason.NOTHING_TO_TUNE
@@ -200,6 +200,10 @@ class Tuner:
         with self._timed("log_s"):
             self._announcer.wait()
         return _Batch(state, candidates, built, jobs, executor.submit(self._runner.run, jobs))
+
+    def _round_limit(self, task: TaskState) -> int:
+        num_waiting = sum(not state.total_trials and not state.stop_reason for state in self._states)
+        return self._rules.round_limit(task, num_waiting, self._num_proposed, self._elapsed_s())
 
     def _finish_round(self, batch: _Batch) -> None:
         """Waits for the measurements, records them, learns from them and tells the observers."""

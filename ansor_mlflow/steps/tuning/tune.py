@@ -137,6 +137,7 @@ def _tune(options: TuneOptions, run: StepRun, outbox: Outbox, observers: Sequenc
         result = tune_locally(job, options, observers, resume=is_resumed)
     write_description(records, device.fingerprint, _at_the_end(provenance, options, result))
     require_valid_trials(result)
+    _warn_of_missing(result, options, run.run_id)
     return TuneResult(
         run_id=run.run_id,
         network=network.name,
@@ -144,6 +145,22 @@ def _tune(options: TuneOptions, run: StepRun, outbox: Outbox, observers: Sequenc
         metrics={names.TRIALS_MEASURED: result.total_trials, **latency_metrics(result)},
         stop_reason=result.stop_reason,
     )
+
+
+def _warn_of_missing(result: TuningResult, options: TuneOptions, run_id: str) -> None:
+    """Says which tasks the time was too short for, and how to go on."""
+    if missing := result.uncovered:
+        assert options.max_minutes is not None  # any other end is an error
+        _log.warning(
+            "max_minutes=%g was too short: %d of %d tasks have no valid trial, such as %s, and are compiled with TVM's "
+            "default schedules; go on with ansor-mlflow tune --resume-run %s --max-minutes %g",
+            options.max_minutes,
+            len(missing),
+            len(result.tasks),
+            missing[0].info.name,
+            run_id,
+            2 * options.max_minutes,
+        )
 
 
 def _at_the_end(provenance: Provenance, options: TuneOptions, result: TuningResult) -> Provenance:
