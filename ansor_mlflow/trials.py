@@ -136,6 +136,8 @@ class TuningRound:
     elapsed_s: float
     durations: Durations
     """Totals since the start of the tuning."""
+    probe_spread: float = 0.0
+    """How quiet the machine was until now; see `names.PROBE_SPREAD`."""
 
     @property
     def estimated_latency_s(self) -> float | None:
@@ -155,6 +157,10 @@ class TuningResult:
     elapsed_s: float
     durations: Durations
     stop_reason: str
+    probe_spread: float = 0.0
+    """How quiet the machine was; see `names.PROBE_SPREAD`."""
+    distrust: str = ""
+    """Why the times cannot be trusted, as a clause; empty where they can."""
 
     @property
     def estimated_latency_s(self) -> float | None:

@@ -115,9 +115,11 @@ def run_pipeline(
         metrics = {
             **_pick(tuned, _FROM_TUNE),
             **_pick(compiled, _FROM_COMPILE),
-            **_pick(evaluated, names.SUMMARY_METRICS),
+            **_pick(evaluated, (*names.SUMMARY_METRICS, names.PROBE_SPREAD)),
         }
         run.log_metrics(metrics)
+        distrust = [step.data.tags[names.TAG_DISTRUST] for step in (tuned, evaluated) if _is_distrusted(step)]
+        run.log_tags({names.TAG_DISTRUST: "; ".join(distrust)} if distrust else {})
         told = {**tuned.data.tags, names.TAG_MODEL_URI: model_uri}
         run.log_note(pipeline_note(tags[names.TAG_NETWORK], commands, told, metrics))
         version = None
@@ -195,6 +197,10 @@ def _last_child(parent: StepRun) -> Run | None:
             output_format="list",
         )
     return runs[0] if runs else None
+
+
+def _is_distrusted(run: Run) -> bool:
+    return names.TAG_DISTRUST in run.data.tags
 
 
 def _pick(run: Run, metric_names: tuple[str, ...]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ansor_mlflow.lowering import TuningTask
+from ansor_mlflow.measuring import is_disturbed
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records import FAILED_RUN_S, Journal, JournalEntry, RecordLog, RecordText, Seed
 from ansor_mlflow.trials import (
@@ -116,6 +117,7 @@ class Tuner:
         self._durations = Durations()
         self._journal = journal
         self._num_proposed = 0
+        self._num_disturbed = 0
         self._total_trials = 0
         self._num_rounds = 0
         self._past_s = 0.0
@@ -210,6 +212,7 @@ class Tuner:
         with self._timed("run_s"):
             outcomes = batch.measured.result()
         state = batch.state
+        self._num_disturbed += sum(outcome.is_disturbed for outcome in outcomes)
         trials = self._make_trials(batch, outcomes)
         self._record(batch, trials)
         self._num_rounds += 1
@@ -303,6 +306,7 @@ class Tuner:
             total_trials=self._total_trials,
             elapsed_s=elapsed_s,
             durations=replace(self._durations),
+            probe_spread=self._runner.noise.spread,
         )
 
     def _search(self, index: int) -> TaskSearch:
@@ -368,10 +372,25 @@ class Tuner:
             elapsed_s=self._elapsed_s(),
             durations=replace(self._durations),
             stop_reason=stop_reason,
+            probe_spread=self._runner.noise.spread,
+            distrust=self._distrust(),
         )
         self._announcer.tell(lambda observer: observer.tuning_finished(result))
         self._announcer.wait()
         return result
+
+    def _distrust(self) -> str:
+        """Why the times cannot be trusted."""
+        num_trials = self._total_trials - sum(len(round_.trials) for round_ in self._past_rounds)
+        num_disturbed, num_winners = self._winners.num_disturbed
+        found = []
+        if is_disturbed(self._num_disturbed, num_trials):
+            found.append(f"{self._num_disturbed} of {num_trials} trials")
+        if is_disturbed(num_disturbed, num_winners):
+            found.append(f"the second measurements of {num_disturbed} of {num_winners} tasks")
+        if not found:
+            return ""
+        return f"other programs used the CPUs during {' and '.join(found)}; tune again on a quiet machine"
 
     def _finish_interrupted(self) -> None:
         """As `_finish`, but an observer that fails does not hide that the tuning was interrupted."""

@@ -138,6 +138,8 @@ def _tune(options: TuneOptions, run: StepRun, outbox: Outbox, observers: Sequenc
     write_description(records, device.fingerprint, _at_the_end(provenance, options, result))
     require_valid_trials(result)
     _warn_of_missing(result, options, run.run_id)
+    if result.distrust:
+        _log.warning("the times cannot be trusted: %s", result.distrust)
     return TuneResult(
         run_id=run.run_id,
         network=network.name,
