@@ -11,6 +11,7 @@ from ansor_mlflow.measuring.contenders import (
     tuned_inference,
 )
 from ansor_mlflow.measuring.examples import read_examples
+from ansor_mlflow.measuring.probe import probe_noise
 from ansor_mlflow.measuring.reference import ReferenceSession, is_quantized
 from ansor_mlflow.measuring.significance import Ratio, SequentialTest, Verdict
 from ansor_mlflow.measuring.timing import (
