@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from ansor_mlflow.device import Device, vector_lanes
+from ansor_mlflow.device import Device
 from ansor_mlflow.errors import first_line
 from ansor_mlflow.measuring import probe_noise
 from ansor_mlflow.model import require_linker
@@ -26,6 +26,8 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _LEAST_MEMORY_MIB = 1024
 """What the tuner itself takes, with TVM and XGBoost."""
 _LEAST_DISK_BYTES, _ENOUGH_DISK_BYTES = 2**28, 2**31
+_FAST_INSTRUCTIONS = {"avx2", "avx512f", "fma", "sve", "dotprod"}
+"""LLVM's names of instruction sets without which kernels take several times as long."""
 _THREAD_VARIABLES = ("TVM_NUM_THREADS", "OMP_NUM_THREADS")
 
 
@@ -73,10 +75,11 @@ def check_target(target: str, num_threads: int) -> Check:
     name = "target"
     device = Device.resolve(target, num_threads)
     device.require_measurable_here()
-    lanes, here = vector_lanes(device.target), vector_lanes(Device.resolve("auto", 1).target)
-    found = f"{device.description}, {device.fingerprint.cpu_model}: vectors of {32 * lanes} bits"
-    if lanes < here:
-        return Check.yellow(name, f"{found}, though it has {32 * here}", "use target=auto, or name the CPU with -mcpu")
+    found = f"{device.description} on {device.fingerprint.cpu_model}"
+    has = set(Device.resolve("auto", num_threads).fingerprint.features)
+    if unused := sorted(_FAST_INSTRUCTIONS & has - set(device.fingerprint.features)):
+        fix = "use target=auto, or name the CPU with -mcpu"
+        return Check.yellow(name, f"{found}: instructions that it has are left unused, {', '.join(unused)}", fix)
     return Check.green(name, found)
 
 
