@@ -115,6 +115,7 @@ def examined(tmp_path_factory: pytest.TempPathFactory, s3: S3Server, tracking: S
     return Examined(finished, checks, found["elapsed_s"], tracking, directory)
 
 
+@pytest.mark.system
 def test_everything_is_looked_at_in_less_than_a_minute(examined: Examined) -> None:
     """It takes less than 20 s on two quiet cores."""
     assert {
@@ -124,12 +125,14 @@ def test_everything_is_looked_at_in_less_than_a_minute(examined: Examined) -> No
     assert examined.elapsed_s < 60
 
 
+@pytest.mark.system
 def test_a_machine_on_which_tuning_works_is_not_red(examined: Examined) -> None:
     """It may be noisy, though: other tests run at the same time."""
     red = {name for name, check in examined.checks.items() if check.status == "red"}
     assert red <= {"noise"}, examined.finished.stdout
 
 
+@pytest.mark.system
 def test_every_check_has_a_line_and_red_decides_the_exit_code(examined: Examined) -> None:
     lines = [line for line in examined.finished.stdout.splitlines() if line][:-1]
     assert [line.split()[0] for line in lines] == [check.status for check in examined.checks.values()]
@@ -142,12 +145,14 @@ def test_every_check_has_a_line_and_red_decides_the_exit_code(examined: Examined
     assert "Traceback" not in examined.finished.stderr
 
 
+@pytest.mark.system
 def test_no_secret_is_said(examined: Examined) -> None:
     said = examined.finished.stdout + examined.finished.stderr + "".join(map(str, examined.checks.values()))
     assert not [secret for secret in (PASSWORD, SECRET_KEY, ACCESS_KEY) if secret in said]
     assert "credentials: env" in examined.checks["artifact store"].message
 
 
+@pytest.mark.system
 def test_nothing_is_left_anywhere(examined: Examined, s3: S3Server) -> None:
     assert objects_in(s3) == []
     assert list(examined.directory.iterdir()) == []
@@ -156,6 +161,7 @@ def test_nothing_is_left_anywhere(examined: Examined, s3: S3Server) -> None:
     assert client.search_runs(["0"]) == []
 
 
+@pytest.mark.system
 def test_where_and_how_artifacts_are_kept_is_said(examined: Examined, s3: S3Server) -> None:
     store = examined.checks["artifact store"].message
     assert store.startswith(f"s3://team/artifacts/0 at {s3.url} (host/bucket;")
@@ -687,6 +693,7 @@ def test_a_pool_of_no_known_kind() -> None:
     assert "MLflow reads no nonsense: URIs" in check.message
 
 
+@pytest.mark.system
 def test_artifacts_that_the_server_hands_out(tracking: Server) -> None:
     mlflow.MlflowClient(tracking.url).create_experiment("handed out", "mlflow-artifacts:/handed-out")
     checks = TrackingChecks(tracking.url, "handed out")
