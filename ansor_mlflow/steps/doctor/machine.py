@@ -32,7 +32,11 @@ _THREAD_VARIABLES = ("TVM_NUM_THREADS", "OMP_NUM_THREADS")
 
 
 def check_compiler() -> Check:
-    """Compiles and links a shared library as TVM links its own, and loads it from the temporary directory."""
+    """Compiles and links a shared library as TVM links its own, and loads it from the temporary directory.
+
+    Raises:
+        MachineError: There is no compiler.
+    """
     name = "compiler"
     require_linker()
     from tvm.support import cc
@@ -71,7 +75,12 @@ def _english() -> dict[str, str]:
 
 
 def check_target(target: str, num_threads: int) -> Check:
-    """Compares the target with the instructions of this CPU."""
+    """Compares the target with the instructions of this CPU.
+
+    Raises:
+        UserInputError: TVM knows no such target.
+        MachineError: This host cannot run what is compiled for it.
+    """
     name = "target"
     device = Device.resolve(target, num_threads)
     device.require_measurable_here()
@@ -103,15 +112,9 @@ def check_threads(threads: int, quota: float | None) -> Check:
         )
     if quota is not None and quota < by_affinity and not quota.is_integer():
         return Check.yellow(name, f"{found}: a part of a CPU is of no use", "give whole CPUs, best with a cpuset")
-    given = {variable: os.environ[variable] for variable in _THREAD_VARIABLES if os.environ.get(variable)}
-    other = [f"{variable}={value}" for variable, value in given.items() if value != str(threads)]
-    if other:
-        return Check.yellow(
-            name,
-            f"{found}; {', '.join(other)} does not count here, but does for scripts that call TVM themselves",
-            "unset it, or set num_threads to the same",
-        )
-    return Check.green(name, found)
+    number = str(threads)
+    given = [f"{var}={value}" for var in _THREAD_VARIABLES if (value := os.environ.get(var, number)) != number]
+    return Check.green(name, found + (f"; {', '.join(given)} is set, but num_threads decides" if given else ""))
 
 
 def check_noise(num_threads: int) -> Check:
@@ -160,7 +163,7 @@ def check_memory(num_threads: int, worker_memory_mib: int, in_cgroup: int | None
         least = max(512, free_mib // num_threads)
         return Check.yellow(
             name,
-            f"{found}; {num_threads} workers may take {worker_memory_mib} MiB each",
+            f"{found}, and each worker may take {worker_memory_mib} MiB, {num_threads} at a time",
             f"free some, or give worker_memory_mib={least}",
         )
     return Check.green(name, found)
