@@ -485,6 +485,21 @@ class RunsOptions(ReportOptions):
     )
 
 
+class DoctorOptions(ReportOptions):
+    """The command `doctor`: what is looked at, beside this machine."""
+
+    tracking_uri: str = _parameter(
+        "",
+        "Tracking server or store; by default that of MLFLOW_TRACKING_URI, or else MLflow's default.",
+        "the address of a server, or the URI of a database or a folder",
+    )
+    experiment: str = _same_as(RunsOptions, "experiment")
+    record_pool: str = _parameter(
+        "", "Path or artifact URI of shared records; none by default.", "a path or an artifact URI"
+    )
+    target: str = _same_as(NetworkOptions, "target")
+
+
 class ShowRecordsOptions(ReportOptions):
     """The command `records show`."""
 

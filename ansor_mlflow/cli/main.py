@@ -24,6 +24,7 @@ from ansor_mlflow.options import (
     CompileOptions,
     DiffOptions,
     DistillRecordsOptions,
+    DoctorOptions,
     EvaluateOptions,
     ExplainOptions,
     ListPoolOptions,
@@ -262,6 +263,21 @@ def pool_pull(options: PullPoolOptions) -> None:
 
     pulled = pull_records(options)
     click.echo(f"{pulled.num_records} records of {pulled.num_workloads} workloads are in {pulled.output}")
+
+
+@command(cli, "doctor")
+def doctor(options: DoctorOptions) -> None:
+    """Check this machine, the tracking server and the stores: a line for each thing, with the fix where it needs one.
+
+    Red means that a tuning would fail or measure nonsense, and ends with exit code 3. Nothing is left anywhere.
+    """
+    from ansor_mlflow.cli.printing.doctor import print_check, print_diagnosis
+    from ansor_mlflow.steps.doctor import examine
+
+    is_text = options.json_file != STANDARD_OUTPUT
+    diagnosis = examine(options, print_check if is_text else lambda _: None)
+    report(diagnosis, options.json_file, print_diagnosis)
+    diagnosis.require_no_red()
 
 
 @cli.command("sync")

@@ -24,6 +24,7 @@ from ansor_mlflow.options import (
     load_options,
 )
 from ansor_mlflow.steps.compiling import compile_network
+from ansor_mlflow.steps.doctor import warn_of_the_machine
 from ansor_mlflow.steps.evaluate import evaluate
 from ansor_mlflow.steps.promotion import Promotion, promote
 from ansor_mlflow.steps.tuning import tune
@@ -97,6 +98,7 @@ def run_pipeline(
     """
     if options.promote and not options.register_as:
         raise UserInputError("promote=true: only a registered model has a champion; give register_as, too")
+    warn_of_the_machine(options)
     commands = command_lines("main", options)
     with step_run("main", options, options.network) as run:
         run_step: RunStep = partial(_run_entry_point, run, project) if project else partial(_run_here, observers)
