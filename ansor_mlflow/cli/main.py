@@ -245,14 +245,13 @@ def pool_list(options: ListPoolOptions) -> None:
 
 @command(pool, "push")
 def pool_push(options: PushPoolOptions) -> None:
-    """Add to a pool what tunings measured.
+    """Add to a pool what tunings measured and it does not have.
 
     SOURCE is the ID of a tuning run, or a directory or an artifact URI of its records.
     """
     from ansor_mlflow.steps.records import push_records
 
-    pushed = push_records(options)
-    click.echo(f"{pushed.num_records} records of {pushed.num_objects} workloads are in the pool")
+    click.echo(str(push_records(options)))
 
 
 @command(pool, "pull")

@@ -13,7 +13,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ansor_mlflow import names
@@ -153,6 +153,40 @@ def objects_of(records: Path) -> tuple[DeviceFingerprint, list[PoolObject]]:
         )
         for hash_, group in groups.items()
     ]
+
+
+def what_is_new(objects: Iterable[PoolObject], there: Iterable[PoolObject]) -> list[PoolObject]:
+    """What objects add to those of a pool; records are told apart by their text, wherever they come from.
+
+    An object adds records that none there has, a winner, or that its workload was searched more thoroughly.
+
+    Args:
+        objects: What may be added.
+        there: All that the pool has of their workloads.
+
+    Returns:
+        Objects without what is there already; one that adds nothing is left out.
+    """
+    texts: dict[str, set[str]] = {}
+    budgets: dict[str, float] = {}
+
+    def remember(found: PoolObject) -> None:
+        hash_ = workload_hash(found.workload)
+        texts.setdefault(hash_, {""}).update(found.records, (found.winner,))
+        budgets[hash_] = max(found.trials_per_task, budgets.get(hash_, 0.0))
+
+    for found in there:
+        remember(found)
+    new = []
+    for found in objects:
+        hash_ = workload_hash(found.workload)
+        known = texts.get(hash_, {""})
+        records = tuple(text for text in dict.fromkeys(found.records) if text not in known)
+        winner = "" if found.winner in known else found.winner
+        if records or winner or found.trials_per_task > budgets.get(hash_, 0.0):
+            new.append(replace(found, records=records, winner=winner))
+        remember(found)
+    return new
 
 
 def write_objects(objects: Iterable[PoolObject], device: DeviceFingerprint, directory: Path) -> None:
