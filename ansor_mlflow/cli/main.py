@@ -216,10 +216,14 @@ def records_verify(options: VerifyRecordsOptions) -> None:
     """Replay the fastest records of each task: do they apply, build, run, and compute what the task computes.
 
     With another SOURCE than a tuning run, give the network, layout, target and threads that the records were made with.
+    With --repair and no network, damaged lines are set aside and nothing is replayed.
     """
-    from ansor_mlflow.cli.printing.records import print_replayed, print_verification
-    from ansor_mlflow.steps.records import verify_records
+    from ansor_mlflow.cli.printing.records import print_mended, print_replayed, print_verification
+    from ansor_mlflow.steps.records import repair_records, verify_records
 
+    if options.repair and "network" not in options.model_fields_set:
+        report(repair_records(options.source), options.json_file, print_mended)
+        return
     is_text = options.json_file != STANDARD_OUTPUT
     result = verify_records(options, print_replayed if is_text else lambda _: None)
     report(result, options.json_file, print_verification)

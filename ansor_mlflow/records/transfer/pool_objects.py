@@ -12,7 +12,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from ansor_mlflow.records.description import read_fingerprint, read_provenance
 from ansor_mlflow.records.journal import read_seeds
 from ansor_mlflow.records.lines import RecordLine, workload_hash
 from ansor_mlflow.records.selection import open_winners
-from ansor_mlflow.records.store import Database, RecordPair, write_pair
+from ansor_mlflow.records.store import RecordPair, write_pair
 from ansor_mlflow.records.summary import open_database
 
 _FORMAT_VERSION = 1
@@ -147,7 +147,7 @@ def objects_of(records: Path) -> tuple[DeviceFingerprint, list[PoolObject]]:
     return device, [
         PoolObject(
             workload=workloads[hash_],
-            records=tuple(dict.fromkeys(_readable(database, group))),
+            records=tuple(dict.fromkeys(map(database.fields, group))),
             winner=winners.get(hash_, ""),
             trials_per_task=budget,
         )
@@ -216,20 +216,7 @@ def _winners(records: Path) -> dict[str | None, str]:
     database = open_winners(records)
     if database is None:
         return {}
-    return {
-        database.hashes[record.workload]: text for record in database.records for text in _readable(database, [record])
-    }
-
-
-def _readable(database: Database, records: Sequence[RecordLine]) -> list[str]:
-    """The fields of records, without those that a closer look finds damaged."""
-    texts = []
-    for record in records:
-        try:
-            texts.append(database.fields(record))
-        except ValueError:
-            continue
-    return texts
+    return {database.hashes[record.workload]: database.fields(record) for record in database.records}
 
 
 def _trials_per_task(records: Path) -> float:
