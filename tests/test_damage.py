@@ -19,8 +19,8 @@ from ansor_mlflow import names
 from ansor_mlflow.device.fingerprints import fingerprint
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import RecordsError
-from ansor_mlflow.records.damage import check_copy, check_records
-from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
+from ansor_mlflow.records.damage import check_copy, check_records, warn_of_damage
+from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair
 from ansor_mlflow.records.transfer.manifest import write_manifest
 from ansor_mlflow.steps.reports.trials import load_trials
 
@@ -208,6 +208,20 @@ def test_what_is_whole_is_not_spoken_of(records: Path, warnings: Callable[[], li
         check_records(path)
     check_copy(records, "run 1", "get it")
     assert warnings() == []
+
+
+def test_files_that_a_user_put_apart(records: Path, tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
+    """TVM's `JSONDatabase` takes any two paths."""
+    pair = RecordPair(workloads=tmp_path / "workloads.json", records=records / RECORD_FILE)
+    shutil.move(records / WORKLOAD_FILE, pair.workloads)
+    (records / names.MANIFEST_FILE).unlink()
+    with pair.workloads.open("a") as file:
+        file.write("[]\n")
+    warn_of_damage([pair], pair.records)
+    (warning,) = warnings()
+    assert warning.startswith(
+        f"{pair.workloads}: line {len(lines_of(pair.workloads))} is damaged; what is whole is used"
+    )
 
 
 def test_many_lines_are_counted(records: Path, warnings: Callable[[], list[str]]) -> None:

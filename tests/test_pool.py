@@ -290,6 +290,9 @@ def test_a_network_that_was_tuned_before_needs_no_trial(
     assert again.data.metrics[names.TRIALS_MEASURED] == 0
     assert not (project / ".ansor").exists()
 
+    tune_here(run_here, record_pool=s3_uri, network="dense:4,16,16", trials=2)
+    assert f"{s3_uri}: the record pool knows no task of this network yet" in caplog.text
+
 
 @pytest.mark.system
 def test_what_runs_measured_is_pushed_listed_and_pulled(

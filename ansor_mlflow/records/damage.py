@@ -22,7 +22,7 @@ class Damage:
     """What is wrong with the files of records; paths are below their directory."""
 
     lines: Mapping[str, Sequence[int]]
-    """Numbers of the lines of a file that are damaged, or of a damaged workload."""
+    """Numbers of the lines of a file that are damaged, or of a damaged workload; other files have whole paths."""
     changed: Sequence[str]
     """Files that are not those that the manifest describes."""
 
@@ -106,5 +106,6 @@ def _find_damage(pairs: Sequence[RecordPair]) -> Damage:
                 (database.pair.records, database.damaged_records),
             ):
                 if numbers:
-                    lines[file.relative_to(root).as_posix()] = numbers
+                    name = file.relative_to(root) if file.is_relative_to(root) else file
+                    lines[name.as_posix()] = numbers
     return Damage(lines=lines, changed=changed_files(root))
