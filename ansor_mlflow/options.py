@@ -554,7 +554,9 @@ class VerifyRecordsOptions(SourceOptions):
     measure_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _same_as(TuneOptions, "measure_timeout_s")
     worker_memory_mib: Annotated[int, Field(ge=512)] = _same_as(TuneOptions, "worker_memory_mib")
     repair: bool = _parameter(
-        False, "First set damaged lines of a local database aside; a flag without a value.", is_switch=True
+        False,
+        "First set damaged lines of a local database aside; without a network, nothing else. A flag without a value.",
+        is_switch=True,
     )
 
 

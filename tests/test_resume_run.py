@@ -109,7 +109,12 @@ def test_records_that_were_changed_are_refused(
     path.write_text(path.read_text().replace("e-0", "e-1", 1))
     for command in (["tune", "--resume-run", tuned], ["compile", "--tune-run", tuned]):
         assert run_here(*command) == 5
-        assert_error(capsys, f"{RECORD_FILE}: the file is not the one whose SHA-256 is in {names.MANIFEST_FILE}")
+        changed = (
+            f"{RECORD_FILE} of run {tuned}: it is not the file whose SHA-256 is in {names.MANIFEST_FILE}: .* try again"
+        )
+        assert_error(
+            capsys, rf"{changed}, .*`mlflow artifacts download --run-id {tuned} .* records verify records --repair`"
+        )
 
 
 @pytest.mark.parametrize(("field", "value"), [("lowering_version", 1), ("network_sha256", "0" * 64)])
