@@ -18,6 +18,8 @@ TIME_BUILD_S = "time/build_s"
 TIME_RUN_S = "time/run_s"
 TIME_CONFIRM_S = "time/confirm_s"
 TIME_LOG_S = "time/log_s"
+PROBE_SPREAD = "machine/probe_spread"
+"""By how much the ninth decile of a fixed computation's times exceeds its undisturbed time; of evaluations, too."""
 
 
 def task_latency_us(task: str) -> str:
@@ -109,6 +111,8 @@ TAG_ERROR = "ansor.error"
 TAG_EXIT_CODE = "ansor.exit_code"
 END_TAGS = {TAG_ERROR, TAG_EXIT_CODE}
 """Tags of a run that did not succeed."""
+TAG_DISTRUST = "ansor.distrust"
+"""Why the measurements of a run cannot be trusted; absent where they can."""
 TAG_NOTE_SHA256 = "ansor.note_sha256"
 """Digest of the description that we wrote: a description that a user has edited is left alone."""
 TAG_MODEL_URI = "ansor.model_uri"

@@ -493,6 +493,21 @@ class RunsOptions(ReportOptions):
     )
 
 
+class DoctorOptions(ReportOptions):
+    """The command `doctor`: what is looked at, beside this machine."""
+
+    tracking_uri: str = _parameter(
+        "",
+        "Tracking server or store; by default that of MLFLOW_TRACKING_URI, or else MLflow's default.",
+        "the address of a server, or the URI of a database or a folder",
+    )
+    experiment: str = _same_as(RunsOptions, "experiment")
+    record_pool: str = _parameter(
+        "", "Path or artifact URI of shared records; none by default.", "a path or an artifact URI"
+    )
+    target: str = _same_as(NetworkOptions, "target")
+
+
 class ShowRecordsOptions(ReportOptions):
     """The command `records show`."""
 
@@ -547,7 +562,9 @@ class VerifyRecordsOptions(SourceOptions):
     measure_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _same_as(TuneOptions, "measure_timeout_s")
     worker_memory_mib: Annotated[int, Field(ge=512)] = _same_as(TuneOptions, "worker_memory_mib")
     repair: bool = _parameter(
-        False, "First set damaged lines of a local database aside; a flag without a value.", is_switch=True
+        False,
+        "First set damaged lines of a local database aside; without a network, nothing else. A flag without a value.",
+        is_switch=True,
     )
 
 

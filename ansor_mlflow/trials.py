@@ -138,6 +138,8 @@ class TuningRound:
     elapsed_s: float
     durations: Durations
     """Totals since the start of the tuning."""
+    probe_spread: float = 0.0
+    """How quiet the machine was until now; see `names.PROBE_SPREAD`."""
 
     @property
     def estimated_latency_s(self) -> float | None:
@@ -157,6 +159,10 @@ class TuningResult:
     elapsed_s: float
     durations: Durations
     stop_reason: str
+    probe_spread: float = 0.0
+    """How quiet the machine was; see `names.PROBE_SPREAD`."""
+    distrust: str = ""
+    """Why the times cannot be trusted, as a clause; empty where they can."""
 
     @property
     def estimated_latency_s(self) -> float | None:
@@ -168,6 +174,12 @@ class TuningResult:
         if all(task.confirmed_s is None for task in self.tasks):
             return None
         return estimated_latency_s([replace(task, best_s=task.confirmed_s or task.best_s) for task in self.tasks])
+
+    @property
+    def uncovered(self) -> tuple[TaskState, ...]:
+        """The tasks with work to do of which no trial was valid."""
+        tasks = (task for task in self.tasks if task.best_s is None)
+        return tuple(task for task in tasks if task.stop_reason != StopReason.NOTHING_TO_TUNE)
 
 
 def estimated_latency_s(tasks: Sequence[TaskState]) -> float | None:

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import RecordsError
 from ansor_mlflow.records.journal import JOURNAL_FILE
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
-from ansor_mlflow.records.transfer.manifest import verify_manifest, write_manifest
+from ansor_mlflow.records.transfer.manifest import changed_files, write_manifest
 from ansor_mlflow.records.transfer.parts import PARTS_DIR
 
 CONTENTS = {
@@ -41,21 +40,21 @@ def fill(directory: Path) -> None:
 
 
 def test_files_as_they_were_written(records: Path) -> None:
-    verify_manifest(records)
+    assert changed_files(records) == ()
     assert set(json.loads((records / names.MANIFEST_FILE).read_text())["files"]) == set(CONTENTS)
 
 
 def test_without_a_manifest_nothing_is_checked(records: Path) -> None:
     (records / names.MANIFEST_FILE).unlink()
     (records / RECORD_FILE).unlink()
-    verify_manifest(records)
+    assert changed_files(records) == ()
 
 
 @pytest.mark.parametrize("name", [WORKLOAD_FILE, RECORD_FILE, JOURNAL_FILE])
 def test_a_log_may_have_grown(records: Path, name: str) -> None:
     with (records / name).open("ab") as file:
         file.write(b"more")
-    verify_manifest(records)
+    assert changed_files(records) == ()
 
 
 def test_what_changes_while_a_tuning_runs_is_not_described(records: Path) -> None:
@@ -73,8 +72,7 @@ def test_every_flipped_bit_is_noticed(tmp_path_factory: pytest.TempPathFactory, 
     content = bytearray(CONTENTS[name])
     content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     (records / name).write_bytes(content)
-    with pytest.raises(RecordsError, match=rf"{name}: the file is not the one whose SHA-256 is in manifest.json: it"):
-        verify_manifest(records)
+    assert changed_files(records) == (name,)
 
 
 @pytest.mark.parametrize("name", sorted(CONTENTS))
@@ -84,21 +82,18 @@ def test_a_file_that_did_not_arrive(records: Path, name: str, what: str) -> None
         (records / name).unlink()
     else:
         (records / name).write_bytes(CONTENTS[name][:-1])
-    with pytest.raises(RecordsError, match=r"or not all of it arrived; fetch the records again"):
-        verify_manifest(records)
+    assert changed_files(records) == (name,)
 
 
 def test_a_file_that_was_replaced_by_a_longer_one(records: Path) -> None:
     (records / names.FINGERPRINT_FILE).write_bytes(b"{} ")
-    with pytest.raises(RecordsError, match=r"fingerprint\.json: the file is not the one"):
-        verify_manifest(records)
+    assert changed_files(records) == (names.FINGERPRINT_FILE,)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"files": []}', '{"files": {"a": {"bytes": "x", "sha256": ""}}}'])
 def test_a_damaged_manifest(records: Path, text: str) -> None:
     (records / names.MANIFEST_FILE).write_text(text)
-    with pytest.raises(RecordsError, match=r"manifest.json is damaged \(.+\); fetch the records again"):
-        verify_manifest(records)
+    assert changed_files(records) == (names.MANIFEST_FILE,)
 
 
 def test_a_manifest_that_leads_elsewhere(records: Path) -> None:
@@ -107,5 +102,4 @@ def test_a_manifest_that_leads_elsewhere(records: Path) -> None:
     (inner / names.MANIFEST_FILE).write_text(
         (records / names.MANIFEST_FILE).read_text().replace(f'"{RECORD_FILE}"', f'"../{RECORD_FILE}"')
     )
-    with pytest.raises(RecordsError, match="the file is not the one"):
-        verify_manifest(inner)
+    assert f"../{RECORD_FILE}" in changed_files(inner)

@@ -7,7 +7,10 @@ import json
 import logging
 import re
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,10 @@ from hypothesis import strategies as st
 
 from ansor_mlflow import names
 from ansor_mlflow.device.fingerprints import DeviceFingerprint
-from ansor_mlflow.records.transfer.pool_objects import ObjectName, PoolObject, write_objects
+from ansor_mlflow.options import DistillRecordsOptions, MergeRecordsOptions, PushPoolOptions
+from ansor_mlflow.records.transfer.pool_objects import ObjectName, PoolObject, what_is_new, write_objects
+from ansor_mlflow.steps.records.databases import distill_records, merge_records
+from ansor_mlflow.steps.records.sharing import known_workloads, push_records
 from ansor_mlflow.tracking.record_pool import RecordPool
 
 DEVICE = DeviceFingerprint(
@@ -111,6 +117,36 @@ def test_objects_become_a_database_in_which_each_record_is_once(tmp_path: Path) 
     assert DeviceFingerprint.from_dict(json.loads((tmp_path / names.FINGERPRINT_FILE).read_text())) == DEVICE
 
 
+@given(st.lists(st.sets(st.integers(0, 9)), max_size=6))
+def test_every_record_is_added_once(pushes: list[set[int]]) -> None:
+    there: list[PoolObject] = []
+    for numbers in pushes:
+        known = {text for one in there for text in one.records}
+        new = what_is_new([found(1, *numbers)], there)
+        assert {text for one in new for text in one.records} == set(map(record, numbers)) - known
+        there += new
+    texts = [text for one in there for text in one.records]
+    assert len(texts) == len(set(texts))
+
+
+def test_a_workload_has_records_of_its_own() -> None:
+    assert what_is_new([found(2, 1)], [found(1, 1)]) == [found(2, 1)]
+
+
+def test_a_winner_and_a_longer_search_are_new_without_a_record() -> None:
+    there = [found(1, 1, winner=record(1, 2e-3))]
+    assert what_is_new(there, there) == []
+    assert what_is_new([replace(found(1), records=(record(1, 2e-3),))], there) == []  # as a warm start has it
+    assert what_is_new([found(1, 1, winner=record(1, 3e-3))], there) == [found(1, winner=record(1, 3e-3))]
+    longer = replace(there[0], trials_per_task=17.0)
+    assert what_is_new([longer], there) == [replace(longer, records=(), winner="")]
+    assert known_workloads([*there, *what_is_new([longer], there)], 17.0) == {f"{1:#018x}"}
+
+
+def test_a_search_that_found_nothing_valid_leaves_its_workload_unknown() -> None:
+    assert known_workloads([replace(found(1), records=(record(1, 1e10),))], 16.0) == frozenset()
+
+
 # -- the pool ----------------------------------------------------------------------------------------------------------
 
 
@@ -144,13 +180,57 @@ def test_what_was_pushed_is_pulled(pool_uri: str) -> None:
     pool = RecordPool(pool_uri)
     assert pool.devices() == pool.pull(DEVICE) == []
     first, second, third = found(1, 1, 2), found(2, 3, winner=record(3)), found(1, 4)
-    pool.push(DEVICE, [first, second])
-    pool.push(DEVICE, [third])
-    pool.push(DEVICE, [first])  # again
+    assert str(pool.push(DEVICE, [first, second])) == (
+        "3 records of 2 workloads are added to the pool, 0 were there already"
+    )
+    assert pool.push(DEVICE, [third]).num_added == 1
+    assert str(pool.push(DEVICE, [first])) == "0 records of 0 workloads are added to the pool, 2 were there already"
     assert contents(pool) == [first, second, third]
     assert contents(pool, [f"{2:#018x}", f"{3:#018x}"]) == [second]
     (device,) = pool.devices()
     assert (device.fingerprint, device.num_kernels, device.num_objects) == (DEVICE, 2, 3)
+
+
+def test_what_came_out_adds_nothing(tmp_path: Path) -> None:
+    """Whether it is pushed as it was pulled, merged or distilled; of what joined it only the new is added."""
+    pool = RecordPool(str(tmp_path / "pool"))
+    pool.push(DEVICE, [found(1, 1, 2, winner=record(9, 5e-4)), found(2, 3)])
+    pool.push(DEVICE, [found(1, 4, winner=record(8, 4e-4))])
+    before = sorted(tmp_path.glob("pool/*/*"))
+    pulled = tmp_path / "pulled"
+    write_objects(pool.pull(DEVICE), DEVICE, pulled)
+    merge_records(MergeRecordsOptions(sources=(str(pulled),), output=str(tmp_path / "merged")))
+    distill_records(DistillRecordsOptions(sources=(str(pulled),), output=str(tmp_path / "distilled")))
+    for name in ("pulled", "merged", "distilled"):
+        pushed = push_records(PushPoolOptions(pool=str(tmp_path / "pool"), sources=(str(tmp_path / name),)))
+        assert (pushed.num_added, pushed.num_workloads) == (0, 0), name
+        assert pushed.num_there == {"pulled": 4, "merged": 4, "distilled": 2}[name]
+    assert sorted(tmp_path.glob("pool/*/*")) == before
+
+    own = tmp_path / "own"
+    write_objects([found(2, 5)], DEVICE, own)
+    both = str(tmp_path / "both")
+    merge_records(MergeRecordsOptions(sources=(str(pulled), str(own)), output=both))
+    pushed = push_records(PushPoolOptions(pool=str(tmp_path / "pool"), sources=(both, str(own))))
+    assert (pushed.num_added, pushed.num_there, pushed.num_workloads) == (1, 4, 1)
+
+
+def test_two_that_push_at_once_leave_each_record_once(tmp_path: Path) -> None:
+    """What each says it added is between what only it had, and all that it gave."""
+    uri, barrier = str(tmp_path / "pool"), threading.Barrier(2)
+    sources = [[found(1, *range(0, 20)), found(2, 1)], [found(1, *range(10, 30)), found(2, 1)]]
+
+    def push(objects: list[PoolObject]) -> int:
+        barrier.wait()
+        return RecordPool(uri).push(DEVICE, objects).num_added
+
+    with ThreadPoolExecutor(2) as executor:
+        added = list(executor.map(push, sources))
+    assert 31 <= sum(added) <= 42
+    write_objects(RecordPool(uri).pull(DEVICE), DEVICE, tmp_path / "pulled")
+    assert len((tmp_path / "pulled" / "database_tuning_record.json").read_text().splitlines()) == 31
+    (device,) = RecordPool(uri).devices()
+    assert device.num_kernels == 2
 
 
 def test_nothing_leaves_no_trace(tmp_path: Path) -> None:
@@ -185,8 +265,13 @@ def project(small_onnx: Path, new_experiment: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.system
-def test_a_network_that_was_tuned_before_needs_no_trial(project: Path, s3_uri: str, run_here: RunCommand) -> None:
+def test_a_network_that_was_tuned_before_needs_no_trial(
+    project: Path, s3_uri: str, run_here: RunCommand, caplog: pytest.LogCaptureFixture
+) -> None:
     first = tune_here(run_here, record_pool=s3_uri)
+    assert re.search(f"{s3_uri}: the record pool has nothing for llvm .* yet; this tuning will be its f", caplog.text)
+    assert re.search(r"12 records of \d+ workloads are added to the pool, 0 were there already", caplog.text)
+    caplog.clear()
     assert first.data.metrics[names.TRIALS_MEASURED] == 12
     assert first.data.metrics[names.WARM_START_APPLIED] == 0
     second = tune_here(run_here, record_pool=s3_uri)
@@ -200,9 +285,13 @@ def test_a_network_that_was_tuned_before_needs_no_trial(project: Path, s3_uri: s
     more = tune_here(run_here, record_pool=s3_uri, trials=24, seed=1)
     assert more.data.metrics[names.TRIALS_MEASURED] == 24
     assert more.data.metrics[names.WARM_START_APPLIED] > 0
+    assert re.search(r"24 records of \d+ workloads are added to the pool, 0 were there already", caplog.text)
     again = tune_here(run_here, record_pool=s3_uri, trials=20)
     assert again.data.metrics[names.TRIALS_MEASURED] == 0
     assert not (project / ".ansor").exists()
+
+    tune_here(run_here, record_pool=s3_uri, network="dense:4,16,16", trials=2)
+    assert f"{s3_uri}: the record pool knows no task of this network yet" in caplog.text
 
 
 @pytest.mark.system
@@ -215,9 +304,11 @@ def test_what_runs_measured_is_pushed_listed_and_pulled(
     assert capsys.readouterr().out == "the pool is empty\n"
     assert run_here("pool", "push", s3_uri, *runs) == 0
     pushed = capsys.readouterr().out
-    assert re.fullmatch(r"24 records of \d+ workloads are in the pool\n", pushed)
+    sums = re.fullmatch(r"(2\d) records of (\d+) workloads are added to the pool, 0 were there already\n", pushed)
+    assert sums
     assert run_here("pool", "list", s3_uri, "--json", "-") == 0
     (device,) = json.loads(capsys.readouterr().out)["devices"]
+    assert device["num_kernels"] == int(sums[2])
     assert device["fingerprint"]["target"]["kind"] == "llvm"
     assert device["num_objects"] == 2 * device["num_kernels"]
     assert run_here("pool", "list", s3_uri) == 0
@@ -226,6 +317,9 @@ def test_what_runs_measured_is_pushed_listed_and_pulled(
     assert re.fullmatch(r"2\d records of \d+ workloads are in mine\n", capsys.readouterr().out)
     assert run_here("compile", "--network", "small.onnx", "--records", "mine") == 0
     assert newest_run().data.metrics[names.COVERAGE_TASKS] == 1
+    assert run_here("pool", "push", s3_uri, runs[0], "mine") == 0
+    pushed = capsys.readouterr().out
+    assert f"\n0 records of 0 workloads are added to the pool, {sums[1]} were there already\n" in pushed
     assert run_here("pool", "pull", s3_uri, "--output", "mine") == 2
     assert "output=mine: there is something already; give a new directory" in capsys.readouterr().err
 

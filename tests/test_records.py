@@ -19,6 +19,7 @@ from ansor_mlflow import names
 from ansor_mlflow.device.fingerprints import DeviceFingerprint, fingerprint
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.records.damage import check_records
 from ansor_mlflow.records.description import Provenance, read_provenance, write_description
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, Database, RecordPair, distill, find_records, merge
 
@@ -334,7 +335,9 @@ def test_a_damaged_line_is_left_out_and_named(
     line = made_up.records.read_text()
     made_up.records.write_text(f"{line}\n{damage(line.strip())}\n{line}")
     assert distill(made_up, tmp_path / "best", HERE) == 1
-    assert f"{made_up.records}: 1 damaged lines were left out, the first is line 3; `ansor-mlflow rec" in caplog.text
+    check_records(made_up.records)
+    mend = f"`ansor-mlflow records verify {made_up.records} --repair` mends it"
+    assert f"{made_up.records}: line 3 is damaged; what is whole is used; {mend}" in caplog.text
 
 
 def test_damage_inside_a_schedule_is_found_before_it_is_taken(
@@ -351,7 +354,8 @@ def test_damage_inside_a_schedule_is_found_before_it_is_taken(
     (kept,) = (line for line in read_lines(tmp_path / "best" / RECORD_FILE) if line[0] == 0)
     assert len(same) > 1
     assert kept in [json.loads(line) for line in same if line != fastest]
-    assert "1 damaged lines were left out" in caplog.text
+    check_records(pair.records)
+    assert f"{pair.records}: line {lines.index(fastest) + 1} is damaged" in caplog.text
 
 
 @pytest.mark.parametrize("ends", [b"\r\n", b" \n"])

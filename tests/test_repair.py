@@ -58,7 +58,7 @@ def test_a_record_that_was_cut_off(pair: RecordPair, caplog: pytest.LogCaptureFi
     assert repair(pair) == Repair(0, 1, (aside(pair.records),))
     assert pair.records.read_bytes() == whole
     assert aside(pair.records).read_bytes() == whole[:700] + b"\n"
-    assert f"{pair.records}: 1 damaged lines were moved to {RECORD_FILE}{QUARANTINE}" in caplog.text
+    assert f"{pair.records}: line {whole.count(10) + 1} is damaged, and in {RECORD_FILE}{QUARANTINE} now" in caplog.text
 
 
 def test_a_last_line_without_its_end_is_whole(pair: RecordPair) -> None:

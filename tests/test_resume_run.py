@@ -10,7 +10,7 @@ from pathlib import Path
 import mlflow
 import pytest
 from helpers.commands import RunCommand
-from helpers.runs_here import artifacts_of, tune_here
+from helpers.runs_here import artifacts_of, newest_run, tune_here
 
 from ansor_mlflow import names
 from ansor_mlflow.records.journal import JOURNAL_FILE
@@ -109,7 +109,12 @@ def test_records_that_were_changed_are_refused(
     path.write_text(path.read_text().replace("e-0", "e-1", 1))
     for command in (["tune", "--resume-run", tuned], ["compile", "--tune-run", tuned]):
         assert run_here(*command) == 5
-        assert_error(capsys, f"{RECORD_FILE}: the file is not the one whose SHA-256 is in {names.MANIFEST_FILE}")
+        changed = (
+            f"{RECORD_FILE} of run {tuned}: it is not the file whose SHA-256 is in {names.MANIFEST_FILE}: .* try again"
+        )
+        assert_error(
+            capsys, rf"{changed}, .*`mlflow artifacts download --run-id {tuned} .* records verify records --repair`"
+        )
 
 
 @pytest.mark.parametrize(("field", "value"), [("lowering_version", 1), ("network_sha256", "0" * 64)])
@@ -138,3 +143,28 @@ def assert_error(capsys: pytest.CaptureFixture[str], message: str) -> None:
 
     (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
     assert re.search(message, error), error
+
+
+def test_a_tuning_whose_time_was_too_short_is_compiled_and_goes_on(
+    new_experiment: str,
+    run_here: RunCommand,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A second is enough for some of twenty tasks. The line that says so has the command that goes on."""
+    monkeypatch.chdir(tmp_path)
+    assert run_here("tune", "--network", "bert-tiny", "--max-minutes", "0.02") == 0
+    tuned = newest_run()
+    assert tuned.data.tags[names.TAG_STOP_REASON] == "minutes"
+    printed = " ".join(capsys.readouterr().err.split())
+    found = re.search(r"max_minutes=0.02 was too short: (\d+) of 20 tasks have no valid trial", printed)
+    assert found
+    assert f"without a valid trial: {found[1]} of 20 tasks" in tuned.data.tags["mlflow.note.content"]
+    assert run_here("compile", "--tune-run", tuned.info.run_id) == 0
+    assert 0 < newest_run().data.metrics[names.COVERAGE_TASKS] < 1
+    command = re.search(r"go on with ansor-mlflow (tune --resume-run \w+ --max-minutes [\d.]+)", printed)
+    assert command
+    assert run_here(*command[1].split(), "--trials", "20") == 0
+    after = mlflow.get_run(tuned.info.run_id)
+    assert after.data.metrics[names.TRIALS_MEASURED] > tuned.data.metrics[names.TRIALS_MEASURED]

@@ -35,8 +35,8 @@ def picks(scheduler: GradientScheduler, tasks: list[TaskState], num_picks: int =
     return Counter(scheduler.next_task(tasks) for _ in range(num_picks))
 
 
-def test_first_pass_covers_every_task_in_order() -> None:
-    tasks = make_tasks(1, 100, 1, 1)
+def test_first_pass_covers_every_task_and_the_one_with_the_most_operations_first() -> None:
+    tasks = make_tasks(2, 100, 1, 50)
     scheduler = GradientScheduler(len(tasks), seed=0)
     order = []
     for _ in tasks:
@@ -44,7 +44,7 @@ def test_first_pass_covers_every_task_in_order() -> None:
         assert index is not None
         order.append(index)
         give_round(scheduler, tasks[index], 1e-3)
-    assert order == [0, 1, 2, 3]
+    assert order == [1, 3, 0, 2]
 
 
 def test_first_pass_does_not_end_for_a_task_without_a_valid_trial() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from ansor_mlflow.errors import TuningError, UserInputError
 from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.testing.fakes import FakeBuilder, FakeRunner
-from ansor_mlflow.trials import StopReason, TaskInfo, TaskState, Trial, TrialStatus
+from ansor_mlflow.trials import Durations, StopReason, TaskInfo, TaskState, Trial, TrialStatus, TuningResult
 from ansor_mlflow.tuning.local import TuningJob, tune_locally
 from ansor_mlflow.tuning.stopping import (
     MAX_BARREN_ROUNDS,
@@ -27,6 +28,7 @@ from ansor_mlflow.tuning.stopping import (
     resolve_num_trials,
 )
 from ansor_mlflow.tuning.workers.pool import Outcome
+from ansor_mlflow.tuning.workers.runner import RunJob
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -83,6 +85,66 @@ def test_the_budget_of_time(dense: LoweredNetwork, host_target: Target, tmp_path
     assert notebook.events == ["started", "finished"]
     with pytest.raises(TuningError, match=r"2 of 2 tasks have no valid trial, .* \(no candidate was measured\)"):
         require_valid_trials(result)
+
+
+def test_with_a_limit_of_time_the_first_pass_takes_its_share_of_the_time() -> None:
+    """Of 2,000 trials a quarter among four tasks is 125; of twelve seconds it is three trials each."""
+    stopping = StoppingRules(TuneOptions(trials=2000, max_minutes=0.2), num_trials=2000, num_tasks=4)
+    state = TaskState(info=TaskInfo(index=0, name="t", weight=1, flops=1e6, workload_hash="t"))
+    assert stopping.round_limit(state, 4, total_trials=0, elapsed_s=0) == 3
+    assert stopping.round_limit(state, 3, total_trials=3, elapsed_s=4) == 2  # the workers took their time to start
+    assert stopping.round_limit(state, 2, total_trials=5, elapsed_s=4.8) == 1  # 0.4 s a trial
+    assert stopping.round_limit(state, 1, total_trials=6, elapsed_s=11.9) == 1
+
+
+def test_with_a_limit_of_time_a_round_is_no_longer_than_what_is_left() -> None:
+    stopping = StoppingRules(TuneOptions(trials=2000, max_minutes=1), num_trials=2000, num_tasks=1)
+    state = TaskState(info=TaskInfo(index=0, name="t", weight=1, flops=1e6, workload_hash="t"))
+    state.add(Trial(step=1, task="t", status=TrialStatus.OK, run_s=(1.0,)))
+    assert stopping.round_limit(state, 0, total_trials=20, elapsed_s=10) == 32
+    assert stopping.round_limit(state, 0, total_trials=114, elapsed_s=57) == 6  # half a second a trial
+
+
+class SlowRunner(FakeRunner):
+    """A `FakeRunner` that takes a while for each library."""
+
+    def run(self, jobs: Sequence[RunJob]) -> list[Outcome[tuple[float, ...]]]:
+        """See `Runner.run`."""
+        time.sleep(0.3 * len(jobs))
+        return super().run(jobs)
+
+
+def test_every_task_gets_a_small_round_before_the_time_is_over(
+    dense: LoweredNetwork, host_target: Target, tmp_path: Path
+) -> None:
+    notebook, limits = Notebook(tmp_path), {"trials": 2000, "num_trials_per_round": 32, "max_minutes": 0.1}
+    result = tune(dense, host_target, tmp_path, runner=SlowRunner(), observers=[notebook], **limits)
+    assert result.stop_reason == StopReason.MINUTES
+    assert [task.info.name for task in result.tasks if task.total_trials] == [t.info.name for t in result.tasks]
+    assert set(notebook.tasks[:2]) == {task.info.name for task in result.tasks}
+    assert len(notebook.rounds[0]) < 8
+    require_valid_trials(result)
+
+
+def ended(stop_reason: str, *best_s: float | None) -> TuningResult:
+    """A tuning of tasks with these best times."""
+    tasks = tuple(
+        TaskState(info=TaskInfo(index=i, name=f"t{i}", weight=1, flops=1e6, workload_hash=f"{i}"), best_s=seconds)
+        for i, seconds in enumerate(best_s)
+    )
+    return TuningResult(tasks=tasks, total_trials=3, elapsed_s=1, durations=Durations(), stop_reason=stop_reason)
+
+
+def test_tasks_that_the_time_was_too_short_for_are_no_error() -> None:
+    result = ended(StopReason.MINUTES, 1e-3, None)
+    require_valid_trials(result)
+    assert [task.info.name for task in result.uncovered] == ["t1"]
+
+
+@pytest.mark.parametrize(("stop_reason", "best_s"), [(StopReason.TRIALS, (1e-3, None)), (StopReason.MINUTES, (None,))])
+def test_tasks_without_a_valid_trial_are_an_error_otherwise(stop_reason: str, best_s: tuple[float | None]) -> None:
+    with pytest.raises(TuningError, match="have no valid trial"):
+        require_valid_trials(ended(stop_reason, *best_s))
 
 
 failed_numbers = st.dictionaries(

@@ -81,7 +81,10 @@ def stage_of_two() -> Iterator[Stage]:
 
 
 class SecondTimes(FakeRunner):
-    """A `FakeRunner` that knows the times of each program, one after the other, the last one for ever."""
+    """A `FakeRunner` that knows the times of each program, one after the other, the last one for ever.
+
+    A negative time is one that other programs disturbed.
+    """
 
     def __init__(self, stage: Stage, run_s: Mapping[str, Sequence[float]]) -> None:
         super().__init__()
@@ -96,7 +99,7 @@ class SecondTimes(FakeRunner):
         seconds = times.pop(0) if len(times) > 1 else times[0]
         if math.isinf(seconds):
             return Outcome(failure="crashed", error="the worker process died (SIGSEGV)")
-        return Outcome((seconds,))
+        return Outcome((abs(seconds),), disturbance=0.5 if seconds < 0 else 0.0)
 
 
 # -- who is measured again -------------------------------------------------------------------------------------------
@@ -167,6 +170,30 @@ def test_it_goes_on_while_the_lead_is_within_the_noise(stage: Stage) -> None:
     stage.winners.measure_again(runner)
     assert stage.order(runner) == "ab" * 3
     assert stage.winner() == "a"
+
+
+def test_a_disturbed_measurement_is_made_up_for(stage: Stage) -> None:
+    """Of the task's two programs the first is measured three times: once while another program ran."""
+    stage.offer("a", 1.0)
+    stage.offer("b", 1.0)
+    stage.winners.measure_again(runner := SecondTimes(stage, {"a": [-4.0, 1.0], "b": [1.2]}))
+    assert stage.order(runner) == "ab" * 3
+    winner = stage.winners.of_task(0)
+    assert winner is not None
+    assert stage.winner() == "a"
+    assert winner.confirmed_s == 1.0
+    assert stage.winners.num_disturbed == (0, 1)
+
+
+def test_on_a_machine_that_stays_busy_the_fastest_measurement_counts_and_is_not_trusted(stage: Stage) -> None:
+    stage.offer("a", 1.0)
+    stage.winners.measure_again(runner := SecondTimes(stage, {"a": [-4.0, -2.0, -3.0]}))
+    assert stage.order(runner) == "a" * 6
+    winner = stage.winners.of_task(0)
+    assert winner is not None
+    assert winner.confirmed_s == 2.0
+    assert stage.winners.standard_error(winner) is None
+    assert stage.winners.num_disturbed == (1, 1)
 
 
 def test_an_interrupt_is_looked_for_after_every_pass(stage: Stage) -> None:

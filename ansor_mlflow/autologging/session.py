@@ -15,7 +15,7 @@ from ansor_mlflow.autologging.description import device_of, foreign_provenance, 
 from ansor_mlflow.autologging.listening import Times, as_callback, profiled
 from ansor_mlflow.autologging.run import TuningRun, only_warn, open_run
 from ansor_mlflow.files import write_text
-from ansor_mlflow.records import PARTS_DIR, Database, Journal, JournalEntry, RecordLog, merge
+from ansor_mlflow.records import PARTS_DIR, Database, Journal, JournalEntry, RecordLog, merge, warn_of_damage
 from ansor_mlflow.tracking import Message, MlflowObserver, RecordMirror, StepRun, describe_environment, whole_records
 from ansor_mlflow.trials import (
     Durations,
@@ -180,6 +180,7 @@ class TuningSession:
         target = self._call.target.export()
         earlier = self._call.database_files()
         if earlier is not None:
+            warn_of_damage([earlier], earlier.records)
             merge([Database(earlier)], self._records, target=target)
         return RecordLog(self._records, target)
 

@@ -24,6 +24,7 @@ from ansor_mlflow.options import (
     CompileOptions,
     DiffOptions,
     DistillRecordsOptions,
+    DoctorOptions,
     EvaluateOptions,
     ExplainOptions,
     ListPoolOptions,
@@ -216,10 +217,14 @@ def records_verify(options: VerifyRecordsOptions) -> None:
     """Replay the fastest records of each task: do they apply, build, run, and compute what the task computes.
 
     With another SOURCE than a tuning run, give the network, layout, target and threads that the records were made with.
+    With --repair and no network, damaged lines are set aside and nothing is replayed.
     """
-    from ansor_mlflow.cli.printing.records import print_replayed, print_verification
-    from ansor_mlflow.steps.records import verify_records
+    from ansor_mlflow.cli.printing.records import print_mended, print_replayed, print_verification
+    from ansor_mlflow.steps.records import repair_records, verify_records
 
+    if options.repair and "network" not in options.model_fields_set:
+        report(repair_records(options.source), options.json_file, print_mended)
+        return
     is_text = options.json_file != STANDARD_OUTPUT
     result = verify_records(options, print_replayed if is_text else lambda _: None)
     report(result, options.json_file, print_verification)
@@ -245,14 +250,13 @@ def pool_list(options: ListPoolOptions) -> None:
 
 @command(pool, "push")
 def pool_push(options: PushPoolOptions) -> None:
-    """Add to a pool what tunings measured.
+    """Add to a pool what tunings measured and it does not have.
 
     SOURCE is the ID of a tuning run, or a directory or an artifact URI of its records.
     """
     from ansor_mlflow.steps.records import push_records
 
-    pushed = push_records(options)
-    click.echo(f"{pushed.num_records} records of {pushed.num_objects} workloads are in the pool")
+    click.echo(str(push_records(options)))
 
 
 @command(pool, "pull")
@@ -262,6 +266,21 @@ def pool_pull(options: PullPoolOptions) -> None:
 
     pulled = pull_records(options)
     click.echo(f"{pulled.num_records} records of {pulled.num_workloads} workloads are in {pulled.output}")
+
+
+@command(cli, "doctor")
+def doctor(options: DoctorOptions) -> None:
+    """Check this machine, the tracking server and the stores: a line for each thing, with the fix where it needs one.
+
+    Red means that a tuning would fail or measure nonsense, and ends with exit code 3. Nothing is left anywhere.
+    """
+    from ansor_mlflow.cli.printing.doctor import print_check, print_diagnosis
+    from ansor_mlflow.steps.doctor import examine
+
+    is_text = options.json_file != STANDARD_OUTPUT
+    diagnosis = examine(options, print_check if is_text else lambda _: None)
+    report(diagnosis, options.json_file, print_diagnosis)
+    diagnosis.require_no_red()
 
 
 @cli.command("sync")

@@ -1,5 +1,6 @@
 """Devices: targets, threads, and the fingerprints that tell one device from another."""
 
+from ansor_mlflow.device.cgroups import cpu_quota, memory_left
 from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.fingerprints import DeviceFingerprint, fingerprint, why_not_runnable
 from ansor_mlflow.device.targets import architecture_of, has_arithmetic, parse_target, resolve_target, vector_lanes

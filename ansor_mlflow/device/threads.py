@@ -6,51 +6,23 @@ import os
 import threading
 from pathlib import Path
 
+from ansor_mlflow.device.cgroups import CGROUP_ROOT, OWN_CGROUP, cpu_quota
 from ansor_mlflow.errors import UserInputError
 
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
-_OWN_CGROUP = Path("/proc/self/cgroup")
 _CPU_ROOT = Path("/sys/devices/system/cpu")
 _making_pool = threading.Lock()
 """Held while TVM makes a pool of threads, which reads the environment that all threads share."""
 
 
-def available_cpus(cgroup_root: Path = _CGROUP_ROOT, own_cgroup: Path = _OWN_CGROUP) -> int:
+def available_cpus(cgroup_root: Path = CGROUP_ROOT, own_cgroup: Path = OWN_CGROUP) -> int:
     """The number of CPUs this process may use: its affinity mask, capped by the CPU quotas of its cgroups (v2 or v1).
 
     Args:
         cgroup_root: Where the cgroup file system is mounted.
-        own_cgroup: File that names the cgroup of this process.
+        own_cgroup: File that names the cgroups of this process.
     """
-    quotas = [_quota(folder) for folder in _cgroup_folders(cgroup_root, own_cgroup)]
-    limits = [max(1, int(quota)) for quota in quotas if quota is not None]
-    return min([len(os.sched_getaffinity(0)), *limits])
-
-
-def _cgroup_folders(root: Path, own_cgroup: Path) -> list[Path]:
-    """The folders of this process's cgroups, from its own up to the root; in a container often the root alone."""
-    try:
-        lines = own_cgroup.read_text().splitlines()
-    except OSError:
-        lines = []
-    own = next((line.removeprefix("0::").lstrip("/") for line in lines if line.startswith("0::")), "")
-    path = root / own
-    return [path, *(parent for parent in path.parents if parent.is_relative_to(root)), root / "cpu"]
-
-
-def _quota(folder: Path) -> float | None:
-    """CPUs granted by `cpu.max` (v2) or `cpu.cfs_quota_us` (v1); None where there is no limit."""
-    try:
-        if (folder / "cpu.max").exists():
-            quota, period = (folder / "cpu.max").read_text().split()
-        else:
-            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
-            period = (folder / "cpu.cfs_period_us").read_text().strip()
-    except (OSError, ValueError):
-        return None
-    if quota in ("max", "-1"):
-        return None
-    return int(quota) / int(period)
+    cpus, quota = len(os.sched_getaffinity(0)), cpu_quota(cgroup_root, own_cgroup)
+    return cpus if quota is None else min(cpus, max(1, int(quota)))
 
 
 def resolve_num_threads(num_threads: int | str) -> int:

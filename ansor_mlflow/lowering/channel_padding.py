@@ -45,8 +45,6 @@ class PaddedLayer:
     num_tilings: int
     """Ways to split the channels into the factors of a tiling."""
     padded_channels: int
-    predicted_gain: float
-    """How many times faster it may get if vector instructions are what limits it."""
 
 
 def layers_to_pad(model: onnx.ModelProto, lanes: int) -> list[PaddedLayer]:
@@ -70,8 +68,6 @@ def layers_to_pad(model: onnx.ModelProto, lanes: int) -> list[PaddedLayer]:
                     channels=layer.channels,
                     num_tilings=num_tilings(layer.channels),
                     padded_channels=padded,
-                    predicted_gain=_efficiency(padded, layer.channels, lanes)
-                    / _efficiency(layer.channels, layer.channels, lanes),
                 )
             )
     return layers

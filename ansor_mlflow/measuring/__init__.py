@@ -11,6 +11,16 @@ from ansor_mlflow.measuring.contenders import (
     tuned_inference,
 )
 from ansor_mlflow.measuring.examples import read_examples
+from ansor_mlflow.measuring.noise import (
+    DISTURBED,
+    MachineNoise,
+    ProbeTime,
+    is_disturbed,
+    lost_share,
+    probe_noise,
+    time_probe,
+    watched,
+)
 from ansor_mlflow.measuring.reference import ReferenceSession, is_quantized
 from ansor_mlflow.measuring.significance import Ratio, SequentialTest, Verdict
 from ansor_mlflow.measuring.timing import (
@@ -20,4 +30,5 @@ from ansor_mlflow.measuring.timing import (
     measure_call,
     measure_in_turns,
     measure_once,
+    measure_watched,
 )

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ansor_mlflow.errors import MachineError
+from ansor_mlflow.measuring.noise import MachineNoise, watched
 
 MakeCall = Callable[[], Callable[[], Any]]
 """Prepares a contender and returns the call to time. Must be picklable: it is called in the child process."""
@@ -50,26 +51,37 @@ class Latency:
         return float(np.std(self.samples_ms))
 
 
-def measure_in_turns(contenders: Mapping[str, MakeCall], turns: int) -> dict[str, Latency]:
+def measure_in_turns(
+    contenders: Mapping[str, MakeCall], turns: int, noise: MachineNoise | None = None
+) -> dict[str, Latency]:
     """Times every contender once per turn, each time in a fresh process.
+
+    Args:
+        contenders: What is timed.
+        turns: How often.
+        noise: Takes note of how quiet the machine is.
 
     Raises:
         MachineError: A child process died.
     """
+    noise = noise or MachineNoise()
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(turns):
         for name, make_call in contenders.items():
-            samples[name] += measure_once(make_call)
+            samples[name] += measure_once(make_call, noise)
     return {name: Latency(np.array(values) * 1e3) for name, values in samples.items()}
 
 
-def measure_once(make_call: MakeCall, measure_s: float = _MEASURE_S) -> list[float]:
-    """Times one contender for one turn, in a fresh process; returns the seconds of single calls.
+def measure_once(make_call: MakeCall, noise: MachineNoise, measure_s: float = _MEASURE_S) -> list[float]:
+    """Times one contender for one turn, in a fresh process, again where other programs disturb it.
+
+    Returns:
+        The seconds of single calls.
 
     Raises:
         MachineError: The child process died.
     """
-    return in_child_process(partial(_measure, measure_s=measure_s), make_call)
+    return noise.measure(lambda: in_child_process(partial(_measure, measure_s=measure_s), make_call))
 
 
 def in_child_process(function: Callable[[MakeCall], Result], make_call: MakeCall) -> Result:
@@ -94,8 +106,15 @@ def call_once(make_call: MakeCall) -> Any:
     return make_call()()
 
 
-def _measure(make_call: MakeCall, measure_s: float) -> list[float]:
-    return measure_call(make_call(), warm_up_s=min(_WARM_UP_S, measure_s), measure_s=measure_s)
+def _measure(make_call: MakeCall, measure_s: float) -> tuple[list[float], float]:
+    return measure_watched(make_call(), warm_up_s=min(_WARM_UP_S, measure_s), measure_s=measure_s)
+
+
+def measure_watched(call: Callable[[], Any], *, warm_up_s: float, measure_s: float) -> tuple[list[float], float]:
+    """As `measure_call`, and the share of the time that this process waited for a CPU."""
+    with watched() as waiting:
+        samples = measure_call(call, warm_up_s=warm_up_s, measure_s=measure_s)
+    return samples, waiting.share
 
 
 def measure_call(

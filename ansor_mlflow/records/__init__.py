@@ -1,6 +1,7 @@
 """Tuning records on disk: TVM's own pair of JSON-lines files, read without TVM, and what describes them."""
 
 from ansor_mlflow.records.applicability import code_attributes, has_target, target_key, target_name, why_not_applicable
+from ansor_mlflow.records.damage import check_copy, check_records, warn_of_damage
 from ansor_mlflow.records.description import Provenance, read_fingerprint, read_provenance, write_description
 from ansor_mlflow.records.journal import (
     JOURNAL_FILE,
@@ -21,12 +22,13 @@ from ansor_mlflow.records.store import (
     Database,
     RecordPair,
     distill,
+    find_pairs,
     find_records,
     merge,
     search_directories,
     write_pair,
 )
 from ansor_mlflow.records.summary import DatabaseSummary, WorkloadSummary, open_database, summarize
-from ansor_mlflow.records.transfer.manifest import verify_manifest, write_manifest
+from ansor_mlflow.records.transfer.manifest import changed_files, write_manifest
 from ansor_mlflow.records.transfer.parts import PARTS_DIR, PartWriter, join_parts
-from ansor_mlflow.records.transfer.pool_objects import ObjectName, PoolObject, objects_of, write_objects
+from ansor_mlflow.records.transfer.pool_objects import ObjectName, PoolObject, objects_of, what_is_new, write_objects

@@ -126,14 +126,17 @@ def read_journal(directory: Path) -> list[JournalEntry]:
     Where the tuner died before it wrote the last ones, or a line is damaged, what the record says has to do.
 
     Args:
-        directory: Directory of the records; the database is whole (see `repair`).
+        directory: Directory of the records. Without a database there, there are none.
 
     Raises:
         RecordsError: What is there is no database.
     """
+    pair = RecordPair.in_directory(directory)
+    if not pair.exists():
+        return []
     num_earlier, _ = read_seeds(directory)
     entries = _read_entries(directory / JOURNAL_FILE)
-    database = Database(RecordPair.in_directory(directory))
+    database = Database(pair)
     trials: list[JournalEntry] = []
     for step, record in enumerate(database.records[num_earlier:], start=1):
         entry = entries.get(step)

@@ -7,9 +7,10 @@ args_info]]`. A failed trial has one run time of 1e10 s.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import Any
 FAILED_RUN_S = 1e9
 """Run times from here on mark failed trials."""
 _MAX_INDEX_DIGITS = 24
+_MAX_NUMBERS = 10
+"""Lines of a file that a message names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +52,32 @@ class DamagedLine:
     """Whether it is the last line and has no end: its writer died."""
 
 
-def scan_records(path: Path) -> Iterator[RecordLine | DamagedLine]:
-    """Yields what every line of a record file is. The schedule in it is not looked at: see `parse_record`."""
+def scan_records(path: Path, *, thorough: bool = False) -> Iterator[RecordLine | DamagedLine]:
+    """Yields what every line of a record file is.
+
+    Args:
+        path: The record file.
+        thorough: Whether every line is parsed as a whole, schedule and all, instead of looked at from both ends.
+    """
     offset = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             length = len(line)
             if length > _MAX_INDEX_DIGITS or line.strip():
                 try:
+                    if thorough:
+                        parse_record(line)
                     yield RecordLine(number, offset, length, *(_quick_look(line) or _parsed(line)))
                 except ValueError:
                     yield DamagedLine(number, offset, length, not line.endswith(b"\n"))
             offset += length
+
+
+def numbered(lines: Sequence[int]) -> str:
+    """Lines as the subject of a sentence: "line 7 is", "lines 7, 9 are"."""
+    more = f", … ({len(lines)} in all)" if len(lines) > _MAX_NUMBERS else ""
+    listed = ", ".join(map(str, lines[:_MAX_NUMBERS])) + more
+    return f"line {listed} is" if len(lines) == 1 else f"lines {listed} are"
 
 
 def parse_record(line: bytes) -> tuple[int, float, dict[str, Any]]:
@@ -92,7 +109,8 @@ def workload_hash(line: str) -> str:
         ValueError: It is no workload line.
     """
     try:
-        hash_, _ = json.loads(line)
+        hash_, module = json.loads(line)
+        base64.b64decode(module, validate=True)
         return f"{int(hash_):#018x}"
     except TypeError as err:
         raise ValueError("no workload") from err

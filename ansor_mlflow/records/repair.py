@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ansor_mlflow.files import append, end_last_line, new_file, write_text
+from ansor_mlflow.records.lines import numbered
 from ansor_mlflow.records.store import Database, RecordPair
 
 _log = logging.getLogger("ansor_mlflow")
@@ -39,26 +40,25 @@ def repair(pair: RecordPair, *, thorough: bool = False) -> Repair:
     """
     for path in (pair.workloads, pair.records):
         path.touch()
-    database = Database(pair)
-    if thorough:
-        database.look_closely()
-    lost = [line for line, hash_ in zip(database.workloads, database.hashes, strict=True) if hash_ is None]
+    database = Database(pair, thorough=thorough)
+    lost = {n: database.workloads[n - 1].encode(errors="surrogateescape") for n in database.damaged_workloads}
     quarantines = []
     if database.damaged:
-        quarantines.append(_set_aside(pair.records, [database.text(line) for line in database.damaged]))
+        damaged = {line.number: database.text(line) for line in database.damaged}
+        quarantines.append(_set_aside(pair.records, damaged))
         _drop_damaged(database)
     if lost:
-        quarantines.append(_set_aside(pair.workloads, [line.encode() for line in lost]))
+        quarantines.append(_set_aside(pair.workloads, lost))
         _replace_lost(database)
     for path in (pair.workloads, pair.records):
         end_last_line(path)
     return Repair(len(lost), len(database.damaged), tuple(quarantines))
 
 
-def _set_aside(path: Path, lines: Sequence[bytes]) -> Path:
+def _set_aside(path: Path, lines: Mapping[int, bytes]) -> Path:
     aside = path.with_name(f"{path.name}.quarantine")
-    append(aside, b"".join(line.rstrip(b"\r\n") + b"\n" for line in lines))
-    _log.warning("%s: %d damaged lines were moved to %s", path, len(lines), aside.name)
+    append(aside, b"".join(line.rstrip(b"\r\n") + b"\n" for line in lines.values()))
+    _log.warning("%s: %s damaged, and in %s now", path, numbered(tuple(lines)), aside.name)
     return aside
 
 

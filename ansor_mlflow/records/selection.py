@@ -27,8 +27,8 @@ def matching_records(
     The winner of an earlier tuning was measured twice. Its first measurement is left out, and so is what seemed faster.
 
     Args:
-        database: All records.
-        winners: The winners among them, if they are known.
+        database: All records; every line was looked into.
+        winners: The winners among them, if they are known; the same.
         target: Attributes of the target.
         hashes: Structural hashes of the workloads.
 
@@ -100,15 +100,12 @@ def read_similar(directory: Path) -> dict[str, dict[str, list[RecordText]]]:
 def open_winners(records: Path) -> Database | None:
     """The winners beside the records of a tuning; None where there are none."""
     pair = RecordPair.in_directory(records / names.BEST_DIR)
-    return Database(pair) if pair.records.exists() and pair.workloads.exists() else None
+    return Database(pair, thorough=True) if pair.exists() else None
 
 
 def _schedule(database: Database, record: RecordLine) -> str:
-    """The schedule of a record as JSON; empty for a damaged one."""
-    try:
-        return json.dumps(json.loads(database.fields(record))[0])
-    except ValueError:
-        return ""
+    """The schedule of a record as JSON."""
+    return json.dumps(json.loads(database.fields(record))[0])
 
 
 def _with(database: Database, records: list[RecordLine]) -> Database:

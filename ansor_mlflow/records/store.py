@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +28,6 @@ from ansor_mlflow.records.lines import (
 WORKLOAD_FILE = "database_workload.json"
 RECORD_FILE = "database_tuning_record.json"
 
-_log = logging.getLogger("ansor_mlflow")
-
 
 @dataclass(frozen=True)
 class RecordPair:
@@ -43,6 +40,16 @@ class RecordPair:
     def in_directory(directory: Path) -> RecordPair:
         """The pair under the names that TVM gives it in a work directory."""
         return RecordPair(workloads=directory / WORKLOAD_FILE, records=directory / RECORD_FILE)
+
+    def exists(self) -> bool:
+        """Whether both are there."""
+        return self.records.exists() and self.workloads.exists()
+
+    @property
+    def root(self) -> Path:
+        """The directory that has what describes the records: that of winners is beside them, not with them."""
+        directory = self.records.parent
+        return directory.parent if directory.name == names.BEST_DIR else directory
 
 
 def search_directories(path: Path) -> list[Path]:
@@ -83,17 +90,27 @@ def find_records(path: Path, *, prefer_winners: bool = True) -> RecordPair:
     return pair
 
 
+def find_pairs(path: Path) -> list[RecordPair]:
+    """What `find_records` finds: the winners, if there are any, and all records.
+
+    Raises:
+        UserInputError: There is no such pair.
+    """
+    return list(dict.fromkeys([find_records(path), find_records(path, prefer_winners=False)]))
+
+
 class Database:
-    """What is in a pair: workloads as text, records without their schedules.
+    """What is in a pair: workloads as text, records without their schedules. Damaged lines are left out.
 
     Args:
         pair: The files.
+        thorough: Whether every line is parsed as a whole; else damage in the middle of a line is found by `fields`.
 
     Raises:
         RecordsError: The workload file is not one.
     """
 
-    def __init__(self, pair: RecordPair) -> None:
+    def __init__(self, pair: RecordPair, *, thorough: bool = False) -> None:
         self.pair = pair
         self.workloads: list[str] = []
         """Lines of the workload file."""
@@ -103,7 +120,7 @@ class Database:
         self.damaged: list[DamagedLine] = []
         """Lines of the record file that are no records, or of a workload that is not there."""
         self._read_workloads()
-        for line in scan_records(pair.records):
+        for line in scan_records(pair.records, thorough=thorough):
             if isinstance(line, DamagedLine):
                 self.damaged.append(line)
             elif line.workload < len(self.hashes) and self.hashes[line.workload] is not None:
@@ -136,30 +153,34 @@ class Database:
         parse_record(text)
         return fields_of(text.decode())
 
-    def look_closely(self) -> None:
-        """Parses every record, which finds damage in the middle of a line, too."""
-        records, self.records = self.records, []
-        for record in records:
-            try:
-                self.fields(record)
-                self.records.append(record)
-            except ValueError:
-                self.damaged.append(DamagedLine(record.number, record.offset, record.length, is_torn=False))
+    @property
+    def damaged_records(self) -> tuple[int, ...]:
+        """Numbers of the lines in the record file that are no records, or of a damaged workload."""
+        return tuple(line.number for line in self.damaged)
+
+    @property
+    def damaged_workloads(self) -> tuple[int, ...]:
+        """Numbers of the lines in the workload file that are no workloads."""
+        return tuple(number for number, hash_ in enumerate(self.hashes, start=1) if hash_ is None)
 
     def _read_workloads(self) -> None:
-        try:
-            lines = self.pair.workloads.read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as err:
-            raise RecordsError(
-                f"{self.pair.workloads}: this is not a workload file of TVM, but perhaps a compressed one; give the "
-                "file that TVM wrote"
-            ) from err
-        self.workloads = [line.strip() for line in lines]
+        content = self.pair.workloads.read_bytes()
+        # Bytes that are no text are kept as they are: a damaged line costs no other one.
+        text = content.decode(errors="surrogateescape").removesuffix("\n")
+        self.workloads = [line.strip() for line in text.split("\n")] if text else []
         for line in self.workloads:
             try:
                 self.hashes.append(workload_hash(line))
             except ValueError:
                 self.hashes.append(None)
+        if not any(self.hashes):
+            try:
+                content.decode()
+            except UnicodeDecodeError as err:
+                raise RecordsError(
+                    f"{self.pair.workloads}: this is not a workload file of TVM, but perhaps a compressed one; give "
+                    "the file that TVM wrote"
+                ) from err
 
 
 def distill(
@@ -167,7 +188,7 @@ def distill(
 ) -> int:
     """Writes the fastest valid records of each workload to a new database.
 
-    Damaged lines are left out, with a warning.
+    Damaged lines are left out.
 
     Args:
         source: Database to read.
@@ -226,7 +247,7 @@ def merge(
 ) -> int:
     """Writes the records of several databases to a new one; what is there several times is written once.
 
-    Damaged lines are left out, with a warning.
+    Damaged lines are left out.
 
     Args:
         databases: What to read.
@@ -264,8 +285,6 @@ def merge(
             for fields in itertools.islice(_distinct_fields(group), keep):
                 file.write(f"[{index},{fields}]\n".encode())
                 num_written += 1
-    for database in databases:
-        warn_of_damage(database)
     return num_written
 
 
@@ -276,24 +295,11 @@ def _distinct_fields(group: Iterable[tuple[Database, RecordLine]]) -> Iterator[s
         try:
             fields = database.fields(record)
         except ValueError:
-            database.damaged.append(DamagedLine(record.number, record.offset, record.length, is_torn=False))
             continue
         digest = hashlib.sha256(fields.encode()).digest()
         if digest not in seen:
             seen.add(digest)
             yield fields
-
-
-def warn_of_damage(database: Database) -> None:
-    """Says in the log how many lines of a record file are damaged, if any are."""
-    if database.damaged:
-        _log.warning(
-            "%s: %d damaged lines were left out, the first is line %d; "
-            "`ansor-mlflow records verify --repair` sets them aside",
-            database.pair.records,
-            len(database.damaged),
-            min(line.number for line in database.damaged),
-        )
 
 
 def write_pair(directory: Path, workloads: Sequence[str], records: Sequence[str]) -> None:

@@ -77,12 +77,12 @@ class DatabaseSummary:
 
 
 def open_database(pair: RecordPair) -> Database:
-    """Reads a pair that may be any file that a user gave.
+    """Reads a pair that may be any file that a user gave, and looks into every line.
 
     Raises:
         RecordsError: It is a file of another kind: none of its lines is a record.
     """
-    database = Database(pair)
+    database = Database(pair, thorough=True)
     if database.damaged and not database.records:
         raise RecordsError(
             f"{pair.records}: line {database.damaged[0].number} is not a tuning record of TVM, and no other line is; "
@@ -107,8 +107,8 @@ def summarize(database: Database) -> DatabaseSummary:
             )
             for key, records in by_target.items()
         ),
-        damaged_records=tuple(sorted(line.number for line in database.damaged)),
-        damaged_workloads=tuple(number for number, hash_ in enumerate(database.hashes, start=1) if hash_ is None),
+        damaged_records=database.damaged_records,
+        damaged_workloads=database.damaged_workloads,
     )
 
 

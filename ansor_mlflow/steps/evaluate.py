@@ -17,6 +17,7 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.measuring import (
     Latency,
+    MachineNoise,
     MakeInference,
     compare_with_reference,
     library_inference,
@@ -128,9 +129,12 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
             "again, or raise tolerance if the network is that sensitive to rounding"
         )
     runs = {_TUNED: tuned, _REFERENCE: partial(reference_inference, network, num_threads)}
-    latencies = _measure(options, manifest, directory, entry, runs)
+    noise = MachineNoise()
+    latencies = _measure(options, manifest, directory, entry, runs, noise)
     metrics |= _latency_metrics(latencies, manifest.inputs, entry.provenance.get("estimated_latency_ms"))
+    metrics[names.PROBE_SPREAD] = noise.spread
     run.log_metrics(metrics)
+    run.log_distrust(noise.distrust)
     return EvaluateResult(run_id=run.run_id, network=manifest.network, target=device.description, metrics=metrics)
 
 
@@ -174,6 +178,7 @@ def _measure(
     directory: Path,
     entry: LibraryEntry,
     runs: Mapping[str, MakeInference],
+    noise: MachineNoise,
 ) -> dict[str, Latency]:
     """Times the model, ONNX Runtime, and the untuned build of the same network, on the same number of threads."""
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
@@ -194,7 +199,7 @@ def _measure(
             name: partial(timed_call, make_inference, manifest.inputs, options.seed)
             for name, make_inference in runs.items()
         }
-        return measure_in_turns(calls, options.turns)
+        return measure_in_turns(calls, options.turns, noise)
 
 
 def _latency_metrics(

@@ -24,6 +24,7 @@ from ansor_mlflow.options import (
     load_options,
 )
 from ansor_mlflow.steps.compiling import compile_network
+from ansor_mlflow.steps.doctor import warn_of_the_machine
 from ansor_mlflow.steps.evaluate import evaluate
 from ansor_mlflow.steps.promotion import Promotion, promote
 from ansor_mlflow.steps.tuning import checked_options, tune
@@ -91,6 +92,7 @@ def run_pipeline(
     if options.promote and not options.register_as:
         raise UserInputError("promote=true: only a registered model has a champion; give register_as, too")
     checked_options(load_options(TuneOptions, _only(options, TuneOptions)))
+    warn_of_the_machine(options)
     commands = command_lines("main", options)
     with step_run("main", options, options.network) as run:
         run_step: RunStep = partial(_run_entry_point, run, project) if project else partial(_run_here, observers)
@@ -109,9 +111,11 @@ def run_pipeline(
         metrics = {
             **_pick(tuned, names.TUNING_METRICS),
             **_pick(compiled, _FROM_COMPILE),
-            **_pick(evaluated, names.SUMMARY_METRICS),
+            **_pick(evaluated, (*names.SUMMARY_METRICS, names.PROBE_SPREAD)),
         }
         run.log_metrics(metrics)
+        distrust = [step.data.tags[names.TAG_DISTRUST] for step in (tuned, evaluated) if _is_distrusted(step)]
+        run.log_tags({names.TAG_DISTRUST: "; ".join(distrust)} if distrust else {})
         told = {**tuned.data.tags, names.TAG_MODEL_URI: model_uri}
         run.log_note(pipeline_note(tags[names.TAG_NETWORK], commands, told, metrics))
         version = None
@@ -189,6 +193,10 @@ def _last_child(parent: StepRun) -> Run | None:
             output_format="list",
         )
     return runs[0] if runs else None
+
+
+def _is_distrusted(run: Run) -> bool:
+    return names.TAG_DISTRUST in run.data.tags
 
 
 def _pick(run: Run, metric_names: tuple[str, ...]) -> dict[str, float]:

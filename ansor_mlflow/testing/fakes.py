@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ansor_mlflow.measuring import MachineNoise
 from ansor_mlflow.tuning import Builder, Outcome, RunJob, Runner
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class FakeRunner(Runner):
         is_remote: bool = False,
     ) -> None:
         self.is_remote = is_remote
+        self.noise = MachineNoise()
         self.jobs: list[RunJob] = []
         """Every job that was to be run, in order."""
         self._run_s = run_s

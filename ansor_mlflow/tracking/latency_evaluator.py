@@ -5,7 +5,9 @@ MLflow finds it by its entry point, when `mlflow.models.evaluate` is called.
 
 from __future__ import annotations
 
+import logging
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,15 @@ from mlflow.types import TensorSpec
 from ansor_mlflow import names
 from ansor_mlflow.device import available_cpus
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.measuring import Deviation, Latency, ReferenceSession, compare_outputs, is_quantized, measure_call
+from ansor_mlflow.measuring import (
+    Deviation,
+    Latency,
+    MachineNoise,
+    ReferenceSession,
+    compare_outputs,
+    is_quantized,
+    measure_watched,
+)
 from ansor_mlflow.model import TunedModel
 from ansor_mlflow.networks import read_onnx
 from ansor_mlflow.options import LatencyOptions, load_options
@@ -36,6 +46,9 @@ from ansor_mlflow.tracking.sources import is_uri
 EVALUATOR_NAME = "ansor-latency"
 MODEL_TYPE = "tvm"
 """The `model_type` that asks for this evaluator; with others, MLflow's own are asked."""
+_SPIN_S = 0.1
+"""How long idle threads of a model spin; a probe meanwhile would take them for another program."""
+_log = logging.getLogger("ansor_mlflow")
 
 Predict = Callable[[Any], Any]
 
@@ -88,19 +101,25 @@ def _evaluate(options: LatencyOptions, dataset: Any, model: Any) -> tuple[Latenc
     size = _batch_size(model) if options.batch_size == "auto" else options.batch_size
     reference = _reference(options.reference) if options.reference else None
     first = _model_input(_take(dataset.features_data, np.arange(size)), model)
-    samples_s = [
-        sample
-        for _ in range(options.turns)
-        for sample in measure_call(
+    noise = MachineNoise()
+
+    def turn() -> tuple[list[float], float]:
+        measured = measure_watched(
             lambda: model.predict(first), warm_up_s=options.warm_up_s, measure_s=options.measure_s
         )
-    ]
+        time.sleep(_SPIN_S)
+        return measured
+
+    samples_s = [sample for _ in range(options.turns) for sample in noise.measure(turn)]
+    if noise.distrust:
+        _log.warning("the times cannot be trusted: %s", noise.distrust)
     latency = Latency(np.array(samples_s) * 1e3)
     metrics = {
         names.LATENCY_MS: latency.median_ms,
         names.LATENCY_P90_MS: latency.p90_ms,
         names.LATENCY_STD_MS: latency.std_ms,
         names.THROUGHPUT_PER_S: size / latency.median_ms * 1e3,
+        names.PROBE_SPREAD: noise.spread,
     }
     if reference is not None or dataset.has_targets:
         difference = Deviation.worst(list(_differences(dataset, model, reference, size)))

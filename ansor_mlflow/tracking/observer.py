@@ -89,7 +89,7 @@ class MlflowObserver:
             Message(
                 metrics=_final_metrics(result),
                 step=result.total_trials,
-                tags={names.TAG_STOP_REASON: result.stop_reason, **_TRIALS_ARE_A_TABLE},
+                tags={names.TAG_STOP_REASON: result.stop_reason, **_TRIALS_ARE_A_TABLE, **_distrust(result)},
                 artifacts=[(name, "") for name in (*tables, *figures)],
                 note=tuning_note(self.history, self._commands),
             )
@@ -123,6 +123,7 @@ def _round_metrics(round_: TuningRound) -> dict[str, float]:
     if task.gflops:
         values[names.task_gflops(task.info.name)] = task.gflops
     values[names.TRIALS_PER_MINUTE] = round_.trials_per_minute
+    values[names.PROBE_SPREAD] = round_.probe_spread
     return values | _durations(round_.durations)
 
 
@@ -135,8 +136,16 @@ def latency_metrics(result: TuningResult) -> dict[str, float]:
     return values
 
 
+def _distrust(result: TuningResult) -> dict[str, str]:
+    return {names.TAG_DISTRUST: result.distrust} if result.distrust else {}
+
+
 def _final_metrics(result: TuningResult) -> dict[str, float]:
-    values = {names.TIME_CONFIRM_S: result.durations.confirm_s, names.TIME_LOG_S: result.durations.log_s}
+    values = {
+        names.TIME_CONFIRM_S: result.durations.confirm_s,
+        names.TIME_LOG_S: result.durations.log_s,
+        names.PROBE_SPREAD: result.probe_spread,
+    }
     values |= latency_metrics(result)
     if result.total_trials:
         values.pop(names.BEST_LATENCY_MS, None)  # the last round has said it

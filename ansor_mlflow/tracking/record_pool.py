@@ -19,7 +19,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from ansor_mlflow import names
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import MachineError, without_credentials
-from ansor_mlflow.records import ObjectName, PoolObject
+from ansor_mlflow.records import ObjectName, PoolObject, what_is_new, workload_hash
 from ansor_mlflow.tracking.error_translation import translated_errors
 from ansor_mlflow.tracking.sources import is_uri, pinned_uri
 
@@ -40,10 +40,18 @@ class PoolDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class PushedRecords:
-    """What was pushed."""
+    """What a push changed."""
 
-    num_objects: int
-    num_records: int
+    num_workloads: int
+    """Workloads of a device that the pool knows more of than before."""
+    num_added: int
+    """Records that were not in the pool; they are now."""
+    num_there: int
+    """Records that were in the pool already."""
+
+    def __str__(self) -> str:
+        added = f"{self.num_added} records of {self.num_workloads} workloads are added to the pool"
+        return f"{added}, {self.num_there} were there already"
 
 
 class RecordPool:
@@ -100,7 +108,9 @@ class RecordPool:
     def push(
         self, device: DeviceFingerprint, objects: Iterable[PoolObject], *, max_retry_s: float = 0.0
     ) -> PushedRecords:
-        """Adds objects; what is in the pool stays.
+        """Adds what the pool does not have; what is in it stays.
+
+        Two that push the same records at the same time may both say that they added them.
 
         Args:
             device: The device they are for.
@@ -116,12 +126,24 @@ class RecordPool:
             stop=tenacity.stop_after_delay(max_retry_s),
             reraise=True,
         )
-        packed = [(found, found.pack()) for found in objects]
+        given = list(objects)
+        hashes = {workload_hash(found.workload) for found in given}
+        new = what_is_new(given, retrying(self.pull, device, hashes) if given else [])
+        packed = [(found, found.pack()) for found in new]
         files = {str(ObjectName.of(content, found.workload)): content for found, content in packed}
         if files:
             files[names.FINGERPRINT_FILE] = device.to_json().encode()
         _concurrently(lambda item: retrying(self._put, device.name, *item), list(files.items()))
-        return PushedRecords(num_objects=len(packed), num_records=sum(len(found.records) for found, _ in packed))
+        num_added = sum(len(found.records) for found in new)
+        return PushedRecords(
+            num_workloads=len({workload_hash(found.workload) for found in new}),
+            num_added=num_added,
+            num_there=len({(found.workload, record) for found in given for record in found.records}) - num_added,
+        )
+
+    def has_device(self, device: DeviceFingerprint) -> bool:
+        """Whether there is an object for a device. See `pull` for what it raises."""
+        return any(_object_name(path) for path in self._list(device.name))
 
     def _get_object(self, path: str) -> PoolObject | None:
         content, name = self._get(path), _object_name(path)

@@ -85,6 +85,12 @@ class StepRun:
             safe = [RunTag(name, without_credentials(value)) for name, value in tags.items()]
             mlflow.MlflowClient().log_batch(self.run_id, tags=safe)
 
+    def log_distrust(self, reason: str) -> None:
+        """Warns that what was measured cannot be trusted, and tags the run; an empty reason does nothing."""
+        if reason:
+            _log.warning("the times cannot be trusted: %s", reason)
+            self.log_tags({names.TAG_DISTRUST: reason})
+
     def log_note(self, text: str) -> None:
         """Describes the run, as Markdown, unless a user has edited the description."""
         with translated_errors("describe the run"):

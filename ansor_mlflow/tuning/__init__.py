@@ -7,7 +7,12 @@ from ansor_mlflow.tuning.round_log import RoundLog
 from ansor_mlflow.tuning.search.candidates import log_lines
 from ansor_mlflow.tuning.search.task_search import TaskSearch, applies, make_cost_model
 from ansor_mlflow.tuning.sole_tuner import sole_tuner
-from ansor_mlflow.tuning.stopping import StoppingRules, require_valid_trials, resolve_num_trials
+from ansor_mlflow.tuning.stopping import (
+    SECONDS_PER_TRIAL,
+    StoppingRules,
+    require_valid_trials,
+    resolve_num_trials,
+)
 from ansor_mlflow.tuning.workers.arguments import argument_bytes
 from ansor_mlflow.tuning.workers.builder import Builder, LocalBuilder
 from ansor_mlflow.tuning.workers.metaschedule import as_metaschedule_builder

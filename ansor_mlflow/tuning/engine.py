@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ansor_mlflow.lowering import TuningTask
+from ansor_mlflow.measuring import is_disturbed
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records import FAILED_RUN_S, Journal, JournalEntry, RecordLog, RecordText, Seed
 from ansor_mlflow.trials import (
@@ -118,6 +119,7 @@ class Tuner:
         self._durations = durations or Durations()
         self._journal = journal
         self._num_proposed = 0
+        self._num_disturbed = 0
         self._total_trials = 0
         self._num_rounds = 0
         self._past_s = 0.0
@@ -190,7 +192,7 @@ class Tuner:
             return None
         state = self._states[index]
         with self._timed("search_s"):
-            candidates = self._search(index).propose(self._rules.round_limit(state, self._num_proposed))
+            candidates = self._search(index).propose(self._round_limit(state))
         if not candidates:
             has_work = state.total_trials or state.info.flops
             state.stop_reason = StopReason.SPACE_EXHAUSTED if has_work else StopReason.NOTHING_TO_TUNE
@@ -203,11 +205,16 @@ class Tuner:
             self._announcer.wait()
         return _Batch(state, candidates, built, jobs, executor.submit(self._runner.run, jobs))
 
+    def _round_limit(self, task: TaskState) -> int:
+        num_waiting = sum(not state.total_trials and not state.stop_reason for state in self._states)
+        return self._rules.round_limit(task, num_waiting, self._num_proposed, self._elapsed_s())
+
     def _finish_round(self, batch: _Batch) -> None:
         """Waits for the measurements, records them, learns from them and tells the observers."""
         with self._timed("run_s"):
             outcomes = batch.measured.result()
         state = batch.state
+        self._num_disturbed += sum(outcome.is_disturbed for outcome in outcomes)
         trials = self._make_trials(batch, outcomes)
         self._record(batch, trials)
         self._num_rounds += 1
@@ -301,6 +308,7 @@ class Tuner:
             total_trials=self._total_trials,
             elapsed_s=elapsed_s,
             durations=replace(self._durations),
+            probe_spread=self._runner.noise.spread,
         )
 
     def _search(self, index: int) -> TaskSearch:
@@ -366,12 +374,27 @@ class Tuner:
             elapsed_s=self._elapsed_s(),
             durations=replace(self._durations),
             stop_reason=stop_reason,
+            probe_spread=self._runner.noise.spread,
+            distrust=self._distrust(),
         )
         if self._journal is not None:
             self._journal.append((), self._durations)
         self._announcer.tell(lambda observer: observer.tuning_finished(result))
         self._announcer.wait()
         return result
+
+    def _distrust(self) -> str:
+        """Why the times cannot be trusted."""
+        num_trials = self._total_trials - sum(len(round_.trials) for round_ in self._past_rounds)
+        num_disturbed, num_winners = self._winners.num_disturbed
+        found = []
+        if is_disturbed(self._num_disturbed, num_trials):
+            found.append(f"{self._num_disturbed} of {num_trials} trials")
+        if is_disturbed(num_disturbed, num_winners):
+            found.append(f"the second measurements of {num_disturbed} of {num_winners} tasks")
+        if not found:
+            return ""
+        return f"other programs used the CPUs during {' and '.join(found)}; tune again on a quiet machine"
 
     def _finish_interrupted(self) -> None:
         """As `_finish`, but an observer that fails does not hide that the tuning was interrupted."""

@@ -23,7 +23,7 @@ _EPSILON = 0.05
 
 
 class GradientScheduler:
-    """Gives every task one round first, then picks the task with the steepest expected gain.
+    """Gives every task one round, the one with the most operations first; then picks the steepest expected gain.
 
     Args:
         num_tasks: Number of tasks.
@@ -47,9 +47,9 @@ class GradientScheduler:
         open_tasks = [task.info.index for task in tasks if not task.stop_reason and task.info.index != busy]
         if not open_tasks:
             return None
-        for index in open_tasks:
-            if self._rounds[index] == 0:
-                return index
+        waiting = [index for index in open_tasks if self._rounds[index] == 0]
+        if waiting:
+            return max(waiting, key=lambda index: tasks[index].info.weight * tasks[index].info.flops)
         if self._random.random() < _EPSILON:
             return self._random.choice(open_tasks)
         return max(open_tasks, key=lambda index: self._gain(tasks, index))

@@ -17,8 +17,10 @@ Repeated measurements of one program differ by 3 to 5 % (median, `min_repeat_ms`
 MAX_BARREN_ROUNDS = 4
 """Rounds that a task gets at least to find a first valid trial."""
 _FIRST_PASS_SHARE = 0.25
-"""Most of the budget that the first pass may take; the rest goes where the gradient points. By measurement: see
-docs/performance.md."""
+"""Most of the budget, in trials and in minutes, that the first pass may take; the rest goes where the gradient points.
+By measurement: see docs/performance.md."""
+SECONDS_PER_TRIAL = 0.25
+"""Wall-clock time of a trial on two cores, of convolutions of ResNet-18: docs/tuning.md, "How long"."""
 
 
 def resolve_num_trials(options: TuneOptions, num_tasks: int, num_known: int = 0) -> int:
@@ -60,15 +62,40 @@ class StoppingRules:
         self._num_tasks = num_tasks
         self._reference_s: dict[int, float] = {}
         self._rounds_without_gain: dict[int, int] = {}
+        self._began_trials = 0
+        """Trials of the first round, and of earlier processes; the time of a trial is that of later ones."""
+        self._began_s = 0.0
+        """When they had ended."""
 
-    def round_limit(self, task: TaskState, total_trials: int) -> int:
-        """Trials of a task's next round: what the budgets allow, and in the first pass no more than a task's share."""
+    def round_limit(self, task: TaskState, num_waiting: int, total_trials: int, elapsed_s: float) -> int:
+        """Trials of a task's next round: what the budgets allow, and in the first pass no more than a task's share.
+
+        Args:
+            task: The task.
+            num_waiting: Tasks that have had no round, this one included if it is one of them.
+            total_trials: Trials of all tasks so far.
+            elapsed_s: Time that they took.
+        """
         limits = [self._options.num_trials_per_round, self._num_trials - total_trials]
-        if task.total_trials == 0:
+        is_first = task.total_trials == 0
+        if is_first:
             limits.append(max(1, int(self._num_trials * _FIRST_PASS_SHARE / self._num_tasks)))
+        if self._options.max_minutes is not None:
+            budget_s, trial_s = self._options.max_minutes * 60, self._trial_s(total_trials, elapsed_s)
+            left_s = budget_s - elapsed_s
+            if is_first:
+                left_s = (left_s - (1 - _FIRST_PASS_SHARE) * (budget_s - self._began_s)) / num_waiting
+            limits.append(max(1, int(left_s / trial_s)))
         if self._options.trials_per_task is not None:
             limits.append(self._options.trials_per_task - task.total_trials)
         return max(0, min(limits))
+
+    def _trial_s(self, total_trials: int, elapsed_s: float) -> float:
+        """Time of a trial. In the first round the worker processes start, so that it does not count."""
+        if total_trials and not self._began_trials:
+            self._began_trials, self._began_s = total_trials, elapsed_s
+        num_trials = total_trials - self._began_trials
+        return (elapsed_s - self._began_s) / num_trials if num_trials else SECONDS_PER_TRIAL
 
     def stop_reason_of(self, task: TaskState) -> str:
         """Why a task ends after the round that it just had; empty where it goes on."""
@@ -108,13 +135,13 @@ class StoppingRules:
 
 
 def require_valid_trials(result: TuningResult) -> None:
-    """Checks that every task with work to do has a schedule.
+    """Checks that every task with work to do has a schedule; where the time was over before, that one has.
 
     Raises:
-        TuningError: A task has none.
+        TuningError: A task has none, or all.
     """
-    failed = [t for t in result.tasks if t.best_s is None and t.stop_reason != StopReason.NOTHING_TO_TUNE]
-    if not failed:
+    failed = result.uncovered
+    if not failed or (result.stop_reason == StopReason.MINUTES and len(failed) < len(result.tasks)):
         return
     task = failed[0]
     reason = " ".join(task.first_error.split())[:300] or "no candidate was measured"

@@ -30,7 +30,9 @@ _MARGIN = 1.05
 """First time over the best one's beyond which a program is no finalist."""
 _MIN_PASSES = 2
 _MAX_PASSES = 3
-"""Most measurements of a finalist."""
+"""Most measurements of a finalist that nothing disturbed."""
+_MAX_REPEATS = 3
+"""Passes that are added where other programs disturbed the measurements."""
 
 
 @dataclass
@@ -41,12 +43,24 @@ class Finalist:
     candidate: MeasureCandidate
     job: RunJob
     again_s: list[float] = field(default_factory=list)
-    """Seconds per call in each later measurement; infinite where it failed."""
+    """Seconds per call in each later measurement that nothing disturbed; infinite where it failed."""
+    disturbed_s: list[float] = field(default_factory=list)
+    """Seconds per call in each later measurement that other programs disturbed."""
+
+    @property
+    def later_s(self) -> list[float]:
+        """The later measurements that nothing disturbed, else the fastest of them."""
+        return self.again_s or ([min(self.disturbed_s)] if self.disturbed_s else [])
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether every later measurement was disturbed."""
+        return bool(self.disturbed_s) and not self.again_s
 
     @property
     def confirmed_s(self) -> float | None:
         """Median of the later measurements; None where there is none, or most failed."""
-        return median(self.again_s) if self.again_s and math.isfinite(median(self.again_s)) else None
+        return median(self.later_s) if self.later_s and math.isfinite(median(self.later_s)) else None
 
     @property
     def first_s(self) -> float:
@@ -56,7 +70,7 @@ class Finalist:
     @property
     def latency_s(self) -> float:
         """Median of the later measurements, else the first."""
-        return median(self.again_s) if self.again_s else self.first_s
+        return median(self.later_s) if self.later_s else self.first_s
 
 
 class Winners:
@@ -88,6 +102,12 @@ class Winners:
             return None
         return winner
 
+    @property
+    def num_disturbed(self) -> tuple[int, int]:
+        """Tasks whose winner was disturbed whenever it was measured again, and tasks with a winner."""
+        winners = [winner for index in range(len(self._finalists)) if (winner := self.of_task(index))]
+        return sum(winner.is_disturbed for winner in winners), len(winners)
+
     def standard_error(self, winner: Finalist) -> float | None:
         """Relative standard error of a winner's confirmed time; None where nothing tells how far measurements differ.
 
@@ -100,16 +120,18 @@ class Winners:
     def measure_again(self, runner: Runner, after_pass: Callable[[], None] = lambda: None) -> None:
         """Measures the finalists in turns, until each winner is ahead by more than the noise, or a cap is reached."""
         undecided = [finalists for finalists in self._finalists if finalists]
-        for num_passes in range(1, _MAX_PASSES + 1):
+        for _ in range(_MAX_PASSES + _MAX_REPEATS):
             # one after the other over all tasks, so that a disturbance does not hit all measurements of one program
             batch = [f[turn] for turn in range(MAX_FINALISTS) for f in undecided if turn < len(f)]
             outcomes = runner.run([finalist.job for finalist in batch])
             for finalist, outcome in zip(batch, outcomes, strict=True):
-                finalist.again_s.append(fmean(outcome.value) if outcome.value else math.inf)
+                times = finalist.disturbed_s if outcome.is_disturbed else finalist.again_s
+                times.append(fmean(outcome.value) if outcome.value else math.inf)
             after_pass()
-            if num_passes >= _MIN_PASSES:
-                noise = self._noise()
-                undecided = [f for f in undecided if not _is_decided(f, noise)]
+            noise = self._noise()
+            undecided = [finalists for finalists in undecided if not _is_settled(finalists, noise)]
+            if not undecided:
+                break
 
     def write(self, directory: Path, tasks: Sequence[TuningTask], target: Target, log: RecordLog) -> None:
         """Writes a database with one record per task: the winner, with its second measurement where it had one.
@@ -142,7 +164,7 @@ class Winners:
         winner = self.of_task(task.info.index, earlier)
         if winner is None:
             return None if earlier is None else (log_lines(task.mod, target, [], [])[0], earlier)
-        run_s = [value for value in winner.again_s if math.isfinite(value)] or winner.trial.run_s
+        run_s = [value for value in winner.later_s if math.isfinite(value)] or winner.trial.run_s
         workload, (record,) = log_lines(task.mod, target, [winner.candidate], [run_s])
         return workload, record
 
@@ -156,10 +178,16 @@ class Winners:
         return math.sqrt(squares / degrees) if degrees else 0.0
 
 
+def _is_settled(finalists: Sequence[Finalist], noise: float) -> bool:
+    """Whether more measurements are not needed, or not allowed."""
+    num_passes = min(len(finalist.again_s) for finalist in finalists)
+    return num_passes >= _MAX_PASSES or (num_passes >= _MIN_PASSES and _is_decided(finalists, noise))
+
+
 def _is_decided(finalists: Sequence[Finalist], noise: float) -> bool:
     """Whether the fastest is ahead of the runner-up by two standard errors of the difference."""
     first, *others = sorted(finalist.latency_s for finalist in finalists)
     if not others or not math.isfinite(others[0]):
         return True
-    num_passes = len(finalists[0].again_s)
+    num_passes = min(len(finalist.again_s) for finalist in finalists)
     return math.log(others[0] / first) > 2 * noise * math.sqrt(2 / num_passes)

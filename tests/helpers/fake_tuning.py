@@ -75,7 +75,9 @@ def tune(
 
 
 def read_records(directory: Path) -> list[Any]:
-    return [json.loads(line) for line in (directory / RECORD_FILE).read_text().splitlines()]
+    """The whole lines of a log; the next one may be about to be written."""
+    *lines, _ = (directory / RECORD_FILE).read_text().split("\n")
+    return [json.loads(line) for line in lines]
 
 
 class TaskRunner(FakeRunner):

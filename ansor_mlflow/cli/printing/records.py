@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ansor_mlflow import names
 from ansor_mlflow.cli.console import console, microseconds, table
 
 if TYPE_CHECKING:
     from ansor_mlflow.records import DatabaseSummary, WorkloadSummary
-    from ansor_mlflow.steps.records import PoolContents, ReplayedRecord, Verification, WrittenRecords
+    from ansor_mlflow.steps.records import MendedRecords, PoolContents, ReplayedRecord, Verification, WrittenRecords
 
-_MAX_NUMBERS = 10
-"""Damaged lines whose numbers are named."""
 _STATUS_NAMES = {
     "pass": "pass",
     "wrong_answer": "wrong answer",
@@ -24,7 +23,7 @@ _STATUS_NAMES = {
 
 
 def print_summary(summary: DatabaseSummary) -> None:
-    """Prints a table of workloads for each target, and what is damaged."""
+    """Prints a table of workloads for each target."""
     out = console()
     out.print(f"{summary.records}: {summary.num_records} records of {summary.num_workloads} workloads")
     for target in summary.targets:
@@ -33,19 +32,11 @@ def print_summary(summary: DatabaseSummary) -> None:
         out.print(f"\n{target.name}: {counts}; {sums}\n")
         headers = ["workload", ">records", ">failed", ">best µs", ">median µs"]
         out.print(table(headers, map(_cells, target.workloads)))
-    for kind, numbers in (("record", summary.damaged_records), ("workload", summary.damaged_workloads)):
-        if numbers:
-            out.print(f"\n{len(numbers)} damaged lines in the {kind} file: {_listed(numbers)}")
 
 
 def _cells(workload: WorkloadSummary) -> tuple[str, ...]:
     counts = (str(workload.num_records), str(workload.num_failed))
     return (workload.hash, *counts, microseconds(workload.best_s), microseconds(workload.median_s))
-
-
-def _listed(numbers: tuple[int, ...]) -> str:
-    more = ", …" if len(numbers) > _MAX_NUMBERS else ""
-    return ", ".join(map(str, numbers[:_MAX_NUMBERS])) + more
 
 
 def print_pool(contents: PoolContents) -> None:
@@ -65,6 +56,15 @@ def print_pool(contents: PoolContents) -> None:
 def print_written(written: WrittenRecords) -> None:
     """Prints where the new database is."""
     click.echo(f"{written.num_records} records are in {written.output}")
+
+
+def print_mended(mended: MendedRecords) -> None:
+    """Prints what was set aside, and what counts from now on."""
+    if mended.num_set_aside:
+        click.echo(f"{mended.num_set_aside} damaged lines are in {', '.join(mended.quarantines)} now")
+    if mended.changed:
+        click.echo(f"{', '.join(mended.changed)} changed after {names.MANIFEST_FILE} was written, which is removed")
+    click.echo("every line that is left is whole")
 
 
 def print_replayed(record: ReplayedRecord) -> None:

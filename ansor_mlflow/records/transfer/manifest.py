@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import RecordsError
 from ansor_mlflow.files import write_text
 from ansor_mlflow.records.journal import JOURNAL_FILE
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
@@ -39,29 +38,27 @@ def write_manifest(records: Path, path: Path) -> None:
     write_text(path, json.dumps({"format_version": _FORMAT_VERSION, "files": files}, indent=1))
 
 
-def verify_manifest(records: Path) -> None:
-    """Checks the files of a tuning's records against their manifest; without one there is nothing to check.
+def changed_files(records: Path) -> tuple[str, ...]:
+    """The files of a tuning's records that are missing, or not those that their manifest describes.
 
-    Raises:
-        RecordsError: A file is missing or was changed, or the manifest is damaged.
+    Without a manifest there is nothing to compare with; one that is damaged is itself the file that was changed.
     """
     path = records / names.MANIFEST_FILE
     if not path.is_file():
-        return
+        return ()
     try:
         files: dict[str, dict[str, Any]] = json.loads(path.read_text())["files"]
         expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-    except (ValueError, TypeError, LookupError, AttributeError) as err:
-        raise RecordsError(f"{path} is damaged ({type(err).__name__}); fetch the records again") from err
-    for name, (size, digest) in expected.items():
-        file = records / name
-        actual = file.stat().st_size if file.is_file() and file.resolve().is_relative_to(records.resolve()) else -1
-        has_length = actual >= size if name in _GROWING else actual == size
-        if not has_length or _sha256(file, size) != digest:
-            raise RecordsError(
-                f"{file}: the file is not the one whose SHA-256 is in {names.MANIFEST_FILE}: it was changed, or not "
-                "all of it arrived; fetch the records again"
-            )
+    except (ValueError, TypeError, LookupError, AttributeError):
+        return (names.MANIFEST_FILE,)
+    return tuple(name for name, (size, digest) in expected.items() if not _is_as_described(records, name, size, digest))
+
+
+def _is_as_described(records: Path, name: str, size: int, digest: str) -> bool:
+    file = records / name
+    actual = file.stat().st_size if file.is_file() and file.resolve().is_relative_to(records.resolve()) else -1
+    has_length = actual >= size if name in _GROWING else actual == size
+    return has_length and _sha256(file, size) == digest
 
 
 def _sha256(path: Path, size: int) -> str:

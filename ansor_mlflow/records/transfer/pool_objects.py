@@ -12,8 +12,8 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ansor_mlflow import names
@@ -24,7 +24,7 @@ from ansor_mlflow.records.description import read_fingerprint, read_provenance
 from ansor_mlflow.records.journal import read_seeds
 from ansor_mlflow.records.lines import RecordLine, workload_hash
 from ansor_mlflow.records.selection import open_winners
-from ansor_mlflow.records.store import Database, RecordPair, write_pair
+from ansor_mlflow.records.store import RecordPair, write_pair
 from ansor_mlflow.records.summary import open_database
 
 _FORMAT_VERSION = 1
@@ -147,12 +147,46 @@ def objects_of(records: Path) -> tuple[DeviceFingerprint, list[PoolObject]]:
     return device, [
         PoolObject(
             workload=workloads[hash_],
-            records=tuple(dict.fromkeys(_readable(database, group))),
+            records=tuple(dict.fromkeys(map(database.fields, group))),
             winner=winners.get(hash_, ""),
             trials_per_task=budget,
         )
         for hash_, group in groups.items()
     ]
+
+
+def what_is_new(objects: Iterable[PoolObject], there: Iterable[PoolObject]) -> list[PoolObject]:
+    """What objects add to those of a pool; records are told apart by their text, wherever they come from.
+
+    An object adds records that none there has, a winner, or that its workload was searched more thoroughly.
+
+    Args:
+        objects: What may be added.
+        there: All that the pool has of their workloads.
+
+    Returns:
+        Objects without what is there already; one that adds nothing is left out.
+    """
+    texts: dict[str, set[str]] = {}
+    budgets: dict[str, float] = {}
+
+    def remember(found: PoolObject) -> None:
+        hash_ = workload_hash(found.workload)
+        texts.setdefault(hash_, {""}).update(found.records, (found.winner,))
+        budgets[hash_] = max(found.trials_per_task, budgets.get(hash_, 0.0))
+
+    for found in there:
+        remember(found)
+    new = []
+    for found in objects:
+        hash_ = workload_hash(found.workload)
+        known = texts.get(hash_, {""})
+        records = tuple(text for text in dict.fromkeys(found.records) if text not in known)
+        winner = "" if found.winner in known else found.winner
+        if records or winner or found.trials_per_task > budgets.get(hash_, 0.0):
+            new.append(replace(found, records=records, winner=winner))
+        remember(found)
+    return new
 
 
 def write_objects(objects: Iterable[PoolObject], device: DeviceFingerprint, directory: Path) -> None:
@@ -182,20 +216,7 @@ def _winners(records: Path) -> dict[str | None, str]:
     database = open_winners(records)
     if database is None:
         return {}
-    return {
-        database.hashes[record.workload]: text for record in database.records for text in _readable(database, [record])
-    }
-
-
-def _readable(database: Database, records: Sequence[RecordLine]) -> list[str]:
-    """The fields of records, without those that a closer look finds damaged."""
-    texts = []
-    for record in records:
-        try:
-            texts.append(database.fields(record))
-        except ValueError:
-            continue
-    return texts
+    return {database.hashes[record.workload]: database.fields(record) for record in database.records}
 
 
 def _trials_per_task(records: Path) -> float:

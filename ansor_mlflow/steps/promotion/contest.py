@@ -13,6 +13,7 @@ import numpy as np
 from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.measuring import (
+    MachineNoise,
     MakeInference,
     Ratio,
     SequentialTest,
@@ -109,6 +110,10 @@ class Contest:
     champion_ms: tuple[float, ...]
     same_network: bool
     """Whether both were compiled from the same ONNX file; if not, this compares nothing but their speed."""
+    probe_spread: float
+    """How quiet the machine was: `MachineNoise.spread`."""
+    distrust: str
+    """Why the times cannot be trusted; empty where they can."""
 
     @property
     def medians_ms(self) -> tuple[float, float]:
@@ -130,6 +135,7 @@ def compete(candidate: Contender, champion: Contender, options: PromoteOptions) 
     Raises:
         MachineError: A process died.
     """
+    noise = MachineNoise()
     test = SequentialTest(confidence=options.confidence, margin=options.min_improvement, max_turns=options.max_turns)
     times: dict[str, list[float]] = {candidate.version: [], champion.version: []}
     _log.info("measuring version %s against version %s", candidate.version, champion.version)
@@ -137,7 +143,7 @@ def compete(candidate: Contender, champion: Contender, options: PromoteOptions) 
         for turn in range(len(times[candidate.version]), look):
             pair = (champion, candidate) if turn % 2 == 0 else (candidate, champion)
             for contender in pair:
-                times[contender.version].append(_median_ms(contender, options))
+                times[contender.version].append(_median_ms(contender, noise, options))
         ratio = test.ratio(times[candidate.version], times[champion.version])
         verdict = test.verdict(ratio)
         _log.info("%d turns: ratio %.3f (%.3f to %.3f)", look, ratio.estimate, ratio.lower, ratio.upper)
@@ -151,9 +157,11 @@ def compete(candidate: Contender, champion: Contender, options: PromoteOptions) 
         candidate_ms=tuple(times[candidate.version]),
         champion_ms=tuple(times[champion.version]),
         same_network=candidate.has_network_of(champion),
+        probe_spread=noise.spread,
+        distrust=noise.distrust,
     )
 
 
-def _median_ms(contender: Contender, options: PromoteOptions) -> float:
+def _median_ms(contender: Contender, noise: MachineNoise, options: PromoteOptions) -> float:
     make_call = partial(timed_call, contender.make_inference, contender.manifest.inputs, options.seed)
-    return float(np.median(measure_once(make_call, options.measure_s))) * 1e3
+    return float(np.median(measure_once(make_call, noise, options.measure_s))) * 1e3

@@ -86,6 +86,11 @@ class Promotion:
             f"{to} is {'' if self.outcome is PromotionOutcome.ALREADY_CHAMPION else 'not '}{' and '.join(self.aliases)}"
         )
 
+    @property
+    def distrust(self) -> str:
+        """Why the times cannot be trusted; empty where they can."""
+        return "; ".join(contest.distrust for contest in self.contests if contest.distrust)
+
     def require_won(self) -> None:
         """Checks that the candidate is the champion.
 
@@ -112,6 +117,7 @@ class Promotion:
                 names.LATENCY_RATIO_LOWER: closest.ratio.lower,
                 names.LATENCY_RATIO_UPPER: closest.ratio.upper,
                 names.NUM_TURNS: closest.ratio.num_turns,
+                names.PROBE_SPREAD: closest.probe_spread,
             }
             if closest.champion in self.errors:
                 found[names.CHAMPION_MAX_REL_ERROR] = self.errors[closest.champion].max_rel_error
@@ -155,6 +161,8 @@ class Promotion:
 
     def _notes(self) -> list[str]:
         notes = ["This was a dry run: no alias was moved."] if self.dry_run else []
+        if self.distrust:
+            notes.append(f"The times cannot be trusted: {self.distrust}.")
         for contest in self.contests:
             error = self.errors.get(contest.champion)
             if not contest.same_network:

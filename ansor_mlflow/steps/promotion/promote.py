@@ -91,6 +91,7 @@ def _promote(options: PromoteOptions, version: str, run: StepRun) -> Promotion:
         confidence=options.confidence,
         **vars(decision),
     )
+    run.log_distrust(promotion.distrust)
     _log_evidence(promotion, device, options, run)  # before an alias moves, so that none does without
     settled = promotion if options.dry_run else _carry_out(promotion)
     if settled is not promotion:

@@ -20,4 +20,10 @@ from ansor_mlflow.steps.records.sharing import (
     pull_records,
     push_records,
 )
-from ansor_mlflow.steps.records.verify import ReplayedRecord, Verification, verify_records
+from ansor_mlflow.steps.records.verify import (
+    MendedRecords,
+    ReplayedRecord,
+    Verification,
+    repair_records,
+    verify_records,
+)

@@ -12,7 +12,7 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.model import verified_manifest
 from ansor_mlflow.options import NetworkOptions, RecordsOptions
-from ansor_mlflow.records import join_parts, verify_manifest
+from ansor_mlflow.records import check_copy, check_records, join_parts
 from ansor_mlflow.tracking import is_uri, pinned_uri, translated_errors
 
 _RUN_ID = re.compile("[0-9a-f]{32}")
@@ -48,7 +48,7 @@ def fetch_source(source: str, scratch: Path) -> Path:
 
     Raises:
         UserInputError: It is no source, or there is no such run or artifact.
-        RecordsError: The files are not those that their manifest describes.
+        RecordsError: The files of a run are not those that their manifest describes.
         ModelError: It is a model that was changed.
         MachineError: A server is away.
     """
@@ -94,20 +94,21 @@ def fetch_run(run_id: str, scratch: Path) -> Path:
         records = Path(
             mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=names.RECORDS_DIR, dst_path=str(scratch))
         )
-    verify_manifest(records)
     join_parts(records)
+    download = f"mlflow artifacts download --run-id {run_id} --artifact-path {names.RECORDS_DIR} --dst-path ."
+    check_copy(records, f"run {run_id}", download)
     return records
 
 
 def _fetch(records: str, scratch: Path, parameter: str) -> Path:
-    if is_uri(records):
-        records = pinned_uri(records, parameter)
-        with translated_errors(f"read {parameter}={records}"):
-            records = mlflow.artifacts.download_artifacts(artifact_uri=records, dst_path=str(scratch))
-    path = Path(records)
-    for directory in (path, path.parent, path / names.RECORDS_DIR):
-        verify_manifest(directory)
-    return path
+    if not is_uri(records):
+        check_records(Path(records))
+        return Path(records)
+    uri = pinned_uri(records, parameter)
+    with translated_errors(f"read {parameter}={uri}"):
+        copy = Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(scratch)))
+    check_copy(copy, f"{parameter}={uri}", f"mlflow artifacts download --artifact-uri {uri} --dst-path .")
+    return copy
 
 
 def _databases_in(path: Path) -> list[Path]:

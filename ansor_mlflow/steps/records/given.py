@@ -152,8 +152,7 @@ def distill_for_device(
         RecordsError: They are damaged, or for another device.
     """
     pair = find_records(records)
-    root = pair.records.parent
-    made_for = read_fingerprint(root.parent if root.name == names.BEST_DIR else root)
+    made_for = read_fingerprint(pair.root)
     reason = why_not_applicable(made_for, device) if made_for else ""
     if reason and not allow_mismatch:
         raise RecordsError(

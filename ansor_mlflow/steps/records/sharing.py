@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ansor_mlflow.device import Device
+from ansor_mlflow.device import Device, DeviceFingerprint
 from ansor_mlflow.errors import MachineError, RecordsError, UserInputError
 from ansor_mlflow.options import ListPoolOptions, PullPoolOptions, PushPoolOptions
 from ansor_mlflow.records import FAILED_RUN_S, PoolObject, find_records, objects_of, workload_hash, write_objects
@@ -57,22 +57,24 @@ def push_records(options: PushPoolOptions) -> PushedRecords:
         MachineError: A server is away.
     """
     pool = RecordPool(options.pool)
-    pushed = []
+    by_device: dict[str, tuple[DeviceFingerprint, list[PoolObject]]] = {}
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         for source in options.sources:
             copy = Path(tempfile.mkdtemp(dir=scratch))
             for path in fetch_databases(source, copy):
-                records = find_records(path, prefer_winners=False).records.parent
-                pushed.append(pool.push(*objects_of(records)))
-    total = PushedRecords(
-        num_objects=sum(one.num_objects for one in pushed), num_records=sum(one.num_records for one in pushed)
-    )
-    if not total.num_objects:
+                device, objects = objects_of(find_records(path, prefer_winners=False).records.parent)
+                by_device.setdefault(device.name, (device, []))[1].extend(objects)
+    if not any(objects for _, objects in by_device.values()):
         raise RecordsError(
             f"{', '.join(options.sources)}: there is nothing to push, for no record in it is "
             "its own; push the tunings that measured them"
         )
-    return total
+    pushed = [pool.push(device, objects) for device, objects in by_device.values()]
+    return PushedRecords(
+        num_workloads=sum(one.num_workloads for one in pushed),
+        num_added=sum(one.num_added for one in pushed),
+        num_there=sum(one.num_there for one in pushed),
+    )
 
 
 def pull_records(options: PullPoolOptions) -> PulledRecords:
@@ -108,13 +110,10 @@ def known_workloads(objects: Sequence[PoolObject], trials_per_task: float) -> fr
     Args:
         objects: What the pool has.
         trials_per_task: Trials that a tuning would give a task, on average: one that was ready to give as many is
-            enough, if it found a valid program.
+            enough, if there is a valid program.
     """
-    return frozenset(
-        workload_hash(found.workload)
-        for found in objects
-        if found.trials_per_task >= trials_per_task and _has_valid_record(found)
-    )
+    searched = {workload_hash(found.workload) for found in objects if found.trials_per_task >= trials_per_task}
+    return frozenset(searched & {workload_hash(found.workload) for found in objects if _has_valid_record(found)})
 
 
 def _has_valid_record(found: PoolObject) -> bool:
@@ -124,7 +123,7 @@ def _has_valid_record(found: PoolObject) -> bool:
 
 
 def give_to_pool(uri: str, records: Path, run_id: str) -> None:
-    """Pushes what a tuning found out; a server that is away is waited for.
+    """Pushes what a tuning found out and the pool does not have; a server that is away is waited for.
 
     Raises:
         MachineError: The pool cannot be reached.
@@ -135,4 +134,4 @@ def give_to_pool(uri: str, records: Path, run_id: str) -> None:
         raise MachineError(
             f"{err}; the records are in the run {run_id}: push them with `ansor-mlflow pool push`, the pool and that ID"
         ) from err
-    _log.info("%d records of %d workloads are pushed to the record pool", pushed.num_records, pushed.num_objects)
+    _log.info("%s", pushed)

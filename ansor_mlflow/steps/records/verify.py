@@ -22,9 +22,9 @@ from ansor_mlflow.records import (
     FAILED_RUN_S,
     Database,
     RecordLine,
-    RecordPair,
+    changed_files,
     code_attributes,
-    find_records,
+    find_pairs,
     has_target,
     open_database,
     repair,
@@ -87,7 +87,6 @@ class Verification:
         counts = {
             "tasks have no record.": self.num_unverified_tasks,
             "records are of workloads that the network does not have.": self.num_of_other_kernels,
-            "lines are damaged; --repair sets them aside.": self.num_damaged,
         }
         return (*others, *(f"{count} {text}" for text, count in counts.items() if count))
 
@@ -105,6 +104,47 @@ class Verification:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class MendedRecords:
+    """What became of damaged records."""
+
+    num_set_aside: int
+    """Damaged lines, and those of damaged workloads."""
+    quarantines: tuple[str, ...]
+    """Paths of the files that they are in now."""
+    changed: tuple[str, ...]
+    """Files, below the directory of the records, that the manifest did not describe; they count as they are now."""
+
+
+def repair_records(source: str) -> MendedRecords:
+    """Sets damaged lines of a database on this machine aside, and removes a manifest that describes other files.
+
+    Raises:
+        UserInputError: It is not local, or somebody tunes there.
+        RecordsError: It is no database.
+    """
+    if not Path(source).exists():
+        raise UserInputError(
+            f"source={source}: only a directory or a file on this machine can be repaired; download it with "
+            "`mlflow artifacts download`, and repair the copy"
+        )
+    pairs = find_pairs(Path(source))
+    root = pairs[-1].root
+    for pair in pairs:
+        open_database(pair)
+    with sole_tuner(root):
+        changed = changed_files(root)
+        repaired = [repair(pair, thorough=True) for pair in pairs]
+        quarantines = tuple(str(path) for one in repaired for path in one.quarantines)
+        if quarantines or changed:
+            (root / names.MANIFEST_FILE).unlink(missing_ok=True)
+    return MendedRecords(
+        num_set_aside=sum(one.num_records + one.num_workloads for one in repaired),
+        quarantines=quarantines,
+        changed=changed,
+    )
+
+
 def verify_records(
     options: VerifyRecordsOptions, on_replayed: Callable[[ReplayedRecord], None] = lambda _: None
 ) -> Verification:
@@ -120,12 +160,10 @@ def verify_records(
         MachineError: This host cannot run the target, or a server is away.
     """
     if options.repair:
-        _repair(options.source)
+        repair_records(options.source)
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         recorded = find_recorded(options_of_source(options.source, options), Path(scratch))
-        databases = [open_database(pair) for pair in _pairs(recorded.records)]
-        for database in databases:
-            database.look_closely()
+        databases = [open_database(pair) for pair in find_pairs(recorded.records)]
         lowered = lower_for_device(load_recorded_network(recorded), recorded.options)
         device = lowered.device
         device.require_measurable_here()
@@ -164,32 +202,6 @@ def _memory_bytes(options: VerifyRecordsOptions, network: NetworkTasks) -> int:
     """Data memory that replaying a record may take."""
     arguments = max(argument_bytes(task.mod) for task in network.tasks)
     return options.worker_memory_mib * 2**20 + COPIES_OF_ARGUMENTS * arguments
-
-
-def _pairs(path: Path) -> list[RecordPair]:
-    """The winners, if there are any, and all records."""
-    return list(dict.fromkeys([find_records(path), find_records(path, prefer_winners=False)]))
-
-
-def _repair(source: str) -> None:
-    """Sets damaged lines of a local database aside.
-
-    Raises:
-        UserInputError: It is not local, or somebody tunes there.
-        RecordsError: It is no database.
-    """
-    if not Path(source).exists():
-        raise UserInputError(
-            f"source={source}: only a directory or a file on this machine can be repaired; download it with "
-            "`mlflow artifacts download`, and repair the copy"
-        )
-    for pair in _pairs(Path(source)):
-        open_database(pair)
-        directory = pair.records.parent
-        root = directory.parent if directory.name == names.BEST_DIR else directory
-        with sole_tuner(root):
-            if repair(pair, thorough=True).quarantines:
-                (root / names.MANIFEST_FILE).unlink(missing_ok=True)  # of the files as they were
 
 
 @dataclass(frozen=True)

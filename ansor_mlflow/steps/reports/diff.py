@@ -17,7 +17,7 @@ from ansor_mlflow import names
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import RecordsError, SlowerError, UserInputError
 from ansor_mlflow.options import DiffOptions
-from ansor_mlflow.records import FAILED_RUN_S, Database, find_records, read_fingerprint
+from ansor_mlflow.records import FAILED_RUN_S, find_records, open_database, read_fingerprint
 from ansor_mlflow.steps.records import fetch_run, tuning_of
 from ansor_mlflow.tracking import html_table, is_uri, pinned_uri, translated_errors
 
@@ -223,7 +223,7 @@ def _run_of(given: str) -> Run:
 
 def _tasks(rows: list[dict[str, Any]], records: Path, device: DeviceFingerprint) -> dict[str, _Task]:
     """The tasks that have a record for the device, with the time of the one that would be applied."""
-    database = Database(find_records(records))
+    database = open_database(find_records(records))
     best_s: dict[str, float] = {}
     for workload, lines in database.by_workload(device.target).items():
         best_s[str(database.hashes[workload])] = min(line.run_s for line in lines)

@@ -22,10 +22,7 @@ from ansor_mlflow.steps.records import (
 )
 from ansor_mlflow.tracking import html_table, network_of
 from ansor_mlflow.trials import TaskInfo, TaskState
-from ansor_mlflow.tuning import StoppingRules, resolve_num_trials
-
-SECONDS_PER_TRIAL = 0.25
-"""Wall-clock time of a trial on two cores, of convolutions of ResNet-18: docs/tuning.md, "How long"."""
+from ansor_mlflow.tuning import SECONDS_PER_TRIAL, StoppingRules, resolve_num_trials
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +138,8 @@ def _network_tasks(options: PlanOptions, scratch: Path) -> tuple[NetworkTasks, d
 def _planned(options: PlanOptions, tasks: Sequence[TaskInfo], known_s: dict[int, float]) -> tuple[PlannedTask, ...]:
     budget = TuneOptions(**options.model_dump(include=set(BudgetOptions.model_fields)))
     num_trials = resolve_num_trials(budget, len(tasks))
-    first_pass = StoppingRules(budget, num_trials, len(tasks)).round_limit(TaskState(info=tasks[0]), total_trials=0)
+    rules = StoppingRules(budget, num_trials, len(tasks))
+    first_pass = rules.round_limit(TaskState(info=tasks[0]), len(tasks), total_trials=0, elapsed_s=0.0)
     total_flops = sum(task.weight * task.flops for task in tasks)
     shares = [task.weight * task.flops / total_flops if total_flops else 0.0 for task in tasks]
     trials = share_trials(shares, num_trials, least=first_pass, most=options.trials_per_task or num_trials)
@@ -161,7 +159,7 @@ def _padding_note(layer: PaddedLayer, is_padded: bool) -> str:
     action = "it is computed with" if is_padded else "pad_channels=auto computes it with"
     return (
         f"{layer.name} has {layer.channels} output channels, which can be tiled in {layer.num_tilings} ways; {action} "
-        f"{layer.padded_channels}, up to {layer.predicted_gain:.1f} times faster."
+        f"{layer.padded_channels}, which halved the time of such a layer in a measurement (docs/networks.md)."
     )
 
 

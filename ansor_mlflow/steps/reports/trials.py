@@ -13,7 +13,7 @@ import mlflow
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.records import JournalEntry, RecordPair, read_journal, repair
+from ansor_mlflow.records import JournalEntry, read_journal
 from ansor_mlflow.steps.records import fetch_run, tuning_of
 from ansor_mlflow.tracking import translated_errors
 
@@ -73,7 +73,6 @@ def _of_records(run_id: str, tasks: list[_Row]) -> list[_Row]:
     """What the records say: those of a run that was killed, or killed again after it went on."""
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         records = fetch_run(run_id, Path(scratch))
-        repair(RecordPair.in_directory(records))
         entries = read_journal(records)
     by_hash = {task["workload_hash"]: task for task in tasks}
     return [_of_entry(entry, by_hash) for entry in entries]

@@ -180,6 +180,9 @@ def _tune(
         result = tune_locally(job, options, observers, resume=is_resumed)
     write_description(records, device.fingerprint, _at_the_end(provenance, options, result))
     require_valid_trials(result)
+    _warn_of_missing(result, options, run.run_id)
+    if result.distrust:
+        _log.warning("the times cannot be trusted: %s", result.distrust)
     return TuneResult(
         run_id=run.run_id,
         network=network.name,
@@ -187,6 +190,22 @@ def _tune(
         metrics={names.TRIALS_MEASURED: result.total_trials, **latency_metrics(result)},
         stop_reason=result.stop_reason,
     )
+
+
+def _warn_of_missing(result: TuningResult, options: TuneOptions, run_id: str) -> None:
+    """Says which tasks the time was too short for, and how to go on."""
+    if missing := result.uncovered:
+        assert options.max_minutes is not None  # any other end is an error
+        _log.warning(
+            "max_minutes=%g was too short: %d of %d tasks have no valid trial, such as %s, and are compiled with TVM's "
+            "default schedules; go on with ansor-mlflow tune --resume-run %s --max-minutes %.1f",
+            options.max_minutes,
+            len(missing),
+            len(result.tasks),
+            missing[0].info.name,
+            run_id,
+            result.elapsed_s / 60 + max(0.1, options.max_minutes),  # the time until now counts
+        )
 
 
 def _at_the_end(provenance: Provenance, options: TuneOptions, result: TuningResult) -> Provenance:

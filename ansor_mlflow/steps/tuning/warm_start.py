@@ -49,7 +49,7 @@ class TakenRecords:
     transferred_from: tuple[str, ...]
     """Short descriptions of the similar devices' targets."""
     note: str
-    """Why the source's records may not be applied, in one clause; empty where they may."""
+    """Why the source's records may not be applied, or that it has none, in one clause; empty where they may."""
 
 
 class WarmStart:
@@ -109,6 +109,19 @@ class WarmStart:
         self.taken.append(taken)
         _log.log(logging.INFO if taken.num_applied else logging.WARNING, "%s", _in_words(taken))
 
+    def take_nothing(self, source: str, reason: str) -> None:
+        """Notes a source that has nothing to choose among, and why."""
+        nothing = TakenRecords(
+            source=without_credentials(source),
+            num_records=0,
+            num_applied=0,
+            num_transferred=0,
+            transferred_from=(),
+            note=reason,
+        )
+        self.taken.append(nothing)
+        _log.info("%s: %s", nothing.source, reason)
+
     def write(self, records: Path) -> None:
         """Writes the database that the tuning begins with, and that of similar devices beside it."""
         merge(self._applied, records)
@@ -155,11 +168,18 @@ def begin_with_records(
     start, known = WarmStart(device, hashes), frozenset[str]()
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         if options.record_pool:
-            objects = RecordPool(options.record_pool).pull(device, hashes)
+            pool = RecordPool(options.record_pool)
+            objects = pool.pull(device, hashes)
             known = known_workloads(objects, resolve_num_trials(options, len(tasks)) / len(tasks))
-            pulled = Path(scratch, "pool")
-            write_objects(objects, device, pulled)
-            start.take(options.record_pool, [pulled])
+            if objects:
+                pulled = Path(scratch, "pool")
+                write_objects(objects, device, pulled)
+                start.take(options.record_pool, [pulled])
+            elif pool.has_device(device):
+                start.take_nothing(options.record_pool, "the record pool knows no task of this network yet")
+            else:
+                reason = f"the record pool has nothing for {device.description} yet; this tuning will be its first"
+                start.take_nothing(options.record_pool, reason)
         for source in options.warm_start:
             directory = Path(tempfile.mkdtemp(dir=scratch))
             start.take(source, fetch_databases(source, directory, "warm_start"))

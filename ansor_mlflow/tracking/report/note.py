@@ -116,6 +116,8 @@ def _result_rows(history: TuningHistory) -> list[tuple[str, str]]:
         rows.append(("estimated latency", f"**{result.estimated_latency_s * 1e3:.4g} ms**"))
     if result.confirmed_latency_s is not None:
         rows.append(("measured a second time", f"{result.confirmed_latency_s * 1e3:.4g} ms"))
+    if result.uncovered:
+        rows.append(("without a valid trial", f"{len(result.uncovered)} of {_count(len(result.tasks), 'task')}"))
     num_failed = sum(failure.num_trials for failure in history.failures())
     rows.append(
         ("trials", f"{result.total_trials}, of which {num_failed} failed" if num_failed else str(result.total_trials))

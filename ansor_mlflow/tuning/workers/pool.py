@@ -28,6 +28,7 @@ from typing import Any, Generic, Literal, TypeVar
 from pebble import ProcessExpired, ProcessPool
 
 from ansor_mlflow.errors import MachineError
+from ansor_mlflow.measuring import DISTURBED
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -52,6 +53,13 @@ class Outcome(Generic[Out]):
     value: Out | None = None
     failure: Literal["", "failed", "timed_out", "crashed"] = ""
     error: str = ""
+    disturbance: float = 0.0
+    """Of a measurement: the share of its time that other programs took."""
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether a measurement took so much longer for it that it says little."""
+        return self.disturbance > DISTURBED
 
 
 def start_fork_server() -> None:

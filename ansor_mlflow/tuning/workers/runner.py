@@ -8,11 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ansor_mlflow.device import measuring_cpus, set_num_threads
+from ansor_mlflow.measuring import MachineNoise, lost_share, time_probe, watched
 from ansor_mlflow.tuning.workers.arguments import ArgInfo, num_bytes, random_arguments
 from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool
+
+if TYPE_CHECKING:
+    import tvm
 
 _TASKS_PER_WORKER = 256
 """Libraries that a process measures: TVM keeps each of them in memory."""
@@ -28,6 +32,9 @@ _SETUP_S = 3.0
 """Time to load a library, on a busy machine."""
 _FILL_S_PER_BYTE = 2e-8
 """Time to fill arguments with random numbers: 7e-9 measured for 16-bit floats, less for others."""
+_PROBE_TIMEOUT_S = 60.0
+_MAX_REPEATED = 0.25
+"""Time for measuring again what was disturbed, over that of all first measurements, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +66,8 @@ class Runner(Protocol):
 
     is_remote: bool
     """Whether it measures on another machine, so that this one can search meanwhile."""
+    noise: MachineNoise
+    """How quiet the machine is on which it measures."""
 
     def run(self, jobs: Sequence[RunJob]) -> list[Outcome[tuple[float, ...]]]:
         """Returns, in the order of the jobs, seconds per call, one value for each repeat; a failure is an outcome.
@@ -84,23 +93,54 @@ class LocalRunner:
     def __init__(
         self, settings: MeasureSettings, *, memory_bytes: int | None = None, cpus: frozenset[int] | None = None
     ) -> None:
+        self.noise = MachineNoise()
         self._settings = settings
+        self._measured_s = 0.0
+        self._repeated_s = 0.0
         self._pool = WorkerPool(
             1, max_tasks=_TASKS_PER_WORKER, memory_bytes=memory_bytes, cpus=cpus or measuring_cpus(settings.num_threads)
         )
 
     def run(self, jobs: Sequence[RunJob]) -> list[Outcome[tuple[float, ...]]]:
-        """See `Runner.run`."""
+        """See `Runner.run`. What other programs disturbed is measured again, for a quarter of all time at most."""
+        before, started_s = self._probe(), time.monotonic()
         best_s: dict[str, float] = {}
-        outcomes = []
-        for job in jobs:
-            known_s = [seconds for seconds in (job.best_s, best_s.get(job.task)) if seconds is not None]
-            work = replace(job, best_s=min(known_s, default=None))
-            (outcome,) = self._pool.map(_measure, [(work, self._settings)], _timeout_s(work, self._settings))
-            if outcome.value is not None:
-                best_s[job.task] = min([*known_s, fmean(outcome.value)])
-            outcomes.append(outcome)
-        return outcomes
+        outcomes = [self._measure(job, best_s) for job in jobs]
+        self._measured_s += time.monotonic() - started_s
+        lost = lost_share(before, self._probe())
+        outcomes = [replace(outcome, disturbance=max(outcome.disturbance, lost)) for outcome in outcomes]
+        return [
+            self._repeat(job, outcome, best_s) if outcome.is_disturbed else outcome
+            for job, outcome in zip(jobs, outcomes, strict=True)
+        ]
+
+    def _measure(self, job: RunJob, best_s: dict[str, float]) -> Outcome[tuple[float, ...]]:
+        known_s = [seconds for seconds in (job.best_s, best_s.get(job.task)) if seconds is not None]
+        work = replace(job, best_s=min(known_s, default=None))
+        timeout_s = self.noise.slowdown * _timeout_s(work, self._settings)
+        (outcome,) = self._pool.map(_measure, [(work, self._settings)], timeout_s)
+        if outcome.value is None:
+            return Outcome(failure=outcome.failure, error=outcome.error)
+        run_s, waited = outcome.value
+        best_s[job.task] = min([*known_s, fmean(run_s)])
+        return Outcome(run_s, disturbance=waited)
+
+    def _repeat(
+        self, job: RunJob, outcome: Outcome[tuple[float, ...]], best_s: dict[str, float]
+    ) -> Outcome[tuple[float, ...]]:
+        """Measures again if there is time for it; returns the outcome that was disturbed less."""
+        if self._repeated_s >= _MAX_REPEATED * self._measured_s or outcome.failure not in ("", "timed_out"):
+            return outcome
+        started_s = time.monotonic()
+        again = self._measure(job, best_s)
+        self._repeated_s += time.monotonic() - started_s
+        is_better = again.value is not None and (outcome.value is None or again.disturbance < outcome.disturbance)
+        return again if is_better else outcome
+
+    def _probe(self) -> float:
+        """Times the probe where programs are measured; returns the slowdown."""
+        (outcome,) = self._pool.map(time_probe, [self._settings.num_threads], _PROBE_TIMEOUT_S)
+        return self.noise.slowdown if outcome.value is None else self.noise.add(outcome.value)
 
     def close(self) -> None:
         """See `Runner.close`."""
@@ -117,8 +157,12 @@ def _timeout_s(job: RunJob, settings: MeasureSettings) -> float:
     return min(settings.timeout_s, setup_s + full_s)
 
 
-def _measure(work: tuple[RunJob, MeasureSettings]) -> tuple[float, ...]:
-    """Times one library. Runs in the worker."""
+def _measure(work: tuple[RunJob, MeasureSettings]) -> tuple[tuple[float, ...], float]:
+    """Times one library. Runs in the worker.
+
+    Returns:
+        Seconds per call, and the share of the time that the worker waited for a CPU.
+    """
     import tvm
 
     job, settings = work
@@ -127,10 +171,20 @@ def _measure(work: tuple[RunJob, MeasureSettings]) -> tuple[float, ...]:
         raise RuntimeError(f"TVM runs on {used} threads in the measuring process, not on {settings.num_threads}")
     library = tvm.runtime.load_module(str(job.path))
     arguments = random_arguments(job.args_info)
+    with watched() as waiting:
+        run_s = _time(library, arguments, job.best_s, settings)
+    return run_s, waiting.share
+
+
+def _time(
+    library: tvm.runtime.Module, arguments: Sequence[object], best_s: float | None, settings: MeasureSettings
+) -> tuple[float, ...]:
+    import tvm
+
     call_s = _call_s(library["main"], arguments)
-    if job.best_s is not None and call_s > max(_TOO_SLOW * job.best_s, _WORTH_CUTTING_S):
+    if best_s is not None and call_s > max(_TOO_SLOW * best_s, _WORTH_CUTTING_S):
         return (call_s,)
-    shortest_ms = _shortest_ms(settings.min_repeat_ms, call_s, job.best_s)
+    shortest_ms = _shortest_ms(settings.min_repeat_ms, call_s, best_s)
     # TVM calls three times and guesses from these cold calls how many are enough; it often starts again
     enough = math.ceil(_SAFETY * shortest_ms / 1e3 / call_s)
     timer = library.time_evaluator(
