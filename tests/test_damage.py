@@ -169,6 +169,21 @@ def test_the_command_that_is_named_mends(
     assert capsys.readouterr().out == "every line that is left is whole\n"
 
 
+@pytest.mark.usefixtures("new_experiment")
+def test_a_mended_database_without_winners_has_all_its_records(
+    records: Path, run_here: RunCommand, warnings: Callable[[], list[str]]
+) -> None:
+    best = records / names.BEST_DIR
+    best.mkdir()
+    shutil.copy(records / WORKLOAD_FILE, best)
+    (best / RECORD_FILE).write_bytes(lines_of(records / RECORD_FILE)[0][:-30])
+    check_records(records)
+    assert warnings() == [f"records/best/{RECORD_FILE}: line 1 is damaged; {MEND}"]
+    assert run_here("records", "verify", "records", "--repair") == 0
+    assert run_here("compile", "--network", "small.onnx", "--records", "records") == 0
+    assert newest_run().data.metrics[names.COVERAGE_TASKS] == 1
+
+
 @pytest.mark.parametrize("kind", ["an edited time", "a cut between lines", "another device", "a damaged manifest"])
 def test_a_change_that_no_line_shows(
     records: Path,

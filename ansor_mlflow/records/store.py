@@ -75,9 +75,11 @@ def find_records(path: Path, *, prefer_winners: bool = True) -> RecordPair:
         directories = search_directories(path)
         if not prefer_winners:
             directories.sort(key=lambda directory: directory.name == names.BEST_DIR)
-        pair = next((p for d in directories if (p := RecordPair.in_directory(d)).records.exists()), None)
-        if pair is None:
+        pairs = [p for d in directories if (p := RecordPair.in_directory(d)).records.exists()]
+        if not pairs:
             raise UserInputError(f"records={path}: the directory has no {RECORD_FILE}; give TVM's work directory")
+        # Of winners none may be left, all of them damaged; that is no reason to overlook the other records.
+        pair = next((p for p in pairs if p.records.stat().st_size), pairs[0])
     elif path.is_file():
         pair = RecordPair(workloads=path.with_name(path.name.replace("tuning_record", "workload")), records=path)
     else:

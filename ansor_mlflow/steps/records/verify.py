@@ -130,8 +130,7 @@ def repair_records(source: str) -> MendedRecords:
         )
     pairs = find_pairs(Path(source))
     root = pairs[-1].root
-    for pair in pairs:
-        open_database(pair)
+    open_database(pairs[-1])
     with sole_tuner(root):
         changed = changed_files(root)
         repaired = [repair(pair, thorough=True) for pair in pairs]
