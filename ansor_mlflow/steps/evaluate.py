@@ -12,7 +12,7 @@ from pathlib import Path
 import mlflow
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import CorrectnessError, UserInputError
+from ansor_mlflow.errors import CorrectnessError
 from ansor_mlflow.measuring import (
     Latency,
     MakeInference,
@@ -37,7 +37,7 @@ from ansor_mlflow.model import (
 from ansor_mlflow.options import EvaluateOptions
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import TensorSpec
-from ansor_mlflow.tracking import StepRun, html_table, is_uri, pinned_uri, step_run, summary_rows, translated_errors
+from ansor_mlflow.tracking import StepRun, html_table, pinned_uri, step_run, summary_rows, translated_errors
 
 _log = logging.getLogger("ansor_mlflow")
 
@@ -74,10 +74,6 @@ def _download(model_uri: str, scratch: Path) -> Path:
     """The directory of a model; copied into `scratch` if it is not on this machine."""
     if Path(model_uri).is_dir():
         return Path(model_uri)
-    if not is_uri(model_uri):
-        raise UserInputError(
-            f"model_uri={model_uri}: no such directory; give a model's directory, models:/… or runs:/…"
-        )
     model_uri = pinned_uri(model_uri, "model_uri")
     with translated_errors(f"read the model {model_uri}"):
         return Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri, dst_path=str(scratch)))
