@@ -496,7 +496,7 @@ def test_failures_are_told_apart(build_error: str | None, run_error: str | None,
 def test_a_tuning_without_a_valid_trial_says_so(
     is_active: bool, new_experiment: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    failures = {1: Outcome[Any](failure="crashed", error="the worker process died (SIGSEGV)")}
+    failures = {2: Outcome[Any](failure="crashed", error="the worker process died (SIGSEGV)")}
     builder = as_metaschedule_builder(FakeBuilder(failures))
     with caplog.at_level(logging.WARNING, "ansor_mlflow"), mlflow.start_run() if is_active else nullcontext():
         tune_tir(tmp_path / "work", builder=builder, runner=timer(error="s3://bob:hunter2@host\nis no device"))

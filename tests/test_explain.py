@@ -18,6 +18,7 @@ from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import ExplainOptions, PlanOptions, TuneOptions, load_options
+from ansor_mlflow.records.lines import workload_hash
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
 from ansor_mlflow.steps.reports.explain import Explanation, explain_task
 from ansor_mlflow.steps.reports.plan import plan_tuning
@@ -61,9 +62,9 @@ def test_a_task_that_moves_data_is_not_explained_unless_it_is_named(records: Pat
     given = {"source": str(records), "network": str(small_onnx)}
     tasks = plan_tuning(PlanOptions(network=str(small_onnx), records=str(records))).tasks
     moving = {task.info.workload_hash: task.info.name for task in tasks if not task.info.flops}
-    hashes = [json.loads(line)[0] for line in (records / WORKLOAD_FILE).read_text().splitlines()]
+    hashes = [workload_hash(line) for line in (records / WORKLOAD_FILE).read_text().splitlines()]
     lines = [json.loads(line) for line in (records / RECORD_FILE).read_text().splitlines()]
-    moved = [line for line in lines if f"{int(hashes[line[0]]):016x}" in moving]
+    moved = [line for line in lines if hashes[line[0]] in moving]
     for _, fields in moved:
         fields[1] = [1.0]
     (records / RECORD_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
