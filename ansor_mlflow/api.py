@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeAlias, TypeVar, cast, overload
 
-from ansor_mlflow.cli import progress_observers, write_json
+from ansor_mlflow.cli import checked_options, progress_observers, write_json
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.networks import PROGRAM_SUFFIX, write_onnx
 from ansor_mlflow.options import (
@@ -67,7 +67,7 @@ def _with_parameters(options: Callable[P, OptionsT]) -> Callable[[Callable[[Opti
         def call(*args: P.args, **parameters: P.kwargs) -> ResultT:
             if args:
                 raise UserInputError(f"{function.__name__}({args[0]!r}): parameters are given by name; see help()")
-            return function(load_options(cast("type[OptionsT]", options), parameters))
+            return function(checked_options(cast("type[OptionsT]", options), parameters))
 
         call.__signature__ = inspect.signature(options)  # type: ignore[attr-defined]
         return call

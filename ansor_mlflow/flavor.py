@@ -227,8 +227,8 @@ def load_model(
         model_uri: A local path, `runs:/…`, `models:/…`, or another URI that MLflow reads artifacts from.
         dst_path: Existing directory to download to; a temporary one by default.
         device: cpu or cuda.
-        num_threads: Threads of a kernel; by default those of the library, of which one for every CPU that this process
-            may use is preferred.
+        num_threads: Threads of a kernel, at most as many as the CPUs that this process may use; by default those of the
+            library, of which one for every such CPU is preferred.
         allow_compatible: Whether a library for another CPU or number of threads may be taken.
         allow_rebuild: Whether a library may be built here.
         allow_untuned: Whether one may be built without records.

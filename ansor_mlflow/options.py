@@ -79,10 +79,23 @@ def _parse_json(value: Any) -> Any:
 
 _ALIAS = re.compile(r"(?!(v?\d+|latest)$)[A-Za-z0-9_-]*", re.IGNORECASE)
 """What MLflow takes, without numbers, which are versions here."""
+_URI = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+):/|(models|runs):", re.IGNORECASE)
+"""A scheme has two letters at least, so that no drive of Windows is one."""
 Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_parse_share)]
 Shape = list[Annotated[int, Field(gt=0)]]
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(gt=0)]
+
+
+def is_uri(value: str) -> bool:
+    """Whether a parameter names something that MLflow has to fetch, and no name or path."""
+    return _URI.match(value) is not None
+
+
+def _check_model(value: str) -> str:
+    if not is_uri(value) and not Path(value).is_dir():
+        raise ValueError("there is no such directory")
+    return value
 
 
 class Options(BaseModel):
@@ -137,6 +150,11 @@ class NetworkOptions(SeedOptions):
         min_length=1,
     )
     num_threads: PositiveInt | Auto = _parameter("auto", "Threads of a kernel; auto is every CPU this process may use.")
+
+    @property
+    def decides_network(self) -> bool:
+        """Whether `network` is what is loaded; a run that goes on, or whose records are taken, has its own."""
+        return True
 
     @property
     def lowering(self) -> LoweringSettings:
@@ -208,6 +226,11 @@ class TuneOptions(BudgetOptions):
         "a run ID",
     )
 
+    @property
+    def decides_network(self) -> bool:
+        """See `NetworkOptions.decides_network`."""
+        return not self.resume_run
+
 
 class RecordsOptions(NetworkOptions):
     """Which records of a network are taken."""
@@ -222,6 +245,11 @@ class RecordsOptions(NetworkOptions):
         "Records to take instead of a tuning run's: a directory, a tuning-record file or an artifact URI.",
         "a path or an artifact URI",
     )
+
+    @property
+    def decides_network(self) -> bool:
+        """See `NetworkOptions.decides_network`."""
+        return not self.tune_run
 
 
 class SignatureOptions(Options):
@@ -280,7 +308,11 @@ class CheckOptions(SeedOptions):
 class EvaluateOptions(CheckOptions):
     """Which model is checked and timed."""
 
-    model_uri: Annotated[str, _required("Model to evaluate: models:/…, runs:/…, or a path.", "a model URI or a path")]
+    model_uri: Annotated[
+        str,
+        AfterValidator(_check_model),
+        _required("Model to evaluate: models:/…, runs:/…, or a path.", "models:/…, runs:/… or a model's directory"),
+    ]
 
 
 class LatencyOptions(Options):
@@ -434,7 +466,8 @@ class ExplainOptions(SourceOptions):
 
     task: str = _parameter(
         "",
-        "Name of the task, or its index from 0; by default the one that takes the largest share of the time.",
+        "Name of the task, or its index from 0; by default the one that takes the largest share of the time, of those "
+        "that compute.",
         "a task's name or index",
     )
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ from mlflow.utils.autologging_utils import autologging_is_disabled, disable_auto
 import ansor_mlflow
 from ansor_mlflow import names
 from ansor_mlflow.autologging.call import make_trials
+from ansor_mlflow.autologging.description import runtime_num_threads
 from ansor_mlflow.autologging.run import open_run
 from ansor_mlflow.device.tvm_import import import_tensor_intrin
 from ansor_mlflow.networks.graph import GraphBuilder
@@ -35,6 +38,7 @@ from ansor_mlflow.tuning.workers.pool import Outcome
 if TYPE_CHECKING:
     from tvm.ir import IRModule
 
+CPUS = os.cpu_count() or 1
 TARGET = {"kind": "llvm", "num-cores": 2}
 TIMES = (4e-3, 2e-3, 3e-3, 1e-3)
 QUICK = {"strategy": "replay-trace", "cost_model": "random", "num_trials_per_iter": 2}
@@ -488,14 +492,56 @@ def test_failures_are_told_apart(build_error: str | None, run_error: str | None,
     assert trial.latency_s == (None if error else pytest.approx(2e-3))
 
 
-def test_trials_that_fail_are_counted(new_experiment: str, tmp_path: Path) -> None:
-    failures = {1: Outcome[Any](failure="crashed", error="the worker process died (SIGSEGV)")}
-    tune_tir(tmp_path / "work", builder=as_metaschedule_builder(FakeBuilder(failures)), runner=timer(error="no device"))
+@pytest.mark.parametrize("is_active", [False, True])
+def test_a_tuning_without_a_valid_trial_says_so(
+    is_active: bool, new_experiment: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = {2: Outcome[Any](failure="crashed", error="the worker process died (SIGSEGV)")}
+    builder = as_metaschedule_builder(FakeBuilder(failures))
+    with caplog.at_level(logging.WARNING, "ansor_mlflow"), mlflow.start_run() if is_active else nullcontext():
+        tune_tir(tmp_path / "work", builder=builder, runner=timer(error="s3://bob:hunter2@host\nis no device"))
     run = the_run(new_experiment)
+    message = "1 of 1 tasks have no valid trial, such as main after 4 trials (run_failed: s3://…@host is no device)"
+    assert run.data.tags[names.TAG_ERROR] == message
+    assert caplog.messages == [f"run {run.info.run_id} has no latency: {message}"]
+    assert run.info.status == "FINISHED"  # the script goes on as it would without us
     counts = {status: run.data.metrics[f"trials/{status}"] for status in ("ok", "crashed", "run_failed")}
     assert counts == {"ok": 0, "crashed": 1, "run_failed": 3}
     assert names.BEST_LATENCY_MS not in run.data.metrics
     assert "no device" in str(read_json(run, names.TRIALS_TABLE)["data"])
+
+
+def test_a_run_says_the_threads_that_the_runner_has(
+    new_experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process is older than the tuning, and the environment may have changed meanwhile."""
+    from tvm.s_tir.meta_schedule.runner import LocalRunner
+
+    monkeypatch.setenv("TVM_NUM_THREADS", "1")
+    runner = LocalRunner()
+    monkeypatch.setenv("TVM_NUM_THREADS", "2")
+    tune_tir(tmp_path / "work", runner=runner, max_trials_global=2)
+    run = the_run(new_experiment)
+    assert str(run.info.run_name) == "tune main · llvm ×1 · 2 trials"
+    assert run.data.tags[names.TAG_NUM_THREADS] == "1"
+    assert read_json(run, names.ENVIRONMENT_FILE)["num_threads"] == 1
+    assert read_provenance(fetch(run, names.RECORDS_DIR)).num_threads == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "num_threads"), [("1", 1), (" 2,1", min(2, CPUS)), (str(CPUS + 7), CPUS), ("0", 1), ("all", None)]
+)
+def test_the_threads_of_another_runner_are_those_that_tvm_takes(
+    given: str, num_threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("TVM_NUM_THREADS", raising=False)
+    default = runtime_num_threads()
+    monkeypatch.setenv("TVM_NUM_THREADS", given)
+    assert runtime_num_threads() == (num_threads or default)
+    code = "import tvm; print(tvm.runtime.num_threads())"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert int(said) == runtime_num_threads()
 
 
 def test_tvm_may_be_imported_later() -> None:

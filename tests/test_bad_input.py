@@ -133,8 +133,6 @@ def files(tmp_path: Path, small_onnx: Path) -> None:
 @pytest.mark.parametrize(
     ("parameters", "exit_code", "message"),
     [
-        ({"network": "resnet-17"}, USER, "network='resnet-17' is neither .*; perhaps you meant resnet-18"),
-        ({"network": "missing.onnx"}, USER, r"network=missing.onnx: the file cannot be read \(No such file"),
         ({"network": "broken.onnx"}, USER, "network=broken.onnx: not a valid ONNX file, or cut short"),
         (
             {"network": "dynamic.onnx"},
@@ -146,10 +144,8 @@ def files(tmp_path: Path, small_onnx: Path) -> None:
         ({"network": "empty.onnx"}, USER, "network=empty.onnx: the model has no nodes, so there is nothing to tune"),
         ({"network": "alone.onnx"}, USER, r"network=alone.onnx: its external data cannot be read .*gone\.data"),
         ({"network": "pickle.onnx"}, USER, "network=pickle.onnx: (not a valid ONNX file|the file holds no ONNX model)"),
-        ({"network": "pickle.pt"}, USER, r"network=pickle.pt: pickles of PyTorch are not read, .*torch\.export\.save"),
         ({"network": "pickle.pt2"}, USER, "network=pickle.pt2: not an exported program of PyTorch, or cut short"),
         ({"network": "hostile.pt2"}, USER, "network=hostile.pt2: its data/weights/weight_0 is pickled, and nothing is"),
-        ({"network": "missing.pt2"}, USER, r"network=missing.pt2: the file cannot be read \(No such file"),
         ({"network": "unknown.onnx"}, USER, "(?=.*Celu)(?=.*LpNormalization)TVM imports no ONNX operator"),
         ({"network": "models:/nobody"}, USER, "network=models:/nobody: no URI of a model; write models:/name/version"),
         ({"network": "models:/nobody/1"}, USER, "cannot read network=models:/nobody/1: .*not found"),
@@ -206,7 +202,12 @@ PARSE_ERRORS = [
     (["tune", "--trails", "640"], "No such option '?--trails.*--trials"),
     (["tune", "640"], "unexpected extra argument"),
     (["tuna"], "No such command 'tuna'"),
-    (["evaluate"], "model_uri='': it must be a model URI or a path"),
+    (["evaluate"], "model_uri='': it must be models:/…, runs:/… or a model's directory"),
+    (["evaluate", "--model-uri", "missing"], "model_uri='missing': it must be models:/…, runs:/… or a model's"),
+    (["tune", "--network", "resnet-17"], "network='resnet-17' is neither .*; perhaps you meant resnet-18"),
+    (["plan", "--network", "missing.onnx"], r"network=missing.onnx: the file cannot be read \(No such file"),
+    (["main", "--network", "missing.pt2"], r"network=missing.pt2: the file cannot be read \(No such file"),
+    (["compile", "--network", "pickle.pt"], r"pickle.pt: pickles of PyTorch are not read, .*torch\.export\.save"),
 ]
 
 
@@ -330,7 +331,6 @@ def test_tuning_run_whose_records_say_nothing_of_their_network(
         ("models:/nobody@champion", USER, "Registered Model with name=nobody not found"),
         (f"models:/m-{NO_RUN}", USER, f"Logged model with ID 'm-{NO_RUN}' not found"),
         (f"runs:/{NO_RUN}/model", USER, f"Run with id={NO_RUN} not found"),
-        ("missing", USER, "model_uri=missing: no such directory; give a model's directory, models:/… or runs:/…"),
         (".", MODEL, "it has no flavor 'tvm'; give a model that compile logged"),
     ],
 )

@@ -18,7 +18,8 @@ from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import ExplainOptions, PlanOptions, TuneOptions, load_options
-from ansor_mlflow.records.store import RECORD_FILE
+from ansor_mlflow.records.lines import workload_hash
+from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
 from ansor_mlflow.steps.reports.explain import Explanation, explain_task
 from ansor_mlflow.steps.reports.plan import plan_tuning
 from ansor_mlflow.steps.tuning.tune import tune
@@ -54,6 +55,30 @@ def test_the_task_that_takes_the_most_time_is_explained(
     np.testing.assert_allclose(explanation.network_s, sum(times_s.values()))
     np.testing.assert_allclose(explanation.time_share, max(times_s.values()) / sum(times_s.values()))
     assert explanation.num_tasks == explanation.num_tuned_tasks == len(plan.tasks)
+
+
+def test_a_task_that_moves_data_is_not_explained_unless_it_is_named(records: Path, small_onnx: Path) -> None:
+    """However slow it was when it was measured."""
+    given = {"source": str(records), "network": str(small_onnx)}
+    tasks = plan_tuning(PlanOptions(network=str(small_onnx), records=str(records))).tasks
+    moving = {task.info.workload_hash: task.info.name for task in tasks if not task.info.flops}
+    hashes = [workload_hash(line) for line in (records / WORKLOAD_FILE).read_text().splitlines()]
+    lines = [json.loads(line) for line in (records / RECORD_FILE).read_text().splitlines()]
+    moved = [line for line in lines if hashes[line[0]] in moving]
+    for _, fields in moved:
+        fields[1] = [1.0]
+    (records / RECORD_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    explained = explain_task(ExplainOptions(**given))
+    assert explained.task.flops > 0
+    assert explained.time_share < 0.01
+
+    (records / RECORD_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in moved))
+    with pytest.raises(
+        RecordsError, match=r"the records are only of tasks that move data, such as .*; tune for longer"
+    ):
+        explain_task(ExplainOptions(**given))
+    name = next(iter(moving.values()))
+    assert explain_task(ExplainOptions(**given, task=name)).task.name == name
 
 
 def test_the_programs_are_those_of_the_task(explanation: Explanation, small_lowered: LoweredNetwork) -> None:

@@ -358,7 +358,7 @@ def test_external_data_is_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "the file cannot be read .No such file or directory.; give an ONNX file or a built-in name"),
+        (None, "the file cannot be read .No such file or directory.; give an ONNX file, an exported program or a"),
         (b"", "the file holds no ONNX model; export the model again"),
         (b"\xff\xfe not a model" * 9, "not a valid ONNX file, or cut short"),
         (b"PK\x03\x04" + bytes(64), "not a valid ONNX file, or cut short"),

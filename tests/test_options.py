@@ -155,7 +155,7 @@ def test_a_share_may_be_a_percentage() -> None:
 
 
 def test_a_parameter_that_must_be_given() -> None:
-    with pytest.raises(UserInputError, match="model_uri='': it must be a model URI or a path"):
+    with pytest.raises(UserInputError, match="model_uri='': it must be models:/…, runs:/… or a model's directory"):
         load_options(EvaluateOptions, {})
 
 

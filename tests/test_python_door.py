@@ -112,7 +112,7 @@ def test_type_checkers_know_parameters_and_results(tmp_path: Path) -> None:
     [
         (lambda: am.tune("resnet-18", trials=0), "^trials=0: it must be a whole number of at least 1, or auto$"),
         (lambda: am.tune("resnet-18", trails=1), "^parameters: unknown key 'trails'; perhaps you meant trials$"),
-        (am.evaluate, "^model_uri='': it must be a model URI or a path$"),
+        (am.evaluate, "^model_uri='': it must be models:/…, runs:/… or a model's directory$"),
         (lambda: am.evaluate("models:/m"), r"^evaluate\('models:/m'\): parameters are given by name; see help\(\)$"),
         (lambda: am.plan(3), "^network is a int; give a name, a path, a URI, an onnx.ModelProto or a torch.export"),
     ],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
+import re
 from typing import Any
 
 from ansor_mlflow.autologging.call import TuneCall
@@ -12,6 +14,7 @@ from ansor_mlflow.records import Provenance
 
 _FOREIGN_LOWERING = 0
 """Lowering version of records whose tasks another lowering than ours made."""
+_log = logging.getLogger(__name__)
 
 
 def is_remote(call: TuneCall) -> bool:
@@ -22,12 +25,33 @@ def is_remote(call: TuneCall) -> bool:
 
 
 def device_of(call: TuneCall) -> DeviceFingerprint:
-    """The device that is tuned for; wrong in its CPU where another machine measures."""
-    return Device.of(call.target, runtime_num_threads()).fingerprint
+    """The device that is tuned for; wrong in its CPU and threads where another machine measures."""
+    return Device.of(call.target, _num_threads(call)).fingerprint
+
+
+def _num_threads(call: TuneCall) -> int:
+    """Threads of a kernel: what TVM says in the process that measures, or else what it takes in one like this.
+
+    A script may set the environment after that process has begun, or set the threads in there, by an initializer.
+    """
+    import tvm
+    from tvm.s_tir.meta_schedule.runner import LocalRunner
+
+    if isinstance(call.runner, LocalRunner):
+        try:
+            return int(call.runner.pool.submit(tvm.runtime.num_threads).result())
+        except Exception as err:  # noqa: BLE001 - the process may end in any way, and the tuning will say so itself
+            _log.debug("the runner does not say how many threads it has: %s", err)
+    return runtime_num_threads()
 
 
 def foreign_provenance(
-    call: TuneCall, network: str, *, estimated_latency_ms: float | None, trials_per_task: float | None
+    call: TuneCall,
+    network: str,
+    *,
+    num_threads: int,
+    estimated_latency_ms: float | None,
+    trials_per_task: float | None,
 ) -> Provenance:
     """The provenance of records whose tasks the user has lowered, so that no tuning of ours goes on from them."""
     import tvm
@@ -43,7 +67,7 @@ def foreign_provenance(
         dtype="",
         pad_channels="off",
         target=str(call.target),
-        num_threads=runtime_num_threads(),
+        num_threads=num_threads,
         lowering_version=_FOREIGN_LOWERING,
         tvm_version=tvm.__version__,
         host=platform.node(),
@@ -69,10 +93,11 @@ def _measure_settings(call: TuneCall) -> dict[str, Any]:
 def runtime_num_threads() -> int:
     """Threads that kernels get in a process that leaves TVM alone.
 
-    As `MaxConcurrency` in src/runtime/threading_backend.cc has it; TVM itself would start the threads when asked.
+    As `MaxConcurrency` in src/runtime/threading_backend.cc has it, and no more than the machine has CPUs; TVM itself
+    would start the threads when asked.
     """
     given = os.environ.get("TVM_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
-    if given and given.isdecimal():
-        return max(1, int(given))
+    if given and (number := re.match(r"\s*(\d+)", given)):  # as atoi reads it, also the list "4,2" of OpenMP
+        return max(1, min(int(number[1]), os.cpu_count() or 1))
     cpus = len(os.sched_getaffinity(0))
     return max(1, cpus // 2 if os.uname().machine == "x86_64" else cpus)

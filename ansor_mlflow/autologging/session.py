@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -14,9 +15,18 @@ from ansor_mlflow.autologging.call import TuneCall, make_trials
 from ansor_mlflow.autologging.description import device_of, foreign_provenance, is_remote
 from ansor_mlflow.autologging.listening import Times, as_callback, profiled
 from ansor_mlflow.autologging.run import TuningRun, only_warn, open_run
+from ansor_mlflow.errors import TuningError
 from ansor_mlflow.files import write_text
 from ansor_mlflow.records import PARTS_DIR, Database, Journal, JournalEntry, RecordLog, merge, warn_of_damage
-from ansor_mlflow.tracking import Message, MlflowObserver, RecordMirror, StepRun, describe_environment, whole_records
+from ansor_mlflow.tracking import (
+    Message,
+    MlflowObserver,
+    RecordMirror,
+    StepRun,
+    describe_environment,
+    whole_records,
+    without_secrets,
+)
 from ansor_mlflow.trials import (
     Durations,
     StopReason,
@@ -35,6 +45,8 @@ if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.measure_callback import MeasureCallback
     from tvm.s_tir.meta_schedule.runner import RunnerResult
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
+
+_log = logging.getLogger("ansor_mlflow")
 
 
 @contextlib.contextmanager
@@ -61,6 +73,7 @@ def logged_tuning(call: TuneCall, extra_tags: Mapping[str, str]) -> Iterator[Mea
                 session.put_records()
             raise
         session.finish()
+        session.warn_of_missing_trials()
         session.put_records()
 
 
@@ -77,6 +90,7 @@ class TuningSession:
         self._call = call
         self._run = run
         self._times = times
+        self._device = device_of(call)
         self._records = run.directory / names.RECORDS_DIR
         self._log = self._open_log()
         self._trials_file = Journal(self._records)
@@ -92,7 +106,7 @@ class TuningSession:
 
     def start(self) -> None:
         """Logs what is known before. An error here is one of the user's server."""
-        device = device_of(self._call)
+        device = self._device
         tags = {names.TAG_STEP: "tune", names.TAG_TARGET: device.description}
         if not is_remote(self._call):
             tags[names.TAG_NUM_THREADS] = str(device.num_threads)
@@ -170,6 +184,21 @@ class TuningSession:
             observer.tuning_finished(result)
         self._write_provenance(result)
 
+    def warn_of_missing_trials(self) -> None:
+        """Says which tasks ended without a valid trial, so that the network has no latency; the script goes on."""
+        failed = [s for s in self._states if s.best_s is None and s.stop_reason != StopReason.NOTHING_TO_TUNE]
+        if not failed:
+            return
+        task = next((state for state in failed if state.first_error), failed[0])
+        message = without_secrets(
+            TuningError(
+                f"{len(failed)} of {len(self._states)} tasks have no valid trial, such as {task.info.name} after "
+                f"{task.total_trials} trials ({task.first_error or 'no candidate was measured'})"
+            )
+        )
+        _log.warning("run %s has no latency: %s", self._run.run.info.run_id, message)
+        self._run.outbox.put(Message(tags={names.TAG_ERROR: message}))
+
     def put_records(self) -> None:
         """Sends all records."""
         parts = f"{names.RECORDS_DIR}/{PARTS_DIR}"
@@ -239,6 +268,7 @@ class TuningSession:
         provenance = foreign_provenance(
             self._call,
             self._title,
+            num_threads=self._device.num_threads,
             estimated_latency_ms=estimated_s * 1e3 if estimated_s else None,
             trials_per_task=result.total_trials / len(result.tasks) if result else None,
         )

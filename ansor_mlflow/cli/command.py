@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar, get_type_hints
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, get_type_hints
 
 import click
 from pydantic.fields import FieldInfo
 
-from ansor_mlflow.options import Options, declared, default_text, load_options
+from ansor_mlflow.options import NetworkOptions, Options, declared, default_text, is_uri, load_options
 
 _CONFIG_HELP = "YAML file with values for any of these parameters; what is given here wins over the file."
 OptionsT = TypeVar("OptionsT", bound=Options)
 
 COMMANDS: dict[str, type[Options]] = {}
 """The commands that have options, by their whole names, such as "records show"."""
+
+
+def checked_options(cls: type[OptionsT], given: Mapping[str, Any], config: str | None = None) -> OptionsT:
+    """Does what `load_options` does, and checks the network, too: before TVM and MLflow, which take seconds to load.
+
+    Raises:
+        UserInputError: A value breaks its rule, or there is no such network; what MLflow would fetch is not asked for.
+    """
+    options = load_options(cls, given, config)
+    if isinstance(options, NetworkOptions) and options.decides_network and not is_uri(options.network):
+        from ansor_mlflow.networks import require_network  # ONNX, which --help can do without
+
+        require_network(options.network)
+    return options
 
 
 def command(group: click.Group, name: str) -> Callable[[Callable[[OptionsT], None]], click.Command]:
@@ -24,7 +38,7 @@ def command(group: click.Group, name: str) -> Callable[[Callable[[OptionsT], Non
         options_class: type[OptionsT] = get_type_hints(function)["options"]
 
         def callback(config: str, **given: str) -> None:
-            function(load_options(options_class, given, config or None))
+            function(checked_options(options_class, given, config or None))
 
         params = [_param(options_class, field, info) for field, info in options_class.model_fields.items()]
         params.append(click.Option(["--config"], default="", help=_CONFIG_HELP))

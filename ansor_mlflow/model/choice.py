@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from ansor_mlflow.device import Device, DeviceFingerprint, available_cpus, resolve_num_threads, why_not_runnable
+from ansor_mlflow.device import Device, DeviceFingerprint, available_cpus, why_not_runnable
 from ansor_mlflow.errors import ModelError, UserInputError
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest
 
@@ -42,11 +42,12 @@ class LoadOptions:
                 raise UserInputError(f"{name}={getattr(self, name)!r} is neither true nor false; give one of them")
         if self.num_threads is None:
             return
-        if isinstance(self.num_threads, bool) or not isinstance(self.num_threads, int) or self.num_threads < 1:
+        number, cpus = self.num_threads, available_cpus()
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= cpus:
             raise UserInputError(
-                f"num_threads={self.num_threads!r} is no number of threads; it must be a whole number of at least 1"
+                f"num_threads={number!r}: it must be a whole number from 1 to {cpus}, the number of CPUs that this "
+                "process may use (affinity and cgroup quota); leave it out for as many as the library was tuned for"
             )
-        resolve_num_threads(self.num_threads)
 
     @staticmethod
     def from_config(config: Mapping[str, Any] | None) -> LoadOptions:

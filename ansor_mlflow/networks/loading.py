@@ -16,7 +16,7 @@ import onnx
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS, build_builtin
 from ansor_mlflow.networks.onnx_file import digest, fix_shapes, input_specs, load_weights, output_specs, read_onnx
-from ansor_mlflow.networks.operators import build_operator, is_operator
+from ansor_mlflow.networks.operators import build_operator, check_operator, is_operator
 from ansor_mlflow.networks.pytorch.program import PROGRAM_SUFFIX, export_program
 from ansor_mlflow.tensors import TensorSpec
 
@@ -55,6 +55,32 @@ class Network:
         return digest(self.model)
 
 
+def require_network(name: str) -> None:
+    """Checks what can be said of a network before anything of it is loaded: that there is such a name, form or file.
+
+    Args:
+        name: See `load_network`; a directory passes, as it may be an MLflow model.
+
+    Raises:
+        UserInputError: There is none.
+    """
+    if name in BUILTIN_NETWORKS:
+        return
+    if is_operator(name):
+        check_operator(name)
+        return
+    if not _is_path(name):
+        raise UserInputError(f"network={name!r} is neither a built-in network nor a file; {_hint(name)}")
+    _refuse_pickle(Path(name), name)
+    try:
+        Path(name).stat()
+    except OSError as err:
+        raise UserInputError(
+            f"network={name}: the file cannot be read ({err.strerror}); give an ONNX file, an exported program or a "
+            "built-in name"
+        ) from err
+
+
 def load_network(
     name: str, *, batch_size: int = 1, input_shapes: Mapping[str, Sequence[int]] = {}, seed: int = 0
 ) -> Network:
@@ -71,14 +97,13 @@ def load_network(
         UserInputError: There is no such network, it cannot be read, or the shapes do not fit it.
         MachineError: It needs PyTorch, which is not installed.
     """
+    require_network(name)
     if name in BUILTIN_NETWORKS:
         model = build_builtin(name, batch_size=batch_size, input_shapes=input_shapes, seed=seed)
         return _network(name, fix_shapes(model, name, {}))
     if is_operator(name):
         model = build_operator(name, batch_size=batch_size, input_shapes=input_shapes, seed=seed)
         return _network(name, fix_shapes(model, name, {}))
-    if not _is_path(name):
-        raise UserInputError(f"network={name!r} is neither a built-in network nor a file; {_hint(name)}")
     return read_network(Path(name), name, batch_size=batch_size, input_shapes=input_shapes)
 
 
@@ -102,16 +127,20 @@ def read_network(
             f"batch_size={batch_size} with network={called}: it is for built-in networks; give a file's batch size in "
             "input_shapes"
         )
-    if path.suffix in _PICKLE_SUFFIXES:
-        raise UserInputError(
-            f"network={called}: pickles of PyTorch are not read, because a pickle may run any code; save an exported "
-            "program instead: torch.export.save(torch.export.export(model, args), 'model.pt2')"
-        )
+    _refuse_pickle(path, called)
     if path.suffix == PROGRAM_SUFFIX:
         with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
             exported = export_program(path, called, input_shapes, Path(scratch))
             return _network(path.stem, _read(exported, called, {}), path)
     return _network(path.stem, _read(path, called, input_shapes), path)
+
+
+def _refuse_pickle(path: Path, called: str) -> None:
+    if path.suffix in _PICKLE_SUFFIXES:
+        raise UserInputError(
+            f"network={called}: pickles of PyTorch are not read, because a pickle may run any code; save an exported "
+            "program instead: torch.export.save(torch.export.export(model, args), 'model.pt2')"
+        )
 
 
 def _read(path: Path, called: str, input_shapes: Mapping[str, Sequence[int]]) -> onnx.ModelProto:
@@ -126,7 +155,8 @@ def _network(name: str, model: onnx.ModelProto, path: Path | None = None) -> Net
 
 
 def _is_path(name: str) -> bool:
-    return name.endswith((".onnx", PROGRAM_SUFFIX, *_PICKLE_SUFFIXES)) or os.sep in name or Path(name).is_file()
+    is_there = name != "" and Path(name).exists()
+    return is_there or os.sep in name or name.endswith((".onnx", PROGRAM_SUFFIX, *_PICKLE_SUFFIXES))
 
 
 def _hint(name: str) -> str:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import cast
 
 import onnx
 
@@ -80,6 +81,23 @@ class _Operator:
 def is_operator(name: str) -> bool:
     """Whether a network's name is an operator's, with or without sizes, or looks like a misspelt one with sizes."""
     return name.partition(":")[0] in _OPERATORS or re.fullmatch(r"[\w-]+:\d[\w,=]*", name) is not None
+
+
+def check_operator(name: str) -> None:
+    """Checks an operator with its sizes and options; none of its weights are drawn.
+
+    Raises:
+        UserInputError: There is no such operator, or its sizes or options are not possible.
+    """
+    operator, spec = _parse(name)
+    operator.build(spec, cast("GraphBuilder", _NoGraph()))
+
+
+class _NoGraph:
+    """Stands for a `GraphBuilder` and keeps nothing: the sizes are checked where the graph is built."""
+
+    def __getattr__(self, method: str) -> Callable[..., str]:
+        return lambda *_, **__: method
 
 
 def build_operator(

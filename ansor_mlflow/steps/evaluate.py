@@ -14,7 +14,7 @@ from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import CorrectnessError, UserInputError
+from ansor_mlflow.errors import CorrectnessError
 from ansor_mlflow.measuring import (
     Latency,
     MachineNoise,
@@ -44,7 +44,6 @@ from ansor_mlflow.tracking import (
     Message,
     StepRun,
     html_table,
-    is_uri,
     params_used,
     pinned_uri,
     step_run,
@@ -90,10 +89,6 @@ def _download(model_uri: str, scratch: Path) -> Path:
     """The directory of a model; copied into `scratch` if it is not on this machine."""
     if Path(model_uri).is_dir():
         return Path(model_uri)
-    if not is_uri(model_uri):
-        raise UserInputError(
-            f"model_uri={model_uri}: no such directory; give a model's directory, models:/… or runs:/…"
-        )
     model_uri = pinned_uri(model_uri, "model_uri")
     with translated_errors(f"read the model {model_uri}"):
         return Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri, dst_path=str(scratch)))

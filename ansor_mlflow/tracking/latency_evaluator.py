@@ -36,12 +36,11 @@ from ansor_mlflow.measuring import (
 )
 from ansor_mlflow.model import TunedModel
 from ansor_mlflow.networks import read_onnx
-from ansor_mlflow.options import LatencyOptions, load_options
+from ansor_mlflow.options import LatencyOptions, is_uri, load_options
 from ansor_mlflow.tensors import Arrays
 from ansor_mlflow.tracking.error_translation import without_secrets
 from ansor_mlflow.tracking.figures import draw_latency, save_figure
 from ansor_mlflow.tracking.outbox import rounded
-from ansor_mlflow.tracking.sources import is_uri
 
 EVALUATOR_NAME = "ansor-latency"
 MODEL_TYPE = "tvm"

@@ -19,9 +19,10 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from ansor_mlflow import names
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import MachineError, without_credentials
+from ansor_mlflow.options import is_uri
 from ansor_mlflow.records import ObjectName, PoolObject, what_is_new, workload_hash
 from ansor_mlflow.tracking.error_translation import translated_errors
-from ansor_mlflow.tracking.sources import is_uri, pinned_uri
+from ansor_mlflow.tracking.sources import pinned_uri
 
 _NUM_CONNECTIONS = 8
 _log = logging.getLogger("ansor_mlflow")

@@ -18,11 +18,9 @@ from ansor_mlflow import names, networks
 from ansor_mlflow.errors import MachineError, UserInputError, without_credentials
 from ansor_mlflow.model import verified_manifest
 from ansor_mlflow.networks import BUILTIN_NETWORKS, PROGRAM_SUFFIX, Network, external_files, read_network
-from ansor_mlflow.options import NetworkOptions
+from ansor_mlflow.options import NetworkOptions, is_uri
 from ansor_mlflow.tracking.error_translation import translated_errors, without_secrets
 
-_URI = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+):/|(models|runs):", re.IGNORECASE)
-"""A scheme has two letters at least, so that no drive of Windows is one."""
 _REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)(/(?P<version>\d+|latest)|@(?P<alias>[^/@]+))(?P<path>(/[^/]+)*)")
 _LOGGED = re.compile(r"models:/m-[0-9a-f]+")
 _OF_A_RUN = re.compile(r"runs:/[^/]+(/[^/]+)+")
@@ -91,11 +89,6 @@ def network_of(options: NetworkOptions, copy: str = "") -> Network:
     return fetch_network(
         options.network, batch_size=options.batch_size, input_shapes=options.input_shapes, seed=options.seed
     )
-
-
-def is_uri(network: str) -> bool:
-    """Whether a network is to be downloaded."""
-    return _URI.match(network) is not None
 
 
 def display_name(network: str) -> str:

@@ -22,9 +22,10 @@ from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request
 
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, without_credentials
+from ansor_mlflow.options import is_uri
 from ansor_mlflow.steps.doctor.checks import Check
 from ansor_mlflow.steps.doctor.machine import check_disk
-from ansor_mlflow.tracking import is_uri, pinned_uri, translated_errors, without_secrets
+from ansor_mlflow.tracking import pinned_uri, translated_errors, without_secrets
 
 IMPATIENCE = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",

@@ -11,9 +11,9 @@ from mlflow.entities import Run
 from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.model import verified_manifest
-from ansor_mlflow.options import NetworkOptions, RecordsOptions
+from ansor_mlflow.options import NetworkOptions, RecordsOptions, is_uri
 from ansor_mlflow.records import check_copy, check_records, join_parts
-from ansor_mlflow.tracking import is_uri, pinned_uri, translated_errors
+from ansor_mlflow.tracking import pinned_uri, translated_errors
 
 _RUN_ID = re.compile("[0-9a-f]{32}")
 

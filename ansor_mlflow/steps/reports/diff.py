@@ -16,10 +16,10 @@ from mlflow.entities import Run
 from ansor_mlflow import names
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import RecordsError, SlowerError, UserInputError
-from ansor_mlflow.options import DiffOptions
+from ansor_mlflow.options import DiffOptions, is_uri
 from ansor_mlflow.records import FAILED_RUN_S, find_records, open_database, read_fingerprint
 from ansor_mlflow.steps.records import fetch_run, tuning_of
-from ansor_mlflow.tracking import html_table, is_uri, pinned_uri, translated_errors
+from ansor_mlflow.tracking import html_table, pinned_uri, translated_errors
 
 _SINGLE_ERROR = 0.03
 """Relative standard error of a time that was measured once: repeated measurements differ by 3 to 5 %."""

@@ -91,7 +91,10 @@ def explain_task(options: ExplainOptions) -> Explanation:
             f"{options.source}: the records fit none of the {len(network.tasks)} tasks of {network.network}; give the "
             "network, layout and input_shapes that they were made with"
         )
-    task = _find_task(network.tasks, options.task) if options.task else _slowest(network.tasks, records)
+    if options.task:
+        task = _find_task(network.tasks, options.task)
+    else:
+        task = _most_expensive(network.tasks, records, options.source)
     if task.info.index not in records:
         raise RecordsError(
             f"task={task.info.name}: {options.source} has no record of it; tune it, or leave task out for one that has"
@@ -109,10 +112,20 @@ def _find_task(tasks: Sequence[TuningTask], wanted: str) -> TuningTask:
     raise UserInputError(f"task={wanted!r}: the network has no such task; {hint}")
 
 
-def _slowest(tasks: Sequence[TuningTask], records: dict[int, TuningRecord]) -> TuningTask:
-    """The task that takes the largest share of the network's time."""
+def _most_expensive(tasks: Sequence[TuningTask], records: dict[int, TuningRecord], source: str) -> TuningTask:
+    """The task that takes the largest share of the network's time, of those that compute.
+
+    One that only moves data, such as a transpose, has no schedule worth a look, and if the host was busy while it was
+    measured, its time says more of the host.
+    """
     tuned = [task for task in tasks if task.info.index in records]
-    return max(tuned, key=lambda task: task.info.weight * latency_s(records[task.info.index]))
+    computing = [task for task in tuned if task.info.flops]
+    if not computing:
+        raise RecordsError(
+            f"{source}: the records are only of tasks that move data, such as {tuned[0].info.name}; tune for longer, "
+            "or give one of them as task"
+        )
+    return max(computing, key=lambda task: task.info.weight * latency_s(records[task.info.index]))
 
 
 def _explain(task: TuningTask, network: NetworkTasks, records: dict[int, TuningRecord]) -> Explanation:

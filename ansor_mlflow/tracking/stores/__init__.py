@@ -1,0 +1,1 @@
+"""MLflow's stores of runs and registered models."""

@@ -1,0 +1,62 @@
+"""Several first commands at once on a sqlite file that is not there yet: each waits for its turn, and all succeed."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers.commands import environment
+
+NUM_PROCESSES = 3
+FIRST_COMMAND = """
+import sys, time
+from pathlib import Path
+import alembic.command, mlflow.store.tracking.sqlalchemy_store
+import ansor_mlflow.steps.reports
+from ansor_mlflow.cli import main
+Path(sys.argv[1]).touch()
+while not Path("go").exists():
+    time.sleep(0.002)
+main(["runs"])
+"""
+"""Waits for the others where all that takes long to load is loaded, so that they begin within milliseconds."""
+
+
+@pytest.mark.parametrize("uris", [["sqlite:///mlflow.db"] * NUM_PROCESSES, ["", "sqlite:///{here}/mlflow.db"]])
+def test_first_commands_at_once(tmp_path: Path, uris: list[str]) -> None:
+    """However they call the file; without a URI it is MLflow's default."""
+    started = []
+    for number, uri in enumerate(uris):
+        env = environment(uri.format(here=tmp_path))
+        if not uri:
+            del env["MLFLOW_TRACKING_URI"]
+        command = [sys.executable, "-c", FIRST_COMMAND, f"ready{number}"]
+        started.append(
+            subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    while len(list(tmp_path.glob("ready*"))) < len(uris):
+        assert all(process.poll() is None for process in started)
+        time.sleep(0.01)
+    (tmp_path / "go").touch()
+    errors = [process.communicate()[1] for process in started]
+    assert [process.returncode for process in started] == [0] * len(uris), errors
+    left = {path.name for path in tmp_path.iterdir() if not path.name.startswith("ready")}
+    assert left == {"go", "mlflow.db"}
+
+
+def test_a_folder_that_cannot_be_written_to_can_be_read(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FIRST_COMMAND, "/dev/null"]
+    env = environment("sqlite:///store/mlflow.db")
+    (tmp_path / "go").touch()
+    first = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, check=True)
+    (tmp_path / "store").chmod(stat.S_IRUSR | stat.S_IXUSR)
+    if os.geteuid() == 0:  # what is refused to others is allowed to root, unless it gives that up
+        command = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override", *command]
+    again = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, check=False)
+    (tmp_path / "store").chmod(stat.S_IRWXU)
+    assert (again.returncode, again.stdout) == (0, first.stdout), again.stderr
