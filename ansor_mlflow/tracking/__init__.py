@@ -23,7 +23,9 @@ from ansor_mlflow.tracking.registry import (
     move_aliases,
     register,
     registered_versions,
+    require_undoable,
     tag_version,
+    tags_of_version,
     undo_moves,
 )
 from ansor_mlflow.tracking.report.history import TuningHistory
