@@ -69,7 +69,7 @@ def test_promotions_are_taken_back_one_after_the_other(client: mlflow.MlflowClie
     for before in ("2", "3", "1"):
         assert registry.undo_moves(NAME, CHAMPION)[CHAMPION].before == before
         assert registry.aliases_of(NAME) == {CHAMPION: before}
-    with pytest.raises(UserInputError, match="alias=champion: no version of resnet had it before version 1, so there is"):
+    with pytest.raises(UserInputError, match="alias=champion: no version of resnet had it before version 1, so"):
         registry.undo_moves(NAME, CHAMPION)
     assert registry.aliases_of(NAME) == {CHAMPION: "1"}
 
@@ -103,7 +103,7 @@ def test_without_an_alias_there_must_be_one_last_promotion(client: mlflow.Mlflow
 @pytest.mark.parametrize("alias", [CHAMPION, ""])
 def test_there_is_nothing_before_the_first_promotion(client: mlflow.MlflowClient, alias: str) -> None:
     promote("1", CHAMPION, OF_TARGET)
-    with pytest.raises(UserInputError, match="no version of resnet had it before version 1, so there is none to go back to"):
+    with pytest.raises(UserInputError, match="before version 1, so there is none to go back to; nothing was moved"):
         registry.undo_moves(NAME, alias)
     assert registry.aliases_of(NAME) == {CHAMPION: "1", OF_TARGET: "1"}
 
@@ -133,7 +133,7 @@ def test_a_version_that_was_deleted_takes_no_alias_back(client: mlflow.MlflowCli
     promote("1", CHAMPION)
     promote("2", CHAMPION)
     client.delete_model_version(NAME, "1")
-    with pytest.raises(UserInputError, match=r"go back to version 1 of resnet, which champion pointed to before: .*not f"):
+    with pytest.raises(UserInputError, match=r"go back to version 1 of resnet, which champion pointed to before: "):
         registry.undo_moves(NAME, CHAMPION)
     assert registry.aliases_of(NAME) == {CHAMPION: "2"}
 

@@ -150,7 +150,7 @@ class Outbox:
         self._lock.release()
         if self._names:
             raise UndeliveredError(
-                f"{len(self._names)} messages to the run {self._run_id} are undelivered "
+                f"{len(self._names)} messages to the run {self._run_id} are not delivered yet "
                 f"({self._failure or 'no answer in time'}); they are in {self._folder}, beside the records; when the "
                 "server is back, run ansor-mlflow sync in this directory"
             )
@@ -197,7 +197,7 @@ def open_outbox(run_id: str, directory: Path) -> Iterator[Outbox]:
     """An outbox that is closed at the end, and given the time that a server takes to come back.
 
     Raises:
-        UndeliveredError: Nothing else failed, but messages are left.
+        UndeliveredError: The tuning is whole, but messages are left.
     """
     outbox = Outbox(run_id, directory)
     try:
@@ -208,7 +208,10 @@ def open_outbox(run_id: str, directory: Path) -> Iterator[Outbox]:
         except UndeliveredError as err:
             _log.warning("%s", err)  # the error that ended the step is the one to report
         raise
-    outbox.close(GRACE_S)
+    try:
+        outbox.close(GRACE_S)
+    except UndeliveredError as err:
+        raise UndeliveredError(f"the tuning is whole, but {err}") from err
 
 
 def leave_message(directory: Path, message: Message) -> None:

@@ -85,9 +85,10 @@ def tune(options: TuneOptions, observers: Sequence[TuningObserver] = ()) -> Tune
     Raises:
         AnsorMlflowError: The options are not usable, a server is away, or a task has no valid trial.
     """
-    options = resumed_options(options) if options.resume_run else options
+    given = options
+    options = resumed_options(given) if given.resume_run else given
     with (
-        step_run("tune", options, f"tune {options.network}", resume=options.resume_run) as run,
+        step_run("tune", given, f"tune {options.network}", resume=given.resume_run) as run,
         open_outbox(run.run_id, run.directory) as outbox,
         _log_file(run.directory / names.LOG_FILE),
     ):
