@@ -150,7 +150,7 @@ class Outbox:
         self._lock.release()
         if self._names:
             raise UndeliveredError(
-                f"{len(self._names)} messages to the run {self._run_id} are not delivered yet "
+                f"{len(self._names)} messages to the run {self._run_id} are undelivered "
                 f"({self._failure or 'no answer in time'}); they are in {self._folder}, beside the records; when the "
                 "server is back, run ansor-mlflow sync in this directory"
             )

@@ -223,17 +223,16 @@ def remove_directory(directory: Path) -> None:
 
 def _end_failed(run: StepRun, err: BaseException) -> None:
     """Marks a run FAILED or KILLED. The store may be what failed: then `sync` does it, where there is an outbox."""
-    is_whole = isinstance(err, UndeliveredError) and has_messages(run.directory)  # they say that it is FINISHED
-    status = "FINISHED" if is_whole else "KILLED" if isinstance(err, KeyboardInterrupt) else "FAILED"
+    status = "KILLED" if isinstance(err, KeyboardInterrupt) else "FAILED"
     try:
         try:
             Message(tags=_error_tags(err)).deliver(run.run_id, run.directory)
         finally:
-            mlflow.end_run(status)
+            mlflow.end_run(status)  # whatever MLflow knows of it, it is not the active run any more
     except Exception as second:  # noqa: BLE001 - the first error is the one to report
-        if is_whole:
-            return
         is_left = has_messages(run.directory)
+        if is_left and isinstance(err, UndeliveredError):
+            return  # the step did not fail: its messages, of which the error speaks, end the run
         later = "; ansor-mlflow sync does it when the server is back" if is_left else ""
         _log.warning("the run %s is not marked %s: %s%s", run.run_id, status, without_secrets(second), later)
         if is_left:
