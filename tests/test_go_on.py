@@ -18,7 +18,8 @@ from ansor_mlflow import names
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-NUM_TRIALS = 60
+NETWORK = "dense:16,64,64"
+NUM_TRIALS = 40
 
 
 @pytest.fixture
@@ -59,13 +60,11 @@ Interrupt = Callable[[Tuning], None]
 
 
 @pytest.mark.parametrize("interrupt", [press_ctrl_c, terminate])
-def test_a_tuning_that_is_interrupted(
-    small_onnx: Path, env: dict[str, str], short_path: Path, interrupt: Interrupt
-) -> None:
-    with tuning(small_onnx, short_path / "cwd", env, trials=NUM_TRIALS) as tuner:
-        tuner.wait_for_rounds(4)
+def test_a_tuning_that_is_interrupted(env: dict[str, str], short_path: Path, interrupt: Interrupt) -> None:
+    with tuning(NETWORK, short_path / "cwd", env, trials=NUM_TRIALS) as tuner:
+        tuner.wait_for_rounds(2)
         interrupt(tuner)
-        finished = tuner.wait(60)
+        finished = tuner.wait(180)
     assert finished.exit_code == 130
     *_, said, _, _ = finished.stderr.splitlines()
     assert said == "interrupted by the user"
@@ -79,13 +78,13 @@ def test_a_tuning_that_is_interrupted(
     assert run_of(run_id).data.metrics[names.TRIALS_MEASURED] == NUM_TRIALS
 
 
-def pipeline_command(network: Path) -> list[str]:
-    given = {**SMALL_ROUNDS, "network": network, "trials": NUM_TRIALS, "turns": 1, "signature": "binary"}
+def pipeline_command() -> list[str]:
+    given = {**SMALL_ROUNDS, "network": NETWORK, "trials": NUM_TRIALS, "turns": 1, "signature": "binary"}
     return [ANSOR_MLFLOW, "main", *flags(given)]
 
 
-def project_command(network: Path) -> list[str]:
-    given = {**SMALL_ROUNDS, "network": network, "trials": NUM_TRIALS, "turns": 1, "signature": "binary"}
+def project_command() -> list[str]:
+    given = {**SMALL_ROUNDS, "network": NETWORK, "trials": NUM_TRIALS, "turns": 1, "signature": "binary"}
     pairs = [word for name, value in given.items() for word in ("-P", f"{name}={value}")]
     return [MLFLOW, "run", ".", "--env-manager", "local", *pairs]
 
@@ -107,11 +106,10 @@ def copy_project(directory: Path) -> None:
     ids=["here", "checkout", "mlflow run"],
 )
 def test_a_pipeline_that_is_interrupted(
-    small_onnx: Path,
     env: dict[str, str],
     new_experiment: str,
     short_path: Path,
-    make_command: Callable[[Path], Sequence[str]],
+    make_command: Callable[[], Sequence[str]],
     in_project: bool,
     interrupt: Interrupt,
     exit_code: int,
@@ -120,10 +118,10 @@ def test_a_pipeline_that_is_interrupted(
     cwd = short_path / "cwd"
     if in_project:
         copy_project(cwd)
-    with tuning(small_onnx, cwd, env, command=make_command(small_onnx)) as tuner:
-        tuner.wait_for_rounds(4)
+    with tuning(NETWORK, cwd, env, command=make_command()) as tuner:
+        tuner.wait_for_rounds(2)
         interrupt(tuner)
-        finished = tuner.wait(60)
+        finished = tuner.wait(180)
         tuning_id = tuner.run_id
     assert finished.exit_code == exit_code, finished.stderr
     run_id, command = last_lines(finished)
@@ -142,13 +140,13 @@ def test_a_pipeline_that_is_interrupted(
     assert done.data.params["signature"] == "binary"
 
 
-def test_a_tuning_that_ends_with_an_error(small_onnx: Path, env: dict[str, str], short_path: Path) -> None:
+def test_a_tuning_that_ends_with_an_error(env: dict[str, str], short_path: Path) -> None:
     """Its pool turned out to be a file when the records were to be given to it."""
     cwd = short_path / "cwd"
-    with tuning(small_onnx, cwd, env, trials=20, record_pool="pool") as tuner:
+    with tuning(NETWORK, cwd, env, trials=20, record_pool="pool") as tuner:
         tuner.wait_for_rounds(1)
         (cwd / "pool").write_text("")
-        finished = tuner.wait(120)
+        finished = tuner.wait(180)
     assert finished.exit_code not in (0, 1), finished.stderr
     *_, error, _, _ = finished.stderr.splitlines()
     assert error.startswith("Error: ")

@@ -124,13 +124,15 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
         require_ended(resume, WORK_ROOT / resume)
     with translated_errors("start a run"):
         active = mlflow.active_run()
-        opened = mlflow.start_run(resume or None, run_name=run_name, nested=active is not None)
-    run = StepRun(opened.info.run_id, WORK_ROOT / opened.info.run_id)
+        info = mlflow.start_run(resume or None, run_name=run_name, nested=active is not None).info
+        is_child = active is not None or _has_parent(made_for_this)
+    run = StepRun(info.run_id, WORK_ROOT / info.run_id)
     outer = _open_runs.get(active.info.run_id) if active else None
-    with _named_in_errors(_Opened(run, step, options, opened, is_project=bool(made_for_this)), outer):
+    place = _Place(run, step, options, info.experiment_id, is_project=bool(made_for_this), is_child=is_child)
+    with _named_in_errors(place, outer):
         try:
-            _say_where(step, opened)
-            ensure_views(opened.info.experiment_id)
+            place.log()
+            ensure_views(info.experiment_id)
             run.directory.mkdir(parents=True, exist_ok=True)
             if resume:
                 forget_end(run.directory)
@@ -141,11 +143,11 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
                 run.log_options(options)
             yield run
         except BaseException as err:
+            if step == "tune" and run.has_records:
+                run.tuning = run.run_id
             if made_for_this not in ("", run.run_id):
                 fail_project_run(err)
             _end_failed(run, err)
-            if step == "tune" and run.has_records:
-                run.tuning = run.run_id
             if not run.has_records and not has_messages(run.directory):
                 remove_directory(run.directory)
             raise
@@ -155,32 +157,38 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
 
 
 @dataclass(frozen=True)
-class _Opened:
-    """What an error is told of the run that it ended."""
+class _Place:
+    """Where an open run is, for users."""
 
     run: StepRun
     step: str
     options: Options
-    opened: Run
-    """As MLflow opened it."""
+    experiment_id: str
     is_project: bool
-    """Whether `mlflow run` made it."""
+    """Whether `mlflow run` started this process."""
+    is_child: bool
+    """Whether there is a run above it, which has said where the UI is, and says how it goes on."""
+
+    def log(self) -> None:
+        """Logs the ID of the run, and where the UI shows it."""
+        if not self.is_child and (command := server_command()):
+            _log.info("start  %s", command)
+        address = ui_address(run_page(self.experiment_id, self.run.run_id))
+        _log.info("%s run %s  %s", self.step, self.run.run_id, address)
 
     def lines(self, err: BaseException) -> Iterator[str]:
-        """Which run it was, and the command with which its tuning goes on."""
+        """Which run an error ended, and the command with which its tuning goes on."""
         yield f"run    {self.run.run_id}"
-        is_child = self.is_project and _is_nested(self.opened)  # its pipeline says how that goes on
         is_whole = self.step == "tune" and isinstance(err, UndeliveredError)
-        if self.run.tuning and not is_child and not is_whole:
-            experiment_id = self.opened.info.experiment_id
-            project, command = resuming_lines(self.step, self.options, self.run.tuning, experiment_id)
+        if self.run.tuning and not is_whole and not (self.is_project and self.is_child):
+            project, command = resuming_lines(self.step, self.options, self.run.tuning, self.experiment_id)
             yield f"go on  {project if self.is_project else command}"
 
 
 @contextlib.contextmanager
-def _named_in_errors(opened: _Opened, outer: StepRun | None) -> Iterator[None]:
+def _named_in_errors(place: _Place, outer: StepRun | None) -> Iterator[None]:
     """Adds to an error inside which run it ended; of nested runs, the outer one, which is told of the tuning."""
-    run = opened.run
+    run = place.run
     _open_runs[run.run_id] = run
     try:
         yield
@@ -188,22 +196,15 @@ def _named_in_errors(opened: _Opened, outer: StepRun | None) -> Iterator[None]:
         if outer:
             outer.tuning = run.tuning or outer.tuning
         else:
-            add_note(err, "\n".join(opened.lines(err)))
+            add_note(err, "\n".join(place.lines(err)))
         raise
     finally:
         del _open_runs[run.run_id]
 
 
-def _is_nested(run: Run) -> bool:
-    return MLFLOW_PARENT_RUN_ID in run.data.tags
-
-
-def _say_where(step: str, run: Run) -> None:
-    """Logs the ID of a run that begins, and where the UI shows it."""
-    if not _is_nested(run) and (command := server_command()):
-        _log.info("start  %s", command)
-    page = run_page(run.info.experiment_id, run.info.run_id)
-    _log.info("%s run %s  %s", step, run.info.run_id, ui_address(page))
+def _has_parent(run_id: str) -> bool:
+    """Whether a run, if there is one, is nested in another."""
+    return bool(run_id) and MLFLOW_PARENT_RUN_ID in mlflow.get_run(run_id).data.tags
 
 
 def _point_to(run_id: str, step: str) -> None:

@@ -76,7 +76,7 @@ class Tuning:
 
 @contextmanager
 def tuning(
-    network: Path,
+    network: Path | str,
     cwd: Path,
     env: Mapping[str, str],
     *,
@@ -87,7 +87,7 @@ def tuning(
     """Starts a tuning, and ends what is left of it.
 
     Args:
-        network: ONNX file.
+        network: ONNX file, or the name of a network.
         cwd: Made for the command if it does not exist; also its TMPDIR, in `short_path`.
         env: Environment of the command.
         wrapper: A command that runs the one given to it as arguments.
