@@ -141,16 +141,15 @@ def test_a_pipeline_that_is_interrupted(
 
 
 def test_a_tuning_that_ends_with_an_error(env: dict[str, str], short_path: Path) -> None:
-    """Its pool turned out to be a file when the records were to be given to it."""
+    """Of any kind: its pool is a file when the records are to be given to it."""
     cwd = short_path / "cwd"
     with tuning(NETWORK, cwd, env, trials=20, record_pool="pool") as tuner:
         tuner.wait_for_rounds(1)
         (cwd / "pool").write_text("")
         finished = tuner.wait(180)
-    assert finished.exit_code not in (0, 1), finished.stderr
-    *_, error, _, _ = finished.stderr.splitlines()
-    assert error.startswith("Error: ")
+    assert finished.exit_code != 0
     run_id, command = last_lines(finished)
+    assert finished.stderr.splitlines()[-1] == f"go on  {command}"
     assert command == f"ansor-mlflow tune --resume-run {run_id}"
     assert run_of(run_id).info.status == "FAILED"
     (cwd / "pool").unlink()
