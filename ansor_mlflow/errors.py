@@ -18,6 +18,16 @@ def one_line(err: BaseException, limit: int = 300) -> str:
     return text if len(text) <= limit else text[:limit] + "…"
 
 
+def add_note(err: BaseException, note: str) -> None:
+    """Adds lines that are printed below an error, as `BaseException.add_note` of Python 3.11 does."""
+    err.__dict__.setdefault("__notes__", []).append(note)
+
+
+def notes_of(err: BaseException | None) -> list[str]:
+    """What `add_note` has added."""
+    return list(getattr(err, "__notes__", []))
+
+
 def first_line(err: BaseException) -> str:
     """The first line of an error's text; those of TVM go on with a stack."""
     return (str(err).strip().splitlines() or [type(err).__name__])[0]

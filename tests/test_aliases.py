@@ -69,7 +69,7 @@ def test_promotions_are_taken_back_one_after_the_other(client: mlflow.MlflowClie
     for before in ("2", "3", "1"):
         assert registry.undo_moves(NAME, CHAMPION)[CHAMPION].before == before
         assert registry.aliases_of(NAME) == {CHAMPION: before}
-    with pytest.raises(UserInputError, match="alias=champion: version 1 of resnet is its first; there is none before"):
+    with pytest.raises(UserInputError, match="alias=champion: no version of resnet had it before version 1, so"):
         registry.undo_moves(NAME, CHAMPION)
     assert registry.aliases_of(NAME) == {CHAMPION: "1"}
 
@@ -103,7 +103,7 @@ def test_without_an_alias_there_must_be_one_last_promotion(client: mlflow.Mlflow
 @pytest.mark.parametrize("alias", [CHAMPION, ""])
 def test_there_is_nothing_before_the_first_promotion(client: mlflow.MlflowClient, alias: str) -> None:
     promote("1", CHAMPION, OF_TARGET)
-    with pytest.raises(UserInputError, match="version 1 of resnet is its first; there is none before"):
+    with pytest.raises(UserInputError, match="before version 1, so there is none to go back to; nothing was moved"):
         registry.undo_moves(NAME, alias)
     assert registry.aliases_of(NAME) == {CHAMPION: "1", OF_TARGET: "1"}
 
@@ -133,9 +133,30 @@ def test_a_version_that_was_deleted_takes_no_alias_back(client: mlflow.MlflowCli
     promote("1", CHAMPION)
     promote("2", CHAMPION)
     client.delete_model_version(NAME, "1")
-    with pytest.raises(UserInputError, match=r"cannot move aliases of resnet: .*not found"):
+    with pytest.raises(UserInputError, match=r"go back to version 1 of resnet, which champion pointed to before: "):
         registry.undo_moves(NAME, CHAMPION)
     assert registry.aliases_of(NAME) == {CHAMPION: "2"}
+
+
+def test_an_alias_that_the_version_has_already_does_not_move(client: mlflow.MlflowClient) -> None:
+    promote("1", CHAMPION, OF_TARGET)
+    promote("2", OF_TARGET)
+    promote("2", CHAMPION, OF_TARGET, run_id="again")
+    undone = registry.undo_moves(NAME, CHAMPION)
+    assert undone == {CHAMPION: registry.Move("1", "2", "again")}
+    assert registry.aliases_of(NAME) == {CHAMPION: "1", OF_TARGET: "2"}
+    registry.undo_moves(NAME, OF_TARGET)
+    assert registry.aliases_of(NAME) == {CHAMPION: "1", OF_TARGET: "1"}
+
+
+def test_a_noted_move_from_a_version_to_itself_is_none(client: mlflow.MlflowClient) -> None:
+    promote("1", CHAMPION)
+    promote("2", CHAMPION)
+    key = f"{names.MOVES_PREFIX}{CHAMPION}"
+    noted = client.get_registered_model(NAME).tags[key]
+    client.set_registered_model_tag(NAME, key, f"{noted} {registry.Move('2', '2', 'again')}")
+    assert registry.undo_moves(NAME, CHAMPION) == {CHAMPION: registry.Move("1", "2", "run2")}
+    assert registry.aliases_of(NAME) == {CHAMPION: "1"}
 
 
 def test_the_memory_of_an_alias_has_an_end(client: mlflow.MlflowClient) -> None:

@@ -55,11 +55,15 @@ RunCommand = Callable[..., Failed]
 
 
 def assert_failed(failed: Failed, exit_code: int, message: str) -> None:
-    """Asserts all that holds for every failure: its line, its exit code, its run, and that no records are about."""
+    """Asserts all that holds for every failure: its line, its exit code, its run, and that no records are about.
+
+    The line is the last one, but for the ID of a run that the command opened.
+    """
     finished, run = failed.finished, failed.run
     assert finished.exit_code == exit_code, finished.stderr
     (error,) = finished.errors
-    assert error == finished.stderr.splitlines()[-1]
+    lines = finished.stderr.splitlines()
+    assert lines[lines.index(error) + 1 :] in ([], [f"run    {run.info.run_id}"] if run else [])
     assert re.search(message, error), error
     assert "Traceback" not in finished.stdout + finished.stderr
     assert not [path for path in failed.cwd.glob(".ansor/**/database_*.json") if path.stat().st_size]
@@ -67,6 +71,13 @@ def assert_failed(failed: Failed, exit_code: int, message: str) -> None:
         assert run.info.status == "FAILED"
         assert run.data.tags[names.TAG_ERROR] == error.removeprefix("Error: ")
         assert run.data.tags[names.TAG_EXIT_CODE] == str(exit_code)
+
+
+def assert_nothing_else_is_said(failed: Failed) -> None:
+    """But for where the run is, at its beginning and at its end."""
+    where = ("start  ", "tune run ", "run    ")
+    said = [line for line in failed.finished.stderr.splitlines() if not line.startswith(where)]
+    assert said == failed.finished.errors
 
 
 @pytest.fixture
@@ -456,7 +467,7 @@ def test_artifact_store_that_refuses_files(
         failed, MACHINE, f"the S3 artifact store answered: .*{message}.*; check the bucket, AWS_ACCESS_KEY_ID"
     )
     assert failed.run is not None
-    assert len(failed.finished.stderr.splitlines()) == 1
+    assert_nothing_else_is_said(failed)
     assert "tuning small" not in failed.finished.stderr
     shown = json.dumps([failed.run.to_dictionary(), failed.finished.stdout, failed.finished.stderr])
     assert not [secret for secret in (SECRET_KEY, secret_key, ACCESS_KEY) if secret in shown]

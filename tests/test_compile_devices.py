@@ -133,7 +133,8 @@ def test_several_tuning_runs_make_one_model(
 
 def refusal(run_here: RunCommand, capsys: pytest.CaptureFixture[str], *args: str, exit_code: int = 2) -> str:
     assert run_here("compile", *args) == exit_code
-    return capsys.readouterr().err.splitlines()[-1]
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
+    return error
 
 
 def test_runs_of_other_networks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pty
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from rich.console import Console
 from rich.live import Live
 
-from ansor_mlflow.cli.progress import ProgressDisplay, TuningView
+from ansor_mlflow.cli.progress import ProgressDisplay, TuningView, _log_through
 from ansor_mlflow.trials import (
     Durations,
     StopReason,
@@ -256,3 +257,12 @@ def test_log_lines_go_above_the_display() -> None:
     before, after = shown.split("a line of the log")
     assert "0/8 trials" in before
     assert "0/8 trials" in after
+
+
+def test_a_long_line_of_the_log_is_left_to_the_terminal() -> None:
+    """An address that is broken cannot be copied."""
+    screen, log = io.StringIO(), logging.getLogger("ansor_mlflow")
+    address = "https://mlflow.example.com/[team]/#/experiments/1/runs/" + "0" * 32
+    with _log_through(console_of(screen, width=40)):
+        log.warning("tune run %s", address)
+    assert screen.getvalue() == f"tune run {address}\n"

@@ -38,6 +38,7 @@ from ansor_mlflow.steps.promotion import contest
 from ansor_mlflow.steps.promotion.contest import Contender
 from ansor_mlflow.steps.promotion.decision import Promotion, PromotionOutcome
 from ansor_mlflow.steps.promotion.promote import host_of, promote, target_alias
+from ansor_mlflow.steps.promotion.rollback import roll_back
 from ansor_mlflow.tracking import registry
 from ansor_mlflow.tracking.run import StepRun
 
@@ -557,6 +558,69 @@ def test_a_rollback_takes_nothing_of_a_comparison(
     assert run_here("promote", "--model", NAME, "--alias", "champion", "--rollback", *given) == 2
     message = "measures nothing; leave one of them out"
     assert message in capsys.readouterr().err
+
+
+def promotion_tags(client: mlflow.MlflowClient) -> dict[str, str]:
+    """What is said about each version that a promotion or a rollback has changed."""
+    tags = {version: client.get_model_version(NAME, version).tags for version in (FAST, SLOW, EQUAL)}
+    return {version: found[names.TAG_PROMOTION] for version, found in tags.items() if names.TAG_PROMOTION in found}
+
+
+def roll_back_here(alias: str = "champion") -> None:
+    roll_back(PromoteOptions(model=NAME, alias=alias, rollback=True))
+
+
+def test_the_tags_after_a_rollback_are_true(
+    client: mlflow.MlflowClient, of_target: str, set_times: SetTimes, experiment_id: str
+) -> None:
+    set_times({FAST: 10.0, SLOW: 8.0, EQUAL: 6.0})
+    decide(FAST, alias="champion")
+    decide(SLOW, alias="champion")
+    roll_back_here()
+    assert promotion_tags(client) == {FAST: "no_champion", SLOW: "rolled_back"}
+    runs = mlflow.search_runs(output_format="list")
+    with pytest.raises(UserInputError, match=r"no version of contested had it before version 1, .* nothing was moved"):
+        roll_back_here()
+    assert len(mlflow.search_runs(output_format="list")) == len(runs)
+    assert registry.aliases_of(NAME) == {"champion": FAST, of_target: FAST}
+    assert promotion_tags(client) == {FAST: "no_champion", SLOW: "rolled_back"}
+    decide(SLOW, alias="champion")
+    assert promotion_tags(client) == {FAST: "no_champion", SLOW: "promoted"}
+    roll_back_here()
+    assert promotion_tags(client) == {FAST: "no_champion", SLOW: "rolled_back"}
+
+
+def test_a_version_that_has_an_alias_again_is_not_rolled_back(
+    client: mlflow.MlflowClient, of_target: str, set_times: SetTimes
+) -> None:
+    set_times({FAST: 10.0, SLOW: 8.0, EQUAL: 6.0})
+    decide(FAST, alias="champion")
+    decide(SLOW, alias="champion")
+    decide(EQUAL)  # takes the alias of the target alone
+    roll_back_here()
+    assert registry.aliases_of(NAME) == {"champion": FAST, of_target: EQUAL}
+    assert promotion_tags(client) == {FAST: "no_champion", SLOW: "rolled_back", EQUAL: "promoted"}
+    roll_back_here(of_target)
+    assert registry.aliases_of(NAME) == {"champion": FAST, of_target: SLOW}
+    assert promotion_tags(client) == {FAST: "no_champion", EQUAL: "rolled_back"}
+    assert names.TAG_PROMOTION_RUN not in client.get_model_version(NAME, SLOW).tags
+
+
+def test_an_alias_that_the_winner_had_already_stays(
+    client: mlflow.MlflowClient, of_target: str, set_times: SetTimes, run_here: RunCommand, capsys: Any
+) -> None:
+    """It had the alias of the target before it got the other one, which was of another version."""
+    set_champion(client, FAST, of_target)
+    set_champion(client, SLOW, "champion")
+    set_times({FAST: 6.0, SLOW: 10.0})
+    assert decide(FAST, alias="champion").outcome is PromotionOutcome.PROMOTED
+    with pytest.raises(UserInputError, match="no promotion moved an alias"):
+        roll_back_here(of_target)
+    capsys.readouterr()
+    assert run_here("promote", "--model", NAME, "--alias", "champion", "--rollback") == 0
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first == "champion of contested points to version 2 again, it pointed to version 1"
+    assert registry.aliases_of(NAME) == {"champion": SLOW, of_target: FAST}
 
 
 def test_the_documented_commands(

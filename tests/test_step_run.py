@@ -1,16 +1,22 @@
-"""The run of a step says how the step ended, whoever calls it."""
+"""The run of a step says where it is and how the step ended, whoever calls it."""
 
 from __future__ import annotations
 
+import logging
+import re
 from pathlib import Path
 
 import mlflow
 import pytest
+from helpers.servers import free_port
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError
-from ansor_mlflow.options import EvaluateOptions
+from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError, notes_of
+from ansor_mlflow.options import EvaluateOptions, Options, PipelineOptions, TuneOptions
+from ansor_mlflow.steps.sync import sync
 from ansor_mlflow.tracking.error_translation import translated_errors
+from ansor_mlflow.tracking.outbox import Message, UndeliveredError, open_outbox
+from ansor_mlflow.tracking.report.addresses import ui_address
 from ansor_mlflow.tracking.run import StepRun, step_run
 
 OPTIONS = EvaluateOptions(model_uri="models:/small/1")
@@ -88,3 +94,149 @@ def test_failure_without_records_leaves_nothing_on_disk(tmp_path: Path) -> None:
         1 / 0  # noqa: B018
     assert mlflow.get_run(run.run_id).data.tags[names.TAG_ERROR] == "ZeroDivisionError: division by zero"
     assert list(tmp_path.iterdir()) == []
+
+
+# -- where it is -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_begins_says_its_id_and_its_address(caplog: pytest.LogCaptureFixture, experiment_id: str) -> None:
+    """After the command for a server, which the outer one of nested runs says for all."""
+    caplog.set_level(logging.INFO, "ansor_mlflow")
+    with step_run("main", PipelineOptions(), "outer") as outer, step_run("evaluate", OPTIONS, "inner") as inner:
+        pass
+    start, first, second = caplog.messages
+    assert start == f"start  mlflow server --backend-store-uri '{mlflow.get_tracking_uri()}'"
+    address = f"http://127.0.0.1:5000/#/experiments/{experiment_id}/runs"
+    assert first == f"main run {outer.run_id}  {address}/{outer.run_id}"
+    assert second == f"evaluate run {inner.run_id}  {address}/{inner.run_id}"
+
+
+def test_an_address_is_that_of_the_server_without_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://bob:hunter2@mlflow.example.com:5000/team/")
+    assert ui_address("experiments/1") == "https://mlflow.example.com:5000/team/#/experiments/1"
+
+
+def fail(step: str, options: Options, error: BaseException, *, with_records: bool = True) -> tuple[StepRun, list[str]]:
+    """Opens a run that ends with an error; returns it, and the lines below the error."""
+    try:
+        with step_run(step, options, step) as run:
+            if with_records:
+                record_a_trial(run)
+            raise error
+    except type(error) as raised:
+        return run, [line for note in notes_of(raised) for line in note.splitlines()]
+
+
+@pytest.mark.parametrize("error", [RecordsError("damaged"), KeyboardInterrupt(), ZeroDivisionError()])
+def test_an_error_says_which_tuning_goes_on_and_how(error: BaseException) -> None:
+    run, lines = fail("tune", TuneOptions(network="resnet-34", trials=640), error)
+    assert lines == [f"run    {run.run_id}", f"go on  ansor-mlflow tune --resume-run {run.run_id}"]
+
+
+def test_only_a_tuning_with_records_goes_on() -> None:
+    tuning, lines = fail("tune", TuneOptions(), RecordsError("damaged"), with_records=False)
+    assert lines == [f"run    {tuning.run_id}"]
+    run, lines = fail("evaluate", OPTIONS, RecordsError("damaged"))
+    assert lines == [f"run    {run.run_id}"]
+
+
+def test_a_tuning_that_had_gone_on_with_other_parameters_goes_on_with_them() -> None:
+    """Its run has those that it was started with."""
+    run, lines = fail("tune", TuneOptions(resume_run="0" * 32, trials=2000), KeyboardInterrupt())
+    assert lines[1] == f"go on  ansor-mlflow tune --trials 2000 --resume-run {run.run_id}"
+
+
+def test_a_pipeline_goes_on_with_its_tuning_and_with_what_a_tuning_does_not_know() -> None:
+    options = PipelineOptions(network="resnet-34", trials=640, turns=1, seed=3, register_as="it's", promote=True)
+    tunings: list[str] = []
+
+    def interrupted_pipeline() -> None:
+        with step_run("main", options, "main"):
+            tuning, lines = fail("tune", TuneOptions(), KeyboardInterrupt())
+            assert lines == []  # it is the pipeline that says it
+            tunings.append(tuning.run_id)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        interrupted_pipeline()
+    (note,) = notes_of(raised.value)
+    first, second = note.splitlines()
+    assert re.fullmatch(r"run    \w{32}", first)
+    assert first.split()[1] != tunings[0]
+    assert second.startswith("go on  ansor-mlflow main ")
+    assert set(second.removeprefix("go on  ansor-mlflow main --").split(" --")) == {
+        "seed 3",
+        "turns 1",
+        """register-as 'it'"'"'s'""",
+        "promote true",
+        f"resume-run {tunings[0]}",
+    }
+
+
+def test_what_mlflow_run_has_started_goes_on_in_the_same_way(
+    monkeypatch: pytest.MonkeyPatch, experiment_id: str
+) -> None:
+    made = mlflow.MlflowClient().create_run(experiment_id).info.run_id
+    monkeypatch.setenv("MLFLOW_RUN_ID", made)
+    run, lines = fail("tune", TuneOptions(), KeyboardInterrupt())
+    assert run.run_id == made
+    command = f"mlflow run . --env-manager local --experiment-id {experiment_id} -e tune -P resume_run={made}"
+    assert lines == [f"run    {made}", f"go on  {command}"]
+
+
+def test_a_step_of_a_pipeline_leaves_it_to_the_pipeline_how_that_goes_on(
+    monkeypatch: pytest.MonkeyPatch, experiment_id: str
+) -> None:
+    tags = {"mlflow.parentRunId": "0" * 32}
+    made = mlflow.MlflowClient().create_run(experiment_id, tags=tags).info.run_id
+    monkeypatch.setenv("MLFLOW_RUN_ID", made)
+    _, lines = fail("tune", TuneOptions(), KeyboardInterrupt())
+    assert lines == [f"run    {made}"]
+
+
+# -- a server that is away at the end ----------------------------------------------------------------------------------
+
+
+def tune_while_the_server_goes_away(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None) -> StepRun:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr("ansor_mlflow.tracking.outbox.GRACE_S", 0.5)
+    monkeypatch.setattr("ansor_mlflow.tracking.outbox.GRACE_AFTER_ERROR_S", 0.5)
+    with step_run("tune", TuneOptions(), "tune") as run, open_outbox(run.run_id, run.directory) as outbox:
+        record_a_trial(run)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{free_port()}")
+        outbox.put(Message(status="FINISHED"))
+        if error:
+            raise error
+    return run
+
+
+def test_a_tuning_that_is_whole_is_not_said_to_have_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    message = (
+        r"^the tuning is whole, but 1 messages to the run \w+ are undelivered .* run ansor-mlflow sync in this dir"
+    )
+    with pytest.raises(UndeliveredError, match=message) as raised:
+        tune_while_the_server_goes_away(monkeypatch)
+    assert not [line for line in caplog.messages if "FAILED" in line or "marked" in line]
+    (note,) = notes_of(raised.value)
+    assert note.startswith("run    ")
+    assert "go on" not in note  # it has ended; what is left is to be delivered
+    assert mlflow.active_run() is None
+
+
+def test_a_tuning_that_failed_while_the_server_was_away_is_marked_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    uri = mlflow.get_tracking_uri()
+    with pytest.raises(KeyboardInterrupt) as raised:
+        tune_while_the_server_goes_away(monkeypatch, KeyboardInterrupt())
+    run, go_on = (line.split()[-1] for line in notes_of(raised.value)[0].splitlines())
+    assert run == go_on
+    warning = caplog.messages[-1]
+    assert warning.startswith(f"the run {run} is not marked KILLED: ")
+    assert warning.endswith("; ansor-mlflow sync does it when the server is back")
+    assert mlflow.active_run() is None
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    assert [delivered.run_id for delivered in sync()] == [run]
+    assert mlflow.get_run(run).info.status == "KILLED"

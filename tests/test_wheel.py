@@ -95,11 +95,11 @@ def test_from_the_wheel_to_answers(installed: Installed) -> None:
 
     network = {"network": "dense:1,32,32"}
     tuned = installed.run("ansor-mlflow", "tune", *flags({**FAST, **network, "cost_model": "none", "trials": 4}))
-    (run_id,) = re.findall(r"^tuning run (\w+)$", tuned.stdout, re.M)
+    (run_id,) = re.findall(r"^run    (\w+)$", tuned.stdout, re.M)
     (report,) = installed.directory.rglob("report.html")
     assert run_id in report.parts
     compiled = installed.run("ansor-mlflow", "compile", *flags({**network, "tune_run": run_id}))
-    (model_uri,) = re.findall(r"^model (models:/m-\w+) ", compiled.stdout, re.M)
+    (model_uri,) = re.findall(r"^model  (models:/m-\w+)$", compiled.stdout, re.M)
     installed.run("ansor-mlflow", "evaluate", *flags({"model_uri": model_uri, "turns": 1}))
 
     port = free_port()

@@ -19,7 +19,7 @@ import click
 from ansor_mlflow.cli.command import COMMANDS, command
 from ansor_mlflow.cli.json_file import STANDARD_OUTPUT, report
 from ansor_mlflow.cli.s3 import suit_other_s3_servers
-from ansor_mlflow.errors import AnsorMlflowError, UserInputError
+from ansor_mlflow.errors import AnsorMlflowError, UserInputError, notes_of
 from ansor_mlflow.options import (
     CompileOptions,
     DiffOptions,
@@ -52,13 +52,13 @@ def cli() -> None:
 def pipeline(options: PipelineOptions) -> None:
     """Tune, compile, evaluate and, with --register-as, register a network; with --promote, promote it.
 
-    In a folder with an MLproject file each step is an entry point of it, in a process of its own.
+    In a folder whose MLproject file has these steps as entry points, each is run as one, in a process of its own.
     """
     from ansor_mlflow.cli.printing.summary import print_pipeline
     from ansor_mlflow.cli.progress import progress_observers
-    from ansor_mlflow.steps.pipeline import run_pipeline
+    from ansor_mlflow.steps.pipeline import has_our_entry_points, run_pipeline
 
-    if Path("MLproject").is_file():
+    if has_our_entry_points(Path.cwd()):
         print_pipeline(run_pipeline(options, Path.cwd()))
         return
     with progress_observers() as observers:
@@ -69,31 +69,31 @@ def pipeline(options: PipelineOptions) -> None:
 @command(cli, "tune")
 def tune(options: TuneOptions) -> None:
     """Search the best schedule for every task of a network."""
+    from ansor_mlflow.cli.printing.summary import print_tuned
     from ansor_mlflow.cli.progress import progress_observers
     from ansor_mlflow.steps.tuning import tune as tune_step
 
     with progress_observers() as observers:
         result = tune_step(options, observers)
-    click.echo(f"tuning run {result.run_id}")
+    print_tuned(result)
 
 
 @command(cli, "compile")
 def compile_(options: CompileOptions) -> None:
     """Build a network with tuning records and log it as a model."""
+    from ansor_mlflow.cli.printing.summary import print_compiled
     from ansor_mlflow.steps.compiling import compile_network
 
-    result = compile_network(options)
-    tasks, flops = result.coverage.task_share, result.coverage.flops_share
-    click.echo(f"model {result.model_uri}  coverage {tasks:.0%} of tasks, {flops:.1%} of operations")
+    print_compiled(compile_network(options))
 
 
 @command(cli, "evaluate")
 def evaluate(options: EvaluateOptions) -> None:
     """Check a model against ONNX Runtime and measure its latency."""
-    from ansor_mlflow.cli.printing.summary import print_latencies
+    from ansor_mlflow.cli.printing.summary import print_evaluated
     from ansor_mlflow.steps.evaluate import evaluate as evaluate_step
 
-    print_latencies(evaluate_step(options).metrics)
+    print_evaluated(evaluate_step(options))
 
 
 @command(cli, "promote")
@@ -318,10 +318,13 @@ def main(args: Sequence[str] | None = None) -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a run is told how it ended
     _set_up_logging()
     _shorten_mlflow_retries()
+    _keep_mlflow_quiet()
     suit_other_s3_servers()
     try:
         cli.main(args=args, prog_name="ansor-mlflow", standalone_mode=False)
-    except click.Abort:
+    except click.Abort as err:
+        click.echo("interrupted by the user", err=True)
+        _say_where(err.__cause__)
         sys.exit(130)
     except click.exceptions.Exit as err:
         sys.exit(err.exit_code)
@@ -332,13 +335,19 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _fail(err: AnsorMlflowError) -> Any:
-    """Prints one line, tells the run that `mlflow run` opened, and exits."""
+    """Prints one line, and what its run is if there is one; tells the run that `mlflow run` opened, and exits."""
     click.echo(f"Error: {err}", err=True)
+    _say_where(err)
     if os.environ.get("MLFLOW_RUN_ID"):
         from ansor_mlflow.tracking import fail_project_run
 
         fail_project_run(err)
     sys.exit(err.exit_code)
+
+
+def _say_where(err: BaseException | None) -> None:
+    for note in notes_of(err):
+        click.echo(note, err=True)
 
 
 def _set_up_logging() -> None:
@@ -348,6 +357,11 @@ def _set_up_logging() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
         log.addHandler(handler)
+
+
+def _keep_mlflow_quiet() -> None:
+    """A run's address is printed when it begins; MLflow prints it again at the end, with a password in the URI."""
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 
 
 def _shorten_mlflow_retries() -> None:

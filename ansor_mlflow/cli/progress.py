@@ -15,7 +15,6 @@ from typing import Literal
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.jupyter import JupyterMixin
 from rich.live import Live
-from rich.logging import RichHandler
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment
 from rich.table import Table
@@ -186,12 +185,23 @@ def progress_observers() -> Iterator[Sequence[TuningObserver]]:
         yield [ProgressDisplay(lambda view, is_due: live.update(view, refresh=is_due))]
 
 
+class _ConsoleHandler(logging.Handler):
+    """Prints messages as they are. Where a line breaks is left to the terminal: addresses and commands are copied."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def _log_through(console: Console) -> Iterator[None]:
     """Prints log lines above the display instead of through it."""
     log = logging.getLogger("ansor_mlflow")
     replaced = list(log.handlers)
-    log.handlers = [RichHandler(console=console, show_level=False, show_path=False, show_time=False)]
+    log.handlers = [_ConsoleHandler(console)]
     try:
         yield
     finally:

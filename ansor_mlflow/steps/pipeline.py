@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import mlflow
+import yaml
 from mlflow.entities import Run
 from mlflow.exceptions import ExecutionException
 
@@ -27,8 +29,9 @@ from ansor_mlflow.steps.compiling import compile_network
 from ansor_mlflow.steps.doctor import warn_of_the_machine
 from ansor_mlflow.steps.evaluate import evaluate
 from ansor_mlflow.steps.promotion import Promotion, promote
-from ansor_mlflow.steps.tuning import checked_options, tune
+from ansor_mlflow.steps.tuning import resolved_options, tune
 from ansor_mlflow.tracking import (
+    WORK_ROOT,
     StepRun,
     command_lines,
     html_table,
@@ -42,6 +45,7 @@ from ansor_mlflow.trials import TuningObserver
 
 _log = logging.getLogger("ansor_mlflow")
 
+_ENTRY_POINTS: dict[str, type[Options]] = {"tune": TuneOptions, "compile": CompileOptions, "evaluate": EvaluateOptions}
 _FROM_COMPILE = (names.COVERAGE_TASKS, names.COVERAGE_FLOPS)
 
 
@@ -70,6 +74,18 @@ class PipelineResult:
         return html_table(f"{self.network} for {self.target}", [*summary_rows(self.metrics), *made])
 
 
+def has_our_entry_points(directory: Path) -> bool:
+    """Whether a directory has an `MLproject` file with the entry points, and their parameters, that `main` runs."""
+    try:
+        project = yaml.safe_load((directory / "MLproject").read_text(encoding="utf-8"))
+        return all(
+            cls.model_fields.keys() <= project["entry_points"][name]["parameters"].keys()
+            for name, cls in _ENTRY_POINTS.items()
+        )
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, LookupError, TypeError, AttributeError):
+        return False  # there is none, or it is of something else
+
+
 RunStep = Callable[[str, Mapping[str, str]], Run]
 """Runs an entry point with its parameters as a child run, and returns the finished run."""
 
@@ -91,16 +107,18 @@ def run_pipeline(
     """
     if options.promote and not options.register_as:
         raise UserInputError("promote=true: only a registered model has a champion; give register_as, too")
-    checked_options(load_options(TuneOptions, _only(options, TuneOptions)))
+    resolved_options(load_options(TuneOptions, _only(options, TuneOptions)))
     warn_of_the_machine(options)
     commands = command_lines("main", options)
     with step_run("main", options, options.network) as run:
         run_step: RunStep = partial(_run_entry_point, run, project) if project else partial(_run_here, observers)
         run.log_note(pipeline_note(options.network, commands))
+        run.tuning = options.resume_run
         tuned = run_step("tune", _only(options, TuneOptions))
         if options.resume_run:
             with translated_errors("read the run that went on"):
                 tuned = mlflow.get_run(options.resume_run)
+        run.tuning = tuned.info.run_id
         tags = {key: tuned.data.tags[key] for key in (names.TAG_NETWORK, names.TAG_TARGET, names.TAG_NUM_THREADS)}
         run.log_tags({**tags, "mlflow.runName": tuned.data.tags["mlflow.runName"].removeprefix("tune ")})
         compiled = run_step("compile", {**_only(options, CompileOptions), "tune_run": tuned.info.run_id})
@@ -176,11 +194,22 @@ def _run_entry_point(parent: StepRun, project: Path, entry_point: str, parameter
                 env_manager="local",
             )
             return mlflow.get_run(submitted.run_id)
+    except KeyboardInterrupt:
+        with contextlib.suppress(AnsorMlflowError):  # the server may be away
+            _note_tuning(parent, entry_point, _last_child(parent))
+        raise
     except ExecutionException as err:
         failed = _last_child(parent)
+        _note_tuning(parent, entry_point, failed)
         message = failed.data.tags.get(names.TAG_ERROR, str(err)) if failed else str(err)
         exit_code = int(failed.data.tags.get(names.TAG_EXIT_CODE, "1")) if failed else 1
         raise error_for_exit_code(exit_code, f"{entry_point}: {message}") from err
+
+
+def _note_tuning(parent: StepRun, entry_point: str, child: Run | None) -> None:
+    """Says in the run of the pipeline which tuning can go on, if it is this child, which worked in this directory."""
+    if entry_point == "tune" and child and StepRun(child.info.run_id, WORK_ROOT / child.info.run_id).has_records:
+        parent.tuning = child.info.run_id
 
 
 def _last_child(parent: StepRun) -> Run | None:

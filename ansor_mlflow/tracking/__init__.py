@@ -23,9 +23,12 @@ from ansor_mlflow.tracking.registry import (
     move_aliases,
     register,
     registered_versions,
+    require_undoable,
     tag_version,
+    tags_of_version,
     undo_moves,
 )
+from ansor_mlflow.tracking.report.addresses import run_page, ui_lines
 from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.tracking.report.note import command_lines, pipeline_note, tuning_note
 from ansor_mlflow.tracking.report.pages import html_table, render_page

@@ -202,7 +202,7 @@ def open_outbox(run_id: str, directory: Path) -> Iterator[Outbox]:
     """An outbox that is closed at the end, and given the time that a server takes to come back.
 
     Raises:
-        UndeliveredError: Nothing else failed, but messages are left.
+        UndeliveredError: The tuning is whole, but messages are left.
     """
     outbox = Outbox(run_id, directory)
     try:
@@ -213,7 +213,10 @@ def open_outbox(run_id: str, directory: Path) -> Iterator[Outbox]:
         except UndeliveredError as err:
             _log.warning("%s", err)  # the error that ended the step is the one to report
         raise
-    outbox.close(GRACE_S)
+    try:
+        outbox.close(GRACE_S)
+    except UndeliveredError as err:
+        raise UndeliveredError(f"the tuning is whole, but {err}") from err
 
 
 def leave_message(directory: Path, message: Message) -> None:

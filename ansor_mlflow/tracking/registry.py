@@ -96,8 +96,18 @@ class Move:
         return f"{self.before}>{self.after}@{self.run_id}"
 
 
+def tags_of_version(name: str, version: str) -> dict[str, str]:
+    """The tags of a version.
+
+    Raises:
+        UserInputError: There is no such version.
+    """
+    with translated_errors(f"read version {version} of {name}"):
+        return dict(mlflow.MlflowClient().get_model_version(name, version).tags)
+
+
 def move_aliases(name: str, version: str, seen: Mapping[str, str], run_id: str) -> None:
-    """Lets aliases point to a version, and remembers where they pointed to.
+    """Lets aliases point to a version, and remembers where those that move pointed to.
 
     The registry cannot compare and set: another promotion may come in between reading and setting, which takes
     milliseconds, but not while the models are measured, which takes minutes.
@@ -118,10 +128,11 @@ def move_aliases(name: str, version: str, seen: Mapping[str, str], run_id: str) 
                 f"{alias} of {name} pointed to {_called(before)} when the comparison began and points to "
                 f"{_called(now.get(alias, ''))} now; nothing was moved, promote again"
             )
-    moves = _moves(name, seen)
+    moving = {alias: before for alias, before in seen.items() if before != version}
+    moves = _moves(name, moving)
     with translated_errors(f"move aliases of {name}"):
         client = mlflow.MlflowClient()
-        for alias, before in seen.items():
+        for alias, before in moving.items():
             _remember(name, alias, [*moves[alias], Move(before, version, run_id)])
             client.set_registered_model_alias(name, alias, version)
 
@@ -137,8 +148,32 @@ def undo_moves(name: str, alias: str) -> dict[str, Move]:
         What was taken back, by alias. An alias that this promotion made is removed again, but for `alias` itself.
 
     Raises:
-        UserInputError: No promotion moved the alias where it points to, or it was the first one.
+        UserInputError: As `require_undoable`.
     """
+    moves = _undoable(name, alias)
+    with translated_errors(f"move aliases of {name}"):
+        client = mlflow.MlflowClient()
+        for moved, (*earlier, last) in moves.items():
+            if last.before:
+                client.set_registered_model_alias(name, moved, last.before)
+            else:
+                client.delete_registered_model_alias(name, moved)
+            _remember(name, moved, earlier)
+    return {moved: found[-1] for moved, found in moves.items()}
+
+
+def require_undoable(name: str, alias: str) -> None:
+    """Checks that there is a promotion that `undo_moves` can take back.
+
+    Raises:
+        UserInputError: No promotion moved the alias where it points to, there was no such alias before, or the version
+            that it pointed to is deleted.
+    """
+    _undoable(name, alias)
+
+
+def _undoable(name: str, alias: str) -> dict[str, list[Move]]:
+    """The moves of the aliases that one promotion moved last, up to that promotion."""
     now = aliases_of(name)
     moves = {moved: _until(found, now[moved]) for moved, found in _moves(name, now).items()}
     last = {moved: found[-1] for moved, found in moves.items() if found}
@@ -152,19 +187,15 @@ def undo_moves(name: str, alias: str) -> dict[str, Move]:
             "MlflowClient().set_registered_model_alias"
         )
     if not last[alias].before:
-        raise UserInputError(f"alias={alias}: version {last[alias].after} of {name} is its first; there is none before")
-    undone = {moved: move for moved, move in last.items() if move.run_id == last[alias].run_id}
-    with translated_errors(f"move aliases of {name}"):
-        client = mlflow.MlflowClient()
-        for move in undone.values():
-            if move.before:
-                client.get_model_version(name, move.before)  # it may be deleted: then nothing moves
-        for moved, move in undone.items():
-            if move.before:
-                client.set_registered_model_alias(name, moved, move.before)
-            else:
-                client.delete_registered_model_alias(name, moved)
-            _remember(name, moved, moves[moved][:-1])
+        raise UserInputError(
+            f"alias={alias}: no version of {name} had it before version {last[alias].after}, so there is none to go "
+            "back to; nothing was moved"
+        )
+    undone = {moved: moves[moved] for moved, move in last.items() if move.run_id == last[alias].run_id}
+    for moved, (*_, move) in undone.items():
+        if move.before:
+            with translated_errors(f"go back to version {move.before} of {name}, which {moved} pointed to before"):
+                mlflow.MlflowClient().get_model_version(name, move.before)  # it may be deleted
     return undone
 
 
@@ -177,7 +208,9 @@ def _moves(name: str, aliases: Iterable[str]) -> dict[str, list[Move]]:
     with translated_errors(f"read the registered model {name}"):
         tags = mlflow.MlflowClient().get_registered_model(name).tags
     texts = {alias: tags.get(f"{names.MOVES_PREFIX}{alias}", "") for alias in aliases}
-    return {alias: [Move(**match.groupdict()) for match in _MOVE.finditer(text)] for alias, text in texts.items()}
+    moves = {alias: [Move(**match.groupdict()) for match in _MOVE.finditer(text)] for alias, text in texts.items()}
+    # a tag may hold moves from a version to itself: there is nothing to take back
+    return {alias: [move for move in found if move.before != move.after] for alias, found in moves.items()}
 
 
 def _remember(name: str, alias: str, moves: list[Move]) -> None:

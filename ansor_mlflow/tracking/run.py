@@ -13,10 +13,10 @@ from pathlib import Path
 
 import mlflow
 from mlflow.entities import Param, Run, RunTag
-from mlflow.utils.mlflow_tags import MLFLOW_PROJECT_ENTRY_POINT
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_PROJECT_ENTRY_POINT
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import AnsorMlflowError, without_credentials
+from ansor_mlflow.errors import AnsorMlflowError, add_note, without_credentials
 from ansor_mlflow.options import Options, as_text
 from ansor_mlflow.records import RecordPair
 from ansor_mlflow.tracking.error_translation import translated_errors, without_secrets
@@ -29,6 +29,8 @@ from ansor_mlflow.tracking.outbox import (
     require_ended,
     rounded,
 )
+from ansor_mlflow.tracking.report.addresses import run_page, server_command, ui_address
+from ansor_mlflow.tracking.report.note import resuming_lines
 from ansor_mlflow.tracking.views import ensure_views
 
 WORK_ROOT = Path(".ansor")
@@ -36,15 +38,19 @@ WORK_ROOT = Path(".ansor")
 
 _log = logging.getLogger("ansor_mlflow")
 _PROJECT_RUN_VARIABLE = "MLFLOW_RUN_ID"
+_open_runs: dict[str, StepRun] = {}
+"""Those of this process, by their IDs."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepRun:
     """An open run."""
 
     run_id: str
     directory: Path
     """Scratch directory of the run; removed at the end, unless the step fails with records in it."""
+    tuning: str = ""
+    """ID of the tuning run that can go on when the step is done again; empty where none has records."""
 
     @property
     def has_records(self) -> bool:
@@ -110,7 +116,8 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
     """Opens the run of a step: the one that `mlflow run` made for this process, or a new one, nested in an active run.
 
     On success the run ends FINISHED. On an error it ends FAILED with the message as tag `ansor.error`, on Ctrl-C
-    KILLED; the error goes on to the caller, and the scratch directory stays if records are in it.
+    KILLED; the error goes on to the caller, with a note that says which run it was and which command goes on. The
+    scratch directory stays if records are in it.
 
     Args:
         step: Name of the entry point.
@@ -119,31 +126,92 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
         resume: ID of a run that ended, and is opened again; its name and params stay.
     """
     run_name = without_credentials(run_name)
+    made_for_this = os.environ.get(_PROJECT_RUN_VARIABLE, "")  # MLflow forgets it when the run is opened
     if resume:
         require_ended(resume, WORK_ROOT / resume)
     with translated_errors("start a run"):
-        nested = mlflow.active_run() is not None
-        info = mlflow.start_run(resume or None, run_name=run_name, nested=nested).info
+        active = mlflow.active_run()
+        info = mlflow.start_run(resume or None, run_name=run_name, nested=active is not None).info
+        is_child = active is not None or _has_parent(made_for_this)
     run = StepRun(info.run_id, WORK_ROOT / info.run_id)
+    outer = _open_runs.get(active.info.run_id) if active else None
+    place = _Place(run, step, options, info.experiment_id, is_project=bool(made_for_this), is_child=is_child)
+    with _named_in_errors(place, outer):
+        try:
+            place.log()
+            ensure_views(info.experiment_id)
+            run.directory.mkdir(parents=True, exist_ok=True)
+            if resume:
+                forget_end(run.directory)
+                run.forget_failure()
+                _point_to(resume, step)
+            else:
+                run.log_tags({names.TAG_STEP: step, "mlflow.runName": run_name})
+                run.log_options(options)
+            yield run
+        except BaseException as err:
+            if step == "tune" and run.has_records:
+                run.tuning = run.run_id
+            if made_for_this not in ("", run.run_id):
+                fail_project_run(err)
+            _end_failed(run, err)
+            if not run.has_records and not has_messages(run.directory):
+                remove_directory(run.directory)
+            raise
+        with translated_errors("end the run"):
+            mlflow.end_run()
+        remove_directory(run.directory)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an open run is, for users."""
+
+    run: StepRun
+    step: str
+    options: Options
+    experiment_id: str
+    is_project: bool
+    """Whether `mlflow run` started this process."""
+    is_child: bool
+    """Whether there is a run above it, which has said where the UI is, and says how it goes on."""
+
+    def log(self) -> None:
+        """Logs the ID of the run, and where the UI shows it."""
+        if not self.is_child and (command := server_command()):
+            _log.info("start  %s", command)
+        address = ui_address(run_page(self.experiment_id, self.run.run_id))
+        _log.info("%s run %s  %s", self.step, self.run.run_id, address)
+
+    def lines(self, err: BaseException) -> Iterator[str]:
+        """Which run an error ended, and the command with which its tuning goes on."""
+        yield f"run    {self.run.run_id}"
+        is_whole = self.step == "tune" and isinstance(err, UndeliveredError)
+        if self.run.tuning and not is_whole and not (self.is_project and self.is_child):
+            project, command = resuming_lines(self.step, self.options, self.run.tuning, self.experiment_id)
+            yield f"go on  {project if self.is_project else command}"
+
+
+@contextlib.contextmanager
+def _named_in_errors(place: _Place, outer: StepRun | None) -> Iterator[None]:
+    """Adds to an error inside which run it ended; of nested runs, the outer one, which is told of the tuning."""
+    run = place.run
+    _open_runs[run.run_id] = run
     try:
-        ensure_views(info.experiment_id)
-        run.directory.mkdir(parents=True, exist_ok=True)
-        if resume:
-            forget_end(run.directory)
-            run.forget_failure()
-            _point_to(resume, step)
-        else:
-            run.log_tags({names.TAG_STEP: step, "mlflow.runName": run_name})
-            run.log_options(options)
-        yield run
+        yield
     except BaseException as err:
-        _end_failed(run, err)
-        if not run.has_records and not has_messages(run.directory):
-            remove_directory(run.directory)
+        if outer:
+            outer.tuning = run.tuning or outer.tuning
+        else:
+            add_note(err, "\n".join(place.lines(err)))
         raise
-    with translated_errors("end the run"):
-        mlflow.end_run()
-    remove_directory(run.directory)
+    finally:
+        del _open_runs[run.run_id]
+
+
+def _has_parent(run_id: str) -> bool:
+    """Whether a run, if there is one, is nested in another."""
+    return bool(run_id) and MLFLOW_PARENT_RUN_ID in mlflow.get_run(run_id).data.tags
 
 
 def _point_to(run_id: str, step: str) -> None:
@@ -165,11 +233,17 @@ def _end_failed(run: StepRun, err: BaseException) -> None:
     """Marks a run FAILED or KILLED. The store may be what failed: then `sync` does it, where there is an outbox."""
     status = "KILLED" if isinstance(err, KeyboardInterrupt) else "FAILED"
     try:
-        Message(tags=_error_tags(err)).deliver(run.run_id, run.directory)
-        mlflow.end_run(status)
+        try:
+            Message(tags=_error_tags(err)).deliver(run.run_id, run.directory)
+        finally:
+            mlflow.end_run(status)  # whatever MLflow knows of it, it is not the active run any more
     except Exception as second:  # noqa: BLE001 - the first error is the one to report
-        _log.warning("the run %s could not be marked as failed: %s", run.run_id, without_secrets(second))
-        if has_messages(run.directory) and not isinstance(err, UndeliveredError):
+        is_left = has_messages(run.directory)
+        if is_left and isinstance(err, UndeliveredError):
+            return  # the step did not fail: its messages, of which the error speaks, end the run
+        later = "; ansor-mlflow sync does it when the server is back" if is_left else ""
+        _log.warning("the run %s is not marked %s: %s%s", run.run_id, status, without_secrets(second), later)
+        if is_left:
             leave_message(run.directory, Message(tags=_error_tags(err), status=status))
 
 
@@ -183,8 +257,10 @@ def _error_tags(err: BaseException) -> dict[str, str]:
     return {names.TAG_ERROR: message, names.TAG_EXIT_CODE: str(exit_code)}
 
 
-def fail_project_run(err: AnsorMlflowError) -> None:
-    """Tags the run that `mlflow run` made for this process with an error that came before the step opened it."""
+def fail_project_run(err: BaseException) -> None:
+    """Tags the run that `mlflow run` made for this process with an error that ended the step before it was opened, or
+    that ended another run in its place.
+    """
     run_id = os.environ.get(_PROJECT_RUN_VARIABLE)
     if run_id:
         try:

@@ -17,6 +17,8 @@ from helpers.commands import ANSOR_MLFLOW, FAST, Finished, flags
 from ansor_mlflow import names
 from ansor_mlflow.records.store import RecordPair, distill
 
+SMALL_ROUNDS = {**FAST, "cost_model": "none", "num_trials_per_round": 2}
+"""Parameters with which a tuning of a small network has many rounds, soon."""
 READY_S = 120
 """Time that a tuning gets for its first rounds."""
 
@@ -74,27 +76,34 @@ class Tuning:
 
 @contextmanager
 def tuning(
-    network: Path, cwd: Path, env: Mapping[str, str], *, wrapper: Sequence[str] = (), **parameters: object
+    network: Path | str,
+    cwd: Path,
+    env: Mapping[str, str],
+    *,
+    wrapper: Sequence[str] = (),
+    command: Sequence[str] = (),
+    **parameters: object,
 ) -> Iterator[Tuning]:
     """Starts a tuning, and ends what is left of it.
 
     Args:
-        network: ONNX file.
-        cwd: Made for the command; also its TMPDIR, in `short_path`.
+        network: ONNX file, or the name of a network.
+        cwd: Made for the command if it does not exist; also its TMPDIR, in `short_path`.
         env: Environment of the command.
         wrapper: A command that runs the one given to it as arguments.
+        command: A whole command line that tunes, in place of that of `tune`.
         parameters: Of `tune`.
     """
-    cwd.mkdir()
-    command = [
-        *wrapper,
-        ANSOR_MLFLOW,
-        "tune",
-        *flags({**FAST, "cost_model": "none", "network": network, "num_trials_per_round": 2, **parameters}),
-    ]
+    cwd.mkdir(exist_ok=True)
+    tune = [ANSOR_MLFLOW, "tune", *flags({**SMALL_ROUNDS, "network": network, **parameters})]
     with (cwd / "stdout").open("wb") as out, (cwd / "stderr").open("wb") as err:
         process = subprocess.Popen(
-            command, cwd=cwd, env={**env, "TMPDIR": str(cwd)}, stdout=out, stderr=err, start_new_session=True
+            [*wrapper, *(command or tune)],
+            cwd=cwd,
+            env={**env, "TMPDIR": str(cwd)},
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
         )
     started = Tuning(process, cwd)
     descendants: list[psutil.Process] = []

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import mlflow
+from ansor_mlflow.tracking import ui_lines
 
-from ansor_mlflow.errors import without_credentials
-
-_OWN_SERVER = "http://127.0.0.1:5000"
-"""Where `mlflow server` listens by itself."""
-_START = "start"
+_WIDTH = len("start")
 
 
 def print_pages(pages: Mapping[str, str]) -> None:
@@ -19,11 +15,6 @@ def print_pages(pages: Mapping[str, str]) -> None:
     Args:
         pages: Labels, and addresses within the UI, behind `#/`.
     """
-    tracking_uri = without_credentials(mlflow.get_tracking_uri())
-    is_served = tracking_uri.startswith(("http://", "https://"))
-    server = tracking_uri.rstrip("/") if is_served else _OWN_SERVER
-    lines = {} if is_served else {_START: f"mlflow server --backend-store-uri '{tracking_uri}'"}
-    lines |= {label: f"{server}/#/{page}" for label, page in pages.items()}
-    width = max(len(_START), *map(len, lines))
-    for label, text in lines.items():
+    width = max(_WIDTH, *map(len, pages))
+    for label, text in ui_lines(pages).items():
         print(f"{label:{width}}  {text}")

@@ -10,16 +10,31 @@ from rich.table import Table
 from ansor_mlflow.cli.console import console, microseconds
 from ansor_mlflow.cli.printing.pages import print_pages
 from ansor_mlflow.cli.printing.promote import print_promotion
-from ansor_mlflow.tracking import summary_rows
+from ansor_mlflow.tracking import run_page, summary_rows
 
 if TYPE_CHECKING:
-    from ansor_mlflow.steps.compiling import RecompileResult
+    from ansor_mlflow.steps.compiling import CompileResult, RecompileResult
+    from ansor_mlflow.steps.evaluate import EvaluateResult
     from ansor_mlflow.steps.pipeline import PipelineResult
+    from ansor_mlflow.steps.tuning import TuneResult
 
 
-def print_latencies(metrics: Mapping[str, float]) -> None:
-    """Prints the most important figures on one line."""
-    print(", ".join(f"{label} {value}" for label, value in summary_rows(metrics)[:3]))
+def print_tuned(result: TuneResult) -> None:
+    """Prints what the tuning promises, and its run."""
+    print(", ".join(f"{label} {value}" for label, value in summary_rows(result.metrics)))
+    print(f"run    {result.run_id}")
+
+
+def print_compiled(result: CompileResult) -> None:
+    """Prints what is covered, the run, and where the model is."""
+    print(_coverage(result))
+    _print_model(result)
+
+
+def print_evaluated(result: EvaluateResult) -> None:
+    """Prints the most important figures on one line, and the run."""
+    print(", ".join(f"{label} {value}" for label, value in summary_rows(result.metrics)[:3]))
+    print(f"run    {result.run_id}")
 
 
 def print_summary(metrics: Mapping[str, float]) -> None:
@@ -35,12 +50,8 @@ def print_recompiled(result: RecompileResult) -> None:
     for lost in (survivor for survivor in result.survivors if survivor.fate != "applied"):
         reason = "the schedule does not apply" if lost.task else "the network has this workload no more"
         print(f"{lost.task or lost.workload_hash}  {microseconds(lost.run_s)} µs  {reason}")
-    print(
-        f"the records of {result.num_applied} of {len(result.survivors)} workloads apply, coverage "
-        f"{result.coverage.task_share:.0%} of tasks, {result.coverage.flops_share:.1%} of operations"
-    )
-    print(f"run    {result.run_id}")
-    print(f"model  {result.model_uri}")
+    print(f"the records of {result.num_applied} of {len(result.survivors)} workloads apply, {_coverage(result)}")
+    _print_model(result)
     for version in result.registered_versions:
         print(f"registered as {version}")
 
@@ -48,10 +59,19 @@ def print_recompiled(result: RecompileResult) -> None:
 def print_pipeline(result: PipelineResult) -> None:
     """Prints the summary, where the results are and how to look at them."""
     print_summary(result.metrics)
-    print(f"run    {result.run_id}")
-    print(f"model  {result.model_uri}")
+    _print_model(result)
     if result.registered_version is not None:
         print(f"registered as version {result.registered_version}")
     if result.promotion is not None:
         print_promotion(result.promotion)
-    print_pages({"open": f"experiments/{result.experiment_id}/runs/{result.run_id}"})
+    print_pages({"open": run_page(result.experiment_id, result.run_id)})
+
+
+def _coverage(result: CompileResult | RecompileResult) -> str:
+    covered = result.coverage
+    return f"coverage {covered.task_share:.0%} of tasks, {covered.flops_share:.1%} of operations"
+
+
+def _print_model(result: CompileResult | RecompileResult | PipelineResult) -> None:
+    print(f"run    {result.run_id}")
+    print(f"model  {result.model_uri}")

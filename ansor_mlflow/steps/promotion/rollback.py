@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.options import PromoteOptions
-from ansor_mlflow.tracking import step_run, tag_version, undo_moves
+from ansor_mlflow.tracking import require_undoable, step_run, tag_version, tags_of_version, undo_moves
 
 _ROLLED_BACK = "rolled_back"
 
@@ -29,7 +29,8 @@ def roll_back(options: PromoteOptions) -> Rollback:
     Can be done again, for the promotion before that one.
 
     Raises:
-        UserInputError: No promotion moved the alias, or it was the first one; or what only a comparison takes is given.
+        UserInputError: No promotion moved the alias, or there is no version to go back to; nothing is changed then. Or
+            what only a comparison takes is given.
         MachineError: A server is away.
     """
     if options.dry_run or options.candidate:
@@ -38,11 +39,21 @@ def roll_back(options: PromoteOptions) -> Rollback:
             f"rollback=true and {given}: a rollback takes the aliases back to where they pointed before, and measures "
             "nothing; leave one of them out"
         )
+    require_undoable(options.model, options.alias)  # before there is a run of what cannot be done
     with step_run("promote", options, f"roll back {options.model}") as run:
         moves = undo_moves(options.model, options.alias)
         aliases = {alias: (move.after, move.before) for alias, move in moves.items()}
         tags = {names.TAG_PROMOTION: _ROLLED_BACK, names.TAG_PROMOTION_ALIASES: " ".join(aliases)}
         run.log_tags({**tags, "mlflow.runName": f"promote {options.model} · {_ROLLED_BACK}"})
-        for version in {after for after, _ in aliases.values()}:
+        for version in {before for before, _ in aliases.values()}:
             tag_version(options.model, version, {**tags, names.TAG_PROMOTION_RUN: run.run_id})
+        for version in {now for _, now in aliases.values() if now}:
+            _forget_rollback(options.model, version)
         return Rollback(run_id=run.run_id, model=options.model, aliases=aliases)
+
+
+def _forget_rollback(model: str, version: str) -> None:
+    """Removes what an earlier rollback said of a version that has an alias again."""
+    if tags_of_version(model, version).get(names.TAG_PROMOTION) == _ROLLED_BACK:
+        said = (names.TAG_PROMOTION, names.TAG_PROMOTION_ALIASES, names.TAG_PROMOTION_RUN)
+        tag_version(model, version, dict.fromkeys(said, ""))

@@ -87,10 +87,11 @@ def tune(options: TuneOptions, observers: Sequence[TuningObserver] = ()) -> Tune
     Raises:
         AnsorMlflowError: The options are not usable, a server is away, or a task has no valid trial.
     """
-    options = checked_options(options)
+    given = options
+    options = resolved_options(given)
     work = _prepare(options)
     with (
-        step_run("tune", options, f"tune {options.network}", resume=options.resume_run) as run,
+        step_run("tune", given, f"tune {options.network}", resume=given.resume_run) as run,
         open_outbox(run.run_id, run.directory) as outbox,
         _log_file(run.directory / names.LOG_FILE),
     ):
@@ -105,7 +106,7 @@ def tune(options: TuneOptions, observers: Sequence[TuningObserver] = ()) -> Tune
         return found
 
 
-def checked_options(options: TuneOptions) -> TuneOptions:
+def resolved_options(options: TuneOptions) -> TuneOptions:
     """The parameters of a tuning, those of a run that goes on included, as far as they can be checked without TVM.
 
     Raises:

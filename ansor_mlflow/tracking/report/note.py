@@ -11,7 +11,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import without_credentials
-from ansor_mlflow.options import Options
+from ansor_mlflow.options import CheckOptions, Options, TuneOptions
 from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.tracking.report.summary import summary_rows
 from ansor_mlflow.trials import StopReason
@@ -54,15 +54,31 @@ def command_lines(entry_point: str, options: Options) -> tuple[str, str]:
         entry_point: Name of the step.
         options: Its parameters.
     """
-    changed = {
-        name: shlex.quote(without_credentials(text))
-        for name, text in options.changed().items()
-        if name not in _NOT_AGAIN
-    }
+    again = {name: text for name, text in options.changed().items() if name not in _NOT_AGAIN}
+    return _command_lines(entry_point, again)
+
+
+def resuming_lines(entry_point: str, options: Options, tuning: str, experiment_id: str) -> tuple[str, str]:
+    """The command lines, as those of `command_lines`, that do a step again, but let its tuning go on.
+
+    Args:
+        entry_point: Name of the step, `tune` or `main`.
+        options: Its parameters. Those of a tuning are in its run, unless it has gone on with others already.
+        tuning: ID of the tuning run.
+        experiment_id: The experiment, which `mlflow run` is told and a shell knows.
+    """
+    given = options.changed()
+    known = set() if "resume_run" in given else TuneOptions.model_fields.keys() - CheckOptions.model_fields.keys()
+    needed = {name: text for name, text in given.items() if name not in known}
+    return _command_lines(entry_point, {**needed, "resume_run": tuning}, f" --experiment-id {experiment_id}")
+
+
+def _command_lines(entry_point: str, parameters: Mapping[str, str], experiment: str = "") -> tuple[str, str]:
+    quoted = {name: shlex.quote(without_credentials(text)) for name, text in parameters.items()}
     entry = "" if entry_point == "main" else f" -e {entry_point}"
-    parameters = "".join(f" -P {name}={text}" for name, text in changed.items())
-    flags = "".join(f" --{name.replace('_', '-')} {text}" for name, text in changed.items())
-    return f"mlflow run . --env-manager local{entry}{parameters}", f"ansor-mlflow {entry_point}{flags}"
+    pairs = "".join(f" -P {name}={text}" for name, text in quoted.items())
+    flags = "".join(f" --{name.replace('_', '-')} {text}" for name, text in quoted.items())
+    return f"mlflow run . --env-manager local{experiment}{entry}{pairs}", f"ansor-mlflow {entry_point}{flags}"
 
 
 def tuning_note(history: TuningHistory, commands: Sequence[str], error: str = "") -> str:

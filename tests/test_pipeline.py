@@ -1,0 +1,136 @@
+"""`ansor-mlflow main` runs anywhere: in its own process, and in the project through its entry points."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from pathlib import Path
+
+import mlflow
+import pytest
+from helpers.commands import ANSOR_MLFLOW, FAST, ROOT, Finished, environment, flags, run
+from mlflow.entities import Run
+
+from ansor_mlflow import names
+from ansor_mlflow.steps.pipeline import has_our_entry_points
+
+OF_SOMEBODY_ELSE = """
+name: training
+entry_points:
+  main: {parameters: {alpha: {type: float, default: 0.5}}, command: "exit 1"}
+  tune: {parameters: {alpha: {type: float, default: 0.5}}, command: "exit 1"}
+  compile: {command: "exit 1"}
+  evaluate: {parameters: {model_uri: path}, command: "exit 1"}
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        OF_SOMEBODY_ELSE,
+        (ROOT / "MLproject").read_text().replace("max_minutes: {", "minutes: {"),
+        "",
+        "entry_points:",
+        "entry_points: [tune, compile, evaluate]",
+        "just text",
+        "name: [",
+        "\0",
+    ],
+)
+def test_the_project_of_somebody_else_is_not_ours(tmp_path: Path, text: str) -> None:
+    assert not has_our_entry_points(tmp_path)
+    (tmp_path / "MLproject").write_text(text)
+    assert not has_our_entry_points(tmp_path)
+
+
+def test_the_checkout_is() -> None:
+    assert has_our_entry_points(ROOT)
+
+
+# -- all ways ---------------------------------------------------------------------------------------------------------
+
+
+def make_directory(path: Path, kind: str) -> Path:
+    path.mkdir()
+    if kind == "foreign":
+        (path / "MLproject").write_text(OF_SOMEBODY_ELSE)
+    elif kind == "checkout":
+        for name in ("MLproject", "conda.yaml"):
+            shutil.copy(ROOT / name, path / name)
+        shutil.copytree(ROOT / "pipelines", path / "pipelines", ignore=shutil.ignore_patterns("__pycache__"))
+    return path
+
+
+def run_main(directory: Path, experiment_id: str, **parameters: object) -> Finished:
+    given = {**FAST, "cost_model": "none", "network": "dense:16,64,64", "trials": 4, "turns": 1, "seed": 3}
+    env = environment(os.environ["MLFLOW_TRACKING_URI"], {"MLFLOW_EXPERIMENT_ID": experiment_id})
+    return run([ANSOR_MLFLOW, "main", *flags({**given, **parameters})], directory, env)
+
+
+def steps_of(experiment_id: str) -> dict[str, Run]:
+    """The runs of an experiment with one pipeline, by step."""
+    runs = mlflow.search_runs([experiment_id], output_format="list")
+    steps = {run.data.tags[names.TAG_STEP]: run for run in runs}
+    assert len(steps) == len(runs)
+    return steps
+
+
+def params_of(run: Run) -> dict[str, str]:
+    """As they were given: `mlflow run` logs them as words of a shell, and knows of a configuration file."""
+    params = {name: "".join(shlex.split(value)) for name, value in run.data.params.items() if name != "config"}
+    return {name: value for name, value in params.items() if name not in ("tune_run", "model_uri")}
+
+
+def tags_of(run: Run) -> set[str]:
+    return {name for name in run.data.tags if not name.startswith("mlflow.project.")}
+
+
+@pytest.mark.system
+@pytest.mark.timeout(900)
+def test_a_pipeline_leaves_the_same_wherever_it_runs(experiment_id: str, tmp_path: Path) -> None:
+    found = {}
+    for kind in ("empty", "foreign", "checkout"):
+        experiment = mlflow.create_experiment(f"{tmp_path}/{kind}", (tmp_path / "artifacts" / kind).as_uri())
+        finished = run_main(make_directory(tmp_path / kind, kind), experiment)
+        assert finished.exit_code == 0, finished.stderr
+        found[kind] = steps_of(experiment)
+        for step in ("main", "tune", "compile", "evaluate"):
+            said = f"{step} run {found[kind][step].info.run_id}  http://127.0.0.1:5000/#/experiments/{experiment}/runs/"
+            assert finished.stderr.count(said) == 1
+    used_processes = {kind: "mlflow.project.entryPoint" in steps["tune"].data.tags for kind, steps in found.items()}
+    assert used_processes == {"empty": False, "foreign": False, "checkout": True}
+    for kind in ("foreign", "checkout"):
+        assert found[kind].keys() == found["empty"].keys() == {"main", "tune", "compile", "evaluate"}
+        for step, expected in found["empty"].items():
+            mine = found[kind][step]
+            assert params_of(mine) == params_of(expected), step
+            assert tags_of(mine) == tags_of(expected), step
+            assert mine.data.metrics.keys() == expected.data.metrics.keys(), step
+            assert mine.info.run_name == expected.info.run_name
+            parent = found[kind]["main"].info.run_id if step != "main" else None
+            assert mine.data.tags.get("mlflow.parentRunId") == parent
+
+
+@pytest.mark.system
+@pytest.mark.timeout(900)
+def test_a_step_that_fails_ends_both_in_the_same_way(small_onnx: Path, experiment_id: str, tmp_path: Path) -> None:
+    """A new tuning, and one that goes on, whose run is another than the one that `mlflow run` makes."""
+    found = []
+    for kind in ("empty", "checkout"):
+        experiment = mlflow.create_experiment(f"{tmp_path}/{kind}", (tmp_path / "artifacts" / kind).as_uri())
+        directory = make_directory(tmp_path / kind, kind)
+        failed = run_main(directory, experiment, network=small_onnx, trials=1)
+        (tuned,) = mlflow.search_runs([experiment], "tags.`ansor.step` = 'tune'", output_format="list")
+        given = {"network": small_onnx, "resume_run": tuned.info.run_id, "trials": 2}
+        resumed = run_main(directory, experiment, **given)
+        found.append([(finished.exit_code, finished.errors[-1]) for finished in (failed, resumed)])
+        for finished in (failed, resumed):
+            where = [line.split()[1] for line in finished.stderr.splitlines() if line.startswith("run    ")]
+            assert mlflow.get_run(where[-1]).data.tags[names.TAG_STEP] == "main"
+            assert mlflow.get_run(where[-1]).data.tags[names.TAG_ERROR] == finished.errors[-1].removeprefix("Error: ")
+    here, in_processes = found
+    assert here == in_processes
+    for (exit_code, error), trials in zip(here, (1, 2), strict=True):
+        assert exit_code == 2
+        assert error.startswith(f"Error: tune: trials={trials}, but the network has ")
