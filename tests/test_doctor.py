@@ -801,3 +801,4 @@ def test_main_begins_with_it(
     assert run_here("main", *flags(parameters)) == 2
     err = capfd.readouterr().err
     assert err.index(f"each worker may take {MUCH_MEMORY_MIB} MiB") < err.index("Error: ")
+    assert " run " not in err.partition("Error: ")[0]  # none was opened

@@ -29,7 +29,7 @@ from ansor_mlflow.steps.compiling import compile_network
 from ansor_mlflow.steps.doctor import warn_of_the_machine
 from ansor_mlflow.steps.evaluate import evaluate
 from ansor_mlflow.steps.promotion import Promotion, promote
-from ansor_mlflow.steps.tuning import resolved_options, tune
+from ansor_mlflow.steps.tuning import TuneResult, prepare_tuning, resolved_options, tune
 from ansor_mlflow.tracking import (
     WORK_ROOT,
     StepRun,
@@ -107,11 +107,14 @@ def run_pipeline(
     """
     if options.promote and not options.register_as:
         raise UserInputError("promote=true: only a registered model has a champion; give register_as, too")
-    resolved_options(load_options(TuneOptions, _only(options, TuneOptions)))
+    tuning = load_options(TuneOptions, _only(options, TuneOptions))
+    resolved_options(tuning)
     warn_of_the_machine(options)
+    work = None if project else prepare_tuning(tuning)  # before there is a run, as it may find what is wrong
     commands = command_lines("main", options)
     with step_run("main", options, options.network) as run:
-        run_step: RunStep = partial(_run_entry_point, run, project) if project else partial(_run_here, observers)
+        tune_here = partial(tune, tuning, observers, work)
+        run_step: RunStep = partial(_run_entry_point, run, project) if project else partial(_run_here, tune_here)
         run.log_note(pipeline_note(options.network, commands))
         run.tuning = options.resume_run
         tuned = run_step("tune", _only(options, TuneOptions))
@@ -165,12 +168,12 @@ def _only(options: Options, cls: type[Options]) -> dict[str, str]:
     return {name: text for name, text in options.changed().items() if name in cls.model_fields}
 
 
-def _run_here(observers: Sequence[TuningObserver], entry_point: str, parameters: Mapping[str, str]) -> Run:
+def _run_here(tune_here: Callable[[], TuneResult], entry_point: str, parameters: Mapping[str, str]) -> Run:
     """See `RunStep`: in this process."""
     _log.info("=== %s ===", entry_point)
     try:
         if entry_point == "tune":
-            run_id = tune(load_options(TuneOptions, parameters), observers).run_id
+            run_id = tune_here().run_id
         elif entry_point == "compile":
             run_id = compile_network(load_options(CompileOptions, parameters)).run_id
         else:

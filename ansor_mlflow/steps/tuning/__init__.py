@@ -1,3 +1,3 @@
 """The step `tune`, and what it begins with."""
 
-from ansor_mlflow.steps.tuning.tune import TuneResult, resolved_options, tune
+from ansor_mlflow.steps.tuning.tune import TuneResult, TuningWork, prepare_tuning, resolved_options, tune

@@ -77,31 +77,30 @@ class TuneResult:
         return html_table(title, [*summary_rows(self.metrics), ("run", self.run_id)])
 
 
-def tune(options: TuneOptions, observers: Sequence[TuningObserver] = ()) -> TuneResult:
+def tune(options: TuneOptions, observers: Sequence[TuningObserver] = (), work: TuningWork | None = None) -> TuneResult:
     """Tunes a network.
 
     Args:
         options: What and how.
         observers: Told about every round, besides MLflow.
+        work: What `prepare_tuning` made of the options, where it was called before.
 
     Raises:
         AnsorMlflowError: The options are not usable, a server is away, or a task has no valid trial.
     """
-    given = options
-    options = resolved_options(given)
-    work = _prepare(options)
+    work = work or prepare_tuning(options)
     with (
-        step_run("tune", given, f"tune {options.network}", resume=given.resume_run) as run,
+        step_run("tune", options, f"tune {work.options.network}", resume=options.resume_run) as run,
         open_outbox(run.run_id, run.directory) as outbox,
         _log_file(run.directory / names.LOG_FILE),
     ):
         try:
-            found = _tune(options, work, run, outbox, observers)
+            found = _tune(work, run, outbox, observers)
         finally:
             if outbox.was_used:  # the tuning began
                 outbox.put(Message(artifacts=_records_and_log(run), remove=f"{names.RECORDS_DIR}/{PARTS_DIR}"))
-        if options.record_pool:
-            give_to_pool(options.record_pool, run.directory / names.RECORDS_DIR, run.run_id)
+        if work.options.record_pool:
+            give_to_pool(work.options.record_pool, run.directory / names.RECORDS_DIR, run.run_id)
         outbox.put(Message(status="FINISHED"))
         return found
 
@@ -123,21 +122,24 @@ def resolved_options(options: TuneOptions) -> TuneOptions:
     return options
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What is tuned, and for which device."""
+@dataclass(frozen=True, kw_only=True)
+class TuningWork:
+    """What is tuned, how, and for which device."""
 
+    options: TuneOptions
+    """Those of a run that goes on are among them."""
     network: Network
     device: Device
     lowered: LoweredNetwork
 
 
-def _prepare(options: TuneOptions) -> _Work:
+def prepare_tuning(options: TuneOptions) -> TuningWork:
     """Does all that can show that parameters are not usable, so that there is no run of those that are not.
 
     Raises:
         AnsorMlflowError: They are not, or something is missing here.
     """
+    options = resolved_options(options)
     network = network_of(options, copy_of_network(options.resume_run) if options.resume_run else "")
     device = Device.resolve(options.target, options.num_threads)
     device.require_measurable_here()
@@ -149,13 +151,11 @@ def _prepare(options: TuneOptions) -> _Work:
     if not lowered.tasks:
         raise UserInputError(f"network={options.network}: it has no task to tune; give a network that computes")
     resolve_num_trials(options, len(lowered.tasks))
-    return _Work(network, device, lowered)
+    return TuningWork(options=options, network=network, device=device, lowered=lowered)
 
 
-def _tune(
-    options: TuneOptions, work: _Work, run: StepRun, outbox: Outbox, observers: Sequence[TuningObserver]
-) -> TuneResult:
-    network, device, lowered = work.network, work.device, work.lowered
+def _tune(work: TuningWork, run: StepRun, outbox: Outbox, observers: Sequence[TuningObserver]) -> TuneResult:
+    options, network, device, lowered = work.options, work.network, work.device, work.lowered
     records = run.directory / names.RECORDS_DIR
     if options.resume_run:
         fetch_what_was_measured(run.run_id, records)
