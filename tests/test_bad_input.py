@@ -74,8 +74,8 @@ def assert_failed(failed: Failed, exit_code: int, message: str) -> None:
 
 
 def assert_nothing_else_is_said(failed: Failed) -> None:
-    """But for where the run is, at its beginning and at its end."""
-    where = ("start  ", "tune run ", "run    ")
+    """But for what is prepared, and where the run is, at its beginning and at its end."""
+    where = ("lowering ", "start  ", "tune run ", "run    ")
     said = [line for line in failed.finished.stderr.splitlines() if not line.startswith(where)]
     assert said == failed.finished.errors
 

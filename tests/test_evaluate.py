@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -102,8 +103,8 @@ def test_contenders_take_turns_in_fresh_processes(tmp_path: Path) -> None:
     contenders = {name: partial(report_pid, log, name, s) for name, s in (("fast", 0.002), ("slow", 1.1))}
     latencies = measure_in_turns(contenders, turns=2)
     names, pids = zip(*(line.split() for line in log.read_text().splitlines()), strict=True)
-    assert names == ("fast", "slow", "fast", "slow")
-    assert len({*pids, str(os.getpid())}) == 5
+    assert [name for name, _ in groupby(names)] == ["fast", "slow", "fast", "slow"]  # some again, if disturbed
+    assert len({*pids, str(os.getpid())}) == len(pids) + 1
     assert 2.0 <= latencies["fast"].median_ms < 50
     assert len(latencies["fast"].samples_ms) > 100
     assert latencies["slow"].median_ms >= 1100

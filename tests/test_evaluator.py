@@ -32,7 +32,13 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
 QUICK = {"turns": 1, "warm_up_s": 0, "measure_s": 0.01}
-TIMES = {names.LATENCY_MS, names.LATENCY_P90_MS, names.LATENCY_STD_MS, names.THROUGHPUT_PER_S}
+TIMES = {
+    names.LATENCY_MS,
+    names.LATENCY_P90_MS,
+    names.LATENCY_STD_MS,
+    names.THROUGHPUT_PER_S,
+    names.PROBE_SPREAD,
+}
 ERRORS = {names.MAX_ABS_ERROR, names.MAX_REL_ERROR}
 
 pytestmark = pytest.mark.usefixtures("new_experiment")

@@ -29,6 +29,7 @@ from ansor_mlflow.errors import (
 )
 from ansor_mlflow.measuring import checking
 from ansor_mlflow.measuring.comparison import Deviation
+from ansor_mlflow.measuring.noise import MachineNoise
 from ansor_mlflow.model import Manifest
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
@@ -129,7 +130,7 @@ def set_times(monkeypatch: pytest.MonkeyPatch) -> SetTimes:
         rng = np.random.default_rng(0)
         timed: list[str] = []
 
-        def median_ms(contender: Contender, options: PromoteOptions) -> float:
+        def median_ms(contender: Contender, noise: MachineNoise, options: PromoteOptions) -> float:
             timed.append(contender.version)
             return float(times_ms[contender.version] * np.exp(rng.normal(0, 0.03)))
 

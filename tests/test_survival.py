@@ -182,7 +182,8 @@ def test_the_timeout_holds_where_nothing_is_known_of_a_task(libraries: Mapping[s
     with contextlib.closing(LocalRunner(replace(SETTINGS, timeout_s=0.5))) as runner:
         assert_measured(*runner.run([job(libraries["fast"])]))
         hung, fast = runner.run([job(libraries["endless_loop"]), job(libraries["fast"])])
-    assert hung == Outcome(failure="timed_out", error="killed after 0.5 s")
+    assert hung.failure == "timed_out"
+    assert hung.error.startswith("killed after ")  # half a second, or longer on a busy machine
     assert_measured(fast)
 
 

@@ -417,7 +417,7 @@ def test_every_other_text_must_be_a_name(programs: Path, tmp_path: Path, old: by
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("missing", r"the file cannot be read \(No such file.*; give an exported program, an ONNX file"),
+        ("missing", r"the file cannot be read \(No such file.*; give an ONNX file, an exported program or"),
         ("folder", r"the file cannot be read \(Is a directory"),
         ("empty", r"not an exported program of PyTorch, or cut short \(File is not a zip file\); save it again"),
         ("pickle", "not an exported program of PyTorch, or cut short"),

@@ -337,7 +337,7 @@ def test_winners_of_a_real_tuning_replace_older_ones(
     assert result.tasks[0].confirmed_s is not None
     assert {path.name for path in best.iterdir()} == {WORKLOAD_FILE, RECORD_FILE}
     (record,) = read_records(best)
-    assert 2 <= len(record[1][1]) <= 3
+    assert 1 <= len(record[1][1]) <= 3  # where other programs disturbed all measurements, one
     np.testing.assert_allclose(np.median(record[1][1]), result.tasks[0].confirmed_s)
     traces = [json.dumps(measured[1][0]) for measured in read_records(tmp_path)]
     assert json.dumps(record[1][0]) in traces

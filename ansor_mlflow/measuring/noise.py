@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,13 +40,15 @@ class ProbeTime:
 
 
 def time_probe(num_threads: int) -> ProbeTime:
-    """Hashes the same bytes in several threads at once; Python's lock is free meanwhile."""
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="probe") as executor:
-        times = list(executor.map(lambda _: _hash_blocks(), range(num_threads)))
+    """Hashes the same bytes in several threads at once, each on a CPU of its own; Python's lock is free meanwhile."""
+    cpus = sorted(os.sched_getaffinity(0))[:num_threads]
+    with ThreadPoolExecutor(len(cpus), thread_name_prefix="probe") as executor:
+        times = list(executor.map(_hash_blocks, cpus))
     return ProbeTime(max(elapsed_s for elapsed_s, _ in times), min(cpu_s for _, cpu_s in times))
 
 
-def _hash_blocks() -> tuple[float, float]:
+def _hash_blocks(cpu: int) -> tuple[float, float]:
+    os.sched_setaffinity(0, {cpu})  # this thread alone: two that begin on one CPU stay there for a while
     started_s, started_cpu_s = time.perf_counter(), time.thread_time()
     for _ in range(_PROBE_BLOCKS):
         hashlib.sha256(_PROBE_BLOCK).digest()
