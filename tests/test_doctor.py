@@ -387,6 +387,8 @@ def test_a_part_of_a_cpu_is_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "TVM_NUM_THREADS"])
 def test_variables_that_set_other_threads(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    for name in ("OMP_NUM_THREADS", "TVM_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, "1")
     assert variable not in check_threads(1, None).message
     monkeypatch.setenv(variable, "7")

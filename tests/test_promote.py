@@ -290,7 +290,7 @@ def test_a_champion_that_tvm_cannot_load_is_not_replaced(
         return real(library, *args)
 
     monkeypatch.setattr(contest, "library_inference", library_inference)
-    monkeypatch.setattr(contest, "_median_ms", lambda contender, _: contender.make_inference() and 1.0)
+    monkeypatch.setattr(contest, "_median_ms", lambda contender, *_: contender.make_inference() and 1.0)
     promotion = decide(FAST)
     assert promotion.outcome is PromotionOutcome.NOT_MEASURABLE
     assert "version 2, cannot be compared on this host: library" in promotion.reason
@@ -331,10 +331,10 @@ def test_a_champion_that_changes_meanwhile_stays(
     timed = set_times({FAST: 10.0, EQUAL: 8.0})
     median_ms = contest._median_ms
 
-    def meanwhile(contender: Contender, options: PromoteOptions) -> float:
+    def meanwhile(contender: Contender, noise: MachineNoise, options: PromoteOptions) -> float:
         if not timed:  # another promotion ends while this one measures
             set_champion(client, SLOW, "champion")
-        return median_ms(contender, options)
+        return median_ms(contender, noise, options)
 
     monkeypatch.setattr(contest, "_median_ms", meanwhile)
     promotion = decide(EQUAL, alias="champion")

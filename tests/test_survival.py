@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -125,7 +126,7 @@ def assert_measured(outcome: Outcome[tuple[float, ...]], num_values: int = 3) ->
 @pytest.mark.parametrize(
     ("name", "failure", "error"),
     [
-        ("endless_loop", "timed_out", r"killed after 3\.\d* s"),
+        ("endless_loop", "timed_out", r"killed after [\d.]+ s"),
         ("out_of_bounds", "crashed", r"the worker process died \(SIGSEGV\)"),
         ("huge_workspace", "crashed", r"the worker process died \(.*\)"),
         ("leak", "crashed", r"the worker process died \(SIGSEGV\)"),
@@ -164,6 +165,7 @@ def test_a_slower_candidate_is_measured_for_less_time(call_s: float, best_s: flo
 def test_a_candidate_is_compared_with_those_of_its_task_alone(
     libraries: Mapping[str, Path], runner: LocalRunner
 ) -> None:
+    runner._repeated_s = math.inf  # what other programs disturb is not measured again
     first, fast, slow, other = runner.run(
         [
             job(libraries["slow"], task="one"),
