@@ -84,8 +84,11 @@ def _of_network(
         by_name: Callable[..., ResultT] = _with_parameters(options)(function)
 
         @functools.wraps(by_name)
-        def call(network: Network | None = None, /, **parameters: Any) -> ResultT:
-            with _network_in_a_file(parameters.pop("network", "") if network is None else network) as name:
+        def call(*network: Network, **parameters: Any) -> ResultT:
+            given = [*network, parameters.pop("network")] if "network" in parameters else [*network]
+            if not given:
+                return by_name(**parameters)
+            with _network_in_a_file(*given) as name:
                 return by_name(network=name, **parameters)
 
         return cast("NetworkFunction[P, ResultT]", call)
@@ -164,7 +167,8 @@ def _network_in_a_file(network: Network) -> Iterator[str]:
             torch.export.save(network, path)
         else:
             raise UserInputError(
-                f"network is a {kind}; give a name, a path, a URI, an onnx.ModelProto or a torch.export.ExportedProgram"
+                f"network={repr(network)[:60]}: it is of the type {kind}; give a name, a path, a URI, "
+                "an onnx.ModelProto or a torch.export.ExportedProgram"
             )
         yield str(path)
 

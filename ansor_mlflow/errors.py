@@ -99,6 +99,10 @@ class UndecidedError(AnsorMlflowError):
     exit_code = 10
 
 
+INTERRUPTED_EXIT_CODE = 130
+"""Exit code of a command that SIGINT or SIGTERM ended."""
+
+
 def error_for_exit_code(exit_code: int, message: str) -> AnsorMlflowError:
     """The error kind that ends a command with `exit_code`, carrying `message`."""
     for kind in AnsorMlflowError.__subclasses__():

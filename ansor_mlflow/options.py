@@ -354,7 +354,7 @@ class PromoteOptions(AliasOptions, SeedOptions):
     """Which version of a registered model is compared with its champion, and how."""
 
     model: Annotated[str, _required("Name of the registered model.", "a model name")]
-    candidate: str = _parameter(
+    candidate: Annotated[str, BeforeValidator(str)] = _parameter(
         "", "Version that may become the champion: its number or an alias.", "the number of a version, or an alias"
     )
     confidence: Annotated[float, Field(ge=0.5, lt=1), BeforeValidator(_parse_share)] = _parameter(

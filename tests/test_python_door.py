@@ -45,6 +45,8 @@ def test_the_page_of_the_documentation_works(
     monkeypatch.chdir(tmp_path)
     found: dict[str, Any] = {}
     for block in page_blocks():
+        if "__main__" in block:
+            continue  # a script of its own, which the next test runs
         exec(compile(block, str(PAGE), "exec"), found)
     promised = re.search(r"print\(err\)  # (.*)", PAGE.read_text())
     assert promised is not None
@@ -53,6 +55,23 @@ def test_the_page_of_the_documentation_works(
     assert found["loaded"].run({"x": found["np"].ones((8, 32), "float32")})["y"] == pytest.approx(0.32)
     steps = {run.data.tags[names.TAG_STEP] for run in mlflow.search_runs([new_experiment], output_format="list")}
     assert steps == {"main", "tune", "compile", "evaluate"}
+
+
+@pytest.mark.system
+@pytest.mark.usefixtures("new_experiment")
+def test_its_script_works(tmp_path: Path) -> None:
+    (script,) = (block for block in page_blocks() if "__main__" in block)
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("models:/m-")
+
+
+@pytest.mark.parametrize("network", [None, "", 3])
+def test_a_network_that_is_none_is_not_the_default(network: Any) -> None:
+    for give in (lambda: am.plan(network), lambda: am.plan(network=network)):
+        with pytest.raises(UserInputError, match=f"network={network!r}: it is "):
+            give()
 
 
 @pytest.mark.parametrize(
@@ -114,7 +133,7 @@ def test_type_checkers_know_parameters_and_results(tmp_path: Path) -> None:
         (lambda: am.tune("resnet-18", trails=1), "^parameters: unknown key 'trails'; perhaps you meant trials$"),
         (am.evaluate, "^model_uri='': it must be models:/…, runs:/… or a model's directory$"),
         (lambda: am.evaluate("models:/m"), r"^evaluate\('models:/m'\): parameters are given by name; see help\(\)$"),
-        (lambda: am.plan(3), "^network is a int; give a name, a path, a URI, an onnx.ModelProto or a torch.export"),
+        (lambda: am.plan(3), "^network=3: it is of the type int; give a name, a path, a URI, an onnx.ModelProto or"),
     ],
 )
 def test_what_is_wrong_is_said_as_the_commands_say_it(call: Any, message: str) -> None:

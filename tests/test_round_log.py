@@ -67,6 +67,15 @@ def test_the_end_without_second_measurements(caplog: pytest.LogCaptureFixture, s
 
 def test_the_end_with_second_measurements(caplog: pytest.LogCaptureFixture, state: TaskState) -> None:
     state.confirmed_s = 2.1e-3
-    assert line_of_end(caplog, state) == (
-        "30 trials in 90.0 s, stopped by: trials; confirmed: 4.200 ms, optimism +5.0%"
+    assert line_of_end(caplog, state) == ("30 trials in 90.0 s, stopped by: trials; confirmed: 4.200 ms, optimism 1.05")
+
+
+def test_a_busy_machine_is_said_once(caplog: pytest.LogCaptureFixture, state: TaskState) -> None:
+    round_ = TuningRound(
+        trials=(), task=state, tasks=(state,), total_trials=30, elapsed_s=90.0, durations=Durations(), probe_spread=2.0
     )
+    log = RoundLog()
+    for _ in range(3):
+        log.round_finished(round_)
+    busy = "other programs use the CPUs: what they disturb is measured again, which takes longer"
+    assert caplog.messages.count(busy) == 1

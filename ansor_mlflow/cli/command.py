@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, get_type_hints
 
 import click
+from click.core import ParameterSource
 from pydantic.fields import FieldInfo
 
+from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.options import NetworkOptions, Options, declared, default_text, is_uri, load_options
 
 _CONFIG_HELP = "YAML file with values for any of these parameters; what is given here wins over the file."
@@ -38,6 +40,9 @@ def command(group: click.Group, name: str) -> Callable[[Callable[[OptionsT], Non
         options_class: type[OptionsT] = get_type_hints(function)["options"]
 
         def callback(config: str, **given: str) -> None:
+            source = click.get_current_context().get_parameter_source("network")
+            if source is ParameterSource.COMMANDLINE and not given["network"]:  # an unset variable of a shell
+                raise UserInputError("network='': it is empty; give the name of a network, a file or a URI")
             function(checked_options(options_class, given, config or None))
 
         params = [_param(options_class, field, info) for field, info in options_class.model_fields.items()]

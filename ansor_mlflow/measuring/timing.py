@@ -97,7 +97,7 @@ def in_child_process(function: Callable[[MakeCall], Result], make_call: MakeCall
         except BrokenProcessPool as err:
             raise MachineError(
                 "a process that runs the network died (out of memory, or a crash in its library); "
-                "free memory, or compile the network again"
+                'free memory, compile the network again, or, in a script, call this below `if __name__ == "__main__":`'
             ) from err
 
 

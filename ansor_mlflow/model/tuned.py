@@ -65,6 +65,8 @@ class TunedModel:
 
     def _checked(self, inputs: Mapping[str, npt.ArrayLike]) -> list[npt.NDArray[Any]]:
         names = [spec.name for spec in self.inputs]
+        if not isinstance(inputs, Mapping):
+            raise UserInputError(f"inputs are of the type {type(inputs).__name__}: give {self._expected()}, by name")
         if set(inputs) != set(names):
             raise UserInputError(f"inputs {sorted(map(str, inputs))}: the model expects {self._expected()}")
         arrays = []

@@ -15,7 +15,7 @@ from mlflow.entities import Run
 from mlflow.exceptions import ExecutionException
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import AnsorMlflowError, UserInputError, error_for_exit_code
+from ansor_mlflow.errors import INTERRUPTED_EXIT_CODE, AnsorMlflowError, UserInputError, error_for_exit_code
 from ansor_mlflow.options import (
     CompileOptions,
     EvaluateOptions,
@@ -108,7 +108,9 @@ def run_pipeline(
     if options.promote and not options.register_as:
         raise UserInputError("promote=true: only a registered model has a champion; give register_as, too")
     tuning = load_options(TuneOptions, _only(options, TuneOptions))
-    resolved_options(tuning)
+    resolved = resolved_options(tuning)
+    if options.resume_run:  # so that the run and its description tell of the network that goes on
+        options = load_options(PipelineOptions, {**options.changed(), **resolved.changed()})
     warn_of_the_machine(options)
     work = None if project else prepare_tuning(tuning)  # before there is a run, as it may find what is wrong
     commands = command_lines("main", options)
@@ -206,6 +208,8 @@ def _run_entry_point(parent: StepRun, project: Path, entry_point: str, parameter
         _note_tuning(parent, entry_point, failed)
         message = failed.data.tags.get(names.TAG_ERROR, str(err)) if failed else str(err)
         exit_code = int(failed.data.tags.get(names.TAG_EXIT_CODE, "1")) if failed else 1
+        if exit_code == INTERRUPTED_EXIT_CODE:
+            raise KeyboardInterrupt from err
         raise error_for_exit_code(exit_code, f"{entry_point}: {message}") from err
 
 

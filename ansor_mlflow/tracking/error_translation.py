@@ -6,12 +6,14 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import mlflow
 import requests
 from mlflow.exceptions import ExecutionException, MlflowException
 
-from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, one_line
+from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, one_line, without_credentials
 
 _USER_ERRORS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "NOT_FOUND"}
+_MISSING = {"RESOURCE_DOES_NOT_EXIST", "NOT_FOUND"}
 _SECRETS = re.compile(r"(?i)((?:secret|password|token|access_?key_?id|signature|credential)\w*[=:]\s*)[^\s&,;)]+")
 
 
@@ -59,7 +61,8 @@ def _mlflow_failure(action: str, err: MlflowException) -> AnsorMlflowError:
     if isinstance(cause, MlflowException) and cause.error_code not in _USER_ERRORS:
         err = cause  # when the server is away, MLflow says that the experiment in MLFLOW_EXPERIMENT_ID does not exist
     if err.error_code in _USER_ERRORS:
-        return UserInputError(f"cannot {action}: {without_secrets(err)}")
+        place = without_credentials(mlflow.get_tracking_uri()) if err.error_code in _MISSING else ""
+        return UserInputError(f"cannot {action}: {without_secrets(err)}" + (f" (looked in {place})" if place else ""))
     return MachineError(
         f"cannot {action}: the MLflow server or store answered: {without_secrets(err)}; check MLFLOW_TRACKING_URI and "
         "that the server runs"

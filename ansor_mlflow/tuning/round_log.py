@@ -7,11 +7,16 @@ from collections.abc import Sequence
 
 from ansor_mlflow.trials import Trial, TuningPlan, TuningResult, TuningRound
 
+_BUSY = 1.0
+"""Probe spread from which the machine is said to be busy: the fixed computation took twice as long."""
 _log = logging.getLogger("ansor_mlflow")
 
 
 class RoundLog:
     """A `TuningObserver` that logs to the logger `ansor_mlflow`."""
+
+    def __init__(self) -> None:
+        self._was_busy = False
 
     def tuning_started(self, plan: TuningPlan) -> None:
         """Says what is tuned."""
@@ -31,6 +36,9 @@ class RoundLog:
             f"  ended by: {round_.task.stop_reason}" if round_.task.stop_reason else "",
             _failures(round_.trials),
         )
+        if round_.probe_spread > _BUSY and not self._was_busy:
+            self._was_busy = True
+            _log.warning("other programs use the CPUs: what they disturb is measured again, which takes longer")
 
     def tuning_finished(self, result: TuningResult) -> None:
         """Says how it ended, and what the second measurements of the winners say."""
@@ -47,7 +55,7 @@ def _confirmation(result: TuningResult) -> str:
     estimated_s, confirmed_s = result.estimated_latency_s, result.confirmed_latency_s
     if not (estimated_s and confirmed_s):
         return ""
-    return f"; confirmed: {confirmed_s * 1e3:.3f} ms, optimism {confirmed_s / estimated_s - 1:+.1%}"
+    return f"; confirmed: {confirmed_s * 1e3:.3f} ms, optimism {confirmed_s / estimated_s:.3g}"
 
 
 def _failures(trials: Sequence[Trial]) -> str:

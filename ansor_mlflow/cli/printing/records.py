@@ -50,7 +50,11 @@ def print_pool(contents: PoolContents) -> None:
         )
         for device in contents.devices
     ]
-    console().print(table(["device", "CPU", ">workloads", ">objects"], rows) if rows else "the pool is empty")
+    console().print(
+        table(["device", "CPU", ">workloads", ">objects"], rows)
+        if rows
+        else "the pool is empty, or not there yet: the first push makes it"
+    )
 
 
 def print_written(written: WrittenRecords) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ansor_mlflow.cli.console import console, table
 from ansor_mlflow.cli.printing.pages import print_pages
+from ansor_mlflow.errors import without_credentials
 
 if TYPE_CHECKING:
     from ansor_mlflow.steps.reports import FoundRun, FoundRuns
@@ -24,7 +25,9 @@ def print_runs(found: FoundRuns) -> None:
         styles = (_STYLES.get(run.status, "") for run in found.runs)
         out.print(table(headers, map(_cells, found.runs), styles))
     else:
-        out.print("no run was found; --network, --target and --step say which are wanted")
+        import mlflow  # whose store was asked
+
+        out.print(f"no run was found in {without_credentials(mlflow.get_tracking_uri())}")
     if not found.are_all:
         out.print(f"\nthere are more; --limit {2 * len(found.runs)} shows twice as many")
     if found.pages:

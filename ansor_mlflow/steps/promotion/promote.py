@@ -59,7 +59,9 @@ def promote(options: PromoteOptions) -> Promotion:
         MachineError: A server is away, or a process died.
     """
     if not options.candidate:
-        raise UserInputError("candidate='': it must be the number of a version, or an alias")
+        raise UserInputError("candidate='': it must be the number of a version, or an alias; or give rollback")
+    if options.data and not Path(options.data).is_file():
+        raise UserInputError(f"data={options.data}: there is no such file; give a .npz file")
     version = find_version(options.model, options.candidate)
     with step_run("promote", options, f"promote {options.model}/{version}") as run:
         return _promote(options, version, run)

@@ -91,6 +91,11 @@ def fetch_run(run_id: str, scratch: Path) -> Path:
         MachineError: A server is away.
     """
     with translated_errors(f"read the records of run {run_id}"):
+        run = mlflow.get_run(run_id)
+        if not any(file.path == names.RECORDS_DIR for file in mlflow.MlflowClient().list_artifacts(run_id)):
+            tuning = tuning_of(run)
+            hint = f", {tuning}" if tuning not in ("", run_id) else ""
+            raise UserInputError(f"run {run_id} has no records; give the ID of a tuning run{hint}")
         records = Path(
             mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=names.RECORDS_DIR, dst_path=str(scratch))
         )

@@ -136,8 +136,8 @@ class WorkerPool:
             except BrokenProcessPool:
                 self._replace_pool()
         raise MachineError(
-            f"worker processes died before they took up work, {_MAX_ATTEMPTS} times in a row; free memory, call the "
-            'tuner below `if __name__ == "__main__":`, and look at the lines above'
+            f"worker processes died before they took up work, {_MAX_ATTEMPTS} times in a row; in a script, call "
+            'the tuner below `if __name__ == "__main__":`; free memory, and look at the lines above'
         )
 
     def _map(self, function: Callable[[In], Out], inputs: Sequence[In], timeout_s: float) -> list[Outcome[Out]]:
