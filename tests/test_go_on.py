@@ -29,11 +29,14 @@ def env(new_experiment: str) -> dict[str, str]:
 
 
 def last_lines(finished: Finished) -> tuple[str, str]:
-    """The ID of the run and the command that standard error ends with; MLflow's own last words do not count."""
+    """The ID of the run and the command that standard error ends with.
+
+    MLflow's own last words do not count, nor those of a step in a process of its own, which may come later.
+    """
     lines = [line for line in finished.stderr.splitlines() if line.startswith(("run    ", "go on  "))]
-    where, command = lines[-2:]
+    (command,) = (line for line in lines if line.startswith("go on  "))
+    where = lines[lines.index(command) - 1]
     assert where.startswith("run    ")
-    assert command.startswith("go on  ")
     return where.split()[1], command.removeprefix("go on  ")
 
 

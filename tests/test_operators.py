@@ -325,7 +325,7 @@ def test_an_operator_is_tuned_and_built_from_its_records(
     assert run.info.run_name.startswith(f"tune {spec} · ")
     network = load_network(spec)
     inputs = random_inputs(network.inputs, seed=3)
-    model = flavor.load_model(compiled.stdout.split()[1])
+    model = flavor.load_model(compiled.stdout.split()[-1])
     convolution = Convolution((1, 16, 14, 14), stride=(1, 1), padding=(1, 1), dilation=(1, 1), relu=True)
     wanted = expected(Case(spec, convolution, flops=0), network, inputs)
     assert_same(model.run(inputs)[network.outputs[0].name], wanted)

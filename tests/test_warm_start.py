@@ -47,7 +47,8 @@ def copy_database(source: Path, destination: Path) -> None:
 
 def schedules(records: Path) -> list[str]:
     """The workload and the schedule of every record."""
-    return [json.dumps([index, trace]) for index, (trace, *_) in read_records(records)]
+    hashes = [json.loads(line)[0] for line in (records / WORKLOAD_FILE).read_text().splitlines()]
+    return [json.dumps([hashes[index], trace]) for index, (trace, *_) in read_records(records)]
 
 
 def test_a_program_that_has_a_record_is_not_measured_again(
