@@ -152,6 +152,8 @@ def diff(first: str, second: str) -> TuningDifference:
 @contextlib.contextmanager
 def _network_in_a_file(network: Network) -> Iterator[str]:
     """A name or path as it is; what is in memory is in a file meanwhile, of which a tuning's run keeps a copy."""
+    if network == "":
+        raise UserInputError("network='': it is empty; give a name, a path or a URI")
     if isinstance(network, str | os.PathLike):
         yield os.fspath(network)
         return

@@ -312,7 +312,7 @@ def test_records_that_cannot_be_used(
 def test_tuning_run_that_has_no_records(here: RunCommand, experiment_id: str) -> None:
     other = mlflow.MlflowClient().create_run(experiment_id).info.run_id
     failed = here("compile", "--tune-run", other)
-    assert_failed(failed, USER, f"cannot read the records of run {other}: ")
+    assert_failed(failed, USER, f"run {other} has no records; give the ID of a tuning run")
     assert failed.run is None
 
 

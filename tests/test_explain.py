@@ -309,4 +309,4 @@ def test_a_run_without_records(run_here: RunCommand, experiment_id: str, capsys:
 
     run_id = mlflow.MlflowClient().create_run(experiment_id).info.run_id
     assert run_here("explain", run_id) == 2
-    assert f"cannot read the records of run {run_id}: " in capsys.readouterr().err
+    assert f"run {run_id} has no records; give the ID of a tuning run" in capsys.readouterr().err
