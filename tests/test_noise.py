@@ -195,7 +195,7 @@ def test_runs_on_a_busy_machine_say_that_they_are_not_to_be_trusted(
     run_here: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with load(2 * available_cpus(), os.sched_getaffinity(0)):
+    with load(available_cpus(), os.sched_getaffinity(0)):
         assert run_here("tune", "--network", "dense:1,64,64", "--trials", "4") == 0
         tuned = newest_run()
         assert run_here("compile", "--tune-run", tuned.info.run_id) == 0
