@@ -88,6 +88,8 @@ def _of_network(
             given = [*network, parameters.pop("network")] if "network" in parameters else [*network]
             if not given:
                 return by_name(**parameters)
+            if len(given) > 1:
+                raise UserInputError(f"{function.__name__}: one network is taken; give the parameters by name")
             with _network_in_a_file(*given) as name:
                 return by_name(network=name, **parameters)
 

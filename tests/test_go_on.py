@@ -129,6 +129,7 @@ def test_a_pipeline_that_is_interrupted(
     assert finished.exit_code == exit_code, finished.stderr
     run_id, command = last_lines(finished)
     assert run_of(run_id).data.tags[names.TAG_STEP] == "main"
+    assert run_of(run_id).data.tags[names.TAG_EXIT_CODE] == "130"
     assert command.startswith(start.format(new_experiment))
     assert tuning_id in command
     resumed = paste(command, cwd, env)
@@ -141,6 +142,8 @@ def test_a_pipeline_that_is_interrupted(
     assert done.data.metrics[names.TRIALS_MEASURED] == NUM_TRIALS
     assert done.data.params["turns"] in ("1", "1.0")
     assert done.data.params["signature"] == "binary"
+    assert done.data.params.get("network_used", done.data.params["network"]) == NETWORK
+    assert f"--network {NETWORK} " in done.data.tags["mlflow.note.content"]
 
 
 def test_a_tuning_that_ends_with_an_error(env: dict[str, str], short_path: Path) -> None:

@@ -74,6 +74,12 @@ def test_a_network_that_is_none_is_not_the_default(network: Any) -> None:
             give()
 
 
+def test_two_networks_are_one_too_many() -> None:
+    for give in (lambda: am.plan("mlp", "bert-tiny"), lambda: am.plan("mlp", network="bert-tiny")):  # type: ignore[call-arg, misc]
+        with pytest.raises(UserInputError, match="plan: one network is taken; give the parameters by name"):
+            give()
+
+
 @pytest.mark.parametrize(
     ("function", "options"),
     [

@@ -14,7 +14,6 @@ from ansor_mlflow.measuring.examples import read_examples
 from ansor_mlflow.measuring.noise import (
     DISTURBED,
     MachineNoise,
-    ProbeTime,
     is_disturbed,
     lost_share,
     probe_noise,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -17,11 +18,12 @@ from ansor_mlflow.device import available_cpus
 
 DISTURBED = 0.1
 """Share of its time that a thread waited for a CPU from which a measurement is disturbed: it took 11 % too long."""
-BUSY = 1.5
+_BUSY = 1.5
 """Slowdown of the probe from which the machine is busy. Clocks alone change by less."""
-MAX_DISTURBED = 0.1
+_MAX_DISTURBED = 0.1
 """Share of the measurements of a run that may be disturbed."""
 _MAX_SLOWDOWN = 20.0
+"""Most that timeouts are stretched."""
 _PROBE_BLOCK = bytes(2**20)
 _PROBE_BLOCKS = 8
 """Blocks that each thread of the probe hashes: 5 ms with SHA instructions, 20 ms without. In a shorter time another
@@ -88,7 +90,7 @@ def _waited_s() -> dict[str, float]:
 
 def is_disturbed(num_disturbed: int, num_measured: int) -> bool:
     """Whether so many measurements were disturbed that what follows from all of them cannot be trusted."""
-    return num_disturbed > MAX_DISTURBED * num_measured
+    return num_disturbed > _MAX_DISTURBED * num_measured
 
 
 @dataclass
@@ -101,13 +103,16 @@ class MachineNoise:
     """Those that were disturbed, and again when they were repeated."""
     slowdown: float = 1.0
     """What the last probe took, over what an undisturbed one takes; 1 or more."""
-    _probes: list[ProbeTime] = field(default_factory=list)
+    _elapsed_s: list[float] = field(default_factory=list)
+    """Of every probe."""
+    _undisturbed_s: float = math.inf
+    """The least CPU time of all probes."""
     _num_repeats: int = 0
 
     @property
     def spread(self) -> float:
         """By how much the ninth decile of all probes is longer than an undisturbed one: 0.02 is 2 %."""
-        return float(np.percentile([self._slowdown(probe) for probe in self._probes], 90)) - 1 if self._probes else 0.0
+        return max(0.0, float(np.percentile(self._elapsed_s, 90)) / self._undisturbed_s - 1) if self._elapsed_s else 0.0
 
     @property
     def distrust(self) -> str:
@@ -121,8 +126,9 @@ class MachineNoise:
 
     def add(self, probe: ProbeTime) -> float:
         """Takes a probe; returns the new `slowdown`."""
-        self._probes.append(probe)
-        self.slowdown = self._slowdown(probe)
+        self._elapsed_s.append(probe.elapsed_s)
+        self._undisturbed_s = min(self._undisturbed_s, probe.cpu_s)
+        self.slowdown = min(_MAX_SLOWDOWN, max(1.0, probe.elapsed_s / self._undisturbed_s))
         return self.slowdown
 
     def measure(self, turn: Callable[[], tuple[list[float], float]]) -> list[float]:
@@ -147,10 +153,6 @@ class MachineNoise:
         samples, waited = turn()
         return max(waited, lost_share(before, self.add(time_probe(available_cpus())))), samples
 
-    def _slowdown(self, probe: ProbeTime) -> float:
-        undisturbed_s = min(probe.cpu_s for probe in self._probes)
-        return min(_MAX_SLOWDOWN, max(1.0, probe.elapsed_s / undisturbed_s))
-
 
 def lost_share(before: float, after: float) -> float:
     """Share of the time between two probes that was lost, by their slowdowns, where both say that the machine is busy.
@@ -158,7 +160,7 @@ def lost_share(before: float, after: float) -> float:
     The time that threads wait for a CPU is more exact; this one also sees what a hypervisor or a quota takes.
     """
     slowdown = min(before, after)
-    return 1 - 1 / slowdown if slowdown > BUSY else 0.0
+    return 1 - 1 / slowdown if slowdown > _BUSY else 0.0
 
 
 def probe_noise(num_threads: int, seconds: float) -> float:

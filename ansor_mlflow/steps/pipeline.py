@@ -112,7 +112,7 @@ def run_pipeline(
     if options.resume_run:  # so that the run and its description tell of the network that goes on
         options = load_options(PipelineOptions, {**options.changed(), **resolved.changed()})
     warn_of_the_machine(options)
-    work = None if project else prepare_tuning(tuning)  # before there is a run, as it may find what is wrong
+    work = None if project else prepare_tuning(resolved)  # before there is a run, as it may find what is wrong
     commands = command_lines("main", options)
     with step_run("main", options, options.network) as run:
         tune_here = partial(tune, tuning, observers, work)
@@ -137,8 +137,9 @@ def run_pipeline(
             **_pick(evaluated, (*names.SUMMARY_METRICS, names.PROBE_SPREAD)),
         }
         run.log_metrics(metrics)
-        distrust = [step.data.tags[names.TAG_DISTRUST] for step in (tuned, evaluated) if _is_distrusted(step)]
-        run.log_tags({names.TAG_DISTRUST: "; ".join(distrust)} if distrust else {})
+        reasons = [step.data.tags.get(names.TAG_DISTRUST, "") for step in (tuned, evaluated)]
+        if any(reasons):
+            run.log_tags({names.TAG_DISTRUST: "; ".join(filter(None, reasons))})
         told = {**tuned.data.tags, names.TAG_MODEL_URI: model_uri}
         run.log_note(pipeline_note(tags[names.TAG_NETWORK], commands, told, metrics))
         version = None
@@ -229,10 +230,6 @@ def _last_child(parent: StepRun) -> Run | None:
             output_format="list",
         )
     return runs[0] if runs else None
-
-
-def _is_distrusted(run: Run) -> bool:
-    return names.TAG_DISTRUST in run.data.tags
 
 
 def _pick(run: Run, metric_names: tuple[str, ...]) -> dict[str, float]:

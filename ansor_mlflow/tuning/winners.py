@@ -121,6 +121,8 @@ class Winners:
         """Measures the finalists in turns, until each winner is ahead by more than the noise, or a cap is reached."""
         undecided = [finalists for finalists in self._finalists if finalists]
         for _ in range(_MAX_PASSES + _MAX_REPEATS):
+            if not undecided:
+                break
             # one after the other over all tasks, so that a disturbance does not hit all measurements of one program
             batch = [f[turn] for turn in range(MAX_FINALISTS) for f in undecided if turn < len(f)]
             outcomes = runner.run([finalist.job for finalist in batch])
@@ -130,8 +132,6 @@ class Winners:
             after_pass()
             noise = self._noise()
             undecided = [finalists for finalists in undecided if not _is_settled(finalists, noise)]
-            if not undecided:
-                break
 
     def write(self, directory: Path, tasks: Sequence[TuningTask], target: Target, log: RecordLog) -> None:
         """Writes a database with one record per task: the winner, with its second measurement where it had one.

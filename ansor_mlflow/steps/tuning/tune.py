@@ -83,12 +83,12 @@ def tune(options: TuneOptions, observers: Sequence[TuningObserver] = (), work: T
     Args:
         options: What and how.
         observers: Told about every round, besides MLflow.
-        work: What `prepare_tuning` made of the options, where it was called before.
+        work: What `resolved_options` and `prepare_tuning` made of the options, where they were called before.
 
     Raises:
         AnsorMlflowError: The options are not usable, a server is away, or a task has no valid trial.
     """
-    work = work or prepare_tuning(options)
+    work = work or prepare_tuning(resolved_options(options))
     with (
         step_run("tune", options, f"tune {work.options.network}", resume=options.resume_run) as run,
         open_outbox(run.run_id, run.directory) as outbox,
@@ -136,10 +136,12 @@ class TuningWork:
 def prepare_tuning(options: TuneOptions) -> TuningWork:
     """Does all that can show that parameters are not usable, so that there is no run of those that are not.
 
+    Args:
+        options: What `resolved_options` returned.
+
     Raises:
         AnsorMlflowError: They are not, or something is missing here.
     """
-    options = resolved_options(options)
     network = network_of(options, copy_of_network(options.resume_run) if options.resume_run else "")
     device = Device.resolve(options.target, options.num_threads)
     device.require_measurable_here()
