@@ -20,6 +20,7 @@ FLOORS = [
     ["files", "names", "options", "settings", "tensors", "trials"],
     ["device"],
     ["networks", "records"],
+    ["graphs"],
     ["lowering"],
     ["model"],
     ["measuring"],

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.lowering.channel_padding import layers_to_pad
+from ansor_mlflow.graphs.channel_padding import layers_to_pad
 from ansor_mlflow.lowering.lower import Layout, LoweredNetwork, lower
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.loading import Network, load_network

@@ -17,8 +17,7 @@ import onnx
 
 from ansor_mlflow.device import vector_lanes
 from ansor_mlflow.errors import UserInputError, first_line
-from ansor_mlflow.lowering.batch_norm import fold_batch_norms
-from ansor_mlflow.lowering.channel_padding import best_padding, pad_output_channels
+from ansor_mlflow.graphs import best_padding, fold_batch_norms, pad_output_channels
 from ansor_mlflow.lowering.precision import compute_in
 from ansor_mlflow.settings import Layout, LoweringSettings, Padding
 from ansor_mlflow.trials import TaskInfo

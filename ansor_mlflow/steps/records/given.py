@@ -12,7 +12,8 @@ from ansor_mlflow import names
 from ansor_mlflow.device import Device, DeviceFingerprint, import_tensor_intrin, vector_lanes
 from ansor_mlflow.errors import RecordsError, UserInputError, first_line
 from ansor_mlflow.files import write_text
-from ansor_mlflow.lowering import LOWERING_VERSION, PaddedLayer, TuningTask, layers_to_pad, lower
+from ansor_mlflow.graphs import PaddedLayer, layers_to_pad
+from ansor_mlflow.lowering import LOWERING_VERSION, TuningTask, lower
 from ansor_mlflow.networks import Network
 from ansor_mlflow.options import NetworkOptions, RecordsOptions
 from ansor_mlflow.records import (

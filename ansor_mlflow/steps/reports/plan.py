@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.lowering import PaddedLayer
+from ansor_mlflow.graphs import PaddedLayer
 from ansor_mlflow.options import BudgetOptions, PlanOptions, TuneOptions
 from ansor_mlflow.steps.records import (
     NetworkTasks,

@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from ansor_mlflow.lowering.onnx_graph import attribute, remove_unused_initializers, uses
+from ansor_mlflow.graphs.nodes import attribute, remove_unused_initializers, uses
 
 _MAX_INNERMOST = 64
 """Largest innermost factor of a tiling: `max_innermost_factor` in MetaSchedule's rules for CPUs."""

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from ansor_mlflow.lowering.onnx_graph import attribute, remove_unused_initializers, uses
+from ansor_mlflow.graphs.nodes import attribute, remove_unused_initializers, uses
 
 _DEFAULT_EPSILON = 1e-5
 """Epsilon of ONNX's operator BatchNormalization where a node has none."""

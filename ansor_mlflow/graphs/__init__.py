@@ -1,0 +1,4 @@
+"""ONNX graphs, rewritten before TVM sees them."""
+
+from ansor_mlflow.graphs.batch_norm import fold_batch_norms
+from ansor_mlflow.graphs.channel_padding import PaddedLayer, best_padding, layers_to_pad, pad_output_channels
