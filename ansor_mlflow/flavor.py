@@ -63,17 +63,21 @@ _RUN_ID = re.compile("[0-9a-f]{32}")
 _log = logging.getLogger(__name__)
 
 
-def get_default_pip_requirements() -> list[str]:
+def get_default_pip_requirements(include_onnxruntime: bool = False) -> list[str]:
     """The packages that a saved model needs, at the versions installed here.
 
     This package itself is not among them: a model carries the code that loads it.
+
+    Args:
+        include_onnxruntime: Whether a part of the network stays with ONNX Runtime.
     """
-    return [f"{name}=={importlib.metadata.version(name)}" for name in _RUNTIME_PACKAGES]
+    packages = (*_RUNTIME_PACKAGES, "onnxruntime") if include_onnxruntime else _RUNTIME_PACKAGES
+    return [f"{name}=={importlib.metadata.version(name)}" for name in packages]
 
 
-def get_default_conda_env() -> dict[str, Any]:
-    """The Conda environment that a saved model needs."""
-    return dict(_mlflow_conda_env(additional_pip_deps=get_default_pip_requirements()))
+def get_default_conda_env(include_onnxruntime: bool = False) -> dict[str, Any]:
+    """The Conda environment that a saved model needs; see `get_default_pip_requirements`."""
+    return dict(_mlflow_conda_env(additional_pip_deps=get_default_pip_requirements(include_onnxruntime)))
 
 
 def default_example(inputs: Sequence[TensorSpec]) -> Arrays:
@@ -133,14 +137,16 @@ def save_model(
     mlflow_model.add_flavor(names.FLAVOR_NAME, code=code, **manifest.to_dict())
     mlflow_model.model_size_bytes = get_total_file_size(path)
     mlflow_model.save(str(directory / names.MODEL_FILE))
-    _write_environment(directory, conda_env, pip_requirements, extra_pip_requirements)
+    defaults = get_default_pip_requirements(any(library.parts for library in manifest.libraries))
+    _write_environment(directory, defaults, conda_env, pip_requirements, extra_pip_requirements)
 
 
-def _write_environment(directory: Path, conda_env: Any, pip_requirements: Any, extra_pip_requirements: Any) -> None:
+def _write_environment(
+    directory: Path, defaults: list[str], conda_env: Any, pip_requirements: Any, extra_pip_requirements: Any
+) -> None:
     if conda_env is None:
-        defaults = get_default_pip_requirements() if pip_requirements is None else None
         conda_env, requirements, constraints = _process_pip_requirements(
-            defaults, pip_requirements, extra_pip_requirements
+            defaults if pip_requirements is None else None, pip_requirements, extra_pip_requirements
         )
     else:
         conda_env, requirements, constraints = _process_conda_env(conda_env)

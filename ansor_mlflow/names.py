@@ -74,6 +74,8 @@ MAX_ABS_ERROR = "max_abs_error"
 MAX_REL_ERROR = "max_rel_error"
 ESTIMATE_RATIO = "estimate_ratio"
 """Measured over estimated latency."""
+ONNXRUNTIME_SHARE = "onnxruntime_share"
+"""Share of the latency in parts that stay with ONNX Runtime, 0 to 1; only where there are some."""
 
 # -- metrics of a promote run, beside those above for the candidate
 CHAMPION_LATENCY_MS = "champion_latency_ms"
@@ -96,6 +98,7 @@ SUMMARY_METRICS = (
     MAX_ABS_ERROR,
     MAX_REL_ERROR,
     ESTIMATE_RATIO,
+    ONNXRUNTIME_SHARE,
 )
 
 # -- tags
@@ -153,6 +156,15 @@ MANIFEST_FILE = "manifest.json"
 SOURCES_FILE = "sources.json"
 """What a merged or distilled database was made from."""
 NETWORK_FILE = "network.onnx"
+PARTS_FILE = "parts.json"
+"""The parts of a network that ONNX Runtime computes some of, with the time that each takes."""
+
+
+def part_file(number: int) -> str:
+    """A part of a network that stays with ONNX Runtime, beside the library."""
+    return f"part{number}.onnx"
+
+
 SURVIVORS_FILE = "survivors.json"
 """What became of the records of an old run."""
 WARM_START_FILE = "warm_start.json"

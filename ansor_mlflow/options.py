@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.settings import Dtype, Layout, LoweringSettings
+from ansor_mlflow.settings import Dtype, Layout, LoweringSettings, Partition
 
 TRIALS_PER_TASK = {"quick": 16, "standard": 64, "thorough": 256}
 """`trials=auto` gives every task this many trials, by preset."""
@@ -143,6 +143,9 @@ class NetworkOptions(SeedOptions):
         "it pays.",
         "auto, off or a whole number of at least 1",
     )
+    partition: Partition = _parameter(
+        "auto", "Whether what TVM cannot compute stays with ONNX Runtime (auto), or is an error (off)."
+    )
     target: str = _parameter(
         "auto",
         "Target: auto (this host), a TVM tag, JSON, or `llvm -mcpu=… -num-cores …`.",
@@ -159,7 +162,7 @@ class NetworkOptions(SeedOptions):
     @property
     def lowering(self) -> LoweringSettings:
         """What decides which tasks the network has."""
-        return LoweringSettings(layout=self.layout, dtype=self.dtype, pad_channels=self.pad_channels)
+        return LoweringSettings.among(vars(self))
 
 
 class BudgetOptions(NetworkOptions):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 Layout = Literal["auto", "NHWC", "NCHW"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 Padding = int | Literal["auto", "off"]
+Partition = Literal["auto", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,9 @@ class LoweringSettings:
     pad_channels: Padding = "auto"
     """Number that the output channels of convolutions and dense layers are made a multiple of; "auto" pads where it
     pays, "off" nowhere."""
+
+    partition: Partition = "auto"
+    """Whether what TVM cannot compute stays with ONNX Runtime ("auto"), or is an error ("off")."""
 
     @staticmethod
     def among(values: Mapping[str, Any]) -> LoweringSettings:

@@ -13,12 +13,17 @@ Arrays = dict[str, npt.NDArray[Any]]
 """Values of a network's inputs or outputs by their names."""
 
 
+OPEN = -1
+"""A dimension of an output that depends on the values of the inputs, as MLflow's signatures write it."""
+
+
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor's name, static shape and NumPy dtype name such as "float32"."""
+    """A tensor's name, shape and NumPy dtype name such as "float32"."""
 
     name: str
     shape: tuple[int, ...]
+    """Static; an output may have dimensions that are `OPEN`."""
     dtype: str
 
     @staticmethod

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import onnx
+from onnx import helper
+
+from ansor_mlflow.networks import message_fields
+
+_MAX_FOLDED_ELEMENTS = 2**16
+"""Larger constants are weights, of which no shape is computed."""
+
+ValueInfos = dict[str, onnx.ValueInfoProto]
+"""The type of each tensor of a graph."""
 
 
 def uses(graph: onnx.GraphProto) -> Iterator[str]:
     """Yields each name as often as a node, also one in a branch, or an output takes it."""
     for node in graph.node:
-        yield from node.input
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                yield from uses(attribute.g)
+        yield from inputs_of(node)
     yield from (output.name for output in graph.output)
+
+
+def inputs_of(node: onnx.NodeProto) -> Iterator[str]:
+    """Yields the names that a node takes, and those that its branches take."""
+    yield from node.input
+    for branch in branches_of(node):
+        yield from uses(branch)
+
+
+def branches_of(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """Yields the graphs that are attributes of a node, as those of `If`, `Loop` and `Scan` are."""
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            yield attribute.g
 
 
 def attribute(node: onnx.NodeProto, name: str, default: float) -> float:
@@ -28,3 +49,34 @@ def remove_unused_initializers(graph: onnx.GraphProto) -> None:
     for entries in (graph.initializer, graph.input):
         for entry in [entry for entry in entries if entry.name in unused]:
             entries.remove(entry)
+
+
+def without_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:
+    """A copy in which large weights are inputs, and these weights by name; it always fits into one message of 2 GiB."""
+    graph = model.graph
+    weights = {w.name: w for w in graph.initializer if math.prod(w.dims) > _MAX_FOLDED_ELEMENTS}
+    initializers = {weight.name for weight in graph.initializer}  # before IR version 4 they are inputs, too
+    copy = onnx.ModelProto(**message_fields(model, without={"graph"}))
+    copy.graph.CopyFrom(onnx.GraphProto(**message_fields(graph, without={"initializer", "input"})))
+    copy.graph.initializer.extend(weight for weight in graph.initializer if weight.name not in weights)
+    copy.graph.input.extend(value for value in graph.input if value.name not in initializers)
+    copy.graph.input.extend(
+        helper.make_tensor_value_info(name, weight.data_type, weight.dims) for name, weight in weights.items()
+    )
+    copy.ir_version = max(copy.ir_version, 4)
+    return copy, weights
+
+
+def value_infos(model: onnx.ModelProto) -> ValueInfos:
+    """The type of each tensor, with its shape where ONNX can infer it; weights included."""
+    graph = onnx.shape_inference.infer_shapes(without_weights(model)[0], data_prop=True).graph
+    weights = [helper.make_tensor_value_info(w.name, w.data_type, w.dims) for w in graph.initializer]
+    return {value.name: value for value in (*weights, *graph.input, *graph.value_info, *graph.output)}
+
+
+def static_shape(value: onnx.ValueInfoProto | None) -> tuple[int, ...] | None:
+    """The shape of a tensor; None where it is not known, or the value is no tensor."""
+    if value is None or not value.type.tensor_type.HasField("shape"):
+        return None
+    dims = value.type.tensor_type.shape.dim
+    return tuple(dim.dim_value for dim in dims) if all(dim.HasField("dim_value") for dim in dims) else None

@@ -6,35 +6,30 @@ older records useless: raise `LOWERING_VERSION` with such a change.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING
 
 import onnx
 
 from ansor_mlflow.device import vector_lanes
-from ansor_mlflow.errors import UserInputError, first_line
-from ansor_mlflow.graphs import best_padding, fold_batch_norms, pad_output_channels
-from ansor_mlflow.lowering.precision import compute_in
-from ansor_mlflow.settings import Layout, LoweringSettings, Padding
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.graphs import GraphPart, best_padding, fold_batch_norms, pad_output_channels, simplify
+from ansor_mlflow.lowering.parts import describe, lower_parts
+from ansor_mlflow.lowering.pipeline import lower_graph, lower_node
+from ansor_mlflow.settings import LoweringSettings, Padding
 from ansor_mlflow.trials import TaskInfo
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.target import Target
 
-LOWERING_VERSION = 5
+LOWERING_VERSION = 6
 """Provenance of records: two lowerings with different versions may give different tasks for one network."""
 
 
 _DEFAULTS = LoweringSettings()
-_LAYOUTS = {
-    "NHWC": {"relax.nn.conv2d": ["NHWC", "HWIO"], "relax.nn.conv3d": ["NDHWC", "DHWIO"]},
-    "NCHW": {"relax.nn.conv2d": ["NCHW", "OIHW"], "relax.nn.conv3d": ["NCDHW", "OIDHW"]},
-}
 
 
 @dataclass(frozen=True)
@@ -47,11 +42,24 @@ class TuningTask:
 
 
 @dataclass(frozen=True)
+class NetworkPart:
+    """A part of a network."""
+
+    graph: GraphPart
+    function: str
+    """Name of its function in the module; empty for a part that ONNX Runtime runs."""
+
+
+@dataclass(frozen=True)
 class LoweredNetwork:
-    """A network as fused functions; weights are constants, "main" takes the network's inputs alone."""
+    """A network as fused functions; weights are constants."""
 
     mod: IRModule
+    """Module whose function "main" takes the network's inputs alone. Of a network in parts it has one for each of
+    TVM's."""
     tasks: tuple[TuningTask, ...]
+    parts: tuple[NetworkPart, ...] = ()
+    """In the order in which they run; empty where TVM computes all."""
 
 
 def lower(model: onnx.ModelProto, target: Target, settings: LoweringSettings = _DEFAULTS) -> LoweredNetwork:
@@ -60,53 +68,36 @@ def lower(model: onnx.ModelProto, target: Target, settings: LoweringSettings = _
     Args:
         model: ONNX model whose inputs have static shapes.
         target: Device that the functions are for.
-        settings: Layout, type and padding.
+        settings: Layout, type, padding, and whether parts may stay with ONNX Runtime.
 
     Raises:
-        UserInputError: The model has an operator or an attribute that TVM cannot import.
+        UserInputError: ONNX Runtime cannot load the model, TVM can compute no part of it, or not all where it must.
     """
-    import tvm
-    from tvm import relax
+    from ansor_mlflow.lowering.joining import join_modules
 
-    from ansor_mlflow.lowering.constants import fold_constants_in_numpy
-    from ansor_mlflow.lowering.elementwise import expand_elementwise
-    from ansor_mlflow.lowering.indices import bound_indices
-    from ansor_mlflow.lowering.slices import SlicesAreInjective
-    from ansor_mlflow.lowering.squeeze import positive_squeeze_axes
-
-    graph = fold_batch_norms(model)
+    graph = fold_batch_norms(simplify(model))
     if (padding := _padding(settings.pad_channels, target)) is not None:
         graph = pad_output_channels(graph, padding)
-    with target:
-        mod = tvm.transform.Sequential(
-            [
-                positive_squeeze_axes(),
-                relax.transform.DecomposeOpsForInference(),
-                expand_elementwise(),
-                relax.transform.CanonicalizeBindings(),
-                fold_constants_in_numpy(),
-                relax.transform.FoldConstant(),
-                bound_indices(),
-                relax.transform.ConvertLayout(_LAYOUTS[resolve_layout(settings.layout)]),
-                *compute_in(settings.dtype),
-                fold_constants_in_numpy(),
-                relax.transform.FoldConstant(),
-                # TVM's pipeline "zero", with more to say of slices
-                relax.transform.LegalizeOps(),
-                relax.transform.AnnotateTIROpPattern(),
-                SlicesAreInjective(),
-                relax.transform.FoldConstant(),
-                relax.transform.FuseOps(),
-                relax.transform.FuseTIR(),
-                relax.transform.AttachAttrLayoutFreeBuffers(),
-            ]
-        )(_import_onnx(graph))
-    return LoweredNetwork(mod=mod, tasks=_extract_tasks(mod, target))
+    parts = lower_parts(
+        graph, partial(lower_graph, target=target, settings=settings), partial(lower_node, target=target)
+    )
+    reasons = {operator: reason for part, _ in parts for operator, reason in part.reasons.items()}
+    modules = {f"part{number}": mod for number, (_, mod) in enumerate(parts) if mod is not None}
+    if not modules or (reasons and settings.partition == "off"):
+        raise UserInputError(_refusal(reasons, any_lowered=bool(modules)))
+    if not reasons:
+        (mod,) = modules.values()
+        return LoweredNetwork(mod=mod, tasks=_extract_tasks(mod, target))
+    mod = join_modules(modules)
+    named = [NetworkPart(part, name if (name := f"part{n}") in modules else "") for n, (part, _) in enumerate(parts)]
+    return LoweredNetwork(mod=mod, tasks=_extract_tasks(mod, target), parts=tuple(named))
 
 
-def resolve_layout(layout: Layout) -> Literal["NHWC", "NCHW"]:
-    """The layout that "auto" stands for: channels last, because they are what is vectorised."""
-    return "NHWC" if layout == "auto" else layout
+def _refusal(reasons: dict[str, str], *, any_lowered: bool) -> str:
+    found = describe(reasons)
+    if any_lowered:
+        return f"TVM cannot compute {found}; partition=auto leaves that to ONNX Runtime"
+    return f"TVM can compute no part of the network: {found}; ONNX Runtime alone is the runtime for it"
 
 
 def _padding(pad_channels: Padding, target: Target) -> Callable[[int], int] | None:
@@ -117,23 +108,6 @@ def _padding(pad_channels: Padding, target: Target) -> Callable[[int], int] | No
         lanes = vector_lanes(target)
         return lambda channels: best_padding(channels, lanes)
     return lambda channels: -(-channels // pad_channels) * pad_channels
-
-
-def _import_onnx(model: onnx.ModelProto) -> IRModule:
-    import tvm
-    from tvm.relax.frontend.onnx import from_onnx
-
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it prints what it then raises
-            warnings.simplefilter("ignore")
-            return from_onnx(model, keep_params_in_input=False)
-    except tvm.error.OpNotImplemented as err:
-        names = str(err).partition(": ")[2]
-        raise UserInputError(
-            f"network {model.graph.name!r}: TVM imports no ONNX operator {names}; export the model without it"
-        ) from err
-    except Exception as err:  # the importer's converters raise errors of every kind for a graph they do not understand
-        raise UserInputError(f"network {model.graph.name!r}: TVM cannot import the graph ({first_line(err)})") from err
 
 
 def _extract_tasks(mod: IRModule, target: Target) -> tuple[TuningTask, ...]:

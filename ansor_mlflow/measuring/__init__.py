@@ -6,6 +6,7 @@ from ansor_mlflow.measuring.contenders import (
     Inference,
     MakeInference,
     library_inference,
+    parts_call,
     reference_inference,
     timed_call,
     tuned_inference,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 Inference = Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]
 """Runs a network once: inputs by name to outputs by name."""
 MakeInference = Callable[[], Inference]
+
+_NUM_CALLS = 9
 
 
 def timed_call(make_inference: MakeInference, inputs: tuple[TensorSpec, ...], seed: int) -> Callable[[], Any]:
@@ -41,6 +44,20 @@ def tuned_inference(directory: Path) -> Inference:
     from ansor_mlflow.model import Manifest, load_package
 
     return load_package(directory, Manifest.read(directory)).run
+
+
+def parts_call(directory: Path, inputs: tuple[TensorSpec, ...], seed: int) -> Callable[[], list[float]]:
+    """A call that returns the seconds of each part of a model, the medians of several calls on seeded inputs."""
+    from ansor_mlflow.model import Manifest, load_package
+
+    model = load_package(directory, Manifest.read(directory))
+    values = random_inputs(inputs, seed)
+
+    def seconds() -> list[float]:
+        calls = [model.seconds_of_parts(values) for _ in range(_NUM_CALLS)]
+        return [median(of_part) for of_part in zip(*calls, strict=True)]
+
+    return seconds
 
 
 def reference_inference(network: Path, num_threads: int, *, optimized: bool = True) -> Inference:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from ansor_mlflow.device import Device, DeviceFingerprint, available_cpus, why_not_runnable
 from ansor_mlflow.errors import ModelError, UserInputError
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest
+from ansor_mlflow.model.parts import what_stays
 
 Level = Literal["exact", "compatible", "rebuilt", "untuned"]
 
@@ -85,7 +86,7 @@ class Choice:
     def __str__(self) -> str:
         device = self.entry.fingerprint
         clauses = [f"{self.level} library for {device.description} on {device.cpu_model}: {self.reason}"]
-        return "; ".join([*clauses, *self.rejected])
+        return "; ".join([*clauses, *self.rejected, *what_stays(self.entry.parts)])
 
 
 def choose_library(directory: Path, manifest: Manifest) -> LibraryEntry:

@@ -64,6 +64,12 @@ def _check_paths(directory: Path, manifest: Manifest) -> None:
         if path.is_absolute() or ".." in path.parts or not (root / path).resolve().is_relative_to(root):
             raise ModelError(f"model {directory}: the path {name!r} leads out of the model; it was tampered with")
     for entry in manifest.libraries:
+        for part in entry.parts:
+            beside = PurePosixPath(entry.path).parent / part.name
+            if part.runs_in == "onnxruntime" and beside.as_posix() not in manifest.files:
+                raise ModelError(
+                    f"model {directory}: {part.name!r} is not a file of the library {entry.path}; it was tampered with"
+                )
         expected = library_path(entry.fingerprint)
         if entry.path != expected:
             raise ModelError(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import platform
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.device import architecture_of
 from ansor_mlflow.errors import MachineError, RecordsError, first_line
+from ansor_mlflow.model.parts import PartEntry, write_parts
 from ansor_mlflow.trials import TaskInfo
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ class Coverage:
 
 
 def compile_tuned(lowered: LoweredNetwork, target: Target, best_records: Path, library: Path) -> Coverage:
-    """Builds the network with the fastest record of each task.
+    """Builds the network with the fastest record of each task; beside the library is what stays with ONNX Runtime.
 
     Args:
         lowered: Network, lowered for `target` exactly as it was for tuning.
@@ -86,6 +88,7 @@ def compile_tuned(lowered: LoweredNetwork, target: Target, best_records: Path, l
             f"{best_records}: the records do not apply ({first_line(err)}); tune the network again"
         ) from err
     _export(mod, target, library)
+    write_parts(lowered, library.parent)
     infos = [task.info for task in lowered.tasks]
     return Coverage(
         covered=tuple(info for info, found in zip(infos, covered, strict=True) if found),
@@ -100,6 +103,7 @@ def compile_untuned(lowered: LoweredNetwork, target: Target, library: Path) -> N
         MachineError: There is no compiler to link with.
     """
     _export(lowered.mod, target, library)
+    write_parts(lowered, library.parent)
 
 
 def require_linker(machine: str = "") -> str:
@@ -138,6 +142,6 @@ def _export(mod: IRModule, target: Target, library: Path) -> None:
         compiled.export_library(str(library), fcompile=cc.cross_compiler(compiler) if compiler else None)
 
 
-def write_coverage(coverage: Coverage, path: Path) -> None:
+def write_coverage(coverage: Coverage, parts: Sequence[PartEntry], path: Path) -> None:
     """Writes `coverage.json`."""
-    path.write_text(json.dumps(coverage.to_dict(), indent=1))
+    path.write_text(json.dumps({**coverage.to_dict(), "parts": [asdict(part) for part in parts]}, indent=1))

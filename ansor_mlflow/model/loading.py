@@ -21,6 +21,7 @@ from ansor_mlflow.model.choice import (
 )
 from ansor_mlflow.model.digests import verify_package
 from ansor_mlflow.model.manifest import LIBRARY_FILE, LibraryEntry, Manifest, records_path
+from ansor_mlflow.model.parts import PartEntry
 from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process, require_builder
 from ansor_mlflow.model.tuned import TunedModel
 from ansor_mlflow.names import NETWORK_FILE
@@ -142,7 +143,8 @@ def _build_library(attempt: _Attempt, directory: Path, options: LoadOptions, lib
         lowering=LoweringSettings.among(provenance),
         library=str(library),
     )
-    coverage = build_in_child_process(job)
+    built = build_in_child_process(job)
+    coverage = built["coverage"]
     if attempt.records and not coverage["num_covered"]:
         raise RecordsError("the network has other tasks here, and none has a record")
     kept = {name: value for name, value in provenance.items() if name not in _OF_ANOTHER_DEVICE}
@@ -151,6 +153,7 @@ def _build_library(attempt: _Attempt, directory: Path, options: LoadOptions, lib
         fingerprint=host,
         coverage=coverage,
         provenance={**kept, "built_from": attempt.entry.path},
+        parts=tuple(map(PartEntry.from_dict, built["parts"])),
     )
 
 

@@ -11,11 +11,14 @@ import yaml
 
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import ModelError
+from ansor_mlflow.model.parts import PartEntry
 from ansor_mlflow.names import FLAVOR_NAME, MODEL_FILE
 from ansor_mlflow.tensors import TensorSpec
 
 LIBRARY_FILE = "model.so"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_READ_VERSIONS = (1, 2)
+"""Version 1 knows no parts."""
 _SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """YAML loader of LibYAML, if PyYAML was built with it: MLflow's `Model.load` takes several times as long."""
 
@@ -43,6 +46,21 @@ class LibraryEntry:
     fingerprint: DeviceFingerprint
     coverage: dict[str, Any]
     provenance: dict[str, Any]
+    parts: tuple[PartEntry, ...] = ()
+    """In the order in which they run; empty where TVM computes all of the network."""
+
+    @staticmethod
+    def from_dict(entry: dict[str, Any]) -> LibraryEntry:
+        """Reads the fields as JSON keeps them.
+
+        Raises:
+            KeyError, TypeError, ValueError: They are not those of a library.
+        """
+        read = {
+            "fingerprint": DeviceFingerprint.from_dict(entry["fingerprint"]),
+            "parts": tuple(map(PartEntry.from_dict, entry.get("parts", ()))),
+        }
+        return LibraryEntry(**{**entry, **read})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +107,7 @@ class Manifest:
         if not isinstance(entry, dict):
             raise _damaged(TypeError(f"the flavor is a {type(entry).__name__}"))
         version = entry.get("format_version")
-        if version != FORMAT_VERSION:
+        if version not in _READ_VERSIONS:
             raise ModelError(f"the model has format version {version}, this package reads {FORMAT_VERSION}; update it")
         try:
             _check_types(entry)
@@ -97,10 +115,7 @@ class Manifest:
                 network=entry["network"],
                 inputs=tuple(TensorSpec.from_dict(spec) for spec in entry["inputs"]),
                 outputs=tuple(TensorSpec.from_dict(spec) for spec in entry["outputs"]),
-                libraries=tuple(
-                    LibraryEntry(**{**library, "fingerprint": DeviceFingerprint.from_dict(library["fingerprint"])})
-                    for library in entry["libraries"]
-                ),
+                libraries=tuple(map(LibraryEntry.from_dict, entry["libraries"])),
                 files=dict(entry["files"]),
             )
         except (KeyError, TypeError, ValueError) as err:

@@ -3,6 +3,7 @@
 Layout::
 
     libraries/<fingerprint>/model.so     the compiled network, weights included
+    libraries/<fingerprint>/part1.onnx   a part of the network that stays with ONNX Runtime, if there is one
     records/<fingerprint>/               the record of each task that it was compiled with
     network.onnx                         what was compiled; weights beyond 2 GiB are in network.onnx.data
 
@@ -21,6 +22,7 @@ from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.model.digests import sha256_of
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest, library_path, records_path
+from ansor_mlflow.model.parts import PartEntry
 from ansor_mlflow.names import NETWORK_FILE
 from ansor_mlflow.tensors import TensorSpec
 
@@ -40,6 +42,8 @@ class CompiledNetwork:
     fingerprint: DeviceFingerprint
     coverage: dict[str, Any]
     """Which tasks have a record, as `model.Coverage.to_dict` says it."""
+    parts: tuple[PartEntry, ...] = ()
+    """Parts of the network; the files of those that stay with ONNX Runtime are beside the library."""
     provenance: dict[str, Any] = field(default_factory=dict)
     """Where the library comes from: versions, layout, tuning run, estimated latency."""
 
@@ -63,7 +67,11 @@ def write_package(compiled: CompiledNetwork | Sequence[CompiledNetwork], directo
         (directory / library).parent.mkdir(parents=True)
         shutil.copyfile(member.library, directory / library)
         shutil.copytree(member.records, directory / records)
-        paths += [library, *sorted(path.relative_to(directory) for path in (directory / records).iterdir())]
+        paths += [
+            library,
+            *_copy_parts(member, (directory / library).parent, directory),
+            *sorted(path.relative_to(directory) for path in (directory / records).iterdir()),
+        ]
     return Manifest(
         network=first.name,
         inputs=first.inputs,
@@ -74,6 +82,7 @@ def write_package(compiled: CompiledNetwork | Sequence[CompiledNetwork], directo
                 fingerprint=member.fingerprint,
                 coverage=member.coverage,
                 provenance=member.provenance,
+                parts=member.parts,
             )
             for member in members
         ),
@@ -93,6 +102,7 @@ def read_package(directory: Path, manifest: Manifest) -> list[CompiledNetwork]:
             records=directory / records_path(entry.fingerprint),
             fingerprint=entry.fingerprint,
             coverage=entry.coverage,
+            parts=entry.parts,
             provenance=entry.provenance,
         )
         for entry in manifest.libraries
@@ -130,6 +140,17 @@ def _require_one_network(members: Sequence[CompiledNetwork]) -> None:
     twice = next((name for name in devices if devices.count(name) > 1), None)
     if twice:
         raise UserInputError(f"two libraries are for {twice}; a model holds one for each device: give one of them")
+
+
+def _copy_parts(member: CompiledNetwork, to: Path, directory: Path) -> list[Path]:
+    """Copies what stays with ONNX Runtime; returns the paths in the model."""
+    copied = []
+    for part in member.parts:
+        if part.runs_in == "onnxruntime":
+            for file in sorted(member.library.parent.glob(f"{part.name}*")):  # weights beyond 2 GiB are in a second one
+                shutil.copyfile(file, to / file.name)
+                copied.append((to / file.name).relative_to(directory))
+    return copied
 
 
 def _copy_network(source: Path, directory: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, error_for_exit_code
+from ansor_mlflow.model.parts import part_entries
 from ansor_mlflow.settings import LoweringSettings
 
 _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from ansor_mlflow.model.rebuild import main; main()"
@@ -54,7 +55,7 @@ def build_in_child_process(job: BuildJob) -> dict[str, Any]:
     """Builds a library in a process of its own.
 
     Returns:
-        The coverage; see `model.Coverage.to_dict`. Empty for an untuned library.
+        The coverage, empty for an untuned library, and the parts, as `LibraryEntry` has them in JSON.
 
     Raises:
         AnsorMlflowError: The records do not apply, or the network cannot be compiled here.
@@ -80,22 +81,24 @@ def build(job: BuildJob) -> dict[str, Any]:
 
     target = resolve_target(json.dumps(job.target), job.num_threads)
     lowered = lower(onnx.load_model(job.network), target, job.lowering)
+    parts = [asdict(part) for part in part_entries(lowered)]
     if not job.records:
         compile_untuned(lowered, target, Path(job.library))
-        return {}
-    return compile_tuned(lowered, target, Path(job.records), Path(job.library)).to_dict()
+        return {"coverage": {}, "parts": parts}
+    coverage = compile_tuned(lowered, target, Path(job.records), Path(job.library)).to_dict()
+    return {"coverage": coverage, "parts": parts}
 
 
 def main() -> None:
-    """The process: reads a job from standard input, and writes the coverage to standard output."""
+    """The process: reads a job from standard input, and writes what was built to standard output."""
     fields = json.load(sys.stdin)
     job = BuildJob(**{**fields, "lowering": LoweringSettings(**fields["lowering"])})
     answer = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # compilers print
     try:
-        coverage = build(job)
+        built = build(job)
     except AnsorMlflowError as err:
         print(f"Error: {err}", file=sys.stderr)
         sys.exit(err.exit_code)
     with os.fdopen(answer, "w") as stdout:
-        json.dump(coverage, stdout)
+        json.dump(built, stdout)

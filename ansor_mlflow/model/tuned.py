@@ -41,7 +41,8 @@ class TunedModel:
         self.inputs = inputs
         self.outputs = outputs
         self.choice = choice
-        self._machines = VirtualMachines(library, inputs, num_threads, device)
+        names = [spec.name for spec in outputs]
+        self._machines = VirtualMachines(library, inputs, names, choice.entry.parts, num_threads, device)
 
     @property
     def entry(self) -> LibraryEntry:
@@ -62,6 +63,14 @@ class TunedModel:
         """
         outputs = self._machines.run(self._checked(inputs))
         return {spec.name: array for spec, array in zip(self.outputs, outputs, strict=True)}
+
+    def seconds_of_parts(self, inputs: Mapping[str, npt.ArrayLike]) -> list[float]:
+        """How long each part of the network takes in a call, in the order of `entry.parts`.
+
+        Raises:
+            UserInputError: See `run`.
+        """
+        return self._machines.seconds_of_parts(self._checked(inputs))
 
     def _checked(self, inputs: Mapping[str, npt.ArrayLike]) -> list[npt.NDArray[Any]]:
         names = [spec.name for spec in self.inputs]

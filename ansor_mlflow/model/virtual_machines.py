@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,14 +14,19 @@ import numpy.typing as npt
 
 from ansor_mlflow.device import available_cpus, set_num_threads
 from ansor_mlflow.errors import ModelError, first_line
+from ansor_mlflow.model.parts import (
+    EXPORTED_KINDS,
+    PartEntry,
+    PartRunner,
+    aligned_array,
+    as_array,
+    is_aligned,
+    open_sessions,
+)
 from ansor_mlflow.tensors import TensorSpec
 
-_ALIGNMENT_BYTES = 64
-"""Alignment that generated code expects of its arguments (TVM's `kAllocAlignment`)."""
 _ZERO_COPY_BYTES = 1 << 14
 """Size from which an array is wrapped; a smaller one is copied sooner."""
-_EXPORTED_KINDS = "biuf"
-"""NumPy's kinds of types that it shares through DLPack; not among them are those of ml_dtypes, such as bfloat16."""
 
 
 class VirtualMachines:
@@ -36,6 +40,8 @@ class VirtualMachines:
     Args:
         library: The shared library, whose digest was checked.
         inputs: The network's inputs, in the order of the function's parameters.
+        outputs: Names of its outputs, in order.
+        parts: Its parts, if TVM does not compute all of it; what stays with ONNX Runtime lies beside the library.
         num_threads: Threads of a kernel.
         device: Name of the device: cpu or cuda.
 
@@ -43,7 +49,15 @@ class VirtualMachines:
         ModelError: TVM cannot load the library.
     """
 
-    def __init__(self, library: Path, inputs: Sequence[TensorSpec], num_threads: int, device: str) -> None:
+    def __init__(
+        self,
+        library: Path,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[str],
+        parts: Sequence[PartEntry],
+        num_threads: int,
+        device: str,
+    ) -> None:
         import tvm
 
         self._num_threads = num_threads
@@ -51,7 +65,9 @@ class VirtualMachines:
         num_machines = max(1, available_cpus() // num_threads) if device == "cpu" else 1
         self._threads = ThreadPoolExecutor(num_machines, thread_name_prefix="ansor-mlflow-model")
         try:
-            self._make = partial(VirtualMachine, tvm.runtime.load_module(str(library)), tvm.device(device), inputs)
+            module = tvm.runtime.load_module(str(library))
+            sessions = open_sessions(library.parent, parts, num_threads)
+            self._make = partial(VirtualMachine, module, tvm.device(device), inputs, outputs, parts, sessions)
             self._threads.submit(self._machine).result()  # what cannot be run is known now
         except (OSError, RuntimeError, ValueError, AttributeError) as err:
             raise ModelError(
@@ -62,6 +78,15 @@ class VirtualMachines:
     def run(self, arrays: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
         """Calls the network on arrays of its shapes and dtypes; those that it returns belong to the caller."""
         return self._threads.submit(self._run, arrays).result()
+
+    def seconds_of_parts(self, arrays: Sequence[npt.NDArray[Any]]) -> list[float]:
+        """How long each part takes in a call; empty where TVM computes all of the network."""
+        return self._threads.submit(self._seconds_of_parts, arrays).result()
+
+    def _seconds_of_parts(self, arrays: Sequence[npt.NDArray[Any]]) -> list[float]:
+        machine = self._machine()
+        machine.run(arrays)
+        return list(machine.seconds_of_parts)
 
     def _run(self, arrays: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
         return self._machine().run(arrays)
@@ -78,26 +103,44 @@ class VirtualMachines:
 class VirtualMachine:
     """A virtual machine with memory for its inputs, for one call at a time."""
 
-    def __init__(self, module: Any, device: Any, inputs: Sequence[TensorSpec]) -> None:
+    def __init__(
+        self,
+        module: Any,
+        device: Any,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[str],
+        parts: Sequence[PartEntry],
+        sessions: Mapping[str, Any],
+    ) -> None:
         from tvm import relax, runtime
 
-        self._main = relax.VirtualMachine(module, device)["main"]
+        functions = relax.VirtualMachine(module, device)
+        self._main: Callable[..., Any] = (
+            functions["main"]
+            if not parts
+            else PartRunner(parts, functions, sessions, [spec.name for spec in inputs], outputs, device)
+        )
         self._from_dlpack = runtime.from_dlpack
         self._is_on_cpu = device == runtime.cpu()
         self._slots = [self._slot(spec, device) for spec in inputs]
+
+    @property
+    def seconds_of_parts(self) -> list[float]:
+        """See `VirtualMachines.seconds_of_parts`; of the last call."""
+        return self._main.seconds if isinstance(self._main, PartRunner) else []
 
     def run(self, arrays: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
         """See `VirtualMachines.run`."""
         result = self._main(*map(self._argument, arrays, self._slots))
         # Copies: the memory of an output may be that of an input, of another output or of a weight.
-        return [self._copied(tensor) for tensor in (result if isinstance(result, Sequence) else [result])]
+        return [as_array(tensor).copy() for tensor in (result if isinstance(result, Sequence) else [result])]
 
     def _slot(self, spec: TensorSpec, device: Any) -> tuple[Any, npt.NDArray[Any] | None]:
         """A tensor for an input, and the same memory as an array, where there is such an array."""
         from tvm import runtime
 
-        if self._is_on_cpu and np.dtype(spec.dtype).kind in _EXPORTED_KINDS:
-            array = _aligned_array(spec)
+        if self._is_on_cpu and np.dtype(spec.dtype).kind in EXPORTED_KINDS:
+            array = aligned_array(spec)
             return runtime.from_dlpack(array), array
         return runtime.empty(spec.shape, spec.dtype, device), None
 
@@ -106,27 +149,7 @@ class VirtualMachine:
         tensor, memory = slot
         if memory is None:
             return tensor.copyfrom(array)
-        if array.nbytes >= _ZERO_COPY_BYTES and _is_aligned(array):
+        if array.nbytes >= _ZERO_COPY_BYTES and is_aligned(array):
             return self._from_dlpack(array)
         np.copyto(memory, array)
         return tensor
-
-    def _copied(self, tensor: Any) -> npt.NDArray[Any]:
-        if self._is_on_cpu and np.dtype(str(tensor.dtype)).kind in _EXPORTED_KINDS:
-            return np.from_dlpack(tensor).copy()
-        array: npt.NDArray[Any] = tensor.numpy()
-        return array
-
-
-def _aligned_array(spec: TensorSpec) -> npt.NDArray[Any]:
-    dtype = np.dtype(spec.dtype)
-    num_bytes = math.prod(spec.shape) * dtype.itemsize
-    memory = np.empty(num_bytes + _ALIGNMENT_BYTES, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT_BYTES
-    return memory[start : start + num_bytes].view(dtype).reshape(spec.shape)
-
-
-def _is_aligned(array: npt.NDArray[Any]) -> bool:
-    """Whether generated code may read an array where it is. NumPy exports none that is read-only."""
-    flags = array.flags
-    return bool(flags.c_contiguous and flags.writeable and array.ctypes.data % _ALIGNMENT_BYTES == 0)

@@ -21,7 +21,7 @@ from onnx import TensorProto, external_data_helper, helper
 
 from ansor_mlflow.errors import UserInputError, one_line
 from ansor_mlflow.networks.shapes import DeclaredShape, resolve_shapes
-from ansor_mlflow.tensors import TensorSpec
+from ansor_mlflow.tensors import OPEN, TensorSpec
 
 _DTYPES: dict[int, str] = {
     TensorProto.FLOAT16: "float16",
@@ -164,7 +164,7 @@ def input_specs(model: onnx.ModelProto) -> tuple[TensorSpec, ...]:
 
 
 def output_specs(model: onnx.ModelProto) -> tuple[TensorSpec, ...]:
-    """The outputs of a model with static shapes."""
+    """The outputs of a model with static shapes, but for those that depend on the values of its inputs."""
     return tuple(map(_spec, model.graph.output))
 
 
@@ -175,7 +175,7 @@ def _inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
 
 def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
     tensor = value.type.tensor_type
-    shape = tuple(dim.dim_value for dim in tensor.shape.dim)
+    shape = tuple(dim.dim_value if dim.HasField("dim_value") else OPEN for dim in tensor.shape.dim)
     return TensorSpec(name=value.name, shape=shape, dtype=_DTYPES[tensor.elem_type])
 
 
@@ -196,7 +196,7 @@ def _declared_shape(value: onnx.ValueInfoProto) -> DeclaredShape | None:
     )
 
 
-def _set_shape(value: onnx.ValueInfoProto, shape: Sequence[int]) -> None:
+def _set_shape(value: onnx.ValueInfoProto, shape: Sequence[int | str | None]) -> None:
     elem_type = value.type.tensor_type.elem_type
     value.CopyFrom(helper.make_tensor_value_info(value.name, elem_type, shape, value.doc_string))
 
@@ -230,17 +230,19 @@ def _complete_outputs(model: onnx.ModelProto, network: str, directory: Path | No
             f"({one_line(err)}); export the model with static shapes"
         ) from err
     for output, found in zip(model.graph.output, session.get_outputs(), strict=True):
-        if not all(isinstance(dim, int) for dim in found.shape):
-            raise UserInputError(
-                f"network={network}: the shape of output {output.name!r} depends on the input's values; "
-                "only static shapes can be tuned"
-            )
         _set_shape(output, found.shape)
 
 
 def _is_static(value: onnx.ValueInfoProto) -> bool:
     tensor = value.type.tensor_type
     return bool(tensor.HasField("shape")) and all(dim.HasField("dim_value") for dim in tensor.shape.dim)
+
+
+def message_fields(message: onnx.ModelProto | onnx.GraphProto, *, without: set[str]) -> dict[str, Any]:
+    """The fields of a message that are set, for the constructor of another one: weights that are left out are never
+    copied.
+    """
+    return {field.name: value for field, value in message.ListFields() if field.name not in without}
 
 
 @contextlib.contextmanager
@@ -295,8 +297,8 @@ def _split_weights(model: onnx.ModelProto, max_weight_bytes: int) -> tuple[onnx.
         _without_data(tensor) if _raw_bytes(tensor) >= _MIN_WEIGHT_BYTES else tensor
         for tensor in model.graph.initializer
     ]
-    graph = onnx.GraphProto(**_fields(model.graph, without="initializer"), initializer=initializers)
-    return onnx.ModelProto(**_fields(model, without="graph"), graph=graph), weights
+    graph = onnx.GraphProto(**message_fields(model.graph, without={"initializer"}), initializer=initializers)
+    return onnx.ModelProto(**message_fields(model, without={"graph"}), graph=graph), weights
 
 
 def _raw_bytes(tensor: onnx.TensorProto) -> int:
@@ -310,7 +312,3 @@ def _without_data(tensor: onnx.TensorProto) -> onnx.TensorProto:
     return onnx.TensorProto(
         name=tensor.name, dims=tensor.dims, data_type=tensor.data_type, data_location=TensorProto.EXTERNAL
     )
-
-
-def _fields(message: onnx.ModelProto | onnx.GraphProto, *, without: str) -> dict[str, Any]:
-    return {field.name: value for field, value in message.ListFields() if field.name != without}

@@ -36,6 +36,7 @@ class Provenance:
     host: str
     measure: dict[str, Any]
     """Settings of the time evaluator."""
+    partition: str = "auto"
     estimated_latency_ms: float | None = None
     trials_per_task: float | None = None
     """Trials that the tuning was ready to give a task, on average; None before its end."""

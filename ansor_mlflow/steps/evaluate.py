@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,13 +16,17 @@ from mlflow.exceptions import MlflowException
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import CorrectnessError
+from ansor_mlflow.files import write_text
 from ansor_mlflow.measuring import (
     Latency,
     MachineNoise,
     MakeInference,
+    call_once,
     compare_with_reference,
+    in_child_process,
     library_inference,
     measure_in_turns,
+    parts_call,
     reference_inference,
     seeded_examples,
     timed_call,
@@ -128,6 +133,8 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
     latencies = _measure(options, manifest, directory, entry, runs, noise)
     metrics |= _latency_metrics(latencies, manifest.inputs, entry.provenance.get("estimated_latency_ms"))
     metrics[names.PROBE_SPREAD] = noise.spread
+    if entry.parts:
+        metrics[names.ONNXRUNTIME_SHARE] = _time_parts(options, manifest, directory, entry, run)
     run.log_metrics(metrics)
     run.log_distrust(noise.distrust)
     return EvaluateResult(run_id=run.run_id, network=manifest.network, target=device.description, metrics=metrics)
@@ -195,6 +202,23 @@ def _measure(
             for name, make_inference in runs.items()
         }
         return measure_in_turns(calls, options.turns, noise)
+
+
+def _time_parts(
+    options: EvaluateOptions, manifest: Manifest, directory: Path, entry: LibraryEntry, run: StepRun
+) -> float:
+    """Logs how long each part of a network takes; returns the share of ONNX Runtime's, from 0 to 1."""
+    call = partial(parts_call, directory, manifest.inputs, options.seed)
+    seconds: list[float] = in_child_process(call_once, call)
+    total = sum(seconds)
+    parts = [
+        {**asdict(part), "latency_ms": s * 1e3, "latency_share": s / total}
+        for part, s in zip(entry.parts, seconds, strict=True)
+    ]
+    path = run.directory / names.PARTS_FILE
+    write_text(path, json.dumps(parts, indent=1))
+    run.log_artifacts(path)
+    return sum(s for part, s in zip(entry.parts, seconds, strict=True) if part.runs_in == "onnxruntime") / total
 
 
 def _latency_metrics(

@@ -60,6 +60,7 @@ def _figures(explanation: Explanation) -> list[tuple[str, str]]:
         ("arguments", f"{explanation.argument_bytes / 1e6:.3f} MB, {explanation.flops_per_byte:.1f} FLOPs per byte"),
         ("best time", f"{microseconds(explanation.best_s)} µs, {explanation.gflops_per_s:.1f} GFLOP/s"),
         ("share of time", f"{explanation.time_share:.1%}: {weighted_ms:.3f} of {network_ms:.3f} ms, {of_tasks}"),
+        *(("beside TVM", str(part)) for part in explanation.parts if part.runs_in == "onnxruntime"),
     ]
 
 

@@ -12,7 +12,15 @@ from ansor_mlflow import flavor, names
 from ansor_mlflow.device import Device
 from ansor_mlflow.errors import UserInputError, without_credentials
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower
-from ansor_mlflow.model import LIBRARY_FILE, CompiledNetwork, Coverage, compile_tuned, write_coverage
+from ansor_mlflow.model import (
+    LIBRARY_FILE,
+    CompiledNetwork,
+    Coverage,
+    PartEntry,
+    compile_tuned,
+    part_entries,
+    write_coverage,
+)
 from ansor_mlflow.networks import Network, write_onnx
 from ansor_mlflow.options import CompileOptions, RecordsOptions
 from ansor_mlflow.records import find_records
@@ -123,8 +131,8 @@ def build_libraries(
     _describe_run(run, step, network.name, [recipe.device for recipe in recipes])
     write_onnx(network.model, run.directory / names.NETWORK_FILE)
     built = [_build_library(network, recipe, run) for recipe in recipes]
-    coverage = min((coverage for _, coverage in built), key=lambda coverage: coverage.flops_share)
-    _report_coverage(coverage, run)
+    library, coverage = min(built, key=lambda pair: pair[1].flops_share)
+    _report_coverage(coverage, library.parts, run)
     return [library for library, _ in built], coverage
 
 
@@ -161,6 +169,7 @@ def _build_library(network: Network, recipe: Recipe, run: StepRun) -> tuple[Comp
         records=best,
         fingerprint=recipe.device.fingerprint,
         coverage=coverage.to_dict(),
+        parts=part_entries(lowered),
         provenance={**recipe.provenance, "target_mismatch": mismatch},
     )
     return compiled, coverage
@@ -178,11 +187,11 @@ def log_model(libraries: Sequence[CompiledNetwork], run: StepRun, signature: Sig
     return model_uri
 
 
-def _report_coverage(coverage: Coverage, run: StepRun) -> None:
+def _report_coverage(coverage: Coverage, parts: Sequence[PartEntry], run: StepRun) -> None:
     """Says in a run how much of a network the records cover; of several libraries, of the least covered one."""
     run.log_metrics({names.COVERAGE_TASKS: coverage.task_share, names.COVERAGE_FLOPS: coverage.flops_share})
     path = run.directory / names.COVERAGE_FILE
-    write_coverage(coverage, path)
+    write_coverage(coverage, parts, path)
     run.log_artifacts(path)
     if coverage.missing:
         _log.warning(

@@ -14,6 +14,7 @@ from ansor_mlflow.errors import RecordsError, UserInputError, first_line
 from ansor_mlflow.files import write_text
 from ansor_mlflow.graphs import PaddedLayer, layers_to_pad
 from ansor_mlflow.lowering import LOWERING_VERSION, TuningTask, lower
+from ansor_mlflow.model import PartEntry, part_entries
 from ansor_mlflow.networks import Network
 from ansor_mlflow.options import NetworkOptions, RecordsOptions
 from ansor_mlflow.records import (
@@ -57,6 +58,8 @@ class NetworkTasks:
     network: str
     device: Device
     tasks: tuple[TuningTask, ...]
+    parts: tuple[PartEntry, ...]
+    """Empty where TVM computes all of the network."""
     hard_to_tile: tuple[PaddedLayer, ...]
     """Layers with channels that `pad_channels=auto` pads."""
     is_padded: bool
@@ -129,9 +132,15 @@ def lower_for_device(network: Network, options: NetworkOptions) -> NetworkTasks:
         UserInputError: The target is unknown, there are fewer CPUs than threads, or TVM cannot import the network.
     """
     device = Device.resolve(options.target, options.num_threads)
-    tasks = lower(network.model, device.target, options.lowering).tasks
-    hard_to_tile = tuple(layers_to_pad(network.model, vector_lanes(device.target)))
-    return NetworkTasks(network.name, device, tasks, hard_to_tile, is_padded=options.pad_channels == "auto")
+    lowered = lower(network.model, device.target, options.lowering)
+    return NetworkTasks(
+        network=network.name,
+        device=device,
+        tasks=lowered.tasks,
+        parts=part_entries(lowered),
+        hard_to_tile=tuple(layers_to_pad(network.model, vector_lanes(device.target))),
+        is_padded=options.pad_channels == "auto",
+    )
 
 
 def distill_for_device(

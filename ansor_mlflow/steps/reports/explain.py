@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ansor_mlflow.device import why_not_runnable
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering import TuningTask
+from ansor_mlflow.model import PartEntry
 from ansor_mlflow.options import ExplainOptions
 from ansor_mlflow.steps.records import (
     NetworkTasks,
@@ -45,6 +46,8 @@ class Explanation:
     num_tasks: int
     num_tuned_tasks: int
     """Tasks that have a record."""
+    parts: tuple[PartEntry, ...]
+    """Parts of the network, if ONNX Runtime computes some of it."""
     argument_bytes: int
     """Size of the task's arguments, the result included."""
     computation: str
@@ -143,6 +146,7 @@ def _explain(task: TuningTask, network: NetworkTasks, records: dict[int, TuningR
         network_s=sum(t.info.weight * latency_s(records[t.info.index]) for t in tuned),
         num_tasks=len(network.tasks),
         num_tuned_tasks=len(records),
+        parts=network.parts,
         argument_bytes=num_bytes,
         computation=task.mod.script(),
         schedule=tuple(str(statement) for statement in record.trace.as_python()),

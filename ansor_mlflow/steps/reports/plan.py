@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.graphs import PaddedLayer
+from ansor_mlflow.model import PartEntry, what_stays
 from ansor_mlflow.options import BudgetOptions, PlanOptions, TuneOptions
 from ansor_mlflow.steps.records import (
     NetworkTasks,
@@ -47,6 +48,8 @@ class Plan:
     target: str
     """Short description of the target, such as "llvm znver4 ×2"."""
     tasks: tuple[PlannedTask, ...]
+    parts: tuple[PartEntry, ...]
+    """Parts of the network, if ONNX Runtime computes some of it."""
     notes: tuple[str, ...]
     """Sentences on what the figures of the tasks leave out."""
 
@@ -90,7 +93,9 @@ def plan_tuning(options: PlanOptions) -> Plan:
         network=network.network,
         target=network.device.description,
         tasks=tasks,
+        parts=network.parts,
         notes=(
+            *(f"{clause}." for clause in what_stays(network.parts)),
             *([_coverage_note(tasks)] if has_records else []),
             *(_padding_note(layer, network.is_padded) for layer in network.hard_to_tile),
         ),

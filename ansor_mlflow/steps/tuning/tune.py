@@ -14,7 +14,7 @@ from ansor_mlflow import names
 from ansor_mlflow.device import Device, DeviceFingerprint, has_arithmetic, parse_target, resolve_num_threads
 from ansor_mlflow.errors import UserInputError, without_credentials
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower
-from ansor_mlflow.model import require_linker
+from ansor_mlflow.model import part_entries, require_linker, what_stays
 from ansor_mlflow.networks import Network, write_onnx
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records import JOURNAL_FILE, PARTS_DIR, Provenance, write_description
@@ -150,6 +150,8 @@ def prepare_tuning(options: TuneOptions) -> TuningWork:
     start_fork_server()  # it loads TVM while the network is lowered
     _log.info("lowering %s for %s", network.name, device.description)
     lowered = lower(network.model, device.target, options.lowering)
+    for clause in what_stays(part_entries(lowered)):
+        _log.info("%s", clause)
     if not lowered.tasks:
         raise UserInputError(f"network={options.network}: it has no task to tune; give a network that computes")
     resolve_num_trials(options, len(lowered.tasks))

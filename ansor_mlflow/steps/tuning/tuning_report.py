@@ -12,6 +12,7 @@ from ansor_mlflow import names
 from ansor_mlflow.device import import_tensor_intrin
 from ansor_mlflow.files import write_text
 from ansor_mlflow.lowering import TuningTask
+from ansor_mlflow.model import part_entries, what_stays
 from ansor_mlflow.records import Database, RecordPair
 from ansor_mlflow.tracking import (
     Message,
@@ -65,7 +66,12 @@ class TuningReport:
         with _only_warn("schedules of the slowest tasks"):
             schedules += self._schedules()
         page = tuning_page(
-            self.history, self.directory, run_id=self.directory.name, commands=self.commands, schedules=schedules
+            self.history,
+            self.directory,
+            run_id=self.directory.name,
+            commands=self.commands,
+            schedules=schedules,
+            stays=what_stays(part_entries(self.job.lowered)),
         )
         write_text(self.directory / names.REPORT_FILE, page)
         self.outbox.put(Message(artifacts=artifacts))

@@ -16,6 +16,7 @@ _ROWS = (
     ("measured / second measurements", names.ESTIMATE_RATIO, "{:.2f}"),
     ("speedup over untuned", names.SPEEDUP_VS_UNTUNED, "{:.1f} ×"),
     ("speedup over ONNX Runtime", names.SPEEDUP_VS_ONNXRUNTIME, "{:.2f} ×"),
+    ("share of ONNX Runtime's parts", names.ONNXRUNTIME_SHARE, "{:.1%}"),
     ("largest relative error", names.MAX_REL_ERROR, "{:.1e}"),
     ("coverage of tasks", names.COVERAGE_TASKS, "{:.0%}"),
     ("trials", names.TRIALS_MEASURED, "{:.0f}"),

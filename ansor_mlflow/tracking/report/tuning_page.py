@@ -50,6 +50,7 @@ def tuning_page(
     run_id: str,
     commands: Sequence[str] = (),
     schedules: Sequence[ScheduleText] = (),
+    stays: Sequence[str] = (),
 ) -> str:
     """Makes the page of a tuning that has ended.
 
@@ -59,6 +60,7 @@ def tuning_page(
         run_id: Shown below the title.
         commands: Command lines that do the tuning again.
         schedules: Schedules of the slowest tasks.
+        stays: What ONNX Runtime computes beside the tasks, in clauses.
     """
     plan = history.plan
     assert plan is not None  # it has ended
@@ -76,6 +78,7 @@ def tuning_page(
         warm_start=_read_json(directory / names.WARM_START_FILE, []),
         commands=[without_credentials(command) for command in commands],
         schedules=schedules,
+        stays=stays,
     )
 
 

@@ -1,0 +1,134 @@
+"""Splits a graph where TVM cannot compute it: as few parts as possible, by turns in TVM and in ONNX Runtime.
+
+Each node gets the earliest turn at which what it takes is there and its side is on. All nodes of a turn are one part,
+whether they are connected or not, so that a graph has no more parts than its longest alternation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import onnx
+from onnx import helper
+
+from ansor_mlflow.graphs.cost import num_flops
+from ansor_mlflow.graphs.nodes import ValueInfos, inputs_of, value_infos
+
+MIN_FLOPS = 2e6
+"""What a part in TVM has to compute. Handing tensors over twice takes some ten microseconds, in which a core computes
+as much."""
+_TOO_SMALL = ""
+"""The reason of operators that TVM could compute, but too few of them to pay."""
+
+Side = Literal["tvm", "onnxruntime"]
+
+
+@dataclass(frozen=True)
+class GraphPart:
+    """A part of a graph, as a model whose inputs and outputs are tensors of the whole."""
+
+    runs_in: Side
+    model: onnx.ModelProto
+    flops: float
+    """Estimated floating point operations."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why operators of it stay with ONNX Runtime; not among them are those that stay only because others do."""
+
+    @property
+    def operators(self) -> dict[str, int]:
+        """Number of nodes of each operator."""
+        return dict(sorted(Counter(node.op_type for node in self.model.graph.node).items()))
+
+
+def partition(model: onnx.ModelProto, reasons: Mapping[int, str]) -> list[GraphPart]:
+    """Splits a model.
+
+    Args:
+        model: Model whose nodes are in topological order.
+        reasons: Why a node stays with ONNX Runtime, by its place in the graph. All others may run in TVM; those that
+            would be parts too small to pay for handing tensors over stay, too.
+
+    Returns:
+        The parts, in the order in which they run; one, if all nodes are on one side.
+    """
+    values = value_infos(model)
+    flops = [num_flops(node, values) for node in model.graph.node]
+    stays = dict(reasons)
+    turns = _turns(model.graph, stays)
+    while (small := _smallest(turns, stays, flops)) is not None:
+        stays.update({index: _TOO_SMALL for index, turn in enumerate(turns) if turn == small})
+        turns = _turns(model.graph, stays)
+    members: dict[int, list[int]] = defaultdict(list)
+    for index, turn in enumerate(turns):
+        members[turn].append(index)
+    return [_part(model, indices, stays, values, flops) for _, indices in sorted(members.items())]
+
+
+def extract(model: onnx.ModelProto, indices: Sequence[int], values: ValueInfos) -> onnx.ModelProto:
+    """The model of some nodes of a graph: it takes what they need of the others, and returns what others need of them.
+
+    Args:
+        model: Whole model.
+        indices: Places of the nodes in its graph, in order.
+        values: Types of its tensors.
+    """
+    graph, inside = model.graph, set(indices)
+    nodes = [graph.node[index] for index in indices]
+    constants = {weight.name: weight for weight in graph.initializer}
+    produced = {name for node in nodes for name in node.output if name}
+    needed = dict.fromkeys(name for node in nodes for name in inputs_of(node) if name and name not in produced)
+    elsewhere = {name for index, node in enumerate(graph.node) if index not in inside for name in inputs_of(node)}
+    elsewhere.update(output.name for output in graph.output)
+    outputs = [name for node in nodes for name in node.output if name in elsewhere]
+    return helper.make_model(
+        helper.make_graph(
+            nodes,
+            graph.name,
+            [values[name] for name in needed if name in values and name not in constants],  # a branch has names, too
+            [values.get(name) or onnx.ValueInfoProto(name=name) for name in outputs],
+            [constants[name] for name in needed if name in constants],
+            value_info=[values[name] for name in sorted(produced - set(outputs)) if name in values],
+        ),
+        opset_imports=model.opset_import,
+        ir_version=max(model.ir_version, 4),
+        functions=model.functions,
+    )
+
+
+def _part(
+    model: onnx.ModelProto, indices: list[int], stays: Mapping[int, str], values: ValueInfos, flops: list[float]
+) -> GraphPart:
+    return GraphPart(
+        runs_in="onnxruntime" if indices[0] in stays else "tvm",
+        model=model if len(indices) == len(model.graph.node) else extract(model, indices, values),
+        flops=sum(flops[index] for index in indices),
+        reasons={model.graph.node[index].op_type: stays[index] for index in reversed(indices) if stays.get(index)},
+    )
+
+
+def _turns(graph: onnx.GraphProto, stays: Mapping[int, str]) -> list[int]:
+    """The turn of each node: even ones are TVM's."""
+    turns: list[int] = []
+    producer = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
+    for index, node in enumerate(graph.node):
+        earliest = max((turns[producer[name]] for name in inputs_of(node) if name in producer), default=-1)
+        side = 1 if index in stays else 0
+        turns.append(earliest if earliest % 2 == side else earliest + 1)
+    return turns
+
+
+def _smallest(turns: list[int], stays: Mapping[int, str], flops: list[float]) -> int | None:
+    """TVM's turn that computes least, if it is too little and not the only one."""
+    if not stays:
+        return None
+    totals = dict(_totals(turns, stays, flops))
+    smallest = min(totals, key=lambda turn: totals[turn], default=None)
+    return smallest if smallest is not None and len(totals) > 1 and totals[smallest] < MIN_FLOPS else None
+
+
+def _totals(turns: list[int], stays: Mapping[int, str], flops: list[float]) -> Iterator[tuple[int, float]]:
+    for turn in {turn for index, turn in enumerate(turns) if index not in stays}:
+        yield turn, sum(flops[index] for index, other in enumerate(turns) if other == turn)

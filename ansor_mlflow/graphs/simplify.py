@@ -1,0 +1,61 @@
+"""Simplifies a graph with ONNX Runtime's basic optimisations.
+
+They keep to ONNX's own operators: shape arithmetic and all else that does not depend on the inputs becomes constants,
+an `If` whose condition is one of them becomes its branch, and identities, dropouts and what nobody uses are gone
+(https://onnxruntime.ai/docs/performance/model-optimizations/graph-optimizations.html). ONNX Runtime is what results are
+compared with anyway, and it knows more of shapes than ONNX itself.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import onnx
+import onnxruntime
+
+from ansor_mlflow.errors import UserInputError, one_line
+from ansor_mlflow.graphs.nodes import uses, without_weights
+
+_ERROR = 3
+"""Severity of ONNX Runtime's messages from which they are shown."""
+
+
+def simplify(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model without what follows from the shapes of its inputs.
+
+    Args:
+        model: Model whose inputs have static shapes; stays as it is.
+
+    Returns:
+        A model that computes the same, with the shapes of all tensors that are known before it runs.
+
+    Raises:
+        UserInputError: ONNX Runtime cannot load the model.
+    """
+    graph, weights = without_weights(model)  # they need not pass through a file
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+        optimized = Path(scratch, "optimized.onnx")
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+        options.optimized_model_filepath = str(optimized)
+        options.log_severity_level = _ERROR
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        try:
+            onnxruntime.InferenceSession(graph.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        except Exception as err:  # ONNX Runtime has an error class for each of its status codes, without a common base
+            raise UserInputError(f"ONNX Runtime cannot load the model ({one_line(err)}); export it again") from err
+        simple = onnx.load(optimized, format="protobuf")
+    _put_back(simple, weights)
+    return simple
+
+
+def _put_back(model: onnx.ModelProto, weights: dict[str, onnx.TensorProto]) -> None:
+    graph = model.graph
+    used = set(uses(graph))
+    for value in [value for value in graph.input if value.name in weights]:
+        graph.input.remove(value)
+    graph.initializer.extend(weight for name, weight in weights.items() if name in used)
+    domains = {node.domain for node in graph.node} | {""}
+    for opset in [opset for opset in model.opset_import if opset.domain not in domains]:
+        model.opset_import.remove(opset)

@@ -1,0 +1,145 @@
+"""Lowers one ONNX graph: import, layout, fused functions."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import onnx
+
+from ansor_mlflow.errors import first_line
+from ansor_mlflow.lowering.precision import compute_in
+from ansor_mlflow.settings import Layout, LoweringSettings
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
+    from tvm.ir.transform import Pass
+    from tvm.target import Target
+
+_LAYOUTS = {
+    "NHWC": {"relax.nn.conv2d": ["NHWC", "HWIO"], "relax.nn.conv3d": ["NDHWC", "DHWIO"]},
+    "NCHW": {"relax.nn.conv2d": ["NCHW", "OIHW"], "relax.nn.conv3d": ["NCDHW", "OIDHW"]},
+}
+_LOWERED = {"relax.call_tir"}
+"""What is left of operators that have become functions."""
+
+
+class NotLoweredError(Exception):
+    """Says in a few words why TVM cannot compute a graph."""
+
+
+def lower_graph(model: onnx.ModelProto, target: Target, settings: LoweringSettings) -> IRModule:
+    """Lowers a graph to fused functions.
+
+    Args:
+        model: ONNX model, simplified, with static shapes.
+        target: Device that the functions are for.
+        settings: Layout and type.
+
+    Returns:
+        A module whose Relax function is "main".
+
+    Raises:
+        NotLoweredError: TVM cannot compute the graph.
+    """
+    from tvm import relax
+
+    from ansor_mlflow.lowering.constants import fold_constants_in_numpy
+    from ansor_mlflow.lowering.elementwise import expand_elementwise
+    from ansor_mlflow.lowering.indices import bound_indices
+    from ansor_mlflow.lowering.slices import SlicesAreInjective
+    from ansor_mlflow.lowering.squeeze import positive_squeeze_axes
+
+    passes = [
+        positive_squeeze_axes(),
+        relax.transform.DecomposeOpsForInference(),
+        expand_elementwise(),
+        relax.transform.CanonicalizeBindings(),
+        fold_constants_in_numpy(),
+        relax.transform.FoldConstant(),
+        bound_indices(),
+        relax.transform.ConvertLayout(_LAYOUTS[resolve_layout(settings.layout)]),
+        *compute_in(settings.dtype),
+        fold_constants_in_numpy(),
+        relax.transform.FoldConstant(),
+        # TVM's pipeline "zero", with more to say of slices
+        relax.transform.LegalizeOps(),
+        relax.transform.AnnotateTIROpPattern(),
+        SlicesAreInjective(),
+        relax.transform.FoldConstant(),
+        relax.transform.FuseOps(),
+        relax.transform.FuseTIR(),
+        relax.transform.AttachAttrLayoutFreeBuffers(),
+    ]
+    return _lowered(model, target, passes)
+
+
+def lower_node(model: onnx.ModelProto, target: Target) -> IRModule:
+    """As `lower_graph`, but only as far as shows whether TVM knows the operators: milliseconds for one node."""
+    from tvm import relax
+
+    from ansor_mlflow.lowering.elementwise import expand_elementwise
+    from ansor_mlflow.lowering.squeeze import positive_squeeze_axes
+
+    passes = [
+        positive_squeeze_axes(),
+        relax.transform.DecomposeOpsForInference(),
+        expand_elementwise(),
+        relax.transform.CanonicalizeBindings(),
+        relax.transform.FoldConstant(),
+        relax.transform.LegalizeOps(),
+    ]
+    return _lowered(model, target, passes)
+
+
+def resolve_layout(layout: Layout) -> Literal["NHWC", "NCHW"]:
+    """The layout that "auto" stands for: channels last, because they are what is vectorised."""
+    return "NHWC" if layout == "auto" else layout
+
+
+def _lowered(model: onnx.ModelProto, target: Target, passes: Sequence[Pass]) -> IRModule:
+    import tvm
+
+    mod = _import_onnx(model)
+    try:
+        with target:
+            mod = tvm.transform.Sequential(list(passes))(mod)
+    except Exception as err:  # passes raise errors of every kind for what they do not expect
+        raise NotLoweredError(f"TVM's passes: {first_line(err)}") from err
+    if left := sorted(set(_not_lowered(mod))):
+        raise NotLoweredError(f"TVM has no kernel for {', '.join(left)}")
+    return mod
+
+
+def _import_onnx(model: onnx.ModelProto) -> IRModule:
+    import tvm
+    from tvm.relax.frontend.onnx import from_onnx
+
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it prints what it then raises
+            warnings.simplefilter("ignore")
+            return from_onnx(model, keep_params_in_input=False)
+    except tvm.error.OpNotImplemented as err:
+        raise NotLoweredError("TVM does not import it") from err
+    except Exception as err:  # the importer's converters raise errors of every kind for a graph they do not understand
+        raise NotLoweredError(f"TVM's importer: {first_line(err)}") from err
+
+
+def _not_lowered(mod: IRModule) -> Iterator[str]:
+    """Yields Relax's operators that are left in a module."""
+    from tvm import relax
+
+    found: list[str] = []
+
+    def visit(expr: object) -> None:
+        name = getattr(expr.op, "name", "") if isinstance(expr, relax.Call) else ""
+        if name and name not in _LOWERED:
+            found.append(name)
+
+    for _, function in mod.functions_items():
+        if isinstance(function, relax.Function):
+            relax.analysis.post_order_visit(function, visit)
+    yield from found

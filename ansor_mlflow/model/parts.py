@@ -1,0 +1,237 @@
+"""The parts of a network that TVM cannot compute alone: how a library and ONNX Runtime take turns.
+
+A library has a function for each part of TVM's; what stays with ONNX Runtime lies beside it as ONNX files.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ansor_mlflow.errors import MachineError, ModelError, first_line
+from ansor_mlflow.names import part_file
+from ansor_mlflow.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from ansor_mlflow.lowering import LoweredNetwork
+
+_ALIGNMENT_BYTES = 64
+"""Alignment that generated code expects of its arguments (TVM's `kAllocAlignment`)."""
+EXPORTED_KINDS = "biuf"
+"""NumPy's kinds of types that it shares through DLPack; not among them are those of ml_dtypes, such as bfloat16."""
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartEntry:
+    """A part of a model's network, in the order in which they run."""
+
+    runs_in: Literal["tvm", "onnxruntime"]
+    name: str
+    """The function in the library, or the file beside it."""
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    operators: dict[str, int]
+    """Number of nodes of each operator."""
+    flops_share: float
+    """Estimated share of the network's floating point operations, from 0 to 1."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Why operators stay with ONNX Runtime."""
+
+    def __str__(self) -> str:
+        if self.runs_in == "tvm":
+            return f"TVM computes {_nodes(self.operators)}: {self.flops_share:.1%} of the operations"
+        clauses = ", ".join(f"{operator} ({reason})" for operator, reason in self.reasons.items())
+        beside = sum(number for operator, number in self.operators.items() if operator not in self.reasons)
+        among = f", and {_nodes({'': beside})} between operators that stay" if beside else ""
+        return f"ONNX Runtime computes {clauses}{among}: {self.flops_share:.1%} of the operations"
+
+    @staticmethod
+    def from_dict(entry: dict[str, Any]) -> PartEntry:
+        """Reads the fields as JSON keeps them.
+
+        Raises:
+            KeyError, TypeError: They are not those of a part.
+        """
+        values = {name.name: entry[name.name] for name in fields(PartEntry)}
+        if values["runs_in"] not in ("tvm", "onnxruntime") or not isinstance(values["name"], str):
+            raise TypeError("a part of the network is none")
+        return PartEntry(**{**values, "inputs": tuple(values["inputs"]), "outputs": tuple(values["outputs"])})
+
+
+def _nodes(operators: Mapping[str, int]) -> str:
+    number = sum(operators.values())
+    return f"{number} node{'s' if number > 1 else ''}"
+
+
+def what_stays(parts: Sequence[PartEntry]) -> list[str]:
+    """What ONNX Runtime computes and why, in a clause for each part."""
+    return [str(part) for part in parts if part.runs_in == "onnxruntime"]
+
+
+def part_entries(lowered: LoweredNetwork) -> tuple[PartEntry, ...]:
+    """Describes the parts of a network; none where TVM computes all of it."""
+    flops = sum(part.graph.flops for part in lowered.parts) or 1.0
+    return tuple(
+        PartEntry(
+            runs_in=part.graph.runs_in,
+            name=part.function or part_file(number),
+            inputs=tuple(value.name for value in part.graph.model.graph.input),
+            outputs=tuple(value.name for value in part.graph.model.graph.output),
+            operators=part.graph.operators,
+            flops_share=part.graph.flops / flops,
+            reasons=dict(part.graph.reasons),
+        )
+        for number, part in enumerate(lowered.parts)
+    )
+
+
+def write_parts(lowered: LoweredNetwork, directory: Path) -> None:
+    """Writes what stays with ONNX Runtime to the directory of a library."""
+    from ansor_mlflow.networks import write_onnx
+
+    for part, entry in zip(lowered.parts, part_entries(lowered), strict=True):
+        if entry.runs_in == "onnxruntime":
+            write_onnx(part.graph.model, directory / entry.name)
+
+
+def open_sessions(directory: Path, parts: Sequence[PartEntry], num_threads: int) -> dict[str, Any]:
+    """Loads what stays with ONNX Runtime, by the names of the parts; safe to call from several threads.
+
+    Raises:
+        MachineError: ONNX Runtime is not installed.
+        ModelError: It cannot load a part.
+    """
+    names = [part.name for part in parts if part.runs_in == "onnxruntime"]
+    if not names:
+        return {}
+    try:
+        import onnxruntime
+    except ImportError as err:
+        raise MachineError(
+            "a part of this network runs in ONNX Runtime, which is not installed; pip install onnxruntime"
+        ) from err
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = num_threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # TVM's threads need the CPUs
+    try:
+        return {
+            name: onnxruntime.InferenceSession(str(directory / name), options, providers=["CPUExecutionProvider"])
+            for name in names
+        }
+    except Exception as err:  # ONNX Runtime has an error class for each of its status codes, without a common base
+        raise ModelError(
+            f"{directory}: ONNX Runtime {onnxruntime.__version__} cannot load a part ({first_line(err)}); install the "
+            "version that the model asks for"
+        ) from err
+
+
+class PartRunner:
+    """Runs the parts of a network one after the other, for one call at a time.
+
+    A tensor is handed over without a copy where the memory is aligned as generated code wants it.
+
+    Args:
+        parts: What runs.
+        functions: The library's functions by name.
+        sessions: What `open_sessions` returned.
+        inputs: Names of the network's inputs, in order.
+        outputs: Names of its outputs, in order.
+        device: TVM's device.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[PartEntry],
+        functions: Mapping[str, Any],
+        sessions: Mapping[str, Any],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        device: Any,
+    ) -> None:
+        self._inputs, self._outputs = inputs, outputs
+        self._device = device
+        self._steps = [
+            partial(self._run_function, functions[part.name], part)
+            if part.runs_in == "tvm"
+            else partial(self._run_session, sessions[part.name], part)
+            for part in parts
+        ]
+        self._values: dict[str, Any] = {}
+        self.seconds = [0.0] * len(parts)
+        """How long each part took in the last call."""
+
+    def __call__(self, *tensors: Any) -> list[Any]:
+        """Runs the network on TVM's tensors; an output is a tensor of TVM's or an array."""
+        self._values = dict(zip(self._inputs, tensors, strict=True))
+        for number, step in enumerate(self._steps):
+            start = time.perf_counter()
+            step()
+            self.seconds[number] = time.perf_counter() - start
+        outputs = [self._values[name] for name in self._outputs]
+        self._values = {}
+        return outputs
+
+    def _run_function(self, function: Any, part: PartEntry) -> None:
+        result = function(*(self._tensor(name) for name in part.inputs))
+        tensors = result if isinstance(result, Sequence) else [result]
+        self._values.update(zip(part.outputs, tensors, strict=True))
+
+    def _run_session(self, session: Any, part: PartEntry) -> None:
+        arrays = {name: as_array(self._values[name]) for name in part.inputs}
+        self._values.update(zip(part.outputs, session.run(part.outputs, arrays), strict=True))
+
+    def _tensor(self, name: str) -> Any:
+        value = self._values[name]
+        if isinstance(value, np.ndarray):
+            value = self._values[name] = as_tensor(value, self._device)
+        return value
+
+
+def as_array(tensor: Any) -> Array:
+    """An array of a tensor of TVM's, in the same memory where that can be; an array as it is."""
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    if tensor.device.dlpack_device_type() == 1 and np.dtype(str(tensor.dtype)).kind in EXPORTED_KINDS:
+        return np.from_dlpack(tensor)
+    array: Array = tensor.numpy()
+    return array
+
+
+def as_tensor(array: Array, device: Any) -> Any:
+    """A tensor of TVM's of an array, in the same memory where generated code may read it."""
+    from tvm import runtime
+
+    if device != runtime.cpu() or array.dtype.kind not in EXPORTED_KINDS:
+        return runtime.tensor(array, device)
+    if not is_aligned(array):
+        copy = aligned_array(TensorSpec("", array.shape, str(array.dtype)))
+        np.copyto(copy, array)
+        array = copy
+    return runtime.from_dlpack(array)
+
+
+def aligned_array(spec: TensorSpec) -> Array:
+    """An array in memory that generated code may read; its elements are not set."""
+    dtype = np.dtype(spec.dtype)
+    num_bytes = math.prod(spec.shape) * dtype.itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT_BYTES
+    return memory[start : start + num_bytes].view(dtype).reshape(spec.shape)
+
+
+def is_aligned(array: Array) -> bool:
+    """Whether generated code may read an array where it is. NumPy exports none that is read-only."""
+    flags = array.flags
+    return bool(flags.c_contiguous and flags.writeable and array.ctypes.data % _ALIGNMENT_BYTES == 0)

@@ -1,0 +1,374 @@
+"""What TVM cannot compute runs in ONNX Runtime: the parts of a network, that they compute the same, and their files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlflow
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from ansor_mlflow import flavor
+from ansor_mlflow.device import available_cpus, fingerprint
+from ansor_mlflow.errors import MachineError, ModelError, UserInputError
+from ansor_mlflow.graphs.partition import MIN_FLOPS, partition
+from ansor_mlflow.lowering.lower import LoweredNetwork, lower
+from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.model.library import Coverage, compile_untuned, write_coverage
+from ansor_mlflow.model.loading import load_package
+from ansor_mlflow.model.manifest import Manifest
+from ansor_mlflow.model.package import CompiledNetwork, write_package
+from ansor_mlflow.model.parts import part_entries
+from ansor_mlflow.networks.loading import Network, load_network
+from ansor_mlflow.serving.signature import get_signature
+from ansor_mlflow.settings import LoweringSettings
+from ansor_mlflow.tensors import OPEN, random_inputs
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+IMAGE = (1, 8, 64, 64)
+
+
+def tensor(name: str, shape: Any, dtype: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, dtype, shape)
+
+
+def make(nodes: list[onnx.NodeProto], inputs: Any, outputs: Any, constants: dict[str, np.ndarray]) -> onnx.ModelProto:
+    weights = [numpy_helper.from_array(values, name) for name, values in constants.items()]
+    graph = helper.make_graph(nodes, "main_graph", inputs, outputs, weights)
+    return helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
+
+
+def branching() -> onnx.ModelProto:
+    """A convolution, a branch that its mean decides, and another convolution. An input is not used before the end."""
+    rng = np.random.default_rng(0)
+    branches = {
+        key: helper.make_graph([helper.make_node(op, ["first", "two"], [key])], key, [], [tensor(key, IMAGE)])
+        for key, op in (("then_branch", "Mul"), ("else_branch", "Sub"))
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "w0"], ["first"], pads=[1, 1, 1, 1]),
+        helper.make_node("ReduceMean", ["first"], ["mean"], keepdims=0),
+        helper.make_node("Greater", ["mean", "zero"], ["is_positive"]),
+        helper.make_node("If", ["is_positive"], ["branched"], **branches),
+        helper.make_node("Conv", ["branched", "w1"], ["second"], pads=[1, 1, 1, 1]),
+        helper.make_node("Add", ["second", "late"], ["y"]),
+    ]
+    constants = {
+        "w0": rng.normal(size=(8, 8, 3, 3)).astype(np.float32),
+        "w1": rng.normal(size=(8, 8, 3, 3)).astype(np.float32),
+        "zero": np.array(0, np.float32),
+        "two": np.array(2, np.float32),
+    }
+    return make(nodes, [tensor("x", IMAGE), tensor("late", (1, 1, 64, 64))], [tensor("y", IMAGE)], constants)
+
+
+def detector() -> onnx.ModelProto:
+    """Boxes and scores from a convolution, of which ONNX's NonMaxSuppression chooses some."""
+    rng = np.random.default_rng(1)
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["maps"], pads=[1, 1, 1, 1], strides=[4, 4]),
+        helper.make_node("Reshape", ["maps", "flat"], ["rows"]),
+        helper.make_node("Split", ["rows", "sizes"], ["coordinates", "scores"], axis=1),
+        helper.make_node("Transpose", ["coordinates"], ["boxes"], perm=[0, 2, 1]),
+        helper.make_node("NonMaxSuppression", ["boxes", "scores", "most", "overlap", "least"], ["chosen"]),
+    ]
+    constants = {
+        "w": rng.normal(size=(6, 8, 3, 3)).astype(np.float32),
+        "flat": np.array([1, 6, 256]),
+        "sizes": np.array([4, 2]),
+        "most": np.array([5]),
+        "overlap": np.array([0.3], np.float32),
+        "least": np.array([0.1], np.float32),
+    }
+    outputs = [tensor("chosen", ["n", 3], TensorProto.INT64), tensor("scores", (1, 2, 256))]
+    return make(nodes, [tensor("x", IMAGE)], outputs, constants)
+
+
+MODELS = {"branching": branching, "detector": detector}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def network(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Network:
+    path = tmp_path_factory.mktemp("network") / f"{request.param}.onnx"
+    onnx.save(MODELS[request.param](), path)
+    return load_network(str(path))
+
+
+@pytest.fixture(scope="module")
+def lowered(network: Network, host_target: Target) -> LoweredNetwork:
+    return lower(network.model, host_target)
+
+
+@pytest.fixture(scope="module")
+def compiled(
+    network: Network, lowered: LoweredNetwork, host_target: Target, tmp_path_factory: pytest.TempPathFactory
+) -> CompiledNetwork:
+    directory = tmp_path_factory.mktemp("compiled")
+    compile_untuned(lowered, host_target, directory / "model.so")
+    (directory / "records").mkdir()
+    assert network.path is not None
+    return CompiledNetwork(
+        name=network.name,
+        network=network.path,
+        inputs=network.inputs,
+        outputs=network.outputs,
+        library=directory / "model.so",
+        records=directory / "records",
+        fingerprint=fingerprint(host_target, available_cpus()),
+        coverage={},
+        parts=part_entries(lowered),
+    )
+
+
+@pytest.fixture
+def saved(compiled: CompiledNetwork, tmp_path: Path) -> Path:
+    flavor.save_model(compiled, str(tmp_path / "model"))
+    return tmp_path / "model"
+
+
+def assert_same(outputs: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert outputs.keys() == expected.keys()
+    for name, values in expected.items():
+        assert outputs[name].dtype == values.dtype
+        np.testing.assert_allclose(outputs[name], values, rtol=0, atol=1e-4 * abs(values).max())
+
+
+# -- parts -----------------------------------------------------------------------------------------------------------
+
+
+def chain(*op_types: str) -> onnx.ModelProto:
+    """Operators one after the other on an image of 2 million elements."""
+    names = ["x", *(f"t{index}" for index in range(len(op_types)))]
+    nodes = [helper.make_node(op, [names[i]], [names[i + 1]]) for i, op in enumerate(op_types)]
+    shape = (1, 2, 1000, 1000)
+    return make(nodes, [tensor("x", shape)], [tensor(names[-1], shape)], {})
+
+
+@pytest.mark.parametrize(
+    ("stays", "expected"),
+    [
+        ({}, ["tvm"]),
+        ({1}, ["tvm", "onnxruntime", "tvm"]),
+        ({0, 1}, ["onnxruntime", "tvm"]),
+        ({3}, ["tvm", "onnxruntime"]),
+        ({0, 2}, ["onnxruntime", "tvm", "onnxruntime", "tvm"]),
+        ({0, 1, 2, 3}, ["onnxruntime"]),
+    ],
+)
+def test_parts_of_a_chain_are_as_few_as_can_be(stays: set[int], expected: list[str]) -> None:
+    parts = partition(chain("Relu", "Exp", "Neg", "Abs"), dict.fromkeys(stays, "not known"))
+    assert [part.runs_in for part in parts] == expected
+    assert sum(sum(part.operators.values()) for part in parts) == 4
+    assert parts[0].model.graph.input[0].name == "x"
+    for before, after in itertools.pairwise(parts):
+        assert [value.name for value in before.model.graph.output] == [value.name for value in after.model.graph.input]
+
+
+def test_branches_that_do_not_depend_on_each_other_are_one_part() -> None:
+    nodes = [
+        helper.make_node("Relu", ["x"], ["a"]),
+        helper.make_node("Exp", ["x"], ["b"]),
+        helper.make_node("Neg", ["a"], ["c"]),
+        helper.make_node("Neg", ["b"], ["d"]),
+    ]
+    shape = (1, 2, 1000, 1000)
+    model = make(nodes, [tensor("x", shape)], [tensor("c", shape), tensor("d", shape)], {})
+    parts = partition(model, {2: "not known", 3: "not known"})
+    assert [part.operators for part in parts] == [{"Exp": 1, "Relu": 1}, {"Neg": 2}]
+
+
+def test_a_part_that_computes_too_little_stays_with_its_neighbours() -> None:
+    """A boundary costs more than TVM could save."""
+    model = chain("Relu", "Exp", "Neg", "Abs", "Neg")
+    for value in (*model.graph.input, *model.graph.output):
+        value.CopyFrom(tensor(value.name, (1, int(MIN_FLOPS / 2))))
+    parts = partition(model, {1: "not known", 3: "not known"})
+    assert [(part.runs_in, sum(part.operators.values())) for part in parts] == [("onnxruntime", 4), ("tvm", 1)]
+    assert parts[0].reasons == {"Exp": "not known", "Abs": "not known"}
+
+
+def test_an_operator_that_tvm_does_not_know_is_the_only_one_that_stays(
+    network: Network, lowered: LoweredNetwork
+) -> None:
+    operator, reason = {
+        "branching": ("If", "control flow"),
+        "detector": ("NonMaxSuppression", "shapes that depend on values"),
+    }[network.name]
+    staying = [part.graph for part in lowered.parts if part.graph.runs_in == "onnxruntime"]
+    assert [part.reasons for part in staying] == [{operator: reason}]
+    assert lowered.parts[0].graph.runs_in == "tvm"
+    assert any("conv2d" in task.info.name for task in lowered.tasks)
+
+
+def test_tasks_of_two_parts_are_counted_together(host_target: Target) -> None:
+    """Both convolutions of the branching network are the same but for what follows them."""
+    lowered = lower(branching(), host_target)
+    names = [task.info.name for task in lowered.tasks]
+    assert len(set(names)) == len(names)
+    assert len({task.info.workload_hash for task in lowered.tasks}) == len(names)
+
+
+def test_partition_off_names_what_tvm_cannot_compute(network: Network, host_target: Target) -> None:
+    operator = {"branching": "If", "detector": "NonMaxSuppression"}[network.name]
+    with pytest.raises(UserInputError, match=rf"TVM cannot compute {operator} \(.*\); partition=auto leaves"):
+        lower(network.model, host_target, LoweringSettings(partition="off"))
+
+
+def test_a_network_without_anything_for_tvm_is_refused(host_target: Target) -> None:
+    nodes = [helper.make_node("NonZero", ["x"], ["y"])]
+    model = make(nodes, [tensor("x", (4,))], [tensor("y", ["n", "m"], TensorProto.INT64)], {})
+    with pytest.raises(UserInputError, match=r"TVM can compute no part of the network: NonZero \(shapes that depend"):
+        lower(model, host_target)
+
+
+# -- running ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_parts_compute_what_onnxruntime_computes(compiled: CompiledNetwork, saved: Path, sign: int) -> None:
+    """Both branches, since the sign of the input decides."""
+    model = flavor.load_model(str(saved))
+    reference = ReferenceSession(compiled.network, num_threads=1)
+    inputs = {name: sign * abs(array) for name, array in random_inputs(compiled.inputs, seed=0).items()}
+    assert_same(model.run(inputs), reference.run(inputs))
+
+
+def test_parts_are_safe_to_call_from_several_threads(compiled: CompiledNetwork, saved: Path) -> None:
+    model = flavor.load_model(str(saved), num_threads=1)
+    reference = ReferenceSession(compiled.network, num_threads=1)
+    examples = [random_inputs(compiled.inputs, seed) for seed in range(8)]
+    with ThreadPoolExecutor(4) as threads:
+        for outputs, inputs in zip(threads.map(model.run, examples), examples, strict=True):
+            assert_same(outputs, reference.run(inputs))
+
+
+def test_outputs_belong_to_the_caller(compiled: CompiledNetwork, saved: Path) -> None:
+    model = flavor.load_model(str(saved))
+    first_inputs, second_inputs = (random_inputs(compiled.inputs, seed) for seed in (0, 1))
+    first = model.run(first_inputs)
+    kept = {name: array.copy() for name, array in first.items()}
+    model.run(second_inputs)
+    for name, array in first.items():
+        np.testing.assert_array_equal(array, kept[name])
+
+
+def test_each_part_is_timed(compiled: CompiledNetwork, saved: Path) -> None:
+    model = flavor.load_model(str(saved))
+    seconds = model.seconds_of_parts(random_inputs(compiled.inputs, seed=0))
+    assert len(seconds) == len(compiled.parts) == len(model.entry.parts)
+    assert min(seconds) > 0
+
+
+def test_pyfunc_serves_parts(compiled: CompiledNetwork, saved: Path) -> None:
+    pyfunc = mlflow.pyfunc.load_model(str(saved))
+    inputs = random_inputs(compiled.inputs, seed=0)
+    outputs = pyfunc.predict(inputs)
+    (first,) = [spec.name for spec in compiled.outputs][:1]
+    found = outputs if isinstance(outputs, dict) else {first: outputs}
+    assert_same(found, ReferenceSession(compiled.network, num_threads=1).run(inputs))
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def part_of(saved: Path) -> Path:
+    (part,) = saved.glob("libraries/*/part*.onnx")
+    return part
+
+
+def test_what_stays_lies_beside_the_library(saved: Path) -> None:
+    manifest = Manifest.read(saved)
+    part = part_of(saved)
+    assert part.relative_to(saved).as_posix() in manifest.files
+    assert manifest.libraries[0].parts[1].name == part.name
+    onnx.checker.check_model(onnx.load(part))
+
+
+def test_onnxruntime_is_a_requirement_of_such_a_model_only(
+    saved: Path, compiled: CompiledNetwork, tmp_path: Path
+) -> None:
+    assert "onnxruntime==" in (saved / "requirements.txt").read_text()
+    flavor.save_model(replace(compiled, parts=()), str(tmp_path / "whole"))
+    assert "onnxruntime" not in (tmp_path / "whole" / "requirements.txt").read_text()
+
+
+@pytest.mark.parametrize("damage", ["changed", "gone", "another"])
+def test_a_changed_part_is_refused_before_it_is_opened(saved: Path, damage: str) -> None:
+    part = part_of(saved)
+    if damage == "changed":
+        part.write_bytes(part.read_bytes().replace(b"main_graph", b"main_grape"))
+    elif damage == "gone":
+        part.unlink()
+    else:
+        shutil.copy(part, part.with_name("part7.onnx"))
+    with pytest.raises(ModelError, match=r"part\d\.onnx (does not match|is missing|has no SHA-256)"):
+        flavor.load_model(str(saved))
+
+
+@pytest.mark.parametrize(
+    "name", ["../../network.onnx", "part9.onnx", "/etc/passwd"], ids=["elsewhere", "unknown", "absolute"]
+)
+def test_a_part_that_is_not_a_file_of_the_library_is_refused(saved: Path, name: str) -> None:
+    manifest = Manifest.read(saved)
+    parts = tuple(
+        replace(part, name=name) if part.runs_in == "onnxruntime" else part for part in manifest.libraries[0].parts
+    )
+    manifest = replace(manifest, libraries=(replace(manifest.libraries[0], parts=parts),))
+    with pytest.raises(ModelError, match="is not a file of the library"):
+        load_package(saved, manifest)
+
+
+def test_without_onnxruntime_the_error_says_what_is_missing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
+    with pytest.raises(MachineError, match="a part of this network runs in ONNX Runtime, which is not installed"):
+        flavor.load_model(str(saved))
+
+
+def test_a_manifest_keeps_its_parts(compiled: CompiledNetwork, tmp_path: Path) -> None:
+    manifest = write_package(compiled, tmp_path)
+    assert Manifest.from_dict(json.loads(json.dumps(manifest.to_dict()))) == manifest
+
+
+@pytest.mark.parametrize("damage", [{"runs_in": "java"}, {"name": 7}, {"inputs": None}])
+def test_a_damaged_part_of_a_manifest_is_an_error_of_the_model(
+    compiled: CompiledNetwork, tmp_path: Path, damage: dict[str, Any]
+) -> None:
+    entry = write_package(compiled, tmp_path).to_dict()
+    entry["libraries"][0]["parts"][0].update(damage)
+    with pytest.raises(ModelError, match="MLmodel file is damaged"):
+        Manifest.from_dict(entry)
+
+
+def test_coverage_says_what_stays_and_why(compiled: CompiledNetwork, tmp_path: Path) -> None:
+    write_coverage(Coverage((), ()), compiled.parts, tmp_path / "coverage.json")
+    parts = json.loads((tmp_path / "coverage.json").read_text())["parts"]
+    assert parts == json.loads(json.dumps([asdict(part) for part in compiled.parts]))
+    assert sum(part["flops_share"] for part in parts) == pytest.approx(1)
+    assert [part["runs_in"] for part in parts].count("onnxruntime") == 1
+
+
+def test_a_library_of_an_older_model_has_no_parts(saved: Path) -> None:
+    entry = Manifest.read(saved).to_dict()
+    del entry["libraries"][0]["parts"]
+    entry["format_version"] = 1
+    assert Manifest.from_dict(entry).libraries[0].parts == ()
+
+
+def test_an_output_of_an_open_size_is_open_in_the_signature(tmp_path: Path) -> None:
+    onnx.save(detector(), tmp_path / "detector.onnx")
+    network = load_network(str(tmp_path / "detector.onnx"))
+    assert [spec.shape for spec in network.outputs] == [(OPEN, 3), (1, 2, 256)]
+    assert [spec.shape for spec in get_signature(network.inputs, network.outputs).outputs.inputs] == [
+        (-1, 3),
+        (-1, 2, 256),
+    ]
