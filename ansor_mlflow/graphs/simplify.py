@@ -17,6 +17,8 @@ import onnxruntime
 from ansor_mlflow.errors import UserInputError, one_line
 from ansor_mlflow.graphs.nodes import uses, without_weights
 
+_MAX_ROUNDS = 5
+"""A constant may show a shape that the next round needs; real exports need two."""
 _ERROR = 3
 """Severity of ONNX Runtime's messages from which they are shown."""
 
@@ -33,7 +35,17 @@ def simplify(model: onnx.ModelProto) -> onnx.ModelProto:
     Raises:
         UserInputError: ONNX Runtime cannot load the model.
     """
-    graph, weights = without_weights(model)  # they need not pass through a file
+    simple, weights = without_weights(model)  # they need not pass through a file
+    for _ in range(_MAX_ROUNDS):
+        num_nodes = len(simple.graph.node)
+        simple = _optimized(simple)
+        if len(simple.graph.node) == num_nodes:
+            break
+    _put_back(simple, weights)
+    return simple
+
+
+def _optimized(model: onnx.ModelProto) -> onnx.ModelProto:
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         optimized = Path(scratch, "optimized.onnx")
         options = onnxruntime.SessionOptions()
@@ -42,12 +54,10 @@ def simplify(model: onnx.ModelProto) -> onnx.ModelProto:
         options.log_severity_level = _ERROR
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         try:
-            onnxruntime.InferenceSession(graph.SerializeToString(), options, providers=["CPUExecutionProvider"])
+            onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         except Exception as err:  # ONNX Runtime has an error class for each of its status codes, without a common base
             raise UserInputError(f"ONNX Runtime cannot load the model ({one_line(err)}); export it again") from err
-        simple = onnx.load(optimized, format="protobuf")
-    _put_back(simple, weights)
-    return simple
+        return onnx.load(optimized, format="protobuf")
 
 
 def _put_back(model: onnx.ModelProto, weights: dict[str, onnx.TensorProto]) -> None:
