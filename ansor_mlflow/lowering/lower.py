@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,13 +55,16 @@ class LoweredNetwork:
     tasks: tuple[TuningTask, ...]
 
 
-def lower(model: onnx.ModelProto, target: Target, settings: LoweringSettings = _DEFAULTS) -> LoweredNetwork:
+def lower(
+    model: onnx.ModelProto, target: Target, settings: LoweringSettings = _DEFAULTS, called: str = ""
+) -> LoweredNetwork:
     """Lowers a network to fused functions for `target`.
 
     Args:
         model: ONNX model whose inputs have static shapes.
         target: Device that the functions are for.
         settings: Layout, type and padding.
+        called: What messages call the network; by default the name of its graph.
 
     Raises:
         UserInputError: The model has an operator or an attribute that TVM cannot import.
@@ -100,7 +104,7 @@ def lower(model: onnx.ModelProto, target: Target, settings: LoweringSettings = _
                 relax.transform.FuseTIR(),
                 relax.transform.AttachAttrLayoutFreeBuffers(),
             ]
-        )(_import_onnx(graph))
+        )(_import_onnx(graph, called or model.graph.name))
     return LoweredNetwork(mod=mod, tasks=_extract_tasks(mod, target))
 
 
@@ -119,7 +123,7 @@ def _padding(pad_channels: Padding, target: Target) -> Callable[[int], int] | No
     return lambda channels: -(-channels // pad_channels) * pad_channels
 
 
-def _import_onnx(model: onnx.ModelProto) -> IRModule:
+def _import_onnx(model: onnx.ModelProto, called: str) -> IRModule:
     import tvm
     from tvm.relax.frontend.onnx import from_onnx
 
@@ -130,10 +134,19 @@ def _import_onnx(model: onnx.ModelProto) -> IRModule:
     except tvm.error.OpNotImplemented as err:
         names = str(err).partition(": ")[2]
         raise UserInputError(
-            f"network {model.graph.name!r}: TVM imports no ONNX operator {names}; export the model without it"
+            f"network={called}: TVM imports no ONNX operator {names}; export the model without it"
         ) from err
     except Exception as err:  # the importer's converters raise errors of every kind for a graph they do not understand
-        raise UserInputError(f"network {model.graph.name!r}: TVM cannot import the graph ({first_line(err)})") from err
+        raise UserInputError(
+            f"network={called}: TVM cannot import {_failed_node(err) or 'the graph'} ({first_line(err)})"
+        ) from err
+
+
+def _failed_node(err: BaseException) -> str:
+    """The node that the importer was at, which it has in a variable when it fails; of nested ones the innermost."""
+    nodes = [frame.f_locals.get("node") for frame, _ in traceback.walk_tb(err.__traceback__)]
+    node = next((node for node in reversed(nodes) if isinstance(node, onnx.NodeProto)), None)
+    return f"node {(node.name or node.output[0])!r} ({node.op_type})" if node else ""
 
 
 def _extract_tasks(mod: IRModule, target: Target) -> tuple[TuningTask, ...]:
