@@ -659,10 +659,15 @@ def test_typical_sizes_are_proposed_where_nothing_is_implied(
 
 
 def test_nothing_is_promised_of_sizes_that_fail(tmp_path: Path) -> None:
-    node = helper.make_node("Reshape", ["x", "shape"], ["y"])
+    nodes = [helper.make_node("Reshape", ["x", "shape"], ["r"]), helper.make_node("Mul", ["r", "f"], ["y"])]
+    nodes.insert(0, helper.make_node("Cast", ["flag"], ["f"], to=TensorProto.FLOAT))
     weights = {"shape": np.array([1, 104_729 * 7])}
-    path = save(tmp_path / "prime.onnx", [node], [value("x", ["N", "seq"])], [value("y", None)], weights)
-    with pytest.raises(UserInputError, match=r"'\{.*\}', with the sizes that it is made for: these are typical ones"):
+    inputs = [value("x", ["N", "seq"]), value("flag", [], TensorProto.INT64)]
+    path = save(tmp_path / "prime.onnx", nodes, inputs, [value("y", None)], weights)
+    message = (
+        r"'\{.*\}', with the sizes that it is made for: these are typical .*; if 'flag' decides a branch, give input_v"
+    )
+    with pytest.raises(UserInputError, match=message):
         load_network(path)
 
 

@@ -156,7 +156,7 @@ def fix_shapes(
     given = {**_shapes_of_values(declared, fixed), **given}
     trial = functools.partial(_trial, model, fixed, directory)
     shapes = resolve_shapes(network, declared, given, batch_size=batch_size, trial=trial)
-    _fix_inputs(model, network, shapes, fixed, is_changed=shapes != declared)
+    _fix_inputs(model, network, shapes, fixed)
     hint = "give input_shapes that the network can take" if given else "export the model again"
     return _fixed_everywhere(model, network, directory, hint=hint)
 
@@ -207,22 +207,38 @@ def _set_shape(value: onnx.ValueInfoProto, shape: Sequence[int]) -> None:
     value.CopyFrom(helper.make_tensor_value_info(value.name, elem_type, shape, value.doc_string))
 
 
-def _fix_inputs(
-    model: onnx.ModelProto,
-    network: str,
-    shapes: Mapping[str, Sequence[int]],
-    values: Arrays,
-    *,
-    is_changed: bool,
-) -> None:
+def _fix_inputs(model: onnx.ModelProto, network: str, shapes: Mapping[str, Sequence[int]], values: Arrays) -> None:
     """Gives inputs their shapes and values, and takes the branches that these decide."""
     inputs = _inputs(model.graph)
+    declared = {value.name: _declared_shape(value) for value in inputs}
     for value in inputs:
         _set_shape(value, shapes[value.name])
-    if is_changed or any(map(_has_negative, (*model.graph.value_info, *model.graph.output))):
+    noted = [*model.graph.value_info, *model.graph.output]
+    if any(map(_has_negative, noted)) or not all(_agree(declared[name], shape) for name, shape in shapes.items()):
         _forget_shapes(model)
+    for value in noted:
+        _replace_names(value, _sizes(declared, shapes))
     fix_values(model, network, list(map(_spec, inputs)), values)
     take_known_branches(model)
+
+
+def _agree(declared: DeclaredShape | None, shape: Sequence[int]) -> bool:
+    """Whether a shape differs from the declared one in dynamic dimensions alone."""
+    return declared is not None and all(
+        isinstance(dim, str) or dim == size for dim, size in zip(declared, shape, strict=True)
+    )
+
+
+def _sizes(declared: Mapping[str, DeclaredShape | None], shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """The sizes of named dimensions."""
+    pairs = (zip(declared[name] or (), shape, strict=False) for name, shape in shapes.items())
+    return {dim: size for dims in pairs for dim, size in dims if isinstance(dim, str)}
+
+
+def _replace_names(value: onnx.ValueInfoProto, sizes: Mapping[str, int]) -> None:
+    for dim in value.type.tensor_type.shape.dim if value.type.tensor_type.HasField("shape") else ():
+        if dim.dim_param in sizes:
+            dim.dim_value = sizes[dim.dim_param]
 
 
 def _shapes_of_values(declared: Mapping[str, DeclaredShape | None], values: Arrays) -> dict[str, tuple[int, ...]]:
@@ -242,7 +258,8 @@ def _trial(model: onnx.ModelProto, values: Arrays, directory: Path | None) -> On
     def with_shapes(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> onnx.ModelProto:
         fixed = onnx.ModelProto()
         fixed.CopyFrom(model)
-        _fix_inputs(fixed, "", shapes, values, is_changed=True)
+        _forget_shapes(fixed)
+        _fix_inputs(fixed, "", shapes, values)
         return fixed
 
     def infers(shapes: Mapping[str, tuple[int, ...]]) -> bool:

@@ -140,13 +140,14 @@ def _dynamic_message(
     problem = f"input {'; input '.join(dynamic)} in {network}, but tasks are tuned for fixed shapes"
     if trial is None:
         return f"{problem}; give them in input_shapes"
-    proposal = propose(shapes, sizes, trial())
+    tried = trial()
+    proposal = propose(shapes, sizes, tried)
     chosen = {
         name: list(shape) for name, shape in proposal.shapes.items() if (own := declared[name]) is None or own != shape
     }
-    advice = (
-        "which it takes, or the sizes you need"
-        if proposal.is_taken
-        else "with the sizes that it is made for: these are typical ones, with which it was not seen to run"
-    )
+    advice = "which it takes, or the sizes you need"
+    if not proposal.is_taken:
+        advice = "with the sizes that it is made for: these are typical ones, with which it was not seen to run"
+        deciding = [name for name, shape in declared.items() if shape == () and name in tried.integers]
+        advice += f"; if {deciding[0]!r} decides a branch, give input_values, too" if deciding else ""
     return f"{problem}; give input_shapes='{json.dumps(chosen)}', {advice}"
