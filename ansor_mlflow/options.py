@@ -77,12 +77,31 @@ def _parse_json(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) else value
 
 
+def _check_length(value: dict[str, Any]) -> dict[str, Any]:
+    if len(json.dumps(value)) > _MAX_PARAM_LENGTH:
+        raise ValueError("MLflow would cut it short")
+    return value
+
+
+def _plain_numbers(value: Any) -> Any:
+    """Numbers, or nested lists of them, as JSON has them; an array of NumPy becomes lists."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, list | tuple):
+        return [_plain_numbers(item) for item in value]
+    if not isinstance(value, bool | int | float):
+        raise ValueError("not a number")
+    return value
+
+
+_MAX_PARAM_LENGTH = 6000
+"""Characters of a param that MLflow keeps."""
 _ALIAS = re.compile(r"(?!(v?\d+|latest)$)[A-Za-z0-9_-]*", re.IGNORECASE)
 """What MLflow takes, without numbers, which are versions here."""
 _URI = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+):/|(models|runs):", re.IGNORECASE)
 """A scheme has two letters at least, so that no drive of Windows is one."""
 Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_parse_share)]
 Shape = list[Annotated[int, Field(gt=0)]]
+InputValue = Annotated[Any, AfterValidator(_plain_numbers)]
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(gt=0)]
 
@@ -134,7 +153,16 @@ class NetworkOptions(SeedOptions):
         'Shapes that replace those of the inputs, as JSON: {"data": [1, 3, 224, 224]}.',
         'a JSON object of shapes, such as {"data": [1, 3, 224, 224]}',
     )
-    batch_size: PositiveInt = _parameter(1, "Batch size of a built-in network.")
+    input_values: Annotated[dict[str, InputValue], BeforeValidator(_parse_json), AfterValidator(_check_length)] = (
+        _parameter(
+            {},
+            'Values that inputs are fixed to, as JSON: {"sr": 16000}. They are no inputs of the tuned model any more.',
+            'a JSON object of numbers or lists of numbers, such as {"sr": 16000}, of at most 6000 characters',
+        )
+    )
+    batch_size: PositiveInt = _parameter(
+        1, "Batch size of a built-in network, and of a file whose batch is dynamic; 1 leaves others as they are."
+    )
     layout: Layout = _parameter("auto", "Layout of convolutions: channels last or first; auto is last.")
     dtype: Dtype = _parameter("float32", "Type that float32 values are computed in; inputs and outputs keep theirs.")
     pad_channels: PositiveInt | Literal["auto", "off"] = _parameter(

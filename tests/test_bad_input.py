@@ -122,7 +122,7 @@ def files(tmp_path: Path, small_onnx: Path) -> None:
     """Files that the command lines below name."""
     shutil.copy(small_onnx, tmp_path / "small.onnx")
     (tmp_path / "broken.onnx").write_bytes(small_onnx.read_bytes()[:500])
-    save_nodes(tmp_path / "dynamic.onnx", ["Relu"], ["batch", 3, 8, 8])
+    save_nodes(tmp_path / "dynamic.onnx", ["Relu"], ["batch", 3, "H", 8])
     save_nodes(tmp_path / "unknown.onnx", ["Celu", "Relu", "LpNormalization", "Celu"], [1, 3, 8, 8])
     save_nodes(tmp_path / "identity.onnx", ["Identity"], [1, 3, 8, 8])
     save_nodes(tmp_path / "empty.onnx", [], [1, 3, 8, 8])
@@ -148,8 +148,9 @@ def files(tmp_path: Path, small_onnx: Path) -> None:
         (
             {"network": "dynamic.onnx"},
             USER,
-            r"""input 'x' has dynamic batch \(dimension 0\) .*; give input_shapes='\{"x": \[1, 3, 8, 8\]\}'""",
+            r"""input 'x' has dynamic H \(dimension 2\) .*; give input_shapes='\{"x": \[1, 3, 224, 8\]\}', which""",
         ),
+        ({"network": "dynamic.onnx", "input_values": '{"y": 1}'}, USER, "input_values names 'y', .* its inputs are x"),
         ({"network": "small.onnx", "input_shapes": '{"image": [1, 3, 16, 16]}'}, USER, "its inputs are data"),
         ({"network": "small.onnx", "input_shapes": '{"data": [3, 16, 16]}'}, USER, "but it has 4, .*; give 4"),
         ({"network": "empty.onnx"}, USER, "network=empty.onnx: the model has no nodes, so there is nothing to tune"),
@@ -157,7 +158,11 @@ def files(tmp_path: Path, small_onnx: Path) -> None:
         ({"network": "pickle.onnx"}, USER, "network=pickle.onnx: (not a valid ONNX file|the file holds no ONNX model)"),
         ({"network": "pickle.pt2"}, USER, "network=pickle.pt2: not an exported program of PyTorch, or cut short"),
         ({"network": "hostile.pt2"}, USER, "network=hostile.pt2: its data/weights/weight_0 is pickled, and nothing is"),
-        ({"network": "unknown.onnx"}, USER, "(?=.*Celu)(?=.*LpNormalization)TVM imports no ONNX operator"),
+        (
+            {"network": "unknown.onnx"},
+            USER,
+            "(?=.*Celu)(?=.*LpNormalization)network=unknown.onnx: TVM imports no ONNX operator",
+        ),
         ({"network": "models:/nobody"}, USER, "network=models:/nobody: no URI of a model; write models:/name/version"),
         ({"network": "models:/nobody/1"}, USER, "cannot read network=models:/nobody/1: .*not found"),
         ({"network": f"runs:/{NO_RUN}/net.onnx"}, USER, f"cannot read network=runs:/{NO_RUN}/net.onnx: .*not found"),

@@ -116,7 +116,7 @@ def test_an_operator_that_nobody_knows_is_named() -> None:
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 3]) for name in "xy")
     graph = helper.make_graph([node], "made-up", [x], [y])
     model = helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
-    with pytest.raises(UserInputError, match=r"ONNX Runtime cannot load the model \(.*Foo.*\); export it again"):
+    with pytest.raises(UserInputError, match=r"network=made-up: ONNX Runtime cannot load it \(.*Foo.*\); export it"):
         lower(model, resolve_target("llvm", 1))
 
 
@@ -126,8 +126,8 @@ def test_a_graph_whose_shapes_do_not_fit_is_a_users_error(tmp_path: Path) -> Non
     builder.conv("out", builder.input("data", (1, 3, 8, 8)), (4, 3, 3, 3), padding=1)
     onnx.save(builder.build("conv", {"out": (1, 4, 8, 8)}), tmp_path / "conv.onnx")
     network = load_network(str(tmp_path / "conv.onnx"), input_shapes={"data": [1, 5, 8, 8]})
-    with pytest.raises(UserInputError, match=r"ONNX Runtime cannot load the model \(.*")  as caught:
-        lower(network.model, resolve_target("llvm", 1))
+    with pytest.raises(UserInputError, match=r"network=a/conv\.onnx: ONNX Runtime cannot load it \(.*") as caught:
+        lower(network.model, resolve_target("llvm", 1), called="a/conv.onnx")
     assert "\n" not in str(caught.value)
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,6 +43,7 @@ def write_config(directory: Path, text: str) -> str:
     [
         ("network", "net.onnx", "net.onnx"),
         ("input_shapes", '{"data": [1, 3, 224, 224], "flag": []}', {"data": [1, 3, 224, 224], "flag": []}),
+        ("input_values", '{"sr": 16000, "on": [[true, 0.5]]}', {"sr": 16000, "on": [[True, 0.5]]}),
         ("batch_size", "8", 8),
         ("layout", "NCHW", "NCHW"),
         ("num_threads", "2", 2),
@@ -96,6 +98,11 @@ def test_default_text_and_empty_text_mean_the_default(cls: type[Options]) -> Non
         ("input_shapes", '{"data": 3}'),
         ("input_shapes", '{"data": [1, 0]}'),
         ("input_shapes", '{"data": [1.5]}'),
+        ("input_values", "16000"),
+        ("input_values", '{"sr": "16000"}'),
+        ("input_values", '{"sr": null}'),
+        ("input_values", json.dumps({"mask": [1] * 3_000})),
+        ("input_values", '{"sr": [{}]}'),
         ("batch_size", "0"),
         ("batch_size", "1.5"),
         ("batch_size", "auto"),
@@ -237,6 +244,7 @@ positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "network": st.text(min_size=1),
     "input_shapes": st.dictionaries(st.text(), st.lists(counts, max_size=4), max_size=3),
+    "input_values": st.dictionaries(st.text(), st.lists(counts, max_size=2) | st.booleans() | positive, max_size=3),
     "batch_size": counts,
     "layout": st.sampled_from(["NHWC", "NCHW"]),
     "target": st.text(min_size=1),
@@ -274,3 +282,8 @@ def test_text_of_a_value(value: Any, text: str) -> None:
 def test_input_shapes_are_written_as_json() -> None:
     changed = TuneOptions(input_shapes={"data": [1, 3, 64, 64]}).changed()
     assert json.loads(changed["input_shapes"]) == {"data": [1, 3, 64, 64]}
+
+
+def test_arrays_are_values_of_inputs() -> None:
+    options = TuneOptions(input_values={"sr": np.int64(16_000), "mask": np.ones((1, 2), bool)})
+    assert options.changed()["input_values"] == '{"sr": 16000, "mask": [[true, true]]}'

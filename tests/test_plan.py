@@ -10,6 +10,7 @@ from pathlib import Path
 
 import mlflow
 import numpy as np
+import onnx
 import pytest
 from helpers.commands import RunCommand
 from hypothesis import given
@@ -124,6 +125,21 @@ def test_records_of_another_network(small_onnx: Path, records: Path) -> None:
     options = PlanOptions(network=str(small_onnx), input_shapes={"data": [1, 3, 20, 20]}, records=str(records))
     plan = plan_tuning(options)
     assert len([task for task in plan.tasks if task.best_s is None]) >= len(plan.tasks) / 2
+
+
+def test_a_plan_says_once_what_the_batch_is(small_onnx: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = onnx.load(small_onnx)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = "N"
+    onnx.save(model, tmp_path / "dynamic.onnx")
+    path = str(tmp_path / "dynamic.onnx")
+    tasks = [task.info for task in plan_tuning(PlanOptions(network=path)).tasks]
+    assert [message for message in caplog.messages if "batch" in message] == [
+        f"network={path}: its batch is dynamic (dimension 0 of 'data') and taken as 1; give batch_size for another"
+    ]
+    assert tasks == [task.info for task in plan_tuning(PlanOptions(network=str(small_onnx))).tasks]
+    of_two = plan_tuning(PlanOptions(network=path, batch_size=2))
+    assert sum(task.info.flops for task in of_two.tasks) == 2 * sum(task.flops for task in tasks)
 
 
 # -- what cannot be planned ------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
-from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.graphs.channel_padding import layers_to_pad
 from ansor_mlflow.lowering.lower import Layout, LoweredNetwork, lower
 from ansor_mlflow.networks.graph import GraphBuilder
@@ -167,7 +166,9 @@ def test_quantized_weights_are_not_padded(float_network: Network, host_target: T
     assert [task.info.workload_hash for task in plain.tasks] == [task.info.workload_hash for task in padded.tasks]
 
 
-def test_operators_on_integers_stay_with_onnxruntime(float_network: Network, host_target: Target, tmp_path: Path) -> None:
+def test_operators_on_integers_stay_with_onnxruntime(
+    float_network: Network, host_target: Target, tmp_path: Path
+) -> None:
     network = quantized(float_network, tmp_path, "uint8", per_channel=False, form=QuantFormat.QOperator)
     lowered = lower(network.model, host_target)
     assert "QLinearConv" in {operator for part in lowered.parts for operator in part.graph.reasons}

@@ -29,7 +29,9 @@ from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.loading import Network, load_network
 from ansor_mlflow.networks.onnx_file import digest, external_files, write_onnx
-from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.options import CompileOptions, TuneOptions
+from ansor_mlflow.steps.compiling import compile_network
+from ansor_mlflow.steps.tuning.resume import resumed_options
 from ansor_mlflow.steps.tuning.tune import tune
 from ansor_mlflow.tensors import random_inputs
 from ansor_mlflow.tracking import sources
@@ -182,6 +184,49 @@ def test_a_tuned_model_that_was_changed_is_refused(compiled_network: CompiledNet
 def test_shapes_can_be_given_for_a_model() -> None:
     network = sources.fetch_network("models:/wide/1", input_shapes={"data": [5, 32]})
     assert network.outputs[0].shape == (5, 40)
+
+
+@pytest.mark.usefixtures("logged", "experiment_id")
+def test_values_can_be_given_for_a_model() -> None:
+    with pytest.raises(UserInputError, match="input_values names 'sr', which is not an input of models:/wide/1; its"):
+        sources.fetch_network("models:/wide/1", input_values={"sr": 16_000})
+
+
+def test_a_run_compiles_the_network_with_the_values_and_the_batch_that_it_tuned(
+    tmp_path: Path, new_experiment: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever reads the copy in the run need not know of them."""
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["xw"]), helper.make_node("Mul", ["xw", "gain"], ["y"])]
+    shapes: dict[str, list[int | str]] = {"x": ["N", 16], "gain": [1]}
+    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
+    weights = [numpy_helper.from_array(np.eye(16, dtype=np.float32), "w")]
+    model = helper.make_model(
+        helper.make_graph(nodes, "gained", inputs, outputs, weights),
+        ir_version=8,
+        opset_imports=[helper.make_opsetid("", 17)],
+    )
+    onnx.save(model, tmp_path / "gained.onnx")
+    options = TuneOptions(
+        network=str(tmp_path / "gained.onnx"),
+        input_values={"gain": 2.5},
+        trials=2,
+        strategy="random",
+        min_repeat_ms=0,
+        number=1,
+    )
+    tuning = tune(options)
+    assert [message for message in caplog.messages if "its batch is dynamic" in message] == [
+        f"network={options.network}: its batch is dynamic (dimension 0 of 'x') and taken as 1; "
+        "give batch_size for another"
+    ]
+    assert mlflow.get_run(tuning.run_id).data.params["input_values"] == '{"gain": 2.5}'
+    (tmp_path / "gained.onnx").unlink()
+    goes_on = resumed_options(TuneOptions(resume_run=tuning.run_id, trials=3))
+    assert goes_on.input_values == {"gain": 2.5}
+    compiled = compile_network(CompileOptions(tune_run=tuning.run_id))
+    loaded = flavor.load_model(compiled.model_uri)
+    np.testing.assert_allclose(loaded.run({"x": np.ones((1, 16), np.float32)})["y"], 2.5 * np.ones((1, 16)), rtol=1e-5)
 
 
 def test_names_and_files_are_still_networks(wide_onnx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,8 @@ from helpers.torch_process import TorchProcess, torch_python
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import MachineError, UserInputError
+from ansor_mlflow.networks.inputs.expressions import Sizes
 from ansor_mlflow.networks.loading import Network, load_network
-from ansor_mlflow.networks.pytorch.shapes import Sizes
 from ansor_mlflow.tracking import sources
 
 LOAD = "ansor_mlflow.networks.loading.load_network"
@@ -156,7 +156,7 @@ def test_a_program_is_tuned(programs: Path, tmp_path: Path) -> None:
         (
             "attention",
             {},
-            r"""input 'ids' has dynamic s\d+ \(dimension 0\), s\d+ .*; give input_shapes='\{"ids": \[1, 1\]\}'""",
+            r"""'ids' has dynamic s\d+ \(dimension 1\) in .*; give input_shapes='\{"ids": \[1, 32\]\}', which it""",
         ),
         ("attention", {"ids": [2]}, "1 dimensions"),
         ("attention", {"x": [2, 8]}, "input_shapes names 'x', which is not an input of .*; its inputs are ids"),
@@ -187,9 +187,31 @@ def test_shapes_that_a_program_is_not_made_for(
         load_network(str(programs / f"{name}.pt2"), input_shapes=shapes)
 
 
-def test_the_batch_size_is_in_the_shapes(programs: Path) -> None:
-    with pytest.raises(UserInputError, match=r"batch_size=2 .*; give a file's batch size in input_shapes"):
+def test_a_dynamic_batch_is_one_or_batch_size(pytorch: TorchProcess, programs: Path) -> None:
+    """Where the program can take one: "named" was exported for 3 to 16."""
+    network = pytorch.call(LOAD, str(programs / "named.pt2"), batch_size=4)
+    assert [spec.shape for spec in network.inputs] == [(4, 4)]
+    with pytest.raises(UserInputError, match=r"its size s\d+ is 1, but it was exported for 3 to 16"):
+        load_network(str(programs / "named.pt2"))
+    with pytest.raises(UserInputError, match=r"""give input_shapes='\{"ids": \[2, 32\]\}'"""):
         load_network(str(programs / "attention.pt2"), batch_size=2)
+    with pytest.raises(UserInputError, match=r"batch_size=3 with .*: dimension 0 of its input 'image' is 2; leave"):
+        load_network(str(programs / "convolutions.pt2"), batch_size=3)
+
+
+def test_an_input_of_a_program_gets_a_value(pytorch: TorchProcess, programs: Path) -> None:
+    shapes = {"args_0": [3, 4], "args_1": [3, 4]}
+    network = pytorch.call(LOAD, str(programs / "pair.pt2"), input_shapes=shapes, input_values={"args_1": 0.5})
+    assert [spec.name for spec in network.inputs] == ["args_0"]
+    whole = pytorch.call(LOAD, str(programs / "pair.pt2"), input_shapes=shapes)
+    x = np.ones((3, 4), np.float32)
+    outputs = [
+        onnxruntime.InferenceSession(one.model.SerializeToString(), providers=["CPUExecutionProvider"]).run(
+            None, inputs
+        )
+        for one, inputs in ((network, {"args_0": x}), (whole, {"args_0": x, "args_1": x / 2}))
+    ]
+    np.testing.assert_allclose(*outputs, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,12 @@ _ERROR = 3
 """Severity of ONNX Runtime's messages from which they are shown."""
 
 
-def simplify(model: onnx.ModelProto) -> onnx.ModelProto:
+def simplify(model: onnx.ModelProto, called: str) -> onnx.ModelProto:
     """The model without what follows from the shapes of its inputs.
 
     Args:
         model: Model whose inputs have static shapes; stays as it is.
+        called: What messages call it.
 
     Returns:
         A model that computes the same, with the shapes of all tensors that are known before it runs.
@@ -38,14 +39,14 @@ def simplify(model: onnx.ModelProto) -> onnx.ModelProto:
     simple, weights = without_weights(model)  # they need not pass through a file
     for _ in range(_MAX_ROUNDS):
         num_nodes = len(simple.graph.node)
-        simple = _optimized(simple)
+        simple = _optimized(simple, called)
         if len(simple.graph.node) == num_nodes:
             break
     _put_back(simple, weights)
     return simple
 
 
-def _optimized(model: onnx.ModelProto) -> onnx.ModelProto:
+def _optimized(model: onnx.ModelProto, called: str) -> onnx.ModelProto:
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         optimized = Path(scratch, "optimized.onnx")
         options = onnxruntime.SessionOptions()
@@ -56,7 +57,9 @@ def _optimized(model: onnx.ModelProto) -> onnx.ModelProto:
         try:
             onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         except Exception as err:  # ONNX Runtime has an error class for each of its status codes, without a common base
-            raise UserInputError(f"ONNX Runtime cannot load the model ({one_line(err)}); export it again") from err
+            raise UserInputError(
+                f"network={called}: ONNX Runtime cannot load it ({one_line(err)}); export it again"
+            ) from err
         return onnx.load(optimized, format="protobuf")
 
 

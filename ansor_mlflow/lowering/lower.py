@@ -62,20 +62,24 @@ class LoweredNetwork:
     """In the order in which they run; empty where TVM computes all."""
 
 
-def lower(model: onnx.ModelProto, target: Target, settings: LoweringSettings = _DEFAULTS) -> LoweredNetwork:
+def lower(
+    model: onnx.ModelProto, target: Target, settings: LoweringSettings = _DEFAULTS, called: str = ""
+) -> LoweredNetwork:
     """Lowers a network to fused functions for `target`.
 
     Args:
         model: ONNX model whose inputs have static shapes.
         target: Device that the functions are for.
         settings: Layout, type, padding, and whether parts may stay with ONNX Runtime.
+        called: What messages call the network; by default the name of its graph.
 
     Raises:
         UserInputError: ONNX Runtime cannot load the model, TVM can compute no part of it, or not all where it must.
     """
     from ansor_mlflow.lowering.joining import join_modules
 
-    graph = fold_batch_norms(simplify(model))
+    called = called or model.graph.name
+    graph = fold_batch_norms(simplify(model, called))
     if (padding := _padding(settings.pad_channels, target)) is not None:
         graph = pad_output_channels(graph, padding)
     parts = lower_parts(
@@ -84,7 +88,7 @@ def lower(model: onnx.ModelProto, target: Target, settings: LoweringSettings = _
     reasons = {operator: reason for part, _ in parts for operator, reason in part.reasons.items()}
     modules = {f"part{number}": mod for number, (_, mod) in enumerate(parts) if mod is not None}
     if not modules or (reasons and settings.partition == "off"):
-        raise UserInputError(_refusal(reasons, any_lowered=bool(modules)))
+        raise UserInputError(f"network={called}: {_refusal(reasons, any_lowered=bool(modules))}")
     if not reasons:
         (mod,) = modules.values()
         return LoweredNetwork(mod=mod, tasks=_extract_tasks(mod, target))

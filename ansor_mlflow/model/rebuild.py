@@ -80,7 +80,7 @@ def build(job: BuildJob) -> dict[str, Any]:
     from ansor_mlflow.model.library import compile_tuned, compile_untuned
 
     target = resolve_target(json.dumps(job.target), job.num_threads)
-    lowered = lower(onnx.load_model(job.network), target, job.lowering)
+    lowered = lower(onnx.load_model(job.network), target, job.lowering, job.network)
     parts = [asdict(part) for part in part_entries(lowered)]
     if not job.records:
         compile_untuned(lowered, target, Path(job.library))

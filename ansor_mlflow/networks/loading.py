@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import onnx
 
@@ -82,15 +83,21 @@ def require_network(name: str) -> None:
 
 
 def load_network(
-    name: str, *, batch_size: int = 1, input_shapes: Mapping[str, Sequence[int]] = {}, seed: int = 0
+    name: str,
+    *,
+    batch_size: int = 1,
+    input_shapes: Mapping[str, Sequence[int]] = {},
+    input_values: Mapping[str, Any] = {},
+    seed: int = 0,
 ) -> Network:
     """Generates a built-in network or a single operator, or reads a file.
 
     Args:
         name: A built-in name, an operator with its sizes (see `operators.OPERATORS`), or the path of an ONNX file or of
             an exported program of PyTorch (.pt2).
-        batch_size: Batch size of a built-in network.
+        batch_size: Batch size of a built-in network, or of a file where it is dynamic.
         input_shapes: Shapes that replace those of the inputs; the other shapes follow from them.
+        input_values: Numbers, or nested lists of them, that inputs are fixed to.
         seed: Seed of the weights of a network that is generated.
 
     Raises:
@@ -100,39 +107,41 @@ def load_network(
     require_network(name)
     if name in BUILTIN_NETWORKS:
         model = build_builtin(name, batch_size=batch_size, input_shapes=input_shapes, seed=seed)
-        return _network(name, fix_shapes(model, name, {}))
+        return _network(name, fix_shapes(model, name, {}, values=input_values))
     if is_operator(name):
         model = build_operator(name, batch_size=batch_size, input_shapes=input_shapes, seed=seed)
-        return _network(name, fix_shapes(model, name, {}))
-    return read_network(Path(name), name, batch_size=batch_size, input_shapes=input_shapes)
+        return _network(name, fix_shapes(model, name, {}, values=input_values))
+    return read_network(Path(name), name, batch_size=batch_size, input_shapes=input_shapes, input_values=input_values)
 
 
 def read_network(
-    path: Path, called: str, *, batch_size: int = 1, input_shapes: Mapping[str, Sequence[int]] = {}
+    path: Path,
+    called: str,
+    *,
+    batch_size: int = 1,
+    input_shapes: Mapping[str, Sequence[int]] = {},
+    input_values: Mapping[str, Any] = {},
 ) -> Network:
     """Reads an ONNX file or an exported program of PyTorch.
 
     Args:
         path: The file; a program has the suffix .pt2.
         called: What messages call it.
-        batch_size: Must be 1, as the parameter is for networks that are generated.
+        batch_size: Size of a dynamic batch; see `inputs.axes.batch_axes`.
         input_shapes: Shapes that replace those of the inputs; the other shapes follow from them.
+        input_values: Numbers, or nested lists of them, that inputs are fixed to.
 
     Raises:
-        UserInputError: The file cannot be read, or the shapes do not fit it.
+        UserInputError: The file cannot be read, or the shapes or values do not fit it.
         MachineError: It needs PyTorch, which is not installed.
     """
-    if batch_size != 1:
-        raise UserInputError(
-            f"batch_size={batch_size} with network={called}: it is for built-in networks; give a file's batch size in "
-            "input_shapes"
-        )
     _refuse_pickle(path, called)
     if path.suffix == PROGRAM_SUFFIX:
         with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
-            exported = export_program(path, called, input_shapes, Path(scratch))
-            return _network(path.stem, _read(exported, called, {}), path)
-    return _network(path.stem, _read(path, called, input_shapes), path)
+            exported = export_program(path, called, input_shapes, Path(scratch), batch_size=batch_size)
+            return _network(path.stem, _read(exported, called, values=input_values), path)
+    model = _read(path, called, given=input_shapes, batch_size=batch_size, values=input_values)
+    return _network(path.stem, model, path)
 
 
 def _refuse_pickle(path: Path, called: str) -> None:
@@ -143,9 +152,9 @@ def _refuse_pickle(path: Path, called: str) -> None:
         )
 
 
-def _read(path: Path, called: str, input_shapes: Mapping[str, Sequence[int]]) -> onnx.ModelProto:
-    """Reads an ONNX file with all its weights."""
-    model = fix_shapes(read_onnx(path, called), called, input_shapes, path.parent)
+def _read(path: Path, called: str, *, given: Mapping[str, Sequence[int]] = {}, **options: Any) -> onnx.ModelProto:
+    """Reads an ONNX file with all its weights; for the options see `fix_shapes`."""
+    model = fix_shapes(read_onnx(path, called), called, given, path.parent, **options)
     load_weights(model, called, path.parent)
     return model
 

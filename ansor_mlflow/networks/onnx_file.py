@@ -8,6 +8,7 @@ stay in their files, because both libraries that infer them take a message.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import onnxruntime
 from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
 from onnx import TensorProto, external_data_helper, helper
 
 from ansor_mlflow.errors import UserInputError, one_line
+from ansor_mlflow.networks.inputs.branches import take_known_branches
+from ansor_mlflow.networks.inputs.trials import OnnxTrial, start_session
+from ansor_mlflow.networks.inputs.values import fix_values, require_shape, typed_values
 from ansor_mlflow.networks.shapes import DeclaredShape, resolve_shapes
-from ansor_mlflow.tensors import OPEN, TensorSpec
+from ansor_mlflow.tensors import OPEN, Arrays, TensorSpec
 
 _DTYPES: dict[int, str] = {
     TensorProto.FLOAT16: "float16",
@@ -122,7 +125,13 @@ def digest(model: onnx.ModelProto, *, max_weight_bytes: int = _MAX_WEIGHT_BYTES)
 
 
 def fix_shapes(
-    model: onnx.ModelProto, network: str, given: Mapping[str, Sequence[int]], directory: Path | None = None
+    model: onnx.ModelProto,
+    network: str,
+    given: Mapping[str, Sequence[int]],
+    directory: Path | None = None,
+    *,
+    batch_size: int = 1,
+    values: Mapping[str, Any] = {},
 ) -> onnx.ModelProto:
     """Returns the model with static shapes everywhere that shape inference can derive one. Changes `model`.
 
@@ -131,6 +140,8 @@ def fix_shapes(
         network: What messages call it.
         given: Shapes that replace those of its inputs.
         directory: Where the weights are that `read_onnx` left in their files.
+        batch_size: Size of a dynamic batch.
+        values: Values that inputs get for good, which then are no inputs any more.
 
     Raises:
         UserInputError: A shape does not fit, an input or output still has a dynamic dimension, or holds no numbers.
@@ -139,23 +150,15 @@ def fix_shapes(
     for value in (*inputs, *model.graph.output):
         _require_numbers(value, network)
     declared = {value.name: _declared_shape(value) for value in inputs}
-    shapes = resolve_shapes(network, declared, given)
-    for value in inputs:
-        _set_shape(value, shapes[value.name])
-    if shapes != declared:
-        _forget_shapes(model.graph)
-    try:
-        model = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
-    except onnx.shape_inference.InferenceError as err:
-        hint = "give input_shapes that the network can take" if given else "export the model again"
-        raise UserInputError(f"network={network}: its shapes do not fit together ({one_line(err)}); {hint}") from err
-    except EncodeError as err:
-        raise UserInputError(
-            f"network={network}: the model is larger than 2 GiB, the limit of an ONNX message; give an ONNX file with "
-            "external data"
-        ) from err
-    _complete_outputs(model, network, directory)
-    return model
+    fixed = typed_values(network, {value.name: _dtype(value) for value in inputs}, values)
+    for name, array in fixed.items():
+        require_shape(network, name, array, declared[name])
+    given = {**_shapes_of_values(declared, fixed), **given}
+    trial = functools.partial(_trial, model, fixed, directory)
+    shapes = resolve_shapes(network, declared, given, batch_size=batch_size, trial=trial)
+    _fix_inputs(model, network, shapes, fixed)
+    hint = "give input_shapes that the network can take" if given else "export the model again"
+    return _fixed_everywhere(model, network, directory, hint=hint)
 
 
 def input_specs(model: onnx.ModelProto) -> tuple[TensorSpec, ...]:
@@ -174,9 +177,12 @@ def _inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
 
 
 def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
-    tensor = value.type.tensor_type
-    shape = tuple(dim.dim_value if dim.HasField("dim_value") else OPEN for dim in tensor.shape.dim)
-    return TensorSpec(name=value.name, shape=shape, dtype=_DTYPES[tensor.elem_type])
+    shape = tuple(dim.dim_value if dim.HasField("dim_value") else OPEN for dim in value.type.tensor_type.shape.dim)
+    return TensorSpec(name=value.name, shape=shape, dtype=_dtype(value))
+
+
+def _dtype(value: onnx.ValueInfoProto) -> str:
+    return _DTYPES[value.type.tensor_type.elem_type]
 
 
 def _require_numbers(value: onnx.ValueInfoProto, network: str) -> None:
@@ -201,29 +207,153 @@ def _set_shape(value: onnx.ValueInfoProto, shape: Sequence[int | str | None]) ->
     value.CopyFrom(helper.make_tensor_value_info(value.name, elem_type, shape, value.doc_string))
 
 
-def _forget_shapes(graph: onnx.GraphProto) -> None:
+def _fix_inputs(model: onnx.ModelProto, network: str, shapes: Mapping[str, Sequence[int]], values: Arrays) -> None:
+    """Gives inputs their shapes and values, and takes the branches that these decide."""
+    inputs = _inputs(model.graph)
+    declared = {value.name: _declared_shape(value) for value in inputs}
+    for value in inputs:
+        _set_shape(value, shapes[value.name])
+    noted = [*model.graph.value_info, *model.graph.output]
+    if any(map(_has_negative, noted)) or not all(_agree(declared[name], shape) for name, shape in shapes.items()):
+        _forget_shapes(model)
+    for value in noted:
+        _replace_names(value, _sizes(declared, shapes))
+    fix_values(model, network, list(map(_spec, inputs)), values)
+    take_known_branches(model)
+
+
+def _agree(declared: DeclaredShape | None, shape: Sequence[int]) -> bool:
+    """Whether a shape differs from the declared one in dynamic dimensions alone."""
+    return declared is not None and all(
+        isinstance(dim, str) or dim == size for dim, size in zip(declared, shape, strict=True)
+    )
+
+
+def _sizes(declared: Mapping[str, DeclaredShape | None], shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """The sizes of named dimensions."""
+    pairs = (zip(declared[name] or (), shape, strict=False) for name, shape in shapes.items())
+    return {dim: size for dims in pairs for dim, size in dims if isinstance(dim, str)}
+
+
+def _replace_names(value: onnx.ValueInfoProto, sizes: Mapping[str, int]) -> None:
+    for dim in value.type.tensor_type.shape.dim if value.type.tensor_type.HasField("shape") else ():
+        if dim.dim_param in sizes:
+            dim.dim_value = sizes[dim.dim_param]
+
+
+def _shapes_of_values(declared: Mapping[str, DeclaredShape | None], values: Arrays) -> dict[str, tuple[int, ...]]:
+    """Shapes of values whose inputs leave theirs open."""
+    return {name: value.shape for name, value in values.items() if _is_open(declared[name], value.ndim)}
+
+
+def _is_open(declared: DeclaredShape | None, rank: int) -> bool:
+    return declared is None or (len(declared) == rank and not all(isinstance(dim, int) for dim in declared))
+
+
+def _trial(model: onnx.ModelProto, values: Arrays, directory: Path | None) -> OnnxTrial:
+    """What tells which shapes a model takes; its large weights are not copied for that."""
+    light, _ = _split_weights(model, 0)
+    dtypes = {value.name: _dtype(value) for value in _inputs(model.graph)}
+
+    def with_shapes(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> onnx.ModelProto:
+        fixed = onnx.ModelProto()
+        fixed.CopyFrom(model)
+        _forget_shapes(fixed)
+        _fix_inputs(fixed, "", shapes, values)
+        return fixed
+
+    def infers(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        try:
+            _require_positive(_strictly_inferred(with_shapes(light, shapes)).graph, "")
+        except (onnx.shape_inference.InferenceError, UserInputError, EncodeError):
+            return False
+        return True
+
+    def is_fixed(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        try:
+            _fixed_everywhere(with_shapes(model, shapes), "", directory, hint="")
+        except UserInputError:
+            return False
+        return True
+
+    return OnnxTrial(model, dtypes, values, directory, infers, is_fixed)
+
+
+def _fixed_everywhere(model: onnx.ModelProto, network: str, directory: Path | None, *, hint: str) -> onnx.ModelProto:
+    """A model with static inputs as `fix_shapes` returns it."""
+    model = _infer_shapes(model, network, directory, hint=hint)
+    _require_positive(model.graph, network)
+    _complete_outputs(model, network, directory)
+    return model
+
+
+def _infer_shapes(model: onnx.ModelProto, network: str, directory: Path | None, *, hint: str) -> onnx.ModelProto:
+    """Infers shapes as ONNX does, strictly; where that finds contradictions, as far as ONNX Runtime sees none."""
+    try:
+        return _strictly_inferred(model)
+    except onnx.shape_inference.InferenceError as err:
+        reason = err
+    except EncodeError as err:
+        raise UserInputError(
+            f"network={network}: the model is larger than 2 GiB, the limit of an ONNX message; give an ONNX file with "
+            "external data"
+        ) from err
+    _forget_shapes(model)  # what the file says may be what is wrong
+    with contextlib.suppress(onnx.shape_inference.InferenceError):
+        return _strictly_inferred(model)
+    try:
+        start_session(model.SerializeToString(), directory)
+    except Exception as err:  # ONNX Runtime has an error class for each of its status codes, without a common base
+        raise UserInputError(f"network={network}: its shapes do not fit together ({one_line(reason)}); {hint}") from err
+    return onnx.shape_inference.infer_shapes(model, check_type=True, data_prop=True)
+
+
+def _strictly_inferred(model: onnx.ModelProto) -> onnx.ModelProto:
+    return onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+
+
+def _require_positive(graph: onnx.GraphProto, network: str) -> None:
+    """Checks that no tensor has a negative dimension, which inference computes where an image is too small."""
+    for value in (*graph.value_info, *graph.output):
+        if _has_negative(value):
+            node = next((node for node in graph.node if value.name in node.output), onnx.NodeProto())
+            sizes = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+            raise UserInputError(
+                f"network={network}: node {node.name!r} ({node.op_type}) would give {value.name!r} the shape {sizes}; "
+                "give larger input_shapes"
+            )
+
+
+def _has_negative(value: onnx.ValueInfoProto) -> bool:
+    return any(dim.dim_value < 0 for dim in value.type.tensor_type.shape.dim)
+
+
+def _forget_shapes(model: onnx.ModelProto) -> None:
     """Removes what was inferred from other input shapes; inference would take it for a contradiction."""
+    _forget_shapes_of(model.graph)
+    for function in model.functions:
+        del function.value_info[:]
+
+
+def _forget_shapes_of(graph: onnx.GraphProto) -> None:
     del graph.value_info[:]
     for output in graph.output:
         if output.type.HasField("tensor_type"):  # a branch may have an output of another type
             output.type.tensor_type.ClearField("shape")
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                _forget_shapes(attribute.g)
+    branches = (attribute for node in graph.node for attribute in node.attribute if attribute.HasField("g"))
+    for branch in branches:
+        for value in branch.g.input:  # of a loop
+            if value.type.HasField("tensor_type"):
+                value.type.tensor_type.ClearField("shape")
+        _forget_shapes_of(branch.g)
 
 
 def _complete_outputs(model: onnx.ModelProto, network: str, directory: Path | None) -> None:
     """Asks ONNX Runtime for output shapes that ONNX could not infer; it evaluates the constant parts of a graph too."""
     if all(map(_is_static, model.graph.output)):
         return
-    options = onnxruntime.SessionOptions()
-    if directory is not None:  # onnxruntime_session_options_config_keys.h
-        options.add_session_config_entry(
-            "session.model_external_initializers_file_folder_path", str(directory.resolve())
-        )
     try:
-        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        session = start_session(model.SerializeToString(), directory)
     except Exception as err:  # ONNX Runtime has an error class for each of its status codes, without a common base
         raise UserInputError(
             f"network={network}: neither ONNX nor ONNX Runtime can infer the shapes of its outputs "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class Provenance:
     measure: dict[str, Any]
     """Settings of the time evaluator."""
     partition: str = "auto"
+    input_values: dict[str, Any] = field(default_factory=dict)
+    """Values that inputs were fixed to; runs of earlier versions have none."""
     estimated_latency_ms: float | None = None
     trials_per_task: float | None = None
     """Trials that the tuning was ready to give a task, on average; None before its end."""

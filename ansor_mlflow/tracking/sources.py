@@ -31,7 +31,12 @@ _PYTORCH_PROGRAM = f"model{PROGRAM_SUFFIX}"
 
 
 def fetch_network(
-    network: str, *, batch_size: int = 1, input_shapes: Mapping[str, Sequence[int]] = {}, seed: int = 0
+    network: str,
+    *,
+    batch_size: int = 1,
+    input_shapes: Mapping[str, Sequence[int]] = {},
+    input_values: Mapping[str, Any] = {},
+    seed: int = 0,
 ) -> Network:
     """Does what `networks.load_network` does, and also takes MLflow models and URIs of artifacts.
 
@@ -41,8 +46,9 @@ def fetch_network(
     Args:
         network: A name or file that `networks.load_network` takes, the directory of an MLflow model, or the URI of a
             model, of an ONNX file or of an exported program of PyTorch (.pt2).
-        batch_size: Batch size of a built-in network.
+        batch_size: Batch size of a built-in network, or of a file where it is dynamic.
         input_shapes: Shapes that replace those of the inputs.
+        input_values: Numbers, or nested lists of them, that inputs are fixed to.
         seed: Seed of the weights of a network that is generated.
 
     Returns:
@@ -54,7 +60,11 @@ def fetch_network(
         MachineError: A server cannot be reached, or the network needs PyTorch, which is not installed.
         ModelError: A model that `compile` logged was changed.
     """
-    options: dict[str, Any] = {"batch_size": batch_size, "input_shapes": input_shapes}
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "input_shapes": input_shapes,
+        "input_values": input_values,
+    }
     if not is_uri(network):
         if network in BUILTIN_NETWORKS or not Path(network, names.MODEL_FILE).is_file():
             return networks.load_network(network, **options, seed=seed)
@@ -79,7 +89,7 @@ def network_of(options: NetworkOptions, copy: str = "") -> Network:
 
     Args:
         options: The network with its shapes.
-        copy: URI of a copy of it, which is read instead and has these shapes already.
+        copy: URI of a copy of it, which is read instead and has these shapes and values already.
 
     Raises:
         See `fetch_network`.
@@ -87,7 +97,11 @@ def network_of(options: NetworkOptions, copy: str = "") -> Network:
     if copy:
         return replace(fetch_network(copy), name=display_name(options.network))
     return fetch_network(
-        options.network, batch_size=options.batch_size, input_shapes=options.input_shapes, seed=options.seed
+        options.network,
+        batch_size=options.batch_size,
+        input_shapes=options.input_shapes,
+        input_values=options.input_values,
+        seed=options.seed,
     )
 
 

@@ -37,7 +37,9 @@ _PAYLOADS = (
 """The two kinds of tensors: folder, the word in the name of their description, and the names of raw ones."""
 
 
-def fix_program(path: Path, network: str, given: Mapping[str, Sequence[int]], target: Path) -> FixedGraph:
+def fix_program(
+    path: Path, network: str, given: Mapping[str, Sequence[int]], target: Path, *, batch_size: int = 1
+) -> FixedGraph:
     """Writes a program with fixed shapes, of which nothing is executed when it is loaded. Needs no PyTorch.
 
     Args:
@@ -45,6 +47,7 @@ def fix_program(path: Path, network: str, given: Mapping[str, Sequence[int]], ta
         network: What messages call it.
         given: Shapes that dynamic dimensions get.
         target: Archive to write.
+        batch_size: Size of a dynamic batch.
 
     Returns:
         What was written as the graph.
@@ -70,7 +73,7 @@ def fix_program(path: Path, network: str, given: Mapping[str, Sequence[int]], ta
                     copy.open(f"model/{folder}/{name}", "w", force_zip64=True) as write,
                 ):
                     shutil.copyfileobj(read, write)
-        fixed = fix_graph(json.loads(archive.read(f"{root}/{_PROGRAM}")), network, given)
+        fixed = fix_graph(json.loads(archive.read(f"{root}/{_PROGRAM}")), network, given, batch_size)
         for name, text in {**_FIXED, _PROGRAM: json.dumps(fixed.program)}.items():
             copy.writestr(f"model/{name}", text)
     return fixed

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ansor_mlflow.networks.pytorch.shapes import Json, Sizes, UnusableProgramError, fix_sizes, short
+from ansor_mlflow.networks.inputs.expressions import Sizes
+from ansor_mlflow.networks.pytorch.shapes import Json, UnusableProgramError, fix_sizes, short
 
 Number = bool | int | float
 
@@ -43,13 +44,14 @@ class FixedGraph:
     """Names of the operators that are called, such as "torch.ops.aten.relu.default"."""
 
 
-def fix_graph(exported: Json, network: str, given: Mapping[str, Sequence[int]]) -> FixedGraph:
+def fix_graph(exported: Json, network: str, given: Mapping[str, Sequence[int]], batch_size: int = 1) -> FixedGraph:
     """Replaces every size by a number.
 
     Args:
         exported: The JSON of a program. One that is not well-formed raises what the access to it does.
         network: What messages call it.
         given: Shapes that dynamic dimensions get.
+        batch_size: Size of a dynamic batch.
 
     Raises:
         UnusableProgramError: The graph holds what might be executed, or is not one for inference.
@@ -63,7 +65,7 @@ def fix_graph(exported: Json, network: str, given: Mapping[str, Sequence[int]]) 
     graph, signature = exported["graph_module"]["graph"], exported["graph_module"]["signature"]
     inputs = _inputs(signature)
     convention = _calling_convention(signature)
-    fixer = _Fixer(fix_sizes(exported, inputs, network, given))
+    fixer = _Fixer(fix_sizes(exported, inputs, network, given, batch_size))
     program = {
         "graph_module": {
             "graph": fixer.graph(graph),

@@ -19,7 +19,9 @@ _OPSET = 18
 """Version of ONNX's operators that PyTorch's translations are written in; it converts the result to others."""
 
 
-def export_program(path: Path, network: str, input_shapes: Mapping[str, Sequence[int]], directory: Path) -> Path:
+def export_program(
+    path: Path, network: str, input_shapes: Mapping[str, Sequence[int]], directory: Path, *, batch_size: int = 1
+) -> Path:
     """Writes an exported program as an ONNX file with static shapes. Nothing of the program is unpickled.
 
     Args:
@@ -27,13 +29,14 @@ def export_program(path: Path, network: str, input_shapes: Mapping[str, Sequence
         network: What messages call it.
         input_shapes: Shapes that dynamic dimensions get.
         directory: Empty directory to write to.
+        batch_size: Size of a dynamic batch.
 
     Raises:
         UserInputError: The file is no such program, or one that cannot be exported; or the shapes do not fit it.
         MachineError: PyTorch or its exporter is not installed.
     """
     archive = directory / f"program{PROGRAM_SUFFIX}"
-    fixed = fix_program(path, network, input_shapes, archive)
+    fixed = fix_program(path, network, input_shapes, archive, batch_size=batch_size)
     with _silence():
         try:
             import onnxscript  # noqa: F401 (the exporter needs it)

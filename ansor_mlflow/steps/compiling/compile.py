@@ -151,7 +151,7 @@ def _describe_run(run: StepRun, step: str, network: str, devices: Sequence[Devic
 
 def _build_library(network: Network, recipe: Recipe, run: StepRun) -> tuple[CompiledNetwork, Coverage]:
     directory = run.directory / recipe.device.fingerprint.name
-    lowered = lower(network.model, recipe.device.target, recipe.lowering)
+    lowered = lower(network.model, recipe.device.target, recipe.lowering, network.name)
     best = directory / names.BEST_DIR
     mismatch = recipe.write_best(lowered, recipe.device, best)
     if mismatch:

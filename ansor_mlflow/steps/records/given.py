@@ -104,6 +104,7 @@ def _from_tune_run(options: RecordsOptions, scratch: Path, *, any_lowering: bool
         "num_threads": provenance.num_threads,
         "batch_size": provenance.batch_size,
         "input_shapes": provenance.input_shapes,
+        "input_values": provenance.input_values,
         "seed": provenance.seed,
     }
     return Recorded(options.model_copy(update=used), records, copy, provenance)
@@ -132,7 +133,7 @@ def lower_for_device(network: Network, options: NetworkOptions) -> NetworkTasks:
         UserInputError: The target is unknown, there are fewer CPUs than threads, or TVM cannot import the network.
     """
     device = Device.resolve(options.target, options.num_threads)
-    lowered = lower(network.model, device.target, options.lowering)
+    lowered = lower(network.model, device.target, options.lowering, options.network)
     return NetworkTasks(
         network=network.name,
         device=device,

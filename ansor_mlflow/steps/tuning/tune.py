@@ -149,7 +149,7 @@ def prepare_tuning(options: TuneOptions) -> TuningWork:
     make_cost_model(options.cost_model, device.num_threads, options.seed)
     start_fork_server()  # it loads TVM while the network is lowered
     _log.info("lowering %s for %s", network.name, device.description)
-    lowered = lower(network.model, device.target, options.lowering)
+    lowered = lower(network.model, device.target, options.lowering, options.network)
     for clause in what_stays(part_entries(lowered)):
         _log.info("%s", clause)
     if not lowered.tasks:
@@ -254,6 +254,7 @@ def _provenance(options: TuneOptions, network: Network, device: Device) -> Prove
         network_sha256=network.sha256,
         batch_size=options.batch_size,
         input_shapes=options.input_shapes,
+        input_values=options.input_values,
         seed=options.seed,
         **asdict(options.lowering),
         target=options.target,

@@ -1,0 +1,87 @@
+"""What dynamic axes of inputs are called, which of them are the batch, and which follow from others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from ansor_mlflow.networks.inputs.expressions import Sizes
+
+NamedShape = tuple[int | str, ...]
+"""A shape in which every dynamic axis has a name; axes of the same name have the same size."""
+NamedShapes = Mapping[str, NamedShape | None]
+"""Shapes of inputs by their names; None where not even the rank is known."""
+
+NO_NAME = "?"
+_BATCH_LETTERS = ("b", "bs", "bsz", "n")
+_OTHER_LETTERS = ("c", "d", "h", "l", "s", "t", "w")
+_OTHER_WORDS = re.compile(
+    r"n?(audio|box|char|feature|frame|height|len|mel|past|patch|point|pos|sample|seq|step|time|token|width|word)"
+)
+_ANY_SIZE = 7
+
+
+def words_of(name: str) -> list[str]:
+    """The words of a name such as "pastLength_0", in lower case: past, length."""
+    return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)]
+
+
+def with_names(declared: Mapping[str, tuple[int | str, ...] | None]) -> dict[str, NamedShape | None]:
+    """Gives every axis that has none a name, which no other axis has."""
+    return {
+        name: shape and tuple(f"{NO_NAME} {axis} {name}" if dim == NO_NAME else dim for axis, dim in enumerate(shape))
+        for name, shape in declared.items()
+    }
+
+
+def free_axes(shapes: NamedShapes, known: Mapping[str, int] = {}) -> Iterator[tuple[str, int, str]]:
+    """Every dynamic axis that does not follow from others or from known sizes, as its input, its index and its name."""
+    names = {dim for shape in shapes.values() for dim in shape or () if isinstance(dim, str)}
+    sizes = {**{name: _ANY_SIZE for name in names if name.isidentifier()}, **known}
+    for name, shape in shapes.items():
+        for axis, dim in enumerate(shape or ()):
+            others = {other: size for other, size in sizes.items() if other != dim}
+            if isinstance(dim, str) and isinstance(size_of(dim, others), str):
+                yield name, axis, dim
+
+
+def size_of(dim: int | str, sizes: Mapping[str, int]) -> int | str:
+    """The size of an axis that is one of `sizes`, or an expression of them such as "past + 1"; else its name."""
+    if isinstance(dim, int) or dim in sizes:
+        return sizes.get(dim, dim) if isinstance(dim, str) else dim
+    try:
+        value = Sizes(sizes, {}).evaluate(dim)
+    except (ValueError, TypeError):
+        return dim
+    return value if isinstance(value, int) else dim
+
+
+def batch_axes(shapes: NamedShapes) -> dict[str, list[tuple[str, int]]]:
+    """The names of axes that are the batch, with the inputs and indices where they are.
+
+    An axis is the batch if it is called so (batch, batch_size, N, …). So is the first axis of an input, unless another
+    axis of that input is called so, or its own name says that it is something else (sequence_length, time, …). Where
+    there is a batch, the second axis of three is one, too, between two that are fixed: that is a recurrent state.
+    """
+    free = list(free_axes(shapes))
+    called = {dim for _, _, dim in free if _is_called_batch(dim)}
+    unclear = [(shapes[name] or (), axis, dim) for name, axis, dim in free if not _is_called_otherwise(dim)]
+    found = called | {dim for shape, axis, dim in unclear if axis == 0 and not called & set(shape)}
+    if found:
+        found |= {dim for shape, _, dim in unclear if [type(size) for size in shape] == [int, str, int]}
+    places: dict[str, list[tuple[str, int]]] = {}
+    for name, axis, dim in free:
+        if dim in found:
+            places.setdefault(dim, []).append((name, axis))
+    return places
+
+
+def _is_called_batch(dim: str) -> bool:
+    words = [] if dim.startswith(NO_NAME) else words_of(dim)
+    return any(word.startswith("batch") for word in words) or (len(words) == 1 and words[0] in _BATCH_LETTERS)
+
+
+def _is_called_otherwise(dim: str) -> bool:
+    if dim.startswith(NO_NAME):
+        return False
+    return dim.lower() in _OTHER_LETTERS or any(map(_OTHER_WORDS.match, words_of(dim)))
