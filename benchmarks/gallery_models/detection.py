@@ -107,7 +107,9 @@ def _make_yolo() -> tuple[Any, Any]:
 
     def conv(inputs: int, outputs: int, kernel: int = 1, stride: int = 1) -> nn.Module:
         return nn.Sequential(
-            nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(outputs), nn.SiLU()
+            nn.Conv2d(inputs, outputs, kernel, stride, (kernel - 1) // 2, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.SiLU(),
         )
 
     class Bottlenecks(nn.Module):
@@ -152,13 +154,13 @@ def _make_yolo() -> tuple[Any, Any]:
             at_8 = self.join_8(torch.cat([self.up(at_16), at_8], dim=1))
             found = []
             for stride, head, features in zip((8, 16, 32), self.heads, (at_8, at_16, at_32), strict=True):
-                height, width = features.shape[-2:]
-                raw = head(features).view(1, 3, 9, height, width).permute(0, 1, 3, 4, 2).sigmoid()
+                batch, _, height, width = features.shape
+                raw = head(features).view(batch, 3, 9, height, width).permute(0, 1, 3, 4, 2).sigmoid()
                 rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
                 grid = torch.stack([columns, rows], dim=-1).to(raw.dtype)
                 centres, sizes, rest = raw.split([2, 2, 5], dim=-1)
                 decoded = torch.cat([(2 * centres - 0.5 + grid) * stride, (2 * sizes) ** 2 * 4 * stride, rest], dim=-1)
-                found.append(decoded.reshape(1, -1, 9))
+                found.append(decoded.reshape(batch, -1, 9))
             return torch.cat(found, dim=1)
 
     image = torch.rand(1, 3, 192, 192)

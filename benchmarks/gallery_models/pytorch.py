@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -80,7 +81,8 @@ def import_torchvision() -> Any:
         _KEPT.append(library)
     import torchvision
 
-    torchvision.extension._has_ops = lambda: True
+    for module in (torchvision.extension, sys.modules["torchvision.ops.roi_align"]):
+        module._has_ops = _has_ops
     return torchvision
 
 
@@ -94,6 +96,11 @@ def import_transformers() -> Any:
 
 _KEPT: list[Any] = []
 """Operators are forgotten with the library that defines them."""
+
+
+def _has_ops() -> bool:
+    """In place of torchvision's own; detectors compile it with TorchScript, so that it is no lambda."""
+    return True
 
 
 def _nms(boxes: Any, scores: Any, iou_threshold: float) -> Any:
