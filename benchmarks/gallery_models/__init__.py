@@ -4,5 +4,6 @@ from gallery_models import classical, classification, detection, keras, multimod
 from gallery_models.entry import GalleryModel
 
 _ROOMS = (classification, detection, pixels, text, multimodal, recurrent, quantized, classical, keras)
-GALLERY: dict[str, GalleryModel] = {model.name: model for room in _ROOMS for model in room.MODELS}
+MODELS: tuple[GalleryModel, ...] = tuple(model for room in _ROOMS for model in room.MODELS)
+GALLERY: dict[str, GalleryModel] = {model.name: model for model in MODELS}
 """Every model by its name."""

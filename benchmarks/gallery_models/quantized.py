@@ -100,7 +100,7 @@ class _Examples:
 _FORMS: dict[str, Callable[..., None]] = {
     "qdq": partial(_static, qoperator=False),
     "qoperator": partial(_static, qoperator=True),
-    "dynamic": _dynamic,
+    "dynamic-int8": _dynamic,
     "float16": _half,
 }
 
@@ -110,11 +110,11 @@ MODELS = (
     _model("torchvision-resnet18", "qoperator"),
     _model("torchvision-squeezenet1_1", "qoperator", per_channel=True),
     _model("unet", "qdq"),
-    _model("transformers-bert", "dynamic"),
-    _model("transformers-distilbert", "dynamic", per_channel=True),
+    _model("transformers-bert", "dynamic-int8"),
+    _model("transformers-distilbert", "dynamic-int8", per_channel=True),
     _model("transformers-t5-encoder", "qdq"),
-    _model("torchvision-mnasnet0_5", "dynamic"),
-    _model("lstm", "dynamic"),
+    _model("torchvision-mnasnet0_5", "dynamic-int8"),
+    _model("lstm", "dynamic-int8"),
     _model("timm-repvgg_a0", "float16"),
     _model("transformers-distilbert", "float16"),
 )
