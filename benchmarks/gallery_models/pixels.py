@@ -333,7 +333,7 @@ MODELS = (
     _own("unet-dynamic", "segmentation", partial(_unet, transposed=True), (1, 3, 96, 128), opset=17, dynamic=True),
     _transformers("dpt", _make_depth, opset=18, dynamo=True),
     _video("r2plus1d_18", (1, 3, 8, 64, 64), opset=11),
-    _video("s3d", (1, 3, 16, 64, 64), opset=18, dynamo=True),
+    _video("mc3_18", (1, 3, 8, 64, 64), opset=18, dynamo=True),
     _video("swin3d_t", (1, 3, 8, 64, 64), opset=17),
     _own("espcn", "images", _espcn, (1, 1, 96, 96), opset=9),
     _own("fsrcnn", "images", _fsrcnn, (1, 1, 64, 64), opset=11),

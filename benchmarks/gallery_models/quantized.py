@@ -55,7 +55,9 @@ def _dynamic(source: Path, path: Path, _: dict[str, Any], **options: Any) -> Non
 
 def _static(source: Path, path: Path, shapes: dict[str, Any], *, qoperator: bool, **options: Any) -> None:
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
+    from onnxruntime.quantization.shape_inference import quant_pre_process
 
+    quant_pre_process(source, source, skip_symbolic_shape=True)
     quantize_static(
         source,
         path,
