@@ -1,7 +1,7 @@
 """Measures what is compiled, and checks what it computes: contenders in processes of their own, in turns."""
 
 from ansor_mlflow.measuring.checking import compare_with_reference, seeded_examples, tolerance_for
-from ansor_mlflow.measuring.comparison import TOLERANCES, Deviation, compare_outputs
+from ansor_mlflow.measuring.comparison import QUANTIZED_TOLERANCE, TOLERANCES, Deviation, compare_outputs
 from ansor_mlflow.measuring.contenders import (
     Inference,
     MakeInference,

@@ -1,0 +1,264 @@
+"""The gallery: models as people export them, each planned and compared with ONNX Runtime.
+
+    python benchmarks/gallery.py models --json result.json --markdown table.md
+    python benchmarks/gallery.py models --names yolo,crnn --tune    # and tuned a little
+
+Everything happens in child processes with a time limit, so that no model stops the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+from gallery_models import GALLERY
+from rich.console import Console
+
+_HERE = Path(__file__).parent
+_PROGRAM = Path(sys.executable).with_name("ansor-mlflow")
+_PARAMETERS = ("input_shapes", "input_values", "batch_size")
+"""What the JSON file beside a model may give for it."""
+_TUNING_S = 3600.0
+_LEAST_SHARE_IN = 0.95
+_MOST_PLAN_S = 20.0
+
+End = Literal["whole", "parts", "refused", "traceback", "late"]
+"""How a process ended: all of the model or some of it is tuned; a clear error; anything else; not in time."""
+_ENDS: dict[End, str] = {
+    "whole": "in whole",
+    "parts": "in parts",
+    "refused": "refused",
+    "traceback": "traceback",
+    "late": "too late",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Child:
+    """What a process left behind."""
+
+    end: End
+    seconds: float
+    """Wall-clock time with the start of Python and the imports."""
+    message: str = ""
+    """The last thing it said, where it did not succeed."""
+    result: Any = None
+    """The JSON that it printed, where it did."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What was found about a model."""
+
+    name: str
+    family: str
+    exporter: str
+    opset: int | None
+    plan: Child
+    check: Child | None = None
+    tuning: Child | None = None
+
+    @property
+    def is_in(self) -> bool:
+        """Whether it can be tuned, as a whole or in parts."""
+        return self.plan.end in ("whole", "parts")
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether it was compared with ONNX Runtime and computes the same."""
+        return self.check is not None and self.check.result is not None and bool(self.check.result["equal"])
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("models", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--names", default="", help="Models, with commas between them; all by default.")
+@click.option("--export/--no-export", default=True, help="Whether to write the models that are missing in MODELS.")
+@click.option("--python", default=sys.executable, help="Interpreter that has the packages the models come from.")
+@click.option("--check/--no-check", default=True, help="Whether to compile and compare what was planned.")
+@click.option("--tune/--no-tune", default=False, help="Whether to tune with as many trials as there are tasks.")
+@click.option("--limit-s", default=300.0, help="Seconds that a plan or a check may take.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for all figures.")
+@click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="File for the tables.")
+def main(
+    models: Path,
+    names: str,
+    export: bool,
+    python: str,
+    check: bool,
+    tune: bool,
+    limit_s: float,
+    json_file: Path | None,
+    markdown: Path | None,
+) -> None:
+    """Plan and check every ONNX file of the folder MODELS."""
+    console = Console()
+    chosen = [name for name in names.split(",") if name]
+    if export:
+        subprocess.run([python, str(_HERE / "gallery_export.py"), str(models), *chosen], check=False)
+    rows: list[Row] = []
+    for file in _in_order(models.glob("*.onnx"), chosen):
+        rows.append(_row(file, check, tune, limit_s))
+        console.print(_line(rows[-1]), markup=False, highlight=False, soft_wrap=True)
+        if json_file is not None:
+            json_file.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        if markdown is not None:
+            markdown.write_text(_tables(rows))
+    console.print(_summary(rows), markup=False)
+    if failures := list(_failures(rows, check)):
+        raise click.ClickException("; ".join(failures))
+
+
+def _in_order(files: Iterable[Path], chosen: Sequence[str]) -> list[Path]:
+    """The files as the gallery lists them, others after them."""
+    order = {name: index for index, name in enumerate(GALLERY)}
+    found = [file for file in files if not file.name.startswith(".") and (not chosen or file.stem in chosen)]
+    return sorted(found, key=lambda file: (order.get(file.stem, len(order)), file.stem))
+
+
+def _row(file: Path, check: bool, tune: bool, limit_s: float) -> Row:
+    about_file = file.with_suffix(".json")
+    about = json.loads(about_file.read_text()) if about_file.exists() else {}
+    options = [
+        word
+        for name in _PARAMETERS
+        if about.get(name)
+        for word in (f"--{name.replace('_', '-')}", json.dumps(about[name]))
+    ]
+    plan = _run([str(_PROGRAM), "plan", "--network", str(file.resolve()), *options, "--json", "-"], limit_s)
+    checked = tuned = None
+    if plan.result is not None:
+        shapes = ["--input-shapes", json.dumps(about.get("input_shapes", {}))]
+        child = [sys.executable, str(_HERE / "gallery_check.py"), str(file.resolve()), *shapes]
+        checked = _run(child, limit_s) if check else None
+        tuned = _run([*child, "--trials", str(len(plan.result["tasks"]))], _TUNING_S) if tune else None
+    return Row(
+        name=file.stem,
+        family=about.get("family", "others"),
+        exporter=about.get("exporter", about.get("package", "")),
+        opset=about.get("opset"),
+        plan=plan,
+        check=checked,
+        tuning=tuned,
+    )
+
+
+def _run(command: Sequence[str], limit_s: float) -> Child:
+    """Runs a command that prints JSON, in a folder of its own; kills it after `limit_s`."""
+    started_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=limit_s,
+                check=False,
+                cwd=directory,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "COLUMNS": "1000"},
+            )
+        except subprocess.TimeoutExpired:
+            return Child(end="late", seconds=limit_s, message=f"not done after {limit_s:g} s")
+    seconds = round(time.monotonic() - started_s, 2)
+    if done.returncode == 0:
+        result = json.loads(done.stdout)
+        return Child(end=_extent(result), seconds=seconds, result=result)
+    unknown = "Traceback (most recent call last)" in done.stderr or done.returncode <= 1
+    return Child(
+        end="traceback" if unknown else "refused", seconds=seconds, message=_message(done.stderr, done.returncode)
+    )
+
+
+def _extent(result: dict[str, Any]) -> End:
+    """Whether a plan is for the whole model, or leaves parts of it to ONNX Runtime."""
+    return "parts" if result.get("partition") else "whole"
+
+
+def _message(stderr: str, exit_code: int) -> str:
+    """The error in what a process printed: the last line that begins as one does."""
+    lines = [line for line in stderr.splitlines() if line.strip() and not line.startswith((" ", "["))]
+    errors = [line for line in lines if "Error" in line.split(":")[0]]
+    return (errors or lines or [f"it ended with {exit_code}"])[-1][:500]
+
+
+def _failures(rows: Sequence[Row], check: bool) -> Iterable[str]:
+    """What keeps the gallery from passing."""
+    inside = [row for row in rows if row.is_in and (row.is_equal or not check)]
+    if len(inside) < _LEAST_SHARE_IN * len(rows):
+        yield f"{len(inside)} of {len(rows)} get in and equal ONNX Runtime, fewer than {_LEAST_SHARE_IN:.0%}"
+    if broken := [row.name for row in rows if _worst_end(row) in ("traceback", "late")]:
+        yield f"no clear end: {', '.join(broken)}"
+    if slow := [row.name for row in rows if row.plan.seconds > _MOST_PLAN_S]:
+        yield f"planning takes more than {_MOST_PLAN_S:g} s: {', '.join(slow)}"
+
+
+def _worst_end(row: Row) -> End:
+    order: list[End] = list(_ENDS)
+    return max((child.end for child in (row.plan, row.check, row.tuning) if child is not None), key=order.index)
+
+
+# -- the tables ------------------------------------------------------------------------------------------------------
+
+_HEAD = (
+    "| model | exporter, opset | plan | tasks | gets in | error | latency | ONNX Runtime |",
+    "|---|---|---|---|---|---|---|---|",
+)
+
+
+def _line(row: Row) -> str:
+    tasks = "" if row.plan.result is None else str(len(row.plan.result["tasks"]))
+    metrics = {} if row.tuning is None or row.tuning.result is None else row.tuning.result
+    cells = [
+        f"`{row.name}`",
+        row.exporter if row.opset is None else f"{row.exporter}, {row.opset}",
+        f"{row.plan.seconds:.1f} s",
+        tasks,
+        _ENDS[row.plan.end] if row.is_in else f"{_ENDS[row.plan.end]}: {row.plan.message}".replace("|", "\\|"),
+        _error(row),
+        _ms(metrics.get("latency_ms")),
+        _ms(metrics.get("onnxruntime_latency_ms")),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _error(row: Row) -> str:
+    if row.check is None:
+        return ""
+    if row.check.result is None:
+        return f"{_ENDS[row.check.end]}: {row.check.message}".replace("|", "\\|")
+    return f"{row.check.result['max_rel_error']:.1e}" + ("" if row.is_equal else " (not equal)")
+
+
+def _ms(latency_ms: float | None) -> str:
+    return "" if latency_ms is None else f"{latency_ms:.3g} ms"
+
+
+def _tables(rows: Sequence[Row]) -> str:
+    """The counts, and a table for each family."""
+    blocks = [_summary(rows)]
+    for family in dict.fromkeys(row.family for row in rows):
+        lines = [_line(row) for row in rows if row.family == family]
+        blocks.append("\n".join([f"### {family[0].upper()}{family[1:]}", "", *_HEAD, *lines]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    ends = Counter(row.plan.end for row in rows)
+    counts = ", ".join(f"{ends[end]} {said}" for end, said in _ENDS.items() if ends[end])
+    checked = [row for row in rows if row.check is not None]
+    equal = f"; {sum(row.is_equal for row in checked)} of {len(checked)} equal ONNX Runtime" if checked else ""
+    return f"{len(rows)} models: {counts}{equal}."
+
+
+if __name__ == "__main__":
+    main()
