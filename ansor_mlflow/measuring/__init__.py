@@ -1,6 +1,6 @@
 """Measures what is compiled, and checks what it computes: contenders in processes of their own, in turns."""
 
-from ansor_mlflow.measuring.checking import compare_with_reference, seeded_examples, tolerance_for
+from ansor_mlflow.measuring.checking import compare_with_reference, tolerance_for
 from ansor_mlflow.measuring.comparison import TOLERANCES, Deviation, compare_outputs
 from ansor_mlflow.measuring.contenders import (
     Inference,
@@ -10,7 +10,7 @@ from ansor_mlflow.measuring.contenders import (
     timed_call,
     tuned_inference,
 )
-from ansor_mlflow.measuring.examples import read_examples
+from ansor_mlflow.measuring.examples import choose_examples, require_examples
 from ansor_mlflow.measuring.noise import (
     DISTURBED,
     MachineNoise,

@@ -12,14 +12,7 @@ from ansor_mlflow.measuring.contenders import MakeInference, outputs_call, refer
 from ansor_mlflow.measuring.reference import is_quantized
 from ansor_mlflow.measuring.timing import call_once, in_child_process
 from ansor_mlflow.model import LibraryEntry
-from ansor_mlflow.tensors import Arrays, TensorSpec, random_inputs
-
-_NUM_SEEDED = 3
-
-
-def seeded_examples(inputs: tuple[TensorSpec, ...], seed: int) -> list[Arrays]:
-    """Random inputs on which outputs are compared."""
-    return [random_inputs(inputs, seed + index) for index in range(_NUM_SEEDED)]
+from ansor_mlflow.tensors import Arrays
 
 
 def compare_with_reference(

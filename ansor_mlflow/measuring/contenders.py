@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from ansor_mlflow.errors import UserInputError, one_line
-from ansor_mlflow.tensors import Arrays, TensorSpec, random_inputs
+from ansor_mlflow.tensors import Arrays
 
 if TYPE_CHECKING:
     from ansor_mlflow.model import LibraryEntry, Manifest
@@ -23,9 +23,9 @@ Inference = Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]
 MakeInference = Callable[[], Inference]
 
 
-def timed_call(make_inference: MakeInference, inputs: tuple[TensorSpec, ...], seed: int) -> Callable[[], Any]:
-    """A call that runs the network on seeded inputs."""
-    return partial(make_inference(), random_inputs(inputs, seed))
+def timed_call(make_inference: MakeInference, inputs: Arrays) -> Callable[[], Any]:
+    """A call that runs the network."""
+    return partial(make_inference(), inputs)
 
 
 def outputs_call(
