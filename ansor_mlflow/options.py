@@ -321,6 +321,44 @@ class EvaluateOptions(CheckOptions):
     ]
 
 
+class ReportOptions(Options):
+    """Where a command that only reports writes what it found."""
+
+    json_file: str = _parameter(
+        "",
+        "File that the result is written to as JSON; - for standard output, in place of the text; none by default.",
+        "a path or -",
+        flag="--json",
+    )
+
+
+class BisectOptions(ReportOptions, NetworkOptions):
+    """The command `bisect`: in which network the first wrong tensor is looked for."""
+
+    network: Annotated[
+        str,
+        _required(
+            "Network: an ONNX file, or anything else that `tune` takes.",
+            "a network's name, an operator, a file or a model's URI",
+            metavar="NETWORK",
+        ),
+    ]
+    tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = _same_as(CheckOptions, "tolerance")
+    data: str = _parameter(
+        "",
+        "Inputs of the network, in place of seeded ones: a .npz or .parquet file with an array or a column for each "
+        "input, or a .npy file; any number of rows.",
+        "the path of a .npz, .npy or .parquet file",
+    )
+    output: str = _parameter(
+        "wrong",
+        "Directory of the smallest model that shows the difference, its inputs and both outputs: new, empty, or one "
+        "that this command wrote.",
+        "the path of a directory",
+        min_length=1,
+    )
+
+
 class LatencyOptions(Options):
     """The `evaluator_config` of MLflow's evaluator `ansor-latency`."""
 
@@ -390,17 +428,6 @@ class PipelineOptions(AliasOptions, SignatureOptions, CheckOptions, TuneOptions)
     )
     promote: bool = _parameter(
         False, "Promote the registered version if it is faster than the champion; needs register_as."
-    )
-
-
-class ReportOptions(Options):
-    """Where a command that only reports writes what it found."""
-
-    json_file: str = _parameter(
-        "",
-        "File that the result is written to as JSON; - for standard output, in place of the text; none by default.",
-        "a path or -",
-        flag="--json",
     )
 
 

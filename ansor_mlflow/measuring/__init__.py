@@ -1,7 +1,7 @@
 """Measures what is compiled, and checks what it computes: contenders in processes of their own, in turns."""
 
-from ansor_mlflow.measuring.checking import compare_with_reference, tolerance_for
-from ansor_mlflow.measuring.comparison import TOLERANCES, Deviation, compare_outputs
+from ansor_mlflow.measuring.checking import compare_with_reference, outputs_of, tolerance_for
+from ansor_mlflow.measuring.comparison import TOLERANCES, Deviation, compare_outputs, compare_tensors
 from ansor_mlflow.measuring.contenders import (
     Inference,
     MakeInference,

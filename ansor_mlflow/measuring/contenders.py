@@ -44,10 +44,13 @@ def tuned_inference(directory: Path) -> Inference:
 
 
 def reference_inference(network: Path, num_threads: int, *, optimized: bool = True) -> Inference:
-    """ONNX Runtime. What it cannot compute is a `UserInputError` of the call."""
+    """ONNX Runtime. What it cannot load, or compute, is a `UserInputError`."""
     from ansor_mlflow.measuring.reference import ReferenceSession
 
-    session = ReferenceSession(network, num_threads, optimized=optimized)
+    try:
+        session = ReferenceSession(network, num_threads, optimized=optimized)
+    except Exception as err:  # as below
+        raise UserInputError(f"ONNX Runtime cannot load the network: {one_line(err)}; export the model again") from err
 
     def run(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         try:

@@ -119,7 +119,7 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
     difference = compare_with_reference({_TUNED: tuned}, network, num_threads, examples)[_TUNED]
     metrics = {names.MAX_ABS_ERROR: difference.max_abs_error, names.MAX_REL_ERROR: difference.max_rel_error}
     run.log_metrics(metrics)
-    tolerance = tolerance_for(options.tolerance, network, entry)
+    tolerance = tolerance_for(options.tolerance, network, LoweringSettings.among(entry.provenance).dtype)
     if not difference.max_rel_error <= tolerance:
         raise CorrectnessError(
             f"the outputs of {manifest.network} differ from ONNX Runtime's by max_rel_error="

@@ -22,6 +22,7 @@ from ansor_mlflow.measuring import (
 )
 from ansor_mlflow.model import threads_here
 from ansor_mlflow.options import PromoteOptions
+from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.promotion.contest import Contender, Contest, compete
 from ansor_mlflow.steps.promotion.decision import Promotion, PromotionOutcome
 from ansor_mlflow.tracking import (
@@ -143,7 +144,8 @@ def _compare(options: PromoteOptions, candidate: Contender, champions: Sequence[
     Raises:
         ModelError: A library cannot be loaded.
     """
-    tolerance = tolerance_for(options.tolerance, candidate.network, candidate.entry)
+    dtype = LoweringSettings.among(candidate.entry.provenance).dtype
+    tolerance = tolerance_for(options.tolerance, candidate.network, dtype)
     errors = _errors(options, candidate, champions)
     error = errors[candidate.version].max_rel_error
     if not error <= tolerance:
