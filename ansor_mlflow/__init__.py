@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ansor_mlflow.api import compile, diff, evaluate, pipeline, plan, promote, tune
+    from ansor_mlflow.api import bisect, compile, diff, evaluate, pipeline, plan, promote, tune
     from ansor_mlflow.autologging import autolog
     from ansor_mlflow.flavor import add_library, explain_load, load_model, log_model, save_model
     from ansor_mlflow.steps.reports import load_trials
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "add_library",
     "autolog",
+    "bisect",
     "compile",
     "diff",
     "evaluate",

@@ -18,6 +18,7 @@ from ansor_mlflow.cli import checked_options, progress_observers, write_json
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.networks import PROGRAM_SUFFIX, write_onnx
 from ansor_mlflow.options import (
+    BisectOptions,
     CompileOptions,
     DiffOptions,
     EvaluateOptions,
@@ -28,6 +29,7 @@ from ansor_mlflow.options import (
     TuneOptions,
     load_options,
 )
+from ansor_mlflow.steps.bisection import Bisection, bisect_network
 from ansor_mlflow.steps.compiling import CompileResult, compile_network
 from ansor_mlflow.steps.evaluate import EvaluateResult
 from ansor_mlflow.steps.evaluate import evaluate as evaluate_step
@@ -139,6 +141,17 @@ def plan(options: PlanOptions) -> Plan:
     made = plan_tuning(options)
     write_json(options.json_file, made)
     return made
+
+
+@_of_network(BisectOptions)
+def bisect(options: BisectOptions) -> Bisection:
+    """Finds the first tensor of a network that is not what ONNX Runtime computes, and the smallest model that shows it.
+
+    A difference is no error; `Bisection.require_equal` makes it one.
+    """
+    found = bisect_network(options)
+    write_json(options.json_file, found)
+    return found
 
 
 def diff(first: str, second: str) -> TuningDifference:

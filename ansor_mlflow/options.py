@@ -327,9 +327,15 @@ class CheckOptions(SeedOptions):
 
     tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = _parameter(
         "auto",
-        "Largest max_rel_error that passes: max |output - reference| / max |reference|; auto is 0.0001, with float16 "
-        "0.02, and with bfloat16 and of quantised networks 0.1.",
+        "Largest max_rel_error that passes: max |output - reference| / max |reference|, the latter at least 0.01; auto "
+        "is 0.0001, with float16 0.02, and with bfloat16 and of quantised networks 0.1.",
         "a positive number, or auto",
+    )
+    data: str = _parameter(
+        "",
+        "Inputs that the outputs are checked on, and the first of which is timed, in place of seeded ones: a .npz or "
+        ".parquet file with an array or a column for each input, or a .npy file; any number of rows.",
+        "the path of a .npz, .npy or .parquet file",
     )
     turns: PositiveInt = _parameter(
         3, "Turns of the latency measurement; each starts every contender once, in a process of its own."
@@ -344,6 +350,44 @@ class EvaluateOptions(CheckOptions):
         AfterValidator(_check_model),
         _required("Model to evaluate: models:/…, runs:/…, or a path.", "models:/…, runs:/… or a model's directory"),
     ]
+
+
+class ReportOptions(Options):
+    """Where a command that only reports writes what it found."""
+
+    json_file: str = _parameter(
+        "",
+        "File that the result is written to as JSON; - for standard output, in place of the text; none by default.",
+        "a path or -",
+        flag="--json",
+    )
+
+
+class BisectOptions(ReportOptions, NetworkOptions):
+    """The command `bisect`: in which network the first wrong tensor is looked for."""
+
+    network: Annotated[
+        str,
+        _required(
+            "Network: an ONNX file, or anything else that `tune` takes.",
+            "a network's name, an operator, a file or a model's URI",
+            metavar="NETWORK",
+        ),
+    ]
+    tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = _same_as(CheckOptions, "tolerance")
+    data: str = _parameter(
+        "",
+        "Inputs of the network, in place of seeded ones: a .npz or .parquet file with an array or a column for each "
+        "input, or a .npy file; any number of rows.",
+        "the path of a .npz, .npy or .parquet file",
+    )
+    output: str = _parameter(
+        "wrong",
+        "Directory of the smallest model that shows the difference, its inputs and both outputs: new, empty, or one "
+        "that this command wrote.",
+        "the path of a directory",
+        min_length=1,
+    )
 
 
 class LatencyOptions(Options):
@@ -399,12 +443,7 @@ class PromoteOptions(AliasOptions, SeedOptions):
     measure_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _parameter(
         1.5, "Seconds that each of them is timed in a turn.", "a positive number of seconds"
     )
-    data: str = _parameter(
-        "",
-        "Inputs on which the outputs are checked, beside seeded ones: a .npz file with an array for each input, or a "
-        ".npy file; several examples along the first dimension.",
-        "the path of a .npz or .npy file",
-    )
+    data: str = _same_as(CheckOptions, "data")
     tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = _same_as(CheckOptions, "tolerance")
     dry_run: bool = _parameter(False, "Compare, but move no alias and tag no version.")
     rollback: bool = _parameter(
@@ -420,17 +459,6 @@ class PipelineOptions(AliasOptions, SignatureOptions, CheckOptions, TuneOptions)
     )
     promote: bool = _parameter(
         False, "Promote the registered version if it is faster than the champion; needs register_as."
-    )
-
-
-class ReportOptions(Options):
-    """Where a command that only reports writes what it found."""
-
-    json_file: str = _parameter(
-        "",
-        "File that the result is written to as JSON; - for standard output, in place of the text; none by default.",
-        "a path or -",
-        flag="--json",
     )
 
 

@@ -1,13 +1,17 @@
-"""Names, shapes and dtypes of a network's inputs and outputs, and seeded values for them."""
+"""Names, shapes and dtypes of a network's inputs and outputs, and values for them: seeded, or in a table's cells."""
 
 from __future__ import annotations
 
+import base64
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from ansor_mlflow.errors import UserInputError
 
 Arrays = dict[str, npt.NDArray[Any]]
 """Values of a network's inputs or outputs by their names."""
@@ -44,3 +48,81 @@ def random_inputs(specs: Iterable[TensorSpec], seed: int) -> Arrays:
         values = rng.integers(0, 2, spec.shape) if kind in "iub" else rng.standard_normal(spec.shape)
         inputs[spec.name] = np.asarray(values, spec.dtype)
     return inputs
+
+
+def stack_cells(cells: Iterable[Any], spec: TensorSpec) -> npt.NDArray[Any]:
+    """A column of tensors as one array.
+
+    Args:
+        cells: The rows of a batch, one in each cell; a single cell may also hold the whole input. Bytes are those of
+            the tensor, little-endian and in C order; text is their base64.
+        spec: The network's input.
+
+    Raises:
+        UserInputError: A cell is not such a tensor.
+    """
+    cells = list(cells)
+    try:
+        if cells and all(isinstance(cell, (str, bytes)) for cell in cells):
+            rows = np.concatenate([_rows(cell, spec) for cell in cells])
+            return rows.reshape(-1, *spec.shape[1:]) if spec.shape else rows.reshape(())
+        array = np.stack([_converted(cell, spec) for cell in cells])
+    except (ValueError, TypeError, OverflowError) as err:
+        raise UserInputError(_rule(spec)) from err
+    return array[0] if len(array) == 1 and array.shape[1:] == spec.shape else array
+
+
+def from_objects(array: npt.NDArray[Any], spec: TensorSpec) -> npt.NDArray[Any]:
+    """The tensor in an array of objects, which MLflow makes of JSON without knowing its dtype: numbers, or cells.
+
+    Raises:
+        UserInputError: It is neither.
+    """
+    if array.ndim == 1 and len(array) and isinstance(array[0], (str, bytes, list, np.ndarray)):
+        return stack_cells(array, spec)
+    try:
+        return _converted(array, spec)
+    except (ValueError, TypeError, OverflowError) as err:
+        raise UserInputError(_rule(spec)) from err
+
+
+def _converted(values: Any, spec: TensorSpec) -> npt.NDArray[Any]:
+    """Numbers in the input's dtype. An integer is not rounded, and not taken modulo the size of its type.
+
+    Raises:
+        ValueError, TypeError, OverflowError: They are not numbers that the dtype has.
+    """
+    if np.dtype(spec.dtype).kind not in "iu":
+        return np.asarray(values, dtype=spec.dtype)
+    given = np.asarray(values)
+    with np.errstate(invalid="ignore"):
+        array = given.astype(spec.dtype)
+    if not np.array_equal(given, array):
+        raise ValueError(f"not all of them are numbers that {spec.dtype} has")
+    return array
+
+
+def _rows(cell: str | bytes, spec: TensorSpec) -> npt.NDArray[Any]:
+    """The elements of one or more whole rows.
+
+    Raises:
+        UserInputError: The cell is no base64, or has another length.
+    """
+    try:
+        data = base64.b64decode("".join(cell.split()), validate=True) if isinstance(cell, str) else cell
+    except ValueError as err:  # of which binascii.Error is one
+        raise UserInputError(f"{_rule(spec)}; one is no base64 ({err})") from err
+    if not data or len(data) % _row_bytes(spec):
+        raise UserInputError(f"{_rule(spec)}; one has {len(data)} bytes")
+    return np.frombuffer(data, spec.dtype)
+
+
+def _row_bytes(spec: TensorSpec) -> int:
+    return math.prod(spec.shape[1:]) * np.dtype(spec.dtype).itemsize
+
+
+def _rule(spec: TensorSpec) -> str:
+    return (
+        f"column {spec.name!r}: its cells must be tensors of one shape and {spec.dtype}, as arrays, lists, or the "
+        f"base64 of {_row_bytes(spec)} bytes, which are {spec.dtype} {spec.shape[1:]} in C order, little-endian"
+    )

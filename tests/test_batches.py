@@ -14,9 +14,8 @@ from mlflow.exceptions import MlflowException
 from ansor_mlflow import flavor
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.serving.cells import from_objects, stack_cells
 from ansor_mlflow.serving.pyfunc import PyfuncModel
-from ansor_mlflow.tensors import TensorSpec
+from ansor_mlflow.tensors import TensorSpec, from_objects, stack_cells
 
 if TYPE_CHECKING:
     from tvm.target import Target

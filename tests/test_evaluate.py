@@ -6,17 +6,32 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import mlflow
 import numpy as np
+import onnx
 import pytest
+from onnx import numpy_helper
 
-from ansor_mlflow.errors import MachineError
+import ansor_mlflow as am
+from ansor_mlflow import flavor, names
+from ansor_mlflow.errors import CorrectnessError, MachineError, UserInputError
+from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.measuring import timing
-from ansor_mlflow.measuring.comparison import Deviation, compare_outputs
+from ansor_mlflow.measuring.comparison import TOLERANCES, Deviation, compare_outputs
 from ansor_mlflow.measuring.timing import Latency, call_once, in_child_process, measure_in_turns
+from ansor_mlflow.model.library import compile_untuned
+from ansor_mlflow.model.package import CompiledNetwork
+from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from tvm.target import Target
 
 # -- outputs ---------------------------------------------------------------------------------------------------------
 
@@ -54,10 +69,19 @@ def test_a_missing_output_is_an_infinite_error() -> None:
     assert compare_outputs({"a": EXPECTED["a"]}, EXPECTED) == Deviation(math.inf, math.inf)
 
 
-def test_a_reference_of_zeros_has_an_absolute_error_only() -> None:
+def test_what_is_near_zero_is_not_asked_for_more_digits_than_there_are() -> None:
+    """One value from three kernels: TVM's, and two of ONNX Runtime's."""
+    compiled, optimized, plain = ({"a": np.array([value], np.float32)} for value in (5.9952e-7, 6.26e-7, 5.66e-7))
+    for expected in (optimized, plain):
+        assert compare_outputs(compiled, expected).max_rel_error < TOLERANCES["float32"] / 10
+    wrong = {"a": np.array([1e-4], np.float32)}
+    assert compare_outputs(wrong, plain).max_rel_error > 10 * TOLERANCES["float32"]
+
+
+def test_a_reference_of_zeros() -> None:
     zeros = {"a": np.zeros(3, np.float32)}
     assert compare_outputs(zeros, zeros) == Deviation(0.0, 0.0)
-    assert compare_outputs({"a": np.full(3, 0.25, np.float32)}, zeros) == Deviation(0.25, 0.25)
+    assert compare_outputs({"a": np.full(3, 0.25, np.float32)}, zeros) == Deviation(0.25, 25.0)
 
 
 def test_an_empty_output_has_no_error() -> None:
@@ -69,7 +93,68 @@ def test_integers_are_compared_as_numbers() -> None:
     """Unsigned integers would wrap around."""
     actual, expected = {"a": np.array([0], np.uint8)}, {"a": np.array([200], np.uint8)}
     assert compare_outputs(actual, expected) == Deviation(200.0, 1.0)
-    assert compare_outputs({"a": np.array([True])}, {"a": np.array([False])}) == Deviation(1.0, 1.0)
+    assert compare_outputs({"a": np.array([True])}, {"a": np.array([False])}).max_abs_error == 1
+
+
+# -- the inputs of the user ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def right_for_small_values(
+    compiled_network: CompiledNetwork, host_target: Target, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A model whose library computes min(max(x, 0), 9), and whose network says 99; (2, 3) -> (2, 3)."""
+    directory = tmp_path_factory.mktemp("clip")
+    builder = GraphBuilder(seed=0)
+    limits = [builder.weight(name, np.array(value)) for name, value in (("least", 0), ("most", 9))]
+    builder.node("Clip", "y", builder.input("x", (2, 3)), *limits)
+    model = builder.build("clip", {"y": (2, 3)})
+    compile_untuned(lower(model, host_target), host_target, directory / "model.so")
+    model.graph.initializer[1].CopyFrom(numpy_helper.from_array(np.array(99, np.float32), "most"))
+    onnx.save(model, directory / "clip.onnx")
+    values = {"inputs": (TensorSpec("x", (2, 3), "float32"),), "outputs": (TensorSpec("y", (2, 3), "float32"),)}
+    files = {"library": directory / "model.so", "network": directory / "clip.onnx"}
+    flavor.save_model(replace(compiled_network, **values, **files), str(directory / "model"), code_paths=[])
+    return directory / "model"
+
+
+def test_outputs_are_checked_on_all_rows_of_the_user(
+    right_for_small_values: Path, new_experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = np.ones((5, 3), np.float32)
+    np.save("rows.npy", rows)
+    metrics = am.evaluate(model_uri=str(right_for_small_values), data="rows.npy", turns=1).metrics
+    assert metrics[names.MAX_REL_ERROR] == 0
+    assert metrics[names.LATENCY_MS] > 0
+    rows[4] = 50
+    np.save("rows.npy", rows)
+    with pytest.raises(CorrectnessError, match=r"ONNX Runtime's by max_rel_error=0\.82"):
+        am.evaluate(model_uri=str(right_for_small_values), data="rows.npy")
+
+
+def test_data_that_is_not_for_the_model(
+    right_for_small_values: Path, new_experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserInputError, match=r"data=rows.npy: there is no such file; give a .npz"):
+        am.evaluate(model_uri=str(right_for_small_values), data="rows.npy")
+    assert mlflow.search_runs([new_experiment], output_format="list") == []
+    np.save("rows.npy", np.ones((5, 4), np.float32))
+    with pytest.raises(UserInputError, match=r"it holds x: float32 \(5, 4\); it must hold x: float32 \(2, 3\),"):
+        am.evaluate(model_uri=str(right_for_small_values), data="rows.npy")
+
+
+def test_a_pipeline_refuses_data_before_it_tunes(
+    small_onnx: Path, new_experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserInputError, match=r"data=rows.npy: there is no such file"):
+        am.pipeline(str(small_onnx), data="rows.npy")
+    np.save("rows.npy", np.ones((5, 4), np.float32))
+    with pytest.raises(UserInputError, match=r"it must hold data: float32 \(1, 3, 16, 16\)"):
+        am.pipeline(str(small_onnx), data="rows.npy")
+    assert mlflow.search_runs([new_experiment], output_format="list") == []
 
 
 # -- processes: what they call is found by its name in this module, which the child imports ---------------------------

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.measuring.examples import read_examples
-from ansor_mlflow.tensors import TensorSpec
+from ansor_mlflow.measuring.examples import choose_examples, read_examples
+from ansor_mlflow.tensors import TensorSpec, random_inputs
 
 IMAGE = TensorSpec("image", (2, 3), "float32")
 MASK = TensorSpec("mask", (2,), "int64")
@@ -38,6 +40,14 @@ def test_several_examples_along_the_first_dimension(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.concatenate([example["image"] for example in found]), images(6))
 
 
+def test_any_number_of_rows_fills_the_last_example_with_the_first(tmp_path: Path) -> None:
+    found = read_examples(saved(tmp_path, image=images(3), mask=np.arange(3)), (IMAGE, MASK))
+    assert [list(example["mask"]) for example in found] == [[0, 1], [2, 0]]
+    np.testing.assert_array_equal(found[1]["image"], images(3)[[2, 0]])
+    (example,) = read_examples(saved(tmp_path, image=images(1), mask=np.array([7])), (IMAGE, MASK))
+    assert list(example["mask"]) == [7, 7]
+
+
 def test_an_array_alone_is_the_only_input(tmp_path: Path) -> None:
     np.save(tmp_path / "data.npy", images(4))
     assert len(read_examples(str(tmp_path / "data.npy"), (IMAGE,))) == 2
@@ -56,7 +66,7 @@ def test_an_input_without_dimensions(tmp_path: Path) -> None:
         ({"image": images(2)}, f"it holds image; {RULE}"),
         ({"image": images(2), "masks": np.arange(2)}, f"it holds image, masks; {RULE}"),
         ({"image": images(2).astype("float64"), "mask": np.arange(2)}, rf"image: float64 \(2, 3\).*; {RULE}"),
-        ({"image": images(3), "mask": np.arange(2)}, rf"image: float32 \(3, 3\).*; {RULE}, or as many examples"),
+        ({"image": images(3), "mask": np.arange(2)}, rf"image: float32 \(3, 3\).*; {RULE}, or more rows of each along"),
         ({"image": images(0), "mask": np.arange(0)}, rf"image: float32 \(0, 3\).*; {RULE}"),
         ({"image": images(2).reshape(2, 1, 3), "mask": np.arange(2)}, rf"image: float32 \(2, 1, 3\).*; {RULE}"),
         ({"image": images(4), "mask": np.arange(2)}, rf"image: float32 \(4, 3\).*; {RULE}"),
@@ -100,5 +110,67 @@ def test_pickled_objects_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserInputError, match=r"it cannot be read \(No such file or directory\); give a \.npz file"):
+    with pytest.raises(UserInputError, match=r"there is no such file; give a \.npz, \.npy or \.parquet file"):
         read_examples(str(tmp_path / "data.npz"), (IMAGE,))
+
+
+# -- Parquet ---------------------------------------------------------------------------------------------------------
+
+
+def written(directory: Path, **columns: list[Any]) -> str:
+    pd.DataFrame(columns).to_parquet(directory / "data.parquet")
+    return str(directory / "data.parquet")
+
+
+CUBE = TensorSpec("cube", (2, 2, 2, 2), "float32")
+CUBES = np.arange(24, dtype=np.float32).reshape(3, 2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        [cube.tobytes() for cube in CUBES],
+        [cube.ravel() for cube in CUBES],
+        [cube.tolist() for cube in CUBES],
+    ],
+)
+def test_cells_are_rows_as_bytes_or_lists(tmp_path: Path, cells: list[Any]) -> None:
+    found = read_examples(written(tmp_path, cube=cells, mask=[4, 5, 6]), (CUBE, MASK))
+    np.testing.assert_array_equal(np.concatenate([example["cube"] for example in found]), CUBES[[0, 1, 2, 0]])
+    assert [list(example["mask"]) for example in found] == [[4, 5], [6, 4]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"image": [[1.0, 2.0, 3.0]]}, f"it holds image; {RULE}"),
+        ({"image": [[1.0, 2.0]], "mask": [1]}, rf"it holds image: float32 \(1, 2\).*; {RULE}"),
+        ({"image": [[1.0, 2.0, 3.0]], "mask": [0.5]}, "column 'mask': its cells must be tensors .* int64"),
+        ({"image": [[1.0, 2.0, 3.0], [1.0]], "mask": [1, 2]}, "column 'image': its cells must be tensors of one shape"),
+        ({"image": [b"1234"], "mask": [1]}, "column 'image': .*; one has 4 bytes"),
+        ({"image": [], "mask": []}, "data.parquet: "),
+    ],
+)
+def test_columns_that_are_not_the_inputs(tmp_path: Path, columns: dict[str, list[Any]], message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
+        read_examples(written(tmp_path, **columns), (IMAGE, MASK))
+
+
+def test_a_damaged_table(tmp_path: Path) -> None:
+    path = Path(written(tmp_path, image=[[1.0, 2.0, 3.0]] * 100, mask=[1] * 100))
+    content = path.read_bytes()
+    for damaged in (content[:-20], content[:50] + bytes(400) + content[450:], content[:4] + content[-8:]):
+        path.write_bytes(damaged)
+        with pytest.raises(UserInputError, match=r"data.parquet: it (is no Parquet file|cannot be read)"):
+            read_examples(str(path), (IMAGE, MASK))
+
+
+# -- which of them ---------------------------------------------------------------------------------------------------
+
+
+def test_the_users_inputs_take_the_place_of_seeded_ones(tmp_path: Path) -> None:
+    first, second, third = choose_examples("", (IMAGE, MASK), 7)
+    np.testing.assert_array_equal(first["image"], random_inputs((IMAGE, MASK), 7)["image"])
+    assert not np.array_equal(second["image"], third["image"])
+    (mine,) = choose_examples(saved(tmp_path, image=images(2), mask=np.arange(2)), (IMAGE, MASK), 7)
+    np.testing.assert_array_equal(mine["image"], images(2))

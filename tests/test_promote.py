@@ -390,12 +390,11 @@ def test_outputs_are_checked_on_the_data_of_the_user(
     mine = np.random.default_rng(5).standard_normal((2, 3, 16, 16)).astype(np.float32)
     np.savez(tmp_path / "mine.npz", data=mine)
     assert decide(FAST, data=str(tmp_path / "mine.npz"), dry_run=True).is_won
-    assert len(examples) == 5
-    np.testing.assert_array_equal(np.concatenate(examples[-2:]), mine)
+    np.testing.assert_array_equal(np.concatenate(examples), mine)
 
     def strict(actual: Any, expected: Any) -> Any:
         difference = compare(actual, expected)
-        return replace(difference, max_rel_error=1.0) if len(examples) == 10 else difference
+        return replace(difference, max_rel_error=1.0) if len(examples) == 4 else difference
 
     monkeypatch.setattr(checking, "compare_outputs", strict)
     assert decide(FAST, data=str(tmp_path / "mine.npz"), dry_run=True).outcome is PromotionOutcome.WRONG

@@ -21,6 +21,7 @@ from ansor_mlflow.cli.json_file import STANDARD_OUTPUT, report
 from ansor_mlflow.cli.s3 import suit_other_s3_servers
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError, notes_of
 from ansor_mlflow.options import (
+    BisectOptions,
     CompileOptions,
     DiffOptions,
     DistillRecordsOptions,
@@ -137,6 +138,21 @@ def plan(options: PlanOptions) -> None:
     from ansor_mlflow.steps.reports import plan_tuning
 
     report(plan_tuning(options), options.json_file, print_plan)
+
+
+@command(cli, "bisect")
+def bisect(options: BisectOptions) -> None:
+    """Find the first tensor of a network that is not what ONNX Runtime computes, and the smallest model that shows it.
+
+    NETWORK is compiled without tuning, whole and in parts. The model is saved with its inputs, for a bug report, and
+    the exit code is then 7; it is 0 where nothing differs.
+    """
+    from ansor_mlflow.cli.printing.bisect import print_bisection
+    from ansor_mlflow.steps.bisection import bisect_network
+
+    bisection = bisect_network(options)
+    report(bisection, options.json_file, print_bisection)
+    bisection.require_equal()
 
 
 @command(cli, "explain")

@@ -10,9 +10,9 @@ _HEAD = """# Parameters
 
 Every parameter of every entry point and command, made by `ansor-mlflow parameters`. With `mlflow run` they are given
 as `-P num_threads=2`; on the command line of `ansor-mlflow` the names have dashes: `--num-threads 2`. `recompile`,
-`plan`, `explain`, `diff`, `runs`, `doctor`, `records …` and `pool …` are commands only; there `json_file` is the flag
-`--json`, `source`, `sources`, `pool` and the two `runs` of `diff` are given without a flag, and `repair` is a flag
-without a value.
+`plan`, `bisect`, `explain`, `diff`, `runs`, `doctor`, `records …` and `pool …` are commands only; there `json_file` is
+the flag `--json`, `source`, `sources`, `pool`, the two `runs` of `diff` and the `network` of `bisect` are given without
+a flag, and `repair` is a flag without a value.
 
 Each of them also takes `config`, a YAML file with values for any of its parameters; an unknown key is an error.
 What is given on the command line wins over the file, unless it equals the default: MLflow passes every parameter,

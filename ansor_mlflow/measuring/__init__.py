@@ -1,7 +1,13 @@
 """Measures what is compiled, and checks what it computes: contenders in processes of their own, in turns."""
 
-from ansor_mlflow.measuring.checking import compare_with_reference, seeded_examples, tolerance_for
-from ansor_mlflow.measuring.comparison import QUANTIZED_TOLERANCE, TOLERANCES, Deviation, compare_outputs
+from ansor_mlflow.measuring.checking import compare_with_reference, outputs_of, tolerance_for
+from ansor_mlflow.measuring.comparison import (
+    QUANTIZED_TOLERANCE,
+    TOLERANCES,
+    Deviation,
+    compare_outputs,
+    compare_tensors,
+)
 from ansor_mlflow.measuring.contenders import (
     Inference,
     MakeInference,
@@ -11,7 +17,7 @@ from ansor_mlflow.measuring.contenders import (
     timed_call,
     tuned_inference,
 )
-from ansor_mlflow.measuring.examples import read_examples
+from ansor_mlflow.measuring.examples import choose_examples, require_examples
 from ansor_mlflow.measuring.noise import (
     DISTURBED,
     MachineNoise,

@@ -11,15 +11,7 @@ from ansor_mlflow.measuring.comparison import QUANTIZED_TOLERANCE, TOLERANCES, D
 from ansor_mlflow.measuring.contenders import MakeInference, outputs_call, reference_inference
 from ansor_mlflow.measuring.reference import is_quantized
 from ansor_mlflow.measuring.timing import call_once, in_child_process
-from ansor_mlflow.model import LibraryEntry
-from ansor_mlflow.tensors import Arrays, TensorSpec, random_inputs
-
-_NUM_SEEDED = 3
-
-
-def seeded_examples(inputs: tuple[TensorSpec, ...], seed: int) -> list[Arrays]:
-    """Random inputs on which outputs are compared."""
-    return [random_inputs(inputs, seed + index) for index in range(_NUM_SEEDED)]
+from ansor_mlflow.tensors import Arrays
 
 
 def compare_with_reference(
@@ -37,20 +29,27 @@ def compare_with_reference(
         MachineError: A process died.
     """
     make_reference = partial(reference_inference, network, num_threads, optimized=not is_quantized(network))
-
-    def outputs(make_inference: MakeInference) -> list[Arrays]:
-        found: list[Arrays] = in_child_process(call_once, partial(outputs_call, make_inference, examples))
-        return found
-
-    expected = outputs(make_reference)
+    expected = outputs_of(make_reference, examples)
     return {
-        name: Deviation.worst([compare_outputs(*pair) for pair in zip(outputs(make_inference), expected, strict=True)])
+        name: Deviation.worst(
+            [compare_outputs(*pair) for pair in zip(outputs_of(make_inference, examples), expected, strict=True)]
+        )
         for name, make_inference in runs.items()
     }
 
 
-def tolerance_for(tolerance: float | Literal["auto"], network: Path, entry: LibraryEntry) -> float:
+def outputs_of(make_inference: MakeInference, examples: Sequence[Arrays]) -> list[Arrays]:
+    """The outputs of a model for several inputs, computed in a process of its own.
+
+    Raises:
+        MachineError: The process died.
+    """
+    found: list[Arrays] = in_child_process(call_once, partial(outputs_call, make_inference, examples))
+    return found
+
+
+def tolerance_for(tolerance: float | Literal["auto"], network: Path, dtype: str) -> float:
     """The largest `max_rel_error` that passes; auto depends on what the network computes in."""
     if tolerance != "auto":
         return tolerance
-    return QUANTIZED_TOLERANCE if is_quantized(network) else TOLERANCES[entry.provenance.get("dtype", "float32")]
+    return QUANTIZED_TOLERANCE if is_quantized(network) else TOLERANCES[dtype]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from ansor_mlflow.errors import UserInputError, one_line
-from ansor_mlflow.tensors import Arrays, TensorSpec, random_inputs
+from ansor_mlflow.tensors import Arrays
 
 if TYPE_CHECKING:
     from ansor_mlflow.model import LibraryEntry, Manifest
@@ -26,9 +26,9 @@ MakeInference = Callable[[], Inference]
 _NUM_CALLS = 9
 
 
-def timed_call(make_inference: MakeInference, inputs: tuple[TensorSpec, ...], seed: int) -> Callable[[], Any]:
-    """A call that runs the network on seeded inputs."""
-    return partial(make_inference(), random_inputs(inputs, seed))
+def timed_call(make_inference: MakeInference, inputs: Arrays) -> Callable[[], Any]:
+    """A call that runs the network."""
+    return partial(make_inference(), inputs)
 
 
 def outputs_call(
@@ -46,25 +46,27 @@ def tuned_inference(directory: Path) -> Inference:
     return load_package(directory, Manifest.read(directory)).run
 
 
-def parts_call(directory: Path, inputs: tuple[TensorSpec, ...], seed: int) -> Callable[[], list[float]]:
-    """A call that returns the seconds of each part of a model, the medians of several calls on seeded inputs."""
+def parts_call(directory: Path, inputs: Mapping[str, npt.NDArray[Any]]) -> Callable[[], list[float]]:
+    """A call that returns the seconds of each part of a model, the medians of several calls."""
     from ansor_mlflow.model import Manifest, load_package
 
     model = load_package(directory, Manifest.read(directory))
-    values = random_inputs(inputs, seed)
 
     def seconds() -> list[float]:
-        calls = [model.seconds_of_parts(values) for _ in range(_NUM_CALLS)]
+        calls = [model.seconds_of_parts(inputs) for _ in range(_NUM_CALLS)]
         return [median(of_part) for of_part in zip(*calls, strict=True)]
 
     return seconds
 
 
 def reference_inference(network: Path, num_threads: int, *, optimized: bool = True) -> Inference:
-    """ONNX Runtime. What it cannot compute is a `UserInputError` of the call."""
+    """ONNX Runtime. What it cannot load, or compute, is a `UserInputError`."""
     from ansor_mlflow.measuring.reference import ReferenceSession
 
-    session = ReferenceSession(network, num_threads, optimized=optimized)
+    try:
+        session = ReferenceSession(network, num_threads, optimized=optimized)
+    except Exception as err:  # as below
+        raise UserInputError(f"ONNX Runtime cannot load the network: {one_line(err)}; export the model again") from err
 
     def run(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         try:

@@ -1,24 +1,58 @@
-"""Inputs of a network that a user keeps in a file."""
+"""Inputs that a network is checked on: those that a user keeps in a file, or seeded ones."""
 
 from __future__ import annotations
 
 import zipfile
 import zlib
+from fractions import Fraction
+from math import ceil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.tensors import Arrays, TensorSpec
+from ansor_mlflow.errors import UserInputError, one_line
+from ansor_mlflow.tensors import Arrays, TensorSpec, random_inputs, stack_cells
+
+_NUM_SEEDED = 3
+_PARQUET_MAGIC = b"PAR1"
+_FORMATS = "give a .npz, .npy or .parquet file"
+
+
+def choose_examples(data: str, inputs: tuple[TensorSpec, ...], seed: int) -> list[Arrays]:
+    """The inputs that outputs are compared on; the first of them is timed.
+
+    Args:
+        data: The file of a user; empty for seeded inputs.
+        inputs: The network's.
+        seed: Seed of inputs where there is no file.
+
+    Raises:
+        UserInputError: See `read_examples`.
+    """
+    if data:
+        return read_examples(data, inputs)
+    return [random_inputs(inputs, seed + index) for index in range(_NUM_SEEDED)]
+
+
+def require_examples(data: str) -> None:
+    """Checks what can be said of a user's file before the network is known.
+
+    Raises:
+        UserInputError: There is no such file.
+    """
+    if data and not Path(data).is_file():
+        raise UserInputError(f"data={data}: there is no such file; {_FORMATS}")
 
 
 def read_examples(path: str, inputs: tuple[TensorSpec, ...]) -> list[Arrays]:
-    """Reads inputs from a NumPy file. Nothing is unpickled.
+    """Reads inputs from a file. Nothing is unpickled.
 
     Args:
-        path: A .npz file with an array for each input, or, for a network with one input, a .npy file. The first
-            dimension may be a multiple of the network's: then these are several examples.
+        path: A NumPy file: .npz with an array for each input, or, for a network with one input, .npy. Or a Parquet
+            file with a column for each input, and a row of it, as bytes or as a list of numbers, in each cell. There
+            may be any number of rows along the first dimension; the last example is filled up with the first rows.
         inputs: The network's.
 
     Raises:
@@ -28,38 +62,79 @@ def read_examples(path: str, inputs: tuple[TensorSpec, ...]) -> list[Arrays]:
     arrays = _read(path, inputs)
     if set(arrays) != {spec.name for spec in inputs}:
         raise UserInputError(f"data={path}: it holds {', '.join(arrays) or 'nothing'}; it must hold {expected}")
-    columns = {spec.name: _split(arrays[spec.name], spec) for spec in inputs}
-    counts = {len(column) for column in columns.values()}
-    if len(counts) != 1 or 0 in counts:
+    counts = {_num_examples(arrays[spec.name], spec) for spec in inputs}
+    if len(counts) != 1 or not all(counts):
         given = ", ".join(f"{name}: {array.dtype} {array.shape}" for name, array in arrays.items())
         raise UserInputError(
-            f"data={path}: it holds {given}; it must hold {expected}, or as many examples of each along the first "
-            "dimension"
+            f"data={path}: it holds {given}; it must hold {expected}, or more rows of each along the first dimension"
         )
-    return [{name: column[index] for name, column in columns.items()} for index in range(counts.pop())]
+    columns = {spec.name: _split(arrays[spec.name], spec) for spec in inputs}
+    return [{name: column[index] for name, column in columns.items()} for index in range(ceil(counts.pop()))]
 
 
 def _read(path: str, inputs: tuple[TensorSpec, ...]) -> Arrays:
+    require_examples(path)
+    try:
+        with Path(path).open("rb") as file:
+            is_parquet = file.read(len(_PARQUET_MAGIC)) == _PARQUET_MAGIC
+        return _read_parquet(path, inputs) if is_parquet else _read_numpy(path, inputs)
+    except (OSError, MemoryError) as err:
+        reason = getattr(err, "strerror", None) or one_line(err)
+        raise UserInputError(f"data={path}: it cannot be read ({reason}); {_FORMATS}") from err
+
+
+def _read_numpy(path: str, inputs: tuple[TensorSpec, ...]) -> Arrays:
     try:
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
             return {inputs[0].name: loaded} if len(inputs) == 1 else {"one array": loaded}
         with loaded:
             return dict(loaded)
-    except (OSError, MemoryError) as err:
-        reason = getattr(err, "strerror", None) or err
-        raise UserInputError(f"data={path}: it cannot be read ({reason}); give a .npz file") from err
     except (ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as err:
         raise UserInputError(
             f"data={path}: it is no NumPy file of plain numbers; write one with numpy.savez(path, input=array)"
         ) from err
 
 
+def _read_parquet(path: str, inputs: tuple[TensorSpec, ...]) -> Arrays:
+    import pandas as pd  # it is slow to load, and only this needs it
+
+    try:
+        frame = pd.read_parquet(path)
+    except ValueError as err:
+        raise UserInputError(f"data={path}: it is no Parquet file, or cut short; write it again") from err
+    by_name = {spec.name: spec for spec in inputs}
+    if set(frame.columns) != set(by_name):
+        return {str(name): np.empty(0) for name in frame.columns}  # which is refused, by their names
+    try:
+        return {name: _stacked(frame[name], spec) for name, spec in by_name.items()}
+    except UserInputError as err:
+        raise UserInputError(f"data={path}: {err}") from err
+
+
+def _stacked(column: Any, spec: TensorSpec) -> npt.NDArray[Any]:
+    """A column of tensors as one array; the lists in its cells may be flat."""
+    array = stack_cells(map(_nested, column), spec)
+    flat = array.ndim == 2 and array.shape[1:] == (np.prod(spec.shape[1:], dtype=int),)
+    return array.reshape(-1, *spec.shape[1:]) if flat else array
+
+
+def _nested(cell: Any) -> Any:
+    """Lists of lists, which pandas reads as arrays of arrays."""
+    is_nested = isinstance(cell, np.ndarray) and cell.dtype == object
+    return [_nested(inner) for inner in cell] if is_nested else cell
+
+
+def _num_examples(array: npt.NDArray[Any], spec: TensorSpec) -> Fraction:
+    """How often the rows of an array fill the input; 0 where it is not of the network's dtype and shape."""
+    if array.dtype != spec.dtype or array.ndim != len(spec.shape) or array.shape[1:] != spec.shape[1:]:
+        return Fraction(0)
+    return Fraction(len(array), spec.shape[0]) if spec.shape else Fraction(1)
+
+
 def _split(array: npt.NDArray[Any], spec: TensorSpec) -> list[npt.NDArray[Any]]:
-    """The examples in an array; none where it is not of the network's dtype and shape."""
-    if array.dtype != spec.dtype or array.shape[1:] != spec.shape[1:] or array.ndim != len(spec.shape):
-        return []
+    """The examples in an array; the last one is filled up with the first rows."""
     if not spec.shape:
         return [array]
-    batch = spec.shape[0]
-    return list(array.reshape(-1, *spec.shape)) if batch and array.shape[0] % batch == 0 else []
+    rows = np.arange(ceil(_num_examples(array, spec)) * spec.shape[0]) % len(array)
+    return list(array[rows].reshape(-1, *spec.shape))

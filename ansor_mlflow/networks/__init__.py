@@ -3,6 +3,13 @@
 from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS
 from ansor_mlflow.networks.catalogue import read_catalogue
 from ansor_mlflow.networks.loading import Network, load_network, read_network, require_network
-from ansor_mlflow.networks.onnx_file import external_files, message_fields, read_onnx, write_onnx
+from ansor_mlflow.networks.onnx_file import (
+    external_files,
+    input_specs,
+    message_fields,
+    output_specs,
+    read_onnx,
+    write_onnx,
+)
 from ansor_mlflow.networks.operators import OPERATORS
 from ansor_mlflow.networks.pytorch.program import PROGRAM_SUFFIX

@@ -13,8 +13,7 @@ from mlflow.exceptions import MlflowException
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.model import TunedModel
 from ansor_mlflow.serving.batches import Batches
-from ansor_mlflow.serving.cells import from_objects, stack_cells
-from ansor_mlflow.tensors import TensorSpec
+from ansor_mlflow.tensors import TensorSpec, from_objects, stack_cells
 
 
 class PyfuncModel:

@@ -22,13 +22,14 @@ from ansor_mlflow.measuring import (
     MachineNoise,
     MakeInference,
     call_once,
+    choose_examples,
     compare_with_reference,
     in_child_process,
     library_inference,
     measure_in_turns,
     parts_call,
     reference_inference,
-    seeded_examples,
+    require_examples,
     timed_call,
     tolerance_for,
     tuned_inference,
@@ -44,7 +45,7 @@ from ansor_mlflow.model import (
 )
 from ansor_mlflow.options import EvaluateOptions, TuneOptions
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.tensors import TensorSpec
+from ansor_mlflow.tensors import Arrays, TensorSpec
 from ansor_mlflow.tracking import (
     Message,
     StepRun,
@@ -83,7 +84,9 @@ def evaluate(options: EvaluateOptions) -> EvaluateResult:
     Raises:
         CorrectnessError: The outputs differ by more than the tolerance. The metrics are logged all the same.
         AnsorMlflowError: The model cannot be read, or does not run here.
+        UserInputError: `data` is not usable.
     """
+    require_examples(options.data)
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         directory = _download(options.model_uri, Path(scratch))
         with step_run("evaluate", options, "evaluate") as run:
@@ -116,12 +119,12 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
         _repeat_tuning(tuning, run, f"{manifest.network} · {device.description}")
     network = directory / names.NETWORK_FILE
     tuned = partial(tuned_inference, directory)
-    _log.info("comparing the outputs of %s with ONNX Runtime's", manifest.network)
-    examples = seeded_examples(manifest.inputs, options.seed)
+    examples = choose_examples(options.data, manifest.inputs, options.seed)
+    _log.info("comparing the outputs of %s with ONNX Runtime's on %d inputs", manifest.network, len(examples))
     difference = compare_with_reference({_TUNED: tuned}, network, num_threads, examples)[_TUNED]
     metrics = {names.MAX_ABS_ERROR: difference.max_abs_error, names.MAX_REL_ERROR: difference.max_rel_error}
     run.log_metrics(metrics)
-    tolerance = tolerance_for(options.tolerance, network, entry)
+    tolerance = tolerance_for(options.tolerance, network, LoweringSettings.among(entry.provenance).dtype)
     if not difference.max_rel_error <= tolerance:
         raise CorrectnessError(
             f"the outputs of {manifest.network} differ from ONNX Runtime's by max_rel_error="
@@ -130,11 +133,11 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
         )
     runs = {_TUNED: tuned, _REFERENCE: partial(reference_inference, network, num_threads)}
     noise = MachineNoise()
-    latencies = _measure(options, manifest, directory, entry, runs, noise)
+    latencies = _measure(options.turns, examples[0], manifest, directory, entry, runs, noise)
     metrics |= _latency_metrics(latencies, manifest.inputs, entry.provenance.get("estimated_latency_ms"))
     metrics[names.PROBE_SPREAD] = noise.spread
     if entry.parts:
-        metrics[names.ONNXRUNTIME_SHARE] = _time_parts(options, manifest, directory, entry, run)
+        metrics[names.ONNXRUNTIME_SHARE] = _time_parts(examples[0], directory, entry, run)
     run.log_metrics(metrics)
     run.log_distrust(noise.distrust)
     return EvaluateResult(run_id=run.run_id, network=manifest.network, target=device.description, metrics=metrics)
@@ -175,7 +178,8 @@ def _repeat_tuning(tuning: Run, run: StepRun, title: str) -> None:
 
 
 def _measure(
-    options: EvaluateOptions,
+    turns: int,
+    example: Arrays,
     manifest: Manifest,
     directory: Path,
     entry: LibraryEntry,
@@ -196,19 +200,14 @@ def _measure(
         )
         build_in_child_process(job)
         runs = {**runs, _UNTUNED: partial(library_inference, library, manifest, entry)}
-        _log.info("measuring latency in %d turns", options.turns)
-        calls = {
-            name: partial(timed_call, make_inference, manifest.inputs, options.seed)
-            for name, make_inference in runs.items()
-        }
-        return measure_in_turns(calls, options.turns, noise)
+        _log.info("measuring latency in %d turns", turns)
+        calls = {name: partial(timed_call, make_inference, example) for name, make_inference in runs.items()}
+        return measure_in_turns(calls, turns, noise)
 
 
-def _time_parts(
-    options: EvaluateOptions, manifest: Manifest, directory: Path, entry: LibraryEntry, run: StepRun
-) -> float:
+def _time_parts(example: Arrays, directory: Path, entry: LibraryEntry, run: StepRun) -> float:
     """Logs how long each part of a network takes; returns the share of ONNX Runtime's, from 0 to 1."""
-    call = partial(parts_call, directory, manifest.inputs, options.seed)
+    call = partial(parts_call, directory, example)
     seconds: list[float] = in_child_process(call_once, call)
     total = sum(seconds)
     parts = [

@@ -16,6 +16,7 @@ from mlflow.exceptions import ExecutionException
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import INTERRUPTED_EXIT_CODE, AnsorMlflowError, UserInputError, error_for_exit_code
+from ansor_mlflow.measuring import choose_examples, require_examples
 from ansor_mlflow.options import (
     CompileOptions,
     EvaluateOptions,
@@ -111,8 +112,11 @@ def run_pipeline(
     resolved = resolved_options(tuning)
     if options.resume_run:  # so that the run and its description tell of the network that goes on
         options = load_options(PipelineOptions, {**options.changed(), **resolved.changed()})
+    require_examples(options.data)
     warn_of_the_machine(options)
     work = None if project else prepare_tuning(resolved)  # before there is a run, as it may find what is wrong
+    if work:
+        choose_examples(options.data, work.network.inputs, options.seed)  # so that a tuning is not in vain
     commands = command_lines("main", options)
     with step_run("main", options, options.network) as run:
         tune_here = partial(tune, tuning, observers, work)

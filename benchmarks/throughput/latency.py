@@ -15,6 +15,7 @@ from ansor_mlflow import names
 from ansor_mlflow.device import fingerprint
 from ansor_mlflow.measuring import Inference, call_once, in_child_process, measure_in_turns, timed_call
 from ansor_mlflow.model import LibraryEntry, Manifest
+from ansor_mlflow.tensors import random_inputs
 from throughput.job import Job
 
 _LIBRARY_FILE = "model.so"
@@ -55,7 +56,7 @@ def compile_records(job: Job, directory: Path) -> Compiled:
 def measure_libraries(libraries: Mapping[str, Compiled], turns: int, seed: int) -> dict[str, EndToEnd]:
     """Times libraries in alternating turns, each time in a fresh process."""
     calls = {
-        side: partial(timed_call, partial(_run, compiled), compiled.manifest.inputs, seed)
+        side: partial(timed_call, partial(_run, compiled), random_inputs(compiled.manifest.inputs, seed))
         for side, compiled in libraries.items()
     }
     turns_ms: dict[str, list[float]] = {side: [] for side in libraries}

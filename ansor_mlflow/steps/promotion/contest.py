@@ -18,6 +18,7 @@ from ansor_mlflow.measuring import (
     Ratio,
     SequentialTest,
     Verdict,
+    choose_examples,
     library_inference,
     measure_once,
     timed_call,
@@ -163,5 +164,6 @@ def compete(candidate: Contender, champion: Contender, options: PromoteOptions) 
 
 
 def _median_ms(contender: Contender, noise: MachineNoise, options: PromoteOptions) -> float:
-    make_call = partial(timed_call, contender.make_inference, contender.manifest.inputs, options.seed)
+    example = choose_examples(options.data, contender.manifest.inputs, options.seed)[0]
+    make_call = partial(timed_call, contender.make_inference, example)
     return float(np.median(measure_once(make_call, noise, options.measure_s))) * 1e3

@@ -15,13 +15,14 @@ from ansor_mlflow.errors import ModelError, UndecidedError, UserInputError
 from ansor_mlflow.measuring import (
     Deviation,
     Verdict,
+    choose_examples,
     compare_with_reference,
-    read_examples,
-    seeded_examples,
+    require_examples,
     tolerance_for,
 )
 from ansor_mlflow.model import threads_here
 from ansor_mlflow.options import PromoteOptions
+from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.promotion.contest import Contender, Contest, compete
 from ansor_mlflow.steps.promotion.decision import Promotion, PromotionOutcome
 from ansor_mlflow.tracking import (
@@ -60,8 +61,7 @@ def promote(options: PromoteOptions) -> Promotion:
     """
     if not options.candidate:
         raise UserInputError("candidate='': it must be the number of a version, or an alias; or give rollback")
-    if options.data and not Path(options.data).is_file():
-        raise UserInputError(f"data={options.data}: there is no such file; give a .npz file")
+    require_examples(options.data)
     version = find_version(options.model, options.candidate)
     with step_run("promote", options, f"promote {options.model}/{version}") as run:
         return _promote(options, version, run)
@@ -144,7 +144,8 @@ def _compare(options: PromoteOptions, candidate: Contender, champions: Sequence[
     Raises:
         ModelError: A library cannot be loaded.
     """
-    tolerance = tolerance_for(options.tolerance, candidate.network, candidate.entry)
+    dtype = LoweringSettings.among(candidate.entry.provenance).dtype
+    tolerance = tolerance_for(options.tolerance, candidate.network, dtype)
     errors = _errors(options, candidate, champions)
     error = errors[candidate.version].max_rel_error
     if not error <= tolerance:
@@ -162,10 +163,7 @@ def _compare(options: PromoteOptions, candidate: Contender, champions: Sequence[
 
 def _errors(options: PromoteOptions, candidate: Contender, champions: Sequence[Contender]) -> dict[str, Deviation]:
     """How far the outputs of the candidate, and of champions with the same network, are from the reference."""
-    inputs = candidate.manifest.inputs
-    examples = seeded_examples(inputs, options.seed)
-    if options.data:
-        examples += read_examples(options.data, inputs)
+    examples = choose_examples(options.data, candidate.manifest.inputs, options.seed)
     _log.info("comparing outputs with ONNX Runtime's on %d inputs", len(examples))
     same = [champion for champion in champions if champion.has_network_of(candidate)]
     runs = {contender.version: contender.make_inference for contender in (candidate, *same)}

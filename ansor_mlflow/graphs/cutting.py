@@ -1,0 +1,149 @@
+"""Parts of an ONNX graph as models of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy.typing as npt
+import onnx
+from onnx import helper, numpy_helper
+
+from ansor_mlflow.graphs.nodes import uses
+
+_KNOWN_FROM_SHAPES = {"Shape", "Size"}
+"""Operators whose results do not depend on the values of their input."""
+
+
+class CuttableGraph:
+    """A graph to cut parts from.
+
+    Args:
+        model: Its nodes are in topological order, and its shapes were inferred. Stays as it is.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self._model = model
+        graph = model.graph
+        self._nodes = list(graph.node)
+        self._taken = [_taken_by(node) for node in self._nodes]
+        self._producers = {name: index for index, node in enumerate(self._nodes) for name in node.output if name}
+        self._values = {value.name: value for value in (*graph.input, *graph.value_info, *graph.output)}
+        self._varying = self._find_varying()
+        self._last_uses = self._find_last_uses()
+
+    def cut(
+        self,
+        outputs: Sequence[str],
+        given: Iterable[str] = (),
+        constants: Mapping[str, npt.NDArray[Any]] = {},
+    ) -> onnx.ModelProto:
+        """The part that computes some tensors.
+
+        Args:
+            outputs: The tensors, of which shape and type are known.
+            given: Tensors that it takes as inputs, beside those of the model, instead of computing them.
+            constants: Tensors that it has as initializers instead of computing them.
+        """
+        indices, needed = self._needed(outputs, {*given, *constants})
+        graph = self._model.graph
+        inputs = [value for value in graph.input if value.name in needed]
+        inputs += [self._values[name] for name in given if name in needed]
+        weights = [weight for weight in graph.initializer if weight.name in needed]
+        weights += [numpy_helper.from_array(value, name) for name, value in constants.items() if name in needed]
+        part = onnx.GraphProto(
+            name=graph.name,
+            node=[self._nodes[index] for index in indices],
+            input=inputs,
+            output=[self._values[name] for name in outputs],
+            initializer=weights,
+            sparse_initializer=[weight for weight in graph.sparse_initializer if weight.values.name in needed],
+        )
+        return onnx.ModelProto(
+            ir_version=self._model.ir_version,
+            opset_import=self._model.opset_import,
+            functions=self._model.functions,
+            graph=part,
+        )
+
+    def prefix_lengths(self) -> list[int]:
+        """How many nodes the beginning of the graph may have, rising, so that it can be cut off there."""
+        blocked: set[int] = set()
+        for name in self._varying & self._producers.keys():
+            if not self.has_static_shape(name):
+                blocked.update(range(self._producers[name] + 1, self._last_uses.get(name, 0) + 1))
+        ends = {self._producers[name] + 1 for name in self._varying & self._producers.keys()}
+        return sorted({*(ends - blocked), len(self._nodes)})
+
+    def outputs_of_prefix(self, length: int) -> list[str]:
+        """What the first nodes compute that others need, or that is an output of the model."""
+        if length == len(self._nodes):
+            return [output.name for output in self._model.graph.output]
+        return [
+            name
+            for name, index in self._producers.items()
+            if index < length <= self._last_uses.get(name, 0) and name in self._varying
+        ]
+
+    def ancestors(self, tensor: str) -> list[int]:
+        """The nodes that a tensor is computed by: the one that makes it, then those before it, the last one first."""
+        indices, _ = self._needed([tensor], set())
+        return indices[::-1]
+
+    def taken_from_others(self, indices: Iterable[int]) -> list[str]:
+        """The tensors that nodes take from other nodes."""
+        own = set(indices)
+        taken = dict.fromkeys(name for index in sorted(own) for name in self._taken[index])
+        return [name for name in taken if name in self._producers and self._producers[name] not in own]
+
+    def place_of(self, tensor: str) -> int:
+        """The number of nodes before the one that makes a tensor."""
+        return self._producers[tensor]
+
+    def is_varying(self, tensor: str) -> bool:
+        """Whether a tensor depends on the values of the model's inputs."""
+        return tensor in self._varying
+
+    def has_static_shape(self, tensor: str) -> bool:
+        """Whether a tensor can be an input or output of a part: it has a static shape, and a type of NumPy's."""
+        value = self._values.get(tensor)
+        if value is None or not value.type.tensor_type.HasField("shape"):
+            return False
+        kind = value.type.tensor_type.elem_type
+        if kind in (onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING):
+            return False
+        is_numpys = helper.tensor_dtype_to_np_dtype(kind).isbuiltin == 1
+        return is_numpys and all(dim.HasField("dim_value") for dim in value.type.tensor_type.shape.dim)
+
+    def _needed(self, outputs: Iterable[str], known: set[str]) -> tuple[list[int], set[str]]:
+        """The nodes that compute tensors from those that are known, in order, and the names of what they take."""
+        indices: set[int] = set()
+        names, left = set(), list(outputs)
+        while left:
+            name = left.pop()
+            if name in names:
+                continue
+            names.add(name)
+            index = self._producers.get(name)
+            if index is not None and name not in known and index not in indices:
+                indices.add(index)
+                left += self._taken[index]
+        return sorted(indices), names
+
+    def _find_varying(self) -> set[str]:
+        weights = {weight.name for weight in self._model.graph.initializer}
+        varying = {value.name for value in self._model.graph.input} - weights
+        for node, taken in zip(self._nodes, self._taken, strict=True):
+            if node.op_type not in _KNOWN_FROM_SHAPES and not varying.isdisjoint(taken):
+                varying.update(filter(None, node.output))
+        return varying
+
+    def _find_last_uses(self) -> dict[str, int]:
+        last = {name: index for index, taken in enumerate(self._taken) for name in taken}
+        return {**last, **{output.name: len(self._nodes) for output in self._model.graph.output}}
+
+
+def _taken_by(node: onnx.NodeProto) -> list[str]:
+    """The names that a node takes, and those that its branches use, some of which are of tensors around it."""
+    branches = [branch for attribute in node.attribute for branch in (attribute.g, *attribute.graphs)]
+    return [name for name in (*node.input, *(name for branch in branches for name in uses(branch))) if name]
