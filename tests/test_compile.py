@@ -163,13 +163,14 @@ def task(name: str, weight: int, flops: float) -> TaskInfo:
 def test_coverage_weighs_tasks_by_their_operations(tmp_path: Path) -> None:
     coverage = Coverage(covered=(task("conv", 3, 100.0),), missing=(task("dense", 1, 50.0), task("pool", 1, 50.0)))
     np.testing.assert_allclose([coverage.task_share, coverage.flops_share], [1 / 3, 0.75])
-    write_coverage(coverage, tmp_path / "coverage.json")
+    write_coverage(coverage, (), tmp_path / "coverage.json")
     assert json.loads((tmp_path / "coverage.json").read_text()) == {
         "task_share": coverage.task_share,
         "flops_share": coverage.flops_share,
         "num_covered": 1,
         "num_tasks": 3,
         "missing": [asdict(info) for info in coverage.missing],
+        "parts": [],
     }
 
 

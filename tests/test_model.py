@@ -135,7 +135,7 @@ def test_a_target_that_is_no_mapping(compiled_network: CompiledNetwork, tmp_path
 @pytest.mark.parametrize("version", [None, 0, 2])
 def test_a_manifest_of_another_version(compiled_network: CompiledNetwork, tmp_path: Path, version: int | None) -> None:
     entry = {**write_package(compiled_network, tmp_path).to_dict(), "format_version": version}
-    with pytest.raises(ModelError, match=f"the model has format version {version}, this package reads 1; update it"):
+    with pytest.raises(ModelError, match=f"the model has format version {version}, this package reads 2; update it"):
         Manifest.from_dict(entry)
 
 

@@ -28,6 +28,7 @@ from helpers.commands import MLFLOW, ROOT, RunCommand
 import ansor_mlflow as am
 from ansor_mlflow import names
 from ansor_mlflow.device import fingerprints
+from ansor_mlflow.errors import RecordsError
 from ansor_mlflow.measuring.reference import ReferenceSession
 
 ARCHIVE = ROOT / "tests" / "data" / "version_before.tar.xz"
@@ -80,17 +81,17 @@ def test_the_model_is_loaded_and_right(store: Path) -> None:
     np.testing.assert_allclose(model.run(data)["logits"], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_the_tuning_goes_on(store: Path, run_here: RunCommand) -> None:
+def test_the_tuning_does_not_go_on_with_other_tasks(
+    store: Path, run_here: RunCommand, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another version of the lowering made them; `warm_start` takes what still applies."""
     run = runs_of("tune")[0]
     before = am.load_trials(run.info.run_id)
     assert len(before) == 16
-    assert run_here("tune", "--resume-run", run.info.run_id, "--trials", "20", "--record-pool", "pool") == 0
-    after = am.load_trials(run.info.run_id)
-    assert after["latency_us"][:16].equals(before["latency_us"])
-    assert len(after) == 20
-    resumed = mlflow.get_run(run.info.run_id)
-    assert resumed.data.metrics[names.TRIALS_MEASURED] == 20
-    assert resumed.info.status == "FINISHED"
+    assert run_here("tune", "--resume-run", run.info.run_id, "--trials", "20") == RecordsError.exit_code
+    assert re.search(r"tuned with lowering version 5, this is \d", capsys.readouterr().err)
+    assert len(am.load_trials(run.info.run_id)) == 16
+    assert mlflow.get_run(run.info.run_id).info.status == "FINISHED"
 
 
 def test_the_tunings_are_compared(store: Path) -> None:
@@ -120,7 +121,7 @@ def test_the_records_are_shown_pooled_and_begun_with(
     assert run_here("pool", "pull", "pool", *device, "--output", "pulled") == 0
     pulled = re.match(r"(\d+) records of 5 workloads", capsys.readouterr().out)
     assert pulled is not None
-    assert int(pulled[1]) >= 16  # with those of the tuning that went on
+    assert int(pulled[1]) == 16
     quick = ["--strategy", "random", "--min-repeat-ms", "0", "--number", "1", "--trials", "5"]
     network = ["--network", "small.onnx", *device]
     assert run_here("tune", *network, *quick, "--warm-start", f"{first},pulled,{second}") == 0

@@ -10,8 +10,11 @@ from onnx import helper
 
 from ansor_mlflow.networks import message_fields
 
-_MAX_FOLDED_ELEMENTS = 2**16
-"""Larger constants are weights, of which no shape is computed."""
+_LAYERS = {"Conv", "ConvTranspose", "GRU", "Gather", "Gemm", "LSTM", "MatMul", "RNN"}
+_MAX_KEPT_ELEMENTS = 2**16
+"""Larger constants of layers are weights, of which nothing is computed beforehand."""
+_MAX_ELEMENTS = 2**24
+"""Larger constants are always left out."""
 
 ValueInfos = dict[str, onnx.ValueInfoProto]
 """The type of each tensor of a graph."""
@@ -54,7 +57,8 @@ def remove_unused_initializers(graph: onnx.GraphProto) -> None:
 def without_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:
     """A copy in which large weights are inputs, and these weights by name; it always fits into one message of 2 GiB."""
     graph = model.graph
-    weights = {w.name: w for w in graph.initializer if math.prod(w.dims) > _MAX_FOLDED_ELEMENTS}
+    computed_with = {name for node in graph.node if node.op_type not in _LAYERS for name in inputs_of(node)}
+    weights = {w.name: w for w in graph.initializer if _is_weight(w, w.name in computed_with)}
     initializers = {weight.name for weight in graph.initializer}  # before IR version 4 they are inputs, too
     copy = onnx.ModelProto(**message_fields(model, without={"graph"}))
     copy.graph.CopyFrom(onnx.GraphProto(**message_fields(graph, without={"initializer", "input"})))
@@ -65,6 +69,11 @@ def without_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, 
     )
     copy.ir_version = max(copy.ir_version, 4)
     return copy, weights
+
+
+def _is_weight(tensor: onnx.TensorProto, is_computed_with: bool) -> bool:
+    num_elements: int = math.prod(tensor.dims)
+    return num_elements > (_MAX_ELEMENTS if is_computed_with else _MAX_KEPT_ELEMENTS)
 
 
 def value_infos(model: onnx.ModelProto) -> ValueInfos:

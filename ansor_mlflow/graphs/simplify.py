@@ -19,6 +19,8 @@ from ansor_mlflow.graphs.nodes import uses, without_weights
 
 _MAX_ROUNDS = 5
 """A constant may show a shape that the next round needs; real exports need two."""
+_MAX_CONSTANT_BYTES = str(2**26)
+"""ONNX Runtime's own limit leaves the tables of relative positions of a transformer to be computed at each call."""
 _ERROR = 3
 """Severity of ONNX Runtime's messages from which they are shown."""
 
@@ -52,6 +54,7 @@ def _optimized(model: onnx.ModelProto, called: str) -> onnx.ModelProto:
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
         options.optimized_model_filepath = str(optimized)
+        options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", _MAX_CONSTANT_BYTES)
         options.log_severity_level = _ERROR
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         try:
