@@ -27,23 +27,29 @@ def take_known_branches(model: onnx.ModelProto) -> None:
     graph = model.graph
     weights = {weight.name: weight for weight in graph.initializer}
     makers = {output: index for index, node in enumerate(graph.node) for output in node.output}
-    taken = {
-        node.output[0]: "then_branch" if condition.item() else "else_branch"
-        for node in graph.node
-        if node.op_type == "If" and (condition := _known_value(model, weights, makers, node.input[0])) is not None
-    }
+    taken: dict[str, onnx.GraphProto] = {}
+    for node in graph.node:
+        if node.op_type == "If" and node.input and node.output:
+            condition = _known_value(model, weights, makers, node.input[0])
+            branch = None if condition is None or condition.size != 1 else _branch(node, is_true=bool(condition.item()))
+            if branch is not None:
+                taken[node.output[0]] = branch
     if not taken:
         return
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
-        if node.op_type == "If" and node.output[0] in taken:
-            branches = {attribute.name: attribute.g for attribute in node.attribute}
-            nodes.extend(_inlined(model, node, branches[taken[node.output[0]]]))
-        else:
-            nodes.append(node)
+        branch = taken.get(node.output[0]) if node.op_type == "If" and node.output else None
+        nodes.extend([node] if branch is None else _inlined(model, node, branch))
     del graph.node[:]
     graph.node.extend(nodes)
     take_known_branches(model)  # those within
+
+
+def _branch(node: onnx.NodeProto, *, is_true: bool) -> onnx.GraphProto | None:
+    """The branch of an `If` that is taken; None where the node is damaged, which shape inference reports."""
+    wanted = "then_branch" if is_true else "else_branch"
+    branch = next((attribute.g for attribute in node.attribute if attribute.name == wanted), None)
+    return branch if branch is not None and len(branch.output) == len(node.output) else None
 
 
 def _inlined(model: onnx.ModelProto, node: onnx.NodeProto, branch: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
