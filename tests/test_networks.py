@@ -729,6 +729,21 @@ def test_a_branch_that_nothing_decides_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("inputs", "outputs", "attributes"),
+    [(["condition"], ["y"], []), (["condition"], ["y", "z"], ["then_branch"]), ([], ["y"], ["then_branch"])],
+)
+def test_a_damaged_branch(tmp_path: Path, inputs: list[str], outputs: list[str], attributes: list[str]) -> None:
+    relu = helper.make_node("Relu", ["x"], ["r"])
+    branches = {name: helper.make_graph([relu], name, [], [value("r", None)]) for name in attributes}
+    node = helper.make_node("If", inputs, outputs, **branches)
+    weights = {"condition": np.array(True)}
+    path = save(tmp_path / "damaged.onnx", [node], [value("x", [1, 3])], [value("y", None)], weights)
+    with pytest.raises(UserInputError, match=r"damaged\.onnx: .*If") as caught:
+        load_network(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("shape", "elem_type", "given", "expected"),
     [
         ([], TensorProto.INT64, 16_000, np.int64(16_000)),

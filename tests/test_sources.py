@@ -305,7 +305,7 @@ def test_what_is_wrong_with_a_source_is_said_in_one_line(logged: Logged, templat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_size": 2}, "batch_size=2 with network=models:/wide/1: it is for built-in networks"),
+        ({"batch_size": 3}, "batch_size=3 with network=models:/wide/1: dimension 0 of its input 'data' is 2; leave"),
         ({"input_shapes": {"image": [1, 32]}}, "names 'image', which is not an input of models:/wide/1"),
         ({"input_shapes": {"data": [1, 2, 3]}}, "gives 'data' of models:/wide/1 3 dimensions"),
     ],

@@ -46,6 +46,8 @@ _MAX_WEIGHT_BYTES = 2**31 - 2**26
 """Weights that one message can hold beside 64 MiB for the graph."""
 _MIN_WEIGHT_BYTES = 1024
 """Smaller tensors always stay in the message; ONNX's own functions have the same limit."""
+_MAX_TRIED_ELEMENTS = 2**28
+"""Elements of a tensor, 1 GiB of float32, from which sizes are not even tried."""
 _MAX_SHAPE_ELEMENTS = 2**16
 """A tensor with more elements is not a shape that inference has to know the values of."""
 
@@ -264,19 +266,26 @@ def _trial(model: onnx.ModelProto, values: Arrays, directory: Path | None) -> On
 
     def infers(shapes: Mapping[str, tuple[int, ...]]) -> bool:
         try:
-            _require_positive(_strictly_inferred(with_shapes(light, shapes)).graph, "")
+            graph = _strictly_inferred(with_shapes(light, shapes)).graph
+            _require_positive(graph, "")
         except (onnx.shape_inference.InferenceError, UserInputError, EncodeError):
             return False
-        return True
+        return _largest(graph) <= _MAX_TRIED_ELEMENTS
 
     def is_fixed(shapes: Mapping[str, tuple[int, ...]]) -> bool:
         try:
-            _fixed_everywhere(with_shapes(model, shapes), "", directory, hint="")
+            graph = _fixed_everywhere(with_shapes(model, shapes), "", directory, hint="").graph
         except UserInputError:
             return False
-        return True
+        return _largest(graph) <= _MAX_TRIED_ELEMENTS
 
     return OnnxTrial(model, dtypes, values, directory, infers, is_fixed)
+
+
+def _largest(graph: onnx.GraphProto) -> int:
+    """Elements of the largest tensor between the nodes."""
+    shapes = (value.type.tensor_type.shape.dim for value in graph.value_info)
+    return max((math.prod(dim.dim_value for dim in shape) for shape in shapes), default=0)
 
 
 def _fixed_everywhere(model: onnx.ModelProto, network: str, directory: Path | None, *, hint: str) -> onnx.ModelProto:

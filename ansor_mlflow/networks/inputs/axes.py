@@ -36,12 +36,11 @@ def with_names(declared: Mapping[str, tuple[int | str, ...] | None]) -> dict[str
 
 def free_axes(shapes: NamedShapes, known: Mapping[str, int] = {}) -> Iterator[tuple[str, int, str]]:
     """Every dynamic axis that does not follow from others or from known sizes, as its input, its index and its name."""
-    names = {dim for shape in shapes.values() for dim in shape or () if isinstance(dim, str)}
-    sizes = {**{name: _ANY_SIZE for name in names if name.isidentifier()}, **known}
+    names = {dim for shape in shapes.values() for dim in shape or () if isinstance(dim, str) and dim.isidentifier()}
+    sizes = {**dict.fromkeys(names, _ANY_SIZE), **known}
     for name, shape in shapes.items():
         for axis, dim in enumerate(shape or ()):
-            others = {other: size for other, size in sizes.items() if other != dim}
-            if isinstance(dim, str) and isinstance(size_of(dim, others), str):
+            if isinstance(dim, str) and dim not in known and (dim in names or isinstance(size_of(dim, sizes), str)):
                 yield name, axis, dim
 
 

@@ -25,23 +25,31 @@ def take_known_branches(model: onnx.ModelProto) -> None:
     Known is what follows from initializers and constants alone.
     """
     graph = model.graph
-    taken = {
-        node.output[0]: "then_branch" if condition.item() else "else_branch"
-        for node in graph.node
-        if node.op_type == "If" and (condition := _known_value(model, node.input[0])) is not None
-    }
+    weights = {weight.name: weight for weight in graph.initializer}
+    makers = {output: index for index, node in enumerate(graph.node) for output in node.output}
+    taken: dict[str, onnx.GraphProto] = {}
+    for node in graph.node:
+        if node.op_type == "If" and node.input and node.output:
+            condition = _known_value(model, weights, makers, node.input[0])
+            branch = None if condition is None or condition.size != 1 else _branch(node, is_true=bool(condition.item()))
+            if branch is not None:
+                taken[node.output[0]] = branch
     if not taken:
         return
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
-        if node.op_type == "If" and node.output[0] in taken:
-            branches = {attribute.name: attribute.g for attribute in node.attribute}
-            nodes.extend(_inlined(model, node, branches[taken[node.output[0]]]))
-        else:
-            nodes.append(node)
+        branch = taken.get(node.output[0]) if node.op_type == "If" and node.output else None
+        nodes.extend([node] if branch is None else _inlined(model, node, branch))
     del graph.node[:]
     graph.node.extend(nodes)
     take_known_branches(model)  # those within
+
+
+def _branch(node: onnx.NodeProto, *, is_true: bool) -> onnx.GraphProto | None:
+    """The branch of an `If` that is taken; None where the node is damaged, which shape inference reports."""
+    wanted = "then_branch" if is_true else "else_branch"
+    branch = next((attribute.g for attribute in node.attribute if attribute.name == wanted), None)
+    return branch if branch is not None and len(branch.output) == len(node.output) else None
 
 
 def _inlined(model: onnx.ModelProto, node: onnx.NodeProto, branch: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
@@ -84,23 +92,36 @@ def _own_names(graph: onnx.GraphProto) -> Iterator[str]:
     yield from (name for node in graph.node for name in node.output if name)
 
 
-def _known_value(model: onnx.ModelProto, name: str) -> npt.NDArray[Any] | None:
-    """The value of a tensor that follows from initializers and constants alone."""
-    weights = {weight.name: weight for weight in model.graph.initializer}
-    makers = {output: node for node in model.graph.node for output in node.output}
-    known, needed, wanted = {}, set[str](), [name]
+def _known_value(
+    model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], makers: Mapping[str, int], name: str
+) -> npt.NDArray[Any] | None:
+    """The value of a tensor that follows from initializers and constants alone.
+
+    Args:
+        model: The model.
+        weights: Its initializers by name.
+        makers: The index of the node that each tensor comes from.
+        name: The tensor.
+    """
+    needed = set[int]()
+    wanted, seen = [name], {name}
     while wanted:
         tensor = wanted.pop()
         if tensor in weights:
-            known[tensor] = weights[tensor]
-        elif tensor in makers and len(needed) < _MAX_ANCESTORS:
-            needed.update(makers[tensor].output)
-            wanted.extend(other for other in makers[tensor].input if other and other not in needed)
-        else:
+            continue
+        if tensor not in makers or len(needed) == _MAX_ANCESTORS:
             return None
-    nodes = [node for node in model.graph.node if needed & set(node.output)]
-    output = onnx.helper.make_empty_tensor_value_info(name)
-    graph = onnx.helper.make_graph(nodes, "condition", [], [output], list(known.values()))
+        needed.add(makers[tensor])
+        others = {other for other in model.graph.node[makers[tensor]].input if other} - seen
+        seen |= others
+        wanted.extend(others)
+    graph = onnx.helper.make_graph(
+        [model.graph.node[index] for index in sorted(needed)],
+        "condition",
+        [],
+        [onnx.helper.make_empty_tensor_value_info(name)],
+        [weights[tensor] for tensor in seen if tensor in weights],
+    )
     try:
         (value,) = ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=model.opset_import)).run(None, {})
     except Exception:  # noqa: BLE001 - the evaluator has no error class of its own

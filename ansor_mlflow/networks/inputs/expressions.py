@@ -18,11 +18,12 @@ from typing import Any
 
 _MAX_LENGTH = 10_000
 _MAX_EXPONENT = 64
+_MAX_BASE = 2**63
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    if abs(exponent) > _MAX_EXPONENT:
-        raise ValueError(f"exponent {exponent}")
+    if abs(exponent) > _MAX_EXPONENT or abs(base) > _MAX_BASE:
+        raise ValueError("a power that is too large for a size")
     return Fraction(base) ** exponent if exponent < 0 else base**exponent
 
 
