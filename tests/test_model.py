@@ -132,7 +132,7 @@ def test_a_target_that_is_no_mapping(compiled_network: CompiledNetwork, tmp_path
         Manifest.from_dict(entry)
 
 
-@pytest.mark.parametrize("version", [None, 0, 2])
+@pytest.mark.parametrize("version", [None, 0, 3])
 def test_a_manifest_of_another_version(compiled_network: CompiledNetwork, tmp_path: Path, version: int | None) -> None:
     entry = {**write_package(compiled_network, tmp_path).to_dict(), "format_version": version}
     with pytest.raises(ModelError, match=f"the model has format version {version}, this package reads 2; update it"):

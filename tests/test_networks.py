@@ -20,7 +20,7 @@ from ansor_mlflow.networks import operators
 from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.loading import Network, load_network
-from ansor_mlflow.tensors import TensorSpec, random_inputs
+from ansor_mlflow.tensors import OPEN, TensorSpec
 
 SMALL_IMAGE = {"data": [1, 3, 64, 64]}
 NUM_PARAMETERS = {

@@ -158,7 +158,7 @@ def test_params_are_those_of_the_entry_point(pipeline: Pipeline) -> None:
 def test_the_parent_sums_up_its_children(pipeline: Pipeline) -> None:
     metrics = pipeline.parent.data.metrics
     assert set(metrics) >= {
-        *WHOLE_NETWORK_METRICS,
+        *names.SUMMARY_METRICS,
         names.BEST_LATENCY_MS,
         names.TRIALS_MEASURED,
         names.TRIALS_PER_MINUTE,
@@ -173,7 +173,7 @@ def test_the_parent_sums_up_its_children(pipeline: Pipeline) -> None:
     assert metrics[names.THROUGHPUT_PER_S] == pytest.approx(1e3 / metrics[names.LATENCY_MS], rel=1e-4)
     ratio = metrics[names.UNTUNED_LATENCY_MS] / metrics[names.LATENCY_MS]
     assert metrics[names.SPEEDUP_VS_UNTUNED] == pytest.approx(ratio, rel=1e-4)
-    for name in WHOLE_NETWORK_METRICS:
+    for name in names.SUMMARY_METRICS:
         assert metrics[name] == pipeline.evaluate.data.metrics[name]
     note = pipeline.parent.data.tags[MLFLOW_RUN_NOTE]
     assert f"- tuned: {metrics[names.LATENCY_MS]:.4g} ms" in note

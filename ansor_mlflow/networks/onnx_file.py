@@ -24,7 +24,7 @@ from ansor_mlflow.networks.inputs.branches import take_known_branches
 from ansor_mlflow.networks.inputs.trials import OnnxTrial, start_session
 from ansor_mlflow.networks.inputs.values import fix_values, require_shape, typed_values
 from ansor_mlflow.networks.shapes import DeclaredShape, resolve_shapes
-from ansor_mlflow.tensors import OPEN, Arrays, TensorSpec
+from ansor_mlflow.tensors import OPEN, Arrays, TensorSpec, random_inputs
 
 _DTYPES: dict[int, str] = {
     TensorProto.FLOAT16: "float16",
@@ -363,13 +363,27 @@ def _complete_outputs(model: onnx.ModelProto, network: str, directory: Path | No
         return
     try:
         session = start_session(model.SerializeToString(), directory)
+        shapes = _output_shapes(session, model)
     except Exception as err:  # ONNX Runtime has an error class for each of its status codes, without a common base
         raise UserInputError(
             f"network={network}: neither ONNX nor ONNX Runtime can infer the shapes of its outputs "
             f"({one_line(err)}); export the model with static shapes"
         ) from err
-    for output, found in zip(model.graph.output, session.get_outputs(), strict=True):
-        _set_shape(output, found.shape)
+    for output, shape in zip(model.graph.output, shapes, strict=True):
+        _set_shape(output, shape)
+
+
+def _output_shapes(session: onnxruntime.InferenceSession, model: onnx.ModelProto) -> list[list[int | str | None]]:
+    """The shapes of a model's outputs, with None or a name where they depend on values.
+
+    ONNX Runtime says [] of a scalar, and of an output that it knows nothing of; a call shows how many axes that has.
+    """
+    shapes = [list(output.shape) for output in session.get_outputs()]
+    has_shape = [output.type.tensor_type.HasField("shape") for output in model.graph.output]
+    if all(shape or known for shape, known in zip(shapes, has_shape, strict=True)):
+        return shapes
+    arrays = session.run(None, random_inputs(input_specs(model), seed=0))
+    return [shape or [None] * array.ndim for shape, array in zip(shapes, arrays, strict=True)]
 
 
 def _is_static(value: onnx.ValueInfoProto) -> bool:

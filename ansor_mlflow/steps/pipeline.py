@@ -138,7 +138,7 @@ def run_pipeline(
         metrics = {
             **_pick(tuned, names.TUNING_METRICS),
             **_pick(compiled, _FROM_COMPILE),
-            **_pick(evaluated, (*names.SUMMARY_METRICS, names.PROBE_SPREAD)),
+            **_pick(evaluated, (*names.SUMMARY_METRICS, names.ONNXRUNTIME_SHARE, names.PROBE_SPREAD)),
         }
         run.log_metrics(metrics)
         reasons = [step.data.tags.get(names.TAG_DISTRUST, "") for step in (tuned, evaluated)]
