@@ -20,7 +20,7 @@ from ansor_mlflow.networks import operators
 from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.loading import Network, load_network
-from ansor_mlflow.tensors import OPEN, TensorSpec
+from ansor_mlflow.tensors import OPEN, TensorSpec, random_inputs
 
 SMALL_IMAGE = {"data": [1, 3, 64, 64]}
 NUM_PARAMETERS = {

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnxruntime
 from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
 from onnx import TensorProto, external_data_helper, helper
 
