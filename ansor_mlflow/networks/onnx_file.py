@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError, EncodeError  # type: ignore[imp
 from onnx import TensorProto, external_data_helper, helper
 
 from ansor_mlflow.errors import UserInputError, one_line
+from ansor_mlflow.networks.checks import require_data, require_sizes, require_sound
 from ansor_mlflow.networks.inputs.branches import take_known_branches
 from ansor_mlflow.networks.inputs.trials import OnnxTrial, start_session
 from ansor_mlflow.networks.inputs.values import fix_values, require_shape, typed_values
@@ -72,7 +73,7 @@ def read_onnx(path: Path, network: str) -> onnx.ModelProto:
         raise UserInputError(f"network={network}: the file holds no ONNX model; export the model again")
     if not model.graph.node:
         raise UserInputError(f"network={network}: the model has no nodes, so there is nothing to tune")
-    return model
+    return require_sound(model, network)
 
 
 def load_weights(model: onnx.ModelProto, network: str, directory: Path) -> None:
@@ -84,6 +85,7 @@ def load_weights(model: onnx.ModelProto, network: str, directory: Path) -> None:
     with _translated_read_errors(network):
         for tensor in _external_tensors(model.graph):
             _load_tensor(tensor, directory)
+    require_data(model, network)
 
 
 def external_files(path: Path, network: str) -> list[str]:
@@ -292,6 +294,7 @@ def _largest(graph: onnx.GraphProto) -> int:
 def _fixed_everywhere(model: onnx.ModelProto, network: str, directory: Path | None, *, hint: str) -> onnx.ModelProto:
     """A model with static inputs as `fix_shapes` returns it."""
     model = _infer_shapes(model, network, directory, hint=hint)
+    require_sizes(model, network)
     _require_positive(model.graph, network)
     _complete_outputs(model, network, directory)
     return model
@@ -312,10 +315,14 @@ def _infer_shapes(model: onnx.ModelProto, network: str, directory: Path | None, 
     with contextlib.suppress(onnx.shape_inference.InferenceError):
         return _strictly_inferred(model)
     try:
+        loose = onnx.shape_inference.infer_shapes(model, check_type=True, data_prop=True)
+        require_sizes(loose, network)  # before ONNX Runtime computes what is constant
         start_session(model.SerializeToString(), directory)
+    except UserInputError:
+        raise
     except Exception as err:  # ONNX Runtime has an error class for each of its status codes, without a common base
         raise UserInputError(f"network={network}: its shapes do not fit together ({one_line(reason)}); {hint}") from err
-    return onnx.shape_inference.infer_shapes(model, check_type=True, data_prop=True)
+    return loose
 
 
 def _strictly_inferred(model: onnx.ModelProto) -> onnx.ModelProto:

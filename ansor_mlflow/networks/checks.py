@@ -1,0 +1,313 @@
+"""Whether an ONNX file says what it may say: the libraries that read it do not all ask, and some crash.
+
+`onnx.checker` asks for more, and so refuses files that all runtimes take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+
+import onnx
+from onnx import TensorProto, external_data_helper, helper, inliner
+
+from ansor_mlflow.errors import UserInputError, one_line
+
+_MAX_TENSOR_BYTES = 2**33
+"""No layer has a larger input, output or weight; what claims to is damaged, or would take all memory."""
+_MAX_RANK = 26
+"""TVM names axes by letters (`InitialLayout`)."""
+_MAX_NODES = 1_000_000
+"""Nodes of a graph whose functions are inlined: a few that call each other twice are billions."""
+_MAX_VERSION = 1000
+_MAX_NAME = 60
+"""Characters of a name that messages show."""
+_DOMAINS = {
+    *("", "ai.onnx", "ai.onnx.ml", "ai.onnx.preview.training", "ai.onnx.training"),
+    *("com.microsoft", "com.microsoft.experimental", "com.microsoft.nchwc", "com.ms.internal.nhwc"),
+}
+"""Domains whose operators ONNX or ONNX Runtime knows."""
+_BITS = {"INT2": 2, "UINT2": 2, "INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4}
+"""Types of which a byte holds several elements."""
+_FIELDS: dict[int, str] = {
+    TensorProto.FLOAT: "float_data",
+    TensorProto.INT32: "int32_data",
+    TensorProto.INT64: "int64_data",
+    TensorProto.DOUBLE: "double_data",
+    TensorProto.STRING: "string_data",
+}
+"""Where a tensor has its elements, one by one, if not as bytes."""
+
+
+def require_sound(model: onnx.ModelProto, network: str) -> onnx.ModelProto:
+    """Checks what a file says of itself, of its graph and of its weights; those in other files are not looked at.
+
+    Returns:
+        The model without functions of its own, which are inlined, and with its nodes in topological order. Some tools
+        that rewrite graphs add nodes at the end, and ONNX Runtime does not mind.
+
+    Raises:
+        UserInputError: It cannot be what an exporter wrote, or takes a newer version or an operator that nobody knows.
+    """
+    _check_versions(model, network)
+    model = _without_functions(model, network)
+    _check_operators(model, network)
+    _sort(model.graph)
+    _check_names(model.graph, network)
+    require_data(model, network)
+    return model
+
+
+def require_data(model: onnx.ModelProto, network: str) -> None:
+    """Checks that weights and constants are as large as they say; those in other files only that they are no giants.
+
+    Raises:
+        UserInputError: One is not.
+    """
+    if model.graph.sparse_initializer:
+        name = model.graph.sparse_initializer[0].values.name
+        raise _error(network, f"the weight {_shown(name)} is sparse, and only dense ones are read")
+    for tensor in _tensors(model.graph):
+        _check_tensor(tensor, network)
+
+
+def require_sizes(model: onnx.ModelProto, network: str) -> None:
+    """Checks the tensors whose shapes are known.
+
+    Raises:
+        UserInputError: One would be too large, or has too many dimensions.
+    """
+    for value in (*model.graph.input, *model.graph.value_info, *model.graph.output):
+        tensor = value.type.tensor_type
+        dims = [dim.dim_value for dim in tensor.shape.dim]
+        if tensor.elem_type in TensorProto.DataType.values():
+            _check_size(value.name, dims, tensor.elem_type, network)
+
+
+def _check_versions(model: onnx.ModelProto, network: str) -> None:
+    if model.ir_version < 1:
+        raise _error(network, "the file names no version of ONNX's format")
+    if model.ir_version > onnx.IR_VERSION:
+        raise _error(
+            network,
+            f"it is of version {model.ir_version} of ONNX's format, and the package onnx {onnx.__version__} reads "
+            f"versions up to {onnx.IR_VERSION}",
+            "install a newer one, or export for an older version",
+        )
+    versions: dict[str, int] = {}
+    for opset in model.opset_import:
+        domain = "" if opset.domain == "ai.onnx" else opset.domain
+        if versions.setdefault(domain, opset.version) != opset.version:
+            raise _error(network, f"it names two versions of the operators of {domain or 'ONNX'}")
+    for domain, version in versions.items():
+        if not 1 <= version <= _MAX_VERSION:
+            raise _error(network, f"it is of opset {version} of {domain or 'ONNX'}")
+    latest = onnx.defs.onnx_opset_version()
+    if versions.get("", 1) > latest:
+        raise _error(
+            network,
+            f"it is of opset {versions['']}, and the package onnx {onnx.__version__} knows them up to {latest}",
+            "install a newer one, or export for an older opset",
+        )
+
+
+def _without_functions(model: onnx.ModelProto, network: str) -> onnx.ModelProto:
+    """The model with its own functions inlined, which neither shape inference nor TVM does."""
+    if not model.functions:
+        return model
+    functions = {_key(function): list(_nodes(function.node)) for function in model.functions}
+    calls = {key: [_key(node) for node in nodes if _key(node) in functions] for key, nodes in functions.items()}
+    sizes: dict[tuple[str, str, str], int] = {}
+    try:
+        for key in TopologicalSorter(calls).static_order():
+            sizes[key] = sum(sizes.get(_key(node), 1) for node in functions[key])
+    except CycleError as err:
+        name = err.args[1][0][1]
+        raise _error(network, f"its function {_shown(name)} calls itself") from err
+    if sum(sizes.get(_key(node), 1) for node in _nodes(model.graph.node)) > _MAX_NODES:
+        raise _error(network, f"with its functions inlined it has more than {_MAX_NODES} nodes")
+    try:
+        inlined: onnx.ModelProto = inliner.inline_local_functions(model)
+    except Exception as err:  # it has errors of every kind for functions that do not fit
+        raise _error(network, f"its functions cannot be inlined ({one_line(err)})") from err
+    return inlined
+
+
+def _check_operators(model: onnx.ModelProto, network: str) -> None:
+    """Checks that operators are known to somebody, and that their attributes have the types that are read."""
+    own = {_key(function) for function in model.functions}
+    versions = {opset.domain: opset.version for opset in model.opset_import}
+    for node in _nodes(model.graph.node):
+        if not isinstance(node.op_type, str) or not node.op_type:  # bytes, if they are no UTF-8
+            raise _error(network, f"a node has the operator {node.op_type!r}")
+        if node.domain not in _DOMAINS and _key(node) not in own:
+            raise _error(
+                network,
+                f"the operator {_shown(f'{node.domain}.{node.op_type}')} is a custom one, which neither TVM nor ONNX "
+                "Runtime knows",
+                "export the model without it",
+            )
+        types = _attribute_types(node.op_type, versions.get(node.domain, 0), node.domain)
+        for attribute in node.attribute:
+            if attribute.type != types.get(attribute.name, attribute.type):
+                raise _error(network, f"{_shown(attribute.name)} of a node {node.op_type} is of the wrong type")
+
+
+@cache
+def _attribute_types(op_type: str, version: int, domain: str) -> dict[str, int]:
+    """The types of an operator's attributes; none where ONNX does not know it."""
+    try:
+        schema = onnx.defs.get_schema(op_type, version, domain)
+    except onnx.defs.SchemaError:
+        return {}
+    return {name: int(attribute.type.value) for name, attribute in schema.attributes.items()}  # type: ignore[attr-defined]
+
+
+def _sort(graph: onnx.GraphProto) -> None:
+    """Puts nodes in topological order, also those in branches; where there is none, they stay as they are."""
+    for node in graph.node:
+        for attribute in node.attribute:
+            for branch in (attribute.g, *attribute.graphs):
+                _sort(branch)
+    producers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
+    needs = {
+        index: {producers[name] for name in _taken_by(node) if name in producers}
+        for index, node in enumerate(graph.node)
+    }
+    if all(need < index for index, needed in needs.items() for need in needed):
+        return
+    try:
+        order = list(TopologicalSorter(needs).static_order())
+    except CycleError:
+        return
+    nodes = [graph.node[index] for index in order]
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _check_names(graph: onnx.GraphProto, network: str, around: frozenset[str] = frozenset()) -> None:
+    """Checks that every tensor is made once, before it is used, also in branches."""
+    weights = [weight.name for weight in graph.initializer]
+    weights += [weight.values.name for weight in graph.sparse_initializer]
+    inputs = [value.name for value in graph.input]
+    if "" in inputs:
+        raise _error(network, "one of its inputs has no name")
+    if not graph.output:
+        raise _error(network, "it has no outputs")
+    made = [name for node in graph.node for name in node.output if name]
+    for group in (inputs, weights, [*dict.fromkeys([*inputs, *weights]), *made]):
+        if double := _first_double(group):
+            raise _error(network, f"it has two tensors of the name {_shown(double)}")
+    known = {*around, *inputs, *weights}
+    for node in graph.node:
+        for name in node.input:
+            if name and name not in known:
+                made_later = "one of its nodes depends on itself" if name in made else "no node makes it"
+                raise _error(network, f"a node takes {_shown(name)}, and {made_later}")
+        for attribute in node.attribute:
+            for branch in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                _check_names(branch, network, frozenset(known))
+        known.update(node.output)
+    for output in graph.output:
+        if output.name not in known:
+            raise _error(network, f"no node makes its output {_shown(output.name)}")
+
+
+def _check_tensor(tensor: TensorProto, network: str) -> None:
+    if tensor.data_type not in TensorProto.DataType.values() or tensor.data_type == TensorProto.UNDEFINED:
+        raise _error(network, f"{_called(tensor)} is of type {tensor.data_type}, which ONNX {onnx.__version__} has not")
+    if any(dim < 0 for dim in tensor.dims):
+        raise _error(network, f"{_called(tensor)} has the shape {list(tensor.dims)}")
+    size = _check_size(tensor.name, tensor.dims, tensor.data_type, network)
+    if external_data_helper.uses_external_data(tensor):
+        return
+    if tensor.HasField("raw_data"):
+        wanted, found, unit = size, len(tensor.raw_data), "bytes"
+    elif tensor.data_type in _FIELDS:
+        wanted, found, unit = math.prod(tensor.dims), len(getattr(tensor, _FIELDS[tensor.data_type])), "elements"
+    else:
+        return
+    if wanted != found:
+        raise _error(network, f"{_called(tensor)} has {found} {unit}, and its shape {list(tensor.dims)} takes {wanted}")
+
+
+def _check_size(name: str, dims: Iterable[int], data_type: int, network: str) -> int:
+    """The bytes of a tensor."""
+    dims = list(dims)
+    kind = helper.tensor_dtype_to_string(data_type).rpartition(".")[2]
+    bits = _BITS[kind] if kind in _BITS else 8 * _item_bytes(data_type)
+    size = -(-math.prod(dims) * bits // 8)
+    if size > _MAX_TENSOR_BYTES:
+        raise _error(
+            network,
+            f"its tensor {_shown(name)} of shape {dims} would take {size / 2**30:.4g} GiB, and "
+            f"{_MAX_TENSOR_BYTES // 2**30} GiB are the most",
+            "give smaller shapes, or export the model again",
+        )
+    if len(dims) > _MAX_RANK:
+        raise _error(network, f"its tensor {_shown(name)} has {len(dims)} dimensions, and {_MAX_RANK} are the most")
+    return size
+
+
+def _item_bytes(data_type: int) -> int:
+    if data_type in (TensorProto.UNDEFINED, TensorProto.STRING):
+        return 1
+    return int(helper.tensor_dtype_to_np_dtype(data_type).itemsize)
+
+
+def _tensors(graph: onnx.GraphProto) -> Iterator[TensorProto]:
+    """The weights and constants of a graph, also of those in a branch."""
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield from (*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors)
+            for branch in (attribute.g, *attribute.graphs):
+                yield from _tensors(branch)
+
+
+def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Nodes, and those in their branches."""
+    for node in nodes:
+        yield node
+        for attribute in node.attribute:
+            for branch in (attribute.g, *attribute.graphs):
+                yield from _nodes(branch.node)
+
+
+def _taken_by(node: onnx.NodeProto) -> Iterator[str]:
+    """The names that a node takes, and those that its branches take."""
+    for inner in _nodes([node]):
+        yield from inner.input
+        for attribute in inner.attribute:
+            for branch in (attribute.g, *attribute.graphs):
+                yield from (output.name for output in branch.output)
+
+
+def _key(of: onnx.NodeProto | onnx.FunctionProto) -> tuple[str, str, str]:
+    """What a node and the function that it calls have in common."""
+    name = of.name if isinstance(of, onnx.FunctionProto) else of.op_type
+    return of.domain, name, getattr(of, "overload", "")
+
+
+def _first_double(names: Iterable[str]) -> str:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return ""
+
+
+def _called(tensor: TensorProto) -> str:
+    return f"the weight {_shown(tensor.name)}" if tensor.name else "a constant"
+
+
+def _shown(name: str) -> str:
+    """A name as messages show it, on one line."""
+    return repr(name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…")
+
+
+def _error(network: str, reason: str, hint: str = "export the model again") -> UserInputError:
+    return UserInputError(f"network={network}: {reason}; {hint}")
