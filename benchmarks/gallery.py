@@ -1,6 +1,6 @@
 """The gallery: models as people export them, each planned and compared with ONNX Runtime.
 
-    python benchmarks/gallery.py models --json result.json --markdown table.md
+    python benchmarks/gallery.py models --json result.json --markdown docs/gallery.md
     python benchmarks/gallery.py models --names yolo,crnn --tune    # and tuned a little
 
 Everything happens in child processes with a time limit, so that no model stops the others.
@@ -88,7 +88,7 @@ class Row:
 @click.option("--tune/--no-tune", default=False, help="Whether to tune with as many trials as there are tasks.")
 @click.option("--limit-s", default=300.0, help="Seconds that a plan or a check may take.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for all figures.")
-@click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="File for the tables.")
+@click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="File for the page of tables.")
 def main(
     models: Path,
     names: str,
@@ -215,6 +215,14 @@ _HEAD = (
 )
 
 
+_INTRODUCTION = (
+    "# Gallery\n\n"
+    "Models as people export them, with random weights, and how they get in: with all of their operators, or with some "
+    "left to ONNX Runtime. Errors are the largest difference from ONNX Runtime over its largest value, untuned. "
+    "`python benchmarks/gallery.py` makes this page; [its notes](../benchmarks/README.md) say how."
+)
+
+
 def _line(row: Row) -> str:
     tasks = "" if row.plan.result is None else str(len(row.plan.result["tasks"]))
     metrics = {} if row.tuning is None or row.tuning.result is None else row.tuning.result
@@ -244,11 +252,11 @@ def _ms(latency_ms: float | None) -> str:
 
 
 def _tables(rows: Sequence[Row]) -> str:
-    """The counts, and a table for each family."""
-    blocks = [_summary(rows)]
+    """A page with the counts, and a table for each family."""
+    blocks = [_INTRODUCTION, _summary(rows)]
     for family in dict.fromkeys(row.family for row in rows):
         lines = [_line(row) for row in rows if row.family == family]
-        blocks.append("\n".join([f"### {family[0].upper()}{family[1:]}", "", *_HEAD, *lines]))
+        blocks.append("\n".join([f"## {family[0].upper()}{family[1:]}", "", *_HEAD, *lines]))
     return "\n\n".join(blocks) + "\n"
 
 
