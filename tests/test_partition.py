@@ -14,7 +14,8 @@ import mlflow
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from helpers.exports import detector, make_model, tensor
+from onnx import TensorProto, helper
 
 from ansor_mlflow import flavor
 from ansor_mlflow.device import available_cpus, fingerprint
@@ -38,16 +39,6 @@ if TYPE_CHECKING:
 IMAGE = (1, 8, 64, 64)
 
 
-def tensor(name: str, shape: Any, dtype: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, dtype, shape)
-
-
-def make(nodes: list[onnx.NodeProto], inputs: Any, outputs: Any, constants: dict[str, np.ndarray]) -> onnx.ModelProto:
-    weights = [numpy_helper.from_array(values, name) for name, values in constants.items()]
-    graph = helper.make_graph(nodes, "main_graph", inputs, outputs, weights)
-    return helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
-
-
 def branching() -> onnx.ModelProto:
     """A convolution, a branch that its mean decides, and another convolution. An input is not used before the end."""
     rng = np.random.default_rng(0)
@@ -69,29 +60,7 @@ def branching() -> onnx.ModelProto:
         "zero": np.array(0, np.float32),
         "two": np.array(2, np.float32),
     }
-    return make(nodes, [tensor("x", IMAGE), tensor("late", (1, 1, 64, 64))], [tensor("y", IMAGE)], constants)
-
-
-def detector() -> onnx.ModelProto:
-    """Boxes and scores from a convolution, of which ONNX's NonMaxSuppression chooses some."""
-    rng = np.random.default_rng(1)
-    nodes = [
-        helper.make_node("Conv", ["x", "w"], ["maps"], pads=[1, 1, 1, 1], strides=[4, 4]),
-        helper.make_node("Reshape", ["maps", "flat"], ["rows"]),
-        helper.make_node("Split", ["rows", "sizes"], ["coordinates", "scores"], axis=1),
-        helper.make_node("Transpose", ["coordinates"], ["boxes"], perm=[0, 2, 1]),
-        helper.make_node("NonMaxSuppression", ["boxes", "scores", "most", "overlap", "least"], ["chosen"]),
-    ]
-    constants = {
-        "w": rng.normal(size=(6, 8, 3, 3)).astype(np.float32),
-        "flat": np.array([1, 6, 256]),
-        "sizes": np.array([4, 2]),
-        "most": np.array([5]),
-        "overlap": np.array([0.3], np.float32),
-        "least": np.array([0.1], np.float32),
-    }
-    outputs = [tensor("chosen", ["n", 3], TensorProto.INT64), tensor("scores", (1, 2, 256))]
-    return make(nodes, [tensor("x", IMAGE)], outputs, constants)
+    return make_model(nodes, [tensor("x", IMAGE), tensor("late", (1, 1, 64, 64))], [tensor("y", IMAGE)], constants)
 
 
 MODELS = {"branching": branching, "detector": detector}
@@ -151,7 +120,7 @@ def chain(*op_types: str) -> onnx.ModelProto:
     names = ["x", *(f"t{index}" for index in range(len(op_types)))]
     nodes = [helper.make_node(op, [names[i]], [names[i + 1]]) for i, op in enumerate(op_types)]
     shape = (1, 2, 1000, 1000)
-    return make(nodes, [tensor("x", shape)], [tensor(names[-1], shape)], {})
+    return make_model(nodes, [tensor("x", shape)], [tensor(names[-1], shape)], {})
 
 
 @pytest.mark.parametrize(
@@ -182,7 +151,7 @@ def test_branches_that_do_not_depend_on_each_other_are_one_part() -> None:
         helper.make_node("Neg", ["b"], ["d"]),
     ]
     shape = (1, 2, 1000, 1000)
-    model = make(nodes, [tensor("x", shape)], [tensor("c", shape), tensor("d", shape)], {})
+    model = make_model(nodes, [tensor("x", shape)], [tensor("c", shape), tensor("d", shape)], {})
     parts = partition(model, {2: "not known", 3: "not known"})
     assert [part.operators for part in parts] == [{"Exp": 1, "Relu": 1}, {"Neg": 2}]
 
@@ -226,7 +195,7 @@ def test_partition_off_names_what_tvm_cannot_compute(network: Network, host_targ
 
 def test_a_network_without_anything_for_tvm_is_refused(host_target: Target) -> None:
     nodes = [helper.make_node("NonZero", ["x"], ["y"])]
-    model = make(nodes, [tensor("x", (4,))], [tensor("y", ["n", "m"], TensorProto.INT64)], {})
+    model = make_model(nodes, [tensor("x", (4,))], [tensor("y", ["n", "m"], TensorProto.INT64)], {})
     with pytest.raises(UserInputError, match=r"TVM can compute no part of the network: NonZero \(shapes that depend"):
         lower(model, host_target)
 

@@ -81,17 +81,15 @@ def test_the_model_is_loaded_and_right(store: Path) -> None:
     np.testing.assert_allclose(model.run(data)["logits"], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_the_tuning_does_not_go_on_with_other_tasks(
-    store: Path, run_here: RunCommand, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("store")
+def test_the_tuning_does_not_go_on_with_other_tasks() -> None:
     """Another version of the lowering made them; `warm_start` takes what still applies."""
     run = runs_of("tune")[0]
     before = am.load_trials(run.info.run_id)
     assert len(before) == 16
-    assert run_here("tune", "--resume-run", run.info.run_id, "--trials", "20") == RecordsError.exit_code
-    assert re.search(r"tuned with lowering version 5, this is \d", capsys.readouterr().err)
+    with pytest.raises(RecordsError, match=r"lowering version 5, this is \d"):
+        am.tune(resume_run=run.info.run_id, trials=20)
     assert len(am.load_trials(run.info.run_id)) == 16
-    assert mlflow.get_run(run.info.run_id).info.status == "FINISHED"
 
 
 def test_the_tunings_are_compared(store: Path) -> None:

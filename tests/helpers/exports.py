@@ -1,0 +1,110 @@
+"""Small networks as people export them: with an operator of a varying size, a recurrent layer, dynamic axes, 8 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from ansor_mlflow.networks.loading import load_network
+
+NUM_CLASSES = 4
+
+
+def tensor(name: str, shape: Any, dtype: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
+    """The type of a tensor; a dimension may be a name."""
+    return helper.make_tensor_value_info(name, dtype, shape)
+
+
+def make_model(
+    nodes: list[onnx.NodeProto],
+    inputs: list[onnx.ValueInfoProto],
+    outputs: list[onnx.ValueInfoProto],
+    constants: dict[str, np.ndarray],
+) -> onnx.ModelProto:
+    """A model of opset 17 with a graph of a name that PyTorch gives all of them."""
+    weights = [numpy_helper.from_array(values, name) for name, values in constants.items()]
+    graph = helper.make_graph(nodes, "main_graph", inputs, outputs, weights)
+    return helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """float32 values of a layer, N(0, 2 / fan_in)."""
+    return (rng.normal(size=shape) * np.sqrt(2 / np.prod(shape[1:]))).astype(np.float32)
+
+
+def detector(image: tuple[Any, ...] = (1, 8, 64, 64)) -> onnx.ModelProto:
+    """Boxes (1, 256, 4) and scores (1, 2, 256) from a convolution, of which ONNX's NonMaxSuppression chooses some."""
+    rng = np.random.default_rng(1)
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["maps"], pads=[1, 1, 1, 1], strides=[4, 4]),
+        helper.make_node("Reshape", ["maps", "flat"], ["rows"]),
+        helper.make_node("Split", ["rows", "sizes"], ["coordinates", "scores"], axis=1),
+        helper.make_node("Transpose", ["coordinates"], ["boxes"], perm=[0, 2, 1]),
+        helper.make_node("NonMaxSuppression", ["boxes", "scores", "most", "overlap", "least"], ["chosen"]),
+    ]
+    constants = {
+        "w": normal(rng, 6, 8, 3, 3),
+        "flat": np.array([1, 6, 256]),
+        "sizes": np.array([4, 2]),
+        "most": np.array([5]),
+        "overlap": np.array([0.3], np.float32),
+        "least": np.array([0.1], np.float32),
+    }
+    outputs = [tensor("chosen", ["n", 3], TensorProto.INT64), tensor("scores", (1, 2, 256))]
+    return make_model(nodes, [tensor("x", image)], outputs, constants)
+
+
+def text_recogniser() -> onnx.ModelProto:
+    """A line of text, (batch, 1, 16, 64) → logits (batch, 16, classes): convolutions, a bidirectional LSTM over the
+    columns, and shape arithmetic between them, as PyTorch exports them with a dynamic batch.
+    """
+    rng = np.random.default_rng(2)
+    hidden = 8
+    nodes = [
+        helper.make_node("Conv", ["line", "w0", "b0"], ["c0"], pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["c0"], ["r0"]),
+        helper.make_node("MaxPool", ["r0"], ["p0"], kernel_shape=[2, 2], strides=[2, 2]),
+        helper.make_node("Conv", ["p0", "w1", "b1"], ["c1"], pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["c1"], ["r1"]),
+        helper.make_node("MaxPool", ["r1"], ["p1"], kernel_shape=[8, 2], strides=[8, 2]),
+        helper.make_node("Shape", ["p1"], ["shape"]),
+        helper.make_node("Slice", ["shape", "zero", "two"], ["batch_and_channels"]),
+        helper.make_node("Concat", ["batch_and_channels", "rest"], ["without_rows"], axis=0),
+        helper.make_node("Reshape", ["p1", "without_rows"], ["columns"]),
+        helper.make_node("Transpose", ["columns"], ["sequence"], perm=[2, 0, 1]),
+        helper.make_node("LSTM", ["sequence", "w", "r", "b"], ["both"], hidden_size=hidden, direction="bidirectional"),
+        helper.make_node("Transpose", ["both"], ["by_batch"], perm=[2, 0, 1, 3]),
+        helper.make_node("Reshape", ["by_batch", "joined"], ["features"]),
+        helper.make_node("MatMul", ["features", "w2"], ["logits"]),
+    ]
+    constants = {
+        "w0": normal(rng, 8, 1, 3, 3),
+        "b0": normal(rng, 8),
+        "w1": normal(rng, 16, 8, 3, 3),
+        "b1": normal(rng, 16),
+        "zero": np.array([0]),
+        "two": np.array([2]),
+        "rest": np.array([-1]),
+        "w": normal(rng, 2, 4 * hidden, 16),
+        "r": normal(rng, 2, 4 * hidden, hidden),
+        "b": normal(rng, 2, 8 * hidden),
+        "joined": np.array([0, 16, 2 * hidden]),
+        "w2": normal(rng, 2 * hidden, NUM_CLASSES),
+    }
+    logits = tensor("logits", ["batch", "columns", NUM_CLASSES])
+    return make_model(nodes, [tensor("line", ["batch", 1, 16, 64])], [logits], constants)
+
+
+def quantized_text_model(path: Path) -> None:
+    """Writes BERT with two layers and 16 tokens, quantised by ONNX Runtime as most text models are: dynamically."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    tokens = {name: [1, 16] for name in ("input_ids", "attention_mask", "token_type_ids")}
+    float_path = path.with_suffix(".float.onnx")
+    onnx.save(load_network("bert-tiny", input_shapes=tokens).model, float_path)
+    quantize_dynamic(float_path, path, weight_type=QuantType.QInt8)
+    float_path.unlink()

@@ -1,0 +1,64 @@
+"""Models as people have them, from `mlflow run` to `mlflow models serve`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import mlflow
+import numpy as np
+import onnx
+import pytest
+import requests
+from helpers.commands import FAST, ROOT, environment, run_project
+from helpers.exports import detector, quantized_text_model, text_recogniser
+from helpers.served import model_server
+
+from ansor_mlflow import names
+from ansor_mlflow.measuring.comparison import QUANTIZED_TOLERANCE, TOLERANCES
+from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.networks.loading import load_network
+from ansor_mlflow.tensors import random_inputs
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+
+EXPORTS: dict[str, Callable[[Path], None]] = {
+    "detector": lambda path: onnx.save(detector(), path),
+    "text-recogniser": lambda path: onnx.save(text_recogniser(), path),
+    "quantised-bert": quantized_text_model,
+}
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_from_the_project_to_the_server(name: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.onnx"
+    EXPORTS[name](path)
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = mlflow.MlflowClient(uri)
+    experiment_id = client.create_experiment(name, f"file://{tmp_path}/artifacts")
+    network = load_network(str(path))
+    trials = {"network": path, "trials": 60, "num_trials_per_round": 4, **FAST}
+    finished = run_project(ROOT, trials, tmp_path / "cwd", environment(uri), experiment_id=experiment_id)
+    assert finished.exit_code == 0, finished.stderr
+
+    runs = client.search_runs([experiment_id])
+    (compiled,) = [run for run in runs if run.data.tags[names.TAG_STEP] == "compile"]
+    (evaluated,) = [run for run in runs if run.data.tags[names.TAG_STEP] == "evaluate"]
+    tolerance = QUANTIZED_TOLERANCE if "quantised" in name else TOLERANCES["float32"]
+    assert evaluated.data.metrics[names.MAX_REL_ERROR] <= tolerance
+
+    inputs = random_inputs(network.inputs, seed=7)
+    expected = ReferenceSession(path, num_threads=1, optimized=False).run(inputs)
+    model = compiled.data.tags[names.TAG_MODEL_URI]
+    serve = ["--model-uri", model, "--env-manager", "local"]
+    with model_server(serve, tmp_path / "server.log", environment(uri)) as server:
+        body = json.dumps({"inputs": {name: array.tolist() for name, array in inputs.items()}})
+        headers = {"Content-Type": "application/json"}
+        response = requests.post(server.url, data=body, headers=headers, timeout=60)
+        assert response.status_code == 200, response.text
+    predictions = response.json()["predictions"]
+    outputs = predictions if isinstance(predictions, dict) else {next(iter(expected)): predictions}
+    assert outputs.keys() == expected.keys()
+    for output, values in expected.items():
+        np.testing.assert_allclose(outputs[output], values, rtol=0, atol=tolerance * abs(values).max())
