@@ -17,7 +17,7 @@ import onnx
 
 from ansor_mlflow.device import vector_lanes
 from ansor_mlflow.errors import UserInputError, first_line
-from ansor_mlflow.graphs import best_padding, fold_batch_norms, pad_output_channels
+from ansor_mlflow.graphs import best_padding, fold_batch_norms, pad_output_channels, raise_opset, rewrite_operators
 from ansor_mlflow.lowering.precision import compute_in
 from ansor_mlflow.settings import Layout, LoweringSettings, Padding
 from ansor_mlflow.trials import TaskInfo
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.target import Target
 
-LOWERING_VERSION = 5
+LOWERING_VERSION = 6
 """Provenance of records: two lowerings with different versions may give different tasks for one network."""
 
 
@@ -68,13 +68,13 @@ def lower(model: onnx.ModelProto, target: Target, settings: LoweringSettings = _
     import tvm
     from tvm import relax
 
-    from ansor_mlflow.lowering.constants import fold_constants_in_numpy
-    from ansor_mlflow.lowering.elementwise import expand_elementwise
+    from ansor_mlflow.lowering.constants import fold_constants
+    from ansor_mlflow.lowering.elementwise import constants_second, expand_elementwise
     from ansor_mlflow.lowering.indices import bound_indices
     from ansor_mlflow.lowering.slices import SlicesAreInjective
     from ansor_mlflow.lowering.squeeze import positive_squeeze_axes
 
-    graph = fold_batch_norms(model)
+    graph = rewrite_operators(fold_batch_norms(raise_opset(model)))
     if (padding := _padding(settings.pad_channels, target)) is not None:
         graph = pad_output_channels(graph, padding)
     with target:
@@ -84,13 +84,12 @@ def lower(model: onnx.ModelProto, target: Target, settings: LoweringSettings = _
                 relax.transform.DecomposeOpsForInference(),
                 expand_elementwise(),
                 relax.transform.CanonicalizeBindings(),
-                fold_constants_in_numpy(),
-                relax.transform.FoldConstant(),
+                fold_constants(),
+                constants_second(),
                 bound_indices(),
                 relax.transform.ConvertLayout(_LAYOUTS[resolve_layout(settings.layout)]),
                 *compute_in(settings.dtype),
-                fold_constants_in_numpy(),
-                relax.transform.FoldConstant(),
+                fold_constants(),
                 # TVM's pipeline "zero", with more to say of slices
                 relax.transform.LegalizeOps(),
                 relax.transform.AnnotateTIROpPattern(),

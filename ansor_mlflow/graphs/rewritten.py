@@ -1,0 +1,22 @@
+"""All rewritings of operators that TVM imports wrongly, slowly, or not at all."""
+
+from __future__ import annotations
+
+import onnx
+
+from ansor_mlflow.graphs.operators import elementwise
+from ansor_mlflow.graphs.rewriting import Rewritings, rewrite
+
+_OTHERS: Rewritings = {**elementwise.REWRITINGS}
+
+
+def rewrite_operators(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model without the operators that have a form which TVM computes better.
+
+    Args:
+        model: Model whose constants are initializers; stays as it is.
+
+    Returns:
+        A model that computes the same but for rounding; the same model, if there is nothing to rewrite.
+    """
+    return rewrite(model, _OTHERS)
