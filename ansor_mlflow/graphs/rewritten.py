@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import onnx
 
-from ansor_mlflow.graphs.operators import elementwise
+from ansor_mlflow.graphs.operators import conv_transpose, elementwise, quantized, recurrent
 from ansor_mlflow.graphs.rewriting import Rewritings, rewrite
 
-_OTHERS: Rewritings = {**elementwise.REWRITINGS}
+_QUANTIZED: Rewritings = quantized.REWRITINGS
+_OTHERS: Rewritings = {**conv_transpose.REWRITINGS, **elementwise.REWRITINGS, **recurrent.REWRITINGS}
 
 
 def rewrite_operators(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -19,4 +20,4 @@ def rewrite_operators(model: onnx.ModelProto) -> onnx.ModelProto:
     Returns:
         A model that computes the same but for rounding; the same model, if there is nothing to rewrite.
     """
-    return rewrite(model, _OTHERS)
+    return rewrite(rewrite(model, _QUANTIZED), _OTHERS)
