@@ -4,3 +4,4 @@ from ansor_mlflow.graphs.batch_norm import fold_batch_norms
 from ansor_mlflow.graphs.channel_padding import PaddedLayer, best_padding, layers_to_pad, pad_output_channels
 from ansor_mlflow.graphs.opset import raise_opset
 from ansor_mlflow.graphs.rewritten import rewrite_operators
+from ansor_mlflow.graphs.unsupported import reasons_to_stay

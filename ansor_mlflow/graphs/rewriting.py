@@ -17,6 +17,7 @@ _MAX_INFERRED_ELEMENTS = 2**12
 _FIRST_OPSET = 11
 """Slices and pads have their ranges as inputs from here on."""
 _FIRST_OPSET_WITH_SPLIT_INPUT = 13
+_FIRST_OPSET_WITH_REDUCED_INPUT = 18
 
 
 class GraphEditor:
@@ -117,6 +118,12 @@ class GraphEditor:
         if self.opset < _FIRST_OPSET_WITH_SPLIT_INPUT:
             return self.emit_all("Split", (data,), names, axis=axis, split=sizes)
         return self.emit_all("Split", (data, self.constant(sizes, np.int64)), names, axis=axis)
+
+    def reduce(self, op_type: str, data: str, axes: list[int], output: str | None = None) -> str:
+        """Puts in a reduction over some axes, which keep the size 1."""
+        if self.opset < _FIRST_OPSET_WITH_REDUCED_INPUT:
+            return self.emit(op_type, data, axes=axes, output=output)
+        return self.emit(op_type, data, self.constant(axes, np.int64), output=output)
 
     def _new_name(self, kind: str) -> str:
         self._num_names += 1

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import onnx
 
-from ansor_mlflow.graphs.operators import conv_transpose, elementwise, quantized, recurrent
+from ansor_mlflow.graphs.operators import (
+    conv_transpose,
+    elementwise,
+    indexing,
+    normalization,
+    quantized,
+    recurrent,
+    resize,
+)
 from ansor_mlflow.graphs.rewriting import Rewritings, rewrite
 
 _QUANTIZED: Rewritings = quantized.REWRITINGS
-_OTHERS: Rewritings = {**conv_transpose.REWRITINGS, **elementwise.REWRITINGS, **recurrent.REWRITINGS}
+_OTHERS: Rewritings = {
+    **conv_transpose.REWRITINGS,
+    **elementwise.REWRITINGS,
+    **indexing.REWRITINGS,
+    **normalization.REWRITINGS,
+    **recurrent.REWRITINGS,
+    **resize.REWRITINGS,
+}
 
 
 def rewrite_operators(model: onnx.ModelProto) -> onnx.ModelProto:
