@@ -18,12 +18,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 import ansor_mlflow as am
 from ansor_mlflow.errors import CorrectnessError, UserInputError
-from ansor_mlflow.graphs.cutting import CuttableGraph
 from ansor_mlflow.measuring import checking
 from ansor_mlflow.model.rebuild import BuildJob, build
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.loading import load_network
 from ansor_mlflow.steps.bisection import laboratory
+from ansor_mlflow.steps.bisection.cutting import CuttableGraph
 from ansor_mlflow.steps.bisection.laboratory import Comparison
 
 Spoil = Callable[[onnx.GraphProto], None]

@@ -9,8 +9,16 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from helpers.one_operator import MICROSOFT, assert_computes_the_same, one_operator, run_lowered
+from helpers.one_operator import run_onnxruntime as run_one
 from onnx import TensorProto, helper, numpy_helper
-from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+from onnxruntime.quantization import (
+    CalibrationDataReader,
+    QuantFormat,
+    QuantType,
+    quantize_dynamic,
+    quantize_static,
+)
 
 from ansor_mlflow.graphs.channel_padding import layers_to_pad
 from ansor_mlflow.lowering.lower import Layout, LoweredNetwork, lower
@@ -166,9 +174,107 @@ def test_quantized_weights_are_not_padded(float_network: Network, host_target: T
     assert [task.info.workload_hash for task in plain.tasks] == [task.info.workload_hash for task in padded.tasks]
 
 
-def test_operators_on_integers_stay_with_onnxruntime(
+def test_a_network_of_operators_on_8_bits_is_a_step_from_onnxruntime_at_most(
     float_network: Network, host_target: Target, tmp_path: Path
 ) -> None:
-    network = quantized(float_network, tmp_path, "uint8", per_channel=False, form=QuantFormat.QOperator)
-    lowered = lower(network.model, host_target)
-    assert "QLinearConv" in {operator for part in lowered.parts for operator in part.graph.reasons}
+    """What the quantiser writes as QLinearConv, QLinearAdd and the like."""
+    network = quantized(float_network, tmp_path, "uint8", per_channel=True, form=QuantFormat.QOperator)
+    assert any(node.op_type.startswith("QLinear") for node in network.model.graph.node)
+    inputs = random_inputs(network.inputs, seed=10)
+    output = run_untuned(lower(network.model, host_target), host_target, *inputs.values())
+    expected = run_onnxruntime(network.model, optimized=True, **inputs)
+    np.testing.assert_allclose(output, expected, rtol=0, atol=1.01 * output_step(network.model))
+
+
+def test_a_dynamically_quantized_network_computes_what_onnxruntime_computes(
+    host_target: Target, tmp_path: Path
+) -> None:
+    """Ranges are those of each input: DynamicQuantizeLinear, MatMulInteger."""
+    builder = GraphBuilder(seed=0)
+    builder.dense("logits", builder.input("data", (2, 300)), units=7, in_units=300)
+    onnx.save(builder.build("float", {"logits": (2, 7)}), tmp_path / "float.onnx")
+    quantize_dynamic(tmp_path / "float.onnx", tmp_path / "quantized.onnx")
+    network = load_network(str(tmp_path / "quantized.onnx"))
+    assert {"DynamicQuantizeLinear", "MatMulInteger"} <= {node.op_type for node in network.model.graph.node}
+    inputs = random_inputs(network.inputs, seed=10)
+    output = run_untuned(lower(network.model, host_target), host_target, *inputs.values())
+    expected = run_onnxruntime(network.model, optimized=True, **inputs)
+    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-4)
+
+
+BITS = np.random.default_rng(3)
+DATA = BITS.integers(0, 256, (1, 4, 6, 7)).astype(np.uint8)
+SCALES = {"xs": np.float32(0.0213), "xz": np.uint8(3), "ys": np.float32(0.0437), "yz": np.uint8(5)}
+OPERATORS: dict[str, tuple[str, dict[str, np.ndarray], dict[str, Any], list[str]]] = {
+    "QLinearAdd": (
+        MICROSOFT,
+        {"x": DATA, "b": DATA[:, ::-1].copy()},
+        {"bs": np.float32(0.0113), "bz": np.uint8(0)},
+        ["x", "xs", "xz", "b", "bs", "bz", "ys", "yz"],
+    ),
+    "QLinearMul": (
+        MICROSOFT,
+        {"x": DATA, "b": DATA[:, ::-1].copy()},
+        {"bs": np.float32(0.0113), "bz": np.uint8(0)},
+        ["x", "xs", "xz", "b", "bs", "bz", "ys", "yz"],
+    ),
+    "QLinearConcat": (
+        MICROSOFT,
+        {"x": DATA, "b": DATA[:, :2].copy()},
+        {"bs": np.float32(0.0113), "bz": np.uint8(0)},
+        ["ys", "yz", "x", "xs", "xz", "b", "bs", "bz"],
+    ),
+    "QLinearSigmoid": (MICROSOFT, {"x": DATA}, {}, ["x", "xs", "xz", "ys", "yz"]),
+    "QLinearLeakyRelu": (MICROSOFT, {"x": DATA}, {}, ["x", "xs", "xz", "ys", "yz"]),
+    "QLinearGlobalAveragePool": (MICROSOFT, {"x": DATA}, {}, ["x", "xs", "xz", "ys", "yz"]),
+    "QLinearMatMul": (
+        "",
+        {"x": DATA},
+        {"w": BITS.integers(0, 256, (7, 5)).astype(np.uint8), "ws": np.float32(0.011), "wz": np.uint8(9)},
+        ["x", "xs", "xz", "w", "ws", "wz", "ys", "yz"],
+    ),
+    "QGemm": (
+        MICROSOFT,
+        {"x": DATA[0, 0]},
+        {
+            "w": BITS.integers(-128, 128, (7, 5)).astype(np.int8),
+            "ws": np.linspace(0.01, 0.02, 5),
+            "wz": np.zeros(5, np.int8),
+            "b": BITS.integers(-500, 500, 5).astype(np.int32),
+        },
+        ["x", "xs", "xz", "w", "ws", "wz", "b", "ys", "yz"],
+    ),
+}
+"""Domain, data, constants and inputs."""
+
+
+@pytest.mark.parametrize("op_type", OPERATORS)
+def test_an_operator_on_8_bits_is_a_step_from_onnxruntime_at_most(host_target: Target, op_type: str) -> None:
+    domain, data, constants, inputs = OPERATORS[op_type]
+    used = {name: value for name, value in (SCALES | constants).items() if name in inputs}
+    attributes = {"axis": 1} if op_type == "QLinearConcat" else {}
+    model = one_operator(op_type, data, used, inputs=inputs, outputs=[TensorProto.UINT8], domain=domain, **attributes)
+    assert_computes_the_same(model, host_target, data, atol=1)
+
+
+@pytest.mark.parametrize("num_products", [16, 300])
+@pytest.mark.parametrize("op_type", ["MatMulInteger", "ConvInteger"])
+def test_sums_of_integers_are_exact(host_target: Target, op_type: str, num_products: int) -> None:
+    """Three hundred products of 8 bits may be more than a float32 holds exactly."""
+    shapes = {"MatMulInteger": ((3, num_products), (num_products, 5)), "ConvInteger": ((1, 4, 8, 9), (5, 4, 3, 3))}
+    if op_type == "ConvInteger" and num_products > 16:
+        shapes["ConvInteger"] = ((1, 40, 5, 5), (5, 40, 3, 3))
+    shape, weight_shape = shapes[op_type]
+    data = {"x": BITS.integers(200, 256, shape).astype(np.uint8)}
+    weight = BITS.integers(200, 256, weight_shape).astype(np.uint8)
+    constants = {"w": weight, "xz": np.uint8(0), "wz": np.uint8(1)}
+    model = one_operator(op_type, data, constants, outputs=[TensorProto.INT32])
+    (output,) = run_lowered(lower(model, host_target), host_target, data)
+    np.testing.assert_array_equal(output, run_one(model, data)[0])
+
+
+@pytest.mark.parametrize("values", [[-1.5, 0.25, 3.0], [1.0, 2.0, 4.0], [-4.0, -2.0, -1.0], [0.0, 0.0, 0.0]])
+def test_the_range_of_values_is_onnxs(host_target: Target, values: list[float]) -> None:
+    data = {"x": np.array(values, np.float32)}
+    outputs = [TensorProto.UINT8, TensorProto.FLOAT, TensorProto.UINT8]
+    assert_computes_the_same(one_operator("DynamicQuantizeLinear", data, outputs=outputs), host_target, data)

@@ -1,4 +1,4 @@
-"""Folds batch normalisation into the convolution before it.
+"""Folds batch normalisation into the convolution, or transposed convolution, before it.
 
 With fixed statistics, normalising the output of a convolution is scaling its weights and shifting its bias:
 γ (W∗x + b − μ) / √(σ² + ε) + β = (γ/√(σ²+ε) W)∗x + (b − μ) γ/√(σ²+ε) + β. TVM then makes simpler functions, and
@@ -36,7 +36,7 @@ def fold_batch_norms(model: onnx.ModelProto) -> onnx.ModelProto:
     num_uses = Counter(uses(graph))
     for norm in [node for node in graph.node if node.op_type == "BatchNormalization"]:
         conv = producers.get(norm.input[0])
-        if conv is None or conv.op_type != "Conv" or num_uses[conv.output[0]] != 1:
+        if conv is None or conv.op_type not in ("Conv", "ConvTranspose") or num_uses[conv.output[0]] != 1:
             continue
         if _is_training(norm) or not {*conv.input[1:], *norm.input[1:]} <= constants.keys():
             continue
@@ -53,14 +53,19 @@ def fold_batch_norms(model: onnx.ModelProto) -> onnx.ModelProto:
 def _folded(
     conv: onnx.NodeProto, norm: onnx.NodeProto, constants: dict[str, onnx.TensorProto]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weights [O, I, …] and bias [O] of the convolution that does both, in the type of the weights."""
+    """Weights and bias [O] of the convolution that does both, in the type of the weights."""
     weight, *biases = (numpy_helper.to_array(constants[name]) for name in conv.input[1:])
     gamma, beta, mean, variance = (
         numpy_helper.to_array(constants[name]).astype(np.float64) for name in norm.input[1:5]
     )
     scale = gamma / np.sqrt(variance + attribute(norm, "epsilon", _DEFAULT_EPSILON))
     bias = (sum(biases, np.zeros(1)) - mean) * scale + beta
-    scaled = weight * scale.reshape(-1, *[1] * (weight.ndim - 1))
+    if conv.op_type == "Conv":  # [O, I, …]
+        scaled = weight * scale.reshape(-1, *[1] * (weight.ndim - 1))
+    else:  # [I, O / groups, …], of which each group has its part of I
+        groups = int(attribute(conv, "group", 1))
+        per_group = scale.reshape(groups, 1, -1, *[1] * (weight.ndim - 2))
+        scaled = (weight.reshape(groups, -1, *weight.shape[1:]) * per_group).reshape(weight.shape)
     return scaled.astype(weight.dtype), bias.astype(weight.dtype)
 
 

@@ -1,7 +1,8 @@
 """Constants folded in NumPy.
 
 TVM's FoldConstant compiles a kernel with LLVM for each call that it evaluates, and nearly all of them only move the
-elements of a weight. That is nine tenths of the time of lowering a deep network.
+elements of a weight. That is nine tenths of the time of lowering a deep network. It also makes a function of every call
+that it only looks at, so that it is left out where nothing is left to fold.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
 import numpy as np
 from tvm import relax
-from tvm.ir import GenericConst
-from tvm.ir.transform import Pass
+from tvm.ir import GenericConst, IRModule, Op
+from tvm.ir.transform import Pass, PassContext, Sequential, module_pass
 
 from ansor_mlflow.lowering.rewriting import rewrite_main
 
@@ -65,7 +66,7 @@ class _Folder(relax.PyExprMutator):  # type: ignore[misc]
             result = function(*args)
         if str(result.dtype) != str(call.ty.dtype):
             return call
-        return relax.const(np.asarray(result, order="C"))
+        return relax.const(np.asarray(result, order="C"), str(result.dtype))  # else float64 becomes float32
 
     def _value(self, arg: relax.Expr) -> np.ndarray[Any, Any] | None:
         """A constant's elements; None for what only a run of the network knows."""
@@ -75,5 +76,37 @@ class _Folder(relax.PyExprMutator):  # type: ignore[misc]
 
 
 def fold_constants_in_numpy() -> Pass:
-    """The pass that evaluates the simplest calls with constant arguments; FoldConstant takes the rest."""
+    """The pass that evaluates the simplest calls with constant arguments."""
     return rewrite_main("FoldConstantInNumPy", _Folder)
+
+
+def fold_constants() -> Pass:
+    """The pass that evaluates calls with constant arguments: the simplest in NumPy, the others with FoldConstant."""
+
+    @module_pass(opt_level=0, name="FoldConstantsThatAreLeft")  # type: ignore[untyped-decorator]
+    def fold_others(mod: IRModule, _context: PassContext) -> IRModule:
+        return relax.transform.FoldConstant()(mod) if _has_constant_call(mod["main"]) else mod
+
+    return Sequential([fold_constants_in_numpy(), fold_others])
+
+
+def _has_constant_call(function: relax.Function) -> bool:
+    """Whether an operator is called with constants alone, or with nothing."""
+    constants, found = set(), []
+
+    def is_constant(arg: relax.Expr) -> bool:
+        if isinstance(arg, relax.Tuple):
+            return all(is_constant(field) for field in arg)
+        return not isinstance(arg, relax.Expr) or arg in constants or not isinstance(arg, relax.Var | relax.Call)
+
+    def visit(expr: relax.Expr) -> None:
+        if isinstance(expr, relax.SeqExpr):
+            for block in expr.blocks:
+                for binding in block.bindings:
+                    if isinstance(binding, relax.VarBinding) and isinstance(binding.value, GenericConst):
+                        constants.add(binding.var)
+        elif isinstance(expr, relax.Call) and isinstance(expr.op, Op) and expr.op.name != "relax.call_tir":
+            found.append(expr)
+
+    relax.analysis.post_order_visit(function, visit)
+    return any(all(is_constant(arg) for arg in call.args) for call in found)

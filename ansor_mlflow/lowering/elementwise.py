@@ -1,23 +1,36 @@
 """Elementwise operators in terms of those that every pass over Relax knows.
 
 ConvertLayout transposes data before and after an operator that it does not know, which is then not fused with the layer
-before. It knows maxima and rounding, but neither quantisation nor what TVM makes of ONNX's Clip.
+before. It knows maxima and rounding, but neither quantisation nor what TVM makes of ONNX's Clip. What it does know gets
+the layout of its first operand, and is transposed where the second has another rank.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
 import numpy as np
 from tvm import relax, tirx
-from tvm.ir import IRModule
+from tvm.ir import GenericConst, IRModule
 from tvm.ir.transform import Pass, Sequential
 
 from ansor_mlflow.lowering.rewriting import rewrite_main
 
 _BOUNDS: dict[str, Callable[..., relax.Expr]] = {"maximum": relax.op.maximum, "minimum": relax.op.minimum}
 """What takes the place of the functions as which TVM imports the bounds of Clip, by their names."""
+_VARIADIC: dict[str, Callable[..., relax.Expr]] = {
+    "relax.max": relax.op.maximum,
+    "relax.mean": relax.op.add,
+    "relax.min": relax.op.minimum,
+    "relax.sum": relax.op.add,
+}
+"""What takes the place of the reductions as which TVM imports Max, Mean, Min and Sum of several tensors."""
+_SYMMETRIC = {"relax.add", "relax.maximum", "relax.minimum", "relax.multiply"}
+_ORDERED = {"relax.divide", "relax.power", "relax.subtract"}
+_MIN_RANK = 4
+"""Rank of the data of a convolution over two axes, for which there are layouts."""
 _QUANTIZED = {"int8", "int16", "int32", "uint8", "uint16"}
 
 
@@ -31,17 +44,38 @@ class _Expander(relax.PyExprMutator):  # type: ignore[misc]
         call = self.visit_expr_post_order(call)
         match getattr(call.op, "name", ""):
             case "relax.call_tir":
-                return self._bounded(call)
+                call = self._bounded(call)
             case "relax.clip":
                 data, low, high = call.args
-                return _clipped(data, float(low.value), float(high.value), _dtype(data))
+                call = _clipped(data, float(low.value), float(high.value), _dtype(data))
             case "relax.nn.leakyrelu":
-                return _leaky_relu(call)
+                call = _leaky_relu(call)
             case "relax.dequantize" if _dtype(call.args[0]) in _QUANTIZED:
-                return self._dequantized(call)
+                call = self._dequantized(call)
             case "relax.quantize" if call.attrs.out_dtype in _QUANTIZED:
-                return self._quantized(call)
+                call = self._quantized(call)
+            case name if name in _VARIADIC:
+                call = self._pairwise(call)
         return call
+
+    def _pairwise(self, call: relax.Call) -> relax.Expr:
+        """Operations on two of the tensors that the importer gave one shape and stacked; no other operator stacks."""
+        stack = _bound(self, call.args[0])
+        if getattr(getattr(stack, "op", None), "name", "") != "relax.stack":
+            return call
+        fields = _bound(self, stack.args[0])
+        operands = [_bound(self, field) for field in fields]
+        tensors = [
+            operand.args[0] if getattr(getattr(operand, "op", None), "name", "") == "relax.broadcast_to" else field
+            for operand, field in zip(operands, fields, strict=True)
+        ]
+        combine = _VARIADIC[call.op.name]
+        result = functools.reduce(lambda first, second: self.builder_.normalize(combine(first, second)), tensors)
+        if [int(size) for size in result.ty.shape] != [int(size) for size in call.ty.shape]:
+            return call
+        if call.op.name != "relax.mean":
+            return result
+        return relax.op.divide(result, relax.const(len(tensors), _dtype(call)))
 
     def _bounded(self, call: relax.Call) -> relax.Expr:
         """A bound of Clip: an argument, or before version 11 of ONNX's operators a number in the function."""
@@ -93,6 +127,41 @@ def expand_elementwise() -> Pass:
     return Sequential([expand, relax.transform.DeadCodeElimination(["main"])])
 
 
+@relax.expr_functor.mutator
+class _ConstantsSecond(relax.PyExprMutator):  # type: ignore[misc]
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        call = self.visit_expr_post_order(call)
+        name = getattr(call.op, "name", "")
+        if name not in _SYMMETRIC | _ORDERED or call.ty.ndim < _MIN_RANK:
+            return call
+        first, second = call.args
+        before, after = (self._of_rank(operand, call.ty.ndim) for operand in (first, second))
+        if (before is None) == (after is None):
+            return call
+        if after is not None:
+            return relax.Call(call.op, [first, after], call.attrs)
+        if name in _SYMMETRIC:
+            return relax.Call(call.op, [second, before], call.attrs)
+        if name == "relax.subtract" and "float" in _dtype(call):
+            return relax.op.add(self.builder_.normalize(relax.op.negative(second)), before)
+        return call
+
+    def _of_rank(self, operand: relax.Expr, rank: int) -> relax.Expr | None:
+        """A constant with ones before its shape, or as it is where it is a number; None for what is no constant."""
+        constant = _bound(self, operand)
+        if not isinstance(constant, GenericConst):
+            return None
+        values = constant.value.numpy()
+        if values.ndim in (0, rank):
+            return operand
+        return relax.const(values.reshape(*[1] * (rank - values.ndim), *values.shape), str(values.dtype))
+
+
+def constants_second() -> Pass:
+    """The pass that makes constants the second operands, of the rank of the result: a layout is that of data then."""
+    return rewrite_main("ConstantsSecond", _ConstantsSecond)
+
+
 def _clipped(data: relax.Expr, low: float, high: float, dtype: str) -> relax.Expr:
     return relax.op.minimum(relax.op.maximum(data, relax.const(low, dtype)), relax.const(high, dtype))
 
@@ -101,6 +170,12 @@ def _leaky_relu(call: relax.Call) -> relax.Expr:
     data, dtype = call.args[0], _dtype(call.args[0])
     zero, slope = relax.const(0, dtype), relax.const(call.attrs.alpha, dtype)
     return relax.op.add(relax.op.maximum(data, zero), relax.op.multiply(slope, relax.op.minimum(data, zero)))
+
+
+def _bound(mutator: relax.PyExprMutator, expr: relax.Expr) -> relax.Expr:
+    """What a variable stands for."""
+    value = mutator.lookup_binding(expr) if isinstance(expr, relax.Var) else None
+    return expr if value is None else value
 
 
 def _dtype(tensor: relax.Expr) -> str:

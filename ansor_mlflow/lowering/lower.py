@@ -15,7 +15,15 @@ import onnx
 
 from ansor_mlflow.device import vector_lanes
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.graphs import GraphPart, best_padding, fold_batch_norms, pad_output_channels, simplify
+from ansor_mlflow.graphs import (
+    GraphPart,
+    best_padding,
+    fold_batch_norms,
+    pad_output_channels,
+    raise_opset,
+    rewrite_operators,
+    simplify,
+)
 from ansor_mlflow.lowering.parts import describe, lower_parts
 from ansor_mlflow.lowering.pipeline import lower_graph, lower_node
 from ansor_mlflow.settings import LoweringSettings, Padding
@@ -79,7 +87,7 @@ def lower(
     from ansor_mlflow.lowering.joining import join_modules
 
     called = called or model.graph.name
-    graph = fold_batch_norms(simplify(model, called))
+    graph = rewrite_operators(fold_batch_norms(simplify(raise_opset(model), called)))
     if (padding := _padding(settings.pad_channels, target)) is not None:
         graph = pad_output_channels(graph, padding)
     parts = lower_parts(

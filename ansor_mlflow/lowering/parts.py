@@ -16,6 +16,7 @@ from ansor_mlflow.graphs import (
     branches_of,
     extract,
     partition,
+    reasons_to_stay,
     static_shape,
     value_infos,
 )
@@ -46,7 +47,7 @@ def lower_parts(model: onnx.ModelProto, lower_whole: LowerGraph, lower_node: Low
         The parts in the order in which they run.
     """
     values = value_infos(model)
-    reasons = _known_reasons(model, values)
+    reasons = {**reasons_to_stay(model), **_known_reasons(model, values)}
     if not reasons:
         with contextlib.suppress(NotLoweredError):
             return [(part, lower_whole(part.model)) for part in partition(model, {})]

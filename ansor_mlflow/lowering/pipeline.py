@@ -47,8 +47,8 @@ def lower_graph(model: onnx.ModelProto, target: Target, settings: LoweringSettin
     """
     from tvm import relax
 
-    from ansor_mlflow.lowering.constants import fold_constants_in_numpy
-    from ansor_mlflow.lowering.elementwise import expand_elementwise
+    from ansor_mlflow.lowering.constants import fold_constants
+    from ansor_mlflow.lowering.elementwise import constants_second, expand_elementwise
     from ansor_mlflow.lowering.indices import bound_indices
     from ansor_mlflow.lowering.slices import SlicesAreInjective
     from ansor_mlflow.lowering.squeeze import positive_squeeze_axes
@@ -58,13 +58,12 @@ def lower_graph(model: onnx.ModelProto, target: Target, settings: LoweringSettin
         relax.transform.DecomposeOpsForInference(),
         expand_elementwise(),
         relax.transform.CanonicalizeBindings(),
-        fold_constants_in_numpy(),
-        relax.transform.FoldConstant(),
+        fold_constants(),
+        constants_second(),
         bound_indices(),
         relax.transform.ConvertLayout(_LAYOUTS[resolve_layout(settings.layout)]),
         *compute_in(settings.dtype),
-        fold_constants_in_numpy(),
-        relax.transform.FoldConstant(),
+        fold_constants(),
         # TVM's pipeline "zero", with more to say of slices
         relax.transform.LegalizeOps(),
         relax.transform.AnnotateTIROpPattern(),
@@ -81,6 +80,7 @@ def lower_node(model: onnx.ModelProto, target: Target) -> IRModule:
     """As `lower_graph`, but only as far as shows whether TVM knows the operators: milliseconds for one node."""
     from tvm import relax
 
+    from ansor_mlflow.lowering.constants import fold_constants
     from ansor_mlflow.lowering.elementwise import expand_elementwise
     from ansor_mlflow.lowering.squeeze import positive_squeeze_axes
 
@@ -89,7 +89,7 @@ def lower_node(model: onnx.ModelProto, target: Target) -> IRModule:
         relax.transform.DecomposeOpsForInference(),
         expand_elementwise(),
         relax.transform.CanonicalizeBindings(),
-        relax.transform.FoldConstant(),
+        fold_constants(),
         relax.transform.LegalizeOps(),
     ]
     return _lowered(model, target, passes)

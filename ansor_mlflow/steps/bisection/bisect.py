@@ -14,11 +14,11 @@ import onnx
 
 from ansor_mlflow.device import Device
 from ansor_mlflow.errors import AnsorMlflowError
-from ansor_mlflow.graphs import CuttableGraph
 from ansor_mlflow.measuring import Deviation, choose_examples, require_examples, tolerance_for
 from ansor_mlflow.model import require_linker
 from ansor_mlflow.networks import write_onnx
 from ansor_mlflow.options import BisectOptions
+from ansor_mlflow.steps.bisection.cutting import CuttableGraph
 from ansor_mlflow.steps.bisection.finding import (
     INPUTS_FILE,
     MODEL_FILE,

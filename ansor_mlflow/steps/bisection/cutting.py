@@ -9,7 +9,7 @@ import numpy.typing as npt
 import onnx
 from onnx import helper, numpy_helper
 
-from ansor_mlflow.graphs.nodes import uses
+from ansor_mlflow.graphs import uses
 
 _KNOWN_FROM_SHAPES = {"Shape", "Size"}
 """Operators whose results do not depend on the values of their input."""

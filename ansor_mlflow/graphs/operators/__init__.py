@@ -1,0 +1,1 @@
+"""Operators rewritten, a file for each family of them."""

@@ -1,0 +1,53 @@
+"""Operators that move elements, or choose windows of them, in the forms that TVM mistakes."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+
+from ansor_mlflow.graphs.rewriting import GraphEditor, Rewritings, attributes_of
+
+
+def _one_hot(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    """Comparison with 0, 1, …; an index outside of the depth matches none."""
+    indices, depth, values = node.input[0], graph.value(node.input[1]), graph.value(node.input[2])
+    shape, dtype = graph.shape(indices), graph.dtype(indices)
+    if (
+        shape is None
+        or depth is None
+        or values is None
+        or dtype not in (onnx.TensorProto.INT32, onnx.TensorProto.INT64)
+    ):
+        return False
+    size, rank = int(depth.item()), len(shape) + 1
+    axis = attributes_of(node).get("axis", -1) % rank
+    np_dtype = onnx.helper.tensor_dtype_to_np_dtype(dtype)
+    broadcast = [size if index == axis else 1 for index in range(rank)]
+    levels = graph.constant(np.arange(size).reshape(broadcast), np_dtype)
+    is_negative = graph.emit("Less", indices, graph.constant(0, np_dtype))
+    shifted = graph.emit("Add", indices, graph.constant(size, np_dtype))
+    wrapped = graph.emit("Where", is_negative, shifted, indices)
+    spread = graph.reshape(wrapped, (*shape[:axis], 1, *shape[axis:]))
+    off, on = (graph.constant(value) for value in values)
+    graph.emit("Where", graph.emit("Equal", spread, levels), on, off, output=node.output[0])
+    return True
+
+
+def _max_pool(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    """TVM loses a window at the end with SAME_LOWER, unless the stride divides the size; pads say it without doubt."""
+    attributes, shape = attributes_of(node), graph.shape(node.input[0])
+    if shape is None or attributes.get("auto_pad") != "SAME_LOWER":
+        return False
+    rank = len(shape) - 2
+    before, after = [], []
+    strides, dilations = (attributes.get(name, [1] * rank) for name in ("strides", "dilations"))
+    for size, kernel, stride, dilation in zip(shape[2:], attributes["kernel_shape"], strides, dilations, strict=True):
+        total = max(0, (-(-size // stride) - 1) * stride + (kernel - 1) * dilation + 1 - size)
+        before.append(total - total // 2)
+        after.append(total // 2)
+    kept = {name: value for name, value in attributes.items() if name not in ("auto_pad", "pads")}
+    graph.emit_all("MaxPool", node.input, list(node.output), pads=[*before, *after], **kept)
+    return True
+
+
+REWRITINGS: Rewritings = {("", "MaxPool"): _max_pool, ("", "OneHot"): _one_hot}

@@ -1,0 +1,201 @@
+"""Operators on 8 bits as those on floats between DequantizeLinear and QuantizeLinear, and on integers as exact floats.
+
+The first are ONNX's and those that ONNX Runtime's quantiser writes with `QuantFormat.QOperator`
+(https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md). The second are what dynamic quantisation
+writes: sums of products of 8 bits. A float32 holds those of a few hundred products exactly. A float64 holds all; but
+where the sum is made a float32 next, float32 has the precision that is wanted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from ansor_mlflow.graphs.rewriting import GraphEditor, Rewriting, Rewritings, attributes_of, input_of
+
+_MICROSOFT = "com.microsoft"
+_EXACT = 2**24
+"""Integers up to here are exact in float32."""
+_MAX_FACTOR = 255
+"""Largest difference of two numbers of 8 bits."""
+
+
+def _quantized(
+    compute: Callable[[onnx.NodeProto, GraphEditor, list[str]], str | None], starts: Sequence[int], result: int
+) -> Rewriting:
+    """A rewriting of an operator whose inputs are tensors, each followed by its scale and zero point.
+
+    Args:
+        compute: Puts in the operator on floats, which it is given; returns its output, or None if it cannot.
+        starts: Positions of the tensors among the inputs.
+        result: Position of the scale of the output, which its zero point follows.
+    """
+
+    def rewriting(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+        tensors = [graph.emit("DequantizeLinear", *_present(node, start, 3)) for start in starts]
+        output = compute(node, graph, tensors)
+        if output is None:
+            return False
+        graph.emit("QuantizeLinear", output, *_present(node, result, 2), output=node.output[0])
+        return True
+
+    return rewriting
+
+
+def _same(op_type: str, *kept: str) -> Callable[[onnx.NodeProto, GraphEditor, list[str]], str]:
+    """The operator of that name, with those of the node's attributes that are named."""
+
+    def compute(node: onnx.NodeProto, graph: GraphEditor, tensors: list[str]) -> str:
+        attributes = {name: value for name, value in attributes_of(node).items() if name in kept}
+        return graph.emit(op_type, *tensors, **attributes)
+
+    return compute
+
+
+def _conv(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    """Weights are quantised by their first axis, and the bias with the product of both scales."""
+    data = graph.emit("DequantizeLinear", *_present(node, 0, 3))
+    weight = graph.emit("DequantizeLinear", *_present(node, 3, 3), axis=0)
+    inputs = [data, weight]
+    if bias := input_of(node, 8):
+        values, scale, weight_scale = (graph.value(name) for name in (bias, node.input[1], node.input[4]))
+        if values is None or scale is None or weight_scale is None:
+            return False
+        inputs.append(graph.constant((values * np.float64(scale) * weight_scale).astype(np.float32)))
+    output = graph.emit("Conv", *inputs, **attributes_of(node))
+    graph.emit("QuantizeLinear", output, *_present(node, 6, 2), output=node.output[0])
+    return True
+
+
+def _gemm(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    """ONNX Runtime's Gemm: the bias is quantised with α and both scales; without an output's scale it gives floats."""
+    attributes = attributes_of(node)
+    alpha, transposed = attributes.get("alpha", 1.0), attributes.get("transB", 0)
+    a_scale, b_scale = graph.value(node.input[1]), graph.value(node.input[4])
+    if a_scale is None or b_scale is None:
+        return False
+    a = graph.emit("DequantizeLinear", *_present(node, 0, 3))
+    b = graph.emit("DequantizeLinear", *_present(node, 3, 3), axis=0 if transposed else 1)
+    inputs = [a, b]
+    if bias := input_of(node, 6):
+        if (values := graph.value(bias)) is None:
+            return False
+        inputs.append(graph.constant((values * (alpha * np.float64(a_scale) * b_scale)).astype(np.float32)))
+    output = graph.emit("Gemm", *inputs, alpha=alpha, transA=attributes.get("transA", 0), transB=transposed)
+    if input_of(node, 7):
+        graph.emit("QuantizeLinear", output, *_present(node, 7, 2), output=node.output[0])
+    else:
+        graph.emit("Identity", output, output=node.output[0])
+    return True
+
+
+def _concat(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    parts = [graph.emit("DequantizeLinear", *node.input[at : at + 3]) for at in range(2, len(node.input), 3)]
+    output = graph.emit("Concat", *parts, axis=attributes_of(node)["axis"])
+    graph.emit("QuantizeLinear", output, *node.input[:2], output=node.output[0])
+    return True
+
+
+def _pooled(op_type: str) -> Callable[[onnx.NodeProto, GraphEditor, list[str]], str | None]:
+    pool = _same(op_type, *("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides"))
+
+    def compute(node: onnx.NodeProto, graph: GraphEditor, tensors: list[str]) -> str | None:
+        return None if attributes_of(node).get("channels_last") else pool(node, graph, tensors)
+
+    return compute
+
+
+def _reduced(node: onnx.NodeProto, graph: GraphEditor, tensors: list[str]) -> str | None:
+    axes, keepdims = attributes_of(node).get("axes"), attributes_of(node).get("keepdims", 1)
+    return graph.emit("ReduceMean", *tensors, axes=axes, keepdims=keepdims) if graph.opset < 18 else None
+
+
+def _softmax(node: onnx.NodeProto, graph: GraphEditor, tensors: list[str]) -> str | None:
+    """With the operators before version 13 of ONNX, all axes from the given one on are one."""
+    attributes, shape = attributes_of(node), graph.shape(node.input[0])
+    axis = attributes.get("axis", -1)
+    if attributes.get("opset", graph.opset) < 13 and (shape is None or axis % len(shape) != len(shape) - 1):
+        return None
+    return graph.emit("Softmax", *tensors, axis=axis)
+
+
+def _integer_product(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    """MatMulInteger and ConvInteger: the products of what is left of the zero points, as int32."""
+    weight_shape, rank = graph.shape(node.input[1]), len(graph.shape(node.input[0]) or ())
+    if weight_shape is None or not rank:
+        return False
+    is_conv = node.op_type == "ConvInteger"
+    num_products = math.prod(weight_shape[1:]) if is_conv else weight_shape[max(0, len(weight_shape) - 2)]
+    exact = num_products * _MAX_FACTOR**2 < _EXACT
+    dtype = TensorProto.FLOAT if exact or _is_made_float(node, graph) else TensorProto.DOUBLE
+    factors = []
+    for position, axis in ((0, rank - 2), (1, 0 if is_conv else len(weight_shape) - 1)):
+        factor = graph.emit("Cast", node.input[position], to=dtype)
+        if zero_point := input_of(node, position + 2):
+            shape, factor_rank = graph.shape(zero_point), rank if position == 0 else len(weight_shape)
+            if shape is None or len(shape) > 1:
+                return False
+            if len(shape) == 1 and shape[0] > 1:
+                broadcast = [1] * factor_rank
+                broadcast[axis] = shape[0]
+                zero_point = graph.reshape(zero_point, broadcast)
+            else:
+                zero_point = graph.reshape(zero_point, ())
+            factor = graph.emit("Sub", factor, graph.emit("Cast", zero_point, to=dtype))
+        factors.append(factor)
+    product = graph.emit("Conv", *factors, **attributes_of(node)) if is_conv else graph.emit("MatMul", *factors)
+    graph.emit("Cast", product, to=TensorProto.INT32, output=node.output[0])
+    return True
+
+
+def _is_made_float(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    users = graph.consumers(node.output[0])
+    return bool(users) and all(
+        user.op_type == "Cast" and attributes_of(user)["to"] == TensorProto.FLOAT for user in users
+    )
+
+
+def _dynamic_quantize(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    """Saturate(round(x / scale) + zero point), both of the range of x and 0; the scale of zeros alone is 1."""
+    emit, data = graph.emit, node.input[0]
+    y, scale_output, zero_point_output = node.output
+    zero, one, levels = (graph.constant(value, np.float32) for value in (0, 1, 255))
+    lowest = emit("Min", emit("ReduceMin", data, keepdims=0), zero)
+    highest = emit("Max", emit("ReduceMax", data, keepdims=0), zero)
+    span = emit("Sub", highest, lowest)
+    is_flat = emit("Equal", span, zero)
+    scale = emit("Where", is_flat, one, emit("Div", span, levels), output=scale_output)
+    zero_point = emit("Round", emit("Div", emit("Neg", lowest), scale))
+    zero_point = emit("Cast", zero_point, to=TensorProto.UINT8, output=zero_point_output)
+    emit("QuantizeLinear", data, scale, zero_point, output=y)
+    return True
+
+
+REWRITINGS: Rewritings = {
+    ("", "ConvInteger"): _integer_product,
+    ("", "DynamicQuantizeLinear"): _dynamic_quantize,
+    ("", "MatMulInteger"): _integer_product,
+    ("", "QLinearConv"): _conv,
+    ("", "QLinearMatMul"): _quantized(_same("MatMul"), (0, 3), 6),
+    (_MICROSOFT, "QGemm"): _gemm,
+    (_MICROSOFT, "QLinearAdd"): _quantized(_same("Add"), (0, 3), 6),
+    (_MICROSOFT, "QLinearAveragePool"): _quantized(_pooled("AveragePool"), (0,), 3),
+    (_MICROSOFT, "QLinearConcat"): _concat,
+    (_MICROSOFT, "QLinearConv"): _conv,
+    (_MICROSOFT, "QLinearGlobalAveragePool"): _quantized(_pooled("GlobalAveragePool"), (0,), 3),
+    (_MICROSOFT, "QLinearLeakyRelu"): _quantized(_same("LeakyRelu", "alpha"), (0,), 3),
+    (_MICROSOFT, "QLinearMul"): _quantized(_same("Mul"), (0, 3), 6),
+    (_MICROSOFT, "QLinearReduceMean"): _quantized(_reduced, (0,), 3),
+    (_MICROSOFT, "QLinearSigmoid"): _quantized(_same("Sigmoid"), (0,), 3),
+    (_MICROSOFT, "QLinearSoftmax"): _quantized(_softmax, (0,), 3),
+}
+
+
+def _present(node: onnx.NodeProto, start: int, count: int) -> list[str]:
+    """Names of a tensor, its scale and its zero point, which may be missing at the end."""
+    names = [input_of(node, position) for position in range(start, start + count)]
+    return names if names[-1] else names[:-1]

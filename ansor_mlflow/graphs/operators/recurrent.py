@@ -1,0 +1,244 @@
+"""LSTM, GRU and RNN of short sequences, step after step (https://onnx.ai/onnx/operators/onnx__LSTM.html, …GRU, …RNN).
+
+What the inputs contribute to the gates is one product of matrices for all steps; a step is one more product and a few
+elementwise operations. All steps are the same functions, so that they are tuned once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+
+from ansor_mlflow.graphs.rewriting import GraphEditor, Rewritings, attributes_of, input_of
+
+MAX_STEPS = 64
+"""Longest sequence that is written out."""
+_ACTIVATIONS = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "RNN": ["Tanh"]}
+_KNOWN_ACTIVATIONS = {"Relu", "Sigmoid", "Tanh"}
+_NUM_GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+_MAX_CONCAT = 8
+"""Tensors that TVM joins at once: it asks for each element where it comes from, one tensor after the other."""
+_WEIGHTS, _RECURRENT, _BIAS, _LENGTHS, _INITIAL_H, _INITIAL_C, _PEEPHOLES = 1, 2, 3, 4, 5, 6, 7
+"""Positions of the inputs."""
+
+
+def why_not_unrolled(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
+    """Why a recurrent operator is not written out; None if it is."""
+    attributes = attributes_of(node)
+    shape = graph.shape(node.input[0])
+    if shape is None:
+        return "a sequence whose length is not known"
+    steps = shape[1] if attributes.get("layout", 0) else shape[0]
+    constants = [name for name in (*node.input[1:3], input_of(node, _BIAS)) if name]
+    lengths, peepholes = input_of(node, _LENGTHS), input_of(node, _PEEPHOLES)
+    obstacles = {
+        f"more than {MAX_STEPS} steps": steps > MAX_STEPS,
+        "weights that are no constants": any(graph.value(name) is None for name in constants),
+        "sequences of different lengths": bool(lengths) and not _is_all(graph.value(lengths), steps),
+        "peepholes": bool(peepholes) and not _is_all(graph.value(peepholes), 0),
+        "clipped or coupled gates": bool(attributes.get("clip") or attributes.get("input_forget")),
+        "activations of its own": not set(_activations(node, attributes)) <= _KNOWN_ACTIVATIONS,
+    }
+    return next((reason for reason, applies in obstacles.items() if applies), None)
+
+
+def _is_all(values: np.ndarray[Any, Any] | None, number: int) -> bool:
+    return values is not None and bool((values == number).all())
+
+
+def _unroll(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    if why_not_unrolled(node, graph) is not None:
+        return False
+    attributes = attributes_of(node)
+    batch_first = bool(attributes.get("layout", 0))
+    data, shape = node.input[0], graph.shape(node.input[0])
+    assert shape is not None  # else it is not unrolled
+    if batch_first:
+        data, shape = graph.emit("Transpose", data, perm=[1, 0, 2]), (shape[1], shape[0], shape[2])
+    steps, batch, in_units = shape
+    flat = graph.reshape(data, (steps * batch, in_units))
+    directions = _directions(attributes.get("direction", "forward"))
+    activations = _activations(node, attributes)
+    per_direction = len(activations) // len(directions)
+    sequences, last_hs, last_cs = [], [], []
+    for index, reverse in enumerate(directions):
+        cell = _Cell.of(node, graph, index, batch, activations[index * per_direction :][:per_direction])
+        outputs, h, c = cell.run(flat, steps, reverse=reverse)
+        sequences.append(_stacked(outputs, (batch, cell.units), graph))
+        last_hs.append(h)
+        last_cs.append(c)
+    units, num = cell.units, len(directions)
+    joined = sequences[0] if num == 1 else graph.emit("Concat", *sequences, axis=1)  # [steps, directions, batch, units]
+    if graph.is_used(node, 0):
+        perm = [2, 0, 1, 3] if batch_first else None
+        _finish(graph, joined, perm, node.output[0])
+    for position, states in ((1, last_hs), (2, last_cs)):
+        if graph.is_used(node, position):
+            parts = [graph.reshape(state, (1, batch, units)) for state in states]
+            state = parts[0] if num == 1 else graph.emit("Concat", *parts, axis=0)
+            _finish(graph, state, [1, 0, 2] if batch_first else None, node.output[position])
+    return True
+
+
+REWRITINGS: Rewritings = {("", "GRU"): _unroll, ("", "LSTM"): _unroll, ("", "RNN"): _unroll}
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """One direction of a recurrent operator. Gates are in ONNX's order."""
+
+    graph: GraphEditor
+    kind: str
+    units: int
+    batch: int
+    weights: np.ndarray[Any, Any]
+    """[in_units, gates · units]."""
+    recurrent: np.ndarray[Any, Any]
+    """[units, gates · units]."""
+    input_bias: np.ndarray[Any, Any]
+    """[gates · units]."""
+    recurrent_bias: np.ndarray[Any, Any]
+    """[gates · units]."""
+    initial_h: str
+    initial_c: str
+    activations: list[str]
+    linear_before_reset: bool
+
+    @classmethod
+    def of(cls, node: onnx.NodeProto, graph: GraphEditor, index: int, batch: int, activations: list[str]) -> _Cell:
+        """The cell of a node's direction."""
+        weights, recurrent = (graph.value(node.input[position]) for position in (_WEIGHTS, _RECURRENT))
+        assert weights is not None, "else it is not unrolled"
+        assert recurrent is not None
+        units = recurrent.shape[2]
+        size = _NUM_GATES[node.op_type] * units
+        bias_name = input_of(node, _BIAS)
+        bias = graph.value(bias_name) if bias_name else None
+        both = np.zeros(2 * size, weights.dtype) if bias is None else bias[index]
+
+        def initial(position: int) -> str:
+            name = input_of(node, position)
+            if not name:
+                return graph.constant(np.zeros((batch, units), weights.dtype))
+            axis = 1 if attributes_of(node).get("layout", 0) else 0
+            return graph.reshape(graph.slice(name, [index], [index + 1], [axis]), (batch, units))
+
+        return cls(
+            graph=graph,
+            kind=node.op_type,
+            units=units,
+            batch=batch,
+            weights=weights[index].T,
+            recurrent=recurrent[index].T,
+            input_bias=both[:size],
+            recurrent_bias=both[size:],
+            initial_h=initial(_INITIAL_H),
+            initial_c=initial(_INITIAL_C) if node.op_type == "LSTM" else "",
+            activations=activations,
+            linear_before_reset=bool(attributes_of(node).get("linear_before_reset", 0)),
+        )
+
+    def run(self, flat: str, steps: int, *, reverse: bool) -> tuple[list[str], str, str]:
+        """Puts in all steps.
+
+        Args:
+            flat: Inputs [steps · batch, in_units].
+            steps: Number of steps.
+            reverse: The last step comes first.
+
+        Returns:
+            The states [batch, units] after each step, in the order of the inputs; the last one, and that of the cell.
+        """
+        bias, step = self._step()
+        product = self.graph.emit("MatMul", flat, self.graph.constant(self.weights))
+        gates = self.graph.emit("Add", product, self.graph.constant(bias))
+        parts = self.graph.split(gates, steps, self.batch, axis=0) if steps > 1 else [gates]
+        h, c, outputs = self.initial_h, self.initial_c, []
+        for part in reversed(parts) if reverse else parts:
+            h, c = step(part, h, c)
+            outputs.append(h)
+        return (outputs[::-1] if reverse else outputs), h, c
+
+    def _step(self) -> tuple[np.ndarray[Any, Any], Callable[[str, str, str], tuple[str, str]]]:
+        """The bias that is added to all steps at once, and what puts in a step: of gates of the input, and states."""
+        if self.kind == "GRU":
+            return self._gru_step()
+        recurrent = self.graph.constant(self.recurrent)
+        step = self._lstm_step if self.kind == "LSTM" else self._rnn_step
+        return self.input_bias + self.recurrent_bias, lambda gates, h, c: step(
+            self.graph.emit("Add", self.graph.emit("MatMul", h, recurrent), gates), c
+        )
+
+    def _rnn_step(self, gates: str, c: str) -> tuple[str, str]:
+        return self.graph.emit(self.activations[0], gates), c
+
+    def _lstm_step(self, gates: str, c: str) -> tuple[str, str]:
+        """Gates i, o, f, c: C = f ⊙ C + i ⊙ c and H = o ⊙ h(C)."""
+        emit = self.graph.emit
+        gate, cell, hidden = self.activations
+        i, o, f = (emit(gate, self._gate(gates, index)) for index in range(3))
+        candidate = emit(cell, self._gate(gates, 3))
+        c = emit("Add", emit("Mul", f, c), emit("Mul", i, candidate))
+        return emit("Mul", o, emit(hidden, c)), c
+
+    def _gru_step(self) -> tuple[np.ndarray[Any, Any], Callable[[str, str, str], tuple[str, str]]]:
+        """Gates z, r, h: H = (1 − z) ⊙ h + z ⊙ H, which is h + z ⊙ (H − h)."""
+        emit, constant, units = self.graph.emit, self.graph.constant, self.units
+        gate, hidden = self.activations
+        zr, of_h = slice(2 * units), slice(2 * units, None)
+        bias, recurrent_bias = self.input_bias + self.recurrent_bias, np.zeros_like(self.recurrent_bias)
+        if self.linear_before_reset:  # then one product does for all gates
+            bias[of_h], recurrent_bias[of_h] = self.input_bias[of_h], self.recurrent_bias[of_h]
+            recurrent, added = constant(self.recurrent), constant(recurrent_bias)
+        else:
+            recurrent, of_reset = constant(self.recurrent[:, zr]), constant(self.recurrent[:, of_h])
+
+        def step(gates: str, h: str, c: str) -> tuple[str, str]:
+            product = emit("MatMul", h, recurrent)
+            if self.linear_before_reset:
+                product = emit("Add", product, added)
+            z, r = (emit(gate, emit("Add", self._gate(product, n), self._gate(gates, n))) for n in range(2))
+            if self.linear_before_reset:
+                reset = emit("Mul", r, self._gate(product, 2))
+            else:
+                reset = emit("MatMul", emit("Mul", r, h), of_reset)
+            candidate = emit(hidden, emit("Add", reset, self._gate(gates, 2)))
+            return emit("Add", candidate, emit("Mul", z, emit("Sub", h, candidate))), c
+
+        return bias, step
+
+    def _gate(self, gates: str, index: int) -> str:
+        """One of the gates in [batch, gates · units]."""
+        return self.graph.slice(gates, [index * self.units], [(index + 1) * self.units], [1])
+
+
+def _activations(node: onnx.NodeProto, attributes: dict[str, Any]) -> list[str]:
+    num_directions = len(_directions(attributes.get("direction", "forward")))
+    given = [name.decode() for name in attributes.get("activations", [])]
+    return given or _ACTIVATIONS[node.op_type] * num_directions
+
+
+def _directions(direction: str) -> list[bool]:
+    """For each direction whether it begins with the last step."""
+    return {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[direction]
+
+
+def _stacked(outputs: list[str], shape: tuple[int, int], graph: GraphEditor) -> str:
+    """States of all steps as [steps, 1, batch, units]."""
+    batch, units = shape
+    count, joined = len(outputs), outputs
+    while len(joined) > 1:
+        groups = [joined[start : start + _MAX_CONCAT] for start in range(0, len(joined), _MAX_CONCAT)]
+        joined = [group[0] if len(group) == 1 else graph.emit("Concat", *group, axis=0) for group in groups]
+    return graph.reshape(joined[0], (count, 1, batch, units))
+
+
+def _finish(graph: GraphEditor, tensor: str, perm: list[int] | None, output: str) -> None:
+    if perm is None:
+        graph.emit("Identity", tensor, output=output)
+    else:
+        graph.emit("Transpose", tensor, perm=perm, output=output)

@@ -1,0 +1,195 @@
+"""How nodes of an ONNX graph are replaced by others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from ansor_mlflow.graphs.nodes import remove_unused_initializers, uses
+
+_MAX_INFERRED_ELEMENTS = 2**12
+"""Larger constants are weights, of which no shape is computed."""
+_FIRST_OPSET = 11
+"""Slices and pads have their ranges as inputs from here on."""
+_FIRST_OPSET_WITH_SPLIT_INPUT = 13
+_FIRST_OPSET_WITH_REDUCED_INPUT = 18
+
+
+class GraphEditor:
+    """What a rewriting asks of a graph, and where it puts its nodes.
+
+    Attributes:
+        opset: Version of ONNX's own operators.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.opset = opset_version(model)
+        self._graph = model.graph
+        self._constants = {initializer.name: initializer for initializer in model.graph.initializer}
+        self._types = _tensor_types(model)
+        self._consumers: dict[str, list[onnx.NodeProto]] = {}
+        for node in model.graph.node:
+            for name in node.input:
+                self._consumers.setdefault(name, []).append(node)
+        self._uses = set(uses(model.graph))
+        self._nodes: list[onnx.NodeProto] = []
+        self._prefix = ""
+        self._num_names = 0
+
+    def rewrite(self, node: onnx.NodeProto, rewriting: Rewriting | None) -> list[onnx.NodeProto]:
+        """What takes the place of a node: itself, if there is no rewriting or it does not apply."""
+        self._nodes, self._prefix, self._num_names = [], next(filter(None, node.output), ""), 0
+        return self._nodes if rewriting is not None and rewriting(node, self) else [node]
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Shape of a tensor; None where it is not known, or not static."""
+        if name in self._constants:
+            return tuple(self._constants[name].dims)
+        tensor = self._types.get(name)
+        if tensor is None or not tensor.HasField("shape"):
+            return None
+        dims = tensor.shape.dim
+        return tuple(dim.dim_value for dim in dims) if all(dim.HasField("dim_value") for dim in dims) else None
+
+    def dtype(self, name: str) -> int:
+        """Element type of a tensor as ONNX numbers it; 0 where it is not known."""
+        if name in self._constants:
+            return int(self._constants[name].data_type)
+        return int(self._types[name].elem_type) if name in self._types else onnx.TensorProto.UNDEFINED
+
+    def value(self, name: str) -> np.ndarray | None:
+        """A constant; None for a tensor that is none."""
+        return numpy_helper.to_array(self._constants[name]) if name in self._constants else None
+
+    def consumers(self, name: str) -> list[onnx.NodeProto]:
+        """The nodes that take a tensor."""
+        return self._consumers.get(name, [])
+
+    def is_used(self, node: onnx.NodeProto, output: int) -> bool:
+        """Whether a node has an output of that number, and something takes it."""
+        return output < len(node.output) and node.output[output] in self._uses
+
+    def constant(self, value: Any, dtype: Any = None) -> str:
+        """The name of a new constant."""
+        tensor = numpy_helper.from_array(np.asarray(value, dtype), self._new_name("constant"))
+        self._graph.initializer.append(tensor)
+        self._constants[tensor.name] = tensor
+        return str(tensor.name)
+
+    def emit(self, op_type: str, *inputs: str, output: str | None = None, **attributes: Any) -> str:
+        """Puts in a node with one output.
+
+        Args:
+            op_type: One of ONNX's own operators.
+            inputs: Names of tensors; an empty one is an optional input that is not there.
+            output: Name of the output; a new one, if there is none.
+            attributes: The node's; those that are None are left out.
+
+        Returns:
+            The name of the output.
+        """
+        return self.emit_all(op_type, inputs, [output or self._new_name(op_type.lower())], **attributes)[0]
+
+    def emit_all(self, op_type: str, inputs: Sequence[str], outputs: list[str], **attributes: Any) -> list[str]:
+        """As `emit`, for a node with any number of outputs, whose names are given."""
+        self._nodes.append(
+            helper.make_node(op_type, list(inputs), outputs, name=f"{outputs[0]}.{op_type}", **attributes)
+        )
+        return outputs
+
+    def reshape(self, data: str, shape: Sequence[int], output: str | None = None) -> str:
+        """Puts in a reshape to a static shape."""
+        return self.emit("Reshape", data, self.constant(list(shape), np.int64), output=output)
+
+    def slice(self, data: str, starts: list[int], ends: list[int], axes: list[int], output: str | None = None) -> str:
+        """Puts in a slice."""
+        ranges = (self.constant(values, np.int64) for values in (starts, ends, axes))
+        return self.emit("Slice", data, *ranges, output=output)
+
+    def split(self, data: str, num_parts: int, size: int, axis: int) -> list[str]:
+        """Puts in a split into parts of the same size."""
+        names = [self._new_name("split") for _ in range(num_parts)]
+        sizes = [size] * num_parts
+        if self.opset < _FIRST_OPSET_WITH_SPLIT_INPUT:
+            return self.emit_all("Split", (data,), names, axis=axis, split=sizes)
+        return self.emit_all("Split", (data, self.constant(sizes, np.int64)), names, axis=axis)
+
+    def reduce(self, op_type: str, data: str, axes: list[int], output: str | None = None) -> str:
+        """Puts in a reduction over some axes, which keep the size 1."""
+        if self.opset < _FIRST_OPSET_WITH_REDUCED_INPUT:
+            return self.emit(op_type, data, axes=axes, output=output)
+        return self.emit(op_type, data, self.constant(axes, np.int64), output=output)
+
+    def _new_name(self, kind: str) -> str:
+        self._num_names += 1
+        return f"{self._prefix}.{kind}{self._num_names}"
+
+
+Rewriting = Callable[[onnx.NodeProto, GraphEditor], bool]
+"""Puts in what takes the place of a node, or says that the node stays as it is."""
+Rewritings = Mapping[tuple[str, str], Rewriting]
+"""A rewriting for each operator: its domain, empty for ONNX's own, and its name."""
+
+
+def rewrite(model: onnx.ModelProto, rewritings: Rewritings) -> onnx.ModelProto:
+    """The model with other nodes in the place of some; itself where there is nothing to do.
+
+    Args:
+        model: Stays as it is. Constants are its initializers.
+        rewritings: What to do with which nodes. What they put in is not looked at again.
+    """
+    if opset_version(model) < _FIRST_OPSET or not any(_operator(node) in rewritings for node in model.graph.node):
+        return model
+    rewritten = onnx.ModelProto()
+    rewritten.CopyFrom(model)
+    editor, graph = GraphEditor(rewritten), rewritten.graph
+    nodes = [new for node in model.graph.node for new in editor.rewrite(node, rewritings.get(_operator(node)))]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    remove_unused_initializers(graph)
+    return rewritten
+
+
+def opset_version(model: onnx.ModelProto) -> int:
+    """Version of ONNX's own operators."""
+    return next((int(opset.version) for opset in model.opset_import if opset.domain in ("", "ai.onnx")), 1)
+
+
+def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
+    """A node's attributes by their names; strings are text."""
+    values = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
+
+
+def input_of(node: onnx.NodeProto, position: int) -> str:
+    """Name of an input; empty where the node has none there."""
+    return str(node.input[position]) if position < len(node.input) else ""
+
+
+def _operator(node: onnx.NodeProto) -> tuple[str, str]:
+    return ("" if node.domain == "ai.onnx" else str(node.domain)), str(node.op_type)
+
+
+def _tensor_types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
+    """Types of a graph's tensors, as far as they are written down or ONNX can infer them."""
+    graph = onnx.GraphProto()
+    graph.node.extend(model.graph.node)
+    graph.input.extend(model.graph.input)
+    graph.value_info.extend(model.graph.value_info)
+    graph.output.extend(model.graph.output)
+    inputs = {value.name for value in graph.input}
+    for tensor in model.graph.initializer:
+        if math.prod(tensor.dims) <= _MAX_INFERRED_ELEMENTS:
+            graph.initializer.append(tensor)
+        elif tensor.name not in inputs:
+            graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    skeleton = helper.make_model(graph, opset_imports=model.opset_import, ir_version=max(model.ir_version, 4))
+    skeleton.functions.extend(model.functions)
+    inferred = onnx.shape_inference.infer_shapes(skeleton, data_prop=True).graph
+    values = (*inferred.value_info, *inferred.input, *inferred.output)
+    return {value.name: value.type.tensor_type for value in values if value.type.HasField("tensor_type")}

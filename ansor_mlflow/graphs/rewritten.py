@@ -1,0 +1,38 @@
+"""All rewritings of operators that TVM imports wrongly, slowly, or not at all."""
+
+from __future__ import annotations
+
+import onnx
+
+from ansor_mlflow.graphs.operators import (
+    conv_transpose,
+    elementwise,
+    indexing,
+    normalization,
+    quantized,
+    recurrent,
+    resize,
+)
+from ansor_mlflow.graphs.rewriting import Rewritings, rewrite
+
+_QUANTIZED: Rewritings = quantized.REWRITINGS
+_OTHERS: Rewritings = {
+    **conv_transpose.REWRITINGS,
+    **elementwise.REWRITINGS,
+    **indexing.REWRITINGS,
+    **normalization.REWRITINGS,
+    **recurrent.REWRITINGS,
+    **resize.REWRITINGS,
+}
+
+
+def rewrite_operators(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model without the operators that have a form which TVM computes better.
+
+    Args:
+        model: Model whose constants are initializers; stays as it is.
+
+    Returns:
+        A model that computes the same but for rounding; the same model, if there is nothing to rewrite.
+    """
+    return rewrite(rewrite(model, _QUANTIZED), _OTHERS)

@@ -1,0 +1,68 @@
+"""What TVM imports without an error, but computes wrongly.
+
+An operator that it cannot import or lower is found by trying. These are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import onnx
+
+from ansor_mlflow.graphs.operators.recurrent import why_not_unrolled
+from ansor_mlflow.graphs.operators.resize import why_not_resized
+from ansor_mlflow.graphs.rewriting import GraphEditor, attributes_of, input_of
+
+WhyNot = Callable[[onnx.NodeProto, GraphEditor], "str | None"]
+
+
+def reasons_to_stay(model: onnx.ModelProto) -> dict[int, str]:
+    """Why nodes are not for TVM, by their places in the graph.
+
+    Args:
+        model: Model after `rewrite_operators`.
+
+    Returns:
+        A few words for each node that TVM would compute wrongly, or not at all.
+    """
+    graph = GraphEditor(model)
+    reasons = {place: why_not(node, graph) for place, node in enumerate(model.graph.node)}
+    return {place: reason for place, reason in reasons.items() if reason is not None}
+
+
+def why_not(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
+    """Why a node is not for TVM; None if it may be."""
+    if any(0 in (graph.shape(name) or ()) for name in (*node.input, *node.output) if name and _is_data(name, graph)):
+        return "a tensor without elements"
+    if node.op_type.startswith("Reduce") and attributes_of(node).get("noop_with_empty_axes") and not input_of(node, 1):
+        return "a reduction over no axis"
+    return _WHY_NOT[node.op_type](node, graph) if node.op_type in _WHY_NOT else None
+
+
+def _is_data(name: str, graph: GraphEditor) -> bool:
+    """Whether a tensor is no constant, which may be empty: Resize has such inputs."""
+    return graph.value(name) is None
+
+
+def _attribute(name: str, value: object, reason: str) -> WhyNot:
+    """The reason, where a node has an attribute of that value."""
+    return lambda node, _graph: reason if attributes_of(node).get(name) == value else None
+
+
+def _wrapped_pad(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
+    pads = graph.value(input_of(node, 1))
+    wrong = attributes_of(node).get("mode") == "wrap" and (pads is None or pads.min() < 0)
+    return "a cropped tensor that is continued" if wrong else None
+
+
+_WHY_NOT: Mapping[str, WhyNot] = {
+    "BatchNormalization": _attribute("training_mode", 1, "statistics of the batch"),
+    "GRU": why_not_unrolled,
+    "LSTM": why_not_unrolled,
+    "LpPool": _attribute("ceil_mode", 1, "windows beyond the end"),
+    "Pad": _wrapped_pad,
+    "RNN": why_not_unrolled,
+    "Resize": why_not_resized,
+    "RoiAlign": _attribute("mode", "max", "maxima of regions"),
+    "SpaceToDepth": _attribute("mode", "CRD", "depth before blocks"),
+}
