@@ -11,6 +11,7 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
 import onnx
+from google.protobuf.message import Message  # type: ignore[import-untyped]
 from onnx import TensorProto, external_data_helper, helper, inliner
 
 from ansor_mlflow.errors import UserInputError, one_line
@@ -51,6 +52,7 @@ def require_sound(model: onnx.ModelProto, network: str) -> onnx.ModelProto:
     Raises:
         UserInputError: It cannot be what an exporter wrote, or takes a newer version or an operator that nobody knows.
     """
+    _check_texts(model, network)
     _check_versions(model, network)
     model = _without_functions(model, network)
     _check_operators(model, network)
@@ -84,6 +86,18 @@ def require_sizes(model: onnx.ModelProto, network: str) -> None:
         dims = [dim.dim_value for dim in tensor.shape.dim]
         if tensor.elem_type in TensorProto.DataType.values():
             _check_size(value.name, dims, tensor.elem_type, network)
+
+
+def _check_texts(message: Message, network: str) -> None:
+    """Checks that texts are UTF-8: protobuf does not, and gives bytes for others, which no library expects."""
+    for field, content in message.ListFields():
+        if field.type not in (field.TYPE_STRING, field.TYPE_MESSAGE):
+            continue
+        for part in [content] if isinstance(content, str | bytes | Message) else content:
+            if isinstance(part, bytes):
+                raise _error(network, f"its {field.full_name.removeprefix('onnx.')} {_shown(part)} is no text in UTF-8")
+            if isinstance(part, Message):
+                _check_texts(part, network)
 
 
 def _check_versions(model: onnx.ModelProto, network: str) -> None:
@@ -140,8 +154,8 @@ def _check_operators(model: onnx.ModelProto, network: str) -> None:
     own = {_key(function) for function in model.functions}
     versions = {opset.domain: opset.version for opset in model.opset_import}
     for node in _nodes(model.graph.node):
-        if not isinstance(node.op_type, str) or not node.op_type:  # bytes, if they are no UTF-8
-            raise _error(network, f"a node has the operator {node.op_type!r}")
+        if not node.op_type:
+            raise _error(network, "a node has no operator")
         if node.domain not in _DOMAINS and _key(node) not in own:
             raise _error(
                 network,
@@ -304,9 +318,9 @@ def _called(tensor: TensorProto) -> str:
     return f"the weight {_shown(tensor.name)}" if tensor.name else "a constant"
 
 
-def _shown(name: str) -> str:
+def _shown(name: str | bytes) -> str:
     """A name as messages show it, on one line."""
-    return repr(name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…")
+    return repr(name) if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]!r}…"
 
 
 def _error(network: str, reason: str, hint: str = "export the model again") -> UserInputError:
