@@ -128,17 +128,15 @@ def _in_order(files: Iterable[Path], chosen: Sequence[str]) -> list[Path]:
 def _row(file: Path, check: bool, tune: bool, limit_s: float) -> Row:
     about_file = file.with_suffix(".json")
     about = json.loads(about_file.read_text()) if about_file.exists() else {}
+    parameters = {name: about[name] for name in _PARAMETERS if about.get(name)}
     options = [
-        word
-        for name in _PARAMETERS
-        if about.get(name)
-        for word in (f"--{name.replace('_', '-')}", json.dumps(about[name]))
+        word for name, value in parameters.items() for word in (f"--{name.replace('_', '-')}", json.dumps(value))
     ]
     plan = _run([str(_PROGRAM), "plan", "--network", str(file.resolve()), *options, "--json", "-"], limit_s)
     checked = tuned = None
     if plan.result is not None:
-        shapes = ["--input-shapes", json.dumps(about.get("input_shapes", {}))]
-        child = [sys.executable, str(_HERE / "gallery_check.py"), str(file.resolve()), *shapes]
+        child = [sys.executable, str(_HERE / "gallery_check.py"), str(file.resolve())]
+        child += ["--parameters", json.dumps(parameters)]
         checked = _run(child, limit_s) if check else None
         tuned = _run([*child, "--trials", str(len(plan.result["tasks"]))], _TUNING_S) if tune else None
     return Row(

@@ -1,6 +1,6 @@
 """A process of the benchmark `gallery.py`: what a model computes without tuning, or how fast it is with a little.
 
-    python benchmarks/gallery_check.py model.onnx --input-shapes '{"x": [1, 3, 64, 64]}' [--trials 12]
+    python benchmarks/gallery_check.py model.onnx --parameters '{"input_shapes": {"x": [1, 3, 64, 64]}}' [--trials 12]
 
 Prints one line of JSON. Errors end it as they end the command `ansor-mlflow`.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +20,24 @@ import numpy as np
 from ansor_mlflow.errors import AnsorMlflowError
 
 _SEED = 0
-Shapes = Mapping[str, Sequence[int]]
 
 
 @click.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--input-shapes", default="{}", help="As JSON.")
+@click.option("--parameters", default="{}", help="Those of the network beside its name, as JSON.")
 @click.option("--trials", default=0, help="Trials of a tuning; 0 does not tune.")
-def main(file: Path, input_shapes: str, trials: int) -> None:
+def main(file: Path, parameters: str, trials: int) -> None:
     """Compiles a model and compares it with ONNX Runtime."""
-    shapes = json.loads(input_shapes)
+    given = json.loads(parameters)
     try:
-        found = _tuned(file, shapes, trials) if trials else _untuned(file, shapes)
+        found = _tuned(file, given, trials) if trials else _untuned(file, given)
     except AnsorMlflowError as err:
         click.echo(f"Error: {err}", err=True)
         sys.exit(err.exit_code)
     click.echo(json.dumps(found))
 
 
-def _untuned(file: Path, shapes: Shapes) -> dict[str, Any]:
+def _untuned(file: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Outputs of the network as TVM compiles it without records, against those of the file itself."""
     from tvm import cpu, relax, runtime
 
@@ -51,7 +50,7 @@ def _untuned(file: Path, shapes: Shapes) -> dict[str, Any]:
 
     num_threads = resolve_num_threads("auto")
     target = resolve_target("auto", num_threads)
-    network = load_network(str(file), input_shapes=shapes)
+    network = load_network(str(file), **parameters)
     inputs = random_inputs(network.inputs, _SEED)
     quantized = is_quantized(file)
     expected = ReferenceSession(file, num_threads, optimized=not quantized).run(inputs)
@@ -60,14 +59,14 @@ def _untuned(file: Path, shapes: Shapes) -> dict[str, Any]:
         compile_untuned(lower(network.model, target), target, library)
         set_num_threads(num_threads)
         machine = relax.VirtualMachine(runtime.load_module(str(library)), cpu())
-        result = machine["main"](*[runtime.tensor(np.ascontiguousarray(inputs[spec.name])) for spec in network.inputs])
+        result = machine["main"](*[runtime.tensor(np.array(inputs[spec.name], order="C")) for spec in network.inputs])
         tensors = [result] if len(network.outputs) == 1 else list(result)
         actual = {spec.name: tensor.numpy() for spec, tensor in zip(network.outputs, tensors, strict=True)}
     error = compare_outputs(actual, expected).max_rel_error
     return {"max_rel_error": error, "equal": error <= (QUANTIZED_TOLERANCE if quantized else TOLERANCES["float32"])}
 
 
-def _tuned(file: Path, shapes: Shapes, trials: int) -> dict[str, Any]:
+def _tuned(file: Path, parameters: Mapping[str, Any], trials: int) -> dict[str, Any]:
     """Latencies and the error of the pipeline, with a tracking store of its own."""
     import mlflow
 
@@ -77,7 +76,7 @@ def _tuned(file: Path, shapes: Shapes, trials: int) -> dict[str, Any]:
         mlflow.set_tracking_uri(f"sqlite:///{directory}/mlflow.db")
         mlflow.create_experiment("gallery", artifact_location=Path(directory, "artifacts").as_uri())
         mlflow.set_experiment("gallery")
-        result = ansor_mlflow.pipeline(file, input_shapes=dict(shapes), trials=trials, seed=_SEED)
+        result = ansor_mlflow.pipeline(file, **parameters, trials=trials, seed=_SEED)
     return {"trials": trials, **result.metrics}
 
 

@@ -22,7 +22,7 @@ def gallery(*arguments: str | Path, cwd: Path) -> tuple[int, str, dict[str, dict
     """The exit code of the benchmark, what it printed, and what it found about each model."""
     figures = cwd / "figures.json"
     command = [sys.executable, str(BENCHMARKS / "gallery.py"), *map(str, arguments), "--json", str(figures)]
-    done = run(command, cwd, environment(""))
+    done = run(command, cwd, environment(""), timeout_s=1100)
     rows = json.loads(figures.read_text()) if figures.exists() else []
     return done.exit_code, done.stdout + done.stderr, {row["name"]: row for row in rows}
 
@@ -79,6 +79,7 @@ def test_names_are_unique_and_exporters_many(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.system
+@pytest.mark.timeout(1200)
 def test_exported_models(tmp_path: Path) -> None:
     """PyTorch writes them here; each gets in and equals ONNX Runtime."""
     chosen = ",".join(EXPORTED)
