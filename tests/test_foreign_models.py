@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlflow
 import numpy as np
 import onnx
 import pytest
 import requests
-from helpers.commands import FAST, ROOT, environment, run_project
+from helpers.commands import ANSOR_MLFLOW, FAST, ROOT, environment, run_project
+from helpers.commands import run as run_command
 from helpers.exports import detector, quantized_text_model, text_recogniser
 from helpers.served import model_server
 
@@ -21,6 +23,7 @@ from ansor_mlflow.measuring.reference import ReferenceSession
 from ansor_mlflow.networks.loading import load_network
 from ansor_mlflow.tensors import random_inputs
 
+NOT_FASTER, UNDECIDED = 9, 10
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 EXPORTS: dict[str, Callable[[Path], None]] = {
@@ -38,13 +41,14 @@ def test_from_the_project_to_the_server(name: str, tmp_path: Path) -> None:
     client = mlflow.MlflowClient(uri)
     experiment_id = client.create_experiment(name, f"file://{tmp_path}/artifacts")
     network = load_network(str(path))
-    trials = {"network": path, "trials": 60, "num_trials_per_round": 4, **FAST}
-    finished = run_project(ROOT, trials, tmp_path / "cwd", environment(uri), experiment_id=experiment_id)
+    parameters = {"network": path, "trials": 60, "num_trials_per_round": 4, "register_as": name, **FAST}
+    parameters["promote"] = "true"
+    finished = run_project(ROOT, parameters, tmp_path / "cwd", environment(uri), experiment_id=experiment_id)
     assert finished.exit_code == 0, finished.stderr
 
-    runs = client.search_runs([experiment_id])
-    (compiled,) = [run for run in runs if run.data.tags[names.TAG_STEP] == "compile"]
-    (evaluated,) = [run for run in runs if run.data.tags[names.TAG_STEP] == "evaluate"]
+    runs = {run.data.tags[names.TAG_STEP]: run for run in client.search_runs([experiment_id])}
+    compiled, evaluated = runs["compile"], runs["evaluate"]
+    assert client.get_model_version(name, "1").aliases
     tolerance = QUANTIZED_TOLERANCE if "quantised" in name else TOLERANCES["float32"]
     assert evaluated.data.metrics[names.MAX_REL_ERROR] <= tolerance
 
@@ -62,3 +66,18 @@ def test_from_the_project_to_the_server(name: str, tmp_path: Path) -> None:
     assert outputs.keys() == expected.keys()
     for output, values in expected.items():
         np.testing.assert_allclose(outputs[output], values, rtol=0, atol=tolerance * abs(values).max())
+
+    if name == "detector":
+        build_again_and_compare(compiled.info.run_id, name, client, tmp_path / "cwd", environment(uri))
+
+
+def build_again_and_compare(run_id: str, name: str, client: mlflow.MlflowClient, cwd: Path, env: Any) -> None:
+    """`recompile` and `promote` take a model in parts like any other."""
+    recompiled = run_command([ANSOR_MLFLOW, "recompile", "--run", run_id], cwd, env)
+    assert recompiled.exit_code == 0, recompiled.stderr
+    (run,) = client.search_runs([client.get_run(run_id).info.experiment_id], f"tags.`{names.TAG_STEP}` = 'recompile'")
+    model_uri = run.data.tags[names.TAG_MODEL_URI]
+    client.create_model_version(name, model_uri, run_id=run.info.run_id)
+    promote = [ANSOR_MLFLOW, "promote", "--model", name, "--candidate", "2", "--max-turns", "2", "--measure-s", "0.1"]
+    contest = run_command([*promote, "--dry-run", "true"], cwd, env)
+    assert contest.exit_code in (0, NOT_FASTER, UNDECIDED), contest.stderr

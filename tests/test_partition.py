@@ -247,6 +247,18 @@ def test_pyfunc_serves_parts(compiled: CompiledNetwork, saved: Path) -> None:
     assert_same(found, ReferenceSession(compiled.network, num_threads=1).run(inputs))
 
 
+def test_parts_are_built_again_where_no_library_runs(compiled: CompiledNetwork, tmp_path: Path) -> None:
+    here = compiled.fingerprint
+    newer = replace(here, target={**here.target, "mcpu": "next"}, features=(*here.features, "avx1024f"))
+    manifest = write_package(replace(compiled, fingerprint=newer), tmp_path)
+    model = load_package(tmp_path, manifest)
+    assert model.choice.level == "untuned"
+    assert model.entry.parts == compiled.parts
+    assert compiled.parts[1].name in str([part.name for part in model.entry.parts])
+    inputs = random_inputs(compiled.inputs, seed=0)
+    assert_same(model.run(inputs), ReferenceSession(compiled.network, num_threads=1).run(inputs))
+
+
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
