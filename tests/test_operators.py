@@ -48,6 +48,7 @@ CASES: dict[str, tuple[str, Mapping[str, np.ndarray], dict[str, Any]]] = {
         {"constants": {"s": np.ones(7)}, "outputs": [TensorProto.FLOAT] * 3, "opset": 17},
     ),
     "root mean square": ("SimplifiedLayerNormalization", IMAGE, {"constants": {"s": np.arange(7.0)}}),
+    "tiles": ("Tile", {"x": RNG.normal(size=(3, 4, 5)).astype(np.float32)}, {"constants": {"n": ints(6, 4, 2)}}),
     "windows from below": (
         "MaxPool",
         IMAGE,
