@@ -21,10 +21,10 @@ from onnxruntime.quantization import (
 )
 
 from ansor_mlflow.graphs.channel_padding import layers_to_pad
-from ansor_mlflow.lowering.lower import Layout, LoweredNetwork, lower
+from ansor_mlflow.lowering.lower import LoweredNetwork, lower
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.loading import Network, load_network
-from ansor_mlflow.settings import LoweringSettings
+from ansor_mlflow.settings import Layout, LoweringSettings
 from ansor_mlflow.tensors import TensorSpec, random_inputs
 
 if TYPE_CHECKING:

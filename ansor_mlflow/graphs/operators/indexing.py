@@ -50,4 +50,16 @@ def _max_pool(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     return True
 
 
-REWRITINGS: Rewritings = {("", "MaxPool"): _max_pool, ("", "OneHot"): _one_hot}
+def _tile(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    """TVM's function takes remainders by three axes at once, of which LLVM makes wrong code with AVX-512."""
+    data, repeats, shape = node.input[0], graph.value(node.input[1]), graph.shape(node.input[0])
+    if shape is None or repeats is None:
+        return False
+    pairs = list(zip(repeats.tolist(), shape, strict=True))
+    spread = graph.reshape(data, [size for _, old in pairs for size in (1, old)])
+    repeated = graph.emit("Expand", spread, graph.constant([size for pair in pairs for size in pair], np.int64))
+    graph.reshape(repeated, [times * old for times, old in pairs], output=node.output[0])
+    return True
+
+
+REWRITINGS: Rewritings = {("", "MaxPool"): _max_pool, ("", "OneHot"): _one_hot, ("", "Tile"): _tile}

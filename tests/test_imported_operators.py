@@ -1,0 +1,177 @@
+"""Operators that TVM imports wrongly, in part, or not at all compute what ONNX Runtime computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import pytest
+from helpers.one_operator import MICROSOFT, assert_computes_the_same, one_operator
+from onnx import TensorProto, helper
+
+from ansor_mlflow.graphs import raise_opset, reasons_to_stay, rewrite_operators
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+RNG = np.random.default_rng(0)
+IMAGE = {"x": RNG.normal(size=(1, 2, 6, 7)).astype(np.float32)}
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+SPECIAL = {"x": np.array([1, np.inf, -np.inf, np.nan], np.float32)}
+INDICES = {"x": np.array([[0, 2], [-1, 7]])}
+CASES: dict[str, tuple[str, Mapping[str, np.ndarray], dict[str, Any]]] = {
+    "positive infinity": ("IsInf", SPECIAL, {"detect_negative": 0, "outputs": [TensorProto.BOOL]}),
+    "negative infinity": ("IsInf", SPECIAL, {"detect_positive": 0, "outputs": [TensorProto.BOOL]}),
+    "celu": ("Celu", IMAGE, {"alpha": 0.5}),
+    "quick gelu": ("QuickGelu", IMAGE, {"domain": MICROSOFT}),
+    "power of an integer": ("Pow", IMAGE, {"constants": {"n": np.int64(2)}}),
+    "dropout": ("Dropout", IMAGE, {"outputs": [TensorProto.FLOAT, TensorProto.BOOL]}),
+    "one-hot": ("OneHot", INDICES, {"constants": {"depth": ints(5), "values": np.array([0.5, 2.0])}}),
+    "one-hot, axis": ("OneHot", INDICES, {"constants": {"depth": np.int64(5), "values": np.arange(2.0)}, "axis": 1}),
+    "unit length": ("LpNormalization", IMAGE, {"axis": 1}),
+    "sum of one": ("LpNormalization", IMAGE, {"axis": -1, "p": 1}),
+    "layer norm over axes": (
+        "LayerNormalization",
+        IMAGE,
+        {"constants": {"s": np.ones((2, 6, 7)), "b": np.ones((2, 6, 7))}, "axis": 1, "opset": 17, "after_conv": True},
+    ),
+    "layer norm with statistics": (
+        "LayerNormalization",
+        IMAGE,
+        {"constants": {"s": np.ones(7)}, "outputs": [TensorProto.FLOAT] * 3, "opset": 17},
+    ),
+    "root mean square": ("SimplifiedLayerNormalization", IMAGE, {"constants": {"s": np.arange(7.0)}}),
+    "tiles": ("Tile", {"x": RNG.normal(size=(3, 4, 5)).astype(np.float32)}, {"constants": {"n": ints(6, 4, 2)}}),
+    "windows from below": (
+        "MaxPool",
+        IMAGE,
+        {"auto_pad": "SAME_LOWER", "kernel_shape": [3, 2], "strides": [2, 2], "after_conv": True},
+    ),
+}
+"""Operator, data, and what else `one_operator` takes."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rewritten_operator_computes_what_onnxruntime_computes(host_target: Target, case: str) -> None:
+    op_type, data, arguments = CASES[case]
+    assert_computes_the_same(one_operator(op_type, data, **arguments), host_target, data)
+
+
+@pytest.mark.parametrize("op_type", ["Max", "Mean", "Min", "Sum"])
+@pytest.mark.parametrize("num_inputs", [1, 2, 3])
+def test_any_number_of_tensors_is_combined(host_target: Target, op_type: str, num_inputs: int) -> None:
+    shapes = {"x": (1, 2, 6, 7), "y": (2, 1, 1), "z": (7,)}
+    data = {name: RNG.normal(size=shape).astype(np.float32) for name, shape in list(shapes.items())[:num_inputs]}
+    assert_computes_the_same(one_operator(op_type, data, after_conv=True), host_target, data)
+
+
+@pytest.mark.parametrize("op_type", ["Add", "Div", "Mul", "Sub"])
+@pytest.mark.parametrize("shape", [(), (1,), (2, 1, 1), (7,), (1, 2, 6, 7)])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_constant_takes_no_transpose_with_it(
+    host_target: Target, op_type: str, shape: tuple[int, ...], *, first: bool
+) -> None:
+    constants = {"c": RNG.uniform(1, 2, size=shape)}
+    order = ["c", "x"] if first and op_type != "Div" else ["x", "c"]
+    model = one_operator(op_type, IMAGE, constants, inputs=order, after_conv=True)
+    lowered = assert_computes_the_same(model, host_target, IMAGE)
+    assert len(lowered.tasks) == 3  # the convolution with the operator, and the transposes of input and output
+
+
+RESIZES: dict[str, dict[str, Any]] = {
+    "linear, by a scale": {"scales": [1, 1, 1.7, 0.6], "mode": "linear"},
+    "cubic, by a scale": {"scales": [1, 1, 0.6, 0.8], "mode": "cubic"},
+    "cubic, without the outside": {"scales": [1, 1, 0.6, 2.3], "mode": "cubic", "exclude_outside": 1},
+    "nearest, by a scale": {"scales": [1, 1, 1.7, 0.6], "mode": "nearest", "nearest_mode": "ceil"},
+    "corners": {"scales": [1, 1, 0.6, 1.8], "mode": "linear", "coordinate_transformation_mode": "align_corners"},
+    "symmetric": {"scales": [1, 1, 1.7, 2], "mode": "linear", "coordinate_transformation_mode": "half_pixel_symmetric"},
+    "axes": {"scales": [2, 3], "mode": "linear", "axes": [3, 2]},
+    "aspect ratio": {"sizes": [9, 9], "mode": "linear", "axes": [2, 3], "keep_aspect_ratio_policy": "not_larger"},
+    "as TVM does it": {"scales": [1, 1, 2, 2], "mode": "nearest"},
+}
+
+
+@pytest.mark.parametrize("case", RESIZES)
+def test_resizing_is_onnxs(host_target: Target, case: str) -> None:
+    arguments = dict(RESIZES[case])
+    if "scales" in arguments:
+        constants, inputs = {"s": np.array(arguments.pop("scales"), np.float32)}, ["x", "", "s"]
+    else:
+        constants, inputs = {"s": ints(*arguments.pop("sizes"))}, ["x", "", "", "s"]
+    model = one_operator("Resize", IMAGE, constants, inputs=inputs, opset=19, after_conv=True, **arguments)
+    assert_computes_the_same(model, host_target, IMAGE)
+
+
+OLD: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "slice": ("Slice", 7, {"starts": [1], "ends": [5], "axes": [2]}),
+    "pad": ("Pad", 7, {"pads": [0, 0, 1, 2, 0, 0, 0, 1], "value": 1.0}),
+    "upsample": ("Upsample", 7, {"scales": [1.0, 1.0, 2.0, 3.0], "mode": "linear"}),
+    "upsample by an input": ("Upsample", 9, {"constants": {"s": np.array([1.0, 1.0, 2.0, 2.0])}}),
+    "resize": ("Resize", 10, {"constants": {"s": np.array([1.0, 1.0, 0.6, 0.8])}}),
+    "softmax": ("Softmax", 7, {"axis": 1}),
+}
+"""Operator, version of ONNX's operators, and what else `one_operator` takes."""
+
+
+@pytest.mark.parametrize("case", OLD)
+def test_older_operators_compute_what_onnxruntime_computes(host_target: Target, case: str) -> None:
+    op_type, opset, arguments = OLD[case]
+    assert_computes_the_same(one_operator(op_type, IMAGE, opset=opset, **arguments), host_target, IMAGE)
+
+
+def test_a_model_that_cannot_be_converted_stays() -> None:
+    model = one_operator("Strange", IMAGE, opset=7)
+    assert raise_opset(model) is model
+
+
+def test_a_model_without_such_operators_stays() -> None:
+    model = one_operator("Relu", IMAGE)
+    assert rewrite_operators(raise_opset(model)) is model
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (one_operator("LpPool", IMAGE, opset=18, kernel_shape=[2, 2], ceil_mode=1), "windows beyond the end"),
+        (
+            one_operator("Pad", IMAGE, {"p": ints(0, 0, -1, 0, 0, 0, 0, 2)}, opset=19, mode="wrap"),
+            "a cropped tensor that is continued",
+        ),
+        (one_operator("ReduceSumSquare", IMAGE, opset=18, noop_with_empty_axes=1), "a reduction over no axis"),
+        (
+            one_operator(
+                "Resize",
+                IMAGE,
+                {"s": ints(1, 2, 3, 3)},
+                inputs=["x", "", "", "s"],
+                opset=18,
+                mode="linear",
+                antialias=1,
+            ),
+            "antialiasing",
+        ),
+        (
+            one_operator("ReduceSum", {"x": np.zeros((2, 0, 3), np.float32)}, {"a": ints(1)}),
+            "a tensor without elements",
+        ),
+        (one_operator("Relu", IMAGE), None),
+    ],
+    ids=lambda value: value.graph.name if isinstance(value, onnx.ModelProto) else None,
+)
+def test_what_tvm_would_compute_wrongly_is_known(model: onnx.ModelProto, reason: str | None) -> None:
+    assert reasons_to_stay(rewrite_operators(model)) == ({} if reason is None else {0: reason})
+
+
+def test_a_sequence_that_is_too_long_is_known() -> None:
+    data = {"X": np.zeros((65, 1, 4), np.float32)}
+    weights = {"W": np.zeros((1, 12, 4)), "R": np.zeros((1, 12, 3))}
+    model = one_operator("LSTM", data, weights, hidden_size=3)
+    assert reasons_to_stay(rewrite_operators(model)) == {0: "more than 64 steps"}
+    assert helper.get_attribute_value(model.graph.node[0].attribute[0]) == 3
