@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from gallery_models.entry import GalleryModel
-from gallery_models.pytorch import import_torchvision, import_transformers, settle, torch_model
+from gallery_models.pytorch import Make, import_torchvision, import_transformers, settle, torch_model
 
 _FAMILY = "detection"
 
@@ -25,7 +25,9 @@ def _torchvision(name: str, size: int, *, opset: int = 17, dynamo: bool = False,
     )
 
 
-def _own(name: str, make: Any, outputs: Sequence[str], *, opset: int, dynamo: bool = False) -> GalleryModel:
+def _own(
+    name: str, make: Make, outputs: Sequence[str], *, opset: int, dynamo: bool = False, packages: Sequence[str] = ()
+) -> GalleryModel:
     return torch_model(
         name,
         _FAMILY,
@@ -34,7 +36,7 @@ def _own(name: str, make: Any, outputs: Sequence[str], *, opset: int, dynamo: bo
         outputs=outputs,
         opset=opset,
         dynamo=dynamo,
-        packages=["torchvision"],
+        packages=packages,
     )
 
 
@@ -243,10 +245,10 @@ MODELS = (
     _torchvision("retinanet_resnet50_fpn", 160, opset=13, min_size=160, max_size=160, score_thresh=0.001),
     _torchvision("fasterrcnn_mobilenet_v3_large_320_fpn", 160, opset=16, min_size=160, max_size=160),
     _torchvision("fcos_resnet50_fpn", 160, opset=17, min_size=160, max_size=160, score_thresh=0.001),
-    _own("ssd-suppressed", _make_ssd, ["boxes", "scores", "kept"], opset=13),
+    _own("ssd-suppressed", _make_ssd, ["boxes", "scores", "kept"], opset=13, packages=["torchvision"]),
     _own("yolo", _make_yolo, ["found"], opset=12),
     _own("yolo-dynamo", _make_yolo, ["found"], opset=18, dynamo=True),
-    _own("centernet", _make_centernet, ["scores", "places", "sizes"], opset=13),
+    _own("centernet", _make_centernet, ["scores", "places", "sizes"], opset=13, packages=["torchvision"]),
     _transformer("yolos", "YolosForObjectDetection", "YolosConfig", _YOLOS, 128, opset=17),
     _transformer("rt-detr", "RTDetrForObjectDetection", "RTDetrConfig", _RT_DETR, 128, opset=17),
 )

@@ -11,6 +11,7 @@ from typing import Any
 from gallery_models.entry import GalleryModel
 
 SEED = 0
+_SETTLED_BATCH = 8
 Make = Callable[[], tuple[Any, Sequence[Any]]]
 """Makes a module and the tensors it is called with."""
 
@@ -122,9 +123,14 @@ def _roi_align(features: Any, regions: Any, _scale: float, height: int, width: i
 
 
 def settle(module: Any, *inputs: Any) -> Any:
-    """Sets the statistics of batch normalisations to those of an example, as training would have.
+    """Sets the statistics of batch normalisations to those of random inputs, as training would have.
 
-    With freshly drawn weights and the default statistics, values grow or vanish from layer to layer.
+    With freshly drawn weights and the default statistics, values grow or vanish from layer to layer; with statistics of
+    other inputs than those of the comparison, small differences grow with them.
+
+    Args:
+        module: The module; it is given back.
+        inputs: Tensors as it takes them, with a batch of one.
     """
     import torch
 
@@ -134,7 +140,7 @@ def settle(module: Any, *inputs: Any) -> Any:
         norm.train()
         norm.momentum = None
     with torch.no_grad():
-        module(*[torch.cat([tensor, torch.rand_like(tensor)]) for tensor in inputs])
+        module(*[torch.randn(_SETTLED_BATCH, *tensor.shape[1:]) for tensor in inputs])
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.eval()
         norm.momentum = momentum

@@ -63,7 +63,7 @@ def _stateful(kind: str) -> Any:
     return Stream()
 
 
-def _embedded() -> Any:
+def _make_sentiment() -> tuple[Any, Any]:
     """Sentiment of a text: embedded tokens, an LSTM, and its last state."""
     import torch
     from torch import nn
@@ -74,11 +74,10 @@ def _embedded() -> Any:
             self.words, self.cells, self.last = nn.Embedding(500, 32), nn.LSTM(32, 64, 2), nn.Linear(64, 2)
 
         def forward(self, x: Any) -> Any:
-            tokens = (x * 499).to(torch.int64)
-            _, (state, _) = self.cells(self.words(tokens).transpose(0, 1))
+            _, (state, _) = self.cells(self.words(x).transpose(0, 1))
             return self.last(state[-1])
 
-    return Sentiment()
+    return Sentiment(), (torch.randint(0, 500, (1, 24)),)
 
 
 def _crnn() -> Any:
@@ -201,7 +200,8 @@ MODELS = (
            outputs=("output", "state_after", "cell_after"), opset=17),
     _model("gru-stream", partial(_stateful, "GRU"), ((1, 1, 32), (1, 1, 64)), outputs=("output", "state_after"),
            opset=17),
-    _model("lstm-sentiment", _embedded, ((1, 24),), opset=17, dynamic={"x": [0]}, input_shapes={"x": (1, 24)}),
+    torch_model("lstm-sentiment", _FAMILY, _make_sentiment, inputs=["tokens"], dynamic={"tokens": [0]},
+                input_shapes={"tokens": [1, 24]}),
     _model("crnn", _crnn, ((1, 1, 32, 128),), opset=11, dynamic={"x": [0, 3]}, input_shapes={"x": (1, 1, 32, 128)}),
     _model("keyword-spotting", _keywords, ((1, 40, 64),), opset=12),
     _model("wavenet", _tcn, ((1, 8, 128),), opset=18, dynamo=True),
