@@ -31,6 +31,7 @@ def raise_opset(model: onnx.ModelProto) -> onnx.ModelProto:
         raised: onnx.ModelProto = version_converter.convert_version(model, OLDEST_OPSET)
     except Exception:  # noqa: BLE001  it raises errors of many kinds for what it does not know
         return model
+    del raised.graph.value_info[:]  # a mask of Dropout was of floats
     constants = {tensor.name: tensor for tensor in raised.graph.initializer}
     constants |= {n.output[0]: a.t for n in raised.graph.node if n.op_type == "Constant" for a in n.attribute}
     for node in raised.graph.node:

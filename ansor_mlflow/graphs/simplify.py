@@ -55,6 +55,7 @@ def _optimized(model: onnx.ModelProto, called: str) -> onnx.ModelProto:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
         options.optimized_model_filepath = str(optimized)
         options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", _MAX_CONSTANT_BYTES)
+        options.add_session_config_entry("session.disable_quant_qdq", "1")  # it would keep them apart for its kernels
         options.log_severity_level = _ERROR
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         try:

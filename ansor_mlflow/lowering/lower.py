@@ -17,8 +17,10 @@ from ansor_mlflow.device import vector_lanes
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.graphs import (
     GraphPart,
+    PaddedLayer,
     best_padding,
     fold_batch_norms,
+    layers_to_pad,
     pad_output_channels,
     raise_opset,
     rewrite_operators,
@@ -68,6 +70,8 @@ class LoweredNetwork:
     tasks: tuple[TuningTask, ...]
     parts: tuple[NetworkPart, ...] = ()
     """In the order in which they run; empty where TVM computes all."""
+    hard_to_tile: tuple[PaddedLayer, ...] = ()
+    """Layers with channels that `pad_channels=auto` pads."""
 
 
 def lower(
@@ -88,6 +92,7 @@ def lower(
 
     called = called or model.graph.name
     graph = rewrite_operators(fold_batch_norms(simplify(raise_opset(model), called)))
+    hard_to_tile = tuple(layers_to_pad(graph, vector_lanes(target)))
     if (padding := _padding(settings.pad_channels, target)) is not None:
         graph = pad_output_channels(graph, padding)
     parts = lower_parts(
@@ -97,12 +102,14 @@ def lower(
     modules = {f"part{number}": mod for number, (_, mod) in enumerate(parts) if mod is not None}
     if not modules or (reasons and settings.partition == "off"):
         raise UserInputError(f"network={called}: {_refusal(reasons, any_lowered=bool(modules))}")
-    if not reasons:
-        (mod,) = modules.values()
-        return LoweredNetwork(mod=mod, tasks=_extract_tasks(mod, target))
-    mod = join_modules(modules)
     named = [NetworkPart(part, name if (name := f"part{n}") in modules else "") for n, (part, _) in enumerate(parts)]
-    return LoweredNetwork(mod=mod, tasks=_extract_tasks(mod, target), parts=tuple(named))
+    mod = join_modules(modules) if reasons else modules["part0"]
+    return LoweredNetwork(
+        mod=mod,
+        tasks=_extract_tasks(mod, target),
+        parts=tuple(named) if reasons else (),
+        hard_to_tile=hard_to_tile,
+    )
 
 
 def _refusal(reasons: dict[str, str], *, any_lowered: bool) -> str:

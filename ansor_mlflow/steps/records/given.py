@@ -9,10 +9,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from ansor_mlflow import names
-from ansor_mlflow.device import Device, DeviceFingerprint, import_tensor_intrin, vector_lanes
+from ansor_mlflow.device import Device, DeviceFingerprint, import_tensor_intrin
 from ansor_mlflow.errors import RecordsError, UserInputError, first_line
 from ansor_mlflow.files import write_text
-from ansor_mlflow.graphs import PaddedLayer, layers_to_pad
+from ansor_mlflow.graphs import PaddedLayer
 from ansor_mlflow.lowering import LOWERING_VERSION, TuningTask, lower
 from ansor_mlflow.model import PartEntry, part_entries
 from ansor_mlflow.networks import Network
@@ -139,7 +139,7 @@ def lower_for_device(network: Network, options: NetworkOptions) -> NetworkTasks:
         device=device,
         tasks=lowered.tasks,
         parts=part_entries(lowered),
-        hard_to_tile=tuple(layers_to_pad(network.model, vector_lanes(device.target))),
+        hard_to_tile=lowered.hard_to_tile,
         is_padded=options.pad_channels == "auto",
     )
 
