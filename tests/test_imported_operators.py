@@ -12,6 +12,7 @@ from helpers.one_operator import MICROSOFT, assert_computes_the_same, one_operat
 from onnx import TensorProto, helper
 
 from ansor_mlflow.graphs import raise_opset, reasons_to_stay, rewrite_operators
+from ansor_mlflow.lowering.lower import lower
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -106,6 +107,15 @@ def test_resizing_is_onnxs(host_target: Target, case: str) -> None:
     else:
         constants, inputs = {"s": ints(*arguments.pop("sizes"))}, ["x", "", "", "s"]
     model = one_operator("Resize", IMAGE, constants, inputs=inputs, opset=19, after_conv=True, **arguments)
+    assert_computes_the_same(model, host_target, IMAGE)
+
+
+def test_sizes_may_stand_beside_scales_without_elements(host_target: Target) -> None:
+    """As PyTorch exports them; TVM's importer takes them for both."""
+    constants = {"none": np.zeros(0, np.float32), "s": ints(1, 2, 12, 14)}
+    inputs = ["x", "none", "none", "s"]
+    model = one_operator("Resize", IMAGE, constants, inputs=inputs, opset=13, after_conv=True, mode="linear")
+    assert not lower(model, host_target).parts
     assert_computes_the_same(model, host_target, IMAGE)
 
 

@@ -40,6 +40,7 @@ def _resize(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     if sizes is None or coordinates == "tf_crop_and_resize":
         return False
     if _is_right_in_tvm(attributes, shape, sizes, coordinates):
+        _leave_out_empty_inputs(node, graph)
         return False
     result = data
     for axis, (scale, size) in enumerate(sizes):
@@ -48,6 +49,14 @@ def _resize(node: onnx.NodeProto, graph: GraphEditor) -> bool:
             result = _chosen(result, axis, len(shape), indices, weights, graph)
     graph.emit("Identity", result, output=node.output[0])
     return True
+
+
+def _leave_out_empty_inputs(node: onnx.NodeProto, graph: GraphEditor) -> None:
+    """Exporters write scales without elements beside sizes, which TVM's importer takes for both."""
+    for place in (1, 2):
+        values = graph.value(input_of(node, place)) if input_of(node, place) else None
+        if values is not None and not values.size:
+            node.input[place] = ""
 
 
 REWRITINGS: Rewritings = {("", "Resize"): _resize}
