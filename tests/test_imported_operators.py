@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from helpers.one_operator import MICROSOFT, assert_computes_the_same, one_operator
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from ansor_mlflow.graphs import raise_opset, reasons_to_stay, rewrite_operators
 from ansor_mlflow.lowering.lower import lower
@@ -36,6 +36,14 @@ CASES: dict[str, tuple[str, Mapping[str, np.ndarray], dict[str, Any]]] = {
     "dropout": ("Dropout", IMAGE, {"outputs": [TensorProto.FLOAT, TensorProto.BOOL]}),
     "one-hot": ("OneHot", INDICES, {"constants": {"depth": ints(5), "values": np.array([0.5, 2.0])}}),
     "one-hot, axis": ("OneHot", INDICES, {"constants": {"depth": np.int64(5), "values": np.arange(2.0)}, "axis": 1}),
+    "sums": ("CumSum", IMAGE, {"constants": {"axis": np.int64(2)}}),
+    "sums of those before": ("CumSum", IMAGE, {"constants": {"axis": np.int64(-1)}, "exclusive": 1}),
+    "sums from the end": (
+        "CumSum",
+        INDICES,
+        {"constants": {"axis": np.int64(0)}, "reverse": 1, "outputs": [TensorProto.INT64]},
+    ),
+    "one part": ("Split", IMAGE, {"constants": {"sizes": ints(2)}, "axis": 1, "opset": 13, "after_conv": True}),
     "unit length": ("LpNormalization", IMAGE, {"axis": 1}),
     "sum of one": ("LpNormalization", IMAGE, {"axis": -1, "p": 1}),
     "layer norm over axes": (
@@ -107,6 +115,23 @@ def test_resizing_is_onnxs(host_target: Target, case: str) -> None:
     else:
         constants, inputs = {"s": ints(*arguments.pop("sizes"))}, ["x", "", "", "s"]
     model = one_operator("Resize", IMAGE, constants, inputs=inputs, opset=19, after_conv=True, **arguments)
+    assert_computes_the_same(model, host_target, IMAGE)
+
+
+def test_a_part_without_elements_is_left_out(host_target: Target) -> None:
+    """As a roll by zero is exported; the slice that makes it is gone, too."""
+    starts = {"begin": ints(0), "end": ints(0), "axes": ints(1)}
+    nodes = [
+        helper.make_node("Slice", ["x", *starts], ["nothing"]),
+        helper.make_node("Concat", ["x", "nothing"], ["same"], axis=1),
+        helper.make_node("Concat", ["same", "nothing", "x"], ["y"], axis=1),
+    ]
+    shapes = {"x": (1, 2, 6, 7), "y": (1, 4, 6, 7)}
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items())
+    weights = [numpy_helper.from_array(value, name) for name, value in starts.items()]
+    graph = helper.make_graph(nodes, "roll", [x], [y], weights)
+    model = helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
+    assert not lower(model, host_target).parts
     assert_computes_the_same(model, host_target, IMAGE)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from ansor_mlflow.graphs.nodes import remove_unused_initializers, uses
+from ansor_mlflow.graphs.nodes import inputs_of, remove_unused_initializers, uses
 
 _MAX_INFERRED_ELEMENTS = 2**12
 """Larger constants are weights, of which no shape is computed."""
@@ -150,9 +150,19 @@ def rewrite(model: onnx.ModelProto, rewritings: Rewritings) -> onnx.ModelProto:
     editor, graph = GraphEditor(rewritten), rewritten.graph
     nodes = [new for node in model.graph.node for new in editor.rewrite(node, rewritings.get(_operator(node)))]
     del graph.node[:]
-    graph.node.extend(nodes)
+    graph.node.extend(_used(nodes, graph))
     remove_unused_initializers(graph)
     return rewritten
+
+
+def _used(nodes: Sequence[onnx.NodeProto], graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """The nodes that an output of the graph needs."""
+    needed, used = {output.name for output in graph.output}, []
+    for node in reversed(nodes):
+        if not needed.isdisjoint(node.output):
+            used.append(node)
+            needed.update(inputs_of(node))
+    return used[::-1]
 
 
 def opset_version(model: onnx.ModelProto) -> int:

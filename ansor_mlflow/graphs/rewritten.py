@@ -6,6 +6,7 @@ import onnx
 
 from ansor_mlflow.graphs.operators import (
     conv_transpose,
+    cumulative,
     elementwise,
     indexing,
     normalization,
@@ -18,6 +19,7 @@ from ansor_mlflow.graphs.rewriting import Rewritings, rewrite
 _QUANTIZED: Rewritings = quantized.REWRITINGS
 _OTHERS: Rewritings = {
     **conv_transpose.REWRITINGS,
+    **cumulative.REWRITINGS,
     **elementwise.REWRITINGS,
     **indexing.REWRITINGS,
     **normalization.REWRITINGS,

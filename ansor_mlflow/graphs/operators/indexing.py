@@ -62,4 +62,30 @@ def _tile(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     return True
 
 
-REWRITINGS: Rewritings = {("", "MaxPool"): _max_pool, ("", "OneHot"): _one_hot, ("", "Tile"): _tile}
+def _concat(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    """Exporters write a roll by zero as parts one of which is empty; TVM's slices are never."""
+    full = [name for name in node.input if 0 not in (graph.shape(name) or ())]
+    if not full or len(full) == len(node.input):
+        return False
+    if len(full) == 1:
+        graph.emit("Identity", full[0], output=node.output[0])
+    else:
+        graph.emit("Concat", *full, output=node.output[0], **attributes_of(node))
+    return True
+
+
+def _split(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    """One part is the tensor itself; TVM makes a tuple of it, at which ConvertLayout stops."""
+    if len(node.output) != 1:
+        return False
+    graph.emit("Identity", node.input[0], output=node.output[0])
+    return True
+
+
+REWRITINGS: Rewritings = {
+    ("", "Concat"): _concat,
+    ("", "MaxPool"): _max_pool,
+    ("", "OneHot"): _one_hot,
+    ("", "Split"): _split,
+    ("", "Tile"): _tile,
+}
