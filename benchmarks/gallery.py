@@ -179,7 +179,7 @@ def _run(command: Sequence[str], limit_s: float) -> Child:
 
 def _extent(result: dict[str, Any]) -> End:
     """Whether a plan is for the whole model, or leaves parts of it to ONNX Runtime."""
-    return "parts" if result.get("partition") else "whole"
+    return "parts" if result.get("parts") else "whole"
 
 
 def _message(stderr: str, exit_code: int) -> str:

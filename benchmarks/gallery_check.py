@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 
 from ansor_mlflow.errors import AnsorMlflowError
 
@@ -39,29 +38,34 @@ def main(file: Path, parameters: str, trials: int) -> None:
 
 def _untuned(file: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Outputs of the network as TVM compiles it without records, against those of the file itself."""
-    from tvm import cpu, relax, runtime
-
-    from ansor_mlflow.device import resolve_num_threads, resolve_target, set_num_threads
+    from ansor_mlflow.device import Device
     from ansor_mlflow.lowering import lower
     from ansor_mlflow.measuring import QUANTIZED_TOLERANCE, TOLERANCES, ReferenceSession, compare_outputs, is_quantized
-    from ansor_mlflow.model import compile_untuned
-    from ansor_mlflow.networks import load_network
+    from ansor_mlflow.model import LibraryEntry, Manifest, compile_untuned, open_library, part_entries
+    from ansor_mlflow.networks import load_network, write_onnx
     from ansor_mlflow.tensors import random_inputs
 
-    num_threads = resolve_num_threads("auto")
-    target = resolve_target("auto", num_threads)
+    device = Device.resolve("auto", "auto")
     network = load_network(str(file), **parameters)
     inputs = random_inputs(network.inputs, _SEED)
-    quantized = is_quantized(file)
-    expected = ReferenceSession(file, num_threads, optimized=not quantized).run(inputs)
     with tempfile.TemporaryDirectory() as directory:
-        library = Path(directory) / "model.so"
-        compile_untuned(lower(network.model, target), target, library)
-        set_num_threads(num_threads)
-        machine = relax.VirtualMachine(runtime.load_module(str(library)), cpu())
-        result = machine["main"](*[runtime.tensor(np.array(inputs[spec.name], order="C")) for spec in network.inputs])
-        tensors = [result] if len(network.outputs) == 1 else list(result)
-        actual = {spec.name: tensor.numpy() for spec, tensor in zip(network.outputs, tensors, strict=True)}
+        fixed, library = Path(directory, "network.onnx"), Path(directory, "model.so")
+        write_onnx(network.model, fixed)
+        quantized = is_quantized(fixed)
+        expected = ReferenceSession(fixed, device.num_threads, optimized=not quantized).run(inputs)
+        lowered = lower(network.model, device.target, called=str(file))
+        compile_untuned(lowered, device.target, library)
+        entry = LibraryEntry(
+            path=library.name,
+            fingerprint=device.fingerprint,
+            coverage={},
+            provenance={},
+            parts=part_entries(lowered),
+        )
+        manifest = Manifest(
+            network=network.name, inputs=network.inputs, outputs=network.outputs, libraries=(entry,), files={}
+        )
+        actual = open_library(library, manifest, entry).run(inputs)
     error = compare_outputs(actual, expected).max_rel_error
     return {"max_rel_error": error, "equal": error <= (QUANTIZED_TOLERANCE if quantized else TOLERANCES["float32"])}
 
