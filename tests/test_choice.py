@@ -279,8 +279,9 @@ def test_records_of_no_task_here_leave_an_untuned_library(
     directory, manifest = make("newer")
 
     def build(job: BuildJob) -> dict[str, object]:
-        coverage = build_in_child_process(replace(job, records=""))
-        return {"num_covered": 0, "num_tasks": 4, "task_share": 0.0} if job.records else coverage
+        built = build_in_child_process(replace(job, records=""))
+        coverage = {"num_covered": 0, "num_tasks": 4, "task_share": 0.0}
+        return {**built, "coverage": coverage} if job.records else built
 
     monkeypatch.setattr("ansor_mlflow.model.loading.build_in_child_process", build)
     with pytest.raises(ModelError, match="the network has other tasks here, and none has a record; allow_untuned is"):
