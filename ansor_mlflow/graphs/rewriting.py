@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,10 +9,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from ansor_mlflow.graphs.nodes import inputs_of, remove_unused_initializers, uses
+from ansor_mlflow.graphs.nodes import inputs_of, remove_unused_initializers, static_shape, uses, value_infos
 
-_MAX_INFERRED_ELEMENTS = 2**12
-"""Larger constants are weights, of which no shape is computed."""
 _FIRST_OPSET = 11
 """Slices and pads have their ranges as inputs from here on."""
 _FIRST_OPSET_WITH_SPLIT_INPUT = 13
@@ -31,7 +28,7 @@ class GraphEditor:
         self.opset = opset_version(model)
         self._graph = model.graph
         self._constants = {initializer.name: initializer for initializer in model.graph.initializer}
-        self._types = _tensor_types(model)
+        self._values = value_infos(model)
         self._consumers: dict[str, list[onnx.NodeProto]] = {}
         for node in model.graph.node:
             for name in node.input:
@@ -50,17 +47,14 @@ class GraphEditor:
         """Shape of a tensor; None where it is not known, or not static."""
         if name in self._constants:
             return tuple(self._constants[name].dims)
-        tensor = self._types.get(name)
-        if tensor is None or not tensor.HasField("shape"):
-            return None
-        dims = tensor.shape.dim
-        return tuple(dim.dim_value for dim in dims) if all(dim.HasField("dim_value") for dim in dims) else None
+        return static_shape(self._values.get(name))
 
     def dtype(self, name: str) -> int:
         """Element type of a tensor as ONNX numbers it; 0 where it is not known."""
         if name in self._constants:
             return int(self._constants[name].data_type)
-        return int(self._types[name].elem_type) if name in self._types else onnx.TensorProto.UNDEFINED
+        value = self._values.get(name)
+        return int(value.type.tensor_type.elem_type) if value else onnx.TensorProto.UNDEFINED
 
     def value(self, name: str) -> np.ndarray | None:
         """A constant; None for a tensor that is none."""
@@ -183,23 +177,3 @@ def input_of(node: onnx.NodeProto, position: int) -> str:
 
 def _operator(node: onnx.NodeProto) -> tuple[str, str]:
     return ("" if node.domain == "ai.onnx" else str(node.domain)), str(node.op_type)
-
-
-def _tensor_types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
-    """Types of a graph's tensors, as far as they are written down or ONNX can infer them."""
-    graph = onnx.GraphProto()
-    graph.node.extend(model.graph.node)
-    graph.input.extend(model.graph.input)
-    graph.value_info.extend(model.graph.value_info)
-    graph.output.extend(model.graph.output)
-    inputs = {value.name for value in graph.input}
-    for tensor in model.graph.initializer:
-        if math.prod(tensor.dims) <= _MAX_INFERRED_ELEMENTS:
-            graph.initializer.append(tensor)
-        elif tensor.name not in inputs:
-            graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
-    skeleton = helper.make_model(graph, opset_imports=model.opset_import, ir_version=max(model.ir_version, 4))
-    skeleton.functions.extend(model.functions)
-    inferred = onnx.shape_inference.infer_shapes(skeleton, data_prop=True).graph
-    values = (*inferred.value_info, *inferred.input, *inferred.output)
-    return {value.name: value.type.tensor_type for value in values if value.type.HasField("tensor_type")}
