@@ -42,10 +42,14 @@ def require_builder() -> None:
     """Checks that libraries can be built here.
 
     Raises:
-        MachineError: There is no C++ compiler, or no package onnx.
+        MachineError: There is no C++ compiler, or a package is missing.
     """
-    if importlib.util.find_spec("onnx") is None:
-        raise MachineError("building a library needs the package onnx, which models do not ask for; pip install onnx")
+    for package in ("onnx", "onnxruntime"):
+        if importlib.util.find_spec(package) is None:
+            raise MachineError(
+                f"building a library needs the package {package}, which models do not ask for; pip install onnx "
+                "onnxruntime"
+            )
     from ansor_mlflow.model.library import require_linker  # it needs ONNX
 
     require_linker()
