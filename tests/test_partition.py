@@ -200,6 +200,13 @@ def test_a_network_without_anything_for_tvm_is_refused(host_target: Target) -> N
         lower(model, host_target)
 
 
+def test_a_network_of_constants_is_refused(host_target: Target) -> None:
+    nodes = [helper.make_node("Shape", ["x"], ["y"])]
+    model = make_model(nodes, [tensor("x", (4,))], [tensor("y", [1], TensorProto.INT64)], {})
+    with pytest.raises(UserInputError, match="its outputs do not depend on its inputs, so there is nothing to tune"):
+        lower(model, host_target)
+
+
 # -- running ---------------------------------------------------------------------------------------------------------
 
 

@@ -92,6 +92,8 @@ def lower(
 
     called = called or model.graph.name
     graph = rewrite_operators(fold_batch_norms(simplify(raise_opset(model), called)))
+    if not graph.graph.node:
+        raise UserInputError(f"network={called}: its outputs do not depend on its inputs, so there is nothing to tune")
     hard_to_tile = tuple(layers_to_pad(graph, vector_lanes(target)))
     if (padding := _padding(settings.pad_channels, target)) is not None:
         graph = pad_output_channels(graph, padding)
