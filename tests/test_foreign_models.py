@@ -75,7 +75,8 @@ def build_again_and_compare(run_id: str, name: str, client: mlflow.MlflowClient,
     """`recompile` and `promote` take a model in parts like any other."""
     recompiled = run_command([ANSOR_MLFLOW, "recompile", "--run", run_id], cwd, env)
     assert recompiled.exit_code == 0, recompiled.stderr
-    (run,) = client.search_runs([client.get_run(run_id).info.experiment_id], f"tags.`{names.TAG_STEP}` = 'recompile'")
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    (run,) = client.search_runs(experiments, f"tags.`{names.TAG_STEP}` = 'recompile'")
     model_uri = run.data.tags[names.TAG_MODEL_URI]
     client.create_model_version(name, model_uri, run_id=run.info.run_id)
     promote = [ANSOR_MLFLOW, "promote", "--model", name, "--candidate", "2", "--max-turns", "2", "--measure-s", "0.1"]

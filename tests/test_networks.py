@@ -486,6 +486,16 @@ def test_output_whose_shape_depends_on_values(tmp_path: Path) -> None:
     assert load_network(path).outputs == (TensorSpec("y", (2, OPEN), "int64"),)
 
 
+def test_a_file_that_is_newer_than_onnxruntime(tmp_path: Path) -> None:
+    """As ONNX's newest release writes it by default."""
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "new", [value("x", [2])], [value("y", [2])])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    model.ir_version = 99
+    onnx.save(model, tmp_path / "new.onnx")
+    network = load_network(str(tmp_path / "new.onnx"))
+    np.testing.assert_array_equal(run(network)[0], random_inputs(network.inputs, 0)["x"].clip(min=0))
+
+
 def test_output_behind_an_unknown_operator(tmp_path: Path) -> None:
     node = helper.make_node("Foo", ["x"], ["y"], domain="made.up")
     path = save(tmp_path / "foo.onnx", [node], [value("x", [1])], [value("y", None)])

@@ -14,7 +14,7 @@ import mlflow
 import numpy as np
 import onnx
 import pytest
-from helpers.exports import detector, make_model, tensor
+from helpers.exports import detector, make_model, tensor, text_recogniser
 from onnx import TensorProto, helper
 
 from ansor_mlflow import flavor
@@ -185,6 +185,22 @@ def test_tasks_of_two_parts_are_counted_together(host_target: Target) -> None:
     names = [task.info.name for task in lowered.tasks]
     assert len(set(names)) == len(names)
     assert len({task.info.workload_hash for task in lowered.tasks}) == len(names)
+
+
+def test_names_of_tasks_are_short_enough_for_metrics(host_target: Target) -> None:
+    """A recurrent layer that is written out makes functions of dozens of operators."""
+    names = [task.info.name for task in lower(fixed_text_recogniser(), host_target).tasks]
+    assert 90 < max(map(len, names)) <= 100
+    assert len(set(names)) == len(names)
+
+
+def fixed_text_recogniser() -> onnx.ModelProto:
+    model = text_recogniser()
+    for tensor_ in (*model.graph.input, *model.graph.output):
+        for dim in tensor_.type.tensor_type.shape.dim:
+            if dim.dim_param:
+                dim.dim_value = {"batch": 1, "columns": 16}[dim.dim_param]
+    return model
 
 
 def test_partition_off_names_what_tvm_cannot_compute(network: Network, host_target: Target) -> None:

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 LOWERING_VERSION = 6
 """Provenance of records: two lowerings with different versions may give different tasks for one network."""
 
-
 _DEFAULTS = LoweringSettings()
+_MAX_NAME = 100
+"""Characters of a task's name: it is a part of a metric's, of which MLflow takes 250."""
 
 
 @dataclass(frozen=True)
@@ -139,12 +140,18 @@ def _extract_tasks(mod: IRModule, target: Target) -> tuple[TuningTask, ...]:
     tasks = []
     for index, task in enumerate(ms.relax_integration.extract_tasks(mod, target)):
         function = task.dispatched[0]
+        workload_hash = shash2hex(function)
         info = TaskInfo(
             index=index,
-            name=str(task.task_name),
+            name=_short(str(task.task_name), workload_hash),
             weight=int(task.weight),
             flops=float(estimate_tir_flops(function)),
-            workload_hash=shash2hex(function),
+            workload_hash=workload_hash,
         )
         tasks.append(TuningTask(info=info, mod=function))
     return tuple(tasks)
+
+
+def _short(name: str, workload_hash: str) -> str:
+    """A task's name; one that lists dozens of operators is cut, and stays the only one of its kind by the hash."""
+    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 9]}_{workload_hash[:8]}"

@@ -44,6 +44,10 @@ _DTYPES: dict[int, str] = {
 }
 """NumPy's names of the element types that NumPy itself has: inputs and outputs pass through it."""
 
+_MAX_IR_VERSION = 10
+"""ONNX Runtime refuses a file of a version that is newer than itself, whatever is in it; later versions only add types
+of 4 bits and less, and configurations of several devices.
+"""
 _MAX_WEIGHT_BYTES = 2**31 - 2**26
 """Weights that one message can hold beside 64 MiB for the graph."""
 _MIN_WEIGHT_BYTES = 1024
@@ -151,6 +155,7 @@ def fix_shapes(
     Raises:
         UserInputError: A shape does not fit, an input or output still has a dynamic dimension, or holds no numbers.
     """
+    model.ir_version = min(model.ir_version, _MAX_IR_VERSION)
     inputs = _inputs(model.graph)
     for value in (*inputs, *model.graph.output):
         _require_numbers(value, network)
