@@ -490,7 +490,7 @@ def test_a_file_that_is_newer_than_onnxruntime(tmp_path: Path) -> None:
     """As ONNX's newest release writes it by default."""
     graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "new", [value("x", [2])], [value("y", [2])])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    model.ir_version = 99
+    model.ir_version = onnx.IR_VERSION
     onnx.save(model, tmp_path / "new.onnx")
     network = load_network(str(tmp_path / "new.onnx"))
     np.testing.assert_array_equal(run(network)[0], random_inputs(network.inputs, 0)["x"].clip(min=0))

@@ -154,4 +154,4 @@ def _extract_tasks(mod: IRModule, target: Target) -> tuple[TuningTask, ...]:
 
 def _short(name: str, workload_hash: str) -> str:
     """A task's name; one that lists dozens of operators is cut, and stays the only one of its kind by the hash."""
-    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 9]}_{workload_hash[:8]}"
+    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 9]}_{workload_hash.removeprefix('0x')[:8]}"
