@@ -34,10 +34,11 @@ EXPORTS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("name", EXPORTS)
-def test_from_the_project_to_the_server(name: str, tmp_path: Path) -> None:
+def test_from_the_project_to_the_server(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / f"{name}.onnx"
     EXPORTS[name](path)
     uri = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     client = mlflow.MlflowClient(uri)
     experiment_id = client.create_experiment(name, f"file://{tmp_path}/artifacts")
     network = load_network(str(path))
@@ -78,7 +79,7 @@ def build_again_and_compare(run_id: str, name: str, client: mlflow.MlflowClient,
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     (run,) = client.search_runs(experiments, f"tags.`{names.TAG_STEP}` = 'recompile'")
     model_uri = run.data.tags[names.TAG_MODEL_URI]
-    client.create_model_version(name, model_uri, run_id=run.info.run_id)
-    promote = [ANSOR_MLFLOW, "promote", "--model", name, "--candidate", "2", "--max-turns", "2", "--measure-s", "0.1"]
+    mlflow.register_model(model_uri, name)
+    promote = [ANSOR_MLFLOW, "promote", "--model", name, "--candidate", "2", "--max-turns", "4", "--measure-s", "0.1"]
     contest = run_command([*promote, "--dry-run", "true"], cwd, env)
     assert contest.exit_code in (0, NOT_FASTER, UNDECIDED), contest.stderr
