@@ -58,6 +58,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.line(f"CI is set, so no test may be skipped, but {len(skipped)} were; the reasons are below")
 
 
+@pytest.fixture(autouse=True)
+def _fresh_log() -> None:
+    """Lets a command write its log to the standard error of its own test: what an earlier one set up is of another."""
+    logging.getLogger("ansor_mlflow").handlers.clear()
+
+
 @pytest.fixture
 def short_path() -> Iterator[Path]:
     """Like `tmp_path`, for processes whose TMPDIR it is: the path of a socket in there has at most 107 bytes."""
@@ -213,4 +219,3 @@ def run_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunCommand]:
 
     yield run
     signal.signal(signal.SIGTERM, on_sigterm)
-    logging.getLogger("ansor_mlflow").handlers.clear()  # they write to a standard error that ends with the test
