@@ -20,6 +20,7 @@ from onnx import TensorProto, helper
 from ansor_mlflow import flavor
 from ansor_mlflow.device import available_cpus, fingerprint
 from ansor_mlflow.errors import MachineError, ModelError, UserInputError
+from ansor_mlflow.graphs import value_infos
 from ansor_mlflow.graphs.partition import MIN_FLOPS, partition
 from ansor_mlflow.lowering.lower import LoweredNetwork, lower
 from ansor_mlflow.measuring.reference import ReferenceSession
@@ -135,7 +136,8 @@ def chain(*op_types: str) -> onnx.ModelProto:
     ],
 )
 def test_parts_of_a_chain_are_as_few_as_can_be(stays: set[int], expected: list[str]) -> None:
-    parts = partition(chain("Relu", "Exp", "Neg", "Abs"), dict.fromkeys(stays, "not known"))
+    model = chain("Relu", "Exp", "Neg", "Abs")
+    parts = partition(model, dict.fromkeys(stays, "not known"), value_infos(model))
     assert [part.runs_in for part in parts] == expected
     assert sum(sum(part.operators.values()) for part in parts) == 4
     assert parts[0].model.graph.input[0].name == "x"
@@ -152,7 +154,7 @@ def test_branches_that_do_not_depend_on_each_other_are_one_part() -> None:
     ]
     shape = (1, 2, 1000, 1000)
     model = make_model(nodes, [tensor("x", shape)], [tensor("c", shape), tensor("d", shape)], {})
-    parts = partition(model, {2: "not known", 3: "not known"})
+    parts = partition(model, {2: "not known", 3: "not known"}, value_infos(model))
     assert [part.operators for part in parts] == [{"Exp": 1, "Relu": 1}, {"Neg": 2}]
 
 
@@ -161,7 +163,7 @@ def test_a_part_that_computes_too_little_stays_with_its_neighbours() -> None:
     model = chain("Relu", "Exp", "Neg", "Abs", "Neg")
     for value in (*model.graph.input, *model.graph.output):
         value.CopyFrom(tensor(value.name, (1, int(MIN_FLOPS / 2))))
-    parts = partition(model, {1: "not known", 3: "not known"})
+    parts = partition(model, {1: "not known", 3: "not known"}, value_infos(model))
     assert [(part.runs_in, sum(part.operators.values())) for part in parts] == [("onnxruntime", 4), ("tvm", 1)]
     assert parts[0].reasons == {"Exp": "not known", "Abs": "not known"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx
 from onnx import helper, numpy_helper, version_converter
 
-from ansor_mlflow.graphs.rewriting import opset_version
+from ansor_mlflow.graphs.editor import opset_version
 
 OLDEST_OPSET = 11
 """From here on slices, pads and bounds of Clip are inputs, and Upsample is Resize."""

@@ -7,7 +7,7 @@ whether they are connected or not, so that a graph has no more parts than its lo
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,11 +15,11 @@ import onnx
 from onnx import helper
 
 from ansor_mlflow.graphs.cost import num_flops
-from ansor_mlflow.graphs.nodes import ValueInfos, inputs_of, value_infos
+from ansor_mlflow.graphs.nodes import ValueInfos, inputs_of
 
 MIN_FLOPS = 2e6
-"""What a part in TVM has to compute. Handing tensors over twice takes some ten microseconds, in which a core computes
-as much."""
+"""What a part in TVM has to compute. Handing a tensor over twice and calling ONNX Runtime once more takes some twenty
+microseconds, in which a core computes as much."""
 _TOO_SMALL = ""
 """The reason of operators that TVM could compute, but too few of them to pay."""
 
@@ -43,18 +43,18 @@ class GraphPart:
         return dict(sorted(Counter(node.op_type for node in self.model.graph.node).items()))
 
 
-def partition(model: onnx.ModelProto, reasons: Mapping[int, str]) -> list[GraphPart]:
+def partition(model: onnx.ModelProto, reasons: Mapping[int, str], values: ValueInfos) -> list[GraphPart]:
     """Splits a model.
 
     Args:
         model: Model whose nodes are in topological order.
         reasons: Why a node stays with ONNX Runtime, by its place in the graph. All others may run in TVM; those that
             would be parts too small to pay for handing tensors over stay, too.
+        values: Types of its tensors.
 
     Returns:
         The parts, in the order in which they run; one, if all nodes are on one side.
     """
-    values = value_infos(model)
     flops = [num_flops(node, values) for node in model.graph.node]
     stays = dict(reasons)
     turns = _turns(model.graph, stays)
@@ -124,11 +124,9 @@ def _smallest(turns: list[int], stays: Mapping[int, str], flops: list[float]) ->
     """TVM's turn that computes least, if it is too little and not the only one."""
     if not stays:
         return None
-    totals = dict(_totals(turns, stays, flops))
+    totals: dict[int, float] = defaultdict(float)
+    for index, turn in enumerate(turns):
+        if index not in stays:
+            totals[turn] += flops[index]
     smallest = min(totals, key=lambda turn: totals[turn], default=None)
     return smallest if smallest is not None and len(totals) > 1 and totals[smallest] < MIN_FLOPS else None
-
-
-def _totals(turns: list[int], stays: Mapping[int, str], flops: list[float]) -> Iterator[tuple[int, float]]:
-    for turn in {turn for index, turn in enumerate(turns) if index not in stays}:
-        yield turn, sum(flops[index] for index, other in enumerate(turns) if other == turn)

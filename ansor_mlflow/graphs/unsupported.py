@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 
 import onnx
 
+from ansor_mlflow.graphs.editor import GraphEditor, attributes_of, input_of
 from ansor_mlflow.graphs.operators.recurrent import why_not_unrolled
 from ansor_mlflow.graphs.operators.resize import why_not_resized
-from ansor_mlflow.graphs.rewriting import GraphEditor, attributes_of, input_of
 
 WhyNot = Callable[[onnx.NodeProto, GraphEditor], "str | None"]
 

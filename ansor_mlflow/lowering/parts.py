@@ -50,11 +50,11 @@ def lower_parts(model: onnx.ModelProto, lower_whole: LowerGraph, lower_node: Low
     reasons = {**reasons_to_stay(model), **_known_reasons(model, values)}
     if not reasons:
         with contextlib.suppress(NotLoweredError):
-            return [(part, lower_whole(part.model)) for part in partition(model, {})]
+            return [(part, lower_whole(part.model)) for part in partition(model, {}, values)]
     reasons.update(_reasons_by_trial(model, values, lower_node, reasons))
     while True:
         lowered: list[LoweredPart] = []
-        for part in partition(model, reasons):
+        for part in partition(model, reasons, values):
             try:
                 lowered.append((part, lower_whole(part.model) if part.runs_in == "tvm" else None))
             except NotLoweredError as err:

@@ -48,17 +48,12 @@ def lower_graph(model: onnx.ModelProto, target: Target, settings: LoweringSettin
     from tvm import relax
 
     from ansor_mlflow.lowering.constants import fold_constants
-    from ansor_mlflow.lowering.elementwise import constants_second, expand_elementwise
+    from ansor_mlflow.lowering.elementwise import constants_second
     from ansor_mlflow.lowering.indices import bound_indices
     from ansor_mlflow.lowering.slices import SlicesAreInjective
-    from ansor_mlflow.lowering.squeeze import positive_squeeze_axes
 
     passes = [
-        positive_squeeze_axes(),
-        relax.transform.DecomposeOpsForInference(),
-        expand_elementwise(),
-        relax.transform.CanonicalizeBindings(),
-        fold_constants(),
+        *_first_passes(),
         constants_second(),
         bound_indices(),
         relax.transform.ConvertLayout(_LAYOUTS[resolve_layout(settings.layout)]),
@@ -80,24 +75,29 @@ def lower_node(model: onnx.ModelProto, target: Target) -> IRModule:
     """As `lower_graph`, but only as far as shows whether TVM knows the operators: milliseconds for one node."""
     from tvm import relax
 
-    from ansor_mlflow.lowering.constants import fold_constants
-    from ansor_mlflow.lowering.elementwise import expand_elementwise
-    from ansor_mlflow.lowering.squeeze import positive_squeeze_axes
-
-    passes = [
-        positive_squeeze_axes(),
-        relax.transform.DecomposeOpsForInference(),
-        expand_elementwise(),
-        relax.transform.CanonicalizeBindings(),
-        fold_constants(),
-        relax.transform.LegalizeOps(),
-    ]
-    return _lowered(model, target, passes)
+    return _lowered(model, target, [*_first_passes(), relax.transform.LegalizeOps()])
 
 
 def resolve_layout(layout: Layout) -> Literal["NHWC", "NCHW"]:
     """The layout that "auto" stands for: channels last, because they are what is vectorised."""
     return "NHWC" if layout == "auto" else layout
+
+
+def _first_passes() -> list[Pass]:
+    """What the importer's output needs whatever comes next."""
+    from tvm import relax
+
+    from ansor_mlflow.lowering.constants import fold_constants
+    from ansor_mlflow.lowering.elementwise import expand_elementwise
+    from ansor_mlflow.lowering.squeeze import positive_squeeze_axes
+
+    return [
+        positive_squeeze_axes(),
+        relax.transform.DecomposeOpsForInference(),
+        expand_elementwise(),
+        relax.transform.CanonicalizeBindings(),
+        fold_constants(),
+    ]
 
 
 def _lowered(model: onnx.ModelProto, target: Target, passes: Sequence[Pass]) -> IRModule:

@@ -49,10 +49,10 @@ class PartEntry:
 
     def __str__(self) -> str:
         if self.runs_in == "tvm":
-            return f"TVM computes {_nodes(self.operators)}: {self.flops_share:.1%} of the operations"
+            return f"TVM computes {_nodes(sum(self.operators.values()))}: {self.flops_share:.1%} of the operations"
         clauses = ", ".join(f"{operator} ({reason})" for operator, reason in self.reasons.items())
         beside = sum(number for operator, number in self.operators.items() if operator not in self.reasons)
-        among = f", and {_nodes({'': beside})} between operators that stay" if beside else ""
+        among = f", and {_nodes(beside)} between operators that stay" if beside else ""
         return f"ONNX Runtime computes {clauses}{among}: {self.flops_share:.1%} of the operations"
 
     @staticmethod
@@ -68,8 +68,7 @@ class PartEntry:
         return PartEntry(**{**values, "inputs": tuple(values["inputs"]), "outputs": tuple(values["outputs"])})
 
 
-def _nodes(operators: Mapping[str, int]) -> str:
-    number = sum(operators.values())
+def _nodes(number: int) -> str:
     return f"{number} node{'s' if number > 1 else ''}"
 
 
@@ -207,6 +206,12 @@ def as_array(tensor: Any) -> Array:
         return np.from_dlpack(tensor)
     array: Array = tensor.numpy()
     return array
+
+
+def owned_array(tensor: Any) -> Array:
+    """As `as_array`, in memory of the array's own."""
+    array = as_array(tensor)
+    return array if array.flags.owndata else array.copy()
 
 
 def as_tensor(array: Array, device: Any) -> Any:

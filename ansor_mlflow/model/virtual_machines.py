@@ -19,9 +19,9 @@ from ansor_mlflow.model.parts import (
     PartEntry,
     PartRunner,
     aligned_array,
-    as_array,
     is_aligned,
     open_sessions,
+    owned_array,
 )
 from ansor_mlflow.tensors import TensorSpec
 
@@ -132,8 +132,8 @@ class VirtualMachine:
     def run(self, arrays: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
         """See `VirtualMachines.run`."""
         result = self._main(*map(self._argument, arrays, self._slots))
-        # Copies: the memory of an output may be that of an input, of another output or of a weight.
-        return [as_array(tensor).copy() for tensor in (result if isinstance(result, Sequence) else [result])]
+        # The memory of TVM's output may be that of an input, of another output or of a weight.
+        return [owned_array(tensor) for tensor in (result if isinstance(result, Sequence) else [result])]
 
     def _slot(self, spec: TensorSpec, device: Any) -> tuple[Any, npt.NDArray[Any] | None]:
         """A tensor for an input, and the same memory as an array, where there is such an array."""

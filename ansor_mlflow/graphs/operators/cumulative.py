@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 
-from ansor_mlflow.graphs.rewriting import GraphEditor, Rewritings, attributes_of
+from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, attributes_of
 
 _MAX_LENGTH = 1024
 """Longer axes stay: the product with a triangular matrix takes the square of the length."""

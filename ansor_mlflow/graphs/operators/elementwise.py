@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from ansor_mlflow.graphs.rewriting import GraphEditor, Rewritings, attributes_of, input_of
+from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, attributes_of, input_of
 
 _FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16}
 _QUICK_GELU_ALPHA = 1.702

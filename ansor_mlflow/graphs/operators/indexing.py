@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 
-from ansor_mlflow.graphs.rewriting import GraphEditor, Rewritings, attributes_of
+from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, attributes_of
 
 
 def _one_hot(node: onnx.NodeProto, graph: GraphEditor) -> bool:
@@ -51,7 +51,7 @@ def _max_pool(node: onnx.NodeProto, graph: GraphEditor) -> bool:
 
 
 def _tile(node: onnx.NodeProto, graph: GraphEditor) -> bool:
-    """TVM's function takes remainders by three axes at once, of which LLVM makes wrong code with AVX-512."""
+    """TVM's function takes remainders by three axes at once; with AVX-512, some of its elements are wrong."""
     data, repeats, shape = node.input[0], graph.value(node.input[1]), graph.shape(node.input[0])
     if shape is None or repeats is None:
         return False

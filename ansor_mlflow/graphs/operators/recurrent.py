@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from ansor_mlflow.graphs.rewriting import GraphEditor, Rewritings, attributes_of, input_of
+from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, attributes_of, input_of
 
 MAX_STEPS = 64
 """Longest sequence that is written out."""

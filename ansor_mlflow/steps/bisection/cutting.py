@@ -9,7 +9,7 @@ import numpy.typing as npt
 import onnx
 from onnx import helper, numpy_helper
 
-from ansor_mlflow.graphs import uses
+from ansor_mlflow.graphs import inputs_of, static_shape
 
 _KNOWN_FROM_SHAPES = {"Shape", "Size"}
 """Operators whose results do not depend on the values of their input."""
@@ -26,7 +26,7 @@ class CuttableGraph:
         self._model = model
         graph = model.graph
         self._nodes = list(graph.node)
-        self._taken = [_taken_by(node) for node in self._nodes]
+        self._taken = [[name for name in inputs_of(node) if name] for node in self._nodes]
         self._producers = {name: index for index, node in enumerate(self._nodes) for name in node.output if name}
         self._values = {value.name: value for value in (*graph.input, *graph.value_info, *graph.output)}
         self._varying = self._find_varying()
@@ -107,13 +107,12 @@ class CuttableGraph:
     def has_static_shape(self, tensor: str) -> bool:
         """Whether a tensor can be an input or output of a part: it has a static shape, and a type of NumPy's."""
         value = self._values.get(tensor)
-        if value is None or not value.type.tensor_type.HasField("shape"):
+        if value is None or static_shape(value) is None:
             return False
         kind = value.type.tensor_type.elem_type
         if kind in (onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING):
             return False
-        is_numpys = helper.tensor_dtype_to_np_dtype(kind).isbuiltin == 1
-        return is_numpys and all(dim.HasField("dim_value") for dim in value.type.tensor_type.shape.dim)
+        return helper.tensor_dtype_to_np_dtype(kind).isbuiltin == 1
 
     def _needed(self, outputs: Iterable[str], known: set[str]) -> tuple[list[int], set[str]]:
         """The nodes that compute tensors from those that are known, in order, and the names of what they take."""
@@ -141,9 +140,3 @@ class CuttableGraph:
     def _find_last_uses(self) -> dict[str, int]:
         last = {name: index for index, taken in enumerate(self._taken) for name in taken}
         return {**last, **{output.name: len(self._nodes) for output in self._model.graph.output}}
-
-
-def _taken_by(node: onnx.NodeProto) -> list[str]:
-    """The names that a node takes, and those that its branches use, some of which are of tensors around it."""
-    branches = [branch for attribute in node.attribute for branch in (attribute.g, *attribute.graphs)]
-    return [name for name in (*node.input, *(name for branch in branches for name in uses(branch))) if name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx
 
+from ansor_mlflow.graphs.editor import Rewritings, rewrite
 from ansor_mlflow.graphs.operators import (
     conv_transpose,
     cumulative,
@@ -14,7 +15,6 @@ from ansor_mlflow.graphs.operators import (
     recurrent,
     resize,
 )
-from ansor_mlflow.graphs.rewriting import Rewritings, rewrite
 
 _QUANTIZED: Rewritings = quantized.REWRITINGS
 _OTHERS: Rewritings = {
