@@ -55,7 +55,7 @@ from ansor_mlflow.model import (
     write_package,
 )
 from ansor_mlflow.serving import PyfuncModel, get_signature
-from ansor_mlflow.tensors import Arrays, TensorSpec, random_inputs
+from ansor_mlflow.tensors import Arrays, TensorSpec, all_sizes, random_inputs
 
 _RUNTIME_PACKAGES = ("apache-tvm", "apache-tvm-ffi", "numpy")
 _OWN_CODE = str(Path(__file__).parent)
@@ -123,7 +123,9 @@ def save_model(
     mlflow_model = Model() if mlflow_model is None else mlflow_model
     manifest = write_package(tvm_model, directory)
     mlflow_model.signature = signature or get_signature(manifest.inputs, manifest.outputs)
-    _save_example(mlflow_model, default_example(manifest.inputs) if input_example is None else input_example, path)
+    _save_example(
+        mlflow_model, default_example(all_sizes(manifest)[0].inputs) if input_example is None else input_example, path
+    )
     if metadata is not None:
         mlflow_model.metadata = metadata
     pyfunc.add_to_model(
@@ -137,7 +139,8 @@ def save_model(
     mlflow_model.add_flavor(names.FLAVOR_NAME, code=code, **manifest.to_dict())
     mlflow_model.model_size_bytes = get_total_file_size(path)
     mlflow_model.save(str(directory / names.MODEL_FILE))
-    defaults = get_default_pip_requirements(any(library.parts for library in manifest.libraries))
+    parts = [part for library in manifest.libraries for part in library.parts]
+    defaults = get_default_pip_requirements(any(part.runs_in == "onnxruntime" for part in parts))
     _write_environment(directory, defaults, conda_env, pip_requirements, extra_pip_requirements)
 
 

@@ -157,6 +157,8 @@ SOURCES_FILE = "sources.json"
 NETWORK_FILE = "network.onnx"
 PARTS_FILE = "parts.json"
 """The parts of a network that ONNX Runtime computes some of, with the time that each takes."""
+SIZES_FILE = "sizes.json"
+"""The sizes of a network that has several, with the latency of each."""
 
 
 def part_file(number: int) -> str:

@@ -100,7 +100,8 @@ _ALIAS = re.compile(r"(?!(v?\d+|latest)$)[A-Za-z0-9_-]*", re.IGNORECASE)
 _URI = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+):/|(models|runs):", re.IGNORECASE)
 """A scheme has two letters at least, so that no drive of Windows is one."""
 Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_parse_share)]
-Shape = list[Annotated[int, Field(gt=0)]]
+Dimension = Annotated[int, Field(gt=0)]
+Shape = list[Dimension | list[Dimension]]
 InputValue = Annotated[Any, AfterValidator(_plain_numbers)]
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -150,8 +151,10 @@ class NetworkOptions(SeedOptions):
     )
     input_shapes: Annotated[dict[str, Shape], BeforeValidator(_parse_json)] = _parameter(
         {},
-        'Shapes that replace those of the inputs, as JSON: {"data": [1, 3, 224, 224]}.',
-        'a JSON object of shapes, such as {"data": [1, 3, 224, 224]}',
+        'Shapes that replace those of the inputs, as JSON: {"data": [1, 3, 224, 224]}. Lists of sizes in the place of '
+        'dimensions make one model for several sizes: {"ids": [1, [32, 128]]}; their first sizes belong together, then '
+        "their second ones.",
+        'a JSON object of shapes, such as {"data": [1, 3, 224, 224]} or {"ids": [1, [32, 128]]}',
     )
     input_values: Annotated[dict[str, InputValue], BeforeValidator(_parse_json), AfterValidator(_check_length)] = (
         _parameter(
@@ -288,6 +291,12 @@ class SignatureOptions(Options):
 
     signature: Literal["tensor", "binary"] = _parameter(
         "tensor", "Signature of the model: tensor names dtypes and shapes, binary lets a server take base64 as well."
+    )
+    pad: Annotated[dict[str, float], BeforeValidator(_parse_json)] = _parameter(
+        {},
+        "Values that inputs are padded with at their ends, up to the next larger of several sizes, as JSON: "
+        '{"ids": 0, "mask": 0}; by default only exactly these sizes are taken. Outputs are cut again.',
+        'a JSON object of numbers, such as {"ids": 0, "mask": 0}',
     )
 
 

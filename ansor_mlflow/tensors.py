@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 OPEN = -1
-"""A dimension of an output that depends on the values of the inputs, as MLflow's signatures write it."""
+"""A dimension that has several sizes, or, of an output, depends on values; as MLflow's signatures write it."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,65 @@ class TensorSpec:
 
     name: str
     shape: tuple[int, ...]
-    """Static; an output may have dimensions that are `OPEN`."""
+    """Static, but for dimensions that are `OPEN`."""
     dtype: str
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> TensorSpec:
         """Reads the fields as JSON keeps them, with the shape as a list."""
         return TensorSpec(name=fields["name"], shape=tuple(fields["shape"]), dtype=fields["dtype"])
+
+
+@dataclass(frozen=True)
+class NetworkShapes:
+    """Inputs and outputs of a network in one of its sizes."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{spec.name} {'×'.join(map(str, spec.shape)) or 'scalar'}" for spec in self.inputs)
+
+    @staticmethod
+    def from_dict(fields: dict[str, Any]) -> NetworkShapes:
+        """Reads the fields as JSON keeps them."""
+        inputs, outputs = (tuple(map(TensorSpec.from_dict, fields[name])) for name in ("inputs", "outputs"))
+        return NetworkShapes(inputs, outputs)
+
+
+class Sized(Protocol):
+    """What describes a network that may have several sizes."""
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The inputs; dimensions of several sizes are `OPEN`."""
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The outputs."""
+
+    @property
+    def sizes(self) -> tuple[NetworkShapes, ...]:
+        """Its sizes; empty where there is but one."""
+
+
+def all_sizes(network: Sized) -> tuple[NetworkShapes, ...]:
+    """The sizes of a network, one at least."""
+    return network.sizes or (NetworkShapes(network.inputs, network.outputs),)
+
+
+def open_where_different(specs: Sequence[tuple[TensorSpec, ...]]) -> tuple[TensorSpec, ...]:
+    """The tensors of several sizes of a network, with dimensions open that are not the same in all of them."""
+    return tuple(
+        TensorSpec(
+            name=same[0].name,
+            shape=tuple(
+                dims[0] if len(set(dims)) == 1 else OPEN for dims in zip(*(s.shape for s in same), strict=True)
+            ),
+            dtype=same[0].dtype,
+        )
+        for same in zip(*specs, strict=True)
+    )
 
 
 def random_inputs(specs: Iterable[TensorSpec], seed: int) -> Arrays:
@@ -108,6 +160,10 @@ def _rows(cell: str | bytes, spec: TensorSpec) -> npt.NDArray[Any]:
     Raises:
         UserInputError: The cell is no base64, or has another length.
     """
+    if OPEN in spec.shape[1:]:
+        raise UserInputError(
+            f"column {spec.name!r}: its tensors have several sizes, which bytes do not tell; give lists"
+        )
     try:
         data = base64.b64decode("".join(cell.split()), validate=True) if isinstance(cell, str) else cell
     except ValueError as err:  # of which binascii.Error is one

@@ -11,7 +11,7 @@ import pytest
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.measuring.examples import choose_examples, read_examples
-from ansor_mlflow.tensors import TensorSpec, random_inputs
+from ansor_mlflow.tensors import NetworkShapes, TensorSpec, random_inputs
 
 IMAGE = TensorSpec("image", (2, 3), "float32")
 MASK = TensorSpec("mask", (2,), "int64")
@@ -169,8 +169,21 @@ def test_a_damaged_table(tmp_path: Path) -> None:
 
 
 def test_the_users_inputs_take_the_place_of_seeded_ones(tmp_path: Path) -> None:
-    first, second, third = choose_examples("", (IMAGE, MASK), 7)
+    sizes = [NetworkShapes((IMAGE, MASK), ())]
+    first, second, third = choose_examples("", sizes, 7)
     np.testing.assert_array_equal(first["image"], random_inputs((IMAGE, MASK), 7)["image"])
     assert not np.array_equal(second["image"], third["image"])
-    (mine,) = choose_examples(saved(tmp_path, image=images(2), mask=np.arange(2)), (IMAGE, MASK), 7)
+    (mine,) = choose_examples(saved(tmp_path, image=images(2), mask=np.arange(2)), sizes, 7)
     np.testing.assert_array_equal(mine["image"], images(2))
+
+
+def test_there_is_an_example_of_each_size(tmp_path: Path) -> None:
+    sizes = [NetworkShapes((TensorSpec("x", (1, length), "float32"),), ()) for length in (4, 8, 16)]
+    seeded = choose_examples("", sizes, 7)
+    assert [example["x"].shape[1] for example in seeded] == [4, 8, 16] * 3
+    mine = np.arange(24, dtype=np.float32).reshape(3, 8)
+    found = choose_examples(saved(tmp_path, x=mine), sizes, 7)
+    assert [example["x"].shape[1] for example in found] == [4, 8, 16, 8, 8]
+    np.testing.assert_array_equal(found[1]["x"], mine[:1])
+    with pytest.raises(UserInputError, match=r"it must hold x: float32 \(1, 4\)"):
+        choose_examples(saved(tmp_path, x=np.zeros((1, 5), np.float32)), sizes, 7)

@@ -14,7 +14,20 @@ from helpers.torch_process import torch_python
 from onnx import TensorProto, helper, save
 
 BENCHMARKS = ROOT / "benchmarks"
-EXPORTED = ("espcn", "esrgan", "dcgan", "denoiser-dynamo", "cyclegan", "wavenet", "unet-bilinear", "yolo")
+EXPORTED = (
+    "espcn",
+    "esrgan",
+    "dcgan",
+    "denoiser-dynamo",
+    "cyclegan",
+    "wavenet",
+    "unet",
+    "unet-bilinear",
+    "yolo",
+    "crnn",
+    "gru",
+    "lstm",
+)
 """Models that need PyTorch alone."""
 
 

@@ -81,7 +81,7 @@ def test_a_package_holds_one_library_for_a_device(compiled_network: CompiledNetw
 
 def test_a_package_holds_one_network(compiled_network: CompiledNetwork, tmp_path: Path) -> None:
     other = replace(for_more_threads(compiled_network), outputs=())
-    with pytest.raises(UserInputError, match="small and small have other inputs or outputs; a model holds libraries"):
+    with pytest.raises(UserInputError, match="small and small have other inputs, outputs or sizes; a model holds"):
         write_package([compiled_network, other], tmp_path)
 
 

@@ -29,7 +29,6 @@ from ansor_mlflow.errors import (
 )
 from ansor_mlflow.measuring import checking
 from ansor_mlflow.measuring.comparison import Deviation
-from ansor_mlflow.measuring.noise import MachineNoise
 from ansor_mlflow.model import Manifest
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
@@ -130,7 +129,7 @@ def set_times(monkeypatch: pytest.MonkeyPatch) -> SetTimes:
         rng = np.random.default_rng(0)
         timed: list[str] = []
 
-        def median_ms(contender: Contender, noise: MachineNoise, options: PromoteOptions) -> float:
+        def median_ms(contender: Contender, *_: object) -> float:
             timed.append(contender.version)
             return float(times_ms[contender.version] * np.exp(rng.normal(0, 0.03)))
 
@@ -331,10 +330,10 @@ def test_a_champion_that_changes_meanwhile_stays(
     timed = set_times({FAST: 10.0, EQUAL: 8.0})
     median_ms = contest._median_ms
 
-    def meanwhile(contender: Contender, noise: MachineNoise, options: PromoteOptions) -> float:
+    def meanwhile(contender: Contender, *others: Any) -> float:
         if not timed:  # another promotion ends while this one measures
             set_champion(client, SLOW, "champion")
-        return median_ms(contender, noise, options)
+        return median_ms(contender, *others)
 
     monkeypatch.setattr(contest, "_median_ms", meanwhile)
     promotion = decide(EQUAL, alias="champion")

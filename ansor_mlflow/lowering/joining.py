@@ -34,8 +34,14 @@ def _add(joined: IRModule, name: str, mod: IRModule) -> None:
             continue
         variables[var.name_hint] = GlobalVar(new)
         relax.expr._update_type(variables[var.name_hint], var.ty)
-        joined[variables[var.name_hint]] = function.with_attr("global_symbol", new)
+        joined[variables[var.name_hint]] = _renamed(function, new)
     joined[name] = _Renamer(variables).visit_expr(mod["main"]).with_attr("global_symbol", name)
+
+
+def _renamed(function: Any, name: str) -> Any:
+    """A function under its new name. One that has no symbol gets none: that would change the hash of its records."""
+    has_symbol = function.attrs is not None and "global_symbol" in function.attrs
+    return function.with_attr("global_symbol", name) if has_symbol else function
 
 
 def _names(mod: IRModule) -> set[str]:

@@ -6,7 +6,7 @@ older records useless: raise `LOWERING_VERSION` with such a change.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ from ansor_mlflow.graphs import (
     rewrite_operators,
     simplify,
 )
-from ansor_mlflow.lowering.parts import describe, lower_parts
+from ansor_mlflow.lowering.parts import LoweredPart, describe, lower_parts
 from ansor_mlflow.lowering.pipeline import lower_graph, lower_node
 from ansor_mlflow.settings import LoweringSettings, Padding
 from ansor_mlflow.trials import TaskInfo
@@ -59,6 +59,8 @@ class NetworkPart:
     graph: GraphPart
     function: str
     """Name of its function in the module; empty for a part that ONNX Runtime runs."""
+    size: int = 0
+    """Which of the network's sizes it is of."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,11 @@ class LoweredNetwork:
     """A network as fused functions; weights are constants."""
 
     mod: IRModule
-    """Module whose function "main" takes the network's inputs alone. Of a network in parts it has one for each of
-    TVM's."""
+    """Module whose function "main" takes the network's inputs alone. Of a network in parts, or of several sizes, it has
+    one for each part of TVM's."""
     tasks: tuple[TuningTask, ...]
     parts: tuple[NetworkPart, ...] = ()
-    """In the order in which they run; empty where TVM computes all."""
+    """In the order in which they run, those of each size after the other; empty where "main" is the only one."""
     hard_to_tile: tuple[PaddedLayer, ...] = ()
     """Layers with channels that `pad_channels=auto` pads."""
 
@@ -78,7 +80,7 @@ class LoweredNetwork:
 def lower(
     model: onnx.ModelProto, target: Target, settings: LoweringSettings = _DEFAULTS, called: str = ""
 ) -> LoweredNetwork:
-    """Lowers a network to fused functions for `target`.
+    """Lowers a network to fused functions for `target`; see `lower_sizes`.
 
     Args:
         model: ONNX model whose inputs have static shapes.
@@ -89,30 +91,60 @@ def lower(
     Raises:
         UserInputError: ONNX Runtime cannot load the model, TVM can compute no part of it, or not all where it must.
     """
+    return lower_sizes([model], target, settings, called or model.graph.name)
+
+
+def lower_sizes(
+    models: Iterable[onnx.ModelProto], target: Target, settings: LoweringSettings, called: str
+) -> LoweredNetwork:
+    """Lowers a network in each of its sizes. Tasks that are the same in several sizes are one.
+
+    Args:
+        models: The network with the static shapes of each size.
+        target: Device that the functions are for.
+        settings: Layout, type, padding, and whether parts may stay with ONNX Runtime.
+        called: What messages call the network.
+
+    Raises:
+        UserInputError: ONNX Runtime cannot load a model, TVM can compute no part of it, or not all where it must.
+    """
     from ansor_mlflow.lowering.joining import join_modules
 
-    called = called or model.graph.name
+    sizes = [_lower_size(model, target, settings, called) for model in models]
+    parts = [(size, *part) for size, (lowered, _) in enumerate(sizes) for part in lowered]
+    modules = {f"part{number}": mod for number, (_, _, mod) in enumerate(parts) if mod is not None}
+    named = [
+        NetworkPart(graph, name if (name := f"part{number}") in modules else "", size)
+        for number, (size, graph, _) in enumerate(parts)
+    ]
+    is_whole = len(parts) == 1
+    mod = modules["part0"] if is_whole else join_modules(modules)
+    return LoweredNetwork(
+        mod=mod,
+        tasks=_extract_tasks(mod, target),
+        parts=() if is_whole else tuple(named),
+        hard_to_tile=tuple(dict.fromkeys(layer for _, layers in sizes for layer in layers)),
+    )
+
+
+def _lower_size(
+    model: onnx.ModelProto, target: Target, settings: LoweringSettings, called: str
+) -> tuple[list[LoweredPart], list[PaddedLayer]]:
+    """The parts of a network in one size, and its layers that `pad_channels=auto` pads."""
     graph = rewrite_operators(fold_batch_norms(simplify(raise_opset(model), called)))
     if not graph.graph.node:
         raise UserInputError(f"network={called}: its outputs do not depend on its inputs, so there is nothing to tune")
-    hard_to_tile = tuple(layers_to_pad(graph, vector_lanes(target)))
+    hard_to_tile = list(layers_to_pad(graph, vector_lanes(target)))
     if (padding := _padding(settings.pad_channels, target)) is not None:
         graph = pad_output_channels(graph, padding)
     parts = lower_parts(
         graph, partial(lower_graph, target=target, settings=settings), partial(lower_node, target=target)
     )
     reasons = {operator: reason for part, _ in parts for operator, reason in part.reasons.items()}
-    modules = {f"part{number}": mod for number, (_, mod) in enumerate(parts) if mod is not None}
-    if not modules or (reasons and settings.partition == "off"):
-        raise UserInputError(f"network={called}: {_refusal(reasons, any_lowered=bool(modules))}")
-    named = [NetworkPart(part, name if (name := f"part{n}") in modules else "") for n, (part, _) in enumerate(parts)]
-    mod = join_modules(modules) if reasons else modules["part0"]
-    return LoweredNetwork(
-        mod=mod,
-        tasks=_extract_tasks(mod, target),
-        parts=tuple(named) if reasons else (),
-        hard_to_tile=hard_to_tile,
-    )
+    any_lowered = any(mod is not None for _, mod in parts)
+    if not any_lowered or (reasons and settings.partition == "off"):
+        raise UserInputError(f"network={called}: {_refusal(reasons, any_lowered=any_lowered)}")
+    return parts, hard_to_tile
 
 
 def _refusal(reasons: dict[str, str], *, any_lowered: bool) -> str:

@@ -26,9 +26,12 @@ MakeInference = Callable[[], Inference]
 _NUM_CALLS = 9
 
 
-def timed_call(make_inference: MakeInference, inputs: Arrays) -> Callable[[], Any]:
-    """A call that runs the network."""
-    return partial(make_inference(), inputs)
+def timed_call(make_inference: MakeInference, examples: Sequence[Arrays]) -> Callable[[], Any]:
+    """A call that runs the network on all examples: one of each of its sizes."""
+    run = make_inference()
+    if len(examples) == 1:
+        return partial(run, examples[0])
+    return lambda: [run(inputs) for inputs in examples]
 
 
 def outputs_call(
@@ -46,14 +49,19 @@ def tuned_inference(directory: Path) -> Inference:
     return load_package(directory, Manifest.read(directory)).run
 
 
-def parts_call(directory: Path, inputs: Mapping[str, npt.NDArray[Any]]) -> Callable[[], list[float]]:
-    """A call that returns the seconds of each part of a model, the medians of several calls."""
+def parts_call(directory: Path, examples: Sequence[Mapping[str, npt.NDArray[Any]]]) -> Callable[[], list[float]]:
+    """A call that returns the seconds of each part of a model, the medians of several calls.
+
+    Args:
+        directory: The model.
+        examples: An input of each of its sizes.
+    """
     from ansor_mlflow.model import Manifest, load_package
 
     model = load_package(directory, Manifest.read(directory))
 
     def seconds() -> list[float]:
-        calls = [model.seconds_of_parts(inputs) for _ in range(_NUM_CALLS)]
+        calls = [[s for inputs in examples for s in model.seconds_of_parts(inputs)] for _ in range(_NUM_CALLS)]
         return [median(of_part) for of_part in zip(*calls, strict=True)]
 
     return seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
+from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
@@ -13,27 +14,29 @@ import numpy as np
 import numpy.typing as npt
 
 from ansor_mlflow.errors import UserInputError, one_line
-from ansor_mlflow.tensors import Arrays, TensorSpec, random_inputs, stack_cells
+from ansor_mlflow.tensors import Arrays, NetworkShapes, TensorSpec, random_inputs, stack_cells
 
 _NUM_SEEDED = 3
 _PARQUET_MAGIC = b"PAR1"
 _FORMATS = "give a .npz, .npy or .parquet file"
 
 
-def choose_examples(data: str, inputs: tuple[TensorSpec, ...], seed: int) -> list[Arrays]:
-    """The inputs that outputs are compared on; the first of them is timed.
+def choose_examples(data: str, sizes: Sequence[NetworkShapes], seed: int) -> list[Arrays]:
+    """The inputs that outputs are compared on; the first of them, one of each size, are timed.
 
     Args:
-        data: The file of a user; empty for seeded inputs.
-        inputs: The network's.
-        seed: Seed of inputs where there is no file.
+        data: The file of a user, with inputs of one size; empty for seeded inputs.
+        sizes: The network's sizes, one at least.
+        seed: Seed of inputs where there is no file, and of sizes that it is not for.
 
     Raises:
         UserInputError: See `read_examples`.
     """
-    if data:
-        return read_examples(data, inputs)
-    return [random_inputs(inputs, seed + index) for index in range(_NUM_SEEDED)]
+    seeded = [random_inputs(size.inputs, seed + index) for index in range(_NUM_SEEDED) for size in sizes]
+    if not data:
+        return seeded
+    number, (first, *others) = _read_for_a_size(data, sizes)
+    return [*seeded[:number], first, *seeded[number + 1 : len(sizes)], *others]
 
 
 def require_examples(data: str) -> None:
@@ -70,6 +73,16 @@ def read_examples(path: str, inputs: tuple[TensorSpec, ...]) -> list[Arrays]:
         )
     columns = {spec.name: _split(arrays[spec.name], spec) for spec in inputs}
     return [{name: column[index] for name, column in columns.items()} for index in range(ceil(counts.pop()))]
+
+
+def _read_for_a_size(path: str, sizes: Sequence[NetworkShapes]) -> tuple[int, list[Arrays]]:
+    errors = []
+    for number, size in enumerate(sizes):
+        try:
+            return number, read_examples(path, size.inputs)
+        except UserInputError as err:
+            errors.append(err)
+    raise errors[0]
 
 
 def _read(path: str, inputs: tuple[TensorSpec, ...]) -> Arrays:

@@ -74,9 +74,7 @@ def open_library(
     options = options or LoadOptions()
     num_threads = options.num_threads or threads_here(entry)
     choice = choice or Choice(level="exact", entry=entry, reason="it was asked for")
-    return TunedModel(
-        library, manifest.inputs, manifest.outputs, choice, num_threads=num_threads, device=options.device
-    )
+    return TunedModel(library, manifest, choice, pad=manifest.pad, num_threads=num_threads, device=options.device)
 
 
 def _build(directory: Path, manifest: Manifest, options: LoadOptions, rejected: Sequence[str]) -> TunedModel:
@@ -88,7 +86,7 @@ def _build(directory: Path, manifest: Manifest, options: LoadOptions, rejected: 
         for attempt in _attempts(directory, manifest, options):
             _log.warning("building %s; this may take minutes", attempt)
             try:
-                entry = _build_library(attempt, directory, options, library)
+                entry = _build_library(attempt, directory, manifest, options, library)
                 reason, rejected = _outcome(attempt, entry), tuple(reasons)
                 choice = Choice(level=attempt.level, entry=entry, reason=reason, rejected=rejected)
                 return open_library(library, manifest, entry, choice, options)
@@ -131,12 +129,15 @@ def _attempts(directory: Path, manifest: Manifest, options: LoadOptions) -> Iter
         yield _Attempt("untuned", [*nearest, *manifest.libraries][0], None)
 
 
-def _build_library(attempt: _Attempt, directory: Path, options: LoadOptions, library: Path) -> LibraryEntry:
+def _build_library(
+    attempt: _Attempt, directory: Path, manifest: Manifest, options: LoadOptions, library: Path
+) -> LibraryEntry:
     """Builds a library for this host, and returns what is known of it."""
     host = host_fingerprint(options)
     provenance = attempt.entry.provenance
     job = BuildJob(
         network=str(directory / NETWORK_FILE),
+        sizes=manifest.sizes,
         records=str(attempt.records or ""),
         target=host.target,
         num_threads=host.num_threads,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import ModelError
 from ansor_mlflow.model.parts import PartEntry
 from ansor_mlflow.names import FLAVOR_NAME, MODEL_FILE
-from ansor_mlflow.tensors import TensorSpec
+from ansor_mlflow.tensors import NetworkShapes, TensorSpec
 
 LIBRARY_FILE = "model.so"
 FORMAT_VERSION = 2
 _READ_VERSIONS = (1, 2)
-"""Version 1 knows no parts."""
+"""Version 1 knows neither parts nor sizes."""
 _SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """YAML loader of LibYAML, if PyYAML was built with it: MLflow's `Model.load` takes several times as long."""
 
@@ -73,6 +73,10 @@ class Manifest:
     libraries: tuple[LibraryEntry, ...]
     files: dict[str, str]
     """SHA-256 of every file by its path."""
+    sizes: tuple[NetworkShapes, ...] = ()
+    """What every library was compiled for; empty where the network has one size."""
+    pad: dict[str, float] = field(default_factory=dict)
+    """The value that an input is padded with to the next larger size, by its name."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, for the file `MLmodel`."""
@@ -117,6 +121,8 @@ class Manifest:
                 outputs=tuple(TensorSpec.from_dict(spec) for spec in entry["outputs"]),
                 libraries=tuple(map(LibraryEntry.from_dict, entry["libraries"])),
                 files=dict(entry["files"]),
+                sizes=tuple(map(NetworkShapes.from_dict, entry.get("sizes", ()))),
+                pad=dict(entry.get("pad", {})),
             )
         except (KeyError, TypeError, ValueError) as err:
             raise _damaged(err) from err

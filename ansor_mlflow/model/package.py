@@ -24,7 +24,7 @@ from ansor_mlflow.model.digests import sha256_of
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest, library_path, records_path
 from ansor_mlflow.model.parts import PartEntry
 from ansor_mlflow.names import NETWORK_FILE
-from ansor_mlflow.tensors import TensorSpec
+from ansor_mlflow.tensors import NetworkShapes, TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,10 @@ class CompiledNetwork:
     """Which tasks have a record, as `model.Coverage.to_dict` says it."""
     parts: tuple[PartEntry, ...] = ()
     """Parts of the network; the files of those that stay with ONNX Runtime are beside the library."""
+    sizes: tuple[NetworkShapes, ...] = ()
+    """What it was compiled for; empty where the network has one size."""
+    pad: dict[str, float] = field(default_factory=dict)
+    """The value that an input is padded with to the next larger size, by its name."""
     provenance: dict[str, Any] = field(default_factory=dict)
     """Where the library comes from: versions, layout, tuning run, estimated latency."""
 
@@ -87,6 +91,8 @@ def write_package(compiled: CompiledNetwork | Sequence[CompiledNetwork], directo
             for member in members
         ),
         files=dict(sorted(sha256_of(directory, [path.as_posix() for path in paths]).items())),
+        sizes=first.sizes,
+        pad=first.pad,
     )
 
 
@@ -103,6 +109,8 @@ def read_package(directory: Path, manifest: Manifest) -> list[CompiledNetwork]:
             fingerprint=entry.fingerprint,
             coverage=entry.coverage,
             parts=entry.parts,
+            sizes=manifest.sizes,
+            pad=manifest.pad,
             provenance=entry.provenance,
         )
         for entry in manifest.libraries
@@ -115,10 +123,10 @@ def with_libraries(members: Sequence[CompiledNetwork], added: Sequence[CompiledN
     Raises:
         UserInputError: The added ones are of another network.
     """
-    from ansor_mlflow.networks import load_network
+    from ansor_mlflow.networks import digest_of_file
 
     first = members[0]
-    if load_network(str(first.network)).sha256 != load_network(str(added[0].network)).sha256:
+    if digest_of_file(first.network) != digest_of_file(added[0].network):
         raise UserInputError(
             f"{added[0].name} cannot be added to {first.name}: the graph or the weights are others, and a model holds "
             "libraries of one network; compile the network of the model"
@@ -132,9 +140,10 @@ def _require_one_network(members: Sequence[CompiledNetwork]) -> None:
     """Refuses libraries that cannot be in one model."""
     first = members[0]
     for member in members:
-        if (member.inputs, member.outputs) != (first.inputs, first.outputs):
+        if (member.inputs, member.outputs, member.sizes) != (first.inputs, first.outputs, first.sizes):
             raise UserInputError(
-                f"{first.name} and {member.name} have other inputs or outputs; a model holds libraries of one network"
+                f"{first.name} and {member.name} have other inputs, outputs or sizes; a model holds libraries of one "
+                "network"
             )
     devices = [member.fingerprint.name for member in members]
     twice = next((name for name in devices if devices.count(name) > 1), None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from ansor_mlflow.errors import MachineError, ModelError, first_line
 from ansor_mlflow.names import part_file
-from ansor_mlflow.tensors import TensorSpec
+from ansor_mlflow.tensors import NetworkShapes, TensorSpec
 
 if TYPE_CHECKING:
     from ansor_mlflow.lowering import LoweredNetwork
@@ -43,9 +44,11 @@ class PartEntry:
     operators: dict[str, int]
     """Number of nodes of each operator."""
     flops_share: float
-    """Estimated share of the network's floating point operations, from 0 to 1."""
+    """Estimated share of the operations of the network, in this size, from 0 to 1."""
     reasons: dict[str, str] = field(default_factory=dict)
     """Why operators stay with ONNX Runtime."""
+    size: int = 0
+    """Which of the network's sizes it is of."""
 
     def __str__(self) -> str:
         if self.runs_in == "tvm":
@@ -62,7 +65,7 @@ class PartEntry:
         Raises:
             KeyError, TypeError: They are not those of a part.
         """
-        values = {name.name: entry[name.name] for name in fields(PartEntry)}
+        values = {name.name: entry[name.name] for name in fields(PartEntry) if name.name in entry}
         if values["runs_in"] not in ("tvm", "onnxruntime") or not isinstance(values["name"], str):
             raise TypeError("a part of the network is none")
         return PartEntry(**{**values, "inputs": tuple(values["inputs"]), "outputs": tuple(values["outputs"])})
@@ -73,13 +76,15 @@ def _nodes(number: int) -> str:
 
 
 def what_stays(parts: Sequence[PartEntry]) -> list[str]:
-    """What ONNX Runtime computes and why, in a clause for each part."""
-    return [str(part) for part in parts if part.runs_in == "onnxruntime"]
+    """What ONNX Runtime computes and why, in a clause for each part that differs from the others."""
+    return list(dict.fromkeys(str(part) for part in parts if part.runs_in == "onnxruntime"))
 
 
 def part_entries(lowered: LoweredNetwork) -> tuple[PartEntry, ...]:
-    """Describes the parts of a network; none where TVM computes all of it."""
-    flops = sum(part.graph.flops for part in lowered.parts) or 1.0
+    """Describes the parts of a network; none where the library has one function alone."""
+    flops: dict[int, float] = defaultdict(float)
+    for part in lowered.parts:
+        flops[part.size] += part.graph.flops
     return tuple(
         PartEntry(
             runs_in=part.graph.runs_in,
@@ -87,8 +92,9 @@ def part_entries(lowered: LoweredNetwork) -> tuple[PartEntry, ...]:
             inputs=tuple(value.name for value in part.graph.model.graph.input),
             outputs=tuple(value.name for value in part.graph.model.graph.output),
             operators=part.graph.operators,
-            flops_share=part.graph.flops / flops,
+            flops_share=part.graph.flops / (flops[part.size] or 1.0),
             reasons=dict(part.graph.reasons),
+            size=part.size,
         )
         for number, part in enumerate(lowered.parts)
     )
@@ -145,8 +151,7 @@ class PartRunner:
         parts: What runs.
         functions: The library's functions by name.
         sessions: What `open_sessions` returned.
-        inputs: Names of the network's inputs, in order.
-        outputs: Names of its outputs, in order.
+        network: The network's inputs and outputs, in order.
         device: TVM's device.
     """
 
@@ -155,11 +160,11 @@ class PartRunner:
         parts: Sequence[PartEntry],
         functions: Mapping[str, Any],
         sessions: Mapping[str, Any],
-        inputs: Sequence[str],
-        outputs: Sequence[str],
+        network: NetworkShapes,
         device: Any,
     ) -> None:
-        self._inputs, self._outputs = inputs, outputs
+        self._inputs = [spec.name for spec in network.inputs]
+        self._outputs = [spec.name for spec in network.outputs]
         self._device = device
         self._steps = [
             partial(self._run_function, functions[part.name], part)

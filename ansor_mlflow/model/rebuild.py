@@ -18,6 +18,7 @@ from typing import Any
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, error_for_exit_code
 from ansor_mlflow.model.parts import part_entries
 from ansor_mlflow.settings import LoweringSettings
+from ansor_mlflow.tensors import NetworkShapes
 
 _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from ansor_mlflow.model.rebuild import main; main()"
 """Program of the child: its path is that of this process, so that it finds the same code, and none in its directory."""
@@ -29,6 +30,8 @@ class BuildJob:
 
     network: str
     """Path of the ONNX file."""
+    sizes: tuple[NetworkShapes, ...] = ()
+    """Its sizes; empty where it has one."""
     records: str
     """Directory of the records to apply; empty for an untuned library."""
     target: dict[str, Any]
@@ -80,11 +83,13 @@ def build(job: BuildJob) -> dict[str, Any]:
     import onnx
 
     from ansor_mlflow.device import resolve_target
-    from ansor_mlflow.lowering import lower
+    from ansor_mlflow.lowering import lower_sizes
     from ansor_mlflow.model.library import compile_tuned, compile_untuned
+    from ansor_mlflow.networks import models_of_sizes
 
     target = resolve_target(json.dumps(job.target), job.num_threads)
-    lowered = lower(onnx.load_model(job.network), target, job.lowering, job.network)
+    models = models_of_sizes(onnx.load_model(job.network), job.network, job.sizes)
+    lowered = lower_sizes(models, target, job.lowering, job.network)
     parts = [asdict(part) for part in part_entries(lowered)]
     if not job.records:
         compile_untuned(lowered, target, Path(job.library))
@@ -96,7 +101,8 @@ def build(job: BuildJob) -> dict[str, Any]:
 def main() -> None:
     """The process: reads a job from standard input, and writes what was built to standard output."""
     fields = json.load(sys.stdin)
-    job = BuildJob(**{**fields, "lowering": LoweringSettings(**fields["lowering"])})
+    sizes = tuple(map(NetworkShapes.from_dict, fields["sizes"]))
+    job = BuildJob(**{**fields, "sizes": sizes, "lowering": LoweringSettings(**fields["lowering"])})
     answer = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # compilers print
     try:

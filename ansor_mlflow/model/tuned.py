@@ -12,8 +12,9 @@ import numpy.typing as npt
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.model.choice import Choice
 from ansor_mlflow.model.manifest import LibraryEntry
+from ansor_mlflow.model.sizes import SizeChoice
 from ansor_mlflow.model.virtual_machines import VirtualMachines
-from ansor_mlflow.tensors import Arrays, TensorSpec
+from ansor_mlflow.tensors import OPEN, Arrays, NetworkShapes, Sized, all_sizes
 
 
 class TunedModel:
@@ -21,9 +22,9 @@ class TunedModel:
 
     Args:
         library: The shared library, whose digest was checked.
-        inputs: The network's inputs, in the order of the function's parameters.
-        outputs: The network's outputs, in order.
+        network: The network's inputs and outputs, in the order of the function's parameters and results, and its sizes.
         choice: Which library it is, and why.
+        pad: The value that an input is padded with to the next larger size, by its name.
         num_threads: Threads that kernels run on.
         device: Where the library runs: cpu or cuda.
     """
@@ -31,18 +32,21 @@ class TunedModel:
     def __init__(
         self,
         library: Path,
-        inputs: tuple[TensorSpec, ...],
-        outputs: tuple[TensorSpec, ...],
+        network: Sized,
         choice: Choice,
         *,
+        pad: Mapping[str, float] = {},
         num_threads: int,
         device: str = "cpu",
     ) -> None:
-        self.inputs = inputs
-        self.outputs = outputs
+        self.inputs = network.inputs
+        """The inputs; dimensions of several sizes are `OPEN`."""
+        self.outputs = network.outputs
+        self.sizes: tuple[NetworkShapes, ...] = all_sizes(network)
+        """What it was compiled for."""
         self.choice = choice
-        names = [spec.name for spec in outputs]
-        self._machines = VirtualMachines(library, inputs, names, choice.entry.parts, num_threads, device)
+        self._size_choice = SizeChoice(self.sizes, pad)
+        self._machines = VirtualMachines(library, self.sizes, choice.entry.parts, num_threads, device)
 
     @property
     def entry(self) -> LibraryEntry:
@@ -53,7 +57,8 @@ class TunedModel:
         """Runs the network once.
 
         Args:
-            inputs: An array for each input, of exactly its shape and dtype.
+            inputs: An array for each input, of exactly its dtype, and of exactly its shape in one of the sizes, but for
+                those that are padded.
 
         Returns:
             The outputs by name; the arrays belong to the caller.
@@ -61,16 +66,19 @@ class TunedModel:
         Raises:
             UserInputError: A name, a shape or a dtype is not as the network expects.
         """
-        outputs = self._machines.run(self._checked(inputs))
+        arrays = self._checked(inputs)
+        size, padded = self._size_choice.choose(arrays)
+        outputs = self._size_choice.cropped(self._machines.run(padded, size), arrays, size)
         return {spec.name: array for spec, array in zip(self.outputs, outputs, strict=True)}
 
     def seconds_of_parts(self, inputs: Mapping[str, npt.ArrayLike]) -> list[float]:
-        """How long each part of the network takes in a call, in the order of `entry.parts`.
+        """How long each part of the network takes in a call, in the order in which `entry.parts` has those of the size.
 
         Raises:
             UserInputError: See `run`.
         """
-        return self._machines.seconds_of_parts(self._checked(inputs))
+        size, padded = self._size_choice.choose(self._checked(inputs))
+        return self._machines.seconds_of_parts(padded, size)
 
     def _checked(self, inputs: Mapping[str, npt.ArrayLike]) -> list[npt.NDArray[Any]]:
         names = [spec.name for spec in self.inputs]
@@ -81,7 +89,7 @@ class TunedModel:
         arrays = []
         for spec in self.inputs:
             array = np.asarray(inputs[spec.name])
-            if array.shape != spec.shape or array.dtype != spec.dtype:
+            if not _fits(array.shape, spec.shape) or array.dtype != spec.dtype:
                 given = f"{array.dtype} {array.shape}"
                 raise UserInputError(f"input {spec.name!r} is {given}: the model expects {self._expected()}")
             arrays.append(array)
@@ -89,3 +97,7 @@ class TunedModel:
 
     def _expected(self) -> str:
         return ", ".join(f"{spec.name!r}: {spec.dtype} {spec.shape}" for spec in self.inputs)
+
+
+def _fits(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return len(given) == len(shape) and all(dim in (size, OPEN) for size, dim in zip(given, shape, strict=True))

@@ -23,7 +23,7 @@ from ansor_mlflow.model.parts import (
     open_sessions,
     owned_array,
 )
-from ansor_mlflow.tensors import TensorSpec
+from ansor_mlflow.tensors import NetworkShapes, TensorSpec
 
 _ZERO_COPY_BYTES = 1 << 14
 """Size from which an array is wrapped; a smaller one is copied sooner."""
@@ -39,9 +39,8 @@ class VirtualMachines:
 
     Args:
         library: The shared library, whose digest was checked.
-        inputs: The network's inputs, in the order of the function's parameters.
-        outputs: Names of its outputs, in order.
-        parts: Its parts, if TVM does not compute all of it; what stays with ONNX Runtime lies beside the library.
+        sizes: Inputs and outputs in each of the network's sizes, in the order of the function's parameters and results.
+        parts: Its parts, if "main" is not all of it; what stays with ONNX Runtime lies beside the library.
         num_threads: Threads of a kernel.
         device: Name of the device: cpu or cuda.
 
@@ -52,8 +51,7 @@ class VirtualMachines:
     def __init__(
         self,
         library: Path,
-        inputs: Sequence[TensorSpec],
-        outputs: Sequence[str],
+        sizes: Sequence[NetworkShapes],
         parts: Sequence[PartEntry],
         num_threads: int,
         device: str,
@@ -67,7 +65,7 @@ class VirtualMachines:
         try:
             module = tvm.runtime.load_module(str(library))
             sessions = open_sessions(library.parent, parts, num_threads)
-            self._make = partial(VirtualMachine, module, tvm.device(device), inputs, outputs, parts, sessions)
+            self._make = partial(VirtualMachine, module, tvm.device(device), sizes, parts, sessions)
             self._threads.submit(self._machine).result()  # what cannot be run is known now
         except (OSError, RuntimeError, ValueError, AttributeError) as err:
             raise ModelError(
@@ -75,21 +73,21 @@ class VirtualMachines:
                 "with this version, or install the one that the model asks for"
             ) from err
 
-    def run(self, arrays: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
-        """Calls the network on arrays of its shapes and dtypes; those that it returns belong to the caller."""
-        return self._threads.submit(self._run, arrays).result()
+    def run(self, arrays: Sequence[npt.NDArray[Any]], size: int = 0) -> list[npt.NDArray[Any]]:
+        """Calls the network on arrays of a size's shapes and dtypes; those that it returns belong to the caller."""
+        return self._threads.submit(self._run, arrays, size).result()
 
-    def seconds_of_parts(self, arrays: Sequence[npt.NDArray[Any]]) -> list[float]:
-        """How long each part takes in a call; empty where TVM computes all of the network."""
-        return self._threads.submit(self._seconds_of_parts, arrays).result()
+    def seconds_of_parts(self, arrays: Sequence[npt.NDArray[Any]], size: int = 0) -> list[float]:
+        """How long each part takes in a call; empty where "main" is all of the network."""
+        return self._threads.submit(self._seconds_of_parts, arrays, size).result()
 
-    def _seconds_of_parts(self, arrays: Sequence[npt.NDArray[Any]]) -> list[float]:
+    def _seconds_of_parts(self, arrays: Sequence[npt.NDArray[Any]], size: int) -> list[float]:
         machine = self._machine()
-        machine.run(arrays)
-        return list(machine.seconds_of_parts)
+        machine.run(arrays, size)
+        return machine.seconds_of_parts(size)
 
-    def _run(self, arrays: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
-        return self._machine().run(arrays)
+    def _run(self, arrays: Sequence[npt.NDArray[Any]], size: int) -> list[npt.NDArray[Any]]:
+        return self._machine().run(arrays, size)
 
     def _machine(self) -> VirtualMachine:
         """The machine of this thread."""
@@ -107,31 +105,30 @@ class VirtualMachine:
         self,
         module: Any,
         device: Any,
-        inputs: Sequence[TensorSpec],
-        outputs: Sequence[str],
+        sizes: Sequence[NetworkShapes],
         parts: Sequence[PartEntry],
         sessions: Mapping[str, Any],
     ) -> None:
         from tvm import relax, runtime
 
         functions = relax.VirtualMachine(module, device)
-        self._main: Callable[..., Any] = (
-            functions["main"]
-            if not parts
-            else PartRunner(parts, functions, sessions, [spec.name for spec in inputs], outputs, device)
-        )
+        runners = [
+            PartRunner([part for part in parts if part.size == number], functions, sessions, size, device)
+            for number, size in enumerate(sizes if parts else ())
+        ]
+        self._functions: Sequence[Callable[..., Any]] = runners or [functions["main"]]
         self._from_dlpack = runtime.from_dlpack
         self._is_on_cpu = device == runtime.cpu()
-        self._slots = [self._slot(spec, device) for spec in inputs]
+        self._slots = [[self._slot(spec, device) for spec in size.inputs] for size in sizes]
 
-    @property
-    def seconds_of_parts(self) -> list[float]:
+    def seconds_of_parts(self, size: int) -> list[float]:
         """See `VirtualMachines.seconds_of_parts`; of the last call."""
-        return self._main.seconds if isinstance(self._main, PartRunner) else []
+        function = self._functions[size]
+        return list(function.seconds) if isinstance(function, PartRunner) else []
 
-    def run(self, arrays: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
+    def run(self, arrays: Sequence[npt.NDArray[Any]], size: int) -> list[npt.NDArray[Any]]:
         """See `VirtualMachines.run`."""
-        result = self._main(*map(self._argument, arrays, self._slots))
+        result = self._functions[size](*map(self._argument, arrays, self._slots[size]))
         # The memory of TVM's output may be that of an input, of another output or of a weight.
         return [owned_array(tensor) for tensor in (result if isinstance(result, Sequence) else [result])]
 

@@ -2,8 +2,10 @@
 
 from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS
 from ansor_mlflow.networks.catalogue import read_catalogue
-from ansor_mlflow.networks.loading import Network, load_network, read_network, require_network
+from ansor_mlflow.networks.inputs.sizes import GivenShape, has_several_sizes
+from ansor_mlflow.networks.loading import Network, load_network, models_of_sizes, read_network, require_network
 from ansor_mlflow.networks.onnx_file import (
+    digest_of_file,
     external_files,
     input_specs,
     message_fields,

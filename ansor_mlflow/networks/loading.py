@@ -7,7 +7,7 @@ import math
 import os
 import string
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,19 @@ import onnx
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS, build_builtin
-from ansor_mlflow.networks.onnx_file import digest, fix_shapes, input_specs, load_weights, output_specs, read_onnx
+from ansor_mlflow.networks.inputs.sizes import GivenShape, split_sizes
+from ansor_mlflow.networks.onnx_file import (
+    digest,
+    fix_shapes,
+    input_specs,
+    load_weights,
+    open_shapes,
+    output_specs,
+    read_onnx,
+)
 from ansor_mlflow.networks.operators import build_operator, check_operator, is_operator
 from ansor_mlflow.networks.pytorch.program import PROGRAM_SUFFIX, export_program
-from ansor_mlflow.tensors import TensorSpec
+from ansor_mlflow.tensors import NetworkShapes, TensorSpec, open_where_different
 
 _TRAINED_TYPES = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
 _PICKLE_SUFFIXES = (".pt", ".pth")
@@ -27,17 +36,24 @@ _PICKLE_SUFFIXES = (".pt", ".pth")
 
 @dataclass(frozen=True)
 class Network:
-    """A network with weights and static shapes."""
+    """A network with weights and static shapes, of which there may be several."""
 
     name: str
     """The built-in name, the operator with its sizes, or the stem of the file's name."""
     model: onnx.ModelProto
+    """With static shapes; with dynamic ones where it has several sizes."""
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     path: Path | None = None
     """The file it was read from, which may be gone; None for a network that is generated."""
     source: str | None = None
     """The URI that the file was downloaded from; with a version, where the user gave an alias."""
+    sizes: tuple[NetworkShapes, ...] = ()
+    """Its sizes, in the order in which they were given; empty where it has one."""
+
+    def models(self) -> Iterator[onnx.ModelProto]:
+        """Yields the network with the static shapes of each of its sizes."""
+        yield from models_of_sizes(self.model, self.name, self.sizes)
 
     @property
     def num_parameters(self) -> int:
@@ -86,7 +102,7 @@ def load_network(
     name: str,
     *,
     batch_size: int = 1,
-    input_shapes: Mapping[str, Sequence[int]] = {},
+    input_shapes: Mapping[str, GivenShape] = {},
     input_values: Mapping[str, Any] = {},
     seed: int = 0,
 ) -> Network:
@@ -96,7 +112,8 @@ def load_network(
         name: A built-in name, an operator with its sizes (see `operators.OPERATORS`), or the path of an ONNX file or of
             an exported program of PyTorch (.pt2).
         batch_size: Batch size of a built-in network, or of a file where it is dynamic.
-        input_shapes: Shapes that replace those of the inputs; the other shapes follow from them.
+        input_shapes: Shapes that replace those of the inputs; the other shapes follow from them. A dimension of a file
+            may be a list of sizes; see `inputs.sizes.split_sizes`.
         input_values: Numbers, or nested lists of them, that inputs are fixed to.
         seed: Seed of the weights of a network that is generated.
 
@@ -105,11 +122,15 @@ def load_network(
         MachineError: It needs PyTorch, which is not installed.
     """
     require_network(name)
-    if name in BUILTIN_NETWORKS:
-        model = build_builtin(name, batch_size=batch_size, input_shapes=input_shapes, seed=seed)
-        return _network(name, fix_shapes(model, name, {}, values=input_values))
-    if is_operator(name):
-        model = build_operator(name, batch_size=batch_size, input_shapes=input_shapes, seed=seed)
+    if name in BUILTIN_NETWORKS or is_operator(name):
+        shapes, *others = split_sizes(name, input_shapes)
+        if others:
+            raise UserInputError(
+                f"input_shapes gives {name} several sizes, but its graph is made for one; give an ONNX file with "
+                "dynamic axes"
+            )
+        build = build_operator if is_operator(name) else build_builtin
+        model = build(name, batch_size=batch_size, input_shapes=shapes, seed=seed)
         return _network(name, fix_shapes(model, name, {}, values=input_values))
     return read_network(Path(name), name, batch_size=batch_size, input_shapes=input_shapes, input_values=input_values)
 
@@ -119,7 +140,7 @@ def read_network(
     called: str,
     *,
     batch_size: int = 1,
-    input_shapes: Mapping[str, Sequence[int]] = {},
+    input_shapes: Mapping[str, GivenShape] = {},
     input_values: Mapping[str, Any] = {},
 ) -> Network:
     """Reads an ONNX file or an exported program of PyTorch.
@@ -128,7 +149,8 @@ def read_network(
         path: The file; a program has the suffix .pt2.
         called: What messages call it.
         batch_size: Size of a dynamic batch; see `inputs.axes.batch_axes`.
-        input_shapes: Shapes that replace those of the inputs; the other shapes follow from them.
+        input_shapes: Shapes that replace those of the inputs; the other shapes follow from them. A dimension of an ONNX
+            file may be a list of sizes.
         input_values: Numbers, or nested lists of them, that inputs are fixed to.
 
     Raises:
@@ -136,12 +158,36 @@ def read_network(
         MachineError: It needs PyTorch, which is not installed.
     """
     _refuse_pickle(path, called)
+    shapes, *others = split_sizes(called, input_shapes)
     if path.suffix == PROGRAM_SUFFIX:
+        if others:
+            raise UserInputError(
+                f"input_shapes gives {called} several sizes, but an exported program is read with one; export an ONNX "
+                "file with dynamic axes: torch.onnx.export(model, args, 'model.onnx', dynamic_shapes=…)"
+            )
         with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
-            exported = export_program(path, called, input_shapes, Path(scratch), batch_size=batch_size)
+            exported = export_program(path, called, shapes, Path(scratch), batch_size=batch_size)
             return _network(path.stem, _read(exported, called, values=input_values), path)
-    model = _read(path, called, given=input_shapes, batch_size=batch_size, values=input_values)
+    if others:
+        return _read_sizes(path, called, [shapes, *others], batch_size=batch_size, values=input_values)
+    model = _read(path, called, given=shapes, batch_size=batch_size, values=input_values)
     return _network(path.stem, model, path)
+
+
+def models_of_sizes(model: onnx.ModelProto, network: str, sizes: Sequence[NetworkShapes]) -> Iterator[onnx.ModelProto]:
+    """Yields a model with the static shapes of each of its sizes; the model itself, if there are none.
+
+    Args:
+        model: A model as `Network.model` is.
+        network: What messages call it.
+        sizes: Its sizes.
+    """
+    if not sizes:
+        yield model
+    for size in sizes:
+        copy = onnx.ModelProto()
+        copy.CopyFrom(model)
+        yield fix_shapes(copy, network, {spec.name: spec.shape for spec in size.inputs})
 
 
 def _refuse_pickle(path: Path, called: str) -> None:
@@ -157,6 +203,20 @@ def _read(path: Path, called: str, *, given: Mapping[str, Sequence[int]] = {}, *
     model = fix_shapes(read_onnx(path, called), called, given, path.parent, **options)
     load_weights(model, called, path.parent)
     return model
+
+
+def _read_sizes(path: Path, called: str, given: Sequence[Mapping[str, tuple[int, ...]]], **options: Any) -> Network:
+    """Reads an ONNX file with several sizes; each of them is tried."""
+    sizes = []
+    for number, shapes in enumerate(given):
+        model = fix_shapes(read_onnx(path, called), called, shapes, path.parent, **options, says_batch=number == 0)
+        sizes.append(NetworkShapes(input_specs(model), output_specs(model)))
+    inputs, outputs = (
+        open_where_different(specs) for specs in zip(*((s.inputs, s.outputs) for s in sizes), strict=True)
+    )
+    model = open_shapes(read_onnx(path, called), called, inputs, options["values"])
+    load_weights(model, called, path.parent)
+    return Network(name=path.stem, model=model, inputs=inputs, outputs=outputs, path=path, sizes=tuple(sizes))
 
 
 def _network(name: str, model: onnx.ModelProto, path: Path | None = None) -> Network:

@@ -133,6 +133,17 @@ def digest(model: onnx.ModelProto, *, max_weight_bytes: int = _MAX_WEIGHT_BYTES)
     return sha256.hexdigest()
 
 
+def digest_of_file(path: Path) -> str:
+    """The digest of the model in an ONNX file that `write_onnx` wrote.
+
+    Raises:
+        UserInputError: The file or its weights are missing, or no ONNX model.
+    """
+    model = read_onnx(path, str(path))
+    load_weights(model, str(path), path.parent)
+    return digest(model)
+
+
 def fix_shapes(
     model: onnx.ModelProto,
     network: str,
@@ -141,6 +152,7 @@ def fix_shapes(
     *,
     batch_size: int = 1,
     values: Mapping[str, Any] = {},
+    says_batch: bool = True,
 ) -> onnx.ModelProto:
     """Returns the model with static shapes everywhere that shape inference can derive one. Changes `model`.
 
@@ -151,6 +163,7 @@ def fix_shapes(
         directory: Where the weights are that `read_onnx` left in their files.
         batch_size: Size of a dynamic batch.
         values: Values that inputs get for good, which then are no inputs any more.
+        says_batch: Whether to log a batch that is taken as 1.
 
     Raises:
         UserInputError: A shape does not fit, an input or output still has a dynamic dimension, or holds no numbers.
@@ -165,10 +178,45 @@ def fix_shapes(
         require_shape(network, name, array, declared[name])
     given = {**_shapes_of_values(declared, fixed), **given}
     trial = functools.partial(_trial, model, fixed, directory)
-    shapes = resolve_shapes(network, declared, given, batch_size=batch_size, trial=trial)
+    shapes = resolve_shapes(network, declared, given, batch_size=batch_size, says_batch=says_batch, trial=trial)
     _fix_inputs(model, network, shapes, fixed)
     hint = "give input_shapes that the network can take" if given else "export the model again"
     return _fixed_everywhere(model, network, directory, hint=hint)
+
+
+def open_shapes(
+    model: onnx.ModelProto, network: str, inputs: Sequence[TensorSpec], values: Mapping[str, Any] = {}
+) -> onnx.ModelProto:
+    """Returns the model of several sizes: with some dimensions of its inputs fixed, and dynamic ones. Changes `model`.
+
+    Args:
+        model: A model whose sizes `fix_shapes` takes.
+        network: What messages call it.
+        inputs: Its inputs, with `OPEN` dimensions.
+        values: Values that other inputs get for good.
+    """
+    model.ir_version = min(model.ir_version, _MAX_IR_VERSION)
+    shapes = {spec.name: spec.shape for spec in inputs}
+    dtypes = {value.name: _dtype(value) for value in _inputs(model.graph)}
+    specs = []
+    _forget_shapes(model)
+    for value in _inputs(model.graph):
+        declared = _declared_shape(value)
+        if value.name in shapes:
+            names = [dim if isinstance(dim, str) and dim != "?" else None for dim in declared or ()]
+            open_dims = zip(shapes[value.name], names or [None] * len(shapes[value.name]), strict=True)
+            _set_shape(value, [name if size == OPEN else size for size, name in open_dims])
+        else:
+            specs.append((value.name, declared, _dtype(value)))
+    arrays = typed_values(network, dtypes, values)
+    fixed = [
+        TensorSpec(
+            name, arrays[name].shape if _is_open(dims, arrays[name].ndim) else tuple(map(int, dims or ())), dtype
+        )
+        for name, dims, dtype in specs
+    ]
+    fix_values(model, network, fixed, arrays)
+    return model
 
 
 def input_specs(model: onnx.ModelProto) -> tuple[TensorSpec, ...]:

@@ -24,6 +24,7 @@ def resolve_shapes(
     given: Mapping[str, Sequence[int]],
     *,
     batch_size: int = 1,
+    says_batch: bool = True,
     trial: Callable[[], ShapeTrial] | None = None,
 ) -> dict[str, Shape]:
     """The static shape of every input.
@@ -36,6 +37,7 @@ def resolve_shapes(
         declared: Shape of every input; None where not even the rank is known.
         given: Shapes that replace declared ones (the parameter `input_shapes`).
         batch_size: Size of a dynamic batch. One that is declared must be this size, unless it is 1.
+        says_batch: Whether to log a batch that nobody gave a size.
         trial: Makes what sizes are tried with, in order to propose some; without it none are proposed.
 
     Raises:
@@ -62,7 +64,7 @@ def resolve_shapes(
                 f"input {name!r} of {network} would be {list(dims)}, but every dimension must be at least 1; "
                 "change batch_size or input_shapes"
             )
-    if assumed and batch_size == 1 and len(given_batches) != 1:
+    if says_batch and assumed and batch_size == 1 and len(given_batches) != 1:
         _say_batch(network, assumed)
     return resolved
 

@@ -23,7 +23,7 @@ class Provenance:
     """Whether the network was read from a file; the run then has a copy of it."""
     network_sha256: str
     batch_size: int
-    input_shapes: dict[str, list[int]]
+    input_shapes: dict[str, list[int | list[int]]]
     seed: int
     layout: str
     dtype: str

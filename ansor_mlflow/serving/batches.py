@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.model import TunedModel
-from ansor_mlflow.tensors import Arrays, random_inputs
+from ansor_mlflow.tensors import OPEN, Arrays, TensorSpec, random_inputs
 
 _ROW_TOLERANCE = 1e-2
 """Difference over the largest value up to which rows are the same: one may be computed in another order."""
@@ -29,7 +29,7 @@ class Batches:
     def __init__(self, model: TunedModel) -> None:
         self._model = model
         sizes = {spec.shape[:1] for spec in (*model.inputs, *model.outputs)}
-        self._size = next(iter(sizes))[0] if len(sizes) == 1 and () not in sizes else None
+        self._size = next(iter(sizes))[0] if len(sizes) == 1 and not sizes & {(), (OPEN,)} else None
 
     def run(self, inputs: Mapping[str, npt.ArrayLike]) -> Arrays:
         """Runs the network, on several batches if the inputs have another number of rows than it was compiled for.
@@ -57,7 +57,7 @@ class Batches:
         specs = {spec.name: spec for spec in self._model.inputs}
         if self._size is None or arrays.keys() != specs.keys():
             return None
-        if any(a.shape[1:] != specs[n].shape[1:] or a.dtype != specs[n].dtype or not a.size for n, a in arrays.items()):
+        if not all(_has_rows_of(specs[name], array) for name, array in arrays.items()):
             return None
         counts = {name: len(array) for name, array in arrays.items()}
         if len(set(counts.values())) > 1:
@@ -66,21 +66,21 @@ class Batches:
 
     def _run_parts(self, arrays: Arrays, num_rows: int) -> Arrays:
         assert self._size is not None
-        outputs = {s.name: np.empty((num_rows, *s.shape[1:]), s.dtype) for s in self._model.outputs}
+        batches = []
         for start in range(0, num_rows, self._size):
-            part = {name: _filled_up(array[start : start + self._size], self._size) for name, array in arrays.items()}
-            for name, rows in self._model.run(part).items():
-                outputs[name][start : start + self._size] = rows[: num_rows - start]
-        return outputs
+            batch = {name: _filled_up(array[start : start + self._size], self._size) for name, array in arrays.items()}
+            batches.append(self._model.run(batch))
+        return {name: np.concatenate([batch[name] for batch in batches])[:num_rows] for name in batches[0]}
 
     @cached_property
     def _rows_are_independent(self) -> bool:
         """Whether each row gets the same result at the next place, and one of them among other rows, too."""
         if self._size == 1:
             return True
-        first = random_inputs(self._model.inputs, seed=0)
+        inputs = self._model.sizes[0].inputs
+        first = random_inputs(inputs, seed=0)
         moved = {name: np.roll(array, 1, axis=0) for name, array in first.items()}
-        other = random_inputs(self._model.inputs, seed=1)
+        other = random_inputs(inputs, seed=1)
         for name, array in other.items():
             array[-1] = first[name][0]
         here, next_, there = self._model.run(first), self._model.run(moved), self._model.run(other)
@@ -88,6 +88,13 @@ class Batches:
             _is_same(np.roll(here[name], 1, axis=0), next_[name]) and _is_same(here[name][0], there[name][-1])
             for name in here
         )
+
+
+def _has_rows_of(spec: TensorSpec, array: npt.NDArray[Any]) -> bool:
+    """Whether an array has any number of an input's rows."""
+    pairs = zip(array.shape[1:], spec.shape[1:], strict=False)
+    fits = array.ndim == len(spec.shape) and all(dim in (size, OPEN) for size, dim in pairs)
+    return fits and array.dtype == spec.dtype and array.size > 0
 
 
 def _filled_up(rows: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlflow
 from mlflow.entities import Run
@@ -45,7 +46,8 @@ from ansor_mlflow.model import (
 )
 from ansor_mlflow.options import EvaluateOptions, TuneOptions
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.tensors import Arrays, TensorSpec
+from ansor_mlflow.steps.sizes import require_harmless_padding, time_sizes
+from ansor_mlflow.tensors import Arrays, NetworkShapes, all_sizes
 from ansor_mlflow.tracking import (
     Message,
     StepRun,
@@ -119,7 +121,9 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
         _repeat_tuning(tuning, run, f"{manifest.network} · {device.description}")
     network = directory / names.NETWORK_FILE
     tuned = partial(tuned_inference, directory)
-    examples = choose_examples(options.data, manifest.inputs, options.seed)
+    sizes = all_sizes(manifest)
+    examples = choose_examples(options.data, sizes, options.seed)
+    of_each_size = examples[: len(sizes)]
     _log.info("comparing the outputs of %s with ONNX Runtime's on %d inputs", manifest.network, len(examples))
     difference = compare_with_reference({_TUNED: tuned}, network, num_threads, examples)[_TUNED]
     metrics = {names.MAX_ABS_ERROR: difference.max_abs_error, names.MAX_REL_ERROR: difference.max_rel_error}
@@ -131,13 +135,19 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
             f"{difference.max_rel_error:.3g}, allowed is {tolerance:g}; do not deploy this model: compile it "
             "again, or raise tolerance if the network is that sensitive to rounding"
         )
+    if manifest.pad:
+        compare = partial(compare_with_reference, {_TUNED: tuned}, network, num_threads)
+        require_harmless_padding(manifest, lambda examples: compare(examples)[_TUNED], tolerance, options.seed)
     runs = {_TUNED: tuned, _REFERENCE: partial(reference_inference, network, num_threads)}
     noise = MachineNoise()
-    latencies = _measure(options.turns, examples[0], manifest, directory, entry, runs, noise)
-    metrics |= _latency_metrics(latencies, manifest.inputs, entry.provenance.get("estimated_latency_ms"))
+    latencies = _measure(options.turns, of_each_size, manifest, directory, entry, runs, noise)
+    metrics |= _latency_metrics(latencies, sizes, entry.provenance.get("estimated_latency_ms"))
+    if manifest.sizes:
+        of_sizes = time_sizes(sizes, of_each_size, tuned, runs[_REFERENCE], options.turns, noise)
+        _log_json([size.to_dict() for size in of_sizes], names.SIZES_FILE, run)
     metrics[names.PROBE_SPREAD] = noise.spread
-    if entry.parts:
-        metrics[names.ONNXRUNTIME_SHARE] = _time_parts(examples[0], directory, entry, run)
+    if any(part.runs_in == "onnxruntime" for part in entry.parts):
+        metrics[names.ONNXRUNTIME_SHARE] = _time_parts(of_each_size, directory, entry, run)
     run.log_metrics(metrics)
     run.log_distrust(noise.distrust)
     return EvaluateResult(run_id=run.run_id, network=manifest.network, target=device.description, metrics=metrics)
@@ -179,19 +189,23 @@ def _repeat_tuning(tuning: Run, run: StepRun, title: str) -> None:
 
 def _measure(
     turns: int,
-    example: Arrays,
+    of_each_size: Sequence[Arrays],
     manifest: Manifest,
     directory: Path,
     entry: LibraryEntry,
     runs: Mapping[str, MakeInference],
     noise: MachineNoise,
 ) -> dict[str, Latency]:
-    """Times the model, ONNX Runtime, and the untuned build of the same network, on the same number of threads."""
+    """Times the model, ONNX Runtime, and the untuned build of the same network, on the same number of threads.
+
+    Of a network with several sizes, a call of each is timed, one after the other.
+    """
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         library = Path(scratch, "untuned.so")
         _log.info("building the untuned baseline")
         job = BuildJob(
             network=str(directory / names.NETWORK_FILE),
+            sizes=manifest.sizes,
             records="",
             target=entry.fingerprint.target,
             num_threads=entry.fingerprint.num_threads,
@@ -201,30 +215,34 @@ def _measure(
         build_in_child_process(job)
         runs = {**runs, _UNTUNED: partial(library_inference, library, manifest, entry)}
         _log.info("measuring latency in %d turns", turns)
-        calls = {name: partial(timed_call, make_inference, example) for name, make_inference in runs.items()}
+        calls = {name: partial(timed_call, make_inference, of_each_size) for name, make_inference in runs.items()}
         return measure_in_turns(calls, turns, noise)
 
 
-def _time_parts(example: Arrays, directory: Path, entry: LibraryEntry, run: StepRun) -> float:
+def _time_parts(of_each_size: Sequence[Arrays], directory: Path, entry: LibraryEntry, run: StepRun) -> float:
     """Logs how long each part of a network takes; returns the share of ONNX Runtime's, from 0 to 1."""
-    call = partial(parts_call, directory, example)
+    call = partial(parts_call, directory, of_each_size)
     seconds: list[float] = in_child_process(call_once, call)
     total = sum(seconds)
     parts = [
         {**asdict(part), "latency_ms": s * 1e3, "latency_share": s / total}
         for part, s in zip(entry.parts, seconds, strict=True)
     ]
-    path = run.directory / names.PARTS_FILE
-    write_text(path, json.dumps(parts, indent=1))
-    run.log_artifacts(path)
+    _log_json(parts, names.PARTS_FILE, run)
     return sum(s for part, s in zip(entry.parts, seconds, strict=True) if part.runs_in == "onnxruntime") / total
 
 
+def _log_json(rows: list[dict[str, Any]], name: str, run: StepRun) -> None:
+    path = run.directory / name
+    write_text(path, json.dumps(rows, indent=1))
+    run.log_artifacts(path)
+
+
 def _latency_metrics(
-    latencies: dict[str, Latency], inputs: tuple[TensorSpec, ...], estimated_ms: float | None
+    latencies: dict[str, Latency], sizes: Sequence[NetworkShapes], estimated_ms: float | None
 ) -> dict[str, float]:
     tuned, untuned, reference = (latencies[name] for name in (_TUNED, _UNTUNED, _REFERENCE))
-    batch_size = inputs[0].shape[0] if inputs and inputs[0].shape else 1
+    batch_size = sum(size.inputs[0].shape[0] if size.inputs and size.inputs[0].shape else 1 for size in sizes)
     metrics = {
         names.LATENCY_MS: tuned.median_ms,
         names.LATENCY_P90_MS: tuned.p90_ms,

@@ -17,6 +17,7 @@ from mlflow.exceptions import ExecutionException
 from ansor_mlflow import names
 from ansor_mlflow.errors import INTERRUPTED_EXIT_CODE, AnsorMlflowError, UserInputError, error_for_exit_code
 from ansor_mlflow.measuring import choose_examples, require_examples
+from ansor_mlflow.model import require_pad
 from ansor_mlflow.options import (
     CompileOptions,
     EvaluateOptions,
@@ -31,6 +32,7 @@ from ansor_mlflow.steps.doctor import warn_of_the_machine
 from ansor_mlflow.steps.evaluate import evaluate
 from ansor_mlflow.steps.promotion import Promotion, promote
 from ansor_mlflow.steps.tuning import TuneResult, prepare_tuning, resolved_options, tune
+from ansor_mlflow.tensors import all_sizes
 from ansor_mlflow.tracking import (
     WORK_ROOT,
     StepRun,
@@ -116,7 +118,9 @@ def run_pipeline(
     warn_of_the_machine(options)
     work = None if project else prepare_tuning(resolved)  # before there is a run, as it may find what is wrong
     if work:
-        choose_examples(options.data, work.network.inputs, options.seed)  # so that a tuning is not in vain
+        # so that a tuning is not in vain
+        choose_examples(options.data, all_sizes(work.network), options.seed)
+        require_pad(options.pad, options.network, work.network)
     commands = command_lines("main", options)
     with step_run("main", options, options.network) as run:
         tune_here = partial(tune, tuning, observers, work)

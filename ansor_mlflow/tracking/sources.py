@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,7 +17,15 @@ from mlflow.store.artifact.artifact_repository_registry import get_registered_ar
 from ansor_mlflow import names, networks
 from ansor_mlflow.errors import MachineError, UserInputError, without_credentials
 from ansor_mlflow.model import verified_manifest
-from ansor_mlflow.networks import BUILTIN_NETWORKS, PROGRAM_SUFFIX, Network, external_files, read_network
+from ansor_mlflow.networks import (
+    BUILTIN_NETWORKS,
+    PROGRAM_SUFFIX,
+    GivenShape,
+    Network,
+    external_files,
+    has_several_sizes,
+    read_network,
+)
 from ansor_mlflow.options import NetworkOptions, is_uri
 from ansor_mlflow.tracking.error_translation import translated_errors, without_secrets
 
@@ -34,7 +42,7 @@ def fetch_network(
     network: str,
     *,
     batch_size: int = 1,
-    input_shapes: Mapping[str, Sequence[int]] = {},
+    input_shapes: Mapping[str, GivenShape] = {},
     input_values: Mapping[str, Any] = {},
     seed: int = 0,
 ) -> Network:
@@ -89,13 +97,15 @@ def network_of(options: NetworkOptions, copy: str = "") -> Network:
 
     Args:
         options: The network with its shapes.
-        copy: URI of a copy of it, which is read instead and has these shapes and values already.
+        copy: URI of a copy of it, which is read instead. It has these values already, and these shapes but for several
+            sizes.
 
     Raises:
         See `fetch_network`.
     """
     if copy:
-        return replace(fetch_network(copy), name=display_name(options.network))
+        sizes = options.input_shapes if has_several_sizes(options.input_shapes) else {}
+        return replace(fetch_network(copy, input_shapes=sizes), name=display_name(options.network))
     return fetch_network(
         options.network,
         batch_size=options.batch_size,

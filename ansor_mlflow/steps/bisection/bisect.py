@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 
 from ansor_mlflow.device import Device
-from ansor_mlflow.errors import AnsorMlflowError
+from ansor_mlflow.errors import AnsorMlflowError, UserInputError
 from ansor_mlflow.measuring import Deviation, choose_examples, require_examples, tolerance_for
 from ansor_mlflow.model import require_linker
 from ansor_mlflow.networks import write_onnx
@@ -29,7 +29,7 @@ from ansor_mlflow.steps.bisection.finding import (
     save_report,
 )
 from ansor_mlflow.steps.bisection.laboratory import Comparison, Laboratory
-from ansor_mlflow.tensors import Arrays
+from ansor_mlflow.tensors import Arrays, all_sizes
 from ansor_mlflow.tracking import describe_environment, network_of
 
 _log = logging.getLogger("ansor_mlflow")
@@ -52,10 +52,12 @@ def bisect_network(options: BisectOptions) -> Bisection:
     directory = Path(options.output)
     require_own_directory(directory)
     network = network_of(options)
+    if network.sizes:
+        raise UserInputError(f"input_shapes gives {network.name} several sizes; give the one whose outputs are wrong")
     device = Device.resolve(options.target, options.num_threads)
     device.require_measurable_here()
     require_linker()
-    examples = choose_examples(options.data, network.inputs, options.seed)
+    examples = choose_examples(options.data, all_sizes(network), options.seed)
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         file = Path(scratch, "network.onnx")
         write_onnx(network.model, file)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ansor_mlflow import flavor, names
 from ansor_mlflow.device import Device
 from ansor_mlflow.errors import UserInputError, without_credentials
-from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower
+from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower_sizes
 from ansor_mlflow.model import (
     LIBRARY_FILE,
     CompiledNetwork,
@@ -19,6 +19,7 @@ from ansor_mlflow.model import (
     PartEntry,
     compile_tuned,
     part_entries,
+    require_pad,
     write_coverage,
 )
 from ansor_mlflow.networks import Network, write_onnx
@@ -73,7 +74,7 @@ def compile_network(options: CompileOptions) -> CompileResult:
         with step_run("compile", options, f"compile {options.network}") as run:
             run.log_options(used)
             run.log_tags({names.TAG_TUNE_RUN: ",".join(options.tune_runs)})
-            libraries, coverage = build_libraries(network, recipes, run, step="compile")
+            libraries, coverage = build_libraries(network, recipes, run, step="compile", pad=options.pad)
             return CompileResult(run.run_id, log_model(libraries, run, options.signature), coverage)
 
 
@@ -115,7 +116,7 @@ def _recipes_for_devices(options: CompileOptions, scratch: Path) -> tuple[Networ
 
 
 def build_libraries(
-    network: Network, recipes: Sequence[Recipe], run: StepRun, *, step: str
+    network: Network, recipes: Sequence[Recipe], run: StepRun, *, step: str, pad: dict[str, float]
 ) -> tuple[list[CompiledNetwork], Coverage]:
     """Compiles a network in the run's scratch directory, and says in the run what it is and what is covered.
 
@@ -124,16 +125,21 @@ def build_libraries(
         recipes: How, for each device.
         run: The run of the step.
         step: Name of the step, for that of the run.
+        pad: The value that an input is padded with to the next larger size, by its name.
 
     Returns:
         A library for each recipe, and the coverage of the one that is covered least.
+
+    Raises:
+        UserInputError: The network cannot be padded.
     """
+    require_pad(pad, network.name, network)
     _describe_run(run, step, network.name, [recipe.device for recipe in recipes])
     write_onnx(network.model, run.directory / names.NETWORK_FILE)
     built = [_build_library(network, recipe, run) for recipe in recipes]
     library, coverage = min(built, key=lambda pair: pair[1].flops_share)
     _report_coverage(coverage, library.parts, run)
-    return [library for library, _ in built], coverage
+    return [replace(library, pad=pad) for library, _ in built], coverage
 
 
 def _describe_run(run: StepRun, step: str, network: str, devices: Sequence[Device]) -> None:
@@ -151,7 +157,7 @@ def _describe_run(run: StepRun, step: str, network: str, devices: Sequence[Devic
 
 def _build_library(network: Network, recipe: Recipe, run: StepRun) -> tuple[CompiledNetwork, Coverage]:
     directory = run.directory / recipe.device.fingerprint.name
-    lowered = lower(network.model, recipe.device.target, recipe.lowering, network.name)
+    lowered = lower_sizes(network.models(), recipe.device.target, recipe.lowering, network.name)
     best = directory / names.BEST_DIR
     mismatch = recipe.write_best(lowered, recipe.device, best)
     if mismatch:
@@ -170,6 +176,7 @@ def _build_library(network: Network, recipe: Recipe, run: StepRun) -> tuple[Comp
         fingerprint=recipe.device.fingerprint,
         coverage=coverage.to_dict(),
         parts=part_entries(lowered),
+        sizes=network.sizes,
         provenance={**recipe.provenance, "target_mismatch": mismatch},
     )
     return compiled, coverage

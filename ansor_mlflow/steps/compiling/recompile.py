@@ -17,7 +17,7 @@ from ansor_mlflow import names
 from ansor_mlflow.device import Device
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, TuningTask
-from ansor_mlflow.model import Coverage
+from ansor_mlflow.model import Coverage, Manifest
 from ansor_mlflow.networks import Network
 from ansor_mlflow.options import NetworkOptions, RecompileOptions, RecordsOptions, load_options
 from ansor_mlflow.records import Database, RecordPair, RecordText, write_pair
@@ -109,7 +109,7 @@ def recompile(options: RecompileOptions) -> RecompileResult:
         device = Device.resolve(source.options.target, source.options.num_threads)
         recipe = Recipe(source.options.lowering, device, write_best, source.provenance)
         with step_run("recompile", options, f"recompile {options.run}") as run:
-            libraries, coverage = build_libraries(source.network, [recipe], run, step="recompile")
+            libraries, coverage = build_libraries(source.network, [recipe], run, step="recompile", pad=source.pad)
             _report(survivors, run)
             run.log_tags({names.TAG_RECOMPILED_FROM: options.run, names.TAG_TUNE_RUN: source.tune_run})
             model_uri = log_model(libraries, run, options.signature)
@@ -132,6 +132,8 @@ class _Source:
     options: NetworkOptions
     records: Path
     provenance: dict[str, object]
+    pad: dict[str, float]
+    """What the old model pads inputs with."""
 
     @staticmethod
     def of(old: Run, scratch: Path) -> _Source:
@@ -161,7 +163,20 @@ class _Source:
             options=options,
             records=records,
             provenance=_provenance(options, tune_run, run_id, model_uri),
+            pad=_pad_of(model_uri) if model_uri else {},
         )
+
+
+def _pad_of(model_uri: str) -> dict[str, float]:
+    """What a model pads inputs with.
+
+    Raises:
+        MachineError: A server is away.
+        ModelError: It is not of our flavor.
+    """
+    with translated_errors(f"read the model {model_uri}"):
+        flavors = mlflow.models.get_model_info(model_uri).flavors
+    return Manifest.from_dict(flavors.get(names.FLAVOR_NAME, {})).pad
 
 
 def _provenance(options: NetworkOptions, tune_run: str, run_id: str, model_uri: str) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from ansor_mlflow.measuring import (
 )
 from ansor_mlflow.model import LibraryEntry, Manifest, choose_library, verified_manifest
 from ansor_mlflow.options import PromoteOptions
-from ansor_mlflow.tensors import TensorSpec
+from ansor_mlflow.tensors import NetworkShapes, TensorSpec, all_sizes
 from ansor_mlflow.tracking import translated_errors
 
 _log = logging.getLogger("ansor_mlflow")
@@ -139,12 +140,13 @@ def compete(candidate: Contender, champion: Contender, options: PromoteOptions) 
     noise = MachineNoise()
     test = SequentialTest(confidence=options.confidence, margin=options.min_improvement, max_turns=options.max_turns)
     times: dict[str, list[float]] = {candidate.version: [], champion.version: []}
+    sizes = {c.version: _common_sizes(c, other) for c, other in ((candidate, champion), (champion, candidate))}
     _log.info("measuring version %s against version %s", candidate.version, champion.version)
     for look in test.looks:
         for turn in range(len(times[candidate.version]), look):
             pair = (champion, candidate) if turn % 2 == 0 else (candidate, champion)
             for contender in pair:
-                times[contender.version].append(_median_ms(contender, noise, options))
+                times[contender.version].append(_median_ms(contender, sizes[contender.version], noise, options))
         ratio = test.ratio(times[candidate.version], times[champion.version])
         verdict = test.verdict(ratio)
         _log.info("%d turns: ratio %.3f (%.3f to %.3f)", look, ratio.estimate, ratio.lower, ratio.upper)
@@ -163,7 +165,16 @@ def compete(candidate: Contender, champion: Contender, options: PromoteOptions) 
     )
 
 
-def _median_ms(contender: Contender, noise: MachineNoise, options: PromoteOptions) -> float:
-    example = choose_examples(options.data, contender.manifest.inputs, options.seed)[0]
-    make_call = partial(timed_call, contender.make_inference, example)
+def _common_sizes(contender: Contender, other: Contender) -> list[NetworkShapes]:
+    """The sizes that a contender is timed with: those that both have, if there are any."""
+    sizes = all_sizes(contender.manifest)
+    others = {size.inputs for size in all_sizes(other.manifest)}
+    return [size for size in sizes if size.inputs in others] or list(sizes)
+
+
+def _median_ms(
+    contender: Contender, sizes: Sequence[NetworkShapes], noise: MachineNoise, options: PromoteOptions
+) -> float:
+    examples = choose_examples(options.data, sizes, options.seed)[: len(sizes)]
+    make_call = partial(timed_call, contender.make_inference, examples)
     return float(np.median(measure_once(make_call, noise, options.measure_s))) * 1e3

@@ -25,6 +25,7 @@ from ansor_mlflow.options import PromoteOptions
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.promotion.contest import Contender, Contest, compete
 from ansor_mlflow.steps.promotion.decision import Promotion, PromotionOutcome
+from ansor_mlflow.tensors import all_sizes
 from ansor_mlflow.tracking import (
     StepRun,
     aliases_of,
@@ -163,7 +164,7 @@ def _compare(options: PromoteOptions, candidate: Contender, champions: Sequence[
 
 def _errors(options: PromoteOptions, candidate: Contender, champions: Sequence[Contender]) -> dict[str, Deviation]:
     """How far the outputs of the candidate, and of champions with the same network, are from the reference."""
-    examples = choose_examples(options.data, candidate.manifest.inputs, options.seed)
+    examples = choose_examples(options.data, all_sizes(candidate.manifest), options.seed)
     _log.info("comparing outputs with ONNX Runtime's on %d inputs", len(examples))
     same = [champion for champion in champions if champion.has_network_of(candidate)]
     runs = {contender.version: contender.make_inference for contender in (candidate, *same)}

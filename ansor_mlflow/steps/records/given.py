@@ -13,7 +13,7 @@ from ansor_mlflow.device import Device, DeviceFingerprint, import_tensor_intrin
 from ansor_mlflow.errors import RecordsError, UserInputError, first_line
 from ansor_mlflow.files import write_text
 from ansor_mlflow.graphs import PaddedLayer
-from ansor_mlflow.lowering import LOWERING_VERSION, TuningTask, lower
+from ansor_mlflow.lowering import LOWERING_VERSION, TuningTask, lower_sizes
 from ansor_mlflow.model import PartEntry, part_entries
 from ansor_mlflow.networks import Network
 from ansor_mlflow.options import NetworkOptions, RecordsOptions
@@ -133,7 +133,7 @@ def lower_for_device(network: Network, options: NetworkOptions) -> NetworkTasks:
         UserInputError: The target is unknown, there are fewer CPUs than threads, or TVM cannot import the network.
     """
     device = Device.resolve(options.target, options.num_threads)
-    lowered = lower(network.model, device.target, options.lowering, options.network)
+    lowered = lower_sizes(network.models(), device.target, options.lowering, options.network)
     return NetworkTasks(
         network=network.name,
         device=device,

@@ -13,7 +13,7 @@ from pathlib import Path
 from ansor_mlflow import names
 from ansor_mlflow.device import Device, DeviceFingerprint, has_arithmetic, parse_target, resolve_num_threads
 from ansor_mlflow.errors import UserInputError, without_credentials
-from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower
+from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower_sizes
 from ansor_mlflow.model import part_entries, require_linker, what_stays
 from ansor_mlflow.networks import Network, write_onnx
 from ansor_mlflow.options import TuneOptions
@@ -149,7 +149,7 @@ def prepare_tuning(options: TuneOptions) -> TuningWork:
     make_cost_model(options.cost_model, device.num_threads, options.seed)
     start_fork_server()  # it loads TVM while the network is lowered
     _log.info("lowering %s for %s", network.name, device.description)
-    lowered = lower(network.model, device.target, options.lowering, options.network)
+    lowered = lower_sizes(network.models(), device.target, options.lowering, options.network)
     for clause in what_stays(part_entries(lowered)):
         _log.info("%s", clause)
     if not lowered.tasks:

@@ -1,0 +1,105 @@
+"""What is looked at beside where a network has several sizes: each one's latency, and what padding does."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from ansor_mlflow.errors import CorrectnessError, UserInputError
+from ansor_mlflow.measuring import Deviation, MachineNoise, MakeInference, measure_in_turns, timed_call
+from ansor_mlflow.model import Manifest
+from ansor_mlflow.tensors import OPEN, Arrays, NetworkShapes, random_inputs
+
+_TUNED, _REFERENCE = "tuned", "onnxruntime"
+_log = logging.getLogger("ansor_mlflow")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeLatency:
+    """Medians of one size of a network."""
+
+    input_shapes: Mapping[str, tuple[int, ...]]
+    latency_ms: float
+    onnxruntime_latency_ms: float
+    speedup_vs_onnxruntime: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, for `sizes.json`."""
+        return asdict(self)
+
+
+def time_sizes(
+    sizes: Sequence[NetworkShapes],
+    examples: Sequence[Arrays],
+    make_tuned: MakeInference,
+    make_reference: MakeInference,
+    turns: int,
+    noise: MachineNoise,
+) -> list[SizeLatency]:
+    """Times each size by itself, the model and ONNX Runtime in turns.
+
+    Args:
+        sizes: The sizes.
+        examples: An input of each.
+        make_tuned: The model.
+        make_reference: ONNX Runtime.
+        turns: How often.
+        noise: Takes note of how quiet the machine is.
+
+    Raises:
+        MachineError: A process died.
+    """
+    found = []
+    for size, inputs in zip(sizes, examples, strict=True):
+        contenders = {_TUNED: make_tuned, _REFERENCE: make_reference}
+        calls = {name: partial(timed_call, make_inference, [inputs]) for name, make_inference in contenders.items()}
+        latencies = measure_in_turns(calls, turns, noise)
+        tuned_ms, reference_ms = latencies[_TUNED].median_ms, latencies[_REFERENCE].median_ms
+        _log.info("%s: tuned %.4g ms, ONNX Runtime %.4g ms", size, tuned_ms, reference_ms)
+        found.append(
+            SizeLatency(
+                input_shapes={spec.name: spec.shape for spec in size.inputs},
+                latency_ms=tuned_ms,
+                onnxruntime_latency_ms=reference_ms,
+                speedup_vs_onnxruntime=reference_ms / tuned_ms,
+            )
+        )
+    return found
+
+
+def require_harmless_padding(
+    manifest: Manifest, compare: Callable[[Sequence[Arrays]], Deviation], tolerance: float, seed: int
+) -> None:
+    """Checks that a model computes of padded inputs what ONNX Runtime computes of them without padding.
+
+    Args:
+        manifest: A model that pads.
+        compare: Says how far the outputs of the model are from ONNX Runtime's for some inputs.
+        tolerance: The largest relative error that passes.
+        seed: Seed of the inputs, which are one smaller than the largest size wherever they may be.
+
+    Raises:
+        CorrectnessError: It does not.
+    """
+    largest = max(manifest.sizes, key=lambda size: sum(math.prod(spec.shape) for spec in size.inputs))
+    smaller = [
+        replace(spec, shape=tuple(max(1, n - (dim == OPEN)) for n, dim in zip(spec.shape, open_.shape, strict=True)))
+        if spec.name in manifest.pad
+        else spec
+        for spec, open_ in zip(largest.inputs, manifest.inputs, strict=True)
+    ]
+    try:
+        difference = compare([random_inputs(smaller, seed)])
+    except UserInputError as err:
+        _log.warning("what padding does to the outputs is not checked, for want of a reference: %s", err)
+        return
+    if not difference.max_rel_error <= tolerance:
+        raise CorrectnessError(
+            f"padding {', '.join(manifest.pad)} of {manifest.network} changes its outputs: they differ from ONNX "
+            f"Runtime's, which needs no padding, by max_rel_error={difference.max_rel_error:.3g}, allowed is "
+            f"{tolerance:g}; compile it without pad, or with other values"
+        )

@@ -1,0 +1,304 @@
+"""What a file leaves open gets a size, and inputs get values: what is taken, what is proposed, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from helpers.onnx_files import proposed, run, save, start, value
+from helpers.small_networks import small_shapes
+from onnx import TensorProto, helper, numpy_helper
+
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.networks.loading import load_network
+from ansor_mlflow.tensors import TensorSpec, random_inputs
+
+# -- dynamic axes ----------------------------------------------------------------------------------------------------
+
+
+def save_inputs(path: Path, shapes: dict[str, list[int | str | None]], elem_type: int = TensorProto.FLOAT) -> str:
+    """A model of any inputs, which it returns."""
+    nodes = [helper.make_node("Identity", [name], [f"{name}_out"]) for name in shapes]
+    inputs = [value(name, shape, elem_type) for name, shape in shapes.items()]
+    return save(path, nodes, inputs, [value(f"{name}_out", None, elem_type) for name in shapes])
+
+
+@pytest.mark.parametrize(
+    ("declared", "batch"),
+    [
+        ({"x": ["N", 3]}, {"x": [4, 3]}),
+        ({"x": ["batch", 3], "y": ["batch_size", 5]}, {"x": [4, 3], "y": [4, 5]}),
+        ({"x": ["unk__12", 3]}, {"x": [4, 3]}),
+        ({"x": ["p2o.DynamicDimension.0", 3]}, {"x": [4, 3]}),
+        ({"x": [None, 3], "scalar": []}, {"x": [4, 3], "scalar": []}),
+        ({"x": ["batch", 3], "state": [2, "batch", 64]}, {"x": [4, 3], "state": [2, 4, 64]}),
+        ({"x": [None, 3], "state": [2, None, 64]}, {"x": [4, 3], "state": [2, 4, 64]}),
+        ({"x": [5, "batch", 3]}, {"x": [5, 4, 3]}),
+        ({"x": ["N", 3], "both": ["N", "2 * N + 1"]}, {"x": [4, 3], "both": [4, 9]}),
+    ],
+)
+def test_a_dynamic_batch_is_one_or_batch_size(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    declared: dict[str, list[int | str | None]],
+    batch: dict[str, list[int]],
+) -> None:
+    path = save_inputs(tmp_path / "batch.onnx", declared)
+    of_four = load_network(path, batch_size=4)
+    assert {spec.name: list(spec.shape) for spec in of_four.inputs} == batch
+    assert caplog.messages == []
+    of_one = load_network(path)
+    assert run(of_one)[0].size <= run(of_four)[0].size / 4
+    (line,) = caplog.messages
+    assert re.search(
+        r"batch\.onnx: its batch is dynamic \(dimension \d of 'x'.*\) and taken as 1; give batch_size", line
+    )
+
+
+@pytest.mark.parametrize(
+    ("declared", "dynamic"),
+    [
+        ({"x": ["sequence_length", 576]}, "sequence_length (dimension 0)"),
+        ({"x": ["seq", "batch", 64]}, "seq (dimension 0)"),
+        ({"x": ["s0", "batch", 64]}, "s0 (dimension 0)"),
+        ({"x": ["T", 80]}, "T (dimension 0)"),
+        ({"x": ["N", "time", 80]}, "time (dimension 1)"),
+    ],
+)
+def test_not_every_first_axis_is_a_batch(
+    tmp_path: Path, declared: dict[str, list[int | str | None]], dynamic: str
+) -> None:
+    path = save_inputs(tmp_path / "sequence.onnx", declared)
+    with pytest.raises(UserInputError, match=rf"'x' has dynamic {re.escape(dynamic)} in") as caught:
+        load_network(path)
+    (spec,) = load_network(path, input_shapes=proposed(caught.value)).inputs
+    assert sum(size == 1 for size in spec.shape) == sum(dim in ("batch", "N") for dim in declared["x"])
+
+
+def test_axes_of_one_name_have_one_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    declared: dict[str, list[int | str | None]] = {
+        "ids": ["batch", "seq"],
+        "mask": ["batch", "past + seq"],
+        "past": ["batch", 2, "past", 4],
+    }
+    path = save_inputs(tmp_path / "decoder.onnx", declared)
+    network = load_network(path, input_shapes={"ids": [3, 5], "past": [3, 2, 7, 4]})
+    assert [spec.shape for spec in network.inputs] == [(3, 5), (3, 12), (3, 2, 7, 4)]
+    assert caplog.messages == []
+    with pytest.raises(UserInputError, match="'past' has dynamic past") as caught:
+        load_network(path, input_shapes={"ids": [3, 5]})
+    assert proposed(caught.value) == {"ids": [3, 5], "mask": [3, 133], "past": [3, 2, 128, 4]}
+    with pytest.raises(UserInputError, match=r"batch_size=4 with .*: dimension 0 of its input 'ids' is 3; leave"):
+        load_network(path, input_shapes={"ids": [3, 5]}, batch_size=4)
+
+
+def image_model(path: Path, shape: list[int | str | None], side: int) -> str:
+    """A convolution and a dense layer, whose weights are for images of side × side alone."""
+    builder = GraphBuilder(seed=1)
+    data = builder.input("x", tuple(shape))
+    data = builder.node("Transpose", "nchw", data, perm=[0, 3, 1, 2]) if shape[3] == 3 else data
+    data = builder.node("Flatten", "flat", builder.conv("conv", data, (2, 3, 4, 4), stride=4))
+    builder.dense("out", data, units=5, in_units=2 * (side // 4) ** 2)
+    onnx.save(builder.build("image", {"out": (1, 5)}), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("side", [224, 64, 299])
+@pytest.mark.parametrize("shape", [["N", 3, "height", "width"], [None, None, None, 3]])
+def test_an_image_has_the_size_that_the_weights_imply(tmp_path: Path, shape: list[int | str | None], side: int) -> None:
+    path = image_model(tmp_path / "image.onnx", shape, side)
+    with pytest.raises(
+        UserInputError, match=r"image\.onnx, but tasks .*, which it takes, or the sizes you need$"
+    ) as caught:
+        load_network(path)
+    (sizes,) = proposed(caught.value).values()
+    assert sizes == ([1, 3, side, side] if shape[1] == 3 else [1, side, side, 3])
+    assert load_network(path, input_shapes=proposed(caught.value)).outputs[0].shape == (1, 5)
+
+
+@pytest.mark.parametrize(("num_positions", "length"), [(512, 128), (40, 32), (9, 8), (3, 3)])
+def test_a_sequence_is_no_longer_than_the_table_of_positions(tmp_path: Path, num_positions: int, length: int) -> None:
+    """An index outside of the table is found when the model runs, and by no inference of shapes."""
+    builder = GraphBuilder(seed=1)
+    ids = builder.input("ids", ("batch", "seq"), "int64")
+    one = builder.constant("one", np.array(1))
+    ones = builder.node("Pow", "ones", ids, builder.constant("zero", np.array(0)))
+    ends = builder.node("CumSum", "ends", ones, one)
+    table = builder.weight("table", np.ones((num_positions, 4)))
+    builder.node("Gather", "out", table, builder.node("Sub", "positions", ends, one))
+    onnx.save(builder.build("text", {"out": ("batch", "seq", 4)}), tmp_path / "text.onnx")
+    with pytest.raises(UserInputError, match="which it takes") as caught:
+        load_network(str(tmp_path / "text.onnx"))
+    assert proposed(caught.value) == {"ids": [1, length]}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "sizes"),
+    [
+        ("x", ["N", 1, "H", "W"], [1, 1, 224, 224]),
+        ("x", ["N", 3, 48, "W"], [1, 3, 48, 224]),
+        ("x", ["N", None, None, None], [1, 3, 224, 224]),
+        ("waveform", ["N", None], [1, 16_000]),
+        ("audio", [1, 1, None], [1, 1, 16_000]),
+        ("mel", ["N", 80, None], [1, 80, 3_000]),
+        ("features", ["N", None, 80], [1, 100, 80]),
+        ("hidden", ["N", None, 64], [1, 128, 64]),
+        ("video", ["N", 3, None, None, None], [1, 3, 16, 224, 224]),
+        ("x", None, [1, 3, 224, 224]),
+    ],
+)
+def test_typical_sizes_are_proposed_where_nothing_is_implied(
+    tmp_path: Path, name: str, shape: list[int | str | None] | None, sizes: list[int]
+) -> None:
+    path = save_inputs(tmp_path / "free.onnx", {name: shape})  # type: ignore[dict-item]
+    with pytest.raises(UserInputError, match="which it takes") as caught:
+        load_network(path)
+    assert proposed(caught.value) == {name: sizes}
+
+
+def test_nothing_is_promised_of_sizes_that_fail(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Reshape", ["x", "shape"], ["r"]), helper.make_node("Mul", ["r", "f"], ["y"])]
+    nodes.insert(0, helper.make_node("Cast", ["flag"], ["f"], to=TensorProto.FLOAT))
+    weights = {"shape": np.array([1, 104_729 * 7])}
+    inputs = [value("x", ["N", "seq"]), value("flag", [], TensorProto.INT64)]
+    path = save(tmp_path / "prime.onnx", nodes, inputs, [value("y", None)], weights)
+    message = (
+        r"'\{.*\}', with the sizes that it is made for: these are typical .*; if 'flag' decides a branch, give input_v"
+    )
+    with pytest.raises(UserInputError, match=message):
+        load_network(path)
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+
+
+def save_branches(path: Path, ir_version: int = 8) -> str:
+    """Doubles x where rate is 16000, otherwise adds x twice; branches hold branches, and names of their own."""
+
+    def branch(op: str, nodes: list[onnx.NodeProto], output: str) -> onnx.GraphProto:
+        weight = numpy_helper.from_array(np.array([2.0 if op == "Mul" else 3.0], np.float32), "inner")
+        return helper.make_graph(
+            [*nodes, helper.make_node(op, [output, "inner"], ["result"])], op, [], [value("result", None)], [weight]
+        )
+
+    relu = helper.make_node("Relu", ["x"], ["shared"])
+    inner = helper.make_node(
+        "If", ["always"], ["chosen"],
+        then_branch=branch("Add", [], "shared"), else_branch=branch("Mul", [], "shared"),
+    )  # fmt: skip
+    nodes = [
+        helper.make_node("Equal", ["rate", "wanted"], ["is_wanted"]),
+        helper.make_node(
+            "If", ["is_wanted"], ["y"],
+            then_branch=branch("Mul", [relu, inner], "chosen"), else_branch=branch("Add", [relu], "shared"),
+        ),
+    ]  # fmt: skip
+    inputs = [value("x", ["N", 3]), value("rate", [], TensorProto.INT64)]
+    weights = {"wanted": np.array(16_000), "always": np.array(True)}
+    inputs += [
+        value(name, [], helper.np_dtype_to_tensor_dtype(array.dtype))
+        for name, array in weights.items()
+        if ir_version < 4
+    ]
+    initializers = [numpy_helper.from_array(array, name) for name, array in weights.items()]
+    graph = helper.make_graph(nodes, "branches", inputs, [value("y", None)], initializers)
+    onnx.save(helper.make_model(graph, ir_version=ir_version, opset_imports=[helper.make_opsetid("", 17)]), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("ir_version", [3, 8])
+@pytest.mark.parametrize(("rate", "expected"), [(16_000, lambda x: (x + 3) * 2), (8_000, lambda x: x + 3)])
+def test_an_input_with_a_value_decides_branches(tmp_path: Path, ir_version: int, rate: int, expected: Any) -> None:
+    path = save_branches(tmp_path / "branches.onnx", ir_version)
+    network = load_network(path, input_values={"rate": rate})
+    assert network.inputs == (TensorSpec("x", (1, 3), "float32"),)
+    assert "If" not in {node.op_type for node in network.model.graph.node}
+    data = random_inputs(network.inputs, 0)["x"]
+    (actual,) = run(network)
+    np.testing.assert_allclose(actual, expected(np.maximum(data, 0)), rtol=1e-6)
+    onnx.checker.check_model(network.model, full_check=True)
+    onnx.save(network.model, tmp_path / "copy.onnx")
+    assert load_network(str(tmp_path / "copy.onnx")).sha256 == network.sha256
+
+
+def test_a_branch_that_nothing_decides_stays(tmp_path: Path) -> None:
+    network = load_network(save_branches(tmp_path / "branches.onnx"))
+    assert [spec.name for spec in network.inputs] == ["x", "rate"]
+    assert [node.op_type for node in network.model.graph.node] == ["Equal", "If"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "attributes"),
+    [(["condition"], ["y"], []), (["condition"], ["y", "z"], ["then_branch"]), ([], ["y"], ["then_branch"])],
+)
+def test_a_damaged_branch(tmp_path: Path, inputs: list[str], outputs: list[str], attributes: list[str]) -> None:
+    relu = helper.make_node("Relu", ["x"], ["r"])
+    branches = {name: helper.make_graph([relu], name, [], [value("r", None)]) for name in attributes}
+    node = helper.make_node("If", inputs, outputs, **branches)
+    weights = {"condition": np.array(True)}
+    path = save(tmp_path / "damaged.onnx", [node], [value("x", [1, 3])], [value("y", None)], weights)
+    with pytest.raises(UserInputError, match=r"damaged\.onnx: .*If") as caught:
+        load_network(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "elem_type", "given", "expected"),
+    [
+        ([], TensorProto.INT64, 16_000, np.int64(16_000)),
+        ([2, 3], TensorProto.FLOAT, 0.1, np.full((2, 3), 0.1, np.float32)),
+        ([2, 3], TensorProto.FLOAT16, [1, 2, 3], np.array([[1, 2, 3]] * 2, np.float16)),
+        (["N", 3], TensorProto.UINT8, [[1, 2, 3], [4, 5, 6]], np.array([[1, 2, 3], [4, 5, 6]], np.uint8)),
+        (["N"], TensorProto.BOOL, True, np.array([True])),
+        (None, TensorProto.DOUBLE, [1.5], np.array([1.5])),
+        ([1], TensorProto.FLOAT, float("inf"), np.array([np.inf], np.float32)),
+    ],
+)
+def test_a_value_has_the_dtype_and_shape_of_its_input(
+    tmp_path: Path, shape: list[int | str] | None, elem_type: int, given: Any, expected: np.ndarray
+) -> None:
+    nodes = [helper.make_node("Identity", [name], [f"{name}_out"]) for name in ("x", "fixed")]
+    inputs = [value("x", [2]), value("fixed", shape, elem_type)]
+    outputs = [value("x_out", [2]), value("fixed_out", None, elem_type)]
+    network = load_network(save(tmp_path / "fixed.onnx", nodes, inputs, outputs), input_values={"fixed": given})
+    assert [spec.name for spec in network.inputs] == ["x"]
+    actual = run(network)[1]
+    assert actual.dtype == np.asarray(expected).dtype
+    np.testing.assert_array_equal(actual, expected)
+    assert network.outputs[1].shape == np.shape(expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"sr": 1}, r"input_values names 'sr', which is not an input of .*branches\.onnx; its inputs are x, rate$"),
+        ({"rate": [1, 2]}, r"gives 'rate' of .* a value of shape \[2\]; it must be a number, or of shape \(\)$"),
+        ({"x": [[1, 2]]}, r"a value of shape \[1, 2\]; it must be a number, or of shape \(N, 3\)$"),
+        ({"rate": 1.5}, "gives 'rate' of .* 1.5, which is no int64; give values of that type"),
+        ({"rate": 2**63}, "which is no int64"),
+        ({"rate": float("nan")}, "which is no int64"),
+        ({"x": 1e39}, "which is no float32"),
+        ({"rate": "16000"}, "16000; it must be a number, or lists of numbers that form an array"),
+        ({"x": [[1], [1, 2]]}, "lists of numbers that form an array"),
+        ({"x": 1, "rate": 1}, "gives all inputs of .* a value; leave out one that differs between calls"),
+    ],
+)
+def test_values_that_do_not_fit(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserInputError, match=message) as caught:
+        load_network(save_branches(tmp_path / "branches.onnx"), input_values=values)
+    assert "\n" not in str(caught.value)
+
+
+def test_values_for_inputs_of_builtin_networks() -> None:
+    shapes = small_shapes("bert-tiny")
+    network = load_network("bert-tiny", input_shapes=shapes, input_values={"attention_mask": 1, "token_type_ids": 0})
+    assert [spec.name for spec in network.inputs] == ["input_ids"]
+    whole = load_network("bert-tiny", input_shapes=shapes)
+    ids = random_inputs(network.inputs, 0)
+    others = {"attention_mask": np.ones((1, 16), np.int64), "token_type_ids": np.zeros((1, 16), np.int64)}
+    np.testing.assert_allclose(run(network)[0], start(whole).run(None, {**ids, **others})[0], rtol=1e-4, atol=1e-5)
