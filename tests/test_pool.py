@@ -360,12 +360,14 @@ def test_records_that_do_not_say_which_device_they_are_for_are_not_pushed(
         (["push", "pool"], "sources=.*: it must be one tuning at least"),
         (["push", "pool", "nothing"], "source='nothing' is neither a run's ID .* nor a file or directory of records"),
         (["push", "gopher://pool", "."], "record_pool=gopher://pool: MLflow reads no gopher: URIs; it reads "),
+        (["push", "project-file", "."], "record_pool=project-file is a file; give a directory"),
         (["pull", "pool"], "output='': it must be the path of a directory"),
     ],
 )
 def test_bad_input(
     project: Path, run_here: RunCommand, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
+    (project / "project-file").touch()
     assert run_here("pool", *arguments) == 2
     assert re.search(f"^Error: {message}", stderr(capsys), re.MULTILINE), stderr
 

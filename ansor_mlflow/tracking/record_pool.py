@@ -18,7 +18,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 
 from ansor_mlflow import names
 from ansor_mlflow.device import DeviceFingerprint
-from ansor_mlflow.errors import MachineError, without_credentials
+from ansor_mlflow.errors import MachineError, UserInputError, without_credentials
 from ansor_mlflow.options import is_uri
 from ansor_mlflow.records import ObjectName, PoolObject, what_is_new, workload_hash
 from ansor_mlflow.tracking.error_translation import translated_errors
@@ -62,11 +62,13 @@ class RecordPool:
         uri: A path, or a URI that MLflow keeps artifacts under, such as s3://bucket/prefix.
 
     Raises:
-        UserInputError: MLflow knows no such URIs.
+        UserInputError: MLflow knows no such URIs, or the path is that of a file.
     """
 
     def __init__(self, uri: str) -> None:
         self._called = without_credentials(uri)
+        if Path(uri).is_file():
+            raise UserInputError(f"record_pool={self._called} is a file; give a directory, or an artifact URI")
         uri = pinned_uri(uri, "record_pool") if is_uri(uri) else str(Path(uri).resolve())
         with self._translated_errors():
             self._repository = get_artifact_repository(uri)
