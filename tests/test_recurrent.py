@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 import pytest
+from helpers.exports import text_recogniser
 from helpers.one_operator import assert_computes_the_same, one_operator
 from onnx import TensorProto
 
 from ansor_mlflow.graphs import rewrite_operators
+from ansor_mlflow.lowering.lower import lower
+from ansor_mlflow.networks.loading import load_network
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -121,3 +125,10 @@ def test_batch_may_be_the_first_axis() -> None:
         ReferenceEvaluator(rewritten).run(None, data), ReferenceEvaluator(model).run(None, data), strict=True
     ):
         np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_no_function_has_the_operators_of_many_steps(host_target: Target, tmp_path: Path) -> None:
+    """The search takes long for those: the last steps of both directions, and all outputs, would be one of 38."""
+    onnx.save(text_recogniser(), tmp_path / "text.onnx")
+    tasks = lower(load_network(str(tmp_path / "text.onnx")).model, host_target).tasks
+    assert 16 <= max(task.mod.script().count("T.sblock(") for task in tasks) <= 32

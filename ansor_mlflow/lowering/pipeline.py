@@ -23,6 +23,9 @@ _LAYOUTS = {
     "NHWC": {"relax.nn.conv2d": ["NHWC", "HWIO"], "relax.nn.conv3d": ["NDHWC", "DHWIO"]},
     "NCHW": {"relax.nn.conv2d": ["NCHW", "OIHW"], "relax.nn.conv3d": ["NCDHW", "OIDHW"]},
 }
+_MAX_FUSED = 32
+"""Operators of a fused function. The search takes a minute for a function of many more, such as the end of an unrolled
+recurrent layer; no other network of the gallery has one of as many."""
 _LOWERED = {"relax.call_tir"}
 """What is left of operators that have become functions."""
 
@@ -105,7 +108,7 @@ def _lowered(model: onnx.ModelProto, target: Target, passes: Sequence[Pass]) -> 
 
     mod = _import_onnx(model)
     try:
-        with target:
+        with target, tvm.transform.PassContext(config={"relax.FuseOps.max_depth": _MAX_FUSED}):
             mod = tvm.transform.Sequential(list(passes))(mod)
     except Exception as err:  # passes raise errors of every kind for what they do not expect
         raise NotLoweredError(f"TVM's passes: {first_line(err)}") from err
