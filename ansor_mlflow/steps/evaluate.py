@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import CorrectnessError
 from ansor_mlflow.files import write_text
 from ansor_mlflow.measuring import (
+    Deviation,
     Latency,
     MachineNoise,
     MakeInference,
@@ -124,20 +125,14 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
     sizes = all_sizes(manifest)
     examples = choose_examples(options.data, sizes, options.seed)
     of_each_size = examples[: len(sizes)]
-    _log.info("comparing the outputs of %s with ONNX Runtime's on %d inputs", manifest.network, len(examples))
-    difference = compare_with_reference({_TUNED: tuned}, network, num_threads, examples)[_TUNED]
-    metrics = {names.MAX_ABS_ERROR: difference.max_abs_error, names.MAX_REL_ERROR: difference.max_rel_error}
-    run.log_metrics(metrics)
+
+    def compare(examples: Sequence[Arrays]) -> Deviation:
+        return compare_with_reference({_TUNED: tuned}, network, num_threads, examples)[_TUNED]
+
     tolerance = tolerance_for(options.tolerance, network, LoweringSettings.among(entry.provenance).dtype)
-    if not difference.max_rel_error <= tolerance:
-        raise CorrectnessError(
-            f"the outputs of {manifest.network} differ from ONNX Runtime's by max_rel_error="
-            f"{difference.max_rel_error:.3g}, allowed is {tolerance:g}; do not deploy this model: compile it "
-            "again, or raise tolerance if the network is that sensitive to rounding"
-        )
+    metrics = _check(manifest, examples, compare, tolerance, run)
     if manifest.pad:
-        compare = partial(compare_with_reference, {_TUNED: tuned}, network, num_threads)
-        require_harmless_padding(manifest, lambda examples: compare(examples)[_TUNED], tolerance, options.seed)
+        require_harmless_padding(manifest, compare, tolerance, options.seed)
     runs = {_TUNED: tuned, _REFERENCE: partial(reference_inference, network, num_threads)}
     noise = MachineNoise()
     latencies = _measure(options.turns, of_each_size, manifest, directory, entry, runs, noise)
@@ -185,6 +180,31 @@ def _repeat_tuning(tuning: Run, run: StepRun, title: str) -> None:
     )
     with translated_errors("log what the tuning had"):
         message.deliver(run.run_id, run.directory)
+
+
+def _check(
+    manifest: Manifest,
+    examples: Sequence[Arrays],
+    compare: Callable[[Sequence[Arrays]], Deviation],
+    tolerance: float,
+    run: StepRun,
+) -> dict[str, float]:
+    """Compares the outputs with the reference's, and logs how far they are from it.
+
+    Raises:
+        CorrectnessError: It is too far.
+    """
+    _log.info("comparing the outputs of %s with ONNX Runtime's on %d inputs", manifest.network, len(examples))
+    difference = compare(examples)
+    metrics = {names.MAX_ABS_ERROR: difference.max_abs_error, names.MAX_REL_ERROR: difference.max_rel_error}
+    run.log_metrics(metrics)
+    if not difference.max_rel_error <= tolerance:
+        raise CorrectnessError(
+            f"the outputs of {manifest.network} differ from ONNX Runtime's by max_rel_error="
+            f"{difference.max_rel_error:.3g}, allowed is {tolerance:g}; do not deploy this model: compile it "
+            "again, or raise tolerance if the network is that sensitive to rounding"
+        )
+    return metrics
 
 
 def _measure(
