@@ -132,13 +132,14 @@ def _row(file: Path, check: bool, tune: bool, limit_s: float) -> Row:
     options = [
         word for name, value in parameters.items() for word in (f"--{name.replace('_', '-')}", json.dumps(value))
     ]
-    plan = _run([str(_PROGRAM), "plan", "--network", str(file.resolve()), *options, "--json", "-"], limit_s)
+    folder = file.parent.resolve()
+    plan = _run([str(_PROGRAM), "plan", "--network", str(file.resolve()), *options, "--json", "-"], folder, limit_s)
     checked = tuned = None
     if plan.result is not None:
         child = [sys.executable, str(_HERE / "gallery_check.py"), str(file.resolve())]
         child += ["--parameters", json.dumps(parameters)]
-        checked = _run(child, limit_s) if check else None
-        tuned = _run([*child, "--trials", str(len(plan.result["tasks"]))], _TUNING_S) if tune else None
+        checked = _run(child, folder, limit_s) if check else None
+        tuned = _run([*child, "--trials", str(len(plan.result["tasks"]))], folder, _TUNING_S) if tune else None
     return Row(
         name=file.stem,
         family=about.get("family", "others"),
@@ -150,8 +151,14 @@ def _row(file: Path, check: bool, tune: bool, limit_s: float) -> Row:
     )
 
 
-def _run(command: Sequence[str], limit_s: float) -> Child:
-    """Runs a command that prints JSON, in a folder of its own; kills it after `limit_s`."""
+def _run(command: Sequence[str], folder: Path, limit_s: float) -> Child:
+    """Runs a command that prints JSON, in a folder of its own; kills it after `limit_s`.
+
+    Args:
+        command: The command.
+        folder: Where the models are; messages name a file without it.
+        limit_s: Seconds.
+    """
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         try:
@@ -173,7 +180,9 @@ def _run(command: Sequence[str], limit_s: float) -> Child:
         return Child(end=_extent(result), seconds=seconds, result=result)
     unknown = "Traceback (most recent call last)" in done.stderr or done.returncode <= 1
     return Child(
-        end="traceback" if unknown else "refused", seconds=seconds, message=_message(done.stderr, done.returncode)
+        end="traceback" if unknown else "refused",
+        seconds=seconds,
+        message=_message(done.stderr, done.returncode).replace(f"{folder}/", ""),
     )
 
 

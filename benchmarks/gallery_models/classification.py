@@ -47,8 +47,13 @@ def _make_torchvision(name: str, size: int, arguments: dict[str, Any]) -> tuple[
 def _make_timm(name: str, size: int, arguments: dict[str, Any]) -> tuple[Any, Any]:
     import_torchvision()
     import timm
+    import torch
 
-    return _with_image(timm.create_model(name, pretrained=False, exportable=True, **arguments), size)
+    module = timm.create_model(name, pretrained=False, exportable=True, **arguments)
+    for weight in module.parameters():
+        if weight.ndim > 1 and not weight.any():  # a head of zeros says nothing of what comes before it
+            torch.nn.init.trunc_normal_(weight, std=0.02)
+    return _with_image(module, size)
 
 
 def _with_image(module: Any, size: int) -> tuple[Any, Any]:

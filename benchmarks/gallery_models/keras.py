@@ -38,7 +38,21 @@ def _write(build: Callable[[], Any], shape: tuple[int, ...], opset: int, batch: 
 def _application(name: str, size: int, **options: Any) -> Any:
     from tensorflow import keras
 
-    return getattr(keras.applications, name)(weights=None, input_shape=(size, size, 3), classes=10, **options)
+    build = getattr(keras.applications, name)
+    model = build(weights=None, input_shape=(size, size, 3), classes=10, classifier_activation=None, **options)
+    return _settled(model, (4, size, size, 3))
+
+
+def _settled(model: Any, shape: tuple[int, ...]) -> Any:
+    """The model with batch normalisations that know its activations: without, they vanish from layer to layer."""
+    import tensorflow
+    from tensorflow import keras
+
+    for layer in model.layers:
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer.momentum = 0.0
+    model(tensorflow.random.normal(shape), training=True)
+    return model
 
 
 def _recurrent(cell: str) -> Any:

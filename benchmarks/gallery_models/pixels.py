@@ -133,6 +133,9 @@ def _make_depth() -> tuple[Any, Any]:
                 fusion_hidden_size=32,
             )  # fmt: skip
             self.depth = transformers.DPTForDepthEstimation(config)
+            for layer in self.depth.modules():  # as it is, nothing is left of the image after some layers
+                if isinstance(layer, torch.nn.Conv2d | torch.nn.ConvTranspose2d):
+                    torch.nn.init.kaiming_normal_(layer.weight)
 
         def forward(self, image: Any) -> Any:
             return self.depth(image, return_dict=True)["predicted_depth"]
