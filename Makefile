@@ -35,7 +35,7 @@ test-system: .venv/torch
 # Servers and processes are really broken: Ceph's S3 gateway and PostgreSQL among them, which are Debian packages;
 # .ci/run installs them, CONTRIBUTING.md names them, and a test that misses them fails with their names.
 test-faults: .venv
-	$(RUN) python -m pytest -m faults
+	$(RUN) python -m pytest -m faults -n 2 --dist loadfile
 
 lint: .venv
 	$(RUN) ruff check .
