@@ -226,6 +226,7 @@ _INTRODUCTION = (
     "# Gallery\n\n"
     "Models as people export them, with random weights, and how they get in: with all of their operators, or with some "
     "left to ONNX Runtime. Errors are the largest difference from ONNX Runtime over its largest value, untuned. "
+    "Latencies are those of some models after one trial for each task, which says that tuning works, and no more. "
     "`python benchmarks/gallery.py` makes this page; [its notes](../benchmarks/README.md) say how."
 )
 
