@@ -54,6 +54,11 @@ def test_from_the_project_to_the_server(name: str, tmp_path: Path, monkeypatch: 
     tolerance = QUANTIZED_TOLERANCE if "quantised" in name else TOLERANCES["float32"]
     assert evaluated.data.metrics[names.MAX_REL_ERROR] <= tolerance
 
+    coverage = json.loads(mlflow.artifacts.load_text(f"runs:/{compiled.info.run_id}/{names.COVERAGE_FILE}"))
+    if coverage["parts"]:
+        assert sum(part["latency_share"] for part in coverage["parts"]) == pytest.approx(1)
+        assert "% of the time" in mlflow.artifacts.load_text(f"runs:/{runs['tune'].info.run_id}/{names.REPORT_FILE}")
+
     inputs = random_inputs(network.inputs, seed=7)
     expected = ReferenceSession(path, num_threads=1, optimized=False).run(inputs)
     model = compiled.data.tags[names.TAG_MODEL_URI]

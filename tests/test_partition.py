@@ -14,7 +14,7 @@ import mlflow
 import numpy as np
 import onnx
 import pytest
-from helpers.exports import detector, make_model, tensor, text_recogniser
+from helpers.exports import branching, detector, make_model, tensor, text_recogniser
 from onnx import TensorProto, helper
 
 from ansor_mlflow import flavor
@@ -38,30 +38,6 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
 IMAGE = (1, 8, 64, 64)
-
-
-def branching() -> onnx.ModelProto:
-    """A convolution, a branch that its mean decides, and another convolution. An input is not used before the end."""
-    rng = np.random.default_rng(0)
-    branches = {
-        key: helper.make_graph([helper.make_node(op, ["first", "two"], [key])], key, [], [tensor(key, IMAGE)])
-        for key, op in (("then_branch", "Mul"), ("else_branch", "Sub"))
-    }
-    nodes = [
-        helper.make_node("Conv", ["x", "w0"], ["first"], pads=[1, 1, 1, 1]),
-        helper.make_node("ReduceMean", ["first"], ["mean"], keepdims=0),
-        helper.make_node("Greater", ["mean", "zero"], ["is_positive"]),
-        helper.make_node("If", ["is_positive"], ["branched"], **branches),
-        helper.make_node("Conv", ["branched", "w1"], ["second"], pads=[1, 1, 1, 1]),
-        helper.make_node("Add", ["second", "late"], ["y"]),
-    ]
-    constants = {
-        "w0": rng.normal(size=(8, 8, 3, 3)).astype(np.float32),
-        "w1": rng.normal(size=(8, 8, 3, 3)).astype(np.float32),
-        "zero": np.array(0, np.float32),
-        "two": np.array(2, np.float32),
-    }
-    return make_model(nodes, [tensor("x", IMAGE), tensor("late", (1, 1, 64, 64))], [tensor("y", IMAGE)], constants)
 
 
 MODELS = {"branching": branching, "detector": detector}

@@ -6,7 +6,7 @@ older records useless: raise `LOWERING_VERSION` with such a change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -95,7 +95,11 @@ def lower(
 
 
 def lower_sizes(
-    models: Iterable[onnx.ModelProto], target: Target, settings: LoweringSettings, called: str
+    models: Iterable[onnx.ModelProto],
+    target: Target,
+    settings: LoweringSettings,
+    called: str,
+    stays: Mapping[int, Mapping[str, str]] = {},
 ) -> LoweredNetwork:
     """Lowers a network in each of its sizes. Tasks that are the same in several sizes are one.
 
@@ -104,13 +108,15 @@ def lower_sizes(
         target: Device that the functions are for.
         settings: Layout, type, padding, and whether parts may stay with ONNX Runtime.
         called: What messages call the network.
+        stays: For a size, by its number, why a node stays with ONNX Runtime though TVM may know it, by an output of it
+            as the parts of an earlier lowering name it.
 
     Raises:
         UserInputError: ONNX Runtime cannot load a model, TVM can compute no part of it, or not all where it must.
     """
     from ansor_mlflow.lowering.joining import join_modules
 
-    sizes = [_lower_size(model, target, settings, called) for model in models]
+    sizes = [_lower_size(model, target, settings, called, stays.get(number, {})) for number, model in enumerate(models)]
     parts = [(size, *part) for size, (lowered, _) in enumerate(sizes) for part in lowered]
     modules = {f"part{number}": mod for number, (_, _, mod) in enumerate(parts) if mod is not None}
     named = [
@@ -128,7 +134,7 @@ def lower_sizes(
 
 
 def _lower_size(
-    model: onnx.ModelProto, target: Target, settings: LoweringSettings, called: str
+    model: onnx.ModelProto, target: Target, settings: LoweringSettings, called: str, stays: Mapping[str, str]
 ) -> tuple[list[LoweredPart], list[PaddedLayer]]:
     """The parts of a network in one size, and its layers that `pad_channels=auto` pads."""
     graph = rewrite_operators(fold_batch_norms(simplify(raise_opset(model), called)))
@@ -137,9 +143,8 @@ def _lower_size(
     hard_to_tile = list(layers_to_pad(graph, vector_lanes(target)))
     if (padding := _padding(settings.pad_channels, target)) is not None:
         graph = pad_output_channels(graph, padding)
-    parts = lower_parts(
-        graph, partial(lower_graph, target=target, settings=settings), partial(lower_node, target=target)
-    )
+    lower_whole = partial(lower_graph, target=target, settings=settings)
+    parts = lower_parts(graph, lower_whole, partial(lower_node, target=target), stays)
     reasons = {operator: reason for part, _ in parts for operator, reason in part.reasons.items()}
     any_lowered = any(mod is not None for _, mod in parts)
     if not any_lowered or (reasons and settings.partition == "off"):

@@ -35,19 +35,22 @@ _DOMAINS = ("", "ai.onnx", "com.microsoft")
 _MAX_SHOWN = 3
 
 
-def lower_parts(model: onnx.ModelProto, lower_whole: LowerGraph, lower_node: LowerGraph) -> list[LoweredPart]:
+def lower_parts(
+    model: onnx.ModelProto, lower_whole: LowerGraph, lower_node: LowerGraph, stays: Mapping[str, str]
+) -> list[LoweredPart]:
     """Lowers a network in as few parts as possible.
 
     Args:
         model: Simplified model.
         lower_whole: Lowers a part.
         lower_node: Says sooner whether a node can be lowered.
+        stays: Why a node stays with ONNX Runtime, whatever TVM could do, by an output of it.
 
     Returns:
         The parts in the order in which they run.
     """
     values = value_infos(model)
-    reasons = {**reasons_to_stay(model), **_known_reasons(model, values)}
+    reasons = {**_asked_for(model, stays), **reasons_to_stay(model), **_known_reasons(model, values)}
     if not reasons:
         with contextlib.suppress(NotLoweredError):
             return [(part, lower_whole(part.model)) for part in partition(model, {}, values)]
@@ -70,6 +73,12 @@ def describe(reasons: Mapping[str, str]) -> str:
     clauses = [f"{operator} ({reason})" for operator, reason in reasons.items()]
     more = len(clauses) - _MAX_SHOWN
     return ", ".join(clauses[:_MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _asked_for(model: onnx.ModelProto, stays: Mapping[str, str]) -> dict[int, str]:
+    return {
+        index: stays[output] for index, node in enumerate(model.graph.node) for output in node.output if output in stays
+    }
 
 
 def _known_reasons(model: onnx.ModelProto, values: ValueInfos) -> dict[int, str]:

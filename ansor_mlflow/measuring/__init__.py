@@ -12,7 +12,6 @@ from ansor_mlflow.measuring.contenders import (
     Inference,
     MakeInference,
     library_inference,
-    parts_call,
     reference_inference,
     timed_call,
     tuned_inference,
@@ -27,6 +26,7 @@ from ansor_mlflow.measuring.noise import (
     time_probe,
     watched,
 )
+from ansor_mlflow.measuring.parts import seeded_examples, time_parts, time_parts_in_onnxruntime
 from ansor_mlflow.measuring.reference import ReferenceSession, is_quantized
 from ansor_mlflow.measuring.significance import Ratio, SequentialTest, Verdict
 from ansor_mlflow.measuring.timing import (

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 Inference = Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]
 """Runs a network once: inputs by name to outputs by name."""
 MakeInference = Callable[[], Inference]
-
-_NUM_CALLS = 9
 
 
 def timed_call(make_inference: MakeInference, examples: Sequence[Arrays]) -> Callable[[], Any]:
@@ -47,24 +44,6 @@ def tuned_inference(directory: Path) -> Inference:
     from ansor_mlflow.model import Manifest, load_package
 
     return load_package(directory, Manifest.read(directory)).run
-
-
-def parts_call(directory: Path, examples: Sequence[Mapping[str, npt.NDArray[Any]]]) -> Callable[[], list[float]]:
-    """A call that returns the seconds of each part of a model, the medians of several calls.
-
-    Args:
-        directory: The model.
-        examples: An input of each of its sizes.
-    """
-    from ansor_mlflow.model import Manifest, load_package
-
-    model = load_package(directory, Manifest.read(directory))
-
-    def seconds() -> list[float]:
-        calls = [[s for inputs in examples for s in model.seconds_of_parts(inputs)] for _ in range(_NUM_CALLS)]
-        return [median(of_part) for of_part in zip(*calls, strict=True)]
-
-    return seconds
 
 
 def reference_inference(network: Path, num_threads: int, *, optimized: bool = True) -> Inference:

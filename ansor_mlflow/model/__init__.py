@@ -6,7 +6,15 @@ from ansor_mlflow.model.library import Coverage, compile_tuned, compile_untuned,
 from ansor_mlflow.model.loading import load_package, open_library
 from ansor_mlflow.model.manifest import LIBRARY_FILE, LibraryEntry, Manifest
 from ansor_mlflow.model.package import CompiledNetwork, read_package, with_libraries, write_package
-from ansor_mlflow.model.parts import PartEntry, PartRunner, open_sessions, part_entries, what_stays
+from ansor_mlflow.model.parts import (
+    PartEntry,
+    PartRunner,
+    open_sessions,
+    part_entries,
+    timed_parts,
+    what_stays,
+    write_all_parts,
+)
 from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process
 from ansor_mlflow.model.sizes import require_pad
 from ansor_mlflow.model.tuned import TunedModel

@@ -51,6 +51,17 @@ class CompiledNetwork:
     provenance: dict[str, Any] = field(default_factory=dict)
     """Where the library comes from: versions, layout, tuning run, estimated latency."""
 
+    @property
+    def entry(self) -> LibraryEntry:
+        """The library as a model describes it."""
+        return LibraryEntry(
+            path=library_path(self.fingerprint),
+            fingerprint=self.fingerprint,
+            coverage=self.coverage,
+            provenance=self.provenance,
+            parts=self.parts,
+        )
+
 
 def write_package(compiled: CompiledNetwork | Sequence[CompiledNetwork], directory: Path) -> Manifest:
     """Copies a compiled network into `directory` and describes it.
@@ -80,16 +91,7 @@ def write_package(compiled: CompiledNetwork | Sequence[CompiledNetwork], directo
         network=first.name,
         inputs=first.inputs,
         outputs=first.outputs,
-        libraries=tuple(
-            LibraryEntry(
-                path=library_path(member.fingerprint),
-                fingerprint=member.fingerprint,
-                coverage=member.coverage,
-                provenance=member.provenance,
-                parts=member.parts,
-            )
-            for member in members
-        ),
+        libraries=tuple(member.entry for member in members),
         files=dict(sorted(sha256_of(directory, [path.as_posix() for path in paths]).items())),
         sizes=first.sizes,
         pad=first.pad,

@@ -9,7 +9,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -49,14 +49,24 @@ class PartEntry:
     """Why operators stay with ONNX Runtime."""
     size: int = 0
     """Which of the network's sizes it is of."""
+    latency_ms: float | None = None
+    """Median time of a call, where it was measured."""
+    latency_share: float | None = None
+    """Share of the time of the network, in this size, from 0 to 1, where it was measured."""
 
     def __str__(self) -> str:
+        shares = f"{self.flops_share:.1%} of the operations"
+        if self.latency_share is not None:
+            shares += f", {self.latency_share:.1%} of the time"
         if self.runs_in == "tvm":
-            return f"TVM computes {_nodes(sum(self.operators.values()))}: {self.flops_share:.1%} of the operations"
-        clauses = ", ".join(f"{operator} ({reason})" for operator, reason in self.reasons.items())
+            return f"TVM computes {_nodes(sum(self.operators.values()))}: {shares}"
+        operators: dict[str, list[str]] = defaultdict(list)
+        for operator, reason in self.reasons.items():
+            operators[reason].append(operator)
+        clauses = ", ".join(f"{' and '.join(of_reason)} ({reason})" for reason, of_reason in operators.items())
         beside = sum(number for operator, number in self.operators.items() if operator not in self.reasons)
         among = f", and {_nodes(beside)} between operators that stay" if beside else ""
-        return f"ONNX Runtime computes {clauses}{among}: {self.flops_share:.1%} of the operations"
+        return f"ONNX Runtime computes {clauses}{among}: {shares}"
 
     @staticmethod
     def from_dict(entry: dict[str, Any]) -> PartEntry:
@@ -100,6 +110,17 @@ def part_entries(lowered: LoweredNetwork) -> tuple[PartEntry, ...]:
     )
 
 
+def timed_parts(parts: Sequence[PartEntry], seconds: Sequence[float]) -> tuple[PartEntry, ...]:
+    """Parts with how long each takes in a call, and its share of the time of its size."""
+    total: dict[int, float] = defaultdict(float)
+    for part, s in zip(parts, seconds, strict=True):
+        total[part.size] += s
+    return tuple(
+        replace(part, latency_ms=s * 1e3, latency_share=s / total[part.size])
+        for part, s in zip(parts, seconds, strict=True)
+    )
+
+
 def write_parts(lowered: LoweredNetwork, directory: Path) -> None:
     """Writes what stays with ONNX Runtime to the directory of a library."""
     from ansor_mlflow.networks import write_onnx
@@ -107,6 +128,18 @@ def write_parts(lowered: LoweredNetwork, directory: Path) -> None:
     for part, entry in zip(lowered.parts, part_entries(lowered), strict=True):
         if entry.runs_in == "onnxruntime":
             write_onnx(part.graph.model, directory / entry.name)
+
+
+def write_all_parts(lowered: LoweredNetwork, directory: Path) -> tuple[PartEntry, ...]:
+    """Writes all parts as ONNX files, and describes them as if none were TVM's."""
+    from ansor_mlflow.networks import write_onnx
+
+    for number, part in enumerate(lowered.parts):
+        write_onnx(part.graph.model, directory / part_file(number))
+    return tuple(
+        replace(entry, runs_in="onnxruntime", name=part_file(number))
+        for number, entry in enumerate(part_entries(lowered))
+    )
 
 
 def open_sessions(directory: Path, parts: Sequence[PartEntry], num_threads: int) -> dict[str, Any]:

@@ -23,15 +23,13 @@ from ansor_mlflow.measuring import (
     Latency,
     MachineNoise,
     MakeInference,
-    call_once,
     choose_examples,
     compare_with_reference,
-    in_child_process,
     library_inference,
     measure_in_turns,
-    parts_call,
     reference_inference,
     require_examples,
+    time_parts,
     timed_call,
     tolerance_for,
     tuned_inference,
@@ -43,6 +41,7 @@ from ansor_mlflow.model import (
     build_in_child_process,
     choose_library,
     threads_here,
+    timed_parts,
     verified_manifest,
 )
 from ansor_mlflow.options import EvaluateOptions, TuneOptions
@@ -142,7 +141,7 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
         _log_json([size.to_dict() for size in of_sizes], names.SIZES_FILE, run)
     metrics[names.PROBE_SPREAD] = noise.spread
     if any(part.runs_in == "onnxruntime" for part in entry.parts):
-        metrics[names.ONNXRUNTIME_SHARE] = _time_parts(of_each_size, directory, entry, run)
+        metrics[names.ONNXRUNTIME_SHARE] = _time_parts(of_each_size, manifest, directory, entry, run)
     run.log_metrics(metrics)
     run.log_distrust(noise.distrust)
     return EvaluateResult(run_id=run.run_id, network=manifest.network, target=device.description, metrics=metrics)
@@ -239,17 +238,14 @@ def _measure(
         return measure_in_turns(calls, turns, noise)
 
 
-def _time_parts(of_each_size: Sequence[Arrays], directory: Path, entry: LibraryEntry, run: StepRun) -> float:
+def _time_parts(
+    of_each_size: Sequence[Arrays], manifest: Manifest, directory: Path, entry: LibraryEntry, run: StepRun
+) -> float:
     """Logs how long each part of a network takes; returns the share of ONNX Runtime's, from 0 to 1."""
-    call = partial(parts_call, directory, of_each_size)
-    seconds: list[float] = in_child_process(call_once, call)
-    total = sum(seconds)
-    parts = [
-        {**asdict(part), "latency_ms": s * 1e3, "latency_share": s / total}
-        for part, s in zip(entry.parts, seconds, strict=True)
-    ]
-    _log_json(parts, names.PARTS_FILE, run)
-    return sum(s for part, s in zip(entry.parts, seconds, strict=True) if part.runs_in == "onnxruntime") / total
+    seconds = time_parts(directory / entry.path, manifest, entry, of_each_size)
+    _log_json([asdict(part) for part in timed_parts(entry.parts, seconds)], names.PARTS_FILE, run)
+    of_onnxruntime = (s for part, s in zip(entry.parts, seconds, strict=True) if part.runs_in == "onnxruntime")
+    return sum(of_onnxruntime) / sum(seconds)
 
 
 def _log_json(rows: list[dict[str, Any]], name: str, run: StepRun) -> None:

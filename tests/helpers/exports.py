@@ -36,6 +36,31 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return (rng.normal(size=shape) * np.sqrt(2 / np.prod(shape[1:]))).astype(np.float32)
 
 
+def branching() -> onnx.ModelProto:
+    """A convolution, a branch that its mean decides, and another convolution. An input is not used before the end."""
+    image = (1, 8, 64, 64)
+    rng = np.random.default_rng(0)
+    branches = {
+        key: helper.make_graph([helper.make_node(op, ["first", "two"], [key])], key, [], [tensor(key, image)])
+        for key, op in (("then_branch", "Mul"), ("else_branch", "Sub"))
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "w0"], ["first"], pads=[1, 1, 1, 1]),
+        helper.make_node("ReduceMean", ["first"], ["mean"], keepdims=0),
+        helper.make_node("Greater", ["mean", "zero"], ["is_positive"]),
+        helper.make_node("If", ["is_positive"], ["branched"], **branches),
+        helper.make_node("Conv", ["branched", "w1"], ["second"], pads=[1, 1, 1, 1]),
+        helper.make_node("Add", ["second", "late"], ["y"]),
+    ]
+    constants = {
+        "w0": rng.normal(size=(8, 8, 3, 3)).astype(np.float32),
+        "w1": rng.normal(size=(8, 8, 3, 3)).astype(np.float32),
+        "zero": np.array(0, np.float32),
+        "two": np.array(2, np.float32),
+    }
+    return make_model(nodes, [tensor("x", image), tensor("late", (1, 1, 64, 64))], [tensor("y", image)], constants)
+
+
 def detector(image: tuple[Any, ...] = (1, 8, 64, 64)) -> onnx.ModelProto:
     """Boxes (1, 256, 4) and scores (1, 2, 256) from a convolution, of which ONNX's NonMaxSuppression chooses some."""
     rng = np.random.default_rng(1)

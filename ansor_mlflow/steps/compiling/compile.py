@@ -6,6 +6,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from ansor_mlflow import flavor, names
@@ -27,6 +28,7 @@ from ansor_mlflow.options import CompileOptions, RecordsOptions
 from ansor_mlflow.records import find_records
 from ansor_mlflow.serving import SignatureKind, get_signature
 from ansor_mlflow.settings import LoweringSettings
+from ansor_mlflow.steps.compiling.paying import measure_parts
 from ansor_mlflow.steps.compiling.tuned_devices import TunedDevice, require_one_network
 from ansor_mlflow.steps.records import Recorded, distill_for_device, find_recorded, load_recorded_network
 from ansor_mlflow.tracking import StepRun, html_table, step_run, translated_errors
@@ -156,24 +158,38 @@ def _describe_run(run: StepRun, step: str, network: str, devices: Sequence[Devic
 
 
 def _build_library(network: Network, recipe: Recipe, run: StepRun) -> tuple[CompiledNetwork, Coverage]:
-    directory = run.directory / recipe.device.fingerprint.name
-    lowered = lower_sizes(network.models(), recipe.device.target, recipe.lowering, network.name)
-    best = directory / names.BEST_DIR
-    mismatch = recipe.write_best(lowered, recipe.device, best)
+    """Compiles a network; of one that is partly ONNX Runtime's only the parts that pay."""
+    directory, device = run.directory / recipe.device.fingerprint.name, recipe.device
+    lowered = lower_sizes(network.models(), device.target, recipe.lowering, network.name)
+    mismatch = recipe.write_best(lowered, device, directory / names.BEST_DIR)
     if mismatch:
         _log.warning("%s; they are applied nevertheless, and may be slow", mismatch)
         run.log_tags({names.TAG_TARGET_MISMATCH: mismatch})
-    _log.info("compiling %s for %s", network.name, recipe.device.description)
-    library = directory / LIBRARY_FILE
-    coverage = compile_tuned(lowered, recipe.device.target, best, library)
+    compile_in = partial(_compile, network, recipe, run.directory / names.NETWORK_FILE, directory, mismatch)
+    compiled, coverage = compile_in(lowered)
+    compiled, stays = measure_parts(compiled, lowered)
+    if stays:
+        lowered = lower_sizes(network.models(), device.target, recipe.lowering, network.name, stays)
+        compiled, coverage = compile_in(lowered)
+        compiled, _ = measure_parts(compiled, lowered)
+    return compiled, coverage
+
+
+def _compile(
+    network: Network, recipe: Recipe, file: Path, directory: Path, mismatch: str, lowered: LoweredNetwork
+) -> tuple[CompiledNetwork, Coverage]:
+    """Compiles a network, as it was lowered, with the best records in a directory."""
+    device, library, best = recipe.device, directory / LIBRARY_FILE, directory / names.BEST_DIR
+    _log.info("compiling %s for %s", network.name, device.description)
+    coverage = compile_tuned(lowered, device.target, best, library)
     compiled = CompiledNetwork(
         name=network.name,
-        network=run.directory / names.NETWORK_FILE,
+        network=file,
         inputs=network.inputs,
         outputs=network.outputs,
         library=library,
         records=best,
-        fingerprint=recipe.device.fingerprint,
+        fingerprint=device.fingerprint,
         coverage=coverage.to_dict(),
         parts=part_entries(lowered),
         sizes=network.sizes,

@@ -12,9 +12,7 @@ from ansor_mlflow import names
 from ansor_mlflow.device import Device, DeviceFingerprint, import_tensor_intrin
 from ansor_mlflow.errors import RecordsError, UserInputError, first_line
 from ansor_mlflow.files import write_text
-from ansor_mlflow.graphs import PaddedLayer
-from ansor_mlflow.lowering import LOWERING_VERSION, TuningTask, lower_sizes
-from ansor_mlflow.model import PartEntry, part_entries
+from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, TuningTask, lower_sizes
 from ansor_mlflow.networks import Network
 from ansor_mlflow.options import NetworkOptions, RecordsOptions
 from ansor_mlflow.records import (
@@ -55,15 +53,21 @@ class Recorded:
 class NetworkTasks:
     """The tasks of a network on a device."""
 
-    network: str
+    graph: Network
     device: Device
-    tasks: tuple[TuningTask, ...]
-    parts: tuple[PartEntry, ...]
-    """Empty where TVM computes all of the network."""
-    hard_to_tile: tuple[PaddedLayer, ...]
-    """Layers with channels that `pad_channels=auto` pads."""
+    lowered: LoweredNetwork
     is_padded: bool
-    """Whether they are padded."""
+    """Whether layers are padded that are hard to tile."""
+
+    @property
+    def network(self) -> str:
+        """Its name."""
+        return self.graph.name
+
+    @property
+    def tasks(self) -> tuple[TuningTask, ...]:
+        """The tasks."""
+        return self.lowered.tasks
 
 
 def find_recorded(options: RecordsOptions, scratch: Path, *, any_lowering: bool = False) -> Recorded:
@@ -134,14 +138,7 @@ def lower_for_device(network: Network, options: NetworkOptions) -> NetworkTasks:
     """
     device = Device.resolve(options.target, options.num_threads)
     lowered = lower_sizes(network.models(), device.target, options.lowering, options.network)
-    return NetworkTasks(
-        network=network.name,
-        device=device,
-        tasks=lowered.tasks,
-        parts=part_entries(lowered),
-        hard_to_tile=lowered.hard_to_tile,
-        is_padded=options.pad_channels == "auto",
-    )
+    return NetworkTasks(graph=network, device=device, lowered=lowered, is_padded=options.pad_channels == "auto")
 
 
 def distill_for_device(

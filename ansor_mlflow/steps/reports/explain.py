@@ -14,6 +14,7 @@ from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.model import PartEntry
 from ansor_mlflow.options import ExplainOptions
+from ansor_mlflow.steps.parts import estimated_parts
 from ansor_mlflow.steps.records import (
     NetworkTasks,
     best_records,
@@ -134,6 +135,7 @@ def _most_expensive(tasks: Sequence[TuningTask], records: dict[int, TuningRecord
 def _explain(task: TuningTask, network: NetworkTasks, records: dict[int, TuningRecord]) -> Explanation:
     record = records[task.info.index]
     tuned = [other for other in network.tasks if other.info.index in records]
+    network_s = sum(t.info.weight * latency_s(records[t.info.index]) for t in tuned)
     num_bytes = argument_bytes(task.mod)
     device = network.device
     roofline = None if why_not_runnable(device.fingerprint) else measure_roofline(device)
@@ -143,10 +145,10 @@ def _explain(task: TuningTask, network: NetworkTasks, records: dict[int, TuningR
         num_threads=device.num_threads,
         task=task.info,
         best_s=latency_s(record),
-        network_s=sum(t.info.weight * latency_s(records[t.info.index]) for t in tuned),
+        network_s=network_s,
         num_tasks=len(network.tasks),
         num_tuned_tasks=len(records),
-        parts=network.parts,
+        parts=estimated_parts(network.lowered, network.graph, device, network_s),
         argument_bytes=num_bytes,
         computation=task.mod.script(),
         schedule=tuple(str(statement) for statement in record.trace.as_python()),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.graphs import PaddedLayer
-from ansor_mlflow.model import PartEntry, what_stays
+from ansor_mlflow.model import PartEntry, part_entries, what_stays
 from ansor_mlflow.options import BudgetOptions, PlanOptions, TuneOptions
 from ansor_mlflow.steps.records import (
     NetworkTasks,
@@ -89,15 +89,16 @@ def plan_tuning(options: PlanOptions) -> Plan:
         raise UserInputError(f"network={network.network}: it has no task to tune; give a network that computes")
     tasks = _planned(options, [task.info for task in network.tasks], known_s)
     has_records = bool(options.tune_run or options.records)
+    parts = part_entries(network.lowered)
     return Plan(
         network=network.network,
         target=network.device.description,
         tasks=tasks,
-        parts=network.parts,
+        parts=parts,
         notes=(
-            *(f"{clause}." for clause in what_stays(network.parts)),
+            *(f"{clause}." for clause in what_stays(parts)),
             *([_coverage_note(tasks)] if has_records else []),
-            *(_padding_note(layer, network.is_padded) for layer in network.hard_to_tile),
+            *(_padding_note(layer, network.is_padded) for layer in network.lowered.hard_to_tile),
         ),
     )
 

@@ -179,7 +179,9 @@ def _tune(work: TuningWork, run: StepRun, outbox: Outbox, observers: Sequence[Tu
     )  # records of a tuning that is interrupted can be compiled, too
     commands = command_lines("tune", options)
     logger = MlflowObserver(outbox, run.directory, commands)
-    report = TuningReport(history=logger.history, job=job, outbox=outbox, directory=run.directory, commands=commands)
+    report = TuningReport(
+        history=logger.history, job=job, shapes=network, outbox=outbox, directory=run.directory, commands=commands
+    )
     observers = [RoundLog(), logger, RecordMirror(outbox, run.directory), *observers]
     with report.at_the_end():
         result = tune_locally(job, options, observers, resume=is_resumed)

@@ -12,8 +12,10 @@ from ansor_mlflow import names
 from ansor_mlflow.device import import_tensor_intrin
 from ansor_mlflow.files import write_text
 from ansor_mlflow.lowering import TuningTask
-from ansor_mlflow.model import part_entries, what_stays
+from ansor_mlflow.model import PartEntry, part_entries, what_stays
 from ansor_mlflow.records import Database, RecordPair
+from ansor_mlflow.steps.parts import estimated_parts
+from ansor_mlflow.tensors import Sized
 from ansor_mlflow.tracking import (
     Message,
     Outbox,
@@ -37,6 +39,8 @@ class TuningReport:
 
     history: TuningHistory
     job: TuningJob
+    shapes: Sized
+    """Of the network."""
     outbox: Outbox
     directory: Path
     """The run's directory."""
@@ -71,10 +75,17 @@ class TuningReport:
             run_id=self.directory.name,
             commands=self.commands,
             schedules=schedules,
-            stays=what_stays(part_entries(self.job.lowered)),
+            stays=what_stays(self._parts(may_measure=may_measure)),
         )
         write_text(self.directory / names.REPORT_FILE, page)
         self.outbox.put(Message(artifacts=artifacts))
+
+    def _parts(self, *, may_measure: bool) -> tuple[PartEntry, ...]:
+        result = self.history.result
+        estimated_s = result.estimated_latency_s if result else None
+        if may_measure and estimated_s is not None:
+            return estimated_parts(self.job.lowered, self.shapes, self.job.device, estimated_s)
+        return part_entries(self.job.lowered)
 
     def _draw_roofline(self) -> bool:
         """Measures the roofs: no program is measured any more."""

@@ -1,0 +1,95 @@
+"""How long each part of a network takes, in its library and in ONNX Runtime."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from ansor_mlflow.measuring.timing import call_once, in_child_process
+from ansor_mlflow.tensors import NetworkShapes, Sized, all_sizes, random_inputs
+
+if TYPE_CHECKING:
+    from ansor_mlflow.lowering import LoweredNetwork
+    from ansor_mlflow.model import LibraryEntry, PartEntry
+
+Examples = Sequence[Mapping[str, npt.NDArray[Any]]]
+"""An input of each size of a network."""
+
+_NUM_CALLS = 9
+
+
+def time_parts(library: Path, network: Sized, entry: LibraryEntry, examples: Examples) -> list[float]:
+    """Median seconds of each part of a network in a process of its own, as `entry` lists them.
+
+    Args:
+        library: The library, whose digest was checked, or that was just built.
+        network: What it computes.
+        entry: What is known of the library.
+        examples: An input of each size.
+
+    Raises:
+        MachineError: The process died.
+        ModelError: The library cannot be loaded.
+    """
+    seconds: list[float] = in_child_process(call_once, partial(_library_call, library, network, entry, examples))
+    return seconds
+
+
+def time_parts_in_onnxruntime(lowered: LoweredNetwork, network: Sized, num_threads: int, seed: int) -> list[float]:
+    """As `time_parts`, with ONNX Runtime for TVM's parts, too, on seeded inputs.
+
+    Raises:
+        MachineError: The process died.
+        ModelError: ONNX Runtime cannot load a part.
+    """
+    from ansor_mlflow.model import write_all_parts
+
+    sizes = all_sizes(network)
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as directory:
+        parts = write_all_parts(lowered, Path(directory))
+        call = partial(_onnxruntime_call, Path(directory), parts, sizes, num_threads, seeded_examples(network, seed))
+        seconds: list[float] = in_child_process(call_once, call)
+    return seconds
+
+
+def seeded_examples(network: Sized, seed: int) -> Examples:
+    """A seeded input of each size of a network."""
+    return [random_inputs(size.inputs, seed) for size in all_sizes(network)]
+
+
+def _library_call(library: Path, network: Sized, entry: LibraryEntry, examples: Examples) -> Callable[[], list[float]]:
+    from ansor_mlflow.model import Choice, TunedModel, threads_here
+
+    choice = Choice(level="exact", entry=entry, reason="it is timed")
+    model = TunedModel(library, network, choice, num_threads=threads_here(entry))
+    return lambda: _medians(lambda: [s for inputs in examples for s in model.seconds_of_parts(inputs)])
+
+
+def _onnxruntime_call(
+    directory: Path, parts: Sequence[PartEntry], sizes: Sequence[NetworkShapes], num_threads: int, examples: Examples
+) -> Callable[[], list[float]]:
+    from ansor_mlflow.model import PartRunner, open_sessions
+
+    sessions = open_sessions(directory, parts, num_threads)
+    runners = [
+        PartRunner([part for part in parts if part.size == number], {}, sessions, size, None)
+        for number, size in enumerate(sizes)
+    ]
+
+    def seconds() -> list[float]:
+        for runner, inputs in zip(runners, examples, strict=True):
+            runner(*inputs.values())
+        return [s for runner in runners for s in runner.seconds]
+
+    return lambda: _medians(seconds)
+
+
+def _medians(seconds: Callable[[], list[float]]) -> list[float]:
+    """The median of each part over several calls."""
+    return [median(of_part) for of_part in zip(*(seconds() for _ in range(_NUM_CALLS)), strict=True)]

@@ -1,0 +1,152 @@
+"""A part of TVM's that ONNX Runtime computes faster stays there, and every part says how long it takes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx
+import pytest
+from helpers.exports import branching
+
+from ansor_mlflow.device import Device, available_cpus, fingerprint
+from ansor_mlflow.lowering.lower import LoweredNetwork, lower, lower_sizes
+from ansor_mlflow.model.library import compile_untuned
+from ansor_mlflow.model.package import CompiledNetwork
+from ansor_mlflow.model.parts import PartEntry, part_entries, timed_parts, what_stays
+from ansor_mlflow.networks.loading import Network, load_network
+from ansor_mlflow.settings import LoweringSettings
+from ansor_mlflow.steps.compiling.paying import FASTER_THERE, losing_parts, measure_parts
+from ansor_mlflow.steps.parts import estimated_parts
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Network:
+    path = tmp_path_factory.mktemp("network") / "branching.onnx"
+    onnx.save(branching(), path)
+    return load_network(str(path))
+
+
+@pytest.fixture(scope="module")
+def lowered(network: Network, host_target: Target) -> LoweredNetwork:
+    return lower(network.model, host_target)
+
+
+@pytest.fixture(scope="module")
+def compiled(
+    network: Network, lowered: LoweredNetwork, host_target: Target, tmp_path_factory: pytest.TempPathFactory
+) -> CompiledNetwork:
+    """Untuned, so that TVM needs many times as long as ONNX Runtime for its parts."""
+    directory = tmp_path_factory.mktemp("compiled")
+    compile_untuned(lowered, host_target, directory / "model.so")
+    assert network.path is not None
+    return CompiledNetwork(
+        name=network.name,
+        network=network.path,
+        inputs=network.inputs,
+        outputs=network.outputs,
+        library=directory / "model.so",
+        records=directory,
+        fingerprint=fingerprint(host_target, available_cpus()),
+        coverage={},
+        parts=part_entries(lowered),
+    )
+
+
+def part(runs_in: str, *, flops_share: float = 0.1, size: int = 0) -> PartEntry:
+    fields = {"name": "", "inputs": (), "outputs": (), "operators": {"Conv": 1}, "reasons": {}}
+    return PartEntry.from_dict({**fields, "runs_in": runs_in, "flops_share": flops_share, "size": size})
+
+
+PARTS = [part("tvm"), part("onnxruntime"), part("tvm", flops_share=0.8)]
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "expected"),
+    [
+        ([1, 5, 1], [2, 1, 2], []),  # what is ONNX Runtime's already is not asked
+        ([1.05, 1, 1], [1, 1, 2], []),  # the difference is noise
+        ([2, 1, 1], [1, 1, 2], [0]),
+        ([1, 1, 2], [2, 1, 1], [2]),
+        ([9, 1, 2], [1, 1, 1], [0]),  # one has to be TVM's, and most of the operations are the last one's
+    ],
+)
+def test_parts_that_take_longer_do_not_pay(here: list[float], there: list[float], expected: list[int]) -> None:
+    assert losing_parts(PARTS, here, there) == expected
+
+
+def test_each_size_keeps_a_part() -> None:
+    parts = [part("tvm"), part("onnxruntime"), part("tvm", size=1), part("onnxruntime", size=1)]
+    assert losing_parts(parts, [9.0] * 4, [1.0] * 4) == []
+
+
+def test_parts_of_an_untuned_library_do_not_pay(
+    compiled: CompiledNetwork,
+    lowered: LoweredNetwork,
+    network: Network,
+    host_target: Target,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "ansor_mlflow")
+    timed, stays = measure_parts(compiled, lowered)
+    assert [entry.runs_in for entry in timed.parts] == ["tvm", "onnxruntime", "tvm"]
+    assert sum(entry.latency_share or 0 for entry in timed.parts) == pytest.approx(1)
+    assert all(entry.latency_ms for entry in timed.parts)
+    assert stays == {0: dict.fromkeys(("first", "mean", "is_positive"), FASTER_THERE)}
+    assert "a part takes" in caplog.text
+    assert "tune for longer" in caplog.text
+
+    again = lower_sizes(network.models(), host_target, LoweringSettings(), network.name, stays)
+    entries = part_entries(again)
+    assert [entry.runs_in for entry in entries] == ["onnxruntime", "tvm"]
+    assert entries[0].reasons["Conv"] == FASTER_THERE
+    assert len(again.tasks) < len(lowered.tasks)
+
+
+def test_a_library_for_another_machine_is_not_timed(compiled: CompiledNetwork, lowered: LoweredNetwork) -> None:
+    here = compiled.fingerprint
+    elsewhere = replace(compiled, fingerprint=replace(here, features=(*here.features, "avx1024f")))
+    assert measure_parts(elsewhere, lowered) == (elsewhere, {})
+
+
+def test_a_library_that_cannot_be_timed_is_kept(
+    compiled: CompiledNetwork, lowered: LoweredNetwork, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "model.so").write_bytes(b"")
+    broken = replace(compiled, library=tmp_path / "model.so")
+    assert measure_parts(broken, lowered) == (broken, {})
+    assert "the parts of branching are not timed" in caplog.text
+
+
+def test_before_it_is_compiled_what_stays_has_a_time(
+    lowered: LoweredNetwork, network: Network, host_target: Target
+) -> None:
+    device = Device.resolve("auto", "auto")
+    first, staying, last = estimated_parts(lowered, network, device, estimated_s=1.0)
+    assert (first.latency_share, last.latency_share) == (None, None)
+    assert staying.latency_ms is not None
+    assert staying.latency_share == pytest.approx(staying.latency_ms / (1000 + staying.latency_ms))
+    (clause,) = what_stays([first, staying, last])
+    assert clause.startswith("ONNX Runtime computes If (control flow): 0.3% of the operations, ")
+    assert clause.endswith("% of the time")
+
+
+def test_operators_with_one_reason_are_one_clause() -> None:
+    reasons = {"Conv": FASTER_THERE, "Relu": FASTER_THERE, "If": "control flow"}
+    staying = replace(part("onnxruntime"), operators={"Add": 2, "Conv": 3, "If": 1, "Relu": 1}, reasons=reasons)
+    assert str(staying) == (
+        "ONNX Runtime computes Conv and Relu (faster than in TVM), If (control flow), and 2 nodes between operators "
+        "that stay: 10.0% of the operations"
+    )
+
+
+def test_times_are_kept_as_json() -> None:
+    timed = timed_parts(PARTS, [1e-3, 1e-3, 2e-3])
+    assert [entry.latency_share for entry in timed] == [0.25, 0.25, 0.5]
+    assert [PartEntry.from_dict(json.loads(json.dumps(asdict(entry)))) for entry in timed] == list(timed)
