@@ -20,6 +20,7 @@ from ansor_mlflow import names
 from ansor_mlflow.device.device import Device
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.networks.loading import load_network
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.steps.tuning import tuning_report as report
 from ansor_mlflow.steps.tuning.tune import tune
@@ -265,7 +266,8 @@ def end_with(error: BaseException, history: TuningHistory, job: TuningJob, direc
     experiment_id = mlflow.MlflowClient().create_experiment(str(directory), (directory / "artifacts").as_uri())
     run_id = mlflow.MlflowClient().create_run(experiment_id).info.run_id
     outbox = Outbox(run_id, directory)
-    reporter = TuningReport(history=history, job=job, outbox=outbox, directory=directory, commands=())
+    shapes = load_network("dense:4,4,4")
+    reporter = TuningReport(history=history, job=job, shapes=shapes, outbox=outbox, directory=directory, commands=())
     with pytest.raises(type(error)), reporter.at_the_end():
         raise error
     outbox.close(20)
