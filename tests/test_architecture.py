@@ -18,7 +18,7 @@ PACKAGE = "ansor_mlflow"
 FLOORS = [
     ["errors"],
     ["files", "names", "options", "settings", "tensors", "trials"],
-    ["device"],
+    ["codegen", "device"],
     ["networks", "records"],
     ["graphs"],
     ["lowering"],

@@ -10,6 +10,7 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
+from ansor_mlflow.codegen import pass_config
 from ansor_mlflow.lowering.lower import LoweredNetwork, lower
 from ansor_mlflow.settings import LoweringSettings
 
@@ -79,10 +80,12 @@ def run_onnxruntime(model: onnx.ModelProto, data: Mapping[str, np.ndarray]) -> l
 
 
 def run_lowered(lowered: LoweredNetwork, target: Target, data: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """The outputs of the untuned functions."""
+    """The outputs of the untuned functions, compiled as a model's library is."""
     import tvm
 
-    machine = tvm.relax.VirtualMachine(tvm.compile(lowered.mod, target), tvm.cpu())
+    with tvm.transform.PassContext(config=pass_config(target)):
+        compiled = tvm.compile(lowered.mod, target)
+    machine = tvm.relax.VirtualMachine(compiled, tvm.cpu())
     result = machine["main"](*(tvm.runtime.tensor(np.asarray(value)) for value in data.values()))
     return [output.numpy() for output in ([result] if hasattr(result, "numpy") else result)]
 

@@ -1,0 +1,3 @@
+"""How programs become machine code."""
+
+from ansor_mlflow.codegen.config import pass_config
