@@ -6,10 +6,10 @@ and shifts of the same width. So tasks, their hashes and their operations stay w
 
 Errors of float32 results, against the exact ones, for every input (an ulp is the distance of two neighbours):
 
-- exp: 2e-7 relative; 1 ulp where the result is subnormal.
-- log: 2e-7 relative.
-- tanh, erf: 4e-7 relative.
-- sigmoid: 3e-7 relative above -88; below, where the exact result is less than 1e-38, that or zero.
+- exp: 1e-7 relative; where the result is subnormal, an ulp.
+- log: 1e-7 relative.
+- tanh, erf: 5e-7 relative.
+- sigmoid: 2e-7 relative; where the exact result is less than the smallest normal number, 2^-126, that.
 - squares and cubes: 2e-7 relative.
 
 Infinities, NaN and signed zeros give what IEEE 754 gives, exp overflows to infinity, and neither tanh nor erf exceeds
