@@ -4,13 +4,9 @@ TVM leaves these to LLVM, which calls the C library once for each element, be th
 is replaced while intrinsics are lowered, after scheduling and vectorising, by additions, multiplications, selections
 and shifts of the same width. So tasks, their hashes and their operations stay what they were.
 
-Errors of float32 results, against the exact ones, for every input (an ulp is the distance of two neighbours):
-
-- exp: 1e-7 relative; where the result is subnormal, an ulp.
-- log: 1e-7 relative.
-- tanh, erf: 5e-7 relative.
-- sigmoid: 2e-7 relative; where the exact result is less than the smallest normal number, 2^-126, that.
-- squares and cubes: 2e-7 relative.
+Relative errors of float32 results against the exact ones are at most 1e-7 for exp and log, 2e-7 for sigmoid, squares
+and cubes, and 5e-7 for tanh and erf, for all inputs; where the exact result is less than the smallest normal number,
+2^-126, the error is at most 2^-149, and for sigmoid 2^-126.
 
 Infinities, NaN and signed zeros give what IEEE 754 gives, exp overflows to infinity, and neither tanh nor erf exceeds
 one. 16-bit floats are computed in float32 and rounded once; float64 stays with the C library.
