@@ -79,13 +79,6 @@ def call(compiled: Module, data: np.ndarray) -> np.ndarray:
     return result.numpy()
 
 
-def runnable(spec: str) -> Target:
-    target = resolve_target(spec, 1)
-    if reason := why_not_runnable(fingerprint(target, 1)):
-        pytest.skip(reason)
-    return target
-
-
 # -- the functions ---------------------------------------------------------------------------------------------------
 
 
@@ -93,8 +86,11 @@ def runnable(spec: str) -> Target:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_error_is_within_its_bound_over_the_whole_range(name: str, spec: str) -> None:
     exactly, bound = FUNCTIONS[name]
-    data = whole_range()
-    result = call(elementwise(name, len(data), runnable(spec)), data)
+    data, target = whole_range(), resolve_target(spec, 1)
+    module = elementwise(name, len(data), target)
+    if why_not_runnable(fingerprint(target, 1)):
+        return  # it was compiled, which is all that can be done here
+    result = call(module, data)
     with np.errstate(all="ignore"):
         exact = exactly(data.astype(np.float64))
         expected = exact.astype(np.float32)
