@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from ansor_mlflow.settings import Rival
 from ansor_mlflow.trials import TrialStatus
+
+# -- rivals
+RIVALS: dict[Rival, str] = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "torch": "torch.compile"}
+"""The runtimes that a model is compared with, and what people call them."""
 
 # -- metrics of a tuning run; the step is the number of trials measured so far
 BEST_LATENCY_MS = "best_latency_ms"
@@ -67,15 +72,26 @@ LATENCY_P90_MS = "latency_p90_ms"
 LATENCY_STD_MS = "latency_std_ms"
 THROUGHPUT_PER_S = "throughput_per_s"
 UNTUNED_LATENCY_MS = "untuned_latency_ms"
-ONNXRUNTIME_LATENCY_MS = "onnxruntime_latency_ms"
 SPEEDUP_VS_UNTUNED = "speedup_vs_untuned"
-SPEEDUP_VS_ONNXRUNTIME = "speedup_vs_onnxruntime"
+SPEEDUP_VS_BEST = "speedup_vs_best"
+"""Over the fastest rival whose outputs are right."""
 MAX_ABS_ERROR = "max_abs_error"
 MAX_REL_ERROR = "max_rel_error"
 ESTIMATE_RATIO = "estimate_ratio"
 """Measured over estimated latency."""
 ONNXRUNTIME_SHARE = "onnxruntime_share"
 """Share of the latency in parts that stay with ONNX Runtime, 0 to 1; only where there are some."""
+
+
+def rival_latency_ms(rival: str) -> str:
+    """Median latency of a rival."""
+    return f"{rival}_latency_ms"
+
+
+def speedup_vs(rival: str) -> str:
+    """Latency of a rival over that of the model."""
+    return f"speedup_vs_{rival}"
+
 
 # -- metrics of a promote run, beside those above for the candidate
 CHAMPION_LATENCY_MS = "champion_latency_ms"
@@ -92,13 +108,15 @@ SUMMARY_METRICS = (
     LATENCY_STD_MS,
     THROUGHPUT_PER_S,
     UNTUNED_LATENCY_MS,
-    ONNXRUNTIME_LATENCY_MS,
+    *map(rival_latency_ms, RIVALS),
     SPEEDUP_VS_UNTUNED,
-    SPEEDUP_VS_ONNXRUNTIME,
+    *map(speedup_vs, RIVALS),
+    SPEEDUP_VS_BEST,
     MAX_ABS_ERROR,
     MAX_REL_ERROR,
     ESTIMATE_RATIO,
 )
+"""What a model is judged by; those of a rival only where it was timed."""
 
 # -- tags
 TAG_STEP = "ansor.step"
@@ -117,6 +135,8 @@ TAG_DISTRUST = "ansor.distrust"
 """Why the measurements of a run cannot be trusted; absent where they can."""
 TAG_NOTE_SHA256 = "ansor.note_sha256"
 """Digest of the description that we wrote: a description that a user has edited is left alone."""
+TAG_BEST_RIVAL = "ansor.best_rival"
+"""The fastest rival whose outputs are right."""
 TAG_MODEL_URI = "ansor.model_uri"
 TAG_TUNE_RUN = "ansor.tune_run"
 TAG_RECOMPILED_FROM = "ansor.recompiled_from"
@@ -131,7 +151,7 @@ TAG_PROMOTION = "ansor.promotion"
 TAG_PROMOTION_RUN = "ansor.promotion_run"
 TAG_PROMOTION_RATIO = "ansor.promotion_ratio"
 TAG_PROMOTION_CHAMPION = "ansor.promotion_champion"
-"""Version that the candidate was compared with."""
+"""Version, or rival, that the candidate was compared with."""
 TAG_PROMOTION_ALIASES = "ansor.promotion_aliases"
 TAG_DRY_RUN = "ansor.dry_run"
 MOVES_PREFIX = "ansor.moves."
@@ -157,6 +177,8 @@ SOURCES_FILE = "sources.json"
 NETWORK_FILE = "network.onnx"
 PARTS_FILE = "parts.json"
 """The parts of a network that ONNX Runtime computes some of, with the time that each takes."""
+RIVALS_FILE = "rivals.json"
+"""The rivals of a model: versions, latencies and errors, or why one could not be timed."""
 SIZES_FILE = "sizes.json"
 """The sizes of a network that has several, with the latency of each."""
 

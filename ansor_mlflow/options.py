@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.settings import Dtype, Layout, LoweringSettings, Partition
+from ansor_mlflow.settings import Dtype, Layout, LoweringSettings, Partition, Rival
 
 TRIALS_PER_TASK = {"quick": 16, "standard": 64, "thorough": 256}
 """`trials=auto` gives every task this many trials, by preset."""
@@ -73,6 +73,10 @@ def _parse_list(value: Any) -> Any:
     return tuple(item.strip() for item in value.split(",")) if isinstance(value, str) else value
 
 
+def _parse_rivals(value: Any) -> Any:
+    return value if value in ("auto", "none") else _parse_list(value)
+
+
 def _parse_json(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) else value
 
@@ -104,6 +108,9 @@ Dimension = Annotated[int, Field(gt=0)]
 Shape = list[Dimension | list[Dimension]]
 InputValue = Annotated[Any, AfterValidator(_plain_numbers)]
 Auto = Literal["auto"]
+Rivals = Annotated[
+    Literal["auto", "none"] | Annotated[tuple[Rival, ...], Field(min_length=1)], BeforeValidator(_parse_rivals)
+]
 PositiveInt = Annotated[int, Field(gt=0)]
 
 
@@ -349,6 +356,13 @@ class CheckOptions(SeedOptions):
     turns: PositiveInt = _parameter(
         3, "Turns of the latency measurement; each starts every contender once, in a process of its own."
     )
+    rivals: Rivals = _parameter(
+        "auto",
+        "Runtimes that the model is timed against, on the same threads and inputs: onnxruntime, openvino and torch "
+        "(torch.compile, of networks that came from PyTorch); auto is those that are installed. Outputs are checked "
+        "against ONNX Runtime in any case.",
+        "auto, none, or some of onnxruntime, openvino and torch, separated by commas",
+    )
 
 
 class EvaluateOptions(CheckOptions):
@@ -431,6 +445,11 @@ class AliasOptions(Options):
         0.02,
         "Share of the champion's latency that the candidate must save at least, such as 2%.",
         "a share from 0 to below 1, such as 2% or 0.02",
+    )
+    champion: Rival | None = _parameter(
+        None,
+        "Runtime that the candidate must beat, too, on its own network and threads: what is served today, where that "
+        "is no version; none by default.",
     )
 
 

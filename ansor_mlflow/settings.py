@@ -10,6 +10,8 @@ Layout = Literal["auto", "NHWC", "NCHW"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 Padding = int | Literal["auto", "off"]
 Partition = Literal["auto", "off"]
+Rival = Literal["onnxruntime", "openvino", "torch"]
+"""A runtime that could be taken instead."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -188,13 +188,22 @@ def test_the_pipelines_note_has_the_speedups() -> None:
     metrics = {
         names.LATENCY_MS: 20.25,
         names.UNTUNED_LATENCY_MS: 3900.0,
-        names.ONNXRUNTIME_LATENCY_MS: 17.0,
+        names.rival_latency_ms("onnxruntime"): 17.0,
+        names.rival_latency_ms("openvino"): 16.5,
         names.SPEEDUP_VS_UNTUNED: 192.59,
-        names.SPEEDUP_VS_ONNXRUNTIME: 0.8395,
+        names.speedup_vs("onnxruntime"): 0.8395,
+        names.SPEEDUP_VS_BEST: 0.8148,
         names.TRIALS_MEASURED: 640.0,
     }
-    tags = {names.TAG_TARGET: "llvm znver4 ×2", names.TAG_STOP_REASON: "minutes", names.TAG_MODEL_URI: "models:/m-1"}
+    tags = {
+        names.TAG_TARGET: "llvm znver4 ×2",
+        names.TAG_BEST_RIVAL: "openvino",
+        names.TAG_STOP_REASON: "minutes",
+        names.TAG_MODEL_URI: "models:/m-1",
+    }
     note = pipeline_note("resnet-18", commands, tags, metrics)
     for part in ("for llvm znver4 ×2", "tuned: 20.25 ms", "192.6 ×", "0.84 ×", "640", "budget of time", "models:/m-1"):
         assert part in note
+    for line in ("- OpenVINO: 16.5 ms", "- speedup over the best of them: 0.81 ×", "- best of them: openvino"):
+        assert f"{line}\n" in note
     assert "    mlflow run . --env-manager local\n    ansor-mlflow main" in note

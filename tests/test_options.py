@@ -66,6 +66,29 @@ def test_text_becomes_a_value(name: str, text: str, value: Any) -> None:
     assert type(getattr(options, name)) is type(value)
 
 
+@pytest.mark.parametrize(
+    ("given_rivals", "rivals", "text"),
+    [
+        ("auto", "auto", "auto"),
+        ("none", "none", "none"),
+        ("openvino", ("openvino",), "openvino"),
+        ("openvino, onnxruntime", ("openvino", "onnxruntime"), "openvino,onnxruntime"),
+        (["torch"], ("torch",), "torch"),
+    ],
+)
+def test_rivals(given_rivals: Any, rivals: Any, text: str) -> None:
+    options = load_options(PipelineOptions, {"rivals": given_rivals})
+    assert options.rivals == rivals
+    assert as_text(options.rivals) == text
+
+
+@pytest.mark.parametrize("given_rivals", ["all", "openvino,", "none,torch", []])
+def test_rivals_that_are_none(given_rivals: Any) -> None:
+    message = r"it must be auto, none, or some of onnxruntime, openvino and torch, separated by commas"
+    with pytest.raises(UserInputError, match=message):
+        load_options(PipelineOptions, {"rivals": given_rivals})
+
+
 def test_defaults() -> None:
     options = load_options(TuneOptions, {})
     assert (options.network, options.target, options.trials, options.preset) == (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -296,6 +297,65 @@ def test_a_champion_that_tvm_cannot_load_is_not_replaced(
     client.delete_registered_model_alias(NAME, of_target)
     with pytest.raises(ModelError, match="cannot load it"):
         decide(SLOW)
+
+
+# -- against a rival ---------------------------------------------------------------------------------------------------
+
+
+def test_who_serves_onnx_today_asks_whether_to_switch(
+    client: mlflow.MlflowClient, of_target: str, set_times: SetTimes, run_here: RunCommand, capsys: Any
+) -> None:
+    timed = set_times({FAST: 5.0, "onnxruntime": 10.0})
+    command = ["promote", "--model", NAME, "--candidate", FAST, "--champion", "onnxruntime"]
+    assert run_here(*command, "--dry-run") == 0
+    assert registry.aliases_of(NAME) == {}
+    assert run_here(*command) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()[-4:]
+    assert re.match(rf"promoted: version 1 of {NAME} is now .* of the time of ONNX Runtime$", first)
+    assert re.match(r"medians of all turns: version 1 \d.* ms, ONNX Runtime \d.* ms$", second)
+    assert registry.aliases_of(NAME) == {of_target: FAST}
+    assert timed[:2] == ["onnxruntime", FAST]
+    tags = client.get_model_version(NAME, FAST).tags
+    assert tags[names.TAG_PROMOTION_CHAMPION] == "onnxruntime"
+    page = client.download_artifacts(tags[names.TAG_PROMOTION_RUN], names.PROMOTION_REPORT_FILE)
+    assert "Latency: version 1 against ONNX Runtime" in Path(page).read_text()
+
+
+def test_a_rival_is_beaten_beside_the_champion_and_not_in_its_place(
+    client: mlflow.MlflowClient, of_target: str, set_times: SetTimes
+) -> None:
+    set_champion(client, FAST, of_target)
+    timed = set_times({FAST: 5.0, EQUAL: 8.0, "openvino": 10.0})
+    promotion = decide(EQUAL, champion="openvino")
+    assert promotion.outcome is PromotionOutcome.LOST
+    assert [contest.champion for contest in promotion.contests] == ["openvino", FAST]
+    assert set(promotion.errors) == {EQUAL, "openvino", FAST}
+    assert set(timed) == {EQUAL, "openvino", FAST}
+    assert registry.aliases_of(NAME) == {of_target: FAST}
+
+
+def test_the_champion_itself_may_be_slower_than_a_rival(
+    client: mlflow.MlflowClient, of_target: str, set_times: SetTimes
+) -> None:
+    set_champion(client, FAST, of_target)
+    set_times({FAST: 10.0, "onnxruntime": 5.0})
+    promotion = decide(FAST, champion="onnxruntime")
+    with pytest.raises(
+        NotFasterError, match=rf"version 1 of {NAME} is {of_target} \(lost\): it takes .* ONNX Runtime,"
+    ):
+        promotion.require_won()
+    assert registry.aliases_of(NAME) == {of_target: FAST}
+
+
+@pytest.mark.system
+def test_a_rival_is_really_timed(client: mlflow.MlflowClient, of_target: str) -> None:
+    """An untuned network with many operations is no match for it."""
+    promotion = decide(SLOW, champion="openvino", measure_s=0.2, max_turns=8)
+    assert promotion.outcome is PromotionOutcome.LOST
+    (contest_,) = promotion.contests
+    assert contest_.ratio.lower > 1
+    assert promotion.errors["openvino"].max_rel_error < 1e-4
+    assert registry.aliases_of(NAME) == {}
 
 
 def test_the_champion_itself_is_not_measured(client: mlflow.MlflowClient, of_target: str, set_times: SetTimes) -> None:

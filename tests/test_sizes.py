@@ -502,6 +502,9 @@ def test_several_sizes_from_the_tuning_to_the_next_version(
     rows = json.loads(Path(path).read_text())
     assert [row["input_shapes"]["ids"][1] for row in rows] == list(LENGTHS)
     assert all(row["latency_ms"] > 0 for row in rows)
+    for rival in ("onnxruntime", "openvino"):
+        for row in rows:
+            assert row[f"speedup_vs_{rival}"] == pytest.approx(row[f"{rival}_latency_ms"] / row["latency_ms"])
 
     assert run_here("recompile", "--run", run.info.run_id) == 0
     served = mlflow.pyfunc.load_model(newest_run().data.tags[names.TAG_MODEL_URI])

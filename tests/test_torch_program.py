@@ -23,7 +23,7 @@ from helpers.hostile import Touch, touch_expression
 from helpers.torch_process import TorchProcess, torch_python
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import MachineError, UserInputError
+from ansor_mlflow.errors import MachineError, NotFasterError, UndecidedError, UserInputError
 from ansor_mlflow.networks.inputs.expressions import Sizes
 from ansor_mlflow.networks.loading import Network, load_network
 from ansor_mlflow.tracking import sources
@@ -100,6 +100,44 @@ def test_a_program_computes_what_pytorch_does(pytorch: TorchProcess, programs: P
     for actual, wanted in zip(session.run(None, inputs), expected, strict=True):
         tolerance = 1e-3 if wanted.dtype == np.float16 else 1e-5
         np.testing.assert_allclose(actual, wanted, rtol=tolerance, atol=tolerance * np.abs(wanted).max())
+
+
+def test_a_program_is_a_rival_when_it_is_compiled(pytorch: TorchProcess, programs: Path) -> None:
+    with np.load(programs / "nested-fixed.npz") as file:
+        inputs = {key: file[key] for key in file if not key.startswith("arr_")}
+        expected = [file[f"arr_{index}"] for index in range(len(file.files) - len(inputs))]
+    outputs = pytorch.call("helpers.torch_models.compute_as_rival", programs / "nested.pt2", inputs)
+    for actual, wanted in zip(outputs.values(), expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.system
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("experiment_id")
+def test_a_tuned_program_is_compared_with_its_compilation_by_pytorch(programs: Path, tmp_path: Path) -> None:
+    """By the pipeline, which knows where the program is, and then by a promotion."""
+    client = mlflow.MlflowClient()
+    new_id = client.create_experiment("rivals", (tmp_path / "artifacts").as_uri())
+    parameters = {
+        **FAST,
+        "network": programs / "named.pt2",
+        "input_shapes": '{"input": [4, 4]}',
+        "trials": 4,
+        "cost_model": "none",
+        "turns": 1,
+        "register_as": "program",
+    }
+    program = str(torch_python().parent / "ansor-mlflow")
+    env = environment(client.tracking_uri, {"MLFLOW_EXPERIMENT_ID": new_id})
+    finished = run_command([program, "main", *flags(parameters)], tmp_path / "cwd", env)
+    assert finished.exit_code == 0, finished.stderr
+    (run,) = client.search_runs([new_id], f"tags.`{names.TAG_STEP}` = 'main'")
+    latencies = {rival: run.data.metrics[names.rival_latency_ms(rival)] for rival in names.RIVALS}
+    assert run.data.tags[names.TAG_BEST_RIVAL] == min(latencies, key=lambda rival: latencies[rival])
+    command = ["promote", "--model", "program", "--candidate", "1", "--champion", "torch", "--measure-s", "0.1"]
+    finished = run_command([program, *command, "--max-turns", "4"], tmp_path / "cwd", env)
+    assert finished.exit_code in (0, NotFasterError.exit_code, UndecidedError.exit_code), finished.stderr
+    assert "of the time of torch.compile" in finished.stdout
 
 
 def test_a_program_always_gives_the_same_network(pytorch: TorchProcess, programs: Path) -> None:

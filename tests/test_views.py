@@ -125,12 +125,13 @@ def test_what_they_show_is_what_is_logged() -> None:
     state = LEADERBOARD.state
     assert state["selectedColumns"] == [
         "metrics.`latency_ms`",
-        "metrics.`speedup_vs_onnxruntime`",
+        "metrics.`speedup_vs_best`",
         "metrics.`speedup_vs_untuned`",
         "metrics.`best_latency_ms`",
         "metrics.`trials/measured`",
         "tags.`ansor.target`",
         "tags.`ansor.network`",
+        "tags.`ansor.best_rival`",
         "params.`strategy`",
         "params.`cost_model`",
     ]

@@ -1,6 +1,6 @@
 """Measures what is compiled, and checks what it computes: contenders in processes of their own, in turns."""
 
-from ansor_mlflow.measuring.checking import compare_with_reference, outputs_of, tolerance_for
+from ansor_mlflow.measuring.checking import compare_with_reference, deviation_of, expected_of, outputs_of, tolerance_for
 from ansor_mlflow.measuring.comparison import (
     QUANTIZED_TOLERANCE,
     TOLERANCES,
@@ -28,6 +28,7 @@ from ansor_mlflow.measuring.noise import (
 )
 from ansor_mlflow.measuring.parts import seeded_examples, time_parts, time_parts_in_onnxruntime
 from ansor_mlflow.measuring.reference import ReferenceSession, is_quantized
+from ansor_mlflow.measuring.rivals.rival import RivalTask, choose_rivals, require_rivals, rival_inference, version_of
 from ansor_mlflow.measuring.significance import Ratio, SequentialTest, Verdict
 from ansor_mlflow.measuring.timing import (
     Latency,

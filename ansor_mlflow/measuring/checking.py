@@ -28,14 +28,28 @@ def compare_with_reference(
     Raises:
         MachineError: A process died.
     """
-    make_reference = partial(reference_inference, network, num_threads, optimized=not is_quantized(network))
-    expected = outputs_of(make_reference, examples)
-    return {
-        name: Deviation.worst(
-            [compare_outputs(*pair) for pair in zip(outputs_of(make_inference, examples), expected, strict=True)]
-        )
-        for name, make_inference in runs.items()
-    }
+    expected = expected_of(network, num_threads, examples)
+    return {name: deviation_of(make_inference, examples, expected) for name, make_inference in runs.items()}
+
+
+def expected_of(network: Path, num_threads: int, examples: Sequence[Arrays]) -> list[Arrays]:
+    """What ONNX Runtime computes for several inputs, in a process of its own.
+
+    Raises:
+        MachineError: The process died.
+        UserInputError: It cannot compute it.
+    """
+    return outputs_of(partial(reference_inference, network, num_threads, optimized=not is_quantized(network)), examples)
+
+
+def deviation_of(make_inference: MakeInference, examples: Sequence[Arrays], expected: Sequence[Arrays]) -> Deviation:
+    """How far the outputs of a model, which runs in a process of its own, are from what is expected of some inputs.
+
+    Raises:
+        MachineError: The process died.
+    """
+    pairs = zip(outputs_of(make_inference, examples), expected, strict=True)
+    return Deviation.worst([compare_outputs(*pair) for pair in pairs])
 
 
 def outputs_of(make_inference: MakeInference, examples: Sequence[Arrays]) -> list[Arrays]:

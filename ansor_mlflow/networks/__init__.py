@@ -14,4 +14,4 @@ from ansor_mlflow.networks.onnx_file import (
     write_onnx,
 )
 from ansor_mlflow.networks.operators import OPERATORS
-from ansor_mlflow.networks.pytorch.program import PROGRAM_SUFFIX
+from ansor_mlflow.networks.pytorch.program import PROGRAM_SUFFIX, load_program

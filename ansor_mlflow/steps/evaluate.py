@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
+import pydantic_core
 from mlflow.entities import Run
-from mlflow.exceptions import MlflowException
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import CorrectnessError
@@ -23,12 +22,13 @@ from ansor_mlflow.measuring import (
     Latency,
     MachineNoise,
     MakeInference,
+    RivalTask,
     choose_examples,
     compare_with_reference,
     library_inference,
     measure_in_turns,
-    reference_inference,
     require_examples,
+    require_rivals,
     time_parts,
     timed_call,
     tolerance_for,
@@ -46,23 +46,24 @@ from ansor_mlflow.model import (
 )
 from ansor_mlflow.options import EvaluateOptions, TuneOptions
 from ansor_mlflow.settings import LoweringSettings
+from ansor_mlflow.steps.rivals import CheckedRival, best_of, check_rivals, program_for
 from ansor_mlflow.steps.sizes import require_harmless_padding, time_sizes
 from ansor_mlflow.tensors import Arrays, NetworkShapes, all_sizes
 from ansor_mlflow.tracking import (
     Message,
     StepRun,
+    find_tuning,
     html_table,
     params_used,
     pinned_uri,
     step_run,
     summary_rows,
     translated_errors,
-    without_secrets,
 )
 
 _log = logging.getLogger("ansor_mlflow")
 
-_TUNED, _UNTUNED, _REFERENCE = "tuned", "untuned", "onnxruntime"
+_TUNED, _UNTUNED = "tuned", "untuned"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +82,16 @@ class EvaluateResult:
 
 
 def evaluate(options: EvaluateOptions) -> EvaluateResult:
-    """Checks a model against ONNX Runtime and measures its latency beside two baselines.
+    """Checks a model against ONNX Runtime, and measures its latency beside its rivals and its untuned build.
 
     Raises:
         CorrectnessError: The outputs differ by more than the tolerance. The metrics are logged all the same.
         AnsorMlflowError: The model cannot be read, or does not run here.
+        MachineError: A rival that is asked for is not installed.
         UserInputError: `data` is not usable.
     """
     require_examples(options.data)
+    require_rivals("rivals", options.rivals)
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         directory = _download(options.model_uri, Path(scratch))
         with step_run("evaluate", options, "evaluate") as run:
@@ -117,7 +120,8 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
             "mlflow.runName": f"evaluate {manifest.network} · {device.description}",
         }
     )
-    if tuning := _find_tuning(entry):
+    tuning = find_tuning(entry.provenance)
+    if tuning:
         _repeat_tuning(tuning, run, f"{manifest.network} · {device.description}")
     network = directory / names.NETWORK_FILE
     tuned = partial(tuned_inference, directory)
@@ -132,12 +136,22 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
     metrics = _check(manifest, examples, compare, tolerance, run)
     if manifest.pad:
         require_harmless_padding(manifest, compare, tolerance, options.seed)
-    runs = {_TUNED: tuned, _REFERENCE: partial(reference_inference, network, num_threads)}
+    task = RivalTask(
+        network=network,
+        inputs=manifest.inputs,
+        outputs=manifest.outputs,
+        num_threads=num_threads,
+        program=program_for(options.rivals, tuning, run.directory / "program"),
+    )
+    rivals = check_rivals(options.rivals, task, examples, tolerance)
+    timed: dict[str, MakeInference] = {rival.name: rival.make_inference for rival in rivals if not rival.absent}
     noise = MachineNoise()
+    runs: dict[str, MakeInference] = {_TUNED: tuned, **timed}
     latencies = _measure(options.turns, of_each_size, manifest, directory, entry, runs, noise)
     metrics |= _latency_metrics(latencies, sizes, entry.provenance.get("estimated_latency_ms"))
+    metrics |= _compare_with_rivals(rivals, latencies, run)
     if manifest.sizes:
-        of_sizes = time_sizes(sizes, of_each_size, tuned, runs[_REFERENCE], options.turns, noise)
+        of_sizes = time_sizes(sizes, of_each_size, tuned, timed, options.turns, noise)
         _log_json([size.to_dict() for size in of_sizes], names.SIZES_FILE, run)
     metrics[names.PROBE_SPREAD] = noise.spread
     if any(part.runs_in == "onnxruntime" for part in entry.parts):
@@ -145,18 +159,6 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
     run.log_metrics(metrics)
     run.log_distrust(noise.distrust)
     return EvaluateResult(run_id=run.run_id, network=manifest.network, target=device.description, metrics=metrics)
-
-
-def _find_tuning(entry: LibraryEntry) -> Run | None:
-    """The run whose records a library was compiled with; None where it has none, or where it is on another server."""
-    run_id = entry.provenance.get("tune_run")
-    if not run_id:
-        return None
-    try:
-        return mlflow.get_run(str(run_id))
-    except MlflowException as err:
-        _log.info("nothing is known here of the tuning run %s: %s", run_id, without_secrets(err))
-        return None
 
 
 def _repeat_tuning(tuning: Run, run: StepRun, title: str) -> None:
@@ -215,7 +217,7 @@ def _measure(
     runs: Mapping[str, MakeInference],
     noise: MachineNoise,
 ) -> dict[str, Latency]:
-    """Times the model, ONNX Runtime, and the untuned build of the same network, on the same number of threads.
+    """Times the model, its rivals, and the untuned build of the same network, on the same number of threads.
 
     Of a network with several sizes, a call of each is timed, one after the other.
     """
@@ -250,14 +252,29 @@ def _time_parts(
 
 def _log_json(rows: list[dict[str, Any]], name: str, run: StepRun) -> None:
     path = run.directory / name
-    write_text(path, json.dumps(rows, indent=1))
+    write_text(path, pydantic_core.to_json(rows, indent=1, inf_nan_mode="null").decode())
     run.log_artifacts(path)
+
+
+def _compare_with_rivals(
+    rivals: Sequence[CheckedRival], latencies: Mapping[str, Latency], run: StepRun
+) -> dict[str, float]:
+    """Logs how each rival did; returns the metrics."""
+    _log_json([rival.to_dict(latencies.get(rival.name)) for rival in rivals], names.RIVALS_FILE, run)
+    tuned_ms = latencies[_TUNED].median_ms
+    found = {rival.name: latencies[rival.name].median_ms for rival in rivals if not rival.absent}
+    metrics = {names.rival_latency_ms(name): rival_ms for name, rival_ms in found.items()}
+    metrics |= {names.speedup_vs(name): rival_ms / tuned_ms for name, rival_ms in found.items()}
+    if best := best_of(rivals, latencies):
+        metrics[names.SPEEDUP_VS_BEST] = found[best] / tuned_ms
+        run.log_tags({names.TAG_BEST_RIVAL: best})
+    return metrics
 
 
 def _latency_metrics(
     latencies: dict[str, Latency], sizes: Sequence[NetworkShapes], estimated_ms: float | None
 ) -> dict[str, float]:
-    tuned, untuned, reference = (latencies[name] for name in (_TUNED, _UNTUNED, _REFERENCE))
+    tuned, untuned = latencies[_TUNED], latencies[_UNTUNED]
     batch_size = sum(size.inputs[0].shape[0] if size.inputs and size.inputs[0].shape else 1 for size in sizes)
     metrics = {
         names.LATENCY_MS: tuned.median_ms,
@@ -265,9 +282,7 @@ def _latency_metrics(
         names.LATENCY_STD_MS: tuned.std_ms,
         names.THROUGHPUT_PER_S: batch_size / tuned.median_ms * 1e3,
         names.UNTUNED_LATENCY_MS: untuned.median_ms,
-        names.ONNXRUNTIME_LATENCY_MS: reference.median_ms,
         names.SPEEDUP_VS_UNTUNED: untuned.median_ms / tuned.median_ms,
-        names.SPEEDUP_VS_ONNXRUNTIME: reference.median_ms / tuned.median_ms,
     }
     if estimated_ms:
         metrics[names.ESTIMATE_RATIO] = tuned.median_ms / estimated_ms

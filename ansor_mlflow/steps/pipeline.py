@@ -16,7 +16,7 @@ from mlflow.exceptions import ExecutionException
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import INTERRUPTED_EXIT_CODE, AnsorMlflowError, UserInputError, error_for_exit_code
-from ansor_mlflow.measuring import choose_examples, require_examples
+from ansor_mlflow.measuring import choose_examples, require_examples, require_rivals
 from ansor_mlflow.model import require_pad
 from ansor_mlflow.options import (
     CompileOptions,
@@ -30,7 +30,7 @@ from ansor_mlflow.options import (
 from ansor_mlflow.steps.compiling import compile_network
 from ansor_mlflow.steps.doctor import warn_of_the_machine
 from ansor_mlflow.steps.evaluate import evaluate
-from ansor_mlflow.steps.promotion import Promotion, promote
+from ansor_mlflow.steps.promotion import Promotion, promote, rivals_of
 from ansor_mlflow.steps.tuning import TuneResult, prepare_tuning, resolved_options, tune
 from ansor_mlflow.tensors import all_sizes
 from ansor_mlflow.tracking import (
@@ -115,6 +115,8 @@ def run_pipeline(
     if options.resume_run:  # so that the run and its description tell of the network that goes on
         options = load_options(PipelineOptions, {**options.changed(), **resolved.changed()})
     require_examples(options.data)
+    require_rivals("rivals", options.rivals)
+    require_rivals("champion", rivals_of(options))
     warn_of_the_machine(options)
     work = None if project else prepare_tuning(resolved)  # before there is a run, as it may find what is wrong
     if work:
@@ -148,7 +150,10 @@ def run_pipeline(
         reasons = [step.data.tags.get(names.TAG_DISTRUST, "") for step in (tuned, evaluated)]
         if any(reasons):
             run.log_tags({names.TAG_DISTRUST: "; ".join(filter(None, reasons))})
-        told = {**tuned.data.tags, names.TAG_MODEL_URI: model_uri}
+        if best := evaluated.data.tags.get(names.TAG_BEST_RIVAL):
+            tags[names.TAG_BEST_RIVAL] = best
+            run.log_tags({names.TAG_BEST_RIVAL: best})
+        told = {**tuned.data.tags, **tags, names.TAG_MODEL_URI: model_uri}
         run.log_note(pipeline_note(tags[names.TAG_NETWORK], commands, told, metrics))
         version = None
         if options.register_as:

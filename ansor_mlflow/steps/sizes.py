@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ansor_mlflow import names
 from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.measuring import Deviation, MachineNoise, MakeInference, measure_in_turns, timed_call
 from ansor_mlflow.model import Manifest
 from ansor_mlflow.tensors import OPEN, Arrays, NetworkShapes, random_inputs
 
-_TUNED, _REFERENCE = "tuned", "onnxruntime"
+_TUNED = "tuned"
 _log = logging.getLogger("ansor_mlflow")
 
 
@@ -24,29 +25,32 @@ class SizeLatency:
 
     input_shapes: Mapping[str, tuple[int, ...]]
     latency_ms: float
-    onnxruntime_latency_ms: float
-    speedup_vs_onnxruntime: float
+    rivals_ms: Mapping[str, float]
+    """Of each rival."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, for `sizes.json`."""
-        return asdict(self)
+        """Its entry in `sizes.json`."""
+        found: dict[str, Any] = {"input_shapes": self.input_shapes, names.LATENCY_MS: self.latency_ms}
+        for rival, rival_ms in self.rivals_ms.items():
+            found |= {names.rival_latency_ms(rival): rival_ms, names.speedup_vs(rival): rival_ms / self.latency_ms}
+        return found
 
 
 def time_sizes(
     sizes: Sequence[NetworkShapes],
     examples: Sequence[Arrays],
     make_tuned: MakeInference,
-    make_reference: MakeInference,
+    rivals: Mapping[str, MakeInference],
     turns: int,
     noise: MachineNoise,
 ) -> list[SizeLatency]:
-    """Times each size by itself, the model and ONNX Runtime in turns.
+    """Times each size by itself, the model and its rivals in turns.
 
     Args:
         sizes: The sizes.
         examples: An input of each.
         make_tuned: The model.
-        make_reference: ONNX Runtime.
+        rivals: The rivals.
         turns: How often.
         noise: Takes note of how quiet the machine is.
 
@@ -55,17 +59,15 @@ def time_sizes(
     """
     found = []
     for size, inputs in zip(sizes, examples, strict=True):
-        contenders = {_TUNED: make_tuned, _REFERENCE: make_reference}
+        contenders = {_TUNED: make_tuned, **rivals}
         calls = {name: partial(timed_call, make_inference, [inputs]) for name, make_inference in contenders.items()}
         latencies = measure_in_turns(calls, turns, noise)
-        tuned_ms, reference_ms = latencies[_TUNED].median_ms, latencies[_REFERENCE].median_ms
-        _log.info("%s: tuned %.4g ms, ONNX Runtime %.4g ms", size, tuned_ms, reference_ms)
+        _log.info("%s: %s", size, ", ".join(f"{name} {found.median_ms:.4g} ms" for name, found in latencies.items()))
         found.append(
             SizeLatency(
                 input_shapes={spec.name: spec.shape for spec in size.inputs},
-                latency_ms=tuned_ms,
-                onnxruntime_latency_ms=reference_ms,
-                speedup_vs_onnxruntime=reference_ms / tuned_ms,
+                latency_ms=latencies[_TUNED].median_ms,
+                rivals_ms={rival: latencies[rival].median_ms for rival in rivals},
             )
         )
     return found

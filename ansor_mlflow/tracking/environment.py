@@ -11,8 +11,9 @@ from typing import Any
 import psutil
 
 from ansor_mlflow.device import DeviceFingerprint, available_cpus
+from ansor_mlflow.names import RIVALS
 
-_PACKAGES = ("ansor_mlflow", "apache-tvm", "apache-tvm-ffi", "mlflow", "numpy", "onnx", "onnxruntime", "xgboost")
+_PACKAGES = ("ansor_mlflow", "apache-tvm", "apache-tvm-ffi", "mlflow", "numpy", "onnx", *RIVALS, "xgboost")
 
 
 def describe_environment(device: DeviceFingerprint) -> dict[str, Any]:

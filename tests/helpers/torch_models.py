@@ -17,6 +17,9 @@ from torch import nn
 from torch.export import Dim
 from torch.nn import functional
 
+from ansor_mlflow.measuring import RivalTask, rival_inference
+from ansor_mlflow.networks.loading import load_network
+
 AUTO = {0: Dim.AUTO, 1: Dim.AUTO}
 ROWS = {0: Dim("rows", min=3, max=16)}
 
@@ -185,3 +188,10 @@ def plan_in_memory() -> list[Any]:
     program = torch.export.export(Small(lambda self, x: self.linear(x)).eval(), (torch.ones(2, 4),))
     plan = am.plan(program)
     return [plan.network, len(plan.tasks)]
+
+
+def compute_as_rival(path: Path, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What a program computes when it is compiled, by the names of the outputs of its network."""
+    network = load_network(str(path))
+    task = RivalTask(network=path, inputs=network.inputs, outputs=network.outputs, num_threads=1, program=path)
+    return rival_inference("torch", task)(inputs)

@@ -13,7 +13,7 @@ def print_promotion(promotion: Promotion) -> None:
     print(f"{promotion.outcome.value}: {promotion.headline}: {promotion.reason}")
     for contest in promotion.contests:
         mine, theirs = contest.medians_ms
-        versions = f"version {promotion.candidate} {mine:.4g} ms, version {contest.champion} {theirs:.4g} ms"
+        versions = f"version {promotion.candidate} {mine:.4g} ms, {contest.opponent} {theirs:.4g} ms"
         print(f"medians of all turns: {versions}")
     for alias in promotion.aliases if promotion.is_won and not promotion.dry_run else ():
         print(f"models:/{promotion.model}@{alias}")

@@ -10,7 +10,7 @@ from rich.table import Table
 from ansor_mlflow.cli.console import console, microseconds
 from ansor_mlflow.cli.printing.pages import print_pages
 from ansor_mlflow.cli.printing.promote import print_promotion
-from ansor_mlflow.tracking import run_page, summary_rows
+from ansor_mlflow.tracking import latency_rows, run_page, summary_rows
 
 if TYPE_CHECKING:
     from ansor_mlflow.steps.compiling import CompileResult, RecompileResult
@@ -32,8 +32,8 @@ def print_compiled(result: CompileResult) -> None:
 
 
 def print_evaluated(result: EvaluateResult) -> None:
-    """Prints the most important figures on one line, and the run."""
-    print(", ".join(f"{label} {value}" for label, value in summary_rows(result.metrics)[:3]))
+    """Prints the latencies on one line, and the run."""
+    print(", ".join(f"{label} {value}" for label, value in latency_rows(result.metrics)))
     print(f"run    {result.run_id}")
 
 

@@ -35,6 +35,38 @@ def export_program(
         UserInputError: The file is no such program, or one that cannot be exported; or the shapes do not fit it.
         MachineError: PyTorch or its exporter is not installed.
     """
+    program, inputs = load_program(path, network, input_shapes, directory, batch_size=batch_size)
+    with _silence():
+        import torch
+
+        try:
+            exported = torch.onnx.export(program, input_names=inputs, opset_version=_OPSET, verbose=False)
+        except Exception as err:  # nor has the exporter, whose decompositions may raise anything
+            raise UserInputError(
+                f"network={network}: PyTorch cannot export it to ONNX ({_cause(err)}); export the model without that"
+            ) from err
+        return _save(exported, directory / "program.onnx")
+
+
+def load_program(
+    path: Path, network: str, input_shapes: Mapping[str, Sequence[int]], directory: Path, *, batch_size: int = 1
+) -> tuple[Any, tuple[str, ...]]:
+    """Loads an exported program with static shapes. Nothing of it is unpickled.
+
+    Args:
+        path: File that `torch.export.save` wrote.
+        network: What messages call it.
+        input_shapes: Shapes that dynamic dimensions get.
+        directory: Empty directory to write a checked copy to.
+        batch_size: Size of a dynamic batch.
+
+    Returns:
+        The program, a `torch.export.ExportedProgram` whose inputs are all positional, and the names of these.
+
+    Raises:
+        UserInputError: The file is no such program, or the shapes do not fit it.
+        MachineError: PyTorch or its exporter is not installed.
+    """
     archive = directory / f"program{PROGRAM_SUFFIX}"
     fixed = fix_program(path, network, input_shapes, archive, batch_size=batch_size)
     with _silence():
@@ -48,19 +80,12 @@ def export_program(
             ) from err
         _require_operators(torch, network, fixed.operators)
         try:
-            program = torch.export.load(archive)
+            return torch.export.load(archive), fixed.inputs
         except Exception as err:  # the loader has no error class of its own
             raise UserInputError(
                 f"network={network}: PyTorch {torch.__version__} cannot read it ({one_line(err)}); save it again with "
                 "this version"
             ) from err
-        try:
-            exported = torch.onnx.export(program, input_names=fixed.inputs, opset_version=_OPSET, verbose=False)
-        except Exception as err:  # nor has the exporter, whose decompositions may raise anything
-            raise UserInputError(
-                f"network={network}: PyTorch cannot export it to ONNX ({_cause(err)}); export the model without that"
-            ) from err
-        return _save(exported, directory / "program.onnx")
 
 
 def _require_operators(torch: Any, network: str, targets: Iterable[str]) -> None:

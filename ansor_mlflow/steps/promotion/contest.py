@@ -1,12 +1,13 @@
-"""Two versions of a registered model against each other on this host: which one is faster."""
+"""A version of a registered model against another one, or against a rival, on this host: which one is faster."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import mlflow
 import numpy as np
@@ -17,29 +18,37 @@ from ansor_mlflow.measuring import (
     MachineNoise,
     MakeInference,
     Ratio,
+    RivalTask,
     SequentialTest,
     Verdict,
     choose_examples,
     library_inference,
     measure_once,
+    rival_inference,
     timed_call,
 )
-from ansor_mlflow.model import LibraryEntry, Manifest, choose_library, verified_manifest
+from ansor_mlflow.model import LibraryEntry, Manifest, choose_library, threads_here, verified_manifest
+from ansor_mlflow.names import RIVALS
 from ansor_mlflow.options import PromoteOptions
+from ansor_mlflow.settings import Rival
+from ansor_mlflow.steps.rivals import program_for
 from ansor_mlflow.tensors import NetworkShapes, TensorSpec, all_sizes
-from ansor_mlflow.tracking import translated_errors
+from ansor_mlflow.tracking import find_tuning, translated_errors
 
 _log = logging.getLogger("ansor_mlflow")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A version that was downloaded, with the library that is loaded here as it is."""
+    """A version that was downloaded, with the library that is loaded here as it is; or a rival on its network."""
 
     version: str
+    """Its number, or the name of the rival."""
     directory: Path
     manifest: Manifest
     entry: LibraryEntry
+    rival_task: RivalTask | None = None
+    """What a rival computes."""
 
     @staticmethod
     def of_version(name: str, version: str, scratch: Path) -> Contender:
@@ -58,6 +67,22 @@ class Contender:
         entry = choose_library(directory, manifest)
         return Contender(version=version, directory=directory, manifest=manifest, entry=entry)
 
+    def as_rival(self, rival: Rival, scratch: Path) -> Contender:
+        """A rival in the place of the library, with as many threads.
+
+        Args:
+            rival: The rival.
+            scratch: Where an exported program of PyTorch is downloaded to.
+        """
+        task = RivalTask(
+            network=self.network,
+            inputs=self.manifest.inputs,
+            outputs=self.manifest.outputs,
+            num_threads=threads_here(self.entry),
+            program=program_for((rival,), find_tuning(self.entry.provenance), scratch / "program"),
+        )
+        return replace(self, version=rival, rival_task=task)
+
     @property
     def network(self) -> Path:
         """The ONNX file that was compiled."""
@@ -66,6 +91,8 @@ class Contender:
     @property
     def make_inference(self) -> MakeInference:
         """What is run in a child process."""
+        if self.rival_task:
+            return partial(rival_inference, cast("Rival", self.version), self.rival_task)
         return partial(library_inference, self.directory / self.entry.path, self.manifest, self.entry)
 
     def has_network_of(self, other: Contender) -> bool:
@@ -96,12 +123,17 @@ def _described(specs: tuple[TensorSpec, ...]) -> str:
     return ", ".join(f"{spec.name}: {spec.dtype} {spec.shape}" for spec in specs)
 
 
+def _called(version: str) -> str:
+    """A version, or a rival, as a part of a sentence."""
+    return f"version {version}" if version.isdigit() else RIVALS[cast("Rival", version)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Contest:
     """A candidate against a champion."""
 
     champion: str
-    """The champion's version."""
+    """The champion's version, or the name of the rival."""
     verdict: Verdict
     ratio: Ratio
     """The candidate's latency over the champion's."""
@@ -118,6 +150,11 @@ class Contest:
     """Why the times cannot be trusted; empty where they can."""
 
     @property
+    def opponent(self) -> str:
+        """The champion as a part of a sentence."""
+        return _called(self.champion)
+
+    @property
     def medians_ms(self) -> tuple[float, float]:
         """Latency of the candidate and of the champion."""
         return float(np.median(self.candidate_ms)), float(np.median(self.champion_ms))
@@ -126,7 +163,7 @@ class Contest:
     def text(self) -> str:
         """The ratio as a part of a sentence."""
         low, high = f"{self.ratio.lower:.3f}", f"{self.ratio.upper:.3f}"
-        return f"{self.ratio.estimate:.3f} ({low} to {high}) of the time of version {self.champion}"
+        return f"{self.ratio.estimate:.3f} ({low} to {high}) of the time of {self.opponent}"
 
 
 def compete(candidate: Contender, champion: Contender, options: PromoteOptions) -> Contest:
@@ -141,7 +178,7 @@ def compete(candidate: Contender, champion: Contender, options: PromoteOptions) 
     test = SequentialTest(confidence=options.confidence, margin=options.min_improvement, max_turns=options.max_turns)
     times: dict[str, list[float]] = {candidate.version: [], champion.version: []}
     sizes = {c.version: _common_sizes(c, other) for c, other in ((candidate, champion), (champion, candidate))}
-    _log.info("measuring version %s against version %s", candidate.version, champion.version)
+    _log.info("measuring version %s against %s", candidate.version, _called(champion.version))
     for look in test.looks:
         for turn in range(len(times[candidate.version]), look):
             pair = (champion, candidate) if turn % 2 == 0 else (candidate, champion)

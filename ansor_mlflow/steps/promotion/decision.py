@@ -67,7 +67,7 @@ class Promotion:
     tolerance: float | None
     """Largest relative error that passes; None where nothing was checked."""
     errors: dict[str, Deviation]
-    """How far outputs are from ONNX Runtime's, by version; the reference is the candidate's network."""
+    """How far outputs are from ONNX Runtime's, by version or rival; the reference is the candidate's network."""
     contests: tuple[Contest, ...]
     """The measurements against each champion; usually there is one."""
 
@@ -82,9 +82,8 @@ class Promotion:
         to = f"version {self.candidate} of {self.model}"
         if self.is_won:
             return f"{to} {'would be' if self.dry_run else 'is now'} {' and '.join(self.aliases)}"
-        return (
-            f"{to} is {'' if self.outcome is PromotionOutcome.ALREADY_CHAMPION else 'not '}{' and '.join(self.aliases)}"
-        )
+        is_it = set(self.aliases.values()) == {self.candidate}
+        return f"{to} is {'' if is_it else 'not '}{' and '.join(self.aliases)}"
 
     @property
     def distrust(self) -> str:
@@ -154,7 +153,7 @@ class Promotion:
 
     def _repr_html_(self) -> str:
         rows = [
-            (f"against version {contest.champion}", f"{contest.medians_ms[0]:.4g} ms, {contest.text}")
+            (f"against {contest.opponent}", f"{contest.medians_ms[0]:.4g} ms, {contest.text}")
             for contest in self.contests
         ]
         return html_table(f"{self.outcome.value}: {self.headline}: {self.reason}", [*rows, ("run", self.run_id)])
@@ -168,7 +167,7 @@ class Promotion:
             if not contest.same_network:
                 notes.append(f"Version {contest.champion} is another network: speed was compared, not accuracy.")
             elif error and self.tolerance and not error.max_rel_error <= self.tolerance:
-                notes.append(f"The outputs of version {contest.champion} are not those of ONNX Runtime.")
+                notes.append(f"The outputs of {contest.opponent} are not those of the reference.")
         return notes
 
 

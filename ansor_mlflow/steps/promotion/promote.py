@@ -18,11 +18,12 @@ from ansor_mlflow.measuring import (
     choose_examples,
     compare_with_reference,
     require_examples,
+    require_rivals,
     tolerance_for,
 )
 from ansor_mlflow.model import threads_here
-from ansor_mlflow.options import PromoteOptions
-from ansor_mlflow.settings import LoweringSettings
+from ansor_mlflow.options import AliasOptions, PromoteOptions
+from ansor_mlflow.settings import LoweringSettings, Rival
 from ansor_mlflow.steps.promotion.contest import Contender, Contest, compete
 from ansor_mlflow.steps.promotion.decision import Promotion, PromotionOutcome
 from ansor_mlflow.tensors import all_sizes
@@ -50,7 +51,7 @@ def promote(options: PromoteOptions) -> Promotion:
     """Compares a candidate with the champion on this host, and moves the aliases if it wins.
 
     The aliases are `champion-<target>` and the one that `options` names. The candidate must win against each version
-    that loses an alias.
+    that loses an alias, and against the rival that `options` names as champion.
 
     Returns:
         The decision; losing is no error, see `Promotion.require_won`.
@@ -58,11 +59,12 @@ def promote(options: PromoteOptions) -> Promotion:
     Raises:
         UserInputError: There is no such model or version, its inputs are not the champion's, or `data` is not usable.
         ModelError: The candidate was changed, or has no library for this host.
-        MachineError: A server is away, or a process died.
+        MachineError: A server is away, a process died, or the rival is not installed.
     """
     if not options.candidate:
         raise UserInputError("candidate='': it must be the number of a version, or an alias; or give rollback")
     require_examples(options.data)
+    require_rivals("champion", rivals_of(options))
     version = find_version(options.model, options.candidate)
     with step_run("promote", options, f"promote {options.model}/{version}") as run:
         return _promote(options, version, run)
@@ -102,6 +104,11 @@ def _promote(options: PromoteOptions, version: str, run: StepRun) -> Promotion:
     return settled
 
 
+def rivals_of(options: AliasOptions) -> tuple[Rival, ...]:
+    """The rival that a candidate must beat, if there is one."""
+    return (options.champion,) if options.champion else ()
+
+
 def host_of(contender: Contender) -> DeviceFingerprint:
     """This host with the threads that a library runs on here; it may be made for another CPU and for more."""
     return Device.resolve("auto", threads_here(contender.entry)).fingerprint
@@ -119,8 +126,9 @@ class _Decision:
 
 
 def _decide(options: PromoteOptions, candidate: Contender, seen: Mapping[str, str], scratch: Path) -> _Decision:
-    """Checks the candidate, and lets it compete with each version that has one of the aliases."""
-    if set(seen.values()) == {candidate.version}:
+    """Checks the candidate, and lets it compete with the rival, and each version that has one of the aliases."""
+    rivals = [candidate.as_rival(rival, scratch) for rival in rivals_of(options)]
+    if set(seen.values()) == {candidate.version} and not rivals:
         return _Decision(outcome=PromotionOutcome.ALREADY_CHAMPION, reason="nothing was measured")
     champions = []
     for version in dict.fromkeys(seen.values()):
@@ -132,7 +140,7 @@ def _decide(options: PromoteOptions, candidate: Contender, seen: Mapping[str, st
     for champion in champions:
         candidate.require_interface_of(champion)
     try:
-        return _compare(options, candidate, champions)
+        return _compare(options, candidate, [*rivals, *champions])
     except ModelError as err:
         _errors(options, candidate, [])  # this raises it again if it is the candidate that cannot be loaded
         versions = " or ".join(champion.version for champion in champions)

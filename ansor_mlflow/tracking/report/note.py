@@ -117,6 +117,8 @@ def pipeline_note(
         return _with_commands(lines, commands)
     lines = [f"**{_inline(network)}** for {_inline(tags.get(names.TAG_TARGET, ''))}: tuned, compiled and evaluated."]
     rows = summary_rows(metrics)
+    if best := tags.get(names.TAG_BEST_RIVAL):
+        rows.append(("best of them", best))
     if reason := tags.get(names.TAG_STOP_REASON):
         rows.append(("tuning ended", STOP_REASONS.get(reason, reason)))
     if model_uri := tags.get(names.TAG_MODEL_URI):

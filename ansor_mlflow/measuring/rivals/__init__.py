@@ -1,0 +1,1 @@
+"""The runtimes that a user could have taken instead."""

@@ -1,0 +1,48 @@
+"""OpenVINO, of Intel, on the CPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+import onnx
+import openvino
+
+from ansor_mlflow.tensors import Arrays
+
+if TYPE_CHECKING:
+    from ansor_mlflow.measuring.contenders import Inference
+    from ansor_mlflow.measuring.rivals.rival import RivalTask
+
+
+_WHERE = re.compile(r"(Exception from|Check '[^']*' failed at) \S+:\d+:\s*")
+"""The lines of C++ that an error has passed, which come before what it says."""
+
+
+def openvino_inference(task: RivalTask) -> Inference:
+    """The network in one stream, in its own precision.
+
+    Raises:
+        RuntimeError: OpenVINO cannot compile it.
+    """
+    config: dict[str, Any] = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "NUM_STREAMS": 1,
+        "INFERENCE_NUM_THREADS": task.num_threads,
+    }
+    graph = onnx.load(task.network, load_external_data=False).graph
+    half = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
+    if not any(weight.data_type in half for weight in graph.initializer):
+        config["INFERENCE_PRECISION_HINT"] = "f32"  # it would take 16 bits where the CPU has instructions for them
+    try:
+        request = openvino.Core().compile_model(str(task.network), "CPU", config).create_infer_request()
+    except RuntimeError as err:
+        raise RuntimeError(_WHERE.sub("", str(err))) from err
+
+    def run(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        values = request.infer(dict(inputs), share_inputs=True)
+        return {spec.name: values[index] for index, spec in enumerate(task.outputs)}
+
+    return run

@@ -1,0 +1,101 @@
+"""Which rivals there are here, and the call of one in a child process."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy.typing as npt
+
+from ansor_mlflow.errors import MachineError, UserInputError, one_line
+from ansor_mlflow.measuring.contenders import Inference
+from ansor_mlflow.names import RIVALS
+from ansor_mlflow.settings import Rival
+from ansor_mlflow.tensors import Arrays, TensorSpec
+
+_TO_INSTALL: dict[Rival, str] = {
+    "onnxruntime": "onnxruntime",
+    "openvino": "openvino",
+    "torch": "'torch>=2.13,<2.14' onnxscript",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RivalTask:
+    """What a rival is to compute, and how."""
+
+    network: Path
+    """The user's ONNX file."""
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    num_threads: int
+    program: Path | None = None
+    """The exported program of PyTorch that the file came from, if there is one."""
+
+
+def version_of(rival: Rival) -> str | None:
+    """The version that is installed here; None where it is not."""
+    try:
+        return importlib.metadata.version(rival)  # which each of them is also called as a package
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def require_rivals(parameter: str, given: Sequence[Rival] | Literal["auto", "none"]) -> None:
+    """Checks that the rivals that a user named are installed.
+
+    Args:
+        parameter: Name of the parameter.
+        given: Its value.
+
+    Raises:
+        MachineError: One is not.
+    """
+    missing = [rival for rival in choose_rivals(given) if version_of(rival) is None]
+    if missing:
+        raise MachineError(
+            f"{parameter}={','.join(given)}: {' and '.join(missing)} must be installed here; pip install "
+            f"{' '.join(_TO_INSTALL[rival] for rival in missing)}, or leave it out"
+        )
+
+
+def choose_rivals(given: Sequence[Rival] | Literal["auto", "none"]) -> tuple[Rival, ...]:
+    """The rivals that a parameter means; auto is those that are installed here."""
+    if given == "none":
+        return ()
+    if given == "auto":
+        return tuple(rival for rival in RIVALS if version_of(rival) is not None)
+    return tuple(rival for rival in RIVALS if rival in given)
+
+
+def rival_inference(rival: Rival, task: RivalTask) -> Inference:
+    """A rival, whose packages only this process loads. What it cannot load, or compute, is a `UserInputError`."""
+    try:
+        run = _load(rival, task)
+    except Exception as err:  # each has error classes of its own
+        raise UserInputError(f"{RIVALS[rival]} cannot load the network: {one_line(err)}") from err
+
+    def run_checked(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        try:
+            return run(inputs)
+        except Exception as err:  # as above
+            raise UserInputError(f"{RIVALS[rival]} cannot compute the network: {one_line(err)}") from err
+
+    return run_checked
+
+
+def _load(rival: Rival, task: RivalTask) -> Inference:
+    if rival == "onnxruntime":
+        from ansor_mlflow.measuring.reference import ReferenceSession
+
+        return ReferenceSession(task.network, task.num_threads).run
+    if rival == "openvino":
+        from ansor_mlflow.measuring.rivals.openvino import openvino_inference
+
+        return openvino_inference(task)
+    from ansor_mlflow.measuring.rivals.torch import torch_inference
+
+    return torch_inference(task)

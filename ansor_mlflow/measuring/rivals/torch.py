@@ -1,0 +1,43 @@
+"""`torch.compile`, for networks that came from PyTorch."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ansor_mlflow.networks import load_program
+from ansor_mlflow.tensors import Arrays, random_inputs
+
+if TYPE_CHECKING:
+    from ansor_mlflow.measuring.contenders import Inference
+    from ansor_mlflow.measuring.rivals.rival import RivalTask
+
+
+def torch_inference(task: RivalTask) -> Inference:
+    """The exported program, compiled by Inductor; it is read as a network is, with nothing unpickled.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if task.program is None:
+        raise ValueError("there is no exported program of PyTorch that it came from")
+    torch.set_num_threads(task.num_threads)
+    torch.set_float32_matmul_precision("highest")
+    shapes = {spec.name: spec.shape for spec in task.inputs}
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+        program, inputs = load_program(task.program, str(task.program), shapes, Path(scratch))
+    module = torch.compile(program.module())
+
+    def run(arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        with torch.inference_mode():
+            outputs = tree_leaves(module(*(torch.from_numpy(arrays[name]) for name in inputs)))
+        return {spec.name: output.numpy() for spec, output in zip(task.outputs, outputs, strict=True)}
+
+    run(random_inputs(task.inputs, seed=0))  # the first call compiles, which takes seconds
+    return run

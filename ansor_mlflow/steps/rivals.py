@@ -1,0 +1,129 @@
+"""The runtimes that a model is compared with: which take part, and whether they compute the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mlflow.entities import Run
+
+from ansor_mlflow import names
+from ansor_mlflow.errors import MachineError, UserInputError
+from ansor_mlflow.measuring import (
+    Deviation,
+    Latency,
+    MakeInference,
+    RivalTask,
+    choose_rivals,
+    deviation_of,
+    expected_of,
+    rival_inference,
+    version_of,
+)
+from ansor_mlflow.options import Rivals
+from ansor_mlflow.settings import Rival
+from ansor_mlflow.tensors import Arrays
+from ansor_mlflow.tracking import find_program
+
+_log = logging.getLogger("ansor_mlflow")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRival:
+    """A rival that has run a network, or could not."""
+
+    name: Rival
+    make_inference: MakeInference
+    deviation: Deviation | None = None
+    """How far its outputs are from the reference; None where it cannot run the network."""
+    is_right: bool = False
+    absent: str = ""
+    """Why it cannot run the network; empty where it can."""
+
+    def to_dict(self, latency: Latency | None) -> dict[str, Any]:
+        """Its entry in `rivals.json`.
+
+        Args:
+            latency: What was measured; None where it cannot run the network.
+        """
+        found: dict[str, Any] = {"rival": self.name, "version": version_of(self.name)}
+        if latency is None or self.deviation is None:
+            return {**found, "absent": self.absent}
+        return {
+            **found,
+            names.LATENCY_MS: latency.median_ms,
+            names.LATENCY_P90_MS: latency.p90_ms,
+            names.LATENCY_STD_MS: latency.std_ms,
+            names.MAX_ABS_ERROR: self.deviation.max_abs_error,
+            names.MAX_REL_ERROR: self.deviation.max_rel_error,
+            "is_right": self.is_right,
+        }
+
+
+def program_for(given: Rivals, tuning: Run | None, directory: Path) -> Path | None:
+    """The exported program that PyTorch would run as a rival; None where there is none, or it is not among them.
+
+    Args:
+        given: The parameter.
+        tuning: The run of the model's tuning, if it is known here.
+        directory: Where a program is downloaded to.
+    """
+    return find_program(tuning, directory) if tuning and "torch" in choose_rivals(given) else None
+
+
+def check_rivals(given: Rivals, task: RivalTask, examples: Sequence[Arrays], tolerance: float) -> list[CheckedRival]:
+    """Runs each rival in a process of its own, and compares its outputs with ONNX Runtime's.
+
+    One that cannot run the network, or computes something else, is a warning.
+
+    Args:
+        given: The parameter; auto leaves PyTorch out where the network did not come from it.
+        task: What they compute.
+        examples: Inputs.
+        tolerance: The largest relative error that is right.
+
+    Raises:
+        MachineError: The process of the reference died.
+        UserInputError: The reference cannot be computed.
+    """
+    chosen = [rival for rival in choose_rivals(given) if given != "auto" or rival != "torch" or task.program]
+    if not chosen:
+        return []
+    _log.info("comparing the outputs of %s", ", ".join(names.RIVALS[rival] for rival in chosen))
+    expected = expected_of(task.network, task.num_threads, examples)
+    return [_check(rival, task, examples, expected, tolerance) for rival in chosen]
+
+
+def _check(
+    rival: Rival, task: RivalTask, examples: Sequence[Arrays], expected: Sequence[Arrays], tolerance: float
+) -> CheckedRival:
+    make_inference = partial(rival_inference, rival, task)
+    try:
+        deviation = deviation_of(make_inference, examples, expected)
+    except (MachineError, UserInputError) as err:
+        _log.warning("%s is not timed: %s", names.RIVALS[rival], err)
+        return CheckedRival(name=rival, make_inference=make_inference, absent=str(err))
+    is_right = deviation.max_rel_error <= tolerance
+    if not is_right:
+        _log.warning(
+            "%s computes something else, max_rel_error=%.3g, allowed is %g; it is timed, but is not the best rival",
+            names.RIVALS[rival],
+            deviation.max_rel_error,
+            tolerance,
+        )
+    return CheckedRival(name=rival, make_inference=make_inference, deviation=deviation, is_right=is_right)
+
+
+def best_of(rivals: Sequence[CheckedRival], latencies: Mapping[str, Latency]) -> Rival | None:
+    """The fastest rival whose outputs are right; None where there is none.
+
+    Args:
+        rivals: The rivals.
+        latencies: What was measured, by their names.
+    """
+    right = [rival.name for rival in rivals if rival.is_right]
+    return min(right, key=lambda name: latencies[name].median_ms, default=None)
