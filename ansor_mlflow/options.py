@@ -421,6 +421,10 @@ class LatencyOptions(Options):
         "What the outputs are compared with: an ONNX file, or the URI or directory of another MLflow model.",
         "an ONNX file, or the URI or directory of a model",
     )
+    champion: Literal["onnxruntime", "openvino"] | None = _parameter(
+        None,
+        "Runtime that is timed in turns with the model, on the ONNX file that is the reference; none by default.",
+    )
     batch_size: PositiveInt | Auto = _parameter(
         "auto", "Rows in a call of predict; auto is what the model was compiled for, or else 1."
     )

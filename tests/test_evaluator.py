@@ -112,6 +112,18 @@ def test_a_tuned_model_is_timed_and_compared_with_an_onnx_file(
     }
 
 
+def test_a_model_is_timed_in_turns_with_what_is_served_today(tuned: str, frame: pd.DataFrame, small_onnx: Path) -> None:
+    result = evaluate(tuned, frame, reference=str(small_onnx), champion="openvino", turns=2)
+    assert set(result.metrics) == TIMES | ERRORS | {
+        "openvino_latency_ms",
+        "speedup_vs_openvino",
+        names.CHAMPION_MAX_REL_ERROR,
+    }
+    ratio = result.metrics["openvino_latency_ms"] / result.metrics[names.LATENCY_MS]
+    assert result.metrics["speedup_vs_openvino"] == pytest.approx(ratio)
+    assert result.metrics[names.CHAMPION_MAX_REL_ERROR] < 1e-4
+
+
 def test_every_call_is_in_the_artifacts(tuned: str, frame: pd.DataFrame, tmp_path: Path) -> None:
     with mlflow.start_run() as run:
         result = evaluate(tuned, frame)
@@ -218,6 +230,8 @@ def test_thresholds_hold_for_the_metrics() -> None:
         ({"batch_size": -1}, "batch_size=-1: it must be a whole number of at least 1, or auto"),
         ({"reference": "missing.onnx"}, "reference=missing.onnx: no such file; give an ONNX file, or a model's URI"),
         ({"reference": __file__}, "not a valid ONNX file, or cut short"),
+        ({"champion": "openvino"}, "champion=openvino: it needs the network; give the model's ONNX file as reference"),
+        ({"champion": "torch"}, "champion='torch': it must be onnxruntime or openvino"),
     ],
 )
 def test_a_wrong_configuration_is_one_line(

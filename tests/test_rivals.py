@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 def task_of(path: Path) -> RivalTask:
     network = load_network(str(path))
-    return RivalTask(network=path, inputs=network.inputs, outputs=network.outputs, num_threads=1)
+    outputs = tuple(spec.name for spec in network.outputs)
+    return RivalTask(network=path, outputs=outputs, num_threads=1, inputs=network.inputs)
 
 
 def written(builder: GraphBuilder, path: Path, outputs: Mapping[str, tuple[int, ...]]) -> Path:
@@ -187,22 +188,15 @@ def test_without_rivals_the_outputs_are_checked_all_the_same(
 # -- where the program of PyTorch is ---------------------------------------------------------------------------------
 
 
-def tuning_of(network: str) -> mlflow.entities.Run:
-    with mlflow.start_run() as run:
-        mlflow.log_param("network", network)
-    return mlflow.get_run(run.info.run_id)
-
-
-@pytest.mark.usefixtures("new_experiment")
 def test_the_program_is_read_from_where_the_tuning_read_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     program = tmp_path / "model.pt2"
     program.touch()
-    assert find_program(tuning_of(str(program)), tmp_path / "scratch") == program
-    for network in ("resnet-18", "dense:1,2,3", str(tmp_path / "model.onnx"), "runs:/0/model.onnx"):
-        assert find_program(tuning_of(network), tmp_path / "scratch") is None
+    assert find_program(str(program), tmp_path / "scratch") == program
+    for network in ("", "resnet-18", "dense:1,2,3", str(tmp_path / "model.onnx"), "runs:/0/model.onnx"):
+        assert find_program(network, tmp_path / "scratch") is None
     assert not caplog.records
     program.unlink()
-    assert find_program(tuning_of(str(program)), tmp_path / "scratch") is None
+    assert find_program(str(program), tmp_path / "scratch") is None
     assert "model.pt2 is not there any more" in caplog.text
 
 
@@ -211,8 +205,8 @@ def test_a_program_among_the_artifacts_of_a_run(tmp_path: Path, caplog: pytest.L
     (tmp_path / "model.pt2").write_text("a program")
     with mlflow.start_run() as run:
         mlflow.log_artifact(str(tmp_path / "model.pt2"))
-    found = find_program(tuning_of(f"runs:/{run.info.run_id}/model.pt2"), tmp_path / "scratch")
+    found = find_program(f"runs:/{run.info.run_id}/model.pt2", tmp_path / "scratch")
     assert found is not None
     assert found.read_text() == "a program"
-    assert find_program(tuning_of("runs:/0123456789abcdef0123456789abcdef/model.pt2"), tmp_path / "scratch") is None
+    assert find_program("runs:/0123456789abcdef0123456789abcdef/model.pt2", tmp_path / "scratch") is None
     assert "what the network came from cannot be read any more: " in caplog.text

@@ -13,6 +13,7 @@ from typing import Any
 import mlflow
 import pydantic_core
 from mlflow.entities import Run
+from mlflow.exceptions import MlflowException
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import CorrectnessError
@@ -22,7 +23,6 @@ from ansor_mlflow.measuring import (
     Latency,
     MachineNoise,
     MakeInference,
-    RivalTask,
     choose_examples,
     compare_with_reference,
     library_inference,
@@ -46,19 +46,19 @@ from ansor_mlflow.model import (
 )
 from ansor_mlflow.options import EvaluateOptions, TuneOptions
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.steps.rivals import CheckedRival, best_of, check_rivals, program_for
+from ansor_mlflow.steps.rivals import CheckedRival, best_of, check_rivals, rival_task
 from ansor_mlflow.steps.sizes import require_harmless_padding, time_sizes
 from ansor_mlflow.tensors import Arrays, NetworkShapes, all_sizes
 from ansor_mlflow.tracking import (
     Message,
     StepRun,
-    find_tuning,
     html_table,
     params_used,
     pinned_uri,
     step_run,
     summary_rows,
     translated_errors,
+    without_secrets,
 )
 
 _log = logging.getLogger("ansor_mlflow")
@@ -120,8 +120,7 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
             "mlflow.runName": f"evaluate {manifest.network} · {device.description}",
         }
     )
-    tuning = find_tuning(entry.provenance)
-    if tuning:
+    if tuning := _find_tuning(entry):
         _repeat_tuning(tuning, run, f"{manifest.network} · {device.description}")
     network = directory / names.NETWORK_FILE
     tuned = partial(tuned_inference, directory)
@@ -136,13 +135,7 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
     metrics = _check(manifest, examples, compare, tolerance, run)
     if manifest.pad:
         require_harmless_padding(manifest, compare, tolerance, options.seed)
-    task = RivalTask(
-        network=network,
-        inputs=manifest.inputs,
-        outputs=manifest.outputs,
-        num_threads=num_threads,
-        program=program_for(options.rivals, tuning, run.directory / "program"),
-    )
+    task = rival_task(options.rivals, directory, manifest, entry, run.directory)
     rivals = check_rivals(options.rivals, task, examples, tolerance)
     timed: dict[str, MakeInference] = {rival.name: rival.make_inference for rival in rivals if not rival.absent}
     noise = MachineNoise()
@@ -159,6 +152,18 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
     run.log_metrics(metrics)
     run.log_distrust(noise.distrust)
     return EvaluateResult(run_id=run.run_id, network=manifest.network, target=device.description, metrics=metrics)
+
+
+def _find_tuning(entry: LibraryEntry) -> Run | None:
+    """The run whose records a library was compiled with; None where it has none, or where it is on another server."""
+    run_id = entry.provenance.get("tune_run")
+    if not run_id:
+        return None
+    try:
+        return mlflow.get_run(str(run_id))
+    except MlflowException as err:
+        _log.info("nothing is known here of the tuning run %s: %s", run_id, without_secrets(err))
+        return None
 
 
 def _repeat_tuning(tuning: Run, run: StepRun, title: str) -> None:

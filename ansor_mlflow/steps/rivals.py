@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import Run
-
 from ansor_mlflow import names
 from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.measuring import (
@@ -24,6 +22,7 @@ from ansor_mlflow.measuring import (
     rival_inference,
     version_of,
 )
+from ansor_mlflow.model import LibraryEntry, Manifest, threads_here
 from ansor_mlflow.options import Rivals
 from ansor_mlflow.settings import Rival
 from ansor_mlflow.tensors import Arrays
@@ -64,15 +63,24 @@ class CheckedRival:
         }
 
 
-def program_for(given: Rivals, tuning: Run | None, directory: Path) -> Path | None:
-    """The exported program that PyTorch would run as a rival; None where there is none, or it is not among them.
+def rival_task(given: Rivals, directory: Path, manifest: Manifest, entry: LibraryEntry, scratch: Path) -> RivalTask:
+    """What rivals compute in the place of a model, with as many threads.
 
     Args:
         given: The parameter.
-        tuning: The run of the model's tuning, if it is known here.
-        directory: Where a program is downloaded to.
+        directory: Directory of the model.
+        manifest: The model.
+        entry: Its library for this host.
+        scratch: Where an exported program of PyTorch is downloaded to, if `torch` is among the rivals.
     """
-    return find_program(tuning, directory) if tuning and "torch" in choose_rivals(given) else None
+    network = str(entry.provenance.get("network", ""))
+    return RivalTask(
+        network=directory / names.NETWORK_FILE,
+        outputs=tuple(spec.name for spec in manifest.outputs),
+        num_threads=threads_here(entry),
+        program=find_program(network, scratch / "program") if "torch" in choose_rivals(given) else None,
+        inputs=manifest.inputs,
+    )
 
 
 def check_rivals(given: Rivals, task: RivalTask, examples: Sequence[Arrays], tolerance: float) -> list[CheckedRival]:

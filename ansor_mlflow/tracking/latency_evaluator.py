@@ -9,6 +9,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,24 @@ from mlflow.types import TensorSpec
 
 from ansor_mlflow import names
 from ansor_mlflow.device import available_cpus
-from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.measuring import (
     Deviation,
     Latency,
     MachineNoise,
+    MakeInference,
     ReferenceSession,
+    RivalTask,
     compare_outputs,
+    deviation_of,
     is_quantized,
+    measure_once,
     measure_watched,
+    require_rivals,
+    rival_inference,
+    timed_call,
 )
-from ansor_mlflow.model import TunedModel
+from ansor_mlflow.model import TunedModel, threads_here
 from ansor_mlflow.networks import read_onnx
 from ansor_mlflow.options import LatencyOptions, is_uri, load_options
 from ansor_mlflow.tensors import Arrays
@@ -86,7 +94,7 @@ class LatencyEvaluator(ModelEvaluator):
         try:
             options = load_options(LatencyOptions, evaluator_config)
             latency, metrics = _evaluate(options, dataset, model)
-        except UserInputError as err:
+        except (MachineError, UserInputError) as err:
             raise MlflowException.invalid_parameter_value(f"{EVALUATOR_NAME}: {err}") from err
         mlflow.log_metrics(rounded(metrics), run_id=run_id, model_id=model_id)
         return EvaluationResult(metrics, _log_artifacts(latency, run_id), run_id)
@@ -109,7 +117,12 @@ def _evaluate(options: LatencyOptions, dataset: Any, model: Any) -> tuple[Latenc
         time.sleep(_SPIN_S)
         return measured
 
-    samples_s = [sample for _ in range(options.turns) for sample in noise.measure(turn)]
+    champion = _champion(options, model)
+    samples_s, champion_s = [], []
+    for _ in range(options.turns):
+        samples_s += noise.measure(turn)
+        if champion:
+            champion_s += measure_once(partial(timed_call, champion, [first]), noise, options.measure_s)
     if noise.distrust:
         _log.warning("the times cannot be trusted: %s", noise.distrust)
     latency = Latency(np.array(samples_s) * 1e3)
@@ -120,10 +133,36 @@ def _evaluate(options: LatencyOptions, dataset: Any, model: Any) -> tuple[Latenc
         names.THROUGHPUT_PER_S: size / latency.median_ms * 1e3,
         names.PROBE_SPREAD: noise.spread,
     }
+    if options.champion and champion and reference:
+        champion_ms = Latency(np.array(champion_s) * 1e3).median_ms
+        metrics[names.rival_latency_ms(options.champion)] = champion_ms
+        metrics[names.speedup_vs(options.champion)] = champion_ms / latency.median_ms
+        metrics[names.CHAMPION_MAX_REL_ERROR] = deviation_of(champion, [first], [reference(first)]).max_rel_error
     if reference is not None or dataset.has_targets:
         difference = Deviation.worst(list(_differences(dataset, model, reference, size)))
         metrics |= {names.MAX_ABS_ERROR: difference.max_abs_error, names.MAX_REL_ERROR: difference.max_rel_error}
     return latency, metrics
+
+
+def _champion(options: LatencyOptions, model: Any) -> MakeInference | None:
+    """The rival that the model is timed with, in processes of its own; None where none is asked for.
+
+    Raises:
+        UserInputError: The reference is not what it could run.
+        MachineError: It is not installed.
+    """
+    if options.champion is None:
+        return None
+    require_rivals("champion", (options.champion,))
+    path = Path(options.reference)
+    if is_uri(options.reference) or not path.is_file():
+        raise UserInputError(
+            f"champion={options.champion}: it needs the network; give the model's ONNX file as reference, too"
+        )
+    raw = _raw_model(model)
+    threads = threads_here(raw.choice.entry) if isinstance(raw, TunedModel) else available_cpus()
+    outputs = tuple(output.name for output in read_onnx(path, options.reference).graph.output)
+    return partial(rival_inference, options.champion, RivalTask(network=path, outputs=outputs, num_threads=threads))
 
 
 def _batch_size(model: Any) -> int:

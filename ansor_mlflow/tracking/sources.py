@@ -13,8 +13,6 @@ from typing import Any
 import mlflow
 import requests
 import yaml
-from mlflow.entities import Run
-from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repository_registry import get_registered_artifact_repositories
 
 from ansor_mlflow import names, networks
@@ -29,9 +27,8 @@ from ansor_mlflow.networks import (
     has_several_sizes,
     read_network,
 )
-from ansor_mlflow.options import NetworkOptions, TuneOptions, is_uri
+from ansor_mlflow.options import NetworkOptions, is_uri
 from ansor_mlflow.tracking.error_translation import translated_errors, without_secrets
-from ansor_mlflow.tracking.run import params_used
 
 _REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)(/(?P<version>\d+|latest)|@(?P<alias>[^/@]+))(?P<path>(/[^/]+)*)")
 _LOGGED = re.compile(r"models:/m-[0-9a-f]+")
@@ -120,42 +117,25 @@ def network_of(options: NetworkOptions, copy: str = "") -> Network:
     )
 
 
-def find_tuning(provenance: Mapping[str, Any]) -> Run | None:
-    """The run whose records a library was compiled with; None where it has none, or where it is on another server.
-
-    Args:
-        provenance: That of the library.
-    """
-    run_id = provenance.get("tune_run")
-    if not run_id:
-        return None
-    try:
-        return mlflow.get_run(str(run_id))
-    except MlflowException as err:
-        _log.info("nothing is known here of the tuning run %s: %s", run_id, without_secrets(err))
-        return None
-
-
-def find_program(tuning: Run, directory: Path) -> Path | None:
-    """The exported program of PyTorch that a network was before it was tuned.
+def find_program(network: str, directory: Path) -> Path | None:
+    """The exported program of PyTorch that a network was when it was tuned.
 
     It is read again from where the tuning read it, and nothing says that it is the same: compare its outputs.
 
     Args:
-        tuning: The run of the tuning.
+        network: The parameter of the tuning.
         directory: Where it is put if it has to be downloaded.
 
     Returns:
         The file; None where the network was something else, or, with a warning, where it is not to be had any more.
     """
-    network = tuning.data.tags.get(names.TAG_NETWORK_SOURCE) or params_used(tuning, TuneOptions).get("network", "")
     called = without_credentials(network)
     path = Path(network)
     try:
         if is_uri(network) and not network.endswith(".onnx"):
             directory.mkdir(parents=True, exist_ok=True)
             path = _download(network, called, directory)
-        if path.is_dir():
+        if (path / names.MODEL_FILE).is_file():
             path = _network_file(path, called)
     except AnsorMlflowError as err:
         _log.warning("what the network came from cannot be read any more: %s", err)

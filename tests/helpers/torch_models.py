@@ -193,5 +193,6 @@ def plan_in_memory() -> list[Any]:
 def compute_as_rival(path: Path, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What a program computes when it is compiled, by the names of the outputs of its network."""
     network = load_network(str(path))
-    task = RivalTask(network=path, inputs=network.inputs, outputs=network.outputs, num_threads=1, program=path)
+    outputs = tuple(spec.name for spec in network.outputs)
+    task = RivalTask(network=path, outputs=outputs, num_threads=1, program=path, inputs=network.inputs)
     return rival_inference("torch", task)(inputs)

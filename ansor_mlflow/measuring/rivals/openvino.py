@@ -43,6 +43,6 @@ def openvino_inference(task: RivalTask) -> Inference:
 
     def run(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         values = request.infer(dict(inputs), share_inputs=True)
-        return {spec.name: values[index] for index, spec in enumerate(task.outputs)}
+        return {name: values[index] for index, name in enumerate(task.outputs)}
 
     return run

@@ -29,11 +29,13 @@ class RivalTask:
 
     network: Path
     """The user's ONNX file."""
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
+    outputs: tuple[str, ...]
+    """Names, in their order."""
     num_threads: int
     program: Path | None = None
     """The exported program of PyTorch that the file came from, if there is one."""
+    inputs: tuple[TensorSpec, ...] = ()
+    """With the sizes that a program is compiled for."""
 
 
 def version_of(rival: Rival) -> str | None:

@@ -37,7 +37,7 @@ def torch_inference(task: RivalTask) -> Inference:
     def run(arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         with torch.inference_mode():
             outputs = tree_leaves(module(*(torch.from_numpy(arrays[name]) for name in inputs)))
-        return {spec.name: output.numpy() for spec, output in zip(task.outputs, outputs, strict=True)}
+        return {name: output.numpy() for name, output in zip(task.outputs, outputs, strict=True)}
 
     run(random_inputs(task.inputs, seed=0))  # the first call compiles, which takes seconds
     return run

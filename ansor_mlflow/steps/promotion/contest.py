@@ -27,13 +27,13 @@ from ansor_mlflow.measuring import (
     rival_inference,
     timed_call,
 )
-from ansor_mlflow.model import LibraryEntry, Manifest, choose_library, threads_here, verified_manifest
+from ansor_mlflow.model import LibraryEntry, Manifest, choose_library, verified_manifest
 from ansor_mlflow.names import RIVALS
 from ansor_mlflow.options import PromoteOptions
 from ansor_mlflow.settings import Rival
-from ansor_mlflow.steps.rivals import program_for
+from ansor_mlflow.steps.rivals import rival_task
 from ansor_mlflow.tensors import NetworkShapes, TensorSpec, all_sizes
-from ansor_mlflow.tracking import find_tuning, translated_errors
+from ansor_mlflow.tracking import translated_errors
 
 _log = logging.getLogger("ansor_mlflow")
 
@@ -74,13 +74,7 @@ class Contender:
             rival: The rival.
             scratch: Where an exported program of PyTorch is downloaded to.
         """
-        task = RivalTask(
-            network=self.network,
-            inputs=self.manifest.inputs,
-            outputs=self.manifest.outputs,
-            num_threads=threads_here(self.entry),
-            program=program_for((rival,), find_tuning(self.entry.provenance), scratch / "program"),
-        )
+        task = rival_task((rival,), self.directory, self.manifest, self.entry, scratch)
         return replace(self, version=rival, rival_task=task)
 
     @property
