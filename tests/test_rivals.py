@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 from helpers.served import compiled
+from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 import ansor_mlflow as am
 from ansor_mlflow import flavor, names
@@ -169,7 +170,10 @@ def test_an_evaluation_says_what_the_best_one_could_have_had_does(
         assert found[f"speedup_vs_{rival}"] == pytest.approx(row["latency_ms"] / found["latency_ms"])
     best = min(rows, key=lambda rival: rows[rival]["latency_ms"])
     assert found["speedup_vs_best"] == found[f"speedup_vs_{best}"]
-    assert mlflow.get_run(result.run_id).data.tags["ansor.best_rival"] == best
+    tags = mlflow.get_run(result.run_id).data.tags
+    assert tags["ansor.best_rival"] == best
+    for line in (f"OpenVINO: {found['openvino_latency_ms']:.4g} ms", f"best of them: {best}", "small** for llvm"):
+        assert line in tags[MLFLOW_RUN_NOTE]
 
 
 @pytest.mark.usefixtures("new_experiment")

@@ -46,12 +46,14 @@ from ansor_mlflow.model import (
 )
 from ansor_mlflow.options import EvaluateOptions, TuneOptions
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.steps.rivals import CheckedRival, best_of, check_rivals, rival_task
+from ansor_mlflow.steps.rivals import best_of, check_rivals, rival_metrics, rival_task
 from ansor_mlflow.steps.sizes import require_harmless_padding, time_sizes
 from ansor_mlflow.tensors import Arrays, NetworkShapes, all_sizes
 from ansor_mlflow.tracking import (
     Message,
     StepRun,
+    command_lines,
+    evaluation_note,
     html_table,
     params_used,
     pinned_uri,
@@ -139,10 +141,10 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
     rivals = check_rivals(options.rivals, task, examples, tolerance)
     timed: dict[str, MakeInference] = {rival.name: rival.make_inference for rival in rivals if not rival.absent}
     noise = MachineNoise()
-    runs: dict[str, MakeInference] = {_TUNED: tuned, **timed}
-    latencies = _measure(options.turns, of_each_size, manifest, directory, entry, runs, noise)
+    latencies = _measure(options.turns, of_each_size, manifest, directory, entry, {_TUNED: tuned, **timed}, noise)
     metrics |= _latency_metrics(latencies, sizes, entry.provenance.get("estimated_latency_ms"))
-    metrics |= _compare_with_rivals(rivals, latencies, run)
+    metrics |= rival_metrics(rivals, latencies, latencies[_TUNED].median_ms)
+    _log_json([rival.to_dict(latencies.get(rival.name)) for rival in rivals], names.RIVALS_FILE, run)
     if manifest.sizes:
         of_sizes = time_sizes(sizes, of_each_size, tuned, timed, options.turns, noise)
         _log_json([size.to_dict() for size in of_sizes], names.SIZES_FILE, run)
@@ -150,6 +152,11 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
     if any(part.runs_in == "onnxruntime" for part in entry.parts):
         metrics[names.ONNXRUNTIME_SHARE] = _time_parts(of_each_size, manifest, directory, entry, run)
     run.log_metrics(metrics)
+    tags = {names.TAG_TARGET: device.description}
+    if best := best_of(rivals, latencies):
+        tags[names.TAG_BEST_RIVAL] = best
+    run.log_tags(tags)
+    run.log_note(evaluation_note(manifest.network, command_lines("evaluate", options), tags, metrics))
     run.log_distrust(noise.distrust)
     return EvaluateResult(run_id=run.run_id, network=manifest.network, target=device.description, metrics=metrics)
 
@@ -259,21 +266,6 @@ def _log_json(rows: list[dict[str, Any]], name: str, run: StepRun) -> None:
     path = run.directory / name
     write_text(path, pydantic_core.to_json(rows, indent=1, inf_nan_mode="null").decode())
     run.log_artifacts(path)
-
-
-def _compare_with_rivals(
-    rivals: Sequence[CheckedRival], latencies: Mapping[str, Latency], run: StepRun
-) -> dict[str, float]:
-    """Logs how each rival did; returns the metrics."""
-    _log_json([rival.to_dict(latencies.get(rival.name)) for rival in rivals], names.RIVALS_FILE, run)
-    tuned_ms = latencies[_TUNED].median_ms
-    found = {rival.name: latencies[rival.name].median_ms for rival in rivals if not rival.absent}
-    metrics = {names.rival_latency_ms(name): rival_ms for name, rival_ms in found.items()}
-    metrics |= {names.speedup_vs(name): rival_ms / tuned_ms for name, rival_ms in found.items()}
-    if best := best_of(rivals, latencies):
-        metrics[names.SPEEDUP_VS_BEST] = found[best] / tuned_ms
-        run.log_tags({names.TAG_BEST_RIVAL: best})
-    return metrics
 
 
 def _latency_metrics(

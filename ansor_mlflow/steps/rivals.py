@@ -135,3 +135,21 @@ def best_of(rivals: Sequence[CheckedRival], latencies: Mapping[str, Latency]) ->
     """
     right = [rival.name for rival in rivals if rival.is_right]
     return min(right, key=lambda name: latencies[name].median_ms, default=None)
+
+
+def rival_metrics(
+    rivals: Sequence[CheckedRival], latencies: Mapping[str, Latency], tuned_ms: float
+) -> dict[str, float]:
+    """The metrics of those that were timed.
+
+    Args:
+        rivals: The rivals.
+        latencies: What was measured, by their names.
+        tuned_ms: Latency of the model, in milliseconds.
+    """
+    found = {rival.name: latencies[rival.name].median_ms for rival in rivals if not rival.absent}
+    metrics = {names.rival_latency_ms(name): rival_ms for name, rival_ms in found.items()}
+    metrics |= {names.speedup_vs(name): rival_ms / tuned_ms for name, rival_ms in found.items()}
+    if best := best_of(rivals, latencies):
+        metrics[names.SPEEDUP_VS_BEST] = found[best] / tuned_ms
+    return metrics

@@ -116,14 +116,32 @@ def pipeline_note(
         lines = [f"**{_inline(network)}**: to be tuned, compiled and evaluated, each in a run below this one."]
         return _with_commands(lines, commands)
     lines = [f"**{_inline(network)}** for {_inline(tags.get(names.TAG_TARGET, ''))}: tuned, compiled and evaluated."]
-    rows = summary_rows(metrics)
-    if best := tags.get(names.TAG_BEST_RIVAL):
-        rows.append(("best of them", best))
+    rows = _figures(metrics, tags)
     if reason := tags.get(names.TAG_STOP_REASON):
         rows.append(("tuning ended", STOP_REASONS.get(reason, reason)))
     if model_uri := tags.get(names.TAG_MODEL_URI):
         rows.append(("model", f"`{model_uri}`"))
     return _with_commands([*lines, "", *_items(rows)], commands)
+
+
+def evaluation_note(
+    network: str, commands: Sequence[str], tags: Mapping[str, str], metrics: Mapping[str, float]
+) -> str:
+    """Describes a run that has evaluated a model.
+
+    Args:
+        network: What the model computes.
+        commands: Command lines that do it again.
+        tags: Tags of the device and the best rival.
+        metrics: The summary metrics.
+    """
+    line = f"**{_inline(network)}** for {_inline(tags.get(names.TAG_TARGET, ''))}: checked and timed."
+    return _with_commands([line, "", *_items(_figures(metrics, tags))], commands)
+
+
+def _figures(metrics: Mapping[str, float], tags: Mapping[str, str]) -> list[tuple[str, str]]:
+    best = tags.get(names.TAG_BEST_RIVAL)
+    return [*summary_rows(metrics), *([("best of them", best)] if best else [])]
 
 
 def _result_rows(history: TuningHistory) -> list[tuple[str, str]]:
