@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from latency_parts.contenders import Turn, contenders_of, time_turn
@@ -36,7 +36,9 @@ from ansor_mlflow.model import Manifest
 from ansor_mlflow.names import NETWORK_FILE, RIVALS
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import Arrays, random_inputs
-from ansor_mlflow.tuning import Roofline, measure_roofline
+
+if TYPE_CHECKING:
+    from ansor_mlflow.tuning import Roofline
 
 _SEED = 0
 _TOLERANCE = 1e-3
@@ -92,6 +94,8 @@ def main(
 
 
 def _measure(network: str, model: Path, turns: int, scratch: Path, work_directory: Path) -> dict[str, Any]:
+    from ansor_mlflow.tuning import measure_roofline  # as above
+
     manifest = Manifest.read(model)
     (entry,) = manifest.libraries
     num_threads = entry.fingerprint.num_threads
