@@ -16,6 +16,7 @@ import onnx
 import pytest
 from helpers.served import compiled
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
+from onnx import helper, numpy_helper
 
 import ansor_mlflow as am
 from ansor_mlflow import flavor, names
@@ -55,6 +56,20 @@ def test_a_rival_computes_in_float32(rival: Rival, tmp_path: Path) -> None:
     examples = [random_inputs(task.inputs, seed) for seed in range(2)]
     expected = expected_of(task.network, 1, examples)
     assert deviation_of(partial(rival_inference, rival, task), examples, expected).max_rel_error < 1e-5
+
+
+def test_a_network_of_16_bits_is_not_rounded_to_another_16(tmp_path: Path) -> None:
+    """OpenVINO takes bfloat16 by itself, on a CPU that has instructions for it, which is off by 2e-3."""
+    weights = numpy_helper.from_array(np.random.default_rng(0).normal(0, 0.1, (256, 64)).astype(np.float16), "weights")
+    x, y = (helper.make_tensor_value_info(name, 10, (4, size)) for name, size in (("x", 256), ("y", 64)))
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "weights"], ["y"])], "half", [x], [y], [weights])
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "half.onnx"
+    )
+    task = task_of(tmp_path / "half.onnx")
+    examples = [random_inputs(task.inputs, 0)]
+    expected = expected_of(task.network, 1, examples)
+    assert deviation_of(partial(rival_inference, "openvino", task), examples, expected).max_rel_error < 1e-3
 
 
 def test_outputs_have_their_names_in_any_order(tmp_path: Path) -> None:
