@@ -206,8 +206,11 @@ class NetworkOptions(SeedOptions):
 class BudgetOptions(NetworkOptions):
     """How many programs are measured."""
 
-    trials: PositiveInt | Auto = _parameter(
-        "auto", "Programs to measure in all; auto multiplies the preset's number by the number of tasks."
+    trials: Annotated[int, Field(ge=0)] | Auto = _parameter(
+        "auto",
+        "Programs to measure in all; auto multiplies the preset's number by the number of tasks. With 0 nothing is "
+        "measured, and the network is compiled as the sketches choose.",
+        "a whole number, 0 or more, or auto",
     )
     preset: Literal["quick", "standard", "thorough"] = _parameter(
         "standard", "Budget that trials=auto stands for: quick 16, standard 64, thorough 256 trials per task."
@@ -227,6 +230,10 @@ class TuneOptions(BudgetOptions):
         "no limit by default.",
     )
     num_trials_per_round: PositiveInt = _parameter(32, "Programs measured before the cost model learns again.")
+    space: Literal["metaschedule", "sketches", "both"] = _parameter(
+        "metaschedule",
+        "Programs to search: MetaSchedule's; those of our sketches, where one fits a task; or both.",
+    )
     strategy: Literal["evolutionary", "random"] = _parameter(
         "evolutionary", "Search strategy; random is MetaSchedule's replay-trace."
     )

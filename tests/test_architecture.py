@@ -21,7 +21,7 @@ FLOORS = [
     ["codegen", "device"],
     ["networks", "records"],
     ["graphs"],
-    ["lowering"],
+    ["lowering", "sketches"],
     ["model"],
     ["measuring"],
     ["tuning"],

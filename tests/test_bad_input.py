@@ -209,8 +209,8 @@ def test_what_a_pipeline_refuses_before_it_opens_its_run(
 
 
 PARSE_ERRORS = [
-    (["tune", "--trials", "abc"], "trials='abc': it must be a whole number of at least 1, or auto"),
-    (["tune", "--trials", "-5"], "trials='-5': it must be a whole number of at least 1, or auto"),
+    (["tune", "--trials", "abc"], "trials='abc': it must be a whole number, 0 or more, or auto"),
+    (["tune", "--trials", "-5"], "trials='-5': it must be a whole number, 0 or more, or auto"),
     (["tune", "--input-shapes", "[1, 3]"], "input_shapes='.*': it must be a JSON object of shapes"),
     (["tune", "--config", "typo.yaml"], "config=typo.yaml: unknown key 'trails'; perhaps you meant trials"),
     (["tune", "--config", "wrong.yaml"], "strategy='genetic': it must be evolutionary or random"),
@@ -417,9 +417,9 @@ def test_the_scripts_of_the_project_do_too(elsewhere: RunCommand, new_experiment
     command = [sys.executable, "-m", "pipelines.tune", "--trials", "abc"]
     failed = elsewhere(*command, MLFLOW_RUN_ID=opened, PYTHONPATH=str(ROOT))
     assert failed.finished.exit_code == USER
-    assert failed.finished.stderr == "Error: trials='abc': it must be a whole number of at least 1, or auto\n"
+    assert failed.finished.stderr == "Error: trials='abc': it must be a whole number, 0 or more, or auto\n"
     assert failed.run is not None
-    assert failed.run.data.tags[names.TAG_ERROR] == "trials='abc': it must be a whole number of at least 1, or auto"
+    assert failed.run.data.tags[names.TAG_ERROR] == "trials='abc': it must be a whole number, 0 or more, or auto"
 
 
 def test_tracking_server_that_cannot_be_reached(elsewhere: RunCommand) -> None:

@@ -254,8 +254,8 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_value_in_a_file_that_breaks_its_rule(tmp_path: Path) -> None:
-    with pytest.raises(UserInputError, match="trials=0: it must be a whole number of at least 1, or auto"):
-        load_options(TuneOptions, {}, write_config(tmp_path, "trials: 0"))
+    with pytest.raises(UserInputError, match="trials=-1: it must be a whole number, 0 or more, or auto"):
+        load_options(TuneOptions, {}, write_config(tmp_path, "trials: -1"))
     with pytest.raises(UserInputError, match="trials=None: it must be"):
         load_options(TuneOptions, {}, write_config(tmp_path, "trials:"))
 

@@ -135,7 +135,7 @@ def test_type_checkers_know_parameters_and_results(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: am.tune("resnet-18", trials=0), "^trials=0: it must be a whole number of at least 1, or auto$"),
+        (lambda: am.tune("resnet-18", trials=-1), "^trials=-1: it must be a whole number, 0 or more, or auto$"),
         (lambda: am.tune("resnet-18", trails=1), "^parameters: unknown key 'trails'; perhaps you meant trials$"),
         (am.evaluate, "^model_uri='': it must be models:/…, runs:/… or a model's directory$"),
         (lambda: am.evaluate("models:/m"), r"^evaluate\('models:/m'\): parameters are given by name; see help\(\)$"),

@@ -3,6 +3,13 @@
 from ansor_mlflow.device.cgroups import cpu_quota, memory_left
 from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.fingerprints import DeviceFingerprint, fingerprint, why_not_runnable
-from ansor_mlflow.device.targets import architecture_of, has_arithmetic, parse_target, resolve_target, vector_lanes
+from ansor_mlflow.device.targets import (
+    architecture_of,
+    cpu_features,
+    has_arithmetic,
+    parse_target,
+    resolve_target,
+    vector_lanes,
+)
 from ansor_mlflow.device.threads import available_cpus, measuring_cpus, resolve_num_threads, set_num_threads
 from ansor_mlflow.device.tvm_import import import_tensor_intrin

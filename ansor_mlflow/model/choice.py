@@ -33,7 +33,7 @@ class LoadOptions:
     allow_rebuild: bool = True
     """Build a library where none runs here: with the records for another CPU of this architecture, or untuned."""
     allow_untuned: bool = True
-    """Build a library without records, which is often a hundred times slower."""
+    """Build a library without records, whose schedules nothing has measured."""
 
     def __post_init__(self) -> None:
         if self.device not in _KINDS:

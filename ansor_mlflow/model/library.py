@@ -14,21 +14,28 @@ from ansor_mlflow.codegen import pass_config
 from ansor_mlflow.device import architecture_of
 from ansor_mlflow.errors import MachineError, RecordsError, first_line
 from ansor_mlflow.model.parts import PartEntry, write_parts
+from ansor_mlflow.sketches import find_programs
 from ansor_mlflow.trials import TaskInfo
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
+    from tvm.s_tir.meta_schedule.database import Database
     from tvm.target import Target
 
-    from ansor_mlflow.lowering import LoweredNetwork
+    from ansor_mlflow.lowering import LoweredNetwork, TuningTask
+
+_NOT_MEASURED_S = 1.0
+"""The time that a record needs; nothing is compared with it."""
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """Which of a network's tasks have a record; the others run unscheduled, often a hundred times slower."""
+    """Which of a network's tasks have a record; the others run as their sketches choose without a measurement."""
 
     covered: tuple[TaskInfo, ...]
     missing: tuple[TaskInfo, ...]
+    unscheduled: tuple[TaskInfo, ...] = ()
+    """Of those without a record the ones that no sketch fits: they are often a hundred times slower."""
 
     @property
     def task_share(self) -> float:
@@ -50,16 +57,19 @@ class Coverage:
             "num_covered": len(self.covered),
             "num_tasks": len(self.covered) + len(self.missing),
             "missing": [asdict(task) for task in self.missing],
+            "unscheduled": [task.name for task in self.unscheduled],
         }
 
 
-def compile_tuned(lowered: LoweredNetwork, target: Target, best_records: Path, library: Path) -> Coverage:
+def compile_tuned(lowered: LoweredNetwork, target: Target, best_records: Path | None, library: Path) -> Coverage:
     """Builds the network with the fastest record of each task; beside the library is what stays with ONNX Runtime.
+
+    A task without a record runs as its sketch chooses without a measurement.
 
     Args:
         lowered: Network, lowered for `target` exactly as it was for tuning.
         target: Device to generate code for.
-        best_records: Directory of a database with one record for each workload; see `records.distill`.
+        best_records: Directory of a database with one record for each workload; see `records.distill`. None for none.
         library: Path of the shared library to write.
 
     Raises:
@@ -68,15 +78,18 @@ def compile_tuned(lowered: LoweredNetwork, target: Target, best_records: Path, l
     """
     import tvm
     from tvm import relax
-    from tvm.s_tir.meta_schedule.database import JSONDatabase
+    from tvm.s_tir.meta_schedule.database import JSONDatabase, MemoryDatabase, OrderedUnionDatabase
 
     from ansor_mlflow.device import import_tensor_intrin
 
     import_tensor_intrin()
+    chosen = MemoryDatabase()
     try:
-        database = JSONDatabase(work_dir=str(best_records), allow_missing=False)
+        database = JSONDatabase(work_dir=str(best_records), allow_missing=False) if best_records else MemoryDatabase()
         covered = [database.query_tuning_record(task.mod, target, task.info.name) is not None for task in lowered.tasks]
-        with target, database:
+        missing = [task for task, found in zip(lowered.tasks, covered, strict=True) if not found]
+        unscheduled = [task.info for task in missing if not _choose(task, target, chosen)]
+        with target, OrderedUnionDatabase(database, chosen):
             mod = tvm.transform.Sequential(
                 [
                     relax.transform.MetaScheduleApplyDatabase(),
@@ -93,8 +106,24 @@ def compile_tuned(lowered: LoweredNetwork, target: Target, best_records: Path, l
     infos = [task.info for task in lowered.tasks]
     return Coverage(
         covered=tuple(info for info, found in zip(infos, covered, strict=True) if found),
-        missing=tuple(info for info, found in zip(infos, covered, strict=True) if not found),
+        missing=tuple(task.info for task in missing),
+        unscheduled=tuple(unscheduled),
     )
+
+
+def _choose(task: TuningTask, target: Target, database: Database) -> bool:
+    """Writes what the sketch of a task chooses to a database; returns whether there is such a sketch."""
+    from tvm.s_tir.meta_schedule.arg_info import ArgInfo
+    from tvm.s_tir.meta_schedule.database import TuningRecord
+
+    programs = find_programs(task.mod, target)
+    program = programs and programs.first()
+    if not program:
+        return False
+    workload = database.commit_workload(task.mod)
+    arguments = ArgInfo.from_prim_func(task.mod["main"])
+    database.commit_tuning_record(TuningRecord(program.trace, workload, [_NOT_MEASURED_S], target, arguments))
+    return True
 
 
 def compile_untuned(lowered: LoweredNetwork, target: Target, library: Path) -> None:

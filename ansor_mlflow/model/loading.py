@@ -160,7 +160,7 @@ def _build_library(
 
 def _outcome(attempt: _Attempt, entry: LibraryEntry) -> str:
     if attempt.level == "untuned":
-        return "it was built here without records, and is often a hundred times slower than a tuned one"
+        return "it was built here without records, with schedules that nothing has measured"
     return (
         f"it was built here with the records for {attempt.entry.fingerprint.description}, which cover "
         f"{entry.coverage['task_share']:.0%} of the tasks"

@@ -33,7 +33,9 @@ class BuildJob:
     sizes: tuple[NetworkShapes, ...] = ()
     """Its sizes; empty where it has one."""
     records: str
-    """Directory of the records to apply; empty for an untuned library."""
+    """Directory of the records to apply; empty for none."""
+    plain: bool = False
+    """Whether it is the library that TVM builds by itself, which others are compared with."""
     target: dict[str, Any]
     num_threads: int
     lowering: LoweringSettings
@@ -62,7 +64,7 @@ def build_in_child_process(job: BuildJob) -> dict[str, Any]:
     """Builds a library in a process of its own.
 
     Returns:
-        The coverage, empty for an untuned library, and the parts, as `LibraryEntry` has them in JSON.
+        The coverage, empty for a plain library, and the parts, as `LibraryEntry` has them in JSON.
 
     Raises:
         AnsorMlflowError: The records do not apply, or the network cannot be compiled here.
@@ -91,10 +93,11 @@ def build(job: BuildJob) -> dict[str, Any]:
     models = models_of_sizes(onnx.load_model(job.network), job.network, job.sizes)
     lowered = lower_sizes(models, target, job.lowering, job.network)
     parts = [asdict(part) for part in part_entries(lowered)]
-    if not job.records:
+    if job.plain:
         compile_untuned(lowered, target, Path(job.library))
         return {"coverage": {}, "parts": parts}
-    coverage = compile_tuned(lowered, target, Path(job.records), Path(job.library)).to_dict()
+    records = Path(job.records) if job.records else None
+    coverage = compile_tuned(lowered, target, records, Path(job.library)).to_dict()
     return {"coverage": coverage, "parts": parts}
 
 

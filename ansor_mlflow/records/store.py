@@ -186,7 +186,13 @@ class Database:
 
 
 def distill(
-    source: RecordPair, destination: Path, target: Mapping[str, Any], keep: int = 1, *, any_target: bool = False
+    source: RecordPair,
+    destination: Path,
+    target: Mapping[str, Any],
+    keep: int = 1,
+    *,
+    any_target: bool = False,
+    may_be_none: bool = False,
 ) -> int:
     """Writes the fastest valid records of each workload to a new database.
 
@@ -199,6 +205,7 @@ def distill(
             the fastest record of any device.
         keep: Records of a workload.
         any_target: Whether a workload without such records gets those of another target of the same kind.
+        may_be_none: Whether it is no error that there are none.
 
     Returns:
         The number of records written.
@@ -210,6 +217,12 @@ def distill(
     if any_target:
         _take_one_target_each(database, target)
     num_written = merge([database], destination, target=None if any_target else target, keep=keep)
+    if may_be_none and not database.records:
+        empty = RecordPair.in_directory(destination)
+        destination.mkdir(parents=True, exist_ok=True)
+        for path in (empty.workloads, empty.records):
+            write_text(path, "")
+        return 0
     if num_written:
         return num_written
     valid = [record for record in database.records if record.run_s < FAILED_RUN_S]

@@ -240,6 +240,7 @@ def _measure(
             network=str(directory / names.NETWORK_FILE),
             sizes=manifest.sizes,
             records="",
+            plain=True,
             target=entry.fingerprint.target,
             num_threads=entry.fingerprint.num_threads,
             lowering=LoweringSettings.among(entry.provenance),

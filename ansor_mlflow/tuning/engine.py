@@ -32,8 +32,9 @@ from ansor_mlflow.tuning.announcer import Announcer
 from ansor_mlflow.tuning.interrupt import Interrupts, deferred_interrupts
 from ansor_mlflow.tuning.scheduler import GradientScheduler
 from ansor_mlflow.tuning.search.candidates import log_lines, make_trial, run_jobs, runner_result
+from ansor_mlflow.tuning.search.choice import ProgramSearch, make_search
 from ansor_mlflow.tuning.search.memory import release_memory
-from ansor_mlflow.tuning.search.task_search import TaskSearch, candidate_of, make_cost_model
+from ansor_mlflow.tuning.search.task_search import candidate_of, make_cost_model
 from ansor_mlflow.tuning.stopping import StoppingRules
 from ansor_mlflow.tuning.winners import MAX_FINALISTS, Winners
 from ansor_mlflow.tuning.workers.builder import Builder
@@ -114,7 +115,7 @@ class Tuner:
         self._rules = StoppingRules(options, num_trials, len(tasks) - sum(seed.is_enough for seed in seeds))
         self._winners = Winners(len(tasks))
         self._states = tuple(TaskState(info=task.info) for task in tasks)
-        self._searches: dict[int, TaskSearch] = {}
+        self._searches: dict[int, ProgramSearch] = {}
         self._cost_model = make_cost_model(options.cost_model, search_threads, options.seed)
         self._durations = durations or Durations()
         self._journal = journal
@@ -311,13 +312,12 @@ class Tuner:
             probe_spread=self._runner.noise.spread,
         )
 
-    def _search(self, index: int) -> TaskSearch:
+    def _search(self, index: int) -> ProgramSearch:
         if index not in self._searches:
-            self._searches[index] = TaskSearch(
+            self._searches[index] = make_search(
                 self._tasks[index],
                 target=self._target,
-                strategy=self._options.strategy,
-                num_trials_per_round=self._options.num_trials_per_round,
+                options=self._options,
                 num_threads=self._search_threads,
                 seed=self._options.seed * 1009 + index + 1,
                 log=self._log,

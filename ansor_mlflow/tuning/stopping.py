@@ -36,10 +36,10 @@ def resolve_num_trials(options: TuneOptions, num_tasks: int, num_known: int = 0)
     """
     if options.trials == "auto":
         num_trials = TRIALS_PER_TASK[options.preset] * num_tasks
-    elif options.trials < num_tasks:
+    elif 0 < options.trials < num_tasks:
         raise UserInputError(
             f"trials={options.trials}, but the network has {num_tasks} tasks and each needs a trial; "
-            f"give at least {num_tasks}, or auto"
+            f"give at least {num_tasks}, or auto, or 0 to measure nothing"
         )
     else:
         num_trials = options.trials

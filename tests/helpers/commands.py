@@ -65,7 +65,9 @@ def run_project(
     experiment_id: str,
     entry_point: str = "main",
 ) -> Finished:
-    """Runs `mlflow run` in this environment."""
+    """Runs `mlflow run` in this environment, with ONNX Runtime as the only rival if the parameters name none."""
+    if entry_point in ("main", "evaluate"):
+        parameters = {"rivals": "onnxruntime", **parameters}
     pairs = [word for name, value in parameters.items() for word in ("-P", f"{name}={value}")]
     options = ["--env-manager", "local", "--experiment-id", experiment_id, "--entry-point", entry_point]
     return run([MLFLOW, "run", str(project), *options, *pairs], cwd, env)

@@ -82,6 +82,7 @@ class Laboratory:
         job = BuildJob(
             network=str(path),
             records="",
+            plain=True,
             target=self.device.fingerprint.target,
             num_threads=self.device.num_threads,
             lowering=self.lowering,

@@ -218,12 +218,15 @@ def _report_coverage(coverage: Coverage, parts: Sequence[PartEntry], run: StepRu
     run.log_artifacts(path)
     if coverage.missing:
         _log.warning(
-            "%d of %d tasks have no record (%.1f %% of the operations are covered), such as %s: they run untuned, "
-            "often a hundred times slower; tune this network for this target and layout",
+            "%d of %d tasks have no record (%.1f %% of the operations are covered), such as %s: they run as chosen "
+            "without a measurement%s; tune this network for this target and layout",
             len(coverage.missing),
             len(coverage.missing) + len(coverage.covered),
             coverage.flops_share * 100,
             coverage.missing[0].name,
+            f", {len(coverage.unscheduled)} as TVM has them, often a hundred times slower"
+            if coverage.unscheduled
+            else "",
         )
 
 

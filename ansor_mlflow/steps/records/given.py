@@ -166,7 +166,7 @@ def distill_for_device(
         raise RecordsError(
             f"{reason}; tune on this device, or give allow_target_mismatch=true to apply them nevertheless"
         )
-    distill(pair, best, device.target, keep, any_target=allow_mismatch)
+    distill(pair, best, device.target, keep, any_target=allow_mismatch, may_be_none=_measured_nothing(pair.root))
     if made_for:
         write_text(best / names.FINGERPRINT_FILE, made_for.to_json())
     ours = target_key(json.dumps(device.target))
@@ -175,6 +175,11 @@ def distill_for_device(
         return reason
     made_for_names = ", ".join(f"{len(other.workloads)} for {other.name}" for other in others)
     return f"some records are not for {target_name(device.target)}: {made_for_names}"
+
+
+def _measured_nothing(records: Path) -> bool:
+    """Whether a tuning without trials left these records."""
+    return (records / names.PROVENANCE_FILE).exists() and read_provenance(records).trials_per_task == 0
 
 
 def best_records(records: Path, network: NetworkTasks, scratch: Path) -> dict[int, TuningRecord]:

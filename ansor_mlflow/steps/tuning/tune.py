@@ -186,8 +186,9 @@ def _tune(work: TuningWork, run: StepRun, outbox: Outbox, observers: Sequence[Tu
     with report.at_the_end():
         result = tune_locally(job, options, observers, resume=is_resumed)
     write_description(records, device.fingerprint, _at_the_end(provenance, options, result))
-    require_valid_trials(result)
-    _warn_of_missing(result, options, run.run_id)
+    if options.trials != 0:
+        require_valid_trials(result)
+        _warn_of_missing(result, options, run.run_id)
     if result.distrust:
         _log.warning("the times cannot be trusted: %s", result.distrust)
     return TuneResult(
@@ -204,8 +205,8 @@ def _warn_of_missing(result: TuningResult, options: TuneOptions, run_id: str) ->
     if missing := result.uncovered:
         assert options.max_minutes is not None  # any other end is an error
         _log.warning(
-            "max_minutes=%g was too short: %d of %d tasks have no valid trial, such as %s, and are compiled with TVM's "
-            "default schedules; go on with ansor-mlflow tune --resume-run %s --max-minutes %.1f (main takes the same)",
+            "max_minutes=%g was too short: %d of %d tasks have no valid trial, such as %s, and are compiled as their "
+            "sketches choose; go on with ansor-mlflow tune --resume-run %s --max-minutes %.1f (main takes the same)",
             options.max_minutes,
             len(missing),
             len(result.tasks),
@@ -273,8 +274,7 @@ def _provenance(options: TuneOptions, network: Network, device: Device) -> Prove
 
 def _records_and_log(run: StepRun) -> list[tuple[str, str]]:
     """What is uploaded however the tuning ended."""
-    records = whole_records(run.directory) if run.has_records else []
-    return [*records, (names.LOG_FILE, "")]
+    return [*whole_records(run.directory), (names.LOG_FILE, "")]
 
 
 @contextlib.contextmanager

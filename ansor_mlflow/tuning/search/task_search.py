@@ -156,7 +156,7 @@ class TaskSearch:
             device: Tells it from other devices: times are compared only with those of the same one.
         """
         mod = self._task.mod.with_attr("ansor.device", device)  # the cost model groups times by the module
-        self._learn_from(records, _context(self._task, self._target, mod=mod, num_threads=self._num_threads))
+        self._learn_from(records, context_of(self._task, self._target, mod=mod, num_threads=self._num_threads))
         self._has_experience = True
 
     def _learn_from(self, records: Sequence[RecordText], context: TuneContext) -> list[MeasureCandidate]:
@@ -226,7 +226,7 @@ class TaskSearch:
 
     def _begin(self, strategy: SearchStrategy, seed: int, num_candidates: int) -> TuneContext:
         """Starts a search; all searches of a task share the design space."""
-        context = _context(
+        context = context_of(
             self._task, self._target, num_threads=self._num_threads, search_strategy=strategy, rand_state=seed
         )
         if self._design_spaces is None:
@@ -248,10 +248,11 @@ def applies(record: RecordText, task: TuningTask, target: Target) -> bool:
 
 def candidate_of(record: RecordText, task: TuningTask, target: Target) -> MeasureCandidate | None:
     """The program that a record was made of; None where its schedule is none of the task on the target."""
-    return replay(record, task.mod, _context(task, target))
+    return replay(record, task.mod, context_of(task, target))
 
 
-def _context(task: TuningTask, target: Target, *, mod: IRModule | None = None, **search: Any) -> TuneContext:
+def context_of(task: TuningTask, target: Target, *, mod: IRModule | None = None, **search: Any) -> TuneContext:
+    """What MetaSchedule's parts know of a task; `mod` in place of its module, and whatever else a search needs."""
     from tvm.s_tir.meta_schedule import TuneContext
 
     return TuneContext(

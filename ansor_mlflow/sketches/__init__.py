@@ -1,0 +1,3 @@
+"""Which programs a task may become: schedules of our own, each good before anything is measured."""
+
+from ansor_mlflow.sketches.choice import Programs, Tile, find_programs

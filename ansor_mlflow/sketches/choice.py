@@ -1,0 +1,95 @@
+"""The sketch of a task, and its decisions as programs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ansor_mlflow.sketches.contraction import find_contraction
+from ansor_mlflow.sketches.machine import Machine
+from ansor_mlflow.sketches.register_tile import RegisterTiling
+from ansor_mlflow.sketches.rows import RowTiling
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
+    from tvm.s_tir import Schedule
+    from tvm.target import Target
+
+Tile = Any
+"""The decisions of a sketch: a frozen dataclass of numbers and words."""
+ANNOTATION = "ansor.sketch"
+"""Of a program's outermost block: the sketch and its decisions, as JSON."""
+
+
+class Sketch(Protocol):
+    """One way to compute a function, which leaves a few decisions open."""
+
+    name: str
+    """What users read."""
+
+    def tiles(self) -> list[Tile]:
+        """All decisions that are worth a trial, the one that is taken without any first."""
+
+    def kind(self, tile: Tile) -> object:
+        """The part of a decision that matters most for the speed."""
+
+    def schedule(self, tile: Tile) -> Schedule:
+        """The program of a decision, as a schedule whose trace has plain instructions alone."""
+
+
+class Programs:
+    """The programs of a task's sketch, in the order in which they are worth a trial.
+
+    Args:
+        sketch: The sketch.
+    """
+
+    def __init__(self, sketch: Sketch) -> None:
+        self._sketch = sketch
+        self.tiles = sketch.tiles()
+
+    def program(self, tile: Tile) -> Schedule | None:
+        """A program as it is measured and recorded; None if TVM refuses it."""
+        from tvm.s_tir.meta_schedule.postproc import RewriteLayout, RewriteReductionBlock
+
+        try:
+            sch = self._sketch.schedule(tile)
+            sch.annotate(sch.get_sblock("root"), ANNOTATION, self._decision(tile))
+            sch.enter_postproc()
+            is_valid = all(postproc.apply(sch) for postproc in (RewriteReductionBlock(), RewriteLayout()))
+        except (RuntimeError, ValueError):  # TVM's error for what it refuses is one of the first
+            return None
+        return sch if is_valid else None
+
+    def first(self) -> Schedule | None:
+        """The program that is taken without a trial."""
+        return next(filter(None, map(self.program, self.tiles)), None)
+
+    def kind(self, tile: Tile) -> object:
+        """The part of a decision that matters most for the speed."""
+        return self._sketch.kind(tile)
+
+    def tile_of(self, sch: Schedule) -> Tile | None:
+        """The decision that a program says that it is made of; None if it is none of these."""
+        annotations = sch.get(sch.get_sblock("root")).annotations
+        decision = str(annotations[ANNOTATION]) if ANNOTATION in annotations else ""
+        return next((tile for tile in self.tiles if self._decision(tile) == decision), None) if decision else None
+
+    def _decision(self, tile: Tile) -> str:
+        return json.dumps({"sketch": self._sketch.name, **asdict(tile)})
+
+
+def find_programs(mod: IRModule, target: Target) -> Programs | None:
+    """The programs of our own for a task's function; None where there are none, or the target is no CPU."""
+    if target.kind.name != "llvm":
+        return None
+    machine = Machine.of(target)
+    contraction = find_contraction(mod)
+    sketch: Sketch = RowTiling(mod, machine) if contraction is None else RegisterTiling(mod, contraction, machine)
+    programs = Programs(sketch)
+    return programs if any(programs.program(tile) is not None for tile in programs.tiles[:_NUM_TRIED]) else None
+
+
+_NUM_TRIED = 3
+"""Programs of which one has to be possible."""

@@ -1,0 +1,165 @@
+"""Recognises functions whose work is one sum, such as convolutions, matrix multiplications and poolings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
+    from tvm.s_tir import Schedule
+    from tvm.s_tir.schedule import SBlockRV
+
+_SPATIAL, _REDUCTION = 0, 2
+"""TVM's numbers for iterators of a block."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An array that is read in the sum."""
+
+    buffer: str
+    shape: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]
+    """For each dimension of the buffer the coefficients of the block's iterators."""
+
+    def stride(self, axis: int) -> int:
+        """Elements in memory from one value of an iterator to the next."""
+        return sum(of_dim[axis] * prod(self.shape[dim + 1 :]) for dim, of_dim in enumerate(self.strides))
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """A function that sums over some iterators, with what comes before and after."""
+
+    block: str
+    spatial: tuple[int, ...]
+    """Extents of the iterators of the output; the last one is that of the vectors."""
+    reduction: tuple[int, ...]
+    """Extents of the summed iterators."""
+    operands: tuple[Operand, ...]
+    """What is read, the result left out."""
+    producers: tuple[str, ...]
+    """Blocks before it, such as that of the padding."""
+    has_padding: bool
+    """Whether the last of them decides for each element where it comes from."""
+    epilogue: tuple[str, ...]
+    """Blocks after it, in order; the last one writes the output."""
+    num_bytes: int
+    """Size of an element of the sums."""
+
+    @property
+    def vector_axis(self) -> int:
+        """The iterator along vectors."""
+        return len(self.spatial) - 1
+
+    @property
+    def broadcast(self) -> Operand | None:
+        """The operand of which one element serves for a whole vector; None where all of them are vectors."""
+        return next((operand for operand in self.operands if not operand.stride(self.vector_axis)), None)
+
+    @property
+    def shared(self) -> Operand | None:
+        """The operand that is the same along some iterators of the output, besides that of the vectors: the weights."""
+        vectors = [operand for operand in self.operands if operand.stride(self.vector_axis)]
+        return vectors[-1] if len(self.operands) > 1 else None
+
+    @property
+    def free_axes(self) -> tuple[int, ...]:
+        """Iterators of the output that the weights do not depend on: along them a register is used again."""
+        shared = self.shared
+        return tuple(axis for axis in range(self.vector_axis) if shared is None or not shared.stride(axis))
+
+
+def find_contraction(mod: IRModule) -> Contraction | None:
+    """The sum that a task's function is; None where it is something else."""
+    from tvm.s_tir import Schedule
+
+    sch = Schedule(mod)
+    blocks = list(sch.get_child_blocks(sch.get_sblock("root")))
+    names = [str(sch.get(block).name_hint) for block in blocks]
+    summing = [place for place, block in enumerate(blocks) if _REDUCTION in _kinds(sch.get(block))]
+    if len(summing) != 1 or len(set(names)) != len(names):
+        return None
+    (place,) = summing
+    block = sch.get(blocks[place])
+    kinds, extents = _kinds(block), [int(var.dom.extent) for var in block.iter_vars]
+    num_spatial = kinds.count(_SPATIAL)
+    if kinds != [_SPATIAL] * num_spatial + [_REDUCTION] * (len(kinds) - num_spatial) or num_spatial < 2:
+        return None
+    operands = _operands(block)
+    if operands is None or not _are_vectors(operands, num_spatial - 1) or not _has_one_end(sch, blocks[place:]):
+        return None
+    return Contraction(
+        block=names[place],
+        spatial=tuple(extents[:num_spatial]),
+        reduction=tuple(extents[num_spatial:]),
+        operands=operands,
+        producers=tuple(names[:place]),
+        has_padding=place > 0 and "if_then_else" in str(sch.get(blocks[place - 1]).body),
+        epilogue=tuple(names[place + 1 :]),
+        num_bytes=_num_bytes(str(block.body.value.ty)),
+    )
+
+
+def _kinds(block: Any) -> list[int]:
+    return [int(var.iter_type) for var in block.iter_vars]
+
+
+def _has_one_end(sch: Schedule, blocks: Sequence[SBlockRV]) -> bool:
+    """Whether the last block alone writes what no other block reads."""
+    return [bool(sch.get_consumers(block)) for block in blocks] == [True] * (len(blocks) - 1) + [False]
+
+
+def _are_vectors(operands: Sequence[Operand], axis: int) -> bool:
+    """Whether along an iterator the elements of each operand follow each other, or are the same one."""
+    strides = [operand.stride(axis) for operand in operands]
+    return 1 in strides and set(strides) <= {0, 1} and strides.count(0) <= 1
+
+
+def _operands(block: Any) -> tuple[Operand, ...] | None:
+    """What a sum reads besides its result; None where an index is no linear function of the iterators."""
+    from tvm import tirx
+
+    store = block.body
+    loads = list(_loads(store.value)) if isinstance(store, tirx.BufferStore) else []
+    variables = [var.var for var in block.iter_vars]
+    operands = tuple(
+        Operand(
+            buffer=str(load.source.name),
+            shape=tuple(int(dim) for dim in load.source.shape),
+            strides=tuple(_coefficients(load.indices, variables)),
+        )
+        for load in loads
+        if not load.source.same_as(store.buffer)
+    )
+    is_linear = all(() not in operand.strides for operand in operands)
+    return operands if is_linear and 1 <= len(operands) <= 2 else None
+
+
+def _loads(expr: Any) -> Iterator[Any]:
+    """Yields what an expression of sums, products, maxima and conversions reads, from left to right."""
+    from tvm.ir import TensorLoad
+
+    if isinstance(expr, TensorLoad):
+        yield expr
+        return
+    for name in ("a", "b", "value"):
+        inner = getattr(expr, name, None)
+        if hasattr(inner, "ty"):
+            yield from _loads(inner)
+
+
+def _coefficients(indices: Sequence[Any], variables: Sequence[Any]) -> Iterator[tuple[int, ...]]:
+    from tvm.sym import detect_linear_equation
+
+    for index in indices:
+        yield tuple(int(coefficient) for coefficient in list(detect_linear_equation(index, variables))[:-1])
+
+
+def _num_bytes(dtype: str) -> int:
+    import tvm
+
+    return (int(tvm.DataType(dtype).bits) + 7) // 8

@@ -1,0 +1,129 @@
+"""Functions that work on one row after the other: softmax, layer normalisation, and what only moves or maps elements.
+
+parallel over rows
+for each block                          in the order of the function
+the elements of a row                 vectorised; sums have a vector of partial sums
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ansor_mlflow.sketches.machine import Machine
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
+    from tvm.s_tir import Schedule
+    from tvm.s_tir.schedule import SBlockRV
+
+_SPATIAL = 0
+_MIN_PARALLEL = 16384
+"""Elements for which a second thread pays."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTile:
+    """The decisions of the sketch."""
+
+    lanes: int
+    """Elements of a vector; 1 leaves vectors to the compiler."""
+    parallel: bool
+    """Whether there is more than one thread."""
+
+
+class RowTiling:
+    """The sketch for one function."""
+
+    name = "rows"
+
+    def __init__(self, mod: IRModule, machine: Machine) -> None:
+        self._mod = mod
+        self._machine = machine
+
+    def tiles(self) -> list[RowTile]:
+        """All tiles that are worth a trial, the one that is taken without any first."""
+        from tvm.s_tir import Schedule
+
+        sch = Schedule(self._mod)
+        extents = [int(var.dom.extent) for var in sch.get(_blocks(sch)[-1]).iter_vars]
+        widest = self._machine.lanes(4)
+        lanes = [width for width in (widest, widest // 2, 1) if width and extents and extents[-1] % width == 0]
+        is_large = prod(extents) >= _MIN_PARALLEL
+        return [
+            RowTile(lanes=width, parallel=parallel)
+            for parallel in (is_large, not is_large)
+            for width in dict.fromkeys([*lanes, 1])
+        ]
+
+    def kind(self, tile: RowTile) -> object:
+        """Every decision is of its own kind."""
+        return tile
+
+    def schedule(self, tile: RowTile) -> Schedule:
+        """The function with a tile."""
+        from tvm.s_tir import Schedule
+
+        sch = Schedule(self._mod)
+        _inline(sch)
+        *others, last = _blocks(sch)
+        num_rows = min((_num_leading(sch.get(block)) for block in others), default=_num_leading(sch.get(last)) - 1)
+        sums = {place: _rfactor(sch, block, tile.lanes) for place, block in enumerate(others)}
+        loops = list(sch.get_loops(last))
+        if num_rows > 0:
+            row = sch.fuse(*loops[:num_rows])
+            if tile.parallel:
+                sch.parallel(row)
+            for place in reversed(range(len(others))):
+                sch.compute_at(others[place], row)
+                if (partial := sums[place]) is not None:
+                    sch.compute_at(partial, row)
+        for place, block in enumerate(others):
+            if (partial := sums[place]) is not None:
+                *_, lane, over = sch.get_loops(partial)  # in the order of the iterators
+                sch.reorder(over, lane)
+                sch.vectorize(lane)
+                sch.vectorize(sch.get_loops(sch.decompose_reduction(partial, over))[-1])
+            elif not _is_sum(sch.get(block)):
+                _vectorize(sch, block, tile.lanes, num_rows)
+        _vectorize(sch, last, tile.lanes, num_rows)
+        return sch
+
+
+def _blocks(sch: Schedule) -> list[SBlockRV]:
+    return list(sch.get_child_blocks(sch.get_sblock("root")))
+
+
+def _num_leading(block: Any) -> int:
+    """Iterators of the output before the first that is summed."""
+    kinds = [int(var.iter_type) for var in block.iter_vars]
+    return next((place for place, kind in enumerate(kinds) if kind != _SPATIAL), len(kinds))
+
+
+def _is_sum(block: Any) -> bool:
+    return _num_leading(block) < len(block.iter_vars)
+
+
+def _inline(sch: Schedule) -> None:
+    """Computes elements where they are read, if that is in one place."""
+    for block in _blocks(sch)[:-1]:
+        consumers = sch.get_consumers(block)
+        if not _is_sum(sch.get(block)) and len(consumers) == 1 and not _is_sum(sch.get(consumers[0])):
+            sch.compute_inline(block)
+
+
+def _rfactor(sch: Schedule, block: SBlockRV, lanes: int) -> SBlockRV | None:
+    """Splits a sum along the last axis into a vector of partial sums, which is returned, and their sum."""
+    loops = list(sch.get_loops(block))
+    if not _is_sum(sch.get(block)) or lanes == 1 or int(sch.get(loops[-1]).extent) % lanes:
+        return None
+    _, lane = sch.split(loops[-1], [None, lanes])
+    return sch.rfactor(lane, len(loops) - 1)
+
+
+def _vectorize(sch: Schedule, block: SBlockRV, lanes: int, num_rows: int) -> None:
+    """Vectorises a row along the last iterator."""
+    loops = list(sch.get_loops(block))
+    if lanes > 1 and len(loops) > (1 if num_rows else 0) and int(sch.get(loops[-1]).extent) % lanes == 0:
+        sch.vectorize(sch.split(loops[-1], [None, lanes])[1])

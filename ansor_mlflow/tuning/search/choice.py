@@ -1,0 +1,126 @@
+"""Which search a task gets: among the programs of our sketches, in MetaSchedule's space, or in both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from ansor_mlflow.lowering import TuningTask
+from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.records import RecordLog, RecordText
+from ansor_mlflow.sketches import find_programs
+from ansor_mlflow.tuning.search.sketch_search import SketchSearch
+from ansor_mlflow.tuning.search.task_search import TaskSearch, context_of, is_untrained
+
+if TYPE_CHECKING:
+    from tvm.s_tir.meta_schedule.cost_model import CostModel
+    from tvm.s_tir.meta_schedule.runner import RunnerResult
+    from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
+    from tvm.target import Target
+
+
+class ProgramSearch(Protocol):
+    """Proposes candidates for one task and learns from their measurement."""
+
+    def propose(self, limit: int) -> list[MeasureCandidate]:
+        """At most `limit` new programs, best guess first; none when the space is exhausted."""
+
+    def learn(self, candidates: Sequence[MeasureCandidate], results: Sequence[RunnerResult]) -> None:
+        """Takes the results of what was proposed."""
+
+    def remember(self, records: Sequence[RecordText]) -> None:
+        """Takes what was measured on such a device: none of it is proposed again."""
+
+    def transfer(self, records: Sequence[RecordText], device: str) -> None:
+        """Takes what was measured on a similar device."""
+
+    def close(self) -> None:
+        """Frees the state of the search."""
+
+
+class SearchInBoth:
+    """Proposes as many programs of one space as of the other, while there are some."""
+
+    def __init__(self, first: ProgramSearch, second: ProgramSearch) -> None:
+        self._searches = (first, second)
+        self._from_first: set[int] = set()
+
+    def propose(self, limit: int) -> list[MeasureCandidate]:
+        """See `ProgramSearch`."""
+        first, second = self._searches
+        mine = first.propose(-(-limit // 2))
+        others = second.propose(limit - len(mine)) if len(mine) < limit else []
+        if len(mine) + len(others) < limit:
+            mine = [*mine, *first.propose(limit - len(mine) - len(others))]
+        self._from_first = {id(candidate) for candidate in mine}
+        return [*mine, *others]
+
+    def learn(self, candidates: Sequence[MeasureCandidate], results: Sequence[RunnerResult]) -> None:
+        """See `ProgramSearch`."""
+        pairs = list(zip(candidates, results, strict=True))
+        for search, is_first in zip(self._searches, (True, False), strict=True):
+            own = [pair for pair in pairs if (id(pair[0]) in self._from_first) is is_first]
+            if own:
+                search.learn([candidate for candidate, _ in own], [result for _, result in own])
+
+    def remember(self, records: Sequence[RecordText]) -> None:
+        """See `ProgramSearch`."""
+        for search in self._searches:
+            search.remember(records)
+
+    def transfer(self, records: Sequence[RecordText], device: str) -> None:
+        """See `ProgramSearch`."""
+        for search in self._searches:
+            search.transfer(records, device)
+
+    def close(self) -> None:
+        """See `ProgramSearch`."""
+        for search in self._searches:
+            search.close()
+
+
+def make_search(
+    task: TuningTask,
+    *,
+    target: Target,
+    options: TuneOptions,
+    num_threads: int,
+    seed: int,
+    log: RecordLog,
+    cost_model: CostModel,
+) -> ProgramSearch:
+    """The search of a task in the space that the options name; MetaSchedule's where no sketch fits.
+
+    Args:
+        task: What is tuned.
+        target: Device that is tuned for.
+        options: Space, strategy and size of a round.
+        num_threads: Threads of the search.
+        seed: Seed of the search.
+        log: Where the search finds measured schedules to start from.
+        cost_model: Ranks candidates; all tasks share it.
+    """
+    programs = None if options.space == "metaschedule" else find_programs(task.mod, target)
+    in_sketches = programs and SketchSearch(
+        task,
+        programs,
+        context_of(task, target),
+        cost_model if options.strategy == "evolutionary" else None,
+        lambda: not is_untrained(cost_model),
+        seed,
+    )
+    in_metaschedule = partial(
+        TaskSearch,
+        task,
+        target=target,
+        strategy=options.strategy,
+        num_trials_per_round=options.num_trials_per_round,
+        num_threads=num_threads,
+        seed=seed,
+        log=log,
+        cost_model=cost_model,
+    )
+    if not in_sketches:
+        return in_metaschedule()
+    return SearchInBoth(in_sketches, in_metaschedule()) if options.space == "both" else in_sketches

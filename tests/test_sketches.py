@@ -1,0 +1,247 @@
+"""Sketches: which functions they fit, what is chosen without a trial, and that every program computes the right."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from ansor_mlflow.device import available_cpus, fingerprint
+from ansor_mlflow.device.targets import resolve_target
+from ansor_mlflow.lowering.lower import TuningTask, lower
+from ansor_mlflow.measuring.comparison import compare_outputs
+from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.model.library import compile_tuned
+from ansor_mlflow.model.loading import open_library
+from ansor_mlflow.model.manifest import LibraryEntry, Manifest
+from ansor_mlflow.networks.loading import load_network
+from ansor_mlflow.networks.onnx_file import write_onnx
+from ansor_mlflow.sketches.choice import ANNOTATION, find_programs
+from ansor_mlflow.sketches.contraction import find_contraction
+from ansor_mlflow.sketches.machine import Machine
+from ansor_mlflow.sketches.register_tile import RegisterTiling
+from ansor_mlflow.tensors import random_inputs
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+TOLERANCE = 1e-4
+TARGETS = ["auto", "llvm -mcpu=x86-64", "llvm -mcpu=haswell"]
+"""Those that any x86 of today can run, beside this one's."""
+
+
+def tasks_of(network: str, target: Target) -> tuple[TuningTask, ...]:
+    return lower(load_network(network).model, target).tasks
+
+
+def conv_task(network: str, target: Target) -> TuningTask:
+    return max(tasks_of(network, target), key=lambda task: task.info.flops)
+
+
+def error_without_trials(network: str, target: Target, directory: Path) -> float:
+    """The largest error of a network whose tasks run as their sketches choose, against ONNX Runtime's outputs."""
+    loaded = load_network(network)
+    lowered = lower(loaded.model, target)
+    coverage = compile_tuned(lowered, target, None, directory / "model.so")
+    assert not coverage.covered
+    assert not coverage.unscheduled, "a sketch fits every task"
+    write_onnx(loaded.model, directory / "network.onnx")
+    inputs = random_inputs(loaded.inputs, seed=0)
+    entry = LibraryEntry(
+        path="model.so", fingerprint=fingerprint(target, available_cpus()), coverage=coverage.to_dict(), provenance={}
+    )
+    manifest = Manifest(network=loaded.name, inputs=loaded.inputs, outputs=loaded.outputs, libraries=(entry,), files={})
+    outputs = open_library(directory / "model.so", manifest, entry).run(inputs)
+    expected = ReferenceSession(directory / "network.onnx", num_threads=1).run(inputs)
+    return compare_outputs(outputs, expected).max_rel_error
+
+
+# -- the machine -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "vector_bytes", "num_registers"),
+    [
+        ("llvm -mcpu=x86-64", 16, 16),
+        ("llvm -mcpu=haswell", 32, 16),
+        ("llvm -mcpu=skylake-avx512", 64, 32),
+        ("llvm -mcpu=neoverse-n1 -mtriple=aarch64-linux-gnu", 16, 32),
+    ],
+)
+def test_vectors_follow_from_the_target(target: str, vector_bytes: int, num_registers: int) -> None:
+    machine = Machine.of(resolve_target(target, 2))
+    assert (machine.vector_bytes, machine.num_registers, machine.num_threads) == (vector_bytes, num_registers, 2)
+
+
+# -- which functions ---------------------------------------------------------------------------------------------------
+
+
+def test_a_convolution_is_a_sum_of_products(host_target: Target) -> None:
+    task = conv_task("conv2d:1,14,14,32,16,3,3,1,1,bias,relu", host_target)
+    found = find_contraction(task.mod)
+    assert found is not None
+    assert (found.spatial, found.reduction) == ((1, 14, 14, 32), (3, 3, 16))
+    assert found.has_padding
+    assert found.broadcast is not None
+    assert found.shared is not None
+    assert found.free_axes == (0, 1, 2)
+    assert found.epilogue == ("T_add", "compute")
+
+
+def test_weights_of_a_batch_of_matrices_are_used_again_along_rows_alone(host_target: Target) -> None:
+    found = find_contraction(conv_task("batch_matmul:2,8,16,32", host_target).mod)
+    assert found is not None
+    assert found.free_axes == (1,)
+
+
+def test_a_softmax_is_no_sum_of_products_but_has_programs(host_target: Target) -> None:
+    task = conv_task("softmax:8,64", host_target)
+    assert find_contraction(task.mod) is None
+    assert find_programs(task.mod, host_target) is not None
+
+
+def test_no_sketch_is_for_gpus() -> None:
+    task = conv_task("dense:8,16,16", resolve_target("llvm -mcpu=x86-64", 1))
+    assert find_programs(task.mod, resolve_target("cuda -arch=sm_80", 1)) is None
+
+
+# -- tiles -------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([1, 3, 8, 24, 48, 100, 256]), st.sampled_from([1, 3, 5]))
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_tile_fits_into_the_registers(
+    host_target: Target, height: int, width: int, channels: int, kernel: int
+) -> None:
+    task = conv_task(f"conv2d:1,{height},{width},{channels},4,{kernel},{kernel},1,{kernel // 2}", host_target)
+    found = find_contraction(task.mod)
+    assert found is not None
+    machine = Machine.of(host_target)
+    tiles = RegisterTiling(task.mod, found, machine).tiles()
+    assert tiles
+    for tile in tiles:
+        assert tile.vectors * tile.columns * tile.rows + tile.vectors < machine.num_registers + 1
+        assert channels % (tile.lanes * tile.vectors) == 0
+        assert height % (tile.rows * tile.row_tiles) == 0
+        assert tile.lanes & (tile.lanes - 1) == 0
+
+
+def test_the_first_tile_keeps_both_threads_busy(host_target: Target) -> None:
+    task = conv_task("conv2d:1,28,28,128,64,3,3,1,1", resolve_target("auto", 2))
+    programs = find_programs(task.mod, resolve_target("auto", 2))
+    assert programs is not None
+    program = programs.first()
+    assert program is not None
+    assert "T.parallel" in program.mod.script()
+
+
+def test_a_program_says_what_it_is_made_of(host_target: Target) -> None:
+    task = conv_task("dense:16,32,16,bias", host_target)
+    programs = find_programs(task.mod, host_target)
+    assert programs is not None
+    program = programs.first()
+    assert program is not None
+    assert programs.tile_of(program) == programs.tiles[0]
+    annotation = program.get(program.get_sblock("root")).annotations[ANNOTATION]
+    assert json.loads(str(annotation)) == {"sketch": "register tile", **asdict(programs.tiles[0])}
+
+
+def test_traces_replay_in_stock_tvm(host_target: Target) -> None:
+    """Records have plain instructions: none is drawn, and none needs this package."""
+    from tvm.s_tir import Schedule
+
+    task = conv_task("conv2d:1,13,13,32,16,3,3,1,1,bias", host_target)
+    programs = find_programs(task.mod, host_target)
+    assert programs is not None
+    program = programs.first()
+    assert program is not None
+    names = {str(instruction.kind.name) for instruction in program.trace.insts}
+    assert not {name for name in names if name.startswith("Sample")}
+    again = Schedule(task.mod)
+    program.trace.apply_to_schedule(again, remove_postproc=False)
+    assert again.mod.script() == program.mod.script()
+
+
+# -- what they compute -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "network",
+    [
+        "conv2d:1,13,13,24,16,3,3,1,1,bias,relu",
+        "conv2d:1,17,11,32,5,3,3,2,1,bias",
+        "conv2d:2,9,9,16,8,3,3,1,2,dilation=2",
+        "conv2d:1,7,7,20,64,1,1,1,0,relu",
+        "conv2d:1,73,5,8,3,5,1,1,0",
+        "depthwise_conv2d:1,15,15,24,3,3,2,1,relu",
+        "conv3d:1,4,7,7,16,4,3,3,3,1,1",
+        "dense:1,10,64,bias",
+        "dense:19,33,47,bias,relu",
+        "batch_matmul:3,17,24,40",
+        "softmax:7,48",
+    ],
+)
+def test_what_is_chosen_without_a_trial_is_right(network: str, target: str, tmp_path: Path) -> None:
+    assert error_without_trials(network, resolve_target(target, available_cpus()), tmp_path) <= TOLERANCE
+
+
+@given(
+    height=st.integers(1, 20),
+    width=st.integers(1, 20),
+    filters=st.integers(1, 40),
+    channels=st.integers(1, 20),
+    kernel=st.sampled_from([1, 3, 5]),
+    stride=st.integers(1, 2),
+    index=st.integers(0, 2**16),
+)
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], phases=[Phase.generate]
+)
+def test_every_program_of_a_convolution_is_right(
+    host_target: Target, height: int, width: int, filters: int, channels: int, kernel: int, stride: int, index: int
+) -> None:
+    spec = f"conv2d:1,{height},{width},{filters},{channels},{kernel},{kernel},{stride},{kernel // 2},bias,relu"
+    task = conv_task(spec, host_target)
+    programs = find_programs(task.mod, host_target)
+    assert programs is not None
+    program = programs.program(programs.tiles[index % len(programs.tiles)])
+    assert program is not None
+    assert_same(task, program.mod, host_target)
+
+
+def assert_same(task: TuningTask, mod: object, target: Target) -> None:
+    """Compares a program with the function as TVM compiles it by itself."""
+    import tvm
+    from tvm.driver import build
+    from tvm.s_tir.meta_schedule.arg_info import ArgInfo
+
+    rng = np.random.default_rng(0)
+    infos = ArgInfo.from_prim_func(task.mod["main"])
+    arrays = [rng.normal(size=[int(dim) for dim in info.shape]).astype(str(info.dtype)) for info in infos]
+    results = []
+    for each in (task.mod, mod):  # the program packs its weights itself
+        tensors = [tvm.runtime.tensor(array) for array in arrays]
+        build(each, target=target)["main"](*tensors)
+        results.append(tensors[-1].numpy())
+    expected, actual = results
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE * max(abs(expected).max(), 1e-6))
+
+
+def test_programs_compile_for_other_machines() -> None:
+    """They are compiled, not run."""
+    from tvm.driver import build
+
+    target = resolve_target("llvm -mcpu=neoverse-n1 -mtriple=aarch64-linux-gnu", 4)
+    task = conv_task("conv2d:1,13,13,24,16,3,3,1,1,bias,relu", target)
+    programs = find_programs(task.mod, target)
+    assert programs is not None
+    program = programs.first()
+    assert program is not None
+    assert "fmla" in build(program.mod, target=target).inspect_source("s")
