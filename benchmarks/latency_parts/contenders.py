@@ -51,7 +51,8 @@ def contenders_of(model: Path, scratch: Path) -> Iterator[tuple[str, MakeInferen
     """
     manifest = Manifest.read(model)
     (entry,) = manifest.libraries
-    yield "untuned", _untuned(model, manifest, entry, scratch / "untuned.so")
+    yield "untuned", _built(model, manifest, entry, scratch / "untuned.so", plain=True)
+    yield "no trials", _built(model, manifest, entry, scratch / "instant.so", plain=False)
     yield OURS, partial(tuned_inference, model)
     task = RivalTask(
         network=model / NETWORK_FILE,
@@ -69,11 +70,13 @@ def time_turn(make_inference: MakeInference, inputs: Arrays) -> Turn:
     return turn
 
 
-def _untuned(model: Path, manifest: Manifest, entry: LibraryEntry, library: Path) -> MakeInference:
+def _built(model: Path, manifest: Manifest, entry: LibraryEntry, library: Path, *, plain: bool) -> MakeInference:
+    """The network without records, as TVM compiles it by itself, or as the sketches choose."""
     job = BuildJob(
         network=str(model / NETWORK_FILE),
         sizes=manifest.sizes,
         records="",
+        plain=plain,
         target=entry.fingerprint.target,
         num_threads=entry.fingerprint.num_threads,
         lowering=LoweringSettings.among(entry.provenance),
