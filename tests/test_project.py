@@ -115,6 +115,7 @@ def pipeline(database: Path, s3: S3Server, small_onnx: Path, tmp_path_factory: p
         "trials": NUM_TRIALS,
         "num_trials_per_round": 2,
         "turns": 1,
+        "rivals": "auto",
         "register_as": "small",
         "promote": "true",
         "alias": "champion",
@@ -384,7 +385,7 @@ def test_a_step_that_fails_fails_the_pipeline_with_its_message(
         experiment_id=store.experiment_id,
     )
     assert finished.exit_code != 0
-    message = r"trials=1, but the network has \d tasks and each needs a trial; give at least \d, or auto"
+    message = r"trials=1, but the network has \d tasks and each needs a trial; give at least \d, or auto, or 0 to .*"
     tune_error, main_error = finished.errors
     assert re.fullmatch(f"Error: {message}", tune_error)
     assert main_error == f"Error: tune: {tune_error.removeprefix('Error: ')}"
