@@ -20,6 +20,8 @@ Tile = Any
 """The decisions of a sketch: a frozen dataclass of numbers and words."""
 ANNOTATION = "ansor.sketch"
 """Of a program's outermost block: the sketch and its decisions, as JSON."""
+_NUM_TRIED = 3
+"""Programs of which one has to be possible."""
 
 
 class Sketch(Protocol):
@@ -89,7 +91,3 @@ def find_programs(mod: IRModule, target: Target) -> Programs | None:
     sketch: Sketch = RowTiling(mod, machine) if contraction is None else RegisterTiling(mod, contraction, machine)
     programs = Programs(sketch)
     return programs if any(programs.program(tile) is not None for tile in programs.tiles[:_NUM_TRIED]) else None
-
-
-_NUM_TRIED = 3
-"""Programs of which one has to be possible."""

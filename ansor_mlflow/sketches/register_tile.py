@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tvm.s_tir import Schedule
     from tvm.s_tir.schedule import LoopRV
 
-PadAt = Literal["inline", "job", "channels", "row"]
+PadAt = Literal["inline", "job", "row"]
 
 _MAX_COLUMNS, _MAX_ROWS, _MAX_VECTORS = 30, 8, 6
 _MAX_JOBS_PER_THREAD = 64
@@ -65,13 +65,9 @@ class RegisterTile:
     row_tiles: int
     column_tiles: int
     """0 for all."""
-    sum_inner: int
-    """Extent of the innermost summed loop, of the last one of those that are summed."""
     pad_at: PadAt
     channels_outside: bool
     """Whether jobs that follow each other differ in their rows, and not in their channels."""
-    parallel: bool
-    """Whether there is more than one thread."""
 
 
 @dataclass(frozen=True)
@@ -180,10 +176,8 @@ class RegisterTiling:
                     channel_tiles=per_channels,
                     row_tiles=per_rows,
                     column_tiles=per_columns,
-                    sum_inner=axes.sums[-1],
                     pad_at=pad_at,
                     channels_outside=channels_outside,
-                    parallel=True,
                 )
                 if self._num_jobs(tile) <= _MAX_JOBS_PER_THREAD * self._machine.num_threads:
                     yield tile
@@ -266,24 +260,21 @@ class RegisterTiling:
                 sch.unroll(tile_loop)  # of its copies only the last has a rest, which is known then
             tiles.append(tile_loop)
             inner.append(inside)
-        *sum_loops, last_sum = sums
-        sum_outer, sum_inner = sch.split(last_sum, [None, tile.sum_inner])
         jobs = [channel_job, *jobs] if tile.channels_outside else [*jobs, channel_job]
-        sch.reorder(*jobs, channel_tile, *tiles, sum_outer, *sum_loops, sum_inner, *inner, vector, lane)
+        sch.reorder(*jobs, channel_tile, *tiles, *sums, *inner, vector, lane)
         write = sch.cache_write(block, 0, "local")
         innermost_tile = tiles[-1] if tiles else channel_tile
         sch.reverse_compute_at(write, innermost_tile)
         if found.epilogue:
             sch.reverse_compute_inline(sch.get_sblock(found.epilogue[-1]))
         job = sch.fuse(*jobs)
-        if tile.parallel:
-            sch.parallel(job)
+        sch.parallel(job)
         if found.producers:
-            self._place_padding(sch, tile, {"job": job, "channels": channel_tile, "row": tiles[0] if tiles else job})
+            self._place_padding(sch, tile, {"job": job, "row": tiles[0] if tiles else job})
         for loop in (*inner, vector):
             sch.unroll(loop)
         sch.vectorize(lane)
-        init = sch.decompose_reduction(block, sum_outer)
+        init = sch.decompose_reduction(block, sums[0])
         depth = len(sch.get_loops(write)) - self._num_inside(sch, write, innermost_tile)
         for inside in (sch.get_loops(init)[depth:], sch.get_loops(write)[depth:]):
             self._vectorize_tile(sch, list(inside), tile)

@@ -1,8 +1,10 @@
 """Functions that work on one row after the other: softmax, layer normalisation, and what only moves or maps elements.
 
-parallel over rows
-for each block                          in the order of the function
-the elements of a row                 vectorised; sums have a vector of partial sums
+    parallel over rows
+      for each block                        in the order of the function
+        the elements of a row               vectorised; sums have a vector of partial sums
+
+Rows are the leading axes of the output.
 """
 
 from __future__ import annotations
