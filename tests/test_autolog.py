@@ -166,7 +166,7 @@ def tune_by_scheduler(work_dir: Path) -> Any:
 @pytest.fixture(autouse=True)
 def here(new_experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A script in a directory of its own, under MLflow's stricter checks of autologging."""
-    import_tensor_intrin()
+    import_tensor_intrin("llvm")
     _forget_tvms_logging()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_AUTOLOGGING_TESTING", "true")

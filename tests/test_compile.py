@@ -103,7 +103,7 @@ def commit_with_tvm(lowered: LoweredNetwork, target: Target, work_dir: Path) -> 
     """Commits the first schedule of every task's design space, with a time, through TVM's own classes alone."""
     from tvm.s_tir import meta_schedule as ms
 
-    import_tensor_intrin()  # TVM would import it, too, but slowly
+    import_tensor_intrin(target.kind.name)  # TVM would import it, too, but slowly
     database = ms.database.JSONDatabase(work_dir=str(work_dir))
     for task in ms.relax_integration.extract_tasks(lowered.mod, target):
         mod = task.dispatched[0]

@@ -6,12 +6,15 @@ import json
 import re
 import shutil
 import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from helpers.commands import ANSOR_MLFLOW, FAST, RunCommand, environment
+from threadpoolctl import threadpool_limits
 
 from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.threads import available_cpus
@@ -20,6 +23,7 @@ from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import ExplainOptions, PlanOptions, TuneOptions, load_options
 from ansor_mlflow.records.lines import workload_hash
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
+from ansor_mlflow.steps.reports import explain
 from ansor_mlflow.steps.reports.explain import Explanation, explain_task
 from ansor_mlflow.steps.reports.plan import plan_tuning
 from ansor_mlflow.steps.tuning.tune import tune
@@ -27,6 +31,19 @@ from ansor_mlflow.tuning.roofline import Roofline, last_level_cache_bytes, measu
 
 if TYPE_CHECKING:
     from tvm.target import Target
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _roofs_measured_once() -> Iterator[None]:
+    """The roofs of this host are the same each time."""
+    roofs: dict[int, Roofline] = {}
+
+    def measured(device: Device) -> Roofline:
+        return roofs.get(device.num_threads) or roofs.setdefault(device.num_threads, measure_roofline(device))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(explain, "measure_roofline", measured)
+        yield
 
 
 @pytest.fixture
@@ -133,18 +150,19 @@ def test_the_measured_roofs_are_those_of_a_cpu(host_target: Target) -> None:
     assert 1e8 < roofline.bandwidth_bytes_per_s < 1e12
 
 
-def test_the_peak_is_above_what_a_product_of_matrices_reaches(explanation: Explanation) -> None:
-    import time
-
-    assert explanation.roofline is not None
+def test_the_peak_is_above_what_a_product_of_matrices_reaches(host_target: Target) -> None:
+    """In turns and on one thread, the best of each, since other tests run beside this one."""
     size = 1024
     factors = np.ones((2, size, size), np.float32)
-    elapsed_s = []
-    for _ in range(5):
-        started = time.perf_counter()
-        factors[0] @ factors[1]
-        elapsed_s.append(time.perf_counter() - started)
-    assert explanation.roofline.peak_flops_per_s > 0.8 * 2 * size**3 / min(elapsed_s)
+    peaks, products = [], []
+    for _ in range(3):
+        peaks.append(measure_roofline(Device.of(host_target, 1)).peak_flops_per_s)
+        with threadpool_limits(1):
+            for _ in range(5):
+                started = time.perf_counter()
+                factors[0] @ factors[1]
+                products.append(2 * size**3 / (time.perf_counter() - started))
+    assert max(peaks) > 0.8 * max(products)
 
 
 def test_the_bound_is_that_of_the_task(explanation: Explanation) -> None:

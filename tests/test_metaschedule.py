@@ -46,7 +46,7 @@ def builder(host_target: Target) -> Iterator[LocalBuilder]:
 def test_tvms_own_tuner_builds_with_it(builder: LocalBuilder, host_target: Target, tmp_path: Path) -> None:
     from tvm.s_tir import meta_schedule as ms
 
-    import_tensor_intrin()
+    import_tensor_intrin("llvm")
     database = ms.tune_tir(
         matmul(),
         host_target,

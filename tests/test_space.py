@@ -28,7 +28,7 @@ def description(space: PostOrderApply) -> tuple[list[str], list[str], dict[str, 
 def stock_space(mod: IRModule, target: Target) -> PostOrderApply:
     from tvm.s_tir.meta_schedule import TuneContext
 
-    import_tensor_intrin()  # TVM would import it, too, but slowly
+    import_tensor_intrin(target.kind.name)  # TVM would import it, too, but slowly
     return TuneContext(mod=mod, target=target, space_generator="post-order-apply").space_generator
 
 

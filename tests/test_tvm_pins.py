@@ -20,7 +20,7 @@ from tvm.s_tir.meta_schedule.search_strategy import EvolutionarySearch
 from tvm.target import Target
 from ansor_mlflow.device.tvm_import import import_tensor_intrin
 
-import_tensor_intrin()
+import_tensor_intrin("llvm")
 a = te.placeholder((64,), name="a")
 TuneContext(
     mod=te.create_prim_func([a, te.compute((64,), lambda i: a[i] + 1.0, name="b")]),

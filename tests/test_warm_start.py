@@ -319,7 +319,7 @@ def test_tvm_takes_the_fastest_record_of_any_target_and_we_do_not(
     ]
     (foreign / RECORD_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
-    import_tensor_intrin()
+    import_tensor_intrin("llvm")
     database = JSONDatabase(work_dir=str(foreign), allow_missing=False)
     mods = {record.workload.mod for record in database.get_all_tuning_records()}
     assert all(database.query_tuning_record(mod, host_target, "main") is not None for mod in mods)

@@ -82,7 +82,7 @@ def compile_tuned(lowered: LoweredNetwork, target: Target, best_records: Path | 
 
     from ansor_mlflow.device import import_tensor_intrin
 
-    import_tensor_intrin()
+    import_tensor_intrin(target.kind.name)
     chosen = MemoryDatabase()
     try:
         database = JSONDatabase(work_dir=str(best_records), allow_missing=False) if best_records else MemoryDatabase()

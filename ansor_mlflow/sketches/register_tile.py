@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import TYPE_CHECKING, Literal
 
@@ -43,6 +43,8 @@ _LINE_BYTES, _WAY_BYTES, _MAX_LINES = 64, 4096, 6
 
 _FMA_LATENCY = 4
 _JOB_CYCLES, _LAUNCH_CYCLES = 400, 6000
+_MAX_SERIAL = 4
+"""A kernel that takes fewer launches' time than this may be as fast on one thread."""
 _BYTES_PER_CYCLE = {"l2": 32.0, "memory": 8.0, "copy": 12.0}
 """What a core reads of weights, and what it copies while it pads."""
 _MAX_COPIES = 16
@@ -68,6 +70,8 @@ class RegisterTile:
     pad_at: PadAt
     channels_outside: bool
     """Whether jobs that follow each other differ in their rows, and not in their channels."""
+    parallel: bool
+    """Whether threads share the jobs."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,8 @@ class RegisterTiling:
         """All tiles that are worth a trial, the one that is taken without any first."""
         micro = sorted(self._micro_tiles(), key=self._cycles_of_micro)[:_NUM_MICRO]
         found = [tile for first in micro for tile in self._jobs(first)]
-        return sorted(found, key=self.cycles)
+        small = [tile for tile in found if tile.parallel and self.cycles(tile) < _MAX_SERIAL * _LAUNCH_CYCLES]
+        return sorted([*found, *(replace(tile, parallel=False) for tile in small)], key=self.cycles)
 
     def _micro_tiles(self) -> Iterator[tuple[int, int, int, int]]:
         """Lanes, vectors, columns and rows of sums that fit into the registers."""
@@ -178,6 +183,7 @@ class RegisterTiling:
                     column_tiles=per_columns,
                     pad_at=pad_at,
                     channels_outside=channels_outside,
+                    parallel=self._machine.num_threads > 1,
                 )
                 if self._num_jobs(tile) <= _MAX_JOBS_PER_THREAD * self._machine.num_threads:
                     yield tile
@@ -196,6 +202,8 @@ class RegisterTiling:
         num_jobs, threads = self._num_jobs(tile), self._machine.num_threads
         micro = (tile.lanes, tile.vectors, tile.columns, tile.rows)
         job = self._cycles_of_micro(micro) / num_jobs + self._cycles_of_weights(tile) + self._cycles_of_padding(tile)
+        if not tile.parallel:
+            return num_jobs * job
         return ceil(num_jobs / threads) * (job + _JOB_CYCLES) + _LAUNCH_CYCLES
 
     def _cycles_of_weights(self, tile: RegisterTile) -> float:
@@ -268,7 +276,8 @@ class RegisterTiling:
         if found.epilogue:
             sch.reverse_compute_inline(sch.get_sblock(found.epilogue[-1]))
         job = sch.fuse(*jobs)
-        sch.parallel(job)
+        if tile.parallel:
+            sch.parallel(job)
         if found.producers:
             self._place_padding(sch, tile, {"job": job, "row": tiles[0] if tiles else job})
         for loop in (*inner, vector):

@@ -191,7 +191,7 @@ def best_records(records: Path, network: NetworkTasks, scratch: Path) -> dict[in
     """
     from tvm.s_tir.meta_schedule.database import JSONDatabase
 
-    import_tensor_intrin()  # reading a record applies it
+    import_tensor_intrin(network.device.target.kind.name)  # reading a record applies it
     best = scratch / names.BEST_DIR
     distill(find_records(records), best, network.device.fingerprint.target)
     try:

@@ -102,7 +102,7 @@ class TuningReport:
         pair = RecordPair.in_directory(self.job.records / names.BEST_DIR)
         if not pair.records.exists():
             return []
-        import_tensor_intrin()  # reading a record applies it
+        import_tensor_intrin(self.job.device.target.kind.name)  # reading a record applies it
         database = Database(pair)
         records = {database.hashes[record.workload]: database.fields(record) for record in database.records}
         tasks = {task.info.workload_hash: task for task in self.job.lowered.tasks}

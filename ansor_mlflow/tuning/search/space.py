@@ -37,7 +37,7 @@ def make_space_generator(mod: IRModule, target: Target) -> PostOrderApply:
             bool(rule.unroll_explicit),
         )
 
-    import_tensor_intrin()
+    import_tensor_intrin(target.kind.name)
     # only a generator that belongs to a context knows the rules for its target
     default = TuneContext(mod=mod, target=target, space_generator="post-order-apply").space_generator
     rules = list(default.sch_rules)

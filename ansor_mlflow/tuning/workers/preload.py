@@ -6,4 +6,4 @@ import tvm.s_tir.transform  # noqa: F401
 
 from ansor_mlflow.device import import_tensor_intrin
 
-import_tensor_intrin()
+import_tensor_intrin("llvm")
