@@ -21,7 +21,7 @@ PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 # Tunes, compiles and evaluates ResNet-18 on this machine; results go to mlflow.db and mlruns/ here.
 demo: .venv
-	$(RUN) mlflow run . --env-manager local -P network=resnet-18 -P trials=320 -P max_minutes=6
+	$(RUN) mlflow run . --env-manager local -P network=resnet-18
 
 test: .venv/torch
 	$(RUN) python -m pytest -m "not system and not faults" -n 3 --dist loadfile

@@ -72,6 +72,9 @@ LATENCY_P90_MS = "latency_p90_ms"
 LATENCY_STD_MS = "latency_std_ms"
 THROUGHPUT_PER_S = "throughput_per_s"
 UNTUNED_LATENCY_MS = "untuned_latency_ms"
+"""Of what TVM builds by itself."""
+INSTANT_LATENCY_MS = "instant_latency_ms"
+"""Of what our sketches choose without any trial; only where it was asked for."""
 SPEEDUP_VS_UNTUNED = "speedup_vs_untuned"
 SPEEDUP_VS_BEST = "speedup_vs_best"
 """Over the fastest rival whose outputs are right."""
@@ -108,6 +111,7 @@ SUMMARY_METRICS = (
     LATENCY_STD_MS,
     THROUGHPUT_PER_S,
     UNTUNED_LATENCY_MS,
+    INSTANT_LATENCY_MS,
     *map(rival_latency_ms, RIVALS),
     SPEEDUP_VS_UNTUNED,
     *map(speedup_vs, RIVALS),

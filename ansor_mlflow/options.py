@@ -21,7 +21,9 @@ from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.settings import Dtype, Layout, LoweringSettings, Partition, Rival
 
 TRIALS_PER_TASK = {"quick": 16, "standard": 64, "thorough": 256}
-"""`trials=auto` gives every task this many trials, by preset."""
+"""`trials=auto` gives a task this many trials in MetaSchedule's space, by preset."""
+SKETCH_TRIALS_PER_TASK = {"quick": 2, "standard": 8, "thorough": 32}
+"""And this many among the programs of its sketch, which are good from the first on."""
 
 
 def _parameter(
@@ -213,9 +215,16 @@ class BudgetOptions(NetworkOptions):
         "a whole number, 0 or more, or auto",
     )
     preset: Literal["quick", "standard", "thorough"] = _parameter(
-        "standard", "Budget that trials=auto stands for: quick 16, standard 64, thorough 256 trials per task."
+        "standard",
+        "Budget that trials=auto stands for: quick 2, standard 8, thorough 32 trials for a task with a sketch, and "
+        "16, 64, 256 for one that is searched in MetaSchedule's space.",
     )
     trials_per_task: PositiveInt | None = _parameter(None, "Most trials that one task may use; no limit by default.")
+    space: Literal["sketches", "metaschedule", "both"] = _parameter(
+        "sketches",
+        "Programs to search: those of our sketches, where one fits a task, and MetaSchedule's elsewhere; "
+        "MetaSchedule's alone; or both.",
+    )
 
 
 class TuneOptions(BudgetOptions):
@@ -229,11 +238,7 @@ class TuneOptions(BudgetOptions):
         "Rounds without an improvement above the noise (3 %) after which a task's remaining trials go to others; "
         "no limit by default.",
     )
-    num_trials_per_round: PositiveInt = _parameter(32, "Programs measured before the cost model learns again.")
-    space: Literal["metaschedule", "sketches", "both"] = _parameter(
-        "metaschedule",
-        "Programs to search: MetaSchedule's; those of our sketches, where one fits a task; or both.",
-    )
+    num_trials_per_round: PositiveInt = _parameter(32, "Most programs measured before the cost model learns again.")
     strategy: Literal["evolutionary", "random"] = _parameter(
         "evolutionary", "Search strategy; random is MetaSchedule's replay-trace."
     )
@@ -369,6 +374,11 @@ class CheckOptions(SeedOptions):
         "(torch.compile, of networks that came from PyTorch); auto is those that are installed. Outputs are checked "
         "against ONNX Runtime in any case.",
         "auto, none, or some of onnxruntime, openvino and torch, separated by commas",
+    )
+    instant: bool = _parameter(
+        False,
+        "Also build and time what the sketches choose without any trial: metric instant_latency_ms, which shows what "
+        "the tuning gained.",
     )
 
 

@@ -146,7 +146,9 @@ def tuned_records(small_lowered: LoweredNetwork, host_target: Target, tmp_path_f
         records=directory,
     )
     budget = 2 * len(small_lowered.tasks)
-    options = TuneOptions(trials=budget, trials_per_task=2, strategy="random", cost_model="none", min_repeat_ms=0)
+    options = TuneOptions(
+        trials=budget, trials_per_task=2, space="metaschedule", strategy="random", cost_model="none", min_repeat_ms=0
+    )
     require_valid_trials(tune_locally(job, options))
     return directory
 

@@ -15,6 +15,7 @@ from helpers.fake_tuning import Notebook, tune
 
 from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.trials import TuningRound
+from ansor_mlflow.tuning import engine
 from ansor_mlflow.tuning.search.memory import release_memory
 
 if TYPE_CHECKING:
@@ -51,8 +52,9 @@ class CyclicNotebook(Notebook):
 
 @pytest.mark.usefixtures("no_automatic_collection")
 def test_a_tuning_frees_what_only_the_collector_can_free(
-    dense: LoweredNetwork, host_target: Target, tmp_path: Path
+    dense: LoweredNetwork, host_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(engine, "_TRIALS_PER_RELEASE", 16)
     notebook = CyclicNotebook(tmp_path)
     tune(dense, host_target, tmp_path, observers=[notebook], trials=40, num_trials_per_round=2)
     is_freed = [reference() is None for reference in notebook.left]

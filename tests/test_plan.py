@@ -92,7 +92,13 @@ def test_every_task_of_the_network_is_planned(small_onnx: Path, small_lowered: L
 
 
 @pytest.mark.parametrize(
-    ("budget", "per_task"), [({"preset": "quick"}, 16), ({}, 64), ({"preset": "thorough", "trials_per_task": 20}, 20)]
+    ("budget", "per_task"),
+    [
+        ({"preset": "quick"}, 2),
+        ({}, 8),
+        ({"space": "metaschedule"}, 64),
+        ({"preset": "thorough", "trials_per_task": 20}, 20),
+    ],
 )
 def test_budgets_are_those_of_tune(small_onnx: Path, budget: dict[str, object], per_task: int) -> None:
     plan = plan_tuning(PlanOptions(network=str(small_onnx), **budget))
@@ -201,7 +207,7 @@ def test_the_command_prints_a_table_and_opens_no_run(
         assert cells[5] == f"{task['best_s'] * 1e6:.1f}"
         assert cells[6] == str(task["num_trials"])
     num_tasks = len(plan["tasks"])
-    assert lines[-2].startswith(f"{num_tasks} tasks, {16 * num_tasks} trials, about ")
+    assert lines[-2].startswith(f"{num_tasks} tasks, {2 * num_tasks} trials, about ")
     assert lines[-1] == plan["notes"][0]
     assert len(mlflow.search_runs([experiment_id], output_format="list")) == num_runs
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]

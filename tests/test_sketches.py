@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +22,7 @@ from ansor_mlflow.networks.loading import load_network
 from ansor_mlflow.networks.onnx_file import write_onnx
 from ansor_mlflow.sketches.choice import ANNOTATION, find_programs
 from ansor_mlflow.sketches.contraction import find_contraction
+from ansor_mlflow.sketches.decisions import decision_text
 from ansor_mlflow.sketches.machine import Machine
 from ansor_mlflow.sketches.register_tile import RegisterTiling
 from ansor_mlflow.tensors import random_inputs
@@ -149,7 +148,7 @@ def test_a_program_says_what_it_is_made_of(host_target: Target) -> None:
     assert program is not None
     assert programs.tile_of(program) == programs.tiles[0]
     annotation = program.get(program.get_sblock("root")).annotations[ANNOTATION]
-    assert json.loads(str(annotation)) == {"sketch": "register tile", **asdict(programs.tiles[0])}
+    assert str(annotation) == decision_text("register tile", programs.tiles[0])
 
 
 def test_traces_replay_in_stock_tvm(host_target: Target) -> None:

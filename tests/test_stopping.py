@@ -59,9 +59,14 @@ def test_a_budget_below_the_number_of_tasks_says_how_much_is_needed(
         tune_locally(job, TuneOptions(trials=1))
 
 
-@pytest.mark.parametrize(("preset", "num_trials"), [("quick", 16), ("standard", 64), ("thorough", 256)])
-def test_auto_is_the_presets_number_for_every_task(preset: str, num_trials: int) -> None:
-    assert resolve_num_trials(TuneOptions(trials="auto", preset=preset), 10) == 10 * num_trials
+@pytest.mark.parametrize(
+    ("preset", "of_sketch", "of_metaschedule"), [("quick", 2, 16), ("standard", 8, 64), ("thorough", 32, 256)]
+)
+def test_auto_is_the_presets_number_for_every_task(preset: str, of_sketch: int, of_metaschedule: int) -> None:
+    options = TuneOptions(trials="auto", preset=preset)
+    assert resolve_num_trials(options, 10) == 10 * of_metaschedule
+    assert resolve_num_trials(options, 10, num_sketched=10) == 10 * of_sketch
+    assert resolve_num_trials(options, 10, num_sketched=4) == 4 * of_sketch + 6 * of_metaschedule
 
 
 def test_the_budget_of_a_task(dense: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:

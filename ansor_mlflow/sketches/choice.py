@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ansor_mlflow.sketches.contraction import find_contraction
+from ansor_mlflow.sketches.decisions import ANNOTATION, Tile, decision_text
 from ansor_mlflow.sketches.machine import Machine
 from ansor_mlflow.sketches.register_tile import RegisterTiling
 from ansor_mlflow.sketches.rows import RowTiling
@@ -16,10 +15,6 @@ if TYPE_CHECKING:
     from tvm.s_tir import Schedule
     from tvm.target import Target
 
-Tile = Any
-"""The decisions of a sketch: a frozen dataclass of numbers and words."""
-ANNOTATION = "ansor.sketch"
-"""Of a program's outermost block: the sketch and its decisions, as JSON."""
 _NUM_TRIED = 3
 """Programs of which one has to be possible."""
 
@@ -57,7 +52,7 @@ class Programs:
 
         try:
             sch = self._sketch.schedule(tile)
-            sch.annotate(sch.get_sblock("root"), ANNOTATION, self._decision(tile))
+            sch.annotate(sch.get_sblock("root"), ANNOTATION, decision_text(self._sketch.name, tile))
             sch.enter_postproc()
             is_valid = all(postproc.apply(sch) for postproc in (RewriteReductionBlock(), RewriteLayout()))
         except (RuntimeError, ValueError):  # TVM's error for what it refuses is one of the first
@@ -68,6 +63,12 @@ class Programs:
         """The program that is taken without a trial."""
         return next(filter(None, map(self.program, self.tiles)), None)
 
+    @property
+    def first_decision(self) -> str:
+        """The annotation of the program that is taken without a trial."""
+        tile = next(tile for tile in self.tiles if self.program(tile) is not None)
+        return decision_text(self._sketch.name, tile)
+
     def kind(self, tile: Tile) -> object:
         """The part of a decision that matters most for the speed."""
         return self._sketch.kind(tile)
@@ -76,10 +77,9 @@ class Programs:
         """The decision that a program says that it is made of; None if it is none of these."""
         annotations = sch.get(sch.get_sblock("root")).annotations
         decision = str(annotations[ANNOTATION]) if ANNOTATION in annotations else ""
-        return next((tile for tile in self.tiles if self._decision(tile) == decision), None) if decision else None
-
-    def _decision(self, tile: Tile) -> str:
-        return json.dumps({"sketch": self._sketch.name, **asdict(tile)})
+        if not decision:
+            return None
+        return next((tile for tile in self.tiles if decision_text(self._sketch.name, tile) == decision), None)
 
 
 def find_programs(mod: IRModule, target: Target) -> Programs | None:

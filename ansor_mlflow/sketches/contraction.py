@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -55,18 +56,18 @@ class Contraction:
         """The iterator along vectors."""
         return len(self.spatial) - 1
 
-    @property
+    @cached_property
     def broadcast(self) -> Operand | None:
         """The operand of which one element serves for a whole vector; None where all of them are vectors."""
         return next((operand for operand in self.operands if not operand.stride(self.vector_axis)), None)
 
-    @property
+    @cached_property
     def shared(self) -> Operand | None:
         """The operand that is the same along some iterators of the output, besides that of the vectors: the weights."""
         vectors = [operand for operand in self.operands if operand.stride(self.vector_axis)]
         return vectors[-1] if len(self.operands) > 1 else None
 
-    @property
+    @cached_property
     def free_axes(self) -> tuple[int, ...]:
         """Iterators of the output that the weights do not depend on: along them a register is used again."""
         shared = self.shared

@@ -20,6 +20,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from math import ceil, prod
 from typing import TYPE_CHECKING, Literal
 
@@ -49,11 +50,13 @@ _BYTES_PER_CYCLE = {"l2": 32.0, "memory": 8.0, "copy": 12.0}
 """What a core reads of weights, and what it copies while it pads."""
 _MAX_COPIES = 16
 """Tiles of columns of a row, where the last one is narrower: each of them is a copy of the program."""
+_MAX_TILES = 512
+"""Tiles that may get a trial."""
 _NUM_MICRO = 48
 """Tiles in registers whose jobs are looked at."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RegisterTile:
     """The decisions of the sketch."""
 
@@ -106,13 +109,14 @@ class RegisterTiling:
             channels=spatial[-1],
             sums=contraction.reduction,
         )
+        self._cycles_of_micro = cache(self._count_cycles)
 
     def tiles(self) -> list[RegisterTile]:
         """All tiles that are worth a trial, the one that is taken without any first."""
         micro = sorted(self._micro_tiles(), key=self._cycles_of_micro)[:_NUM_MICRO]
         found = [tile for first in micro for tile in self._jobs(first)]
         small = [tile for tile in found if tile.parallel and self.cycles(tile) < _MAX_SERIAL * _LAUNCH_CYCLES]
-        return sorted([*found, *(replace(tile, parallel=False) for tile in small)], key=self.cycles)
+        return sorted([*found, *(replace(tile, parallel=False) for tile in small)], key=self.cycles)[:_MAX_TILES]
 
     def _micro_tiles(self) -> Iterator[tuple[int, int, int, int]]:
         """Lanes, vectors, columns and rows of sums that fit into the registers."""
@@ -130,7 +134,7 @@ class RegisterTiling:
         widest = _power_of_two(self._axes.channels, self._machine.lanes(self._contraction.num_bytes))
         return [widest] if widest == 1 else [widest, widest // 2]
 
-    def _cycles_of_micro(self, micro: tuple[int, int, int, int]) -> float:
+    def _count_cycles(self, micro: tuple[int, int, int, int]) -> float:
         """Cycles of all sums for a tile in registers, on one thread."""
         lanes, vectors, columns, rows = micro
         axes = self._axes

@@ -65,7 +65,7 @@ from ansor_mlflow.tracking import (
 
 _log = logging.getLogger("ansor_mlflow")
 
-_TUNED, _UNTUNED = "tuned", "untuned"
+_TUNED, _UNTUNED, _INSTANT = "tuned", "untuned", "instant"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,9 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
     rivals = check_rivals(options.rivals, task, examples, tolerance)
     timed: dict[str, MakeInference] = {rival.name: rival.make_inference for rival in rivals if not rival.absent}
     noise = MachineNoise()
-    latencies = _measure(options.turns, of_each_size, manifest, directory, entry, {_TUNED: tuned, **timed}, noise)
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+        builds = _build_baselines(options, manifest, directory, entry, Path(scratch))
+        latencies = _measure(options.turns, of_each_size, {_TUNED: tuned, **timed, **builds}, noise)
     metrics |= _latency_metrics(latencies, sizes, entry.provenance.get("estimated_latency_ms"))
     metrics |= rival_metrics(rivals, latencies, latencies[_TUNED].median_ms)
     _log_json([rival.to_dict(latencies.get(rival.name)) for rival in rivals], names.RIVALS_FILE, run)
@@ -220,37 +222,39 @@ def _check(
     return metrics
 
 
-def _measure(
-    turns: int,
-    of_each_size: Sequence[Arrays],
-    manifest: Manifest,
-    directory: Path,
-    entry: LibraryEntry,
-    runs: Mapping[str, MakeInference],
-    noise: MachineNoise,
-) -> dict[str, Latency]:
-    """Times the model, its rivals, and the untuned build of the same network, on the same number of threads.
-
-    Of a network with several sizes, a call of each is timed, one after the other.
-    """
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
-        library = Path(scratch, "untuned.so")
-        _log.info("building the untuned baseline")
+def _build_baselines(
+    options: EvaluateOptions, manifest: Manifest, directory: Path, entry: LibraryEntry, scratch: Path
+) -> dict[str, MakeInference]:
+    """Builds the same network as TVM does by itself, and, where it is asked for, as sketches choose without trials."""
+    runs: dict[str, MakeInference] = {}
+    for name in (_UNTUNED, _INSTANT) if options.instant else (_UNTUNED,):
+        _log.info("building the baseline: %s", name)
+        library = scratch / f"{name}.so"
         job = BuildJob(
             network=str(directory / names.NETWORK_FILE),
             sizes=manifest.sizes,
             records="",
-            plain=True,
+            plain=name == _UNTUNED,
             target=entry.fingerprint.target,
             num_threads=entry.fingerprint.num_threads,
             lowering=LoweringSettings.among(entry.provenance),
             library=str(library),
         )
         build_in_child_process(job)
-        runs = {**runs, _UNTUNED: partial(library_inference, library, manifest, entry)}
-        _log.info("measuring latency in %d turns", turns)
-        calls = {name: partial(timed_call, make_inference, of_each_size) for name, make_inference in runs.items()}
-        return measure_in_turns(calls, turns, noise)
+        runs[name] = partial(library_inference, library, manifest, entry)
+    return runs
+
+
+def _measure(
+    turns: int, of_each_size: Sequence[Arrays], runs: Mapping[str, MakeInference], noise: MachineNoise
+) -> dict[str, Latency]:
+    """Times the model, its rivals and its baselines, on the same number of threads.
+
+    Of a network with several sizes, a call of each is timed, one after the other.
+    """
+    _log.info("measuring latency in %d turns", turns)
+    calls = {name: partial(timed_call, make_inference, of_each_size) for name, make_inference in runs.items()}
+    return measure_in_turns(calls, turns, noise)
 
 
 def _time_parts(
@@ -282,6 +286,8 @@ def _latency_metrics(
         names.UNTUNED_LATENCY_MS: untuned.median_ms,
         names.SPEEDUP_VS_UNTUNED: untuned.median_ms / tuned.median_ms,
     }
+    if instant := latencies.get(_INSTANT):
+        metrics[names.INSTANT_LATENCY_MS] = instant.median_ms
     if estimated_ms:
         metrics[names.ESTIMATE_RATIO] = tuned.median_ms / estimated_ms
     return metrics

@@ -5,6 +5,7 @@ from ansor_mlflow.tuning.replay import COPIES_OF_ARGUMENTS, Replayer
 from ansor_mlflow.tuning.roofline import Bound, Roofline, measure_roofline, quick_roofline
 from ansor_mlflow.tuning.round_log import RoundLog
 from ansor_mlflow.tuning.search.candidates import log_lines
+from ansor_mlflow.tuning.search.choice import sketched_workloads
 from ansor_mlflow.tuning.search.task_search import TaskSearch, applies, make_cost_model
 from ansor_mlflow.tuning.sole_tuner import sole_tuner
 from ansor_mlflow.tuning.stopping import (

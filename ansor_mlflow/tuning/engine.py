@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
 
-_ROUNDS_PER_RELEASE = 8
-"""Rounds between two releases of memory, each of which takes as long as a trial."""
+_TRIALS_PER_RELEASE = 256
+"""Trials between two releases of memory, each of which takes as long as a few of them."""
 _log = logging.getLogger("ansor_mlflow")
 
 
@@ -221,7 +221,7 @@ class Tuner:
         self._num_rounds += 1
         with self._timed("search_s"):
             self._search(state.info.index).learn(batch.candidates, [runner_result(trial) for trial in trials])
-            if self._num_rounds % _ROUNDS_PER_RELEASE == 0:
+            if self._total_trials // _TRIALS_PER_RELEASE > (self._total_trials - len(trials)) // _TRIALS_PER_RELEASE:
                 release_memory()
         self._scheduler.round_finished(state)
         state.stop_reason = self._rules.stop_reason_of(state)

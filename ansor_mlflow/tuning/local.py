@@ -37,6 +37,8 @@ class TuningJob:
     device: Device
     records: Path
     """Directory of the database; every trial is in it as soon as its round has ended."""
+    num_sketched: int = 0
+    """Tasks that are searched among the programs of a sketch: see `sketched_workloads`."""
     known: frozenset[str] = frozenset()
     """Structural hashes of the tasks that get no trials, as the records that are there say enough of them."""
 
@@ -72,7 +74,12 @@ def tune_locally(
         else:
             journal.begin(log.num_earlier, _seeds(job, log))
         _, seeds = read_seeds(job.records)
-        num_trials = resolve_num_trials(options, len(job.lowered.tasks), sum(seed.is_enough for seed in seeds))
+        num_trials = resolve_num_trials(
+            options,
+            len(job.lowered.tasks),
+            num_sketched=job.num_sketched,
+            num_known=sum(seed.is_enough for seed in seeds),
+        )
         tuner = Tuner(
             job.lowered.tasks,
             target=job.device.target,

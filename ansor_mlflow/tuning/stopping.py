@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from ansor_mlflow.errors import TuningError, UserInputError
-from ansor_mlflow.options import TRIALS_PER_TASK, TuneOptions
+from ansor_mlflow.options import SKETCH_TRIALS_PER_TASK, TRIALS_PER_TASK, TuneOptions
 from ansor_mlflow.trials import StopReason, TaskState, TuningResult
 
 NOISE = 0.03
@@ -23,19 +23,21 @@ SECONDS_PER_TRIAL = 0.25
 """Wall-clock time of a trial on two cores, of convolutions of ResNet-18: docs/tuning.md, "How long"."""
 
 
-def resolve_num_trials(options: TuneOptions, num_tasks: int, num_known: int = 0) -> int:
+def resolve_num_trials(options: TuneOptions, num_tasks: int, *, num_sketched: int = 0, num_known: int = 0) -> int:
     """The budget in trials.
 
     Args:
         options: The budget for the whole network.
         num_tasks: Tasks of the network.
+        num_sketched: Those that are searched among the programs of a sketch.
         num_known: Those that get no trials; their share of the budget is not spent.
 
     Raises:
         UserInputError: It is smaller than the number of tasks, so that some would stay untuned.
     """
     if options.trials == "auto":
-        num_trials = TRIALS_PER_TASK[options.preset] * num_tasks
+        num_trials = SKETCH_TRIALS_PER_TASK[options.preset] * num_sketched
+        num_trials += TRIALS_PER_TASK[options.preset] * (num_tasks - num_sketched)
     elif 0 < options.trials < num_tasks:
         raise UserInputError(
             f"trials={options.trials}, but the network has {num_tasks} tasks and each needs a trial; "

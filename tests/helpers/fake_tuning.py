@@ -24,8 +24,8 @@ from ansor_mlflow.tuning.workers.runner import RunJob, Runner
 if TYPE_CHECKING:
     from tvm.target import Target
 
-NO_MODEL = {"strategy": "random", "cost_model": "none"}
-"""The quickest search."""
+NO_MODEL = {"strategy": "random", "cost_model": "none", "space": "metaschedule"}
+"""The quickest search in a space that does not end."""
 
 
 def plan_for(lowered: LoweredNetwork, num_trials: int) -> TuningPlan:

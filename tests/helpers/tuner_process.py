@@ -17,7 +17,7 @@ from helpers.commands import ANSOR_MLFLOW, FAST, Finished, flags
 from ansor_mlflow import names
 from ansor_mlflow.records.store import RecordPair, distill
 
-SMALL_ROUNDS = {**FAST, "cost_model": "none", "num_trials_per_round": 2}
+SMALL_ROUNDS = {**FAST, "space": "metaschedule", "cost_model": "none", "num_trials_per_round": 2}
 """Parameters with which a tuning of a small network has many rounds, soon."""
 READY_S = 120
 """Time that a tuning gets for its first rounds."""

@@ -20,6 +20,7 @@ from ansor_mlflow.steps.records.sharing import (
     pull_records,
     push_records,
 )
+from ansor_mlflow.steps.records.sketch_use import SketchUse, sketch_uses
 from ansor_mlflow.steps.records.verify import (
     MendedRecords,
     ReplayedRecord,

@@ -13,6 +13,7 @@ from ansor_mlflow.device import Device, DeviceFingerprint
 from ansor_mlflow.errors import MachineError, RecordsError, UserInputError
 from ansor_mlflow.options import ListPoolOptions, PullPoolOptions, PushPoolOptions
 from ansor_mlflow.records import FAILED_RUN_S, PoolObject, find_records, objects_of, workload_hash, write_objects
+from ansor_mlflow.sketches import ANNOTATION
 from ansor_mlflow.steps.records.fetching import fetch_databases
 from ansor_mlflow.tracking import PoolDevice, PushedRecords, RecordPool
 
@@ -104,16 +105,27 @@ def pull_records(options: PullPoolOptions) -> PulledRecords:
     )
 
 
-def known_workloads(objects: Sequence[PoolObject], trials_per_task: float) -> frozenset[str]:
+def known_workloads(
+    objects: Sequence[PoolObject], trials_per_task: float, sketched: frozenset[str] = frozenset()
+) -> frozenset[str]:
     """Structural hashes, in hexadecimal digits, of the workloads that were tuned enough before.
 
     Args:
         objects: What the pool has.
         trials_per_task: Trials that a tuning would give a task, on average: one that was ready to give as many is
             enough, if there is a valid program.
+        sketched: Hashes of workloads of which the programs of a sketch must have been among what was tuned: hundreds of
+            others may be slower than the first of these.
     """
-    searched = {workload_hash(found.workload) for found in objects if found.trials_per_task >= trials_per_task}
+    enough = [found for found in objects if found.trials_per_task >= trials_per_task]
+    searched = {
+        hash_ for found in enough if (hash_ := workload_hash(found.workload)) not in sketched or _is_of_sketch(found)
+    }
     return frozenset(searched & {workload_hash(found.workload) for found in objects if _has_valid_record(found)})
+
+
+def _is_of_sketch(found: PoolObject) -> bool:
+    return any(ANNOTATION in text for text in (found.winner, *found.records))
 
 
 def _has_valid_record(found: PoolObject) -> bool:

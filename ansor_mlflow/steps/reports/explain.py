@@ -14,15 +14,18 @@ from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.model import PartEntry
 from ansor_mlflow.options import ExplainOptions
+from ansor_mlflow.records import find_records
 from ansor_mlflow.steps.parts import estimated_parts
 from ansor_mlflow.steps.records import (
     NetworkTasks,
+    SketchUse,
     best_records,
     find_recorded,
     latency_s,
     load_recorded_network,
     lower_for_device,
     options_of_source,
+    sketch_uses,
 )
 from ansor_mlflow.trials import TaskInfo
 from ansor_mlflow.tuning import Bound, Roofline, argument_bytes, measure_roofline
@@ -51,6 +54,11 @@ class Explanation:
     """Parts of the network, if ONNX Runtime computes some of it."""
     argument_bytes: int
     """Size of the task's arguments, the result included."""
+    sketch: str
+    """The sketch and its decisions, in words; empty for a program of MetaSchedule's space."""
+    own_ratio: float | None
+    """Time of the program that the sketch chooses without a trial, over that of the fastest one; None where it was not
+    measured."""
     computation: str
     """The unscheduled function, as TVMScript."""
     schedule: tuple[str, ...]
@@ -90,20 +98,27 @@ def explain_task(options: ExplainOptions) -> Explanation:
         recorded = find_recorded(options_of_source(options.source, options), Path(scratch))
         network = lower_for_device(load_recorded_network(recorded), recorded.options)
         records = best_records(recorded.records, network, Path(scratch))
+        task = _choose_task(options, network, records)
+        trials = find_records(recorded.records, prefer_winners=False)
+        use = sketch_uses(trials, [task], network.device.target).get(task.info.workload_hash)
+    return _explain(task, network, records, use)
+
+
+def _choose_task(options: ExplainOptions, network: NetworkTasks, records: dict[int, TuningRecord]) -> TuningTask:
+    """The task that is meant, which has a record."""
     if not records:
         raise RecordsError(
             f"{options.source}: the records fit none of the {len(network.tasks)} tasks of {network.network}; give the "
             "network, layout and input_shapes that they were made with"
         )
-    if options.task:
-        task = _find_task(network.tasks, options.task)
-    else:
-        task = _most_expensive(network.tasks, records, options.source)
+    if not options.task:
+        return _most_expensive(network.tasks, records, options.source)
+    task = _find_task(network.tasks, options.task)
     if task.info.index not in records:
         raise RecordsError(
             f"task={task.info.name}: {options.source} has no record of it; tune it, or leave task out for one that has"
         )
-    return _explain(task, network, records)
+    return task
 
 
 def _find_task(tasks: Sequence[TuningTask], wanted: str) -> TuningTask:
@@ -132,7 +147,9 @@ def _most_expensive(tasks: Sequence[TuningTask], records: dict[int, TuningRecord
     return max(computing, key=lambda task: task.info.weight * latency_s(records[task.info.index]))
 
 
-def _explain(task: TuningTask, network: NetworkTasks, records: dict[int, TuningRecord]) -> Explanation:
+def _explain(
+    task: TuningTask, network: NetworkTasks, records: dict[int, TuningRecord], use: SketchUse | None
+) -> Explanation:
     record = records[task.info.index]
     tuned = [other for other in network.tasks if other.info.index in records]
     network_s = sum(t.info.weight * latency_s(records[t.info.index]) for t in tuned)
@@ -150,6 +167,8 @@ def _explain(task: TuningTask, network: NetworkTasks, records: dict[int, TuningR
         num_tuned_tasks=len(records),
         parts=estimated_parts(network.lowered, network.graph, device, network_s),
         argument_bytes=num_bytes,
+        sketch=use.sketch if use else "",
+        own_ratio=use.own_ratio if use else None,
         computation=task.mod.script(),
         schedule=tuple(str(statement) for statement in record.trace.as_python()),
         scheduled=_scheduled(task, record),

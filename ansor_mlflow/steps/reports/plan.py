@@ -23,7 +23,7 @@ from ansor_mlflow.steps.records import (
 )
 from ansor_mlflow.tracking import html_table, network_of
 from ansor_mlflow.trials import TaskInfo, TaskState
-from ansor_mlflow.tuning import SECONDS_PER_TRIAL, StoppingRules, resolve_num_trials
+from ansor_mlflow.tuning import SECONDS_PER_TRIAL, StoppingRules, resolve_num_trials, sketched_workloads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,8 @@ def plan_tuning(options: PlanOptions) -> Plan:
         network, known_s = _network_tasks(options, Path(scratch))
     if not network.tasks:
         raise UserInputError(f"network={network.network}: it has no task to tune; give a network that computes")
-    tasks = _planned(options, [task.info for task in network.tasks], known_s)
+    num_sketched = len(sketched_workloads(network.tasks, network.device.target, options.space))
+    tasks = _planned(options, [task.info for task in network.tasks], num_sketched, known_s)
     has_records = bool(options.tune_run or options.records)
     parts = part_entries(network.lowered)
     return Plan(
@@ -141,9 +142,11 @@ def _network_tasks(options: PlanOptions, scratch: Path) -> tuple[NetworkTasks, d
     return network, {index: latency_s(record) for index, record in records.items()}
 
 
-def _planned(options: PlanOptions, tasks: Sequence[TaskInfo], known_s: dict[int, float]) -> tuple[PlannedTask, ...]:
+def _planned(
+    options: PlanOptions, tasks: Sequence[TaskInfo], num_sketched: int, known_s: dict[int, float]
+) -> tuple[PlannedTask, ...]:
     budget = TuneOptions(**options.model_dump(include=set(BudgetOptions.model_fields)))
-    num_trials = resolve_num_trials(budget, len(tasks))
+    num_trials = resolve_num_trials(budget, len(tasks), num_sketched=num_sketched)
     rules = StoppingRules(budget, num_trials, len(tasks))
     first_pass = rules.round_limit(TaskState(info=tasks[0]), len(tasks), total_trials=0, elapsed_s=0.0)
     total_flops = sum(task.weight * task.flops for task in tasks)

@@ -51,6 +51,7 @@ from ansor_mlflow.tuning import (
     make_cost_model,
     require_valid_trials,
     resolve_num_trials,
+    sketched_workloads,
     start_fork_server,
     tune_locally,
 )
@@ -131,6 +132,13 @@ class TuningWork:
     network: Network
     device: Device
     lowered: LoweredNetwork
+    sketched: frozenset[str]
+    """Structural hashes of the tasks that are searched among the programs of a sketch."""
+
+    @property
+    def num_trials(self) -> int:
+        """The budget in trials."""
+        return resolve_num_trials(self.options, len(self.lowered.tasks), num_sketched=len(self.sketched))
 
 
 def prepare_tuning(options: TuneOptions) -> TuningWork:
@@ -155,7 +163,8 @@ def prepare_tuning(options: TuneOptions) -> TuningWork:
     if not lowered.tasks:
         raise UserInputError(f"network={options.network}: it has no task to tune; give a network that computes")
     resolve_num_trials(options, len(lowered.tasks))
-    return TuningWork(options=options, network=network, device=device, lowered=lowered)
+    sketched = sketched_workloads(lowered.tasks, device.target, options.space)
+    return TuningWork(options=options, network=network, device=device, lowered=lowered, sketched=sketched)
 
 
 def _tune(work: TuningWork, run: StepRun, outbox: Outbox, observers: Sequence[TuningObserver]) -> TuneResult:
@@ -171,8 +180,18 @@ def _tune(work: TuningWork, run: StepRun, outbox: Outbox, observers: Sequence[Tu
 
     if not has_arithmetic(device.target, options.dtype):
         _log.warning("%s converts %s to float32 for every operation, which is slow", device.description, options.dtype)
-    known = frozenset[str]() if is_resumed else begin_with_records(options, device.fingerprint, lowered.tasks, run)
-    job = TuningJob(network=network.name, lowered=lowered, device=device, records=records, known=known)
+    trials_per_task = work.num_trials / len(lowered.tasks)
+    known = frozenset[str]()
+    if not is_resumed:
+        known = begin_with_records(options, device.fingerprint, lowered.tasks, work.sketched, trials_per_task, run)
+    job = TuningJob(
+        network=network.name,
+        lowered=lowered,
+        device=device,
+        records=records,
+        num_sketched=len(work.sketched),
+        known=known,
+    )
     provenance = _provenance(options, network, device)
     write_description(
         records, device.fingerprint, provenance
@@ -185,7 +204,7 @@ def _tune(work: TuningWork, run: StepRun, outbox: Outbox, observers: Sequence[Tu
     observers = [RoundLog(), logger, RecordMirror(outbox, run.directory), *observers]
     with report.at_the_end():
         result = tune_locally(job, options, observers, resume=is_resumed)
-    write_description(records, device.fingerprint, _at_the_end(provenance, options, result))
+    write_description(records, device.fingerprint, _at_the_end(provenance, trials_per_task, result))
     if options.trials != 0:
         require_valid_trials(result)
         _warn_of_missing(result, options, run.run_id)
@@ -216,16 +235,15 @@ def _warn_of_missing(result: TuningResult, options: TuneOptions, run_id: str) ->
         )
 
 
-def _at_the_end(provenance: Provenance, options: TuneOptions, result: TuningResult) -> Provenance:
+def _at_the_end(provenance: Provenance, trials_per_task: float, result: TuningResult) -> Provenance:
     """What is known of a tuning only when it is over."""
     estimated_s = result.confirmed_latency_s or result.estimated_latency_s
-    num_tasks = len(result.tasks)
-    is_cut_short = result.stop_reason == StopReason.MINUTES
-    num_trials = result.total_trials if is_cut_short else resolve_num_trials(options, num_tasks)
+    if result.stop_reason == StopReason.MINUTES:
+        trials_per_task = result.total_trials / len(result.tasks)
     return replace(
         provenance,
         estimated_latency_ms=estimated_s * 1e3 if estimated_s else None,
-        trials_per_task=num_trials / num_tasks,
+        trials_per_task=trials_per_task,
     )
 
 

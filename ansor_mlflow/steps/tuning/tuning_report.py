@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ansor_mlflow import names
@@ -15,8 +15,10 @@ from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.model import PartEntry, part_entries, what_stays
 from ansor_mlflow.records import Database, RecordPair
 from ansor_mlflow.steps.parts import estimated_parts
+from ansor_mlflow.steps.records import sketch_uses
 from ansor_mlflow.tensors import Sized
 from ansor_mlflow.tracking import (
+    KernelNote,
     Message,
     Outbox,
     ScheduleText,
@@ -27,7 +29,7 @@ from ansor_mlflow.tracking import (
     tuning_page,
     without_secrets,
 )
-from ansor_mlflow.tuning import TuningJob, argument_bytes, quick_roofline
+from ansor_mlflow.tuning import Roofline, TuningJob, argument_bytes, quick_roofline
 
 _NUM_SCHEDULES = 3
 _log = logging.getLogger("ansor_mlflow")
@@ -64,8 +66,12 @@ class TuningReport:
 
     def _put(self, *, may_measure: bool) -> None:
         artifacts = [(names.REPORT_FILE, "")]
-        if may_measure and self._draw_roofline():
+        roofline = self._roofline() if may_measure else None
+        if roofline is not None and self._draw(roofline):
             artifacts.append((names.ROOFLINE_FIGURE, ""))
+        kernels: dict[str, KernelNote] = {}
+        with _only_warn("sketches of the tasks"):
+            kernels.update(self._kernels(roofline))
         schedules: list[ScheduleText] = []
         with _only_warn("schedules of the slowest tasks"):
             schedules += self._schedules()
@@ -74,6 +80,7 @@ class TuningReport:
             self.directory,
             run_id=self.directory.name,
             commands=self.commands,
+            kernels=kernels,
             schedules=schedules,
             stays=what_stays(self._parts(may_measure=may_measure)),
         )
@@ -87,15 +94,35 @@ class TuningReport:
             return estimated_parts(self.job.lowered, self.shapes, self.job.device, estimated_s)
         return part_entries(self.job.lowered)
 
-    def _draw_roofline(self) -> bool:
+    def _roofline(self) -> Roofline | None:
         """Measures the roofs: no program is measured any more."""
         with _only_warn("roofline"):
-            roofline = quick_roofline(self.job.device)
+            return quick_roofline(self.job.device)
+        return None
+
+    def _draw(self, roofline: Roofline) -> bool:
+        with _only_warn("roofline"):
             num_bytes = {task.info.workload_hash: argument_bytes(task.mod) for task in self.job.lowered.tasks}
             figure = draw_roofline(self.history, roofline, num_bytes)
             save_figure(figure, self.directory / names.ROOFLINE_FIGURE)
             return True
         return False
+
+    def _kernels(self, roofline: Roofline | None) -> dict[str, KernelNote]:
+        """What is known of the fastest programs, by the hash of the workload."""
+        pair = RecordPair.in_directory(self.job.records)
+        if not pair.exists():
+            return {}
+        tasks = {task.info.workload_hash: task for task in self.job.lowered.tasks}
+        best_s = {slow.state.info.workload_hash: slow.state.best_s for slow in self.history.slowest()}
+        notes = {}
+        for hash_, use in sketch_uses(pair, list(tasks.values()), self.job.device.target).items():
+            note = KernelNote(sketch=use.sketch, own_ratio=use.own_ratio)
+            if roofline is not None and tasks[hash_].info.flops and (seconds := best_s.get(hash_)):
+                bound = roofline.bound(tasks[hash_].info.flops, argument_bytes(tasks[hash_].mod))
+                note = replace(note, roof_share=bound.shortest_s / seconds, limit=bound.limit)
+            notes[hash_] = note
+        return notes
 
     def _schedules(self) -> list[ScheduleText]:
         """The winners' schedules of the tasks that take most of the time."""

@@ -30,7 +30,6 @@ from ansor_mlflow.records import (
 )
 from ansor_mlflow.steps.records import fetch_databases, known_workloads
 from ansor_mlflow.tracking import RecordPool, StepRun
-from ansor_mlflow.tuning import resolve_num_trials
 
 _log = logging.getLogger("ansor_mlflow")
 
@@ -144,7 +143,12 @@ class WarmStart:
 
 
 def begin_with_records(
-    options: TuneOptions, device: DeviceFingerprint, tasks: Sequence[TuningTask], run: StepRun
+    options: TuneOptions,
+    device: DeviceFingerprint,
+    tasks: Sequence[TuningTask],
+    sketched: frozenset[str],
+    trials_per_task: float,
+    run: StepRun,
 ) -> frozenset[str]:
     """Fetches the records that a tuning begins with, and says in the run what was taken.
 
@@ -152,6 +156,8 @@ def begin_with_records(
         options: `warm_start` and `record_pool` name the sources.
         device: What is tuned for.
         tasks: What is tuned.
+        sketched: Structural hashes of those that are searched among the programs of a sketch.
+        trials_per_task: Trials that a task would get, on average.
         run: The tuning's run; the records are written into its directory.
 
     Returns:
@@ -170,7 +176,7 @@ def begin_with_records(
         if options.record_pool:
             pool = RecordPool(options.record_pool)
             objects = pool.pull(device, hashes)
-            known = known_workloads(objects, resolve_num_trials(options, len(tasks)) / len(tasks))
+            known = known_workloads(objects, trials_per_task, sketched)
             if objects:
                 pulled = Path(scratch, "pool")
                 write_objects(objects, device, pulled)

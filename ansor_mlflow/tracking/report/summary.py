@@ -8,6 +8,7 @@ from ansor_mlflow import names
 
 _LATENCIES = (
     ("untuned", names.UNTUNED_LATENCY_MS, "{:.4g} ms"),
+    ("without trials", names.INSTANT_LATENCY_MS, "{:.4g} ms"),
     *((title, names.rival_latency_ms(rival), "{:.4g} ms") for rival, title in names.RIVALS.items()),
     ("tuned", names.LATENCY_MS, "{:.4g} ms"),
 )

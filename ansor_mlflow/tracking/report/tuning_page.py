@@ -43,12 +43,27 @@ class ScheduleText:
         return "\n".join([*self.lines[:_MAX_LINES], *more])
 
 
+@dataclass(frozen=True, kw_only=True)
+class KernelNote:
+    """What is known of a task's fastest program besides its time."""
+
+    sketch: str = ""
+    """The sketch and its decisions, in words; empty for a program of MetaSchedule's space."""
+    own_ratio: float | None = None
+    """Time of the program that the sketch chooses without a trial, over that of the fastest one."""
+    roof_share: float | None = None
+    """Least time that the host's roofs allow, over that of the fastest program."""
+    limit: str = ""
+    """What bounds that least time: "arithmetic" or "memory"."""
+
+
 def tuning_page(
     history: TuningHistory,
     directory: Path,
     *,
     run_id: str,
     commands: Sequence[str] = (),
+    kernels: Mapping[str, KernelNote] = {},
     schedules: Sequence[ScheduleText] = (),
     stays: Sequence[str] = (),
 ) -> str:
@@ -59,6 +74,7 @@ def tuning_page(
         directory: The run's directory, with the figures, and with what describes environment and warm start.
         run_id: Shown below the title.
         commands: Command lines that do the tuning again.
+        kernels: What is known of the tasks' fastest programs, by the hash of the workload.
         schedules: Schedules of the slowest tasks.
         stays: What ONNX Runtime computes beside the tasks, in clauses.
     """
@@ -71,7 +87,7 @@ def tuning_page(
         title=plan.network,
         subtitle=" · ".join(filter(None, [plan.target, environment.get("cpu_model"), f"run {run_id}"])),
         summary=_summary(history),
-        tasks=[_task_row(task, history) for task in _in_order(history)],
+        tasks=[_task_row(task, history, kernels) for task in _in_order(history)],
         images=images,
         failures=history.failures(),
         environment=list(_flat(environment)),
@@ -126,8 +142,9 @@ def _in_order(history: TuningHistory) -> list[TaskHistory]:
     return sorted(history.tasks, key=lambda task: -task.after_s)
 
 
-def _task_row(task: TaskHistory, history: TuningHistory) -> dict[str, Any]:
+def _task_row(task: TaskHistory, history: TuningHistory, kernels: Mapping[str, KernelNote]) -> dict[str, Any]:
     state = task.state
+    kernel = kernels.get(state.info.workload_hash, KernelNote())
     is_known = state.best_s is not None
     return {
         "name": state.info.name,
@@ -140,6 +157,10 @@ def _task_row(task: TaskHistory, history: TuningHistory) -> dict[str, Any]:
         "gain_ms": task.gain_s * 1e3 if is_known else None,
         "sparkline": sparkline(task.best_so_far()),
         "stop_reason": state.stop_reason,
+        "sketch": kernel.sketch,
+        "own_ratio": kernel.own_ratio,
+        "roof_percent": 100 * kernel.roof_share if kernel.roof_share is not None else None,
+        "limit": kernel.limit,
     }
 
 

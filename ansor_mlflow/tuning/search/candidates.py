@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from ansor_mlflow.records import RecordText, fields_of
+from ansor_mlflow.records import FAILED_RUN_S, RecordText, fields_of
 from ansor_mlflow.trials import Trial, TrialStatus
 from ansor_mlflow.tuning.workers.arguments import arg_info
 from ansor_mlflow.tuning.workers.pool import Outcome
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.s_tir.meta_schedule import TuneContext
     from tvm.s_tir.meta_schedule.database import Database, TuningRecord, Workload
+    from tvm.s_tir.meta_schedule.runner import RunnerResult
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
     from tvm.target import Target
 
-_FAILED_RUN_S = 1e10
+_TVM_FAILED_RUN_S = 1e10
 """Run time by which MetaSchedule's databases mark a failed trial."""
 _STATUS = {"timed_out": TrialStatus.TIMED_OUT, "crashed": TrialStatus.CRASHED}
 """Failures that mean the same in building and in running."""
@@ -75,7 +76,7 @@ def log_lines(
     """
     from tvm.s_tir.meta_schedule.database import JSONDatabase, TuningRecord
 
-    times = [list(seconds) or [_FAILED_RUN_S] for seconds in run_secs]
+    times = [list(seconds) or [_TVM_FAILED_RUN_S] for seconds in run_secs]
     with _memory_file() as workload_file, _memory_file() as record_file:
         database = JSONDatabase(workload_file, record_file)
         workload = database.commit_workload(mod)
@@ -121,6 +122,25 @@ def replay(record: RecordText, mod: IRModule, context: TuneContext) -> MeasureCa
         return MeasureCandidate(schedule, list(tuning_record.args_info))
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
         return None
+
+
+def replay_all(
+    records: Sequence[RecordText], mod: IRModule, context: TuneContext
+) -> tuple[list[RecordText], list[MeasureCandidate], list[RunnerResult]]:
+    """The records of a task that apply, the candidates that they were made of, and their results, one for each."""
+    replayed = [(record, replay(record, mod, context)) for record in records]
+    applying = [(record, candidate) for record, candidate in replayed if candidate is not None]
+    return (
+        [record for record, _ in applying],
+        [candidate for _, candidate in applying],
+        [_result_of(record) for record, _ in applying],
+    )
+
+
+def _result_of(record: RecordText) -> RunnerResult:
+    from tvm.s_tir.meta_schedule.runner import RunnerResult
+
+    return RunnerResult(None, "failed") if record.run_s >= FAILED_RUN_S else RunnerResult([record.run_s], None)
 
 
 def _tuning_record(record: RecordText, workload: Workload) -> TuningRecord:

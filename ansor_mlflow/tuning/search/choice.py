@@ -40,7 +40,7 @@ class ProgramSearch(Protocol):
 
 
 class SearchInBoth:
-    """Proposes as many programs of one space as of the other, while there are some."""
+    """Proposes programs of both spaces in each round, of the first one no more than half."""
 
     def __init__(self, first: ProgramSearch, second: ProgramSearch) -> None:
         self._searches = (first, second)
@@ -78,6 +78,13 @@ class SearchInBoth:
         """See `ProgramSearch`."""
         for search in self._searches:
             search.close()
+
+
+def sketched_workloads(tasks: Sequence[TuningTask], target: Target, space: str) -> frozenset[str]:
+    """Structural hashes of the tasks that are searched among the programs of a sketch."""
+    if space == "metaschedule":
+        return frozenset()
+    return frozenset(task.info.workload_hash for task in tasks if find_programs(task.mod, target) is not None)
 
 
 def make_search(

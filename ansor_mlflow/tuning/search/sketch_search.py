@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.records import FAILED_RUN_S, RecordText
 from ansor_mlflow.sketches import Programs, Tile
-from ansor_mlflow.tuning.search.candidates import replay
+from ansor_mlflow.tuning.search.candidates import replay_all
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule import TuneContext
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MIN_LEARNED = 8
 """Measurements of a task after which the cost model orders its programs."""
+_MAX_UNTAUGHT = 4
+"""Programs of a proposal without the cost model: the sketch's order is good, and what was measured makes it better."""
 _RANKED_PER_TRIAL = 3
 """Programs that the cost model chooses a trial from."""
 _MAX_SECOND_CHANCES = 4
@@ -62,6 +64,8 @@ class SketchSearch:
         """Of what was proposed, by the hash of the program."""
         self._seconds: dict[Tile, float] = {}
         self._num_learned = 0
+        self._lessons: list[tuple[TuneContext, list[MeasureCandidate], list[RunnerResult]]] = []
+        """What the cost model was not taught yet: a training takes as long as a few trials."""
         self._failed: list[MeasureCandidate] = []
         self._num_second_chances = 0
 
@@ -70,11 +74,12 @@ class SketchSearch:
 
         At the end a few programs that failed are tried again: a worker may have died of something else.
         """
-        is_learned = self._cost_model is not None and self._num_learned >= MIN_LEARNED and self._is_trained()
-        found = self._new_programs(limit * _RANKED_PER_TRIAL if is_learned else limit)
-        if is_learned and found:
-            assert self._cost_model is not None
-            scores = self._cost_model.predict(self._context, [candidate for _, _, candidate in found])
+        model = self._taught_model()
+        if model is None:
+            limit = min(limit, _MAX_UNTAUGHT)
+        found = self._new_programs(limit * _RANKED_PER_TRIAL if model else limit)
+        if model and found:
+            scores = model.predict(self._context, [candidate for _, _, candidate in found])
             order = sorted(range(len(found)), key=lambda place: -float(scores[place]))
             found = [found[place] for place in order[:limit]]
         for tile, name, _ in found:
@@ -88,11 +93,10 @@ class SketchSearch:
         return again
 
     def learn(self, candidates: Sequence[MeasureCandidate], results: Sequence[RunnerResult]) -> None:
-        """Trains the cost model, and takes note of what was fast."""
+        """Takes note of what was fast."""
         from tvm.s_tir.meta_schedule.utils import shash2hex
 
-        if self._cost_model is not None:
-            self._cost_model.update(self._context, list(candidates), list(results))
+        self._lessons.append((self._context, list(candidates), list(results)))
         for candidate, result in zip(candidates, results, strict=True):
             if result.run_secs is None:
                 self._failed = [*self._failed, candidate][:_MAX_SECOND_CHANCES]
@@ -103,7 +107,10 @@ class SketchSearch:
 
     def remember(self, records: Sequence[RecordText]) -> None:
         """Takes what was measured on such a device: none of it is proposed again, and the cost model learns from it."""
-        for record, candidate in self._learn_from(records, self._context):
+        applying, candidates, results = replay_all(records, self._task.mod, self._context)
+        self._lessons.append((self._context, candidates, results))
+        self._num_learned += len(candidates)
+        for record, candidate in zip(applying, candidates, strict=True):
             tile = self._programs.tile_of(candidate.sch)
             if tile in self._waiting:
                 self._waiting.remove(tile)
@@ -121,25 +128,22 @@ class SketchSearch:
 
         mod = self._task.mod.with_attr("ansor.device", device)  # the cost model groups times by the module
         context = TuneContext(mod=mod, target=self._context.target, space_generator=self._context.space_generator)
-        self._learn_from(records, context)
+        _, candidates, results = replay_all(records, self._task.mod, context)
+        self._lessons.append((context, candidates, results))
+        self._num_learned += len(candidates)
 
     def close(self) -> None:
         """There is nothing to free."""
 
-    def _learn_from(
-        self, records: Sequence[RecordText], context: TuneContext
-    ) -> list[tuple[RecordText, MeasureCandidate]]:
-        """Trains the cost model with records; returns those that apply."""
-        from tvm.s_tir.meta_schedule.runner import RunnerResult
-
-        replayed = [(record, replay(record, self._task.mod, self._context)) for record in records]
-        applying = [(record, candidate) for record, candidate in replayed if candidate is not None]
-        self._num_learned += len(applying)
-        if applying and self._cost_model is not None:
-            times = [None if record.run_s >= FAILED_RUN_S else [record.run_s] for record, _ in applying]
-            results = [RunnerResult(seconds, None if seconds else "failed") for seconds in times]
-            self._cost_model.update(context, [candidate for _, candidate in applying], results)
-        return applying
+    def _taught_model(self) -> CostModel | None:
+        """The cost model, with all that was measured; None before it has learned enough."""
+        if self._cost_model is None or self._num_learned < MIN_LEARNED:
+            return None
+        for context, candidates, results in self._lessons:
+            if candidates:
+                self._cost_model.update(context, candidates, results)
+        self._lessons = []
+        return self._cost_model if self._is_trained() else None
 
     def _new_programs(self, limit: int) -> list[tuple[Tile, str, MeasureCandidate]]:
         """At most `limit` programs that were not proposed yet, with their decisions and hashes."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.lowering import TuningTask
-from ansor_mlflow.records import FAILED_RUN_S, RecordLog, RecordText
-from ansor_mlflow.tuning.search.candidates import memory_database, replay
+from ansor_mlflow.records import RecordLog, RecordText
+from ansor_mlflow.tuning.search.candidates import memory_database, replay, replay_all
 from ansor_mlflow.tuning.search.space import make_space_generator
 
 if TYPE_CHECKING:
@@ -161,14 +161,8 @@ class TaskSearch:
 
     def _learn_from(self, records: Sequence[RecordText], context: TuneContext) -> list[MeasureCandidate]:
         """Trains the cost model with records; returns the candidates of those that apply."""
-        from tvm.s_tir.meta_schedule.runner import RunnerResult
-
-        replayed = [(replay(record, self._task.mod, context), record.run_s) for record in records]
-        applying = [(candidate, run_s) for candidate, run_s in replayed if candidate is not None]
-        candidates = [candidate for candidate, _ in applying]
+        _, candidates, results = replay_all(records, self._task.mod, context)
         if candidates and self._strategy == "evolutionary":
-            times = [None if run_s >= FAILED_RUN_S else [run_s] for _, run_s in applying]
-            results = [RunnerResult(seconds, None if seconds else "failed") for seconds in times]
             self._cost_model.update(context, candidates, results)
         return candidates
 
