@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -20,6 +21,7 @@ from ansor_mlflow.model.loading import open_library
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest
 from ansor_mlflow.networks.loading import load_network
 from ansor_mlflow.networks.onnx_file import write_onnx
+from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.sketches.choice import ANNOTATION, find_programs
 from ansor_mlflow.sketches.contraction import find_contraction
 from ansor_mlflow.sketches.decisions import decision_text
@@ -28,9 +30,12 @@ from ansor_mlflow.sketches.register_tile import RegisterTiling
 from ansor_mlflow.tensors import random_inputs
 
 if TYPE_CHECKING:
+    from tvm import te
+    from tvm.ir import IRModule
     from tvm.target import Target
 
 TOLERANCE = 1e-4
+_NUMPY_TYPES = {"bfloat16": ml_dtypes.bfloat16}
 TARGETS = ["auto", "llvm -mcpu=x86-64", "llvm -mcpu=haswell"]
 """Those that any x86 of today can run, beside this one's."""
 
@@ -110,6 +115,41 @@ def test_no_sketch_is_for_gpus() -> None:
     assert find_programs(task.mod, resolve_target("cuda -arch=sm_80", 1)) is None
 
 
+def test_a_group_of_a_convolution_is_a_sum_of_products(host_target: Target) -> None:
+    task = conv_task("conv2d:1,14,14,64,32,3,3,1,1,groups=4", host_target)
+    found = find_contraction(task.mod)
+    assert found is not None
+    assert found.group == 16
+    assert found.broadcast is not None
+    assert all(
+        16 % (tile.lanes * tile.vectors) == 0
+        for tile in RegisterTiling(task.mod, found, Machine.of(host_target)).tiles()
+    )
+
+
+@pytest.mark.parametrize(
+    ("network", "are_enough"),
+    [
+        ("conv2d:1,28,28,64,32,3,3,1,1", True),
+        ("conv2d:1,28,28,37,32,3,3,1,1", False),  # vectors of one element
+        ("conv2d:1,28,28,64,64,3,3,1,1,groups=32", False),
+        ("dense:1,10,10", True),  # soon done however it is done
+        ("softmax:64,1000", True),
+    ],
+)
+def test_programs_that_waste_the_vectors_are_not_enough(network: str, are_enough: bool, host_target: Target) -> None:
+    lowered = lower(load_network(network).model, host_target, LoweringSettings(pad_channels="off"))
+    programs = find_programs(max(lowered.tasks, key=lambda task: task.info.flops).mod, host_target)
+    assert programs is not None
+    assert programs.are_enough is are_enough
+
+
+def test_a_sum_that_reads_elements_again_is_not_enough_row_by_row(host_target: Target) -> None:
+    lowered = lower(load_network("conv2d:1,14,14,64,32,3,3,1,1").model, host_target, LoweringSettings(layout="NCHW"))
+    programs = find_programs(max(lowered.tasks, key=lambda task: task.info.flops).mod, host_target)
+    assert programs is None or not programs.are_enough
+
+
 # -- tiles -------------------------------------------------------------------------------------------------------------
 
 
@@ -181,6 +221,7 @@ def test_traces_replay_in_stock_tvm(host_target: Target) -> None:
         "conv2d:1,73,5,8,3,5,1,1,0",
         "depthwise_conv2d:1,15,15,24,3,3,2,1,relu",
         "conv3d:1,4,7,7,16,4,3,3,3,1,1",
+        "conv2d:1,9,11,48,32,3,3,1,1,groups=2,bias,relu",
         "dense:1,10,64,bias",
         "dense:19,33,47,bias,relu",
         "batch_matmul:3,17,24,40",
@@ -212,25 +253,63 @@ def test_every_program_of_a_convolution_is_right(
     assert programs is not None
     program = programs.program(programs.tiles[index % len(programs.tiles)])
     assert program is not None
-    assert_same(task, program.mod, host_target)
+    assert_same(task.mod, program.mod, host_target)
 
 
-def assert_same(task: TuningTask, mod: object, target: Target) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "sum_dtype"), [("float16", "float32"), ("float16", "float16"), ("bfloat16", "float32"), ("int8", "int32")]
+)
+@pytest.mark.parametrize("kind", ["conv2d", "dense"])
+def test_other_types_are_right(dtype: str, sum_dtype: str, kind: str, host_target: Target) -> None:
+    import tvm
+    from tvm import te, topi
+
+    if kind == "conv2d":
+        inputs = [te.placeholder((1, 9, 11, 24), dtype, "data"), te.placeholder((3, 3, 24, 40), dtype, "weight")]
+        result = topi.nn.conv2d_nhwc(*inputs, 1, 1, 1, sum_dtype)
+    else:
+        inputs = [te.placeholder((19, 33), dtype, "data"), te.placeholder((33, 48), dtype, "weight")]
+        result = topi.matmul(*inputs) if dtype == sum_dtype else _matmul(*inputs, sum_dtype)
+    mod = tvm.IRModule({"main": te.create_prim_func([*inputs, result]).with_attr("global_symbol", "main")})
+    assert find_contraction(mod) is not None
+    programs = find_programs(mod, host_target)
+    assert programs is not None
+    for tile in programs.tiles[:: max(1, len(programs.tiles) // 3)]:
+        program = programs.program(tile)
+        assert program is not None
+        assert_same(mod, program.mod, host_target, 1e-2 if sum_dtype == "float16" else TOLERANCE)
+
+
+def _matmul(data: te.Tensor, weight: te.Tensor, dtype: str) -> te.Tensor:
+    from tvm import te
+
+    k = te.reduce_axis((0, data.shape[1]), "k")
+    return te.compute(
+        (data.shape[0], weight.shape[1]),
+        lambda i, j: te.sum(data[i, k].astype(dtype) * weight[k, j].astype(dtype), axis=k),
+        name="matmul",
+    )
+
+
+def assert_same(plain: IRModule, mod: IRModule, target: Target, tolerance: float = TOLERANCE) -> None:
     """Compares a program with the function as TVM compiles it by itself."""
     import tvm
     from tvm.driver import build
     from tvm.s_tir.meta_schedule.arg_info import ArgInfo
 
     rng = np.random.default_rng(0)
-    infos = ArgInfo.from_prim_func(task.mod["main"])
-    arrays = [rng.normal(size=[int(dim) for dim in info.shape]).astype(str(info.dtype)) for info in infos]
+    infos = ArgInfo.from_prim_func(plain["main"])
+    arrays = [4 * rng.normal(size=[int(dim) for dim in info.shape]) for info in infos]
+    arrays = [
+        array.astype(_NUMPY_TYPES.get(str(info.dtype), info.dtype)) for array, info in zip(arrays, infos, strict=True)
+    ]
     results = []
-    for each in (task.mod, mod):  # the program packs its weights itself
+    for each in (plain, mod):  # the program packs its weights itself
         tensors = [tvm.runtime.tensor(array) for array in arrays]
         build(each, target=target)["main"](*tensors)
         results.append(tensors[-1].numpy())
     expected, actual = results
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE * max(abs(expected).max(), 1e-6))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * max(abs(expected).max(), 1e-6))
 
 
 def test_programs_compile_for_other_machines() -> None:

@@ -1,7 +1,7 @@
 """Pads layers whose number of channels cannot be tiled well.
 
-The search splits an axis into factors that divide it. 386 channels are 2 × 193, so that the innermost loop, which is
-vectorised, gets 2 of them, where 384 offer 16, 32, 48 and 64. A few channels more, filled with zeros, cost less.
+Vectors are powers of two that divide the channels. 386 channels are 2 × 193, so that a vector has 2 of them, where 384
+are 24 vectors of 16. A few channels more, filled with zeros, cost less.
 """
 
 from __future__ import annotations
@@ -119,10 +119,9 @@ def pad_output_channels(model: onnx.ModelProto, padding: Callable[[int], int]) -
 def _efficiency(size: int, channels: int, lanes: int) -> float:
     """Useful share of the vector lanes when `size` channels are computed of which `channels` are needed.
 
-    LLVM splits a vector into whole registers and, for the rest, registers of half the size, a quarter and so on.
+    Vectors of sketches are powers of two. LLVM does badly with others.
     """
-    used = max(factor / lanes / (factor // lanes + (factor % lanes).bit_count()) for factor in _innermost_factors(size))
-    return used * channels / size
+    return min(size & -size, lanes) / lanes * channels / size
 
 
 def _innermost_factors(size: int) -> Iterator[int]:

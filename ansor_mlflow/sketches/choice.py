@@ -31,6 +31,9 @@ class Sketch(Protocol):
     def kind(self, tile: Tile) -> object:
         """The part of a decision that matters most for the speed."""
 
+    def is_fast(self, tile: Tile) -> bool:
+        """Whether the program of a decision is near what the machine can do, as far as its structure tells."""
+
     def schedule(self, tile: Tile) -> Schedule:
         """The program of a decision, as a schedule whose trace has plain instructions alone."""
 
@@ -72,6 +75,11 @@ class Programs:
     def kind(self, tile: Tile) -> object:
         """The part of a decision that matters most for the speed."""
         return self._sketch.kind(tile)
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether there is no need to look for faster ones in another space."""
+        return self._sketch.is_fast(self.tiles[0])
 
     def tile_of(self, sch: Schedule) -> Tile | None:
         """The decision that a program says that it is made of; None if it is none of these."""

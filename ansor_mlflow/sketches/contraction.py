@@ -50,6 +50,8 @@ class Contraction:
     """Blocks after it, in order; the last one writes the output."""
     num_bytes: int
     """Size of an element of the sums."""
+    group: int
+    """Elements along the vectors that are summed from the same data: all, or those of a group of a convolution."""
 
     @property
     def vector_axis(self) -> int:
@@ -90,7 +92,8 @@ def find_contraction(mod: IRModule) -> Contraction | None:
     num_spatial = kinds.count(_SPATIAL)
     if kinds != [_SPATIAL] * num_spatial + [_REDUCTION] * (len(kinds) - num_spatial) or num_spatial < 2:
         return None
-    operands = _operands(block)
+    group = _group(block, num_spatial - 1)
+    operands = _operands(block, num_spatial - 1)
     if operands is None or not _are_vectors(operands, num_spatial - 1) or not _has_one_end(sch, blocks[place:]):
         return None
     return Contraction(
@@ -102,6 +105,7 @@ def find_contraction(mod: IRModule) -> Contraction | None:
         has_padding=place > 0 and "if_then_else" in str(sch.get(blocks[place - 1]).body),
         epilogue=tuple(names[place + 1 :]),
         num_bytes=_num_bytes(str(block.body.value.ty)),
+        group=group,
     )
 
 
@@ -120,21 +124,60 @@ def _are_vectors(operands: Sequence[Operand], axis: int) -> bool:
     return 1 in strides and set(strides) <= {0, 1} and strides.count(0) <= 1
 
 
-def _operands(block: Any) -> tuple[Operand, ...] | None:
-    """What a sum reads besides its result; None where an index is no linear function of the iterators."""
+def _group(block: Any, axis: int) -> int:
+    """The number by which an iterator is divided to give the group that it belongs to; its extent without groups."""
+    variable, extent = block.iter_vars[axis].var, int(block.iter_vars[axis].dom.extent)
+    sizes = {size for load in _reads(block) for index in load.indices for size in _group_sizes(index, variable)}
+    return sizes.pop() if len(sizes) == 1 else extent
+
+
+def _group_sizes(index: Any, variable: Any) -> Iterator[int]:
+    """Yields the constants by which an index divides a variable."""
+    if _is_group(index, variable):
+        yield int(index.b)
+    for inner in _terms(index):
+        yield from _group_sizes(inner, variable)
+
+
+def _is_group(index: Any, variable: Any) -> bool:
     from tvm import tirx
 
-    store = block.body
-    loads = list(_loads(store.value)) if isinstance(store, tirx.BufferStore) else []
+    return isinstance(index, tirx.FloorDiv) and index.a.same_as(variable) and isinstance(index.b, tirx.IntImm)
+
+
+def _in_first_group(index: Any, variable: Any) -> Any:
+    """An index with 0 for the group of a variable."""
+    from tvm import tirx
+
+    if _is_group(index, variable):
+        return tirx.IntImm(str(index.b.ty), 0)
+    if isinstance(index, (tirx.Add, tirx.Sub, tirx.Mul)):
+        return type(index)(_in_first_group(index.a, variable), _in_first_group(index.b, variable))
+    return index
+
+
+def _reads(block: Any) -> list[Any]:
+    """What a sum reads, its result among it."""
+    from tvm import tirx
+
+    return list(_loads(block.body.value)) if isinstance(block.body, tirx.BufferStore) else []
+
+
+def _operands(block: Any, axis: int) -> tuple[Operand, ...] | None:
+    """What a sum reads besides its result; None where an index is no linear function of the iterators.
+
+    Where it depends on the group of the iterator of the vectors, it is seen inside of a group.
+    """
     variables = [var.var for var in block.iter_vars]
+    vectors = variables[axis]
     operands = tuple(
         Operand(
             buffer=str(load.source.name),
             shape=tuple(int(dim) for dim in load.source.shape),
-            strides=tuple(_coefficients(load.indices, variables)),
+            strides=tuple(_coefficients([_in_first_group(i, vectors) for i in load.indices], variables)),
         )
-        for load in loads
-        if not load.source.same_as(store.buffer)
+        for load in _reads(block)
+        if not load.source.same_as(block.body.buffer)
     )
     is_linear = all(() not in operand.strides for operand in operands)
     return operands if is_linear and 1 <= len(operands) <= 2 else None
@@ -147,10 +190,16 @@ def _loads(expr: Any) -> Iterator[Any]:
     if isinstance(expr, TensorLoad):
         yield expr
         return
+    for inner in _terms(expr):
+        yield from _loads(inner)
+
+
+def _terms(expr: Any) -> Iterator[Any]:
+    """Yields the operands of an operation."""
     for name in ("a", "b", "value"):
         inner = getattr(expr, name, None)
         if hasattr(inner, "ty"):
-            yield from _loads(inner)
+            yield inner
 
 
 def _coefficients(indices: Sequence[Any], variables: Sequence[Any]) -> Iterator[tuple[int, ...]]:

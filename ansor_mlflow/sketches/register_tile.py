@@ -52,6 +52,8 @@ _MAX_COPIES = 16
 """Tiles of columns of a row, where the last one is narrower: each of them is a copy of the program."""
 _MAX_TILES = 512
 """Tiles that may get a trial."""
+_SMALL_WORK = 500_000
+"""Multiply-adds that take a few microseconds however they are done."""
 _NUM_MICRO = 48
 """Tiles in registers whose jobs are looked at."""
 
@@ -126,12 +128,13 @@ class RegisterTiling:
                 for rows in _divisors(axes.rows, _MAX_ROWS):
                     fits = vectors * columns * rows + vectors + 1 <= registers
                     is_even = axes.columns % columns == 0 or axes.columns // columns < _MAX_COPIES
-                    if fits and is_even and columns <= axes.columns and axes.channels % (vectors * lanes) == 0:
+                    in_group = self._contraction.group % (vectors * lanes) == 0
+                    if fits and is_even and in_group and columns <= axes.columns:
                         yield lanes, vectors, columns, rows
 
     def _lanes(self) -> list[int]:
-        """Widths of vectors that divide the channels, the two widest."""
-        widest = _power_of_two(self._axes.channels, self._machine.lanes(self._contraction.num_bytes))
+        """Widths of vectors that divide the channels of a group, the two widest."""
+        widest = _power_of_two(self._contraction.group, self._machine.lanes(self._contraction.num_bytes))
         return [widest] if widest == 1 else [widest, widest // 2]
 
     def _count_cycles(self, micro: tuple[int, int, int, int]) -> float:
@@ -237,6 +240,12 @@ class RegisterTiling:
     def kind(self, tile: RegisterTile) -> object:
         """The tile in registers."""
         return tile.lanes, tile.vectors, tile.columns, tile.rows
+
+    def is_fast(self, tile: RegisterTile) -> bool:
+        """Whether its vectors fill half of a register, or there is little to compute."""
+        num_sums = self._axes.outer * self._axes.rows * self._axes.columns * self._axes.channels
+        is_small = num_sums * prod(self._axes.sums) < _SMALL_WORK
+        return is_small or 2 * tile.lanes >= self._machine.lanes(self._contraction.num_bytes)
 
     def schedule(self, tile: RegisterTile) -> Schedule:
         """The function with a tile."""

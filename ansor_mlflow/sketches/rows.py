@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _SPATIAL = 0
 _MIN_PARALLEL = 16384
 """Elements for which a second thread pays."""
+_MAX_READS = 4
+"""How often a sum may read an element: a pooling of 2 × 2 with a stride of 1 reads it four times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,13 @@ class RowTiling:
     def kind(self, tile: RowTile) -> object:
         """Every decision is of its own kind."""
         return tile
+
+    def is_fast(self, _tile: RowTile) -> bool:
+        """Whether each sum reads an element about once, unlike a convolution's."""
+        from tvm.s_tir import Schedule
+
+        sch = Schedule(self._mod)
+        return all(_reads_once(sch.get(block)) for block in _blocks(sch))
 
     def schedule(self, tile: RowTile) -> Schedule:
         """The function with a tile."""
@@ -105,6 +114,13 @@ def _num_leading(block: Any) -> int:
 
 def _is_sum(block: Any) -> bool:
     return _num_leading(block) < len(block.iter_vars)
+
+
+def _reads_once(block: Any) -> bool:
+    """Whether a block computes about as many terms as it reads elements."""
+    num_read = max((prod(int(extent) for extent in read.source.shape) for read in block.reads), default=0)
+    num_terms = prod(int(var.dom.extent) for var in block.iter_vars)
+    return not _is_sum(block) or num_terms <= _MAX_READS * num_read
 
 
 def _inline(sch: Schedule) -> None:

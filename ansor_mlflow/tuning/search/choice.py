@@ -81,10 +81,11 @@ class SearchInBoth:
 
 
 def sketched_workloads(tasks: Sequence[TuningTask], target: Target, space: str) -> frozenset[str]:
-    """Structural hashes of the tasks that are searched among the programs of a sketch."""
-    if space == "metaschedule":
+    """Structural hashes of the tasks that are searched among the programs of a sketch, and nowhere else."""
+    if space != "sketches":
         return frozenset()
-    return frozenset(task.info.workload_hash for task in tasks if find_programs(task.mod, target) is not None)
+    found = [(task.info.workload_hash, find_programs(task.mod, target)) for task in tasks]
+    return frozenset(hash_ for hash_, programs in found if programs and programs.are_enough)
 
 
 def make_search(
@@ -97,7 +98,9 @@ def make_search(
     log: RecordLog,
     cost_model: CostModel,
 ) -> ProgramSearch:
-    """The search of a task in the space that the options name; MetaSchedule's where no sketch fits.
+    """The search of a task in the space that the options name.
+
+    With "sketches" it is in MetaSchedule's where no sketch fits, and in both where the sketch's programs are not fast.
 
     Args:
         task: What is tuned.
@@ -128,6 +131,7 @@ def make_search(
         log=log,
         cost_model=cost_model,
     )
-    if not in_sketches:
+    if not programs or not in_sketches:
         return in_metaschedule()
-    return SearchInBoth(in_sketches, in_metaschedule()) if options.space == "both" else in_sketches
+    in_both = options.space == "both" or not programs.are_enough
+    return SearchInBoth(in_sketches, in_metaschedule()) if in_both else in_sketches
