@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +107,7 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experiment]
                 tuned = tune(TuneOptions(**knobs))
         if not PICTURES_FOR_DOCS:  # one of those that were tuned alone is on the leaderboard, too
             compiled = compile_network(CompileOptions(tune_run=tuned.run_id))
-            evaluate(EvaluateOptions(model_uri=compiled.model_uri, turns=1))
+            evaluate(EvaluateOptions(model_uri=compiled.model_uri, turns=1, rivals=("onnxruntime",)))
         yield made
 
 
@@ -123,6 +124,12 @@ def number(text: str) -> float:
 
 
 # -- the two views -----------------------------------------------------------------------------------------------------
+
+
+def rounded(milliseconds: float) -> re.Pattern[str]:
+    """A latency as a page shows it, which computed it from the same times in another order."""
+    texts = {f"{milliseconds * factor:.4g} ms" for factor in (1 - 1e-9, 1 + 1e-9)}
+    return re.compile("|".join(map(re.escape, texts)))
 
 
 def cells(page: Page, run: Run) -> dict[str, str]:
@@ -300,7 +307,7 @@ def test_the_report_is_a_page_within_the_page(experiment: Experiment, pages: Mlf
         report = page.frame_locator("iframe")
         expect(report.get_by_role("heading", level=1)).to_have_text("resnet-block")
         figures = report.locator("dl.figures")
-        expect(figures).to_contain_text(f"{metrics[names.BEST_LATENCY_MS]:.4g} ms")
+        expect(figures).to_contain_text(rounded(metrics[names.BEST_LATENCY_MS]))
         expect(figures).to_contain_text(f"{metrics[names.TRIALS_MEASURED]:.0f} of {tuning.data.params['num_trials']}")
         num_tasks = int(tuning.data.params["num_tasks"])
         expect(report.locator("table").first.locator("tbody tr")).to_have_count(num_tasks)

@@ -16,17 +16,12 @@ from onnx import TensorProto, helper, save
 BENCHMARKS = ROOT / "benchmarks"
 EXPORTED = (
     "espcn",
-    "esrgan",
     "dcgan",
     "denoiser-dynamo",
-    "cyclegan",
     "wavenet",
     "unet",
-    "unet-bilinear",
     "yolo",
     "crnn",
-    "gru",
-    "lstm",
 )
 """Models that need PyTorch alone."""
 

@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 NETWORK = "dense:16,64,64"
 NUM_TRIALS = 40
+PIPELINE = {**SMALL_ROUNDS, "network": NETWORK, "turns": 1, "rivals": "onnxruntime", "signature": "binary"}
+"""Parameters of a pipeline."""
 
 
 @pytest.fixture
@@ -82,12 +84,12 @@ def test_a_tuning_that_is_interrupted(env: dict[str, str], short_path: Path, int
 
 
 def pipeline_command() -> list[str]:
-    given = {**SMALL_ROUNDS, "network": NETWORK, "trials": NUM_TRIALS, "turns": 1, "signature": "binary"}
+    given = {**PIPELINE, "trials": NUM_TRIALS}
     return [ANSOR_MLFLOW, "main", *flags(given)]
 
 
 def project_command() -> list[str]:
-    given = {**SMALL_ROUNDS, "network": NETWORK, "trials": NUM_TRIALS, "turns": 1, "signature": "binary"}
+    given = {**PIPELINE, "trials": NUM_TRIALS}
     pairs = [word for name, value in given.items() for word in ("-P", f"{name}={value}")]
     return [MLFLOW, "run", ".", "--env-manager", "local", *pairs]
 

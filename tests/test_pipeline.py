@@ -65,6 +65,7 @@ def make_directory(path: Path, kind: str) -> Path:
 
 def run_main(directory: Path, experiment_id: str, **parameters: object) -> Finished:
     given = {**FAST, "cost_model": "none", "network": "dense:16,64,64", "trials": 4, "turns": 1, "seed": 3}
+    given |= {"rivals": "onnxruntime"}
     env = environment(os.environ["MLFLOW_TRACKING_URI"], {"MLFLOW_EXPERIMENT_ID": experiment_id})
     return run([ANSOR_MLFLOW, "main", *flags({**given, **parameters})], directory, env)
 

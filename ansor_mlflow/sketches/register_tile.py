@@ -9,7 +9,7 @@ From the outside in:
         for everything that is summed                             nothing in here is stored
           for rows, columns, vectors: unrolled
             a vector of channels                                  one element of the input, one vector of packed weights
-        written back with bias, addition and activation
+        written back with bias, addition and activation       unless that is long: then after the job
 
 "Channels" are the last axis of the output, "columns" and "rows" those before it along which the weights are the same.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, prod
@@ -54,6 +54,9 @@ _MAX_TILES = 512
 """Tiles that may get a trial."""
 _SMALL_WORK = 500_000
 """Multiply-adds that take a few microseconds however they are done."""
+_MAX_EPILOGUE = 8
+"""Operators after a sum that are computed while it is written; a GELU is seven. More of them, in every copy of the
+unrolled tile, would take the compiler minutes."""
 _NUM_MICRO = 48
 """Tiles in registers whose jobs are looked at."""
 
@@ -254,9 +257,7 @@ class RegisterTiling:
         found = self._contraction
         sch = Schedule(self._mod)
         block = sch.get_sblock(found.block)
-        for name in found.epilogue[:-1]:
-            sch.compute_inline(sch.get_sblock(name))
-        for name in found.producers[:-1]:
+        for name in (*found.epilogue[:-1], *found.producers[:-1]):
             sch.compute_inline(sch.get_sblock(name))
         loops = list(sch.get_loops(block))
         spatial, sums = loops[: len(found.spatial)], loops[len(found.spatial) :]
@@ -265,32 +266,20 @@ class RegisterTiling:
         channel_job, channel_tile, vector, lane = sch.split(
             channels, [None, tile.channel_tiles, tile.vectors, tile.lanes]
         )
-        jobs, tiles, inner = [*rest], [], []
-        for axis, size, per_job in (
-            (self._row_axis, tile.rows, tile.row_tiles),
-            (self._column_axis, tile.columns, tile.column_tiles),
-        ):
-            if axis is None:
-                continue
-            if per_job:
-                job, tile_loop, inside = sch.split(spatial[axis], [None, per_job, size])
-                jobs.append(job)
-            else:
-                tile_loop, inside = sch.split(spatial[axis], [None, size])
-            if found.spatial[axis] % size:
-                sch.unroll(tile_loop)  # of its copies only the last has a rest, which is known then
-            tiles.append(tile_loop)
-            inner.append(inside)
-        jobs = [channel_job, *jobs] if tile.channels_outside else [*jobs, channel_job]
+        tiled, tiles, inner = self._split(sch, spatial, tile)
+        jobs = [channel_job, *rest, *tiled] if tile.channels_outside else [*rest, *tiled, channel_job]
         sch.reorder(*jobs, channel_tile, *tiles, *sums, *inner, vector, lane)
         write = sch.cache_write(block, 0, "local")
         innermost_tile = tiles[-1] if tiles else channel_tile
         sch.reverse_compute_at(write, innermost_tile)
-        if found.epilogue:
+        is_long = len(found.epilogue) > _MAX_EPILOGUE
+        if found.epilogue and not is_long:
             sch.reverse_compute_inline(sch.get_sblock(found.epilogue[-1]))
         job = sch.fuse(*jobs)
         if tile.parallel:
             sch.parallel(job)
+        if is_long:
+            self._place_epilogue(sch, job)
         if found.producers:
             self._place_padding(sch, tile, {"job": job, "row": tiles[0] if tiles else job})
         for loop in (*inner, vector):
@@ -302,6 +291,28 @@ class RegisterTiling:
             self._vectorize_tile(sch, list(inside), tile)
         return sch
 
+    def _split(
+        self, sch: Schedule, spatial: Sequence[LoopRV], tile: RegisterTile
+    ) -> tuple[list[LoopRV], list[LoopRV], list[LoopRV]]:
+        """Splits rows and columns into the loops over jobs, over the tiles of a job, and inside of a tile."""
+        jobs, tiles, inner = [], [], []
+        for axis, size, per_job in (
+            (self._row_axis, tile.rows, tile.row_tiles),
+            (self._column_axis, tile.columns, tile.column_tiles),
+        ):
+            if axis is None:
+                continue
+            if per_job:
+                job, tile_loop, inside = sch.split(spatial[axis], [None, per_job, size])
+                jobs.append(job)
+            else:
+                tile_loop, inside = sch.split(spatial[axis], [None, size])
+            if self._contraction.spatial[axis] % size:
+                sch.unroll(tile_loop)  # of its copies only the last has a rest, which is known then
+            tiles.append(tile_loop)
+            inner.append(inside)
+        return jobs, tiles, inner
+
     def _place_padding(self, sch: Schedule, tile: RegisterTile, places: dict[str, object]) -> None:
         pad = sch.get_sblock(self._contraction.producers[-1])
         if tile.pad_at == "inline":
@@ -309,6 +320,14 @@ class RegisterTiling:
             return
         sch.compute_at(pad, places[tile.pad_at])
         loop = sch.get_loops(pad)[-1]
+        lanes = _power_of_two(int(sch.get(loop).extent), self._machine.lanes(self._contraction.num_bytes))
+        sch.vectorize(sch.split(loop, [None, lanes])[1])
+
+    def _place_epilogue(self, sch: Schedule, job: LoopRV) -> None:
+        """Computes what follows the sums after all tiles of a job, in a loop that is there once."""
+        last = sch.get_sblock(self._contraction.epilogue[-1])
+        sch.reverse_compute_at(last, job)
+        loop = sch.get_loops(last)[-1]
         lanes = _power_of_two(int(sch.get(loop).extent), self._machine.lanes(self._contraction.num_bytes))
         sch.vectorize(sch.split(loop, [None, lanes])[1])
 

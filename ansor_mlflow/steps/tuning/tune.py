@@ -155,7 +155,8 @@ def prepare_tuning(options: TuneOptions) -> TuningWork:
     device.require_measurable_here()
     require_linker()
     make_cost_model(options.cost_model, device.num_threads, options.seed)
-    start_fork_server()  # it loads TVM while the network is lowered
+    if options.trials != 0:
+        start_fork_server()  # it loads TVM while the network is lowered
     _log.info("lowering %s for %s", network.name, device.description)
     lowered = lower_sizes(network.models(), device.target, options.lowering, options.network)
     for clause in what_stays(part_entries(lowered)):

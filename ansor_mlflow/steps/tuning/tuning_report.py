@@ -62,7 +62,7 @@ class TuningReport:
                     self.outbox.put(Message(note=tuning_note(self.history, self.commands, without_secrets(err))))
             raise
         with _only_warn("report"):
-            self._put(may_measure=True)
+            self._put(may_measure=bool(self.history.trials))  # without trials the user is in a hurry
 
     def _put(self, *, may_measure: bool) -> None:
         artifacts = [(names.REPORT_FILE, "")]
