@@ -33,6 +33,8 @@ _SETUP_S = 3.0
 _FILL_S_PER_BYTE = 2e-8
 """Time to fill arguments with random numbers: 7e-9 measured for 16-bit floats, less for others."""
 _PROBE_TIMEOUT_S = 60.0
+_MIN_REPEATED_S = 1.0
+"""Time for measuring again that there is from the beginning: the first trials of a task are often the best."""
 _MAX_REPEATED = 0.25
 """Time for measuring again what was disturbed, over that of all first measurements, at most."""
 
@@ -129,7 +131,8 @@ class LocalRunner:
         self, job: RunJob, outcome: Outcome[tuple[float, ...]], best_s: dict[str, float]
     ) -> Outcome[tuple[float, ...]]:
         """Measures again if there is time for it; returns the outcome that was disturbed less."""
-        if self._repeated_s >= _MAX_REPEATED * self._measured_s or outcome.failure not in ("", "timed_out"):
+        limit_s = max(_MIN_REPEATED_S, _MAX_REPEATED * self._measured_s)
+        if self._repeated_s >= limit_s or outcome.failure not in ("", "timed_out"):
             return outcome
         started_s = time.monotonic()
         again = self._measure(job, best_s)
