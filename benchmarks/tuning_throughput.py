@@ -44,6 +44,7 @@ def _seeds(_context: click.Context, _parameter: click.Parameter, text: str) -> l
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option("--network", default="resnet-18", help="Built-in network, or the path of an ONNX file.")
 @click.option("--trials", default=640, type=click.IntRange(min=1), help="Programs that each side measures.")
+@click.option("--our-trials", type=click.IntRange(min=1), help="Programs that our side measures.  [default: trials]")
 @click.option("--seeds", default="0", callback=_seeds, help="Seeds with commas between them; each is one comparison.")
 @click.option("--num-threads", default="auto", help="Threads of a kernel; auto is every CPU.")
 @click.option(
@@ -62,6 +63,7 @@ def _seeds(_context: click.Context, _parameter: click.Parameter, text: str) -> l
 def main(
     network: str,
     trials: int,
+    our_trials: int | None,
     seeds: list[int],
     num_threads: str,
     stock_trials_per_round: int | None,
@@ -84,7 +86,14 @@ def main(
         if json_file is not None:
             json_file.parent.mkdir(parents=True, exist_ok=True)
         with _work_directory(work_dir) as directory:
-            _run(job, seeds, ["stock", "ours"] if side == "both" else [side], directory, json_file)
+            sides: list[Side] = ["stock", "ours"] if side == "both" else [side]
+            _run(
+                {"stock": job, "ours": job.model_copy(update={"trials": our_trials or trials})},
+                seeds,
+                sides,
+                directory,
+                json_file,
+            )
     except AnsorMlflowError as err:
         raise click.ClickException(str(err)) from err
 
@@ -103,14 +112,17 @@ def _work_directory(work_dir: Path | None) -> Iterator[Path]:
     yield work_dir.resolve()
 
 
-def _run(job: Job, seeds: list[int], sides: list[Side], directory: Path, json_file: Path | None) -> None:
+def _run(
+    jobs: Mapping[Side, Job], seeds: list[int], sides: list[Side], directory: Path, json_file: Path | None
+) -> None:
     """Runs all seeds. The JSON file is written after each, so that a later failure does not cost the earlier ones."""
-    console = Console()
+    console, job = Console(), jobs["stock"]
     measure = TuneOptions().model_dump(include={"number", "repeat", "min_repeat_ms", "cache_flush"})
     report: dict[str, Any] = {
         "environment": host_environment(job.num_threads),
         "settings": {
             **job.model_dump(include={"network", "trials", "num_threads", "stock_trials_per_round"}),
+            "our_trials": jobs["ours"].trials,
             "seeds": seeds,
             "sides": sides,
             "measure": measure,
@@ -121,7 +133,8 @@ def _run(job: Job, seeds: list[int], sides: list[Side], directory: Path, json_fi
     comparisons: list[Comparison] = []
     for position, seed in enumerate(seeds):
         order = sides if position % 2 == 0 else sides[::-1]
-        reports = _run_seed(job.model_copy(update={"seed": seed}), order, directory / f"{position}-seed-{seed}")
+        of_seed = {side: jobs[side].model_copy(update={"side": side, "seed": seed}) for side in order}
+        reports = _run_seed(of_seed, directory / f"{position}-seed-{seed}")
         comparison = compare(reports["stock"], reports["ours"]) if len(sides) == 2 else None
         print_seed(console, seed, {name: reports[name] for name in sides}, comparison)
         entry = {"seed": seed, "order": order, **{name: side.model_dump() for name, side in reports.items()}}
@@ -136,21 +149,22 @@ def _run(job: Job, seeds: list[int], sides: list[Side], directory: Path, json_fi
         print_medians(console, medians(comparisons))
 
 
-def _run_seed(job: Job, order: list[Side], directory: Path) -> Mapping[str, SideReport]:
+def _run_seed(jobs: Mapping[Side, Job], directory: Path) -> Mapping[str, SideReport]:
     """Tunes with each side in turn, then compiles and times what they found."""
     outcomes: dict[Side, tuple[Outcome, MemoryUse]] = {}
-    for side in order:
+    for side, job in jobs.items():
         folder = directory / side
         folder.mkdir(parents=True)
         click.echo(f"seed {job.seed}: tuning, {side}", err=True)
-        outcomes[side] = run_child(job.model_copy(update={"side": side}), folder)
+        outcomes[side] = run_child(job, folder)
     libraries: dict[str, Compiled] = {
-        side: compile_records(job.model_copy(update={"side": side}), directory / side)
+        side: compile_records(jobs[side], directory / side)
         for side, (outcome, _) in outcomes.items()
         if outcome.trials_by_status.get(TrialStatus.OK.value)
     }
-    click.echo(f"seed {job.seed}: timing the libraries", err=True)
-    latencies = measure_libraries(libraries, _TURNS, job.seed)
+    seed = next(iter(jobs.values())).seed
+    click.echo(f"seed {seed}: timing the libraries", err=True)
+    latencies = measure_libraries(libraries, _TURNS, seed)
     return {side: side_report(outcome, memory, latencies.get(side)) for side, (outcome, memory) in outcomes.items()}
 
 
