@@ -30,12 +30,12 @@ test: .venv/torch
 # CONTRIBUTING.md names. With SCREENSHOTS=docs/images the tunings of test_browser.py are longer, and make the pictures of
 # the documentation.
 test-system: .venv/torch
-	$(RUN) python -m pytest -m system -n 2 --dist loadfile
+	$(RUN) python -m pytest -m system -n 3 --dist loadfile
 
 # Servers and processes are really broken: Ceph's S3 gateway and PostgreSQL among them, which are Debian packages;
 # .ci/run installs them, CONTRIBUTING.md names them, and a test that misses them fails with their names.
 test-faults: .venv
-	$(RUN) python -m pytest -m faults -n 2 --dist loadfile
+	$(RUN) python -m pytest -m faults -n 3 --dist loadfile
 
 lint: .venv
 	$(RUN) ruff check .

@@ -34,6 +34,8 @@ from ansor_mlflow.tuning.stopping import require_valid_trials
 if TYPE_CHECKING:
     from tvm.target import Target
 
+pytest_plugins = ["helpers.site"]
+
 settings.register_profile("no_deadline", deadline=None)  # how long an example takes says more of the machine than of us
 settings.load_profile("no_deadline")
 

@@ -1,0 +1,52 @@
+"""What a run knows when the store of its artifacts goes away."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from helpers.site import Site, assert_machine_error, assert_told_once, sync
+from helpers.tuner_process import tuning
+from test_faults import assert_complete, assert_exactly
+
+from ansor_mlflow import names
+
+pytestmark = pytest.mark.faults
+
+OUTAGE_S = 60
+
+
+def test_an_s3_server_that_is_away_for_a_minute_gets_everything(
+    small_onnx: Path, site: Site, tmp_path: Path, short_path: Path
+) -> None:
+    parameters = {"trials": 150, "num_trials_per_round": 16, "min_repeat_ms": 500}  # takes longer than the outage
+    with tuning(small_onnx, short_path / "cwd", site.environment, **parameters) as tuner:
+        tuner.wait_for_rounds(1)
+        site.s3.stop()
+        time.sleep(OUTAGE_S)
+        assert tuner.process.poll() is None, tuner.stderr
+        site.s3.start()
+        finished = tuner.wait(180)
+    assert finished.exit_code == 0, finished.stderr
+    assert_exactly(site.only_run(), site.download(tmp_path / "run"), 150, tmp_path)
+    assert_told_once(site, tuner)
+    assert site.parts() == []
+
+
+def test_what_an_s3_server_that_stays_away_was_not_given_is_delivered_by_sync(
+    small_onnx: Path, site: Site, tmp_path: Path, short_path: Path
+) -> None:
+    cwd = short_path / "cwd"
+    with tuning(small_onnx, cwd, site.environment, trials=24) as tuner:
+        tuner.wait_for_rounds(4)
+        site.s3.stop()
+        finished = tuner.wait(180)
+    message = assert_machine_error(finished, r"messages to the run \w+ are undelivered \(.*Could not connect")
+    run = site.only_run()
+    assert run.info.status == "FAILED"
+    assert run.data.tags[names.TAG_ERROR] == message
+    assert run.data.metrics[names.TRIALS_MEASURED] == 24  # the tracking server was told
+    site.s3.start()
+    assert sync(cwd, site.environment).exit_code == 0
+    assert_complete(site.only_run(), site.download(tmp_path / "run"), 24, tmp_path)
