@@ -38,7 +38,7 @@ class SketchSearch:
         task: What is tuned.
         programs: Its programs.
         context: Describes the task to the cost model.
-        cost_model: Ranks candidates and is trained by `learn`; None for programs in random order.
+        cost_model: Ranks candidates, and is taught before that; None for programs in random order.
         is_trained: Whether the cost model has enough samples of all tasks.
         seed: Seed of the random order.
     """
