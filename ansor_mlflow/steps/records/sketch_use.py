@@ -38,7 +38,7 @@ def sketch_uses(pair: RecordPair, tasks: Sequence[TuningTask], target: Target) -
     for record in database.records:
         hash_ = database.hashes[record.workload]
         if hash_ in times and record.run_s < FAILED_RUN_S:
-            of_task, decision = times[hash_], find_decision(database.text(record).decode())
+            of_task, decision = times[hash_], find_decision(database.text(record).decode(errors="replace"))
             of_task[decision] = min(record.run_s, of_task.get(decision, record.run_s))
     return {
         task.info.workload_hash: _use_of(task, target, of_task)
