@@ -43,6 +43,7 @@ def save_relu(path: Path, *, op_type: str = "Relu", size: int | str = 4) -> None
     save(helper.make_model(graph, ir_version=10, opset_imports=opsets), path)
 
 
+@pytest.mark.system
 def test_the_ends_of_models_are_told_apart(tmp_path: Path) -> None:
     models = tmp_path / "models"
     models.mkdir()

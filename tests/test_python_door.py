@@ -124,6 +124,7 @@ am.tune("resnet-18").runid  # wrong
 """
 
 
+@pytest.mark.system
 def test_type_checkers_know_parameters_and_results(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "mypy", "--config-file", "setup.cfg", str(tmp_path / "program.py")]
