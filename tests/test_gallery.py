@@ -16,9 +16,6 @@ from onnx import TensorProto, helper, save
 BENCHMARKS = ROOT / "benchmarks"
 EXPORTED = (
     "espcn",
-    "dcgan",
-    "denoiser-dynamo",
-    "wavenet",
     "unet",
     "yolo",
     "crnn",
