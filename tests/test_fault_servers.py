@@ -20,6 +20,7 @@ def test_a_tracking_server_that_comes_back_knows_everything(
     with tuning(small_onnx, short_path / "cwd", site.environment, trials=60, min_repeat_ms=50) as tuner:
         tuner.wait_for_rounds(4)
         site.tracking.stop()
+        wait_until(lambda: AWAY in tuner.stderr, tuner)
         tuner.wait_for_rounds(tuner.num_rounds + 4)  # the tuning goes on
         site.tracking.start()
         finished = tuner.wait(120)
