@@ -74,6 +74,7 @@ def check(network: str) -> int:
     from tvm.driver import build
     from tvm.s_tir.meta_schedule.arg_info import ArgInfo
 
+    from ansor_mlflow.codegen import tir_pipeline
     from ansor_mlflow.device import resolve_target
     from ansor_mlflow.sketches import find_programs
 
@@ -92,7 +93,7 @@ def check(network: str) -> int:
     for tile in chosen:
         program = programs.program(tile)
         assert program is not None
-        library = build(program.mod, target=target)
+        library = build(program.mod, target=target, pipeline=tir_pipeline(target))
         for at_end in (True, False):
             result = run_guarded(library, arrays, at_end=at_end)
             np.testing.assert_allclose(result, expected, rtol=0, atol=1e-4 * abs(expected).max())

@@ -293,8 +293,8 @@ def test_candidates_of_other_tuners_are_as_tvm_compiles_them(host_target: Target
 
     data = te.placeholder((64,))
     program = tvm.IRModule({"main": te.create_prim_func([data, te.compute((64,), lambda index: te.erf(data[index]))])})
-    for vector_functions, expected in ((True, set()), (False, {"erff"})):
-        builder = LocalBuilder(host_target, max_workers=1, timeout_s=60, vector_functions=vector_functions)
+    for as_in_models, expected in ((True, set()), (False, {"erff"})):
+        builder = LocalBuilder(host_target, max_workers=1, timeout_s=60, as_in_models=as_in_models)
         with contextlib.closing(builder):
             (outcome,) = builder.build([program])
             assert outcome.value, outcome.error

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ansor_mlflow.codegen import pass_config
+from ansor_mlflow.codegen import pass_config, tir_pipeline
 from ansor_mlflow.device import architecture_of
 from ansor_mlflow.errors import MachineError, RecordsError, first_line
 from ansor_mlflow.model.parts import PartEntry, write_parts
@@ -169,7 +169,7 @@ def _export(mod: IRModule, target: Target, library: Path) -> None:
     compiler = require_linker(architecture_of(str(target.attrs.get("mtriple", ""))))
     library.parent.mkdir(parents=True, exist_ok=True)
     with target, PassContext(config=pass_config(target)):
-        compiled = tvm.compile(mod, target)
+        compiled = tvm.compile(mod, target, tir_pipeline=tir_pipeline(target))
         compiled.export_library(str(library), fcompile=cc.cross_compiler(compiler) if compiler else None)
 
 

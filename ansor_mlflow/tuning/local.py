@@ -149,7 +149,7 @@ def _local_workers(job: TuningJob, options: TuneOptions) -> Iterator[tuple[Local
         max_workers=job.device.num_threads,
         timeout_s=options.measure_timeout_s,
         memory_bytes=memory_bytes,
-        vector_functions=True,
+        as_in_models=True,
     )
     with contextlib.closing(builder):
         most_bytes = max(argument_bytes(task.mod) for task in job.lowered.tasks)

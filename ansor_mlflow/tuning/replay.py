@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ansor_mlflow.codegen import pass_config
+from ansor_mlflow.codegen import pass_config, tir_pipeline
 from ansor_mlflow.device import Device, set_num_threads
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.lowering import TuningTask
@@ -153,7 +153,7 @@ def _run(mod: IRModule, arguments: dict[str, Any], job: _Job) -> dict[str, Any]:
         raise RuntimeError(f"TVM runs on {used} threads here, not on {job.num_threads}")
     tensors = {name: tvm.runtime.tensor(value) for name, value in arguments.items()}
     with PassContext(config=pass_config(job.target)):
-        kernel = build(mod, target=job.target)["main"]
+        kernel = build(mod, target=job.target, pipeline=tir_pipeline(job.target))["main"]
     kernel(*tensors.values())
     return {name: _wide(tensor.numpy()) for name, tensor in tensors.items()}
 

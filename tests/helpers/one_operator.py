@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from ansor_mlflow.codegen import pass_config
+from ansor_mlflow.codegen import pass_config, tir_pipeline
 from ansor_mlflow.lowering.lower import LoweredNetwork, lower
 from ansor_mlflow.settings import LoweringSettings
 
@@ -84,7 +84,7 @@ def run_lowered(lowered: LoweredNetwork, target: Target, data: Mapping[str, np.n
     import tvm
 
     with tvm.transform.PassContext(config=pass_config(target)):
-        compiled = tvm.compile(lowered.mod, target)
+        compiled = tvm.compile(lowered.mod, target, tir_pipeline=tir_pipeline(target))
     machine = tvm.relax.VirtualMachine(compiled, tvm.cpu())
     result = machine["main"](*(tvm.runtime.tensor(np.asarray(value)) for value in data.values()))
     return [output.numpy() for output in ([result] if hasattr(result, "numpy") else result)]

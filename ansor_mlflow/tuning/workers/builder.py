@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ansor_mlflow.codegen import pass_config
+from ansor_mlflow.codegen import pass_config, tir_pipeline
 from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool
 from ansor_mlflow.tuning.workers.scratch import ScratchDirectory
 
@@ -37,7 +37,7 @@ class _CandidateJob:
     mod: IRModule
     target: Target
     path: Path
-    vector_functions: bool
+    as_in_models: bool
 
 
 class LocalBuilder:
@@ -48,8 +48,8 @@ class LocalBuilder:
         max_workers: Number of builds at a time.
         timeout_s: Seconds after which a build is given up.
         memory_bytes: Data memory that a build may take; None for no bound.
-        vector_functions: Whether exp and the like become vector arithmetic, as in the libraries of models; else
-            candidates are as TVM's own compiler makes them.
+        as_in_models: Whether candidates are compiled as the libraries of models are, see `codegen`; else they are as
+            TVM's own compiler makes them.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class LocalBuilder:
         max_workers: int,
         timeout_s: float,
         memory_bytes: int | None = None,
-        vector_functions: bool = False,
+        as_in_models: bool = False,
     ) -> None:
         self._target = target
-        self._vector_functions = vector_functions
+        self._as_in_models = as_in_models
         self._timeout_s = timeout_s
         self._scratch = ScratchDirectory()
         self._pool = WorkerPool(max_workers, max_tasks=_TASKS_PER_WORKER, memory_bytes=memory_bytes)
@@ -74,7 +74,7 @@ class LocalBuilder:
         Raises:
             MachineError: The disk is full.
         """
-        jobs = [_CandidateJob(mod, self._target, self._next_path(), self._vector_functions) for mod in mods]
+        jobs = [_CandidateJob(mod, self._target, self._next_path(), self._as_in_models) for mod in mods]
         outcomes = self._pool.map(_build, jobs, self._timeout_s)
         if errors := [outcome.error for outcome in outcomes if outcome.failure]:
             self._scratch.require_space(errors)
@@ -100,10 +100,12 @@ def _build(job: Any) -> Path:
     from tvm.s_tir.transform import RemoveWeightLayoutRewriteBlock
 
     mod = RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(job.mod)
-    config = {**_PASS_CONFIG, **(pass_config(job.target) if job.vector_functions else {})}
+    config = {**_PASS_CONFIG, **(pass_config(job.target) if job.as_in_models else {})}
+    passes = tir_pipeline(job.target) if job.as_in_models else "default"
     # TVM's own directory of object files would outlive a build that is killed
     with tempfile.TemporaryDirectory(dir=job.path.parent) as directory, PassContext(config=config):
-        build(mod, target=job.target).export_library(str(job.path), fcompile=_link, workspace_dir=directory)
+        library = build(mod, target=job.target, pipeline=passes)
+        library.export_library(str(job.path), fcompile=_link, workspace_dir=directory)
     return Path(job.path)
 
 
