@@ -14,7 +14,7 @@ import pytest
 import requests
 from helpers.commands import ANSOR_MLFLOW, FAST, ROOT, environment, run_project
 from helpers.commands import run as run_command
-from helpers.exports import quantized_text_model, text_recogniser
+from helpers.exports import detector, quantized_text_model
 from helpers.served import model_server
 
 from ansor_mlflow import names
@@ -27,7 +27,7 @@ NOT_FASTER, UNDECIDED = 9, 10
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 EXPORTS: dict[str, Callable[[Path], None]] = {
-    "text-recogniser": lambda path: onnx.save(text_recogniser(), path),
+    "detector": lambda path: onnx.save(detector(), path),
     "quantised-bert": quantized_text_model,
 }
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from ansor_mlflow.codegen import tir_pipeline
 from ansor_mlflow.device import available_cpus, fingerprint
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.lowering.lower import TuningTask, lower
@@ -275,6 +276,22 @@ def test_what_follows_the_sums_is_not_unrolled_where_it_is_long(host_target: Tar
         assert_same(mod, program.mod, host_target)
 
 
+@pytest.mark.parametrize("sizes", [(32, 16), (24, 24), (5, 11), (640, 3456)])
+def test_a_concatenation_is_copied_in_vectors(sizes: tuple[int, int], host_target: Target) -> None:
+    """With a condition for each element it takes twice to nine times as long."""
+    import tvm
+    from tvm import te, topi
+
+    inputs = [te.placeholder((3, 7, size), "float32", f"input{size}") for size in sizes]
+    mod = tvm.IRModule({"main": te.create_prim_func([*inputs, topi.nn.relu(topi.concatenate(inputs, axis=-1))])})
+    programs = find_programs(mod, host_target)
+    assert programs is not None
+    program = programs.first()
+    assert program is not None
+    assert ("T.unroll(" in program.mod.script()) == (sum(sizes) < 512)
+    assert_same(mod, program.mod, host_target)
+
+
 @pytest.mark.parametrize(
     ("dtype", "sum_dtype"), [("float16", "float32"), ("float16", "float16"), ("bfloat16", "float32"), ("int8", "int32")]
 )
@@ -323,9 +340,9 @@ def assert_same(plain: IRModule, mod: IRModule, target: Target, tolerance: float
         array.astype(_NUMPY_TYPES.get(str(info.dtype), info.dtype)) for array, info in zip(arrays, infos, strict=True)
     ]
     results = []
-    for each in (plain, mod):  # the program packs its weights itself
+    for each, passes in ((plain, "default"), (mod, tir_pipeline(target))):  # the program packs its weights itself
         tensors = [tvm.runtime.tensor(array) for array in arrays]
-        build(each, target=target)["main"](*tensors)
+        build(each, target=target, pipeline=passes)["main"](*tensors)
         results.append(tensors[-1].numpy())
     expected, actual = results
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * max(abs(expected).max(), 1e-6))
@@ -341,4 +358,4 @@ def test_programs_compile_for_other_machines() -> None:
     assert programs is not None
     program = programs.first()
     assert program is not None
-    assert "fmla" in build(program.mod, target=target).inspect_source("s")
+    assert "fmla" in build(program.mod, target=target, pipeline=tir_pipeline(target)).inspect_source("s")

@@ -46,6 +46,8 @@ class Contraction:
     """Blocks before it, such as that of the padding."""
     has_padding: bool
     """Whether the last of them decides for each element where it comes from."""
+    unpadded: tuple[int, ...]
+    """Shape of what it reads then; empty where it does not."""
     epilogue: tuple[str, ...]
     """Blocks after it, in order; the last one writes the output."""
     num_bytes: int
@@ -96,17 +98,23 @@ def find_contraction(mod: IRModule) -> Contraction | None:
     operands = _operands(block, num_spatial - 1)
     if operands is None or not _are_vectors(operands, num_spatial - 1) or not _has_one_end(sch, blocks[place:]):
         return None
+    has_padding = place > 0 and "if_then_else" in str(sch.get(blocks[place - 1]).body)
     return Contraction(
         block=names[place],
         spatial=tuple(extents[:num_spatial]),
         reduction=tuple(extents[num_spatial:]),
         operands=operands,
         producers=tuple(names[:place]),
-        has_padding=place > 0 and "if_then_else" in str(sch.get(blocks[place - 1]).body),
+        has_padding=has_padding,
+        unpadded=_shape(sch.get(blocks[place - 1]).reads[0]) if has_padding else (),
         epilogue=tuple(names[place + 1 :]),
         num_bytes=_num_bytes(str(block.body.value.ty)),
         group=group,
     )
+
+
+def _shape(region: Any) -> tuple[int, ...]:
+    return tuple(int(dim) for dim in region.source.shape)
 
 
 def _kinds(block: Any) -> list[int]:
@@ -173,7 +181,7 @@ def _operands(block: Any, axis: int) -> tuple[Operand, ...] | None:
     operands = tuple(
         Operand(
             buffer=str(load.source.name),
-            shape=tuple(int(dim) for dim in load.source.shape),
+            shape=_shape(load),
             strides=tuple(_coefficients([_in_first_group(i, vectors) for i in load.indices], variables)),
         )
         for load in _reads(block)

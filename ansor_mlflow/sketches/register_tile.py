@@ -3,7 +3,7 @@
 From the outside in:
 
     parallel over blocks of channels, rows and columns            jobs
-      the padded input of a job, or of a row                      vectorised
+      the padded input of a job, or of a row                      vectorised, or no copy: conditions in the loops
       channel tiles, row tiles, column tiles of a job
         the sums: rows × columns × vectors of channels            in registers
         for everything that is summed                             nothing in here is stored
@@ -17,80 +17,41 @@ From the outside in:
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from math import ceil, prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from ansor_mlflow.sketches.contraction import Contraction, Operand
+from ansor_mlflow.sketches.contraction import Contraction
+from ansor_mlflow.sketches.estimate import LAUNCH_CYCLES, Estimate
 from ansor_mlflow.sketches.machine import Machine
+from ansor_mlflow.sketches.tile import PadAt, RegisterTile, TiledAxes
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.s_tir import Schedule
-    from tvm.s_tir.schedule import LoopRV
-
-PadAt = Literal["inline", "job", "row"]
+    from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 _MAX_COLUMNS, _MAX_ROWS, _MAX_VECTORS = 30, 8, 6
 _MAX_JOBS_PER_THREAD = 64
-_L1_BYTES, _L2_BYTES = 24 * 1024, 384 * 1024
-"""What of the caches the weights of a tile may fill; of the smallest caches that servers have."""
-
-_LINE_BYTES, _WAY_BYTES, _MAX_LINES = 64, 4096, 6
-"""Lines of the first cache, and of how many of a set, of eight, the input can be sure."""
-
-_FMA_LATENCY = 4
-_JOB_CYCLES, _LAUNCH_CYCLES = 400, 6000
 _MAX_SERIAL = 4
 """A kernel that takes fewer launches' time than this may be as fast on one thread."""
-_BYTES_PER_CYCLE = {"l2": 32.0, "memory": 8.0, "copy": 12.0}
-"""What a core reads of weights, and what it copies while it pads."""
 _MAX_COPIES = 16
 """Tiles of columns of a row, where the last one is narrower: each of them is a copy of the program."""
+_MAX_UNROLLED = 1000
+"""Terms of sums that are written out where each of them is a load of its own, as in depthwise convolutions and
+poolings. What is padding is known then, and so is what neighbours read in common."""
+_MAX_ROWS_AT_EDGE = 2
+"""Rows of a tile with branches for padding, where each element of the input serves for one sum alone."""
 _MAX_TILES = 512
 """Tiles that may get a trial."""
-_SMALL_WORK = 500_000
-"""Multiply-adds that take a few microseconds however they are done."""
+_SMALL_WORK = 50_000
+"""Multiply-adds that take a few microseconds even one after the other."""
 _MAX_EPILOGUE = 8
 """Operators after a sum that are computed while it is written; a GELU is seven. More of them, in every copy of the
 unrolled tile, would take the compiler minutes."""
 _NUM_MICRO = 48
 """Tiles in registers whose jobs are looked at."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RegisterTile:
-    """The decisions of the sketch."""
-
-    lanes: int
-    """Elements of a vector, a power of two."""
-    vectors: int
-    columns: int
-    rows: int
-    channel_tiles: int
-    """Tiles of channels, one after the other, in a job."""
-    row_tiles: int
-    column_tiles: int
-    """0 for all."""
-    pad_at: PadAt
-    channels_outside: bool
-    """Whether jobs that follow each other differ in their rows, and not in their channels."""
-    parallel: bool
-    """Whether threads share the jobs."""
-
-
-@dataclass(frozen=True)
-class _Axes:
-    """Extents of the axes that are tiled, 1 where there is none."""
-
-    outer: int
-    rows: int
-    columns: int
-    channels: int
-    sums: tuple[int, ...]
 
 
 class RegisterTiling:
@@ -102,26 +63,16 @@ class RegisterTiling:
         self._mod = mod
         self._contraction = contraction
         self._machine = machine
-        free = contraction.free_axes
-        last = contraction.vector_axis - 1
-        self._column_axis = last if last in free else None
-        self._row_axis = last - 1 if last - 1 in free and last in free else None
-        spatial = contraction.spatial
-        self._axes = _Axes(
-            outer=prod(n for axis, n in enumerate(spatial[:-1]) if axis not in (self._column_axis, self._row_axis)),
-            rows=1 if self._row_axis is None else spatial[self._row_axis],
-            columns=1 if self._column_axis is None else spatial[self._column_axis],
-            channels=spatial[-1],
-            sums=contraction.reduction,
-        )
-        self._cycles_of_micro = cache(self._count_cycles)
+        self._axes = TiledAxes.of(contraction)
+        self._estimate = Estimate(contraction, self._axes, machine)
 
     def tiles(self) -> list[RegisterTile]:
         """All tiles that are worth a trial, the one that is taken without any first."""
-        micro = sorted(self._micro_tiles(), key=self._cycles_of_micro)[:_NUM_MICRO]
+        micro = sorted(self._micro_tiles(), key=self._estimate.cycles_of_sums)[:_NUM_MICRO]
+        cycles = self._estimate.cycles
         found = [tile for first in micro for tile in self._jobs(first)]
-        small = [tile for tile in found if tile.parallel and self.cycles(tile) < _MAX_SERIAL * _LAUNCH_CYCLES]
-        return sorted([*found, *(replace(tile, parallel=False) for tile in small)], key=self.cycles)[:_MAX_TILES]
+        small = [tile for tile in found if tile.parallel and cycles(tile) < _MAX_SERIAL * LAUNCH_CYCLES]
+        return sorted([*found, *(replace(tile, parallel=False) for tile in small)], key=cycles)[:_MAX_TILES]
 
     def _micro_tiles(self) -> Iterator[tuple[int, int, int, int]]:
         """Lanes, vectors, columns and rows of sums that fit into the registers."""
@@ -140,39 +91,6 @@ class RegisterTiling:
         widest = _power_of_two(self._contraction.group, self._machine.lanes(self._contraction.num_bytes))
         return [widest] if widest == 1 else [widest, widest // 2]
 
-    def _count_cycles(self, micro: tuple[int, int, int, int]) -> float:
-        """Cycles of all sums for a tile in registers, on one thread."""
-        lanes, vectors, columns, rows = micro
-        axes = self._axes
-        num_tiles = ceil(axes.channels / (lanes * vectors)) * (axes.rows // rows)
-        full, rest = divmod(axes.columns, columns)
-        per_row = full * self._cycles_of_tile(lanes, vectors, columns, rows)
-        if rest:
-            per_row += self._cycles_of_tile(lanes, vectors, rest, rows)
-        return axes.outer * num_tiles * per_row
-
-    def _cycles_of_tile(self, lanes: int, vectors: int, columns: int, rows: int) -> float:
-        """Cycles of the sums of one tile: as many as its multiply-adds take, its loads, or waiting for them."""
-        width = max(0.5, lanes * self._contraction.num_bytes / 64)  # two narrow vectors in a cycle, or a wide one
-        sums = vectors * columns * rows
-        shared = 0.0 if self._contraction.shared is None else vectors * width
-        broadcast = self._contraction.broadcast
-        if broadcast is None:
-            loads = shared + sums * width
-        else:
-            loads = shared + columns * rows * self._cycles_of_element(broadcast, columns, rows)
-        step = max(sums * width, loads, _FMA_LATENCY) + 0.05 * loads
-        return prod(self._axes.sums) * step + 4 * sums
-
-    def _cycles_of_element(self, data: Operand, columns: int, rows: int) -> float:
-        """Cycles to load an element of the input: more where those of a tile displace each other in the first cache."""
-        size = self._contraction.num_bytes
-        column_bytes = 0 if self._column_axis is None else data.stride(self._column_axis) * size
-        row_bytes = 0 if self._row_axis is None else data.stride(self._row_axis) * size
-        places = itertools.product(range(rows), range(columns))
-        sets = Counter((row * row_bytes + column * column_bytes) % _WAY_BYTES // _LINE_BYTES for row, column in places)
-        return 0.5 if max(sets.values()) <= _MAX_LINES else 1.5
-
     def _jobs(self, micro: tuple[int, int, int, int]) -> Iterator[RegisterTile]:
         """The ways to share a tile in registers among jobs."""
         lanes, vectors, columns, rows = micro
@@ -182,7 +100,7 @@ class RegisterTiling:
         for per_channels, per_rows, per_columns in itertools.product(
             channel_tiles, _divisors(axes.rows // rows), column_tiles
         ):
-            for pad_at, channels_outside in itertools.product(self._pad_places(), (True, False)):
+            for pad_at, channels_outside in itertools.product(self._pad_places(rows), (True, False)):
                 tile = RegisterTile(
                     lanes=lanes,
                     vectors=vectors,
@@ -195,50 +113,20 @@ class RegisterTiling:
                     channels_outside=channels_outside,
                     parallel=self._machine.num_threads > 1,
                 )
-                if self._num_jobs(tile) <= _MAX_JOBS_PER_THREAD * self._machine.num_threads:
+                if self._axes.num_jobs(tile) <= _MAX_JOBS_PER_THREAD * self._machine.num_threads:
                     yield tile
 
-    def _pad_places(self) -> list[PadAt]:
-        return ["job", "row"] if self._contraction.has_padding else ["inline"]
-
-    def _num_jobs(self, tile: RegisterTile) -> int:
-        axes = self._axes
-        channels = ceil(axes.channels / (tile.lanes * tile.vectors * tile.channel_tiles))
-        columns = axes.columns // (tile.columns * tile.column_tiles) if tile.column_tiles else 1
-        return axes.outer * channels * (axes.rows // (tile.rows * tile.row_tiles)) * columns
-
-    def cycles(self, tile: RegisterTile) -> float:
-        """Estimated cycles of a call."""
-        num_jobs, threads = self._num_jobs(tile), self._machine.num_threads
-        micro = (tile.lanes, tile.vectors, tile.columns, tile.rows)
-        job = self._cycles_of_micro(micro) / num_jobs + self._cycles_of_weights(tile) + self._cycles_of_padding(tile)
-        if not tile.parallel:
-            return num_jobs * job
-        return ceil(num_jobs / threads) * (job + _JOB_CYCLES) + _LAUNCH_CYCLES
-
-    def _cycles_of_weights(self, tile: RegisterTile) -> float:
-        """Cycles that a job waits for weights: less where they stay in a cache for all of its rows and columns."""
-        if self._contraction.shared is None:
-            return 0.0
-        axes = self._axes
-        channels = tile.lanes * tile.vectors
-        num_bytes = channels * prod(axes.sums) * self._contraction.num_bytes
-        columns = tile.column_tiles or ceil(axes.columns / tile.columns)
-        again = tile.channel_tiles * (tile.row_tiles * columns - 1) * num_bytes
-        first = tile.channel_tiles * num_bytes / _BYTES_PER_CYCLE["memory"] * 0.5
-        if num_bytes <= _L1_BYTES:
-            return first
-        return first + 0.3 * again / _BYTES_PER_CYCLE["l2" if num_bytes <= _L2_BYTES else "memory"]
-
-    def _cycles_of_padding(self, tile: RegisterTile) -> float:
-        """Cycles in which a job copies its input."""
-        if tile.pad_at == "inline":
-            return 0.0
-        kernel = self._axes.sums[0] if len(self._axes.sums) > 1 else 1
-        rows = tile.rows * tile.row_tiles if tile.pad_at == "job" else tile.rows
-        copies = 1 if tile.pad_at == "job" else tile.channel_tiles * tile.row_tiles
-        row_bytes = self._axes.columns * self._axes.sums[-1] * self._contraction.num_bytes
-        return copies * (rows + kernel - 1) * row_bytes / _BYTES_PER_CYCLE["copy"]
+    def _pad_places(self, rows: int) -> list[PadAt]:
+        """Where the input may be padded. In the loops there is a branch for what may be at an edge, unless all rows are
+        in the tile, so that it is known.
+        """
+        if not self._contraction.has_padding:
+            return ["inline"]
+        is_vector = self._contraction.broadcast is None
+        most = _MAX_ROWS_AT_EDGE if is_vector else 1
+        if (is_vector and rows == self._axes.rows) or rows <= most:
+            return ["inline", "job"] if is_vector else ["inline", "job", "row"]
+        return ["job", "row"]
 
     def kind(self, tile: RegisterTile) -> object:
         """The tile in registers."""
@@ -262,7 +150,7 @@ class RegisterTiling:
         loops = list(sch.get_loops(block))
         spatial, sums = loops[: len(found.spatial)], loops[len(found.spatial) :]
         channels = spatial.pop()
-        rest = [loop for axis, loop in enumerate(spatial) if axis not in (self._column_axis, self._row_axis)]
+        rest = [loop for axis, loop in enumerate(spatial) if axis not in (self._axes.column_axis, self._axes.row_axis)]
         channel_job, channel_tile, vector, lane = sch.split(
             channels, [None, tile.channel_tiles, tile.vectors, tile.lanes]
         )
@@ -282,7 +170,7 @@ class RegisterTiling:
             self._place_epilogue(sch, job)
         if found.producers:
             self._place_padding(sch, tile, {"job": job, "row": tiles[0] if tiles else job})
-        for loop in (*inner, vector):
+        for loop in (*(sums if self._is_short(tile) else ()), *inner, vector):
             sch.unroll(loop)
         sch.vectorize(lane)
         init = sch.decompose_reduction(block, sums[0])
@@ -291,14 +179,20 @@ class RegisterTiling:
             self._vectorize_tile(sch, list(inside), tile)
         return sch
 
+    def _is_short(self, tile: RegisterTile) -> bool:
+        """Whether all terms of a tile's sums are written out, in each of its copies."""
+        columns = self._axes.columns if self._axes.columns % tile.columns else tile.columns
+        num_terms = prod(self._axes.sums) * tile.vectors * tile.rows * columns
+        return self._contraction.broadcast is None and num_terms <= _MAX_UNROLLED
+
     def _split(
         self, sch: Schedule, spatial: Sequence[LoopRV], tile: RegisterTile
     ) -> tuple[list[LoopRV], list[LoopRV], list[LoopRV]]:
         """Splits rows and columns into the loops over jobs, over the tiles of a job, and inside of a tile."""
         jobs, tiles, inner = [], [], []
         for axis, size, per_job in (
-            (self._row_axis, tile.rows, tile.row_tiles),
-            (self._column_axis, tile.columns, tile.column_tiles),
+            (self._axes.row_axis, tile.rows, tile.row_tiles),
+            (self._axes.column_axis, tile.columns, tile.column_tiles),
         ):
             if axis is None:
                 continue
@@ -319,15 +213,16 @@ class RegisterTiling:
             sch.compute_inline(pad)
             return
         sch.compute_at(pad, places[tile.pad_at])
-        loop = sch.get_loops(pad)[-1]
-        lanes = _power_of_two(int(sch.get(loop).extent), self._machine.lanes(self._contraction.num_bytes))
-        sch.vectorize(sch.split(loop, [None, lanes])[1])
+        self._vectorize_innermost(sch, pad)
 
     def _place_epilogue(self, sch: Schedule, job: LoopRV) -> None:
         """Computes what follows the sums after all tiles of a job, in a loop that is there once."""
         last = sch.get_sblock(self._contraction.epilogue[-1])
         sch.reverse_compute_at(last, job)
-        loop = sch.get_loops(last)[-1]
+        self._vectorize_innermost(sch, last)
+
+    def _vectorize_innermost(self, sch: Schedule, block: SBlockRV) -> None:
+        loop = sch.get_loops(block)[-1]
         lanes = _power_of_two(int(sch.get(loop).extent), self._machine.lanes(self._contraction.num_bytes))
         sch.vectorize(sch.split(loop, [None, lanes])[1])
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _SPATIAL = 0
 _MIN_PARALLEL = 16384
 """Elements for which a second thread pays."""
+_MAX_COPIES = 128
+"""Vectors of a row that are written out."""
 _MAX_READS = 4
 """How often a sum may read an element: a pooling of 2 × 2 with a stride of 1 reads it four times."""
 
@@ -144,4 +146,25 @@ def _vectorize(sch: Schedule, block: SBlockRV, lanes: int, num_rows: int) -> Non
     """Vectorises a row along the last iterator."""
     loops = list(sch.get_loops(block))
     if lanes > 1 and len(loops) > (1 if num_rows else 0) and int(sch.get(loops[-1]).extent) % lanes == 0:
-        sch.vectorize(sch.split(loops[-1], [None, lanes])[1])
+        vectors, lane = sch.split(loops[-1], [None, lanes])
+        if int(sch.get(vectors).extent) <= _MAX_COPIES and _chooses_along(sch.get(block)):
+            sch.unroll(vectors)  # each vector knows then what it is made of
+        sch.vectorize(lane)
+
+
+def _chooses_along(block: Any) -> bool:
+    """Whether a condition depends on the last iterator, as that of a concatenation."""
+    from tvm import ir, tirx
+    from tvm_ffi import structural_walk
+
+    last = block.iter_vars[-1].var
+    conditions: list[Any] = []
+    uses: list[Any] = []
+    structural_walk(block.body, (ir.Call, lambda call: conditions.append(call) if _is_choice(call) else None))
+    for call in conditions:
+        structural_walk(call.args[0], (tirx.Var, lambda var: uses.append(var) if var.same_as(last) else None))
+    return bool(uses)
+
+
+def _is_choice(call: Any) -> bool:
+    return str(getattr(call.op, "name", "")).endswith("if_then_else")

@@ -35,11 +35,14 @@ def sketch_uses(pair: RecordPair, tasks: Sequence[TuningTask], target: Target) -
     """
     database = Database(pair)
     times: dict[str, dict[str, float]] = {task.info.workload_hash: {} for task in tasks}
-    for record in database.records:
-        hash_ = database.hashes[record.workload]
-        if hash_ in times and record.run_s < FAILED_RUN_S:
-            of_task, decision = times[hash_], find_decision(database.text(record).decode(errors="replace"))
-            of_task[decision] = min(record.run_s, of_task.get(decision, record.run_s))
+    with pair.records.open("rb") as file:
+        for record in database.records:
+            hash_ = database.hashes[record.workload]
+            if hash_ in times and record.run_s < FAILED_RUN_S:
+                file.seek(record.offset)
+                text = file.read(record.length).decode(errors="replace")  # a line may be damaged in the middle
+                of_task, decision = times[hash_], find_decision(text)
+                of_task[decision] = min(record.run_s, of_task.get(decision, record.run_s))
     return {
         task.info.workload_hash: _use_of(task, target, of_task)
         for task in tasks

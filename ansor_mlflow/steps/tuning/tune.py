@@ -155,7 +155,7 @@ def prepare_tuning(options: TuneOptions) -> TuningWork:
     device.require_measurable_here()
     require_linker()
     make_cost_model(options.cost_model, device.num_threads, options.seed)
-    if options.trials != 0:
+    if options.trials:
         start_fork_server()  # it loads TVM while the network is lowered
     _log.info("lowering %s for %s", network.name, device.description)
     lowered = lower_sizes(network.models(), device.target, options.lowering, options.network)
@@ -164,7 +164,7 @@ def prepare_tuning(options: TuneOptions) -> TuningWork:
     if not lowered.tasks:
         raise UserInputError(f"network={options.network}: it has no task to tune; give a network that computes")
     resolve_num_trials(options, len(lowered.tasks))
-    sketched = sketched_workloads(lowered.tasks, device.target, options.space)
+    sketched = sketched_workloads(lowered.tasks, device.target, options.space) if options.trials else frozenset()
     return TuningWork(options=options, network=network, device=device, lowered=lowered, sketched=sketched)
 
 
@@ -206,7 +206,7 @@ def _tune(work: TuningWork, run: StepRun, outbox: Outbox, observers: Sequence[Tu
     with report.at_the_end():
         result = tune_locally(job, options, observers, resume=is_resumed)
     write_description(records, device.fingerprint, _at_the_end(provenance, trials_per_task, result))
-    if options.trials != 0:
+    if options.trials:
         require_valid_trials(result)
         _warn_of_missing(result, options, run.run_id)
     if result.distrust:

@@ -96,7 +96,7 @@ class SketchSearch:
         """Takes note of what was fast."""
         from tvm.s_tir.meta_schedule.utils import shash2hex
 
-        self._lessons.append((self._context, list(candidates), list(results)))
+        self._note(self._context, candidates, results)
         for candidate, result in zip(candidates, results, strict=True):
             if result.run_secs is None:
                 self._failed = [*self._failed, candidate][:_MAX_SECOND_CHANCES]
@@ -108,7 +108,7 @@ class SketchSearch:
     def remember(self, records: Sequence[RecordText]) -> None:
         """Takes what was measured on such a device: none of it is proposed again, and the cost model learns from it."""
         applying, candidates, results = replay_all(records, self._task.mod, self._context)
-        self._lessons.append((self._context, candidates, results))
+        self._note(self._context, candidates, results)
         self._num_learned += len(candidates)
         for record, candidate in zip(applying, candidates, strict=True):
             tile = self._programs.tile_of(candidate.sch)
@@ -129,19 +129,25 @@ class SketchSearch:
         mod = self._task.mod.with_attr("ansor.device", device)  # the cost model groups times by the module
         context = TuneContext(mod=mod, target=self._context.target, space_generator=self._context.space_generator)
         _, candidates, results = replay_all(records, self._task.mod, context)
-        self._lessons.append((context, candidates, results))
+        self._note(context, candidates, results)
         self._num_learned += len(candidates)
 
     def close(self) -> None:
         """There is nothing to free."""
+
+    def _note(
+        self, context: TuneContext, candidates: Sequence[MeasureCandidate], results: Sequence[RunnerResult]
+    ) -> None:
+        """Keeps what the cost model is to be taught, if there is one."""
+        if self._cost_model is not None and candidates:
+            self._lessons.append((context, list(candidates), list(results)))
 
     def _taught_model(self) -> CostModel | None:
         """The cost model, with all that was measured; None before it has learned enough."""
         if self._cost_model is None or self._num_learned < MIN_LEARNED:
             return None
         for context, candidates, results in self._lessons:
-            if candidates:
-                self._cost_model.update(context, candidates, results)
+            self._cost_model.update(context, candidates, results)
         self._lessons = []
         return self._cost_model if self._is_trained() else None
 

@@ -1,0 +1,157 @@
+"""How long a tile takes, without a measurement: the order in which tiles get trials, and what is taken without any."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from math import ceil, prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ansor_mlflow.sketches.contraction import Contraction, Operand
+    from ansor_mlflow.sketches.machine import Machine
+    from ansor_mlflow.sketches.tile import RegisterTile, TiledAxes
+
+_L1_BYTES, _L2_BYTES = 24 * 1024, 384 * 1024
+"""What of the caches the weights of a tile may fill; of the smallest caches that servers have."""
+
+_LINE_BYTES, _WAY_BYTES = 64, 4096
+"""Lines of the first cache, and the distance at which they fall into the same set of eight."""
+
+_CYCLES_PER_ELEMENT = ((4, 0.5), (7, 1.0), (math.inf, 3.5))
+"""To load an element of the input where at most so many fall into one set: weights pass through it, too, and what they
+displace comes from the second cache."""
+_MISS_CYCLES = 2.0
+"""To load a vector from the second cache, beyond what it takes from the first."""
+_FMA_LATENCY = 4
+LAUNCH_CYCLES = 6000
+"""To start a parallel loop."""
+_JOB_CYCLES = 400
+_BYTES_PER_CYCLE = {"l2": 32.0, "memory": 8.0, "copy": 12.0}
+"""What a core reads, and what it copies while it pads."""
+_STALL, _STALL_AGAIN = 0.5, 0.3
+"""Share of the time to read that a core waits, because prefetching hides the rest: the first time, and later."""
+
+
+class Estimate:
+    """Cycles of a function's tiles.
+
+    Args:
+        contraction: The function.
+        axes: Its axes.
+        machine: The CPU.
+    """
+
+    def __init__(self, contraction: Contraction, axes: TiledAxes, machine: Machine) -> None:
+        self._contraction = contraction
+        self._axes = axes
+        self._machine = machine
+        self.cycles_of_sums = cache(self._count_cycles)
+        """Of all sums for lanes, vectors, columns and rows of a tile in registers, on one thread."""
+
+    def cycles(self, tile: RegisterTile) -> float:
+        """Estimated cycles of a call."""
+        num_jobs, threads = self._axes.num_jobs(tile), self._num_threads(tile)
+        micro = (tile.lanes, tile.vectors, tile.columns, tile.rows)
+        job = self.cycles_of_sums(micro) / num_jobs + self._cycles_of_weights(tile) + self._cycles_of_padding(tile)
+        if not tile.parallel:
+            return num_jobs * job + self._cycles_to_read(tile)
+        return ceil(num_jobs / threads) * (job + _JOB_CYCLES) + self._cycles_to_read(tile) + LAUNCH_CYCLES
+
+    def _num_threads(self, tile: RegisterTile) -> int:
+        return self._machine.num_threads if tile.parallel else 1
+
+    def _cycles_to_read(self, tile: RegisterTile) -> float:
+        """Cycles that a thread waits for input and weights when it reads them for the first time.
+
+        A thread gets jobs that follow each other. So it reads its share of what the outer loop over jobs divides, and
+        all of what the inner one does, unless there are fewer outer jobs than threads.
+        """
+        found, threads = self._contraction, self._num_threads(tile)
+        outer = (self._axes.num_channel_jobs(tile), found.shared)
+        inner = (self._axes.num_spatial_jobs(tile), found.broadcast)
+        if not tile.channels_outside:
+            outer, inner = inner, outer
+        num_bytes = _num_elements(outer[1]) / min(outer[0], threads)
+        num_bytes += _num_elements(inner[1]) / min(inner[0], ceil(threads / outer[0]))
+        return _STALL * num_bytes * found.num_bytes / _BYTES_PER_CYCLE["memory"]
+
+    def _cycles_of_weights(self, tile: RegisterTile) -> float:
+        """Cycles that a job waits for weights: less where they stay in a cache for all of its rows and columns."""
+        if self._contraction.shared is None:
+            return 0.0
+        axes = self._axes
+        num_bytes = tile.lanes * tile.vectors * prod(axes.sums) * self._contraction.num_bytes
+        columns = tile.column_tiles or ceil(axes.columns / tile.columns)
+        times = 1 if num_bytes <= _L1_BYTES else tile.row_tiles * columns
+        level = "l2" if num_bytes <= _L2_BYTES else "memory"
+        return _STALL_AGAIN * times * tile.channel_tiles * num_bytes / _BYTES_PER_CYCLE[level]
+
+    def _cycles_of_padding(self, tile: RegisterTile) -> float:
+        """Cycles in which a job copies its input."""
+        if tile.pad_at == "inline":
+            return 0.0
+        kernel = self._axes.sums[0] if len(self._axes.sums) > 1 else 1
+        rows = tile.rows * tile.row_tiles if tile.pad_at == "job" else tile.rows
+        copies = 1 if tile.pad_at == "job" else tile.channel_tiles * tile.row_tiles
+        row_bytes = self._axes.columns * self._axes.sums[-1] * self._contraction.num_bytes
+        return copies * (rows + kernel - 1) * row_bytes / _BYTES_PER_CYCLE["copy"]
+
+    def _count_cycles(self, micro: tuple[int, int, int, int]) -> float:
+        """Cycles of all sums for a tile in registers, on one thread."""
+        lanes, vectors, columns, rows = micro
+        axes = self._axes
+        num_tiles = ceil(axes.channels / (lanes * vectors)) * (axes.rows // rows)
+        full, rest = divmod(axes.columns, columns)
+        per_row = full * self._cycles_of_tile(lanes, vectors, columns, rows)
+        if rest:
+            per_row += self._cycles_of_tile(lanes, vectors, rest, rows)
+        return axes.outer * num_tiles * per_row
+
+    def _cycles_of_tile(self, lanes: int, vectors: int, columns: int, rows: int) -> float:
+        """Cycles of the sums of one tile: as many as its multiply-adds take, its loads, or waiting for them."""
+        width = max(0.5, lanes * self._contraction.num_bytes / 64)  # two narrow vectors in a cycle, or a wide one
+        sums = vectors * columns * rows
+        shared = 0.0 if self._contraction.shared is None else vectors * width
+        broadcast = self._contraction.broadcast
+        if broadcast is None:
+            loads, misses = (vectors * width * number for number in self._count_vectors(columns, rows))
+            loads += shared
+        else:
+            loads, misses = shared + columns * rows * self._cycles_of_element(broadcast, columns, rows), 0.0
+        step = max(sums * width, loads, _FMA_LATENCY) + 0.05 * loads + _MISS_CYCLES * misses
+        return prod(self._axes.sums) * step + 4 * sums
+
+    def _count_vectors(self, columns: int, rows: int) -> tuple[float, float]:
+        """Vectors of the input that a tile reads for a term of its sums, where no element serves for a whole vector,
+        and those among them that displace each other in the first cache. Neighbours read some in common.
+        """
+        found = self._contraction
+        data = found.operands[0]
+        if found.unpadded and len(found.unpadded) == len(data.shape):
+            data = replace(data, shape=found.unpadded)
+        axes = [(self._axes.row_axis, rows), (self._axes.column_axis, columns)]
+        axes += [(len(found.spatial) + number, extent) for number, extent in enumerate(found.reduction)]
+        places = {0}
+        for stride, extent in ((data.stride(axis), extent) for axis, extent in axes if axis is not None):
+            places = {place + number * stride for place in places for number in range(extent)}
+        sets = Counter(place * found.num_bytes % _WAY_BYTES // _LINE_BYTES for place in places)
+        most = _CYCLES_PER_ELEMENT[1][0]
+        num_missed = sum(number for number in sets.values() if number > most)
+        return len(places) / prod(found.reduction), num_missed / prod(found.reduction)
+
+    def _cycles_of_element(self, data: Operand, columns: int, rows: int) -> float:
+        """Cycles to load an element of the input: more where those of a tile displace each other in the first cache."""
+        size = self._contraction.num_bytes
+        column_bytes = 0 if self._axes.column_axis is None else data.stride(self._axes.column_axis) * size
+        row_bytes = 0 if self._axes.row_axis is None else data.stride(self._axes.row_axis) * size
+        places = itertools.product(range(rows), range(columns))
+        sets = Counter((row * row_bytes + column * column_bytes) % _WAY_BYTES // _LINE_BYTES for row, column in places)
+        return next(cycles for most, cycles in _CYCLES_PER_ELEMENT if max(sets.values()) <= most)
+
+
+def _num_elements(operand: Operand | None) -> int:
+    return 0 if operand is None else prod(operand.shape)

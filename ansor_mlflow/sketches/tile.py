@@ -1,0 +1,77 @@
+"""The decisions of the register tile, and the axes that it divides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from ansor_mlflow.sketches.contraction import Contraction
+
+PadAt = Literal["inline", "job", "row"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegisterTile:
+    """The decisions of the sketch."""
+
+    lanes: int
+    """Elements of a vector, a power of two."""
+    vectors: int
+    columns: int
+    rows: int
+    channel_tiles: int
+    """Tiles of channels, one after the other, in a job."""
+    row_tiles: int
+    column_tiles: int
+    """0 for all."""
+    pad_at: PadAt
+    channels_outside: bool
+    """Whether jobs that follow each other differ in their rows, and not in their channels."""
+    parallel: bool
+    """Whether threads share the jobs."""
+
+
+@dataclass(frozen=True)
+class TiledAxes:
+    """The axes of a sum that are tiled: their extents, 1 where there is none."""
+
+    outer: int
+    """Of all others together."""
+    rows: int
+    columns: int
+    channels: int
+    sums: tuple[int, ...]
+    row_axis: int | None
+    """Number of the iterator; None where there is none."""
+    column_axis: int | None
+
+    @staticmethod
+    def of(contraction: Contraction) -> TiledAxes:
+        """Rows and columns are the last two axes along which the weights are the same, next to the channels."""
+        free, last, spatial = contraction.free_axes, contraction.vector_axis - 1, contraction.spatial
+        column_axis = last if last in free else None
+        row_axis = last - 1 if last - 1 in free and last in free else None
+        return TiledAxes(
+            outer=prod(extent for axis, extent in enumerate(spatial[:-1]) if axis not in (column_axis, row_axis)),
+            rows=1 if row_axis is None else spatial[row_axis],
+            columns=1 if column_axis is None else spatial[column_axis],
+            channels=spatial[-1],
+            sums=contraction.reduction,
+            row_axis=row_axis,
+            column_axis=column_axis,
+        )
+
+    def num_jobs(self, tile: RegisterTile) -> int:
+        """Jobs of a tile."""
+        return self.num_channel_jobs(tile) * self.num_spatial_jobs(tile)
+
+    def num_channel_jobs(self, tile: RegisterTile) -> int:
+        """Jobs by which the channels are divided."""
+        return ceil(self.channels / (tile.lanes * tile.vectors * tile.channel_tiles))
+
+    def num_spatial_jobs(self, tile: RegisterTile) -> int:
+        """Jobs by which all other axes are."""
+        columns = self.columns // (tile.columns * tile.column_tiles) if tile.column_tiles else 1
+        return self.outer * (self.rows // (tile.rows * tile.row_tiles)) * columns
