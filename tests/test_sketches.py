@@ -84,6 +84,27 @@ def test_vectors_follow_from_the_target(target: str, vector_bytes: int, num_regi
     assert (machine.vector_bytes, machine.num_registers, machine.num_threads) == (vector_bytes, num_registers, 2)
 
 
+@pytest.mark.parametrize(
+    ("target", "is_free"),
+    [
+        ("llvm -mcpu=haswell", False),
+        ("llvm -mcpu=skylake-avx512", True),
+        ("llvm -mcpu=neoverse-n1 -mtriple=aarch64-linux-gnu", True),
+    ],
+)
+def test_a_multiply_add_may_fill_a_vector_with_an_element(target: str, is_free: bool) -> None:
+    assert Machine.of(resolve_target(target, 1)).broadcasts_operands == is_free
+
+
+def test_an_element_that_fills_a_vector_by_itself_serves_for_several() -> None:
+    target = resolve_target("llvm -mcpu=haswell", 2)
+    task = conv_task("conv2d:1,28,28,64,32,3,3,1,1", target)
+    found = find_contraction(task.mod)
+    assert found is not None
+    first = RegisterTiling(task.mod, found, Machine.of(target)).tiles()[0]
+    assert first.vectors > 1
+
+
 # -- which functions ---------------------------------------------------------------------------------------------------
 
 

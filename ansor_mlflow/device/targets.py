@@ -30,6 +30,9 @@ _TRIPLE_ALIASES = {
 _ARITHMETIC = {"float16": {"avx512fp16", "fullfp16"}, "bfloat16": {"avx512bf16", "amx-bf16", "bf16"}}
 """LLVM's names of the instruction sets that compute in 16-bit floats, one of which is enough."""
 
+_X86_LANES = {"avx512f": 16, "avx": 8, "sse2": 4}
+"""Elements of 32 bits in a vector register with a feature of x86, the widest first."""
+
 
 def parse_target(spec: str) -> str | dict[str, Any]:
     """Reads a target as users write it, without TVM.
@@ -178,9 +181,14 @@ def has_arithmetic(target: Target, dtype: str) -> bool:
 
 
 def vector_lanes(target: Target) -> int:
-    """Elements of 32 bits in a vector register that LLVM uses for `target`; 1 for targets other than LLVM."""
+    """Elements of 32 bits in a vector register that LLVM uses for `target`; 1 for targets other than LLVM.
+
+    TVM says 16 for every x86-64, hence the features are asked.
+    """
     import tvm
 
     if target.kind.name != "llvm":
         return 1
-    return int(tvm.get_global_func("target.llvm_get_vector_width")(target)) // 32
+    features = cpu_features(target)
+    lanes_of_x86 = (lanes for feature, lanes in _X86_LANES.items() if feature in features)
+    return next(lanes_of_x86, 0) or int(tvm.get_global_func("target.llvm_get_vector_width")(target)) // 32

@@ -24,6 +24,10 @@ _LINE_BYTES, _WAY_BYTES = 64, 4096
 _CYCLES_PER_ELEMENT = ((4, 0.5), (7, 1.0), (math.inf, 3.5))
 """To load an element of the input where at most so many fall into one set: weights pass through it, too, and what they
 displace comes from the second cache."""
+_BROADCAST_CYCLES = 0.5
+"""To fill a vector with an element, where a multiply-add cannot do that while it reads."""
+_CONDITION_CYCLES = 0.75
+"""To ask whether an element is padding."""
 _MISS_CYCLES = 2.0
 """To load a vector from the second cache, beyond what it takes from the first."""
 _FMA_LATENCY = 4
@@ -56,7 +60,10 @@ class Estimate:
         """Estimated cycles of a call."""
         num_jobs, threads = self._axes.num_jobs(tile), self._num_threads(tile)
         micro = (tile.lanes, tile.vectors, tile.columns, tile.rows)
-        job = self.cycles_of_sums(micro) / num_jobs + self._cycles_of_weights(tile) + self._cycles_of_padding(tile)
+        asks = self._contraction.has_padding and tile.pad_at == "inline"
+        job = (
+            self.cycles_of_sums(micro, asks) / num_jobs + self._cycles_of_weights(tile) + self._cycles_of_padding(tile)
+        )
         if not tile.parallel:
             return num_jobs * job + self._cycles_to_read(tile)
         return ceil(num_jobs / threads) * (job + _JOB_CYCLES) + self._cycles_to_read(tile) + LAUNCH_CYCLES
@@ -100,18 +107,18 @@ class Estimate:
         row_bytes = self._axes.columns * self._axes.sums[-1] * self._contraction.num_bytes
         return copies * (rows + kernel - 1) * row_bytes / _BYTES_PER_CYCLE["copy"]
 
-    def _count_cycles(self, micro: tuple[int, int, int, int]) -> float:
-        """Cycles of all sums for a tile in registers, on one thread."""
+    def _count_cycles(self, micro: tuple[int, int, int, int], asks: bool = False) -> float:
+        """Cycles of all sums for a tile in registers, on one thread; `asks` tells whether elements may be padding."""
         lanes, vectors, columns, rows = micro
         axes = self._axes
         num_tiles = ceil(axes.channels / (lanes * vectors)) * (axes.rows // rows)
         full, rest = divmod(axes.columns, columns)
-        per_row = full * self._cycles_of_tile(lanes, vectors, columns, rows)
+        per_row = full * self._cycles_of_tile(lanes, vectors, columns, rows, asks)
         if rest:
-            per_row += self._cycles_of_tile(lanes, vectors, rest, rows)
+            per_row += self._cycles_of_tile(lanes, vectors, rest, rows, asks)
         return axes.outer * num_tiles * per_row
 
-    def _cycles_of_tile(self, lanes: int, vectors: int, columns: int, rows: int) -> float:
+    def _cycles_of_tile(self, lanes: int, vectors: int, columns: int, rows: int, asks: bool) -> float:
         """Cycles of the sums of one tile: as many as its multiply-adds take, its loads, or waiting for them."""
         width = max(0.5, lanes * self._contraction.num_bytes / 64)  # two narrow vectors in a cycle, or a wide one
         sums = vectors * columns * rows
@@ -121,7 +128,8 @@ class Estimate:
             loads, misses = (vectors * width * number for number in self._count_vectors(columns, rows))
             loads += shared
         else:
-            loads, misses = shared + columns * rows * self._cycles_of_element(broadcast, columns, rows), 0.0
+            element = self._cycles_of_element(broadcast, columns, rows) + (_CONDITION_CYCLES if asks else 0)
+            loads, misses = shared + columns * rows * element, 0.0
         step = max(sums * width, loads, _FMA_LATENCY) + 0.05 * loads + _MISS_CYCLES * misses
         return prod(self._axes.sums) * step + 4 * sums
 
@@ -150,7 +158,8 @@ class Estimate:
         row_bytes = 0 if self._axes.row_axis is None else data.stride(self._axes.row_axis) * size
         places = itertools.product(range(rows), range(columns))
         sets = Counter((row * row_bytes + column * column_bytes) % _WAY_BYTES // _LINE_BYTES for row, column in places)
-        return next(cycles for most, cycles in _CYCLES_PER_ELEMENT if max(sets.values()) <= most)
+        cycles = next(cycles for most, cycles in _CYCLES_PER_ELEMENT if max(sets.values()) <= most)
+        return cycles + (0 if self._machine.broadcasts_operands else _BROADCAST_CYCLES)
 
 
 def _num_elements(operand: Operand | None) -> int:

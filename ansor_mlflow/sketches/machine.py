@@ -10,8 +10,6 @@ from ansor_mlflow.device import cpu_features, vector_lanes
 if TYPE_CHECKING:
     from tvm.target import Target
 
-_VECTOR_BYTES = {"avx512f": 64, "avx": 32}
-"""Width of a vector register with a feature of x86, the widest first; 16 without any, on other CPUs, too."""
 _NUM_REGISTERS = {"avx512f": 32, "neon": 32, "v": 32}
 """Number of vector registers with a feature; 16 without any of them."""
 
@@ -24,22 +22,21 @@ class Machine:
     """Width of a vector register."""
     num_registers: int
     """Vector registers."""
+    broadcasts_operands: bool
+    """Whether a multiply-add reads an element from memory for all lanes."""
     num_threads: int
     """Threads of a kernel."""
 
     @staticmethod
     def of(target: Target) -> Machine:
-        """The CPU that a target describes.
-
-        LLVM says 64 bytes for every x86-64, hence the features are asked.
-        """
+        """The CPU that a target describes."""
         features = set(cpu_features(target))
-        is_x86 = bool(features & {"sse2", "avx", "avx512f"})
-        widths = [width for feature, width in _VECTOR_BYTES.items() if feature in features]
+        is_x86 = "sse2" in features
         num_registers = [number for feature, number in _NUM_REGISTERS.items() if feature in features]
         return Machine(
-            vector_bytes=widths[0] if widths else 16 if is_x86 else 4 * vector_lanes(target),
+            vector_bytes=4 * vector_lanes(target),
             num_registers=num_registers[0] if num_registers else 16,
+            broadcasts_operands=not is_x86 or "avx512f" in features,
             num_threads=int(target.attrs.get("num-cores", 1)),
         )
 
