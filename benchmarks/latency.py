@@ -63,7 +63,7 @@ class Measured:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--networks", default="resnet-18,mobilenet_v2,bert-tiny", help="Networks, with commas between them.")
-@click.option("--trials", default=640, help="Trials of each tuning.")
+@click.option("--trials", default="auto", help="Trials of each tuning, as of tune.")
 @click.option("--turns", default=5, type=click.IntRange(min=1))
 @click.option(
     "--work-directory",
@@ -73,7 +73,7 @@ class Measured:
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for all figures.")
 @click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="PNG file for the ratios.")
 def main(
-    networks: str, trials: int, turns: int, work_directory: Path | None, json_file: Path | None, picture: Path | None
+    networks: str, trials: str, turns: int, work_directory: Path | None, json_file: Path | None, picture: Path | None
 ) -> None:
     """Tune networks, and time them against their rivals."""
     from serving_parts.models import tuned_model  # loads much, and every process that is timed imports this file

@@ -46,7 +46,7 @@ Figures = dict[str, dict[str, list[float]]]
 
 @click.command()
 @click.option("--network", default="resnet-18", show_default=True)
-@click.option("--trials", default=640, show_default=True, help="Trials of the tuning.")
+@click.option("--trials", default="auto", show_default=True, help="Trials of the tuning, as of tune.")
 @click.option("--model", "model_uri", help="Tuned model to take instead: a directory, models:/… or runs:/….")
 @click.option(
     "--work-directory",
@@ -60,7 +60,7 @@ Figures = dict[str, dict[str, list[float]]]
 )
 def main(
     network: str,
-    trials: int,
+    trials: str,
     model_uri: str | None,
     work_directory: Path | None,
     turns: int,

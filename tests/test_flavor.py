@@ -17,18 +17,17 @@ import onnx
 import pandas as pd
 import pytest
 import yaml
+from helpers.untuned import compiled_untuned
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.types import Schema, TensorSpec
 
 from ansor_mlflow import flavor
-from ansor_mlflow.device.fingerprints import fingerprint
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import ModelError
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.measuring.reference import ReferenceSession
 from ansor_mlflow.model import Manifest
-from ansor_mlflow.model.library import compile_untuned
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.model.tuned import TunedModel
 from ansor_mlflow.networks.graph import GraphBuilder
@@ -68,18 +67,7 @@ def two_heads(host_target: Target, tmp_path_factory: pytest.TempPathFactory) -> 
     builder.node("Flatten", "flat", data, axis=1)
     onnx.save(builder.build("two_heads", {"positive": (2, 3, 4), "flat": (2, 12)}), directory / "two_heads.onnx")
     network = load_network(str(directory / "two_heads.onnx"))
-    compile_untuned(lower(network.model, host_target), host_target, directory / "model.so")
-    (directory / "records").mkdir()
-    return CompiledNetwork(
-        name=network.name,
-        network=directory / "two_heads.onnx",
-        inputs=network.inputs,
-        outputs=network.outputs,
-        library=directory / "model.so",
-        records=directory / "records",
-        fingerprint=fingerprint(host_target, available_cpus()),
-        coverage={},
-    )
+    return compiled_untuned(network, lower(network.model, host_target), host_target, directory)
 
 
 @pytest.fixture(scope="module")

@@ -15,20 +15,19 @@ import numpy as np
 import onnx
 import pytest
 from helpers.exports import branching, detector, make_model, tensor, text_recogniser
+from helpers.untuned import compiled_untuned
 from onnx import TensorProto, helper
 
 from ansor_mlflow import flavor
-from ansor_mlflow.device import available_cpus, fingerprint
 from ansor_mlflow.errors import MachineError, ModelError, UserInputError
 from ansor_mlflow.graphs import value_infos
 from ansor_mlflow.graphs.partition import MIN_FLOPS, partition
 from ansor_mlflow.lowering.lower import LoweredNetwork, lower
 from ansor_mlflow.measuring.reference import ReferenceSession
-from ansor_mlflow.model.library import Coverage, compile_untuned, write_coverage
+from ansor_mlflow.model.library import Coverage, write_coverage
 from ansor_mlflow.model.loading import load_package
 from ansor_mlflow.model.manifest import Manifest
 from ansor_mlflow.model.package import CompiledNetwork, write_package
-from ansor_mlflow.model.parts import part_entries
 from ansor_mlflow.networks.loading import Network, load_network
 from ansor_mlflow.serving.signature import get_signature
 from ansor_mlflow.settings import LoweringSettings
@@ -59,21 +58,7 @@ def lowered(network: Network, host_target: Target) -> LoweredNetwork:
 def compiled(
     network: Network, lowered: LoweredNetwork, host_target: Target, tmp_path_factory: pytest.TempPathFactory
 ) -> CompiledNetwork:
-    directory = tmp_path_factory.mktemp("compiled")
-    compile_untuned(lowered, host_target, directory / "model.so")
-    (directory / "records").mkdir()
-    assert network.path is not None
-    return CompiledNetwork(
-        name=network.name,
-        network=network.path,
-        inputs=network.inputs,
-        outputs=network.outputs,
-        library=directory / "model.so",
-        records=directory / "records",
-        fingerprint=fingerprint(host_target, available_cpus()),
-        coverage={},
-        parts=part_entries(lowered),
-    )
+    return compiled_untuned(network, lowered, host_target, tmp_path_factory.mktemp("compiled"))
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import onnx
 import pytest
 from helpers.exports import branching
+from helpers.untuned import compiled_untuned
 
-from ansor_mlflow.device import Device, available_cpus, fingerprint
+from ansor_mlflow.device import Device
 from ansor_mlflow.lowering.lower import LoweredNetwork, lower, lower_sizes
-from ansor_mlflow.model.library import compile_untuned
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.model.parts import PartEntry, part_entries, timed_parts, what_stays
 from ansor_mlflow.networks.loading import Network, load_network
@@ -42,21 +42,7 @@ def lowered(network: Network, host_target: Target) -> LoweredNetwork:
 def compiled(
     network: Network, lowered: LoweredNetwork, host_target: Target, tmp_path_factory: pytest.TempPathFactory
 ) -> CompiledNetwork:
-    """Untuned, so that TVM needs many times as long as ONNX Runtime for its parts."""
-    directory = tmp_path_factory.mktemp("compiled")
-    compile_untuned(lowered, host_target, directory / "model.so")
-    assert network.path is not None
-    return CompiledNetwork(
-        name=network.name,
-        network=network.path,
-        inputs=network.inputs,
-        outputs=network.outputs,
-        library=directory / "model.so",
-        records=directory,
-        fingerprint=fingerprint(host_target, available_cpus()),
-        coverage={},
-        parts=part_entries(lowered),
-    )
+    return compiled_untuned(network, lowered, host_target, tmp_path_factory.mktemp("compiled"))
 
 
 def part(runs_in: str, *, flops_share: float = 0.1, size: int = 0) -> PartEntry:

@@ -16,18 +16,17 @@ import pytest
 from helpers.commands import FAST, RunCommand, flags
 from helpers.exports import make_model, normal, tensor
 from helpers.runs_here import newest_run
+from helpers.untuned import compiled_untuned
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from ansor_mlflow import flavor, names
-from ansor_mlflow.device import Device, available_cpus
 from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.lowering.lower import LoweredNetwork, lower, lower_sizes
 from ansor_mlflow.measuring.comparison import Deviation, compare_outputs
 from ansor_mlflow.measuring.reference import ReferenceSession
 from ansor_mlflow.model.choice import LoadOptions
-from ansor_mlflow.model.library import compile_untuned
 from ansor_mlflow.model.loading import load_package
 from ansor_mlflow.model.manifest import Manifest
 from ansor_mlflow.model.package import CompiledNetwork, write_package
@@ -94,21 +93,8 @@ def lowered(network: Network, host_target: Target) -> LoweredNetwork:
 
 def compile_in(directory: Path, network: Network, lowered: LoweredNetwork, target: Target) -> CompiledNetwork:
     """The network without tuning."""
-    compile_untuned(lowered, target, directory / "model.so")
-    (directory / "records").mkdir()
     onnx.save(network.model, directory / "network.onnx")
-    return CompiledNetwork(
-        name=network.name,
-        network=directory / "network.onnx",
-        inputs=network.inputs,
-        outputs=network.outputs,
-        library=directory / "model.so",
-        records=directory / "records",
-        fingerprint=Device.of(target, available_cpus()).fingerprint,
-        coverage={},
-        parts=part_entries(lowered),
-        sizes=network.sizes,
-    )
+    return replace(compiled_untuned(network, lowered, target, directory), network=directory / "network.onnx")
 
 
 @pytest.fixture(scope="module")

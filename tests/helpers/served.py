@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING
 
 import onnx
 from helpers.servers import SCRIPTS, Server, answers, free_port, running
+from helpers.untuned import compiled_untuned
 
-from ansor_mlflow.device.fingerprints import fingerprint
-from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.model.library import compile_untuned
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.loading import load_network
@@ -28,18 +26,7 @@ def compiled(model: onnx.ModelProto, target: Target, directory: Path) -> Compile
     file = directory / f"{model.graph.name}.onnx"
     onnx.save(model, file)
     network = load_network(str(file))
-    compile_untuned(lower(network.model, target), target, directory / "model.so")
-    (directory / "records").mkdir()
-    return CompiledNetwork(
-        name=network.name,
-        network=file,
-        inputs=network.inputs,
-        outputs=network.outputs,
-        library=directory / "model.so",
-        records=directory / "records",
-        fingerprint=fingerprint(target, available_cpus()),
-        coverage={},
-    )
+    return compiled_untuned(network, lower(network.model, target), target, directory)
 
 
 def pairs(batch: int) -> onnx.ModelProto:
