@@ -54,7 +54,7 @@ def _untuned(file: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
         fixed, library = Path(directory, "network.onnx"), Path(directory, "model.so")
         write_onnx(network.model, fixed)
         quantized = is_quantized(fixed)
-        reference = ReferenceSession(fixed, device.num_threads, optimized=not quantized)
+        reference = ReferenceSession(fixed, device.num_threads, exact=quantized)
         expected = reference.run(inputs)
         if compare_outputs(reference.run(others), expected).max_rel_error < _LEAST_DIFFERENCE:
             raise UserInputError(f"network={file}: its outputs hardly depend on its inputs; give it other weights")

@@ -59,7 +59,7 @@ def test_from_the_project_to_the_server(name: str, tmp_path: Path, monkeypatch: 
         assert "% of the time" in mlflow.artifacts.load_text(f"runs:/{runs['tune'].info.run_id}/{names.REPORT_FILE}")
 
     inputs = random_inputs(network.inputs, seed=7)
-    expected = ReferenceSession(path, num_threads=1, optimized=False).run(inputs)
+    expected = ReferenceSession(path, num_threads=1, exact=True).run(inputs)
     model = compiled.data.tags[names.TAG_MODEL_URI]
     serve = ["--model-uri", model, "--env-manager", "local"]
     with model_server(serve, tmp_path / "server.log", environment(uri)) as server:

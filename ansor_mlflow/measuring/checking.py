@@ -39,7 +39,7 @@ def expected_of(network: Path, num_threads: int, examples: Sequence[Arrays]) -> 
         MachineError: The process died.
         UserInputError: It cannot compute it.
     """
-    return outputs_of(partial(reference_inference, network, num_threads, optimized=not is_quantized(network)), examples)
+    return outputs_of(partial(reference_inference, network, num_threads, exact=is_quantized(network)), examples)
 
 
 def deviation_of(make_inference: MakeInference, examples: Sequence[Arrays], expected: Sequence[Arrays]) -> Deviation:

@@ -46,12 +46,12 @@ def tuned_inference(directory: Path) -> Inference:
     return load_package(directory, Manifest.read(directory)).run
 
 
-def reference_inference(network: Path, num_threads: int, *, optimized: bool = True) -> Inference:
+def reference_inference(network: Path, num_threads: int, *, exact: bool = False) -> Inference:
     """ONNX Runtime. What it cannot load, or compute, is a `UserInputError`."""
     from ansor_mlflow.measuring.reference import ReferenceSession
 
     try:
-        session = ReferenceSession(network, num_threads, optimized=optimized)
+        session = ReferenceSession(network, num_threads, exact=exact)
     except Exception as err:  # as below
         raise UserInputError(f"ONNX Runtime cannot load the network: {one_line(err)}; export the model again") from err
 

@@ -260,7 +260,7 @@ def _reference(reference: str) -> Predict:
     if not path.is_file():
         raise UserInputError(f"reference={reference}: no such file; give an ONNX file, or a model's URI or directory")
     read_onnx(path, reference)
-    session = ReferenceSession(path, available_cpus(), optimized=not is_quantized(path))
+    session = ReferenceSession(path, available_cpus(), exact=is_quantized(path))
 
     def predict_named(data: Any) -> Arrays:
         if not isinstance(data, Mapping):

@@ -104,4 +104,4 @@ class Laboratory:
         return directory / NETWORK_FILE
 
     def _reference(self, path: Path, examples: Sequence[Arrays]) -> list[Arrays]:
-        return outputs_of(partial(reference_inference, path, self.device.num_threads, optimized=False), examples)
+        return outputs_of(partial(reference_inference, path, self.device.num_threads, exact=True), examples)
