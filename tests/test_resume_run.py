@@ -93,12 +93,12 @@ def test_records_of_another_device_are_refused(
 ) -> None:
     path = artifacts_of(tuned) / names.RECORDS_DIR / names.FINGERPRINT_FILE
     fields = json.loads(path.read_text())
-    fields["target"]["mcpu"] = "znver3"
+    fields["target"]["mcpu"] = "penryn"
     path.write_text(json.dumps(fields))
     write_manifest(path.parent, path.with_name(names.MANIFEST_FILE))
     assert run_here("tune", "--resume-run", tuned, "--trials", "20") == 5
     assert_error(
-        capsys, "resume_run=.*: the records are for llvm znver3 ×. -O2, this is llvm .*; resume it on such a device"
+        capsys, "resume_run=.*: the records are for llvm penryn ×. -O2, this is llvm .*; resume it on such a device"
     )
 
 
