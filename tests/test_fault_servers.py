@@ -11,7 +11,7 @@ from helpers.site import AWAY, Site, assert_machine_error, assert_told_once, syn
 from helpers.tuner_process import assert_gone, assert_readable, tuning
 from test_faults import assert_complete
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
 
 def test_a_tracking_server_that_comes_back_knows_everything(
@@ -23,7 +23,7 @@ def test_a_tracking_server_that_comes_back_knows_everything(
         wait_until(lambda: AWAY in tuner.stderr, tuner)
         tuner.wait_for_rounds(tuner.num_rounds + 4)  # the tuning goes on
         site.tracking.start()
-        finished = tuner.wait(120)
+        finished = tuner.wait()
     assert finished.exit_code == 0, finished.stderr
     assert_complete(site.only_run(), site.download(tmp_path / "run"), 60, tmp_path)
     assert_told_once(site, tuner)
@@ -37,7 +37,7 @@ def test_what_a_tracking_server_that_stays_away_was_not_told_is_delivered_by_syn
         tuner.wait_for_rounds(4)
         descendants = tuner.descendants
         site.tracking.stop()
-        finished = tuner.wait(180)
+        finished = tuner.wait()
         assert_gone(descendants, 5)
         message = r"\d+ messages to the run \w+ are undelivered .*outbox, beside the records; .*ansor-mlflow sync"
         assert_machine_error(finished, message)
@@ -64,7 +64,7 @@ def test_a_database_that_is_killed_and_started_again(
             urllib.request.urlopen(url, timeout=30)
         tuner.wait_for_rounds(tuner.num_rounds + 4)
         site.database.start()
-        finished = tuner.wait(120)
+        finished = tuner.wait()
     assert finished.exit_code == 0, finished.stderr
     assert_complete(site.only_run(), site.download(tmp_path / "run"), 60, tmp_path)
     assert_told_once(site, tuner)

@@ -24,7 +24,7 @@ from ansor_mlflow import names
 from ansor_mlflow.records.store import RECORD_FILE
 from ansor_mlflow.records.transfer.parts import PARTS_DIR
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_workers_killed_from_outside_cost_their_trials_only(
             time.sleep(delay_s)
             for worker in tuner.workers:
                 kill(worker)
-        finished = tuner.wait(180)
+        finished = tuner.wait()
     assert finished.exit_code == 0, finished.stderr
     run = only_run(store)
     assert run.info.status == "FINISHED"
@@ -143,7 +143,7 @@ def test_a_tuning_that_is_killed_at_random_moments_and_resumed_has_exactly_its_t
             tuner.process.kill()
             assert_gone(descendants, 5)
     with tuning(small_onnx, short_path / "last", env, trials=trials, resume_run=run_id) as tuner:
-        finished = tuner.wait(180)
+        finished = tuner.wait()
     assert finished.exit_code == 0, finished.stderr
     artifacts = tmp_path / "artifacts" / run_id / "artifacts"
     assert_exactly(only_run(store), artifacts, trials, tmp_path)
@@ -190,6 +190,6 @@ def test_a_tuning_whose_disk_was_full_goes_on_when_there_is_space_again(
         (there / "big").unlink()
         parameters = {"trials": trials, "resume_run": run.info.run_id}
         with tuning(small_onnx, short_path / "second", env, wrapper=enter, **parameters) as tuner:
-            finished = tuner.wait(180)
+            finished = tuner.wait()
         assert finished.exit_code == 0, finished.stderr
     assert_exactly(only_run(store), tmp_path / "artifacts" / run.info.run_id / "artifacts", trials, tmp_path)

@@ -69,7 +69,7 @@ def test_a_tuning_that_is_interrupted(env: dict[str, str], short_path: Path, int
     with tuning(NETWORK, short_path / "cwd", env, trials=NUM_TRIALS) as tuner:
         tuner.wait_for_rounds(2)
         interrupt(tuner)
-        finished = tuner.wait(180)
+        finished = tuner.wait()
     assert finished.exit_code == 130
     *_, said, _, _ = finished.stderr.splitlines()
     assert said == "interrupted by the user"
@@ -126,7 +126,7 @@ def test_a_pipeline_that_is_interrupted(
     with tuning(NETWORK, cwd, env, command=make_command()) as tuner:
         tuner.wait_for_rounds(2)
         interrupt(tuner)
-        finished = tuner.wait(180)
+        finished = tuner.wait()
         tuning_id = tuner.run_id
     assert finished.exit_code == exit_code, finished.stderr
     run_id, command = last_lines(finished)
@@ -154,7 +154,7 @@ def test_a_tuning_that_ends_with_an_error(env: dict[str, str], short_path: Path)
     with tuning(NETWORK, cwd, env, trials=20, record_pool="pool") as tuner:
         tuner.wait_for_rounds(1)
         (cwd / "pool").write_text("")
-        finished = tuner.wait(180)
+        finished = tuner.wait()
     assert finished.exit_code != 0
     run_id, command = last_lines(finished)
     assert finished.stderr.splitlines()[-1] == f"go on  {command}"

@@ -188,9 +188,8 @@ def test_a_network_of_operators_on_8_bits_is_a_step_from_onnxruntime_at_most(
     assert any(node.op_type.startswith("QLinear") for node in network.model.graph.node)
     inputs = random_inputs(network.inputs, seed=10)
     output = run_untuned(lower(network.model, host_target), host_target, *inputs.values())
-    (reference,) = ReferenceSession(tmp_path / "quantized.onnx", 1, exact=True).run(inputs).values()
-    for expected in (run_onnxruntime(network.model, optimized=True, **inputs), reference):
-        np.testing.assert_allclose(output, expected, rtol=0, atol=1.01 * output_step(network.model))
+    (expected,) = ReferenceSession(tmp_path / "quantized.onnx", 1, exact=True).run(inputs).values()
+    np.testing.assert_allclose(output, expected, rtol=0, atol=1.01 * output_step(network.model))
 
 
 def test_a_dynamically_quantized_network_computes_what_onnxruntime_computes(

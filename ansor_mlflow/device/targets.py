@@ -190,5 +190,7 @@ def vector_lanes(target: Target) -> int:
     if target.kind.name != "llvm":
         return 1
     features = cpu_features(target)
-    lanes_of_x86 = (lanes for feature, lanes in _X86_LANES.items() if feature in features)
-    return next(lanes_of_x86, 0) or int(tvm.get_global_func("target.llvm_get_vector_width")(target)) // 32
+    for feature, lanes in _X86_LANES.items():
+        if feature in features:
+            return lanes
+    return int(tvm.get_global_func("target.llvm_get_vector_width")(target)) // 32

@@ -27,7 +27,7 @@ displace comes from the second cache."""
 _BROADCAST_CYCLES = 0.5
 """To fill a vector with an element, where a multiply-add cannot do that while it reads."""
 _CONDITION_CYCLES = 0.75
-"""To ask whether an element is padding."""
+"""To ask whether such an element is padding."""
 _MISS_CYCLES = 2.0
 """To load a vector from the second cache, beyond what it takes from the first."""
 _FMA_LATENCY = 4
@@ -128,8 +128,7 @@ class Estimate:
             loads, misses = (vectors * width * number for number in self._count_vectors(columns, rows))
             loads += shared
         else:
-            element = self._cycles_of_element(broadcast, columns, rows) + (_CONDITION_CYCLES if asks else 0)
-            loads, misses = shared + columns * rows * element, 0.0
+            loads, misses = shared + columns * rows * self._cycles_of_element(broadcast, columns, rows, asks), 0.0
         step = max(sums * width, loads, _FMA_LATENCY) + 0.05 * loads + _MISS_CYCLES * misses
         return prod(self._axes.sums) * step + 4 * sums
 
@@ -151,7 +150,7 @@ class Estimate:
         num_missed = sum(number for number in sets.values() if number > most)
         return len(places) / prod(found.reduction), num_missed / prod(found.reduction)
 
-    def _cycles_of_element(self, data: Operand, columns: int, rows: int) -> float:
+    def _cycles_of_element(self, data: Operand, columns: int, rows: int, asks: bool) -> float:
         """Cycles to load an element of the input: more where those of a tile displace each other in the first cache."""
         size = self._contraction.num_bytes
         column_bytes = 0 if self._axes.column_axis is None else data.stride(self._axes.column_axis) * size
@@ -159,7 +158,9 @@ class Estimate:
         places = itertools.product(range(rows), range(columns))
         sets = Counter((row * row_bytes + column * column_bytes) % _WAY_BYTES // _LINE_BYTES for row, column in places)
         cycles = next(cycles for most, cycles in _CYCLES_PER_ELEMENT if max(sets.values()) <= most)
-        return cycles + (0 if self._machine.broadcasts_operands else _BROADCAST_CYCLES)
+        if self._machine.broadcasts_operands:
+            return cycles
+        return cycles + _BROADCAST_CYCLES + (_CONDITION_CYCLES if asks else 0)
 
 
 def _num_elements(operand: Operand | None) -> int:

@@ -21,6 +21,8 @@ SMALL_ROUNDS = {**FAST, "space": "metaschedule", "cost_model": "none", "num_tria
 """Parameters with which a tuning of a small network has many rounds, soon."""
 READY_S = 120
 """Time that a tuning gets for its first rounds."""
+FINISHED_S = 400
+"""Time that one gets to end by itself, beside other tests on a slow machine."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Tuning:
             assert time.monotonic() < deadline, self.stderr
             time.sleep(0.02)
 
-    def wait(self, timeout_s: float) -> Finished:
+    def wait(self, timeout_s: float = FINISHED_S) -> Finished:
         """Waits until the command ends by itself."""
         exit_code = self.process.wait(timeout_s)
         return Finished(exit_code, (self.cwd / "stdout").read_text(), self.stderr)
