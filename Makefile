@@ -1,6 +1,7 @@
 # Everything runs in .venv, which the first target that needs it makes.
 PYTHON ?= python3
 RUN := PATH="$(CURDIR)/.venv/bin:$$PATH"
+LONGEST_FIRST := -n 3 --dist loadfile --no-loadscope-reorder
 PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .PHONY: demo test test-system test-faults lint clean
@@ -30,12 +31,12 @@ test: .venv/torch
 # CONTRIBUTING.md names. With SCREENSHOTS=docs/images the tunings of test_browser.py are longer, and make the pictures of
 # the documentation.
 test-system: .venv/torch
-	$(RUN) python -m pytest -m system -n 3 --dist loadfile
+	$(RUN) python -m pytest -m system $(LONGEST_FIRST)
 
 # Servers and processes are really broken: Ceph's S3 gateway and PostgreSQL among them, which are Debian packages;
 # .ci/run installs them, CONTRIBUTING.md names them, and a test that misses them fails with their names.
 test-faults: .venv
-	$(RUN) python -m pytest -m faults -n 3 --dist loadfile
+	$(RUN) python -m pytest -m faults $(LONGEST_FIRST)
 
 lint: .venv
 	$(RUN) ruff check .

@@ -368,6 +368,9 @@ class CheckOptions(SeedOptions):
     turns: PositiveInt = _parameter(
         3, "Turns of the latency measurement; each starts every contender once, in a process of its own."
     )
+    measure_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _parameter(
+        1.5, "Seconds that each of them is timed in a turn.", "a positive number of seconds"
+    )
     rivals: Rivals = _parameter(
         "auto",
         "Runtimes that the model is timed against, on the same threads and inputs: onnxruntime, openvino and torch "
@@ -489,9 +492,7 @@ class PromoteOptions(AliasOptions, SeedOptions):
     max_turns: Annotated[int, Field(ge=4)] = _parameter(
         32, "Turns after which it stays undecided; each starts champion and candidate once, in processes of their own."
     )
-    measure_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _parameter(
-        1.5, "Seconds that each of them is timed in a turn.", "a positive number of seconds"
-    )
+    measure_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _same_as(CheckOptions, "measure_s")
     data: str = _same_as(CheckOptions, "data")
     tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = _same_as(CheckOptions, "tolerance")
     dry_run: bool = _parameter(False, "Compare, but move no alias and tag no version.")

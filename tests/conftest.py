@@ -46,6 +46,15 @@ def _forbidden_skips(config: pytest.Config) -> list[pytest.TestReport]:
     return reporter.stats.get("skipped", []) if reporter and os.environ.get("CI") else []
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the files with the longest timeouts first, so that no worker begins with one when the others are done."""
+    timeouts: dict[Path, float] = {}
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        timeouts[item.path] = max(timeouts.get(item.path, 0.0), marker.args[0] if marker else 0.0)
+    items.sort(key=lambda item: -timeouts[item.path])
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fails a session with skipped tests in CI."""
     if session.exitstatus == pytest.ExitCode.OK and _forbidden_skips(session.config):

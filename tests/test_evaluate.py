@@ -124,7 +124,9 @@ def test_outputs_are_checked_on_all_rows_of_the_user(
     monkeypatch.chdir(tmp_path)
     rows = np.ones((5, 3), np.float32)
     np.save("rows.npy", rows)
-    metrics = am.evaluate(model_uri=str(right_for_small_values), data="rows.npy", turns=1, rivals="none").metrics
+    metrics = am.evaluate(
+        model_uri=str(right_for_small_values), data="rows.npy", turns=1, measure_s=0.1, rivals="none"
+    ).metrics
     assert metrics[names.MAX_REL_ERROR] == 0
     assert metrics[names.LATENCY_MS] > 0
     rows[4] = 50
@@ -186,12 +188,12 @@ def make_pid_call() -> Callable[[], int]:
 def test_contenders_take_turns_in_fresh_processes(tmp_path: Path) -> None:
     log = tmp_path / "log"
     contenders = {name: partial(report_pid, log, name, s) for name, s in (("fast", 0.002), ("slow", 1.1))}
-    latencies = measure_in_turns(contenders, turns=2)
+    latencies = measure_in_turns(contenders, turns=2, measure_s=0.5)
     names, pids = zip(*(line.split() for line in log.read_text().splitlines()), strict=True)
     assert [name for name, _ in groupby(names)] == ["fast", "slow", "fast", "slow"]  # some again, if disturbed
     assert len({*pids, str(os.getpid())}) == len(pids) + 1
     assert 2.0 <= latencies["fast"].median_ms < 50
-    assert len(latencies["fast"].samples_ms) > 100
+    assert 50 < len(latencies["fast"].samples_ms) <= 2 * 0.5 / 0.002
     assert latencies["slow"].median_ms >= 1100
     assert len(latencies["slow"].samples_ms) == 2  # a slow call is measured once a turn
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mlflow
 import pytest
-from helpers.commands import ANSOR_MLFLOW, MLFLOW, ROOT, Finished, environment, flags, run
+from helpers.commands import ANSOR_MLFLOW, BRIEF, MLFLOW, ROOT, Finished, environment, flags, run
 from helpers.tuner_process import SMALL_ROUNDS, Tuning, tuning
 from mlflow.entities import Run
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 NETWORK = "dense:16,64,64"
 NUM_TRIALS = 40
-PIPELINE = {**SMALL_ROUNDS, "network": NETWORK, "turns": 1, "rivals": "onnxruntime", "signature": "binary"}
+PIPELINE = {**SMALL_ROUNDS, **BRIEF, "network": NETWORK, "signature": "binary"}
 """Parameters of a pipeline."""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mlflow
 import pytest
-from helpers.commands import FAST, flags
+from helpers.commands import BRIEF, FAST, flags
 from mlflow.entities import Run
 
 from ansor_mlflow import names
@@ -47,7 +47,7 @@ def steps(_mlflow_store: tuple[str, str], tmp_path_factory: pytest.TempPathFacto
         tuned = newest(experiment)
         main(["compile", "--tune-run", tuned.info.run_id])
         model_uri = newest(experiment).data.tags[names.TAG_MODEL_URI]
-        main(["evaluate", "--model-uri", model_uri, "--turns", "1"])
+        main(["evaluate", "--model-uri", model_uri, *flags(BRIEF)])
         yield Steps(experiment, tuned, newest(experiment))
 
 
@@ -84,7 +84,7 @@ def test_a_model_from_another_server_is_evaluated_all_the_same(steps: Steps, tmp
         model = mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(tmp_path / "model"))
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/other.db")
         patch.delenv("MLFLOW_EXPERIMENT_ID")
-        main(["evaluate", "--model-uri", model, "--turns", "1"])
+        main(["evaluate", "--model-uri", model, *flags(BRIEF)])
         run = newest("0")
     target = steps.tuned.data.tags[names.TAG_TARGET]
     assert (run.info.status, run.info.run_name) == ("FINISHED", f"evaluate {NETWORK} · {target}")
@@ -97,7 +97,7 @@ def test_a_tuning_run_that_a_user_named_keeps_its_name_to_itself(steps: Steps, t
     mlflow.MlflowClient().update_run(run_id, name="tune the fast one")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
-        main(["evaluate", "--model-uri", steps.evaluated.data.tags[names.TAG_MODEL_URI], "--turns", "1"])
+        main(["evaluate", "--model-uri", steps.evaluated.data.tags[names.TAG_MODEL_URI], *flags(BRIEF)])
     run = newest(steps.experiment_id)
     assert run.info.run_name == f"evaluate {NETWORK} · {run.data.tags[names.TAG_TARGET]}"
     assert run.data.tags[names.TAG_TUNE_RUN] == run_id

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mlflow
 import pytest
-from helpers.commands import ANSOR_MLFLOW, FAST, ROOT, Finished, environment, flags, run
+from helpers.commands import ANSOR_MLFLOW, BRIEF, FAST, ROOT, Finished, environment, flags, run
 from mlflow.entities import Run
 
 from ansor_mlflow import names
@@ -64,8 +64,7 @@ def make_directory(path: Path, kind: str) -> Path:
 
 
 def run_main(directory: Path, experiment_id: str, **parameters: object) -> Finished:
-    given = {**FAST, "cost_model": "none", "network": "dense:16,64,64", "trials": 4, "turns": 1, "seed": 3}
-    given |= {"rivals": "onnxruntime"}
+    given = {**FAST, **BRIEF, "cost_model": "none", "network": "dense:16,64,64", "trials": 4, "seed": 3}
     env = environment(os.environ["MLFLOW_TRACKING_URI"], {"MLFLOW_EXPERIMENT_ID": experiment_id})
     return run([ANSOR_MLFLOW, "main", *flags({**given, **parameters})], directory, env)
 

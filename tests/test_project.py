@@ -114,7 +114,6 @@ def pipeline(database: Path, s3: S3Server, small_onnx: Path, tmp_path_factory: p
         "network": small_onnx,
         "trials": NUM_TRIALS,
         "num_trials_per_round": 2,
-        "turns": 1,
         "rivals": "auto",
         "register_as": "small",
         "promote": "true",
@@ -357,7 +356,7 @@ def test_a_pipeline_goes_on_with_a_tuning_that_ended(
     tuned = store.parent()
     finished = run_project(
         ROOT,
-        {"resume_run": tuned.info.run_id, "trials": NUM_TRIALS + 4, "turns": 1},
+        {"resume_run": tuned.info.run_id, "trials": NUM_TRIALS + 4},
         tmp_path,
         store.environment(),
         experiment_id=store.experiment_id,

@@ -165,7 +165,7 @@ def test_a_program_of_pytorch_in_memory() -> None:
 
 CELLS = [
     "import ansor_mlflow as am",
-    f"am.pipeline('dense:4,32,16', trials=4, turns=1, rivals='onnxruntime', **{QUICK})",
+    f"am.pipeline('dense:4,32,16', trials=4, turns=1, measure_s=0.1, rivals='onnxruntime', **{QUICK})",
     "am.plan('dense:4,32,16', trials=4)",
 ]
 

@@ -174,7 +174,7 @@ def test_an_evaluation_says_what_the_best_one_could_have_had_does(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = am.evaluate(model_uri=model, turns=1)
+    result = am.evaluate(model_uri=model, turns=1, measure_s=0.1)
     found = result.metrics
     rows = {row["rival"]: row for row in artifact(result.run_id)}
     assert set(rows) == {"onnxruntime", "openvino"}
@@ -196,7 +196,7 @@ def test_without_rivals_the_outputs_are_checked_all_the_same(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = am.evaluate(model_uri=model, turns=1, rivals="none")
+    result = am.evaluate(model_uri=model, turns=1, measure_s=0.1, rivals="none")
     assert result.metrics[names.MAX_REL_ERROR] <= 1e-4
     assert result.metrics[names.SPEEDUP_VS_UNTUNED] > 0
     assert not [name for name in result.metrics if "onnxruntime" in name or "best" in name]

@@ -478,6 +478,7 @@ def test_several_sizes_from_the_tuning_to_the_next_version(
         "pad": json.dumps({"ids": 0}),
         "trials": 24,
         "turns": 1,
+        "measure_s": 0.1,
     }
     assert run_here("main", *flags(given_)) == 0
     run = newest_run()

@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from helpers.commands import FAST, environment, flags
+from helpers.commands import BRIEF, FAST, environment, flags
 from helpers.commands import run as run_command
 from helpers.hostile import Touch, touch_expression
 from helpers.torch_process import TorchProcess, torch_python
@@ -120,11 +120,11 @@ def test_a_tuned_program_is_compared_with_its_compilation_by_pytorch(programs: P
     new_id = client.create_experiment("rivals", (tmp_path / "artifacts").as_uri())
     parameters = {
         **FAST,
+        **BRIEF,
         "network": programs / "named.pt2",
         "input_shapes": '{"input": [4, 4]}',
         "trials": 4,
         "cost_model": "none",
-        "turns": 1,
         "rivals": "onnxruntime,torch",
         "register_as": "program",
     }
@@ -170,6 +170,7 @@ def test_a_program_is_tuned(programs: Path, tmp_path: Path) -> None:
     new_id = client.create_experiment("programs", (tmp_path / "artifacts").as_uri())
     parameters = {
         **FAST,
+        **BRIEF,
         "network": programs / "named.pt2",
         "input_shapes": '{"input": [4, 4]}',
         "trials": 4,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from helpers.commands import FAST, ROOT, Finished, environment, flags, run
+from helpers.commands import BRIEF, FAST, ROOT, Finished, environment, flags, run
 from helpers.servers import answers, free_port, running
 
 PACKAGE = "ansor_mlflow"
@@ -100,7 +100,7 @@ def test_from_the_wheel_to_answers(installed: Installed) -> None:
     assert run_id in report.parts
     compiled = installed.run("ansor-mlflow", "compile", *flags({**network, "tune_run": run_id}))
     (model_uri,) = re.findall(r"^model  (models:/m-\w+)$", compiled.stdout, re.M)
-    installed.run("ansor-mlflow", "evaluate", *flags({"model_uri": model_uri, "turns": 1}))
+    installed.run("ansor-mlflow", "evaluate", *flags({**BRIEF, "model_uri": model_uri}))
 
     port = free_port()
     url = f"http://127.0.0.1:{port}"

@@ -52,7 +52,7 @@ class Latency:
 
 
 def measure_in_turns(
-    contenders: Mapping[str, MakeCall], turns: int, noise: MachineNoise | None = None
+    contenders: Mapping[str, MakeCall], turns: int, noise: MachineNoise | None = None, measure_s: float = _MEASURE_S
 ) -> dict[str, Latency]:
     """Times every contender once per turn, each time in a fresh process.
 
@@ -60,6 +60,7 @@ def measure_in_turns(
         contenders: What is timed.
         turns: How often.
         noise: Takes note of how quiet the machine is.
+        measure_s: How long one of them is timed in a turn, in seconds.
 
     Raises:
         MachineError: A child process died.
@@ -68,7 +69,7 @@ def measure_in_turns(
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(turns):
         for name, make_call in contenders.items():
-            samples[name] += measure_once(make_call, noise)
+            samples[name] += measure_once(make_call, noise, measure_s)
     return {name: Latency(np.array(values) * 1e3) for name, values in samples.items()}
 
 

@@ -143,12 +143,12 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
     noise = MachineNoise()
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         builds = _build_baselines(options, manifest, directory, entry, Path(scratch))
-        latencies = _measure(options.turns, of_each_size, {_TUNED: tuned, **timed, **builds}, noise)
+        latencies = _measure(options, of_each_size, {_TUNED: tuned, **timed, **builds}, noise)
     metrics |= _latency_metrics(latencies, sizes, entry.provenance.get("estimated_latency_ms"))
     metrics |= rival_metrics(rivals, latencies, latencies[_TUNED].median_ms)
     _log_json([rival.to_dict(latencies.get(rival.name)) for rival in rivals], names.RIVALS_FILE, run)
     if manifest.sizes:
-        of_sizes = time_sizes(sizes, of_each_size, tuned, timed, options.turns, noise)
+        of_sizes = time_sizes(sizes, of_each_size, tuned, timed, options, noise)
         _log_json([size.to_dict() for size in of_sizes], names.SIZES_FILE, run)
     metrics[names.PROBE_SPREAD] = noise.spread
     if any(part.runs_in == "onnxruntime" for part in entry.parts):
@@ -246,15 +246,15 @@ def _build_baselines(
 
 
 def _measure(
-    turns: int, of_each_size: Sequence[Arrays], runs: Mapping[str, MakeInference], noise: MachineNoise
+    options: EvaluateOptions, of_each_size: Sequence[Arrays], runs: Mapping[str, MakeInference], noise: MachineNoise
 ) -> dict[str, Latency]:
     """Times the model, its rivals and its baselines, on the same number of threads.
 
     Of a network with several sizes, a call of each is timed, one after the other.
     """
-    _log.info("measuring latency in %d turns", turns)
+    _log.info("measuring latency in %d turns", options.turns)
     calls = {name: partial(timed_call, make_inference, of_each_size) for name, make_inference in runs.items()}
-    return measure_in_turns(calls, turns, noise)
+    return measure_in_turns(calls, options.turns, noise, options.measure_s)
 
 
 def _time_parts(

@@ -13,6 +13,7 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.measuring import Deviation, MachineNoise, MakeInference, measure_in_turns, timed_call
 from ansor_mlflow.model import Manifest
+from ansor_mlflow.options import CheckOptions
 from ansor_mlflow.tensors import OPEN, Arrays, NetworkShapes, random_inputs
 
 _TUNED = "tuned"
@@ -41,7 +42,7 @@ def time_sizes(
     examples: Sequence[Arrays],
     make_tuned: MakeInference,
     rivals: Mapping[str, MakeInference],
-    turns: int,
+    options: CheckOptions,
     noise: MachineNoise,
 ) -> list[SizeLatency]:
     """Times each size by itself, the model and its rivals in turns.
@@ -51,7 +52,7 @@ def time_sizes(
         examples: An input of each.
         make_tuned: The model.
         rivals: The rivals.
-        turns: How often.
+        options: How often, and how long.
         noise: Takes note of how quiet the machine is.
 
     Raises:
@@ -61,7 +62,7 @@ def time_sizes(
     for size, inputs in zip(sizes, examples, strict=True):
         contenders = {_TUNED: make_tuned, **rivals}
         calls = {name: partial(timed_call, make_inference, [inputs]) for name, make_inference in contenders.items()}
-        latencies = measure_in_turns(calls, turns, noise)
+        latencies = measure_in_turns(calls, options.turns, noise, options.measure_s)
         _log.info("%s: %s", size, ", ".join(f"{name} {found.median_ms:.4g} ms" for name, found in latencies.items()))
         found.append(
             SizeLatency(

@@ -17,6 +17,8 @@ MLFLOW = str(SCRIPTS / "mlflow")
 
 FAST = {"strategy": "random", "search_threads": "1", "min_repeat_ms": "1", "number": "1"}
 """Parameters with which the tuning of a small network is soon over."""
+BRIEF = {"turns": 1, "measure_s": 0.1, "rivals": "onnxruntime"}
+"""Parameters with which its evaluation is."""
 
 
 RunCommand = Callable[..., int]
@@ -65,9 +67,9 @@ def run_project(
     experiment_id: str,
     entry_point: str = "main",
 ) -> Finished:
-    """Runs `mlflow run` in this environment, with ONNX Runtime as the only rival if the parameters name none."""
+    """Runs `mlflow run` in this environment, with a brief evaluation where the parameters say nothing of it."""
     if entry_point in ("main", "evaluate"):
-        parameters = {"rivals": "onnxruntime", **parameters}
+        parameters = {**BRIEF, **parameters}
     pairs = [word for name, value in parameters.items() for word in ("-P", f"{name}={value}")]
     options = ["--env-manager", "local", "--experiment-id", experiment_id, "--entry-point", entry_point]
     return run([MLFLOW, "run", str(project), *options, *pairs], cwd, env)
