@@ -1,6 +1,7 @@
 # Everything runs in .venv, which the first target that needs it makes.
 PYTHON ?= python3
 RUN := PATH="$(CURDIR)/.venv/bin:$$PATH"
+# Files with the longest timeouts come first, so that no worker is alone with one of them at the end.
 LONGEST_FIRST := -n 3 --dist loadfile --no-loadscope-reorder
 PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 

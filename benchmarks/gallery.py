@@ -30,7 +30,6 @@ _PARAMETERS = ("input_shapes", "input_values", "batch_size")
 """What the JSON file beside a model may give for it."""
 _TUNING_S = 3600.0
 _LEAST_SHARE_IN = 0.95
-_MOST_PLAN_S = 20.0
 
 End = Literal["whole", "parts", "refused", "traceback", "late"]
 """How a process ended: all of the model or some of it is tuned; a clear error; anything else; not in time."""
@@ -87,6 +86,7 @@ class Row:
 @click.option("--check/--no-check", default=True, help="Whether to compile and compare what was planned.")
 @click.option("--tune/--no-tune", default=False, help="Whether to tune with as many trials as there are tasks.")
 @click.option("--limit-s", default=300.0, help="Seconds that a plan or a check may take.")
+@click.option("--plan-s", default=20.0, help="Seconds that a plan may take before it counts as slow.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for all figures.")
 @click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="File for the page of tables.")
 def main(
@@ -97,6 +97,7 @@ def main(
     check: bool,
     tune: bool,
     limit_s: float,
+    plan_s: float,
     json_file: Path | None,
     markdown: Path | None,
 ) -> None:
@@ -114,7 +115,7 @@ def main(
         if markdown is not None:
             markdown.write_text(_tables(rows))
     console.print(_summary(rows), markup=False)
-    if failures := list(_failures(rows, check)):
+    if failures := list(_failures(rows, check, plan_s)):
         raise click.ClickException("; ".join(failures))
 
 
@@ -198,15 +199,15 @@ def _message(stderr: str, exit_code: int) -> str:
     return (errors or lines or [f"it ended with {exit_code}"])[-1][:500]
 
 
-def _failures(rows: Sequence[Row], check: bool) -> Iterable[str]:
+def _failures(rows: Sequence[Row], check: bool, plan_s: float) -> Iterable[str]:
     """What keeps the gallery from passing."""
     inside = [row for row in rows if row.is_in and (row.is_equal or not check)]
     if len(inside) < _LEAST_SHARE_IN * len(rows):
         yield f"{len(inside)} of {len(rows)} get in and equal ONNX Runtime, fewer than {_LEAST_SHARE_IN:.0%}"
     if broken := [row.name for row in rows if _worst_end(row) in ("traceback", "late")]:
         yield f"no clear end: {', '.join(broken)}"
-    if slow := [row.name for row in rows if row.plan.seconds > _MOST_PLAN_S]:
-        yield f"planning takes more than {_MOST_PLAN_S:g} s: {', '.join(slow)}"
+    if slow := [row.name for row in rows if row.plan.seconds > plan_s]:
+        yield f"planning takes more than {plan_s:g} s: {', '.join(slow)}"
 
 
 def _worst_end(row: Row) -> End:

@@ -170,7 +170,6 @@ def test_a_program_is_tuned(programs: Path, tmp_path: Path) -> None:
     new_id = client.create_experiment("programs", (tmp_path / "artifacts").as_uri())
     parameters = {
         **FAST,
-        **BRIEF,
         "network": programs / "named.pt2",
         "input_shapes": '{"input": [4, 4]}',
         "trials": 4,
