@@ -223,6 +223,7 @@ def load_model(
     allow_compatible: bool = True,
     allow_rebuild: bool = True,
     allow_untuned: bool = True,
+    huge_pages: bool = True,
 ) -> TunedModel:
     """Loads a model for use from Python, without pyfunc.
 
@@ -241,6 +242,7 @@ def load_model(
         allow_compatible: Whether a library for another CPU or number of threads may be taken.
         allow_rebuild: Whether a library may be built here.
         allow_untuned: Whether one may be built without records.
+        huge_pages: Whether weights and activations are put into huge pages, where the system has them.
 
     Raises:
         UserInputError: `device` or `num_threads` is not usable.
@@ -252,19 +254,20 @@ def load_model(
         allow_compatible=allow_compatible,
         allow_rebuild=allow_rebuild,
         allow_untuned=allow_untuned,
+        huge_pages=huge_pages,
     )
     directory = Path(_download_artifact_from_uri(artifact_uri=model_uri, output_path=dst_path))
     return load_package(directory, Manifest.read(directory), options)
 
 
 def explain_load(model: Any) -> Choice:
-    """Which library of a model was loaded, and why; it is logged, too.
+    """Which library of a model was loaded, and why; it is logged, too, with how much memory is in huge pages.
 
     Args:
         model: What `load_model` or `mlflow.pyfunc.load_model` returned.
     """
     tuned = model if isinstance(model, TunedModel) else model.get_raw_model()
-    _log.info("%s", tuned.choice)
+    _log.info("%s; %s", tuned.choice, tuned.huge_pages)
     choice: Choice = tuned.choice
     return choice
 

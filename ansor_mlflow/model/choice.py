@@ -34,11 +34,13 @@ class LoadOptions:
     """Build a library where none runs here: with the records for another CPU of this architecture, or untuned."""
     allow_untuned: bool = True
     """Build a library without records, whose schedules nothing has measured."""
+    huge_pages: bool = True
+    """Put weights and activations into huge pages, where the system has them."""
 
     def __post_init__(self) -> None:
         if self.device not in _KINDS:
             raise UserInputError(f"device={self.device!r} is unknown; it must be {' or '.join(_KINDS)}")
-        for name in ("allow_compatible", "allow_rebuild", "allow_untuned"):
+        for name in ("allow_compatible", "allow_rebuild", "allow_untuned", "huge_pages"):
             if not isinstance(getattr(self, name), bool):
                 raise UserInputError(f"{name}={getattr(self, name)!r} is neither true nor false; give one of them")
         if self.num_threads is None:

@@ -74,7 +74,15 @@ def open_library(
     options = options or LoadOptions()
     num_threads = options.num_threads or threads_here(entry)
     choice = choice or Choice(level="exact", entry=entry, reason="it was asked for")
-    return TunedModel(library, manifest, choice, pad=manifest.pad, num_threads=num_threads, device=options.device)
+    return TunedModel(
+        library,
+        manifest,
+        choice,
+        pad=manifest.pad,
+        num_threads=num_threads,
+        device=options.device,
+        huge_pages=options.huge_pages,
+    )
 
 
 def _build(directory: Path, manifest: Manifest, options: LoadOptions, rejected: Sequence[str]) -> TunedModel:

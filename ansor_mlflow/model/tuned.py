@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ansor_mlflow.device import HugePages
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.model.choice import Choice
 from ansor_mlflow.model.manifest import LibraryEntry
@@ -27,6 +28,7 @@ class TunedModel:
         pad: The value that an input is padded with to the next larger size, by its name.
         num_threads: Threads that kernels run on.
         device: Where the library runs: cpu or cuda.
+        huge_pages: Whether weights and activations are put into huge pages, where the system has them.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class TunedModel:
         pad: Mapping[str, float] = {},
         num_threads: int,
         device: str = "cpu",
+        huge_pages: bool = True,
     ) -> None:
         self.inputs = network.inputs
         """The inputs; dimensions of several sizes are `OPEN`."""
@@ -46,12 +49,19 @@ class TunedModel:
         """What it was compiled for."""
         self.choice = choice
         self._size_choice = SizeChoice(self.sizes, pad)
-        self._machines = VirtualMachines(library, self.sizes, choice.entry.parts, num_threads, device)
+        self._machines = VirtualMachines(
+            library, self.sizes, choice.entry.parts, num_threads, device, huge_pages=huge_pages
+        )
 
     @property
     def entry(self) -> LibraryEntry:
         """The library that was loaded."""
         return self.choice.entry
+
+    @property
+    def huge_pages(self) -> HugePages:
+        """The memory of weights, and after a call of activations, that is in huge pages."""
+        return self._machines.huge_pages
 
     def run(self, inputs: Mapping[str, npt.ArrayLike]) -> Arrays:
         """Runs the network once.

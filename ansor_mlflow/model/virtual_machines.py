@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ansor_mlflow.device import available_cpus, set_num_threads
+from ansor_mlflow.device import HugePages, NewMemory, available_cpus, set_num_threads
 from ansor_mlflow.errors import ModelError, first_line
 from ansor_mlflow.model.parts import (
     EXPORTED_KINDS,
@@ -43,6 +43,7 @@ class VirtualMachines:
         parts: Its parts, if "main" is not all of it; what stays with ONNX Runtime lies beside the library.
         num_threads: Threads of a kernel.
         device: Name of the device: cpu or cuda.
+        huge_pages: Whether weights and activations are put into huge pages.
 
     Raises:
         ModelError: TVM cannot load the library.
@@ -55,6 +56,8 @@ class VirtualMachines:
         parts: Sequence[PartEntry],
         num_threads: int,
         device: str,
+        *,
+        huge_pages: bool,
     ) -> None:
         import tvm
 
@@ -62,11 +65,15 @@ class VirtualMachines:
         self._own = threading.local()
         num_machines = max(1, available_cpus() // num_threads) if device == "cpu" else 1
         self._threads = ThreadPoolExecutor(num_machines, thread_name_prefix="ansor-mlflow-model")
+        self._memory = NewMemory() if huge_pages and device == "cpu" else None
+        self.huge_pages = HugePages()
+        """The memory that is in huge pages: that of the weights, and after a call also that of activations."""
         try:
             module = tvm.runtime.load_module(str(library))
             sessions = open_sessions(library.parent, parts, num_threads)
             self._make = partial(VirtualMachine, module, tvm.device(device), sizes, parts, sessions)
             self._threads.submit(self._machine).result()  # what cannot be run is known now
+            self._collapse()
         except (OSError, RuntimeError, ValueError, AttributeError) as err:
             raise ModelError(
                 f"library {library}: TVM {tvm.__version__} cannot load it ({first_line(err)}); compile the network "
@@ -87,7 +94,16 @@ class VirtualMachines:
         return machine.seconds_of_parts(size)
 
     def _run(self, arrays: Sequence[npt.NDArray[Any]], size: int) -> list[npt.NDArray[Any]]:
-        return self._machine().run(arrays, size)
+        machine = self._machine()
+        results = machine.run(arrays, size)
+        if size not in machine.sizes_run:  # it has its memory now
+            machine.sizes_run.add(size)
+            self._collapse()
+        return results
+
+    def _collapse(self) -> None:
+        if self._memory:
+            self.huge_pages = self._memory.collapse()
 
     def _machine(self) -> VirtualMachine:
         """The machine of this thread."""
@@ -120,6 +136,8 @@ class VirtualMachine:
         self._from_dlpack = runtime.from_dlpack
         self._is_on_cpu = device == runtime.cpu()
         self._slots = [[self._slot(spec, device) for spec in size.inputs] for size in sizes]
+        self.sizes_run: set[int] = set()
+        """In which it was called before."""
 
     def seconds_of_parts(self, size: int) -> list[float]:
         """See `VirtualMachines.seconds_of_parts`; of the last call."""

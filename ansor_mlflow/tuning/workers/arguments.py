@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ansor_mlflow.device import NewMemory
+
 if TYPE_CHECKING:
     from tvm.ir import IRModule
 
@@ -45,7 +47,9 @@ def random_arguments(args_info: tuple[ArgInfo, ...]) -> list[Any]:
     keys = [(position, dtype, math.prod(shape)) for position, (_, dtype, shape) in enumerate(args_info)]
     if _filled.keys() != set(keys):
         _filled.clear()  # before the new ones take memory
+        memory = NewMemory()
         _filled.update({key: _fill(*key[1:]) for key in keys})
+        memory.collapse()  # as in a model that is loaded
     return [_filled[key]._create_view(shape) for key, (_, _, shape) in zip(keys, args_info, strict=True)]
 
 
