@@ -267,7 +267,9 @@ def explain_load(model: Any) -> Choice:
         model: What `load_model` or `mlflow.pyfunc.load_model` returned.
     """
     tuned = model if isinstance(model, TunedModel) else model.get_raw_model()
-    _log.info("%s; %s", tuned.choice, tuned.huge_pages)
+    _log.info("%s", tuned.choice)
+    if tuned.huge_pages.asked_bytes:
+        _log.info("%s", tuned.huge_pages)
     choice: Choice = tuned.choice
     return choice
 
