@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import mmap
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from ansor_mlflow import flavor
 from ansor_mlflow.device import HugePages, NewMemory
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering import lower
-from ansor_mlflow.model import LoadOptions, Manifest, TunedModel, load_package
+from ansor_mlflow.model import LoadOptions
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.loading import load_network
 from ansor_mlflow.tensors import Arrays
@@ -28,29 +28,37 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
 MIB = 2**20
-WITHOUT = """
-import ctypes, sys
-libc = ctypes.CDLL(None, use_errno=True)
-PR_SET_THP_DISABLE = 41
-assert libc.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
+SCRIPT = """
+import ctypes, json, sys
 from pathlib import Path
 import numpy as np
-from ansor_mlflow.model import Manifest, load_package
-directory = Path(sys.argv[1])
-model = load_package(directory, Manifest.read(directory))
-inputs = dict(np.load(sys.argv[2]))
+from ansor_mlflow.model import LoadOptions, Manifest, load_package
+directory, inputs, outputs, how = sys.argv[1:]
+if how == "refused":
+    PR_SET_THP_DISABLE = 41
+    assert ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
+directory = Path(directory)
+model = load_package(directory, Manifest.read(directory), LoadOptions(huge_pages=how != "off"))
+got = [model.huge_pages.got_bytes]
 for _ in range(2):
-    outputs = model.run(inputs)
-np.savez(sys.argv[3], **outputs)
-print(model.huge_pages.got_bytes)
+    found = model.run(dict(np.load(inputs)))
+    got.append(model.huge_pages.got_bytes)
+np.savez(outputs, **found)
+print(json.dumps(got))
 """
-"""A process that Linux gives no huge pages."""
+"""A process that loads a model and calls it twice: how many bytes are in huge pages each time, and the outputs."""
 
 
-def huge_mib() -> float:
-    """The memory of this process that is in huge pages."""
-    text = Path("/proc/self/smaps_rollup").read_text()
-    return int(re.search(r"^AnonHugePages: +(\d+) kB$", text, re.MULTILINE)[1]) / 1024  # type: ignore[index]
+def huge_mib(address: int) -> float:
+    """How much is in huge pages of the memory that an address lies in; proc_pid_smaps(5)."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    inside = False
+    for line in lines:
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        if inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) / 1024
+    raise AssertionError("no memory is there")
 
 
 def new_array(mib: int) -> mmap.mmap:
@@ -59,13 +67,13 @@ def new_array(mib: int) -> mmap.mmap:
 
 
 def test_what_is_in_memory_gets_them_and_keeps_its_content() -> None:
-    before, memory = huge_mib(), NewMemory()
+    memory = NewMemory()
     array = np.frombuffer(new_array(32), np.uint32)
     array[:] = np.arange(len(array))
     pages = memory.collapse()
     assert pages.asked_bytes >= 28 * MIB  # all but the ends
     assert pages.got_bytes >= 28 * MIB
-    assert huge_mib() - before >= 28
+    assert huge_mib(array.ctypes.data) >= 28
     np.testing.assert_array_equal(array, np.arange(len(array)))
     assert memory.collapse().got_bytes >= pages.got_bytes  # once more changes nothing
 
@@ -118,45 +126,35 @@ def assert_same(outputs: Arrays, expected: Arrays) -> None:
         np.testing.assert_array_equal(outputs[name], array)
 
 
-@pytest.fixture
-def load(package: Path) -> Callable[..., TunedModel]:
-    """Loads the model."""
-    return lambda **options: load_package(package, Manifest.read(package), LoadOptions(**options))
+def run_in_a_process(package: Path, directory: Path, how: str) -> tuple[list[int], Arrays]:
+    """See `SCRIPT`."""
+    np.savez(directory / "inputs.npz", **INPUTS)
+    files = [package, directory / "inputs.npz", directory / f"{how}.npz"]
+    command = [sys.executable, "-c", SCRIPT, *map(str, files), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    with np.load(files[-1]) as outputs:
+        return json.loads(done.stdout), dict(outputs)
 
 
-def test_weights_get_them_when_a_model_is_loaded_and_activations_after_a_call(
-    load: Callable[..., TunedModel], caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = load(huge_pages=False).run(INPUTS)
-    model = load()
-    loaded = model.huge_pages.got_bytes
+def test_weights_get_them_when_a_model_is_loaded_and_activations_after_a_call(package: Path, tmp_path: Path) -> None:
+    (loaded, called, again), outputs = run_in_a_process(package, tmp_path, "on")
     assert loaded >= 12 * MIB
-    assert_same(model.run(INPUTS), expected)
-    called = model.huge_pages
-    assert called.got_bytes >= loaded + 4 * MIB
-    assert_same(model.run(INPUTS), expected)
-    assert model.huge_pages == called
+    assert called >= loaded + 4 * MIB
+    assert again == called
+    for how in ("off", "refused"):
+        got, expected = run_in_a_process(package, tmp_path, how)
+        assert got == [0, 0, 0]
+        assert_same(outputs, expected)
+
+
+def test_explanation_says_what_was_got(package: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = flavor.load_model(str(package))
     with caplog.at_level(logging.INFO):
         flavor.explain_load(model)
-    assert caplog.messages[-1] == str(called)
+    assert caplog.messages[-1] == str(model.huge_pages)
+    assert model.huge_pages.asked_bytes >= 8 * MIB
 
 
-def test_an_option_switches_them_off(load: Callable[..., TunedModel]) -> None:
-    before = huge_mib()
-    model = load(huge_pages=False)
-    model.run(INPUTS)
-    assert model.huge_pages == HugePages()
-    assert huge_mib() - before < 8
+def test_the_option_is_true_or_false() -> None:
     with pytest.raises(UserInputError, match="huge_pages='no' is neither true nor false"):
         LoadOptions(huge_pages="no")  # type: ignore[arg-type]
-
-
-def test_a_process_that_gets_none_computes_the_same(
-    package: Path, load: Callable[..., TunedModel], tmp_path: Path
-) -> None:
-    np.savez(tmp_path / "inputs.npz", **INPUTS)
-    command = [sys.executable, "-c", WITHOUT, *map(str, (package, tmp_path / "inputs.npz", tmp_path / "outputs.npz"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
-    assert done.stdout.split() == ["0"]
-    with np.load(tmp_path / "outputs.npz") as outputs:
-        assert_same(dict(outputs), load().run(INPUTS))

@@ -45,15 +45,20 @@ class NewMemory:
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
-        if hasattr(self._libc, "malloc_trim"):
-            self._libc.malloc_trim(0)  # else what was freed before would be used again, and not look new
+        self._return_freed()
         self._before = set(self._filled_pages(1 - _MIN_FILLED))
 
     def collapse(self) -> HugePages:
         """Puts all of it into huge pages; changes nothing where Linux cannot."""
+        self._return_freed()
         pages = [page for page in self._filled_pages(_MIN_FILLED) if page not in self._before]
         got = sum(map(self._collapse, pages))
         return HugePages(len(pages) * _HUGE_BYTES, got * _HUGE_BYTES)
+
+    def _return_freed(self) -> None:
+        """Gives freed memory back to the system: it is not to be moved, and what is made of it later is to look new."""
+        if hasattr(self._libc, "malloc_trim"):
+            self._libc.malloc_trim(0)
 
     def _filled_pages(self, share: float) -> Iterator[int]:
         """Yields the addresses of huge pages of which a share is in memory."""
