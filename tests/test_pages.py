@@ -23,6 +23,7 @@ from ansor_mlflow.model import LoadOptions
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.loading import load_network
 from ansor_mlflow.tensors import Arrays
+from ansor_mlflow.tuning.workers.arguments import random_arguments
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -92,6 +93,11 @@ def test_what_was_there_before_is_left_alone() -> None:
     array = np.frombuffer(new_array(64), np.uint8)
     array[:] = 1
     assert NewMemory().collapse().asked_bytes < 16 * MIB
+
+
+def test_arguments_of_candidates_get_them() -> None:
+    (tensor,) = random_arguments((("TENSOR", "float32", (2048, 2048)),))
+    assert huge_mib(np.from_dlpack(tensor).ctypes.data) >= 12
 
 
 def test_what_was_got_is_said() -> None:
