@@ -94,7 +94,7 @@ def site(s3: CephS3, database: Service, tracking: Service, tmp_path: Path, monke
     return Site(s3, database, tracking, experiment_id)
 
 
-def wait_until(condition: Callable[[], object], tuner: Tuning, timeout_s: float = 60) -> None:
+def wait_until(condition: Callable[[], object], tuner: Tuning, timeout_s: float = 200) -> None:
     """Waits for something that happens while a tuning goes on."""
     deadline = time.monotonic() + timeout_s
     while not condition():
