@@ -327,7 +327,7 @@ def test_a_server_in_an_environment_of_its_own(
 ) -> None:
     """The package is in no index, so that its code can only come from the model."""
     path = os.pathsep.join([str(write_pyenv(tmp_path / "pyenv")), str(Path(MLFLOW).parent), os.environ["PATH"]])
-    variables = {"MLFLOW_ENV_ROOT": str(tmp_path / "envs"), "PATH": path, "PIP_NO_COMPILE": "0"}  # pip: do not
+    variables = {"MLFLOW_ENV_ROOT": str(tmp_path / "envs"), "PATH": path, "PIP_NO_COMPILE": "0"}  # 0 switches it on
     arguments = ["--model-uri", str(models["binary"]), "--env-manager", env_manager]
     inputs = rows(3)
     with model_server(arguments, tmp_path / "server.log", variables, timeout_s=500) as server:

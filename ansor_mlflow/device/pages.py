@@ -3,7 +3,7 @@
 Weights and activations that lie in pages of 4 KiB are slow to reach for as long as a process lives: the CPU's table of
 addresses (TLB) does not hold as many, and where pages happen to lie decides which of them displace each other in its
 caches. Linux makes pages of 2 MiB of memory that is in use already, whoever allocated it: madvise(2), `MADV_COLLAPSE`,
-since Linux 6.1. It copies a few GB a second.
+since Linux 6.1.
 """
 
 from __future__ import annotations
@@ -37,6 +37,13 @@ class HugePages:
         return f"{self.got_bytes >> 20} of {self.asked_bytes >> 20} MiB in huge pages"
 
 
+def return_freed_memory() -> None:
+    """Gives back to the system what the C library keeps of freed memory, where it can: glibc."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 class NewMemory:
     """The memory that a process fills from now on.
 
@@ -44,21 +51,16 @@ class NewMemory:
     """
 
     def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._return_freed()
+        self._libc = ctypes.CDLL(None)
+        return_freed_memory()  # what is made of it later is to look new
         self._before = set(self._filled_pages(1 - _MIN_FILLED))
 
     def collapse(self) -> HugePages:
         """Puts all of it into huge pages; changes nothing where Linux cannot."""
-        self._return_freed()
+        return_freed_memory()  # it need not be moved
         pages = [page for page in self._filled_pages(_MIN_FILLED) if page not in self._before]
         got = sum(map(self._collapse, pages))
         return HugePages(len(pages) * _HUGE_BYTES, got * _HUGE_BYTES)
-
-    def _return_freed(self) -> None:
-        """Gives freed memory back to the system: it is not to be moved, and what is made of it later is to look new."""
-        if hasattr(self._libc, "malloc_trim"):
-            self._libc.malloc_trim(0)
 
     def _filled_pages(self, share: float) -> Iterator[int]:
         """Yields the addresses of huge pages of which a share is in memory."""

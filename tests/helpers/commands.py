@@ -18,7 +18,7 @@ MLFLOW = str(SCRIPTS / "mlflow")
 FAST = {"strategy": "random", "search_threads": "1", "min_repeat_ms": "1", "number": "1"}
 """Parameters with which the tuning of a small network is soon over."""
 BRIEF = {"turns": 1, "measure_s": 0.1, "rivals": "onnxruntime"}
-"""Parameters with which its evaluation is."""
+"""Parameters with which the evaluation of a network is soon over."""
 
 
 RunCommand = Callable[..., int]

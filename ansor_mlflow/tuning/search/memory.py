@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
+
+from ansor_mlflow.device import return_freed_memory
 
 
 def release_memory() -> None:
@@ -14,4 +15,4 @@ def release_memory() -> None:
     The C library keeps memory of every thread that searched, for that thread.
     """
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    return_freed_memory()
