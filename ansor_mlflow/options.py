@@ -9,6 +9,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -18,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.settings import Dtype, Layout, LoweringSettings, Partition, Rival
+from ansor_mlflow.settings import Algorithm, Dtype, Layout, LoweringSettings, Partition, Rival
 
 TRIALS_PER_TASK = {"quick": 16, "standard": 64, "thorough": 256}
 """`trials=auto` gives a task this many trials in MetaSchedule's space, by preset."""
@@ -186,6 +187,11 @@ class NetworkOptions(SeedOptions):
     partition: Partition = _parameter(
         "auto", "Whether what TVM cannot compute stays with ONNX Runtime (auto), or is an error (off)."
     )
+    algorithm: Algorithm = _parameter(
+        "auto",
+        "How convolutions of 3x3 with stride 1 are computed: as they are defined (direct), by Winograd's algorithm, or "
+        "as measurements say is faster (auto).",
+    )
     target: str = _parameter(
         "auto",
         "Target: auto (this host), a TVM tag, JSON, or `llvm -mcpu=… -num-cores …`.",
@@ -226,6 +232,22 @@ class BudgetOptions(NetworkOptions):
         "MetaSchedule's alone; or both.",
     )
 
+    @property
+    def lowering(self) -> LoweringSettings:
+        """As of any network; only sketches have programs for other ways to compute a layer than the direct one.
+
+        Raises:
+            UserInputError: Another way is wanted, and no sketch.
+        """
+        settings = super().lowering
+        if self.space != "metaschedule":
+            return settings
+        if self.algorithm == "winograd":
+            raise UserInputError(
+                "algorithm=winograd and space=metaschedule: that space has no program for it; give space=sketches"
+            )
+        return replace(settings, algorithm="direct")
+
 
 class TuneOptions(BudgetOptions):
     """How the search runs, and how it measures."""
@@ -259,7 +281,11 @@ class TuneOptions(BudgetOptions):
     worker_memory_mib: Annotated[int, Field(ge=512)] = _parameter(
         2048, "Memory in MiB that building or running one program may take, beside its arguments."
     )
-    cache_flush: bool = _parameter(False, "Flush the CPU's caches before every measurement.")
+    measure: Literal["network", "warm"] = _parameter(
+        "network",
+        "How warm the weights of a program are: as cold as the network's other weights leave them (network), or warm.",
+    )
+    cache_flush: bool = _parameter(False, "Flush the CPU's caches before every measurement: all is cold.")
     warm_start: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_parse_list)] = _parameter(
         (),
         "Records of earlier tunings to begin with, separated by commas: runs, models, artifact URIs, paths. Those of "

@@ -10,6 +10,7 @@ Layout = Literal["auto", "NHWC", "NCHW"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 Padding = int | Literal["auto", "off"]
 Partition = Literal["auto", "off"]
+Algorithm = Literal["auto", "direct", "winograd"]
 Rival = Literal["onnxruntime", "openvino", "torch"]
 """A runtime that could be taken instead."""
 
@@ -25,9 +26,11 @@ class LoweringSettings:
     pad_channels: Padding = "auto"
     """Number that the output channels of convolutions and dense layers are made a multiple of; "auto" pads where it
     pays, "off" nowhere."""
-
     partition: Partition = "auto"
     """Whether what TVM cannot compute stays with ONNX Runtime ("auto"), or is an error ("off")."""
+    algorithm: Algorithm = "auto"
+    """How convolutions of 3 × 3 are computed: as they are defined ("direct"), by Winograd's algorithm, or as records
+    say is faster ("auto")."""
 
     @staticmethod
     def among(values: Mapping[str, Any]) -> LoweringSettings:

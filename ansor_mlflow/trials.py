@@ -8,6 +8,9 @@ from enum import Enum
 from statistics import fmean
 from typing import Protocol
 
+DIRECT = "direct"
+"""The way to compute a layer as it is defined."""
+
 
 class TrialStatus(str, Enum):
     """How the measurement of one candidate ended."""
@@ -50,6 +53,15 @@ class TaskInfo:
     flops: float
     """Floating point operations of one call."""
     workload_hash: str
+    way: str = DIRECT
+    """How it is computed: directly, or in another way with fewer operations."""
+    layer: str = ""
+    """Structural hash of the direct way; empty for the direct way itself."""
+
+    @property
+    def layer_hash(self) -> str:
+        """What the ways to compute the same have in common."""
+        return self.layer or self.workload_hash
 
 
 @dataclass(kw_only=True)
@@ -85,6 +97,10 @@ class TaskState:
     def snapshot(self) -> TaskState:
         """A copy that later trials do not change."""
         return replace(self, num_trials=dict(self.num_trials))
+
+    def as_confirmed(self) -> TaskState:
+        """The same with the second measurement in the place of the first, where there was one."""
+        return replace(self, best_s=self.confirmed_s or self.best_s)
 
     def add(self, trial: Trial) -> None:
         """Counts a trial; keeps the best latency and the first error."""
@@ -173,24 +189,37 @@ class TuningResult:
         """The estimate with the winners' second measurements; None where nothing was measured again."""
         if all(task.confirmed_s is None for task in self.tasks):
             return None
-        return estimated_latency_s([replace(task, best_s=task.confirmed_s or task.best_s) for task in self.tasks])
+        return estimated_latency_s([task.as_confirmed() for task in self.tasks])
 
     @property
     def uncovered(self) -> tuple[TaskState, ...]:
-        """The tasks with work to do of which no trial was valid."""
-        tasks = (task for task in self.tasks if task.best_s is None)
-        return tuple(task for task in tasks if task.stop_reason != StopReason.NOTHING_TO_TUNE)
+        """The tasks with work to do of which no trial was valid, in no way to compute them."""
+        tasks = fastest_ways(self.tasks)
+        return tuple(task for task in tasks if task.best_s is None and task.stop_reason != StopReason.NOTHING_TO_TUNE)
 
 
 def estimated_latency_s(tasks: Sequence[TaskState]) -> float | None:
-    """Σ weight × best task latency: the network's estimated time; None while a task that was not given up has none."""
+    """Σ weight × best task latency: the network's estimated time; None while a task that was not given up has none.
+
+    Of several ways to compute a layer the fastest counts.
+    """
     total = 0.0
-    for task in tasks:
+    for task in fastest_ways(tasks):
         if task.best_s is not None:
             total += task.info.weight * task.best_s
         elif task.stop_reason != StopReason.NOTHING_TO_TUNE:
             return None
     return total
+
+
+def fastest_ways(tasks: Sequence[TaskState]) -> list[TaskState]:
+    """Of each layer the way that is fastest so far, the first one where none was measured."""
+    fastest: dict[str, TaskState] = {}
+    for task in tasks:
+        known = fastest.setdefault(task.info.layer_hash, task)
+        if task.best_s is not None and (known.best_s is None or task.best_s < known.best_s):
+            fastest[task.info.layer_hash] = task
+    return list(fastest.values())
 
 
 class StopReason:
@@ -206,6 +235,8 @@ class StopReason:
     """Every program of the search space was measured."""
     NOTHING_TO_TUNE = "nothing_to_tune"
     """The task computes nothing (it moves data, at most), and the search has no program for it."""
+    OUTRUN = "outrun"
+    """Another way to compute the layer is faster beyond the noise."""
     KNOWN = "known"
     """The record pool knows enough of the task already."""
     INTERRUPTED = "interrupted"

@@ -102,7 +102,8 @@ def _counting(name: str) -> Callable[[], dict[str, Any]]:
         from ansor_mlflow.lowering import lower
 
         network = load_network(name, seed=_SEED)
-        tasks = [task.info for task in lower(network.model, resolve_target("llvm", 1)).tasks]
+        lowered = lower(network.model, resolve_target("llvm", 1), LoweringSettings(algorithm="direct"))
+        tasks = [task.info for task in lowered.tasks]
         return {
             "inputs": {spec.name: list(spec.shape) for spec in network.inputs},
             "parameters": network.num_parameters,

@@ -12,6 +12,7 @@ from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS
 from ansor_mlflow.networks.catalogue import NetworkSize, read_catalogue
 from ansor_mlflow.networks.loading import load_network
 from ansor_mlflow.networks.operators import OPERATORS
+from ansor_mlflow.settings import LoweringSettings
 
 
 def test_every_network_has_a_size() -> None:
@@ -21,7 +22,8 @@ def test_every_network_has_a_size() -> None:
 @pytest.mark.parametrize("name", ["mlp", "bert-tiny", "squeezenet_v1.1", "resnet-block"])
 def test_sizes_are_those_of_the_networks(name: str) -> None:
     network = load_network(name)
-    tasks = [task.info for task in lower(network.model, resolve_target("llvm", 1)).tasks]
+    lowered = lower(network.model, resolve_target("llvm", 1), LoweringSettings(algorithm="direct"))
+    tasks = [task.info for task in lowered.tasks]
     assert read_catalogue()[name] == NetworkSize(
         inputs={spec.name: list(spec.shape) for spec in network.inputs},
         parameters=network.num_parameters,

@@ -169,6 +169,7 @@ def test_coverage_weighs_tasks_by_their_operations(tmp_path: Path) -> None:
         "flops_share": coverage.flops_share,
         "num_covered": 1,
         "num_tasks": 3,
+        "ways": {"direct": 3},
         "missing": [asdict(info) for info in coverage.missing],
         "unscheduled": [],
         "parts": [],

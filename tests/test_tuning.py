@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +146,7 @@ def test_the_mean_of_the_repeats_is_the_latency() -> None:
 
 
 def test_the_estimate_sums_tasks_by_their_weight() -> None:
-    tasks = [TaskState(info=task_info(weight), best_s=1e-3) for weight in (1, 3)]
+    tasks = [TaskState(info=replace(task_info(weight), workload_hash=f"0x{weight}"), best_s=1e-3) for weight in (1, 3)]
     assert estimated_latency_s(tuple(tasks)) == 4e-3
     tasks[1].best_s = None
     assert estimated_latency_s(tuple(tasks)) is None

@@ -6,8 +6,8 @@ older records useless: raise `LOWERING_VERSION` with such a change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,17 +28,23 @@ from ansor_mlflow.graphs import (
 )
 from ansor_mlflow.lowering.parts import LoweredPart, describe, lower_parts
 from ansor_mlflow.lowering.pipeline import lower_graph, lower_node
-from ansor_mlflow.settings import LoweringSettings, Padding
+from ansor_mlflow.settings import Algorithm, LoweringSettings, Padding
 from ansor_mlflow.trials import TaskInfo
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.target import Target
 
+    from ansor_mlflow.lowering.ways import Alternative
+
+CONSTANTS = "layout_free_buffers"
+"""TVM's attribute of a fused function: the numbers of the parameters that are constants of the network."""
 LOWERING_VERSION = 6
 """Provenance of records: two lowerings with different versions may give different tasks for one network."""
 
 _DEFAULTS = LoweringSettings()
+_MIN_FLOPS = 1e7
+"""Operations of a layer for which other ways get trials; smaller ones take microseconds however they are computed."""
 _MAX_NAME = 100
 """Characters of a task's name: it is a part of a metric's, of which MLflow takes 250."""
 
@@ -50,6 +56,13 @@ class TuningTask:
     info: TaskInfo
     mod: IRModule
     """Module with one unscheduled PrimFunc, "main"."""
+    alternative: Alternative | None = None
+    """How the network is changed to compute it so; None for the direct way."""
+
+    @property
+    def constants(self) -> tuple[int, ...]:
+        """Numbers of the function's parameters that are constants of the network."""
+        return tuple(map(int, self.mod["main"].attrs.get(CONSTANTS, ())))
 
 
 @dataclass(frozen=True)
@@ -71,10 +84,25 @@ class LoweredNetwork:
     """Module whose function "main" takes the network's inputs alone. Of a network in parts, or of several sizes, it has
     one for each part of TVM's."""
     tasks: tuple[TuningTask, ...]
+    """Of a layer that may be computed in several ways one for each way, after each other."""
     parts: tuple[NetworkPart, ...] = ()
     """In the order in which they run, those of each size after the other; empty where "main" is the only one."""
     hard_to_tile: tuple[PaddedLayer, ...] = ()
     """Layers with channels that `pad_channels=auto` pads."""
+
+    @property
+    def constant_bytes(self) -> int:
+        """Size of the weights and other constants that a call reads; of several sizes of the network the largest."""
+        functions = [(part.size, part.function) for part in self.parts if part.function] or [(0, "main")]
+        by_size: dict[int, int] = {}
+        for size, function in functions:
+            by_size[size] = by_size.get(size, 0) + _constant_bytes(self.mod[function])
+        return max(by_size.values())
+
+    @property
+    def num_ways(self) -> int:
+        """Tasks that are further ways to compute a layer."""
+        return len(self.tasks) - len({task.info.layer_hash for task in self.tasks})
 
 
 def lower(
@@ -127,7 +155,7 @@ def lower_sizes(
     mod = modules["part0"] if is_whole else join_modules(modules)
     return LoweredNetwork(
         mod=mod,
-        tasks=_extract_tasks(mod, target),
+        tasks=_with_ways(_extract_tasks(mod, target), target, settings.algorithm, called),
         parts=() if is_whole else tuple(named),
         hard_to_tile=tuple(dict.fromkeys(layer for _, layers in sizes for layer in layers)),
     )
@@ -187,6 +215,68 @@ def _extract_tasks(mod: IRModule, target: Target) -> tuple[TuningTask, ...]:
         )
         tasks.append(TuningTask(info=info, mod=function))
     return tuple(tasks)
+
+
+def _with_ways(
+    tasks: Sequence[TuningTask], target: Target, algorithm: Algorithm, called: str
+) -> tuple[TuningTask, ...]:
+    """The tasks with the other ways to compute them.
+
+    Raises:
+        UserInputError: Only other ways are wanted, and there is none.
+    """
+    from ansor_mlflow.lowering.ways import NoOtherWayError, find_alternatives
+
+    if algorithm == "direct" or target.kind.name != "llvm":
+        return tuple(tasks)
+    found, reasons = [], []
+    for task in tasks:
+        try:
+            others = find_alternatives(task.mod)
+        except NoOtherWayError as err:
+            reasons.append(f"{task.info.name}: {err}")
+            others = []
+        if algorithm == "auto" and task.info.flops < _MIN_FLOPS:
+            others = []
+        if algorithm == "auto" or not others:
+            found.append(task)
+        found += [_in_another_way(task, other) for other in others]
+    if algorithm == "winograd" and len(reasons) == len(tasks):
+        raise UserInputError(
+            f"network={called}: algorithm=winograd, but no layer can be computed so: {', '.join(reasons[:3])}; "
+            "give auto or direct"
+        )
+    return tuple(replace(task, info=replace(task.info, index=index)) for index, task in enumerate(found))
+
+
+def _in_another_way(task: TuningTask, other: Alternative) -> TuningTask:
+    from tvm.s_tir.meta_schedule.utils import shash2hex
+
+    workload_hash = shash2hex(other.mod)
+    info = replace(
+        task.info,
+        name=_short(f"{task.info.name}_{other.suffix}", workload_hash),
+        flops=other.flops,
+        workload_hash=workload_hash,
+        way=other.way,
+        layer=task.info.workload_hash,
+    )
+    return TuningTask(info=info, mod=other.mod, alternative=other)
+
+
+def _constant_bytes(function: object) -> int:
+    from tvm import relax
+    from tvm.ir import GenericConst
+
+    sizes: dict[int, int] = {}
+
+    def visit(expr: object) -> None:
+        if isinstance(expr, GenericConst):
+            array = expr.value.numpy()
+            sizes[array.ctypes.data] = array.nbytes
+
+    relax.analysis.post_order_visit(function, visit)
+    return sum(sizes.values())
 
 
 def _short(name: str, workload_hash: str) -> str:

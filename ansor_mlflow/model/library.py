@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.codegen import pass_config, tir_pipeline
@@ -15,7 +18,7 @@ from ansor_mlflow.device import architecture_of
 from ansor_mlflow.errors import MachineError, RecordsError, first_line
 from ansor_mlflow.model.parts import PartEntry, write_parts
 from ansor_mlflow.sketches import find_programs
-from ansor_mlflow.trials import TaskInfo
+from ansor_mlflow.trials import DIRECT, TaskInfo
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -49,6 +52,16 @@ class Coverage:
         covered, missing = (sum(t.flops * t.weight for t in tasks) for tasks in (self.covered, self.missing))
         return covered / (covered + missing) if covered + missing else self.task_share
 
+    @property
+    def ways(self) -> dict[str, int]:
+        """Number of layers by the way in which they are computed."""
+        return dict(Counter(task.way for task in (*self.covered, *self.missing)))
+
+    @property
+    def has_other_ways(self) -> bool:
+        """Whether some layer is not computed as it is defined."""
+        return bool(self.ways.keys() - {DIRECT})
+
     def to_dict(self) -> dict[str, Any]:
         """The figures and the tasks by name, for `coverage.json`."""
         return {
@@ -56,13 +69,14 @@ class Coverage:
             "flops_share": self.flops_share,
             "num_covered": len(self.covered),
             "num_tasks": len(self.covered) + len(self.missing),
+            "ways": self.ways,
             "missing": [asdict(task) for task in self.missing],
             "unscheduled": [task.name for task in self.unscheduled],
         }
 
 
 def compile_tuned(lowered: LoweredNetwork, target: Target, best_records: Path | None, library: Path) -> Coverage:
-    """Builds the network with the fastest record of each task; beside the library is what stays with ONNX Runtime.
+    """Builds the network with the fastest record of each layer; beside the library is what stays with ONNX Runtime.
 
     A task without a record runs as its sketch chooses without a measurement.
 
@@ -81,14 +95,17 @@ def compile_tuned(lowered: LoweredNetwork, target: Target, best_records: Path | 
     from tvm.s_tir.meta_schedule.database import JSONDatabase, MemoryDatabase, OrderedUnionDatabase
 
     from ansor_mlflow.device import import_tensor_intrin
+    from ansor_mlflow.lowering.ways import replace_layers  # the door would load TVM
 
     import_tensor_intrin(target.kind.name)
     chosen = MemoryDatabase()
     try:
         database = JSONDatabase(work_dir=str(best_records), allow_missing=False) if best_records else MemoryDatabase()
-        covered = [database.query_tuning_record(task.mod, target, task.info.name) is not None for task in lowered.tasks]
-        missing = [task for task, found in zip(lowered.tasks, covered, strict=True) if not found]
+        ways = [_fastest_way(ways, database, target) for ways in _layers(lowered)]
+        covered = [task.info for task, seconds in ways if seconds is not None]
+        missing = [task for task, seconds in ways if seconds is None]
         unscheduled = [task.info for task in missing if not _choose(task, target, chosen)]
+        others = {task.info.layer_hash: task.alternative for task, _ in ways if task.alternative is not None}
         with target, OrderedUnionDatabase(database, chosen):
             mod = tvm.transform.Sequential(
                 [
@@ -96,19 +113,49 @@ def compile_tuned(lowered: LoweredNetwork, target: Target, best_records: Path | 
                     relax.transform.SplitLayoutRewritePreproc(),
                     relax.transform.FoldConstant(),
                 ]
-            )(lowered.mod)
+            )(replace_layers(lowered.mod, others))
     except (RuntimeError, ValueError, TypeError) as err:
         raise RecordsError(
             f"{best_records}: the records do not apply ({first_line(err)}); tune the network again"
         ) from err
     _export(mod, target, library)
     write_parts(lowered, library.parent)
-    infos = [task.info for task in lowered.tasks]
     return Coverage(
-        covered=tuple(info for info, found in zip(infos, covered, strict=True) if found),
+        covered=tuple(covered),
         missing=tuple(task.info for task in missing),
         unscheduled=tuple(unscheduled),
     )
+
+
+def _layers(lowered: LoweredNetwork) -> list[list[TuningTask]]:
+    """The tasks of a network by their layer: the ways to compute it."""
+    layers: dict[str, list[TuningTask]] = {}
+    for task in lowered.tasks:
+        layers.setdefault(task.info.layer_hash, []).append(task)
+    return list(layers.values())
+
+
+def _fastest_way(ways: Sequence[TuningTask], database: Database, target: Target) -> tuple[TuningTask, float | None]:
+    """The way to compute a layer that has the fastest record, and its seconds per call.
+
+    Without any record the estimates of the sketches decide, and there are no seconds.
+    """
+    if len(ways) == 1:
+        return ways[0], _recorded_s(ways[0], database, target)
+    known = [(task, seconds) for task in ways if (seconds := _recorded_s(task, database, target)) is not None]
+    if known:
+        return min(known, key=lambda pair: pair[1])
+    return min(ways, key=lambda task: _estimated_cycles(task, target)), None
+
+
+def _recorded_s(task: TuningTask, database: Database, target: Target) -> float | None:
+    record = database.query_tuning_record(task.mod, target, task.info.name)
+    return None if record is None else fmean(map(float, record.run_secs))
+
+
+def _estimated_cycles(task: TuningTask, target: Target) -> float:
+    programs = find_programs(task.mod, target)
+    return programs.estimated_cycles if programs else math.inf
 
 
 def _choose(task: TuningTask, target: Target, database: Database) -> bool:

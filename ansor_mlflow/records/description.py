@@ -37,6 +37,7 @@ class Provenance:
     measure: dict[str, Any]
     """Settings of the time evaluator."""
     partition: str = "auto"
+    algorithm: str = "auto"
     input_values: dict[str, Any] = field(default_factory=dict)
     """Values that inputs were fixed to; runs of earlier versions have none."""
     estimated_latency_ms: float | None = None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from ansor_mlflow.sketches.contraction import find_contraction
+from ansor_mlflow.sketches.contraction import find_contraction, is_made_of_blocks
 from ansor_mlflow.sketches.decisions import ANNOTATION, Tile, decision_text
 from ansor_mlflow.sketches.machine import Machine
 from ansor_mlflow.sketches.register_tile import RegisterTiling
 from ansor_mlflow.sketches.rows import RowTiling
+from ansor_mlflow.sketches.winograd import WinogradTiling
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -30,6 +31,9 @@ class Sketch(Protocol):
 
     def kind(self, tile: Tile) -> object:
         """The part of a decision that matters most for the speed."""
+
+    def cycles(self, tile: Tile) -> float:
+        """Estimated cycles of a call; infinite where nothing is known of them."""
 
     def is_fast(self, tile: Tile) -> bool:
         """Whether the program of a decision is near what the machine can do, as far as its structure tells."""
@@ -67,6 +71,11 @@ class Programs:
         return next(filter(None, map(self.program, self.tiles)), None)
 
     @property
+    def estimated_cycles(self) -> float:
+        """Of a call of the program that is taken without a trial."""
+        return self._sketch.cycles(self.tiles[0])
+
+    @property
     def first_decision(self) -> str:
         """The annotation of the program that is taken without a trial."""
         tile = next(tile for tile in self.tiles if self.program(tile) is not None)
@@ -92,10 +101,14 @@ class Programs:
 
 def find_programs(mod: IRModule, target: Target) -> Programs | None:
     """The programs of our own for a task's function; None where there are none, or the target is no CPU."""
-    if target.kind.name != "llvm":
+    if target.kind.name != "llvm" or not is_made_of_blocks(mod):
         return None
-    machine = Machine.of(target)
-    contraction = find_contraction(mod)
-    sketch: Sketch = RowTiling(mod, machine) if contraction is None else RegisterTiling(mod, contraction, machine)
-    programs = Programs(sketch)
+    programs = Programs(_find_sketch(mod, Machine.of(target)))
     return programs if any(programs.program(tile) is not None for tile in programs.tiles[:_NUM_TRIED]) else None
+
+
+def _find_sketch(mod: IRModule, machine: Machine) -> Sketch:
+    if (winograd := WinogradTiling.find(mod, machine)) is not None:
+        return winograd
+    contraction = find_contraction(mod)
+    return RowTiling(mod, machine) if contraction is None else RegisterTiling(mod, contraction, machine)

@@ -78,10 +78,18 @@ class Contraction:
         return tuple(axis for axis in range(self.vector_axis) if shared is None or not shared.stride(axis))
 
 
+def is_made_of_blocks(mod: IRModule) -> bool:
+    """Whether a task's function can be scheduled: one that was written as loops, such as a scatter, is left alone."""
+    root = getattr(mod["main"].body, "block", None)
+    return root is not None and str(root.name_hint) == "root"
+
+
 def find_contraction(mod: IRModule) -> Contraction | None:
     """The sum that a task's function is; None where it is something else."""
     from tvm.s_tir import Schedule
 
+    if not is_made_of_blocks(mod):
+        return None
     sch = Schedule(mod)
     blocks = list(sch.get_child_blocks(sch.get_sblock("root")))
     names = [str(sch.get(block).name_hint) for block in blocks]

@@ -128,6 +128,10 @@ class RegisterTiling:
             return ["inline", "job"] if is_vector else ["inline", "job", "row"]
         return ["job", "row"]
 
+    def cycles(self, tile: RegisterTile) -> float:
+        """Estimated cycles of a call."""
+        return self._estimate.cycles(tile)
+
     def kind(self, tile: RegisterTile) -> object:
         """The tile in registers."""
         return tile.lanes, tile.vectors, tile.columns, tile.rows

@@ -9,6 +9,7 @@ Rows are the leading axes of the output.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,10 @@ class RowTiling:
     def kind(self, tile: RowTile) -> object:
         """Every decision is of its own kind."""
         return tile
+
+    def cycles(self, _tile: RowTile) -> float:
+        """Nothing is known of them."""
+        return math.inf
 
     def is_fast(self, _tile: RowTile) -> bool:
         """Whether each sum reads an element about once, unlike a convolution's."""

@@ -166,6 +166,7 @@ def _durations(durations: Durations) -> dict[str, float]:
 def _task_row(task: TaskState) -> dict[str, Any]:
     return {
         "task": task.info.name,
+        "way": task.info.way,
         "weight": task.info.weight,
         "flops": task.info.flops,
         "latency_us": task.best_s * 1e6 if task.best_s is not None else None,
@@ -176,6 +177,7 @@ def _task_row(task: TaskState) -> dict[str, Any]:
         "trials": {status.value: count for status, count in task.num_trials.items()},
         "stop_reason": task.stop_reason,
         "workload_hash": task.info.workload_hash,
+        "layer": task.info.layer_hash,
     }
 
 

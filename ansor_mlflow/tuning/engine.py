@@ -35,7 +35,7 @@ from ansor_mlflow.tuning.search.candidates import log_lines, make_trial, run_job
 from ansor_mlflow.tuning.search.choice import ProgramSearch, make_search
 from ansor_mlflow.tuning.search.memory import release_memory
 from ansor_mlflow.tuning.search.task_search import candidate_of, make_cost_model
-from ansor_mlflow.tuning.stopping import StoppingRules
+from ansor_mlflow.tuning.stopping import StoppingRules, outrun_tasks
 from ansor_mlflow.tuning.winners import MAX_FINALISTS, Winners
 from ansor_mlflow.tuning.workers.builder import Builder
 from ansor_mlflow.tuning.workers.pool import Outcome
@@ -201,7 +201,7 @@ class Tuner:
         self._num_proposed += len(candidates)
         with self._timed("build_s"):
             built = self._builder.build([candidate.sch.mod for candidate in candidates])
-        jobs = run_jobs(candidates, built, state.info.name, state.best_s)
+        jobs = run_jobs(candidates, built, self._tasks[index], state.best_s)
         with self._timed("log_s"):
             self._announcer.wait()
         return _Batch(state, candidates, built, jobs, executor.submit(self._runner.run, jobs))
@@ -225,6 +225,7 @@ class Tuner:
                 release_memory()
         self._scheduler.round_finished(state)
         state.stop_reason = self._rules.stop_reason_of(state)
+        self._stop_outrun()
         round_ = self._round(state, trials, self._elapsed_s())
         self._announcer.tell(lambda observer: observer.round_finished(round_))
 
@@ -272,6 +273,7 @@ class Tuner:
             if seed := by_hash.get(state.info.workload_hash):
                 earlier_s[state.info.index] = state.best_s = seed.best_s
                 state.stop_reason = StopReason.KNOWN if seed.is_enough else ""
+        self._stop_outrun()
         return earlier_s
 
     def _restore(self, past: Sequence[JournalEntry]) -> tuple[TuningRound, ...]:
@@ -297,9 +299,15 @@ class Tuner:
             self._num_rounds = number
             self._scheduler.round_finished(state)
             state.stop_reason = self._rules.stop_reason_of(state)
+            self._stop_outrun()
             rounds.append(self._round(state, trials, self._past_s))
         self._num_proposed = self._total_trials
         return tuple(rounds)
+
+    def _stop_outrun(self) -> None:
+        """Gives no more trials to ways that lost against another one of their layer."""
+        for state in outrun_tasks(self._states):
+            state.stop_reason = state.stop_reason or StopReason.OUTRUN
 
     def _round(self, state: TaskState, trials: Sequence[Trial], elapsed_s: float) -> TuningRound:
         return TuningRound(
@@ -340,7 +348,8 @@ class Tuner:
             with self._timed("build_s"):
                 self._offer_earlier()
         with self._timed("confirm_s"):
-            self._winners.measure_again(self._runner, interrupts.raise_if_received)
+            outrun = {state.info.index for state in outrun_tasks(self._states)}
+            self._winners.measure_again(self._runner, interrupts.raise_if_received, outrun)
         for state in self._states:
             earlier = next(iter(self._log.best(state.info.workload_hash)), None)
             winner = self._winners.of_task(state.info.index, earlier)
@@ -361,7 +370,7 @@ class Tuner:
                     found.append((state, trial, candidate))
         built = self._builder.build([candidate.sch.mod for _, _, candidate in found])
         for (state, trial, candidate), outcome in zip(found, built, strict=True):
-            for job in run_jobs([candidate], [outcome], state.info.name, state.best_s):
+            for job in run_jobs([candidate], [outcome], self._tasks[state.info.index], state.best_s):
                 self._winners.offer(state.info.index, trial, candidate, job)
 
     def _finish(self, stop_reason: str) -> TuningResult:

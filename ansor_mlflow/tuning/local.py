@@ -19,7 +19,7 @@ from ansor_mlflow.tuning.engine import Tuner
 from ansor_mlflow.tuning.search.task_search import applies
 from ansor_mlflow.tuning.sole_tuner import sole_tuner
 from ansor_mlflow.tuning.stopping import resolve_num_trials
-from ansor_mlflow.tuning.workers.arguments import argument_bytes
+from ansor_mlflow.tuning.workers.arguments import argument_bytes, copied_bytes
 from ansor_mlflow.tuning.workers.builder import LocalBuilder
 from ansor_mlflow.tuning.workers.runner import LocalRunner, MeasureSettings
 
@@ -79,6 +79,7 @@ def tune_locally(
             len(job.lowered.tasks),
             num_sketched=job.num_sketched,
             num_known=sum(seed.is_enough for seed in seeds),
+            num_ways=job.lowered.num_ways,
         )
         tuner = Tuner(
             job.lowered.tasks,
@@ -153,21 +154,26 @@ def _local_workers(job: TuningJob, options: TuneOptions) -> Iterator[tuple[Local
     )
     with contextlib.closing(builder):
         most_bytes = max(argument_bytes(task.mod) for task in job.lowered.tasks)
+        settings = _measure_settings(options, job)
         runner = LocalRunner(
-            _measure_settings(options, job.device.num_threads),
-            memory_bytes=memory_bytes + most_bytes + job.device.num_threads * _STACK_BYTES,
+            settings,
+            memory_bytes=memory_bytes
+            + most_bytes
+            + copied_bytes(settings.network_bytes)
+            + job.device.num_threads * _STACK_BYTES,
             cpus=job.device.cpus,
         )
         with contextlib.closing(runner):
             yield builder, runner
 
 
-def _measure_settings(options: TuneOptions, num_threads: int) -> MeasureSettings:
+def _measure_settings(options: TuneOptions, job: TuningJob) -> MeasureSettings:
     return MeasureSettings(
         number=options.number,
         repeat=options.repeat,
         min_repeat_ms=options.min_repeat_ms,
         cache_flush=options.cache_flush,
-        num_threads=num_threads,
+        num_threads=job.device.num_threads,
         timeout_s=options.measure_timeout_s,
+        network_bytes=job.lowered.constant_bytes if options.measure == "network" and not options.cache_flush else 0,
     )

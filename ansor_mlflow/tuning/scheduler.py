@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
-from ansor_mlflow.trials import TaskState
+from ansor_mlflow.trials import DIRECT, TaskInfo, TaskState
 from ansor_mlflow.tuning.stopping import MAX_BARREN_ROUNDS
 
 _ALPHA = 0.2
@@ -24,6 +24,8 @@ _EPSILON = 0.05
 
 class GradientScheduler:
     """Gives every task one round, the one with the most operations first; then picks the steepest expected gain.
+
+    Of several ways to compute a layer only what one of them gains over the fastest counts.
 
     Args:
         num_tasks: Number of tasks.
@@ -49,10 +51,15 @@ class GradientScheduler:
             return None
         waiting = [index for index in open_tasks if self._rounds[index] == 0]
         if waiting:
-            return max(waiting, key=lambda index: tasks[index].info.weight * tasks[index].info.flops)
+            begun = {task.info.layer_hash for task in tasks if self._rounds[task.info.index] or task.info.index == busy}
+            return max(waiting, key=lambda index: self._urgency(tasks[index].info, begun))
         if self._random.random() < _EPSILON:
             return self._random.choice(open_tasks)
         return max(open_tasks, key=lambda index: self._gain(tasks, index))
+
+    def _urgency(self, task: TaskInfo, begun: Container[str]) -> tuple[bool, bool, float]:
+        """Layers of which nothing is known come first, each in the direct way."""
+        return task.layer_hash not in begun, task.way == DIRECT, task.weight * task.flops
 
     def _gain(self, tasks: Sequence[TaskState], index: int) -> float:
         """Expected decrease of the network's latency, in seconds, by one more round of a task."""
@@ -64,7 +71,9 @@ class GradientScheduler:
         peers = [peer.gflops for peer in tasks if peer.gflops and _operator(peer) == _operator(task)]
         if peers:
             optimistic = max(optimistic, task.best_s - _BETA * task.info.flops / (max(peers) * 1e9))
-        return task.info.weight * (_ALPHA * recent + (1 - _ALPHA) * optimistic)
+        fastest_s = min(way.best_s for way in tasks if way.best_s and way.info.layer_hash == task.info.layer_hash)
+        gain = _ALPHA * recent + (1 - _ALPHA) * optimistic - (task.best_s - fastest_s)
+        return task.info.weight * max(0.0, gain)
 
 
 def _operator(task: TaskState) -> str:

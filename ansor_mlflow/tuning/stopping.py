@@ -14,6 +14,9 @@ NOISE = 0.03
 
 Repeated measurements of one program differ by 3 to 5 % (median, `min_repeat_ms` from 20 to 100).
 """
+_OUTRUN = ((8, 1.4), (math.inf, 1.1))
+"""Time of a way to compute a layer over the fastest one's beyond which it gets no more trials: after fewer trials than
+that, and after more. Few programs of a sketch are that much faster than its first ones."""
 MAX_BARREN_ROUNDS = 4
 """Rounds that a task gets at least to find a first valid trial."""
 _FIRST_PASS_SHARE = 0.25
@@ -23,14 +26,17 @@ SECONDS_PER_TRIAL = 0.25
 """Wall-clock time of a trial on two cores, of convolutions of ResNet-18: docs/tuning.md, "How long"."""
 
 
-def resolve_num_trials(options: TuneOptions, num_tasks: int, *, num_sketched: int = 0, num_known: int = 0) -> int:
+def resolve_num_trials(
+    options: TuneOptions, num_tasks: int, *, num_sketched: int = 0, num_known: int = 0, num_ways: int = 0
+) -> int:
     """The budget in trials.
 
     Args:
         options: The budget for the whole network.
-        num_tasks: Tasks of the network.
+        num_tasks: Tasks of the network, all ways to compute a layer among them.
         num_sketched: Those that are searched among the programs of a sketch.
         num_known: Those that get no trials; their share of the budget is not spent.
+        num_ways: Those that are other ways to compute a layer, and need no trial.
 
     Raises:
         UserInputError: It is smaller than the number of tasks, so that some would stay untuned.
@@ -38,10 +44,10 @@ def resolve_num_trials(options: TuneOptions, num_tasks: int, *, num_sketched: in
     if options.trials == "auto":
         num_trials = SKETCH_TRIALS_PER_TASK[options.preset] * num_sketched
         num_trials += TRIALS_PER_TASK[options.preset] * (num_tasks - num_sketched)
-    elif 0 < options.trials < num_tasks:
+    elif 0 < options.trials < num_tasks - num_ways:
         raise UserInputError(
-            f"trials={options.trials}, but the network has {num_tasks} tasks and each needs a trial; "
-            f"give at least {num_tasks}, or auto, or 0 to measure nothing"
+            f"trials={options.trials}, but the network has {num_tasks - num_ways} tasks and each needs a trial; "
+            f"give at least {num_tasks - num_ways}, or auto, or 0 to measure nothing"
         )
     else:
         num_trials = options.trials
@@ -109,7 +115,7 @@ class StoppingRules:
     def run_stop_reason(self, elapsed_s: float, total_trials: int, tasks: Iterable[TaskState]) -> str:
         """Why the tuning ends; empty where it goes on."""
         reasons = {task.stop_reason for task in tasks}
-        if StopReason.KNOWN in reasons and reasons <= {StopReason.KNOWN, StopReason.NOTHING_TO_TUNE}:
+        if StopReason.KNOWN in reasons and reasons <= {StopReason.KNOWN, StopReason.OUTRUN, StopReason.NOTHING_TO_TUNE}:
             return StopReason.KNOWN
         if total_trials >= self._num_trials:
             return StopReason.TRIALS
@@ -134,6 +140,21 @@ class StoppingRules:
         if task.best_s is None:  # without any valid trial the whole tuning would fail
             patience = max(patience, MAX_BARREN_ROUNDS)
         return self._rounds_without_gain[index] >= patience
+
+
+def outrun_tasks(tasks: Iterable[TaskState]) -> list[TaskState]:
+    """The tasks that another way to compute their layer has beaten."""
+    ways: dict[str, list[TaskState]] = {}
+    for task in tasks:
+        if task.best_s is not None:
+            ways.setdefault(task.info.layer_hash, []).append(task)
+    fastest_s = {layer: min(task.best_s or math.inf for task in group) for layer, group in ways.items()}
+    return [
+        task
+        for layer, group in ways.items()
+        for task in group
+        if (task.best_s or 0.0) > fastest_s[layer] * next(ratio for most, ratio in _OUTRUN if task.total_trials < most)
+    ]
 
 
 def require_valid_trials(result: TuningResult) -> None:

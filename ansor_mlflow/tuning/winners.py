@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -117,9 +117,17 @@ class Winners:
         noise = self._noise()
         return noise / math.sqrt(num_valid) if noise and num_valid else None
 
-    def measure_again(self, runner: Runner, after_pass: Callable[[], None] = lambda: None) -> None:
-        """Measures the finalists in turns, until each winner is ahead by more than the noise, or a cap is reached."""
-        undecided = [finalists for finalists in self._finalists if finalists]
+    def measure_again(
+        self, runner: Runner, after_pass: Callable[[], None] = lambda: None, without: Container[int] = ()
+    ) -> None:
+        """Measures the finalists in turns, until each winner is ahead by more than the noise, or a cap is reached.
+
+        Args:
+            runner: Measures them.
+            after_pass: Called after each turn.
+            without: Tasks, by their index, that are not measured again.
+        """
+        undecided = [f for index, f in enumerate(self._finalists) if f and index not in without]
         for _ in range(_MAX_PASSES + _MAX_REPEATS):
             if not undecided:
                 break

@@ -28,6 +28,7 @@ from ansor_mlflow.options import CompileOptions, RecordsOptions
 from ansor_mlflow.records import find_records
 from ansor_mlflow.serving import SignatureKind, get_signature
 from ansor_mlflow.settings import LoweringSettings
+from ansor_mlflow.steps.compiling.exactness import loses_digits
 from ansor_mlflow.steps.compiling.paying import measure_parts
 from ansor_mlflow.steps.compiling.tuned_devices import TunedDevice, require_one_network
 from ansor_mlflow.steps.records import Recorded, distill_for_device, find_recorded, load_recorded_network
@@ -167,6 +168,10 @@ def _build_library(network: Network, recipe: Recipe, run: StepRun) -> tuple[Comp
         run.log_tags({names.TAG_TARGET_MISMATCH: mismatch})
     compile_in = partial(_compile, network, recipe, run.directory / names.NETWORK_FILE, directory, mismatch)
     compiled, coverage = compile_in(lowered)
+    if loses_digits(compiled, coverage):
+        directly = replace(recipe.lowering, algorithm="direct")
+        provenance = {**recipe.provenance, "algorithm": "direct"}
+        return _build_library(network, replace(recipe, lowering=directly, provenance=provenance), run)
     compiled, stays = measure_parts(compiled, lowered)
     if stays:
         lowered = lower_sizes(network.models(), device.target, recipe.lowering, network.name, stays)

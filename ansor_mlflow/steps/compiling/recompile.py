@@ -103,7 +103,7 @@ def recompile(options: RecompileOptions) -> RecompileResult:
                 keep=_MAX_CANDIDATES,
                 allow_mismatch=options.allow_target_mismatch,
             )
-            survivors.extend(_write_applying(fastest, lowered.tasks, device.target, best))
+            survivors[:] = _write_applying(fastest, lowered.tasks, device.target, best)
             return mismatch
 
         device = Device.resolve(source.options.target, source.options.num_threads)

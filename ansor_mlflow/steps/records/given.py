@@ -183,7 +183,7 @@ def _measured_nothing(records: Path) -> bool:
 
 
 def best_records(records: Path, network: NetworkTasks, scratch: Path) -> dict[int, TuningRecord]:
-    """The fastest record of each task that has one, by the task's index.
+    """The fastest record of each layer that has one, by the index of the task that is the way of the record.
 
     Raises:
         UserInputError: There are no records.
@@ -202,7 +202,12 @@ def best_records(records: Path, network: NetworkTasks, scratch: Path) -> dict[in
         task.info.index: database.query_tuning_record(task.mod, network.device.target, task.info.name)
         for task in network.tasks
     }
-    return {index: record for index, record in found.items() if record is not None}
+    fastest: dict[str, tuple[int, TuningRecord]] = {}
+    for task in network.tasks:
+        record, layer = found[task.info.index], task.info.layer_hash
+        if record is not None and (layer not in fastest or latency_s(record) < latency_s(fastest[layer][1])):
+            fastest[layer] = task.info.index, record
+    return dict(fastest.values())
 
 
 def latency_s(record: TuningRecord) -> float:

@@ -20,6 +20,8 @@ class SketchUse:
 
     sketch: str
     """It and its decisions, in words; empty for a program of MetaSchedule's space."""
+    best_s: float
+    """Seconds per call of that record."""
     own_ratio: float | None
     """Time of the program that is taken without a trial, over that of the fastest one; None where it was not
     measured."""
@@ -57,5 +59,6 @@ def _use_of(task: TuningTask, target: Target, times: dict[str, float]) -> Sketch
     own_s = times.get(programs.first_decision) if programs else None
     return SketchUse(
         sketch=best,
+        best_s=times[best],
         own_ratio=own_s / times[best] if own_s is not None else None,
     )

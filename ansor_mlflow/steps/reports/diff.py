@@ -160,7 +160,7 @@ class _Side:
     """The tuning run."""
     latency_ms: float | None
     tasks: Mapping[str, _Task]
-    """Tasks with a record, by their structural hash."""
+    """Tasks with a record, by the structural hash of their layer: of several ways the fastest."""
     device: DeviceFingerprint
     versions: Mapping[str, str]
 
@@ -227,16 +227,17 @@ def _tasks(rows: list[dict[str, Any]], records: Path, device: DeviceFingerprint)
     best_s: dict[str, float] = {}
     for workload, lines in database.by_workload(device.target).items():
         best_s[str(database.hashes[workload])] = min(line.run_s for line in lines)
-    return {
-        row["workload_hash"]: _Task(
-            name=row["task"],
-            weight=int(row["weight"]),
-            run_s=run_s,
-            error=float(row.get("confirmed_error") or _SINGLE_ERROR),
-        )
-        for row in rows
-        if (run_s := best_s.get(row["workload_hash"])) is not None and run_s < FAILED_RUN_S
-    }
+    found: dict[str, _Task] = {}
+    for row in rows:
+        run_s, layer = best_s.get(row["workload_hash"], FAILED_RUN_S), row.get("layer", row["workload_hash"])
+        if run_s < FAILED_RUN_S and (layer not in found or run_s < found[layer].run_s):
+            found[layer] = _Task(
+                name=row["task"],
+                weight=int(row["weight"]),
+                run_s=run_s,
+                error=float(row.get("confirmed_error") or _SINGLE_ERROR),
+            )
+    return found
 
 
 # -- what differs ------------------------------------------------------------------------------------------------------
@@ -251,7 +252,7 @@ def _task_differences(first: _Side, second: _Side) -> list[TaskDifference]:
         noise = _NUM_ERRORS * math.hypot(*(task.error for task in (ours, theirs) if task))
         differences.append(
             TaskDifference(
-                task=known.name,
+                task=f"{ours.name} → {theirs.name}" if ours and theirs and ours.name != theirs.name else known.name,
                 workload_hash=hash_,
                 weight=known.weight,
                 first_s=ours.run_s if ours else None,

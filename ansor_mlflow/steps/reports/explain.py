@@ -59,6 +59,8 @@ class Explanation:
     own_ratio: float | None
     """Time of the program that the sketch chooses without a trial, over that of the fastest one; None where it was not
     measured."""
+    ways_s: dict[str, float]
+    """Seconds per call of the fastest first measurement in each way to compute the layer that was tried."""
     computation: str
     """The unscheduled function, as TVMScript."""
     schedule: tuple[str, ...]
@@ -100,8 +102,10 @@ def explain_task(options: ExplainOptions) -> Explanation:
         records = best_records(recorded.records, network, Path(scratch))
         task = _choose_task(options, network, records)
         trials = find_records(recorded.records, prefer_winners=False)
-        use = sketch_uses(trials, [task], network.device.target).get(task.info.workload_hash)
-    return _explain(task, network, records, use)
+        ways = [other for other in network.tasks if other.info.layer_hash == task.info.layer_hash]
+        uses = sketch_uses(trials, ways, network.device.target)
+    others = {way.info.way: uses[hash_].best_s for way in ways if (hash_ := way.info.workload_hash) in uses}
+    return _explain(task, network, records, uses.get(task.info.workload_hash), others)
 
 
 def _choose_task(options: ExplainOptions, network: NetworkTasks, records: dict[int, TuningRecord]) -> TuningTask:
@@ -148,7 +152,11 @@ def _most_expensive(tasks: Sequence[TuningTask], records: dict[int, TuningRecord
 
 
 def _explain(
-    task: TuningTask, network: NetworkTasks, records: dict[int, TuningRecord], use: SketchUse | None
+    task: TuningTask,
+    network: NetworkTasks,
+    records: dict[int, TuningRecord],
+    use: SketchUse | None,
+    ways_s: dict[str, float],
 ) -> Explanation:
     record = records[task.info.index]
     tuned = [other for other in network.tasks if other.info.index in records]
@@ -163,12 +171,13 @@ def _explain(
         task=task.info,
         best_s=latency_s(record),
         network_s=network_s,
-        num_tasks=len(network.tasks),
+        num_tasks=len(network.tasks) - network.lowered.num_ways,
         num_tuned_tasks=len(records),
         parts=estimated_parts(network.lowered, network.graph, device, network_s),
         argument_bytes=num_bytes,
         sketch=use.sketch if use else "",
         own_ratio=use.own_ratio if use else None,
+        ways_s=ways_s,
         computation=task.mod.script(),
         schedule=tuple(str(statement) for statement in record.trace.as_python()),
         scheduled=_scheduled(task, record),

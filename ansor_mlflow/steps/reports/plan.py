@@ -146,7 +146,8 @@ def _planned(
     options: PlanOptions, tasks: Sequence[TaskInfo], num_sketched: int, known_s: dict[int, float]
 ) -> tuple[PlannedTask, ...]:
     budget = TuneOptions(**options.model_dump(include=set(BudgetOptions.model_fields)))
-    num_trials = resolve_num_trials(budget, len(tasks), num_sketched=num_sketched)
+    num_layers = len({task.layer_hash for task in tasks})
+    num_trials = resolve_num_trials(budget, len(tasks), num_sketched=num_sketched, num_ways=len(tasks) - num_layers)
     rules = StoppingRules(budget, num_trials, len(tasks))
     first_pass = rules.round_limit(TaskState(info=tasks[0]), len(tasks), total_trials=0, elapsed_s=0.0)
     total_flops = sum(task.weight * task.flops for task in tasks)

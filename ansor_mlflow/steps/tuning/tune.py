@@ -138,7 +138,8 @@ class TuningWork:
     @property
     def num_trials(self) -> int:
         """The budget in trials."""
-        return resolve_num_trials(self.options, len(self.lowered.tasks), num_sketched=len(self.sketched))
+        num_tasks, num_ways = len(self.lowered.tasks), self.lowered.num_ways
+        return resolve_num_trials(self.options, num_tasks, num_sketched=len(self.sketched), num_ways=num_ways)
 
 
 def prepare_tuning(options: TuneOptions) -> TuningWork:
@@ -163,7 +164,7 @@ def prepare_tuning(options: TuneOptions) -> TuningWork:
         _log.info("%s", clause)
     if not lowered.tasks:
         raise UserInputError(f"network={options.network}: it has no task to tune; give a network that computes")
-    resolve_num_trials(options, len(lowered.tasks))
+    resolve_num_trials(options, len(lowered.tasks), num_ways=lowered.num_ways)
     sketched = sketched_workloads(lowered.tasks, device.target, options.space) if options.trials else frozenset()
     return TuningWork(options=options, network=network, device=device, lowered=lowered, sketched=sketched)
 
@@ -285,7 +286,7 @@ def _provenance(options: TuneOptions, network: Network, device: Device) -> Prove
         tvm_version=tvm.__version__,
         host=platform.node(),
         measure={
-            **options.model_dump(include={"number", "repeat", "min_repeat_ms", "cache_flush"}),
+            **options.model_dump(include={"number", "repeat", "min_repeat_ms", "measure", "cache_flush"}),
             "cpus": sorted(device.cpus),
         },
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.records import FAILED_RUN_S, RecordText, fields_of
 from ansor_mlflow.trials import Trial, TrialStatus
 from ansor_mlflow.tuning.workers.arguments import arg_info
@@ -30,11 +31,17 @@ _STATUS = {"timed_out": TrialStatus.TIMED_OUT, "crashed": TrialStatus.CRASHED}
 
 
 def run_jobs(
-    candidates: Sequence[MeasureCandidate], built: Sequence[Outcome[Path]], task: str, best_s: float | None
+    candidates: Sequence[MeasureCandidate], built: Sequence[Outcome[Path]], task: TuningTask, best_s: float | None
 ) -> list[RunJob]:
     """What is to be measured of a task's candidates: those that could be built."""
     return [
-        RunJob(outcome.value, tuple(arg_info(info) for info in candidate.args_info), task, best_s)
+        RunJob(
+            outcome.value,
+            tuple(arg_info(info) for info in candidate.args_info),
+            task=task.info.name,
+            constants=task.constants,
+            best_s=best_s,
+        )
         for candidate, outcome in zip(candidates, built, strict=True)
         if outcome.value is not None
     ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,8 +17,15 @@ if TYPE_CHECKING:
 ArgInfo = tuple[str, str, tuple[int, ...]]
 """How TVM describes an argument: ("TENSOR", dtype, shape)."""
 
-_filled: dict[tuple[int, str, int], Any] = {}
-"""The tensors of the last task, by position, dtype and number of elements."""
+_MIN_ROTATED_BYTES = 32 * 1024
+"""Size of weights that are not in the first cache any more when a kernel is called again."""
+_MAX_ROTATED_BYTES = 128 * 2**20
+"""Memory for copies of weights: more than the caches of most CPUs."""
+
+_filled: dict[tuple[int, str, int, int], Any] = {}
+"""The tensors of the last task, by position, dtype, number of elements and of copies."""
+_turns = itertools.count()
+"""The numbers of all calls: no program begins with the copies that the one before has just read."""
 
 
 def arg_info(info: Any) -> ArgInfo:
@@ -37,28 +46,88 @@ def argument_bytes(mod: IRModule) -> int:
     return num_bytes(tuple(arg_info(info) for info in TvmArgInfo.from_entry_func(mod, remove_preproc=True)))
 
 
-def random_arguments(args_info: tuple[ArgInfo, ...]) -> list[Any]:
+def copied_bytes(network_bytes: int) -> int:
+    """Size of the copies of a task's weights, at most, for a network with constants of that size."""
+    return min(network_bytes, _MAX_ROTATED_BYTES)
+
+
+class Arguments:
+    """The arguments of calls, one after the other.
+
+    Args:
+        tensors: For each position a tensor with copies of the argument, and their number.
+        args_info: The arguments.
+        turns: The numbers of the next calls.
+    """
+
+    def __init__(
+        self, tensors: Sequence[tuple[Any, int]], args_info: tuple[ArgInfo, ...], turns: Iterator[int]
+    ) -> None:
+        self._tensors = tensors
+        self._args_info = args_info
+        self._turns = turns
+        self._made: dict[int, list[Any]] = {}
+        self.num_copies = max((number for _, number in tensors), default=1)
+
+    def take(self, number: int) -> list[list[Any]]:
+        """Those of so many calls."""
+        return [self._of_turn(turn % self.num_copies) for turn in itertools.islice(self._turns, number)]
+
+    def _of_turn(self, turn: int) -> list[Any]:
+        if turn not in self._made:
+            pairs = zip(self._tensors, self._args_info, strict=True)
+            self._made[turn] = [_view(tensor, turn % number, info) for (tensor, number), info in pairs]
+        return self._made[turn]
+
+
+def random_arguments(
+    args_info: tuple[ArgInfo, ...], constants: Collection[int] = (), network_bytes: int = 0
+) -> Arguments:
     """Tensors of random numbers: zeros would let denormals and branches distort the time.
 
     Programs of one task differ in the layout of their weights but not in the number of elements, so that they share
     the numbers, which take longer to make than a fast program to measure. Indices, which ONNX has in 32 and 64 bits,
     are zero: TVM fills integers with any bits, and kernels do not check the indices that they read with.
+
+    Args:
+        args_info: What they are.
+        constants: Positions of the network's constants.
+        network_bytes: Size of all constants of the network. Within it, they pass through the caches between two calls
+            of a kernel. Here copies of the task's own do: each call takes the next one.
     """
-    keys = [(position, dtype, math.prod(shape)) for position, (_, dtype, shape) in enumerate(args_info)]
+    keys = [
+        (position, info[1], math.prod(info[2]), _num_copies(info, network_bytes) if position in constants else 1)
+        for position, info in enumerate(args_info)
+    ]
     if _filled.keys() != set(keys):
         _filled.clear()  # before the new ones take memory
         memory = NewMemory()
         _filled.update({key: _fill(*key[1:]) for key in keys})
         memory.collapse()  # as in a model that is loaded
-    return [_filled[key]._create_view(shape) for key, (_, _, shape) in zip(keys, args_info, strict=True)]
+    return Arguments([(_filled[key], key[-1]) for key in keys], args_info, _turns)
 
 
-def _fill(dtype: str, num_elements: int) -> Any:
+def _num_copies(info: ArgInfo, network_bytes: int) -> int:
+    """Copies of a constant that fill as much memory as all constants of its network, as far as that matters."""
+    size = num_bytes((info,))
+    return 1 if size < _MIN_ROTATED_BYTES else max(1, round(copied_bytes(network_bytes) / size))
+
+
+def _view(tensor: Any, number: int, info: ArgInfo) -> Any:
+    """A copy of an argument."""
+    _, dtype, shape = info
+    return tensor._create_view(shape, dtype, number * num_bytes((info,)))
+
+
+def _fill(dtype: str, num_elements: int, num_copies: int) -> Any:
     import tvm
 
     device = tvm.cpu(0)
     if dtype in ("int32", "int64"):
-        return tvm.runtime.tensor(np.zeros(num_elements, dtype), device)
-    tensor = tvm.runtime.empty((num_elements,), dtype, device)
-    tvm.get_global_func("tvm.contrib.random.random_fill_for_measure")(tensor)
+        return tvm.runtime.tensor(np.zeros(num_elements * num_copies, dtype), device)
+    tensor = tvm.runtime.empty((num_elements * num_copies,), dtype, device)
+    first, *others = [_view(tensor, number, ("TENSOR", dtype, (num_elements,))) for number in range(num_copies)]
+    tvm.get_global_func("tvm.contrib.random.random_fill_for_measure")(first)
+    for other in others:
+        first.copyto(other)
     return tensor

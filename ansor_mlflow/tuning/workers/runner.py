@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ansor_mlflow.device import measuring_cpus, set_num_threads
 from ansor_mlflow.measuring import MachineNoise, lost_share, time_probe, watched
-from ansor_mlflow.tuning.workers.arguments import ArgInfo, num_bytes, random_arguments
+from ansor_mlflow.tuning.workers.arguments import ArgInfo, Arguments, copied_bytes, num_bytes, random_arguments
 from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool
 
 if TYPE_CHECKING:
@@ -49,6 +49,9 @@ class MeasureSettings:
     cache_flush: bool
     num_threads: int
     timeout_s: float
+    network_bytes: int = 0
+    """Size of the network's constants, which pass through the caches between two calls of a kernel; 0 leaves its
+    weights in them."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class RunJob:
     args_info: tuple[ArgInfo, ...]
     task: str = ""
     """Name of the task; programs of one task compute the same."""
+    constants: tuple[int, ...] = ()
+    """Numbers of the arguments that are constants of the network."""
     best_s: float | None = None
     """Seconds per call of the task's best program before this round; a far slower one is not measured in full."""
 
@@ -154,7 +159,7 @@ def _timeout_s(job: RunJob, settings: MeasureSettings) -> float:
     """Time for one program: two calls at `_TOO_SLOW` times the best, or a full measurement of one that is faster."""
     if job.best_s is None:
         return settings.timeout_s
-    setup_s = _SETUP_S + _FILL_S_PER_BYTE * num_bytes(job.args_info)
+    setup_s = _SETUP_S + _FILL_S_PER_BYTE * (num_bytes(job.args_info) + copied_bytes(settings.network_bytes))
     slowest_s = _TOO_SLOW * job.best_s
     full_s = (2 + settings.repeat) * (settings.number * slowest_s + 2 * settings.min_repeat_ms / 1e3)
     return min(settings.timeout_s, setup_s + full_s)
@@ -173,14 +178,14 @@ def _measure(work: tuple[RunJob, MeasureSettings]) -> tuple[tuple[float, ...], f
     if used != settings.num_threads:
         raise RuntimeError(f"TVM runs on {used} threads in the measuring process, not on {settings.num_threads}")
     library = tvm.runtime.load_module(str(job.path))
-    arguments = random_arguments(job.args_info)
+    arguments = random_arguments(job.args_info, job.constants, settings.network_bytes)
     with watched() as waiting:
         run_s = _time(library, arguments, job.best_s, settings)
     return run_s, waiting.share
 
 
 def _time(
-    library: tvm.runtime.Module, arguments: Sequence[object], best_s: float | None, settings: MeasureSettings
+    library: tvm.runtime.Module, arguments: Arguments, best_s: float | None, settings: MeasureSettings
 ) -> tuple[float, ...]:
     import tvm
 
@@ -190,6 +195,9 @@ def _time(
     shortest_ms = _shortest_ms(settings.min_repeat_ms, call_s, best_s)
     # TVM calls three times and guesses from these cold calls how many are enough; it often starts again
     enough = math.ceil(_SAFETY * shortest_ms / 1e3 / call_s)
+    if arguments.num_copies > 1:
+        calls = [arguments.take(max(settings.number, enough)) for _ in range(settings.repeat)]
+        return tuple(_calls_s(library["main"], each) for each in calls)
     timer = library.time_evaluator(
         "main",
         tvm.cpu(0),
@@ -198,7 +206,7 @@ def _time(
         min_repeat_ms=shortest_ms,
         f_preproc="cache_flush_cpu_non_first_arg" if settings.cache_flush else "",
     )
-    return tuple(float(seconds) for seconds in timer(*arguments).results)
+    return tuple(float(seconds) for seconds in timer(*arguments.take(1)[0]).results)
 
 
 def _shortest_ms(min_repeat_ms: int, call_s: float, best_s: float | None) -> int:
@@ -208,11 +216,14 @@ def _shortest_ms(min_repeat_ms: int, call_s: float, best_s: float | None) -> int
     return round(min_repeat_ms * min(1.0, _CLOSE * best_s / call_s))
 
 
-def _call_s(function: Callable[..., object], arguments: Sequence[object]) -> float:
+def _call_s(function: Callable[..., object], arguments: Arguments) -> float:
     """Seconds of the faster of two calls; the first one also pays for cold caches and for starting the threads."""
-    elapsed_s = []
-    for _ in range(2):
-        started = time.perf_counter()
+    return min(_calls_s(function, arguments.take(1)) for _ in range(2))
+
+
+def _calls_s(function: Callable[..., object], calls: Sequence[Sequence[object]]) -> float:
+    """Mean seconds of calls with these arguments. Python adds half a microsecond to each."""
+    started = time.perf_counter()
+    for arguments in calls:
         function(*arguments)
-        elapsed_s.append(time.perf_counter() - started)
-    return min(elapsed_s)
+    return (time.perf_counter() - started) / len(calls)

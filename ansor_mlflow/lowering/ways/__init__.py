@@ -1,0 +1,4 @@
+"""Other ways to compute a layer: the same result by fewer operations."""
+
+from ansor_mlflow.lowering.ways.alternatives import Alternative, NoOtherWayError, find_alternatives
+from ansor_mlflow.lowering.ways.rewriting import replace_layers

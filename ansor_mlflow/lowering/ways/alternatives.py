@@ -1,0 +1,192 @@
+"""Finds what of a fused function can be computed in another way, and makes the function that does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tvm import s_tir, tirx
+from tvm.ir import IRModule, TensorLoad, Var
+from tvm.s_tir import Schedule
+from tvm.sym import detect_linear_equation
+from tvm_ffi import structural_mutate, structural_walk
+
+from ansor_mlflow.lowering.lower import CONSTANTS
+from ansor_mlflow.lowering.ways.cook_toom import KERNEL, TILES
+from ansor_mlflow.lowering.ways.winograd import Convolution, transform_weights, winograd
+from ansor_mlflow.sketches import Contraction, find_contraction
+
+_DATA = (
+    (1, 0, 0, 0, 0, 0, 0),
+    (0, 1, 0, 0, 1, 0, 0),
+    (0, 0, 1, 0, 0, 1, 0),
+    (0, 0, 0, 0, 0, 0, 1),
+)
+"""Coefficients of image, row, column and channel of the output, and of the summed row, column and channel, in the
+indices of the data."""
+_WEIGHTS = (
+    (0, 0, 0, 0, 1, 0, 0),
+    (0, 0, 0, 0, 0, 1, 0),
+    (0, 0, 0, 0, 0, 0, 1),
+    (0, 0, 0, 1, 0, 0, 0),
+)
+
+
+_MAX_EPILOGUE = 8
+"""Operators after a convolution, which are written out for every output of a tile."""
+
+
+class NoOtherWayError(Exception):
+    """Says in a few words why a function has no other way."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A fused function with another way to compute its convolution; all else is the same."""
+
+    outputs: int
+    """m of F(m × m, 3 × 3)."""
+    mod: IRModule
+    """Module with one function, "main"."""
+    weights: int
+    """Number of the parameter that this function takes transformed."""
+    flops: float
+    """Floating point operations of the convolution."""
+
+    @property
+    def way(self) -> str:
+        """What users read."""
+        return f"winograd {self.outputs}x{self.outputs}"
+
+    @property
+    def suffix(self) -> str:
+        """What is added to the name of the function without this way."""
+        return f"winograd{self.outputs}"
+
+    def transform(self, weights: NDArray[np.float32]) -> NDArray[np.float32]:
+        """What takes the place of the weights of the function without this way."""
+        return transform_weights(weights, self.outputs)
+
+
+def find_alternatives(mod: IRModule) -> list[Alternative]:
+    """Other ways to compute a task's function.
+
+    Args:
+        mod: Module of the task, with one function "main".
+
+    Raises:
+        NoOtherWayError: There is none.
+    """
+    found = find_contraction(mod)
+    if found is None:
+        raise NoOtherWayError("it is no convolution")
+    layer = _layer(mod, found)
+    return [_alternative(mod, found, layer, outputs) for outputs in TILES]
+
+
+def _layer(mod: IRModule, found: Contraction) -> Convolution:
+    """The convolution of a function.
+
+    Raises:
+        NoOtherWayError: It is none of 3 × 3 with stride 1.
+    """
+    function = mod["main"]
+    if len(found.spatial) != 4 or len(found.reduction) != 3 or len(found.operands) != 2:
+        raise NoOtherWayError("it is no convolution in two dimensions with channels last")
+    data, weights = found.operands
+    if found.reduction[:2] != (KERNEL, KERNEL):
+        raise NoOtherWayError(f"its kernel is {found.reduction[0]}x{found.reduction[1]}, not 3x3")
+    if found.group != found.spatial[-1] or weights.strides != _WEIGHTS or data.strides[-1:] != _DATA[-1:]:
+        raise NoOtherWayError("it is a convolution in groups")
+    if data.strides != _DATA:
+        raise NoOtherWayError("its stride or dilation is not 1")
+    if _parameter(function, weights.buffer) not in map(int, function.attrs.get(CONSTANTS, ())):
+        raise NoOtherWayError("its weights are no constants")
+    if any(str(parameter.dtype) != "float32" for parameter in function.params):
+        raise NoOtherWayError("it is not in float32")
+    if len(found.epilogue) > _MAX_EPILOGUE:
+        raise NoOtherWayError("too much follows it to be computed as it is written")
+    if not found.producers:
+        raise NoOtherWayError("its input is not padded by a block of its own")
+    (batch, rows, columns, channels_out), channels_in = found.spatial, found.reduction[-1]
+    height, width, top, left = _padding(mod, found.producers[-1])
+    return Convolution(
+        batch=batch,
+        height=height,
+        width=width,
+        channels_in=channels_in,
+        channels_out=channels_out,
+        rows=rows,
+        columns=columns,
+        top=top,
+        left=left,
+    )
+
+
+def _padding(mod: IRModule, name: str) -> tuple[int, int, int, int]:
+    """Height and width of what a block pads, and the rows above it and columns to its left.
+
+    Raises:
+        NoOtherWayError: The block does something else.
+    """
+    sch = Schedule(mod)
+    block = sch.get(sch.get_sblock(name))
+    variables = [var.var for var in block.iter_vars]
+    loads = list(_loads(block))
+    shifts = [detect_linear_equation(index, variables) for load in loads for index in load.indices]
+    is_shift = (
+        len(loads) == 1
+        and len(variables) == 4
+        and all(
+            [int(coefficient) for coefficient in shift[:-1]] == [int(place == number) for place in range(4)]
+            for number, shift in enumerate(shifts)
+        )
+    )
+    if not is_shift:
+        raise NoOtherWayError("its input is not padded with zeros alone")
+    _, height, width, _ = (int(extent) for extent in loads[0].source.shape)
+    _, top, left, _ = (-int(shift[-1]) for shift in shifts)
+    return height, width, top, left
+
+
+def _loads(block: Any) -> Iterator[Any]:
+    loads: list[Any] = []
+    structural_walk(block.body, (TensorLoad, loads.append))
+    yield from loads
+
+
+def _alternative(mod: IRModule, found: Contraction, layer: Convolution, outputs: int) -> Alternative:
+    function = mod["main"]
+    number = _parameter(function, found.operands[1].buffer)
+    sch = Schedule(mod)
+    pad, convolution = (sch.get(sch.get_sblock(name)) for name in (found.producers[-1], found.block))
+    way = winograd(layer, outputs, found.block)
+    data, weights, result = way.params
+    new_of = {data: pad.reads[0].source, result: convolution.writes[0].source}
+    body = structural_mutate(
+        way.body, (Var, lambda var, _: next((n for o, n in new_of.items() if o.same_as(var)), var))
+    )
+    parameters = [weights if place == number else old for place, old in enumerate(function.params)]
+    root, blocks = function.body.block, list(function.body.block.body.seq)
+    place = len(found.producers) - 1
+    padded = pad.writes[0].source
+    new_root = s_tir.SBlock(
+        root.iter_vars,
+        root.reads,
+        root.writes,
+        root.name_hint,
+        tirx.SeqStmt([*blocks[:place], *body.block.body.seq, *blocks[place + 2 :]]),
+        alloc_buffers=[*(b for b in root.alloc_buffers if not b.same_as(padded)), *body.block.alloc_buffers],
+        annotations=root.annotations,
+    )
+    body = s_tir.SBlockRealize(function.body.iter_values, function.body.predicate, new_root)
+    new = tirx.PrimFunc(parameters, body, function.ret_type, function.attrs)
+    return Alternative(outputs=outputs, mod=IRModule({"main": new}), weights=number, flops=layer.flops(outputs))
+
+
+def _parameter(function: Any, buffer: str) -> int:
+    """Number of the parameter with that name; -1 where none has it."""
+    return next((number for number, each in enumerate(function.params) if str(each.name) == buffer), -1)

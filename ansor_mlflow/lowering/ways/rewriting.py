@@ -1,0 +1,73 @@
+"""Puts other ways to compute layers into a network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tvm import relax, tirx
+from tvm.ir import GenericConst, GlobalVar, IRModule
+from tvm.s_tir.meta_schedule.utils import shash2hex
+
+from ansor_mlflow.lowering.ways.alternatives import Alternative
+
+_SYMBOL = "global_symbol"
+
+
+def workload_of(function: Any) -> IRModule:
+    """The module of a task that consists of a function of a network."""
+    from tvm.s_tir.meta_schedule.tune_context import _normalize_mod
+
+    return _normalize_mod(function.without_attr(_SYMBOL) if _SYMBOL in function.attrs else function)
+
+
+def replace_layers(mod: IRModule, alternatives: Mapping[str, Alternative]) -> IRModule:
+    """A network in which layers are computed in other ways, with their weights transformed.
+
+    Args:
+        mod: The network, lowered.
+        alternatives: By the structural hash of the task that each takes the place of.
+    """
+    functions = {
+        var.name_hint: alternative
+        for var, function in mod.functions_items()
+        if isinstance(function, tirx.PrimFunc)
+        and (alternative := alternatives.get(shash2hex(workload_of(function)))) is not None
+    }
+    if not functions:
+        return mod
+    replacer = _Replacer(mod, functions)
+    for var, function in mod.functions_items():
+        if isinstance(function, relax.Function):
+            replacer.builder_.update_func(var, replacer.visit_expr(function))
+    return relax.transform.DeadCodeElimination(
+        [v.name_hint for v, f in mod.functions_items() if isinstance(f, relax.Function)]
+    )(replacer.builder_.get())
+
+
+@relax.expr_functor.mutator
+class _Replacer(relax.PyExprMutator):  # type: ignore[misc]
+    def __init__(self, mod: IRModule, functions: Mapping[str, Alternative]) -> None:
+        super().__init__(mod)
+        self._mod = mod
+        self._functions = functions
+        self._added: dict[str, GlobalVar] = {}
+        self._weights: dict[tuple[Any, int], Any] = {}
+
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        call = self.visit_expr_post_order(call)
+        if getattr(call.op, "name", "") != "relax.call_tir":
+            return call
+        name, arguments = call.args[0].name_hint, list(call.args[1])
+        alternative = self._functions.get(name)
+        if alternative is None or not isinstance(arguments[alternative.weights], GenericConst):
+            return call
+        weights = arguments[alternative.weights].value.numpy()
+        arguments[alternative.weights] = relax.const(alternative.transform(weights), "float32")
+        return relax.call_tir(self._function(name, alternative), arguments, call.ty_args[0])
+
+    def _function(self, name: str, alternative: Alternative) -> GlobalVar:
+        if name not in self._added:
+            function = alternative.mod["main"].without_attr(_SYMBOL)
+            self._added[name] = self.builder_.add_func(function, f"{name}_{alternative.suffix}")
+        return self._added[name]

@@ -1,0 +1,286 @@
+"""Winograd's convolution, tile row by tile row in the caches.
+
+From the outside in, for the blocks that `lowering.ways` makes:
+
+    parallel over rows of tiles, and blocks of channels           jobs
+      the padded input of a job                                   vectorised
+      for each tile and vector of input channels
+        transformed along columns                                 in registers
+        and along rows                                            vectorised, written out without zeros and ones
+      for each of the points, channel tile and column tile
+        the sums: tiles × vectors of channels                     in registers
+        for all input channels
+          a vector of channels                                    one element of the data, one vector of packed weights
+      for each tile and vector of channels
+        transformed back along columns                            in registers
+        and along rows, with bias, addition and activation        vectorised
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from ansor_mlflow.sketches.machine import Machine
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
+    from tvm.s_tir import Schedule
+    from tvm.s_tir.schedule import LoopRV, SBlockRV
+
+_PAD, _COLUMNS, _DATA, _PRODUCT, _ROWS = (f"winograd_{name}" for name in ("pad", "columns", "data", "product", "rows"))
+_MAX_VECTORS, _MAX_TILES = 6, 30
+_MAX_COPIES = 16
+"""Column tiles of which the last one is narrower: each of them is a copy of the program."""
+_MAX_JOBS_PER_THREAD = 64
+_MAX_JOB_BYTES = 8 * 2**20
+"""Size of what a job keeps between its steps."""
+_MAX_PROGRAMS = 256
+_L1_BYTES, _L2_BYTES = 24 * 1024, 384 * 1024
+_AGAIN_FROM_L2 = 2.0
+"""Time to read a vector of weights from the second cache over that from the first."""
+_LAUNCH_CYCLES = 6000
+_TERMS = 4.0
+"""Of a sum in a transform, about."""
+_BYTES_PER_CYCLE = {"shared": 8.0, "memory": 5.0}
+"""What a core reads of weights for the first time, and again from the last cache."""
+_STALL = 0.5
+"""Share of the shorter of reading and computing that is not hidden behind the longer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WinogradTile:
+    """The decisions of the sketch."""
+
+    lanes: int
+    """Elements of a vector, a power of two."""
+    vectors: int
+    tiles: int
+    """Tiles of the image whose sums are in registers together."""
+    tile_rows: int
+    """Rows of tiles of a job."""
+    channel_jobs: int
+    """Blocks of channels that jobs share out."""
+    parallel: bool
+    """Whether threads share the jobs."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    batch: int
+    outputs: int
+    """m of F(m × m, 3 × 3), the rows and columns of a tile."""
+    size: int
+    """Rows and columns of the input that a tile reads."""
+    down: int
+    """Rows of tiles in an image."""
+    across: int
+    channels_in: int
+    channels_out: int
+    epilogue: tuple[str, ...]
+    """Blocks after the convolution."""
+    name: str
+    """Block that writes what the convolution gives."""
+
+    @staticmethod
+    def of(mod: IRModule) -> _Shape | None:
+        """The convolution of a function; None where it is not computed in this way."""
+        from tvm.s_tir import Schedule
+
+        sch = Schedule(mod)
+        blocks = [sch.get(block) for block in sch.get_child_blocks(sch.get_sblock("root"))]
+        names = [str(block.name_hint) for block in blocks]
+        if _PRODUCT not in names:
+            return None
+        place = names.index(_ROWS) + 1
+        _, outputs, size, _ = _extents(blocks[place - 1])
+        batch, rows, columns, channels_out = _extents(blocks[place])
+        return _Shape(
+            batch=batch,
+            outputs=outputs,
+            size=size,
+            down=ceil(rows / outputs),
+            across=ceil(columns / outputs),
+            channels_in=_extents(blocks[names.index(_PRODUCT)])[-1],
+            channels_out=channels_out,
+            epilogue=tuple(names[place + 1 :]),
+            name=names[place],
+        )
+
+
+class WinogradTiling:
+    """The sketch for one function."""
+
+    name = "winograd"
+
+    def __init__(self, mod: IRModule, shape: _Shape, machine: Machine) -> None:
+        self._mod = mod
+        self._shape = shape
+        self._machine = machine
+
+    @staticmethod
+    def find(mod: IRModule, machine: Machine) -> WinogradTiling | None:
+        """The sketch for a task's function; None where it is no such convolution."""
+        shape = _Shape.of(mod)
+        return None if shape is None else WinogradTiling(mod, shape, machine)
+
+    def tiles(self) -> list[WinogradTile]:
+        """All tiles that are worth a trial, the one that is taken without any first."""
+        return sorted(self._possible(), key=self.cycles)[:_MAX_PROGRAMS]
+
+    def kind(self, tile: WinogradTile) -> object:
+        """How the work is shared, and the tile in registers."""
+        return tile.vectors, tile.tiles, tile.channel_jobs
+
+    def is_fast(self, _tile: WinogradTile) -> bool:
+        """It is: no other space has programs for it."""
+        return True
+
+    def cycles(self, tile: WinogradTile) -> float:
+        """Estimated cycles of a call."""
+        shape, threads = self._shape, self._machine.num_threads if tile.parallel else 1
+        num_jobs = tile.channel_jobs * shape.batch * (shape.down // tile.tile_rows)
+        per_thread = ceil(num_jobs / threads)
+        num_tiles = tile.tile_rows * shape.across
+        channels = shape.channels_out // tile.channel_jobs
+        width = max(0.5, tile.lanes * 4 / 64)  # two narrow vectors in a cycle, or a wide one
+        full, rest = divmod(num_tiles, tile.tiles)
+        steps = full * self._step(tile, tile.tiles, width) + (self._step(tile, rest, width) if rest else 0)
+        product = shape.size**2 * (channels // (tile.lanes * tile.vectors)) * steps * shape.channels_in
+        into = num_tiles * shape.channels_in / self._lanes(shape.channels_in) * 2 * _TERMS * shape.size**2
+        back = num_tiles * channels / tile.lanes * (shape.size + shape.outputs) * _TERMS * shape.outputs
+        weight_bytes = 4 * shape.size**2 * shape.channels_in * channels
+        num_reads = ceil(tile.channel_jobs / threads)
+        weights = weight_bytes * num_reads / _BYTES_PER_CYCLE["memory"]
+        if weight_bytes > _L2_BYTES:
+            weights += weight_bytes * (per_thread - num_reads) / _BYTES_PER_CYCLE["shared"]
+        short, long = sorted((per_thread * product, weights))
+        transforms = per_thread * width * (into + back)
+        return long + _STALL * short + transforms + (_LAUNCH_CYCLES if tile.parallel else 0)
+
+    def _step(self, tile: WinogradTile, tiles: int, width: float) -> float:
+        """Cycles of the sums in registers for one input channel."""
+        element = 0.5 if self._machine.broadcasts_operands else 1.0
+        panel_bytes = 4 * tile.lanes * tile.vectors * self._shape.channels_in
+        weights = tile.vectors * width * (1.0 if panel_bytes <= _L1_BYTES else _AGAIN_FROM_L2)
+        return max(tile.vectors * tiles * width, weights + tiles * element, 4.0)
+
+    def schedule(self, tile: WinogradTile) -> Schedule:
+        """The function with a tile."""
+        from tvm.s_tir import Schedule
+
+        sch, shape = Schedule(self._mod), self._shape
+        pad, columns, data, product, rows, output = (
+            sch.get_sblock(name) for name in (_PAD, _COLUMNS, _DATA, _PRODUCT, _ROWS, shape.name)
+        )
+        for name in shape.epilogue[:-1]:
+            sch.compute_inline(sch.get_sblock(name))
+        if shape.epilogue:
+            sch.reverse_compute_inline(sch.get_sblock(shape.epilogue[-1]))
+        b, y, x, c = sch.get_loops(output)
+        job_y, tile_y, in_y = sch.split(y, [None, tile.tile_rows, shape.outputs])
+        tile_x, in_x = sch.split(x, [None, shape.outputs])
+        job_c, vector, lane = sch.split(c, [tile.channel_jobs, None, tile.lanes])
+        sch.reorder(job_c, b, job_y, tile_y, tile_x, vector, in_y, in_x, lane)
+        job = sch.fuse(job_c, b, job_y)
+        if tile.parallel:
+            sch.parallel(job)
+        self._finish(sch, [in_y, in_x, lane])
+        sch.compute_at(rows, vector, preserve_unit_loops=True)
+        sch.set_scope(rows, 0, "local")
+        self._finish(sch, _inside(sch, rows, vector))
+        sch.compute_at(product, job, preserve_unit_loops=True)
+        self._multiply(sch, product, tile)
+        sch.compute_at(data, job, preserve_unit_loops=True)
+        self._transform(sch, data, columns)
+        sch.compute_at(pad, job, preserve_unit_loops=True)
+        self._vectorize(sch, pad)
+        return sch
+
+    def _multiply(self, sch: Schedule, product: SBlockRV, tile: WinogradTile) -> None:
+        *points, t, c, k = sch.get_loops(product)[1:]
+        channel_tile, vector, lane = sch.split(c, [None, tile.vectors, tile.lanes])
+        num_tiles = int(sch.get(t).extent)
+        tiles, inner = sch.split(t, [None, tile.tiles])
+        sch.reorder(*points, channel_tile, tiles, k, inner, vector, lane)
+        write = sch.cache_write(product, 0, "local")
+        sch.reverse_compute_at(write, tiles, preserve_unit_loops=True)
+        if num_tiles % tile.tiles:
+            sch.unroll(tiles)  # of its copies only the last has a rest, which is known then
+        self._finish_vectors(sch, _inside(sch, write, tiles), tile)
+        for loop in (inner, vector):
+            sch.unroll(loop)
+        sch.vectorize(lane)
+        init = sch.decompose_reduction(product, k)
+        self._finish_vectors(sch, _inside(sch, init, tiles), tile)
+
+    def _transform(self, sch: Schedule, data: SBlockRV, columns: SBlockRV) -> None:
+        e, u, t, c = sch.get_loops(data)[1:]
+        vector, lane = sch.split(c, [None, self._lanes(self._shape.channels_in)])
+        sch.reorder(t, vector, e, u, lane)
+        self._finish(sch, [e, u, lane])
+        sch.compute_at(columns, vector, preserve_unit_loops=True)
+        sch.set_scope(columns, 0, "local")
+        self._finish(sch, _inside(sch, columns, vector))
+
+    def _vectorize(self, sch: Schedule, block: SBlockRV) -> None:
+        loop = sch.get_loops(block)[-1]
+        sch.vectorize(sch.split(loop, [None, self._lanes(int(sch.get(loop).extent))])[1])
+
+    def _finish(self, sch: Schedule, loops: list[LoopRV]) -> None:
+        """Writes loops out; the last one is a vector."""
+        for loop in loops[:-1]:
+            sch.unroll(loop)
+        sch.vectorize(loops[-1])
+
+    def _finish_vectors(self, sch: Schedule, loops: list[LoopRV], tile: WinogradTile) -> None:
+        """As `_finish`; the last loop is over several vectors."""
+        if int(sch.get(loops[-1]).extent) != tile.lanes:
+            loops = [*loops[:-1], *sch.split(loops[-1], [None, tile.lanes])]
+        self._finish(sch, loops)
+
+    def _lanes(self, extent: int) -> int:
+        return min(extent & -extent, self._machine.lanes(4))
+
+    def _possible(self) -> Iterator[WinogradTile]:
+        shape, threads = self._shape, self._machine.num_threads
+        lanes = self._lanes(shape.channels_out)
+        num_vectors = shape.channels_out // lanes
+        for vectors in _divisors(num_vectors, _MAX_VECTORS):
+            for channel_jobs in _divisors(num_vectors // vectors):
+                for tile_rows in _divisors(shape.down):
+                    num_jobs = channel_jobs * shape.batch * (shape.down // tile_rows)
+                    if num_jobs > _MAX_JOBS_PER_THREAD * threads:
+                        continue
+                    num_tiles = tile_rows * shape.across
+                    num_bytes = 4 * shape.size**2 * num_tiles * (shape.channels_in + shape.channels_out // channel_jobs)
+                    if num_bytes > _MAX_JOB_BYTES:
+                        continue
+                    for tiles in range(1, min(num_tiles, _MAX_TILES) + 1):
+                        fits = vectors * tiles + vectors + 1 <= self._machine.num_registers
+                        if fits and (num_tiles % tiles == 0 or num_tiles // tiles < _MAX_COPIES):
+                            yield WinogradTile(
+                                lanes=lanes,
+                                vectors=vectors,
+                                tiles=tiles,
+                                tile_rows=tile_rows,
+                                channel_jobs=channel_jobs,
+                                parallel=threads > 1,
+                            )
+
+
+def _inside(sch: Schedule, block: SBlockRV, loop: LoopRV) -> list[LoopRV]:
+    """The loops around a block that are inside of a loop."""
+    loops = list(sch.get_loops(block))
+    outside = next(number for number, other in enumerate(loops) if sch.get(other).same_as(sch.get(loop)))
+    return loops[outside + 1 :]
+
+
+def _extents(block: Any) -> list[int]:
+    return [int(var.dom.extent) for var in block.iter_vars]
+
+
+def _divisors(number: int, most: int | None = None) -> list[int]:
+    return [divisor for divisor in range(1, min(number, most or number) + 1) if number % divisor == 0]

@@ -1,0 +1,53 @@
+"""Whether a network may have layers in other ways than the direct one: it must stay within the tolerance."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+from ansor_mlflow.device import why_not_runnable
+from ansor_mlflow.errors import AnsorMlflowError
+from ansor_mlflow.measuring import compare_with_reference, library_inference, tolerance_for
+from ansor_mlflow.model import CompiledNetwork, Coverage, Manifest, threads_here
+from ansor_mlflow.tensors import all_sizes, random_inputs
+
+_SEED = 0
+_log = logging.getLogger("ansor_mlflow")
+
+
+def loses_digits(compiled: CompiledNetwork, coverage: Coverage) -> bool:
+    """Whether a network with layers in other ways is off by more than `evaluate` lets pass.
+
+    A library that does not run here, or a network that ONNX Runtime cannot compute from random inputs, is not checked:
+    `evaluate` does it where the model runs.
+
+    Args:
+        compiled: The network, of which one input of each size is computed.
+        coverage: Which ways were taken; where there is no other than the direct one, nothing is computed.
+    """
+    if not coverage.has_other_ways or why_not_runnable(compiled.fingerprint):
+        return False
+    manifest = Manifest(
+        network=compiled.name,
+        inputs=compiled.inputs,
+        outputs=compiled.outputs,
+        libraries=(compiled.entry,),
+        files={},
+        sizes=compiled.sizes,
+    )
+    runs = {"ways": partial(library_inference, compiled.library, manifest, compiled.entry)}
+    examples = [random_inputs(size.inputs, _SEED) for size in all_sizes(compiled)]
+    try:
+        found = compare_with_reference(runs, compiled.network, threads_here(compiled.entry), examples)["ways"]
+    except AnsorMlflowError as err:
+        _log.warning("the outputs of %s are not checked: %s", compiled.name, err)
+        return False
+    tolerance = tolerance_for("auto", compiled.network, str(compiled.provenance.get("dtype", "float32")))
+    if found.max_rel_error <= tolerance:
+        return False
+    _log.warning(
+        "max_rel_error %.2g with Winograd's convolutions, more than %.2g: all layers are computed directly",
+        found.max_rel_error,
+        tolerance,
+    )
+    return True
