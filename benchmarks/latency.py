@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -181,7 +181,7 @@ def _ratio(measured: Measured, best: Measured) -> float:
 def _cost(
     network: Path, num_threads: int, settings: LoweringSettings, roofline: Roofline
 ) -> Callable[[], tuple[float, float]]:
-    """FLOPs of a call, and the least seconds that the roofline leaves for its tasks."""
+    """FLOPs of a call, and the least seconds that the roofline leaves for its tasks, computed as they are defined."""
 
     def count() -> tuple[float, float]:
         import onnx
@@ -189,7 +189,8 @@ def _cost(
         from ansor_mlflow.lowering import lower
         from ansor_mlflow.tuning import argument_bytes
 
-        tasks = lower(onnx.load(network), Device.resolve("auto", num_threads).target, settings).tasks
+        target, directly = Device.resolve("auto", num_threads).target, replace(settings, algorithm="direct")
+        tasks = lower(onnx.load(network), target, directly).tasks
         flops = sum(task.info.weight * task.info.flops for task in tasks)
         bounds = (
             task.info.weight * roofline.bound(task.info.flops, argument_bytes(task.mod)).shortest_s for task in tasks

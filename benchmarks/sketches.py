@@ -24,6 +24,7 @@ from ansor_mlflow import names
 from ansor_mlflow.device import Device
 from ansor_mlflow.lowering import TuningTask, lower
 from ansor_mlflow.networks import load_network
+from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.sketches import find_programs
 from ansor_mlflow.tuning import Builder, LocalBuilder, Outcome, RunJob, measure_roofline
 from ansor_mlflow.tuning.workers.arguments import arg_info
@@ -81,7 +82,7 @@ def main(networks: str, trials_per_task: int, space: str, json_file: Path | None
 
 def _kernels(network: str, trials_per_task: int, space: str, device: Device) -> list[Kernel]:
     """The tasks with their programs, after a tuning with a few trials."""
-    tasks = lower(load_network(network).model, device.target).tasks
+    tasks = lower(load_network(network).model, device.target, LoweringSettings(algorithm="direct")).tasks
     with tempfile.TemporaryDirectory() as directory:
         database = _tune(network, trials_per_task * len(tasks), trials_per_task, space, Path(directory))
         builder = LocalBuilder(device.target, max_workers=device.num_threads, timeout_s=60, as_in_models=True)

@@ -23,6 +23,7 @@ from ansor_mlflow import names
 from ansor_mlflow.lowering import LoweredNetwork, lower
 from ansor_mlflow.networks import load_network
 from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.trials import StopReason, TaskInfo, TaskState, Trial, TrialStatus, estimated_latency_s
 from throughput.job import Job, Outcome
 from throughput.target import target_of
@@ -152,7 +153,7 @@ class _TrialCallback(ms.measure_callback.PyMeasureCallback):  # type: ignore[mis
 def tune_stock(job: Job, directory: Path) -> Outcome:
     """Tunes a network as MetaSchedule does; its database goes to `directory/records`."""
     target = target_of(job)
-    lowered = lower(load_network(job.network, seed=job.seed).model, target)
+    lowered = lower(load_network(job.network, seed=job.seed).model, target, LoweringSettings(algorithm="direct"))
     importlib.import_module("tvm.s_tir.tensor_intrin")  # tune_relax would import it, within the time that is taken
     log = TrialLog(job)
     round_size = job.stock_trials_per_round or trials_per_round(job.trials, len(lowered.tasks))
