@@ -58,6 +58,8 @@ WARM_START_TRANSFERRED = "warm_start/transferred"
 COVERAGE_TASKS = "coverage_tasks"
 """Tasks with a record over all tasks, 0 to 1."""
 COVERAGE_FLOPS = "coverage_flops"
+LIBRARY_GROWTH_MIB = "library_growth_mib"
+"""By how much the weights are larger than they would be with all layers computed directly."""
 """The covered tasks' share of the floating point operations, 0 to 1."""
 
 # -- metrics of a recompile run

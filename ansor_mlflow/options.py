@@ -332,7 +332,7 @@ class RecordsOptions(NetworkOptions):
 
 
 class SignatureOptions(Options):
-    """What a served model takes."""
+    """What a served model takes, and how large it may be."""
 
     signature: Literal["tensor", "binary"] = _parameter(
         "tensor", "Signature of the model: tensor names dtypes and shapes, binary lets a server take base64 as well."
@@ -343,6 +343,16 @@ class SignatureOptions(Options):
         '{"ids": 0, "mask": 0}; by default only exactly these sizes are taken. Outputs are cut again.',
         'a JSON object of numbers, such as {"ids": 0, "mask": 0}',
     )
+    max_library_mib: PositiveInt | None = _parameter(
+        None,
+        "Size in MiB that the weights in the library may have: beyond it, layers are computed in ways with smaller "
+        "weights, as far as there are some; no limit by default.",
+    )
+
+    @property
+    def max_library_bytes(self) -> int | None:
+        """The limit in bytes."""
+        return None if self.max_library_mib is None else self.max_library_mib * 2**20
 
 
 class CompileOptions(SignatureOptions, RecordsOptions):

@@ -57,6 +57,8 @@ class TaskInfo:
     """How it is computed: directly, or in another way with fewer operations."""
     layer: str = ""
     """Structural hash of the direct way; empty for the direct way itself."""
+    max_rel_error: float | None = None
+    """Largest error over the largest output, against float64; None for the direct way."""
 
     @property
     def layer_hash(self) -> str:

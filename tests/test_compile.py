@@ -170,6 +170,7 @@ def test_coverage_weighs_tasks_by_their_operations(tmp_path: Path) -> None:
         "num_covered": 1,
         "num_tasks": 3,
         "ways": {"direct": 3},
+        "growth_mib": 0,
         "missing": [asdict(info) for info in coverage.missing],
         "unscheduled": [],
         "parts": [],

@@ -29,6 +29,7 @@ from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering.lower import LoweredNetwork, TuningTask, lower
 from ansor_mlflow.lowering.ways import NoOtherWayError, find_alternatives
 from ansor_mlflow.lowering.ways.cook_toom import TILES, transforms
+from ansor_mlflow.lowering.ways.errors import error_of
 from ansor_mlflow.lowering.ways.winograd import transform_weights
 from ansor_mlflow.model.library import compile_tuned
 from ansor_mlflow.networks.graph import GraphBuilder
@@ -211,7 +212,7 @@ def residual_block() -> onnx.ModelProto:
     return builder.build("residual", {output: (2, 24, 13, 10)})
 
 
-def error_of(library: Path, model: onnx.ModelProto) -> float:
+def output_error(library: Path, model: onnx.ModelProto) -> float:
     """The largest error of a library's output over the largest output, against ONNX Runtime's."""
     import tvm
     from tvm import relax
@@ -234,7 +235,7 @@ def test_a_residual_block_is_right_on_every_machine(target: str, tmp_path: Path)
     assert len(ways) == 2
     assert all(way.startswith("winograd") for way in ways)
     assert not coverage.unscheduled
-    assert error_of(tmp_path / "model.so", residual_block()) <= ERRORS[4]
+    assert output_error(tmp_path / "model.so", residual_block()) <= ERRORS[4]
 
 
 def test_programs_compile_for_other_machines() -> None:
@@ -300,7 +301,7 @@ def test_compile_takes_the_way_with_the_fastest_record(fastest: int, host_target
     coverage = compile_tuned(lowered, host_target, tmp_path / "best", tmp_path / "model.so")
     assert [task.way for task in coverage.covered] == [ways[fastest].info.way]
     assert coverage.flops_share == 1
-    assert error_of(tmp_path / "model.so", model) <= ERRORS[4]
+    assert output_error(tmp_path / "model.so", model) <= ERRORS[4]
 
 
 def test_a_way_without_a_record_is_not_taken_where_another_has_one(host_target: Target, tmp_path: Path) -> None:
@@ -332,6 +333,21 @@ def test_the_algorithm_decides_which_ways_are_tuned(algorithm: str, ways: list[s
 
 def test_small_layers_get_no_other_way_by_themselves(host_target: Target) -> None:
     assert lower(load_network(conv(7, 7, 8, 8)).model, host_target).num_ways == 0
+
+
+def test_a_library_that_may_not_grow_takes_the_smaller_way(host_target: Target, tmp_path: Path) -> None:
+    """The weights of a layer of 64 channels are 0.14 MiB, 0.25 with F(2×2) and 0.56 with F(4×4)."""
+    lowered = lower(load_network(conv(28, 28, 64, 64)).model, host_target)
+    (ways,) = layers_of(lowered)
+    write_record(tmp_path / "best", {way: 3e-3 - place * 1e-3 for place, way in enumerate(ways)}, host_target)
+    found = {}
+    for limit in (1.0, 0.3, 0.1, None):
+        library = tmp_path / f"{limit}.so"
+        max_bytes = None if limit is None else int(limit * 2**20)
+        coverage = compile_tuned(lowered, host_target, tmp_path / "best", library, max_bytes=max_bytes)
+        (found[limit],) = [task.way for task in coverage.covered]
+        assert coverage.growth_bytes == {"direct": 0, "winograd 2x2": 7, "winograd 4x4": 27}[found[limit]] * 64 * 64 * 4
+    assert found == {1.0: "winograd 4x4", 0.3: "winograd 2x2", 0.1: "direct", None: "winograd 4x4"}
 
 
 # -- what the loop makes of it -----------------------------------------------------------------------------------------
@@ -445,6 +461,31 @@ def test_a_tuned_layer_is_compiled_as_it_was_measured(run_here: RunCommand) -> N
     assert coverage["task_share"] == 1
     fastest = min(ways, key=lambda row: row["confirmed_latency_us"] or row["latency_us"])
     assert coverage["ways"][fastest["way"]] >= 1
+
+
+@pytest.mark.parametrize("channels", [16, 128, 512])
+@pytest.mark.parametrize("outputs", TILES)
+def test_the_error_of_a_layer_is_as_stated(channels: int, outputs: int) -> None:
+    weights = np.random.default_rng(channels).normal(size=(3, 3, channels, channels)).astype("float32")
+    assert 1e-8 < error_of(weights, outputs) <= ERRORS[outputs]
+    assert error_of(np.zeros_like(weights), outputs) == 0
+
+
+def test_each_way_says_what_it_loses(host_target: Target) -> None:
+    (ways,) = layers_of(lower(load_network(conv(28, 28, 32, 32)).model, host_target))
+    direct, small, large = (way.info.max_rel_error for way in ways)
+    assert direct is None
+    assert small is not None
+    assert large is not None
+    assert 0 < small < large <= ERRORS[4]
+
+
+def test_a_way_that_loses_too_much_is_not_offered(host_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    (ways,) = layers_of(lower(load_network(conv(28, 28, 32, 32)).model, host_target))
+    between = ((ways[1].info.max_rel_error or 0) + (ways[2].info.max_rel_error or 0)) / 2
+    monkeypatch.setattr("ansor_mlflow.lowering.ways.tasks._MAX_REL_ERROR", between)
+    (left,) = layers_of(lower(load_network(conv(28, 28, 32, 32)).model, host_target))
+    assert [task.info.way for task in left] == ["direct", "winograd 2x2"]
 
 
 # -- what is lost ------------------------------------------------------------------------------------------------------

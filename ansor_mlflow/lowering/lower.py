@@ -6,8 +6,8 @@ older records useless: raise `LOWERING_VERSION` with such a change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -43,8 +43,6 @@ LOWERING_VERSION = 6
 """Provenance of records: two lowerings with different versions may give different tasks for one network."""
 
 _DEFAULTS = LoweringSettings()
-_MIN_FLOPS = 1e7
-"""Operations of a layer for which other ways get trials; smaller ones take microseconds however they are computed."""
 _MAX_NAME = 100
 """Characters of a task's name: it is a part of a metric's, of which MLflow takes 250."""
 
@@ -155,7 +153,7 @@ def lower_sizes(
     mod = modules["part0"] if is_whole else join_modules(modules)
     return LoweredNetwork(
         mod=mod,
-        tasks=_with_ways(_extract_tasks(mod, target), target, settings.algorithm, called),
+        tasks=_find_tasks(mod, target, settings.algorithm, called),
         parts=() if is_whole else tuple(named),
         hard_to_tile=tuple(dict.fromkeys(layer for _, layers in sizes for layer in layers)),
     )
@@ -197,6 +195,20 @@ def _padding(pad_channels: Padding, target: Target) -> Callable[[int], int] | No
     return lambda channels: -(-channels // pad_channels) * pad_channels
 
 
+def _find_tasks(mod: IRModule, target: Target, algorithm: Algorithm, called: str) -> tuple[TuningTask, ...]:
+    """The tasks of a network, of layers that may be computed in several ways one for each.
+
+    Raises:
+        UserInputError: Only other ways than the direct one are wanted, and there is none.
+    """
+    tasks = _extract_tasks(mod, target)
+    if algorithm == "direct" or target.kind.name != "llvm":  # no sketch knows them elsewhere
+        return tasks
+    from ansor_mlflow.lowering.ways import with_other_ways
+
+    return with_other_ways(mod, tasks, algorithm, called)
+
+
 def _extract_tasks(mod: IRModule, target: Target) -> tuple[TuningTask, ...]:
     from tvm.s_tir import meta_schedule as ms
     from tvm.s_tir.analysis import estimate_tir_flops
@@ -208,60 +220,13 @@ def _extract_tasks(mod: IRModule, target: Target) -> tuple[TuningTask, ...]:
         workload_hash = shash2hex(function)
         info = TaskInfo(
             index=index,
-            name=_short(str(task.task_name), workload_hash),
+            name=short_name(str(task.task_name), workload_hash),
             weight=int(task.weight),
             flops=float(estimate_tir_flops(function)),
             workload_hash=workload_hash,
         )
         tasks.append(TuningTask(info=info, mod=function))
     return tuple(tasks)
-
-
-def _with_ways(
-    tasks: Sequence[TuningTask], target: Target, algorithm: Algorithm, called: str
-) -> tuple[TuningTask, ...]:
-    """The tasks with the other ways to compute them.
-
-    Raises:
-        UserInputError: Only other ways are wanted, and there is none.
-    """
-    from ansor_mlflow.lowering.ways import NoOtherWayError, find_alternatives
-
-    if algorithm == "direct" or target.kind.name != "llvm":
-        return tuple(tasks)
-    found, reasons = [], []
-    for task in tasks:
-        try:
-            others = find_alternatives(task.mod)
-        except NoOtherWayError as err:
-            reasons.append(f"{task.info.name}: {err}")
-            others = []
-        if algorithm == "auto" and task.info.flops < _MIN_FLOPS:
-            others = []
-        if algorithm == "auto" or not others:
-            found.append(task)
-        found += [_in_another_way(task, other) for other in others]
-    if algorithm == "winograd" and len(reasons) == len(tasks):
-        raise UserInputError(
-            f"network={called}: algorithm=winograd, but no layer can be computed so: {', '.join(reasons[:3])}; "
-            "give auto or direct"
-        )
-    return tuple(replace(task, info=replace(task.info, index=index)) for index, task in enumerate(found))
-
-
-def _in_another_way(task: TuningTask, other: Alternative) -> TuningTask:
-    from tvm.s_tir.meta_schedule.utils import shash2hex
-
-    workload_hash = shash2hex(other.mod)
-    info = replace(
-        task.info,
-        name=_short(f"{task.info.name}_{other.suffix}", workload_hash),
-        flops=other.flops,
-        workload_hash=workload_hash,
-        way=other.way,
-        layer=task.info.workload_hash,
-    )
-    return TuningTask(info=info, mod=other.mod, alternative=other)
 
 
 def _constant_bytes(function: object) -> int:
@@ -279,6 +244,6 @@ def _constant_bytes(function: object) -> int:
     return sum(sizes.values())
 
 
-def _short(name: str, workload_hash: str) -> str:
+def short_name(name: str, workload_hash: str) -> str:
     """A task's name; one that lists dozens of operators is cut, and stays the only one of its kind by the hash."""
     return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 9]}_{workload_hash.removeprefix('0x')[:8]}"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
 import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.codegen import pass_config, tir_pipeline
@@ -39,6 +37,8 @@ class Coverage:
     missing: tuple[TaskInfo, ...]
     unscheduled: tuple[TaskInfo, ...] = ()
     """Of those without a record the ones that no sketch fits: they are often a hundred times slower."""
+    growth_bytes: int = 0
+    """By how much weights are larger than they would be with all layers computed directly."""
 
     @property
     def task_share(self) -> float:
@@ -70,12 +70,20 @@ class Coverage:
             "num_covered": len(self.covered),
             "num_tasks": len(self.covered) + len(self.missing),
             "ways": self.ways,
+            "growth_mib": self.growth_bytes / 2**20,
             "missing": [asdict(task) for task in self.missing],
             "unscheduled": [task.name for task in self.unscheduled],
         }
 
 
-def compile_tuned(lowered: LoweredNetwork, target: Target, best_records: Path | None, library: Path) -> Coverage:
+def compile_tuned(
+    lowered: LoweredNetwork,
+    target: Target,
+    best_records: Path | None,
+    library: Path,
+    *,
+    max_bytes: int | None = None,
+) -> Coverage:
     """Builds the network with the fastest record of each layer; beside the library is what stays with ONNX Runtime.
 
     A task without a record runs as its sketch chooses without a measurement.
@@ -85,6 +93,7 @@ def compile_tuned(lowered: LoweredNetwork, target: Target, best_records: Path | 
         target: Device to generate code for.
         best_records: Directory of a database with one record for each workload; see `records.distill`. None for none.
         library: Path of the shared library to write.
+        max_bytes: Size that all constants together may have, as far as ways to compute a layer decide it.
 
     Raises:
         RecordsError: A record's schedule does not apply to its task, or the database cannot be read.
@@ -95,17 +104,18 @@ def compile_tuned(lowered: LoweredNetwork, target: Target, best_records: Path | 
     from tvm.s_tir.meta_schedule.database import JSONDatabase, MemoryDatabase, OrderedUnionDatabase
 
     from ansor_mlflow.device import import_tensor_intrin
-    from ansor_mlflow.lowering.ways import replace_layers  # the door would load TVM
+    from ansor_mlflow.lowering.ways import choose_ways, replace_layers  # the door would load TVM
 
     import_tensor_intrin(target.kind.name)
     chosen = MemoryDatabase()
     try:
         database = JSONDatabase(work_dir=str(best_records), allow_missing=False) if best_records else MemoryDatabase()
-        ways = [_fastest_way(ways, database, target) for ways in _layers(lowered)]
-        covered = [task.info for task, seconds in ways if seconds is not None]
-        missing = [task for task, seconds in ways if seconds is None]
+        ways = choose_ways(lowered, database, target, max_bytes)
+        covered = [way.task.info for way in ways if way.is_recorded]
+        missing = [way.task for way in ways if not way.is_recorded]
         unscheduled = [task.info for task in missing if not _choose(task, target, chosen)]
-        others = {task.info.layer_hash: task.alternative for task, _ in ways if task.alternative is not None}
+        tasks = [way.task for way in ways]
+        others = {task.info.layer_hash: task.alternative for task in tasks if task.alternative is not None}
         with target, OrderedUnionDatabase(database, chosen):
             mod = tvm.transform.Sequential(
                 [
@@ -124,38 +134,8 @@ def compile_tuned(lowered: LoweredNetwork, target: Target, best_records: Path | 
         covered=tuple(covered),
         missing=tuple(task.info for task in missing),
         unscheduled=tuple(unscheduled),
+        growth_bytes=sum(way.growth_bytes for way in ways),
     )
-
-
-def _layers(lowered: LoweredNetwork) -> list[list[TuningTask]]:
-    """The tasks of a network by their layer: the ways to compute it."""
-    layers: dict[str, list[TuningTask]] = {}
-    for task in lowered.tasks:
-        layers.setdefault(task.info.layer_hash, []).append(task)
-    return list(layers.values())
-
-
-def _fastest_way(ways: Sequence[TuningTask], database: Database, target: Target) -> tuple[TuningTask, float | None]:
-    """The way to compute a layer that has the fastest record, and its seconds per call.
-
-    Without any record the estimates of the sketches decide, and there are no seconds.
-    """
-    if len(ways) == 1:
-        return ways[0], _recorded_s(ways[0], database, target)
-    known = [(task, seconds) for task in ways if (seconds := _recorded_s(task, database, target)) is not None]
-    if known:
-        return min(known, key=lambda pair: pair[1])
-    return min(ways, key=lambda task: _estimated_cycles(task, target)), None
-
-
-def _recorded_s(task: TuningTask, database: Database, target: Target) -> float | None:
-    record = database.query_tuning_record(task.mod, target, task.info.name)
-    return None if record is None else fmean(map(float, record.run_secs))
-
-
-def _estimated_cycles(task: TuningTask, target: Target) -> float:
-    programs = find_programs(task.mod, target)
-    return programs.estimated_cycles if programs else math.inf
 
 
 def _choose(task: TuningTask, target: Target, database: Database) -> bool:

@@ -49,7 +49,7 @@ from ansor_mlflow.trials import TuningObserver
 _log = logging.getLogger("ansor_mlflow")
 
 _ENTRY_POINTS: dict[str, type[Options]] = {"tune": TuneOptions, "compile": CompileOptions, "evaluate": EvaluateOptions}
-_FROM_COMPILE = (names.COVERAGE_TASKS, names.COVERAGE_FLOPS)
+_FROM_COMPILE = (names.COVERAGE_TASKS, names.COVERAGE_FLOPS, names.LIBRARY_GROWTH_MIB)
 
 
 @dataclass(frozen=True, kw_only=True)

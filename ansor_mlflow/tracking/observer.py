@@ -178,6 +178,7 @@ def _task_row(task: TaskState) -> dict[str, Any]:
         "stop_reason": task.stop_reason,
         "workload_hash": task.info.workload_hash,
         "layer": task.info.layer_hash,
+        "max_rel_error": task.info.max_rel_error,
     }
 
 

@@ -60,6 +60,7 @@ def _figures(explanation: Explanation) -> list[tuple[str, str]]:
         ("arguments", f"{explanation.argument_bytes / 1e6:.3f} MB, {explanation.flops_per_byte:.1f} FLOPs per byte"),
         ("best time", f"{microseconds(explanation.best_s)} µs, {explanation.gflops_per_s:.1f} GFLOP/s"),
         *([("ways", _ways(explanation))] if len(explanation.ways_s) > 1 else []),
+        *([("error", _error(task.max_rel_error))] if task.max_rel_error is not None else []),
         ("sketch", explanation.sketch or "none: a program of MetaSchedule's space"),
         *([("without trials", _own_choice(explanation.own_ratio))] if explanation.own_ratio is not None else []),
         ("share of time", f"{explanation.time_share:.1%}: {weighted_ms:.3f} of {network_ms:.3f} ms, {of_tasks}"),
@@ -71,6 +72,10 @@ def _ways(explanation: Explanation) -> str:
     """The ways to compute the layer, the one that is taken first."""
     ordered = sorted(explanation.ways_s, key=lambda way: (way != explanation.task.way, explanation.ways_s[way]))
     return ", ".join(f"{way} {microseconds(explanation.ways_s[way])} µs" for way in ordered)
+
+
+def _error(max_rel_error: float) -> str:
+    return f"at most {max_rel_error:.1e} of the largest output of this way, against float64"
 
 
 def _own_choice(ratio: float) -> str:

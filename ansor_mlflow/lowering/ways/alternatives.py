@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tvm import s_tir, tirx
-from tvm.ir import IRModule, TensorLoad, Var
+from tvm.ir import GenericConst, IRModule, TensorLoad, Var
 from tvm.s_tir import Schedule
 from tvm.sym import detect_linear_equation
 from tvm_ffi import structural_mutate, structural_walk
 
 from ansor_mlflow.lowering.lower import CONSTANTS
 from ansor_mlflow.lowering.ways.cook_toom import KERNEL, TILES
+from ansor_mlflow.lowering.ways.errors import error_of
 from ansor_mlflow.lowering.ways.winograd import Convolution, transform_weights, winograd
 from ansor_mlflow.sketches import Contraction, find_contraction
 
@@ -35,6 +37,7 @@ _WEIGHTS = (
 )
 
 
+_FLOAT32_BYTES = 4
 _MAX_EPILOGUE = 8
 """Operators after a convolution, which are written out for every output of a tile."""
 
@@ -65,6 +68,18 @@ class Alternative:
     def suffix(self) -> str:
         """What is added to the name of the function without this way."""
         return f"winograd{self.outputs}"
+
+    @property
+    def growth_bytes(self) -> int:
+        """By how much the weights of a call are larger than in the direct way."""
+        points = (self.outputs + KERNEL - 1) ** 2
+        num_transformed = prod(int(extent) for extent in self.mod["main"].params[self.weights].shape)
+        return _FLOAT32_BYTES * num_transformed * (points - KERNEL**2) // points
+
+    def max_rel_error(self, calls: Sequence[Sequence[GenericConst | None]]) -> float:
+        """The largest error against float64 over the largest output, with the constant arguments of each call."""
+        found = [weights.value.numpy() for call in calls if (weights := call[self.weights]) is not None]
+        return max(error_of(weights, self.outputs) for weights in found)
 
     def transform(self, weights: NDArray[np.float32]) -> NDArray[np.float32]:
         """What takes the place of the weights of the function without this way."""

@@ -21,6 +21,21 @@ def workload_of(function: Any) -> IRModule:
     return _normalize_mod(function.without_attr(_SYMBOL) if _SYMBOL in function.attrs else function)
 
 
+def constants_of(mod: IRModule) -> dict[str, list[list[GenericConst | None]]]:
+    """The constant arguments of each call of a function, None for the others, by the workload's structural hash."""
+    by_name: dict[str, list[list[GenericConst | None]]] = {}
+
+    def visit(expr: Any) -> None:
+        if isinstance(expr, relax.Call) and getattr(expr.op, "name", "") == "relax.call_tir":
+            arguments = [each if isinstance(each, GenericConst) else None for each in expr.args[1]]
+            by_name.setdefault(expr.args[0].name_hint, []).append(arguments)
+
+    for _, function in mod.functions_items():
+        if isinstance(function, relax.Function):
+            relax.analysis.post_order_visit(function, visit)
+    return {shash2hex(workload_of(mod[name])): calls for name, calls in by_name.items()}
+
+
 def replace_layers(mod: IRModule, alternatives: Mapping[str, Alternative]) -> IRModule:
     """A network in which layers are computed in other ways, with their weights transformed.
 

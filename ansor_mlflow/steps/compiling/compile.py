@@ -62,6 +62,8 @@ class Recipe:
     write_best: WriteRecords
     provenance: Mapping[str, object]
     """Where the library comes from: versions, layout, tuning run."""
+    max_bytes: int | None = None
+    """Size that its constants may have."""
 
 
 def compile_network(options: CompileOptions) -> CompileResult:
@@ -93,7 +95,8 @@ def _recipe(options: CompileOptions, scratch: Path) -> tuple[Network, list[Recip
     find_records(recorded.records)  # there are some, or it says what is missing
     used = recorded.options
     device = Device.resolve(used.target, used.num_threads)
-    return load_recorded_network(recorded), [Recipe(used.lowering, device, write_best, provenance_of(recorded))], used
+    recipe = Recipe(used.lowering, device, write_best, provenance_of(recorded), options.max_library_bytes)
+    return load_recorded_network(recorded), [recipe], used
 
 
 def _recipes_for_devices(options: CompileOptions, scratch: Path) -> tuple[Network, list[Recipe], RecordsOptions]:
@@ -111,7 +114,13 @@ def _recipes_for_devices(options: CompileOptions, scratch: Path) -> tuple[Networ
     tuned = [TunedDevice.of(tune_run, options, scratch) for tune_run in options.tune_runs]
     require_one_network(tuned)
     recipes = [
-        Recipe(member.recorded.options.lowering, member.device, member.write_best, provenance_of(member.recorded))
+        Recipe(
+            member.recorded.options.lowering,
+            member.device,
+            member.write_best,
+            provenance_of(member.recorded),
+            options.max_library_bytes,
+        )
         for member in tuned
     ]
     used = tuned[0].recorded.options.model_copy(update={"tune_run": options.tune_run})
@@ -186,7 +195,7 @@ def _compile(
     """Compiles a network, as it was lowered, with the best records in a directory."""
     device, library, best = recipe.device, directory / LIBRARY_FILE, directory / names.BEST_DIR
     _log.info("compiling %s for %s", network.name, device.description)
-    coverage = compile_tuned(lowered, device.target, best, library)
+    coverage = compile_tuned(lowered, device.target, best, library, max_bytes=recipe.max_bytes)
     compiled = CompiledNetwork(
         name=network.name,
         network=file,
@@ -217,7 +226,13 @@ def log_model(libraries: Sequence[CompiledNetwork], run: StepRun, signature: Sig
 
 def _report_coverage(coverage: Coverage, parts: Sequence[PartEntry], run: StepRun) -> None:
     """Says in a run how much of a network the records cover; of several libraries, of the least covered one."""
-    run.log_metrics({names.COVERAGE_TASKS: coverage.task_share, names.COVERAGE_FLOPS: coverage.flops_share})
+    run.log_metrics(
+        {
+            names.COVERAGE_TASKS: coverage.task_share,
+            names.COVERAGE_FLOPS: coverage.flops_share,
+            names.LIBRARY_GROWTH_MIB: coverage.growth_bytes / 2**20,
+        }
+    )
     path = run.directory / names.COVERAGE_FILE
     write_coverage(coverage, parts, path)
     run.log_artifacts(path)

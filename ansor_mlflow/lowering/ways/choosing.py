@@ -1,0 +1,85 @@
+"""Which way each layer of a network is computed in: the one with the fastest record, as far as the library may grow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from ansor_mlflow.lowering.lower import LoweredNetwork, TuningTask
+from ansor_mlflow.sketches import find_programs
+
+if TYPE_CHECKING:
+    from tvm.s_tir.meta_schedule.database import Database
+    from tvm.target import Target
+
+_CYCLES_PER_S = 3e9
+"""Of a CPU, about: estimates of layers without records are weighed against each other and the times of others."""
+
+
+@dataclass(frozen=True)
+class ChosenWay:
+    """A way to compute a layer."""
+
+    task: TuningTask
+    seconds: float
+    """Of a call: as the fastest record says, else as the sketch estimates."""
+    is_recorded: bool
+
+    @property
+    def growth_bytes(self) -> int:
+        """By how much the weights of all calls are larger than in the direct way."""
+        return 0 if self.task.alternative is None else self.task.info.weight * self.task.alternative.growth_bytes
+
+
+def choose_ways(
+    lowered: LoweredNetwork, database: Database, target: Target, max_bytes: int | None = None
+) -> list[ChosenWay]:
+    """One way for each layer.
+
+    Args:
+        lowered: The network.
+        database: Records. A way without one is taken only where no other has one.
+        target: What they are for.
+        max_bytes: Size that all constants together may have. Where they are larger, the layers that lose the least time
+            for each byte are computed in ways with smaller weights.
+    """
+    layers: dict[str, list[TuningTask]] = {}
+    for task in lowered.tasks:
+        layers.setdefault(task.info.layer_hash, []).append(task)
+    ranked = [_ranked(ways, database, target) for ways in layers.values()]
+    if max_bytes is not None:
+        spare = max_bytes - lowered.constant_bytes
+        while sum(ways[0].growth_bytes for ways in ranked) > max(0, spare) and (steps := list(_steps(ranked))):
+            _, layer, number = min(steps)
+            ranked[layer] = ranked[layer][number:]
+    return [ways[0] for ways in ranked]
+
+
+def _ranked(ways: Sequence[TuningTask], database: Database, target: Target) -> list[ChosenWay]:
+    """The ways of a layer, the fastest first; those without a record only where no other has one."""
+    found = []
+    for task in ways:
+        record = database.query_tuning_record(task.mod, target, task.info.name)
+        if record is not None:
+            found.append(ChosenWay(task, fmean(map(float, record.run_secs)), is_recorded=True))
+    if not found and len(ways) == 1:
+        return [ChosenWay(ways[0], 0.0, is_recorded=False)]
+    if not found:
+        found = [ChosenWay(task, _estimated_s(task, target), is_recorded=False) for task in ways]
+    return sorted(found, key=lambda way: way.seconds)
+
+
+def _estimated_s(task: TuningTask, target: Target) -> float:
+    programs = find_programs(task.mod, target)
+    return programs.estimated_cycles / _CYCLES_PER_S if programs else math.inf
+
+
+def _steps(ranked: Sequence[Sequence[ChosenWay]]) -> Iterator[tuple[float, int, int]]:
+    """Yields what may be done to make weights smaller: the seconds lost for each byte, the layer, and the way."""
+    for layer, (first, *others) in enumerate(ranked):
+        for number, other in enumerate(others, start=1):
+            if (saved := first.growth_bytes - other.growth_bytes) > 0:
+                yield (other.seconds - first.seconds) * first.task.info.weight / saved, layer, number

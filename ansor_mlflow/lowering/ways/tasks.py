@@ -1,0 +1,80 @@
+"""The tasks of a network with the other ways to compute their layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from tvm.ir import GenericConst, IRModule
+from tvm.s_tir.meta_schedule.utils import shash2hex
+
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.lowering.lower import TuningTask, short_name
+from ansor_mlflow.lowering.ways.alternatives import Alternative, NoOtherWayError, find_alternatives
+from ansor_mlflow.lowering.ways.rewriting import constants_of
+from ansor_mlflow.settings import Algorithm
+
+_MAX_REL_ERROR = 1e-4
+"""Largest error of a layer in another way: that which the outputs of a network may have."""
+_MIN_FLOPS = 1e7
+"""Operations of a layer for which other ways get trials; smaller ones take microseconds however they are computed."""
+_MAX_SHOWN = 3
+
+
+def with_other_ways(
+    mod: IRModule, tasks: Sequence[TuningTask], algorithm: Algorithm, called: str
+) -> tuple[TuningTask, ...]:
+    """Adds to each task those of the other ways to compute it, as far as they are exact enough.
+
+    Args:
+        mod: The network, lowered.
+        tasks: Its tasks.
+        algorithm: "auto", or "winograd", which leaves the direct way out where there is another.
+        called: What messages call the network.
+
+    Raises:
+        UserInputError: Only other ways are wanted, and there is none.
+    """
+    constants = constants_of(mod)
+    found: list[TuningTask] = []
+    reasons = []
+    for task in tasks:
+        others: list[TuningTask] = []
+        try:
+            if algorithm == "winograd" or task.info.flops >= _MIN_FLOPS:
+                others = list(_in_other_ways(task, constants[task.info.workload_hash]))
+        except NoOtherWayError as err:
+            reasons.append(f"{task.info.name}: {err}")
+        found += others if algorithm == "winograd" and others else [task, *others]
+    if algorithm == "winograd" and len(found) == len(tasks) == len(reasons):
+        raise UserInputError(
+            f"network={called}: algorithm=winograd, but no layer can be computed so: "
+            f"{', '.join(reasons[:_MAX_SHOWN])}; give auto or direct"
+        )
+    return tuple(replace(task, info=replace(task.info, index=index)) for index, task in enumerate(found))
+
+
+def _in_other_ways(task: TuningTask, calls: Sequence[Sequence[GenericConst | None]]) -> Iterator[TuningTask]:
+    """Yields the tasks of a task's other ways.
+
+    Raises:
+        NoOtherWayError: There is none.
+    """
+    for way in find_alternatives(task.mod):
+        max_rel_error = way.max_rel_error(calls)
+        if max_rel_error <= _MAX_REL_ERROR:
+            yield _in_another_way(task, way, max_rel_error)
+
+
+def _in_another_way(task: TuningTask, way: Alternative, max_rel_error: float) -> TuningTask:
+    workload_hash = shash2hex(way.mod)
+    info = replace(
+        task.info,
+        name=short_name(f"{task.info.name}_{way.suffix}", workload_hash),
+        flops=way.flops,
+        workload_hash=workload_hash,
+        way=way.way,
+        layer=task.info.workload_hash,
+        max_rel_error=max_rel_error,
+    )
+    return TuningTask(info=info, mod=way.mod, alternative=way)
