@@ -37,7 +37,17 @@ from ansor_mlflow.networks.loading import load_network
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.sketches.choice import find_programs
-from ansor_mlflow.trials import TaskInfo, TaskState, TrialStatus, estimated_latency_s
+from ansor_mlflow.tracking.report.history import TuningHistory
+from ansor_mlflow.trials import (
+    Durations,
+    TaskInfo,
+    TaskState,
+    Trial,
+    TrialStatus,
+    TuningPlan,
+    TuningRound,
+    estimated_latency_s,
+)
 from ansor_mlflow.tuning.scheduler import GradientScheduler
 from ansor_mlflow.tuning.stopping import outrun_tasks, resolve_num_trials
 
@@ -423,6 +433,29 @@ def test_only_what_a_way_may_gain_over_the_fastest_counts() -> None:
     assert 0 in picks
     ways[0].stop_reason = "plateau"
     assert Counter(scheduler.next_task(ways) for _ in range(50)).most_common(1)[0][0] == 2
+
+
+def test_the_report_counts_a_layer_once() -> None:
+    """It began with the direct way, and ended with another: that is its gain."""
+    ways = states(None, None, trials=0)
+    history = TuningHistory()
+    history.begin(TuningPlan(network="conv", target="llvm", tasks=tuple(way.info for way in ways), num_trials=2))
+    for step, (way, run_s) in enumerate(zip(ways, (3e-3, 1e-3), strict=True), start=1):
+        trial = Trial(step=step, task=way.info.name, status=TrialStatus.OK, run_s=(run_s,))
+        way.add(trial)
+        history.add(
+            TuningRound(
+                trials=(trial,),
+                task=way.snapshot(),
+                tasks=tuple(each.snapshot() for each in ways),
+                total_trials=step,
+                elapsed_s=1.0,
+                durations=Durations(),
+            )
+        )
+    assert (history.before_s, history.after_s) == (3e-3, 1e-3)
+    assert [task.gain_s for task in history.tasks] == [0, 2e-3]
+    assert [point.latency_s for point in history.curve] == [3e-3, 1e-3]
 
 
 def test_a_budget_needs_a_trial_for_each_layer_not_for_each_way() -> None:
