@@ -17,7 +17,7 @@ import pytest
 from helpers.untuned import compiled_untuned
 
 from ansor_mlflow import flavor
-from ansor_mlflow.device import HugePages, NewMemory
+from ansor_mlflow.device import HugePages, NewMemory, try_huge_pages
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering import lower
 from ansor_mlflow.model import LoadOptions
@@ -100,6 +100,12 @@ def test_what_was_there_before_is_left_alone() -> None:
 def test_arguments_of_candidates_get_them() -> None:
     ((tensor,),) = random_arguments((("TENSOR", "float32", (2048, 2048)),)).take(1)
     assert huge_mib(np.from_dlpack(tensor)) >= 12
+
+
+def test_the_environment_says_what_there_is() -> None:
+    found = try_huge_pages()
+    assert found.got_bytes >= 2 * MIB
+    assert found.got_bytes <= found.asked_bytes
 
 
 def test_what_was_got_is_said() -> None:

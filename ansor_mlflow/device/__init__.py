@@ -3,7 +3,7 @@
 from ansor_mlflow.device.cgroups import cpu_quota, memory_left
 from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.fingerprints import DeviceFingerprint, fingerprint, why_not_runnable
-from ansor_mlflow.device.pages import HugePages, NewMemory, return_freed_memory
+from ansor_mlflow.device.pages import HugePages, NewMemory, return_freed_memory, try_huge_pages
 from ansor_mlflow.device.targets import (
     architecture_of,
     cpu_features,

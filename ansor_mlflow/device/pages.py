@@ -17,6 +17,8 @@ from pathlib import Path
 
 _HUGE_BYTES = 2 << 20
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+_NUM_TRIED = 4
+"""Huge pages that are asked for to see whether there are any: one more than those that lie in the memory as a whole."""
 _MIN_FILLED = 0.9
 """Share of a huge page that must be in memory before, so that a process grows by a tenth at most."""
 _MAPS = Path("/proc/self/maps")
@@ -42,6 +44,14 @@ def return_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
+
+
+def try_huge_pages() -> HugePages:
+    """What Linux gives of a few megabytes here: a kernel, a container or a sandbox may not have them."""
+    memory = NewMemory()
+    with mmap.mmap(-1, _NUM_TRIED * _HUGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as tried:
+        tried.write(bytes(len(tried)))
+        return memory.collapse()
 
 
 class NewMemory:

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from ansor_mlflow.device import DeviceFingerprint, available_cpus
+from ansor_mlflow.device import DeviceFingerprint, available_cpus, try_huge_pages
 from ansor_mlflow.names import RIVALS
 
 _PACKAGES = ("ansor_mlflow", "apache-tvm", "apache-tvm-ffi", "mlflow", "numpy", "onnx", *RIVALS, "xgboost")
@@ -26,6 +26,7 @@ def describe_environment(device: DeviceFingerprint) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "available_cpus": available_cpus(),
         "memory_bytes": psutil.virtual_memory().total,
+        "huge_pages": str(try_huge_pages()),
         "load_average": os.getloadavg(),
         "target": device.target,
         "num_threads": device.num_threads,

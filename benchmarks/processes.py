@@ -1,0 +1,95 @@
+"""How far processes that run the same model differ, with huge pages and without.
+
+    python benchmarks/processes.py --model models:/resnet-18/1 --json result.json
+
+A process may be slow for as long as it lives, by where its pages of 4 KiB happen to lie. Each process loads the model
+and times its calls; those with huge pages and those without take turns.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import numpy as np
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from ansor_mlflow.measuring import call_once, in_child_process, measure_call
+from ansor_mlflow.tensors import random_inputs
+
+_MEASURE_S = 1.0
+_SIDES = {"huge pages": True, "pages of 4 KiB": False}
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--model", required=True, help="Directory or URI of a model.")
+@click.option("--processes", default=20, type=click.IntRange(min=1), help="Number of each kind.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for the figures.")
+def main(model: str, processes: int, json_file: Path | None) -> None:
+    """Time the calls of a model in many processes."""
+    from mlflow.artifacts import download_artifacts
+
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in _SIDES}
+    with tempfile.TemporaryDirectory(prefix="processes-") as scratch:
+        directory = Path(model if Path(model).is_dir() else download_artifacts(artifact_uri=model, dst_path=scratch))
+        for _ in range(processes):
+            for side, huge_pages in _SIDES.items():
+                found[side].append(in_child_process(call_once, partial(_process, directory, huge_pages)))
+    figures = {side: {**_figures(of_side), "processes": of_side} for side, of_side in found.items()}
+    _print(figures)
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=1))
+
+
+def _process(directory: Path, huge_pages: bool) -> Callable[[], dict[str, float]]:
+    """Times a model in this process."""
+
+    def run() -> dict[str, float]:
+        from ansor_mlflow import flavor
+
+        model = flavor.load_model(str(directory), huge_pages=huge_pages)
+        inputs = random_inputs(model.inputs, 0)
+        return {
+            "latency_ms": median(measure_call(lambda: model.run(inputs), measure_s=_MEASURE_S)) * 1e3,
+            "huge_mib": model.huge_pages.got_bytes / 2**20,
+            "memory_mib": psutil.Process().memory_info().rss / 2**20,
+        }
+
+    return run
+
+
+def _figures(processes: list[dict[str, float]]) -> dict[str, float]:
+    medians = [process["latency_ms"] for process in processes]
+    return {
+        "median_ms": median(medians),
+        "p90_over_median": float(np.percentile(medians, 90)) / median(medians),
+        "max_over_median": max(medians) / median(medians),
+        "memory_mib": median(process["memory_mib"] for process in processes),
+        "huge_mib": median(process["huge_mib"] for process in processes),
+    }
+
+
+def _print(figures: dict[str, dict[str, Any]]) -> None:
+    table = Table("", "median ms", "p90 / median", "max / median", "memory MiB", "huge MiB")
+    for side, found in figures.items():
+        table.add_row(
+            side,
+            f"{found['median_ms']:.4g}",
+            f"{found['p90_over_median']:.3f}",
+            f"{found['max_over_median']:.3f}",
+            f"{found['memory_mib']:.0f}",
+            f"{found['huge_mib']:.0f}",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
