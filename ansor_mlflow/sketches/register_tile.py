@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from ansor_mlflow.sketches.contraction import Contraction
 from ansor_mlflow.sketches.estimate import LAUNCH_CYCLES, Estimate
 from ansor_mlflow.sketches.machine import Machine
-from ansor_mlflow.sketches.tile import PadAt, RegisterTile, TiledAxes
+from ansor_mlflow.sketches.tile import PadAt, RegisterTile, TiledAxes, divisors, power_of_two
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -79,7 +79,7 @@ class RegisterTiling:
         axes, registers = self._axes, self._machine.num_registers
         for lanes in self._lanes():
             for vectors, columns in itertools.product(range(1, _MAX_VECTORS + 1), range(1, _MAX_COLUMNS + 1)):
-                for rows in _divisors(axes.rows, _MAX_ROWS):
+                for rows in divisors(axes.rows, _MAX_ROWS):
                     fits = vectors * columns * rows + vectors + 1 <= registers
                     is_even = axes.columns % columns == 0 or axes.columns // columns < _MAX_COPIES
                     in_group = self._contraction.group % (vectors * lanes) == 0
@@ -88,17 +88,17 @@ class RegisterTiling:
 
     def _lanes(self) -> list[int]:
         """Widths of vectors that divide the channels of a group, the two widest."""
-        widest = _power_of_two(self._contraction.group, self._machine.lanes(self._contraction.num_bytes))
+        widest = power_of_two(self._contraction.group, self._machine.lanes(self._contraction.num_bytes))
         return [widest] if widest == 1 else [widest, widest // 2]
 
     def _jobs(self, micro: tuple[int, int, int, int]) -> Iterator[RegisterTile]:
         """The ways to share a tile in registers among jobs."""
         lanes, vectors, columns, rows = micro
         axes = self._axes
-        channel_tiles = _divisors(ceil(axes.channels / (lanes * vectors)))
-        column_tiles = _divisors(axes.columns // columns) if axes.rows == 1 and axes.columns % columns == 0 else [0]
+        channel_tiles = divisors(ceil(axes.channels / (lanes * vectors)))
+        column_tiles = divisors(axes.columns // columns) if axes.rows == 1 and axes.columns % columns == 0 else [0]
         for per_channels, per_rows, per_columns in itertools.product(
-            channel_tiles, _divisors(axes.rows // rows), column_tiles
+            channel_tiles, divisors(axes.rows // rows), column_tiles
         ):
             for pad_at, channels_outside in itertools.product(self._pad_places(rows), (True, False)):
                 tile = RegisterTile(
@@ -227,7 +227,7 @@ class RegisterTiling:
 
     def _vectorize_innermost(self, sch: Schedule, block: SBlockRV) -> None:
         loop = sch.get_loops(block)[-1]
-        lanes = _power_of_two(int(sch.get(loop).extent), self._machine.lanes(self._contraction.num_bytes))
+        lanes = power_of_two(int(sch.get(loop).extent), self._machine.lanes(self._contraction.num_bytes))
         sch.vectorize(sch.split(loop, [None, lanes])[1])
 
     def _num_inside(self, sch: Schedule, block: object, loop: object) -> int:
@@ -245,12 +245,3 @@ class RegisterTiling:
         for loop in loops[:-1]:
             sch.unroll(loop)
         sch.vectorize(loops[-1])
-
-
-def _divisors(number: int, most: int | None = None) -> list[int]:
-    return [divisor for divisor in range(1, min(number, most or number) + 1) if number % divisor == 0]
-
-
-def _power_of_two(extent: int, most: int) -> int:
-    """The largest power of two that divides an extent, and is not above `most`."""
-    return min(extent & -extent, most)

@@ -75,3 +75,13 @@ class TiledAxes:
         """Jobs by which all other axes are."""
         columns = self.columns // (tile.columns * tile.column_tiles) if tile.column_tiles else 1
         return self.outer * (self.rows // (tile.rows * tile.row_tiles)) * columns
+
+
+def divisors(number: int, most: int | None = None) -> list[int]:
+    """The divisors of a number that are not above `most`."""
+    return [divisor for divisor in range(1, min(number, most or number) + 1) if number % divisor == 0]
+
+
+def power_of_two(extent: int, most: int) -> int:
+    """The largest power of two that divides an extent, and is not above `most`."""
+    return min(extent & -extent, most)

@@ -18,12 +18,15 @@ From the outside in, for the blocks that `lowering.ways` makes:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
+from ansor_mlflow.sketches.estimate import LAUNCH_CYCLES
 from ansor_mlflow.sketches.machine import Machine
+from ansor_mlflow.sketches.tile import divisors, power_of_two
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -31,7 +34,8 @@ if TYPE_CHECKING:
     from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 _PAD, _COLUMNS, _DATA, _PRODUCT, _ROWS = (f"winograd_{name}" for name in ("pad", "columns", "data", "product", "rows"))
-_MAX_VECTORS, _MAX_TILES = 6, 30
+_FLOAT32_BYTES = 4
+_MAX_VECTORS = 6
 _MAX_COPIES = 16
 """Column tiles of which the last one is narrower: each of them is a copy of the program."""
 _MAX_JOBS_PER_THREAD = 64
@@ -41,10 +45,9 @@ _MAX_PROGRAMS = 256
 _L1_BYTES, _L2_BYTES = 24 * 1024, 384 * 1024
 _AGAIN_FROM_L2 = 2.0
 """Time to read a vector of weights from the second cache over that from the first."""
-_LAUNCH_CYCLES = 6000
 _TERMS = 4.0
-"""Of a sum in a transform, about."""
-_BYTES_PER_CYCLE = {"shared": 8.0, "memory": 5.0}
+"""Terms of a sum in a transform, about."""
+_BYTES_PER_CYCLE = {"memory": 5.0, "shared": 8.0}
 """What a core reads of weights for the first time, and again from the last cache."""
 _STALL = 0.5
 """Share of the shorter of reading and computing that is not hidden behind the longer."""
@@ -141,29 +144,28 @@ class WinogradTiling:
     def cycles(self, tile: WinogradTile) -> float:
         """Estimated cycles of a call."""
         shape, threads = self._shape, self._machine.num_threads if tile.parallel else 1
-        num_jobs = tile.channel_jobs * shape.batch * (shape.down // tile.tile_rows)
-        per_thread = ceil(num_jobs / threads)
+        per_thread = ceil(self._num_jobs(tile) / threads)
         num_tiles = tile.tile_rows * shape.across
         channels = shape.channels_out // tile.channel_jobs
-        width = max(0.5, tile.lanes * 4 / 64)  # two narrow vectors in a cycle, or a wide one
+        width = max(0.5, tile.lanes * _FLOAT32_BYTES / 64)  # two narrow vectors in a cycle, or a wide one
         full, rest = divmod(num_tiles, tile.tiles)
         steps = full * self._step(tile, tile.tiles, width) + (self._step(tile, rest, width) if rest else 0)
         product = shape.size**2 * (channels // (tile.lanes * tile.vectors)) * steps * shape.channels_in
         into = num_tiles * shape.channels_in / self._lanes(shape.channels_in) * 2 * _TERMS * shape.size**2
         back = num_tiles * channels / tile.lanes * (shape.size + shape.outputs) * _TERMS * shape.outputs
-        weight_bytes = 4 * shape.size**2 * shape.channels_in * channels
+        weight_bytes = _FLOAT32_BYTES * shape.size**2 * shape.channels_in * channels
         num_reads = ceil(tile.channel_jobs / threads)
         weights = weight_bytes * num_reads / _BYTES_PER_CYCLE["memory"]
         if weight_bytes > _L2_BYTES:
             weights += weight_bytes * (per_thread - num_reads) / _BYTES_PER_CYCLE["shared"]
         short, long = sorted((per_thread * product, weights))
         transforms = per_thread * width * (into + back)
-        return long + _STALL * short + transforms + (_LAUNCH_CYCLES if tile.parallel else 0)
+        return long + _STALL * short + transforms + (LAUNCH_CYCLES if tile.parallel else 0)
 
     def _step(self, tile: WinogradTile, tiles: int, width: float) -> float:
         """Cycles of the sums in registers for one input channel."""
         element = 0.5 if self._machine.broadcasts_operands else 1.0
-        panel_bytes = 4 * tile.lanes * tile.vectors * self._shape.channels_in
+        panel_bytes = _FLOAT32_BYTES * tile.lanes * tile.vectors * self._shape.channels_in
         weights = tile.vectors * width * (1.0 if panel_bytes <= _L1_BYTES else _AGAIN_FROM_L2)
         return max(tile.vectors * tiles * width, weights + tiles * element, 4.0)
 
@@ -242,33 +244,39 @@ class WinogradTiling:
         self._finish(sch, loops)
 
     def _lanes(self, extent: int) -> int:
-        return min(extent & -extent, self._machine.lanes(4))
+        """Elements of the widest vector that divides an extent."""
+        return power_of_two(extent, self._machine.lanes(_FLOAT32_BYTES))
 
     def _possible(self) -> Iterator[WinogradTile]:
-        shape, threads = self._shape, self._machine.num_threads
+        """All tiles whose sums fit into the registers, and whose jobs are neither too many nor too large."""
+        shape, machine = self._shape, self._machine
         lanes = self._lanes(shape.channels_out)
         num_vectors = shape.channels_out // lanes
-        for vectors in _divisors(num_vectors, _MAX_VECTORS):
-            for channel_jobs in _divisors(num_vectors // vectors):
-                for tile_rows in _divisors(shape.down):
-                    num_jobs = channel_jobs * shape.batch * (shape.down // tile_rows)
-                    if num_jobs > _MAX_JOBS_PER_THREAD * threads:
-                        continue
-                    num_tiles = tile_rows * shape.across
-                    num_bytes = 4 * shape.size**2 * num_tiles * (shape.channels_in + shape.channels_out // channel_jobs)
-                    if num_bytes > _MAX_JOB_BYTES:
-                        continue
-                    for tiles in range(1, min(num_tiles, _MAX_TILES) + 1):
-                        fits = vectors * tiles + vectors + 1 <= self._machine.num_registers
-                        if fits and (num_tiles % tiles == 0 or num_tiles // tiles < _MAX_COPIES):
-                            yield WinogradTile(
-                                lanes=lanes,
-                                vectors=vectors,
-                                tiles=tiles,
-                                tile_rows=tile_rows,
-                                channel_jobs=channel_jobs,
-                                parallel=threads > 1,
-                            )
+        for vectors, tile_rows in itertools.product(divisors(num_vectors, _MAX_VECTORS), divisors(shape.down)):
+            num_tiles = tile_rows * shape.across
+            most = min(num_tiles, (machine.num_registers - vectors - 1) // vectors)
+            sizes = [n for n in range(1, most + 1) if num_tiles % n == 0 or num_tiles // n < _MAX_COPIES]
+            for channel_jobs, tiles in itertools.product(divisors(num_vectors // vectors), sizes):
+                tile = WinogradTile(
+                    lanes=lanes,
+                    vectors=vectors,
+                    tiles=tiles,
+                    tile_rows=tile_rows,
+                    channel_jobs=channel_jobs,
+                    parallel=machine.num_threads > 1,
+                )
+                is_small = tile_rows == 1 or self._job_bytes(tile) <= _MAX_JOB_BYTES
+                if is_small and self._num_jobs(tile) <= _MAX_JOBS_PER_THREAD * machine.num_threads:
+                    yield tile
+
+    def _num_jobs(self, tile: WinogradTile) -> int:
+        return tile.channel_jobs * self._shape.batch * (self._shape.down // tile.tile_rows)
+
+    def _job_bytes(self, tile: WinogradTile) -> int:
+        """Size of what a job keeps of its tiles: transformed, and multiplied."""
+        shape = self._shape
+        num_channels = shape.channels_in + shape.channels_out // tile.channel_jobs
+        return _FLOAT32_BYTES * shape.size**2 * tile.tile_rows * shape.across * num_channels
 
 
 def _inside(sch: Schedule, block: SBlockRV, loop: LoopRV) -> list[LoopRV]:
@@ -280,7 +288,3 @@ def _inside(sch: Schedule, block: SBlockRV, loop: LoopRV) -> list[LoopRV]:
 
 def _extents(block: Any) -> list[int]:
     return [int(var.dom.extent) for var in block.iter_vars]
-
-
-def _divisors(number: int, most: int | None = None) -> list[int]:
-    return [divisor for divisor in range(1, min(number, most or number) + 1) if number % divisor == 0]
