@@ -112,7 +112,7 @@ def test_a_program_is_a_rival_when_it_is_compiled(pytorch: TorchProcess, program
 
 
 @pytest.mark.system
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("experiment_id")
 def test_a_tuned_program_is_compared_with_its_compilation_by_pytorch(programs: Path, tmp_path: Path) -> None:
     """By the pipeline, which knows where the program is, and then by a promotion."""
