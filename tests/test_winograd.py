@@ -50,6 +50,7 @@ from ansor_mlflow.trials import (
 )
 from ansor_mlflow.tuning.scheduler import GradientScheduler
 from ansor_mlflow.tuning.stopping import outrun_tasks, resolve_num_trials
+from ansor_mlflow.tuning.workers.arguments import random_arguments
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -143,6 +144,19 @@ def test_weights_that_are_no_constants_have_no_other_way(host_target: Target) ->
     task = max(lowered.tasks, key=lambda task: task.info.flops)
     with pytest.raises(NoOtherWayError, match="its weights are no constants"):
         find_alternatives(task.mod)
+
+
+def test_what_comes_before_a_convolution_is_no_padding(host_target: Target) -> None:
+    """An element that is computed is another one than that which is read."""
+    from tvm.script import from_source
+
+    mod = layer_of(conv(9, 9, 16, 16), host_target).mod
+    text = mod.script()
+    assert find_alternatives(from_source(text))
+    first, last = text.index("T.if_then_else("), text.index("T.float32(0.0))") + len("T.float32(0.0))")
+    other = from_source(f"{text[:first]}T.max({text[first:last]}, T.float32(0.0)){text[last:]}")
+    with pytest.raises(NoOtherWayError, match="its input is not padded with zeros alone"):
+        find_alternatives(other)
 
 
 def test_a_network_without_such_a_layer_cannot_be_forced(host_target: Target) -> None:
@@ -246,6 +260,17 @@ def test_a_residual_block_is_right_on_every_machine(target: str, tmp_path: Path)
     assert all(way.startswith("winograd") for way in ways)
     assert not coverage.unscheduled
     assert output_error(tmp_path / "model.so", residual_block()) <= ERRORS[4]
+
+
+def test_padding_may_differ_on_every_side(host_target: Target, tmp_path: Path) -> None:
+    builder = GraphBuilder(seed=0)
+    weights = builder.he_normal("weights", (24, 16, 3, 3))
+    output = builder.node("Conv", "output", builder.input("data", (1, 16, 11, 14)), weights, pads=[0, 2, 1, 0])
+    model = builder.build("uneven", {output: (1, 24, 10, 14)})
+    lowered = lower(model, host_target, LoweringSettings(algorithm="winograd"))
+    coverage = compile_tuned(lowered, host_target, None, tmp_path / "model.so")
+    assert coverage.has_other_ways
+    assert output_error(tmp_path / "model.so", model) <= ERRORS[4]
 
 
 def test_programs_compile_for_other_machines() -> None:
@@ -358,6 +383,29 @@ def test_a_library_that_may_not_grow_takes_the_smaller_way(host_target: Target, 
         (found[limit],) = [task.way for task in coverage.covered]
         assert coverage.growth_bytes == {"direct": 0, "winograd 2x2": 7, "winograd 4x4": 27}[found[limit]] * 64 * 64 * 4
     assert found == {1.0: "winograd 4x4", 0.3: "winograd 2x2", 0.1: "direct", None: "winograd 4x4"}
+
+
+# -- weights as cold as the network leaves them -----------------------------------------------------------------------
+
+
+def test_the_constants_of_a_network_are_its_parameters(host_target: Target) -> None:
+    """Several layers of the same size among them."""
+    network = load_network("resnet-block")
+    assert lower(network.model, host_target).constant_bytes == 4 * (2 * 9 * 64 * 64 + 2 * 64)
+
+
+def test_each_call_takes_the_next_copy_of_the_weights() -> None:
+    """Copies fill as much memory as the network's constants; a bias stays where it is."""
+    infos = (("TENSOR", "float32", (4,)), ("TENSOR", "float32", (256, 256)), ("TENSOR", "float32", (8,)))
+    arguments_ = random_arguments(infos, constants=(1, 2), network_bytes=5 * 2**18)
+    calls = arguments_.take(11)
+    places = [[tensor.data_ptr() for tensor in call] for call in calls]
+    assert arguments_.num_copies == 5
+    assert len({weights for _, weights, _ in places}) == 5
+    assert places[0] == places[5] == places[10]
+    assert len({(data, bias) for data, _, bias in places}) == 1
+    np.testing.assert_array_equal(calls[0][1].numpy(), calls[1][1].numpy())
+    assert random_arguments(infos, constants=(1, 2)).num_copies == 1
 
 
 # -- what the loop makes of it -----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ older records useless: raise `LOWERING_VERSION` with such a change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -237,8 +238,7 @@ def _constant_bytes(function: object) -> int:
 
     def visit(expr: object) -> None:
         if isinstance(expr, GenericConst):
-            array = expr.value.numpy()
-            sizes[array.ctypes.data] = array.nbytes
+            sizes[expr.value.data_ptr()] = math.prod(expr.value.shape) * expr.value.dtype.itemsize
 
     relax.analysis.post_order_visit(function, visit)
     return sum(sizes.values())

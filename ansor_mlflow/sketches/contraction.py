@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from tvm.s_tir import Schedule
     from tvm.s_tir.schedule import SBlockRV
 
+MAX_EPILOGUE = 8
+"""Operators after a sum that are computed while it is written; a GELU is seven. More of them, in every copy of an
+unrolled tile, would take the compiler minutes."""
 _SPATIAL, _REDUCTION = 0, 2
 """TVM's numbers for iterators of a block."""
 

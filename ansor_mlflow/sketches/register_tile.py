@@ -22,7 +22,7 @@ from dataclasses import replace
 from math import ceil, prod
 from typing import TYPE_CHECKING
 
-from ansor_mlflow.sketches.contraction import Contraction
+from ansor_mlflow.sketches.contraction import MAX_EPILOGUE, Contraction
 from ansor_mlflow.sketches.estimate import LAUNCH_CYCLES, Estimate
 from ansor_mlflow.sketches.machine import Machine
 from ansor_mlflow.sketches.tile import PadAt, RegisterTile, TiledAxes, divisors, power_of_two
@@ -47,9 +47,6 @@ _MAX_TILES = 512
 """Tiles that may get a trial."""
 _SMALL_WORK = 50_000
 """Multiply-adds that take a few microseconds even one after the other."""
-_MAX_EPILOGUE = 8
-"""Operators after a sum that are computed while it is written; a GELU is seven. More of them, in every copy of the
-unrolled tile, would take the compiler minutes."""
 _NUM_MICRO = 48
 """Tiles in registers whose jobs are looked at."""
 
@@ -164,7 +161,7 @@ class RegisterTiling:
         write = sch.cache_write(block, 0, "local")
         innermost_tile = tiles[-1] if tiles else channel_tile
         sch.reverse_compute_at(write, innermost_tile)
-        is_long = len(found.epilogue) > _MAX_EPILOGUE
+        is_long = len(found.epilogue) > MAX_EPILOGUE
         if found.epilogue and not is_long:
             sch.reverse_compute_inline(sch.get_sblock(found.epilogue[-1]))
         job = sch.fuse(*jobs)

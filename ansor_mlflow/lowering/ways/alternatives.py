@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -13,13 +13,13 @@ from tvm import s_tir, tirx
 from tvm.ir import GenericConst, IRModule, TensorLoad, Var
 from tvm.s_tir import Schedule
 from tvm.sym import detect_linear_equation
-from tvm_ffi import structural_mutate, structural_walk
+from tvm_ffi import structural_mutate
 
 from ansor_mlflow.lowering.lower import CONSTANTS
 from ansor_mlflow.lowering.ways.cook_toom import KERNEL, TILES
 from ansor_mlflow.lowering.ways.errors import error_of
 from ansor_mlflow.lowering.ways.winograd import Convolution, transform_weights, winograd
-from ansor_mlflow.sketches import Contraction, find_contraction
+from ansor_mlflow.sketches import MAX_EPILOGUE, Contraction, find_contraction
 
 _DATA = (
     (1, 0, 0, 0, 0, 0, 0),
@@ -35,11 +35,7 @@ _WEIGHTS = (
     (0, 0, 0, 0, 0, 0, 1),
     (0, 0, 0, 1, 0, 0, 0),
 )
-
-
 _FLOAT32_BYTES = 4
-_MAX_EPILOGUE = 8
-"""Operators after a convolution, which are written out for every output of a tile."""
 
 
 class NoOtherWayError(Exception):
@@ -122,7 +118,7 @@ def _layer(mod: IRModule, found: Contraction) -> Convolution:
         raise NoOtherWayError("its weights are no constants")
     if any(str(parameter.dtype) != "float32" for parameter in function.params):
         raise NoOtherWayError("it is not in float32")
-    if len(found.epilogue) > _MAX_EPILOGUE:
+    if len(found.epilogue) > MAX_EPILOGUE:
         raise NoOtherWayError("too much follows it to be computed as it is written")
     if not found.producers:
         raise NoOtherWayError("its input is not padded by a block of its own")
@@ -150,27 +146,23 @@ def _padding(mod: IRModule, name: str) -> tuple[int, int, int, int]:
     sch = Schedule(mod)
     block = sch.get(sch.get_sblock(name))
     variables = [var.var for var in block.iter_vars]
-    loads = list(_loads(block))
-    shifts = [detect_linear_equation(index, variables) for load in loads for index in load.indices]
-    is_shift = (
-        len(loads) == 1
-        and len(variables) == 4
-        and all(
-            [int(coefficient) for coefficient in shift[:-1]] == [int(place == number) for place in range(4)]
-            for number, shift in enumerate(shifts)
-        )
-    )
-    if not is_shift:
+    load = _padded_load(block.body.value)
+    shifts = [] if load is None else [detect_linear_equation(index, variables) for index in load.indices]
+    identity = np.eye(len(variables), dtype=int).tolist()
+    if load is None or [[int(coefficient) for coefficient in shift[:-1]] for shift in shifts] != identity:
         raise NoOtherWayError("its input is not padded with zeros alone")
-    _, height, width, _ = (int(extent) for extent in loads[0].source.shape)
+    _, height, width, _ = (int(extent) for extent in load.source.shape)
     _, top, left, _ = (-int(shift[-1]) for shift in shifts)
     return height, width, top, left
 
 
-def _loads(block: Any) -> Iterator[Any]:
-    loads: list[Any] = []
-    structural_walk(block.body, (TensorLoad, loads.append))
-    yield from loads
+def _padded_load(value: Any) -> Any:
+    """What an element of a padded array is read from: as it is, or where there is no zero; None for other elements."""
+    if str(getattr(getattr(value, "op", None), "name", "")).endswith("if_then_else"):
+        _, value, otherwise = value.args
+        if getattr(otherwise, "value", None) != 0:
+            return None
+    return value if isinstance(value, TensorLoad) else None
 
 
 def _alternative(mod: IRModule, found: Contraction, layer: Convolution, outputs: int) -> Alternative:

@@ -95,9 +95,11 @@ def random_arguments(
         network_bytes: Size of all constants of the network. Within it, they pass through the caches between two calls
             of a kernel. Here copies of the task's own do: each call takes the next one.
     """
+    large = {number: args_info[number] for number in constants if num_bytes((args_info[number],)) >= _MIN_ROTATED_BYTES}
+    num_copies = max(1, round(copied_bytes(network_bytes) / num_bytes(tuple(large.values())))) if large else 1
     keys = [
-        (position, info[1], math.prod(info[2]), _num_copies(info, network_bytes) if position in constants else 1)
-        for position, info in enumerate(args_info)
+        (position, dtype, math.prod(shape), num_copies if position in large else 1)
+        for position, (_, dtype, shape) in enumerate(args_info)
     ]
     if _filled.keys() != set(keys):
         _filled.clear()  # before the new ones take memory
@@ -105,12 +107,6 @@ def random_arguments(
         _filled.update({key: _fill(*key[1:]) for key in keys})
         memory.collapse()  # as in a model that is loaded
     return Arguments([(_filled[key], key[-1]) for key in keys], args_info, _turns)
-
-
-def _num_copies(info: ArgInfo, network_bytes: int) -> int:
-    """Copies of a constant that fill as much memory as all constants of its network, as far as that matters."""
-    size = num_bytes((info,))
-    return 1 if size < _MIN_ROTATED_BYTES else max(1, round(copied_bytes(network_bytes) / size))
 
 
 def _view(tensor: Any, number: int, info: ArgInfo) -> Any:
