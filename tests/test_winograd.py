@@ -222,8 +222,24 @@ def test_weights_are_transformed_in_float64() -> None:
     for outputs in TILES:
         matrix = np.array(transforms(outputs).weights, np.float64)
         expected = np.einsum("ea,abio,ub->euio", matrix, weights.astype(np.float64), matrix)
-        expected = expected.reshape(-1, 4, 5)
         np.testing.assert_allclose(transform_weights(weights, outputs), expected, rtol=2e-7)  # rounded once
+
+
+@pytest.mark.parametrize(("height", "width", "channels"), [(9, 9, 32), (16, 12, 64)])
+def test_weights_are_packed_as_they_are_read(height: int, width: int, channels: int, host_target: Target) -> None:
+    from tvm.s_tir.transform import RemoveWeightLayoutRewriteBlock
+
+    for alternative in find_alternatives(layer_of(conv(height, width, channels, channels), host_target).mod):
+        programs = find_programs(alternative.mod, host_target)
+        assert programs is not None
+        for tile in programs.tiles[:: max(1, len(programs.tiles) // 16)]:
+            program = programs.program(tile)
+            assert program is not None
+            packed = RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(program.mod)["main"]
+            extents = [int(extent) for extent in packed.params[alternative.weights].shape]
+            vectors = [extent for extent in (tile.vectors, tile.lanes) if extent > 1]
+            *_, sums = extents[: -len(vectors)]
+            assert (sums, extents[-len(vectors) :]) == (channels, vectors)
 
 
 def residual_block() -> onnx.ModelProto:

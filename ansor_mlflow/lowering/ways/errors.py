@@ -38,8 +38,7 @@ def _in_float32(data: NDArray[np.float32], weights: NDArray[np.float32], outputs
     """What the way computes, in its own order: columns before rows, there and back."""
     into, back = (np.array(matrix, np.float32) for matrix in (transforms(outputs).data, transforms(outputs).output))
     points = _along(into, _along(into, data, 1), 2)
-    transformed = transform_weights(weights, outputs).reshape(*points.shape[1:3], *weights.shape[2:])
-    product = np.einsum("teuk,eukc->teuc", points, transformed, optimize=True)
+    product = np.einsum("teuk,eukc->teuc", points, transform_weights(weights, outputs), optimize=True)
     return _along(back, _along(back, product, 1), 2)
 
 

@@ -65,11 +65,11 @@ def transform_weights(weights: NDArray[np.float32], outputs: int) -> NDArray[np.
         outputs: m of F(m × m, 3 × 3).
 
     Returns:
-        Shape ((m + 2)², channels in, channels out).
+        Shape (m + 2, m + 2, channels in, channels out).
     """
     matrix = np.array(transforms(outputs).weights, np.float64)
     transformed = np.einsum("ea,abio,ub->euio", matrix, weights.astype(np.float64), matrix, optimize=True)
-    result: NDArray[np.float32] = transformed.reshape(-1, *weights.shape[2:]).astype(np.float32)
+    result: NDArray[np.float32] = transformed.astype(np.float32)
     return result
 
 
@@ -87,7 +87,7 @@ def winograd(layer: Convolution, outputs: int, name: str) -> Any:
     data = te.placeholder(
         _shape(layer.batch, layer.height, layer.width, layer.channels_in), name="data", dtype="float32"
     )
-    weights = te.placeholder(_shape(size**2, layer.channels_in, layer.channels_out), name="weights", dtype="float32")
+    weights = te.placeholder(_shape(size, size, layer.channels_in, layer.channels_out), name="weights", dtype="float32")
 
     def padded(b: Any, y: Any, x: Any, c: Any) -> Any:
         y, x = y - layer.top, x - layer.left
@@ -118,7 +118,7 @@ def winograd(layer: Convolution, outputs: int, name: str) -> Any:
     k = te.reduce_axis(_shape(0, layer.channels_in), "k")
     product = te.compute(
         _shape(size, size, num_tiles, layer.channels_out),
-        lambda e, u, t, c: te.sum(transformed[e, u, t, k] * weights[e * size + u, k, c], axis=k),
+        lambda e, u, t, c: te.sum(transformed[e, u, t, k] * weights[e, u, k, c], axis=k),
         name="winograd_product",
     )
     rows = te.compute(
@@ -135,7 +135,7 @@ def winograd(layer: Convolution, outputs: int, name: str) -> Any:
     return te.create_prim_func([data, weights, result])
 
 
-def _combine(index: Any, matrix: Matrix, term: Callable[[int], Any]) -> Any:
+def _combine(index: Any, matrix: Matrix, term: Callable[[Any], Any]) -> Any:
     """The sum of terms with the coefficients in that row of a matrix."""
     result = None
     for number, row in reversed(list(enumerate(matrix))):
@@ -144,14 +144,13 @@ def _combine(index: Any, matrix: Matrix, term: Callable[[int], Any]) -> Any:
     return result
 
 
-def _sum(row: Sequence[Any], term: Callable[[int], Any]) -> Any:
+def _sum(row: Sequence[Any], term: Callable[[Any], Any]) -> Any:
     result: Any = None
     for number, coefficient in enumerate(row):
         if not coefficient:
             continue
-        scaled = (
-            term(number) if abs(coefficient) == 1 else term(number) * tirx.const(float(abs(coefficient)), "float32")
-        )
+        value = term(tirx.const(number, "int64"))  # an int would be of another type than the loops
+        scaled = value if abs(coefficient) == 1 else value * tirx.const(float(abs(coefficient)), "float32")
         if result is None:
             result = scaled if coefficient > 0 else tirx.const(0.0, "float32") - scaled
         else:
