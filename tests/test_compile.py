@@ -83,7 +83,8 @@ def test_with_half_of_the_records(
     (best / RECORD_FILE).write_text("".join(f"{line}\n" for line in records[::2]))
     coverage = compile_tuned(small_lowered, host_target, best, tmp_path / "model.so")
     infos = [task.info for task in small_lowered.tasks]  # they were tuned, and committed, in this order
-    assert coverage == Coverage(covered=tuple(infos[::2]), missing=tuple(infos[1::2]))
+    assert (coverage.covered, coverage.missing) == (tuple(infos[::2]), tuple(infos[1::2]))
+    assert sum(estimate is None for estimate in coverage.kernels_us.values()) == len(infos[1::2])
     assert 0 < coverage.task_share < 1
     assert_same(run(tmp_path / "model.so", inputs), expected)
 
@@ -171,6 +172,7 @@ def test_coverage_weighs_tasks_by_their_operations(tmp_path: Path) -> None:
         "num_tasks": 3,
         "ways": {"direct": 3},
         "growth_mib": 0,
+        "kernels_us": {},
         "missing": [asdict(info) for info in coverage.missing],
         "unscheduled": [],
         "parts": [],

@@ -1,4 +1,6 @@
-"""The passes that turn scheduled loops into what LLVM compiles: TVM's own, and one that keeps sums in registers.
+"""The passes that turn scheduled loops into what LLVM compiles: TVM's own, and two of ours.
+
+One of them fetches weights ahead; see `prefetch`. The other keeps sums in registers.
 
 TVM takes memory for every buffer of scope "local" from a pool while the kernel runs, through a call in the middle of
 the loops (`lower_tvm_builtin.cc`). LLVM cannot see then that nothing else knows the buffer: it keeps the sums of a tile
@@ -9,6 +11,8 @@ array of the function's own, the buffer is gone.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from ansor_mlflow.codegen.prefetch import with_prefetches
 
 if TYPE_CHECKING:
     from tvm.ir.transform import Pass
@@ -43,7 +47,8 @@ def _make() -> tuple[Pass, Any, Any]:
 
     passes, of_host, of_device = default_s_tir_pipeline()
     arrays = prim_func_pass(_with_arrays, opt_level=0, name="ansor.local_arrays")
-    return passes, lambda: Sequential([arrays, of_host()]), of_device
+    fetches = prim_func_pass(with_prefetches, opt_level=0, name="ansor.prefetch")
+    return passes, lambda: Sequential([arrays, fetches, of_host()]), of_device
 
 
 def _with_arrays(func: Any, _mod: Any, _context: Any) -> Any:

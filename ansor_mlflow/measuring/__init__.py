@@ -17,6 +17,7 @@ from ansor_mlflow.measuring.contenders import (
     tuned_inference,
 )
 from ansor_mlflow.measuring.examples import choose_examples, require_examples
+from ansor_mlflow.measuring.kernels import KernelTime, KernelTimes, time_kernels
 from ansor_mlflow.measuring.noise import (
     DISTURBED,
     MachineNoise,

@@ -7,7 +7,7 @@ import platform
 import shutil
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
     from ansor_mlflow.lowering import LoweredNetwork, TuningTask
+    from ansor_mlflow.lowering.ways import ChosenWay  # the door would load TVM
 
 _NOT_MEASURED_S = 1.0
 """The time that a record needs; nothing is compared with it."""
@@ -39,6 +40,8 @@ class Coverage:
     """Of those without a record the ones that no sketch fits: they are often a hundred times slower."""
     growth_bytes: int = 0
     """By how much weights are larger than they would be with all layers computed directly."""
+    kernels_us: dict[str, float | None] = field(default_factory=dict)
+    """Microseconds of a call as the record says, by the name of the function in the library; None without a record."""
 
     @property
     def task_share(self) -> float:
@@ -71,6 +74,7 @@ class Coverage:
             "num_tasks": len(self.covered) + len(self.missing),
             "ways": self.ways,
             "growth_mib": self.growth_bytes / 2**20,
+            "kernels_us": self.kernels_us,
             "missing": [asdict(task) for task in self.missing],
             "unscheduled": [task.name for task in self.unscheduled],
         }
@@ -116,6 +120,7 @@ def compile_tuned(
         unscheduled = [task.info for task in missing if not _choose(task, target, chosen)]
         tasks = [way.task for way in ways]
         others = {task.info.layer_hash: task.alternative for task in tasks if task.alternative is not None}
+        replaced = replace_layers(lowered.mod, others)
         with target, OrderedUnionDatabase(database, chosen):
             mod = tvm.transform.Sequential(
                 [
@@ -123,7 +128,7 @@ def compile_tuned(
                     relax.transform.SplitLayoutRewritePreproc(),
                     relax.transform.FoldConstant(),
                 ]
-            )(replace_layers(lowered.mod, others))
+            )(replaced)
     except (RuntimeError, ValueError, TypeError) as err:
         raise RecordsError(
             f"{best_records}: the records do not apply ({first_line(err)}); tune the network again"
@@ -135,7 +140,22 @@ def compile_tuned(
         missing=tuple(task.info for task in missing),
         unscheduled=tuple(unscheduled),
         growth_bytes=sum(way.growth_bytes for way in ways),
+        kernels_us=_kernels_us(replaced, ways),
     )
+
+
+def _kernels_us(mod: IRModule, ways: Sequence[ChosenWay]) -> dict[str, float | None]:
+    """See `Coverage.kernels_us`."""
+    from tvm.tirx import PrimFunc
+
+    from ansor_mlflow.lowering.ways import hash_of  # the door would load TVM
+
+    recorded = {way.task.info.workload_hash: way.seconds * 1e6 for way in ways if way.is_recorded}
+    return {
+        var.name_hint: recorded.get(hash_of(function))
+        for var, function in mod.functions_items()
+        if isinstance(function, PrimFunc)
+    }
 
 
 def _choose(task: TuningTask, target: Target, database: Database) -> bool:

@@ -90,6 +90,15 @@ class TunedModel:
         size, padded = self._size_choice.choose(self._checked(inputs))
         return self._machines.seconds_of_parts(padded, size)
 
+    def seconds_of_kernels(self, inputs: Mapping[str, npt.ArrayLike]) -> list[tuple[str, float]]:
+        """The names of the library's functions that a call runs, TVM's own among them, and how long each takes.
+
+        Raises:
+            UserInputError: See `run`.
+        """
+        size, padded = self._size_choice.choose(self._checked(inputs))
+        return self._machines.seconds_of_kernels(padded, size)
+
     def _checked(self, inputs: Mapping[str, npt.ArrayLike]) -> list[npt.NDArray[Any]]:
         names = [spec.name for spec in self.inputs]
         if not isinstance(inputs, Mapping):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -88,6 +89,22 @@ class VirtualMachines:
         """How long each part takes in a call; empty where "main" is all of the network."""
         return self._threads.submit(self._seconds_of_parts, arrays, size).result()
 
+    def seconds_of_kernels(self, arrays: Sequence[npt.NDArray[Any]], size: int = 0) -> list[tuple[str, float]]:
+        """The names of the functions that a call runs, in their order, and how long each takes.
+
+        What is timed from outside of the kernels, by a machine of its own, is some microseconds too long.
+        """
+        return self._threads.submit(self._seconds_of_kernels, arrays, size).result()
+
+    def _seconds_of_kernels(self, arrays: Sequence[npt.NDArray[Any]], size: int) -> list[tuple[str, float]]:
+        if not hasattr(self._own, "instrumented"):
+            self._own.instrumented = self._make(is_instrumented=True)
+            self._collapse()
+        machine: VirtualMachine = self._own.instrumented
+        machine.seconds_of_kernels.clear()
+        machine.run(arrays, size)
+        return list(machine.seconds_of_kernels)
+
     def _seconds_of_parts(self, arrays: Sequence[npt.NDArray[Any]], size: int) -> list[float]:
         machine = self._machine()
         machine.run(arrays, size)
@@ -124,10 +141,16 @@ class VirtualMachine:
         sizes: Sequence[NetworkShapes],
         parts: Sequence[PartEntry],
         sessions: Mapping[str, Any],
+        *,
+        is_instrumented: bool = False,
     ) -> None:
         from tvm import relax, runtime
 
         functions = relax.VirtualMachine(module, device)
+        self.seconds_of_kernels: list[tuple[str, float]] = []
+        """Of all calls, if it is instrumented."""
+        if is_instrumented:
+            functions.set_instrument(self._instrument())
         runners = [
             PartRunner([part for part in parts if part.size == number], functions, sessions, size, device)
             for number, size in enumerate(sizes if parts else ())
@@ -138,6 +161,19 @@ class VirtualMachine:
         self._slots = [[self._slot(spec, device) for spec in size.inputs] for size in sizes]
         self.sizes_run: set[int] = set()
         """In which it was called before."""
+
+    def _instrument(self) -> Callable[..., None]:
+        """What TVM calls before and after each function."""
+        started = 0.0
+
+        def note(_function: Any, name: str, before: bool, *_: Any) -> None:
+            nonlocal started
+            if before:
+                started = time.perf_counter()
+            else:
+                self.seconds_of_kernels.append((name, time.perf_counter() - started))
+
+        return note
 
     def seconds_of_parts(self, size: int) -> list[float]:
         """See `VirtualMachines.seconds_of_parts`; of the last call."""

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
+from ansor_mlflow.codegen import PREFETCH
 from ansor_mlflow.sketches.estimate import LAUNCH_CYCLES
 from ansor_mlflow.sketches.machine import Machine
 from ansor_mlflow.sketches.tile import divisors, power_of_two
@@ -38,6 +39,8 @@ _FLOAT32_BYTES = 4
 _MAX_VECTORS = 6
 _MAX_COPIES = 16
 """Column tiles of which the last one is narrower: each of them is a copy of the program."""
+_MAX_PASSES = 8
+"""Tiles of an image for which a panel of weights is read, beyond which it does not matter how long the first waits."""
 _MAX_JOBS_PER_THREAD = 64
 _MAX_JOB_BYTES = 8 * 2**20
 """Size of what a job keeps between its steps."""
@@ -215,6 +218,9 @@ class WinogradTiling:
         for loop in (inner, vector):
             sch.unroll(loop)
         sch.vectorize(lane)
+        num_passes = ceil(num_tiles / tile.tiles)
+        if num_passes <= _MAX_PASSES:
+            sch.annotate(k, PREFETCH, num_passes)
         init = sch.decompose_reduction(product, k)
         self._finish_vectors(sch, _inside(sch, init, tiles), tile)
 

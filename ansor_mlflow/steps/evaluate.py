@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import mlflow
 import pydantic_core
@@ -29,6 +28,7 @@ from ansor_mlflow.measuring import (
     measure_in_turns,
     require_examples,
     require_rivals,
+    time_kernels,
     time_parts,
     timed_call,
     tolerance_for,
@@ -153,12 +153,14 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
     metrics[names.PROBE_SPREAD] = noise.spread
     if any(part.runs_in == "onnxruntime" for part in entry.parts):
         metrics[names.ONNXRUNTIME_SHARE] = _time_parts(of_each_size, manifest, directory, entry, run)
+    kernels = time_kernels(directory / entry.path, manifest, entry, of_each_size)
+    _log_json(kernels.to_dict(), names.KERNELS_FILE, run)
     run.log_metrics(metrics)
     tags = {names.TAG_TARGET: device.description}
     if best := best_of(rivals, latencies):
         tags[names.TAG_BEST_RIVAL] = best
     run.log_tags(tags)
-    run.log_note(evaluation_note(manifest.network, command_lines("evaluate", options), tags, metrics))
+    run.log_note(evaluation_note(manifest.network, command_lines("evaluate", options), tags, metrics, kernels))
     run.log_distrust(noise.distrust)
     return EvaluateResult(run_id=run.run_id, network=manifest.network, target=device.description, metrics=metrics)
 
@@ -267,9 +269,9 @@ def _time_parts(
     return sum(of_onnxruntime) / sum(seconds)
 
 
-def _log_json(rows: list[dict[str, Any]], name: str, run: StepRun) -> None:
+def _log_json(values: object, name: str, run: StepRun) -> None:
     path = run.directory / name
-    write_text(path, pydantic_core.to_json(rows, indent=1, inf_nan_mode="null").decode())
+    write_text(path, pydantic_core.to_json(values, indent=1, inf_nan_mode="null").decode())
     run.log_artifacts(path)
 
 

@@ -12,10 +12,11 @@ from rich.text import Text
 from ansor_mlflow.cli.console import console, microseconds
 
 if TYPE_CHECKING:
+    from ansor_mlflow.measuring import KernelTimes
     from ansor_mlflow.steps.reports import Explanation
     from ansor_mlflow.tuning import Bound, Roofline
 
-
+_MAX_KERNELS = 5
 _SCHEDULE_HEAD = """import tvm
 from tvm.script import tirx as T
 
@@ -31,6 +32,9 @@ def print_explanation(explanation: Explanation) -> None:
     if explanation.roofline and explanation.bound:
         title = f"Roofline of this host, {explanation.num_threads} threads"
         _section(title, _aligned(_roof(explanation, explanation.roofline, explanation.bound)))
+    if kernels := explanation.kernels:
+        title = f"Kernels of the whole network, in the evaluation {explanation.evaluated}"
+        _section(title, _aligned(_kernel_rows(kernels)))
     _section("Computation", _readable(explanation.computation))
     _section("Schedule", _SCHEDULE_HEAD + "\n".join(f"    {line}" for line in explanation.schedule))
     _section("Scheduled program", _readable(explanation.scheduled))
@@ -80,6 +84,23 @@ def _error(max_rel_error: float) -> str:
 
 def _own_choice(ratio: float) -> str:
     return "the same program" if ratio == 1 else f"the sketch's own choice, {ratio:.2f} × as long"
+
+
+def _kernel_rows(kernels: KernelTimes) -> list[tuple[str, str]]:
+    """All of the time, and the kernels that are furthest from what their records say."""
+    covered_us = kernels.latency_us - kernels.between_us
+    rows = [
+        (
+            "kernels",
+            f"{covered_us:.0f} of {kernels.latency_us:.0f} µs, {kernels.without_record_us:.0f} without a record",
+        ),
+        ("between them", f"{kernels.between_us:.0f} µs"),
+    ]
+    for number, kernel in enumerate(kernels.furthest[:_MAX_KERNELS]):
+        known = "no record" if kernel.estimated_us is None else f"{kernel.estimated_us:.0f} in its record"
+        label = "" if number else "furthest off"
+        rows.append((label, f"{kernel.name}, {kernel.num_calls} ×: {kernel.us:.0f} µs, {known}"))
+    return rows
 
 
 def _roof(explanation: Explanation, roofline: Roofline, bound: Bound) -> list[tuple[str, str]]:

@@ -14,11 +14,11 @@ from ansor_mlflow.lowering.ways.alternatives import Alternative
 _SYMBOL = "global_symbol"
 
 
-def workload_of(function: Any) -> IRModule:
-    """The module of a task that consists of a function of a network."""
+def hash_of(function: Any) -> str:
+    """The structural hash of the task that a function of a network is."""
     from tvm.s_tir.meta_schedule.tune_context import _normalize_mod
 
-    return _normalize_mod(function.without_attr(_SYMBOL) if _SYMBOL in function.attrs else function)
+    return str(shash2hex(_normalize_mod(function.without_attr(_SYMBOL) if _SYMBOL in function.attrs else function)))
 
 
 def constants_of(mod: IRModule) -> dict[str, list[list[GenericConst | None]]]:
@@ -33,7 +33,7 @@ def constants_of(mod: IRModule) -> dict[str, list[list[GenericConst | None]]]:
     for _, function in mod.functions_items():
         if isinstance(function, relax.Function):
             relax.analysis.post_order_visit(function, visit)
-    return {shash2hex(workload_of(mod[name])): calls for name, calls in by_name.items()}
+    return {hash_of(mod[name]): calls for name, calls in by_name.items()}
 
 
 def replace_layers(mod: IRModule, alternatives: Mapping[str, Alternative]) -> IRModule:
@@ -46,8 +46,7 @@ def replace_layers(mod: IRModule, alternatives: Mapping[str, Alternative]) -> IR
     functions = {
         var.name_hint: alternative
         for var, function in mod.functions_items()
-        if isinstance(function, tirx.PrimFunc)
-        and (alternative := alternatives.get(shash2hex(workload_of(function)))) is not None
+        if isinstance(function, tirx.PrimFunc) and (alternative := alternatives.get(hash_of(function))) is not None
     }
     if not functions:
         return mod

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import mlflow
+
+from ansor_mlflow import names
 from ansor_mlflow.device import why_not_runnable
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering import TuningTask
+from ansor_mlflow.measuring import KernelTimes
 from ansor_mlflow.model import PartEntry
 from ansor_mlflow.options import ExplainOptions
 from ansor_mlflow.records import find_records
@@ -27,6 +32,7 @@ from ansor_mlflow.steps.records import (
     options_of_source,
     sketch_uses,
 )
+from ansor_mlflow.tracking import translated_errors
 from ansor_mlflow.trials import TaskInfo
 from ansor_mlflow.tuning import Bound, Roofline, argument_bytes, measure_roofline
 
@@ -71,6 +77,10 @@ class Explanation:
     """Roofline of this host; None where it cannot run the target."""
     bound: Bound | None
     """Least time that the roofline leaves the task; None without a roofline."""
+    evaluated: str
+    """ID of the last evaluation of a model with these records that timed its kernels; empty where there is none."""
+    kernels: KernelTimes | None
+    """Where the time of that model went."""
 
     @property
     def gflops_per_s(self) -> float:
@@ -105,7 +115,32 @@ def explain_task(options: ExplainOptions) -> Explanation:
         ways = [other for other in network.tasks if other.info.layer_hash == task.info.layer_hash]
         uses = sketch_uses(trials, ways, network.device.target)
     others = {way.info.way: uses[hash_].best_s for way in ways if (hash_ := way.info.workload_hash) in uses}
-    return _explain(task, network, records, uses.get(task.info.workload_hash), others)
+    evaluated, kernels = _find_kernels(recorded.options.tune_run)
+    explanation = _explain(task, network, records, uses.get(task.info.workload_hash), others)
+    return replace(explanation, evaluated=evaluated, kernels=kernels)
+
+
+def _find_kernels(run_id: str) -> tuple[str, KernelTimes | None]:
+    """See `Explanation.evaluated` and `Explanation.kernels`.
+
+    Args:
+        run_id: ID of a tuning run; empty where records are from a path.
+    """
+    if not run_id:
+        return "", None
+    with translated_errors(f"look for evaluations of run {run_id}"):
+        client = mlflow.MlflowClient()
+        evaluations = client.search_runs(
+            [client.get_run(run_id).info.experiment_id],
+            f"tags.`{names.TAG_TUNE_RUN}` = '{run_id}' and tags.`{names.TAG_STEP}` = 'evaluate'",
+            order_by=["attributes.start_time DESC"],
+        )
+        for found in evaluations:
+            evaluated = found.info.run_id
+            if any(file.path == names.KERNELS_FILE for file in client.list_artifacts(evaluated)):
+                text = mlflow.artifacts.load_text(f"runs:/{evaluated}/{names.KERNELS_FILE}")
+                return evaluated, KernelTimes.from_dict(json.loads(text))
+    return "", None
 
 
 def _choose_task(options: ExplainOptions, network: NetworkTasks, records: dict[int, TuningRecord]) -> TuningTask:
@@ -183,6 +218,8 @@ def _explain(
         scheduled=_scheduled(task, record),
         roofline=roofline,
         bound=roofline.bound(task.info.flops, num_bytes) if roofline else None,
+        evaluated="",
+        kernels=None,
     )
 
 

@@ -11,6 +11,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import without_credentials
+from ansor_mlflow.measuring import KernelTime, KernelTimes
 from ansor_mlflow.options import CheckOptions, Options, TuneOptions
 from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.tracking.report.summary import summary_rows
@@ -19,6 +20,7 @@ from ansor_mlflow.trials import StopReason
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>#|~])")
 _MAX_CHARS = 7500
 """Length at which a description is cut: a tag has 8000 characters at most."""
+_MAX_KERNELS = 5
 _NOT_AGAIN = {"resume_run"}
 """Parameters that a command line for a new tuning leaves out."""
 
@@ -125,7 +127,11 @@ def pipeline_note(
 
 
 def evaluation_note(
-    network: str, commands: Sequence[str], tags: Mapping[str, str], metrics: Mapping[str, float]
+    network: str,
+    commands: Sequence[str],
+    tags: Mapping[str, str],
+    metrics: Mapping[str, float],
+    kernels: KernelTimes | None = None,
 ) -> str:
     """Describes a run that has evaluated a model.
 
@@ -134,9 +140,27 @@ def evaluation_note(
         commands: Command lines that do it again.
         tags: Tags of the device and the best rival.
         metrics: The summary metrics.
+        kernels: Where the time goes.
     """
     line = f"**{_inline(network)}** for {_inline(tags.get(names.TAG_TARGET, ''))}: checked and timed."
-    return _with_commands([line, "", *_items(_figures(metrics, tags))], commands)
+    where = ["", "Where the time goes:", "", *_items(_kernel_rows(kernels))] if kernels else []
+    return _with_commands([line, "", *_items(_figures(metrics, tags)), *where], commands)
+
+
+def _kernel_rows(kernels: KernelTimes) -> list[tuple[str, str]]:
+    """The kernels that are furthest from what their records say, and what no record tells of."""
+    furthest, others = kernels.furthest[:_MAX_KERNELS], kernels.furthest[_MAX_KERNELS:]
+    rows = [
+        (f"{_inline(kernel.name)}, {_count(kernel.num_calls, 'call')}", f"{kernel.us:.4g} µs, {_promised(kernel)}")
+        for kernel in furthest
+    ]
+    if others:
+        rows.append((_count(len(others), "other kernel"), f"{sum(kernel.us for kernel in others):.4g} µs"))
+    return [*rows, ("between kernels", f"{kernels.between_us:.4g} µs")]
+
+
+def _promised(kernel: KernelTime) -> str:
+    return "no record" if kernel.estimated_us is None else f"in its record {kernel.estimated_us:.4g}"
 
 
 def _figures(metrics: Mapping[str, float], tags: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -1,13 +1,14 @@
-"""Buffers of scope "local" as arrays of the function, which LLVM keeps in registers."""
+"""Our passes: buffers of scope "local" are arrays that LLVM keeps in registers, and weights are fetched ahead."""
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from ansor_mlflow.codegen import tir_pipeline
+from ansor_mlflow.codegen import PREFETCH, prefetch, tir_pipeline
 from ansor_mlflow.device.targets import resolve_target
 
 if TYPE_CHECKING:
@@ -19,8 +20,11 @@ FROM_POOL = "TVMBackendAllocWorkspace"
 """What takes memory from TVM's pool."""
 
 
-def sums_in_tiles(columns: int, channels: int = 32) -> IRModule:
-    """Products of matrices of 50 × 64 and 64 × channels, in tiles of so many columns, the last of which is narrower."""
+def sums_in_tiles(columns: int, channels: int = 32, *, unroll: bool = True, passes: int = 0) -> IRModule:
+    """Products of matrices of 50 × 64 and 64 × channels, in tiles of so many columns, the last of which is narrower.
+
+    With `passes` the loop over sums fetches what comes after the second matrix, as if it were used so often.
+    """
     import tvm
     from tvm import te
 
@@ -33,9 +37,14 @@ def sums_in_tiles(columns: int, channels: int = 32) -> IRModule:
     tile, inner = sch.split(column, [None, columns])
     sch.reorder(row, tile, over, inner, channel)
     sch.reverse_compute_at(sch.cache_write(block, 0, "local"), tile)
-    sch.unroll(tile)
+    if unroll:
+        sch.unroll(tile)
     sch.unroll(inner)
-    sch.vectorize(sch.split(channel, [None, 16])[1])
+    vector, lane = sch.split(channel, [None, 16])
+    sch.vectorize(lane)
+    if passes:
+        sch.annotate(over, PREFETCH, passes)
+        sch.unroll(vector)
     sch.parallel(row)
     sch.decompose_reduction(block, over)
     return sch.mod
@@ -88,3 +97,48 @@ def test_other_cpus(target: str) -> None:
 
 def test_graphics_processors_have_the_passes_of_tvm() -> None:
     assert tir_pipeline(resolve_target("cuda -arch=sm_90", 1)) == "default"
+
+
+@pytest.mark.parametrize(("columns", "unroll"), [(12, True), (10, False), (50, True)])
+@pytest.mark.parametrize("channels", [16, 32, 96])
+def test_the_next_panel_is_fetched_by_all_passes_together(
+    columns: int, channels: int, *, unroll: bool, host_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tvm.tirx.analysis import undefined_vars
+
+    places: list[Any] = []
+    fetch = prefetch._fetch
+
+    def note(buffer: Any, place: Any) -> Any:
+        places.append(place)
+        return fetch(buffer, place)
+
+    monkeypatch.setattr(prefetch, "_fetch", note)
+    passes = -(-50 // columns)
+    library = built(
+        sums_in_tiles(columns, channels, unroll=unroll, passes=passes), host_target, tir_pipeline(host_target)
+    )
+    assert "prefetch" in library.inspect_source("asm")
+    call(library, channels)
+    panel, fetched = 64 * channels, set()
+    for place in places:
+        extents = {str(var.name): 64 if str(var.name) == "k" else passes for var in undefined_vars(place)}
+        assert len(extents) == (1 if unroll else 2)
+        for numbers in itertools.product(*map(range, extents.values())):
+            first = eval(str(place), dict(zip(extents, numbers, strict=True)))
+            fetched |= set(range(first, first + 16))
+    assert set(range(panel, 2 * panel)) <= fetched
+    assert max(fetched) < 3 * panel
+
+
+def test_a_loop_without_vectors_fetches_nothing(host_target: Target) -> None:
+    import tvm
+    from tvm import te
+
+    data = te.placeholder((64, 64), name="data")
+    k = te.reduce_axis((0, 64), "k")
+    sch = tvm.s_tir.Schedule(
+        te.create_prim_func([data, te.compute((64,), lambda i: te.sum(data[k, i], axis=k), name="sum")])
+    )
+    sch.annotate(sch.get_loops(sch.get_sblock("sum"))[1], PREFETCH, 2)
+    assert "prefetch" not in built(sch.mod, host_target, tir_pipeline(host_target)).inspect_source("asm")

@@ -1,0 +1,149 @@
+"""How long each kernel of a network takes within it, beside the time that its record promises."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ansor_mlflow.measuring.parts import Examples
+from ansor_mlflow.measuring.timing import call_once, in_child_process
+from ansor_mlflow.tensors import Sized
+
+if TYPE_CHECKING:
+    from ansor_mlflow.model import LibraryEntry, TunedModel
+
+_NUM_CALLS = 25
+_WARM_UP = 5
+_OF_TVM = "vm.builtin."
+"""Begins the names of functions that allocate memory and pass values on."""
+_PACKED = "_prepacked"
+"""Ends the name of a function that reads constants in an order of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTime:
+    """A function of the library."""
+
+    name: str
+    num_calls: int
+    """In a call of the network in each of its sizes."""
+    us: float
+    """Microseconds of all these calls, the median over calls of the network."""
+    estimated_us: float | None
+    """The same as its record says; None where it has none."""
+
+    @property
+    def difference_us(self) -> float:
+        """By how much it takes longer than its record says; 0 where it has none."""
+        return 0.0 if self.estimated_us is None else self.us - self.estimated_us
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTimes:
+    """Where the time of a network goes."""
+
+    latency_us: float
+    """Of a call in each of its sizes, which nothing looks at."""
+    kernels: tuple[KernelTime, ...]
+    """In the order of their first calls."""
+
+    @property
+    def between_us(self) -> float:
+        """What no kernel takes: memory, launches, the way into the network and out of it, and ONNX Runtime's parts."""
+        return max(0.0, self.latency_us - sum(kernel.us for kernel in self.kernels))
+
+    @property
+    def without_record_us(self) -> float:
+        """What kernels without a record take."""
+        return sum(kernel.us for kernel in self.kernels if kernel.estimated_us is None)
+
+    @property
+    def furthest(self) -> list[KernelTime]:
+        """The kernels, the one that is furthest from its record first."""
+        return sorted(self.kernels, key=lambda kernel: -abs(kernel.difference_us))
+
+    def to_dict(self) -> dict[str, object]:
+        """The figures, for `kernels.json`, the kernel that is furthest from its record first."""
+        return {
+            "latency_us": self.latency_us,
+            "between_us": self.between_us,
+            "without_record_us": self.without_record_us,
+            "kernels": [{**asdict(kernel), "difference_us": kernel.difference_us} for kernel in self.furthest],
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> KernelTimes:
+        """Reads what `to_dict` gave.
+
+        Raises:
+            KeyError: Something is missing.
+        """
+        names = [field.name for field in fields(KernelTime)]
+        kernels = [KernelTime(**{name: kernel[name] for name in names}) for kernel in values["kernels"]]
+        return KernelTimes(latency_us=values["latency_us"], kernels=tuple(kernels))
+
+
+def time_kernels(library: Path, network: Sized, entry: LibraryEntry, examples: Examples) -> KernelTimes:
+    """Times the kernels of a library in a process of its own.
+
+    Args:
+        library: The library, whose digest was checked, or that was just built.
+        network: What it computes.
+        entry: What is known of the library.
+        examples: An input of each size.
+
+    Raises:
+        MachineError: The process died.
+        ModelError: The library cannot be loaded.
+    """
+    times: KernelTimes = in_child_process(call_once, partial(_call, library, network, entry, examples))
+    return times
+
+
+def _call(library: Path, network: Sized, entry: LibraryEntry, examples: Examples) -> Callable[[], KernelTimes]:
+    from ansor_mlflow.model import Choice, TunedModel, threads_here
+
+    choice = Choice(level="exact", entry=entry, reason="it is timed")
+    model = TunedModel(library, network, choice, num_threads=threads_here(entry))
+    return lambda: _time(model, examples)
+
+
+def _time(model: TunedModel, examples: Examples) -> KernelTimes:
+    """Calls with and without somebody who looks on, in turns: the machine's speed drifts."""
+    latencies, calls = [], []
+    for number in range(_WARM_UP + _NUM_CALLS):
+        started = time.perf_counter()
+        for inputs in examples:
+            model.run(inputs)
+        latency = time.perf_counter() - started
+        timed = [function for inputs in examples for function in model.seconds_of_kernels(inputs)]
+        if number >= _WARM_UP:
+            latencies.append(latency)
+            calls.append(_by_name(timed))
+    estimates = model.entry.coverage.get("kernels_us", {})
+    kernels = tuple(
+        KernelTime(
+            name=name,
+            num_calls=num_calls,
+            us=median(call[name][1] for call in calls) * 1e6,
+            estimated_us=None if (estimate := estimates.get(name)) is None else num_calls * estimate,
+        )
+        for name, (num_calls, _) in calls[0].items()
+    )
+    return KernelTimes(latency_us=median(latencies) * 1e6, kernels=kernels)
+
+
+def _by_name(timed: Iterable[tuple[str, float]]) -> dict[str, tuple[int, float]]:
+    """Number of calls and seconds of each kernel."""
+    found: dict[str, tuple[int, float]] = {}
+    for function, seconds in timed:
+        if not function.startswith(_OF_TVM):
+            name = function.removesuffix(_PACKED)
+            num_calls, total = found.get(name, (0, 0.0))
+            found[name] = num_calls + 1, total + seconds
+    return found
