@@ -20,10 +20,13 @@ FROM_POOL = "TVMBackendAllocWorkspace"
 """What takes memory from TVM's pool."""
 
 
-def sums_in_tiles(columns: int, channels: int = 32, *, unroll: bool = True, passes: int = 0) -> IRModule:
+def sums_in_tiles(
+    columns: int, channels: int = 32, *, unroll: bool = True, passes: int = 0, is_panel: bool = True
+) -> IRModule:
     """Products of matrices of 50 × 64 and 64 × channels, in tiles of so many columns, the last of which is narrower.
 
-    With `passes` the loop over sums fetches what comes after the second matrix, as if it were used so often.
+    With `passes` the loop over sums fetches what comes after the second matrix, as if it were used so often. Unless
+    `is_panel`, it is around another loop, over vectors.
     """
     import tvm
     from tvm import te
@@ -44,7 +47,8 @@ def sums_in_tiles(columns: int, channels: int = 32, *, unroll: bool = True, pass
     sch.vectorize(lane)
     if passes:
         sch.annotate(over, PREFETCH, passes)
-        sch.unroll(vector)
+        if is_panel:
+            sch.unroll(vector)
     sch.parallel(row)
     sch.decompose_reduction(block, over)
     return sch.mod
@@ -129,6 +133,13 @@ def test_the_next_panel_is_fetched_by_all_passes_together(
             fetched |= set(range(first, first + 16))
     assert set(range(panel, 2 * panel)) <= fetched
     assert max(fetched) < 3 * panel
+
+
+def test_a_loop_around_another_fetches_nothing(host_target: Target) -> None:
+    """Its vectors are no panel that it goes through."""
+    library = built(sums_in_tiles(12, 64, passes=5, is_panel=False), host_target, tir_pipeline(host_target))
+    assert "prefetch" not in library.inspect_source("asm")
+    call(library, 64)
 
 
 def test_a_loop_without_vectors_fetches_nothing(host_target: Target) -> None:

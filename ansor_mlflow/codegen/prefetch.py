@@ -80,12 +80,11 @@ class _Fetcher:
         from tvm.tirx import For, Ramp
         from tvm_ffi import structural_walk
 
-        found = []
         inside = []
+        structural_walk(loop.body, lambda node: inside.append(node.loop_var) if isinstance(node, For) else None)
+        found = []
 
         def note(node: Any) -> None:
-            if isinstance(node, For):
-                inside.append(node.loop_var)
             if isinstance(node, TensorLoad) and isinstance(node.indices[0], Ramp):
                 terms = detect_linear_equation(self._expanded(node.indices[0].base), [loop.loop_var])
                 if len(terms) and int(terms[0]) > 0 and not _uses(terms[1], inside):
