@@ -144,6 +144,16 @@ def test_each_call_takes_the_next_copy_of_the_weights() -> None:
     assert random_arguments(infos, constants=(1, 2)).num_copies == 1
 
 
+@pytest.mark.parametrize(
+    ("rows", "network_mib", "num_copies"),
+    [(1, 1, 1), (1, 2, 2), (4, 5, 2), (4, 3, 1), (1, 1000, 128), (48, 1000, 2), (200, 1000, 1)],
+)
+def test_weights_are_cold_if_the_network_has_others(rows: int, network_mib: int, num_copies: int) -> None:
+    """Transformed ones may be larger than all of the network was."""
+    infos = (("TENSOR", "float32", (512, rows * 512)),)
+    assert random_arguments(infos, constants=(0,), network_bytes=network_mib * 2**20).num_copies == num_copies
+
+
 # -- what the loop makes of it -----------------------------------------------------------------------------------------
 
 

@@ -96,7 +96,7 @@ def random_arguments(
             of a kernel. Here copies of the task's own do: each call takes the next one.
     """
     large = {number: args_info[number] for number in constants if num_bytes((args_info[number],)) >= _MIN_ROTATED_BYTES}
-    num_copies = max(1, round(copied_bytes(network_bytes) / num_bytes(tuple(large.values())))) if large else 1
+    num_copies = _num_copies(num_bytes(tuple(large.values())), network_bytes) if large else 1
     keys = [
         (position, dtype, math.prod(shape), num_copies if position in large else 1)
         for position, (_, dtype, shape) in enumerate(args_info)
@@ -107,6 +107,12 @@ def random_arguments(
         _filled.update({key: _fill(*key[1:]) for key in keys})
         memory.collapse()  # as in a model that is loaded
     return Arguments([(_filled[key], key[-1]) for key in keys], args_info, _turns)
+
+
+def _num_copies(own_bytes: int, network_bytes: int) -> int:
+    """How many copies of a task's constants it takes so that the others are as large as all else of the network."""
+    num_others = math.ceil((network_bytes - own_bytes) / own_bytes)
+    return 1 + max(0, min(num_others, _MAX_ROTATED_BYTES // own_bytes - 1))
 
 
 def _view(tensor: Any, number: int, info: ArgInfo) -> Any:
