@@ -17,8 +17,9 @@ from ansor_mlflow.tensors import Sized
 if TYPE_CHECKING:
     from ansor_mlflow.model import LibraryEntry, TunedModel
 
-_NUM_CALLS = 25
-_WARM_UP = 5
+_NUM_TURNS, _CALLS_IN_A_TURN = 5, 5
+_TURN_S = 1.0
+"""A slow network is called less often in a turn."""
 _OF_TVM = "vm.builtin."
 """Begins the names of functions that allocate memory and pass values on."""
 _PACKED = "_prepacked"
@@ -114,17 +115,23 @@ def _call(library: Path, network: Sized, entry: LibraryEntry, examples: Examples
 
 
 def _time(model: TunedModel, examples: Examples) -> KernelTimes:
-    """Calls with and without somebody who looks on, in turns: the machine's speed drifts."""
-    latencies, calls = [], []
-    for number in range(_WARM_UP + _NUM_CALLS):
+    """Calls with and without somebody who looks on, some of each in turns: the machine's speed drifts."""
+
+    def call() -> float:
         started = time.perf_counter()
         for inputs in examples:
             model.run(inputs)
-        latency = time.perf_counter() - started
-        timed = [function for inputs in examples for function in model.seconds_of_kernels(inputs)]
-        if number >= _WARM_UP:
-            latencies.append(latency)
-            calls.append(_by_name(timed))
+        return time.perf_counter() - started
+
+    def look_on() -> dict[str, tuple[int, float]]:
+        return _by_name(function for inputs in examples for function in model.seconds_of_kernels(inputs))
+
+    first_s, _ = call(), look_on()  # they take the memory
+    in_a_turn = min(_CALLS_IN_A_TURN, max(1, int(_TURN_S / first_s)))
+    latencies, calls = [], []
+    for _ in range(_NUM_TURNS):
+        latencies += [call() for _ in range(in_a_turn)]
+        calls += [look_on() for _ in range(in_a_turn)]
     estimates = model.entry.coverage.get("kernels_us", {})
     kernels = tuple(
         KernelTime(
