@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ansor_mlflow.measuring.parts import Examples
+from ansor_mlflow.measuring.parts import Examples, timed_model
 from ansor_mlflow.measuring.timing import call_once, in_child_process
 from ansor_mlflow.tensors import Sized
 
@@ -90,27 +90,13 @@ class KernelTimes:
 
 
 def time_kernels(library: Path, network: Sized, entry: LibraryEntry, examples: Examples) -> KernelTimes:
-    """Times the kernels of a library in a process of its own.
-
-    Args:
-        library: The library, whose digest was checked, or that was just built.
-        network: What it computes.
-        entry: What is known of the library.
-        examples: An input of each size.
-
-    Raises:
-        MachineError: The process died.
-        ModelError: The library cannot be loaded.
-    """
+    """Times the kernels of a library in a process of its own; for arguments and errors see `time_parts`."""
     times: KernelTimes = in_child_process(call_once, partial(_call, library, network, entry, examples))
     return times
 
 
 def _call(library: Path, network: Sized, entry: LibraryEntry, examples: Examples) -> Callable[[], KernelTimes]:
-    from ansor_mlflow.model import Choice, TunedModel, threads_here
-
-    choice = Choice(level="exact", entry=entry, reason="it is timed")
-    model = TunedModel(library, network, choice, num_threads=threads_here(entry))
+    model = timed_model(library, network, entry)
     return lambda: _time(model, examples)
 
 

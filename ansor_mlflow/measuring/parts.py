@@ -16,7 +16,7 @@ from ansor_mlflow.tensors import NetworkShapes, Sized, all_sizes, random_inputs
 
 if TYPE_CHECKING:
     from ansor_mlflow.lowering import LoweredNetwork
-    from ansor_mlflow.model import LibraryEntry, PartEntry
+    from ansor_mlflow.model import LibraryEntry, PartEntry, TunedModel
 
 Examples = Sequence[Mapping[str, npt.NDArray[Any]]]
 """An input of each size of a network."""
@@ -63,11 +63,16 @@ def seeded_examples(network: Sized, seed: int) -> Examples:
     return [random_inputs(size.inputs, seed) for size in all_sizes(network)]
 
 
-def _library_call(library: Path, network: Sized, entry: LibraryEntry, examples: Examples) -> Callable[[], list[float]]:
+def timed_model(library: Path, network: Sized, entry: LibraryEntry) -> TunedModel:
+    """Loads a library to time what is in it; see `time_parts`."""
     from ansor_mlflow.model import Choice, TunedModel, threads_here
 
     choice = Choice(level="exact", entry=entry, reason="it is timed")
-    model = TunedModel(library, network, choice, num_threads=threads_here(entry))
+    return TunedModel(library, network, choice, num_threads=threads_here(entry))
+
+
+def _library_call(library: Path, network: Sized, entry: LibraryEntry, examples: Examples) -> Callable[[], list[float]]:
+    model = timed_model(library, network, entry)
     return lambda: _medians(lambda: [s for inputs in examples for s in model.seconds_of_parts(inputs)])
 
 

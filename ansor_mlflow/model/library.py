@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
     from ansor_mlflow.lowering import LoweredNetwork, TuningTask
-    from ansor_mlflow.lowering.ways import ChosenWay  # the door would load TVM
+    from ansor_mlflow.lowering.ways import ChosenWay  # for a type alone
 
 _NOT_MEASURED_S = 1.0
 """The time that a record needs; nothing is compared with it."""

@@ -77,9 +77,9 @@ class Explanation:
     """Roofline of this host; None where it cannot run the target."""
     bound: Bound | None
     """Least time that the roofline leaves the task; None without a roofline."""
-    evaluated: str
+    evaluated: str = ""
     """ID of the last evaluation of a model with these records that timed its kernels; empty where there is none."""
-    kernels: KernelTimes | None
+    kernels: KernelTimes | None = None
     """Where the time of that model went."""
 
     @property
@@ -132,14 +132,15 @@ def _find_kernels(run_id: str) -> tuple[str, KernelTimes | None]:
         client = mlflow.MlflowClient()
         evaluations = client.search_runs(
             [client.get_run(run_id).info.experiment_id],
-            f"tags.`{names.TAG_TUNE_RUN}` = '{run_id}' and tags.`{names.TAG_STEP}` = 'evaluate'",
+            f"tags.`{names.TAG_TUNE_RUN}` = '{run_id}' and tags.`{names.TAG_STEP}` = 'evaluate' "
+            "and attributes.status = 'FINISHED'",
+            max_results=1,
             order_by=["attributes.start_time DESC"],
         )
-        for found in evaluations:
-            evaluated = found.info.run_id
-            if any(file.path == names.KERNELS_FILE for file in client.list_artifacts(evaluated)):
-                text = mlflow.artifacts.load_text(f"runs:/{evaluated}/{names.KERNELS_FILE}")
-                return evaluated, KernelTimes.from_dict(json.loads(text))
+        evaluated = evaluations[0].info.run_id if evaluations else ""
+        if evaluated and any(file.path == names.KERNELS_FILE for file in client.list_artifacts(evaluated)):
+            text = mlflow.artifacts.load_text(f"runs:/{evaluated}/{names.KERNELS_FILE}")
+            return evaluated, KernelTimes.from_dict(json.loads(text))
     return "", None
 
 
@@ -218,8 +219,6 @@ def _explain(
         scheduled=_scheduled(task, record),
         roofline=roofline,
         bound=roofline.bound(task.info.flops, num_bytes) if roofline else None,
-        evaluated="",
-        kernels=None,
     )
 
 
