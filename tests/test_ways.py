@@ -144,6 +144,25 @@ def test_each_call_takes_the_next_copy_of_the_weights() -> None:
     assert random_arguments(infos, constants=(1, 2)).num_copies == 1
 
 
+def test_a_kernel_reads_each_copy_of_its_weights(host_target: Target) -> None:
+    """Without asking where they begin, as the builder has it compiled."""
+    from tvm import te
+    from tvm.driver import build
+    from tvm.ir.transform import PassContext
+
+    weights = te.placeholder((256, 256), name="weights")
+    twice = te.compute(weights.shape, lambda i, j: weights[i, j] * 2.0, name="twice")
+    with PassContext(config={"tirx.disable_assert": True}):
+        kernel = build(te.create_prim_func([weights, twice]), target=host_target)["main"]
+    infos = (("TENSOR", "float32", (256, 256)),) * 2
+    calls = random_arguments(infos, constants=(0,), network_bytes=3 * 2**18).take(3)
+    for number, (copy, _) in enumerate(calls):
+        copy.copyfrom(np.full((256, 256), number, np.float32))
+    for number, (copy, result) in enumerate(calls):
+        kernel(copy, result)
+        assert set(result.numpy().ravel()) == {2.0 * number}
+
+
 @pytest.mark.parametrize(
     ("rows", "network_mib", "num_copies"),
     [(1, 1, 1), (1, 2, 2), (4, 5, 2), (4, 3, 1), (1, 1000, 128), (48, 1000, 2), (200, 1000, 1)],

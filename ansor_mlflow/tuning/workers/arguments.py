@@ -22,8 +22,8 @@ _MIN_ROTATED_BYTES = 32 * 1024
 _MAX_ROTATED_BYTES = 128 * 2**20
 """Memory for copies of weights: more than the caches of most CPUs."""
 
-_filled: dict[tuple[int, str, int, int], Any] = {}
-"""The tensors of the last task, by position, dtype, number of elements and of copies."""
+_filled: dict[tuple[int, str, int, int], list[Any]] = {}
+"""The copies of the last task's tensors, by position, dtype, number of elements and of copies."""
 _turns = itertools.count()
 """The numbers of all calls: no program begins with the copies that the one before has just read."""
 
@@ -55,19 +55,17 @@ class Arguments:
     """The arguments of calls, one after the other.
 
     Args:
-        tensors: For each position a tensor with copies of the argument, and their number.
+        copies: For each position the copies of the argument, in one dimension.
         args_info: The arguments.
         turns: The numbers of the next calls.
     """
 
-    def __init__(
-        self, tensors: Sequence[tuple[Any, int]], args_info: tuple[ArgInfo, ...], turns: Iterator[int]
-    ) -> None:
-        self._tensors = tensors
+    def __init__(self, copies: Sequence[Sequence[Any]], args_info: tuple[ArgInfo, ...], turns: Iterator[int]) -> None:
+        self._copies = copies
         self._args_info = args_info
         self._turns = turns
         self._made: dict[int, list[Any]] = {}
-        self.num_copies = max((number for _, number in tensors), default=1)
+        self.num_copies = max(map(len, copies), default=1)
 
     def take(self, number: int) -> list[list[Any]]:
         """Those of so many calls."""
@@ -75,8 +73,10 @@ class Arguments:
 
     def _of_turn(self, turn: int) -> list[Any]:
         if turn not in self._made:
-            pairs = zip(self._tensors, self._args_info, strict=True)
-            self._made[turn] = [_view(tensor, turn % number, info) for (tensor, number), info in pairs]
+            pairs = zip(self._copies, self._args_info, strict=True)
+            self._made[turn] = [
+                copies[turn % len(copies)]._create_view(shape, dtype) for copies, (_, dtype, shape) in pairs
+            ]
         return self._made[turn]
 
 
@@ -106,7 +106,7 @@ def random_arguments(
         memory = NewMemory()
         _filled.update({key: _fill(*key[1:]) for key in keys})
         memory.collapse()  # as in a model that is loaded
-    return Arguments([(_filled[key], key[-1]) for key in keys], args_info, _turns)
+    return Arguments([_filled[key] for key in keys], args_info, _turns)
 
 
 def _num_copies(own_bytes: int, network_bytes: int) -> int:
@@ -115,21 +115,15 @@ def _num_copies(own_bytes: int, network_bytes: int) -> int:
     return 1 + max(0, min(num_others, _MAX_ROTATED_BYTES // own_bytes - 1))
 
 
-def _view(tensor: Any, number: int, info: ArgInfo) -> Any:
-    """A copy of an argument."""
-    _, dtype, shape = info
-    return tensor._create_view(shape, dtype, number * num_bytes((info,)))
-
-
-def _fill(dtype: str, num_elements: int, num_copies: int) -> Any:
+def _fill(dtype: str, num_elements: int, num_copies: int) -> list[Any]:
+    """Tensors of their own: a kernel would read all parts of a larger one from its beginning."""
     import tvm
 
     device = tvm.cpu(0)
     if dtype in ("int32", "int64"):
-        return tvm.runtime.tensor(np.zeros(num_elements * num_copies, dtype), device)
-    tensor = tvm.runtime.empty((num_elements * num_copies,), dtype, device)
-    first, *others = [_view(tensor, number, ("TENSOR", dtype, (num_elements,))) for number in range(num_copies)]
+        return [tvm.runtime.tensor(np.zeros(num_elements, dtype), device) for _ in range(num_copies)]
+    first, *others = [tvm.runtime.empty((num_elements,), dtype, device) for _ in range(num_copies)]
     tvm.get_global_func("tvm.contrib.random.random_fill_for_measure")(first)
     for other in others:
         first.copyto(other)
-    return tensor
+    return [first, *others]
