@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx
 import pytest
-from helpers.ways import ERRORS, conv, layer_of, output_error
+from helpers.ways import ERRORS, conv, conv3d, layer_of, output_error
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -81,8 +81,10 @@ def test_the_transforms_filter_exactly(outputs: int) -> None:
         (conv(9, 9, 16, 16, "3,3,1,2,dilation=2"), "its stride or dilation is not 1"),
         (conv(9, 9, 16, 16, "3,3,1,1,groups=2"), "it is a convolution in groups"),
         ("depthwise_conv2d:1,9,9,16,3,3,1,1", "it is a convolution in groups"),
-        ("conv3d:1,4,7,7,16,4,3,3,3,1,1", "it is no convolution in two dimensions"),
-        ("dense:3,16,16", "it is no convolution in two dimensions"),
+        (conv3d("4,7,7", 16, 4, "3,1,3,1,1"), "its kernel is 1x3, not 3x3"),
+        (conv3d("4,7,7", 16, 4, "3,3,3,2,1"), "its stride or dilation is not 1"),
+        (conv3d("4,7,7", 16, 4, "3,3,3,1,1,groups=2"), "it is a convolution in groups"),
+        ("dense:3,16,16", "it is no convolution in two or three dimensions"),
         ("softmax:4,16", "it is no convolution"),
     ],
 )
@@ -125,7 +127,7 @@ def test_what_comes_before_a_convolution_is_no_padding(host_target: Target) -> N
 
 def test_a_network_without_such_a_layer_cannot_be_forced(host_target: Target) -> None:
     network = load_network("dense:3,16,16")
-    with pytest.raises(UserInputError, match=r"algorithm=winograd, but no layer can .* it is no convolution in two"):
+    with pytest.raises(UserInputError, match=r"algorithm=winograd, but no layer can .* no convolution in two or three"):
         lower(network.model, host_target, LoweringSettings(algorithm="winograd"))
 
 
@@ -156,9 +158,49 @@ def test_every_program_of_every_edge_is_right(
     outputs: int,
     index: int,
 ) -> None:
-    """Against the direct way in float32, whose own error is a part of what is allowed."""
     height, width = max(height, 3 - 2 * padding), max(width, 3 - 2 * padding)
     network = conv(height, width, filters, channels, f"3,3,1,{padding},bias,relu", batch)
+    check_program(network, outputs, index, host_target)
+
+
+@given(
+    batch=st.integers(1, 2),
+    depth=st.integers(1, 5),
+    size=st.integers(1, 9),
+    filters=st.integers(1, 17),
+    channels=st.integers(1, 17),
+    taps=st.integers(1, 3),
+    padding=st.sampled_from(["1", "0x1x1", "1x1x0", "2x1x1"]),
+    stride=st.sampled_from(["1", "2x1x1"]),
+    dilation=st.sampled_from(["1", "2x1x1"]),
+    outputs=st.sampled_from(TILES),
+    index=st.integers(0, 2**16),
+)
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], phases=[Phase.generate]
+)
+def test_every_program_of_every_volume_is_right(
+    host_target: Target,
+    batch: int,
+    depth: int,
+    size: int,
+    filters: int,
+    channels: int,
+    taps: int,
+    padding: str,
+    stride: str,
+    dilation: str,
+    outputs: int,
+    index: int,
+) -> None:
+    """Slices are summed with zeros before and after them, and with gaps between them."""
+    rest = f"{taps},3,3,{stride},{padding},bias,relu,dilation={dilation}"
+    network = conv3d(f"{depth + 4},{size},{size + 2}", filters, channels, rest, batch)
+    check_program(network, outputs, index, host_target)
+
+
+def check_program(network: str, outputs: int, index: int, host_target: Target) -> None:
+    """Against the direct way in float32, whose own error is a part of what is allowed."""
     task = layer_of(network, host_target)
     other = next(other for other in find_alternatives(task.mod) if other.outputs == outputs)
     programs = find_programs(other.mod, host_target)

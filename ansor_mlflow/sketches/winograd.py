@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.codegen import PREFETCH
@@ -76,6 +76,7 @@ class WinogradTile:
 @dataclass(frozen=True)
 class _Shape:
     batch: int
+    """Images; those of a convolution in three dimensions are its slices."""
     outputs: int
     """m of F(m × m, 3 × 3), the rows and columns of a tile."""
     size: int
@@ -102,9 +103,9 @@ class _Shape:
             return None
         place = names.index(_ROWS) + 1
         _, outputs, size, _ = _extents(blocks[place - 1])
-        batch, rows, columns, channels_out = _extents(blocks[place])
+        *images, rows, columns, channels_out = _extents(blocks[place])
         return _Shape(
-            batch=batch,
+            batch=prod(images),
             outputs=outputs,
             size=size,
             down=ceil(rows / outputs),
@@ -184,12 +185,12 @@ class WinogradTiling:
             sch.compute_inline(sch.get_sblock(name))
         if shape.epilogue:
             sch.reverse_compute_inline(sch.get_sblock(shape.epilogue[-1]))
-        b, y, x, c = sch.get_loops(output)
+        *images, y, x, c = sch.get_loops(output)
         job_y, tile_y, in_y = sch.split(y, [None, tile.tile_rows, shape.outputs])
         tile_x, in_x = sch.split(x, [None, shape.outputs])
         job_c, vector, lane = sch.split(c, [tile.channel_jobs, None, tile.lanes])
-        sch.reorder(job_c, b, job_y, tile_y, tile_x, vector, in_y, in_x, lane)
-        job = sch.fuse(job_c, b, job_y)
+        sch.reorder(job_c, *images, job_y, tile_y, tile_x, vector, in_y, in_x, lane)
+        job = sch.fuse(job_c, *images, job_y)
         if tile.parallel:
             sch.parallel(job)
         self._finish(sch, [in_y, in_x, lane])

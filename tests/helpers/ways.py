@@ -25,6 +25,11 @@ def conv(height: int, width: int, filters: int, channels: int, rest: str = "3,3,
     return f"conv2d:{batch},{height},{width},{filters},{channels},{rest}"
 
 
+def conv3d(shape: str, filters: int, channels: int, rest: str = "3,3,3,1,1,bias,relu", batch: int = 1) -> str:
+    """Of depth, height and width `shape`, such as "4,7,7"."""
+    return f"conv3d:{batch},{shape},{filters},{channels},{rest}"
+
+
 def layer_of(network: str, target: Target, **lowering: object) -> TuningTask:
     settings_ = LoweringSettings(algorithm="direct", pad_channels="off", **lowering)  # type: ignore[arg-type]
     return max(lower(load_network(network).model, target, settings_).tasks, key=lambda task: task.info.flops)

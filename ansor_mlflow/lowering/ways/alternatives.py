@@ -18,23 +18,9 @@ from tvm_ffi import structural_mutate
 from ansor_mlflow.lowering.lower import CONSTANTS
 from ansor_mlflow.lowering.ways.cook_toom import KERNEL, TILES
 from ansor_mlflow.lowering.ways.errors import error_of
-from ansor_mlflow.lowering.ways.winograd import Convolution, transform_weights, winograd
+from ansor_mlflow.lowering.ways.winograd import Convolution, Depth, faces_of, transform_weights, winograd
 from ansor_mlflow.sketches import MAX_EPILOGUE, Contraction, find_contraction
 
-_DATA = (
-    (1, 0, 0, 0, 0, 0, 0),
-    (0, 1, 0, 0, 1, 0, 0),
-    (0, 0, 1, 0, 0, 1, 0),
-    (0, 0, 0, 0, 0, 0, 1),
-)
-"""Coefficients of image, row, column and channel of the output, and of the summed row, column and channel, in the
-indices of the data."""
-_WEIGHTS = (
-    (0, 0, 0, 0, 1, 0, 0),
-    (0, 0, 0, 0, 0, 1, 0),
-    (0, 0, 0, 0, 0, 0, 1),
-    (0, 0, 0, 1, 0, 0, 0),
-)
 _FLOAT32_BYTES = 4
 
 
@@ -75,11 +61,11 @@ class Alternative:
     def max_rel_error(self, calls: Sequence[Sequence[GenericConst | None]]) -> float:
         """The largest error against float64 over the largest output, with the constant arguments of each call."""
         found = [weights.value.numpy() for call in calls if (weights := call[self.weights]) is not None]
-        return max(error_of(weights, self.outputs) for weights in found)
+        return max(error_of(faces_of(weights), self.outputs) for weights in found)
 
     def transform(self, weights: NDArray[np.float32]) -> NDArray[np.float32]:
         """What takes the place of the weights of the function without this way."""
-        return transform_weights(weights, self.outputs)
+        return transform_weights(faces_of(weights), self.outputs)
 
 
 def find_alternatives(mod: IRModule) -> list[Alternative]:
@@ -105,14 +91,20 @@ def _layer(mod: IRModule, found: Contraction) -> Convolution:
         NoOtherWayError: It is none of 3 × 3 with stride 1.
     """
     function = mod["main"]
-    if len(found.spatial) != 4 or len(found.reduction) != 3 or len(found.operands) != 2:
-        raise NoOtherWayError("it is no convolution in two dimensions with channels last")
+    num_axes = len(found.reduction) - 1
+    if num_axes not in (2, 3) or len(found.spatial) != num_axes + 2 or len(found.operands) != 2:
+        raise NoOtherWayError("it is no convolution in two or three dimensions with channels last")
     data, weights = found.operands
-    if found.reduction[:2] != (KERNEL, KERNEL):
-        raise NoOtherWayError(f"its kernel is {found.reduction[0]}x{found.reduction[1]}, not 3x3")
-    if found.group != found.spatial[-1] or weights.strides != _WEIGHTS or data.strides[-1:] != _DATA[-1:]:
+    if (kernel := found.reduction[-3:-1]) != (KERNEL, KERNEL):
+        raise NoOtherWayError(f"its kernel is {kernel[0]}x{kernel[1]}, not 3x3")
+    iterators = np.eye(len(found.spatial) + len(found.reduction), dtype=int)
+    (image, *places, channel), (*taps, summed) = iterators[: num_axes + 2], iterators[num_axes + 2 :]
+    is_whole = np.array_equal(weights.strides, [*taps, summed, channel]) and np.array_equal(data.strides[-1], summed)
+    if found.group != found.spatial[-1] or not is_whole:
         raise NoOtherWayError("it is a convolution in groups")
-    if data.strides != _DATA:
+    stride, dilation = (int(data.strides[1] @ one[0]) for one in (places, taps))
+    through = [stride * places[0] + dilation * taps[0]] if num_axes == 3 else []
+    if not np.array_equal(data.strides, [image, *through, *np.add(places, taps)[-2:], summed]):
         raise NoOtherWayError("its stride or dilation is not 1")
     if _parameter(function, weights.buffer) not in map(int, function.attrs.get(CONSTANTS, ())):
         raise NoOtherWayError("its weights are no constants")
@@ -122,23 +114,33 @@ def _layer(mod: IRModule, found: Contraction) -> Convolution:
         raise NoOtherWayError("too much follows it to be computed as it is written")
     if not found.producers:
         raise NoOtherWayError("its input is not padded by a block of its own")
-    (batch, rows, columns, channels_out), channels_in = found.spatial, found.reduction[-1]
-    height, width, top, left = _padding(mod, found.producers[-1])
+    shape, before = _padding(mod, found.producers[-1])
+    depth = None
+    if num_axes == 3:
+        depth = Depth(
+            inputs=shape[1],
+            outputs=found.spatial[1],
+            taps=found.reduction[0],
+            stride=stride,
+            dilation=dilation,
+            front=before[1],
+        )
     return Convolution(
-        batch=batch,
-        height=height,
-        width=width,
-        channels_in=channels_in,
-        channels_out=channels_out,
-        rows=rows,
-        columns=columns,
-        top=top,
-        left=left,
+        batch=found.spatial[0],
+        height=shape[-3],
+        width=shape[-2],
+        channels_in=found.reduction[-1],
+        channels_out=found.spatial[-1],
+        rows=found.spatial[-3],
+        columns=found.spatial[-2],
+        top=before[-3],
+        left=before[-2],
+        depth=depth,
     )
 
 
-def _padding(mod: IRModule, name: str) -> tuple[int, int, int, int]:
-    """Height and width of what a block pads, and the rows above it and columns to its left.
+def _padding(mod: IRModule, name: str) -> tuple[list[int], list[int]]:
+    """The shape of what a block pads, and how many zeros are before it along each axis.
 
     Raises:
         NoOtherWayError: The block does something else.
@@ -151,9 +153,7 @@ def _padding(mod: IRModule, name: str) -> tuple[int, int, int, int]:
     identity = np.eye(len(variables), dtype=int).tolist()
     if load is None or [[int(coefficient) for coefficient in shift[:-1]] for shift in shifts] != identity:
         raise NoOtherWayError("its input is not padded with zeros alone")
-    _, height, width, _ = (int(extent) for extent in load.source.shape)
-    _, top, left, _ = (-int(shift[-1]) for shift in shifts)
-    return height, width, top, left
+    return [int(extent) for extent in load.source.shape], [-int(shift[-1]) for shift in shifts]
 
 
 def _padded_load(value: Any) -> Any:

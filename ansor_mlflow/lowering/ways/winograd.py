@@ -12,6 +12,9 @@ the tiles of all images:
 
 Sums with the constant matrices are written out as a choice by the index of their result, of which scheduled loops leave
 one term: multiplications by zero and one are not there.
+
+A convolution in three dimensions is one in two: for each of its slices an image that has the channels of all slices
+that are summed, after each other.
 """
 
 from __future__ import annotations
@@ -28,8 +31,23 @@ from ansor_mlflow.lowering.ways.cook_toom import KERNEL, Matrix, transforms
 
 
 @dataclass(frozen=True)
+class Depth:
+    """The first axis of a convolution in three dimensions."""
+
+    inputs: int
+    """Slices of the input."""
+    outputs: int
+    taps: int
+    """Slices that are summed."""
+    stride: int
+    dilation: int
+    front: int
+    """Slices of zeros before the first one."""
+
+
+@dataclass(frozen=True)
 class Convolution:
-    """A convolution of 3 × 3 with stride and dilation 1."""
+    """A convolution of 3 × 3, or of such faces, whose rows and columns have stride and dilation 1."""
 
     batch: int
     height: int
@@ -43,6 +61,18 @@ class Convolution:
     top: int
     """Rows of zeros above the input."""
     left: int
+    depth: Depth | None = None
+    """Of a convolution in three dimensions."""
+
+    @property
+    def num_images(self) -> int:
+        """Images that are convolved, each of them with `num_summed` channels."""
+        return self.batch * (self.depth.outputs if self.depth else 1)
+
+    @property
+    def num_summed(self) -> int:
+        """Channels of the input that are summed, of all slices."""
+        return self.channels_in * (self.depth.taps if self.depth else 1)
 
     def tiles(self, outputs: int) -> tuple[int, int]:
         """Number of rows and of columns of tiles in an image."""
@@ -51,26 +81,37 @@ class Convolution:
     def flops(self, outputs: int) -> float:
         """Floating point operations, those of the transforms among them."""
         size, matrices = outputs + KERNEL - 1, transforms(outputs)
-        num_tiles = self.batch * int(np.prod(self.tiles(outputs)))
-        into = 2 * size * _num_terms(matrices.data) * self.channels_in
+        num_tiles = self.num_images * int(np.prod(self.tiles(outputs)))
+        into = 2 * size * _num_terms(matrices.data) * self.num_summed
         back = (size + outputs) * _num_terms(matrices.output) * self.channels_out
-        return 2.0 * num_tiles * (size**2 * self.channels_in * self.channels_out + into + back)
+        return 2.0 * num_tiles * (size**2 * self.num_summed * self.channels_out + into + back)
 
 
 def transform_weights(weights: NDArray[np.float32], outputs: int) -> NDArray[np.float32]:
     """The weights at the points, computed in float64.
 
     Args:
-        weights: Shape (3, 3, channels in, channels out).
+        weights: Shape (3, 3, summed channels, channels out); see `faces_of`.
         outputs: m of F(m × m, 3 × 3).
 
     Returns:
-        Shape (m + 2, m + 2, channels in, channels out).
+        Shape (m + 2, m + 2, summed channels, channels out).
     """
     matrix = np.array(transforms(outputs).weights, np.float64)
     transformed = np.einsum("ea,abio,ub->euio", matrix, weights.astype(np.float64), matrix, optimize=True)
     result: NDArray[np.float32] = transformed.astype(np.float32)
     return result
+
+
+def faces_of(weights: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The weights of a convolution in two dimensions, or in three with shape (slices, 3, 3, channels in, channels out).
+
+    Returns:
+        Shape (3, 3, summed channels, channels out).
+    """
+    if weights.ndim == 4:
+        return weights
+    return np.moveaxis(weights, 0, 2).reshape(KERNEL, KERNEL, -1, weights.shape[-1])
 
 
 def winograd(layer: Convolution, outputs: int, name: str) -> Any:
@@ -83,19 +124,24 @@ def winograd(layer: Convolution, outputs: int, name: str) -> Any:
     """
     matrices, size = transforms(outputs), outputs + KERNEL - 1
     down, across = layer.tiles(outputs)
-    num_tiles = layer.batch * down * across
+    num_tiles, depth = layer.num_images * down * across, layer.depth
+    slices = [] if depth is None else [depth.inputs]
     data = te.placeholder(
-        _shape(layer.batch, layer.height, layer.width, layer.channels_in), name="data", dtype="float32"
+        _shape(layer.batch, *slices, layer.height, layer.width, layer.channels_in), name="data", dtype="float32"
     )
-    weights = te.placeholder(_shape(size, size, layer.channels_in, layer.channels_out), name="weights", dtype="float32")
+    weights = te.placeholder(_shape(size, size, layer.num_summed, layer.channels_out), name="weights", dtype="float32")
 
     def padded(b: Any, y: Any, x: Any, c: Any) -> Any:
-        y, x = y - layer.top, x - layer.left
-        inside = tirx.all(y >= 0, y < layer.height, x >= 0, x < layer.width)
-        return tirx.if_then_else(inside, data[b, y, x, c], tirx.const(0.0, "float32"))
+        y, x, place = y - layer.top, x - layer.left, [b]
+        inside = [y >= 0, y < layer.height, x >= 0, x < layer.width]
+        if depth is not None:
+            z = b % depth.outputs * depth.stride + c // layer.channels_in * depth.dilation - depth.front
+            place, c = [b // depth.outputs, z], c % layer.channels_in
+            inside += [z >= 0, z < depth.inputs]
+        return tirx.if_then_else(tirx.all(*inside), data[(*place, y, x, c)], tirx.const(0.0, "float32"))
 
     pad = te.compute(
-        _shape(layer.batch, down * outputs + KERNEL - 1, across * outputs + KERNEL - 1, layer.channels_in),
+        _shape(layer.num_images, down * outputs + KERNEL - 1, across * outputs + KERNEL - 1, layer.num_summed),
         padded,
         name="winograd_pad",
     )
@@ -106,16 +152,16 @@ def winograd(layer: Convolution, outputs: int, name: str) -> Any:
         return pad[t // (across * down), y, x, c]
 
     by_columns = te.compute(
-        _shape(num_tiles, size, size, layer.channels_in),
+        _shape(num_tiles, size, size, layer.num_summed),
         lambda t, e, q, c: _combine(e, matrices.data, lambda row: element(t, row, q, c)),
         name="winograd_columns",
     )
     transformed = te.compute(
-        _shape(size, size, num_tiles, layer.channels_in),
+        _shape(size, size, num_tiles, layer.num_summed),
         lambda e, u, t, c: _combine(u, matrices.data, lambda column: by_columns[t, e, column, c]),
         name="winograd_data",
     )
-    k = te.reduce_axis(_shape(0, layer.channels_in), "k")
+    k = te.reduce_axis(_shape(0, layer.num_summed), "k")
     product = te.compute(
         _shape(size, size, num_tiles, layer.channels_out),
         lambda e, u, t, c: te.sum(transformed[e, u, t, k] * weights[e, u, k, c], axis=k),
@@ -127,11 +173,14 @@ def winograd(layer: Convolution, outputs: int, name: str) -> Any:
         name="winograd_rows",
     )
 
-    def output(b: Any, y: Any, x: Any, c: Any) -> Any:
-        tile = (b * down + y // outputs) * across + x // outputs
+    def output(*axes: Any) -> Any:
+        *images, y, x, c = axes
+        image = images[0] if depth is None else images[0] * depth.outputs + images[1]
+        tile = (image * down + y // outputs) * across + x // outputs
         return _combine(x % outputs, matrices.output, lambda column: rows[tile, y % outputs, column, c])
 
-    result = te.compute(_shape(layer.batch, layer.rows, layer.columns, layer.channels_out), output, name=name)
+    slices = [] if depth is None else [depth.outputs]
+    result = te.compute(_shape(layer.batch, *slices, layer.rows, layer.columns, layer.channels_out), output, name=name)
     return te.create_prim_func([data, weights, result])
 
 
