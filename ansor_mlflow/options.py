@@ -24,7 +24,8 @@ from ansor_mlflow.settings import Algorithm, Dtype, Layout, LoweringSettings, Pa
 TRIALS_PER_TASK = {"quick": 16, "standard": 64, "thorough": 256}
 """`trials=auto` gives a task this many trials in MetaSchedule's space, by preset."""
 SKETCH_TRIALS_PER_TASK = {"quick": 2, "standard": 8, "thorough": 32}
-"""And this many among the programs of its sketch, which are good from the first on."""
+"""And this many among the programs of its sketch, which are good from the first on; half of it where the task is a
+further way to compute a layer, most of which are soon known to be slower."""
 
 
 def _parameter(
@@ -222,8 +223,8 @@ class BudgetOptions(NetworkOptions):
     )
     preset: Literal["quick", "standard", "thorough"] = _parameter(
         "standard",
-        "Budget that trials=auto stands for: quick 2, standard 8, thorough 32 trials for a task with a sketch, and "
-        "16, 64, 256 for one that is searched in MetaSchedule's space.",
+        "Budget that trials=auto stands for: quick 2, standard 8, thorough 32 trials for a task with a sketch, half "
+        "of it for a further way to compute a layer, and 16, 64, 256 for one that is searched in MetaSchedule's space.",
     )
     trials_per_task: PositiveInt | None = _parameter(None, "Most trials that one task may use; no limit by default.")
     space: Literal["sketches", "metaschedule", "both"] = _parameter(

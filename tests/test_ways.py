@@ -278,6 +278,12 @@ def test_a_budget_needs_a_trial_for_each_layer_not_for_each_way() -> None:
         resolve_num_trials(options, 5, num_ways=2)
 
 
+@pytest.mark.parametrize(("preset", "num_trials"), [("quick", 6 + 4), ("standard", 24 + 16), ("thorough", 96 + 64)])
+def test_a_further_way_adds_half_a_task_to_the_budget(preset: str, num_trials: int) -> None:
+    options = TuneOptions(preset=preset)
+    assert resolve_num_trials(options, 7, num_sketched=7, num_ways=4) == num_trials
+
+
 def test_metaschedules_space_has_the_direct_way_alone() -> None:
     assert TuneOptions(space="metaschedule").lowering.algorithm == "direct"
     with pytest.raises(UserInputError, match="algorithm=winograd and space=metaschedule"):

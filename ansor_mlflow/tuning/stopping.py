@@ -36,13 +36,14 @@ def resolve_num_trials(
         num_tasks: Tasks of the network, all ways to compute a layer among them.
         num_sketched: Those that are searched among the programs of a sketch.
         num_known: Those that get no trials; their share of the budget is not spent.
-        num_ways: Those that are other ways to compute a layer, and need no trial.
+        num_ways: Those that are other ways to compute a layer, with sketches, and need no trial.
 
     Raises:
         UserInputError: It is smaller than the number of tasks, so that some would stay untuned.
     """
     if options.trials == "auto":
-        num_trials = SKETCH_TRIALS_PER_TASK[options.preset] * num_sketched
+        of_task = SKETCH_TRIALS_PER_TASK[options.preset]
+        num_trials = of_task * (num_sketched - num_ways) + of_task // 2 * num_ways
         num_trials += TRIALS_PER_TASK[options.preset] * (num_tasks - num_sketched)
     elif 0 < options.trials < num_tasks - num_ways:
         raise UserInputError(
