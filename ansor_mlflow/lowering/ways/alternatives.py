@@ -92,7 +92,8 @@ def _layer(mod: IRModule, found: Contraction) -> Convolution:
     """
     function = mod["main"]
     num_axes = len(found.reduction) - 1
-    if num_axes not in (2, 3) or len(found.spatial) != num_axes + 2 or len(found.operands) != 2:
+    num_dims = [len(found.spatial), *(len(operand.shape) for operand in found.operands)]
+    if num_axes not in (2, 3) or num_dims != [num_axes + 2] * 3:
         raise NoOtherWayError("it is no convolution in two or three dimensions with channels last")
     data, weights = found.operands
     if (kernel := found.reduction[-3:-1]) != (KERNEL, KERNEL):
