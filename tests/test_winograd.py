@@ -13,7 +13,7 @@ from helpers.ways import ERRORS, conv, conv3d, layer_of, output_error
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from ansor_mlflow.codegen import tir_pipeline
+from ansor_mlflow.codegen import PREFETCH, tir_pipeline
 from ansor_mlflow.device import available_cpus
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.errors import UserInputError
@@ -246,6 +246,20 @@ def test_weights_are_packed_as_they_are_read(height: int, width: int, channels: 
             vectors = [extent for extent in (tile.vectors, tile.lanes) if extent > 1]
             *_, sums = extents[: -len(vectors)]
             assert (sums, extents[-len(vectors) :]) == (channels, vectors)
+
+
+@pytest.mark.parametrize(("size", "channels", "is_fetched"), [(56, 64, False), (7, 64, True), (28, 256, True)])
+def test_weights_are_fetched_ahead_where_a_panel_waits_for_memory(
+    size: int, channels: int, is_fetched: bool, host_target: Target
+) -> None:
+    """A panel that is read for few tiles, or one of many."""
+    *_, other = find_alternatives(layer_of(conv(size, size, channels, channels), host_target).mod)
+    programs = find_programs(other.mod, host_target)
+    assert programs is not None
+    tile = next(tile for tile in programs.tiles if tile.tile_rows == max(other.tile_rows for other in programs.tiles))
+    program = programs.program(tile)
+    assert program is not None
+    assert (PREFETCH in program.mod.script()) is is_fetched
 
 
 def residual_block() -> onnx.ModelProto:

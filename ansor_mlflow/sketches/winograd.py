@@ -40,7 +40,9 @@ _MAX_VECTORS = 6
 _MAX_COPIES = 16
 """Column tiles of which the last one is narrower: each of them is a copy of the program."""
 _MAX_PASSES = 8
-"""Tiles of an image for which a panel of weights is read, beyond which it does not matter how long the first waits."""
+"""Tiles of an image for which a panel of weights is read, beyond which it does not matter how long the first waits,"""
+_STREAMED_BYTES = 4 * 2**20
+"""unless weights of this size come from memory."""
 _MAX_JOBS_PER_THREAD = 64
 _MAX_JOB_BYTES = 8 * 2**20
 """Size of what a job keeps between its steps."""
@@ -219,8 +221,9 @@ class WinogradTiling:
         for loop in (inner, vector):
             sch.unroll(loop)
         sch.vectorize(lane)
-        num_passes = ceil(num_tiles / tile.tiles)
-        if num_passes <= _MAX_PASSES:
+        shape, num_passes = self._shape, ceil(num_tiles / tile.tiles)
+        weight_bytes = _FLOAT32_BYTES * shape.size**2 * shape.channels_in * shape.channels_out
+        if num_passes <= _MAX_PASSES or weight_bytes > _STREAMED_BYTES:
             sch.annotate(k, PREFETCH, num_passes)
         init = sch.decompose_reduction(product, k)
         self._finish_vectors(sch, _inside(sch, init, tiles), tile)
