@@ -14,9 +14,10 @@ NOISE = 0.03
 
 Repeated measurements of one program differ by 3 to 5 % (median, `min_repeat_ms` from 20 to 100).
 """
-_OUTRUN = ((8, 1.4), (math.inf, 1.1))
+_OUTRUN = ((2, 2.0), (8, 1.4), (math.inf, 1.1))
 """Time of a way to compute a layer over the fastest one's beyond which it gets no more trials: after fewer trials than
-that, and after more. Few programs of a sketch are that much faster than its first ones."""
+that, and after more. Few programs of a sketch are that much faster than its first ones; a single trial may have been
+disturbed."""
 MAX_BARREN_ROUNDS = 4
 """Rounds that a task gets at least to find a first valid trial."""
 _FIRST_PASS_SHARE = 0.25
@@ -88,7 +89,7 @@ class StoppingRules:
         limits = [self._options.num_trials_per_round, self._num_trials - total_trials]
         is_first = task.total_trials == 0
         if is_first:
-            limits.append(max(1, int(self._num_trials * _FIRST_PASS_SHARE / self._num_tasks)))
+            limits.append(math.ceil(self._num_trials * _FIRST_PASS_SHARE / self._num_tasks))
         if self._options.max_minutes is not None:
             budget_s, trial_s = self._options.max_minutes * 60, self._trial_s(total_trials, elapsed_s)
             left_s = budget_s - elapsed_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import median
 from typing import TYPE_CHECKING
 
 from ansor_mlflow.lowering.lower import LoweredNetwork, TuningTask
@@ -25,7 +25,7 @@ class ChosenWay:
 
     task: TuningTask
     seconds: float
-    """Of a call: as the fastest record says, else as the sketch estimates."""
+    """Of a call: as the fastest record says, by its median, else as the sketch estimates."""
     is_recorded: bool
 
     @property
@@ -64,7 +64,7 @@ def _ranked(ways: Sequence[TuningTask], database: Database, target: Target) -> l
     for task in ways:
         record = database.query_tuning_record(task.mod, target, task.info.name)
         if record is not None:
-            found.append(ChosenWay(task, fmean(map(float, record.run_secs)), is_recorded=True))
+            found.append(ChosenWay(task, median(map(float, record.run_secs)), is_recorded=True))
     if not found and len(ways) == 1:
         return [ChosenWay(ways[0], 0.0, is_recorded=False)]
     if not found:
