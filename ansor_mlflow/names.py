@@ -187,6 +187,7 @@ RIVALS_FILE = "rivals.json"
 """The rivals of a model: versions, latencies and errors, or why one could not be timed."""
 KERNELS_FILE = "kernels.json"
 """Each kernel's time within the network beside the one that its record promises, and the time between kernels."""
+KERNELS_REPORT_FILE = "kernels.html"
 SIZES_FILE = "sizes.json"
 """The sizes of a network that has several, with the latency of each."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from ansor_mlflow import names
 from ansor_mlflow.measuring import time_kernels
 from ansor_mlflow.measuring.kernels import KernelTime, KernelTimes
 from ansor_mlflow.model.package import CompiledNetwork
+from ansor_mlflow.tracking import kernels_page
 from ansor_mlflow.tracking.report.note import evaluation_note
 
 if TYPE_CHECKING:
@@ -67,6 +69,16 @@ def test_the_description_says_where_the_time_goes() -> None:
     assert "- pool, 1 call: 5 µs, no record\n- between kernels: 15 µs" in note
 
 
+def test_the_page_says_it_of_every_kernel() -> None:
+    page = kernels_page("small", "2 threads", TIMES)
+    rows = [re.sub(r"<[^>]+>", " ", row).split() for row in page.split("<tr>")[2:]]
+    assert [row[0] for row in rows] == [kernel.name for kernel in TIMES.furthest]
+    assert rows[0] == ["dense_relu", "1", "30.0", "30", "10", "+20"]
+    assert rows[2][:6] == ["pool", "1", "5.0", "5", "–", "–"]  # it has no record
+    assert "100 µs" in page
+    assert "15 µs" in page
+
+
 def test_an_evaluation_says_it_and_the_tuning_explains_it(
     run_here: RunCommand,
     small_onnx: Path,
@@ -88,6 +100,8 @@ def test_an_evaluation_says_it_and_the_tuning_explains_it(
     written = json.loads((artifacts_of(evaluation.info.run_id) / names.KERNELS_FILE).read_text())
     assert written["without_record_us"] == 0
     assert len(written["kernels"]) > 1
+    page = (artifacts_of(evaluation.info.run_id) / names.KERNELS_REPORT_FILE).read_text()
+    assert all(kernel["name"] in page for kernel in written["kernels"])
     assert "Where the time goes" in evaluation.data.tags[MLFLOW_RUN_NOTE]
     assert run_here("explain", tuning, "--json", "task.json") == 0
     assert f"Kernels of the whole network, in the evaluation {evaluation.info.run_id}" in capsys.readouterr().out

@@ -55,6 +55,7 @@ from ansor_mlflow.tracking import (
     command_lines,
     evaluation_note,
     html_table,
+    kernels_page,
     params_used,
     pinned_uri,
     step_run,
@@ -155,6 +156,7 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> Evalua
         metrics[names.ONNXRUNTIME_SHARE] = _time_parts(of_each_size, manifest, directory, entry, run)
     kernels = time_kernels(directory / entry.path, manifest, entry, of_each_size)
     _log_json(kernels.to_dict(), names.KERNELS_FILE, run)
+    _log_text(kernels_page(manifest.network, device.description, kernels), names.KERNELS_REPORT_FILE, run)
     run.log_metrics(metrics)
     tags = {names.TAG_TARGET: device.description}
     if best := best_of(rivals, latencies):
@@ -270,8 +272,12 @@ def _time_parts(
 
 
 def _log_json(values: object, name: str, run: StepRun) -> None:
+    _log_text(pydantic_core.to_json(values, indent=1, inf_nan_mode="null").decode(), name, run)
+
+
+def _log_text(text: str, name: str, run: StepRun) -> None:
     path = run.directory / name
-    write_text(path, pydantic_core.to_json(values, indent=1, inf_nan_mode="null").decode())
+    write_text(path, text)
     run.log_artifacts(path)
 
 

@@ -30,6 +30,7 @@ from ansor_mlflow.tracking.registry import (
 )
 from ansor_mlflow.tracking.report.addresses import run_page, ui_lines
 from ansor_mlflow.tracking.report.history import TuningHistory
+from ansor_mlflow.tracking.report.kernels_page import kernels_page
 from ansor_mlflow.tracking.report.note import command_lines, evaluation_note, pipeline_note, tuning_note
 from ansor_mlflow.tracking.report.pages import html_table, render_page
 from ansor_mlflow.tracking.report.summary import latency_rows, summary_rows
