@@ -56,7 +56,7 @@ def compile_records(job: Job, directory: Path) -> Compiled:
 def measure_libraries(libraries: Mapping[str, Compiled], turns: int, seed: int) -> dict[str, EndToEnd]:
     """Times libraries in alternating turns, each time in a fresh process."""
     calls = {
-        side: partial(timed_call, partial(_run, compiled), random_inputs(compiled.manifest.inputs, seed))
+        side: partial(timed_call, partial(_run, compiled), [random_inputs(compiled.manifest.inputs, seed)])
         for side, compiled in libraries.items()
     }
     turns_ms: dict[str, list[float]] = {side: [] for side in libraries}
