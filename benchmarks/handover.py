@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ansor_mlflow.device import Device
+from ansor_mlflow.tensors import NetworkShapes, TensorSpec
 
 _NUM_PAIRS = 4
 """Pairs of parts: a rectifier for TVM, and a branch for ONNX Runtime."""
@@ -67,7 +69,9 @@ def _measure(size: int, device: Device, directory: Path) -> dict[str, float]:
     compile_untuned(lowered, device.target, directory / "model.so")
     functions = relax.VirtualMachine(runtime.load_module(str(directory / "model.so")), runtime.cpu())
     sessions = open_sessions(directory, parts, device.num_threads)
-    whole = PartRunner(parts, functions, sessions, ["x"], [parts[-1].outputs[0]], runtime.cpu())
+    spec = TensorSpec("x", (size,), "float32")
+    network = NetworkShapes((spec,), (replace(spec, name=parts[-1].outputs[0]),))
+    whole = PartRunner(parts, functions, sessions, network, runtime.cpu())
     tensor = runtime.tensor(np.ones(size, np.float32))
     array = as_array(tensor)
     feeds = {name: _feed(session) for name, session in sessions.items()}

@@ -13,6 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ansor_mlflow.graphs import raise_opset, reasons_to_stay, rewrite_operators
 from ansor_mlflow.lowering.lower import lower
+from ansor_mlflow.networks import without_numbers
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -164,6 +165,20 @@ def test_older_operators_compute_what_onnxruntime_computes(host_target: Target, 
 def test_a_model_that_cannot_be_converted_stays() -> None:
     model = one_operator("Strange", IMAGE, opset=7)
     assert raise_opset(model) is model
+
+
+def test_large_weights_pass_by_the_converter() -> None:
+    """It writes and reads a model several times."""
+    weights = {"w": np.random.default_rng(0).random((512, 512), np.float32)}
+    model = one_operator("MatMul", {"x": np.ones((2, 512), np.float32)}, weights, opset=8)
+    before = model.SerializeToString()
+    sizes = []
+    raised = without_numbers(model, lambda light: (sizes.append(light.ByteSize()), raise_opset(light))[1])
+    assert sizes[0] < 1000
+    assert raised.opset_import[0].version == 11
+    np.testing.assert_array_equal(numpy_helper.to_array(raised.graph.initializer[0]), weights["w"])
+    np.testing.assert_array_equal(numpy_helper.to_array(raise_opset(model).graph.initializer[0]), weights["w"])
+    assert model.SerializeToString() == before
 
 
 def test_a_model_without_such_operators_stays() -> None:

@@ -407,7 +407,7 @@ def array_at(offset: int, values: np.ndarray) -> np.ndarray:
 def test_an_aligned_array_is_read_where_it_is(reshaping: TunedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that is not aligned, or read-only, is copied; neither is seen in the result."""
     wrapped: list[int] = []
-    machine = reshaping._machines._threads.submit(reshaping._machines._machine).result()
+    (machine,) = reshaping._machines._idle
     real = machine._from_dlpack
     monkeypatch.setattr(machine, "_from_dlpack", lambda array: (wrapped.append(array.ctypes.data), real(array))[1])
     values = inputs_for(reshaping, 0)["data"]
@@ -472,6 +472,26 @@ def test_calls_from_eight_threads(shared_model: TunedModel, reference: Reference
             outputs = list(threads.map(lambda seed: model.run(inputs_for(model, seed)), seeds))
             for output, wanted in zip(outputs, expected, strict=True):
                 assert_agree(output, wanted)
+
+
+def test_the_thread_that_loaded_a_model_runs_it_itself(
+    shared_model: TunedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others leave it to threads of the model's, and so does this one where TVM has fewer threads for it."""
+    passed_on: list[object] = []
+    submit = shared_model._machines._threads.submit
+    monkeypatch.setattr(
+        shared_model._machines._threads, "submit", lambda *call: (passed_on.append(call), submit(*call))[1]
+    )
+    inputs = inputs_for(shared_model, 0)
+    shared_model.run(inputs)
+    assert not passed_on
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(shared_model.run, inputs).result()
+    assert len(passed_on) == 1
+    monkeypatch.setattr("ansor_mlflow.model.virtual_machines.has_num_threads", lambda _: False)
+    shared_model.run(inputs)
+    assert len(passed_on) == 2
 
 
 def test_a_call_that_fails_leaves_its_machine_to_others(model: TunedModel) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import onnx
 import pytest
+from helpers.commands import ROOT, environment, run
 from helpers.exports import branching
 from helpers.untuned import compiled_untuned
 
@@ -136,3 +138,14 @@ def test_times_are_kept_as_json() -> None:
     timed = timed_parts(PARTS, [1e-3, 1e-3, 2e-3])
     assert [entry.latency_share for entry in timed] == [0.25, 0.25, 0.5]
     assert [PartEntry.from_dict(json.loads(json.dumps(asdict(entry)))) for entry in timed] == list(timed)
+
+
+def test_the_benchmark_of_handing_tensors_over(tmp_path: Path) -> None:
+    """It takes the parts of a network one by one, as nothing else does."""
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "handover.py"), "--elements", "16", "--json", str(figures)]
+    done = run(command, tmp_path, environment(""), timeout_s=300)
+    assert done.exit_code == 0, done.stderr
+    (row,) = json.loads(figures.read_text())["sizes"]
+    assert row["handovers"] == 11
+    assert row["whole_us"] > row["alone_us"] > 0

@@ -297,6 +297,22 @@ def test_what_follows_the_sums_is_not_unrolled_where_it_is_long(host_target: Tar
         assert_same(mod, program.mod, host_target)
 
 
+def test_a_row_may_need_more_of_a_tensor_than_another_row(host_target: Target) -> None:
+    """As the mask of attention, which is the product of a vector and itself: how much of it depends on the row."""
+    import tvm
+    from tvm import te
+
+    data = te.placeholder((64,), "float32", "data")
+    twice = te.compute((64,), lambda i: data[i] * 2.0, "twice")
+    mask = te.compute((64, 64), lambda i, j: twice[i] * twice[j], "mask")
+    mod = tvm.IRModule({"main": te.create_prim_func([data, mask])})
+    programs = find_programs(mod, host_target)
+    assert programs is not None
+    program = programs.first()
+    assert program is not None
+    assert_same(mod, program.mod, host_target)
+
+
 @pytest.mark.parametrize("sizes", [(32, 16), (24, 24), (5, 11), (640, 3456)])
 def test_a_concatenation_is_copied_in_vectors(sizes: tuple[int, int], host_target: Target) -> None:
     """With a condition for each element it takes twice to nine times as long."""

@@ -12,5 +12,11 @@ from ansor_mlflow.device.targets import (
     resolve_target,
     vector_lanes,
 )
-from ansor_mlflow.device.threads import available_cpus, measuring_cpus, resolve_num_threads, set_num_threads
+from ansor_mlflow.device.threads import (
+    available_cpus,
+    has_num_threads,
+    measuring_cpus,
+    resolve_num_threads,
+    set_num_threads,
+)
 from ansor_mlflow.device.tvm_import import import_tensor_intrin

@@ -10,6 +10,7 @@ from ansor_mlflow.device.cgroups import CGROUP_ROOT, OWN_CGROUP, cpu_quota
 from ansor_mlflow.errors import UserInputError
 
 _CPU_ROOT = Path("/sys/devices/system/cpu")
+_own = threading.local()
 _making_pool = threading.Lock()
 """Held while TVM makes a pool of threads, which reads the environment that all threads share."""
 
@@ -58,7 +59,16 @@ def set_num_threads(num_threads: int) -> int:
         os.environ["TVM_NUM_THREADS"] = str(num_threads)
         os.environ["TVM_BIND_THREADS"] = "0"
         tvm.get_global_func("runtime.config_threadpool")(1, num_threads)
-        return int(tvm.get_global_func("runtime.NumThreads")())
+        _own.num_threads = int(tvm.get_global_func("runtime.NumThreads")())
+        return int(_own.num_threads)
+
+
+def has_num_threads(num_threads: int) -> bool:
+    """Whether kernels run on so many threads in the calling thread; sets the number where it is another one.
+
+    False where the thread has run kernels on fewer threads before; see `set_num_threads`.
+    """
+    return getattr(_own, "num_threads", None) == num_threads or set_num_threads(num_threads) == num_threads
 
 
 def measuring_cpus(num_threads: int, cpu_root: Path = _CPU_ROOT, process: int | None = None) -> frozenset[int]:

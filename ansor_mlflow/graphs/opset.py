@@ -6,6 +6,7 @@ import onnx
 from onnx import helper, numpy_helper, version_converter
 
 from ansor_mlflow.graphs.editor import opset_version
+from ansor_mlflow.networks import without_numbers
 
 OLDEST_OPSET = 11
 """From here on slices, pads and bounds of Clip are inputs, and Upsample is Resize."""
@@ -28,7 +29,7 @@ def raise_opset(model: onnx.ModelProto) -> onnx.ModelProto:
     if opset_version(model) >= OLDEST_OPSET:
         return model
     try:
-        raised: onnx.ModelProto = version_converter.convert_version(model, OLDEST_OPSET)
+        raised = without_numbers(model, lambda light: version_converter.convert_version(light, OLDEST_OPSET))
     except Exception:  # noqa: BLE001  it raises errors of many kinds for what it does not know
         return model
     del raised.graph.value_info[:]  # a mask of Dropout was of floats

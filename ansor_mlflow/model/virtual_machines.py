@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ansor_mlflow.device import HugePages, NewMemory, available_cpus, set_num_threads
+from ansor_mlflow.device import HugePages, NewMemory, available_cpus, has_num_threads, set_num_threads
 from ansor_mlflow.errors import ModelError, first_line
 from ansor_mlflow.model.parts import (
     EXPORTED_KINDS,
@@ -33,10 +34,11 @@ _ZERO_COPY_BYTES = 1 << 14
 class VirtualMachines:
     """Virtual machines that share a library and its weights; safe to call from any number of threads.
 
-    Calls run in threads of the model's own, one machine each, and in the order in which they come: as many at once as
-    the CPUs carry, since kernels that share a CPU slow each other down. TVM keeps a pool of workers for every thread
-    that calls it, which would otherwise be as many as there are callers, and of the size of whichever model each of
-    them called first.
+    As many calls run at once as the CPUs carry, since kernels that share a CPU slow each other down. TVM keeps a pool
+    of workers for every thread that calls it, which would be as many as there are callers, and of the size of whichever
+    model each of them called first. So calls run in threads of the model's own, in the order in which they come. Only
+    those of the thread that loaded the model run in it, as to pass a call on and its results back takes a tenth of a
+    millisecond.
 
     Args:
         library: The shared library, whose digest was checked.
@@ -63,9 +65,14 @@ class VirtualMachines:
         import tvm
 
         self._num_threads = num_threads
-        self._own = threading.local()
         num_machines = max(1, available_cpus() // num_threads) if device == "cpu" else 1
-        self._threads = ThreadPoolExecutor(num_machines, thread_name_prefix="ansor-mlflow-model")
+        self._loaded_in = threading.get_ident()
+        self._threads = ThreadPoolExecutor(
+            num_machines, "ansor-mlflow-model", initializer=set_num_threads, initargs=(num_threads,)
+        )
+        self._turns = threading.Semaphore(num_machines)
+        self._idle: list[VirtualMachine] = []
+        self._instrumented: VirtualMachine | None = None
         self._memory = NewMemory() if huge_pages and device == "cpu" else None
         self.huge_pages = HugePages()
         """The memory that is in huge pages: that of the weights, and after a call also that of activations."""
@@ -73,7 +80,7 @@ class VirtualMachines:
             module = tvm.runtime.load_module(str(library))
             sessions = open_sessions(library.parent, parts, num_threads)
             self._make = partial(VirtualMachine, module, tvm.device(device), sizes, parts, sessions)
-            self._threads.submit(self._machine).result()  # what cannot be run is known now
+            self._idle.append(self._make())  # what cannot be run is known now
             self._collapse()
         except (OSError, RuntimeError, ValueError, AttributeError) as err:
             raise ModelError(
@@ -83,6 +90,8 @@ class VirtualMachines:
 
     def run(self, arrays: Sequence[npt.NDArray[Any]], size: int = 0) -> list[npt.NDArray[Any]]:
         """Calls the network on arrays of a size's shapes and dtypes; those that it returns belong to the caller."""
+        if threading.get_ident() == self._loaded_in and has_num_threads(self._num_threads):
+            return self._run(arrays, size)
         return self._threads.submit(self._run, arrays, size).result()
 
     def seconds_of_parts(self, arrays: Sequence[npt.NDArray[Any]], size: int = 0) -> list[float]:
@@ -97,21 +106,21 @@ class VirtualMachines:
         return self._threads.submit(self._seconds_of_kernels, arrays, size).result()
 
     def _seconds_of_kernels(self, arrays: Sequence[npt.NDArray[Any]], size: int) -> list[tuple[str, float]]:
-        if not hasattr(self._own, "instrumented"):
-            self._own.instrumented = self._make(is_instrumented=True)
-            self._collapse()
-        machine: VirtualMachine = self._own.instrumented
-        machine.seconds_of_kernels.clear()
-        machine.run(arrays, size)
-        return list(machine.seconds_of_kernels)
+        with self._turns:
+            machine = self._instrumented = self._instrumented or self._make(is_instrumented=True)
+            self._run_on(machine, arrays, size)
+            return list(machine.seconds_of_kernels)
 
     def _seconds_of_parts(self, arrays: Sequence[npt.NDArray[Any]], size: int) -> list[float]:
-        machine = self._machine()
-        machine.run(arrays, size)
-        return machine.seconds_of_parts(size)
+        with self._machine() as machine:
+            machine.run(arrays, size)
+            return machine.seconds_of_parts(size)
 
     def _run(self, arrays: Sequence[npt.NDArray[Any]], size: int) -> list[npt.NDArray[Any]]:
-        machine = self._machine()
+        with self._machine() as machine:
+            return self._run_on(machine, arrays, size)
+
+    def _run_on(self, machine: VirtualMachine, arrays: Sequence[npt.NDArray[Any]], size: int) -> list[npt.NDArray[Any]]:
         results = machine.run(arrays, size)
         if size not in machine.sizes_run:  # it has its memory now
             machine.sizes_run.add(size)
@@ -122,13 +131,18 @@ class VirtualMachines:
         if self._memory:
             self.huge_pages = self._memory.collapse()
 
-    def _machine(self) -> VirtualMachine:
-        """The machine of this thread."""
-        machine: VirtualMachine | None = getattr(self._own, "machine", None)
-        if machine is None:
-            set_num_threads(self._num_threads)
-            machine = self._own.machine = self._make()
-        return machine
+    @contextmanager
+    def _machine(self) -> Iterator[VirtualMachine]:
+        """A machine that no other call has, when there is a CPU for it."""
+        with self._turns:
+            try:
+                machine = self._idle.pop()
+            except IndexError:
+                machine = self._make()
+            try:
+                yield machine
+            finally:
+                self._idle.append(machine)
 
 
 class VirtualMachine:
@@ -148,7 +162,7 @@ class VirtualMachine:
 
         functions = relax.VirtualMachine(module, device)
         self.seconds_of_kernels: list[tuple[str, float]] = []
-        """Of all calls, if it is instrumented."""
+        """Of the last call, if it is instrumented."""
         if is_instrumented:
             functions.set_instrument(self._instrument())
         runners = [
@@ -182,6 +196,7 @@ class VirtualMachine:
 
     def run(self, arrays: Sequence[npt.NDArray[Any]], size: int) -> list[npt.NDArray[Any]]:
         """See `VirtualMachines.run`."""
+        self.seconds_of_kernels.clear()
         result = self._functions[size](*map(self._argument, arrays, self._slots[size]))
         # The memory of TVM's output may be that of an input, of another output or of a weight.
         return [owned_array(tensor) for tensor in (result if isinstance(result, Sequence) else [result])]

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,38 @@ def digest(model: onnx.ModelProto, *, max_weight_bytes: int = _MAX_WEIGHT_BYTES)
     for weight in weights:
         sha256.update(weight.raw_data)
     return sha256.hexdigest()
+
+
+def without_numbers(model: onnx.ModelProto, change: Callable[[onnx.ModelProto], onnx.ModelProto]) -> onnx.ModelProto:
+    """Applies a function of ONNX's that needs no more of weights than their types and shapes.
+
+    Each of them writes the model as one message and reads it again, several times: seconds for half a gigabyte.
+
+    Args:
+        model: Stays as it is.
+        change: Gets a copy in which large weights are empty, and returns a model with the same weights.
+
+    Returns:
+        What the function returned, with the weights.
+    """
+    large = {weight.name: weight for weight in model.graph.initializer if _num_elements(weight) > _MAX_SHAPE_ELEMENTS}
+    light = onnx.ModelProto(**message_fields(model, without={"graph"}))
+    light.graph.CopyFrom(onnx.GraphProto(**message_fields(model.graph, without={"initializer"})))
+    light.graph.initializer.extend(
+        onnx.TensorProto(name=weight.name, data_type=weight.data_type, dims=weight.dims)
+        if weight.name in large
+        else weight
+        for weight in model.graph.initializer
+    )
+    changed = change(light)
+    for weight in changed.graph.initializer:
+        if weight.name in large:
+            weight.CopyFrom(large[weight.name])
+    return changed
+
+
+def _num_elements(tensor: onnx.TensorProto) -> int:
+    return math.prod(tensor.dims)
 
 
 def digest_of_file(path: Path) -> str:
@@ -322,7 +354,7 @@ def _trial(model: onnx.ModelProto, values: Arrays, directory: Path | None) -> On
 
     def infers(shapes: Mapping[str, tuple[int, ...]]) -> bool:
         try:
-            graph = _strictly_inferred(with_shapes(light, shapes)).graph
+            graph = _inferred(with_shapes(light, shapes)).graph
             _require_positive(graph, "")
         except (onnx.shape_inference.InferenceError, UserInputError, EncodeError):
             return False
@@ -356,7 +388,7 @@ def _fixed_everywhere(model: onnx.ModelProto, network: str, directory: Path | No
 def _infer_shapes(model: onnx.ModelProto, network: str, directory: Path | None, *, hint: str) -> onnx.ModelProto:
     """Infers shapes as ONNX does, strictly; where that finds contradictions, as far as ONNX Runtime sees none."""
     try:
-        return _strictly_inferred(model)
+        return _inferred(model)
     except onnx.shape_inference.InferenceError as err:
         reason = err
     except EncodeError as err:
@@ -366,9 +398,9 @@ def _infer_shapes(model: onnx.ModelProto, network: str, directory: Path | None, 
         ) from err
     _forget_shapes(model)  # what the file says may be what is wrong
     with contextlib.suppress(onnx.shape_inference.InferenceError):
-        return _strictly_inferred(model)
+        return _inferred(model)
     try:
-        loose = onnx.shape_inference.infer_shapes(model, check_type=True, data_prop=True)
+        loose = _inferred(model, strict=False)
         require_sizes(loose, network)  # before ONNX Runtime computes what is constant
         start_session(model.SerializeToString(), directory)
     except UserInputError:
@@ -378,8 +410,9 @@ def _infer_shapes(model: onnx.ModelProto, network: str, directory: Path | None, 
     return loose
 
 
-def _strictly_inferred(model: onnx.ModelProto) -> onnx.ModelProto:
-    return onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+def _inferred(model: onnx.ModelProto, *, strict: bool = True) -> onnx.ModelProto:
+    infer = functools.partial(onnx.shape_inference.infer_shapes, check_type=True, strict_mode=strict, data_prop=True)
+    return without_numbers(model, infer)
 
 
 def _require_positive(graph: onnx.GraphProto, network: str) -> None:

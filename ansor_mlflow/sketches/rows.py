@@ -19,7 +19,7 @@ from ansor_mlflow.sketches.machine import Machine
 if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.s_tir import Schedule
-    from tvm.s_tir.schedule import SBlockRV
+    from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 _SPATIAL = 0
 _MIN_PARALLEL = 16384
@@ -141,7 +141,7 @@ def _inline(sch: Schedule) -> None:
 def _rfactor(sch: Schedule, block: SBlockRV, lanes: int) -> SBlockRV | None:
     """Splits a sum along the last axis into a vector of partial sums, which is returned, and their sum."""
     loops = list(sch.get_loops(block))
-    if not _is_sum(sch.get(block)) or lanes == 1 or int(sch.get(loops[-1]).extent) % lanes:
+    if not _is_sum(sch.get(block)) or lanes == 1 or not _is_multiple(sch, loops[-1], lanes):
         return None
     _, lane = sch.split(loops[-1], [None, lanes])
     return sch.rfactor(lane, len(loops) - 1)
@@ -150,11 +150,19 @@ def _rfactor(sch: Schedule, block: SBlockRV, lanes: int) -> SBlockRV | None:
 def _vectorize(sch: Schedule, block: SBlockRV, lanes: int, num_rows: int) -> None:
     """Vectorises a row along the last iterator."""
     loops = list(sch.get_loops(block))
-    if lanes > 1 and len(loops) > (1 if num_rows else 0) and int(sch.get(loops[-1]).extent) % lanes == 0:
+    if lanes > 1 and len(loops) > (1 if num_rows else 0) and _is_multiple(sch, loops[-1], lanes):
         vectors, lane = sch.split(loops[-1], [None, lanes])
         if int(sch.get(vectors).extent) <= _MAX_COPIES and _chooses_along(sch.get(block)):
             sch.unroll(vectors)  # each vector knows then what it is made of
         sch.vectorize(lane)
+
+
+def _is_multiple(sch: Schedule, loop: LoopRV, lanes: int) -> bool:
+    """Whether a loop is made of whole vectors; one that is longer in some rows than in others is not."""
+    from tvm import tirx
+
+    extent = sch.get(loop).extent
+    return isinstance(extent, tirx.IntImm) and int(extent) % lanes == 0
 
 
 def _chooses_along(block: Any) -> bool:
