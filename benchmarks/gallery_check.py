@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ import click
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError
 
 _SEED = 0
+_TURNS = 2
+_MEASURE_S = 0.5
+"""How often, and how long each time, a tuned network is timed."""
 _LEAST_DIFFERENCE = 1e-2
 """How far the outputs of other inputs are, relative to the largest, so that equal outputs say something."""
 
@@ -82,17 +86,46 @@ def _untuned(file: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tuned(file: Path, parameters: Mapping[str, Any], trials: int) -> dict[str, Any]:
-    """Latencies and the error of the pipeline, with a tracking store of its own."""
+    """Latencies of the tuned network and of ONNX Runtime in turns, and the error; with a tracking store of its own."""
     import mlflow
 
     import ansor_mlflow
+    from ansor_mlflow.measuring import (
+        RivalTask,
+        compare_with_reference,
+        measure_in_turns,
+        rival_inference,
+        timed_call,
+        tolerance_for,
+        tuned_inference,
+    )
+    from ansor_mlflow.model import Manifest
+    from ansor_mlflow.names import NETWORK_FILE
+    from ansor_mlflow.tensors import random_inputs
 
     with tempfile.TemporaryDirectory() as directory:
         mlflow.set_tracking_uri(f"sqlite:///{directory}/mlflow.db")
         mlflow.create_experiment("gallery", artifact_location=Path(directory, "artifacts").as_uri())
         mlflow.set_experiment("gallery")
-        result = ansor_mlflow.pipeline(file, **parameters, trials=trials, seed=_SEED)
-    return {"trials": trials, **result.metrics}
+        tuned = ansor_mlflow.tune(file, **parameters, trials=trials, seed=_SEED)
+        compiled = ansor_mlflow.compile(file, **parameters, tune_run=tuned.run_id)
+        model = Path(mlflow.artifacts.download_artifacts(artifact_uri=compiled.model_uri))
+        manifest, network = Manifest.read(model), model / NETWORK_FILE
+        num_threads = manifest.libraries[0].fingerprint.num_threads
+        task = RivalTask(
+            network=network, outputs=tuple(spec.name for spec in manifest.outputs), num_threads=num_threads
+        )
+        inputs = random_inputs(manifest.inputs, _SEED)
+        runs = {"tuned": partial(tuned_inference, model), "onnxruntime": partial(rival_inference, "onnxruntime", task)}
+        errors = compare_with_reference({"tuned": runs["tuned"]}, network, num_threads, [inputs])
+        calls = {name: partial(timed_call, make_inference, [inputs]) for name, make_inference in runs.items()}
+        latencies = measure_in_turns(calls, _TURNS, measure_s=_MEASURE_S)
+    return {
+        "trials": trials,
+        "max_rel_error": (error := errors["tuned"].max_rel_error),
+        "equal": error <= tolerance_for("auto", network, "float32"),
+        **{f"{name}_latency_ms": latency.median_ms for name, latency in latencies.items()},
+    }
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def test_the_ends_of_models_are_told_apart(tmp_path: Path) -> None:
         "open": "whole",
         "unknown": "refused",
     }
-    assert rows["good"]["check"]["result"] == {"max_rel_error": 0.0, "equal": True}
+    assert rows["good"]["check"]["result"] == {"max_rel_error": 0.0, "equal": True, "algorithm": "auto"}
     assert "not a valid ONNX file" in rows["cut"]["plan"]["message"]
     assert "## Dynamic" in table.read_text()
 

@@ -310,7 +310,8 @@ def test_what_runs_measured_is_pushed_listed_and_pulled(
     (device,) = json.loads(capsys.readouterr().out)["devices"]
     assert device["num_kernels"] == int(sums[2])
     assert device["fingerprint"]["target"]["kind"] == "llvm"
-    assert device["num_objects"] == 2 * device["num_kernels"]
+    # Of a kernel of 0.1 µs both runs may have measured the same, which the pool has once.
+    assert device["num_kernels"] < device["num_objects"] <= 2 * device["num_kernels"]
     assert run_here("pool", "list", s3_uri) == 0
     assert re.search(rf"llvm \S+ ×\d+ .* {device['num_kernels']} +{device['num_objects']}", capsys.readouterr().out)
     assert run_here("pool", "pull", s3_uri, "--output", "mine") == 0
