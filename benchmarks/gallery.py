@@ -1,7 +1,7 @@
 """The gallery: models as people export them, each planned and compared with ONNX Runtime.
 
-    python benchmarks/gallery.py models --json result.json --markdown docs/gallery.md
-    python benchmarks/gallery.py models --names yolo,crnn --tune    # and tuned a little
+    python benchmarks/gallery.py models --tune --json result.json --markdown docs/gallery.md
+    python benchmarks/gallery.py models --names yolo,crnn    # how they get in, and what they compute
 
 Everything happens in child processes with a time limit, so that no model stops the others.
 """
@@ -15,9 +15,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 import click
@@ -73,9 +74,21 @@ class Row:
         return self.plan.end in ("whole", "parts")
 
     @property
+    def compared(self) -> list[Mapping[str, Any]]:
+        """What its comparisons with ONNX Runtime found, untuned and tuned; empty where none came to an end."""
+        return [child.result for child in (self.check, self.tuning) if child is not None and child.result is not None]
+
+    @property
     def is_equal(self) -> bool:
         """Whether it was compared with ONNX Runtime and computes the same."""
-        return self.check is not None and self.check.result is not None and bool(self.check.result["equal"])
+        return bool(self.compared) and all(found["equal"] for found in self.compared)
+
+    @property
+    def ratio(self) -> float | None:
+        """Latency over ONNX Runtime's; None where it was not tuned."""
+        if self.tuning is None or self.tuning.result is None:
+            return None
+        return float(self.tuning.result["tuned_latency_ms"] / self.tuning.result["onnxruntime_latency_ms"])
 
 
 @click.command(context_settings={"show_default": True})
@@ -88,6 +101,7 @@ class Row:
 @click.option("--limit-s", default=300.0, help="Seconds that a plan or a check may take.")
 @click.option("--plan-s", default=20.0, help="Seconds that a plan may take before it counts as slow.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for all figures.")
+@click.option("--continue", "goes_on", is_flag=True, help="Keep what the JSON file has, and do the other models.")
 @click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="File for the page of tables.")
 def main(
     models: Path,
@@ -99,6 +113,7 @@ def main(
     limit_s: float,
     plan_s: float,
     json_file: Path | None,
+    goes_on: bool,
     markdown: Path | None,
 ) -> None:
     """Plan and check every ONNX file of the folder MODELS."""
@@ -106,27 +121,45 @@ def main(
     chosen = [name for name in names.split(",") if name]
     if export:
         subprocess.run([python, str(_HERE / "gallery_export.py"), str(models), *chosen], check=False)
-    rows: list[Row] = []
-    for file in _in_order(models.glob("*.onnx"), chosen):
-        rows.append(_row(file, check, tune, limit_s))
-        console.print(_line(rows[-1]), markup=False, highlight=False, soft_wrap=True)
-        if json_file is not None:
-            json_file.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-        if markdown is not None:
-            markdown.write_text(_tables(rows))
+    rows = _read(json_file) if goes_on and json_file is not None and json_file.exists() else []
+    known = {row.name for row in rows}
+    with tempfile.TemporaryDirectory(prefix="gallery-") as scratch:
+        for file in _in_order(models.glob("*.onnx"), chosen):
+            if file.stem in known:
+                continue
+            rows.append(_row(file, check, tune, limit_s, Path(scratch, "mlflow.db")))
+            console.print(_line(rows[-1]), markup=False, highlight=False, soft_wrap=True)
+            rows.sort(key=lambda row: _place(row.name))
+            if json_file is not None:
+                json_file.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+            if markdown is not None:
+                markdown.write_text(_tables(rows))
     console.print(_summary(rows), markup=False)
-    if failures := list(_failures(rows, check, plan_s)):
+    if failures := list(_failures(rows, check or tune, plan_s)):
         raise click.ClickException("; ".join(failures))
 
 
 def _in_order(files: Iterable[Path], chosen: Sequence[str]) -> list[Path]:
-    """The files as the gallery lists them, others after them."""
-    order = {name: index for index, name in enumerate(GALLERY)}
+    """The files as they were asked for, or as the gallery lists them."""
     found = [file for file in files if not file.name.startswith(".") and (not chosen or file.stem in chosen)]
-    return sorted(found, key=lambda file: (order.get(file.stem, len(order)), file.stem))
+    return sorted(found, key=lambda file: chosen.index(file.stem) if chosen else _place(file.stem))
 
 
-def _row(file: Path, check: bool, tune: bool, limit_s: float) -> Row:
+def _place(name: str) -> tuple[int, str]:
+    """Where the gallery lists a model; others come after it."""
+    return list(GALLERY).index(name) if name in GALLERY else len(GALLERY), name
+
+
+def _read(json_file: Path) -> list[Row]:
+    """What an earlier run found."""
+    children = ("plan", "check", "tuning")
+    return [
+        Row(**{**row, **{name: Child(**row[name]) for name in children if row[name] is not None}})
+        for row in json.loads(json_file.read_text())
+    ]
+
+
+def _row(file: Path, check: bool, tune: bool, limit_s: float, store: Path) -> Row:
     about_file = file.with_suffix(".json")
     about = json.loads(about_file.read_text()) if about_file.exists() else {}
     parameters = {name: about[name] for name in _PARAMETERS if about.get(name)}
@@ -140,7 +173,8 @@ def _row(file: Path, check: bool, tune: bool, limit_s: float) -> Row:
         child = [sys.executable, str(_HERE / "gallery_check.py"), str(file.resolve())]
         child += ["--parameters", json.dumps(parameters)]
         checked = _run(child, folder, limit_s) if check else None
-        tuned = _run([*child, "--trials", str(len(plan.result["tasks"]))], folder, _TUNING_S) if tune else None
+        tuning = [*child, "--trials", str(len(plan.result["tasks"])), "--store", str(store)]
+        tuned = _run(tuning, folder, _TUNING_S) if tune else None
     return Row(
         name=file.stem,
         family=about.get("family", "others"),
@@ -199,9 +233,9 @@ def _message(stderr: str, exit_code: int) -> str:
     return (errors or lines or [f"it ended with {exit_code}"])[-1][:500]
 
 
-def _failures(rows: Sequence[Row], check: bool, plan_s: float) -> Iterable[str]:
+def _failures(rows: Sequence[Row], compared: bool, plan_s: float) -> Iterable[str]:
     """What keeps the gallery from passing."""
-    inside = [row for row in rows if row.is_in and (row.is_equal or not check)]
+    inside = [row for row in rows if row.is_in and (row.is_equal or not compared)]
     if len(inside) < _LEAST_SHARE_IN * len(rows):
         yield f"{len(inside)} of {len(rows)} get in and equal ONNX Runtime, fewer than {_LEAST_SHARE_IN:.0%}"
     if broken := [row.name for row in rows if _worst_end(row) in ("traceback", "late")]:
@@ -218,23 +252,24 @@ def _worst_end(row: Row) -> End:
 # -- the tables ------------------------------------------------------------------------------------------------------
 
 _HEAD = (
-    "| model | exporter, opset | plan | tasks | gets in | error | latency | ONNX Runtime |",
-    "|---|---|---|---|---|---|---|---|",
+    "| model | exporter, opset | plan | tasks | gets in | error | latency | ONNX Runtime | ratio |",
+    "|---|---|---|---|---|---|---|---|---|",
 )
 
 
 _INTRODUCTION = (
     "# Gallery\n\n"
     "Models as people export them, with random weights, and how they get in: with all of their operators, or with some "
-    "left to ONNX Runtime. Errors are the largest difference from ONNX Runtime over its largest value, untuned. "
-    "Latencies are those of some models after one trial for each task, which says that tuning works, and no more. "
+    "left to ONNX Runtime. Errors are the largest difference from ONNX Runtime over its largest value. Latencies are "
+    "those of the model as it is loaded and of ONNX Runtime, in turns, after a tuning with as many trials as there are "
+    "tasks: one for each, a fraction of the default. The ratio is the one over the other; below 1 the tuned model is "
+    "faster. "
     "`python benchmarks/gallery.py` makes this page; [its notes](../benchmarks/README.md) say how."
 )
 
 
 def _line(row: Row) -> str:
     tasks = "" if row.plan.result is None else str(len(row.plan.result["tasks"]))
-    metrics = {} if row.tuning is None or row.tuning.result is None else row.tuning.result
     cells = [
         f"`{row.name}`",
         row.exporter if row.opset is None else f"{row.exporter}, {row.opset}",
@@ -242,22 +277,27 @@ def _line(row: Row) -> str:
         tasks,
         _ENDS[row.plan.end] if row.is_in else f"{_ENDS[row.plan.end]}: {row.plan.message}".replace("|", "\\|"),
         _error(row),
-        _ms(metrics.get("latency_ms")),
-        _ms(metrics.get("onnxruntime_latency_ms")),
+        *_latencies(row),
     ]
     return f"| {' | '.join(cells)} |"
 
 
 def _error(row: Row) -> str:
-    if row.check is None:
+    failed = [child for child in (row.check, row.tuning) if child is not None and child.result is None]
+    if failed:
+        return f"{_ENDS[failed[0].end]}: {failed[0].message}".replace("|", "\\|")
+    if not row.compared:
         return ""
-    if row.check.result is None:
-        return f"{_ENDS[row.check.end]}: {row.check.message}".replace("|", "\\|")
-    return f"{row.check.result['max_rel_error']:.1e}" + ("" if row.is_equal else " (not equal)")
+    worst = max(found["max_rel_error"] for found in row.compared)
+    return f"{worst:.1e}" + ("" if row.is_equal else " (not equal)")
 
 
-def _ms(latency_ms: float | None) -> str:
-    return "" if latency_ms is None else f"{latency_ms:.3g} ms"
+def _latencies(row: Row) -> list[str]:
+    """Of the tuned model and of ONNX Runtime, and the one over the other."""
+    if row.tuning is None or row.tuning.result is None:
+        return ["", "", ""]
+    found = row.tuning.result
+    return [*(f"{found[f'{name}_latency_ms']:.3g} ms" for name in ("tuned", "onnxruntime")), f"{row.ratio:.2f}"]
 
 
 def _tables(rows: Sequence[Row]) -> str:
@@ -272,9 +312,12 @@ def _tables(rows: Sequence[Row]) -> str:
 def _summary(rows: Sequence[Row]) -> str:
     ends = Counter(row.plan.end for row in rows)
     counts = ", ".join(f"{ends[end]} {said}" for end, said in _ENDS.items() if ends[end])
-    checked = [row for row in rows if row.check is not None]
-    equal = f"; {sum(row.is_equal for row in checked)} of {len(checked)} equal ONNX Runtime" if checked else ""
-    return f"{len(rows)} models: {counts}{equal}."
+    compared = [row for row in rows if row.check is not None or row.tuning is not None]
+    equal = f"; {sum(row.is_equal for row in compared)} of {len(compared)} equal ONNX Runtime" if compared else ""
+    ratios = [row.ratio for row in rows if row.ratio is not None]
+    fast = sum(ratio < 1 for ratio in ratios)
+    speed = f" {fast} of {len(ratios)} are faster, the median ratio is {median(ratios):.2f}." if ratios else ""
+    return f"{len(rows)} models: {counts}{equal}.{speed}"
 
 
 if __name__ == "__main__":

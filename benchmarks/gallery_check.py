@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError
+from ansor_mlflow.tensors import Arrays
 
 _SEED = 0
 _TURNS = 2
@@ -31,11 +32,12 @@ _LEAST_DIFFERENCE = 1e-2
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--parameters", default="{}", help="Those of the network beside its name, as JSON.")
 @click.option("--trials", default=0, help="Trials of a tuning; 0 does not tune.")
-def main(file: Path, parameters: str, trials: int) -> None:
+@click.option("--store", default="mlflow.db", help="Database of MLflow for the tuning; it is made where there is none.")
+def main(file: Path, parameters: str, trials: int, store: str) -> None:
     """Compiles a model and compares it with ONNX Runtime."""
     given = json.loads(parameters)
     try:
-        found = _tuned(file, given, trials) if trials else _untuned(file, given)
+        found = _tuned(file, given, trials, store) if trials else _untuned(file, given)
     except AnsorMlflowError as err:
         click.echo(f"Error: {err}", err=True)
         sys.exit(err.exit_code)
@@ -61,8 +63,7 @@ def _untuned(file: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
         quantized = is_quantized(fixed)
         reference = ReferenceSession(fixed, device.num_threads, exact=quantized)
         expected = reference.run(inputs)
-        if compare_outputs(reference.run(others), expected).max_rel_error < _LEAST_DIFFERENCE:
-            raise UserInputError(f"network={file}: its outputs hardly depend on its inputs; give it other weights")
+        _require_dependence(file, expected, reference.run(others))
         tolerance = QUANTIZED_TOLERANCE if quantized else TOLERANCES["float32"]
         for algorithm in ("auto", "direct"):  # the latter where the former loses too many digits, as the step compile
             lowered = lower(network.model, device.target, LoweringSettings(algorithm=algorithm), called=str(file))
@@ -85,14 +86,15 @@ def _untuned(file: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {"max_rel_error": error, "equal": error <= tolerance, "algorithm": algorithm}
 
 
-def _tuned(file: Path, parameters: Mapping[str, Any], trials: int) -> dict[str, Any]:
-    """Latencies of the tuned network and of ONNX Runtime in turns, and the error; with a tracking store of its own."""
+def _tuned(file: Path, parameters: Mapping[str, Any], trials: int, store: str) -> dict[str, Any]:
+    """Latencies of the tuned network and of ONNX Runtime in turns, and the error."""
     import mlflow
 
     import ansor_mlflow
     from ansor_mlflow.measuring import (
         RivalTask,
-        compare_with_reference,
+        deviation_of,
+        expected_of,
         measure_in_turns,
         rival_inference,
         timed_call,
@@ -104,9 +106,9 @@ def _tuned(file: Path, parameters: Mapping[str, Any], trials: int) -> dict[str, 
     from ansor_mlflow.tensors import random_inputs
 
     with tempfile.TemporaryDirectory() as directory:
-        mlflow.set_tracking_uri(f"sqlite:///{directory}/mlflow.db")
-        mlflow.create_experiment("gallery", artifact_location=Path(directory, "artifacts").as_uri())
-        mlflow.set_experiment("gallery")
+        mlflow.set_tracking_uri(f"sqlite:///{store}")
+        mlflow.create_experiment(directory, artifact_location=Path(directory, "artifacts").as_uri())
+        mlflow.set_experiment(directory)
         tuned = ansor_mlflow.tune(file, **parameters, trials=trials, seed=_SEED)
         compiled = ansor_mlflow.compile(file, **parameters, tune_run=tuned.run_id)
         model = Path(mlflow.artifacts.download_artifacts(artifact_uri=compiled.model_uri))
@@ -115,17 +117,28 @@ def _tuned(file: Path, parameters: Mapping[str, Any], trials: int) -> dict[str, 
         task = RivalTask(
             network=network, outputs=tuple(spec.name for spec in manifest.outputs), num_threads=num_threads
         )
-        inputs = random_inputs(manifest.inputs, _SEED)
+        inputs, others = (random_inputs(manifest.inputs, seed) for seed in (_SEED, _SEED + 1))
+        expected, of_others = expected_of(network, num_threads, [inputs, others])
+        _require_dependence(file, expected, of_others)
         runs = {"tuned": partial(tuned_inference, model), "onnxruntime": partial(rival_inference, "onnxruntime", task)}
-        errors = compare_with_reference({"tuned": runs["tuned"]}, network, num_threads, [inputs])
+        error = deviation_of(runs["tuned"], [inputs], [expected]).max_rel_error
+        tolerance = tolerance_for("auto", network, "float32")
         calls = {name: partial(timed_call, make_inference, [inputs]) for name, make_inference in runs.items()}
         latencies = measure_in_turns(calls, _TURNS, measure_s=_MEASURE_S)
     return {
         "trials": trials,
-        "max_rel_error": (error := errors["tuned"].max_rel_error),
-        "equal": error <= tolerance_for("auto", network, "float32"),
+        "max_rel_error": error,
+        "equal": error <= tolerance,
         **{f"{name}_latency_ms": latency.median_ms for name, latency in latencies.items()},
     }
+
+
+def _require_dependence(file: Path, outputs: Arrays, of_others: Arrays) -> None:
+    """Refuses a network whose outputs are about the same for other inputs: that they are right would say nothing."""
+    from ansor_mlflow.measuring import compare_outputs
+
+    if compare_outputs(of_others, outputs).max_rel_error < _LEAST_DIFFERENCE:
+        raise UserInputError(f"network={file}: its outputs hardly depend on its inputs; give it other weights")
 
 
 if __name__ == "__main__":
