@@ -284,7 +284,8 @@ class TuneOptions(BudgetOptions):
     )
     measure: Literal["network", "warm"] = _parameter(
         "network",
-        "How warm the weights of a program are: as cold as the network's other weights leave them (network), or warm.",
+        "What a program finds in the CPU's caches while it is timed: what the rest of the network leaves there "
+        "(network), or its own data (warm).",
     )
     cache_flush: bool = _parameter(False, "Flush the CPU's caches before every measurement: all is cold.")
     warm_start: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_parse_list)] = _parameter(

@@ -60,12 +60,13 @@ def builder(request: pytest.FixtureRequest, host_target: Target) -> Iterator[Bui
     builder.close()
 
 
-@pytest.fixture(scope="module", params=["fake", "local"])
+@pytest.fixture(scope="module", params=["fake", "alone", "in a network"])
 def library_and_runner(request: pytest.FixtureRequest, host_target: Target) -> Iterator[tuple[Path, Runner]]:
     """A library, and a runner that takes it."""
     fake = request.param == "fake"
     builder: Builder = FakeBuilder() if fake else local_builder(host_target)
-    runner: Runner = FakeRunner(repeat=REPEAT) if fake else LocalRunner(settings(1))
+    measure = settings(1) if request.param == "alone" else replace(settings(1), network_bytes=2**20)
+    runner: Runner = FakeRunner(repeat=REPEAT) if fake else LocalRunner(measure)
     (library,) = builder.build([add(1)])
     assert library.value is not None
     yield library.value, runner
@@ -150,14 +151,16 @@ def test_caches_are_flushed_before_a_measurement_when_asked_for(host_target: Tar
     assert len(outcome.value) == REPEAT
 
 
+@pytest.mark.parametrize("network_bytes", [None, 0, 2**20])
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
-def test_a_kernel_that_takes_indices_is_measured(host_target: Target, dtype: str) -> None:
+def test_a_kernel_that_takes_indices_is_measured(host_target: Target, dtype: str, network_bytes: int | None) -> None:
     """Random ones would lead it out of its table."""
     from tvm import IRModule, te
 
     table, indices = te.placeholder((8, 64), name="table"), te.placeholder((4,), dtype, name="indices")
     rows = te.compute((4, 64), lambda i, j: table[indices[i], j], name="rows")
-    builder, runner = local_builder(host_target), LocalRunner(settings(1))
+    measure = replace(settings(1), network_bytes=network_bytes)
+    builder, runner = local_builder(host_target), LocalRunner(measure)
     (library,) = builder.build([IRModule({"main": te.create_prim_func([table, indices, rows])})])
     assert library.value is not None
     args_info = (("TENSOR", "float32", (8, 64)), ("TENSOR", dtype, (4,)), ("TENSOR", "float32", (4, 64)))

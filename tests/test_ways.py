@@ -37,7 +37,6 @@ from ansor_mlflow.trials import (
 )
 from ansor_mlflow.tuning.scheduler import GradientScheduler
 from ansor_mlflow.tuning.stopping import outrun_tasks, resolve_num_trials
-from ansor_mlflow.tuning.workers.arguments import random_arguments
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -123,56 +122,10 @@ def test_a_library_that_may_not_grow_takes_the_smaller_way(host_target: Target, 
     assert found == {1.0: "winograd 4x4", 0.3: "winograd 2x2", 0.1: "direct", None: "winograd 4x4"}
 
 
-# -- weights as cold as the network leaves them -----------------------------------------------------------------------
-
-
 def test_the_constants_of_a_network_are_its_parameters(host_target: Target) -> None:
     """Several layers of the same size among them."""
     network = load_network("resnet-block")
     assert lower(network.model, host_target).constant_bytes == 4 * (2 * 9 * 64 * 64 + 2 * 64)
-
-
-def test_each_call_takes_the_next_copy_of_the_weights() -> None:
-    """Copies fill as much memory as the network's constants; a bias stays where it is."""
-    infos = (("TENSOR", "float32", (4,)), ("TENSOR", "float32", (256, 256)), ("TENSOR", "float32", (8,)))
-    arguments_ = random_arguments(infos, constants=(1, 2), network_bytes=5 * 2**18)
-    calls = arguments_.take(11)
-    places = [[tensor.data_ptr() for tensor in call] for call in calls]
-    assert arguments_.num_copies == 5
-    assert len({weights for _, weights, _ in places}) == 5
-    assert places[0] == places[5] == places[10]
-    assert len({(data, bias) for data, _, bias in places}) == 1
-    np.testing.assert_array_equal(calls[0][1].numpy(), calls[1][1].numpy())
-    assert random_arguments(infos, constants=(1, 2)).num_copies == 1
-
-
-def test_a_kernel_reads_each_copy_of_its_weights(host_target: Target) -> None:
-    """Without asking where they begin, as the builder has it compiled."""
-    from tvm import te
-    from tvm.driver import build
-    from tvm.ir.transform import PassContext
-
-    weights = te.placeholder((256, 256), name="weights")
-    twice = te.compute(weights.shape, lambda i, j: weights[i, j] * 2.0, name="twice")
-    with PassContext(config={"tirx.disable_assert": True}):
-        kernel = build(te.create_prim_func([weights, twice]), target=host_target)["main"]
-    infos = (("TENSOR", "float32", (256, 256)),) * 2
-    calls = random_arguments(infos, constants=(0,), network_bytes=3 * 2**18).take(3)
-    for number, (copy, _) in enumerate(calls):
-        copy.copyfrom(np.full((256, 256), number, np.float32))
-    for number, (copy, result) in enumerate(calls):
-        kernel(copy, result)
-        assert set(result.numpy().ravel()) == {2.0 * number}
-
-
-@pytest.mark.parametrize(
-    ("rows", "network_mib", "num_copies"),
-    [(1, 1, 1), (1, 2, 2), (4, 5, 2), (4, 3, 1), (1, 1000, 128), (48, 1000, 2), (200, 1000, 1)],
-)
-def test_weights_are_cold_if_the_network_has_others(rows: int, network_mib: int, num_copies: int) -> None:
-    """Transformed ones may be larger than all of the network was."""
-    infos = (("TENSOR", "float32", (512, rows * 512)),)
-    assert random_arguments(infos, constants=(0,), network_bytes=network_mib * 2**20).num_copies == num_copies
 
 
 # -- what the loop makes of it -----------------------------------------------------------------------------------------

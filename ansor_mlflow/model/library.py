@@ -127,6 +127,7 @@ def compile_tuned(
                     relax.transform.MetaScheduleApplyDatabase(),
                     relax.transform.SplitLayoutRewritePreproc(),
                     relax.transform.FoldConstant(),
+                    relax.transform.CanonicalizeBindings(),  # packed weights were parts of tuples
                 ]
             )(replaced)
     except (RuntimeError, ValueError, TypeError) as err:

@@ -19,9 +19,10 @@ from ansor_mlflow.tuning.engine import Tuner
 from ansor_mlflow.tuning.search.task_search import applies
 from ansor_mlflow.tuning.sole_tuner import sole_tuner
 from ansor_mlflow.tuning.stopping import resolve_num_trials
-from ansor_mlflow.tuning.workers.arguments import argument_bytes, copied_bytes
+from ansor_mlflow.tuning.workers.arguments import argument_bytes
 from ansor_mlflow.tuning.workers.builder import LocalBuilder
 from ansor_mlflow.tuning.workers.runner import LocalRunner, MeasureSettings
+from ansor_mlflow.tuning.workers.surroundings import passing_bytes
 
 _STACK_BYTES = 8 * 2**20
 """Size of the stack of a thread, as Linux sets it aside."""
@@ -159,7 +160,7 @@ def _local_workers(job: TuningJob, options: TuneOptions) -> Iterator[tuple[Local
             settings,
             memory_bytes=memory_bytes
             + most_bytes
-            + copied_bytes(settings.network_bytes)
+            + passing_bytes(settings.network_bytes)
             + job.device.num_threads * _STACK_BYTES,
             cpus=job.device.cpus,
         )
@@ -168,6 +169,7 @@ def _local_workers(job: TuningJob, options: TuneOptions) -> Iterator[tuple[Local
 
 
 def _measure_settings(options: TuneOptions, job: TuningJob) -> MeasureSettings:
+    is_in_network = options.measure == "network" and not options.cache_flush
     return MeasureSettings(
         number=options.number,
         repeat=options.repeat,
@@ -175,5 +177,10 @@ def _measure_settings(options: TuneOptions, job: TuningJob) -> MeasureSettings:
         cache_flush=options.cache_flush,
         num_threads=job.device.num_threads,
         timeout_s=options.measure_timeout_s,
-        network_bytes=job.lowered.constant_bytes if options.measure == "network" and not options.cache_flush else 0,
+        network_bytes=job.lowered.constant_bytes + _activation_bytes(job.lowered) if is_in_network else None,
     )
+
+
+def _activation_bytes(lowered: LoweredNetwork) -> int:
+    """Size of the memory that kernels pass tensors on in, about: that of the one with the largest input and output."""
+    return max(argument_bytes(task.mod, besides=task.constants) for task in lowered.tasks)

@@ -6,14 +6,16 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Protocol
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ansor_mlflow.device import measuring_cpus, set_num_threads
 from ansor_mlflow.measuring import MachineNoise, lost_share, time_probe, watched
-from ansor_mlflow.tuning.workers.arguments import ArgInfo, Arguments, copied_bytes, num_bytes, random_arguments
+from ansor_mlflow.tuning.workers.arguments import ArgInfo, num_bytes, random_arguments
 from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool
+from ansor_mlflow.tuning.workers.surroundings import Surroundings, passing_bytes
 
 if TYPE_CHECKING:
     import tvm
@@ -49,9 +51,9 @@ class MeasureSettings:
     cache_flush: bool
     num_threads: int
     timeout_s: float
-    network_bytes: int = 0
-    """Size of the network's constants, which pass through the caches between two calls of a kernel; 0 leaves its
-    weights in them."""
+    network_bytes: int | None = None
+    """Size of the network's constants and activations, which pass through the caches between two calls of a kernel;
+    None leaves them alone."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def _timeout_s(job: RunJob, settings: MeasureSettings) -> float:
     """Time for one program: two calls at `_TOO_SLOW` times the best, or a full measurement of one that is faster."""
     if job.best_s is None:
         return settings.timeout_s
-    setup_s = _SETUP_S + _FILL_S_PER_BYTE * (num_bytes(job.args_info) + copied_bytes(settings.network_bytes))
+    setup_s = _SETUP_S + _FILL_S_PER_BYTE * (num_bytes(job.args_info) + passing_bytes(settings.network_bytes))
     slowest_s = _TOO_SLOW * job.best_s
     full_s = (2 + settings.repeat) * (settings.number * slowest_s + 2 * settings.min_repeat_ms / 1e3)
     return min(settings.timeout_s, setup_s + full_s)
@@ -178,26 +180,61 @@ def _measure(work: tuple[RunJob, MeasureSettings]) -> tuple[tuple[float, ...], f
     if used != settings.num_threads:
         raise RuntimeError(f"TVM runs on {used} threads in the measuring process, not on {settings.num_threads}")
     library = tvm.runtime.load_module(str(job.path))
-    arguments = random_arguments(job.args_info, job.constants, settings.network_bytes)
+    arguments = random_arguments(job.args_info)
+    time_calls = _time_alone if settings.network_bytes is None else _time_in_network
     with watched() as waiting:
-        run_s = _time(library, arguments, job.best_s, settings)
+        run_s = time_calls(library, arguments, job, settings)
     return run_s, waiting.share
 
 
-def _time(
-    library: tvm.runtime.Module, arguments: Arguments, best_s: float | None, settings: MeasureSettings
+def _time_in_network(
+    library: tvm.runtime.Module, arguments: Sequence[Any], job: RunJob, settings: MeasureSettings
 ) -> tuple[float, ...]:
+    """Times single calls, between which the rest of the network passes by. Python adds half a microsecond to each."""
+    surroundings = _surroundings(settings.network_bytes or 0, settings.num_threads)
+    activations = surroundings.memory_of([a for place, a in enumerate(arguments) if place not in job.constants])
+    function = library["main"]
+
+    def call_s() -> float:
+        surroundings.run(activations)
+        started = time.perf_counter()
+        function(*arguments)
+        return time.perf_counter() - started
+
+    fastest_s = min(call_s() for _ in range(2))
+    if _is_too_slow(fastest_s, job.best_s):
+        return (fastest_s,)
+    shortest_s = _shortest_ms(settings.min_repeat_ms, fastest_s, job.best_s) / 1e3
+    return tuple(_median_s(call_s, settings.number, shortest_s) for _ in range(settings.repeat))
+
+
+@cache
+def _surroundings(network_bytes: int, num_threads: int) -> Surroundings:
+    """Those of the network that this worker measures for."""
+    return Surroundings(network_bytes, num_threads)
+
+
+def _median_s(call_s: Callable[[], float], number: int, shortest_s: float) -> float:
+    """Median of so many calls at least, and for so long: what disturbs one of them does not count."""
+    until = time.perf_counter() + shortest_s
+    samples = [call_s() for _ in range(number)]
+    while time.perf_counter() < until:
+        samples.append(call_s())
+    return median(samples)
+
+
+def _time_alone(
+    library: tvm.runtime.Module, arguments: Sequence[Any], job: RunJob, settings: MeasureSettings
+) -> tuple[float, ...]:
+    """Times calls one after the other, all on the same arguments."""
     import tvm
 
     call_s = _call_s(library["main"], arguments)
-    if best_s is not None and call_s > max(_TOO_SLOW * best_s, _WORTH_CUTTING_S):
+    if _is_too_slow(call_s, job.best_s):
         return (call_s,)
-    shortest_ms = _shortest_ms(settings.min_repeat_ms, call_s, best_s)
+    shortest_ms = _shortest_ms(settings.min_repeat_ms, call_s, job.best_s)
     # TVM calls three times and guesses from these cold calls how many are enough; it often starts again
     enough = math.ceil(_SAFETY * shortest_ms / 1e3 / call_s)
-    if arguments.num_copies > 1:
-        calls = [arguments.take(max(settings.number, enough)) for _ in range(settings.repeat)]
-        return tuple(_calls_s(library["main"], each) for each in calls)
     timer = library.time_evaluator(
         "main",
         tvm.cpu(0),
@@ -206,7 +243,12 @@ def _time(
         min_repeat_ms=shortest_ms,
         f_preproc="cache_flush_cpu_non_first_arg" if settings.cache_flush else "",
     )
-    return tuple(float(seconds) for seconds in timer(*arguments.take(1)[0]).results)
+    return tuple(float(seconds) for seconds in timer(*arguments).results)
+
+
+def _is_too_slow(call_s: float, best_s: float | None) -> bool:
+    """Whether a program is so far from the best that its exact time does not matter."""
+    return best_s is not None and call_s > max(_TOO_SLOW * best_s, _WORTH_CUTTING_S)
 
 
 def _shortest_ms(min_repeat_ms: int, call_s: float, best_s: float | None) -> int:
@@ -216,14 +258,11 @@ def _shortest_ms(min_repeat_ms: int, call_s: float, best_s: float | None) -> int
     return round(min_repeat_ms * min(1.0, _CLOSE * best_s / call_s))
 
 
-def _call_s(function: Callable[..., object], arguments: Arguments) -> float:
+def _call_s(function: Callable[..., object], arguments: Sequence[object]) -> float:
     """Seconds of the faster of two calls; the first one also pays for cold caches and for starting the threads."""
-    return min(_calls_s(function, arguments.take(1)) for _ in range(2))
-
-
-def _calls_s(function: Callable[..., object], calls: Sequence[Sequence[object]]) -> float:
-    """Mean seconds of calls with these arguments. Python adds half a microsecond to each."""
-    started = time.perf_counter()
-    for arguments in calls:
+    seconds = []
+    for _ in range(2):
+        started = time.perf_counter()
         function(*arguments)
-    return (time.perf_counter() - started) / len(calls)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
