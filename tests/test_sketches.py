@@ -313,6 +313,48 @@ def test_a_row_may_need_more_of_a_tensor_than_another_row(host_target: Target) -
     assert_same(mod, program.mod, host_target)
 
 
+@pytest.mark.parametrize("length", [64, 100])
+def test_a_sum_whose_axis_is_kept_is_computed_once_for_a_row(length: int, host_target: Target) -> None:
+    """And not once for each element that it is taken from, as the mean of a normalisation."""
+    import tvm
+    from tvm import te
+
+    data = te.placeholder((4, 8, length), "float32", "data")
+    place = te.reduce_axis((0, length), "place")
+    mean = te.compute((4, 8, 1), lambda i, j, _: te.sum(data[i, j, place], axis=place), "mean")
+    difference = te.compute(data.shape, lambda i, j, k: data[i, j, k] - mean[i, j, 0], "difference")
+    mod = tvm.IRModule({"main": te.create_prim_func([data, difference])})
+    programs = find_programs(mod, host_target)
+    assert programs is not None
+    for tile in programs.tiles:
+        program = programs.program(tile)
+        assert program is not None
+        sums = [name for name in ("mean", "mean_update", "mean_rf_update") if f'"{name}"' in program.mod.script()]
+        assert sums
+        for name in sums:
+            loops = program.get_loops(program.get_sblock(name))
+            assert np.prod([int(program.get(loop).extent) for loop in loops]) <= 4 * 8 * length
+        assert_same(mod, program.mod, host_target)
+
+
+def test_functions_of_functions_are_computed_one_after_the_other(host_target: Target) -> None:
+    """As in a step of LSTM: code generation takes seconds for an expression of all of them, in vectors or not."""
+    import tvm
+    from tvm import te, topi
+
+    gates = [te.placeholder((2, 64), "float32", f"gate{number}") for number in range(3)]
+    state = topi.add(topi.multiply(topi.sigmoid(gates[0]), topi.tanh(gates[1])), topi.sigmoid(gates[2]))
+    mod = tvm.IRModule({"main": te.create_prim_func([*gates, topi.tanh(state)])})
+    programs = find_programs(mod, host_target)
+    assert programs is not None
+    program = programs.first()
+    assert program is not None
+    (line,) = (line for line in program.mod.script().splitlines() if "] = T.tanh(" in line and "sigmoid" not in line)
+    assert "T.vectorized(" in program.mod.script()
+    assert "tanh" not in line.partition("T.tanh(")[2]
+    assert_same(mod, program.mod, host_target)
+
+
 @pytest.mark.parametrize("sizes", [(32, 16), (24, 24), (5, 11), (640, 3456)])
 def test_a_concatenation_is_copied_in_vectors(sizes: tuple[int, int], host_target: Target) -> None:
     """With a condition for each element it takes twice to nine times as long."""

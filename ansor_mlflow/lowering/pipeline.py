@@ -20,8 +20,16 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
 _LAYOUTS = {
-    "NHWC": {"relax.nn.conv2d": ["NHWC", "HWIO"], "relax.nn.conv3d": ["NDHWC", "DHWIO"]},
-    "NCHW": {"relax.nn.conv2d": ["NCHW", "OIHW"], "relax.nn.conv3d": ["NCDHW", "OIDHW"]},
+    "NHWC": {
+        "relax.nn.conv1d": ["NWC", "WIO"],
+        "relax.nn.conv2d": ["NHWC", "HWIO"],
+        "relax.nn.conv3d": ["NDHWC", "DHWIO"],
+    },
+    "NCHW": {
+        "relax.nn.conv1d": ["NCW", "OIW"],
+        "relax.nn.conv2d": ["NCHW", "OIHW"],
+        "relax.nn.conv3d": ["NCDHW", "OIDHW"],
+    },
 }
 _MAX_FUSED = 32
 """Operators of a fused function. The search takes a minute for a function of many more, such as the end of an unrolled
@@ -53,7 +61,7 @@ def lower_graph(model: onnx.ModelProto, target: Target, settings: LoweringSettin
     from ansor_mlflow.lowering.constants import fold_constants
     from ansor_mlflow.lowering.elementwise import constants_second
     from ansor_mlflow.lowering.indices import bound_indices
-    from ansor_mlflow.lowering.slices import SlicesAreInjective
+    from ansor_mlflow.lowering.patterns import CorrectPatterns
 
     passes = [
         *_first_passes(),
@@ -62,10 +70,10 @@ def lower_graph(model: onnx.ModelProto, target: Target, settings: LoweringSettin
         relax.transform.ConvertLayout(_LAYOUTS[resolve_layout(settings.layout)]),
         *compute_in(settings.dtype),
         fold_constants(),
-        # TVM's pipeline "zero", with more to say of slices
+        # TVM's pipeline "zero", with more to say of what is fused
         relax.transform.LegalizeOps(),
         relax.transform.AnnotateTIROpPattern(),
-        SlicesAreInjective(),
+        CorrectPatterns(),
         relax.transform.FoldConstant(),
         relax.transform.FuseOps(),
         relax.transform.FuseTIR(),

@@ -9,6 +9,7 @@ Rows are the leading axes of the output.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from math import prod
@@ -28,6 +29,11 @@ _MAX_COPIES = 128
 """Vectors of a row that are written out."""
 _MAX_READS = 4
 """How often a sum may read an element: a pooling of 2 × 2 with a stride of 1 reads it four times."""
+
+_FUNCTIONS = frozenset(f"tirx.{name}" for name in ("erf", "exp", "log", "pow", "sigmoid", "tanh"))
+_MAX_NESTED = 1
+"""Functions in what another one is computed of. Code generation writes out every use of it again while it simplifies:
+a tanh of two sigmoids and a tanh, the end of a step of LSTM, took it eight seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +92,7 @@ class RowTiling:
         sch = Schedule(self._mod)
         _inline(sch)
         *others, last = _blocks(sch)
-        num_rows = min((_num_leading(sch.get(block)) for block in others), default=_num_leading(sch.get(last)) - 1)
+        num_rows = min([_num_rows(sch.get(block), sch.get(last)) for block in others or [last]])
         sums = {place: _rfactor(sch, block, tile.lanes) for place, block in enumerate(others)}
         loops = list(sch.get_loops(last))
         if num_rows > 0:
@@ -119,6 +125,15 @@ def _num_leading(block: Any) -> int:
     return next((place for place, kind in enumerate(kinds) if kind != _SPATIAL), len(kinds))
 
 
+def _num_rows(block: Any, last: Any) -> int:
+    """Leading iterators that a block shares with the last one: not the axis of a sum that is kept. One that is no sum
+    leaves the last iterator for vectors.
+    """
+    pairs = zip(block.iter_vars[: _num_leading(block)], last.iter_vars, strict=False)
+    shared = itertools.takewhile(lambda pair: int(pair[0].dom.extent) == int(pair[1].dom.extent), pairs)
+    return min(len(list(shared)), len(last.iter_vars) - (not _is_sum(block)))
+
+
 def _is_sum(block: Any) -> bool:
     return _num_leading(block) < len(block.iter_vars)
 
@@ -134,8 +149,20 @@ def _inline(sch: Schedule) -> None:
     """Computes elements where they are read, if that is in one place."""
     for block in _blocks(sch)[:-1]:
         consumers = sch.get_consumers(block)
-        if not _is_sum(sch.get(block)) and len(consumers) == 1 and not _is_sum(sch.get(consumers[0])):
+        if _is_sum(sch.get(block)) or len(consumers) != 1 or _is_sum(sch.get(consumers[0])):
+            continue
+        if _num_functions(sch.get(block)) <= _MAX_NESTED or not _num_functions(sch.get(consumers[0])):
             sch.compute_inline(block)
+
+
+def _num_functions(block: Any) -> int:
+    """How many functions such as exp are in an element of a block."""
+    from tvm import ir
+    from tvm_ffi import structural_walk
+
+    found: list[Any] = []
+    structural_walk(block.body, (ir.Call, lambda call: found.append(call) if _op_name(call) in _FUNCTIONS else None))
+    return len(found)
 
 
 def _rfactor(sch: Schedule, block: SBlockRV, lanes: int) -> SBlockRV | None:
@@ -180,4 +207,8 @@ def _chooses_along(block: Any) -> bool:
 
 
 def _is_choice(call: Any) -> bool:
-    return str(getattr(call.op, "name", "")).endswith("if_then_else")
+    return _op_name(call).endswith("if_then_else")
+
+
+def _op_name(call: Any) -> str:
+    return str(getattr(call.op, "name", ""))
