@@ -15,6 +15,7 @@ from ansor_mlflow.testing.fakes import FakeBuilder, FakeRunner
 from ansor_mlflow.tuning.workers.builder import Builder, LocalBuilder
 from ansor_mlflow.tuning.workers.pool import Outcome
 from ansor_mlflow.tuning.workers.runner import LocalRunner, MeasureSettings, RunJob, Runner
+from ansor_mlflow.tuning.workers.surroundings import RestOfNetwork
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -65,7 +66,11 @@ def library_and_runner(request: pytest.FixtureRequest, host_target: Target) -> I
     """A library, and a runner that takes it."""
     fake = request.param == "fake"
     builder: Builder = FakeBuilder() if fake else local_builder(host_target)
-    measure = settings(1) if request.param == "alone" else replace(settings(1), network_bytes=2**20)
+    measure = (
+        settings(1)
+        if request.param == "alone"
+        else replace(settings(1), rest=RestOfNetwork(num_bytes=2**20, seconds=1e-4))
+    )
     runner: Runner = FakeRunner(repeat=REPEAT) if fake else LocalRunner(measure)
     (library,) = builder.build([add(1)])
     assert library.value is not None
@@ -151,15 +156,17 @@ def test_caches_are_flushed_before_a_measurement_when_asked_for(host_target: Tar
     assert len(outcome.value) == REPEAT
 
 
-@pytest.mark.parametrize("network_bytes", [None, 0, 2**20])
+@pytest.mark.parametrize(
+    "rest", [None, RestOfNetwork(num_bytes=0, seconds=0), RestOfNetwork(num_bytes=2**20, seconds=1e-4)]
+)
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
-def test_a_kernel_that_takes_indices_is_measured(host_target: Target, dtype: str, network_bytes: int | None) -> None:
+def test_a_kernel_that_takes_indices_is_measured(host_target: Target, dtype: str, rest: RestOfNetwork | None) -> None:
     """Random ones would lead it out of its table."""
     from tvm import IRModule, te
 
     table, indices = te.placeholder((8, 64), name="table"), te.placeholder((4,), dtype, name="indices")
     rows = te.compute((4, 64), lambda i, j: table[indices[i], j], name="rows")
-    measure = replace(settings(1), network_bytes=network_bytes)
+    measure = replace(settings(1), rest=rest)
     builder, runner = local_builder(host_target), LocalRunner(measure)
     (library,) = builder.build([IRModule({"main": te.create_prim_func([table, indices, rows])})])
     assert library.value is not None

@@ -304,18 +304,19 @@ def test_what_runs_measured_is_pushed_listed_and_pulled(
     assert capsys.readouterr().out == "the pool is empty, or not there yet: the first push makes it\n"
     assert run_here("pool", "push", s3_uri, *runs) == 0
     pushed = capsys.readouterr().out
-    sums = re.fullmatch(r"(2\d) records of (\d+) workloads are added to the pool, 0 were there already\n", pushed)
-    assert sums
+    # Of a kernel of 0.1 µs both runs may have measured the same: that is one record.
+    sums = re.fullmatch(r"(\d+) records of (\d+) workloads are added to the pool, 0 were there already\n", pushed)
+    assert sums, pushed
+    assert 12 < int(sums[1]) <= 24
     assert run_here("pool", "list", s3_uri, "--json", "-") == 0
     (device,) = json.loads(capsys.readouterr().out)["devices"]
     assert device["num_kernels"] == int(sums[2])
     assert device["fingerprint"]["target"]["kind"] == "llvm"
-    # Of a kernel of 0.1 µs both runs may have measured the same, which the pool has once.
     assert device["num_kernels"] < device["num_objects"] <= 2 * device["num_kernels"]
     assert run_here("pool", "list", s3_uri) == 0
     assert re.search(rf"llvm \S+ ×\d+ .* {device['num_kernels']} +{device['num_objects']}", capsys.readouterr().out)
     assert run_here("pool", "pull", s3_uri, "--output", "mine") == 0
-    assert re.fullmatch(r"2\d records of \d+ workloads are in mine\n", capsys.readouterr().out)
+    assert capsys.readouterr().out == f"{sums[1]} records of {sums[2]} workloads are in mine\n"
     assert run_here("compile", "--network", "small.onnx", "--records", "mine") == 0
     assert newest_run().data.metrics[names.COVERAGE_TASKS] == 1
     assert run_here("pool", "push", s3_uri, runs[0], "mine") == 0

@@ -22,8 +22,10 @@ from ansor_mlflow.tuning.stopping import resolve_num_trials
 from ansor_mlflow.tuning.workers.arguments import argument_bytes
 from ansor_mlflow.tuning.workers.builder import LocalBuilder
 from ansor_mlflow.tuning.workers.runner import LocalRunner, MeasureSettings
-from ansor_mlflow.tuning.workers.surroundings import passing_bytes
+from ansor_mlflow.tuning.workers.surroundings import RestOfNetwork
 
+_FLOPS_OF_A_THREAD = 1e11
+"""Floating point operations of a thread with vectors in a second, about."""
 _STACK_BYTES = 8 * 2**20
 """Size of the stack of a thread, as Linux sets it aside."""
 _log = logging.getLogger("ansor_mlflow")
@@ -160,7 +162,7 @@ def _local_workers(job: TuningJob, options: TuneOptions) -> Iterator[tuple[Local
             settings,
             memory_bytes=memory_bytes
             + most_bytes
-            + passing_bytes(settings.network_bytes)
+            + (settings.rest.passing_bytes if settings.rest else 0)
             + job.device.num_threads * _STACK_BYTES,
             cpus=job.device.cpus,
         )
@@ -177,10 +179,16 @@ def _measure_settings(options: TuneOptions, job: TuningJob) -> MeasureSettings:
         cache_flush=options.cache_flush,
         num_threads=job.device.num_threads,
         timeout_s=options.measure_timeout_s,
-        network_bytes=job.lowered.constant_bytes + _activation_bytes(job.lowered) if is_in_network else None,
+        rest=_rest_of_network(job.lowered, job.device.num_threads) if is_in_network else None,
     )
 
 
-def _activation_bytes(lowered: LoweredNetwork) -> int:
-    """Size of the memory that kernels pass tensors on in, about: that of the one with the largest input and output."""
-    return max(argument_bytes(task.mod, besides=task.constants) for task in lowered.tasks)
+def _rest_of_network(lowered: LoweredNetwork, num_threads: int) -> RestOfNetwork:
+    """What lies between two calls of a kernel. The memory that tensors are passed on in is about as large as the input
+    and output that need most of it together.
+    """
+    activation_bytes = max(argument_bytes(task.mod, besides=task.constants) for task in lowered.tasks)
+    flops = sum(task.info.weight * task.info.flops for task in lowered.tasks if not task.info.layer)
+    return RestOfNetwork(
+        num_bytes=lowered.constant_bytes + activation_bytes, seconds=flops / (num_threads * _FLOPS_OF_A_THREAD)
+    )

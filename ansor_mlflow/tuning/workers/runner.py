@@ -15,7 +15,7 @@ from ansor_mlflow.device import measuring_cpus, set_num_threads
 from ansor_mlflow.measuring import MachineNoise, lost_share, time_probe, watched
 from ansor_mlflow.tuning.workers.arguments import ArgInfo, num_bytes, random_arguments
 from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool
-from ansor_mlflow.tuning.workers.surroundings import Surroundings, passing_bytes
+from ansor_mlflow.tuning.workers.surroundings import RestOfNetwork, Surroundings
 
 if TYPE_CHECKING:
     import tvm
@@ -51,9 +51,8 @@ class MeasureSettings:
     cache_flush: bool
     num_threads: int
     timeout_s: float
-    network_bytes: int | None = None
-    """Size of the network's constants and activations, which pass through the caches between two calls of a kernel;
-    None leaves them alone."""
+    rest: RestOfNetwork | None = None
+    """What passes between two calls of a kernel; None calls it again at once."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +160,9 @@ def _timeout_s(job: RunJob, settings: MeasureSettings) -> float:
     """Time for one program: two calls at `_TOO_SLOW` times the best, or a full measurement of one that is faster."""
     if job.best_s is None:
         return settings.timeout_s
-    setup_s = _SETUP_S + _FILL_S_PER_BYTE * (num_bytes(job.args_info) + passing_bytes(settings.network_bytes))
-    slowest_s = _TOO_SLOW * job.best_s
+    passing_bytes, passing_s = (settings.rest.passing_bytes, settings.rest.passing_s) if settings.rest else (0, 0.0)
+    setup_s = _SETUP_S + _FILL_S_PER_BYTE * (num_bytes(job.args_info) + passing_bytes)
+    slowest_s = _TOO_SLOW * job.best_s + passing_s
     full_s = (2 + settings.repeat) * (settings.number * slowest_s + 2 * settings.min_repeat_ms / 1e3)
     return min(settings.timeout_s, setup_s + full_s)
 
@@ -181,17 +181,23 @@ def _measure(work: tuple[RunJob, MeasureSettings]) -> tuple[tuple[float, ...], f
         raise RuntimeError(f"TVM runs on {used} threads in the measuring process, not on {settings.num_threads}")
     library = tvm.runtime.load_module(str(job.path))
     arguments = random_arguments(job.args_info)
-    time_calls = _time_alone if settings.network_bytes is None else _time_in_network
+    around = None if settings.rest is None else _surroundings(settings.rest, settings.num_threads)
     with watched() as waiting:
-        run_s = time_calls(library, arguments, job, settings)
+        if around is None:
+            run_s = _time_alone(library, arguments, job, settings)
+        else:
+            run_s = _time_in_network(library, arguments, job, settings, around)
     return run_s, waiting.share
 
 
 def _time_in_network(
-    library: tvm.runtime.Module, arguments: Sequence[Any], job: RunJob, settings: MeasureSettings
+    library: tvm.runtime.Module,
+    arguments: Sequence[Any],
+    job: RunJob,
+    settings: MeasureSettings,
+    surroundings: Surroundings,
 ) -> tuple[float, ...]:
     """Times single calls, between which the rest of the network passes by. Python adds half a microsecond to each."""
-    surroundings = _surroundings(settings.network_bytes or 0, settings.num_threads)
     activations = surroundings.memory_of([a for place, a in enumerate(arguments) if place not in job.constants])
     function = library["main"]
 
@@ -209,9 +215,9 @@ def _time_in_network(
 
 
 @cache
-def _surroundings(network_bytes: int, num_threads: int) -> Surroundings:
+def _surroundings(rest: RestOfNetwork, num_threads: int) -> Surroundings:
     """Those of the network that this worker measures for."""
-    return Surroundings(network_bytes, num_threads)
+    return Surroundings(rest, num_threads)
 
 
 def _median_s(call_s: Callable[[], float], number: int, shortest_s: float) -> float:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ansor_mlflow.device import NewMemory
 
 _MAX_BYTES = 64 * 2**20
 """Memory that passes through the caches, at most: more than what a few cores have of the last one."""
+_MAX_S = 0.01
+"""Time that passes, at most: a tuning would take too long."""
 _LANES = 16
 _SIGNS = -(2**31)
 _READ_PROGRAM = """
@@ -36,30 +40,46 @@ def main(data: T.handle):
 """
 
 
-def passing_bytes(network_bytes: int | None) -> int:
-    """Size of what passes through the caches, for a network with constants and activations of that size."""
-    return min(network_bytes or 0, _MAX_BYTES)
+@dataclass(frozen=True, kw_only=True)
+class RestOfNetwork:
+    """What lies between two calls of a kernel, in a network."""
+
+    num_bytes: int
+    """Size of the constants and activations."""
+    seconds: float
+    """How long the network takes, about. Whoever else uses the last cache has that time to fill it."""
+
+    @property
+    def passing_bytes(self) -> int:
+        """Memory that passes through the caches."""
+        return min(self.num_bytes, _MAX_BYTES)
+
+    @property
+    def passing_s(self) -> float:
+        """Seconds that pass."""
+        return min(self.seconds, _MAX_S)
 
 
 class Surroundings:
     """The other kernels of a network, as a kernel sees them.
 
-    They read their weights, so that those of the kernel are as cold as the network leaves them. The last of them wrote
-    its input on the same threads, each a part, and not long ago what was in the memory of its output.
+    They take their time, and read their weights, so that those of the kernel are as cold as the network leaves them.
+    The last of them wrote its input on the same threads, each a part, and not long ago what was in the memory of its
+    output.
 
     Args:
-        network_bytes: Size of all constants and activations of the network.
+        rest: What the other kernels are.
         num_threads: Threads of a kernel.
     """
 
-    def __init__(self, network_bytes: int, num_threads: int) -> None:
+    def __init__(self, rest: RestOfNetwork, num_threads: int) -> None:
         import numpy as np
         import tvm
 
+        self._passing_s = rest.passing_s
         self._num_threads = num_threads
         sizes = {"num_threads": num_threads, "lanes": _LANES}
-        vector_bytes = 4 * _LANES * num_threads
-        num_vectors = passing_bytes(network_bytes) // vector_bytes
+        num_vectors = rest.passing_bytes // (4 * _LANES * num_threads)
         self._write = _compile(_WRITE_PROGRAM.format(**sizes, signs=_SIGNS))
         memory = NewMemory()
         self._rest = tvm.runtime.tensor(np.ones((num_threads, num_vectors, _LANES), np.int32)) if num_vectors else None
@@ -82,8 +102,11 @@ class Surroundings:
         Args:
             activations: Inputs and outputs of the kernel, as `memory_of` gives them. They get other signs.
         """
+        until = time.perf_counter() + self._passing_s
+        while time.perf_counter() < until:
+            pass  # a CPU that sleeps would be given to others
         if self._rest is not None:
-            self._read(self._rest, self._sums)
+            self._read(self._rest, self._sums)  # last, so that all threads are awake
         for memory in reversed(activations):  # the output's before the input's
             self._write(memory)
 
