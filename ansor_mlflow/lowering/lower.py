@@ -7,6 +7,7 @@ older records useless: raise `LOWERING_VERSION` with such a change.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -215,14 +216,23 @@ def _extract_tasks(mod: IRModule, target: Target) -> tuple[TuningTask, ...]:
     from tvm.s_tir.analysis import estimate_tir_flops
     from tvm.s_tir.meta_schedule.utils import shash2hex
 
-    tasks = []
-    for index, task in enumerate(ms.relax_integration.extract_tasks(mod, target)):
+    from ansor_mlflow.codegen.concatenations import count_written_in_place  # the door would load TVM
+    from ansor_mlflow.lowering.ways import hash_of  # so would this one
+
+    gone: Counter[str] = Counter()
+    for name, num_calls in count_written_in_place(mod).items():
+        gone[hash_of(mod[name])] += num_calls
+    tasks: list[TuningTask] = []
+    for task in ms.relax_integration.extract_tasks(mod, target):
         function = task.dispatched[0]
         workload_hash = shash2hex(function)
+        weight = int(task.weight) - gone[workload_hash]
+        if not weight:
+            continue
         info = TaskInfo(
-            index=index,
+            index=len(tasks),
             name=short_name(str(task.task_name), workload_hash),
-            weight=int(task.weight),
+            weight=weight,
             flops=float(estimate_tir_flops(function)),
             workload_hash=workload_hash,
         )

@@ -107,8 +107,9 @@ def compile_tuned(
     from tvm import relax
     from tvm.s_tir.meta_schedule.database import JSONDatabase, MemoryDatabase, OrderedUnionDatabase
 
+    from ansor_mlflow.codegen.concatenations import write_in_place  # the door would load TVM
     from ansor_mlflow.device import import_tensor_intrin
-    from ansor_mlflow.lowering.ways import choose_ways, replace_layers  # the door would load TVM
+    from ansor_mlflow.lowering.ways import choose_ways, replace_layers  # so would this one
 
     import_tensor_intrin(target.kind.name)
     chosen = MemoryDatabase()
@@ -134,7 +135,7 @@ def compile_tuned(
         raise RecordsError(
             f"{best_records}: the records do not apply ({first_line(err)}); tune the network again"
         ) from err
-    _export(mod, target, library)
+    _export(write_in_place(mod), target, library)
     write_parts(lowered, library.parent)
     return Coverage(
         covered=tuple(covered),
