@@ -2,16 +2,19 @@
 
     python benchmarks/processes.py --model models:/resnet-18/1 --json result.json
 
-A process may be slow for as long as it lives, by where its pages of 4 KiB happen to lie. Each process loads the model
-and times its calls; those with huge pages and those without take turns.
+A process may be slow for as long as it lives, by where its pages of 4 KiB happen to lie. All processes load the model,
+those with huge pages and those without, and live until the end. They are timed one after the other, in several rounds,
+so that what a shared machine does for some seconds hits all of them: a process counts with the median of its rounds.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import tempfile
-from collections.abc import Callable
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,48 +25,63 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from ansor_mlflow.measuring import call_once, in_child_process, measure_call
+from ansor_mlflow.measuring import measure_call
+from ansor_mlflow.model import TunedModel
 from ansor_mlflow.tensors import random_inputs
 
-_MEASURE_S = 1.0
+_MEASURE_S, _WARM_UP_S = 0.4, 0.1
 _SIDES = {"huge pages": True, "pages of 4 KiB": False}
 
 
 @click.command(context_settings={"show_default": True})
 @click.option("--model", required=True, help="Directory or URI of a model.")
-@click.option("--processes", default=20, type=click.IntRange(min=1), help="Number of each kind.")
+@click.option("--processes", default=20, type=click.IntRange(min=1), help="Number of each kind; they live together.")
+@click.option("--rounds", default=7, type=click.IntRange(min=1), help="How often each of them is timed.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for the figures.")
-def main(model: str, processes: int, json_file: Path | None) -> None:
+def main(model: str, processes: int, rounds: int, json_file: Path | None) -> None:
     """Time the calls of a model in many processes."""
     from mlflow.artifacts import download_artifacts
 
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in _SIDES}
-    with tempfile.TemporaryDirectory(prefix="processes-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="processes-") as scratch, ExitStack() as stack:
         directory = Path(model if Path(model).is_dir() else download_artifacts(artifact_uri=model, dst_path=scratch))
-        for _ in range(processes):
-            for side, huge_pages in _SIDES.items():
-                found[side].append(in_child_process(call_once, partial(_process, directory, huge_pages)))
+        started = [
+            (stack.enter_context(_child()), side, partial(_time, directory, huge_pages))
+            for _ in range(processes)
+            for side, huge_pages in _SIDES.items()
+        ]
+        timed = [[child.submit(time).result() for child, _, time in started] for _ in range(rounds)]
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in _SIDES}
+    for (_, side, _), of_process in zip(started, zip(*timed, strict=True), strict=True):
+        found[side].append({name: median(round_[name] for round_ in of_process) for name in of_process[0]})
     figures = {side: {**_figures(of_side), "processes": of_side} for side, of_side in found.items()}
     _print(figures)
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=1))
 
 
-def _process(directory: Path, huge_pages: bool) -> Callable[[], dict[str, float]]:
+def _child() -> ProcessPoolExecutor:
+    """A process that lives on between two calls."""
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+
+def _time(directory: Path, huge_pages: bool) -> dict[str, float]:
     """Times a model in this process."""
+    model = _model(directory, huge_pages)
+    inputs = random_inputs(model.inputs, 0)
+    calls_s = measure_call(lambda: model.run(inputs), warm_up_s=_WARM_UP_S, measure_s=_MEASURE_S)
+    return {
+        "latency_ms": median(calls_s) * 1e3,
+        "huge_mib": model.huge_pages.got_bytes / 2**20,
+        "memory_mib": psutil.Process().memory_info().rss / 2**20,
+    }
 
-    def run() -> dict[str, float]:
-        from ansor_mlflow import flavor
 
-        model = flavor.load_model(str(directory), huge_pages=huge_pages)
-        inputs = random_inputs(model.inputs, 0)
-        return {
-            "latency_ms": median(measure_call(lambda: model.run(inputs), measure_s=_MEASURE_S)) * 1e3,
-            "huge_mib": model.huge_pages.got_bytes / 2**20,
-            "memory_mib": psutil.Process().memory_info().rss / 2**20,
-        }
+@cache
+def _model(directory: Path, huge_pages: bool) -> TunedModel:
+    """The model, which a process loads once."""
+    from ansor_mlflow import flavor
 
-    return run
+    return flavor.load_model(str(directory), huge_pages=huge_pages)
 
 
 def _figures(processes: list[dict[str, float]]) -> dict[str, float]:

@@ -4,7 +4,7 @@
       for each block                        in the order of the function
         the elements of a row               vectorised; sums have a vector of partial sums
 
-Rows are the leading axes of the output.
+Rows are the leading axes of the output. Of several outputs that share nothing, as of a split, each has its own.
 """
 
 from __future__ import annotations
@@ -91,7 +91,12 @@ class RowTiling:
 
         sch = Schedule(self._mod)
         _inline(sch)
-        *others, last = _blocks(sch)
+        blocks = _blocks(sch)
+        if len(blocks) > 1 and not any(map(sch.get_consumers, blocks)):  # one for each result, as of a split
+            for block in blocks:
+                _schedule_alone(sch, block, tile)
+            return sch
+        *others, last = blocks
         num_rows = min([_num_rows(sch.get(block), sch.get(last)) for block in others or [last]])
         sums = {place: _rfactor(sch, block, tile.lanes) for place, block in enumerate(others)}
         loops = list(sch.get_loops(last))
@@ -113,6 +118,15 @@ class RowTiling:
                 _vectorize(sch, block, tile.lanes, num_rows)
         _vectorize(sch, last, tile.lanes, num_rows)
         return sch
+
+
+def _schedule_alone(sch: Schedule, block: SBlockRV, tile: RowTile) -> None:
+    """Schedules a block that shares its rows with no other one."""
+    loops = list(sch.get_loops(block))
+    num_rows = min(_num_leading(sch.get(block)), len(loops) - 1)
+    if num_rows > 0 and tile.parallel:
+        sch.parallel(sch.fuse(*loops[:num_rows]))
+    _vectorize(sch, block, tile.lanes, num_rows)
 
 
 def _blocks(sch: Schedule) -> list[SBlockRV]:
