@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import ml_dtypes
 import numpy as np
 import pytest
+from helpers.programs import TOLERANCE, assert_same
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -32,11 +32,8 @@ from ansor_mlflow.tensors import random_inputs
 
 if TYPE_CHECKING:
     from tvm import te
-    from tvm.ir import IRModule
     from tvm.target import Target
 
-TOLERANCE = 1e-4
-_NUMPY_TYPES = {"bfloat16": ml_dtypes.bfloat16}
 TARGETS = ["auto", "llvm -mcpu=x86-64", "llvm -mcpu=haswell"]
 """Those that any x86 of today can run, beside this one's."""
 
@@ -423,29 +420,6 @@ def _matmul(data: te.Tensor, weight: te.Tensor, dtype: str) -> te.Tensor:
         lambda i, j: te.sum(data[i, k].astype(dtype) * weight[k, j].astype(dtype), axis=k),
         name="matmul",
     )
-
-
-def assert_same(
-    plain: IRModule, mod: IRModule, target: Target, tolerance: float = TOLERANCE, num_results: int = 1
-) -> None:
-    """Compares a program with the function as TVM compiles it by itself."""
-    import tvm
-    from tvm.driver import build
-    from tvm.s_tir.meta_schedule.arg_info import ArgInfo
-
-    rng = np.random.default_rng(0)
-    infos = ArgInfo.from_prim_func(plain["main"])
-    arrays = [4 * rng.normal(size=[int(dim) for dim in info.shape]) for info in infos]
-    arrays = [
-        array.astype(_NUMPY_TYPES.get(str(info.dtype), info.dtype)) for array, info in zip(arrays, infos, strict=True)
-    ]
-    results = []
-    for each, passes in ((plain, "default"), (mod, tir_pipeline(target))):  # the program packs its weights itself
-        tensors = [tvm.runtime.tensor(array) for array in arrays]
-        build(each, target=target, pipeline=passes)["main"](*tensors)
-        results.append(np.concatenate([tensor.numpy().ravel() for tensor in tensors[-num_results:]]))
-    expected, actual = results
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * max(abs(expected).max(), 1e-6))
 
 
 def test_programs_compile_for_other_machines() -> None:

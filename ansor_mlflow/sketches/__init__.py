@@ -1,5 +1,5 @@
 """Which programs a task may become: schedules of our own, each good before anything is measured."""
 
 from ansor_mlflow.sketches.choice import Programs, find_programs
-from ansor_mlflow.sketches.contraction import MAX_EPILOGUE, Contraction, find_contraction
+from ansor_mlflow.sketches.contraction import MAX_EPILOGUE, Contraction, find_contraction, has_sums
 from ansor_mlflow.sketches.decisions import ANNOTATION, Tile, find_decision

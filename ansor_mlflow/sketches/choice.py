@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from ansor_mlflow.sketches.contraction import find_contraction, is_made_of_blocks
+from ansor_mlflow.sketches.contraction import find_contraction, has_sums, is_made_of_blocks
 from ansor_mlflow.sketches.decisions import ANNOTATION, Tile, decision_text
 from ansor_mlflow.sketches.machine import Machine
 from ansor_mlflow.sketches.register_tile import RegisterTiling
@@ -47,10 +47,12 @@ class Programs:
 
     Args:
         sketch: The sketch.
+        packs: Whether constants are packed as they are read.
     """
 
-    def __init__(self, sketch: Sketch) -> None:
+    def __init__(self, sketch: Sketch, *, packs: bool) -> None:
         self._sketch = sketch
+        self._packs = packs
         self.tiles = sketch.tiles()
 
     def program(self, tile: Tile) -> Schedule | None:
@@ -61,7 +63,8 @@ class Programs:
             sch = self._sketch.schedule(tile)
             sch.annotate(sch.get_sblock("root"), ANNOTATION, decision_text(self._sketch.name, tile))
             sch.enter_postproc()
-            is_valid = all(postproc.apply(sch) for postproc in (RewriteReductionBlock(), RewriteLayout()))
+            postprocs = (RewriteReductionBlock(), *([RewriteLayout()] if self._packs else ()))
+            is_valid = all(postproc.apply(sch) for postproc in postprocs)
         except (RuntimeError, ValueError):  # TVM's error for what it refuses is one of the first
             return None
         return sch if is_valid else None
@@ -103,7 +106,7 @@ def find_programs(mod: IRModule, target: Target) -> Programs | None:
     """The programs of our own for a task's function; None where there are none, or the target is no CPU."""
     if target.kind.name != "llvm" or not is_made_of_blocks(mod):
         return None
-    programs = Programs(_find_sketch(mod, Machine.of(target)))
+    programs = Programs(_find_sketch(mod, Machine.of(target)), packs=has_sums(mod))
     return programs if any(programs.program(tile) is not None for tile in programs.tiles[:_NUM_TRIED]) else None
 
 

@@ -46,13 +46,13 @@ class Contraction:
     operands: tuple[Operand, ...]
     """What is read, the result left out."""
     producers: tuple[str, ...]
-    """Blocks before it, such as that of the padding."""
+    """Blocks that it is computed of, such as that of the padding."""
     has_padding: bool
     """Whether the last of them decides for each element where it comes from."""
     unpadded: tuple[int, ...]
     """Shape of what it reads then; empty where it does not."""
     epilogue: tuple[str, ...]
-    """Blocks after it, in order; the last one writes the output."""
+    """Blocks after it, and those that they alone need, in order; the last one writes the output."""
     num_bytes: int
     """Size of an element of the sums."""
     group: int
@@ -87,6 +87,20 @@ def is_made_of_blocks(mod: IRModule) -> bool:
     return root is not None and str(root.name_hint) == "root"
 
 
+def has_sums(mod: IRModule) -> bool:
+    """Whether a task's function sums: only then does it pay to pack constants as they are read.
+
+    Where a function reads a part of a constant, as `gather_nd` the coordinates of an index, TVM's packing loses the
+    rest of it.
+    """
+    from tvm.s_tir import SBlock
+    from tvm_ffi import structural_walk
+
+    found: list[int] = []
+    structural_walk(mod["main"].body, (SBlock, lambda block: found.extend(_kinds(block))))
+    return _REDUCTION in found
+
+
 def find_contraction(mod: IRModule) -> Contraction | None:
     """The sum that a task's function is; None where it is something else."""
     from tvm.s_tir import Schedule
@@ -109,19 +123,30 @@ def find_contraction(mod: IRModule) -> Contraction | None:
     operands = _operands(block, num_spatial - 1)
     if operands is None or not _are_vectors(operands, num_spatial - 1) or not _has_one_end(sch, blocks[place:]):
         return None
-    has_padding = place > 0 and "if_then_else" in str(sch.get(blocks[place - 1]).body)
+    feeding = _names_feeding(sch, blocks[place])
+    before, beside = (
+        [name for name in names[:place] if (name in feeding) is is_feeding] for is_feeding in (True, False)
+    )
+    pad = sch.get(blocks[names.index(before[-1])]) if before else None
+    has_padding = pad is not None and "if_then_else" in str(pad.body)
     return Contraction(
         block=names[place],
         spatial=tuple(extents[:num_spatial]),
         reduction=tuple(extents[num_spatial:]),
         operands=operands,
-        producers=tuple(names[:place]),
+        producers=tuple(before),
         has_padding=has_padding,
-        unpadded=_shape(sch.get(blocks[place - 1]).reads[0]) if has_padding else (),
-        epilogue=tuple(names[place + 1 :]),
+        unpadded=_shape(pad.reads[0]) if pad is not None and has_padding else (),
+        epilogue=(*beside, *names[place + 1 :]),
         num_bytes=_num_bytes(str(block.body.value.ty)),
         group=group,
     )
+
+
+def _names_feeding(sch: Schedule, block: SBlockRV) -> set[str]:
+    """The blocks that a block is computed of."""
+    producers = list(sch.get_producers(block))
+    return {str(sch.get(each).name_hint) for each in producers}.union(*(_names_feeding(sch, p) for p in producers))
 
 
 def _shape(region: Any) -> tuple[int, ...]:

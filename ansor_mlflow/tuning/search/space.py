@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ansor_mlflow.device import import_tensor_intrin
+from ansor_mlflow.sketches import has_sums
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -19,11 +20,14 @@ several times as long to compile, and a search finds one as fast without (docs/a
 def make_space_generator(mod: IRModule, target: Target) -> PostOrderApply:
     """MetaSchedule's generator of design spaces, with its own rules for `target` but a lower limit of unrolling.
 
+    Constants of functions without sums are not packed.
+
     Args:
         mod: Module of the task, with one function "main".
         target: Device that is tuned for; the limit is for CPUs.
     """
     from tvm.s_tir.meta_schedule import TuneContext
+    from tvm.s_tir.meta_schedule.postproc import RewriteLayout
     from tvm.s_tir.meta_schedule.schedule_rule import ParallelizeVectorizeUnroll, ScheduleRule
     from tvm.s_tir.meta_schedule.space_generator import PostOrderApply
 
@@ -43,6 +47,6 @@ def make_space_generator(mod: IRModule, target: Target) -> PostOrderApply:
     rules = list(default.sch_rules)
     return PostOrderApply(
         sch_rules=[limited(rule) for rule in rules] if target.kind.name == "llvm" else rules,
-        postprocs=list(default.postprocs),
+        postprocs=[each for each in default.postprocs if has_sums(mod) or not isinstance(each, RewriteLayout)],
         mutator_probs=dict(default.mutator_probs),
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ansor_mlflow.errors import MachineError
+from ansor_mlflow.errors import MachineError, first_line
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.records import RecordLog, RecordText
 from ansor_mlflow.tuning.search.candidates import memory_database, replay, replay_all
@@ -41,6 +42,7 @@ _MAX_KNOWN_PROGRAMS = 64
 """Random programs, all of them known, after which a search space counts as exhausted."""
 _MAX_SECOND_CHANCES = 4
 """Programs of a task that are tried again after they failed."""
+_log = logging.getLogger("ansor_mlflow")
 _UNLIMITED = 2**30
 """Trials that MetaSchedule is told to expect: the budget is kept by our own loop."""
 
@@ -224,7 +226,7 @@ class TaskSearch:
             self._task, self._target, num_threads=self._num_threads, search_strategy=strategy, rand_state=seed
         )
         if self._design_spaces is None:
-            self._design_spaces = list(context.generate_design_space())
+            self._design_spaces = _design_spaces(context, self._task)
         context.pre_tuning(
             max_trials=_UNLIMITED,
             num_trials_per_iter=num_candidates,
@@ -257,6 +259,19 @@ def context_of(task: TuningTask, target: Target, *, mod: IRModule | None = None,
         logger=_silent_logger(),
         **search,
     )
+
+
+def _design_spaces(context: TuneContext, task: TuningTask) -> list[Schedule]:
+    """The spaces of a task; the function alone where TVM's rules do not know what to do with it."""
+    from tvm.s_tir import Schedule
+
+    try:
+        return list(context.generate_design_space())
+    except RuntimeError as err:
+        _log.warning(
+            "%s: TVM's rules make no program of it (%s); it is measured as it is", task.info.name, first_line(err)
+        )
+        return [Schedule(task.mod)]
 
 
 def _choose(programs: Sequence[tuple[str, MeasureCandidate]], limit: int) -> list[tuple[str, MeasureCandidate]]:

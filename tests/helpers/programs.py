@@ -1,0 +1,89 @@
+"""Programs of tasks, and whether they compute what the task does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+
+from ansor_mlflow.codegen import tir_pipeline
+from ansor_mlflow.lowering import TuningTask
+from ansor_mlflow.records import RecordLog
+from ansor_mlflow.sketches import find_programs
+from ansor_mlflow.tuning import TaskSearch, make_cost_model
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
+    from tvm.target import Target
+
+TOLERANCE = 1e-4
+"""Largest difference from TVM's own program, over the largest value."""
+_NUMPY_TYPES = {"bfloat16": ml_dtypes.bfloat16}
+
+
+def first_program(task: TuningTask, target: Target) -> IRModule:
+    """What the sketch of a task chooses without a measurement."""
+    programs = find_programs(task.mod, target)
+    assert programs is not None
+    program = programs.first()
+    assert program is not None
+    return program.mod
+
+
+def random_programs(task: TuningTask, target: Target, directory: Path) -> list[IRModule]:
+    """A few programs of MetaSchedule's space, one at least."""
+    search = TaskSearch(
+        task,
+        target=target,
+        strategy="random",
+        num_trials_per_round=4,
+        num_threads=1,
+        seed=1,
+        log=RecordLog(directory, target.export()),
+        cost_model=make_cost_model("none", 1, seed=1),
+    )
+    found = [candidate.sch.mod for candidate in search.propose(4)]
+    search.close()
+    assert found
+    return found
+
+
+def assert_same(
+    plain: IRModule,
+    mod: IRModule,
+    target: Target,
+    tolerance: float = TOLERANCE,
+    num_results: int = 1,
+    arrays: Sequence[np.ndarray] = (),
+) -> None:
+    """Compares a program with the function as TVM compiles it by itself.
+
+    Args:
+        plain: The function.
+        mod: The program.
+        target: Of this machine.
+        tolerance: Largest difference, over the largest value.
+        num_results: Arguments at the end that are written.
+        arrays: The first arguments; others are random.
+    """
+    import tvm
+    from tvm.driver import build
+    from tvm.s_tir.meta_schedule.arg_info import ArgInfo
+
+    rng = np.random.default_rng(0)
+    infos = ArgInfo.from_prim_func(plain["main"])
+    random = [4 * rng.normal(size=[int(dim) for dim in info.shape]) for info in infos]
+    random = [
+        array.astype(_NUMPY_TYPES.get(str(info.dtype), info.dtype)) for array, info in zip(random, infos, strict=True)
+    ]
+    given = [*arrays, *random[len(arrays) :]]
+    results = []
+    for each, passes in ((plain, "default"), (mod, tir_pipeline(target))):  # the program packs its weights itself
+        tensors = [tvm.runtime.tensor(array) for array in given]
+        build(each, target=target, pipeline=passes)["main"](*tensors)
+        results.append(np.concatenate([tensor.numpy().ravel() for tensor in tensors[-num_results:]]))
+    expected, actual = results
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * max(abs(expected).max(), 1e-6))
