@@ -160,13 +160,22 @@ def _reads_once(block: Any) -> bool:
 
 
 def _inline(sch: Schedule) -> None:
-    """Computes elements where they are read, if that is in one place."""
+    """Computes elements where they are read: in one place, or in several if nothing is computed."""
     for block in _blocks(sch)[:-1]:
-        consumers = sch.get_consumers(block)
-        if _is_sum(sch.get(block)) or len(consumers) != 1 or _is_sum(sch.get(consumers[0])):
+        consumers = [sch.get(consumer) for consumer in sch.get_consumers(block)]
+        if _is_sum(sch.get(block)) or not consumers or any(map(_is_sum, consumers)):
             continue
-        if _num_functions(sch.get(block)) <= _MAX_NESTED or not _num_functions(sch.get(consumers[0])):
+        if len(consumers) > 1 and not _only_moves(sch.get(block)):
+            continue
+        if _num_functions(sch.get(block)) <= _MAX_NESTED or not any(map(_num_functions, consumers)):
             sch.compute_inline(block)
+
+
+def _only_moves(block: Any) -> bool:
+    """Whether the elements of a block are others as they are."""
+    from tvm.ir import TensorLoad
+
+    return isinstance(getattr(block.body, "value", None), TensorLoad)
 
 
 def _num_functions(block: Any) -> int:
