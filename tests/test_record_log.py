@@ -10,16 +10,15 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from helpers.programs import random_candidates
 
 from ansor_mlflow.errors import MachineError
-from ansor_mlflow.lowering.lower import LoweredNetwork, TuningTask
+from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.records.log import RecordLog, RecordText
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
 from ansor_mlflow.tuning.search.candidates import log_lines, memory_database
-from ansor_mlflow.tuning.search.task_search import TaskSearch, make_cost_model
 
 if TYPE_CHECKING:
-    from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
     from tvm.target import Target
 
 HOST = {"kind": "llvm", "mcpu": "znver4"}
@@ -95,22 +94,6 @@ def test_records_that_do_not_fit_on_the_disk_leave_no_part_behind(
     assert log.best(HASH) == (record(1e-3),)
 
 
-def candidates_of(task: TuningTask, target: Target, directory: Path) -> list[MeasureCandidate]:
-    search = TaskSearch(
-        task,
-        target=target,
-        strategy="random",
-        num_trials_per_round=4,
-        num_threads=1,
-        seed=1,
-        log=RecordLog(directory, target.export()),
-        cost_model=make_cost_model("none", 1, seed=1),
-    )
-    candidates = search.propose(4)
-    search.close()
-    return candidates
-
-
 def test_the_lines_are_those_that_tvm_writes(
     small_lowered: LoweredNetwork, host_target: Target, tmp_path: Path
 ) -> None:
@@ -121,7 +104,7 @@ def test_the_lines_are_those_that_tvm_writes(
     theirs.mkdir()
     log, database = RecordLog(ours, host_target.export()), JSONDatabase(work_dir=str(theirs))
     for task in small_lowered.tasks:
-        candidates = candidates_of(task, host_target, tmp_path / task.info.name)
+        candidates = random_candidates(task, host_target, tmp_path / task.info.name)
         run_secs = [(1e-3 / 3, 2e-4), (), (1e-9,), (0.1,)][: len(candidates)]
         log.append(*log_lines(task.mod, host_target, candidates, run_secs))
         workload = database.commit_workload(task.mod)
@@ -138,7 +121,7 @@ def test_a_search_starts_from_the_records_in_its_log(
     single: LoweredNetwork, host_target: Target, tmp_path: Path
 ) -> None:
     (task,) = single.tasks
-    candidates = candidates_of(task, host_target, tmp_path)
+    candidates = random_candidates(task, host_target, tmp_path)
     log = RecordLog(tmp_path, host_target.export())
     log.append(*log_lines(task.mod, host_target, candidates, [(1e-3 * (4 - n),) for n in range(len(candidates))]))
     database = memory_database(task.mod, log.best(task.info.workload_hash))

@@ -21,8 +21,8 @@ from tvm.ir import GlobalVar, IRModule, Range, TensorLoad, TensorRegion
 from tvm_ffi import structural_mutate
 
 _NAME = "concatenate"
-"""Begins the names of functions that do nothing else."""
-_INTO = "_into"
+"""Names a function that does nothing else, before a number."""
+INTO = "_into"
 """Follows the name of a function that writes a part of a whole, before a number."""
 _CALL = "relax.call_tir"
 _PATTERN, _OPAQUE = "op_pattern", 8
@@ -71,7 +71,7 @@ def write_in_place(mod: IRModule) -> IRModule:
     def writer(name: str, place: _PlaceInWhole) -> GlobalVar:
         if (name, place) not in writers:
             function = _writing_into(mod[name], place)
-            writers[name, place] = builder.add_func(function, f"{name}{_INTO}{len(writers)}")
+            writers[name, place] = builder.add_func(function, f"{name}{INTO}{len(writers)}")
         return writers[name, place]
 
     for var, function in _relax_functions(mod):

@@ -24,8 +24,6 @@ _OF_TVM = "vm.builtin."
 """Begins the names of functions that allocate memory and pass values on."""
 _PACKED = "_prepacked"
 """Ends the name of a function that reads constants in an order of its own."""
-_INTO = "_into"
-"""Follows the name of a function that writes to a part of a whole, before a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,10 +133,12 @@ def _time(model: TunedModel, examples: Examples) -> KernelTimes:
 
 def _by_name(timed: Iterable[tuple[str, float]]) -> dict[str, tuple[int, float]]:
     """Number of calls and seconds of each kernel."""
+    from ansor_mlflow.codegen.concatenations import INTO  # the door would load TVM
+
     found: dict[str, tuple[int, float]] = {}
     for function, seconds in timed:
         if not function.startswith(_OF_TVM):
-            name = function.partition(_INTO)[0].removesuffix(_PACKED)
+            name = function.partition(INTO)[0].removesuffix(_PACKED)
             num_calls, total = found.get(name, (0, 0.0))
             found[name] = num_calls + 1, total + seconds
     return found

@@ -17,6 +17,7 @@ from ansor_mlflow.tuning import TaskSearch, make_cost_model
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
+    from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
     from tvm.target import Target
 
 TOLERANCE = 1e-4
@@ -33,7 +34,7 @@ def first_program(task: TuningTask, target: Target) -> IRModule:
     return program.mod
 
 
-def random_programs(task: TuningTask, target: Target, directory: Path) -> list[IRModule]:
+def random_candidates(task: TuningTask, target: Target, directory: Path) -> list[MeasureCandidate]:
     """A few programs of MetaSchedule's space, one at least."""
     search = TaskSearch(
         task,
@@ -45,10 +46,10 @@ def random_programs(task: TuningTask, target: Target, directory: Path) -> list[I
         log=RecordLog(directory, target.export()),
         cost_model=make_cost_model("none", 1, seed=1),
     )
-    found = [candidate.sch.mod for candidate in search.propose(4)]
+    candidates = search.propose(4)
     search.close()
-    assert found
-    return found
+    assert candidates
+    return candidates
 
 
 def assert_same(
