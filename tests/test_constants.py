@@ -55,6 +55,12 @@ def folded_value(mod: tvm.IRModule, fold: tvm.ir.transform.Pass) -> np.ndarray:
         pytest.param(
             lambda: relax.op.where(relax.const(np.array([True, False])), relax.const(1.0), relax.const(2.0)), id="where"
         ),
+        pytest.param(lambda: relax.op.less(floats(), floats(seed=1)), id="less"),
+        pytest.param(lambda: relax.op.take(floats(), relax.const(np.int64([2, 0])), 1), id="take"),
+        pytest.param(lambda: relax.op.take(floats(), relax.const(np.int64(-1)), 2, mode="wrap"), id="take, wrapped"),
+        pytest.param(
+            lambda: relax.op.take(floats(), relax.const(np.int64([9, 1])), 1, mode="clip"), id="take, clipped"
+        ),
     ],
 )
 def test_same_bits_as_the_compiled_kernel(make_call: Callable[[], relax.Expr]) -> None:
@@ -69,6 +75,9 @@ def test_same_bits_as_the_compiled_kernel(make_call: Callable[[], relax.Expr]) -
     "make_call",
     [
         pytest.param(lambda: relax.op.exp(floats()), id="another function"),
+        pytest.param(
+            lambda: relax.op.take(floats(), relax.const(np.int64([9])), 1, mode="nan"), id="take, NaN beyond the end"
+        ),
         pytest.param(
             lambda: relax.op.divide(relax.const(np.int32([7])), relax.const(np.int32([2]))),
             id="integers, which NumPy divides into floats",
@@ -93,3 +102,27 @@ def test_what_depends_on_the_input_is_left_and_the_rest_of_a_chain_is_folded() -
     (binding,) = block.bindings
     assert binding.value.op.name == "relax.multiply"
     assert binding.value.args[1].value.numpy() == 3
+
+
+def test_what_is_computed_of_a_static_shape_is_a_constant() -> None:
+    """As an exporter's Gather of a Shape is imported: the index is brought into the shape's range first."""
+    data = relax.Var("data", relax.TensorType(SHAPE, "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [data]):
+        shape = builder.emit(relax.op.shape_to_tensor(builder.emit(relax.op.shape_of(data))))
+        index, zero, rank = (relax.const(np.int64([value]), "int64") for value in (-1, 0, len(SHAPE)))
+        wrapped = builder.emit(relax.op.add(index, rank))
+        index = builder.emit(relax.op.where(builder.emit(relax.op.less(index, zero)), wrapped, index))
+        builder.emit_func_output(builder.emit(relax.op.take(shape, index, 0, mode="clip")))
+    mod = relax.transform.CanonicalizeBindings()(fold_constants_in_numpy()(builder.get()))
+    np.testing.assert_array_equal(mod["main"].body.body.value.numpy(), [SHAPE[-1]])
+
+
+def test_a_shape_that_only_a_run_knows_is_left() -> None:
+    data = relax.Var("data", relax.TensorType((tvm.tirx.Var("n", "int64"), 3), "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [data]):
+        shape = builder.emit(relax.op.shape_of(data))
+        builder.emit_func_output(builder.emit(relax.op.shape_to_tensor(shape)))
+    mod = builder.get()
+    tvm.ir.assert_structural_equal(fold_constants_in_numpy()(mod), mod)

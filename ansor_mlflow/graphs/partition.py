@@ -15,7 +15,7 @@ import onnx
 from onnx import helper
 
 from ansor_mlflow.graphs.cost import num_flops
-from ansor_mlflow.graphs.nodes import ValueInfos, inputs_of
+from ansor_mlflow.graphs.nodes import ValueInfos, inputs_of, uses
 
 MIN_FLOPS = 2e6
 """What a part in TVM has to compute. Handing a tensor over twice and calling ONNX Runtime once more takes some twenty
@@ -67,22 +67,25 @@ def partition(model: onnx.ModelProto, reasons: Mapping[int, str], values: ValueI
     return [_part(model, indices, stays, values, flops) for _, indices in sorted(members.items())]
 
 
-def extract(model: onnx.ModelProto, indices: Sequence[int], values: ValueInfos) -> onnx.ModelProto:
+def extract(
+    model: onnx.ModelProto, indices: Sequence[int], values: ValueInfos, num_uses: Counter[str] | None = None
+) -> onnx.ModelProto:
     """The model of some nodes of a graph: it takes what they need of the others, and returns what others need of them.
 
     Args:
         model: Whole model.
         indices: Places of the nodes in its graph, in order.
         values: Types of its tensors.
+        num_uses: How often each tensor of the graph is taken, if that is known already.
     """
-    graph, inside = model.graph, set(indices)
+    graph = model.graph
     nodes = [graph.node[index] for index in indices]
     constants = {weight.name: weight for weight in graph.initializer}
     produced = {name for node in nodes for name in node.output if name}
     needed = dict.fromkeys(name for node in nodes for name in inputs_of(node) if name and name not in produced)
-    elsewhere = {name for index, node in enumerate(graph.node) if index not in inside for name in inputs_of(node)}
-    elsewhere.update(output.name for output in graph.output)
-    outputs = [name for node in nodes for name in node.output if name in elsewhere]
+    total = Counter(uses(graph)) if num_uses is None else num_uses
+    inside = Counter(name for node in nodes for name in inputs_of(node))
+    outputs = [name for node in nodes for name in node.output if name and total[name] > inside[name]]
     return helper.make_model(
         helper.make_graph(
             nodes,

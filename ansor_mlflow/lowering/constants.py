@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
 import numpy as np
-from tvm import relax
+from tvm import relax, tirx
 from tvm.ir import GenericConst, IRModule, Op
 from tvm.ir.transform import Pass, PassContext, Sequential, module_pass
 
@@ -33,22 +33,43 @@ def _astype(call: relax.Call, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any
     return data.astype(str(call.attrs.dtype))
 
 
+def _is_static(shape: relax.ShapeType) -> bool:
+    return shape.values is not None and all(isinstance(extent, tirx.IntImm) for extent in shape.values)
+
+
+def _shape_to_tensor(call: relax.Call) -> np.ndarray[Any, Any] | None:
+    shape = call.args[0].ty
+    return np.asarray([int(extent) for extent in shape.values], "int64") if _is_static(shape) else None
+
+
+_TAKE_MODES: dict[str, Literal["raise", "wrap", "clip"]] = {"fast": "clip", "clip": "clip", "wrap": "wrap"}
+"""NumPy's name of what becomes of an index beyond the end; what "fast" reads there is not defined."""
+
+
+def _take(call: relax.Call, data: np.ndarray[Any, Any], indices: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
+    axis, mode = call.attrs.axis, _TAKE_MODES.get(call.attrs.mode)
+    return np.take(data, indices, None if axis is None else int(axis), mode=mode) if mode else None
+
+
 _BY_CALL: dict[str, Callable[..., Any]] = {
     "relax.astype": _astype,
     "relax.expand_dims": _reshape,
     "relax.permute_dims": _permute_dims,
     "relax.reshape": _reshape,
+    "relax.shape_to_tensor": _shape_to_tensor,
+    "relax.take": _take,
 }
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "relax.add": np.add,
     "relax.divide": np.divide,
     "relax.isnan": np.isnan,
+    "relax.less": np.less,
     "relax.multiply": np.multiply,
     "relax.sqrt": np.sqrt,
     "relax.subtract": np.subtract,
     "relax.where": np.where,
 }
-"""Operators that NumPy computes to the same bits as a compiled kernel."""
+"""Operators that NumPy computes to the same bits as a compiled kernel; None: not with these attributes."""
 
 
 @relax.expr_functor.mutator
@@ -56,15 +77,17 @@ class _Folder(relax.PyExprMutator):  # type: ignore[misc]
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = self.visit_expr_post_order(call)
         name = getattr(call.op, "name", "")
+        if name == "relax.shape_of" and _is_static(call.ty):
+            return relax.ShapeExpr(call.ty.values)
         if name not in _BY_CALL and name not in _ELEMENTWISE:
             return call
-        args = [self._value(arg) for arg in call.args if not isinstance(arg, relax.ShapeExpr)]
+        args = [self._value(arg) for arg in call.args if not isinstance(arg.ty, relax.ShapeType)]
         if any(arg is None for arg in args):
             return call
         function = _ELEMENTWISE.get(name) or functools.partial(_BY_CALL[name], call)
         with np.errstate(all="ignore"):
             result = function(*args)
-        if str(result.dtype) != str(call.ty.dtype):
+        if result is None or str(result.dtype) != str(call.ty.dtype):
             return call
         return relax.const(np.asarray(result, order="C"), str(result.dtype))  # else float64 becomes float32
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from ansor_mlflow.graphs import (
     partition,
     reasons_to_stay,
     static_shape,
+    uses,
     value_infos,
 )
 from ansor_mlflow.lowering.pipeline import NotLoweredError
@@ -100,10 +102,11 @@ def _reasons_by_trial(
     """Why TVM cannot lower a node; nodes that differ in their names alone are tried once."""
     tried: dict[bytes, str] = {}
     reasons = {}
+    num_uses = Counter(uses(model.graph))
     for index in range(len(model.graph.node)):
         if index in known:
             continue
-        alone = extract(model, [index], values)
+        alone = extract(model, [index], values, num_uses)
         key = _without_names(alone)
         if key not in tried:
             tried[key] = _why_not(alone, lower_node)

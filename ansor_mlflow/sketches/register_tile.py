@@ -20,6 +20,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil, prod
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ansor_mlflow.sketches.contraction import MAX_EPILOGUE, Contraction
@@ -67,9 +68,10 @@ class RegisterTiling:
         """All tiles that are worth a trial, the one that is taken without any first."""
         micro = sorted(self._micro_tiles(), key=self._estimate.cycles_of_sums)[:_NUM_MICRO]
         cycles = self._estimate.cycles
-        found = [tile for first in micro for tile in self._jobs(first)]
-        small = [tile for tile in found if tile.parallel and cycles(tile) < _MAX_SERIAL * LAUNCH_CYCLES]
-        return sorted([*found, *(replace(tile, parallel=False) for tile in small)], key=cycles)[:_MAX_TILES]
+        found = [(cycles(tile), tile) for first in micro for tile in self._jobs(first)]
+        small = [tile for estimated, tile in found if tile.parallel and estimated < _MAX_SERIAL * LAUNCH_CYCLES]
+        found += [(cycles(tile), tile) for tile in (replace(tile, parallel=False) for tile in small)]
+        return [tile for _, tile in sorted(found, key=itemgetter(0))[:_MAX_TILES]]
 
     def _micro_tiles(self) -> Iterator[tuple[int, int, int, int]]:
         """Lanes, vectors, columns and rows of sums that fit into the registers."""
