@@ -11,18 +11,21 @@ from ansor_mlflow.measuring import compare_with_reference, library_inference, to
 from ansor_mlflow.model import CompiledNetwork, Coverage, Manifest, threads_here
 from ansor_mlflow.tensors import all_sizes, random_inputs
 
-_SEED = 0
+_SEEDS = range(4)
+_MARGIN = 0.75
+"""Share of the tolerance that these inputs may take. The largest error differs between inputs: of eight random ones it
+was up to 1.6 times as large for one as for another, and a fifth more than the largest of the first four."""
 _log = logging.getLogger("ansor_mlflow")
 
 
 def loses_digits(compiled: CompiledNetwork, coverage: Coverage) -> bool:
-    """Whether a network with layers in other ways is off by more than `evaluate` lets pass.
+    """Whether a network with layers in other ways is off by more than `evaluate` lets pass, or nearly.
 
     A library that does not run here, or a network that ONNX Runtime cannot compute from random inputs, is not checked:
     `evaluate` does it where the model runs.
 
     Args:
-        compiled: The network, of which one input of each size is computed.
+        compiled: The network, of which some inputs of each size are computed.
         coverage: Which ways were taken; where there is no other than the direct one, nothing is computed.
     """
     if not coverage.has_other_ways or why_not_runnable(compiled.fingerprint):
@@ -36,17 +39,17 @@ def loses_digits(compiled: CompiledNetwork, coverage: Coverage) -> bool:
         sizes=compiled.sizes,
     )
     runs = {"ways": partial(library_inference, compiled.library, manifest, compiled.entry)}
-    examples = [random_inputs(size.inputs, _SEED) for size in all_sizes(compiled)]
+    examples = [random_inputs(size.inputs, seed) for size in all_sizes(compiled) for seed in _SEEDS]
     try:
         found = compare_with_reference(runs, compiled.network, threads_here(compiled.entry), examples)["ways"]
     except AnsorMlflowError as err:
         _log.warning("the outputs of %s are not checked: %s", compiled.name, err)
         return False
     tolerance = tolerance_for("auto", compiled.network, str(compiled.provenance.get("dtype", "float32")))
-    if found.max_rel_error <= tolerance:
+    if found.max_rel_error <= _MARGIN * tolerance:
         return False
     _log.warning(
-        "max_rel_error %.2g with Winograd's convolutions, more than %.2g: all layers are computed directly",
+        "max_rel_error %.2g with Winograd's convolutions, near or above the %.2g allowed: all layers are direct",
         found.max_rel_error,
         tolerance,
     )
