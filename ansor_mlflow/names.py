@@ -26,6 +26,14 @@ TIME_LOG_S = "time/log_s"
 PROBE_SPREAD = "machine/probe_spread"
 """By how much the ninth decile of a fixed computation's times exceeds its undisturbed time; of evaluations, too."""
 
+FLEET_UTILISATION = "fleet/utilisation"
+"""Share of their time in which the servers of a fleet measured."""
+
+
+def server_metric(server: str, figure: str) -> str:
+    """A figure of one server of a fleet: trials, failures, set_aside, utilisation or calibration_ms."""
+    return f"fleet/{server}/{figure}"
+
 
 def task_latency_us(task: str) -> str:
     """Best latency of one task in microseconds."""

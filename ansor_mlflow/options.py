@@ -288,6 +288,25 @@ class TuneOptions(BudgetOptions):
         "(network), or its own data (warm).",
     )
     cache_flush: bool = _parameter(False, "Flush the CPU's caches before every measurement: all is cold.")
+    rpc_tracker: str = _parameter(
+        "",
+        "Address of TVM's RPC tracker, host:port: programs are measured on the servers of rpc_key that it knows, at "
+        "the same time, instead of on this host.",
+        "host:port, such as 127.0.0.1:9190",
+    )
+    rpc_key: str = _parameter("", "Key of the servers at the tracker, which are all of one kind.", "one word")
+    rpc_wait_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _parameter(
+        600.0, "Seconds without a free server after which the tuning ends.", "a positive number of seconds"
+    )
+    rpc_session_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _parameter(
+        300.0,
+        "Seconds for which a server is taken at a time; it ends a longer session itself, so that a tuner that is gone "
+        "does not keep it.",
+        "a positive number of seconds",
+    )
+    rpc_retries: Annotated[int, Field(ge=0)] = _parameter(
+        1, "Times that a program is measured again, on another server, when a server was lost with it."
+    )
     warm_start: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_parse_list)] = _parameter(
         (),
         "Records of earlier tunings to begin with, separated by commas: runs, models, artifact URIs, paths. Those of "
@@ -579,6 +598,48 @@ class PoolOptions(Options):
             metavar="POOL",
         ),
     ]
+
+
+class TrackerOptions(Options):
+    """The command `fleet tracker`: where it listens."""
+
+    host: str = _parameter(
+        "127.0.0.1", "Address to listen at: only this host by default, since TVM's RPC asks nobody who they are."
+    )
+    port: Annotated[int, Field(ge=0, lt=2**16)] = _parameter(
+        9190, "Port to listen at; 0 for any that is free.", "a whole number from 0 to 65535"
+    )
+
+
+class ServerOptions(TrackerOptions):
+    """The command `fleet server`: where it listens, and whom it serves."""
+
+    tracker: Annotated[str, _required("Tracker to report to, host:port.", "host:port, such as 127.0.0.1:9190")]
+    key: Annotated[str, _required("Key of the kind of device, one word such as pi4.", "one word")]
+    port: Annotated[int, Field(ge=0, lt=2**16)] = _parameter(
+        0, "Port to listen at; 0 for any that is free.", "a whole number from 0 to 65535"
+    )
+    known_as: str = _parameter(
+        "", "Host that the tracker tells tuners, where it is not the one that the tracker sees: of a tunnel, say."
+    )
+
+
+class FleetOptions(ReportOptions):
+    """The command `fleet status`: whose servers are listed."""
+
+    tracker: Annotated[str, _required("Tracker to ask, host:port.", "host:port, such as 127.0.0.1:9190")]
+
+
+class FleetTestOptions(FleetOptions):
+    """The command `fleet test`: which servers are tried."""
+
+    key: Annotated[str, _required("Key of the servers.", "one word")]
+    target: str = _parameter(
+        "auto", "Target of the servers; auto is what the first one says.", "auto, a tag, JSON or `llvm -mcpu=…`"
+    )
+    wait_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _parameter(
+        30.0, "Seconds to wait for servers that somebody else has.", "a positive number of seconds"
+    )
 
 
 class ListPoolOptions(ReportOptions, PoolOptions):

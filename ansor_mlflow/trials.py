@@ -145,6 +145,30 @@ class TuningPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServerState:
+    """What a server of a fleet did for a tuning."""
+
+    name: str
+    """Its host and port, as the name of a metric can have them."""
+    num_trials: int
+    num_failures: int
+    """Times that it gave no answer, or one that cannot be."""
+    num_set_aside: int
+    busy_s: float
+    """Time in which it measured, uploads included."""
+    known_s: float
+    """Time since it was first given to the tuning, without that for which it was set aside."""
+    calibration_s: float | None
+    """Time of a call of a known program, by which servers are compared."""
+
+
+def utilisation(servers: Sequence[ServerState]) -> float | None:
+    """Share of their time in which servers measured; None where there are none."""
+    known_s = sum(server.known_s for server in servers)
+    return sum(server.busy_s for server in servers) / known_s if known_s else None
+
+
+@dataclass(frozen=True, kw_only=True)
 class TuningRound:
     """One batch of trials of one task, just measured."""
 
@@ -158,6 +182,8 @@ class TuningRound:
     """Totals since the start of the tuning."""
     probe_spread: float = 0.0
     """How quiet the machine was until now; see `names.PROBE_SPREAD`."""
+    servers: tuple[ServerState, ...] = ()
+    """Those of a fleet until now."""
 
     @property
     def estimated_latency_s(self) -> float | None:
@@ -179,6 +205,8 @@ class TuningResult:
     stop_reason: str
     probe_spread: float = 0.0
     """How quiet the machine was; see `names.PROBE_SPREAD`."""
+    servers: tuple[ServerState, ...] = ()
+    """Those of a fleet."""
     distrust: str = ""
     """Why the times cannot be trusted, as a clause; empty where they can."""
 

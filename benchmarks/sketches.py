@@ -28,7 +28,8 @@ from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.sketches import find_programs
 from ansor_mlflow.tuning import Builder, LocalBuilder, Outcome, RunJob, measure_roofline
 from ansor_mlflow.tuning.workers.arguments import arg_info
-from ansor_mlflow.tuning.workers.runner import LocalRunner, MeasureSettings
+from ansor_mlflow.tuning.workers.runner import LocalRunner
+from ansor_mlflow.tuning.workers.timing import MeasureSettings
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.database import JSONDatabase

@@ -142,7 +142,7 @@ def _tuned(name: str, trials_per_task: int) -> Callable[[], dict[str, Any]]:
         from ansor_mlflow.lowering import lower
         from ansor_mlflow.model import compile_tuned
         from ansor_mlflow.options import TuneOptions
-        from ansor_mlflow.tuning import TuningJob, tune_locally
+        from ansor_mlflow.tuning import TuningJob, tune_job
 
         num_threads = resolve_num_threads("auto")
         target = resolve_target("auto", num_threads)
@@ -156,7 +156,7 @@ def _tuned(name: str, trials_per_task: int) -> Callable[[], dict[str, Any]]:
             )
             trials = trials_per_task * len(lowered.tasks)
             started_s = time.monotonic()
-            result = tune_locally(job, TuneOptions(trials=trials, trials_per_task=trials_per_task, seed=_SEED))
+            result = tune_job(job, TuneOptions(trials=trials, trials_per_task=trials_per_task, seed=_SEED))
             tuning_s = time.monotonic() - started_s
             coverage = compile_tuned(lowered, target, records / names.BEST_DIR, library)
             error = _max_rel_error(network, library, num_threads)

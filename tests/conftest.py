@@ -28,7 +28,7 @@ from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.loading import Network, load_network
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records.store import RecordPair, distill
-from ansor_mlflow.tuning.local import TuningJob, tune_locally
+from ansor_mlflow.tuning.job import TuningJob, tune_job
 from ansor_mlflow.tuning.stopping import require_valid_trials
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def tuned_records(small_lowered: LoweredNetwork, host_target: Target, tmp_path_f
     options = TuneOptions(
         trials=budget, trials_per_task=2, space="metaschedule", strategy="random", cost_model="none", min_repeat_ms=0
     )
-    require_valid_trials(tune_locally(job, options))
+    require_valid_trials(tune_job(job, options))
     return directory
 
 
@@ -215,6 +215,13 @@ def new_experiment(experiment_id: str, tmp_path: Path, monkeypatch: pytest.Monke
     new_id = mlflow.MlflowClient().create_experiment(str(tmp_path), (tmp_path / "artifacts").as_uri())
     monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", new_id)
     return new_id
+
+
+@pytest.fixture
+def own_directory(new_experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory whose experiment has the runs of this test."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.testing.fakes import FakeBuilder, FakeRunner
 from ansor_mlflow.tuning.workers.builder import Builder, LocalBuilder
 from ansor_mlflow.tuning.workers.pool import Outcome
-from ansor_mlflow.tuning.workers.runner import LocalRunner, MeasureSettings, RunJob, Runner
+from ansor_mlflow.tuning.workers.runner import LocalRunner, Runner
 from ansor_mlflow.tuning.workers.surroundings import RestOfNetwork
+from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

@@ -25,7 +25,8 @@ from ansor_mlflow.testing.fakes import FakeRunner
 from ansor_mlflow.tuning.workers.arguments import arg_info
 from ansor_mlflow.tuning.workers.builder import LocalBuilder
 from ansor_mlflow.tuning.workers.pool import Outcome
-from ansor_mlflow.tuning.workers.runner import LocalRunner, MeasureSettings, RunJob
+from ansor_mlflow.tuning.workers.runner import LocalRunner
+from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob
 
 if TYPE_CHECKING:
     from tvm.target import Target

@@ -11,14 +11,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import onnx
 import pytest
 from helpers.fake_tuning import Notebook, read_records, tune
 
-from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.lowering.lower import LoweredNetwork, lower
+from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.testing.fakes import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import StopReason
 from ansor_mlflow.tuning.workers.pool import Outcome
-from ansor_mlflow.tuning.workers.runner import RunJob
+from ansor_mlflow.tuning.workers.timing import RunJob
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -146,3 +148,55 @@ def test_a_second_interrupt_does_not_wait_for_the_measurement(
         tune(dense, host_target, tmp_path, runner=runner, trials=1000)
     assert not hung, "the tuner waited for the runner"
     released.set()
+
+
+class ManyDevices(FakeRunner):
+    """A remote `FakeRunner` with three devices, whose first batch waits until others were built."""
+
+    num_batches = 8
+
+    def __init__(self, wait: Callable[[], bool]) -> None:
+        super().__init__(is_remote=True)
+        self.waited: list[bool] = []
+        self._wait = wait
+        self._lock = threading.Lock()
+        self._first = threading.Lock()
+
+    @property
+    def num_devices(self) -> int:
+        return 3
+
+    def run(self, jobs: Sequence[RunJob]) -> list[Outcome[tuple[float, ...]]]:
+        if self._first.acquire(blocking=False):
+            self.waited.append(self._wait())
+        with self._lock:
+            return super().run(jobs)
+
+
+def layers(*units: int) -> onnx.ModelProto:
+    """A dense layer after the other, each a task of its own."""
+    builder = GraphBuilder(seed=0)
+    data, in_units = builder.input("data", (4, 32)), 32
+    for number, size in enumerate(units):
+        data = builder.relu(f"relu{number}", builder.dense(f"dense{number}", data, units=size, in_units=in_units))
+        in_units = size
+    return builder.build("layers", {data: (4, in_units)})
+
+
+def test_several_devices_have_programs_that_wait_for_them(host_target: Target, tmp_path: Path) -> None:
+    """Batches of two programs: the oldest, and three more with two programs for each device."""
+    builder, notebook = CountingBuilder(), Notebook(tmp_path)
+    runner = ManyDevices(lambda: builder.wait_for_batch(4, TIMEOUT_S))
+    result = tune(
+        lower(layers(8, 16, 24, 40, 48), host_target),
+        host_target,
+        tmp_path,
+        builder=builder,
+        runner=runner,
+        observers=[notebook],
+        trials=24,
+        num_trials_per_round=2,
+    )
+    assert runner.waited == [True]
+    assert result.total_trials == len(builder.mods) == len(read_records(tmp_path)) == 24
+    assert [trial.step for trials in notebook.rounds for trial in trials] == list(range(1, 25))

@@ -32,7 +32,7 @@ from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.tracking.report.pages import render_page
 from ansor_mlflow.tracking.report.tuning_page import KernelNote, ScheduleText, sparkline, tuning_page
 from ansor_mlflow.trials import StopReason, TrialStatus
-from ansor_mlflow.tuning.local import TuningJob
+from ansor_mlflow.tuning.job import TuningJob
 
 if TYPE_CHECKING:
     from tvm.target import Target

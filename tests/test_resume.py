@@ -21,7 +21,7 @@ from ansor_mlflow.testing.fakes import FakeRunner
 from ansor_mlflow.trials import Durations, StopReason, TrialStatus, TuningRound
 from ansor_mlflow.tuning.search.task_search import TaskSearch, make_cost_model
 from ansor_mlflow.tuning.workers.pool import Outcome
-from ansor_mlflow.tuning.workers.runner import RunJob
+from ansor_mlflow.tuning.workers.timing import RunJob
 
 if TYPE_CHECKING:
     from tvm.target import Target

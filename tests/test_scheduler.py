@@ -102,12 +102,12 @@ def test_a_finished_task_is_skipped(measured: bool) -> None:
 def test_a_task_that_is_being_measured_is_not_picked() -> None:
     tasks = make_tasks(100, 1)
     scheduler = GradientScheduler(2, seed=0)
-    assert scheduler.next_task(tasks, busy=0) == 1
+    assert scheduler.next_task(tasks, busy={0}) == 1
     for task in tasks:
         give_round(scheduler, task, 1e-3)
-    assert {scheduler.next_task(tasks, busy=0) for _ in range(100)} == {1}
+    assert {scheduler.next_task(tasks, busy={0}) for _ in range(100)} == {1}
     tasks[1].stop_reason = StopReason.PLATEAU
-    assert scheduler.next_task(tasks, busy=0) is None
+    assert scheduler.next_task(tasks, busy={0}) is None
 
 
 def test_nothing_is_left_when_every_task_is_finished() -> None:

@@ -19,7 +19,7 @@ from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.testing.fakes import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import Durations, StopReason, TaskInfo, TaskState, Trial, TrialStatus, TuningResult
-from ansor_mlflow.tuning.local import TuningJob, tune_locally
+from ansor_mlflow.tuning.job import TuningJob, tune_job
 from ansor_mlflow.tuning.stopping import (
     MAX_BARREN_ROUNDS,
     NOISE,
@@ -28,7 +28,7 @@ from ansor_mlflow.tuning.stopping import (
     resolve_num_trials,
 )
 from ansor_mlflow.tuning.workers.pool import Outcome
-from ansor_mlflow.tuning.workers.runner import RunJob
+from ansor_mlflow.tuning.workers.timing import RunJob
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -56,7 +56,7 @@ def test_a_budget_below_the_number_of_tasks_says_how_much_is_needed(
     job = TuningJob(network="dense", lowered=dense, device=Device.of(host_target, 1), records=tmp_path)
     message = "trials=1, but the network has 2 tasks and each needs a trial; give at least 2, or auto"
     with pytest.raises(UserInputError, match=message):
-        tune_locally(job, TuneOptions(trials=1))
+        tune_job(job, TuneOptions(trials=1))
 
 
 @pytest.mark.parametrize(

@@ -32,12 +32,13 @@ from ansor_mlflow.device.device import Device
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
-from ansor_mlflow.tuning.local import TuningJob, tune_locally
+from ansor_mlflow.tuning.job import TuningJob, tune_job
 from ansor_mlflow.tuning.sole_tuner import sole_tuner
 from ansor_mlflow.tuning.workers.builder import LocalBuilder
 from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool
-from ansor_mlflow.tuning.workers.runner import LocalRunner, MeasureSettings, RunJob, _shortest_ms
+from ansor_mlflow.tuning.workers.runner import LocalRunner
 from ansor_mlflow.tuning.workers.scratch import ScratchDirectory
+from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob, _shortest_ms
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -367,12 +368,12 @@ def test_two_tuners_in_one_directory(single: LoweredNetwork, host_target: Target
     options = TuneOptions(trials=1, strategy="random", cost_model="none", min_repeat_ms=0)
     with another_tuner(records) as first:
         with pytest.raises(UserInputError, match=refusal(records, first)):
-            tune_locally(tuning_job, options)
+            tune_job(tuning_job, options)
         with sole_tuner(tmp_path / "another"):
             pass
         first.kill()
         first.wait()
-        assert tune_locally(tuning_job, options).total_trials == 1
+        assert tune_job(tuning_job, options).total_trials == 1
     with sole_tuner(records), pytest.raises(UserInputError, match=f"process {os.getpid()} on"), sole_tuner(records):
         pass
 

@@ -29,7 +29,7 @@ from ansor_mlflow.trials import (
     TuningRound,
     estimated_latency_s,
 )
-from ansor_mlflow.tuning.local import TuningJob, tune_locally
+from ansor_mlflow.tuning.job import TuningJob, tune_job
 from ansor_mlflow.tuning.stopping import require_valid_trials
 from ansor_mlflow.tuning.workers.pool import Outcome
 
@@ -307,7 +307,7 @@ def test_a_network_is_tuned_on_this_host(dense: LoweredNetwork, host_target: Tar
     """The default search, with real builds and real measurements."""
     notebook = Notebook(tmp_path)
     job = TuningJob(network="dense", lowered=dense, device=Device.of(host_target, available_cpus()), records=tmp_path)
-    result = tune_locally(job, TuneOptions(trials=4, num_trials_per_round=2, min_repeat_ms=1), [notebook])
+    result = tune_job(job, TuneOptions(trials=4, num_trials_per_round=2, min_repeat_ms=1), [notebook])
     require_valid_trials(result)
     assert result.total_trials == 4
     assert notebook.counts[-1] == dict.fromkeys(("told", "total", "of tasks", "on disk"), 4)

@@ -24,7 +24,7 @@ from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.model.library import compile_tuned, compile_untuned
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records.store import RecordPair, distill
-from ansor_mlflow.tuning.local import TuningJob, tune_locally
+from ansor_mlflow.tuning.job import TuningJob, tune_job
 from ansor_mlflow.tuning.workers.builder import LocalBuilder
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ def test_tuned_and_untuned_libraries_call_no_function(
     compile_untuned(lowered, host_target, tmp_path / "untuned.so")
     device = Device.of(host_target, 1)
     options = TuneOptions(trials=16, trials_per_task=4, strategy="random", cost_model="none", min_repeat_ms=0)
-    tune_locally(TuningJob(network="attention", lowered=lowered, device=device, records=tmp_path / "records"), options)
+    tune_job(TuningJob(network="attention", lowered=lowered, device=device, records=tmp_path / "records"), options)
     distill(RecordPair.in_directory(tmp_path / "records"), tmp_path / "best", device.fingerprint.target)
     coverage = compile_tuned(lowered, host_target, tmp_path / "best", tmp_path / "tuned.so")
     assert coverage.task_share == 1

@@ -246,13 +246,6 @@ def test_metaschedules_space_has_the_direct_way_alone() -> None:
         _ = TuneOptions(space="metaschedule", algorithm="winograd").lowering
 
 
-@pytest.fixture
-def own_directory(new_experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory whose experiment has the runs of this test."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.usefixtures("own_directory")
 def test_a_tuned_layer_is_compiled_as_it_was_measured(run_here: RunCommand) -> None:
     """From tuning to the model: the ways that were tried, and the one that was taken."""

@@ -21,10 +21,10 @@ from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair, distill, find_records
 from ansor_mlflow.testing.fakes import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import Trial, TrialStatus, TuningResult
-from ansor_mlflow.tuning.local import TuningJob, tune_locally
+from ansor_mlflow.tuning.job import TuningJob, tune_job
 from ansor_mlflow.tuning.winners import Winners
 from ansor_mlflow.tuning.workers.pool import Outcome
-from ansor_mlflow.tuning.workers.runner import RunJob
+from ansor_mlflow.tuning.workers.timing import RunJob
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -333,7 +333,7 @@ def test_winners_of_a_real_tuning_replace_older_ones(
     (best / "of a tuning before").touch()
     job = TuningJob(network="single", lowered=single, device=Device.of(host_target, available_cpus()), records=tmp_path)
     options = TuneOptions(trials=3, strategy="random", cost_model="none", min_repeat_ms=1)
-    result = tune_locally(job, options)
+    result = tune_job(job, options)
     assert result.tasks[0].confirmed_s is not None
     assert {path.name for path in best.iterdir()} == {WORKLOAD_FILE, RECORD_FILE}
     (record,) = read_records(best)

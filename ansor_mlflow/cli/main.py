@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from ansor_mlflow.cli.command import COMMANDS, command
+from ansor_mlflow.cli.fleet import fleet
 from ansor_mlflow.cli.json_file import STANDARD_OUTPUT, report
 from ansor_mlflow.cli.s3 import suit_other_s3_servers
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError, notes_of
@@ -282,6 +283,9 @@ def pool_pull(options: PullPoolOptions) -> None:
 
     pulled = pull_records(options)
     click.echo(f"{pulled.num_records} records of {pulled.num_workloads} workloads are in {pulled.output}")
+
+
+cli.add_command(fleet)
 
 
 @command(cli, "doctor")

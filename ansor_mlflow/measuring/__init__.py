@@ -21,6 +21,7 @@ from ansor_mlflow.measuring.kernels import KernelTime, KernelTimes, time_kernels
 from ansor_mlflow.measuring.noise import (
     DISTURBED,
     MachineNoise,
+    ProbeTime,
     is_disturbed,
     lost_share,
     probe_noise,

@@ -16,7 +16,17 @@ from ansor_mlflow.tracking.figures import draw_convergence, draw_failures, draw_
 from ansor_mlflow.tracking.outbox import Message, Outbox
 from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.tracking.report.note import tuning_note
-from ansor_mlflow.trials import Durations, TaskState, Trial, TrialStatus, TuningPlan, TuningResult, TuningRound
+from ansor_mlflow.trials import (
+    Durations,
+    ServerState,
+    TaskState,
+    Trial,
+    TrialStatus,
+    TuningPlan,
+    TuningResult,
+    TuningRound,
+    utilisation,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -124,7 +134,24 @@ def _round_metrics(round_: TuningRound) -> dict[str, float]:
         values[names.task_gflops(task.info.name)] = task.gflops
     values[names.TRIALS_PER_MINUTE] = round_.trials_per_minute
     values[names.PROBE_SPREAD] = round_.probe_spread
-    return values | _durations(round_.durations)
+    return values | _durations(round_.durations) | _fleet_metrics(round_.servers)
+
+
+def _fleet_metrics(servers: Sequence[ServerState]) -> dict[str, float]:
+    share = utilisation(servers)
+    values = {} if share is None else {names.FLEET_UTILISATION: share}
+    for server in servers:
+        figures: dict[str, float | None] = {
+            "trials": server.num_trials,
+            "failures": server.num_failures,
+            "set_aside": server.num_set_aside,
+            "utilisation": utilisation([server]),
+            "calibration_ms": None if server.calibration_s is None else server.calibration_s * 1e3,
+        }
+        values |= {
+            names.server_metric(server.name, figure): value for figure, value in figures.items() if value is not None
+        }
+    return values
 
 
 def latency_metrics(result: TuningResult) -> dict[str, float]:

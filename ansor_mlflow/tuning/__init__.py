@@ -1,6 +1,13 @@
 """The tuner: our outer loop around MetaSchedule's search. Knows nothing of MLflow; observers listen to it."""
 
-from ansor_mlflow.tuning.local import TuningJob, tune_locally
+from ansor_mlflow.tuning.fleet.calibration import Calibration, build_calibration
+from ansor_mlflow.tuning.fleet.devices import device_of_fleet
+from ansor_mlflow.tuning.fleet.lookout import FleetSettings, Lookout, fleet_settings
+from ansor_mlflow.tuning.fleet.runner import RpcRunner
+from ansor_mlflow.tuning.fleet.server import run_server, run_tracker
+from ansor_mlflow.tuning.fleet.session import CheckedServer, check_server, describe_server, open_session
+from ansor_mlflow.tuning.fleet.tracker import Grant, HostPort, KeyState, TrackerClient
+from ansor_mlflow.tuning.job import TuningJob, tune_job
 from ansor_mlflow.tuning.replay import COPIES_OF_ARGUMENTS, Replayer
 from ansor_mlflow.tuning.roofline import Bound, Roofline, measure_roofline, quick_roofline
 from ansor_mlflow.tuning.round_log import RoundLog
@@ -17,5 +24,6 @@ from ansor_mlflow.tuning.stopping import (
 from ansor_mlflow.tuning.workers.arguments import argument_bytes
 from ansor_mlflow.tuning.workers.builder import Builder, LocalBuilder
 from ansor_mlflow.tuning.workers.metaschedule import as_metaschedule_builder
-from ansor_mlflow.tuning.workers.pool import Outcome, start_fork_server
-from ansor_mlflow.tuning.workers.runner import RunJob, Runner
+from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool, start_fork_server
+from ansor_mlflow.tuning.workers.runner import Runner
+from ansor_mlflow.tuning.workers.timing import RunJob

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +39,8 @@ from ansor_mlflow.tuning.stopping import StoppingRules, outrun_tasks
 from ansor_mlflow.tuning.winners import MAX_FINALISTS, Winners
 from ansor_mlflow.tuning.workers.builder import Builder
 from ansor_mlflow.tuning.workers.pool import Outcome
-from ansor_mlflow.tuning.workers.runner import RunJob, Runner
+from ansor_mlflow.tuning.workers.runner import Runner
+from ansor_mlflow.tuning.workers.timing import RunJob
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
@@ -161,34 +162,44 @@ class Tuner:
     def _run_rounds(self, interrupts: Interrupts) -> str:
         """Works until a budget is spent; returns the reason to stop.
 
-        While a remote runner measures one batch, the next is searched and built. A local one has the host for itself.
+        While a remote runner measures, the next batches are searched and built. A local one has the host for itself.
         """
-        in_flight: _Batch | None = None
-        with _background_thread() as executor:
+        in_flight: list[_Batch] = []
+        with _background_threads(self._runner.num_batches) as executor:
             while True:
                 reason = self._rules.run_stop_reason(self._elapsed_s(), self._num_proposed, self._states)
                 try:
                     batch = None if reason or interrupts.received else self._start_round(executor, in_flight)
                 except Exception:
-                    if in_flight is not None:  # it was measured, and is not to be lost
-                        self._finish_round(in_flight)
+                    for measured in in_flight:  # they are not to be lost
+                        self._finish_round(measured)
                     raise
-                if in_flight is not None:
-                    self._finish_round(in_flight)
-                in_flight = batch
-                if in_flight is not None and not self._runner.is_remote:
-                    self._finish_round(in_flight)
-                    in_flight = None
-                if in_flight is None:
+                in_flight += [batch] if batch is not None else []
+                if in_flight and (batch is None or self._has_enough(in_flight)):
+                    with self._timed("run_s"):
+                        finished = _next_finished(in_flight)
+                    in_flight.remove(finished)
+                    self._finish_round(finished)
+                if not in_flight:
                     interrupts.raise_if_received()
                     if reason:
                         return reason
 
+    def _has_enough(self, in_flight: Sequence[_Batch]) -> bool:
+        """Whether the devices have so much to measure that a batch can be waited for.
+
+        Beside the oldest batch, which may be nearly done, there are two programs for each of several devices.
+        """
+        if not self._runner.is_remote or len(in_flight) > self._runner.num_batches:
+            return True
+        num_devices, others = self._runner.num_devices, in_flight[1:]
+        return bool(others) and (num_devices == 1 or sum(len(batch.jobs) for batch in others) >= 2 * num_devices)
+
     # -- one round -----------------------------------------------------------------------------------------------------
 
-    def _start_round(self, executor: ThreadPoolExecutor, in_flight: _Batch | None) -> _Batch | None:
+    def _start_round(self, executor: ThreadPoolExecutor, in_flight: Sequence[_Batch]) -> _Batch | None:
         """Searches, builds and begins to measure; None when there is no task, or the one picked has nothing left."""
-        index = self._scheduler.next_task(self._states, in_flight.state.info.index if in_flight else None)
+        index = self._scheduler.next_task(self._states, {batch.state.info.index for batch in in_flight})
         if index is None:
             return None
         state = self._states[index]
@@ -318,6 +329,7 @@ class Tuner:
             elapsed_s=elapsed_s,
             durations=replace(self._durations),
             probe_spread=self._runner.noise.spread,
+            servers=self._runner.servers,
         )
 
     def _search(self, index: int) -> ProgramSearch:
@@ -384,6 +396,7 @@ class Tuner:
             durations=replace(self._durations),
             stop_reason=stop_reason,
             probe_spread=self._runner.noise.spread,
+            servers=self._runner.servers,
             distrust=self._distrust(),
         )
         if self._journal is not None:
@@ -424,10 +437,16 @@ class Tuner:
             setattr(self._durations, name, getattr(self._durations, name) + time.monotonic() - started)
 
 
+def _next_finished(batches: Sequence[_Batch]) -> _Batch:
+    """The batch that is measured first, the oldest of several."""
+    wait([batch.measured for batch in batches], return_when=FIRST_COMPLETED)
+    return next(batch for batch in batches if batch.measured.done())
+
+
 @contextmanager
-def _background_thread() -> Iterator[ThreadPoolExecutor]:
-    """A thread to measure in; nobody waits for it when an error or a second Ctrl-C ends the tuning."""
-    executor = ThreadPoolExecutor(1, thread_name_prefix="runner")
+def _background_threads(number: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads to measure in; nobody waits for them when an error or a second Ctrl-C ends the tuning."""
+    executor = ThreadPoolExecutor(number, thread_name_prefix="runner")
     try:
         yield executor
     finally:

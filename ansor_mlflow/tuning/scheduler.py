@@ -44,14 +44,14 @@ class GradientScheduler:
         if task.best_s is not None:
             self._history[index].append(task.best_s)
 
-    def next_task(self, tasks: Sequence[TaskState], busy: int | None = None) -> int | None:
-        """The index of the task to work on; None when every task has a stop reason or is the busy one."""
-        open_tasks = [task.info.index for task in tasks if not task.stop_reason and task.info.index != busy]
+    def next_task(self, tasks: Sequence[TaskState], busy: Container[int] = ()) -> int | None:
+        """The index of the task to work on; None when every task has a stop reason or is busy."""
+        open_tasks = [task.info.index for task in tasks if not task.stop_reason and task.info.index not in busy]
         if not open_tasks:
             return None
         waiting = [index for index in open_tasks if self._rounds[index] == 0]
         if waiting:
-            begun = {task.info.layer_hash for task in tasks if self._rounds[task.info.index] or task.info.index == busy}
+            begun = {task.info.layer_hash for task in tasks if self._rounds[task.info.index] or task.info.index in busy}
             return max(waiting, key=lambda index: self._urgency(tasks[index].info, begun))
         if self._random.random() < _EPSILON:
             return self._random.choice(open_tasks)

@@ -19,7 +19,8 @@ from ansor_mlflow.tuning.engine import Tuner
 from ansor_mlflow.tuning.stopping import resolve_num_trials
 from ansor_mlflow.tuning.workers.builder import Builder
 from ansor_mlflow.tuning.workers.pool import Outcome
-from ansor_mlflow.tuning.workers.runner import RunJob, Runner
+from ansor_mlflow.tuning.workers.runner import Runner
+from ansor_mlflow.tuning.workers.timing import RunJob
 
 if TYPE_CHECKING:
     from tvm.target import Target

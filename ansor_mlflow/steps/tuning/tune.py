@@ -48,12 +48,14 @@ from ansor_mlflow.trials import StopReason, TuningObserver, TuningResult
 from ansor_mlflow.tuning import (
     RoundLog,
     TuningJob,
+    device_of_fleet,
+    fleet_settings,
     make_cost_model,
     require_valid_trials,
     resolve_num_trials,
     sketched_workloads,
     start_fork_server,
-    tune_locally,
+    tune_job,
 )
 
 _log = logging.getLogger("ansor_mlflow")
@@ -115,7 +117,8 @@ def resolved_options(options: TuneOptions) -> TuneOptions:
     """
     options = resumed_options(options) if options.resume_run else options
     parse_target(options.target)
-    resolve_num_threads(options.num_threads)
+    if fleet_settings(options) is None:
+        resolve_num_threads(options.num_threads)
     for source in () if options.resume_run else options.warm_start:  # a run that goes on has its records already
         options_of_source(source, options, "warm_start")
     if options.record_pool:
@@ -152,9 +155,8 @@ def prepare_tuning(options: TuneOptions) -> TuningWork:
         AnsorMlflowError: They are not, or something is missing here.
     """
     network = network_of(options, copy_of_network(options.resume_run) if options.resume_run else "")
-    device = Device.resolve(options.target, options.num_threads)
-    device.require_measurable_here()
-    require_linker()
+    device = _device_of(options)
+    require_linker(device.fingerprint.machine)
     make_cost_model(options.cost_model, device.num_threads, options.seed)
     if options.trials:
         start_fork_server()  # it loads TVM while the network is lowered
@@ -167,6 +169,16 @@ def prepare_tuning(options: TuneOptions) -> TuningWork:
     resolve_num_trials(options, len(lowered.tasks), num_ways=lowered.num_ways)
     sketched = sketched_workloads(lowered.tasks, device.target, options.space) if options.trials else frozenset()
     return TuningWork(options=options, network=network, device=device, lowered=lowered, sketched=sketched)
+
+
+def _device_of(options: TuneOptions) -> Device:
+    """What programs are measured on: this host, or the servers of a fleet."""
+    if fleet := fleet_settings(options):
+        _log.info("asking the tracker at %s for a server of key %s", fleet.tracker, fleet.key)
+        return device_of_fleet(fleet, options.target, options.num_threads)
+    device = Device.resolve(options.target, options.num_threads)
+    device.require_measurable_here()
+    return device
 
 
 def _tune(work: TuningWork, run: StepRun, outbox: Outbox, observers: Sequence[TuningObserver]) -> TuneResult:
@@ -201,11 +213,17 @@ def _tune(work: TuningWork, run: StepRun, outbox: Outbox, observers: Sequence[Tu
     commands = command_lines("tune", options)
     logger = MlflowObserver(outbox, run.directory, commands)
     report = TuningReport(
-        history=logger.history, job=job, shapes=network, outbox=outbox, directory=run.directory, commands=commands
+        history=logger.history,
+        job=job,
+        shapes=network,
+        outbox=outbox,
+        directory=run.directory,
+        commands=commands,
+        is_remote=bool(options.rpc_tracker),
     )
     observers = [RoundLog(), logger, RecordMirror(outbox, run.directory), *observers]
     with report.at_the_end():
-        result = tune_locally(job, options, observers, resume=is_resumed)
+        result = tune_job(job, options, observers, resume=is_resumed)
     write_description(records, device.fingerprint, _at_the_end(provenance, trials_per_task, result))
     if options.trials:
         require_valid_trials(result)
@@ -287,7 +305,7 @@ def _provenance(options: TuneOptions, network: Network, device: Device) -> Prove
         host=platform.node(),
         measure={
             **options.model_dump(include={"number", "repeat", "min_repeat_ms", "measure", "cache_flush"}),
-            "cpus": sorted(device.cpus),
+            **({"rpc_key": options.rpc_key} if options.rpc_tracker else {"cpus": sorted(device.cpus)}),
         },
     )
 

@@ -48,6 +48,8 @@ class TuningReport:
     """The run's directory."""
     commands: Sequence[str]
     """Command lines that do the tuning again."""
+    is_remote: bool = False
+    """Whether this host is not what programs were measured on."""
 
     @contextlib.contextmanager
     def at_the_end(self) -> Iterator[None]:
@@ -62,7 +64,8 @@ class TuningReport:
                     self.outbox.put(Message(note=tuning_note(self.history, self.commands, without_secrets(err))))
             raise
         with _only_warn("report"):
-            self._put(may_measure=bool(self.history.trials))  # without trials the user is in a hurry
+            # without trials the user is in a hurry
+            self._put(may_measure=bool(self.history.trials) and not self.is_remote)
 
     def _put(self, *, may_measure: bool) -> None:
         artifacts = [(names.REPORT_FILE, "")]

@@ -14,7 +14,7 @@ from ansor_mlflow.records import FAILED_RUN_S, RecordText, fields_of
 from ansor_mlflow.trials import Trial, TrialStatus
 from ansor_mlflow.tuning.workers.arguments import arg_info
 from ansor_mlflow.tuning.workers.pool import Outcome
-from ansor_mlflow.tuning.workers.runner import RunJob
+from ansor_mlflow.tuning.workers.timing import RunJob
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

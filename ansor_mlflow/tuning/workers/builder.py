@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,6 +39,7 @@ class _CandidateJob:
     target: Target
     path: Path
     as_in_models: bool
+    compiler: str
 
 
 class LocalBuilder:
@@ -50,6 +52,7 @@ class LocalBuilder:
         memory_bytes: Data memory that a build may take; None for no bound.
         as_in_models: Whether candidates are compiled as the libraries of models are, see `codegen`; else they are as
             TVM's own compiler makes them.
+        compiler: What links libraries for another architecture, see `require_linker`.
     """
 
     def __init__(
@@ -60,9 +63,11 @@ class LocalBuilder:
         timeout_s: float,
         memory_bytes: int | None = None,
         as_in_models: bool = False,
+        compiler: str = "",
     ) -> None:
         self._target = target
         self._as_in_models = as_in_models
+        self._compiler = compiler
         self._timeout_s = timeout_s
         self._scratch = ScratchDirectory()
         self._pool = WorkerPool(max_workers, max_tasks=_TASKS_PER_WORKER, memory_bytes=memory_bytes)
@@ -74,7 +79,7 @@ class LocalBuilder:
         Raises:
             MachineError: The disk is full.
         """
-        jobs = [_CandidateJob(mod, self._target, self._next_path(), self._as_in_models) for mod in mods]
+        jobs = [_CandidateJob(mod, self._target, self._next_path(), self._as_in_models, self._compiler) for mod in mods]
         outcomes = self._pool.map(_build, jobs, self._timeout_s)
         if errors := [outcome.error for outcome in outcomes if outcome.failure]:
             self._scratch.require_space(errors)
@@ -105,17 +110,23 @@ def _build(job: Any) -> Path:
     # TVM's own directory of object files would outlive a build that is killed
     with tempfile.TemporaryDirectory(dir=job.path.parent) as directory, PassContext(config=config):
         library = build(mod, target=job.target, pipeline=passes)
-        library.export_library(str(job.path), fcompile=_link, workspace_dir=directory)
+        link = partial(_link, compiler=job.compiler)
+        library.export_library(str(job.path), fcompile=link, workspace_dir=directory)
     return Path(job.path)
 
 
-def _link(library: str, objects: list[str], **_: Any) -> None:
+def _link(library: str, objects: list[str], *, compiler: str, **_: Any) -> None:
     """Links with the linker itself, where there is one: the compiler around it takes ten times as long.
+
+    Libraries for another architecture are linked with its compiler.
 
     What a kernel needs of the C and the math library, the process that loads it has.
     """
     from tvm.support import cc
 
+    if compiler:
+        cc.create_shared(library, objects, cc=compiler)
+        return
     linker = shutil.which("ld")
     command = [linker or "", "-shared", "-o", library, *objects]
     if linker is None or subprocess.run(command, capture_output=True, check=False).returncode:

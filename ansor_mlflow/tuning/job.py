@@ -1,4 +1,4 @@
-"""Tunes a lowered network on this host: the engine with its worker processes and its database."""
+"""Tunes a lowered network: the engine with its worker processes, or its fleet of servers, and its database."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ansor_mlflow import names
-from ansor_mlflow.device import Device
+from ansor_mlflow.device import Device, available_cpus
 from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.model import require_linker
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records import Journal, RecordLog, Seed, read_durations, read_journal, read_seeds, read_similar
 from ansor_mlflow.trials import TuningObserver, TuningPlan, TuningResult
 from ansor_mlflow.tuning.engine import Tuner
+from ansor_mlflow.tuning.fleet.calibration import build_calibration
+from ansor_mlflow.tuning.fleet.lookout import fleet_settings
+from ansor_mlflow.tuning.fleet.runner import RpcRunner
 from ansor_mlflow.tuning.search.task_search import applies
 from ansor_mlflow.tuning.sole_tuner import sole_tuner
 from ansor_mlflow.tuning.stopping import resolve_num_trials
 from ansor_mlflow.tuning.workers.arguments import argument_bytes
 from ansor_mlflow.tuning.workers.builder import LocalBuilder
-from ansor_mlflow.tuning.workers.runner import LocalRunner, MeasureSettings
+from ansor_mlflow.tuning.workers.runner import LocalRunner, Runner
 from ansor_mlflow.tuning.workers.surroundings import RestOfNetwork
+from ansor_mlflow.tuning.workers.timing import MeasureSettings
 
 _FLOPS_OF_A_THREAD = 1e11
 """Floating point operations of a thread with vectors in a second, about."""
@@ -46,10 +51,10 @@ class TuningJob:
     """Structural hashes of the tasks that get no trials, as the records that are there say enough of them."""
 
 
-def tune_locally(
+def tune_job(
     job: TuningJob, options: TuneOptions, observers: Sequence[TuningObserver] = (), *, resume: bool = False
 ) -> TuningResult:
-    """Tunes a network with builds and measurements on this host.
+    """Tunes a network with builds on this host, and measurements on it or on a fleet.
 
     Args:
         job: What is tuned.
@@ -64,9 +69,9 @@ def tune_locally(
 
     Raises:
         UserInputError: The budget is smaller than the number of tasks, or another tuner works in the directory.
-        MachineError: The cost model's package is missing, or a disk is full.
+        MachineError: The cost model's package is missing, a disk is full, or no server was free for too long.
     """
-    with sole_tuner(job.records), _local_workers(job, options) as (builder, runner):
+    with sole_tuner(job.records), _workers(job, options) as (builder, runner):
         best = job.records / names.BEST_DIR
         shutil.rmtree(best, ignore_errors=True)  # a killed tuning would leave that of the one before
         log, journal = RecordLog(job.records, job.device.target.export()), Journal(job.records)
@@ -84,12 +89,13 @@ def tune_locally(
             num_known=sum(seed.is_enough for seed in seeds),
             num_ways=job.lowered.num_ways,
         )
+        host_threads = available_cpus() if options.rpc_tracker else job.device.num_threads
         tuner = Tuner(
             job.lowered.tasks,
             target=job.device.target,
             options=options,
             num_trials=num_trials,
-            search_threads=job.device.num_threads if options.search_threads == "auto" else options.search_threads,
+            search_threads=host_threads if options.search_threads == "auto" else options.search_threads,
             log=log,
             journal=journal,
             past=read_journal(job.records) if resume else (),
@@ -145,27 +151,31 @@ def _search(options: TuneOptions) -> str:
 
 
 @contextlib.contextmanager
-def _local_workers(job: TuningJob, options: TuneOptions) -> Iterator[tuple[LocalBuilder, LocalRunner]]:
+def _workers(job: TuningJob, options: TuneOptions) -> Iterator[tuple[LocalBuilder, Runner]]:
     """Builder and runner with their bounds of memory; arguments and stacks of a program come on top of the runner's."""
     memory_bytes = options.worker_memory_mib * 2**20
     builder = LocalBuilder(
         job.device.target,
-        max_workers=job.device.num_threads,
+        max_workers=available_cpus() if options.rpc_tracker else job.device.num_threads,
         timeout_s=options.measure_timeout_s,
         memory_bytes=memory_bytes,
         as_in_models=True,
+        compiler=require_linker(job.device.fingerprint.machine),
     )
     with contextlib.closing(builder):
         most_bytes = max(argument_bytes(task.mod) for task in job.lowered.tasks)
         settings = _measure_settings(options, job)
-        runner = LocalRunner(
-            settings,
-            memory_bytes=memory_bytes
+        bound_bytes = (
+            memory_bytes
             + most_bytes
             + (settings.rest.passing_bytes if settings.rest else 0)
-            + job.device.num_threads * _STACK_BYTES,
-            cpus=job.device.cpus,
+            + job.device.num_threads * _STACK_BYTES
         )
+        runner: Runner
+        if fleet := fleet_settings(options):
+            runner = RpcRunner(settings, fleet, build_calibration(builder), memory_bytes=bound_bytes)
+        else:
+            runner = LocalRunner(settings, memory_bytes=bound_bytes, cpus=job.device.cpus)
         with contextlib.closing(runner):
             yield builder, runner
 

@@ -1,0 +1,1 @@
+"""Fleets: candidates measured on other machines, through TVM's RPC tracker."""

@@ -1,0 +1,98 @@
+"""What the servers of a key are: what code is generated for, and what was measured on it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+from typing import Literal
+
+from ansor_mlflow.device import (
+    Device,
+    DeviceFingerprint,
+    architecture_of,
+    attributes_of,
+    cpu_features,
+    missing_instructions,
+    resolve_target,
+)
+from ansor_mlflow.errors import MachineError, UserInputError
+from ansor_mlflow.tuning.fleet.lookout import FleetSettings, Lookout
+from ansor_mlflow.tuning.fleet.session import describe_server
+from ansor_mlflow.tuning.fleet.tracker import Grant
+from ansor_mlflow.tuning.workers.pool import WorkerPool
+
+_DESCRIBE_S = 30.0
+
+
+def device_of_fleet(fleet: FleetSettings, target: str, num_threads: int | Literal["auto"]) -> Device:
+    """The device behind a key, as the first free server describes it.
+
+    Args:
+        fleet: Where it is.
+        target: What the user says it is; auto is what the server says.
+        num_threads: Threads of a kernel; auto is every CPU that the server may use.
+
+    Raises:
+        UserInputError: TVM knows no such target, or the server does not say what it is and the user does not either.
+        MachineError: No server is free for too long, or it cannot run code for the target.
+    """
+    grant = Lookout(fleet).wait()
+    found = _described(grant)
+    if found is None:
+        return _as_given(grant, target, num_threads)
+    number = found.num_threads if num_threads == "auto" else num_threads
+    if number > found.num_threads:
+        raise UserInputError(
+            f"num_threads={num_threads}, but server {grant.server} may use {found.num_threads} CPUs; give at most "
+            f"{found.num_threads}, or auto"
+        )
+    spec = json.dumps(found.target) if target == "auto" else target
+    chosen = resolve_target(spec, number)
+    features = cpu_features(chosen)
+    if missing := missing_instructions(features, found.features):
+        raise MachineError(
+            f"target={target!r} needs instructions that server {grant.server} ({found.target.get('mcpu')}) lacks: "
+            f"{', '.join(missing[:5])}; use target=auto"
+        )
+    made_for = DeviceFingerprint(
+        target=attributes_of(chosen),
+        machine=found.machine,
+        cpu_model=found.cpu_model,
+        features=features,
+        num_threads=number,
+    )
+    return Device(chosen, made_for)
+
+
+def _described(grant: Grant) -> DeviceFingerprint | None:
+    """What a server says of itself; None of one of TVM's own."""
+    with contextlib.closing(WorkerPool(1)) as pool:
+        (outcome,) = pool.map(describe_server, [(grant, _DESCRIBE_S)], _DESCRIBE_S)
+    if outcome.value is None:
+        raise MachineError(f"server {grant.server} does not answer: {outcome.error}; look at it, or restart it")
+    if not outcome.value:
+        return None
+    found = DeviceFingerprint.from_dict(json.loads(outcome.value))
+    target = {key: value for key, value in found.target.items() if key in ("kind", "mcpu")}
+    if found.machine != platform.machine():
+        target["mtriple"] = f"{found.machine}-linux-gnu"
+    return DeviceFingerprint.from_dict({**vars(found), "target": target})
+
+
+def _as_given(grant: Grant, target: str, num_threads: int | Literal["auto"]) -> Device:
+    if target == "auto" or num_threads == "auto":
+        raise UserInputError(
+            f"target={target}, num_threads={num_threads}: server {grant.server} is one of TVM's own, which does not "
+            "say what it is; give both, or start it with `ansor-mlflow fleet server`"
+        )
+    chosen = resolve_target(target, num_threads)
+    attributes = attributes_of(chosen)
+    made_for = DeviceFingerprint(
+        target=attributes,
+        machine=architecture_of(attributes["mtriple"]) if "mtriple" in attributes else platform.machine(),
+        cpu_model="",
+        features=cpu_features(chosen),
+        num_threads=num_threads,
+    )
+    return Device(chosen, made_for)

@@ -1,0 +1,201 @@
+"""One session with an RPC server, in a worker process that can be killed: a call of TVM's RPC has no time limit."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+import numpy as np
+
+from ansor_mlflow.tuning.fleet.calibration import Calibration
+from ansor_mlflow.tuning.fleet.remote import DESCRIBE, MEASURE, measure_request
+from ansor_mlflow.tuning.fleet.tracker import Grant
+from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob
+
+_FLUSH = "cache_flush_cpu_non_first_arg"
+_FASTEST_S = 1e-8
+"""No call of a program is shorter."""
+
+
+@dataclass(frozen=True)
+class RemoteWork:
+    """A program to be measured in the session of this process."""
+
+    job: RunJob
+    settings: MeasureSettings
+    memory_bytes: int | None
+    limit_s: float
+    """Seconds after which the server is to end the session."""
+
+
+@dataclass(frozen=True)
+class CheckedServer:
+    """What a server did with a program whose results are known."""
+
+    description: str
+    """The server's own fingerprint as JSON; empty for one of TVM's own."""
+    calls_s: tuple[float, ...]
+    """Seconds of each call of the program."""
+    max_rel_error: float
+    upload_s: float
+    """Seconds to upload `upload_bytes`."""
+    upload_bytes: int
+
+    @property
+    def calibration_s(self) -> float:
+        """Median of the calls."""
+        return median(self.calls_s)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a server said of a program."""
+
+    run_s: tuple[float, ...] = ()
+    """Seconds per call."""
+    waited: float = 0.0
+    """Share of the time that other programs took, where the server knows it."""
+    failure: Literal["", "failed", "timed_out"] = ""
+    """Of the program."""
+    is_lost: bool = False
+    """Whether nobody knows what became of the program: the session ended, or the times are none."""
+    error: str = ""
+
+
+class _Connection:
+    """The session, and what it has of our functions."""
+
+    def __init__(self, grant: Grant, session_timeout_s: float) -> None:
+        from tvm import rpc
+
+        self.session = rpc.connect(grant.server.host, grant.server.port, grant.password, session_timeout_s)
+        self.functions = {name: self._function(name) for name in (DESCRIBE, MEASURE)}
+
+    def _function(self, name: str) -> Any | None:
+        try:
+            return self.session.get_function(name)
+        except Exception:  # noqa: BLE001 - TVM's own server has no such function, whatever its error says
+            return None
+
+
+_open: list[_Connection] = []
+"""The session of this process, as soon as it has one."""
+
+
+def open_session(work: tuple[Grant, float]) -> None:
+    """Connects this process with a server.
+
+    Args:
+        work: The server, and the seconds after which it ends the session.
+    """
+    _open.append(_Connection(*work))
+
+
+def describe_server(work: tuple[Grant, float]) -> str:
+    """The fingerprint of a server as JSON, empty for one of TVM's own; see `open_session`."""
+    describe = _Connection(*work).functions[DESCRIBE]
+    return str(describe()) if describe else ""
+
+
+def check_server(calibration: Calibration) -> CheckedServer:
+    """Runs a program whose results are known in the session of this process."""
+    import tvm
+
+    connection = _open[0]
+    session = connection.session
+    describe = connection.functions[DESCRIBE]
+    blob = bytearray(calibration.path.read_bytes())
+    blob += bytes(max(0, calibration.upload_bytes - len(blob)))  # zeros after the end of a library do no harm
+    started_s = time.perf_counter()
+    session.upload(blob, calibration.path.name)
+    upload_s = time.perf_counter() - started_s
+    module, device = session.load_module(calibration.path.name), session.cpu(0)
+    session.remove(calibration.path.name)  # the next upload must not write into a library that is in use
+    data, expected = calibration.example()
+    given, found = tvm.runtime.tensor(data, device), tvm.runtime.tensor(np.zeros_like(data), device)
+    module["main"](given, found)
+    error = np.abs(found.numpy() - expected).max() / np.abs(expected).max()
+    timer = module.time_evaluator("main", device, number=1, repeat=calibration.num_calls)
+    return CheckedServer(
+        description=str(describe()) if describe else "",
+        calls_s=tuple(float(seconds) for seconds in timer(given, found).results),
+        max_rel_error=float(error),
+        upload_s=upload_s,
+        upload_bytes=len(blob),
+    )
+
+
+def measure_in_session(work: RemoteWork) -> Reply:
+    """Measures a program on the server of this process's session."""
+    from tvm.error import RPCError
+
+    connection = _open[0]
+    name = work.job.path.name
+    try:
+        connection.session.upload(str(work.job.path))
+        run_s, waited = _measured(connection, name, work)
+        connection.session.remove(name)
+    except RPCError as err:  # the server lives and says so
+        return Reply(failure="failed", error=_without_stack(err))
+    except Exception as err:  # noqa: BLE001 - TVM has no kind of its own for a connection that is gone
+        return Reply(is_lost=True, error=f"the session ended ({_without_stack(err)})")
+    if not run_s or not all(math.isfinite(seconds) and seconds >= _FASTEST_S for seconds in run_s):
+        said = ", ".join(f"{seconds:g} s" for seconds in run_s) or "no time"
+        return Reply(is_lost=True, error=f"it says that a call takes {said}")
+    return Reply(run_s=run_s, waited=waited)
+
+
+def _measured(connection: _Connection, name: str, work: RemoteWork) -> tuple[tuple[float, ...], float]:
+    measure = connection.functions[MEASURE]
+    if measure is None:
+        return _measured_by_tvm(connection.session, name, work), 0.0
+    request = measure_request(name, work.job, work.settings, work.memory_bytes, work.limit_s)
+    found = json.loads(str(measure(request)))
+    return tuple(float(seconds) for seconds in found["run_s"]), float(found["waited"])
+
+
+def _without_stack(err: Exception) -> str:
+    """What an error says; TVM puts the caller's stack behind it."""
+    text = str(err).removeprefix("RPCError: ").removeprefix("Error caught from RPC call:").strip()
+    return text.partition("\n")[0] or type(err).__name__
+
+
+def _measured_by_tvm(session: Any, name: str, work: RemoteWork) -> tuple[float, ...]:
+    """Measures with what every TVM runtime has. As the network runs them: with all but the first input cold."""
+    settings, device = work.settings, session.cpu(0)
+    session.get_function("runtime.config_threadpool")(1, settings.num_threads)
+    module = session.load_module(name)
+    arguments = [_argument(session, device, dtype, shape) for _, dtype, shape in work.job.args_info]
+    is_cold = settings.cache_flush or settings.rest is not None
+
+    def timed(number: int, repeat: int, min_repeat_ms: int) -> list[float]:
+        timer = module.time_evaluator(
+            "main",
+            device,
+            number=number,
+            repeat=repeat,
+            min_repeat_ms=min_repeat_ms,
+            f_preproc=_FLUSH if is_cold else "",
+        )
+        return [float(seconds) for seconds in timer(*arguments).results]
+
+    if not is_cold:
+        return tuple(timed(settings.number, settings.repeat, settings.min_repeat_ms))
+    (first_s,) = timed(1, 1, 0)  # only the first of several calls would be cold
+    num_calls = max(settings.number, math.ceil(settings.min_repeat_ms / 1e3 / max(first_s, _FASTEST_S)))
+    return tuple(median(timed(1, min(num_calls, 1000), 0)) for _ in range(settings.repeat))
+
+
+def _argument(session: Any, device: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    """Random numbers, made there; indices are zero, as `random_arguments` has them."""
+    import tvm
+
+    if dtype in ("int32", "int64"):
+        return tvm.runtime.tensor(np.zeros(shape, dtype), device)
+    tensor = tvm.runtime.empty(shape, dtype, device)
+    session.get_function("tvm.contrib.random.random_fill_for_measure")(tensor)
+    return tensor

@@ -1,0 +1,154 @@
+"""Trackers and servers on loopback: real processes that can be killed, stopped and started again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from helpers.commands import ANSOR_MLFLOW, TESTS
+
+from ansor_mlflow.tuning.fleet.tracker import HostPort, TrackerClient
+
+KEY = "here"
+_START_S = 60.0
+_LISTENS = re.compile(r"listens at (\S+?);? ")
+
+
+@dataclass
+class FleetProcess:
+    """A tracker or a server."""
+
+    process: subprocess.Popen[str]
+    log: Path
+    address: HostPort
+
+    def kill(self) -> None:
+        """Kills it with SIGKILL; its sessions die with it."""
+        self.process.kill()
+        self.process.wait()
+
+    def hang(self) -> None:
+        """Stops it and its sessions, so that they answer no more, but keep their connections."""
+        for pid in (self.process.pid, *self.sessions()):
+            os.kill(pid, signal.SIGSTOP)
+
+    def sessions(self) -> list[int]:
+        """The processes of its sessions."""
+        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return [int(pid) for file in children for pid in file.read_text().split()]
+
+    def end(self) -> None:
+        """Ends it, stopped or not."""
+        for pid in self.sessions():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.kill()
+
+
+@dataclass
+class Fleet:
+    """A tracker and its servers."""
+
+    directory: Path
+    tracker: FleetProcess
+    servers: list[FleetProcess] = field(default_factory=list)
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """The parameters of a tuning that measures on it."""
+        return {"rpc_tracker": str(self.tracker.address), "rpc_key": KEY}
+
+    def add_server(self, command: Sequence[str] = (ANSOR_MLFLOW, "fleet", "server"), key: str = KEY) -> FleetProcess:
+        """Starts a server of our own, or another one that takes the same flags, and waits until it has reported."""
+        arguments = ["--tracker", str(self.tracker.address), "--key", key, "--port", "0"]
+        server = _started([*command, *arguments], self.directory / f"server-{len(self.servers)}.log")
+        self.servers.append(server)
+        wait_for(lambda: server.address in _servers(self.tracker.address, key))
+        return server
+
+    def add_tvm_server(self) -> FleetProcess:
+        """Starts a server as TVM has it."""
+        with _free_port() as port:
+            address = HostPort("127.0.0.1", port)
+        where = ["--host", address.host, "--port", str(port), "--port-end", str(port + 1)]
+        command = [sys.executable, "-m", "tvm.exec.rpc_server", *where, "--tracker", str(self.tracker.address)]
+        log = self.directory / f"server-{len(self.servers)}.log"
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                [*command, "--key", KEY], stdout=file, stderr=file, text=True, start_new_session=True
+            )
+        server = FleetProcess(process, log, address)
+        self.servers.append(server)
+        wait_for(lambda: address in _servers(self.tracker.address, KEY))
+        return server
+
+    def restart_tracker(self) -> None:
+        """Starts the tracker again, at the same port."""
+        self.tracker.kill()
+        self.tracker = _tracker(self.directory, self.tracker.address.port)
+
+    def end(self) -> None:
+        """Ends all of them."""
+        for process in (*self.servers, self.tracker):
+            process.end()
+            with contextlib.suppress(ProcessLookupError):  # what TVM's own server has started outlives it
+                os.killpg(process.process.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def running_fleet(directory: Path, num_servers: int = 1) -> Iterator[Fleet]:
+    """A tracker with so many servers of `KEY`."""
+    fleet = Fleet(directory, _tracker(directory, 0))
+    try:
+        for _ in range(num_servers):
+            fleet.add_server()
+        yield fleet
+    finally:
+        fleet.end()
+
+
+def lying_server(lie: str) -> list[str]:
+    """The command of a server that tells lies; see `lying_server.py`."""
+    return [sys.executable, str(TESTS / "helpers" / "lying_server.py"), lie]
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = _START_S) -> None:
+    """Waits until something holds."""
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s, "it does not come true"
+        time.sleep(0.05)
+
+
+def _tracker(directory: Path, port: int) -> FleetProcess:
+    return _started([ANSOR_MLFLOW, "fleet", "tracker", "--port", str(port)], directory / "tracker.log")
+
+
+def _started(command: Sequence[str], log: Path) -> FleetProcess:
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, text=True, start_new_session=True)
+    wait_for(lambda: _LISTENS.search(log.read_text()) is not None or process.poll() is not None)
+    found = _LISTENS.search(log.read_text())
+    assert found, log.read_text()
+    return FleetProcess(process, log, HostPort.parse(found[1], "address"))
+
+
+def _servers(tracker: HostPort, key: str) -> tuple[HostPort, ...]:
+    keys = TrackerClient(tracker).summary()
+    return keys[key].servers if key in keys else ()
+
+
+@contextlib.contextmanager
+def _free_port() -> Iterator[int]:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        yield int(found.getsockname()[1])
