@@ -37,6 +37,9 @@ _IDLE_S = 5.0
 """Time without work after which a server is given back, for others to use."""
 _CALIBRATE_S = 30.0
 """Time between two runs of the known program."""
+_LISTENS_S = 2.0
+_MAX_GONE = 5
+"""Servers that may be gone after they were given a program, before it counts as crashed."""
 _MAX_BATCHES = 32
 _MAX_PROGRAMS = 256
 """Programs of a session; the server's process keeps each library in memory."""
@@ -50,6 +53,8 @@ class _Errand:
     done: Future[Outcome[tuple[float, ...]]] = field(default_factory=Future)
     lost: list[tuple[HostPort, str]] = field(default_factory=list)
     """Servers that did not say what became of it, and how that was."""
+    num_gone: int = 0
+    """How many of them are gone."""
 
     def was_lost_on(self, server: HostPort) -> bool:
         """Whether that server is one of them."""
@@ -282,10 +287,16 @@ class RpcRunner(Runner):
         return RemoteWork(job, self._settings, self._memory_bytes, timeout_s_of(job, self._settings))
 
     def _lost(self, program: _Errand, server: HostPort, outcome: Outcome[tuple[float, ...]]) -> None:
-        """A server did not say what became of a program: another one tries. What all of them lose ends them itself."""
+        """A server did not say what became of a program: another one tries. What all of them lose ends them itself.
+
+        A server that is gone is not the program's fault, which ends no more than its session.
+        """
+        is_gone = not server.is_listening(_LISTENS_S)
         program.lost.append((server, outcome.error))
+        program.num_gone += is_gone
         with self._changed:
-            if len(program.lost) <= self._fleet.num_retries and not self._is_closed:
+            may_retry = len(program.lost) - program.num_gone <= self._fleet.num_retries and program.num_gone < _MAX_GONE
+            if may_retry and not self._is_closed:
                 self._queue.appendleft(program)
                 self._changed.notify_all()
                 return

@@ -49,6 +49,14 @@ class HostPort:
             raise UserInputError(f"{name}={text!r}: it must be host:port, such as 127.0.0.1:9190")
         return HostPort(host, int(port))
 
+    def is_listening(self, wait_s: float) -> bool:
+        """Whether something takes connections there."""
+        try:
+            socket.create_connection((self.host, self.port), wait_s).close()
+        except OSError:
+            return False
+        return True
+
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
