@@ -29,6 +29,20 @@ def test_the_second_signal_interrupts_at_once(number: signal.Signals) -> None:
             os.kill(os.getpid(), number)
 
 
+def test_a_second_signal_waits_for_what_is_done_in_tvm() -> None:
+    done = []
+
+    def work() -> None:
+        with deferred_interrupts() as interrupts, interrupts.in_tvm():
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGINT)
+            done.append(True)
+
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        work()
+    assert done
+
+
 def test_handlers_are_put_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with deferred_interrupts():

@@ -5,10 +5,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ from ansor_mlflow.tuning.search.memory import release_memory
 from ansor_mlflow.tuning.search.task_search import candidate_of, make_cost_model
 from ansor_mlflow.tuning.stopping import StoppingRules, outrun_tasks
 from ansor_mlflow.tuning.winners import MAX_FINALISTS, Winners
+from ansor_mlflow.tuning.workers.build_queue import BuildQueue
 from ansor_mlflow.tuning.workers.builder import Builder
 from ansor_mlflow.tuning.workers.pool import Outcome
 from ansor_mlflow.tuning.workers.runner import Runner
@@ -58,10 +60,21 @@ class _Batch:
 
     state: TaskState
     candidates: Sequence[MeasureCandidate]
+    measured: Future[_Measured]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What became of the candidates of a batch."""
+
     built: Sequence[Outcome[Path]]
     jobs: Sequence[RunJob]
     """A job for each candidate that could be built."""
-    measured: Future[list[Outcome[tuple[float, ...]]]]
+    outcomes: Sequence[Outcome[tuple[float, ...]]]
+    """What became of each of them."""
+    build_s: float
+    log_s: float
+    run_s: float
 
 
 class Tuner:
@@ -109,7 +122,9 @@ class Tuner:
         self._search_threads = search_threads
         self._log = log
         self._builder = builder
+        self._builds = BuildQueue(builder)
         self._runner = runner
+        self._may_run = threading.Semaphore(runner.num_batches)
         self._announcer = Announcer(observers)
         self._scheduler = GradientScheduler(len(tasks), options.seed)
         self._similar = similar
@@ -151,6 +166,7 @@ class Tuner:
                 raise
             return self._finish(stop_reason)
         finally:
+            self._builds.close()
             self._announcer.close()
             for search in self._searches.values():
                 search.close()
@@ -165,25 +181,26 @@ class Tuner:
         While a remote runner measures, the next batches are searched and built. A local one has the host for itself.
         """
         in_flight: list[_Batch] = []
-        with _background_threads(self._runner.num_batches) as executor:
-            while True:
-                reason = self._rules.run_stop_reason(self._elapsed_s(), self._num_proposed, self._states)
-                try:
-                    batch = None if reason or interrupts.received else self._start_round(executor, in_flight)
-                except Exception:
-                    for measured in in_flight:  # they are not to be lost
-                        self._finish_round(measured)
-                    raise
-                in_flight += [batch] if batch is not None else []
-                if in_flight and (batch is None or self._has_enough(in_flight)):
-                    with self._timed("run_s"):
-                        finished = _next_finished(in_flight)
-                    in_flight.remove(finished)
-                    self._finish_round(finished)
-                if not in_flight:
-                    interrupts.raise_if_received()
-                    if reason:
-                        return reason
+        with _background_threads(self._runner.num_batches + 1) as executor:  # one builds while the others measure
+            try:
+                while True:
+                    reason = self._rules.run_stop_reason(self._elapsed_s(), self._num_proposed, self._states)
+                    batch = (
+                        None if reason or interrupts.received else self._start_round(executor, in_flight, interrupts)
+                    )
+                    in_flight += [batch] if batch is not None else []
+                    if in_flight and (batch is None or self._has_enough(in_flight)):
+                        in_flight.remove(finished := self._next_finished(in_flight))
+                        self._finish_round(finished)
+                    if not in_flight:
+                        interrupts.raise_if_received()
+                        if reason:
+                            return reason
+            except Exception:
+                for batch in in_flight:  # what was measured is not to be lost
+                    with suppress(Exception):
+                        self._finish_round(batch)
+                raise
 
     def _has_enough(self, in_flight: Sequence[_Batch]) -> bool:
         """Whether the devices have so much to measure that a batch can be waited for.
@@ -193,29 +210,55 @@ class Tuner:
         if not self._runner.is_remote or len(in_flight) > self._runner.num_batches:
             return True
         num_devices, others = self._runner.num_devices, in_flight[1:]
-        return bool(others) and (num_devices == 1 or sum(len(batch.jobs) for batch in others) >= 2 * num_devices)
+        return bool(others) and (num_devices == 1 or sum(len(batch.candidates) for batch in others) >= 2 * num_devices)
+
+    def _next_finished(self, batches: Sequence[_Batch]) -> _Batch:
+        """The batch that is measured first, the oldest of several."""
+        started_s = time.monotonic()
+        wait([batch.measured for batch in batches], return_when=FIRST_COMPLETED)
+        if self._runner.is_remote:
+            self._durations.run_s += time.monotonic() - started_s
+        return next(batch for batch in batches if batch.measured.done())
 
     # -- one round -----------------------------------------------------------------------------------------------------
 
-    def _start_round(self, executor: ThreadPoolExecutor, in_flight: Sequence[_Batch]) -> _Batch | None:
-        """Searches, builds and begins to measure; None when there is no task, or the one picked has nothing left."""
+    def _start_round(
+        self, executor: ThreadPoolExecutor, in_flight: Sequence[_Batch], interrupts: Interrupts
+    ) -> _Batch | None:
+        """Searches, and begins to build and measure; None when there is no task, or the one picked has nothing left."""
         index = self._scheduler.next_task(self._states, {batch.state.info.index for batch in in_flight})
         if index is None:
             return None
         state = self._states[index]
-        with self._timed("search_s"):
+        with self._timed("search_s"), interrupts.in_tvm():
             candidates = self._search(index).propose(self._round_limit(state))
         if not candidates:
             has_work = state.total_trials or state.info.flops
             state.stop_reason = StopReason.SPACE_EXHAUSTED if has_work else StopReason.NOTHING_TO_TUNE
             return None
         self._num_proposed += len(candidates)
-        with self._timed("build_s"):
-            built = self._builder.build([candidate.sch.mod for candidate in candidates])
-        jobs = run_jobs(candidates, built, self._tasks[index], state.best_s)
-        with self._timed("log_s"):
+        measured = executor.submit(self._build_and_run, self._tasks[index], candidates, state.best_s)
+        return _Batch(state, candidates, measured)
+
+    def _build_and_run(
+        self, task: TuningTask, candidates: Sequence[MeasureCandidate], best_s: float | None
+    ) -> _Measured:
+        """Builds and measures a batch. Called in a thread of its own."""
+        built = self._builds.build([candidate.sch.mod for candidate in candidates])
+        jobs = run_jobs(candidates, built.outcomes, task, best_s)
+        with self._may_run:
+            waited_s = time.monotonic()
             self._announcer.wait()
-        return _Batch(state, candidates, built, jobs, executor.submit(self._runner.run, jobs))
+            started_s = time.monotonic()
+            outcomes = self._runner.run(jobs)
+        return _Measured(
+            built=built.outcomes,
+            jobs=jobs,
+            outcomes=outcomes,
+            build_s=built.seconds,
+            log_s=started_s - waited_s,
+            run_s=time.monotonic() - started_s,
+        )
 
     def _round_limit(self, task: TaskState) -> int:
         num_waiting = sum(not state.total_trials and not state.stop_reason for state in self._states)
@@ -223,11 +266,12 @@ class Tuner:
 
     def _finish_round(self, batch: _Batch) -> None:
         """Waits for the measurements, records them, learns from them and tells the observers."""
-        with self._timed("run_s"):
-            outcomes = batch.measured.result()
-        state = batch.state
-        self._num_disturbed += sum(outcome.is_disturbed for outcome in outcomes)
-        trials = self._make_trials(batch, outcomes)
+        state, measured = batch.state, batch.measured.result()
+        self._durations.build_s += measured.build_s
+        self._durations.log_s += measured.log_s
+        self._durations.run_s += 0.0 if self._runner.is_remote else measured.run_s
+        self._num_disturbed += sum(outcome.is_disturbed for outcome in measured.outcomes)
+        trials = self._make_trials(batch, measured)
         self._record(batch, trials)
         self._num_rounds += 1
         with self._timed("search_s"):
@@ -240,13 +284,13 @@ class Tuner:
         round_ = self._round(state, trials, self._elapsed_s())
         self._announcer.tell(lambda observer: observer.round_finished(round_))
 
-    def _make_trials(self, batch: _Batch, outcomes: Sequence[Outcome[tuple[float, ...]]]) -> tuple[Trial, ...]:
+    def _make_trials(self, batch: _Batch, measured: _Measured) -> tuple[Trial, ...]:
         """Counts the trials of a round; the libraries of the fastest stay for a second measurement."""
-        jobs, measured = iter(batch.jobs), iter(outcomes)
+        jobs, outcomes = iter(measured.jobs), iter(measured.outcomes)
         trials = []
-        for candidate, built in zip(batch.candidates, batch.built, strict=True):
+        for candidate, built in zip(batch.candidates, measured.built, strict=True):
             self._total_trials += 1
-            trial = make_trial(self._total_trials, batch.state.info.name, built, measured)
+            trial = make_trial(self._total_trials, batch.state.info.name, built, outcomes)
             batch.state.add(trial)
             trials.append(trial)
             if built.value is not None:
@@ -437,15 +481,9 @@ class Tuner:
             setattr(self._durations, name, getattr(self._durations, name) + time.monotonic() - started)
 
 
-def _next_finished(batches: Sequence[_Batch]) -> _Batch:
-    """The batch that is measured first, the oldest of several."""
-    wait([batch.measured for batch in batches], return_when=FIRST_COMPLETED)
-    return next(batch for batch in batches if batch.measured.done())
-
-
 @contextmanager
 def _background_threads(number: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads to measure in; nobody waits for them when an error or a second Ctrl-C ends the tuning."""
+    """Threads to build and measure in; nobody waits for them when an error or a second Ctrl-C ends the tuning."""
     executor = ThreadPoolExecutor(number, thread_name_prefix="runner")
     try:
         yield executor

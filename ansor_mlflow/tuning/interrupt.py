@@ -23,16 +23,35 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.received = False
+        self._is_guarded = False
+        self._is_due = False
 
     def raise_if_received(self) -> None:
         """Raises the KeyboardInterrupt that was deferred."""
         if self.received:
             raise KeyboardInterrupt
 
+    @contextmanager
+    def in_tvm(self) -> Iterator[None]:
+        """Lets a second signal wait, too, until what is done inside is over: seconds at most."""
+        self._is_guarded = True
+        try:
+            yield
+        finally:
+            self._is_guarded = False
+        if self._is_due:
+            raise KeyboardInterrupt
+
+    def again(self, _: int, __: FrameType | None) -> None:
+        """Handles a second signal."""
+        if not self._is_guarded:
+            raise KeyboardInterrupt
+        self._is_due = True
+
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Interrupts]:
-    """Defers the first SIGINT or SIGTERM; a second one interrupts at once.
+    """Defers the first SIGINT or SIGTERM; a second one interrupts at once, but for `Interrupts.in_tvm`.
 
     Outside of the main thread, where Python delivers no signals, nothing is deferred.
     """
@@ -41,7 +60,7 @@ def deferred_interrupts() -> Iterator[Interrupts]:
     def defer(_: int, __: FrameType | None) -> None:
         interrupts.received = True
         for other in _SIGNALS:
-            signal.signal(other, signal.default_int_handler)
+            signal.signal(other, interrupts.again)
         _log.info("stopping after this round; once more to stop at once")
 
     if threading.current_thread() is not threading.main_thread():
