@@ -18,6 +18,7 @@ from ansor_mlflow.device import (
 )
 from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.tuning.fleet.lookout import FleetSettings, Lookout
+from ansor_mlflow.tuning.fleet.remote import ServerDescription
 from ansor_mlflow.tuning.fleet.session import describe_server
 from ansor_mlflow.tuning.fleet.tracker import Grant
 from ansor_mlflow.tuning.workers.pool import WorkerPool
@@ -73,7 +74,7 @@ def _described(grant: Grant) -> DeviceFingerprint | None:
         raise MachineError(f"server {grant.server} does not answer: {outcome.error}; look at it, or restart it")
     if not outcome.value:
         return None
-    found = DeviceFingerprint.from_dict(json.loads(outcome.value))
+    found = ServerDescription.from_json(outcome.value).fingerprint
     target = {key: value for key, value in found.target.items() if key in ("kind", "mcpu")}
     if found.machine != platform.machine():
         target["mtriple"] = f"{found.machine}-linux-gnu"

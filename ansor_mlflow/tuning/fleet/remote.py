@@ -11,12 +11,12 @@ import os
 import resource
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ansor_mlflow.device import available_cpus, measuring_cpus
+from ansor_mlflow.device import DeviceFingerprint, available_cpus, fingerprint, measuring_cpus
 from ansor_mlflow.tuning.workers.surroundings import RestOfNetwork
 from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob, measure_program
 
@@ -54,16 +54,40 @@ def register_functions() -> None:
         tvm_ffi.register_global_func(name, function, override=True)
 
 
-def _describe() -> str:
-    """What the server runs on."""
-    import tvm
+@dataclass(frozen=True)
+class ServerDescription:
+    """What a server runs on."""
 
-    from ansor_mlflow.device import fingerprint
+    fingerprint: DeviceFingerprint
+    """Of its CPU, with every thread that it may use."""
+    boot_id: str
+    """Of the start of its machine: see `boot_id`."""
+
+    @staticmethod
+    def from_json(text: str) -> ServerDescription:
+        """Reads what `DESCRIBE` returns."""
+        fields = json.loads(text)
+        return ServerDescription(DeviceFingerprint.from_dict(fields["fingerprint"]), str(fields["boot_id"]))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the server runs on this machine."""
+        return self.boot_id == boot_id()
+
+
+def boot_id() -> str:
+    """Linux's name of this start of the machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _describe() -> str:
+    """What the server runs on: see `ServerDescription`."""
+    import tvm
 
     cpu = str(tvm.get_global_func("target.llvm_get_system_cpu")())
     num_cpus = available_cpus()
     target = tvm.target.Target({"kind": "llvm", "mcpu": cpu})
-    return json.dumps(asdict(fingerprint(target, num_cpus)))
+    return json.dumps(asdict(ServerDescription(fingerprint(target, num_cpus), boot_id())))
 
 
 def _measure(request: str) -> str:

@@ -16,6 +16,7 @@ from ansor_mlflow.trials import ServerState
 from ansor_mlflow.tuning.fleet.calibration import Calibration
 from ansor_mlflow.tuning.fleet.health import Health
 from ansor_mlflow.tuning.fleet.lookout import FleetSettings, Lookout
+from ansor_mlflow.tuning.fleet.remote import ServerDescription
 from ansor_mlflow.tuning.fleet.session import (
     CheckedServer,
     RemoteWork,
@@ -71,7 +72,6 @@ class RpcRunner(Runner):
         memory_bytes: Data memory that a program may take, its arguments included; None for no bound.
     """
 
-    is_remote = True
     num_batches = _MAX_BATCHES
 
     def __init__(
@@ -83,6 +83,7 @@ class RpcRunner(Runner):
         memory_bytes: int | None = None,
     ) -> None:
         self.noise = MachineNoise()
+        self.is_remote = True
         self._settings = settings
         self._fleet = fleet
         self._calibration = calibration
@@ -223,7 +224,11 @@ class RpcRunner(Runner):
             raise RuntimeError(f"a known program cannot be run: {checked.error}")
         if reason := Health.why_wrong(checked.value.max_rel_error):
             raise RuntimeError(reason)
+        description = checked.value.description
         with self._changed:
+            # one server on this host is a local device, which search and builds would disturb
+            is_here = bool(description) and ServerDescription.from_json(description).is_here
+            self.is_remote = not is_here or len(self._held) > 1
             self._health.calibrated(server, checked.value.calibration_s)
             self.noise.add(ProbeTime(checked.value.calibration_s, checked.value.calibration_s))
         return time.monotonic()

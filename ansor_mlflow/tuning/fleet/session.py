@@ -37,7 +37,7 @@ class CheckedServer:
     """What a server did with a program whose results are known."""
 
     description: str
-    """The server's own fingerprint as JSON; empty for one of TVM's own."""
+    """See `ServerDescription.from_json`; empty for one of TVM's own."""
     calls_s: tuple[float, ...]
     """Seconds of each call of the program."""
     max_rel_error: float
@@ -96,7 +96,7 @@ def open_session(work: tuple[Grant, float]) -> None:
 
 
 def describe_server(work: tuple[Grant, float]) -> str:
-    """The fingerprint of a server as JSON, empty for one of TVM's own; see `open_session`."""
+    """What a server says of itself, see `CheckedServer.description`; connects with it as `open_session` does."""
     describe = _Connection(*work).functions[DESCRIBE]
     return str(describe()) if describe else ""
 
