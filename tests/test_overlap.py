@@ -100,6 +100,24 @@ def test_nothing_else_is_built_while_a_local_runner_measures_or_when_there_is_on
     assert result.stop_reason == StopReason.TRIALS
 
 
+def test_a_device_that_turns_out_to_be_here_has_the_host_for_itself(
+    dense: LoweredNetwork, host_target: Target, tmp_path: Path
+) -> None:
+    def find_out(number: int) -> None:
+        if number == 1:
+            assert builder.wait_for_batch(2, TIMEOUT_S)
+            runner.is_remote = False
+        elif number > 2:
+            overlapped.append(builder.wait_for_batch(number + 1, 0.05))
+
+    overlapped: list[bool] = []
+    builder = CountingBuilder()
+    runner = ObservedRunner(find_out, is_remote=True)
+    tune(dense, host_target, tmp_path, builder=builder, runner=runner, trials=12, num_trials_per_round=2)
+    assert len(overlapped) >= 2
+    assert not any(overlapped)
+
+
 @pytest.mark.parametrize("is_remote", [False, True])
 @pytest.mark.parametrize("number", [1, 3])
 def test_an_interrupt_finishes_and_records_what_is_in_flight(

@@ -185,9 +185,8 @@ class Tuner:
             try:
                 while True:
                     reason = self._rules.run_stop_reason(self._elapsed_s(), self._num_proposed, self._states)
-                    batch = (
-                        None if reason or interrupts.received else self._start_round(executor, in_flight, interrupts)
-                    )
+                    may_start = not (reason or interrupts.received) and (self._runner.is_remote or not in_flight)
+                    batch = self._start_round(executor, in_flight, interrupts) if may_start else None
                     in_flight += [batch] if batch is not None else []
                     if in_flight and (batch is None or self._has_enough(in_flight)):
                         in_flight.remove(finished := self._next_finished(in_flight))

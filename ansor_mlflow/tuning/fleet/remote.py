@@ -7,9 +7,11 @@ without them, TVM's own, is served by `session` with what every TVM runtime has.
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -17,9 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from ansor_mlflow.device import DeviceFingerprint, available_cpus, fingerprint, measuring_cpus
+from ansor_mlflow.measuring import ProbeTime, time_probe
 from ansor_mlflow.tuning.workers.surroundings import RestOfNetwork
 from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob, measure_program
 
+_IDLE_S = 0.2
+_busy_until_s = [-math.inf]
+"""When this session's last measurement ended."""
 DESCRIBE = "ansor_mlflow.fleet.describe_1"
 MEASURE = "ansor_mlflow.fleet.measure_1"
 """Names of the functions, with the version of what they take and return."""
@@ -98,12 +104,20 @@ def _measure(request: str) -> str:
     asked = json.loads(request)
     job, settings = _job_of(asked["job"]), _settings_of(asked["settings"])
     _bound(asked["memory_bytes"], settings.num_threads)
+    probe = _probe(settings.num_threads)
     signal.setitimer(signal.ITIMER_REAL, asked["limit_s"])
     try:
         run_s, waited = measure_program((job, settings))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    return json.dumps({"run_s": run_s, "waited": waited})
+        _busy_until_s[0] = time.monotonic()
+    return json.dumps({"run_s": run_s, "waited": waited, "probe": None if probe is None else asdict(probe)})
+
+
+def _probe(num_threads: int) -> ProbeTime | None:
+    """Probes the CPUs after a while without work, as `LocalRunner` does, which also wakes them up."""
+    is_idle = time.monotonic() - _busy_until_s[0] > _IDLE_S
+    return time_probe(num_threads) if is_idle else None
 
 
 @cache

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from ansor_mlflow.measuring import MachineNoise, ProbeTime
+from ansor_mlflow.measuring import MachineNoise
 from ansor_mlflow.trials import ServerState
 from ansor_mlflow.tuning.fleet.calibration import Calibration
 from ansor_mlflow.tuning.fleet.health import Health
@@ -230,7 +230,6 @@ class RpcRunner(Runner):
             is_here = bool(description) and ServerDescription.from_json(description).is_here
             self.is_remote = not is_here or len(self._held) > 1
             self._health.calibrated(server, checked.value.calibration_s)
-            self.noise.add(ProbeTime(checked.value.calibration_s, checked.value.calibration_s))
         return time.monotonic()
 
     def _next_program(self, server: HostPort) -> _Errand | None:
@@ -271,6 +270,8 @@ class RpcRunner(Runner):
             return False
         with self._changed:
             self._health.measured(server, elapsed_s)
+            if found.probe is not None:
+                self.noise.add(found.probe)
             for other, reason in program.lost:
                 if other != server:
                     self._health.failed(other, reason)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ansor_mlflow.measuring import ProbeTime
 from ansor_mlflow.tuning.fleet.calibration import Calibration
 from ansor_mlflow.tuning.fleet.remote import DESCRIBE, MEASURE, measure_request
 from ansor_mlflow.tuning.fleet.tracker import Grant
@@ -59,6 +60,8 @@ class Reply:
     """Seconds per call."""
     waited: float = 0.0
     """Share of the time that other programs took, where the server knows it."""
+    probe: ProbeTime | None = None
+    """Of the server's CPUs, where it probed them before."""
     failure: Literal["", "failed", "timed_out"] = ""
     """Of the program."""
     is_lost: bool = False
@@ -137,25 +140,30 @@ def measure_in_session(work: RemoteWork) -> Reply:
     name = work.job.path.name
     try:
         connection.session.upload(str(work.job.path))
-        run_s, waited = _measured(connection, name, work)
+        reply = _measured(connection, name, work)
         connection.session.remove(name)
     except RPCError as err:  # the server lives and says so
         return Reply(failure="failed", error=_without_stack(err))
     except Exception as err:  # noqa: BLE001 - TVM has no kind of its own for a connection that is gone
         return Reply(is_lost=True, error=f"the session ended ({_without_stack(err)})")
-    if not run_s or not all(math.isfinite(seconds) and seconds >= _FASTEST_S for seconds in run_s):
-        said = ", ".join(f"{seconds:g} s" for seconds in run_s) or "no time"
+    if not reply.run_s or not all(math.isfinite(seconds) and seconds >= _FASTEST_S for seconds in reply.run_s):
+        said = ", ".join(f"{seconds:g} s" for seconds in reply.run_s) or "no time"
         return Reply(is_lost=True, error=f"it says that a call takes {said}")
-    return Reply(run_s=run_s, waited=waited)
+    return reply
 
 
-def _measured(connection: _Connection, name: str, work: RemoteWork) -> tuple[tuple[float, ...], float]:
+def _measured(connection: _Connection, name: str, work: RemoteWork) -> Reply:
     measure = connection.functions[MEASURE]
     if measure is None:
-        return _measured_by_tvm(connection.session, name, work), 0.0
+        return Reply(run_s=_measured_by_tvm(connection.session, name, work))
     request = measure_request(name, work.job, work.settings, work.memory_bytes, work.limit_s)
     found = json.loads(str(measure(request)))
-    return tuple(float(seconds) for seconds in found["run_s"]), float(found["waited"])
+    probe = found.get("probe")
+    return Reply(
+        run_s=tuple(float(seconds) for seconds in found["run_s"]),
+        waited=float(found["waited"]),
+        probe=ProbeTime(**probe) if probe else None,
+    )
 
 
 def _without_stack(err: Exception) -> str:
