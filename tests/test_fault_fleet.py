@@ -103,7 +103,7 @@ def test_a_server_that_hangs(fleet: Fleet, small_onnx: Path, short_path: Path, s
 @pytest.mark.parametrize(
     ("lie", "message"),
     [
-        ("times", "is set aside for 60 s after 2 failures in a row, the last: it says that a call takes 0 s"),
+        ("times", "it says that a call takes 0 s"),
         ("results", "it computes wrong results, max_rel_error="),
     ],
 )
@@ -115,9 +115,10 @@ def test_a_server_that_lies(
     with tuning_on(fleet, small_onnx, short_path / "cwd", store) as tuner:
         finished = tuner.wait()
     metrics = assert_whole(finished, store)
-    assert message in finished.stderr
-    assert f"server {liar.address}" in finished.stderr
-    assert metrics[f"fleet/127.0.0.1_{liar.address.port}/trials"] == 0
+    assert re.search(rf"server {liar.address}( is set aside .*)?: {re.escape(message)}", finished.stderr), (
+        finished.stderr
+    )
+    assert metrics.get(f"fleet/127.0.0.1_{liar.address.port}/trials", 0) == 0
 
 
 def test_a_tracker_that_is_started_again(fleet: Fleet, small_onnx: Path, short_path: Path, store: str) -> None:
