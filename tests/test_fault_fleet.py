@@ -132,7 +132,7 @@ def test_a_tracker_that_is_started_again(fleet: Fleet, small_onnx: Path, short_p
     assert_whole(finished, store)
 
 
-def test_what_is_no_tracker(fleet: Fleet, small_onnx: Path, short_path: Path, store: str) -> None:
+def test_what_is_no_tracker(small_onnx: Path, short_path: Path, store: str) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as web:
         threading.Thread(target=web.serve_forever, daemon=True).start()
         address = f"127.0.0.1:{web.server_address[1]}"
