@@ -205,8 +205,6 @@ class TuningResult:
     stop_reason: str
     probe_spread: float = 0.0
     """How quiet the machine was; see `names.PROBE_SPREAD`."""
-    servers: tuple[ServerState, ...] = ()
-    """Those of a fleet."""
     distrust: str = ""
     """Why the times cannot be trusted, as a clause; empty where they can."""
 

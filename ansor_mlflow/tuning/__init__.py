@@ -2,10 +2,10 @@
 
 from ansor_mlflow.tuning.fleet.calibration import Calibration, build_calibration
 from ansor_mlflow.tuning.fleet.devices import device_of_fleet
-from ansor_mlflow.tuning.fleet.lookout import FleetSettings, Lookout, fleet_settings
-from ansor_mlflow.tuning.fleet.runner import RpcRunner
+from ansor_mlflow.tuning.fleet.health import Health
+from ansor_mlflow.tuning.fleet.lookout import FleetSettings, fleet_settings
 from ansor_mlflow.tuning.fleet.server import run_server, run_tracker
-from ansor_mlflow.tuning.fleet.session import CheckedServer, check_server, describe_server, open_session
+from ansor_mlflow.tuning.fleet.session import CheckedServer, check_server, open_session
 from ansor_mlflow.tuning.fleet.tracker import Grant, HostPort, KeyState, TrackerClient
 from ansor_mlflow.tuning.job import TuningJob, tune_job
 from ansor_mlflow.tuning.replay import COPIES_OF_ARGUMENTS, Replayer

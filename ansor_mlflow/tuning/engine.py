@@ -439,7 +439,6 @@ class Tuner:
             durations=replace(self._durations),
             stop_reason=stop_reason,
             probe_spread=self._runner.noise.spread,
-            servers=self._runner.servers,
             distrust=self._distrust(),
         )
         if self._journal is not None:

@@ -18,6 +18,7 @@ from ansor_mlflow.tuning import (
     CheckedServer,
     FleetSettings,
     Grant,
+    Health,
     HostPort,
     LocalBuilder,
     TrackerClient,
@@ -33,7 +34,6 @@ _NUM_CALLS = 200
 _UPLOAD_BYTES = 8 * 2**20
 _SESSION_S = 60.0
 _BUILD_S = 60.0
-_MAX_REL_ERROR = 1e-5
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,9 @@ def _tested(grant: Grant, pool: WorkerPool, calibration: Calibration) -> TestedS
 
 
 def _judged(server: str, found: CheckedServer) -> TestedServer:
-    error = "" if found.max_rel_error <= _MAX_REL_ERROR else f"wrong results, max_rel_error={found.max_rel_error:.2g}"
     return TestedServer(
         server=server,
-        error=error,
+        error=Health.why_wrong(found.max_rel_error),
         has_own_code=bool(found.description),
         calibration_ms=found.calibration_s * 1e3,
         noise=float(np.percentile(found.calls_s, 90)) / found.calibration_s - 1,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -20,12 +19,13 @@ from typing import Any
 
 from ansor_mlflow.device import DeviceFingerprint, available_cpus, fingerprint, measuring_cpus
 from ansor_mlflow.measuring import ProbeTime, time_probe
+from ansor_mlflow.tuning.workers.pool import bound_process
 from ansor_mlflow.tuning.workers.surroundings import RestOfNetwork
 from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob, measure_program
 
 _IDLE_S = 0.2
 _busy_until_s = [-math.inf]
-"""When this session's last measurement ended."""
+"""When the last measurement of this process ended."""
 DESCRIBE = "ansor_mlflow.fleet.describe_1"
 MEASURE = "ansor_mlflow.fleet.measure_1"
 """Names of the functions, with the version of what they take and return."""
@@ -122,13 +122,9 @@ def _probe(num_threads: int) -> ProbeTime | None:
 
 @cache
 def _bound(memory_bytes: int | None, num_threads: int) -> None:
-    """Sets the bounds of this session, once."""
+    """Sets the bounds of this process, once."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a handler in Python would not be called while a kernel loops
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if memory_bytes is not None:
-        hard_limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        bound = memory_bytes if hard_limit == resource.RLIM_INFINITY else min(memory_bytes, hard_limit)
-        resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
+    bound_process(memory_bytes)
     os.sched_setaffinity(0, measuring_cpus(num_threads))
 
 

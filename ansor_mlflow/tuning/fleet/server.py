@@ -6,12 +6,10 @@ ends with the session, and the process lives on without it. Sessions are therefo
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import multiprocessing
 import os
-import signal
 import socket
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,8 +18,8 @@ from typing import Any
 from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.tuning.fleet.remote import register_functions
 from ansor_mlflow.tuning.fleet.tracker import HostPort
+from ansor_mlflow.tuning.workers.pool import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _log = logging.getLogger("RPCServer")
 """TVM's own, so that its lines and ours look the same."""
 
@@ -113,7 +111,7 @@ def _serve_session(sock: socket.socket, addr: Any, opts: Mapping[str, float], lo
 def _session(sock: socket.socket, load_library: Any, directory: Any) -> None:
     from tvm.rpc import server
 
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     os.chdir(directory.relpath("."))
     server._serve_loop(sock, load_library, directory)
 

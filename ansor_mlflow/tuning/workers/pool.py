@@ -225,16 +225,26 @@ def _start_worker(memory_bytes: int | None, cpus: frozenset[int] | None) -> None
     Ctrl-C is left to the tuner. SIGTERM ends the worker at once: a handler in Python, as Pebble's, would never be
     called while a kernel loops, and Pebble would wait for three seconds.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    bound_process(memory_bytes)
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus)
+
+
+def die_with_parent() -> None:
+    """Ends this process with the thread that started it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def bound_process(memory_bytes: int | None) -> None:
+    """Lets this process leave no core dumps, and take so much data memory at most; None for no bound."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_bytes is not None:
         hard_limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
         bound = memory_bytes if hard_limit == resource.RLIM_INFINITY else min(memory_bytes, hard_limit)
         resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
-    if cpus is not None:
-        os.sched_setaffinity(0, cpus)
 
 
 def _call(function: Callable[[In], Out], item: In) -> Out:
