@@ -52,16 +52,16 @@ print(json.dumps(got))
 
 
 def huge_mib(array: npt.NDArray[Any]) -> float:
-    """How much is in huge pages of the memory that the middle of an array lies in; proc_pid_smaps(5)."""
-    address = array.ctypes.data + array.nbytes // 2  # Linux divides memory where huge pages begin and end
-    lines = Path("/proc/self/smaps").read_text().splitlines()
-    inside = False
-    for line in lines:
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(found[1], 16) <= address < int(found[2], 16)
-        if inside and line.startswith("AnonHugePages:"):
-            return int(line.split()[1]) / 1024
-    raise AssertionError("no memory is there")
+    """How much is in huge pages of the memory that an array lies in, all but its ends at most; proc_pid_smaps(5)."""
+    first, last = array.ctypes.data, array.ctypes.data + array.nbytes
+    found = 0.0
+    overlap = 0  # Linux divides memory where huge pages begin and end
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            overlap = min(last, int(bounds[2], 16)) - max(first, int(bounds[1], 16))
+        elif line.startswith("AnonHugePages:"):
+            found += min(int(line.split()[1]) / 1024, max(overlap, 0) / MIB)
+    return found
 
 
 def new_array(mib: int) -> mmap.mmap:

@@ -9,6 +9,7 @@ since Linux 6.1.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import re
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ _NUM_TRIED = 4
 """Huge pages that are asked for to see whether there are any: one more than those that lie in the memory as a whole."""
 _MIN_FILLED = 0.9
 """Share of a huge page that must be in memory before, so that a process grows by a tenth at most."""
+_MAX_ATTEMPTS = 3
+"""For a huge page, while Linux answers that something else holds a part of it for a moment: `EAGAIN`."""
 _MAPS = Path("/proc/self/maps")
 _ANONYMOUS = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p \S+ \S+ 0 *(?:\[heap\])?$")
 """A line for memory that belongs to no file: proc_pid_maps(5)."""
@@ -61,7 +64,7 @@ class NewMemory:
     """
 
     def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None)
+        self._libc = ctypes.CDLL(None, use_errno=True)
         return_freed_memory()  # what is made of it later is to look new
         self._before = set(self._filled_pages(1 - _MIN_FILLED))
 
@@ -88,7 +91,12 @@ class NewMemory:
     def _collapse(self, page: int) -> bool:
         place, size = ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_BYTES)
         self._libc.madvise(place, size, _MADV_HUGEPAGE)  # so that Linux leaves it as it is
-        return bool(self._libc.madvise(place, size, _MADV_COLLAPSE) == 0)
+        for _ in range(_MAX_ATTEMPTS):
+            if self._libc.madvise(place, size, _MADV_COLLAPSE) == 0:
+                return True
+            if ctypes.get_errno() != errno.EAGAIN:
+                break
+        return False
 
 
 def _anonymous_memory() -> list[tuple[int, int]]:
