@@ -31,8 +31,8 @@ from ansor_mlflow.options import (
 )
 from ansor_mlflow.steps.bisection import Bisection, bisect_network
 from ansor_mlflow.steps.compiling import CompileResult, compile_network
-from ansor_mlflow.steps.evaluate import EvaluateResult
-from ansor_mlflow.steps.evaluate import evaluate as evaluate_step
+from ansor_mlflow.steps.evaluation import EvaluateResult
+from ansor_mlflow.steps.evaluation import evaluate as evaluate_step
 from ansor_mlflow.steps.pipeline import PipelineResult, run_pipeline
 from ansor_mlflow.steps.promotion import Promotion, Rollback, roll_back
 from ansor_mlflow.steps.promotion import promote as promote_step

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.settings import Algorithm, Dtype, Layout, LoweringSettings, Partition, Rival
+from ansor_mlflow.settings import Algorithm, Dtype, Layout, Linker, LoweringSettings, Partition, Rival
 
 TRIALS_PER_TASK = {"quick": 16, "standard": 64, "thorough": 256}
 """`trials=auto` gives a task this many trials in MetaSchedule's space, by preset."""
@@ -212,6 +212,50 @@ class NetworkOptions(SeedOptions):
         return LoweringSettings.among(vars(self))
 
 
+class LinkOptions(Options):
+    """How libraries for another architecture than this host's are linked."""
+
+    cc: str = _parameter(
+        "",
+        "Compiler, with its arguments, that links libraries for another architecture, such as aarch64-linux-gnu-g++; "
+        "by default the one that has its name.",
+        "a command, such as aarch64-linux-gnu-g++",
+    )
+    sysroot: str = _parameter(
+        "",
+        "Directory with the device's headers and libraries, for a compiler that does not have its own: --sysroot.",
+        "the path of a directory",
+    )
+
+    @property
+    def linker(self) -> Linker:
+        """Both."""
+        return Linker(cc=self.cc, sysroot=self.sysroot)
+
+
+class RpcOptions(Options):
+    """Which devices do the work, in place of this host."""
+
+    rpc_tracker: str = _parameter(
+        "",
+        "Address of TVM's RPC tracker, host:port: programs and models are measured on the servers of rpc_key that it "
+        "knows, programs on all of them at the same time, instead of on this host.",
+        "host:port, such as 127.0.0.1:9190",
+    )
+    rpc_key: str = _parameter("", "Key of the servers at the tracker, which are all of one kind.", "one word")
+    rpc_wait_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _parameter(
+        600.0,
+        "Seconds without a free server after which the tuning, or the evaluation, ends.",
+        "a positive number of seconds",
+    )
+    rpc_session_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _parameter(
+        300.0,
+        "Seconds for which a server is taken at a time; it ends a longer session itself, so that a tuner that is gone "
+        "does not keep it.",
+        "a positive number of seconds",
+    )
+
+
 class BudgetOptions(NetworkOptions):
     """How many programs are measured."""
 
@@ -250,7 +294,7 @@ class BudgetOptions(NetworkOptions):
         return replace(settings, algorithm="direct")
 
 
-class TuneOptions(BudgetOptions):
+class TuneOptions(RpcOptions, LinkOptions, BudgetOptions):
     """How the search runs, and how it measures."""
 
     max_minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = _parameter(
@@ -288,22 +332,6 @@ class TuneOptions(BudgetOptions):
         "(network), or its own data (warm).",
     )
     cache_flush: bool = _parameter(False, "Flush the CPU's caches before every measurement: all is cold.")
-    rpc_tracker: str = _parameter(
-        "",
-        "Address of TVM's RPC tracker, host:port: programs are measured on the servers of rpc_key that it knows, at "
-        "the same time, instead of on this host.",
-        "host:port, such as 127.0.0.1:9190",
-    )
-    rpc_key: str = _parameter("", "Key of the servers at the tracker, which are all of one kind.", "one word")
-    rpc_wait_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _parameter(
-        600.0, "Seconds without a free server after which the tuning ends.", "a positive number of seconds"
-    )
-    rpc_session_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _parameter(
-        300.0,
-        "Seconds for which a server is taken at a time; it ends a longer session itself, so that a tuner that is gone "
-        "does not keep it.",
-        "a positive number of seconds",
-    )
     rpc_retries: Annotated[int, Field(ge=0)] = _parameter(
         1, "Times that a program is measured again, on another server, when a server was lost with it."
     )
@@ -376,7 +404,7 @@ class SignatureOptions(Options):
         return None if self.max_library_mib is None else self.max_library_mib * 2**20
 
 
-class CompileOptions(SignatureOptions, RecordsOptions):
+class CompileOptions(SignatureOptions, LinkOptions, RecordsOptions):
     """Which records a network is compiled with, and where they may come from."""
 
     tune_run: str = _parameter(
@@ -442,7 +470,7 @@ class CheckOptions(SeedOptions):
     )
 
 
-class EvaluateOptions(CheckOptions):
+class EvaluateOptions(RpcOptions, LinkOptions, CheckOptions):
     """Which model is checked and timed."""
 
     model_uri: Annotated[
@@ -630,7 +658,7 @@ class FleetOptions(ReportOptions):
     tracker: Annotated[str, _required("Tracker to ask, host:port.", "host:port, such as 127.0.0.1:9190")]
 
 
-class FleetTestOptions(FleetOptions):
+class FleetTestOptions(LinkOptions, FleetOptions):
     """The command `fleet test`: which servers are tried."""
 
     key: Annotated[str, _required("Key of the servers.", "one word")]

@@ -37,3 +37,13 @@ class LoweringSettings:
         """The settings among other values, such as those of a provenance; what is missing has its default."""
         names = [field.name for field in fields(LoweringSettings)]
         return LoweringSettings(**{name: values[name] for name in names if name in values})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linker:
+    """What links libraries for another architecture than this host's; see the parameters of the same names."""
+
+    cc: str = ""
+    """The compiler with its arguments; empty for the one that is named after the architecture."""
+    sysroot: str = ""
+    """Directory of the device's headers and libraries; empty for the compiler's own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -18,15 +19,17 @@ from mlflow.types import Schema, TensorSpec
 
 from ansor_mlflow import names
 from ansor_mlflow.device.fingerprints import fingerprint
+from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.device.tvm_import import import_tensor_intrin
-from ansor_mlflow.errors import MachineError, RecordsError
-from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.errors import MachineError, RecordsError, UserInputError
+from ansor_mlflow.lowering.lower import LoweredNetwork, lower
 from ansor_mlflow.measuring.reference import ReferenceSession
 from ansor_mlflow.model.library import Coverage, compile_tuned, compile_untuned, require_linker, write_coverage
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.loading import Network
 from ansor_mlflow.options import CompileOptions
 from ansor_mlflow.records.store import RECORD_FILE, RecordPair, distill
+from ansor_mlflow.settings import Linker
 from ansor_mlflow.steps.compiling.compile import provenance_of
 from ansor_mlflow.steps.records.given import Recorded
 from ansor_mlflow.tensors import random_inputs
@@ -216,6 +219,40 @@ def test_without_a_compiler(
         require_linker()
     with pytest.raises(MachineError, match=message):
         compile_untuned(small_lowered, host_target, tmp_path / "model.so")
+
+
+@pytest.mark.parametrize(
+    ("linker", "message"),
+    [
+        (
+            Linker(cc="no-such-compiler -O2"),
+            "cc='no-such-compiler -O2': there is no such program here; give a compiler",
+        ),
+        (Linker(cc="'g++"), r"cc=\"'g\+\+\" cannot be read \(No closing quotation\)"),
+        (Linker(cc="g++", sysroot="/no/such"), "sysroot='/no/such': there is no such directory"),
+        (Linker(sysroot="."), "sysroot='.': the library is for this host, whose compiler has its own; leave it out"),
+    ],
+)
+def test_linkers_that_are_not_usable(linker: Linker, message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
+        require_linker("", linker)
+
+
+def test_a_compiler_is_given_with_its_arguments_and_root(tmp_path: Path) -> None:
+    command = require_linker("riscv64", Linker(cc="g++ -Wl,-O1", sysroot=str(tmp_path)))
+    assert command == ("g++", "-Wl,-O1", f"--sysroot={tmp_path}")
+    with pytest.raises(MachineError, match=r"for riscv64 are linked with riscv64-linux-gnu-g\+\+, which is not"):
+        require_linker("riscv64")
+
+
+def test_a_compiler_of_another_architecture_is_told_from_the_devices(small_network: Network, tmp_path: Path) -> None:
+    machine = "x86_64" if platform.machine() == "aarch64" else "aarch64"
+    target = resolve_target(f"llvm -mtriple={machine}-linux-gnu", 1)
+    lowered = lower(small_network.model, target)
+    with pytest.raises(
+        UserInputError, match=rf"g\+\+ does not link a library for {machine}-linux-gnu \(.*\); give the"
+    ):
+        compile_untuned(lowered, target, tmp_path / "model.so", Linker(cc="g++"))
 
 
 def test_a_model_does_not_tell_the_password_of_its_records(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from ansor_mlflow.trials import ServerState, TrialStatus, utilisation
 from ansor_mlflow.tuning.fleet.calibration import build_calibration
 from ansor_mlflow.tuning.fleet.devices import device_of_fleet
 from ansor_mlflow.tuning.fleet.health import Health
-from ansor_mlflow.tuning.fleet.lookout import FleetSettings, fleet_settings
+from ansor_mlflow.tuning.fleet.lookout import FleetSettings, tuning_fleet
 from ansor_mlflow.tuning.fleet.runner import RpcRunner
 from ansor_mlflow.tuning.fleet.tracker import HostPort, TrackerClient
 from ansor_mlflow.tuning.workers.timing import RunJob
@@ -263,7 +263,7 @@ def test_a_tuning_on_a_fleet_and_what_its_run_says(
 )
 def test_parameters_that_do_not_fit_together(given: dict[str, str], message: str) -> None:
     with pytest.raises(UserInputError, match=message):
-        fleet_settings(TuneOptions.model_validate(given))
+        tuning_fleet(TuneOptions.model_validate(given))
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from ansor_mlflow.measuring import Latency, RivalTask, deviation_of, expected_of
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.loading import load_network
 from ansor_mlflow.settings import Rival
-from ansor_mlflow.steps.rivals import CheckedRival, best_of, check_rivals
+from ansor_mlflow.steps.evaluation.rivals import CheckedRival, best_of, check_rivals
 from ansor_mlflow.tensors import random_inputs
 from ansor_mlflow.tracking import find_program
 

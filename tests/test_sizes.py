@@ -39,8 +39,8 @@ from ansor_mlflow.options import BisectOptions
 from ansor_mlflow.serving.pyfunc import PyfuncModel
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.bisection.bisect import bisect_network
+from ansor_mlflow.steps.evaluation.sizes import require_harmless_padding
 from ansor_mlflow.steps.promotion.contest import Contender, _common_sizes
-from ansor_mlflow.steps.sizes import require_harmless_padding
 from ansor_mlflow.tensors import OPEN, NetworkShapes, TensorSpec, random_inputs
 
 if TYPE_CHECKING:

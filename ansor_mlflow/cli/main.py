@@ -93,7 +93,7 @@ def compile_(options: CompileOptions) -> None:
 def evaluate(options: EvaluateOptions) -> None:
     """Check a model against ONNX Runtime and measure its latency."""
     from ansor_mlflow.cli.printing.summary import print_evaluated
-    from ansor_mlflow.steps.evaluate import evaluate as evaluate_step
+    from ansor_mlflow.steps.evaluation import evaluate as evaluate_step
 
     print_evaluated(evaluate_step(options))
 

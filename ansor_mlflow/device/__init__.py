@@ -5,10 +5,10 @@ from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.fingerprints import DeviceFingerprint, fingerprint, missing_instructions, why_not_runnable
 from ansor_mlflow.device.pages import HugePages, NewMemory, return_freed_memory, try_huge_pages
 from ansor_mlflow.device.targets import (
-    architecture_of,
     attributes_of,
     cpu_features,
     has_arithmetic,
+    machine_of,
     parse_target,
     resolve_target,
     vector_lanes,

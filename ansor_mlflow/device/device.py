@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from ansor_mlflow.device.fingerprints import DeviceFingerprint, fingerprint, why_not_runnable
-from ansor_mlflow.device.targets import resolve_target
+from ansor_mlflow.device.targets import machine_of, resolve_target
 from ansor_mlflow.device.threads import measuring_cpus, resolve_num_threads
-from ansor_mlflow.errors import MachineError
+from ansor_mlflow.errors import MachineError, UserInputError
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -27,17 +27,27 @@ class Device:
 
     @staticmethod
     def of(target: Target, num_threads: int) -> Device:
-        """This host, for a target that TVM knows already."""
+        """This host, or the machine of the target's triple, for a target that TVM knows already."""
         return Device(target, fingerprint(target, num_threads))
 
     @staticmethod
     def resolve(target: str, num_threads: int | Literal["auto"]) -> Device:
-        """This host, as users describe it; see the parameters of these names.
+        """This host, or another machine that a triple names, as users describe it; see the parameters of these names.
 
         Raises:
-            UserInputError: TVM knows no such target, or there are fewer CPUs than threads.
+            UserInputError: TVM knows no such target, there are fewer CPUs than threads, or nobody knows how many
+                another machine has.
         """
-        number = resolve_num_threads(num_threads)
+        machine = machine_of(resolve_target(target, 1))
+        if machine == platform.machine():
+            number = resolve_num_threads(num_threads)
+        elif num_threads == "auto":
+            raise UserInputError(
+                f"target={target!r}, num_threads=auto: how many CPUs that {machine} machine has is not known here; "
+                "give num_threads"
+            )
+        else:
+            number = num_threads
         return Device.of(resolve_target(target, number), number)
 
     @staticmethod

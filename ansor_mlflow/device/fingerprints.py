@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ansor_mlflow.device.targets import attributes_of, cpu_features, host_cpu
+from ansor_mlflow.device.targets import attributes_of, cpu_features, host_cpu, machine_of
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -64,11 +64,14 @@ class DeviceFingerprint:
 
 
 def fingerprint(target: Target, num_threads: int) -> DeviceFingerprint:
-    """The fingerprint of code made for `target` that runs on this host with `num_threads` threads."""
+    """The fingerprint of code made for `target` that runs with `num_threads` threads on this host, or, where its triple
+    is of another architecture, on a machine of which no more is known.
+    """
+    machine = machine_of(target)
     return DeviceFingerprint(
         target=attributes_of(target),
-        machine=platform.machine(),
-        cpu_model=_cpu_model(),
+        machine=machine,
+        cpu_model=_cpu_model() if machine == platform.machine() else "",
         features=cpu_features(target),
         num_threads=num_threads,
     )
@@ -84,19 +87,22 @@ def _cpu_model() -> str:
     )
 
 
-def why_not_runnable(device: DeviceFingerprint) -> str | None:
-    """Why code made for `device` cannot run on this host, in one clause; None where it can."""
+def why_not_runnable(device: DeviceFingerprint, server: DeviceFingerprint | None = None) -> str | None:
+    """Why code made for `device` cannot run on this host, or on a server, in one clause; None where it can."""
     import tvm
 
+    where = "the server" if server else "this host"
+    machine = server.machine if server else platform.machine()
     if device.target["kind"] != "llvm":
-        return f"it is made for {device.target['kind']}, this host runs llvm libraries"
-    if device.machine != platform.machine():
-        return f"it is made for {device.machine}, this host is {platform.machine()}"
-    host = tvm.target.Target({"kind": "llvm", "mcpu": host_cpu()})
-    missing = missing_instructions(device.features, cpu_features(host))
+        return f"it is made for {device.target['kind']}, {where} runs llvm libraries"
+    if device.machine != machine:
+        return f"it is made for {device.machine}, {where} is {machine}"
+    cpu = str(server.target.get("mcpu", machine)) if server else host_cpu()
+    features = server.features if server else cpu_features(tvm.target.Target({"kind": "llvm", "mcpu": cpu}))
+    missing = missing_instructions(device.features, features)
     if missing:
-        cpu = device.target.get("mcpu", "its CPU")
-        return f"it needs instructions of {cpu} that this host ({host_cpu()}) lacks: {', '.join(missing[:5])}"
+        made_for = device.target.get("mcpu", "its CPU")
+        return f"it needs instructions of {made_for} that {where} ({cpu}) lacks: {', '.join(missing[:5])}"
     return None
 
 

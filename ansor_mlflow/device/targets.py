@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import platform
 import shlex
 from typing import TYPE_CHECKING, Any
 
@@ -149,6 +150,11 @@ def architecture_of(triple: str) -> str:
     """The architecture of a triple such as `aarch64-linux-gnu`, as LLVM calls it."""
     architecture = triple.partition("-")[0].lower()
     return _TRIPLE_ALIASES.get(architecture, architecture)
+
+
+def machine_of(target: Target) -> str:
+    """The architecture of the machine that runs the code: this host's unless the target names a triple."""
+    return architecture_of(str(target.attrs.get("mtriple", ""))) or platform.machine()
 
 
 def _check_cpu(spec: str, attributes: dict[str, Any]) -> None:

@@ -39,5 +39,6 @@ from ansor_mlflow.measuring.timing import (
     measure_call,
     measure_in_turns,
     measure_once,
+    measure_turn,
     measure_watched,
 )

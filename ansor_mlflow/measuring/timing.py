@@ -82,7 +82,7 @@ def measure_once(make_call: MakeCall, noise: MachineNoise, measure_s: float = _M
     Raises:
         MachineError: The child process died.
     """
-    return noise.measure(lambda: in_child_process(partial(_measure, measure_s=measure_s), make_call))
+    return noise.measure(lambda: in_child_process(partial(measure_turn, measure_s=measure_s), make_call))
 
 
 def in_child_process(function: Callable[[MakeCall], Result], make_call: MakeCall) -> Result:
@@ -107,7 +107,8 @@ def call_once(make_call: MakeCall) -> Any:
     return make_call()()
 
 
-def _measure(make_call: MakeCall, measure_s: float) -> tuple[list[float], float]:
+def measure_turn(make_call: MakeCall, measure_s: float) -> tuple[list[float], float]:
+    """Seconds of single calls in this process after a warm-up, and the share of the time that it waited for a CPU."""
     return measure_watched(make_call(), warm_up_s=min(_WARM_UP_S, measure_s), measure_s=measure_s)
 
 

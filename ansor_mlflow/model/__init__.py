@@ -1,6 +1,6 @@
 """A tuned model as a directory of libraries, records and the network, with the digest of every file."""
 
-from ansor_mlflow.model.choice import Choice, LoadOptions, choose_library, threads_here
+from ansor_mlflow.model.choice import Choice, LoadOptions, choose_for_server, choose_library, threads_here
 from ansor_mlflow.model.digests import verified_manifest
 from ansor_mlflow.model.library import Coverage, compile_tuned, compile_untuned, require_linker, write_coverage
 from ansor_mlflow.model.loading import load_package, open_library

@@ -103,6 +103,37 @@ def choose_library(directory: Path, manifest: Manifest) -> LibraryEntry:
     return choice.entry
 
 
+def choose_for_server(directory: Path, manifest: Manifest, server: DeviceFingerprint | None) -> LibraryEntry:
+    """The library of a model that is run on a server.
+
+    Args:
+        directory: The model's.
+        manifest: The model.
+        server: What the server runs on; None where it does not say, which is enough for a model of one library.
+
+    Raises:
+        ModelError: None of them runs there, or it is not known which.
+    """
+    entries = _entries_for("cpu", directory, manifest)
+    if server is None:
+        if len(entries) > 1:
+            raise ModelError(
+                f"model {directory}: it has libraries for {_names_of(entries)}, and the server, one of TVM's own, does "
+                "not say what it is; start it with `ansor-mlflow fleet server`"
+            )
+        return entries[0]
+    rejected = []
+    for entry in sorted(entries, key=lambda entry: _distance(entry.fingerprint, server)):
+        reason = why_not_runnable(entry.fingerprint, server)
+        if reason is None:
+            return entry
+        rejected.append(_why_not(entry, reason))
+    raise ModelError(
+        f"model {directory}: no library runs on the server: {'; '.join(rejected)}; compile the network for it, and add "
+        "its library to the model"
+    )
+
+
 def nothing_runs(directory: Path, reasons: Sequence[str]) -> ModelError:
     """The error that says why no library can be loaded."""
     return ModelError(
@@ -158,12 +189,15 @@ def host_fingerprint(options: LoadOptions) -> DeviceFingerprint:
 def _entries_for(device: str, directory: Path, manifest: Manifest) -> list[LibraryEntry]:
     entries = [entry for entry in manifest.libraries if entry.fingerprint.target["kind"] == _KINDS[device]]
     if not entries:
-        present = ", ".join(entry.fingerprint.description for entry in manifest.libraries)
         raise ModelError(
-            f"model {directory}: device={device!r}, but its libraries are for {present}, which never stand in for "
-            "another kind of device; give the device that they are for, or add a library"
+            f"model {directory}: device={device!r}, but its libraries are for {_names_of(manifest.libraries)}, which "
+            "never stand in for another kind of device; give the device that they are for, or add a library"
         )
     return entries
+
+
+def _names_of(entries: Sequence[LibraryEntry]) -> str:
+    return ", ".join(entry.fingerprint.description for entry in entries)
 
 
 def _find_for_gpu(entries: Sequence[LibraryEntry], options: LoadOptions) -> tuple[Choice | None, tuple[str, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.codegen import pass_config, tir_pipeline
-from ansor_mlflow.device import architecture_of
-from ansor_mlflow.errors import MachineError, RecordsError, first_line
+from ansor_mlflow.device import machine_of
+from ansor_mlflow.errors import MachineError, RecordsError, UserInputError, first_line
 from ansor_mlflow.model.parts import PartEntry, write_parts
+from ansor_mlflow.settings import Linker
 from ansor_mlflow.sketches import find_programs
 from ansor_mlflow.trials import DIRECT, TaskInfo
 
@@ -87,6 +89,7 @@ def compile_tuned(
     library: Path,
     *,
     max_bytes: int | None = None,
+    linker: Linker | None = None,
 ) -> Coverage:
     """Builds the network with the fastest record of each layer; beside the library is what stays with ONNX Runtime.
 
@@ -98,10 +101,12 @@ def compile_tuned(
         best_records: Directory of a database with one record for each workload; see `records.distill`. None for none.
         library: Path of the shared library to write.
         max_bytes: Size that all constants together may have, as far as ways to compute a layer decide it.
+        linker: What links, where the target has another architecture.
 
     Raises:
         RecordsError: A record's schedule does not apply to its task, or the database cannot be read.
         MachineError: There is no compiler to link with.
+        UserInputError: The one that is given does not link for the target.
     """
     import tvm
     from tvm import relax
@@ -135,7 +140,7 @@ def compile_tuned(
         raise RecordsError(
             f"{best_records}: the records do not apply ({first_line(err)}); tune the network again"
         ) from err
-    _export(write_in_place(mod), target, library)
+    _export(write_in_place(mod), target, library, linker)
     write_parts(lowered, library.parent)
     return Coverage(
         covered=tuple(covered),
@@ -175,51 +180,94 @@ def _choose(task: TuningTask, target: Target, database: Database) -> bool:
     return True
 
 
-def compile_untuned(lowered: LoweredNetwork, target: Target, library: Path) -> None:
+def compile_untuned(lowered: LoweredNetwork, target: Target, library: Path, linker: Linker | None = None) -> None:
     """Builds the network as TVM does without records: the baseline that tuning is compared with.
 
     Raises:
         MachineError: There is no compiler to link with.
+        UserInputError: The one that is given does not link for the target.
     """
-    _export(lowered.mod, target, library)
+    _export(lowered.mod, target, library, linker)
     write_parts(lowered, library.parent)
 
 
-def require_linker(machine: str = "") -> str:
+def require_linker(machine: str = "", linker: Linker | None = None) -> tuple[str, ...]:
     """Checks that libraries can be linked here.
 
     Args:
         machine: Architecture of the libraries; this host's by default.
+        linker: What links those for another architecture.
 
     Returns:
-        The compiler to link with, where the architecture is another; else it is empty, and TVM finds one.
+        The command that links, where the architecture is another or one is given; else it is empty, and TVM finds one.
 
     Raises:
         MachineError: There is no C++ compiler for it.
+        UserInputError: The compiler that is given is not here, or no command, or there is no such sysroot.
     """
+    linker = linker or Linker()
+    sysroot = [f"--sysroot={_directory(linker.sysroot)}"] if linker.sysroot else []
+    if linker.cc:
+        return (*_given_command(linker.cc), *sysroot)
     if machine and machine != platform.machine():
         compiler = f"{machine}-linux-gnu-g++"
         if not shutil.which(compiler):
             raise MachineError(
                 f"libraries for {machine} are linked with {compiler}, which is not here; install it (Debian: apt "
-                f"install g++-{machine.replace('_', '-')}-linux-gnu), or compile on such a machine"
+                f"install g++-{machine.replace('_', '-')}-linux-gnu), give another one as cc, or compile on such a "
+                "machine"
             )
-        return compiler
+        return (compiler, *sysroot)
+    if sysroot:
+        raise UserInputError(
+            f"sysroot={linker.sysroot!r}: the library is for this host, whose compiler has its own; leave it out, or "
+            "give cc, too"
+        )
     if not any(shutil.which(name) for name in ("g++", "gcc", "clang++", "clang", "c++", "cc")):
         raise MachineError("no C++ compiler was found to link libraries with; install g++ (Debian: apt install g++)")
-    return ""
+    return ()
 
 
-def _export(mod: IRModule, target: Target, library: Path) -> None:
+def _directory(sysroot: str) -> str:
+    if not Path(sysroot).is_dir():
+        raise UserInputError(f"sysroot={sysroot!r}: there is no such directory; give the root of the device's system")
+    return str(Path(sysroot).resolve())
+
+
+def _given_command(cc: str) -> list[str]:
+    try:
+        words = shlex.split(cc)
+    except ValueError as err:
+        raise UserInputError(f"cc={cc!r} cannot be read ({err}); give a command like aarch64-linux-gnu-g++") from err
+    if not words or not shutil.which(words[0]):
+        raise UserInputError(f"cc={cc!r}: there is no such program here; give a compiler like aarch64-linux-gnu-g++")
+    return words
+
+
+def _export(mod: IRModule, target: Target, library: Path, linker: Linker | None) -> None:
     import tvm
     from tvm.ir.transform import PassContext
     from tvm.support import cc
 
-    compiler = require_linker(architecture_of(str(target.attrs.get("mtriple", ""))))
+    command = require_linker(machine_of(target), linker)
+    link = cc.cross_compiler(command[0], options=list(command[1:])) if command else None
     library.parent.mkdir(parents=True, exist_ok=True)
     with target, PassContext(config=pass_config(target)):
         compiled = tvm.compile(mod, target, tir_pipeline=tir_pipeline(target))
-        compiled.export_library(str(library), fcompile=cc.cross_compiler(compiler) if compiler else None)
+        try:
+            compiled.export_library(str(library), fcompile=link)
+        except RuntimeError as err:
+            if not command:
+                raise
+            raise UserInputError(
+                f"{shlex.join(command)} does not link a library for {target.attrs.get('mtriple') or 'this host'} "
+                f"({_of_compiler(err)}); give the compiler of the device as cc"
+            ) from err
+
+
+def _of_compiler(err: RuntimeError) -> str:
+    """The first line of a compiler's output, which TVM's error has from the second line on."""
+    return (str(err).splitlines()[1:] or [first_line(err)])[0].strip()
 
 
 def write_coverage(coverage: Coverage, parts: Sequence[PartEntry], path: Path) -> None:

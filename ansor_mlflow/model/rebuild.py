@@ -17,7 +17,7 @@ from typing import Any
 
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, error_for_exit_code
 from ansor_mlflow.model.parts import part_entries
-from ansor_mlflow.settings import LoweringSettings
+from ansor_mlflow.settings import Linker, LoweringSettings
 from ansor_mlflow.tensors import NetworkShapes
 
 _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from ansor_mlflow.model.rebuild import main; main()"
@@ -41,6 +41,8 @@ class BuildJob:
     lowering: LoweringSettings
     library: str
     """Path of the library to write."""
+    linker: Linker | None = None
+    """What links it, where the target has another architecture."""
 
 
 def require_builder() -> None:
@@ -94,10 +96,10 @@ def build(job: BuildJob) -> dict[str, Any]:
     lowered = lower_sizes(models, target, job.lowering, job.network)
     parts = [asdict(part) for part in part_entries(lowered)]
     if job.plain:
-        compile_untuned(lowered, target, Path(job.library))
+        compile_untuned(lowered, target, Path(job.library), job.linker)
         return {"coverage": {}, "parts": parts}
     records = Path(job.records) if job.records else None
-    coverage = compile_tuned(lowered, target, records, Path(job.library)).to_dict()
+    coverage = compile_tuned(lowered, target, records, Path(job.library), linker=job.linker).to_dict()
     return {"coverage": coverage, "parts": parts}
 
 
@@ -105,7 +107,8 @@ def main() -> None:
     """The process: reads a job from standard input, and writes what was built to standard output."""
     fields = json.load(sys.stdin)
     sizes = tuple(map(NetworkShapes.from_dict, fields["sizes"]))
-    job = BuildJob(**{**fields, "sizes": sizes, "lowering": LoweringSettings(**fields["lowering"])})
+    settings = {"lowering": LoweringSettings(**fields["lowering"]), "linker": Linker(**(fields["linker"] or {}))}
+    job = BuildJob(**{**fields, "sizes": sizes, **settings})
     answer = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # compilers print
     try:

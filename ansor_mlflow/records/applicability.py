@@ -45,10 +45,9 @@ _DESCRIPTIONS: tuple[Callable[[DeviceFingerprint], str], ...] = (
 
 def code_attributes(target: Mapping[str, Any]) -> dict[str, Any]:
     """The attributes of a target that decide which code is made for it."""
-    return {
-        "opt-level": _DEFAULT_OPT_LEVEL,
-        **{key: value for key, value in target.items() if key not in _TARGET_DECORATION and value not in ("", [])},
-    }
+    deciding = {key: value for key, value in target.items() if key not in _TARGET_DECORATION and value not in ("", [])}
+    as_recorded = {key: int(value) if isinstance(value, bool) else value for key, value in deciding.items()}  # by TVM
+    return {"opt-level": _DEFAULT_OPT_LEVEL, **as_recorded}
 
 
 def has_target(record: RecordLine, attributes: Mapping[str, Any]) -> bool:

@@ -35,7 +35,7 @@ class Provenance:
     tvm_version: str
     host: str
     measure: dict[str, Any]
-    """Settings of the time evaluator."""
+    """Settings of the time evaluator, with the CPUs that were measured on, or with the `rpc_key` of the servers."""
     partition: str = "auto"
     algorithm: str = "auto"
     input_values: dict[str, Any] = field(default_factory=dict)
@@ -43,6 +43,11 @@ class Provenance:
     estimated_latency_ms: float | None = None
     trials_per_task: float | None = None
     """Trials that the tuning was ready to give a task, on average; None before its end."""
+
+    @property
+    def rpc_key(self) -> str | None:
+        """Key of the servers that the records were measured on; None where it was the tuning host itself."""
+        return self.measure.get("rpc_key")
 
 
 def write_description(directory: Path, device: DeviceFingerprint, provenance: Provenance) -> None:

@@ -29,7 +29,7 @@ from ansor_mlflow.options import (
 )
 from ansor_mlflow.steps.compiling import compile_network
 from ansor_mlflow.steps.doctor import warn_of_the_machine
-from ansor_mlflow.steps.evaluate import evaluate
+from ansor_mlflow.steps.evaluation import evaluate
 from ansor_mlflow.steps.promotion import Promotion, promote, rivals_of
 from ansor_mlflow.steps.tuning import TuneResult, prepare_tuning, resolved_options, tune
 from ansor_mlflow.tensors import all_sizes

@@ -3,7 +3,8 @@
 from ansor_mlflow.tuning.fleet.calibration import Calibration, build_calibration
 from ansor_mlflow.tuning.fleet.devices import device_of_fleet
 from ansor_mlflow.tuning.fleet.health import Health
-from ansor_mlflow.tuning.fleet.lookout import FleetSettings, fleet_settings
+from ansor_mlflow.tuning.fleet.lookout import FleetSettings, fleet_settings, tuning_fleet
+from ansor_mlflow.tuning.fleet.networks import NetworkServer, NetworkWork
 from ansor_mlflow.tuning.fleet.server import run_server, run_tracker
 from ansor_mlflow.tuning.fleet.session import CheckedServer, check_server, open_session
 from ansor_mlflow.tuning.fleet.tracker import Grant, HostPort, KeyState, TrackerClient

@@ -18,7 +18,7 @@ from ansor_mlflow.records import Journal, RecordLog, Seed, read_durations, read_
 from ansor_mlflow.trials import TuningObserver, TuningPlan, TuningResult
 from ansor_mlflow.tuning.engine import Tuner
 from ansor_mlflow.tuning.fleet.calibration import build_calibration
-from ansor_mlflow.tuning.fleet.lookout import fleet_settings
+from ansor_mlflow.tuning.fleet.lookout import tuning_fleet
 from ansor_mlflow.tuning.fleet.runner import RpcRunner
 from ansor_mlflow.tuning.search.task_search import applies
 from ansor_mlflow.tuning.sole_tuner import sole_tuner
@@ -160,7 +160,7 @@ def _workers(job: TuningJob, options: TuneOptions) -> Iterator[tuple[LocalBuilde
         timeout_s=options.measure_timeout_s,
         memory_bytes=memory_bytes,
         as_in_models=True,
-        compiler=require_linker(job.device.fingerprint.machine),
+        compiler=require_linker(job.device.fingerprint.machine, options.linker),
     )
     with contextlib.closing(builder):
         most_bytes = max(argument_bytes(task.mod) for task in job.lowered.tasks)
@@ -172,7 +172,7 @@ def _workers(job: TuningJob, options: TuneOptions) -> Iterator[tuple[LocalBuilde
             + job.device.num_threads * _STACK_BYTES
         )
         runner: Runner
-        if fleet := fleet_settings(options):
+        if fleet := tuning_fleet(options):
             runner = RpcRunner(settings, fleet, build_calibration(builder), memory_bytes=bound_bytes)
         else:
             runner = LocalRunner(settings, memory_bytes=bound_bytes, cpus=job.device.cpus)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from helpers.commands import ANSOR_MLFLOW, TESTS
 from ansor_mlflow.tuning.fleet.tracker import HostPort, TrackerClient
 
 KEY = "here"
+BOARD = TESTS.parent / ".venv" / "board"
+"""Debian for aarch64, with TVM."""
 _START_S = 60.0
 _LISTENS = re.compile(r"listens at (\S+?);? ")
 
@@ -74,20 +77,38 @@ class Fleet:
         wait_for(lambda: server.address in _servers(self.tracker.address, key))
         return server
 
-    def add_tvm_server(self) -> FleetProcess:
+    def add_tvm_server(self, key: str = KEY) -> FleetProcess:
         """Starts a server as TVM has it."""
         with _free_port() as port:
             address = HostPort("127.0.0.1", port)
         where = ["--host", address.host, "--port", str(port), "--port-end", str(port + 1)]
         command = [sys.executable, "-m", "tvm.exec.rpc_server", *where, "--tracker", str(self.tracker.address)]
+        return self._add([*command, "--key", key], address, key)
+
+    def add_board(self) -> FleetProcess:
+        """Starts TVM's server on an emulated board, which `make_board.sh` has made."""
+        emulator = shutil.which("qemu-aarch64-static")
+        assert emulator, "the emulator is missing: apt install qemu-user-static"
+        assert BOARD.is_dir(), f"{BOARD} is missing: make .venv/board"
+        with _free_port() as port:
+            address = HostPort("127.0.0.1", port)
+        (python,) = (BOARD / "root" / "usr" / "bin").glob("python3.*")
+        program = [str(python), str(TESTS / "helpers" / "board_server.py"), str(port)]
+        where = [self.tracker.address.host, str(self.tracker.address.port), KEY]
+        return self._add(
+            [emulator, "-L", str(BOARD / "root"), *program, *where], address, KEY, PYTHONPATH=str(BOARD / "site")
+        )
+
+    def _add(self, command: Sequence[str], address: HostPort, key: str, **environment: str) -> FleetProcess:
         log = self.directory / f"server-{len(self.servers)}.log"
         with log.open("w") as file:
             process = subprocess.Popen(
-                [*command, "--key", KEY], stdout=file, stderr=file, text=True, start_new_session=True
+                command, stdout=file, stderr=file, text=True, start_new_session=True, env={**os.environ, **environment}
             )
         server = FleetProcess(process, log, address)
         self.servers.append(server)
-        wait_for(lambda: address in _servers(self.tracker.address, KEY))
+        wait_for(lambda: address in _servers(self.tracker.address, key) or process.poll() is not None)
+        assert process.poll() is None, log.read_text()
         return server
 
     def restart_tracker(self) -> None:

@@ -14,7 +14,7 @@ from ansor_mlflow.tracking import latency_rows, run_page, summary_rows
 
 if TYPE_CHECKING:
     from ansor_mlflow.steps.compiling import CompileResult, RecompileResult
-    from ansor_mlflow.steps.evaluate import EvaluateResult
+    from ansor_mlflow.steps.evaluation import EvaluateResult
     from ansor_mlflow.steps.pipeline import PipelineResult
     from ansor_mlflow.steps.tuning import TuneResult
 

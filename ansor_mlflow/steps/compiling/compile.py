@@ -20,6 +20,7 @@ from ansor_mlflow.model import (
     PartEntry,
     compile_tuned,
     part_entries,
+    require_linker,
     require_pad,
     write_coverage,
 )
@@ -27,7 +28,7 @@ from ansor_mlflow.networks import Network, write_onnx
 from ansor_mlflow.options import CompileOptions, RecordsOptions
 from ansor_mlflow.records import find_records
 from ansor_mlflow.serving import SignatureKind, get_signature
-from ansor_mlflow.settings import LoweringSettings
+from ansor_mlflow.settings import Linker, LoweringSettings
 from ansor_mlflow.steps.compiling.exactness import loses_digits
 from ansor_mlflow.steps.compiling.paying import measure_parts
 from ansor_mlflow.steps.compiling.tuned_devices import TunedDevice, require_one_network
@@ -64,6 +65,8 @@ class Recipe:
     """Where the library comes from: versions, layout, tuning run."""
     max_bytes: int | None = None
     """Size that its constants may have."""
+    linker: Linker | None = None
+    """What links it, where the device has another architecture."""
 
 
 def compile_network(options: CompileOptions) -> CompileResult:
@@ -94,8 +97,13 @@ def _recipe(options: CompileOptions, scratch: Path) -> tuple[Network, list[Recip
 
     find_records(recorded.records)  # there are some, or it says what is missing
     used = recorded.options
-    device = Device.resolve(used.target, used.num_threads)
-    recipe = Recipe(used.lowering, device, write_best, provenance_of(recorded), options.max_library_bytes)
+    if recorded.is_of_fleet and not options.allow_target_mismatch:
+        recipe = _recipe_of(TunedDevice.of(recorded, options.linker), options)
+    else:
+        device = Device.resolve(used.target, used.num_threads)
+        require_linker(device.fingerprint.machine, options.linker)
+        provenance = provenance_of(recorded)
+        recipe = Recipe(used.lowering, device, write_best, provenance, options.max_library_bytes, options.linker)
     return load_recorded_network(recorded), [recipe], used
 
 
@@ -111,20 +119,21 @@ def _recipes_for_devices(options: CompileOptions, scratch: Path) -> tuple[Networ
         raise UserInputError(
             "allow_target_mismatch with several tuning runs: each is compiled for its own device; leave it out"
         )
-    tuned = [TunedDevice.of(tune_run, options, scratch) for tune_run in options.tune_runs]
+    tuned = []
+    for tune_run in options.tune_runs:
+        directory = scratch / tune_run
+        directory.mkdir()
+        recorded = find_recorded(options.model_copy(update={"tune_run": tune_run}), directory)
+        tuned.append(TunedDevice.of(recorded, options.linker))
     require_one_network(tuned)
-    recipes = [
-        Recipe(
-            member.recorded.options.lowering,
-            member.device,
-            member.write_best,
-            provenance_of(member.recorded),
-            options.max_library_bytes,
-        )
-        for member in tuned
-    ]
     used = tuned[0].recorded.options.model_copy(update={"tune_run": options.tune_run})
-    return load_recorded_network(tuned[0].recorded), recipes, used
+    return load_recorded_network(tuned[0].recorded), [_recipe_of(member, options) for member in tuned], used
+
+
+def _recipe_of(tuned: TunedDevice, options: CompileOptions) -> Recipe:
+    """How to compile for the device that a tuning run measured on."""
+    lowering, provenance = tuned.recorded.options.lowering, provenance_of(tuned.recorded)
+    return Recipe(lowering, tuned.device, tuned.write_best, provenance, options.max_library_bytes, options.linker)
 
 
 def build_libraries(
@@ -195,7 +204,7 @@ def _compile(
     """Compiles a network, as it was lowered, with the best records in a directory."""
     device, library, best = recipe.device, directory / LIBRARY_FILE, directory / names.BEST_DIR
     _log.info("compiling %s for %s", network.name, device.description)
-    coverage = compile_tuned(lowered, device.target, best, library, max_bytes=recipe.max_bytes)
+    coverage = compile_tuned(lowered, device.target, best, library, max_bytes=recipe.max_bytes, linker=recipe.linker)
     compiled = CompiledNetwork(
         name=network.name,
         network=file,

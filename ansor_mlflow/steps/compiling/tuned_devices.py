@@ -10,9 +10,9 @@ from ansor_mlflow.device import Device
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.model import require_linker
-from ansor_mlflow.options import RecordsOptions
 from ansor_mlflow.records import read_fingerprint
-from ansor_mlflow.steps.records import Recorded, distill_for_device, find_recorded
+from ansor_mlflow.settings import Linker
+from ansor_mlflow.steps.records import Recorded, distill_for_device
 
 
 @dataclass(frozen=True)
@@ -23,21 +23,19 @@ class TunedDevice:
     device: Device
 
     @staticmethod
-    def of(tune_run: str, options: RecordsOptions, scratch: Path) -> TunedDevice:
-        """Reads a tuning run.
+    def of(recorded: Recorded, linker: Linker) -> TunedDevice:
+        """Looks at the records of a tuning run.
 
         Raises:
-            UserInputError: There is no such run.
-            RecordsError: Its records are damaged, or it is not known for which device they are.
-            MachineError: A server is away, or libraries for the device cannot be linked here.
+            UserInputError: The linker is not usable.
+            RecordsError: The records are damaged, or it is not known for which device they are.
+            MachineError: Libraries for the device cannot be linked here.
         """
-        directory = scratch / tune_run
-        directory.mkdir()
-        recorded = find_recorded(options.model_copy(update={"tune_run": tune_run}), directory)
         made_for = read_fingerprint(recorded.records)
         if made_for is None:
-            raise RecordsError(f"run {tune_run} does not say which device its records are for; compile it alone")
-        require_linker(made_for.machine)
+            run = recorded.options.tune_run
+            raise RecordsError(f"run {run} does not say which device its records are for; compile it alone")
+        require_linker(made_for.machine, linker)
         return TunedDevice(recorded, Device.elsewhere(made_for))
 
     def write_best(self, _: LoweredNetwork, device: Device, best: Path) -> str:

@@ -75,8 +75,12 @@ def examine(options: DoctorOptions, tell: Callable[[Check], None] = lambda _: No
 
 
 def warn_of_the_machine(options: TuneOptions) -> None:
-    """Warns of what is wrong with this machine as far as that shows at once; asks no server, and stops nothing."""
-    for check in run_checks(_local_checks(options.target, options.num_threads, options.worker_memory_mib)):
+    """Warns of what is wrong with this machine as far as that shows at once; asks no server, and stops nothing.
+
+    Where other devices measure, target and threads are theirs.
+    """
+    target, num_threads = ("auto", "auto") if options.rpc_tracker else (options.target, options.num_threads)
+    for check in run_checks(_local_checks(target, num_threads, options.worker_memory_mib)):
         if check.status != "green":
             _log.warning("%s: %s; %s", check.name, check.message, check.fix)
 

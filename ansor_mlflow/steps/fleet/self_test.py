@@ -13,6 +13,7 @@ from ansor_mlflow.device import Device
 from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.model import require_linker
 from ansor_mlflow.options import FleetTestOptions
+from ansor_mlflow.settings import Linker
 from ansor_mlflow.tuning import (
     Calibration,
     CheckedServer,
@@ -100,7 +101,7 @@ def self_test(options: FleetTestOptions, tell: Callable[[TestedServer], None] = 
     if options.key not in known or not known[options.key].servers:
         raise UserInputError(f"key={options.key!r}: the tracker at {fleet.tracker} has no such server now")
     tested: dict[HostPort, TestedServer] = {}
-    with contextlib.closing(_builder_for(device)) as builder:
+    with contextlib.closing(_builder_for(device, options.linker)) as builder:
         calibration = build_calibration(builder, num_calls=_NUM_CALLS, upload_bytes=_UPLOAD_BYTES)
         servers = known[options.key].servers
         with contextlib.ExitStack() as sessions:  # each is kept until the end, so that the tracker gives the others
@@ -113,8 +114,8 @@ def self_test(options: FleetTestOptions, tell: Callable[[TestedServer], None] = 
     return FleetTest(str(fleet.tracker), options.key, tuple(tested.values()), max(0, len(servers) - len(tested)))
 
 
-def _builder_for(device: Device) -> LocalBuilder:
-    compiler = require_linker(device.fingerprint.machine)
+def _builder_for(device: Device, linker: Linker) -> LocalBuilder:
+    compiler = require_linker(device.fingerprint.machine, linker)
     return LocalBuilder(device.target, max_workers=1, timeout_s=_BUILD_S, compiler=compiler)
 
 

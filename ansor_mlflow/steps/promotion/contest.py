@@ -31,7 +31,7 @@ from ansor_mlflow.model import LibraryEntry, Manifest, choose_library, verified_
 from ansor_mlflow.names import RIVALS
 from ansor_mlflow.options import PromoteOptions
 from ansor_mlflow.settings import Rival
-from ansor_mlflow.steps.rivals import rival_task
+from ansor_mlflow.steps.evaluation import rival_task
 from ansor_mlflow.tensors import NetworkShapes, TensorSpec, all_sizes
 from ansor_mlflow.tracking import translated_errors
 

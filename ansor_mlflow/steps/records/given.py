@@ -48,6 +48,11 @@ class Recorded:
     provenance: Provenance | None
     """Where the records of a tuning run come from; None for records from a path."""
 
+    @property
+    def is_of_fleet(self) -> bool:
+        """Whether they are of a tuning run that measured on the servers of a tracker."""
+        return self.provenance is not None and self.provenance.rpc_key is not None
+
 
 @dataclass(frozen=True)
 class NetworkTasks:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
+from dataclasses import replace
 from typing import Literal
 
 from ansor_mlflow.device import (
     Device,
     DeviceFingerprint,
-    architecture_of,
     attributes_of,
     cpu_features,
+    fingerprint,
     missing_instructions,
     resolve_target,
 )
@@ -88,12 +89,4 @@ def _as_given(grant: Grant, target: str, num_threads: int | Literal["auto"]) -> 
             "say what it is; give both, or start it with `ansor-mlflow fleet server`"
         )
     chosen = resolve_target(target, num_threads)
-    attributes = attributes_of(chosen)
-    made_for = DeviceFingerprint(
-        target=attributes,
-        machine=architecture_of(attributes["mtriple"]) if "mtriple" in attributes else platform.machine(),
-        cpu_model="",
-        features=cpu_features(chosen),
-        num_threads=num_threads,
-    )
-    return Device(chosen, made_for)
+    return Device(chosen, replace(fingerprint(chosen, num_threads), cpu_model=""))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ansor_mlflow.errors import MachineError, UserInputError
-from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.options import RpcOptions, TuneOptions
 from ansor_mlflow.tuning.fleet.tracker import Grant, HostPort, KeyState, ServerRequest, TrackerClient
 
 _REQUEST_S = 1.0
@@ -25,14 +25,14 @@ class FleetSettings:
     key: str
     wait_s: float
     session_s: float
-    num_retries: int
+    num_retries: int = 0
 
 
-def fleet_settings(options: TuneOptions) -> FleetSettings | None:
-    """The fleet that a tuning measures on; None where it is this host.
+def fleet_settings(options: RpcOptions) -> FleetSettings | None:
+    """The fleet that a step measures on; None where it is this host.
 
     Raises:
-        UserInputError: The tracker is no address, its key is missing, or sessions are too short for a program.
+        UserInputError: The tracker is no address, or its key is missing.
     """
     if not options.rpc_tracker:
         if options.rpc_key:
@@ -40,18 +40,27 @@ def fleet_settings(options: TuneOptions) -> FleetSettings | None:
         return None
     if options.rpc_key.split() != [options.rpc_key]:
         raise UserInputError(f"rpc_key={options.rpc_key!r}: give the key of the servers at {options.rpc_tracker}")
-    if options.rpc_session_s < 2 * options.measure_timeout_s:
-        raise UserInputError(
-            f"rpc_session_s={options.rpc_session_s:g}: it must be at least twice measure_timeout_s, "
-            f"{options.measure_timeout_s:g}"
-        )
     return FleetSettings(
         tracker=HostPort.parse(options.rpc_tracker, "rpc_tracker"),
         key=options.rpc_key,
         wait_s=options.rpc_wait_s,
         session_s=options.rpc_session_s,
-        num_retries=options.rpc_retries,
     )
+
+
+def tuning_fleet(options: TuneOptions) -> FleetSettings | None:
+    """The fleet that a tuning measures on; None where it is this host.
+
+    Raises:
+        UserInputError: As `fleet_settings`, or sessions are too short for a program.
+    """
+    fleet = fleet_settings(options)
+    if fleet and options.rpc_session_s < 2 * options.measure_timeout_s:
+        raise UserInputError(
+            f"rpc_session_s={options.rpc_session_s:g}: it must be at least twice measure_timeout_s, "
+            f"{options.measure_timeout_s:g}"
+        )
+    return fleet and replace(fleet, num_retries=options.rpc_retries)
 
 
 class Lookout:

@@ -11,14 +11,19 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ansor_mlflow.device import DeviceFingerprint, available_cpus, fingerprint, measuring_cpus
-from ansor_mlflow.measuring import ProbeTime, time_probe
+from ansor_mlflow.measuring import ProbeTime, library_inference, measure_turn, time_probe, timed_call
+from ansor_mlflow.model import LibraryEntry, Manifest
+from ansor_mlflow.tensors import Arrays
 from ansor_mlflow.tuning.workers.pool import bound_process
 from ansor_mlflow.tuning.workers.surroundings import RestOfNetwork
 from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob, measure_program
@@ -28,6 +33,7 @@ _busy_until_s = [-math.inf]
 """When the last measurement of this process ended."""
 DESCRIBE = "ansor_mlflow.fleet.describe_1"
 MEASURE = "ansor_mlflow.fleet.measure_1"
+RUN_NETWORK = "ansor_mlflow.fleet.run_network_1"
 """Names of the functions, with the version of what they take and return."""
 
 
@@ -51,11 +57,53 @@ def measure_request(name: str, job: RunJob, settings: MeasureSettings, memory_by
     )
 
 
+def network_request(
+    name: str, network: Manifest, entry: LibraryEntry, inputs: str, outputs: str, measure_s: float | None
+) -> str:
+    """What `RUN_NETWORK` takes.
+
+    Args:
+        name: The library's file, as it was uploaded; what stays with ONNX Runtime was uploaded, too.
+        network: The model.
+        entry: The library.
+        inputs: File of the inputs: see `write_arrays`.
+        outputs: File that the outputs are written to.
+        measure_s: For how many seconds it is timed; None for not at all.
+    """
+    return json.dumps(
+        {
+            "library": name,
+            "network": network.to_dict(),
+            "entry": asdict(entry),
+            "inputs": inputs,
+            "outputs": outputs,
+            "measure_s": measure_s,
+        }
+    )
+
+
+def write_arrays(examples: Sequence[Arrays], file: Path) -> None:
+    """Writes the inputs, or outputs, of several calls to one .npz file."""
+    named = {f"{number}/{name}": array for number, arrays in enumerate(examples) for name, array in arrays.items()}
+    np.savez(file, allow_pickle=False, **named)
+
+
+def read_arrays(file: Path | BytesIO) -> list[Arrays]:
+    """Reads what `write_arrays` wrote."""
+    examples: list[Arrays] = []
+    with np.load(file, allow_pickle=False) as arrays:
+        for key in arrays.files:
+            number, _, name = key.partition("/")
+            examples += [{} for _ in range(int(number) + 1 - len(examples))]
+            examples[int(number)][name] = arrays[key]
+    return examples
+
+
 def register_functions() -> None:
     """Makes the functions known to the sessions of this process's server."""
     import tvm_ffi
 
-    functions: dict[str, Callable[..., str]] = {DESCRIBE: _describe, MEASURE: _measure}
+    functions: dict[str, Callable[..., str]] = {DESCRIBE: _describe, MEASURE: _measure, RUN_NETWORK: _run_network}
     for name, function in functions.items():
         tvm_ffi.register_global_func(name, function, override=True)
 
@@ -114,6 +162,24 @@ def _measure(request: str) -> str:
     return json.dumps({"run_s": run_s, "waited": waited, "probe": None if probe is None else asdict(probe)})
 
 
+def _run_network(request: str) -> str:
+    """Runs a network that was uploaded, as its users do: writes the outputs, or times calls."""
+    asked = json.loads(request)
+    network, entry = Manifest.from_dict(asked["network"]), LibraryEntry.from_dict(asked["entry"])
+    run = library_inference(_uploaded(asked["library"]), network, entry)
+    examples = read_arrays(_uploaded(asked["inputs"]))
+    if asked["measure_s"] is None:
+        write_arrays([run(inputs) for inputs in examples], _uploaded(asked["outputs"]))
+        return json.dumps({"samples_s": [], "waited": 0.0})
+    samples_s, waited = measure_turn(lambda: timed_call(lambda: run, examples), asked["measure_s"])
+    return json.dumps({"samples_s": samples_s, "waited": waited})
+
+
+def _uploaded(name: str) -> Path:
+    """A file of the session; nothing outside of the session's own directory."""
+    return Path.cwd() / Path(name).name
+
+
 def _probe(num_threads: int) -> ProbeTime | None:
     """Probes the CPUs after a while without work, as `LocalRunner` does, which also wakes them up."""
     is_idle = time.monotonic() - _busy_until_s[0] > _IDLE_S
@@ -130,8 +196,9 @@ def _bound(memory_bytes: int | None, num_threads: int) -> None:
 
 def _job_of(fields: Mapping[str, Any]) -> RunJob:
     args_info = tuple((kind, dtype, tuple(shape)) for kind, dtype, shape in fields["args_info"])
-    path = Path.cwd() / Path(fields["path"]).name  # nothing outside of the session's own directory
-    return RunJob(**{**fields, "path": path, "args_info": args_info, "constants": tuple(fields["constants"])})
+    return RunJob(
+        **{**fields, "path": _uploaded(fields["path"]), "args_info": args_info, "constants": tuple(fields["constants"])}
+    )
 
 
 def _settings_of(fields: Mapping[str, Any]) -> MeasureSettings:

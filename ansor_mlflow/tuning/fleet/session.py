@@ -13,7 +13,7 @@ import numpy as np
 
 from ansor_mlflow.measuring import ProbeTime
 from ansor_mlflow.tuning.fleet.calibration import Calibration
-from ansor_mlflow.tuning.fleet.remote import DESCRIBE, MEASURE, measure_request
+from ansor_mlflow.tuning.fleet.remote import DESCRIBE, MEASURE, RUN_NETWORK, measure_request
 from ansor_mlflow.tuning.fleet.tracker import Grant
 from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob
 
@@ -69,14 +69,14 @@ class Reply:
     error: str = ""
 
 
-class _Connection:
+class Connection:
     """The session, and what it has of our functions."""
 
     def __init__(self, grant: Grant, session_timeout_s: float) -> None:
         from tvm import rpc
 
         self.session = rpc.connect(grant.server.host, grant.server.port, grant.password, session_timeout_s)
-        self.functions = {name: self._function(name) for name in (DESCRIBE, MEASURE)}
+        self.functions = {name: self._function(name) for name in (DESCRIBE, MEASURE, RUN_NETWORK)}
 
     def _function(self, name: str) -> Any | None:
         try:
@@ -85,7 +85,7 @@ class _Connection:
             return None
 
 
-_open: list[_Connection] = []
+_open: list[Connection] = []
 """The session of this process, as soon as it has one."""
 
 
@@ -95,12 +95,18 @@ def open_session(work: tuple[Grant, float]) -> None:
     Args:
         work: The server, and the seconds after which it ends the session.
     """
-    _open.append(_Connection(*work))
+    _open.append(Connection(*work))
+
+
+def this_connection() -> Connection:
+    """The one that `open_session` made."""
+    return _open[0]
 
 
 def describe_server(work: tuple[Grant, float]) -> str:
-    """What a server says of itself, see `CheckedServer.description`; connects with it as `open_session` does."""
-    describe = _Connection(*work).functions[DESCRIBE]
+    """Connects with a server as `open_session` does; returns what it says of itself, see `CheckedServer`."""
+    open_session(work)
+    describe = this_connection().functions[DESCRIBE]
     return str(describe()) if describe else ""
 
 
@@ -108,7 +114,7 @@ def check_server(calibration: Calibration) -> CheckedServer:
     """Runs a program whose results are known in the session of this process."""
     import tvm
 
-    connection = _open[0]
+    connection = this_connection()
     session = connection.session
     describe = connection.functions[DESCRIBE]
     blob = bytearray(calibration.path.read_bytes())
@@ -136,7 +142,7 @@ def measure_in_session(work: RemoteWork) -> Reply:
     """Measures a program on the server of this process's session."""
     from tvm.error import RPCError
 
-    connection = _open[0]
+    connection = this_connection()
     name = work.job.path.name
     try:
         connection.session.upload(str(work.job.path))
@@ -152,7 +158,7 @@ def measure_in_session(work: RemoteWork) -> Reply:
     return reply
 
 
-def _measured(connection: _Connection, name: str, work: RemoteWork) -> Reply:
+def _measured(connection: Connection, name: str, work: RemoteWork) -> Reply:
     measure = connection.functions[MEASURE]
     if measure is None:
         return Reply(run_s=_measured_by_tvm(connection.session, name, work))

@@ -39,7 +39,7 @@ class _CandidateJob:
     target: Target
     path: Path
     as_in_models: bool
-    compiler: str
+    compiler: tuple[str, ...]
 
 
 class LocalBuilder:
@@ -52,7 +52,7 @@ class LocalBuilder:
         memory_bytes: Data memory that a build may take; None for no bound.
         as_in_models: Whether candidates are compiled as the libraries of models are, see `codegen`; else they are as
             TVM's own compiler makes them.
-        compiler: What links libraries for another architecture, see `require_linker`.
+        compiler: The command that links libraries for another architecture, see `require_linker`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LocalBuilder:
         timeout_s: float,
         memory_bytes: int | None = None,
         as_in_models: bool = False,
-        compiler: str = "",
+        compiler: tuple[str, ...] = (),
     ) -> None:
         self._target = target
         self._as_in_models = as_in_models
@@ -115,7 +115,7 @@ def _build(job: Any) -> Path:
     return Path(job.path)
 
 
-def _link(library: str, objects: list[str], *, compiler: str, **_: Any) -> None:
+def _link(library: str, objects: list[str], *, compiler: tuple[str, ...], **_: Any) -> None:
     """Links with the linker itself, where there is one: the compiler around it takes ten times as long.
 
     Libraries for another architecture are linked with its compiler.
@@ -125,7 +125,7 @@ def _link(library: str, objects: list[str], *, compiler: str, **_: Any) -> None:
     from tvm.support import cc
 
     if compiler:
-        cc.create_shared(library, objects, cc=compiler)
+        cc.create_shared(library, objects, list(compiler[1:]), compiler[0])
         return
     linker = shutil.which("ld")
     command = [linker or "", "-shared", "-o", library, *objects]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from ansor_mlflow.errors import CorrectnessError
 from ansor_mlflow.files import write_text
 from ansor_mlflow.measuring import (
     Deviation,
+    KernelTimes,
     Latency,
     MachineNoise,
     MakeInference,
@@ -39,6 +41,7 @@ from ansor_mlflow.model import (
     LibraryEntry,
     Manifest,
     build_in_child_process,
+    choose_for_server,
     choose_library,
     threads_here,
     timed_parts,
@@ -46,8 +49,9 @@ from ansor_mlflow.model import (
 )
 from ansor_mlflow.options import EvaluateOptions, TuneOptions
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.steps.rivals import best_of, check_rivals, rival_metrics, rival_task
-from ansor_mlflow.steps.sizes import require_harmless_padding, time_sizes
+from ansor_mlflow.steps.evaluation.on_server import ModelOnServer
+from ansor_mlflow.steps.evaluation.rivals import absent_rivals, best_of, check_rivals, rival_metrics, rival_task
+from ansor_mlflow.steps.evaluation.sizes import require_harmless_padding, time_sizes
 from ansor_mlflow.tensors import Arrays, NetworkShapes, all_sizes
 from ansor_mlflow.tracking import (
     Message,
@@ -63,6 +67,7 @@ from ansor_mlflow.tracking import (
     translated_errors,
     without_secrets,
 )
+from ansor_mlflow.tuning import NetworkServer, fleet_settings
 
 _log = logging.getLogger("ansor_mlflow")
 
@@ -89,16 +94,16 @@ def evaluate(options: EvaluateOptions) -> EvaluateResult:
 
     Raises:
         CorrectnessError: The outputs differ by more than the tolerance. The metrics are logged all the same.
-        AnsorMlflowError: The model cannot be read, or does not run here.
-        MachineError: A rival that is asked for is not installed.
-        UserInputError: `data` is not usable.
+        AnsorMlflowError: The model cannot be read, or does not run here, or on the server.
+        MachineError: A rival that is asked for is not installed, no server is free for too long, or it is lost.
+        UserInputError: `data` or the tracker is not usable.
     """
     require_examples(options.data)
     require_rivals("rivals", options.rivals)
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch, _server_of(options) as server:
         directory = _download(options.model_uri, Path(scratch))
         with step_run("evaluate", options, "evaluate") as run:
-            return _evaluate(options, run, directory)
+            return _evaluate(options, run, directory, server)
 
 
 def _download(model_uri: str, scratch: Path) -> Path:
@@ -110,61 +115,93 @@ def _download(model_uri: str, scratch: Path) -> Path:
         return Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri, dst_path=str(scratch)))
 
 
-def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path) -> EvaluateResult:
+@contextlib.contextmanager
+def _server_of(options: EvaluateOptions) -> Iterator[NetworkServer | None]:
+    """A server of the fleet for as long as the model is evaluated; None where it runs here."""
+    fleet = fleet_settings(options)
+    if fleet is None:
+        yield None
+        return
+    _log.info("asking the tracker at %s for a server of key %s", fleet.tracker, fleet.key)
+    with contextlib.closing(NetworkServer(fleet)) as server:
+        yield server
+
+
+def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path, server: NetworkServer | None) -> EvaluateResult:
     manifest = verified_manifest(directory)
-    entry = choose_library(directory, manifest)
-    device, num_threads = entry.fingerprint, threads_here(entry)
-    run.log_tags(
-        {
-            names.TAG_NETWORK: manifest.network,
-            names.TAG_TARGET: device.description,
-            names.TAG_NUM_THREADS: str(num_threads),
-            names.TAG_MODEL_URI: options.model_uri,
-            "mlflow.runName": f"evaluate {manifest.network} · {device.description}",
-        }
-    )
-    if tuning := _find_tuning(entry):
-        _repeat_tuning(tuning, run, f"{manifest.network} · {device.description}")
+    entry = choose_for_server(directory, manifest, server.device) if server else choose_library(directory, manifest)
+    device = entry.fingerprint
+    _describe(run, options, manifest, entry, device.num_threads if server else threads_here(entry))
     network = directory / names.NETWORK_FILE
-    tuned = partial(tuned_inference, directory)
     sizes = all_sizes(manifest)
     examples = choose_examples(options.data, sizes, options.seed)
-    of_each_size = examples[: len(sizes)]
-
-    def compare(examples: Sequence[Arrays]) -> Deviation:
-        return compare_with_reference({_TUNED: tuned}, network, num_threads, examples)[_TUNED]
-
+    on_server = ModelOnServer(server, manifest, entry) if server else None
+    if on_server:
+        compare = partial(on_server.compare, directory / entry.path, network)
+    else:
+        compare = partial(_compare_here, directory, network, threads_here(entry))
     tolerance = tolerance_for(options.tolerance, network, LoweringSettings.among(entry.provenance).dtype)
     metrics = _check(manifest, examples, compare, tolerance, run)
     if manifest.pad:
         require_harmless_padding(manifest, compare, tolerance, options.seed)
     task = rival_task(options.rivals, directory, manifest, entry, run.directory)
-    rivals = check_rivals(options.rivals, task, examples, tolerance)
+    if on_server:
+        rivals = absent_rivals(options.rivals, task, on_server.why_no_rivals)
+    else:
+        rivals = check_rivals(options.rivals, task, examples, tolerance)
+    of_each_size = examples[: len(sizes)]
     timed: dict[str, MakeInference] = {rival.name: rival.make_inference for rival in rivals if not rival.absent}
-    noise = MachineNoise()
+    tuned, noise, distrust = partial(tuned_inference, directory), MachineNoise(), ""
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         builds = _build_baselines(options, manifest, directory, entry, Path(scratch))
-        latencies = _measure(options, of_each_size, {_TUNED: tuned, **timed, **builds}, noise)
+        if on_server:
+            libraries = {_TUNED: directory / entry.path, **builds}
+            latencies, distrust = on_server.measure(libraries, of_each_size, options.turns, options.measure_s)
+        else:
+            baselines = {name: partial(library_inference, build, manifest, entry) for name, build in builds.items()}
+            latencies = _measure(options, of_each_size, {_TUNED: tuned, **timed, **baselines}, noise)
     metrics |= _latency_metrics(latencies, sizes, entry.provenance.get("estimated_latency_ms"))
     metrics |= rival_metrics(rivals, latencies, latencies[_TUNED].median_ms)
     _log_json([rival.to_dict(latencies.get(rival.name)) for rival in rivals], names.RIVALS_FILE, run)
-    if manifest.sizes:
-        of_sizes = time_sizes(sizes, of_each_size, tuned, timed, options, noise)
-        _log_json([size.to_dict() for size in of_sizes], names.SIZES_FILE, run)
-    metrics[names.PROBE_SPREAD] = noise.spread
-    if any(part.runs_in == "onnxruntime" for part in entry.parts):
-        metrics[names.ONNXRUNTIME_SHARE] = _time_parts(of_each_size, manifest, directory, entry, run)
-    kernels = time_kernels(directory / entry.path, manifest, entry, of_each_size)
-    _log_json(kernels.to_dict(), names.KERNELS_FILE, run)
-    _log_text(kernels_page(manifest.network, device.description, kernels), names.KERNELS_REPORT_FILE, run)
+    kernels = None
+    if not on_server:
+        if manifest.sizes:
+            of_sizes = time_sizes(sizes, of_each_size, tuned, timed, options, noise)
+            _log_json([size.to_dict() for size in of_sizes], names.SIZES_FILE, run)
+        metrics[names.PROBE_SPREAD] = noise.spread
+        if any(part.runs_in == "onnxruntime" for part in entry.parts):
+            metrics[names.ONNXRUNTIME_SHARE] = _time_parts(of_each_size, manifest, directory, entry, run)
+        kernels = _time_kernels(of_each_size, manifest, directory, entry, run)
     run.log_metrics(metrics)
-    tags = {names.TAG_TARGET: device.description}
-    if best := best_of(rivals, latencies):
-        tags[names.TAG_BEST_RIVAL] = best
+    best = best_of(rivals, latencies)
+    tags = {names.TAG_TARGET: device.description, **({names.TAG_BEST_RIVAL: best} if best else {})}
     run.log_tags(tags)
     run.log_note(evaluation_note(manifest.network, command_lines("evaluate", options), tags, metrics, kernels))
-    run.log_distrust(noise.distrust)
+    run.log_distrust(distrust or noise.distrust)
     return EvaluateResult(run_id=run.run_id, network=manifest.network, target=device.description, metrics=metrics)
+
+
+def _describe(
+    run: StepRun, options: EvaluateOptions, manifest: Manifest, entry: LibraryEntry, num_threads: int
+) -> None:
+    """Says in a run what is evaluated, and how it was tuned."""
+    title = f"{manifest.network} · {entry.fingerprint.description}"
+    run.log_tags(
+        {
+            names.TAG_NETWORK: manifest.network,
+            names.TAG_TARGET: entry.fingerprint.description,
+            names.TAG_NUM_THREADS: str(num_threads),
+            names.TAG_MODEL_URI: options.model_uri,
+            "mlflow.runName": f"evaluate {title}",
+        }
+    )
+    if tuning := _find_tuning(entry):
+        _repeat_tuning(tuning, run, title)
+
+
+def _compare_here(directory: Path, network: Path, num_threads: int, examples: Sequence[Arrays]) -> Deviation:
+    tuned = partial(tuned_inference, directory)
+    return compare_with_reference({_TUNED: tuned}, network, num_threads, examples)[_TUNED]
 
 
 def _find_tuning(entry: LibraryEntry) -> Run | None:
@@ -228,12 +265,12 @@ def _check(
 
 def _build_baselines(
     options: EvaluateOptions, manifest: Manifest, directory: Path, entry: LibraryEntry, scratch: Path
-) -> dict[str, MakeInference]:
+) -> dict[str, Path]:
     """Builds the same network as TVM does by itself, and, where it is asked for, as sketches choose without trials."""
-    runs: dict[str, MakeInference] = {}
+    libraries = {}
     for name in (_UNTUNED, _INSTANT) if options.instant else (_UNTUNED,):
         _log.info("building the baseline: %s", name)
-        library = scratch / f"{name}.so"
+        libraries[name] = scratch / f"{name}.so"
         job = BuildJob(
             network=str(directory / names.NETWORK_FILE),
             sizes=manifest.sizes,
@@ -242,11 +279,11 @@ def _build_baselines(
             target=entry.fingerprint.target,
             num_threads=entry.fingerprint.num_threads,
             lowering=LoweringSettings.among(entry.provenance),
-            library=str(library),
+            library=str(libraries[name]),
+            linker=options.linker,
         )
         build_in_child_process(job)
-        runs[name] = partial(library_inference, library, manifest, entry)
-    return runs
+    return libraries
 
 
 def _measure(
@@ -269,6 +306,17 @@ def _time_parts(
     _log_json([asdict(part) for part in timed_parts(entry.parts, seconds)], names.PARTS_FILE, run)
     of_onnxruntime = (s for part, s in zip(entry.parts, seconds, strict=True) if part.runs_in == "onnxruntime")
     return sum(of_onnxruntime) / sum(seconds)
+
+
+def _time_kernels(
+    of_each_size: Sequence[Arrays], manifest: Manifest, directory: Path, entry: LibraryEntry, run: StepRun
+) -> KernelTimes:
+    """Logs where the time of a network goes."""
+    kernels = time_kernels(directory / entry.path, manifest, entry, of_each_size)
+    _log_json(kernels.to_dict(), names.KERNELS_FILE, run)
+    page = kernels_page(manifest.network, entry.fingerprint.description, kernels)
+    _log_text(page, names.KERNELS_REPORT_FILE, run)
+    return kernels
 
 
 def _log_json(values: object, name: str, run: StepRun) -> None:

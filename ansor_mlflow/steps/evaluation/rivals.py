@@ -98,12 +98,33 @@ def check_rivals(given: Rivals, task: RivalTask, examples: Sequence[Arrays], tol
         MachineError: The process of the reference died.
         UserInputError: The reference cannot be computed.
     """
-    chosen = [rival for rival in choose_rivals(given) if given != "auto" or rival != "torch" or task.program]
+    chosen = _chosen(given, task)
     if not chosen:
         return []
     _log.info("comparing the outputs of %s", ", ".join(names.RIVALS[rival] for rival in chosen))
     expected = expected_of(task.network, task.num_threads, examples)
     return [_check(rival, task, examples, expected, tolerance) for rival in chosen]
+
+
+def absent_rivals(given: Rivals, task: RivalTask, reason: str) -> list[CheckedRival]:
+    """The same rivals where none of them can take part.
+
+    Args:
+        given: The parameter.
+        task: What they would compute.
+        reason: Why not.
+    """
+    chosen = _chosen(given, task)
+    if chosen:
+        _log.info("%s not timed: %s", " and ".join(names.RIVALS[rival] for rival in chosen), reason)
+    return [
+        CheckedRival(name=rival, make_inference=partial(rival_inference, rival, task), absent=reason)
+        for rival in chosen
+    ]
+
+
+def _chosen(given: Rivals, task: RivalTask) -> list[Rival]:
+    return [rival for rival in choose_rivals(given) if given != "auto" or rival != "torch" or task.program]
 
 
 def _check(
