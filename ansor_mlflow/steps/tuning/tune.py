@@ -48,9 +48,11 @@ from ansor_mlflow.trials import StopReason, TuningObserver, TuningResult
 from ansor_mlflow.tuning import (
     RoundLog,
     TuningJob,
+    cluster_address,
     device_of_fleet,
     fleet_settings,
     make_cost_model,
+    require_cluster,
     require_valid_trials,
     resolve_num_trials,
     sketched_workloads,
@@ -117,6 +119,7 @@ def resolved_options(options: TuneOptions) -> TuneOptions:
     """
     options = resumed_options(options) if options.resume_run else options
     parse_target(options.target)
+    require_cluster(cluster_address(options))
     if fleet_settings(options) is None:
         resolve_num_threads(options.num_threads)
     for source in () if options.resume_run else options.warm_start:  # a run that goes on has its records already
