@@ -50,6 +50,11 @@ def require_cluster(address: str) -> None:
         raise MachineError(no_cluster(address, f"nothing listens there, or answers within {_LISTENS_S:g} s"))
 
 
+def name_of(address: str) -> str:
+    """A cluster as the log names it."""
+    return "the Ray cluster of this host" if address == _RUNNING_HERE else f"the Ray cluster at {address}"
+
+
 def no_cluster(address: str, why: str) -> str:
     """What an error says of a cluster that cannot be used."""
     if address == _RUNNING_HERE:

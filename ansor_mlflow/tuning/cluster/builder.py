@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ansor_mlflow.errors import MachineError
-from ansor_mlflow.tuning.cluster.address import no_cluster
+from ansor_mlflow.tuning.cluster.address import name_of, no_cluster
 from ansor_mlflow.tuning.cluster.connection import ModuleJob, Progress, advance, connect, disconnect
 from ansor_mlflow.tuning.cluster.node import NodeSettings
 from ansor_mlflow.tuning.workers.builder import Builder
@@ -31,8 +31,8 @@ _ADVANCE_S = 60.0
 """Time for a look at the cluster, which takes no second, before the connection counts as lost."""
 _ALONE_S = 30.0
 """Time without a node after which this host builds."""
-_AGAIN_S = 60.0
-"""Time between two attempts to connect again."""
+_AGAIN_S = 300.0
+"""Time between two attempts to connect again, each of which may take as long as the first one."""
 _DISCONNECT_S = 5.0
 _HERE = "this host"
 _log = logging.getLogger("ansor_mlflow")
@@ -118,16 +118,16 @@ class RayBuilder:
         while not (found := self._advance(True, ())).num_nodes:
             if not found.num_starting or time.monotonic() > until_s:
                 raise MachineError(
-                    f"no node of the Ray cluster at {self._address} can build: those that differ are named above, "
+                    f"no node of {name_of(self._address)} can build: those that differ are named above, "
                     f"others had no free CPUs for {_FIRST_NODE_S:g} s; give it nodes with this version of "
                     "ansor_mlflow, or build on this host with build_workers=auto"
                 )
-        _log.info("building on the Ray cluster at %s", self._address)
+        _log.info("building on %s", name_of(self._address))
 
     def _connect(self) -> str:
         """Connects with the cluster; returns why it cannot, where it cannot."""
-        self._tried_s = time.monotonic()
         (outcome,) = self._pool.map(connect, [(self._address, self._settings)], _CONNECT_S)
+        self._tried_s = time.monotonic()
         self._is_connected = not outcome.failure
         is_late = outcome.failure == "timed_out"
         return f"no answer within {_CONNECT_S:g} s" if is_late else " ".join(outcome.error.split())
@@ -150,13 +150,13 @@ class RayBuilder:
             self._is_connected = False
             self._tried_s = -math.inf
             _log.warning(
-                "the Ray cluster at %s was lost: %s; what it was building is built again",
-                self._address,
+                "%s was lost: %s; what it was building is built again",
+                name_of(self._address),
                 " ".join(outcome.error.split()),
             )
         if progress.num_nodes:
             if self._is_told:
-                _log.warning("building on the Ray cluster again")
+                _log.warning("%s builds again", name_of(self._address))
             self._alone_since_s, self._is_told = None, False
         elif self._alone_since_s is None:
             self._alone_since_s = time.monotonic()
@@ -172,8 +172,8 @@ class RayBuilder:
         if not self._is_told:
             self._is_told = True
             _log.warning(
-                "no node of the Ray cluster at %s for %g s: this host builds until there is one",
-                self._address,
+                "%s has had no node for %g s: this host builds until there is one",
+                name_of(self._address),
                 _ALONE_S,
             )
         self._local = self._local or self._make_local()

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ class Cluster:
         self._looked_s = now_s
         alive = {found["NodeID"]: found for found in self._ray.nodes() if found["Alive"]}
         for id_ in self._nodes.keys() - alive.keys():
-            self._lose(id_, "it is gone")
+            self._lose(id_, "it died")
         limit_s = self._settings.timeout_s + _GRACE_S
         for id_, node in list(self._nodes.items()):
             if any(now_s - sent_s > limit_s for _, sent_s in node.running.values()):
@@ -211,6 +211,8 @@ class Cluster:
 
 def _reason(err: BaseException) -> str:
     """Why an answer did not come, in a few words."""
+    if "node has died" in str(err):
+        return "it died"
     cause = getattr(err, "cause", None)  # what an actor's function raised
     return first_line(cause if isinstance(cause, BaseException) else err).rstrip(".")
 
@@ -232,10 +234,21 @@ def connect(what: tuple[str, NodeSettings]) -> None:
     address, settings = what
     disconnect(None)
     with Path(os.devnull).open("wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)  # what Ray has to say there, errors say in a line
-    ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        for output in (1, 2):  # what Ray has to say there, errors and messages say in a line
+            os.dup2(nowhere.fileno(), output)
+    with _plain_errors():
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's handler would let the tuner wait for it
     _connected.append(Cluster(ray, settings))
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Makes one of Python's own of an error of Ray's, of which not each can be sent to the tuner."""
+    try:
+        yield
+    except Exception as err:  # noqa: BLE001 - it is raised again
+        raise ConnectionError(first_line(err)) from None
 
 
 def advance(work: tuple[bool, Sequence[ModuleJob]]) -> Progress:
@@ -249,7 +262,8 @@ def advance(work: tuple[bool, Sequence[ModuleJob]]) -> Progress:
     begins, jobs = work
     if begins:
         _connected[0].begin()
-    return _connected[0].advance(jobs)
+    with _plain_errors():
+        return _connected[0].advance(jobs)
 
 
 def disconnect(_: None) -> None:
