@@ -63,7 +63,7 @@ def running_ray(directory: Path) -> Iterator[RayCluster]:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env={**os.environ, **environment},
+            env={**os.environ, **environment, "TMPDIR": str(directory)},
             start_new_session=True,
         )
     cluster = RayCluster(process, f"ray://127.0.0.1:{port}", environment)

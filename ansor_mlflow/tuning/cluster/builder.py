@@ -81,6 +81,8 @@ class RayBuilder:
         jobs = [ModuleJob(next(self._numbers), save_json(mod)) for mod in mods]
         by_number = {job.number: mod for job, mod in zip(jobs, mods, strict=True)}
         unsent: Sequence[ModuleJob] | None = None
+        if self._is_connected and self._is_alone() and self._may_try():  # nodes may be there, but not for us any more
+            self._connect()
         while left := [job for job in jobs if job.number not in outcomes]:
             if not self._connect_again():
                 unsent = None
@@ -134,11 +136,15 @@ class RayBuilder:
 
     def _connect_again(self) -> bool:
         """Whether there is a connection, after an attempt to get one from time to time."""
-        if not self._is_connected and time.monotonic() - self._tried_s > _AGAIN_S:
+        if not self._is_connected and self._may_try():
             self._connect()
         if not self._is_connected and not self._is_alone():
             time.sleep(1.0)
         return self._is_connected
+
+    def _may_try(self) -> bool:
+        """Whether the last attempt to connect is long ago."""
+        return time.monotonic() - self._tried_s > _AGAIN_S
 
     def _advance(self, begins: bool, jobs: Sequence[ModuleJob]) -> Progress:
         """Lets the cluster work for a moment."""
