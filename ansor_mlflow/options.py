@@ -107,6 +107,8 @@ _ALIAS = re.compile(r"(?!(v?\d+|latest)$)[A-Za-z0-9_-]*", re.IGNORECASE)
 """What MLflow takes, without numbers, which are versions here."""
 _URI = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+):/|(models|runs):", re.IGNORECASE)
 """A scheme has two letters at least, so that no drive of Windows is one."""
+_RAY = r"^ray(://\S+:\d+)?$"
+"""A Ray cluster: the one that the environment names, or the address of its server for clients."""
 Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_parse_share)]
 Dimension = Annotated[int, Field(gt=0)]
 Shape = list[Dimension | list[Dimension]]
@@ -332,6 +334,12 @@ class TuneOptions(RpcOptions, LinkOptions, BudgetOptions):
         "(network), or its own data (warm).",
     )
     cache_flush: bool = _parameter(False, "Flush the CPU's caches before every measurement: all is cold.")
+    build_workers: PositiveInt | Auto | Annotated[str, Field(pattern=_RAY)] = _parameter(
+        "auto",
+        "Programs that this host builds at a time: auto is num_threads, or every CPU with rpc_tracker. Or the Ray "
+        "cluster that builds them instead: ray is that of RAY_ADDRESS or of this host, ray://host:port another one.",
+        "a whole number of at least 1, auto, ray, or ray://host:port",
+    )
     rpc_retries: Annotated[int, Field(ge=0)] = _parameter(
         1, "Times that a program is measured again, on another server, when a server was lost with it."
     )

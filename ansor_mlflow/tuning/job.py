@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ansor_mlflow import names
@@ -16,6 +17,9 @@ from ansor_mlflow.model import require_linker
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records import Journal, RecordLog, Seed, read_durations, read_journal, read_seeds, read_similar
 from ansor_mlflow.trials import TuningObserver, TuningPlan, TuningResult
+from ansor_mlflow.tuning.cluster.address import cluster_address
+from ansor_mlflow.tuning.cluster.builder import RayBuilder
+from ansor_mlflow.tuning.cluster.node import NodeSettings
 from ansor_mlflow.tuning.engine import Tuner
 from ansor_mlflow.tuning.fleet.calibration import build_calibration
 from ansor_mlflow.tuning.fleet.lookout import tuning_fleet
@@ -24,7 +28,7 @@ from ansor_mlflow.tuning.search.task_search import applies
 from ansor_mlflow.tuning.sole_tuner import sole_tuner
 from ansor_mlflow.tuning.stopping import resolve_num_trials
 from ansor_mlflow.tuning.workers.arguments import argument_bytes
-from ansor_mlflow.tuning.workers.builder import LocalBuilder
+from ansor_mlflow.tuning.workers.builder import Builder, LocalBuilder
 from ansor_mlflow.tuning.workers.runner import LocalRunner, Runner
 from ansor_mlflow.tuning.workers.surroundings import RestOfNetwork
 from ansor_mlflow.tuning.workers.timing import MeasureSettings
@@ -151,18 +155,10 @@ def _search(options: TuneOptions) -> str:
 
 
 @contextlib.contextmanager
-def _workers(job: TuningJob, options: TuneOptions) -> Iterator[tuple[LocalBuilder, Runner]]:
+def _workers(job: TuningJob, options: TuneOptions) -> Iterator[tuple[Builder, Runner]]:
     """Builder and runner with their bounds of memory; arguments and stacks of a program come on top of the runner's."""
     memory_bytes = options.worker_memory_mib * 2**20
-    builder = LocalBuilder(
-        job.device.target,
-        max_workers=available_cpus() if options.rpc_tracker else job.device.num_threads,
-        timeout_s=options.measure_timeout_s,
-        memory_bytes=memory_bytes,
-        as_in_models=True,
-        compiler=require_linker(job.device.fingerprint.machine, options.linker),
-    )
-    with contextlib.closing(builder):
+    with contextlib.closing(_builder(job, options, memory_bytes)) as builder:
         most_bytes = max(argument_bytes(task.mod) for task in job.lowered.tasks)
         settings = _measure_settings(options, job)
         bound_bytes = (
@@ -178,6 +174,32 @@ def _workers(job: TuningJob, options: TuneOptions) -> Iterator[tuple[LocalBuilde
             runner = LocalRunner(settings, memory_bytes=bound_bytes, cpus=job.device.cpus)
         with contextlib.closing(runner):
             yield builder, runner
+
+
+def _builder(job: TuningJob, options: TuneOptions, memory_bytes: int) -> Builder:
+    """The builder on this host, or on a Ray cluster."""
+    num_here = available_cpus() if options.rpc_tracker else job.device.num_threads
+    local = partial(
+        LocalBuilder,
+        job.device.target,
+        max_workers=options.build_workers if isinstance(options.build_workers, int) else num_here,
+        timeout_s=options.measure_timeout_s,
+        memory_bytes=memory_bytes,
+        as_in_models=True,
+        compiler=require_linker(job.device.fingerprint.machine, options.linker),
+    )
+    from tvm.ir import save_json
+
+    if not (address := cluster_address(options)):
+        return local()
+    settings = NodeSettings(
+        target=save_json(job.device.target),
+        machine=job.device.fingerprint.machine,
+        linker=options.linker,
+        timeout_s=options.measure_timeout_s,
+        memory_bytes=memory_bytes,
+    )
+    return RayBuilder(address, settings, make_local=local)
 
 
 def _measure_settings(options: TuneOptions, job: TuningJob) -> MeasureSettings:

@@ -1,0 +1,1 @@
+"""Builds on the nodes of a Ray cluster."""
