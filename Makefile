@@ -22,9 +22,9 @@ PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 	touch .venv/torch
 
 # The system of an emulated board, for the tests of other architectures: Python for aarch64, with TVM from its wheel.
-.venv/board: .venv tests/helpers/make_board.sh
-	tests/helpers/make_board.sh .venv/board .venv/bin/python || { rm -rf .venv/board; exit 1; }
-	touch .venv/board
+.board: .venv tests/helpers/make_board.sh
+	tests/helpers/make_board.sh .board .venv/bin/python || { rm -rf .board; exit 1; }
+	touch .board
 
 # Tunes, compiles and evaluates ResNet-18 on this machine; results go to mlflow.db and mlruns/ here.
 demo: .venv
@@ -36,7 +36,7 @@ test: .venv/torch
 # Whole pipelines, servers, and what MLflow's user interface shows, in Debian's Chromium, which .ci/run installs, and
 # CONTRIBUTING.md names. With SCREENSHOTS=docs/images the tunings of test_browser.py are longer, and make the pictures of
 # the documentation. The tests of other architectures need Debian's cross compiler and emulator for aarch64.
-test-system: .venv/torch .venv/board
+test-system: .venv/torch .board
 	$(RUN) python -m pytest -m system $(LONGEST_FIRST)
 
 # Servers and processes are really broken: Ceph's S3 gateway and PostgreSQL among them, which are Debian packages;
@@ -50,5 +50,5 @@ lint: .venv
 	$(RUN) mypy
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .board .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -not -path './.git/*' -exec rm -rf {} +

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ansor_mlflow.lowering import LoweredNetwork, TuningTask
     from ansor_mlflow.lowering.ways import ChosenWay  # for a type alone
 
+_LINK_ERROR = "Compilation error:"
+"""Begins what TVM says of a compiler that failed, whose output is in the lines after it."""
 _NOT_MEASURED_S = 1.0
 """The time that a record needs; nothing is compared with it."""
 
@@ -257,17 +259,12 @@ def _export(mod: IRModule, target: Target, library: Path, linker: Linker | None)
         try:
             compiled.export_library(str(library), fcompile=link)
         except RuntimeError as err:
-            if not command:
+            if not command or not str(err).startswith(_LINK_ERROR):
                 raise
             raise UserInputError(
                 f"{shlex.join(command)} does not link a library for {target.attrs.get('mtriple') or 'this host'} "
-                f"({_of_compiler(err)}); give the compiler of the device as cc"
+                f"({str(err).splitlines()[1].strip()}); give the compiler of the device as cc"
             ) from err
-
-
-def _of_compiler(err: RuntimeError) -> str:
-    """The first line of a compiler's output, which TVM's error has from the second line on."""
-    return (str(err).splitlines()[1:] or [first_line(err)])[0].strip()
 
 
 def write_coverage(coverage: Coverage, parts: Sequence[PartEntry], path: Path) -> None:

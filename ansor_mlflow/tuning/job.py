@@ -188,10 +188,10 @@ def _builder(job: TuningJob, options: TuneOptions, memory_bytes: int) -> Builder
         as_in_models=True,
         compiler=require_linker(job.device.fingerprint.machine, options.linker),
     )
-    from tvm.ir import save_json
-
     if not (address := cluster_address(options)):
         return local()
+    from tvm.ir import save_json
+
     settings = NodeSettings(
         target=save_json(job.device.target),
         machine=job.device.fingerprint.machine,

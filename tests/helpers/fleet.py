@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from helpers.commands import ANSOR_MLFLOW, TESTS
+from helpers.commands import ANSOR_MLFLOW, ROOT, TESTS
 
 from ansor_mlflow.tuning.fleet.tracker import HostPort, TrackerClient
 
 KEY = "here"
-BOARD = TESTS.parent / ".venv" / "board"
+BOARD = ROOT / ".board"
 """Debian for aarch64, with TVM."""
 _START_S = 60.0
 _LISTENS = re.compile(r"listens at (\S+?);? ")
@@ -89,7 +89,7 @@ class Fleet:
         """Starts TVM's server on an emulated board, which `make_board.sh` has made."""
         emulator = shutil.which("qemu-aarch64-static")
         assert emulator, "the emulator is missing: apt install qemu-user-static"
-        assert BOARD.is_dir(), f"{BOARD} is missing: make .venv/board"
+        assert BOARD.is_dir(), f"{BOARD} is missing: make .board"
         with _free_port() as port:
             address = HostPort("127.0.0.1", port)
         (python,) = (BOARD / "root" / "usr" / "bin").glob("python3.*")

@@ -15,7 +15,7 @@ APT::Sandbox::User "$(id -un)";
 EOF
 export APT_CONFIG="$board/apt/apt.conf"
 apt-get update -qq
-version=$(apt-cache depends python3-minimal | grep -om1 '3\.[0-9]*')
+version=$(apt-cache depends python3-minimal | sed -n 's/.*Depends: python\(3\.[0-9]*\)-minimal/\1/p')
 apt-get install -y -qq --download-only "python$version-minimal" "libpython$version-stdlib" libstdc++6 > /dev/null
 for package in "$board"/apt/archives/*.deb; do dpkg-deb --extract "$package" "$board/root"; done
 

@@ -100,9 +100,9 @@ def evaluate(options: EvaluateOptions) -> EvaluateResult:
     """
     require_examples(options.data)
     require_rivals("rivals", options.rivals)
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch, _server_of(options) as server:
+    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         directory = _download(options.model_uri, Path(scratch))
-        with step_run("evaluate", options, "evaluate") as run:
+        with _server_of(options) as server, step_run("evaluate", options, "evaluate") as run:
             return _evaluate(options, run, directory, server)
 
 
