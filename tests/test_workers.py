@@ -106,6 +106,28 @@ def test_closing_ends_the_workers() -> None:
     assert not alive
 
 
+CLOSE_WHILE_WORKERS_START = """
+import random, time
+from ansor_mlflow.tuning.workers.pool import WorkerPool
+
+if __name__ == "__mp_main__":  # in a worker, which imports this before it reads what it is for
+    time.sleep(random.SystemRandom().uniform(0, 0.3))
+if __name__ == "__main__":
+    for _ in range(30):
+        pool = WorkerPool(8)
+        pool.map(abs, [1], 30)
+        pool.close()
+"""
+
+
+def test_workers_that_are_just_being_started_end_without_a_word(tmp_path: Path) -> None:
+    """The first of eight does the work, and when it is done others are about to read what they are for."""
+    script = tmp_path / "close.py"
+    script.write_text(CLOSE_WHILE_WORKERS_START)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_closing_ends_a_map_in_another_thread(tmp_path: Path) -> None:
     """As a second Ctrl-C does, which waits for nothing."""
     pool = WorkerPool(1)

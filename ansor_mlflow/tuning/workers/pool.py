@@ -11,7 +11,9 @@ from __future__ import annotations
 import ctypes
 import math
 import multiprocessing
+import multiprocessing.context
 import multiprocessing.forkserver
+import multiprocessing.synchronize
 import os
 import resource
 import signal
@@ -68,7 +70,7 @@ def start_fork_server() -> None:
     Raises:
         MachineError: The path of the temporary directory is too long for a socket.
     """
-    _forkserver_context()
+    _WorkerContext()  # names what is to be loaded
     try:
         multiprocessing.forkserver.ensure_running()
     except OSError as err:
@@ -80,10 +82,22 @@ def start_fork_server() -> None:
         ) from err
 
 
-def _forkserver_context() -> multiprocessing.context.ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    return context
+class _WorkerContext(multiprocessing.context.ForkServerContext):
+    """Starts the workers of a pool, and keeps the locks that they share for as long as the pool is there.
+
+    Pebble removes them before it ends the workers, and one that is just being started would look for them in vain and
+    say so with a traceback.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_forkserver_preload(_PRELOAD)
+        self._locks: list[multiprocessing.synchronize.RLock] = []
+
+    def RLock(self) -> multiprocessing.synchronize.RLock:  # noqa: N802 - the name that Pebble calls
+        """A new lock for processes of this context."""
+        self._locks.append(super().RLock())
+        return self._locks[-1]
 
 
 class WorkerPool:
@@ -110,7 +124,7 @@ class WorkerPool:
             max_tasks=max_tasks,
             initializer=_start_worker,
             initargs=(memory_bytes, cpus),
-            context=_forkserver_context(),
+            context=_WorkerContext(),
         )
         self._pool = self._make_pool()
         self._is_closed = False
