@@ -23,7 +23,7 @@ from ansor_mlflow.settings import Algorithm, Dtype, Layout, Linker, LoweringSett
 
 TRIALS_PER_TASK = {"quick": 16, "standard": 64, "thorough": 256}
 """`trials=auto` gives a task this many trials in MetaSchedule's space, by preset."""
-SKETCH_TRIALS_PER_TASK = {"quick": 2, "standard": 8, "thorough": 32}
+SKETCH_TRIALS_PER_TASK = {"quick": 2, "standard": 6, "thorough": 24}
 """And this many among the programs of its sketch, which are good from the first on; half of it where the task is a
 further way to compute a layer, most of which are soon known to be slower."""
 
@@ -197,7 +197,7 @@ class NetworkOptions(SeedOptions):
     )
     target: str = _parameter(
         "auto",
-        "Target: auto (this host), a TVM tag, JSON, or `llvm -mcpu=… -num-cores …`.",
+        "Target: auto (this host), a TVM tag, JSON, `llvm -mcpu=… -num-cores …`, or `cuda -arch=…`.",
         "auto, a tag, JSON or `llvm -mcpu=…`",
         min_length=1,
     )
@@ -269,7 +269,7 @@ class BudgetOptions(NetworkOptions):
     )
     preset: Literal["quick", "standard", "thorough"] = _parameter(
         "standard",
-        "Budget that trials=auto stands for: quick 2, standard 8, thorough 32 trials for a task with a sketch, half "
+        "Budget that trials=auto stands for: quick 2, standard 6, thorough 24 trials for a task with a sketch, half "
         "of it for a further way to compute a layer, and 16, 64, 256 for one that is searched in MetaSchedule's space.",
     )
     trials_per_task: PositiveInt | None = _parameter(None, "Most trials that one task may use; no limit by default.")
@@ -433,7 +433,7 @@ class CompileOptions(SignatureOptions, LinkOptions, RecordsOptions):
         return tuple(dict.fromkeys(run.strip() for run in self.tune_run.split(",") if run.strip()))
 
 
-class RecompileOptions(Options):
+class RecompileOptions(LinkOptions):
     """The command `recompile`: whose model is built again."""
 
     run: Annotated[

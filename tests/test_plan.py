@@ -95,7 +95,7 @@ def test_every_task_of_the_network_is_planned(small_onnx: Path, small_lowered: L
     ("budget", "per_task"),
     [
         ({"preset": "quick"}, 2),
-        ({}, 8),
+        ({}, 6),
         ({"space": "metaschedule"}, 64),
         ({"preset": "thorough", "trials_per_task": 20}, 20),
     ],

@@ -60,7 +60,7 @@ def test_a_budget_below_the_number_of_tasks_says_how_much_is_needed(
 
 
 @pytest.mark.parametrize(
-    ("preset", "of_sketch", "of_metaschedule"), [("quick", 2, 16), ("standard", 8, 64), ("thorough", 32, 256)]
+    ("preset", "of_sketch", "of_metaschedule"), [("quick", 2, 16), ("standard", 6, 64), ("thorough", 24, 256)]
 )
 def test_auto_is_the_presets_number_for_every_task(preset: str, of_sketch: int, of_metaschedule: int) -> None:
     options = TuneOptions(trials="auto", preset=preset)

@@ -176,6 +176,13 @@ def test_a_way_that_lost_beyond_the_noise_gets_no_more_trials(
     assert [state.info.index for state in outrun_tasks(states(*best_s, trials=trials))] == losers
 
 
+def test_in_the_end_a_way_that_is_behind_is_not_measured_again() -> None:
+    """However few trials it had: there will be no better program of it."""
+    ways = states(1.0, 1.2, trials=4)
+    assert not outrun_tasks(ways)
+    assert [state.info.index for state in outrun_tasks(ways, in_the_end=True)] == [1]
+
+
 def test_every_layer_has_its_first_round_before_another_way_does() -> None:
     ways = states(None, None, trials=0)
     other = TaskState(info=TaskInfo(index=2, name="dense", weight=1, flops=1.0, workload_hash="0x2"))
@@ -234,7 +241,7 @@ def test_a_budget_needs_a_trial_for_each_layer_not_for_each_way() -> None:
         resolve_num_trials(options, 5, num_ways=2)
 
 
-@pytest.mark.parametrize(("preset", "num_trials"), [("quick", 6 + 4), ("standard", 24 + 16), ("thorough", 96 + 64)])
+@pytest.mark.parametrize(("preset", "num_trials"), [("quick", 6 + 4), ("standard", 18 + 12), ("thorough", 72 + 48)])
 def test_a_further_way_adds_half_a_task_to_the_budget(preset: str, num_trials: int) -> None:
     options = TuneOptions(preset=preset)
     assert resolve_num_trials(options, 7, num_sketched=7, num_ways=4) == num_trials

@@ -403,7 +403,7 @@ class Tuner:
             with self._timed("build_s"):
                 self._offer_earlier()
         with self._timed("confirm_s"):
-            outrun = {state.info.index for state in outrun_tasks(self._states)}
+            outrun = {state.info.index for state in outrun_tasks(self._states, in_the_end=True)}
             self._winners.measure_again(self._runner, interrupts.raise_if_received, outrun)
         for state in self._states:
             earlier = next(iter(self._log.best(state.info.workload_hash)), None)

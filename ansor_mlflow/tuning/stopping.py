@@ -144,8 +144,13 @@ class StoppingRules:
         return self._rounds_without_gain[index] >= patience
 
 
-def outrun_tasks(tasks: Iterable[TaskState]) -> list[TaskState]:
-    """The tasks that another way to compute their layer has beaten."""
+def outrun_tasks(tasks: Iterable[TaskState], *, in_the_end: bool = False) -> list[TaskState]:
+    """The tasks that another way to compute their layer has beaten.
+
+    Args:
+        tasks: The tasks.
+        in_the_end: Whether they get no more trials anyway, so that it counts how far they are behind, and not why.
+    """
     ways: dict[str, list[TaskState]] = {}
     for task in tasks:
         if task.best_s is not None:
@@ -155,8 +160,13 @@ def outrun_tasks(tasks: Iterable[TaskState]) -> list[TaskState]:
         task
         for layer, group in ways.items()
         for task in group
-        if (task.best_s or 0.0) > fastest_s[layer] * next(ratio for most, ratio in _OUTRUN if task.total_trials < most)
+        if (task.best_s or 0.0) > fastest_s[layer] * _lead(math.inf if in_the_end else task.total_trials)
     ]
+
+
+def _lead(total_trials: float) -> float:
+    """See `_OUTRUN`."""
+    return next((ratio for most, ratio in _OUTRUN if total_trials < most), _OUTRUN[-1][1])
 
 
 def require_valid_trials(result: TuningResult) -> None:

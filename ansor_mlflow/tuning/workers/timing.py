@@ -112,26 +112,24 @@ def _time_in_network(
         function(*arguments)
         return time.perf_counter() - started
 
-    fastest_s = min(call_s() for _ in range(2))
+    first_s, started, samples = call_s(), time.perf_counter(), [call_s()]
+    fastest_s = min(first_s, *samples)
     if _is_too_slow(fastest_s, job.best_s):
         return (fastest_s,)
-    shortest_s = _shortest_ms(settings.min_repeat_ms, fastest_s, job.best_s) / 1e3
-    return tuple(_median_s(call_s, settings.number, shortest_s) for _ in range(settings.repeat))
+    run_s = []
+    for _ in range(settings.repeat):
+        until = started + _shortest_ms(settings.min_repeat_ms, fastest_s, job.best_s) / 1e3
+        while len(samples) < settings.number or time.perf_counter() < until:
+            samples.append(call_s())
+        run_s.append(median(samples))  # what disturbs one of them does not count
+        started, samples = time.perf_counter(), []
+    return tuple(run_s)
 
 
 @cache
 def _surroundings(rest: RestOfNetwork, num_threads: int) -> Surroundings:
     """Those of the network that this worker measures for."""
     return Surroundings(rest, num_threads)
-
-
-def _median_s(call_s: Callable[[], float], number: int, shortest_s: float) -> float:
-    """Median of so many calls at least, and for so long: what disturbs one of them does not count."""
-    until = time.perf_counter() + shortest_s
-    samples = [call_s() for _ in range(number)]
-    while time.perf_counter() < until:
-        samples.append(call_s())
-    return median(samples)
 
 
 def _time_alone(
