@@ -152,7 +152,7 @@ def test_no_library_stands_in_for_another_kind_of_device(make: MakeModel, device
 
 
 def test_a_host_without_a_gpu(make: MakeModel) -> None:
-    message = "not the library for cuda sm_90 ×.+: this host has no cuda, or TVM was built without it; none is built"
+    message = "not the library for cuda sm_90: .+; none is built for cuda here"
     with pytest.raises(ModelError, match=message):
         load_package(*make("exact", "gpu"), LoadOptions(device="cuda"))
 
@@ -181,9 +181,7 @@ def test_the_library_for_a_gpu(
     choice, rejected = choose_for_gpu(entries, here, LoadOptions(device="cuda"))
     if level is None:
         assert choice is None
-        assert rejected == (
-            f"not the library for cuda {made_for[0]} ×{CPUS}: it was made for {made_for[0]}, this is {here}",
-        )
+        assert rejected == (f"not the library for cuda {made_for[0]}: it was made for {made_for[0]}, this is {here}",)
     else:
         assert choice is not None
         assert (choice.level, choice.entry) == (level, entries[-1])

@@ -131,6 +131,23 @@ def test_several_tuning_runs_make_one_model(
         tuning_of(run)
 
 
+def test_what_a_fleet_tuned_is_for_its_device_in_every_command(
+    log_tuning: LogTuning,
+    run_here: RunCommand,
+    new_experiment: str,
+    elsewhere: DeviceFingerprint,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The run says target=auto, which was the server, and not this host."""
+    tuned = log_tuning(elsewhere, measure={"rpc_key": "boards"})
+    for command in (["compile", "--tune-run", tuned], ["recompile", "--run", tuned], ["explain", tuned]):
+        assert run_here(*command) == 0, command
+    assert elsewhere.description in capsys.readouterr().out
+    runs = mlflow.search_runs([new_experiment], f"tags.`{names.TAG_TUNE_RUN}` = '{tuned}'", output_format="list")
+    assert {run.data.tags[names.TAG_STEP] for run in runs} == {"compile", "recompile"}
+    assert {run.data.tags[names.TAG_TARGET] for run in runs} == {elsewhere.description}
+
+
 def refusal(run_here: RunCommand, capsys: pytest.CaptureFixture[str], *args: str, exit_code: int = 2) -> str:
     assert run_here("compile", *args) == exit_code
     (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]

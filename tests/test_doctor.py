@@ -347,7 +347,7 @@ OTHER_MACHINE = "x86_64" if platform.machine() == "aarch64" else "aarch64"
     [
         ("auto", "green", r"^llvm .*×1 on .+"),
         (f"llvm -mtriple={OTHER_MACHINE}-linux-gnu", "red", "cannot be measured on this host: it is made for"),
-        ("cuda", "red", "cannot be measured on this host: it is made for cuda"),
+        ("cuda -arch=sm_10", "red", "cannot be measured on this host: it is made for cuda"),
         ("llvm -mcpu=nonsense", "red", "LLVM knows no CPU 'nonsense'"),
         ("nonsense", "red", "target='nonsense' is unknown to TVM"),
     ],

@@ -50,6 +50,13 @@ def test_cpu_space_is_metaschedules_with_less_unrolling(
     assert description(make_space_generator(mod, target)) == (limited, postprocs, mutators)
 
 
-def test_gpu_space_is_metaschedules(small_lowered: LoweredNetwork) -> None:
-    mod, target = small_lowered.tasks[0].mod, resolve_target("nvidia/geforce-rtx-3070", 2)
-    assert description(make_space_generator(mod, target)) == description(stock_space(mod, target))
+@pytest.mark.parametrize(("arch", "has_tensor_cores"), [("sm_60", False), ("sm_86", True)])
+def test_gpu_space_is_metaschedules_without_tensor_cores_in_32_bits(
+    small_lowered: LoweredNetwork, arch: str, has_tensor_cores: bool
+) -> None:
+    mod, target = small_lowered.tasks[0].mod, resolve_target(f"cuda -arch={arch}", 2)
+    rules, postprocs, mutators = description(stock_space(mod, target))
+    ours = [rule for rule in rules if "TensorCore" not in rule]
+    assert (ours != rules) == has_tensor_cores
+    without = [each for each in postprocs if "RewriteTensorize" not in each]
+    assert description(make_space_generator(mod, target)) == (ours, without, mutators)

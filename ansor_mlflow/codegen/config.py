@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ansor_mlflow.device import is_cpu
+
 if TYPE_CHECKING:
     from tvm.target import Target
 
@@ -14,7 +16,7 @@ def pass_config(target: Target) -> dict[str, bool]:
     For CPUs, functions such as exp become vector arithmetic; see `codegen.functions`. Other devices have instructions
     for them. A candidate has to be measured as it will be compiled, so that both take this.
     """
-    if target.kind.name != "llvm":
+    if not is_cpu(target):
         return {}
     from ansor_mlflow.codegen.functions import RULES_FOR
 

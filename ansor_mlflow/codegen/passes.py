@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.codegen.prefetch import with_prefetches
+from ansor_mlflow.device import is_cpu
 
 if TYPE_CHECKING:
     from tvm.ir.transform import Pass
@@ -32,7 +33,7 @@ def tir_pipeline(target: Target) -> str:
     """
     from tvm.tirx.compilation_pipeline import PIPELINE_MAP, register_tir_pipeline
 
-    if target.kind.name != "llvm":
+    if not is_cpu(target):
         return "default"
     if _NAME not in PIPELINE_MAP:
         register_tir_pipeline(_NAME, _make)

@@ -3,11 +3,16 @@
 from ansor_mlflow.device.cgroups import cpu_quota, memory_left
 from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.fingerprints import DeviceFingerprint, fingerprint, missing_instructions, why_not_runnable
+from ansor_mlflow.device.gpu import architecture_here, describe_gpus, why_no_compiler, why_no_gpu, why_not_on_gpu
 from ansor_mlflow.device.pages import HugePages, NewMemory, return_freed_memory, try_huge_pages
 from ansor_mlflow.device.targets import (
+    CPU_KIND,
     attributes_of,
     cpu_features,
+    device_kind,
     has_arithmetic,
+    is_cpu,
+    is_gpu,
     machine_of,
     parse_target,
     resolve_target,

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from ansor_mlflow.device.fingerprints import DeviceFingerprint, fingerprint, why_not_runnable
-from ansor_mlflow.device.targets import machine_of, resolve_target
+from ansor_mlflow.device.targets import CPU_KIND, is_gpu, machine_of, resolve_target
 from ansor_mlflow.device.threads import measuring_cpus, resolve_num_threads
 from ansor_mlflow.errors import MachineError, UserInputError
 
@@ -55,7 +55,11 @@ class Device:
         """The device of a fingerprint, which need not be this host: its target has the triple of its architecture."""
         attributes = dict(made_for.target)
         if made_for.machine != platform.machine():
-            attributes.setdefault("mtriple", f"{made_for.machine}-linux-gnu")
+            triple = f"{made_for.machine}-linux-gnu"
+            if attributes["kind"] == CPU_KIND:
+                attributes.setdefault("mtriple", triple)
+            else:
+                attributes.setdefault("host", {"kind": CPU_KIND, "mtriple": triple})
         return Device(resolve_target(json.dumps(attributes), made_for.num_threads), made_for)
 
     @property
@@ -80,4 +84,7 @@ class Device:
             MachineError: It cannot.
         """
         if reason := why_not_runnable(self.fingerprint):
-            raise MachineError(f"target {self.target!s} cannot be measured on this host: {reason}; use target=auto")
+            other = " or, to compile without measuring, trials=0" if is_gpu(self.target) else ""
+            raise MachineError(
+                f"target {self.target!s} cannot be measured on this host: {reason}; use target=auto{other}"
+            )

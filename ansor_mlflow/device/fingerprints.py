@@ -6,12 +6,13 @@ import hashlib
 import json
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ansor_mlflow.device.targets import attributes_of, cpu_features, host_cpu, machine_of
+from ansor_mlflow.device.gpu import architecture_here, gpu_model, why_no_compiler, why_no_gpu, why_not_on_gpu
+from ansor_mlflow.device.targets import CPU_KIND, attributes_of, cpu_features, host_cpu, machine_of
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -30,12 +31,13 @@ _INSTRUCTION_SETS = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFingerprint:
-    """What a measurement and a compiled library depend on: the target, the CPU and the thread count."""
+    """What a measurement and a compiled library depend on: the target, the CPU or GPU, and the thread count."""
 
     target: dict[str, Any]
     machine: str
     """Instruction set of the operating system, such as "x86_64"."""
     cpu_model: str
+    """Model of the CPU, or of the GPU of a target for one; empty where it is not known."""
     features: tuple[str, ...]
     """LLVM's names of the CPU features that generated code may use."""
     num_threads: int
@@ -49,9 +51,12 @@ class DeviceFingerprint:
 
     @property
     def description(self) -> str:
-        """A short name for run names and messages, such as "llvm znver4 ×2"."""
-        cpu = self.target.get("mcpu") or self.target.get("arch") or ""
-        return " ".join(word for word in (self.target["kind"], cpu, f"×{self.num_threads}") if word)
+        """A short name for run names and messages, such as "llvm znver4 ×2" or "cuda sm_90"."""
+        kind, threads = self.target["kind"], f"×{self.num_threads}"
+        words = (
+            [kind, self.target.get("mcpu", ""), threads] if kind == CPU_KIND else [kind, self.target.get("arch", "")]
+        )
+        return " ".join(word for word in words if word)
 
     def to_json(self) -> str:
         """The fields as JSON with sorted keys."""
@@ -67,14 +72,18 @@ def fingerprint(target: Target, num_threads: int) -> DeviceFingerprint:
     """The fingerprint of code made for `target` that runs with `num_threads` threads on this host, or, where its triple
     is of another architecture, on a machine of which no more is known.
     """
-    machine = machine_of(target)
+    attributes, machine = attributes_of(target), machine_of(target)
     return DeviceFingerprint(
-        target=attributes_of(target),
+        target=attributes,
         machine=machine,
-        cpu_model=_cpu_model() if machine == platform.machine() else "",
+        cpu_model=_model(attributes) if machine == platform.machine() else "",
         features=cpu_features(target),
         num_threads=num_threads,
     )
+
+
+def _model(target: Mapping[str, Any]) -> str:
+    return gpu_model(target["arch"]) if target["kind"] == "cuda" else _cpu_model()
 
 
 def _cpu_model() -> str:
@@ -91,12 +100,16 @@ def why_not_runnable(device: DeviceFingerprint, server: DeviceFingerprint | None
     """Why code made for `device` cannot run on this host, or on a server, in one clause; None where it can."""
     import tvm
 
+    kind, machine = device.target["kind"], server.machine if server else platform.machine()
     where = "the server" if server else "this host"
-    machine = server.machine if server else platform.machine()
-    if device.target["kind"] != "llvm":
-        return f"it is made for {device.target['kind']}, {where} runs llvm libraries"
     if device.machine != machine:
         return f"it is made for {device.machine}, {where} is {machine}"
+    if kind == "cuda" and not server:
+        if reason := why_no_gpu() or why_no_compiler():
+            return f"it is made for cuda, and {reason}"
+        return why_not_on_gpu(str(device.target.get("arch")), str(architecture_here())) or None
+    if kind != CPU_KIND:
+        return f"it is made for {kind}, {where} runs llvm libraries"
     cpu = str(server.target.get("mcpu", machine)) if server else host_cpu()
     features = server.features if server else cpu_features(tvm.target.Target({"kind": "llvm", "mcpu": cpu}))
     missing = missing_instructions(device.features, features)

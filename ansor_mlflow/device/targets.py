@@ -6,13 +6,17 @@ import difflib
 import json
 import platform
 import shlex
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ansor_mlflow.device.gpu import names_no_architecture, with_architecture_of_host, with_features
 from ansor_mlflow.errors import UserInputError
 
 if TYPE_CHECKING:
     from tvm.target import Target
 
+CPU_KIND = "llvm"
+"""Kind of the targets of CPUs."""
 _OPT_LEVEL = 2
 """LLVM's optimisation level. With 3, TVM's default, candidates take longer to compile and are no faster: see
 docs/adr/0009-cost-of-a-candidate.md."""
@@ -92,16 +96,19 @@ def resolve_target(spec: str, num_threads: int) -> Target:
     """Makes the TVM target; "auto" is this host's LLVM CPU.
 
     A CPU target gets `num-cores` = `num_threads`, by which the search splits parallel loops, and `opt-level` = 2,
-    unless it names its own.
+    unless it names its own. One for CUDA gets the architecture of this host's GPU, and what a block may take.
 
     Raises:
-        UserInputError: TVM knows no such target, attribute, architecture or CPU.
+        UserInputError: TVM knows no such target, attribute, architecture or CPU, or there is no GPU to ask for its
+            architecture.
     """
     import tvm
 
     parsed = parse_target(spec)
     if parsed == "auto":
-        parsed = {"kind": "llvm", "mcpu": host_cpu()}
+        parsed = {"kind": CPU_KIND, "mcpu": host_cpu()}
+    elif names_no_architecture(parsed):
+        parsed = with_architecture_of_host(spec, parsed)
     try:
         target = tvm.target.Target(parsed)
     except (ValueError, TypeError) as err:
@@ -109,7 +116,9 @@ def resolve_target(spec: str, num_threads: int) -> Target:
         raise UserInputError(
             f"target={spec!r} is unknown to TVM: {reason}; use auto, a tag, JSON or `llvm -mcpu=…`"
         ) from err
-    if target.kind.name != "llvm":
+    if target.kind.name == "cuda":
+        return tvm.target.Target(with_features(spec, attributes_of(target)))
+    if not is_cpu(target):
         return target
     attributes = {"num-cores": num_threads, "opt-level": _OPT_LEVEL, **attributes_of(target)}
     if attributes["num-cores"] < 1:
@@ -117,6 +126,16 @@ def resolve_target(spec: str, num_threads: int) -> Target:
     _check_architecture(spec, attributes)
     _check_cpu(spec, attributes)
     return tvm.target.Target(attributes)
+
+
+def is_cpu(target: Target) -> bool:
+    """Whether code for a target runs on a CPU. Only for these there are sketches, packed weights and huge pages."""
+    return bool(target.kind.name == CPU_KIND)
+
+
+def is_gpu(target: Target) -> bool:
+    """Whether code for a target runs on a GPU: every loop of it must be bound to threads."""
+    return "gpu" in target.keys
 
 
 def host_cpu() -> str:
@@ -152,9 +171,17 @@ def architecture_of(triple: str) -> str:
     return _TRIPLE_ALIASES.get(architecture, architecture)
 
 
+def device_kind(target: Mapping[str, Any]) -> str:
+    """TVM's name of the kind of device that runs code for a target with these attributes, such as cpu or cuda."""
+    return "cpu" if target["kind"] == CPU_KIND else str(target["kind"])
+
+
 def machine_of(target: Target) -> str:
-    """The architecture of the machine that runs the code: this host's unless the target names a triple."""
-    return architecture_of(str(target.attrs.get("mtriple", ""))) or platform.machine()
+    """The architecture of the machine that runs the code, or that calls a GPU's kernels: this host's unless the target
+    names a triple.
+    """
+    attributes = (target if is_cpu(target) or target.host is None else target.host).attrs
+    return architecture_of(str(attributes.get("mtriple", ""))) or platform.machine()
 
 
 def _check_cpu(spec: str, attributes: dict[str, Any]) -> None:
@@ -175,7 +202,7 @@ def cpu_features(target: Target) -> tuple[str, ...]:
     """The names of the CPU features that LLVM may use for `target`, sorted; empty for targets other than LLVM."""
     import tvm
 
-    if target.kind.name != "llvm":
+    if not is_cpu(target):
         return ()
     return tuple(sorted(str(name) for name in tvm.get_global_func("target.llvm_get_cpu_features")(target)))
 
@@ -183,7 +210,7 @@ def cpu_features(target: Target) -> tuple[str, ...]:
 def has_arithmetic(target: Target, dtype: str) -> bool:
     """Whether a CPU computes in `dtype` itself; otherwise every operation converts to float32 and back."""
     needed = _ARITHMETIC.get(dtype)
-    return needed is None or target.kind.name != "llvm" or not needed.isdisjoint(cpu_features(target))
+    return needed is None or not is_cpu(target) or not needed.isdisjoint(cpu_features(target))
 
 
 def vector_lanes(target: Target) -> int:
@@ -193,7 +220,7 @@ def vector_lanes(target: Target) -> int:
     """
     import tvm
 
-    if target.kind.name != "llvm":
+    if not is_cpu(target):
         return 1
     features = cpu_features(target)
     for feature, lanes in _X86_LANES.items():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import onnx
 
-from ansor_mlflow.device import vector_lanes
+from ansor_mlflow.device import is_cpu, vector_lanes
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.graphs import (
     GraphPart,
@@ -168,7 +168,7 @@ def _lower_size(
     graph = rewrite_operators(fold_batch_norms(simplify(raise_opset(model), called)))
     if not graph.graph.node:
         raise UserInputError(f"network={called}: its outputs do not depend on its inputs, so there is nothing to tune")
-    hard_to_tile = list(layers_to_pad(graph, vector_lanes(target)))
+    hard_to_tile = list(layers_to_pad(graph, vector_lanes(target))) if is_cpu(target) else []
     if (padding := _padding(settings.pad_channels, target)) is not None:
         graph = pad_output_channels(graph, padding)
     lower_whole = partial(lower_graph, target=target, settings=settings)
@@ -189,7 +189,7 @@ def _refusal(reasons: dict[str, str], *, any_lowered: bool) -> str:
 
 def _padding(pad_channels: Padding, target: Target) -> Callable[[int], int] | None:
     """The function that `pad_output_channels` takes; None where nothing is to be padded."""
-    if pad_channels == "off":
+    if pad_channels == "off" or (pad_channels == "auto" and not is_cpu(target)):
         return None
     if pad_channels == "auto":
         lanes = vector_lanes(target)
@@ -204,7 +204,7 @@ def _find_tasks(mod: IRModule, target: Target, algorithm: Algorithm, called: str
         UserInputError: Only other ways than the direct one are wanted, and there is none.
     """
     tasks = _extract_tasks(mod, target)
-    if algorithm == "direct" or target.kind.name != "llvm":  # no sketch knows them elsewhere
+    if algorithm == "direct" or not is_cpu(target):  # no sketch knows them elsewhere
         return tasks
     from ansor_mlflow.lowering.ways import with_other_ways
 

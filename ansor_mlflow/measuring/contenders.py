@@ -41,9 +41,10 @@ def outputs_call(
 
 def tuned_inference(directory: Path) -> Inference:
     """The model as its users load it."""
-    from ansor_mlflow.model import Manifest, load_package
+    from ansor_mlflow.model import LoadOptions, Manifest, load_package
 
-    return load_package(directory, Manifest.read(directory)).run
+    manifest = Manifest.read(directory)
+    return load_package(directory, manifest, LoadOptions(device=manifest.device)).run
 
 
 def reference_inference(network: Path, num_threads: int, *, exact: bool = False) -> Inference:

@@ -65,10 +65,12 @@ def seeded_examples(network: Sized, seed: int) -> Examples:
 
 def timed_model(library: Path, network: Sized, entry: LibraryEntry) -> TunedModel:
     """Loads a library to time what is in it; see `time_parts`."""
+    from ansor_mlflow.device import device_kind
     from ansor_mlflow.model import Choice, TunedModel, threads_here
 
     choice = Choice(level="exact", entry=entry, reason="it is timed")
-    return TunedModel(library, network, choice, num_threads=threads_here(entry))
+    device = device_kind(entry.fingerprint.target)
+    return TunedModel(library, network, choice, num_threads=threads_here(entry), device=device)
 
 
 def _library_call(library: Path, network: Sized, entry: LibraryEntry, examples: Examples) -> Callable[[], list[float]]:

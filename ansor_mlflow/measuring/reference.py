@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy.typing as npt
 
@@ -12,16 +12,22 @@ from ansor_mlflow.tensors import Arrays
 
 
 class ReferenceSession:
-    """A network in ONNX Runtime on the CPU.
+    """A network in ONNX Runtime: the reference on the CPU, a rival where the model runs.
 
     Args:
         network: ONNX file.
         num_threads: Threads of one operator.
         exact: Whether sums of products of 8 bits are exact; ONNX Runtime's fastest kernels for CPUs without VNNI
             saturate in 16 bits.
+        device: Where it runs.
+
+    Raises:
+        RuntimeError: It has nothing to run there with.
     """
 
-    def __init__(self, network: Path, num_threads: int, *, exact: bool = False) -> None:
+    def __init__(
+        self, network: Path, num_threads: int, *, exact: bool = False, device: Literal["cpu", "cuda"] = "cpu"
+    ) -> None:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -30,7 +36,11 @@ class ReferenceSession:
         options.log_severity_level = 3
         if exact:
             options.add_session_config_entry("session.x64quantprecision", "1")
-        self._session = onnxruntime.InferenceSession(str(network), options, providers=["CPUExecutionProvider"])
+        provider = "CPUExecutionProvider" if device == "cpu" else "CUDAExecutionProvider"
+        settings = {} if device == "cpu" else {"use_tf32": "0"}  # products of float32 in float32
+        self._session = onnxruntime.InferenceSession(str(network), options, providers=[(provider, settings)])
+        if provider not in self._session.get_providers():  # it takes the CPU instead, and only warns
+            raise RuntimeError(f"this build has no {provider}; pip install onnxruntime-gpu in its place")
         self._outputs = [output.name for output in self._session.get_outputs()]
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:

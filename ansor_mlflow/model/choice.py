@@ -8,15 +8,23 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from ansor_mlflow.device import Device, DeviceFingerprint, available_cpus, why_not_runnable
+from ansor_mlflow.device import (
+    CPU_KIND,
+    Device,
+    DeviceFingerprint,
+    architecture_here,
+    available_cpus,
+    why_no_gpu,
+    why_not_on_gpu,
+    why_not_runnable,
+)
 from ansor_mlflow.errors import ModelError, UserInputError
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest
 from ansor_mlflow.model.parts import what_stays
 
 Level = Literal["exact", "compatible", "rebuilt", "untuned"]
 
-_CPU_KIND = "llvm"
-_KINDS = {"cpu": _CPU_KIND, "cuda": "cuda"}
+_KINDS = {"cpu": CPU_KIND, "cuda": "cuda"}
 """Kind of the target that a kind of device has."""
 
 
@@ -97,7 +105,7 @@ def choose_library(directory: Path, manifest: Manifest) -> LibraryEntry:
     Raises:
         ModelError: None of them runs here.
     """
-    choice, rejected = find_library(directory, manifest, LoadOptions())
+    choice, rejected = find_library(directory, manifest, LoadOptions(device=manifest.device))
     if choice is None:
         raise nothing_runs(directory, rejected)
     return choice.entry
@@ -176,7 +184,7 @@ def entries_to_rebuild(manifest: Manifest, options: LoadOptions) -> list[Library
     same = [
         entry
         for entry in manifest.libraries
-        if (entry.fingerprint.machine, entry.fingerprint.target["kind"]) == (host.machine, _CPU_KIND)
+        if (entry.fingerprint.machine, entry.fingerprint.target["kind"]) == (host.machine, CPU_KIND)
     ]
     return sorted(same, key=lambda entry: _distance(entry.fingerprint, host))
 
@@ -201,24 +209,15 @@ def _names_of(entries: Sequence[LibraryEntry]) -> str:
 
 
 def _find_for_gpu(entries: Sequence[LibraryEntry], options: LoadOptions) -> tuple[Choice | None, tuple[str, ...]]:
-    import tvm
-
-    device = options.device
-    if not tvm.runtime.enabled(device) or not tvm.device(device).exist:
-        reason = f"this host has no {device}, or TVM was built without it"
+    if reason := why_no_gpu():
         return None, tuple(_why_not(entry, reason) for entry in entries)
-    version = str(tvm.device(device).compute_version)
-    return choose_for_gpu(entries, f"sm_{version.replace('.', '')}", options)
+    return choose_for_gpu(entries, str(architecture_here()), options)
 
 
 def choose_for_gpu(
     entries: Sequence[LibraryEntry], architecture: str, options: LoadOptions
 ) -> tuple[Choice | None, tuple[str, ...]]:
-    """The best of the libraries for NVIDIA's GPUs, if one runs on a GPU such as "sm_90"; and why not each before it.
-
-    Code for one GPU runs on later ones of its generation, unless it is for that one alone ("sm_90a"): see "Binary
-    Compatibility" in the CUDA C++ Programming Guide.
-    """
+    """The best of the libraries for NVIDIA's GPUs, if one runs on a GPU such as "sm_90"; and why not each before it."""
     machine = platform.machine()
     rejected = []
     for entry in sorted(entries, key=lambda entry: entry.fingerprint.target.get("arch") != architecture):
@@ -226,10 +225,10 @@ def choose_for_gpu(
         difference = f"it was made for {made_for}, this is {architecture}"
         if device.machine != machine:
             rejected.append(_why_not(entry, f"it is made for {device.machine}, this host is {machine}"))
-        elif made_for.removesuffix("a") == architecture:
+        elif made_for.rstrip("af") == architecture:
             return Choice(level="exact", entry=entry, reason=f"it was made for {made_for}"), ()
-        elif not (made_for[:-1] == architecture[:-1] and made_for[-1:] < architecture[-1:]):
-            rejected.append(_why_not(entry, difference))
+        elif reason := why_not_on_gpu(made_for, architecture):
+            rejected.append(_why_not(entry, reason))
         elif options.allow_compatible:
             return Choice(level="compatible", entry=entry, reason=difference, rejected=tuple(rejected)), ()
         else:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.codegen import pass_config, tir_pipeline
-from ansor_mlflow.device import machine_of
+from ansor_mlflow.device import is_gpu, machine_of, why_no_compiler
 from ansor_mlflow.errors import MachineError, RecordsError, UserInputError, first_line
 from ansor_mlflow.model.parts import PartEntry, write_parts
 from ansor_mlflow.settings import Linker
-from ansor_mlflow.sketches import find_programs
+from ansor_mlflow.sketches import find_programs, schedule_for_gpu, unbound_kernels
 from ansor_mlflow.trials import DIRECT, TaskInfo
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _NOT_MEASURED_S = 1.0
 
 @dataclass(frozen=True)
 class Coverage:
-    """Which of a network's tasks have a record; the others run as their sketches choose without a measurement."""
+    """Which of a network's tasks have a record; the others run as their sketches, or DLight, choose without one."""
 
     covered: tuple[TaskInfo, ...]
     missing: tuple[TaskInfo, ...]
@@ -95,7 +95,7 @@ def compile_tuned(
 ) -> Coverage:
     """Builds the network with the fastest record of each layer; beside the library is what stays with ONNX Runtime.
 
-    A task without a record runs as its sketch chooses without a measurement.
+    A task without a record runs as its sketch chooses without a measurement, on a GPU as DLight does.
 
     Args:
         lowered: Network, lowered for `target` exactly as it was for tuning.
@@ -108,7 +108,8 @@ def compile_tuned(
     Raises:
         RecordsError: A record's schedule does not apply to its task, or the database cannot be read.
         MachineError: There is no compiler to link with.
-        UserInputError: The one that is given does not link for the target.
+        UserInputError: The linker that is given does not link for the target, or there is no schedule for a GPU of a
+            function.
     """
     import tvm
     from tvm import relax
@@ -125,7 +126,7 @@ def compile_tuned(
         ways = choose_ways(lowered, database, target, max_bytes)
         covered = [way.task.info for way in ways if way.is_recorded]
         missing = [way.task for way in ways if not way.is_recorded]
-        unscheduled = [task.info for task in missing if not _choose(task, target, chosen)]
+        unscheduled = [task.info for task in missing if not (is_gpu(target) or _choose(task, target, chosen))]
         tasks = [way.task for way in ways]
         others = {task.info.layer_hash: task.alternative for task in tasks if task.alternative is not None}
         replaced = replace_layers(lowered.mod, others)
@@ -142,6 +143,8 @@ def compile_tuned(
         raise RecordsError(
             f"{best_records}: the records do not apply ({first_line(err)}); tune the network again"
         ) from err
+    if is_gpu(target):
+        mod = _scheduled_for_gpu(mod, target)
     _export(write_in_place(mod), target, library, linker)
     write_parts(lowered, library.parent)
     return Coverage(
@@ -182,14 +185,31 @@ def _choose(task: TuningTask, target: Target, database: Database) -> bool:
     return True
 
 
+def _scheduled_for_gpu(mod: IRModule, target: Target) -> IRModule:
+    """A network whose kernels all run in threads of a GPU.
+
+    Raises:
+        UserInputError: There is no schedule of that kind.
+    """
+    with target:
+        scheduled = schedule_for_gpu(mod)
+    if unbound := unbound_kernels(scheduled):
+        raise UserInputError(
+            f"DLight, which schedules for {target.kind.name} what has no record, knows no schedule for "
+            f"{', '.join(unbound[:5])}; tune these tasks, or compile the network for a CPU"
+        )
+    return scheduled
+
+
 def compile_untuned(lowered: LoweredNetwork, target: Target, library: Path, linker: Linker | None = None) -> None:
     """Builds the network as TVM does without records: the baseline that tuning is compared with.
 
     Raises:
         MachineError: There is no compiler to link with.
-        UserInputError: The one that is given does not link for the target.
+        UserInputError: The linker that is given does not link for the target, or there is no schedule for a GPU of a
+            function.
     """
-    _export(lowered.mod, target, library, linker)
+    _export(_scheduled_for_gpu(lowered.mod, target) if is_gpu(target) else lowered.mod, target, library, linker)
     write_parts(lowered, library.parent)
 
 
@@ -248,6 +268,7 @@ def _given_command(cc: str) -> list[str]:
 
 def _export(mod: IRModule, target: Target, library: Path, linker: Linker | None) -> None:
     import tvm
+    from tvm import relax
     from tvm.ir.transform import PassContext
     from tvm.support import cc
 
@@ -255,7 +276,14 @@ def _export(mod: IRModule, target: Target, library: Path, linker: Linker | None)
     link = cc.cross_compiler(command[0], options=list(command[1:])) if command else None
     library.parent.mkdir(parents=True, exist_ok=True)
     with target, PassContext(config=pass_config(target)):
-        compiled = tvm.compile(mod, target, tir_pipeline=tir_pipeline(target))
+        try:
+            # as for a CPU: TVM's default for a GPU would fuse and schedule once more
+            pipeline = relax.get_pipeline("default")
+            compiled = tvm.compile(mod, target, relax_pipeline=pipeline, tir_pipeline=tir_pipeline(target))
+        except RuntimeError as err:
+            if is_gpu(target) and (reason := why_no_compiler()):
+                raise MachineError(f"code for {target.kind.name} cannot be compiled here: {reason}") from err
+            raise
         try:
             compiled.export_library(str(library), fcompile=link)
         except RuntimeError as err:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ansor_mlflow.device import device_kind
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError
 from ansor_mlflow.model.choice import (
     Choice,
@@ -80,7 +81,7 @@ def open_library(
         choice,
         pad=manifest.pad,
         num_threads=num_threads,
-        device=options.device,
+        device=device_kind(entry.fingerprint.target),
         huge_pages=options.huge_pages,
     )
 

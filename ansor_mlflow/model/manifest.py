@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
-from ansor_mlflow.device import DeviceFingerprint
+from ansor_mlflow.device import DeviceFingerprint, device_kind
 from ansor_mlflow.errors import ModelError
 from ansor_mlflow.model.parts import PartEntry
 from ansor_mlflow.names import FLAVOR_NAME, MODEL_FILE
@@ -77,6 +77,12 @@ class Manifest:
     """What every library was compiled for; empty where the network has one size."""
     pad: dict[str, float] = field(default_factory=dict)
     """The value that an input is padded with to the next larger size, by its name."""
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """Kind of device that the model is measured on: cuda where it has libraries for nothing else."""
+        kinds = {device_kind(entry.fingerprint.target) for entry in self.libraries}
+        return "cuda" if kinds == {"cuda"} else "cpu"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, for the file `MLmodel`."""

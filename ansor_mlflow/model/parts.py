@@ -185,7 +185,7 @@ class PartRunner:
         functions: The library's functions by name.
         sessions: What `open_sessions` returned.
         network: The network's inputs and outputs, in order.
-        device: TVM's device.
+        device: TVM's device; None where ONNX Runtime runs all parts.
     """
 
     def __init__(
@@ -199,6 +199,7 @@ class PartRunner:
         self._inputs = [spec.name for spec in network.inputs]
         self._outputs = [spec.name for spec in network.outputs]
         self._device = device
+        self._is_on_gpu = device is not None and device.type != "cpu"
         self._steps = [
             partial(self._run_function, functions[part.name], part)
             if part.runs_in == "tvm"
@@ -215,6 +216,8 @@ class PartRunner:
         for number, step in enumerate(self._steps):
             start = time.perf_counter()
             step()
+            if self._is_on_gpu:
+                self._device.sync()  # a GPU may only have begun
             self.seconds[number] = time.perf_counter() - start
         outputs = [self._values[name] for name in self._outputs]
         self._values = {}

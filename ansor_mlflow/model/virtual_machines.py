@@ -161,27 +161,29 @@ class VirtualMachine:
         from tvm import relax, runtime
 
         functions = relax.VirtualMachine(module, device)
+        self._is_on_cpu = device == runtime.cpu()
         self.seconds_of_kernels: list[tuple[str, float]] = []
         """Of the last call, if it is instrumented."""
         if is_instrumented:
-            functions.set_instrument(self._instrument())
+            functions.set_instrument(self._instrument(device))
         runners = [
             PartRunner([part for part in parts if part.size == number], functions, sessions, size, device)
             for number, size in enumerate(sizes if parts else ())
         ]
         self._functions: Sequence[Callable[..., Any]] = runners or [functions["main"]]
         self._from_dlpack = runtime.from_dlpack
-        self._is_on_cpu = device == runtime.cpu()
         self._slots = [[self._slot(spec, device) for spec in size.inputs] for size in sizes]
         self.sizes_run: set[int] = set()
         """In which it was called before."""
 
-    def _instrument(self) -> Callable[..., None]:
+    def _instrument(self, device: Any) -> Callable[..., None]:
         """What TVM calls before and after each function."""
         started = 0.0
 
         def note(_function: Any, name: str, before: bool, *_: Any) -> None:
             nonlocal started
+            if not self._is_on_cpu:
+                device.sync()  # a GPU may still compute what came before, or only have begun
             if before:
                 started = time.perf_counter()
             else:

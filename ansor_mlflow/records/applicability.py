@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +21,10 @@ _MAX_FEATURES = 5
 
 def why_not_applicable(made_for: DeviceFingerprint, device: DeviceFingerprint) -> str:
     """Why records of one device may not be applied on another, in one clause; empty where they may."""
+    if "cuda" == made_for.target["kind"] == device.target["kind"]:
+        # its kernels do not know the CPU's threads; records for a GPU that is not here may be compiled for it
+        cpu_model = made_for.cpu_model if "" in (made_for.cpu_model, device.cpu_model) else device.cpu_model
+        device = replace(device, num_threads=made_for.num_threads, cpu_model=cpu_model)
     for describe in _DESCRIPTIONS:
         theirs, ours = describe(made_for), describe(device)
         if theirs != ours:

@@ -3,3 +3,4 @@
 from ansor_mlflow.sketches.choice import Programs, find_programs
 from ansor_mlflow.sketches.contraction import MAX_EPILOGUE, Contraction, find_contraction, has_sums
 from ansor_mlflow.sketches.decisions import ANNOTATION, Tile, find_decision
+from ansor_mlflow.sketches.gpu import gpu_program, schedule_for_gpu, unbound_kernels

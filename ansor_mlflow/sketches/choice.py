@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from ansor_mlflow.device import is_cpu
 from ansor_mlflow.sketches.contraction import find_contraction, has_sums, is_made_of_blocks
 from ansor_mlflow.sketches.decisions import ANNOTATION, Tile, decision_text
 from ansor_mlflow.sketches.machine import Machine
@@ -104,7 +105,7 @@ class Programs:
 
 def find_programs(mod: IRModule, target: Target) -> Programs | None:
     """The programs of our own for a task's function; None where there are none, or the target is no CPU."""
-    if target.kind.name != "llvm" or not is_made_of_blocks(mod):
+    if not is_cpu(target) or not is_made_of_blocks(mod):
         return None
     programs = Programs(_find_sketch(mod, Machine.of(target)), packs=has_sums(mod))
     return programs if any(programs.program(tile) is not None for tile in programs.tiles[:_NUM_TRIED]) else None

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from ansor_mlflow.device import DeviceFingerprint, available_cpus, try_huge_pages
+from ansor_mlflow.device import CPU_KIND, DeviceFingerprint, available_cpus, describe_gpus, try_huge_pages
 from ansor_mlflow.names import RIVALS
 
 _PACKAGES = ("ansor_mlflow", "apache-tvm", "apache-tvm-ffi", "mlflow", "numpy", "onnx", *RIVALS, "xgboost")
@@ -30,6 +30,7 @@ def describe_environment(device: DeviceFingerprint) -> dict[str, Any]:
         "load_average": os.getloadavg(),
         "target": device.target,
         "num_threads": device.num_threads,
+        **({} if device.target["kind"] == CPU_KIND else {"gpus": describe_gpus()}),
     }
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from ansor_mlflow import names
-from ansor_mlflow.device import Device, available_cpus
+from ansor_mlflow.device import Device, available_cpus, device_kind, is_cpu, is_gpu
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.model import require_linker
 from ansor_mlflow.options import TuneOptions
@@ -171,7 +171,9 @@ def _workers(job: TuningJob, options: TuneOptions) -> Iterator[tuple[Builder, Ru
         if fleet := tuning_fleet(options):
             runner = RpcRunner(settings, fleet, build_calibration(builder), memory_bytes=bound_bytes)
         else:
-            runner = LocalRunner(settings, memory_bytes=bound_bytes, cpus=job.device.cpus)
+            # CUDA's driver maps more memory than it uses
+            bound = None if is_gpu(job.device.target) else bound_bytes
+            runner = LocalRunner(settings, memory_bytes=bound, cpus=job.device.cpus)
         with contextlib.closing(runner):
             yield builder, runner
 
@@ -203,7 +205,7 @@ def _builder(job: TuningJob, options: TuneOptions, memory_bytes: int) -> Builder
 
 
 def _measure_settings(options: TuneOptions, job: TuningJob) -> MeasureSettings:
-    is_in_network = options.measure == "network" and not options.cache_flush
+    is_in_network = options.measure == "network" and not options.cache_flush and is_cpu(job.device.target)
     return MeasureSettings(
         number=options.number,
         repeat=options.repeat,
@@ -212,6 +214,7 @@ def _measure_settings(options: TuneOptions, job: TuningJob) -> MeasureSettings:
         num_threads=job.device.num_threads,
         timeout_s=options.measure_timeout_s,
         rest=_rest_of_network(job.lowered, job.device.num_threads) if is_in_network else None,
+        device=device_kind(job.device.fingerprint.target),
     )
 
 

@@ -25,7 +25,10 @@ def openvino_inference(task: RivalTask) -> Inference:
 
     Raises:
         RuntimeError: OpenVINO cannot compile it.
+        ValueError: The model runs elsewhere.
     """
+    if task.device != "cpu":
+        raise ValueError(f"it does not run on {task.device}")
     config: dict[str, Any] = {
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": 1,

@@ -36,6 +36,8 @@ class RivalTask:
     """The exported program of PyTorch that the file came from, if there is one."""
     inputs: tuple[TensorSpec, ...] = ()
     """With the sizes that a program is compiled for."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where it runs."""
 
 
 def version_of(rival: Rival) -> str | None:
@@ -93,7 +95,7 @@ def _load(rival: Rival, task: RivalTask) -> Inference:
     if rival == "onnxruntime":
         from ansor_mlflow.measuring.reference import ReferenceSession
 
-        return ReferenceSession(task.network, task.num_threads).run
+        return ReferenceSession(task.network, task.num_threads, device=task.device).run
     if rival == "openvino":
         from ansor_mlflow.measuring.rivals.openvino import openvino_inference
 

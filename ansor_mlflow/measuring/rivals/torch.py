@@ -23,21 +23,24 @@ def torch_inference(task: RivalTask) -> Inference:
     """The exported program, compiled by Inductor; it is read as a network is, with nothing unpickled.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is none, or this PyTorch sees no such device.
     """
     if task.program is None:
         raise ValueError("there is no exported program of PyTorch that it came from")
+    if task.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("this PyTorch sees no GPU")
     torch.set_num_threads(task.num_threads)
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False  # which the line above leaves for convolutions
     shapes = {spec.name: spec.shape for spec in task.inputs}
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         program, inputs = load_program(task.program, str(task.program), shapes, Path(scratch))
-    module = torch.compile(program.module())
+    module = torch.compile(program.module().to(task.device))
 
     def run(arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         with torch.inference_mode():
-            outputs = tree_leaves(module(*(torch.from_numpy(arrays[name]) for name in inputs)))
-        return {name: output.numpy() for name, output in zip(task.outputs, outputs, strict=True)}
+            outputs = tree_leaves(module(*(torch.from_numpy(arrays[name]).to(task.device) for name in inputs)))
+        return {name: output.cpu().numpy() for name, output in zip(task.outputs, outputs, strict=True)}
 
     run(random_inputs(task.inputs, seed=0))  # the first call compiles, which takes seconds
     return run

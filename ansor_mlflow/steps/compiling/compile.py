@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from ansor_mlflow import flavor, names
-from ansor_mlflow.device import Device
+from ansor_mlflow.device import Device, is_gpu, why_not_runnable
 from ansor_mlflow.errors import UserInputError, without_credentials
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower_sizes
 from ansor_mlflow.model import (
@@ -97,13 +97,10 @@ def _recipe(options: CompileOptions, scratch: Path) -> tuple[Network, list[Recip
 
     find_records(recorded.records)  # there are some, or it says what is missing
     used = recorded.options
-    if recorded.is_of_fleet and not options.allow_target_mismatch:
-        recipe = _recipe_of(TunedDevice.of(recorded, options.linker), options)
-    else:
-        device = Device.resolve(used.target, used.num_threads)
-        require_linker(device.fingerprint.machine, options.linker)
-        provenance = provenance_of(recorded)
-        recipe = Recipe(used.lowering, device, write_best, provenance, options.max_library_bytes, options.linker)
+    device = Device.resolve(used.target, used.num_threads) if options.allow_target_mismatch else recorded.device
+    require_linker(device.fingerprint.machine, options.linker)
+    provenance = provenance_of(recorded)
+    recipe = Recipe(used.lowering, device, write_best, provenance, options.max_library_bytes, options.linker)
     return load_recorded_network(recorded), [recipe], used
 
 
@@ -205,6 +202,8 @@ def _compile(
     device, library, best = recipe.device, directory / LIBRARY_FILE, directory / names.BEST_DIR
     _log.info("compiling %s for %s", network.name, device.description)
     coverage = compile_tuned(lowered, device.target, best, library, max_bytes=recipe.max_bytes, linker=recipe.linker)
+    if is_gpu(device.target) and (reason := why_not_runnable(device.fingerprint)):
+        _log.warning("the library for %s is compiled and was not run: %s", device.description, reason)
     compiled = CompiledNetwork(
         name=network.name,
         network=file,

@@ -17,7 +17,7 @@ from ansor_mlflow import names
 from ansor_mlflow.device import Device
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, TuningTask
-from ansor_mlflow.model import Coverage, Manifest
+from ansor_mlflow.model import Coverage, Manifest, require_linker
 from ansor_mlflow.networks import Network
 from ansor_mlflow.options import NetworkOptions, RecompileOptions, RecordsOptions, load_options
 from ansor_mlflow.records import Database, RecordPair, RecordText, write_pair
@@ -106,8 +106,11 @@ def recompile(options: RecompileOptions) -> RecompileResult:
             survivors[:] = _write_applying(fastest, lowered.tasks, device.target, best)
             return mismatch
 
-        device = Device.resolve(source.options.target, source.options.num_threads)
-        recipe = Recipe(source.options.lowering, device, write_best, source.provenance)
+        device = source.device
+        if device is None or options.allow_target_mismatch:
+            device = Device.resolve(source.options.target, source.options.num_threads)
+        require_linker(device.fingerprint.machine, options.linker)
+        recipe = Recipe(source.options.lowering, device, write_best, source.provenance, linker=options.linker)
         with step_run("recompile", options, f"recompile {options.run}") as run:
             libraries, coverage = build_libraries(source.network, [recipe], run, step="recompile", pad=source.pad)
             _report(survivors, run)
@@ -130,6 +133,8 @@ class _Source:
     tune_run: str
     network: Network
     options: NetworkOptions
+    device: Device | None
+    """What the records of a tuning run are for; None where there is no such run."""
     records: Path
     provenance: dict[str, object]
     pad: dict[str, float]
@@ -148,9 +153,10 @@ class _Source:
                 f"run={run_id}: the run has neither a model nor records; give one of compile, tune or main"
             )
         options: NetworkOptions
+        device = None
         if tune_run:
             recorded = find_recorded(RecordsOptions(tune_run=tune_run), scratch, any_lowering=True)
-            options, records = recorded.options, recorded.records
+            options, records, device = recorded.options, recorded.records, recorded.device
             network = network_of(options, model_uri) if model_uri else load_recorded_network(recorded)
         else:
             options = load_options(NetworkOptions, params_used(old, NetworkOptions))
@@ -161,6 +167,7 @@ class _Source:
             tune_run=tune_run,
             network=network,
             options=options,
+            device=device,
             records=records,
             provenance=_provenance(options, tune_run, run_id, model_uri),
             pad=_pad_of(model_uri) if model_uri else {},

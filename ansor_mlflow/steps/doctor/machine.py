@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from ansor_mlflow.device import Device
+from ansor_mlflow.device import Device, is_cpu
 from ansor_mlflow.errors import first_line
 from ansor_mlflow.measuring import probe_noise
 from ansor_mlflow.model import require_linker
@@ -85,6 +85,8 @@ def check_target(target: str, num_threads: int) -> Check:
     device = Device.resolve(target, num_threads)
     device.require_measurable_here()
     found = f"{device.description} on {device.fingerprint.cpu_model}"
+    if not is_cpu(device.target):
+        return Check.green(name, found)
     has = set(Device.resolve("auto", num_threads).fingerprint.features)
     if unused := sorted(_FAST_INSTRUCTIONS & has - set(device.fingerprint.features)):
         fix = "use target=auto, or name the CPU with -mcpu"

@@ -64,7 +64,7 @@ class CheckedRival:
 
 
 def rival_task(given: Rivals, directory: Path, manifest: Manifest, entry: LibraryEntry, scratch: Path) -> RivalTask:
-    """What rivals compute in the place of a model, with as many threads.
+    """What rivals compute in the place of a model, on the same device and with as many threads.
 
     Args:
         given: The parameter.
@@ -80,6 +80,7 @@ def rival_task(given: Rivals, directory: Path, manifest: Manifest, entry: Librar
         num_threads=threads_here(entry),
         program=find_program(network, scratch / "program") if "torch" in choose_rivals(given) else None,
         inputs=manifest.inputs,
+        device=manifest.device,
     )
 
 

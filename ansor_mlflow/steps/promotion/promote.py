@@ -110,7 +110,12 @@ def rivals_of(options: AliasOptions) -> tuple[Rival, ...]:
 
 
 def host_of(contender: Contender) -> DeviceFingerprint:
-    """This host with the threads that a library runs on here; it may be made for another CPU and for more."""
+    """This host with the threads that a library runs on here; it may be made for another CPU and for more.
+
+    For a library for a GPU it is the GPU of this host.
+    """
+    if contender.manifest.device != "cpu":
+        return Device.resolve(contender.manifest.device, 1).fingerprint
     return Device.resolve("auto", threads_here(contender.entry)).fingerprint
 
 

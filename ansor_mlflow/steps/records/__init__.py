@@ -11,6 +11,7 @@ from ansor_mlflow.steps.records.given import (
     latency_s,
     load_recorded_network,
     lower_for_device,
+    lower_recorded,
 )
 from ansor_mlflow.steps.records.sharing import (
     PoolContents,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from ansor_mlflow import names
-from ansor_mlflow.device import Device, DeviceFingerprint, import_tensor_intrin
+from ansor_mlflow.device import CPU_KIND, Device, DeviceFingerprint, import_tensor_intrin
 from ansor_mlflow.errors import RecordsError, UserInputError, first_line
 from ansor_mlflow.files import write_text
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, TuningTask, lower_sizes
@@ -48,10 +49,19 @@ class Recorded:
     provenance: Provenance | None
     """Where the records of a tuning run come from; None for records from a path."""
 
-    @property
-    def is_of_fleet(self) -> bool:
-        """Whether they are of a tuning run that measured on the servers of a tracker."""
-        return self.provenance is not None and self.provenance.rpc_key is not None
+    @cached_property
+    def device(self) -> Device:
+        """What they are for: this host as the options say; of a tuning run that measured on the servers of a tracker,
+        or is for a GPU, the device of that run, which need not be here.
+
+        Raises:
+            UserInputError: TVM knows no such target, or there are fewer CPUs than threads.
+            RecordsError: What says which device they are for is damaged.
+        """
+        made_for = read_fingerprint(self.records) if self.provenance else None
+        if self.provenance and made_for and (self.provenance.rpc_key or made_for.target["kind"] != CPU_KIND):
+            return Device.elsewhere(made_for)
+        return Device.resolve(self.options.target, self.options.num_threads)
 
 
 @dataclass(frozen=True)
@@ -135,13 +145,22 @@ def load_recorded_network(recorded: Recorded) -> Network:
     return network
 
 
-def lower_for_device(network: Network, options: NetworkOptions) -> NetworkTasks:
-    """Lowers a network for the target and the threads of the options.
+def lower_recorded(recorded: Recorded) -> NetworkTasks:
+    """Loads the network that records are for, and lowers it for their device.
 
     Raises:
-        UserInputError: The target is unknown, there are fewer CPUs than threads, or TVM cannot import the network.
+        UserInputError: There is no such network, or its target or threads are not usable.
+        RecordsError: The tuning run had another version of it.
     """
-    device = Device.resolve(options.target, options.num_threads)
+    return lower_for_device(load_recorded_network(recorded), recorded.options, recorded.device)
+
+
+def lower_for_device(network: Network, options: NetworkOptions, device: Device) -> NetworkTasks:
+    """Lowers a network for a device as the options say.
+
+    Raises:
+        UserInputError: TVM cannot import the network.
+    """
     lowered = lower_sizes(network.models(), device.target, options.lowering, options.network)
     return NetworkTasks(graph=network, device=device, lowered=lowered, is_padded=options.pad_channels == "auto")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ansor_mlflow import names
+from ansor_mlflow.device import is_cpu
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.measuring import TOLERANCES
@@ -32,7 +33,7 @@ from ansor_mlflow.records import (
     target_name,
 )
 from ansor_mlflow.steps.records.fetching import options_of_source
-from ansor_mlflow.steps.records.given import NetworkTasks, find_recorded, load_recorded_network, lower_for_device
+from ansor_mlflow.steps.records.given import NetworkTasks, find_recorded, lower_recorded
 from ansor_mlflow.tuning import COPIES_OF_ARGUMENTS, Outcome, Replayer, argument_bytes, sole_tuner
 
 Status = Literal["pass", "wrong_answer", "failed", "timed_out", "crashed"]
@@ -163,8 +164,12 @@ def verify_records(
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         recorded = find_recorded(options_of_source(options.source, options), Path(scratch))
         databases = [open_database(pair) for pair in find_pairs(recorded.records)]
-        lowered = lower_for_device(load_recorded_network(recorded), recorded.options)
+        lowered = lower_recorded(recorded)
         device = lowered.device
+        if not is_cpu(device.target):
+            raise UserInputError(
+                f"source={options.source}: its records are for a GPU, and only those for CPUs are replayed"
+            )
         device.require_measurable_here()
         candidates = _candidates(databases, device.fingerprint.target)
         others = _num_of_other_targets(databases[-1], device.fingerprint.target)

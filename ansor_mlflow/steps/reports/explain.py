@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import mlflow
 
 from ansor_mlflow import names
-from ansor_mlflow.device import why_not_runnable
+from ansor_mlflow.device import Device, available_cpus, is_cpu
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.measuring import KernelTimes
-from ansor_mlflow.model import PartEntry
+from ansor_mlflow.model import PartEntry, part_entries
 from ansor_mlflow.options import ExplainOptions
 from ansor_mlflow.records import find_records
 from ansor_mlflow.steps.parts import estimated_parts
@@ -27,8 +27,7 @@ from ansor_mlflow.steps.records import (
     best_records,
     find_recorded,
     latency_s,
-    load_recorded_network,
-    lower_for_device,
+    lower_recorded,
     options_of_source,
     sketch_uses,
 )
@@ -108,7 +107,7 @@ def explain_task(options: ExplainOptions) -> Explanation:
     """
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         recorded = find_recorded(options_of_source(options.source, options), Path(scratch))
-        network = lower_for_device(load_recorded_network(recorded), recorded.options)
+        network = lower_recorded(recorded)
         records = best_records(recorded.records, network, Path(scratch))
         task = _choose_task(options, network, records)
         trials = find_records(recorded.records, prefer_winners=False)
@@ -199,7 +198,8 @@ def _explain(
     network_s = sum(t.info.weight * latency_s(records[t.info.index]) for t in tuned)
     num_bytes = argument_bytes(task.mod)
     device = network.device
-    roofline = None if why_not_runnable(device.fingerprint) else measure_roofline(device)
+    is_here = device == Device.of(device.target, min(device.num_threads, available_cpus()))
+    roofline = measure_roofline(device) if is_cpu(device.target) and is_here else None
     return Explanation(
         network=network.network,
         target=device.description,
@@ -209,7 +209,11 @@ def _explain(
         network_s=network_s,
         num_tasks=len(network.tasks) - network.lowered.num_ways,
         num_tuned_tasks=len(records),
-        parts=estimated_parts(network.lowered, network.graph, device, network_s),
+        parts=(
+            estimated_parts(network.lowered, network.graph, device, network_s)
+            if is_here
+            else part_entries(network.lowered)
+        ),
         argument_bytes=num_bytes,
         sketch=use.sketch if use else "",
         own_ratio=use.own_ratio if use else None,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ansor_mlflow.device import Device
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.graphs import PaddedLayer
 from ansor_mlflow.model import PartEntry, part_entries, what_stays
@@ -18,8 +19,8 @@ from ansor_mlflow.steps.records import (
     best_records,
     find_recorded,
     latency_s,
-    load_recorded_network,
     lower_for_device,
+    lower_recorded,
 )
 from ansor_mlflow.tracking import html_table, network_of
 from ansor_mlflow.trials import TaskInfo, TaskState
@@ -135,9 +136,10 @@ def _need(share: float, num_trials: int, index: int) -> tuple[float, int, int]:
 def _network_tasks(options: PlanOptions, scratch: Path) -> tuple[NetworkTasks, dict[int, float]]:
     """The tasks, and the best time in seconds of each task that has a record, by the task's index."""
     if not options.tune_run and not options.records:
-        return lower_for_device(network_of(options), options), {}
+        device = Device.resolve(options.target, options.num_threads)
+        return lower_for_device(network_of(options), options, device), {}
     recorded = find_recorded(options, scratch)
-    network = lower_for_device(load_recorded_network(recorded), recorded.options)
+    network = lower_recorded(recorded)
     records = best_records(recorded.records, network, scratch)
     return network, {index: latency_s(record) for index, record in records.items()}
 

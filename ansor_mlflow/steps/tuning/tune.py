@@ -11,7 +11,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ansor_mlflow import names
-from ansor_mlflow.device import Device, DeviceFingerprint, has_arithmetic, parse_target, resolve_num_threads
+from ansor_mlflow.device import (
+    Device,
+    DeviceFingerprint,
+    describe_gpus,
+    has_arithmetic,
+    is_cpu,
+    parse_target,
+    resolve_num_threads,
+)
 from ansor_mlflow.errors import UserInputError, without_credentials
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower_sizes
 from ansor_mlflow.model import part_entries, require_linker, what_stays
@@ -160,6 +168,10 @@ def prepare_tuning(options: TuneOptions) -> TuningWork:
     """
     network = network_of(options, copy_of_network(options.resume_run) if options.resume_run else "")
     device = _device_of(options)
+    if options.cache_flush and not is_cpu(device.target):
+        raise UserInputError(
+            f"cache_flush=true flushes the caches of a CPU, and target={options.target} is none; leave it out"
+        )
     require_linker(device.fingerprint.machine, options.linker)
     make_cost_model(options.cost_model, device.num_threads, options.seed)
     if options.trials:
@@ -310,6 +322,7 @@ def _provenance(options: TuneOptions, network: Network, device: Device) -> Prove
         host=platform.node(),
         measure={
             **options.model_dump(include={"number", "repeat", "min_repeat_ms", "measure", "cache_flush"}),
+            **({} if is_cpu(device.target) else {"measure": "warm", "gpus": describe_gpus()}),
             **({"rpc_key": options.rpc_key} if options.rpc_tracker else {"cpus": sorted(device.cpus)}),
         },
     )

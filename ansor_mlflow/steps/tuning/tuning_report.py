@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ansor_mlflow import names
-from ansor_mlflow.device import import_tensor_intrin
+from ansor_mlflow.device import import_tensor_intrin, is_cpu
 from ansor_mlflow.files import write_text
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.model import PartEntry, part_entries, what_stays
@@ -98,7 +98,9 @@ class TuningReport:
         return part_entries(self.job.lowered)
 
     def _roofline(self) -> Roofline | None:
-        """Measures the roofs: no program is measured any more."""
+        """Measures the roofs: no program is measured any more. Those of a GPU are not."""
+        if not is_cpu(self.job.device.target):
+            return None
         with _only_warn("roofline"):
             return quick_roofline(self.job.device)
         return None

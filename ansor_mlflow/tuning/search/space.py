@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ansor_mlflow.device import import_tensor_intrin
+from ansor_mlflow.device import import_tensor_intrin, is_cpu, is_gpu
 from ansor_mlflow.sketches import has_sums
 
 if TYPE_CHECKING:
@@ -20,15 +20,20 @@ several times as long to compile, and a search finds one as fast without (docs/a
 def make_space_generator(mod: IRModule, target: Target) -> PostOrderApply:
     """MetaSchedule's generator of design spaces, with its own rules for `target` but a lower limit of unrolling.
 
-    Constants of functions without sums are not packed.
+    Constants of functions without sums are not packed. Tensor cores of a GPU are only for functions that are in 16 bits
+    throughout: of programs that sum in 32 bits on them, TVM 0.27 makes no code of most.
 
     Args:
         mod: Module of the task, with one function "main".
         target: Device that is tuned for; the limit is for CPUs.
     """
     from tvm.s_tir.meta_schedule import TuneContext
-    from tvm.s_tir.meta_schedule.postproc import RewriteLayout
-    from tvm.s_tir.meta_schedule.schedule_rule import ParallelizeVectorizeUnroll, ScheduleRule
+    from tvm.s_tir.meta_schedule.postproc import RewriteLayout, RewriteTensorize
+    from tvm.s_tir.meta_schedule.schedule_rule import (
+        MultiLevelTilingTensorCore,
+        ParallelizeVectorizeUnroll,
+        ScheduleRule,
+    )
     from tvm.s_tir.meta_schedule.space_generator import PostOrderApply
 
     def limited(rule: ScheduleRule) -> ScheduleRule:
@@ -44,9 +49,12 @@ def make_space_generator(mod: IRModule, target: Target) -> PostOrderApply:
     import_tensor_intrin(target.kind.name)
     # only a generator that belongs to a context knows the rules for its target
     default = TuneContext(mod=mod, target=target, space_generator="post-order-apply").space_generator
-    rules = list(default.sch_rules)
+    rules, postprocs = list(default.sch_rules), list(default.postprocs)
+    if is_gpu(target) and "float32" in mod.script():
+        rules = [rule for rule in rules if not isinstance(rule, MultiLevelTilingTensorCore)]
+        postprocs = [each for each in postprocs if not isinstance(each, RewriteTensorize)]
     return PostOrderApply(
-        sch_rules=[limited(rule) for rule in rules] if target.kind.name == "llvm" else rules,
-        postprocs=[each for each in default.postprocs if has_sums(mod) or not isinstance(each, RewriteLayout)],
+        sch_rules=[limited(rule) for rule in rules] if is_cpu(target) else rules,
+        postprocs=[each for each in postprocs if has_sums(mod) or not isinstance(each, RewriteLayout)],
         mutator_probs=dict(default.mutator_probs),
     )

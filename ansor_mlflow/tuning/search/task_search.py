@@ -7,9 +7,11 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ansor_mlflow.device import is_gpu
 from ansor_mlflow.errors import MachineError, first_line
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.records import RecordLog, RecordText
+from ansor_mlflow.sketches import gpu_program
 from ansor_mlflow.tuning.search.candidates import memory_database, replay, replay_all
 from ansor_mlflow.tuning.search.space import make_space_generator
 
@@ -262,16 +264,16 @@ def context_of(task: TuningTask, target: Target, *, mod: IRModule | None = None,
 
 
 def _design_spaces(context: TuneContext, task: TuningTask) -> list[Schedule]:
-    """The spaces of a task; the function alone where TVM's rules do not know what to do with it."""
+    """The spaces of a task; where TVM has no rules for it, the function alone, or, for a GPU, the program of DLight."""
     from tvm.s_tir import Schedule
 
     try:
         return list(context.generate_design_space())
     except RuntimeError as err:
-        _log.warning(
-            "%s: TVM's rules make no program of it (%s); it is measured as it is", task.info.name, first_line(err)
-        )
-        return [Schedule(task.mod)]
+        program = gpu_program(task.mod["main"], context.target) if is_gpu(context.target) else None
+        instead = "it is measured as it is" if program is None else "DLight's is measured"
+        _log.warning("%s: TVM's rules make no program of it (%s); %s", task.info.name, first_line(err), instead)
+        return [program or Schedule(task.mod)]
 
 
 def _choose(programs: Sequence[tuple[str, MeasureCandidate]], limit: int) -> list[tuple[str, MeasureCandidate]]:

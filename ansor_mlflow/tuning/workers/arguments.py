@@ -17,7 +17,7 @@ ArgInfo = tuple[str, str, tuple[int, ...]]
 """How TVM describes an argument: ("TENSOR", dtype, shape)."""
 
 _filled: dict[tuple[int, str, int], Any] = {}
-"""The last task's tensors, in one dimension, by position, dtype and number of elements."""
+"""The last task's tensors, in one dimension, by position, dtype and number of elements; all on one device."""
 
 
 def arg_info(info: Any) -> ArgInfo:
@@ -39,7 +39,7 @@ def argument_bytes(mod: IRModule, besides: Collection[int] = ()) -> int:
     return num_bytes(tuple(arg_info(info) for position, info in found if position not in besides))
 
 
-def random_arguments(args_info: tuple[ArgInfo, ...]) -> list[Any]:
+def random_arguments(args_info: tuple[ArgInfo, ...], device: Any = None) -> list[Any]:
     """Tensors of random numbers: zeros would let denormals and branches distort the time.
 
     Programs of one task differ in the layout of their weights but not in the number of elements, so that they share
@@ -48,20 +48,21 @@ def random_arguments(args_info: tuple[ArgInfo, ...]) -> list[Any]:
 
     Args:
         args_info: What they are.
+        device: Where they are, which is the same in all calls of a process; None for the CPU.
     """
     keys = [(position, dtype, math.prod(shape)) for position, (_, dtype, shape) in enumerate(args_info)]
     if _filled.keys() != set(keys):
         _filled.clear()  # before the new ones take memory
         memory = NewMemory()
-        _filled.update({key: _fill(*key[1:]) for key in keys})
+        _filled.update({key: _fill(*key[1:], device) for key in keys})
         memory.collapse()  # as in a model that is loaded
     return [_filled[key]._create_view(shape, dtype) for key, (_, dtype, shape) in zip(keys, args_info, strict=True)]
 
 
-def _fill(dtype: str, num_elements: int) -> Any:
+def _fill(dtype: str, num_elements: int, device: Any) -> Any:
     import tvm
 
-    device = tvm.cpu(0)
+    device = device or tvm.cpu(0)
     if dtype in ("int32", "int64"):
         return tvm.runtime.tensor(np.zeros(num_elements, dtype), device)
     filled = tvm.runtime.empty((num_elements,), dtype, device)

@@ -108,7 +108,8 @@ def _build(job: Any) -> Path:
     config = {**_PASS_CONFIG, **(pass_config(job.target) if job.as_in_models else {})}
     passes = tir_pipeline(job.target) if job.as_in_models else "default"
     # TVM's own directory of object files would outlive a build that is killed
-    with tempfile.TemporaryDirectory(dir=job.path.parent) as directory, PassContext(config=config):
+    scratch = tempfile.TemporaryDirectory(dir=job.path.parent)
+    with job.target, scratch as directory, PassContext(config=config):
         library = build(mod, target=job.target, pipeline=passes)
         link = partial(_link, compiler=job.compiler)
         library.export_library(str(job.path), fcompile=link, workspace_dir=directory)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,6 +31,10 @@ _SAFETY = 1.1
 """Calls beyond those that just reach `min_repeat_ms`, because a measurement that falls short starts again."""
 _SETUP_S = 3.0
 """Time to load a library, on a busy machine."""
+_GPU_SETUP_S = 20.0
+"""Time in which a process may first use a GPU."""
+_BROKEN_EXIT = 102
+"""Exit code of a worker whose GPU does nothing more for it."""
 _FILL_S_PER_BYTE = 2e-8
 """Time to fill arguments with random numbers: 7e-9 measured for 16-bit floats, less for others."""
 
@@ -45,6 +51,8 @@ class MeasureSettings:
     timeout_s: float
     rest: RestOfNetwork | None = None
     """What passes between two calls of a kernel; None calls it again at once."""
+    device: str = "cpu"
+    """Kind of TVM's device that runs it: cpu or cuda."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,11 @@ def timeout_s_of(job: RunJob, settings: MeasureSettings) -> float:
     if job.best_s is None:
         return settings.timeout_s
     passing_bytes, passing_s = (settings.rest.passing_bytes, settings.rest.passing_s) if settings.rest else (0, 0.0)
-    setup_s = _SETUP_S + _FILL_S_PER_BYTE * (num_bytes(job.args_info) + passing_bytes)
+    setup_s = (
+        _SETUP_S
+        + (0.0 if settings.device == "cpu" else _GPU_SETUP_S)
+        + _FILL_S_PER_BYTE * (num_bytes(job.args_info) + passing_bytes)
+    )
     slowest_s = _TOO_SLOW * job.best_s + passing_s
     full_s = (2 + settings.repeat) * (settings.number * slowest_s + 2 * settings.min_repeat_ms / 1e3)
     return min(settings.timeout_s, setup_s + full_s)
@@ -85,14 +97,29 @@ def measure_program(work: tuple[RunJob, MeasureSettings]) -> tuple[tuple[float, 
     if used != settings.num_threads:
         raise RuntimeError(f"TVM runs on {used} threads in the measuring process, not on {settings.num_threads}")
     library = tvm.runtime.load_module(str(job.path))
-    arguments = random_arguments(job.args_info)
+    device = tvm.device(settings.device)
     around = None if settings.rest is None else _surroundings(settings.rest, settings.num_threads)
-    with watched() as waiting:
+    with watched() as waiting, _ends_with(device):
+        arguments = random_arguments(job.args_info, device)
         if around is None:
-            run_s = _time_alone(library, arguments, job, settings)
+            run_s = _time_alone(library, arguments, job, settings, device)
         else:
             run_s = _time_in_network(library, arguments, job, settings, around)
     return run_s, waiting.share
+
+
+@contextmanager
+def _ends_with(device: Any) -> Iterator[None]:
+    """Ends the process where a program leaves the GPU unusable for it, as one does that writes to a wrong address."""
+    try:
+        yield
+    except Exception:
+        if device.type != "cpu":
+            try:
+                device.sync()
+            except Exception:  # noqa: BLE001 - whatever it says, all programs after this one would fail, too
+                os._exit(_BROKEN_EXIT)
+        raise
 
 
 def _time_in_network(
@@ -133,12 +160,10 @@ def _surroundings(rest: RestOfNetwork, num_threads: int) -> Surroundings:
 
 
 def _time_alone(
-    library: tvm.runtime.Module, arguments: Sequence[Any], job: RunJob, settings: MeasureSettings
+    library: tvm.runtime.Module, arguments: Sequence[Any], job: RunJob, settings: MeasureSettings, device: Any
 ) -> tuple[float, ...]:
     """Times calls one after the other, all on the same arguments."""
-    import tvm
-
-    call_s = _call_s(library["main"], arguments)
+    call_s = _call_s(library["main"], arguments, device)
     if _is_too_slow(call_s, job.best_s):
         return (call_s,)
     shortest_ms = _shortest_ms(settings.min_repeat_ms, call_s, job.best_s)
@@ -146,7 +171,7 @@ def _time_alone(
     enough = math.ceil(_SAFETY * shortest_ms / 1e3 / call_s)
     timer = library.time_evaluator(
         "main",
-        tvm.cpu(0),
+        device,
         number=max(settings.number, enough),
         repeat=settings.repeat,
         min_repeat_ms=shortest_ms,
@@ -167,11 +192,12 @@ def _shortest_ms(min_repeat_ms: int, call_s: float, best_s: float | None) -> int
     return round(min_repeat_ms * min(1.0, _CLOSE * best_s / call_s))
 
 
-def _call_s(function: Callable[..., object], arguments: Sequence[object]) -> float:
+def _call_s(function: Callable[..., object], arguments: Sequence[object], device: Any) -> float:
     """Seconds of the faster of two calls; the first one also pays for cold caches and for starting the threads."""
     seconds = []
     for _ in range(2):
         started = time.perf_counter()
         function(*arguments)
+        device.sync()  # a GPU may only have begun
         seconds.append(time.perf_counter() - started)
     return min(seconds)

@@ -1,0 +1,74 @@
+"""Schedules for GPUs that nothing has measured: DLight's, TVM's rules for each kind of kernel. See ADR 20."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
+    from tvm.s_tir import Schedule
+    from tvm.s_tir.dlight import ScheduleRule
+    from tvm.target import Target
+    from tvm.tirx import PrimFunc
+
+
+def schedule_for_gpu(mod: IRModule) -> IRModule:
+    """A module in which DLight has scheduled each function that had no schedule. To be called in a target's scope."""
+    from tvm.s_tir import dlight
+
+    return dlight.ApplyDefaultSchedule(*_rules())(mod.clone())  # it changes what it is given
+
+
+def gpu_program(function: PrimFunc, target: Target) -> Schedule | None:
+    """DLight's program of a function, with its trace; None where it has none."""
+    for rule in _rules():
+        if (found := rule.apply(function, target, False)) is not None:
+            program: Schedule = found[0] if isinstance(found, list) else found
+            return program
+    return None
+
+
+def _rules() -> Sequence[ScheduleRule]:
+    """Those of TVM's own pipeline for CUDA (relax/backend/cuda/pipeline.py), in its order."""
+    from tvm.s_tir.dlight import gpu
+
+    return (gpu.Matmul(), gpu.GEMV(), gpu.Reduction(), gpu.GeneralReduction(), gpu.Fallback())
+
+
+def unbound_kernels(mod: IRModule) -> list[str]:
+    """Names of the functions with a loop that no thread of a GPU runs: TVM makes no code of them."""
+    from tvm.tirx import PrimFunc
+
+    return [
+        var.name_hint
+        for var, function in mod.functions_items()
+        if isinstance(function, PrimFunc) and not all(map(_is_bound, _statements(function)))
+    ]
+
+
+def _statements(function: Any) -> list[Any]:
+    """What a function does, one after the other: each statement becomes a kernel."""
+    from tvm.s_tir import SBlockRealize
+    from tvm.tirx import SeqStmt
+
+    body = function.body.block.body if isinstance(function.body, SBlockRealize) else function.body
+    return list(body.seq) if isinstance(body, SeqStmt) else [body]
+
+
+def _is_bound(statement: Any) -> bool:
+    from tvm.tirx import AttrStmt, For, ForKind
+    from tvm_ffi import structural_walk
+
+    found: list[Any] = []
+
+    def visit_loop(node: Any) -> None:
+        if node.kind == ForKind.THREAD_BINDING:
+            found.append(node)
+
+    def visit_attribute(node: Any) -> None:
+        if node.attr_key == "thread_extent":
+            found.append(node)
+
+    structural_walk(statement, [(For, visit_loop), (AttrStmt, visit_attribute)], order="post")
+    return bool(found)

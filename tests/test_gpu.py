@@ -1,0 +1,311 @@
+"""NVIDIA's GPUs. The machines of these tests have none: code for CUDA is made here and looked at, and never run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import mlflow
+import pytest
+from helpers.commands import RunCommand, flags
+from helpers.runs_here import newest_run
+
+from ansor_mlflow import names
+from ansor_mlflow.device import Device, describe_gpus, fingerprint, is_cpu, is_gpu, resolve_target, why_not_on_gpu
+from ansor_mlflow.device.gpu import architecture_here, why_no_compiler
+from ansor_mlflow.errors import MachineError, UserInputError
+from ansor_mlflow.lowering import lower
+from ansor_mlflow.model.library import compile_tuned
+from ansor_mlflow.networks.loading import Network
+from ansor_mlflow.records.applicability import why_not_applicable
+from ansor_mlflow.settings import LoweringSettings
+from ansor_mlflow.sketches import gpu_program, schedule_for_gpu, unbound_kernels
+from ansor_mlflow.tuning import LocalBuilder
+from ansor_mlflow.tuning.search.space import make_space_generator
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
+    from tvm.target import Target
+
+pytestmark = pytest.mark.timeout(300)
+
+AMPERE = "cuda -arch=sm_80"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_gpu_here() -> None:
+    """Where there is one, these tests say nothing of how a host without one behaves."""
+    if architecture_here() is not None:
+        pytest.skip("this host has a GPU")
+
+
+# -- targets -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "architecture"),
+    [
+        (AMPERE, "sm_80"),
+        ("cuda -arch=sm_100f", "sm_100f"),
+        ('{"kind": "cuda", "arch": "sm_90a"}', "sm_90a"),
+        ("nvidia/geforce-rtx-3070", "sm_86"),
+        ("nvidia/nvidia-h100", "sm_90a"),
+    ],
+)
+def test_targets_that_say_which_gpu_need_none(spec: str, architecture: str) -> None:
+    target = resolve_target(spec, 2)
+    assert (is_gpu(target), is_cpu(target)) == (True, False)
+    assert target.attrs["arch"] == architecture
+    assert int(target.attrs["max_threads_per_block"]) == 1024
+    assert int(target.attrs["max_shared_memory_per_block"]) >= 48 * 1024
+
+
+def test_what_a_user_says_of_a_gpu_stands() -> None:
+    target = resolve_target("cuda -arch=sm_90 -max_shared_memory_per_block=101376", 2)
+    assert int(target.attrs["max_shared_memory_per_block"]) == 101376
+
+
+@pytest.mark.parametrize("spec", ["cuda", '{"kind": "cuda"}', "cuda -max_num_threads=512"])
+def test_a_target_that_does_not_say_which_gpu(spec: str) -> None:
+    message = r"does not say for which GPU, and .*; give its architecture, such as `cuda -arch=sm_90`, or a tag"
+    with pytest.raises(UserInputError, match=message):
+        resolve_target(spec, 2)
+
+
+def test_a_target_that_does_not_say_which_gpu_is_the_one_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tvm
+
+    said = {"compute_version": "9.0", "max_threads_per_block": 1024, "max_shared_memory_per_block": 49152}
+    monkeypatch.setattr(tvm, "cuda", lambda _: SimpleNamespace(exist=True, device_name="NVIDIA H100", **said))
+    device = Device.of(resolve_target("cuda", 2), 2)
+    assert device.fingerprint.target["arch"] == "sm_90"
+    assert device.fingerprint.cpu_model == "NVIDIA H100"
+    assert device.description == "cuda sm_90"
+
+
+@pytest.mark.parametrize("architecture", ["sm_9", "sm_90x"])
+def test_an_architecture_that_is_none(architecture: str) -> None:
+    with pytest.raises(UserInputError, match=f"'{architecture}' is no architecture of CUDA; write one such as sm_90"):
+        resolve_target(f"cuda -arch={architecture}", 2)
+
+
+@pytest.mark.parametrize(
+    ("made_for", "here", "runs"),
+    [
+        ("sm_80", "sm_80", True),
+        ("sm_80", "sm_86", True),
+        ("sm_86", "sm_80", False),
+        ("sm_80", "sm_90", False),
+        ("sm_90a", "sm_90", True),
+        ("sm_100a", "sm_103", False),
+        ("sm_100f", "sm_103", True),
+        ("sm_100", "sm_120", False),
+    ],
+)
+def test_code_runs_on_later_gpus_of_its_generation(made_for: str, here: str, runs: bool) -> None:
+    assert why_not_on_gpu(made_for, here) == ("" if runs else f"it was made for {made_for}, this is {here}")
+
+
+def test_nothing_is_measured_without_a_gpu() -> None:
+    message = r"it is made for cuda, and .*; use target=auto or, to compile without measuring, trials=0"
+    with pytest.raises(MachineError, match=message):
+        Device.resolve(AMPERE, 1).require_measurable_here()
+
+
+# -- which GPU is here -------------------------------------------------------------------------------------------------
+
+
+def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Puts an `nvidia-smi` into PATH that does what a shell script says."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_model_driver_and_clocks_of_each_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = "NVIDIA H100 80GB HBM3, 570.86.15, 1980 MHz, 2619 MHz, 81559 MiB"
+    expected = "--query-gpu=name,driver_version,clocks.max.sm,clocks.max.memory,memory.total --format=csv,noheader"
+    say(tmp_path, monkeypatch, f'[ "$*" = "{expected}" ] || exit 6\nfor gpu in 0 1; do echo "{row}"; done')
+    gpu = {
+        "model": "NVIDIA H100 80GB HBM3",
+        "driver": "570.86.15",
+        "max_sm_clock": "1980 MHz",
+        "max_memory_clock": "2619 MHz",
+        "memory": "81559 MiB",
+    }
+    assert describe_gpus() == [gpu, gpu]
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo 'NVIDIA-SMI has failed because it could not talk to the driver' >&2; exit 9", "said NVIDIA-SMI has fai"),
+        ("exit 0", "said nothing"),
+        ("echo 'Field \"clocks.max.sm\" is not a valid field to query.'", 'said Field "clocks.max.sm" is not'),
+        ("exec sleep 100", r"did not answer \(TimeoutExpired\)"),
+    ],
+)
+def test_gpus_that_cannot_be_described(
+    script: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(tmp_path, monkeypatch, script)
+    monkeypatch.setattr("ansor_mlflow.device.gpu._SMI_TIMEOUT_S", 1.0)
+    described = describe_gpus()
+    assert isinstance(described, str)
+    assert re.match(f"not known: nvidia-smi {reason}", described)
+
+
+def test_a_host_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert describe_gpus() == "not known: there is no nvidia-smi"
+
+
+def test_the_compiler_that_a_gpu_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TVM_CUDA_COMPILE_MODE", "nvcc")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert why_no_compiler().startswith("nvcc, which TVM_CUDA_COMPILE_MODE names, is not in PATH")
+    tmp_path.joinpath("nvcc").touch(mode=0o755)
+    assert why_no_compiler() == ""
+
+
+# -- code that is made and not run -------------------------------------------------------------------------------------
+
+
+def kernels_of(library: Path) -> dict[str, str]:
+    """The kernels whose source in CUDA a library holds, by their names."""
+    source = library.read_bytes().decode(errors="ignore")
+    definitions = re.split(r'extern "C" __global__ void ', source)[1:]
+    named = [(re.search(r"(?:__launch_bounds__\(\d+\) )?(\w+)\([^;{]*\)\s*(;|\{)", text), text) for text in definitions]
+    return {match[1]: text for match, text in named if match and match[2] == "{"}
+
+
+@pytest.fixture(scope="module")
+def ampere() -> Target:
+    return resolve_target(AMPERE, 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_every_kernel_of_a_network_runs_in_threads_without_a_trial(
+    dtype: str, small_network: Network, ampere: Target, tmp_path: Path
+) -> None:
+    """What they compute only a GPU could tell."""
+    lowered = lower(small_network.model, ampere, LoweringSettings(dtype=dtype))
+    coverage = compile_tuned(lowered, ampere, None, tmp_path / "model.so")
+    assert not coverage.covered
+    assert not coverage.unscheduled
+    kernels = kernels_of(tmp_path / "model.so")
+    assert len(kernels) >= len(lowered.tasks)
+    assert all("threadIdx.x" in body or "blockIdx.x" in body for body in kernels.values())
+
+
+def test_kernels_without_threads_are_found(small_network: Network, ampere: Target) -> None:
+    mod = lower(small_network.model, ampere).mod
+    assert unbound_kernels(mod)
+    with ampere:
+        assert not unbound_kernels(schedule_for_gpu(mod))
+    assert unbound_kernels(mod), "DLight changes what it is given"
+
+
+def test_dlight_stands_in_where_tvms_rules_make_no_program(small_network: Network, ampere: Target) -> None:
+    """Its program has a trace, so that a record of it can be applied."""
+    from tvm.s_tir import Schedule
+
+    for task in lower(small_network.model, ampere).tasks:
+        program = gpu_program(task.mod["main"], ampere)
+        assert program is not None
+        assert not unbound_kernels(program.mod)
+        replayed = Schedule(task.mod)
+        program.trace.apply_to_schedule(replayed, remove_postproc=False)
+        assert not unbound_kernels(replayed.mod)
+
+
+def some_program(mod: IRModule, target: Target) -> IRModule:
+    """The first program of the space of a search that its rules allow for the target."""
+    from tvm.s_tir.meta_schedule import TuneContext
+
+    context = TuneContext(
+        mod=mod, target=target, space_generator=make_space_generator(mod, target), search_strategy="replay-trace"
+    )
+    context.pre_tuning(max_trials=16, num_trials_per_iter=4, design_spaces=context.generate_design_space())
+    candidates = context.generate_measure_candidates()
+    assert candidates
+    program: IRModule = candidates[0].sch.mod
+    return program
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_programs_of_a_search_are_built_in_workers(dtype: str, small_network: Network, ampere: Target) -> None:
+    lowered = lower(small_network.model, ampere, LoweringSettings(dtype=dtype))
+    programs = [some_program(task.mod, ampere) for task in lowered.tasks if "conv" in task.info.name]
+    assert programs
+    with contextlib.closing(LocalBuilder(ampere, max_workers=1, timeout_s=60)) as builder:
+        outcomes = builder.build(programs)
+    assert [outcome.failure for outcome in outcomes] == [""] * len(programs)
+
+
+# -- records and commands ----------------------------------------------------------------------------------------------
+
+
+def test_records_of_a_gpu_are_of_its_model_and_not_of_the_hosts_threads(ampere: Target) -> None:
+    without_model = fingerprint(ampere, 2)
+    a100 = dataclasses.replace(without_model, cpu_model="NVIDIA A100")
+    assert why_not_applicable(dataclasses.replace(a100, num_threads=64), a100) == ""
+    assert why_not_applicable(a100, without_model) == "", "where the GPU is not at hand its records may be compiled"
+    assert "NVIDIA A30" in why_not_applicable(dataclasses.replace(a100, cpu_model="NVIDIA A30"), a100)
+    assert why_not_applicable(fingerprint(resolve_target("cuda -arch=sm_86", 2), 2), without_model)
+
+
+def test_from_a_plan_to_a_model_that_does_not_run_here(
+    run_here: RunCommand,
+    own_directory: Path,
+    small_onnx: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """CUDA is compiled and not run, which the command says."""
+    network = flags({"network": small_onnx, "target": AMPERE})
+    assert run_here("plan", *network) == 0
+    assert run_here("tune", *network) == 3
+    assert "it is made for cuda, and " in capsys.readouterr().err
+    assert run_here("tune", *network, "--trials", "0") == 0
+    tuned = newest_run()
+    assert run_here("records", "verify", tuned.info.run_id) == 2
+    assert "its records are for a GPU, and only those for CPUs are replayed" in capsys.readouterr().err
+    with caplog.at_level(logging.WARNING):
+        assert run_here("compile", "--tune-run", tuned.info.run_id) == 0
+    assert "the library for cuda sm_80 is compiled and was not run: it is made for cuda, and " in caplog.text
+    compiled = newest_run()
+    model_uri = compiled.data.tags[names.TAG_MODEL_URI]
+    assert mlflow.models.get_model_info(model_uri).flavors["python_function"]["config"]["device"] == "cuda"
+    assert run_here("evaluate", "--model-uri", model_uri) == 6
+    assert "no library runs here: not the library for cuda sm_80: " in capsys.readouterr().err
+    evaluated = newest_run()
+    assert evaluated.info.status == "FAILED"
+    assert mlflow.get_run(evaluated.info.run_id).data.tags[names.TAG_EXIT_CODE] == "6"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cache_flush": "true"}, "cache_flush=true flushes the caches of a CPU"),
+        ({"rpc_tracker": "127.0.0.1:1", "rpc_key": "gpu"}, "programs are measured on the CPUs of servers only"),
+    ],
+)
+def test_what_a_gpu_cannot_have(
+    given: dict[str, str],
+    message: str,
+    run_here: RunCommand,
+    own_directory: Path,
+    small_onnx: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parameters = {"network": small_onnx, "target": AMPERE, "trials": 0, **given}
+    assert run_here("tune", *flags(parameters)) == 2
+    assert message in capsys.readouterr().err
