@@ -36,7 +36,7 @@ from ansor_mlflow.trials import (
     estimated_latency_s,
 )
 from ansor_mlflow.tuning.scheduler import GradientScheduler
-from ansor_mlflow.tuning.stopping import outrun_tasks, resolve_num_trials
+from ansor_mlflow.tuning.stopping import outrun_tasks, resolve_num_trials, seemingly_faster
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -181,6 +181,14 @@ def test_in_the_end_a_way_that_is_behind_is_not_measured_again() -> None:
     ways = states(1.0, 1.2, trials=4)
     assert not outrun_tasks(ways)
     assert [state.info.index for state in outrun_tasks(ways, in_the_end=True)] == [1]
+
+
+def test_a_way_that_was_left_out_is_measured_again_where_the_host_became_slower() -> None:
+    ways = states(1.0, 1.2, trials=4)
+    ways[0].confirmed_s = 1.1
+    assert not seemingly_faster(ways)
+    ways[0].confirmed_s = 1.3
+    assert [state.info.index for state in seemingly_faster(ways)] == [1]
 
 
 def test_every_layer_has_its_first_round_before_another_way_does() -> None:

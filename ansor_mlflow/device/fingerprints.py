@@ -7,7 +7,7 @@ import json
 import platform
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +44,11 @@ class DeviceFingerprint:
 
     @property
     def name(self) -> str:
-        """A directory name: readable, and unique by a digest of every field."""
-        digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:10]
-        cpu = self.target.get("mcpu", self.machine)
-        return f"{self.target['kind']}-{cpu}-x{self.num_threads}-{digest}"
+        """A directory name: readable, and unique by a digest of every field, but for the host's threads of a GPU."""
+        kind = self.target["kind"]
+        if kind != CPU_KIND:
+            return f"{kind}-{self.target.get('arch', self.machine)}-{_digest(replace(self, num_threads=1))}"
+        return f"{kind}-{self.target.get('mcpu', self.machine)}-x{self.num_threads}-{_digest(self)}"
 
     @property
     def description(self) -> str:
@@ -66,6 +67,10 @@ class DeviceFingerprint:
     def from_dict(fields: dict[str, Any]) -> DeviceFingerprint:
         """Reads the fields as JSON keeps them, with the features as a list."""
         return DeviceFingerprint(**{**fields, "features": tuple(fields["features"])})
+
+
+def _digest(device: DeviceFingerprint) -> str:
+    return hashlib.sha256(device.to_json().encode()).hexdigest()[:10]
 
 
 def fingerprint(target: Target, num_threads: int) -> DeviceFingerprint:

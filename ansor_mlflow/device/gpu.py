@@ -111,10 +111,12 @@ def why_no_compiler() -> str:
     try:
         if importlib.util.find_spec("cuda.bindings.nvrtc") is None:
             raise ImportError
-        return "" if Path(find_cuda_path(), "include").is_dir() else "CUDA's toolkit has no headers (docs/gpu.md)"
+        root = Path(find_cuda_path())
+        is_complete = any(list(root.glob(where + "include/cuda_runtime.h")) for where in ("", "targets/*/"))
+        return "" if is_complete else f"CUDA's toolkit in {root} has no headers (docs/gpu.md)"
     except ImportError:
         return f"there is no compiler of CUDA: pip install cuda-bindings, or set {_COMPILER}=nvcc (docs/gpu.md)"
-    except RuntimeError:
+    except (RuntimeError, OSError):
         return "there is no toolkit of CUDA, whose headers NVRTC needs: set CUDA_PATH (docs/gpu.md)"
 
 

@@ -220,12 +220,12 @@ def choose_for_gpu(
     """The best of the libraries for NVIDIA's GPUs, if one runs on a GPU such as "sm_90"; and why not each before it."""
     machine = platform.machine()
     rejected = []
-    for entry in sorted(entries, key=lambda entry: entry.fingerprint.target.get("arch") != architecture):
+    for entry in sorted(entries, key=lambda entry: _architecture(entry) != architecture):
         device, made_for = entry.fingerprint, str(entry.fingerprint.target.get("arch"))
         difference = f"it was made for {made_for}, this is {architecture}"
         if device.machine != machine:
             rejected.append(_why_not(entry, f"it is made for {device.machine}, this host is {machine}"))
-        elif made_for.rstrip("af") == architecture:
+        elif _architecture(entry) == architecture:
             return Choice(level="exact", entry=entry, reason=f"it was made for {made_for}"), ()
         elif reason := why_not_on_gpu(made_for, architecture):
             rejected.append(_why_not(entry, reason))
@@ -234,6 +234,11 @@ def choose_for_gpu(
         else:
             rejected.append(_why_not(entry, f"{difference}, and allow_compatible is off"))
     return None, tuple(rejected)
+
+
+def _architecture(entry: LibraryEntry) -> str:
+    """The architecture of a GPU's library, without the letter that says that code is for no later one."""
+    return str(entry.fingerprint.target.get("arch")).rstrip("af")
 
 
 def _why_not(entry: LibraryEntry, reason: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,10 @@ def schedule_for_gpu(mod: IRModule) -> IRModule:
 def gpu_program(function: PrimFunc, target: Target) -> Schedule | None:
     """DLight's program of a function, with its trace; None where it has none."""
     for rule in _rules():
-        if (found := rule.apply(function, target, False)) is not None:
-            program: Schedule = found[0] if isinstance(found, list) else found
-            return program
+        with contextlib.suppress(RuntimeError):  # a rule that does not know what to do with it
+            if (found := rule.apply(function, target, False)) is not None:
+                program: Schedule = found[0] if isinstance(found, list) else found
+                return program
     return None
 
 

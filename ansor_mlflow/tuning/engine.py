@@ -36,7 +36,7 @@ from ansor_mlflow.tuning.search.candidates import log_lines, make_trial, run_job
 from ansor_mlflow.tuning.search.choice import ProgramSearch, make_search
 from ansor_mlflow.tuning.search.memory import release_memory
 from ansor_mlflow.tuning.search.task_search import candidate_of, make_cost_model
-from ansor_mlflow.tuning.stopping import StoppingRules, outrun_tasks
+from ansor_mlflow.tuning.stopping import StoppingRules, outrun_tasks, seemingly_faster
 from ansor_mlflow.tuning.winners import MAX_FINALISTS, Winners
 from ansor_mlflow.tuning.workers.build_queue import BuildQueue
 from ansor_mlflow.tuning.workers.builder import Builder
@@ -403,8 +403,14 @@ class Tuner:
             with self._timed("build_s"):
                 self._offer_earlier()
         with self._timed("confirm_s"):
-            outrun = {state.info.index for state in outrun_tasks(self._states, in_the_end=True)}
-            self._winners.measure_again(self._runner, interrupts.raise_if_received, outrun)
+            self._measure_again(interrupts, without=outrun_tasks(self._states, in_the_end=True))
+            if faster := seemingly_faster(self._states):
+                self._measure_again(interrupts, without=[state for state in self._states if state not in faster])
+
+    def _measure_again(self, interrupts: Interrupts, *, without: Sequence[TaskState]) -> None:
+        """Measures the finalists of all tasks but some, and says in the states what their winners were confirmed at."""
+        indices = {state.info.index for state in without}
+        self._winners.measure_again(self._runner, interrupts.raise_if_received, indices)
         for state in self._states:
             earlier = next(iter(self._log.best(state.info.workload_hash)), None)
             winner = self._winners.of_task(state.info.index, earlier)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ansor_mlflow.errors import TuningError, UserInputError
 from ansor_mlflow.options import SKETCH_TRIALS_PER_TASK, TRIALS_PER_TASK, TuneOptions
@@ -167,6 +167,22 @@ def outrun_tasks(tasks: Iterable[TaskState], *, in_the_end: bool = False) -> lis
 def _lead(total_trials: float) -> float:
     """See `_OUTRUN`."""
     return next((ratio for most, ratio in _OUTRUN if total_trials < most), _OUTRUN[-1][1])
+
+
+def seemingly_faster(tasks: Sequence[TaskState]) -> list[TaskState]:
+    """Tasks without a second measurement whose first is below what another way to compute their layer was confirmed at.
+
+    Where this host became slower in between, ways that were behind look faster than they are.
+    """
+    confirmed_s: dict[str, float] = {}
+    for task in tasks:
+        if task.confirmed_s is not None:
+            confirmed_s[task.info.layer_hash] = min(task.confirmed_s, confirmed_s.get(task.info.layer_hash, math.inf))
+    return [
+        task
+        for task in tasks
+        if task.confirmed_s is None and (task.best_s or math.inf) < confirmed_s.get(task.info.layer_hash, 0.0)
+    ]
 
 
 def require_valid_trials(result: TuningResult) -> None:

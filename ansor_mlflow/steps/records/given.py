@@ -59,6 +59,10 @@ class Recorded:
             RecordsError: What says which device they are for is damaged.
         """
         made_for = read_fingerprint(self.records) if self.provenance else None
+        if self.provenance and self.provenance.rpc_key and made_for is None:
+            raise RecordsError(
+                f"run {self.options.tune_run} does not say which device of a fleet its records are for; tune again"
+            )
         if self.provenance and made_for and (self.provenance.rpc_key or made_for.target["kind"] != CPU_KIND):
             return Device.elsewhere(made_for)
         return Device.resolve(self.options.target, self.options.num_threads)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import mlflow
 
 from ansor_mlflow import names
-from ansor_mlflow.device import Device, available_cpus, is_cpu
+from ansor_mlflow.device import Device, available_cpus, is_cpu, why_not_runnable
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.measuring import KernelTimes
@@ -198,7 +198,8 @@ def _explain(
     network_s = sum(t.info.weight * latency_s(records[t.info.index]) for t in tuned)
     num_bytes = argument_bytes(task.mod)
     device = network.device
-    is_here = device == Device.of(device.target, min(device.num_threads, available_cpus()))
+    this_host = Device.of(device.target, min(device.num_threads, available_cpus()))
+    is_here = device == this_host and not why_not_runnable(device.fingerprint)
     roofline = measure_roofline(device) if is_cpu(device.target) and is_here else None
     return Explanation(
         network=network.network,

@@ -50,7 +50,7 @@ def measure_request(name: str, job: RunJob, settings: MeasureSettings, memory_by
     return json.dumps(
         {
             "job": {**asdict(job), "path": name},
-            "settings": asdict(settings),
+            "settings": {name: value for name, value in asdict(settings).items() if name != "device"},
             "memory_bytes": memory_bytes,
             "limit_s": limit_s,
         }

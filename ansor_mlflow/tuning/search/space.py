@@ -20,8 +20,8 @@ several times as long to compile, and a search finds one as fast without (docs/a
 def make_space_generator(mod: IRModule, target: Target) -> PostOrderApply:
     """MetaSchedule's generator of design spaces, with its own rules for `target` but a lower limit of unrolling.
 
-    Constants of functions without sums are not packed. Tensor cores of a GPU are only for functions that are in 16 bits
-    throughout: of programs that sum in 32 bits on them, TVM 0.27 makes no code of most.
+    Constants of functions without sums are not packed. Tensor cores of a GPU are only for functions without
+    float32: of programs that sum in that on them, TVM 0.27 makes no code of most.
 
     Args:
         mod: Module of the task, with one function "main".

@@ -99,12 +99,13 @@ def measure_program(work: tuple[RunJob, MeasureSettings]) -> tuple[tuple[float, 
     library = tvm.runtime.load_module(str(job.path))
     device = tvm.device(settings.device)
     around = None if settings.rest is None else _surroundings(settings.rest, settings.num_threads)
-    with watched() as waiting, _ends_with(device):
+    with _ends_with(device):
         arguments = random_arguments(job.args_info, device)
-        if around is None:
-            run_s = _time_alone(library, arguments, job, settings, device)
-        else:
-            run_s = _time_in_network(library, arguments, job, settings, around)
+        with watched() as waiting:
+            if around is None:
+                run_s = _time_alone(library, arguments, job, settings, device)
+            else:
+                run_s = _time_in_network(library, arguments, job, settings, around)
     return run_s, waiting.share
 
 
