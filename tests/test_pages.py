@@ -98,8 +98,13 @@ def test_what_was_there_before_is_left_alone() -> None:
 
 
 def test_arguments_of_candidates_get_them() -> None:
-    (tensor,) = random_arguments((("TENSOR", "float32", (2048, 2048)),))
-    assert huge_mib(np.from_dlpack(tensor)) >= 12
+    """Now and then Linux refuses some, or they lie where others were before."""
+    for _ in range(3):
+        (tensor,) = random_arguments((("TENSOR", "float32", (2048, 2048)),))
+        if huge_mib(np.from_dlpack(tensor)) >= 12:
+            return
+        random_arguments(())  # other arguments take the place of these
+    pytest.fail("a quarter of the arguments' memory, or more, is not in huge pages, three times in a row")
 
 
 def test_the_environment_says_what_there_is() -> None:

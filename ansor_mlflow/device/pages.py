@@ -12,6 +12,7 @@ import ctypes
 import errno
 import mmap
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,9 @@ _NUM_TRIED = 4
 """Huge pages that are asked for to see whether there are any: one more than those that lie in the memory as a whole."""
 _MIN_FILLED = 0.9
 """Share of a huge page that must be in memory before, so that a process grows by a tenth at most."""
-_MAX_ATTEMPTS = 3
-"""For a huge page, while Linux answers that something else holds a part of it for a moment: `EAGAIN`."""
+_PAUSES_S = (0.0, 1e-3, 4e-3)
+"""Before each further attempt at a huge page, while Linux answers that something else holds a part of it for a moment:
+`EAGAIN`."""
 _MAPS = Path("/proc/self/maps")
 _ANONYMOUS = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p \S+ \S+ 0 *(?:\[heap\])?$")
 """A line for memory that belongs to no file: proc_pid_maps(5)."""
@@ -91,11 +93,12 @@ class NewMemory:
     def _collapse(self, page: int) -> bool:
         place, size = ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_BYTES)
         self._libc.madvise(place, size, _MADV_HUGEPAGE)  # so that Linux leaves it as it is
-        for _ in range(_MAX_ATTEMPTS):
+        for pause_s in (*_PAUSES_S, 0.0):
             if self._libc.madvise(place, size, _MADV_COLLAPSE) == 0:
                 return True
             if ctypes.get_errno() != errno.EAGAIN:
                 break
+            time.sleep(pause_s)
         return False
 
 
