@@ -134,9 +134,8 @@ def save_model(
         conda_env=_CONDA_ENV_FILE_NAME,
         python_env=_PYTHON_ENV_FILE_NAME,
         code=code,
-        model_config=asdict(
-            LoadOptions(device=manifest.device)
-        ),  # MLflow lets the keys that are here be overridden, and no others
+        # MLflow lets the keys that are here be overridden, and no others
+        model_config=asdict(LoadOptions(device=manifest.device)),
     )
     mlflow_model.add_flavor(names.FLAVOR_NAME, code=code, **manifest.to_dict())
     mlflow_model.model_size_bytes = get_total_file_size(path)

@@ -53,11 +53,10 @@ class DeviceFingerprint:
     @property
     def description(self) -> str:
         """A short name for run names and messages, such as "llvm znver4 ×2" or "cuda sm_90"."""
-        kind, threads = self.target["kind"], f"×{self.num_threads}"
-        words = (
-            [kind, self.target.get("mcpu", ""), threads] if kind == CPU_KIND else [kind, self.target.get("arch", "")]
-        )
-        return " ".join(word for word in words if word)
+        kind = self.target["kind"]
+        if kind != CPU_KIND:
+            return f"{kind} {self.target.get('arch', '')}".rstrip()
+        return " ".join(filter(None, (kind, self.target.get("mcpu"), f"×{self.num_threads}")))
 
     def to_json(self) -> str:
         """The fields as JSON with sorted keys."""
