@@ -22,11 +22,12 @@ class GraphEditor:
 
     Attributes:
         opset: Version of ONNX's own operators.
+        new_constants: Initializers that the nodes put in need.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self.opset = opset_version(model)
-        self._graph = model.graph
+        self.new_constants: list[onnx.TensorProto] = []
         self._constants = {initializer.name: initializer for initializer in model.graph.initializer}
         self._values = value_infos(model)
         self._consumers: dict[str, list[onnx.NodeProto]] = {}
@@ -38,10 +39,10 @@ class GraphEditor:
         self._prefix = ""
         self._num_names = 0
 
-    def rewrite(self, node: onnx.NodeProto, rewriting: Rewriting | None) -> list[onnx.NodeProto]:
-        """What takes the place of a node: itself, if there is no rewriting or it does not apply."""
+    def rewrite(self, node: onnx.NodeProto, rewriting: Rewriting | None) -> list[onnx.NodeProto] | None:
+        """What takes the place of a node; None if there is no rewriting or it does not apply."""
         self._nodes, self._prefix, self._num_names = [], next(filter(None, node.output), ""), 0
-        return self._nodes if rewriting is not None and rewriting(node, self) else [node]
+        return self._nodes if rewriting is not None and rewriting(node, self) else None
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of a tensor; None where it is not known, or not static."""
@@ -71,7 +72,7 @@ class GraphEditor:
     def constant(self, value: Any, dtype: Any = None) -> str:
         """The name of a new constant."""
         tensor = numpy_helper.from_array(np.asarray(value, dtype), self._new_name("constant"))
-        self._graph.initializer.append(tensor)
+        self.new_constants.append(tensor)
         self._constants[tensor.name] = tensor
         return str(tensor.name)
 
@@ -139,12 +140,17 @@ def rewrite(model: onnx.ModelProto, rewritings: Rewritings) -> onnx.ModelProto:
     """
     if opset_version(model) < _FIRST_OPSET or not any(_operator(node) in rewritings for node in model.graph.node):
         return model
+    editor = GraphEditor(model)
+    replaced = [editor.rewrite(node, rewritings.get(_operator(node))) for node in model.graph.node]
+    if not any(replaced):
+        return model
     rewritten = onnx.ModelProto()
     rewritten.CopyFrom(model)
-    editor, graph = GraphEditor(rewritten), rewritten.graph
-    nodes = [new for node in model.graph.node for new in editor.rewrite(node, rewritings.get(_operator(node)))]
+    graph = rewritten.graph
+    nodes = [node for old, new in zip(model.graph.node, replaced, strict=True) for node in new or [old]]
     del graph.node[:]
     graph.node.extend(_used(nodes, graph))
+    graph.initializer.extend(editor.new_constants)
     remove_unused_initializers(graph)
     return rewritten
 

@@ -1,7 +1,8 @@
 """ONNX → Relax → layout → fused tasks.
 
 A tuned schedule is found again by the structural hash of its function, so whatever changes a function here makes
-older records useless: raise `LOWERING_VERSION` with such a change.
+its older records useless: raise `LOWERING_VERSION` with a change that concerns most networks. Where one concerns few
+functions, these are as if they had not been tuned.
 """
 
 from __future__ import annotations

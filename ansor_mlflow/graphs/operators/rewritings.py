@@ -7,6 +7,7 @@ import onnx
 from ansor_mlflow.graphs.editor import Rewritings, rewrite
 from ansor_mlflow.graphs.operators import (
     conv_transpose,
+    convolution,
     cumulative,
     elementwise,
     indexing,
@@ -19,6 +20,7 @@ from ansor_mlflow.graphs.operators import (
 _QUANTIZED: Rewritings = quantized.REWRITINGS
 _OTHERS: Rewritings = {
     **conv_transpose.REWRITINGS,
+    **convolution.REWRITINGS,
     **cumulative.REWRITINGS,
     **elementwise.REWRITINGS,
     **indexing.REWRITINGS,
