@@ -7,19 +7,19 @@ import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 from helpers.commands import RunCommand
+from helpers.exports import branching
 from onnx import TensorProto, helper, numpy_helper
 
 import ansor_mlflow as am
 from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.measuring import checking
-from ansor_mlflow.model.rebuild import BuildJob, build
+from ansor_mlflow.model.rebuild import BuildJob, BuiltLibrary, build
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.loading import load_network
 from ansor_mlflow.steps.bisection import laboratory
@@ -40,7 +40,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> SpoilCompiler:
     """Lets the compiler take something else for some graphs; all of it happens in this process."""
 
     def spoil_compiler(spoil: Spoil) -> None:
-        def build_wrongly(job: BuildJob) -> dict[str, Any]:
+        def build_wrongly(job: BuildJob) -> BuiltLibrary:
             model = onnx.load(job.network)
             spoil(model.graph)
             onnx.save(model, f"{job.network}.wrong")
@@ -98,6 +98,11 @@ def test_nothing_differs(network: Path) -> None:
     assert found.max_rel_error <= found.tolerance == 1e-4
     found.require_equal()
     assert not Path("wrong").exists()
+
+
+def test_nothing_differs_in_a_network_in_parts() -> None:
+    onnx.save(branching(), "branching.onnx")
+    assert am.bisect("branching.onnx").wrong is None
 
 
 def test_an_operator_that_is_wrong_alone(compiler: SpoilCompiler, network: Path) -> None:

@@ -125,6 +125,14 @@ def test_a_chain_stays_padded_to_its_end() -> None:
     assert padded.graph.node[-1].op_type == "Slice"
 
 
+def test_a_single_channel_that_is_repeated_is_sliced() -> None:
+    graph = Graph((1, 3, 8, 8))
+    one = graph.conv("one", "data", 1, 3, 1, 1)
+    graph.node("Mul", "few", one, graph.constant("three", 1, 3, 1, 1))
+    graph.node("Mul", "many", one, graph.constant("twenty", 1, 20, 1, 1))
+    assert_padded(graph.model("few", "many"), 1, one=(8, 3, 1, 1))
+
+
 def test_a_residual_sum_is_padded() -> None:
     graph = Graph((1, 3, 8, 8))
     shortcut = graph.conv("shortcut", "data", 5, 3, 1, 1)

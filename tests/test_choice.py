@@ -29,7 +29,7 @@ from ansor_mlflow.model.choice import (
 from ansor_mlflow.model.loading import load_package
 from ansor_mlflow.model.manifest import Manifest
 from ansor_mlflow.model.package import CompiledNetwork, write_package
-from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process
+from ansor_mlflow.model.rebuild import BuildJob, BuiltLibrary, build_in_child_process
 from ansor_mlflow.model.tuned import TunedModel
 from ansor_mlflow.records.store import RECORD_FILE
 from ansor_mlflow.tensors import random_inputs
@@ -276,10 +276,10 @@ def test_records_of_no_task_here_leave_an_untuned_library(
     """Layers may be padded otherwise here, so that their tasks are others."""
     directory, manifest = make("newer")
 
-    def build(job: BuildJob) -> dict[str, object]:
+    def build(job: BuildJob) -> BuiltLibrary:
         built = build_in_child_process(replace(job, records=""))
         coverage = {"num_covered": 0, "num_tasks": 4, "task_share": 0.0}
-        return {**built, "coverage": coverage} if job.records else built
+        return replace(built, coverage=coverage) if job.records else built
 
     monkeypatch.setattr("ansor_mlflow.model.loading.build_in_child_process", build)
     with pytest.raises(ModelError, match="the network has other tasks here, and none has a record; allow_untuned is"):

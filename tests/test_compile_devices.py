@@ -154,6 +154,13 @@ def refusal(run_here: RunCommand, capsys: pytest.CaptureFixture[str], *args: str
     return error
 
 
+def test_what_is_no_run(
+    log_tuning: LogTuning, run_here: RunCommand, elsewhere: DeviceFingerprint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = log_tuning(elsewhere)
+    assert f"runs:/{run}" in refusal(run_here, capsys, "--tune-run", f"runs:/{run},{run}")
+
+
 def test_runs_of_other_networks(
     log_tuning: LogTuning,
     run_here: RunCommand,

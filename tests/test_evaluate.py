@@ -61,6 +61,17 @@ def test_a_value_that_is_not_finite_is_an_infinite_error(value: float) -> None:
     assert compare_outputs(changed(b=np.array([[value]], np.float32)), EXPECTED) == Deviation(math.inf, math.inf)
 
 
+def test_an_infinity_that_both_have_is_no_error() -> None:
+    """As logits have that are masked."""
+    expected = {"a": np.array([-math.inf, 4.0, 2.0, math.inf], np.float32)}
+    assert compare_outputs(expected, expected) == Deviation(0.0, 0.0)
+    actual = {"a": np.array([-math.inf, 4.0, 3.0, math.inf], np.float32)}
+    assert compare_outputs(actual, expected) == Deviation(1.0, 0.25)
+    only = {"a": np.full(3, -math.inf, np.float32)}
+    assert compare_outputs(only, only) == Deviation(0.0, 0.0)
+    assert compare_outputs({"a": -only["a"]}, only) == Deviation(math.inf, math.inf)
+
+
 def test_an_output_of_another_shape_is_an_infinite_error() -> None:
     assert compare_outputs(changed(b=np.array([0.5], np.float32)), EXPECTED) == Deviation(math.inf, math.inf)
 

@@ -119,6 +119,17 @@ def test_resizing_is_onnxs(host_target: Target, case: str) -> None:
     assert_computes_the_same(model, host_target, IMAGE)
 
 
+def test_resizing_keeps_its_type() -> None:
+    data = {"x": np.zeros((1, 2, 6, 7), np.float16)}
+    scales = {"s": np.array([1, 1, 0.6, 0.8], np.float32)}
+    model = one_operator(
+        "Resize", data, scales, inputs=["x", "", "s"], outputs=[TensorProto.FLOAT16], mode="cubic", opset=19
+    )
+    rewritten = rewrite_operators(model)
+    assert {node.op_type for node in rewritten.graph.node} == {"Add", "Gather", "Identity", "Mul"}
+    onnx.shape_inference.infer_shapes(rewritten, check_type=True, strict_mode=True)
+
+
 def test_a_part_without_elements_is_left_out(host_target: Target) -> None:
     """As a roll by zero is exported; the slice that makes it is gone, too."""
     starts = {"begin": ints(0), "end": ints(0), "axes": ints(1)}
@@ -141,6 +152,9 @@ def test_sizes_may_stand_beside_scales_without_elements(host_target: Target) -> 
     constants = {"none": np.zeros(0, np.float32), "s": ints(1, 2, 12, 14)}
     inputs = ["x", "none", "none", "s"]
     model = one_operator("Resize", IMAGE, constants, inputs=inputs, opset=13, after_conv=True, mode="linear")
+    before = model.SerializeToString()
+    assert len(rewrite_operators(model).graph.node[-1].input[1]) == 0
+    assert model.SerializeToString() == before
     assert not lower(model, host_target).parts
     assert_computes_the_same(model, host_target, IMAGE)
 
@@ -206,6 +220,17 @@ def test_a_model_without_such_operators_stays() -> None:
                 antialias=1,
             ),
             "antialiasing",
+        ),
+        (
+            one_operator(
+                "Resize",
+                {"x": np.zeros((1, 2, 6, 7), np.uint8)},
+                {"s": np.array([1, 1, 0.6, 0.8], np.float32)},
+                inputs=["x", "", "s"],
+                outputs=[TensorProto.UINT8],
+                mode="linear",
+            ),
+            "values between integers",
         ),
         (
             one_operator("ReduceSum", {"x": np.zeros((2, 0, 3), np.float32)}, {"a": ints(1)}),

@@ -15,13 +15,16 @@ from helpers.commands import ROOT, environment, run
 from helpers.exports import branching
 from helpers.untuned import compiled_untuned
 
+from ansor_mlflow import flavor, names
 from ansor_mlflow.device import Device
 from ansor_mlflow.lowering.lower import LoweredNetwork, lower, lower_sizes
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.model.parts import PartEntry, part_entries, timed_parts, what_stays
 from ansor_mlflow.networks.loading import Network, load_network
+from ansor_mlflow.options import EvaluateOptions
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.compiling.paying import FASTER_THERE, losing_parts, measure_parts
+from ansor_mlflow.steps.evaluation.evaluate import evaluate
 from ansor_mlflow.steps.parts import estimated_parts
 
 if TYPE_CHECKING:
@@ -95,6 +98,19 @@ def test_parts_of_an_untuned_library_do_not_pay(
     assert [entry.runs_in for entry in entries] == ["onnxruntime", "tvm"]
     assert entries[0].reasons["Conv"] == FASTER_THERE
     assert len(again.tasks) < len(lowered.tasks)
+
+
+@pytest.mark.usefixtures("new_experiment")
+def test_baselines_have_parts_of_their_own(network: Network, host_target: Target, tmp_path: Path) -> None:
+    """What the model leaves to ONNX Runtime, as it was faster there, TVM computes in what it is compared with."""
+    stays = {0: dict.fromkeys(("first", "mean", "is_positive"), FASTER_THERE)}
+    lowered = lower_sizes(network.models(), host_target, LoweringSettings(), network.name, stays)
+    compiled = compiled_untuned(network, lowered, host_target, tmp_path)
+    assert [entry.runs_in for entry in compiled.parts] == ["onnxruntime", "tvm"]
+    flavor.save_model(compiled, str(tmp_path / "model"), code_paths=[])
+    options = EvaluateOptions(model_uri=str(tmp_path / "model"), instant=True, turns=1, measure_s=0.05, rivals="none")
+    metrics = evaluate(options).metrics
+    assert {names.LATENCY_MS, names.UNTUNED_LATENCY_MS, names.INSTANT_LATENCY_MS} <= metrics.keys()
 
 
 def test_a_library_for_another_machine_is_not_timed(compiled: CompiledNetwork, lowered: LoweredNetwork) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from helpers.commands import RunCommand
+from helpers.runs_here import tune_here
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, save
@@ -115,7 +116,8 @@ def test_records_tell_the_best_time_of_each_task(small_onnx: Path, records: Path
         index, (_, run_secs, *_) = json.loads(line)
         best_s[index] = min(best_s.get(index, FAILED_RUN_S), float(np.mean(run_secs)))
     assert sorted(task.best_s or 0 for task in plan.tasks) == pytest.approx(sorted(best_s.values()))
-    assert plan.notes == (f"The records cover {len(plan.tasks)} of {len(plan.tasks)} tasks, 100.0% of the operations.",)
+    all_tasks = len(plan.tasks)
+    assert plan.notes == (f"The records cover {all_tasks} of {all_tasks} layers, 100.0% of the operations.",)
 
 
 def test_records_of_some_tasks(small_onnx: Path, records: Path) -> None:
@@ -124,7 +126,21 @@ def test_records_of_some_tasks(small_onnx: Path, records: Path) -> None:
     plan = plan_tuning(PlanOptions(network=str(small_onnx), records=str(records)))
     (known,) = (task for task in plan.tasks if task.best_s is not None)
     assert known.flops_share == max(task.flops_share for task in plan.tasks)  # the first to be tuned
-    assert plan.notes[0].startswith(f"The records cover 1 of {len(plan.tasks)} tasks, ")
+    assert plan.notes[0].startswith(f"The records cover 1 of {len(plan.tasks)} layers, ")
+
+
+@pytest.mark.usefixtures("own_directory")
+def test_ways_to_compute_a_layer_are_one_layer(run_here: RunCommand) -> None:
+    network = "conv2d:1,28,28,64,64,3,3,1,1"
+    planned = plan_tuning(PlanOptions(network=network)).tasks
+    shares: dict[str, float] = {}
+    for task in planned:
+        shares[task.info.layer_hash] = max(shares.get(task.info.layer_hash, 0), task.flops_share)
+    assert len(planned) > len(shares)
+    assert sum(shares.values()) == pytest.approx(1)
+    run = tune_here(run_here, network=network, trials=len(planned))
+    plan = plan_tuning(PlanOptions(network=network, tune_run=run.info.run_id))
+    assert plan.notes == (f"The records cover {len(shares)} of {len(shares)} layers, 100.0% of the operations.",)
 
 
 def test_records_of_another_network(small_onnx: Path, records: Path) -> None:

@@ -20,8 +20,9 @@ from onnxruntime.quantization import (
     quantize_static,
 )
 
+from ansor_mlflow.graphs import rewrite_operators
 from ansor_mlflow.lowering.lower import LoweredNetwork, lower
-from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.measuring.reference import ReferenceSession, is_quantized
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.loading import Network, load_network
 from ansor_mlflow.settings import Layout, LoweringSettings
@@ -284,3 +285,21 @@ def test_the_range_of_values_is_onnxs(host_target: Target, values: list[float]) 
     data = {"x": np.array(values, np.float32)}
     outputs = [TensorProto.UINT8, TensorProto.FLOAT, TensorProto.UINT8]
     assert_computes_the_same(one_operator("DynamicQuantizeLinear", data, outputs=outputs), host_target, data)
+
+
+def test_channels_that_are_last_already_stay(tmp_path: Path) -> None:
+    """ONNX Runtime's own optimisations write such convolutions."""
+    data = {"x": np.ones((1, 5, 5, 4), np.uint8)}
+    zero, scale = np.uint8(0), np.float32(0.5)
+    constants = {"xs": scale, "xz": zero, "w": np.ones((6, 4, 3, 3), np.uint8), "ws": scale, "wz": zero}
+    model = one_operator(
+        "QLinearConv",
+        data,
+        {**constants, "ys": scale, "yz": zero},
+        outputs=[TensorProto.UINT8],
+        domain=MICROSOFT,
+        channels_last=1,
+    )
+    assert rewrite_operators(model) is model
+    onnx.save(model, tmp_path / "model.onnx")
+    assert is_quantized(tmp_path / "model.onnx")

@@ -114,6 +114,38 @@ def test_the_new_model_is_the_next_version_of_the_old_one(
     assert str(client.get_model_version_by_alias(registered[0], "champion").version) == "1"
 
 
+def test_a_winner_that_does_not_apply_leaves_the_other_records(
+    tuned: mlflow.entities.Run, compiled: mlflow.entities.Run, run_here: RunCommand
+) -> None:
+    records = records_of(tuned)
+    best = records / names.BEST_DIR
+    first, *lines = read_records(best)
+    changed = [[index, [first[1][0], *rest]] for index, (_, *rest) in lines]
+    (best / RECORD_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in [first, *changed]))
+    write_manifest(records, records / names.MANIFEST_FILE)
+    assert run_here("recompile", "--run", compiled.info.run_id) == 0
+    assert {survivor["fate"] for survivor in survivors(newest_run())} == {"applied"}
+    assert newest_run().data.metrics[names.COVERAGE_TASKS] == 1
+
+
+def test_an_evaluation_of_a_registered_version(compiled: mlflow.entities.Run, run_here: RunCommand) -> None:
+    client, run_id = mlflow.MlflowClient(), compiled.info.run_id
+    name = f"evaluated-{run_id}"
+    mlflow.register_model(compiled.data.tags[names.TAG_MODEL_URI], name)
+    client.set_tag(run_id, names.TAG_STEP, "evaluate")
+    client.set_tag(run_id, names.TAG_MODEL_URI, f"models:/{name}/1")
+    assert run_here("recompile", "--run", run_id) == 0
+    assert client.get_model_version(name, "2").source == newest_run().data.tags[names.TAG_MODEL_URI]
+
+
+def test_a_comparison_has_no_model_of_its_own(
+    compiled: mlflow.entities.Run, run_here: RunCommand, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mlflow.MlflowClient().set_tag(compiled.info.run_id, names.TAG_STEP, "promote")
+    assert run_here("recompile", "--run", compiled.info.run_id) == 2
+    assert "the run has neither a model of its own nor records; give one of compile" in capsys.readouterr().err
+
+
 def test_records_that_do_not_survive_are_named(
     tuned: mlflow.entities.Run, compiled: mlflow.entities.Run, run_here: RunCommand, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,7 +195,7 @@ def test_a_model_of_another_device(
     [
         ([], "run='': it must be a run ID"),
         (["--run", "0" * 32], "cannot read the run 0+: .*not found"),
-        (["--run", "other"], "run=.*: the run has neither a model nor records; give one of compile, tune or main"),
+        (["--run", "other"], "run=.*: the run has neither a model of its own nor records; give one of"),
     ],
 )
 def test_bad_input(

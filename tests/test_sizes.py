@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -35,13 +36,14 @@ from ansor_mlflow.model.sizes import SizeChoice, require_pad
 from ansor_mlflow.model.tuned import TunedModel
 from ansor_mlflow.networks.inputs.sizes import GivenShape, split_sizes
 from ansor_mlflow.networks.loading import Network, load_network
-from ansor_mlflow.options import BisectOptions
+from ansor_mlflow.options import BisectOptions, PromoteOptions
 from ansor_mlflow.serving.pyfunc import PyfuncModel
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.bisection.bisect import bisect_network
 from ansor_mlflow.steps.evaluation.sizes import require_harmless_padding
-from ansor_mlflow.steps.promotion.contest import Contender, _common_sizes
-from ansor_mlflow.tensors import OPEN, NetworkShapes, TensorSpec, random_inputs
+from ansor_mlflow.steps.promotion.contest import Contender, common_sizes
+from ansor_mlflow.steps.promotion.promote import _errors
+from ansor_mlflow.tensors import OPEN, Arrays, NetworkShapes, TensorSpec, random_inputs
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -460,9 +462,49 @@ def test_a_contest_is_held_in_the_sizes_that_both_have(compiled: CompiledNetwork
     middle = manifest.sizes[1]
     single = replace(manifest, inputs=middle.inputs, outputs=middle.outputs, sizes=())
     champion = replace(candidate, version="1", manifest=single)
-    assert _common_sizes(candidate, champion) == _common_sizes(champion, candidate) == [middle]
-    other = replace(champion, manifest=replace(single, inputs=(TensorSpec("x", (1,), "int64"),)))
-    assert _common_sizes(candidate, other) == list(manifest.sizes)
+    assert common_sizes(candidate, champion) == common_sizes(champion, candidate) == [middle]
+    large = replace(champion, manifest=replace(manifest, sizes=manifest.sizes[2:]))
+    small = replace(candidate, manifest=replace(manifest, sizes=manifest.sizes[:2]))
+    with pytest.raises(
+        UserInputError, match="candidate=2: it has none of the sizes of the champion, version 1; compile"
+    ):
+        small.require_interface_of(large)
+
+
+def test_outputs_of_a_champion_are_compared_in_its_sizes(
+    compiled: CompiledNetwork, directory: Path, host_target: Target, tmp_path: Path
+) -> None:
+    def contender(version: str, directory: Path) -> Contender:
+        manifest = Manifest.read(directory)
+        return Contender(version=version, directory=directory, manifest=manifest, entry=manifest.libraries[0])
+
+    network = load_network(str(compiled.network), input_shapes={"ids": [1, list(LENGTHS[:2])]})
+    lowered = lower_sizes(network.models(), host_target, LoweringSettings(), network.name)
+    smaller = replace(compiled_untuned(network, lowered, host_target, tmp_path), network=compiled.network)
+    flavor.save_model(smaller, str(tmp_path / "model"))
+    candidate, champion = contender("2", directory), contender("1", tmp_path / "model")
+    assert champion.has_network_of(candidate)
+    errors = _errors(PromoteOptions(model="words"), candidate, [champion])
+    assert errors.keys() == {"1", "2"}
+    assert all(error.max_rel_error < 1e-5 for error in errors.values())
+
+
+@pytest.mark.parametrize(("lengths", "padded"), [((7, 8), 6), ((4, 7, 8), 6), ((1, 8), 7), ((1, 2), None)])
+def test_what_padding_does_is_looked_at_where_there_is_padding(
+    directory: Path, lengths: tuple[int, ...], padded: int | None
+) -> None:
+    """A size that is one smaller is no input that is padded."""
+    manifest = Manifest.read(directory)
+    (ids,) = manifest.sizes[0].inputs
+    sizes = [replace(manifest.sizes[0], inputs=(replace(ids, shape=(1, length)),)) for length in lengths]
+    seen: list[int] = []
+
+    def compare(examples: Sequence[Arrays]) -> Deviation:
+        seen.extend(example["ids"].shape[1] for example in examples)
+        return Deviation(0.0, 0.0)
+
+    require_harmless_padding(replace(manifest, sizes=tuple(sizes)), compare, 1e-4, seed=0)
+    assert seen == ([] if padded is None else [padded])
 
 
 @pytest.mark.system

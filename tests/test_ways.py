@@ -255,6 +255,10 @@ def test_a_further_way_adds_half_a_task_to_the_budget(preset: str, num_trials: i
     assert resolve_num_trials(options, 7, num_sketched=7, num_ways=4) == num_trials
 
 
+def test_a_way_that_no_sketch_searches_adds_a_whole_task() -> None:
+    assert resolve_num_trials(TuneOptions(space="both"), 7, num_sketched=0, num_ways=4) == 7 * 64
+
+
 def test_metaschedules_space_has_the_direct_way_alone() -> None:
     assert TuneOptions(space="metaschedule").lowering.algorithm == "direct"
     with pytest.raises(UserInputError, match="algorithm=winograd and space=metaschedule"):

@@ -243,6 +243,9 @@ class _Rewriter:
         padding = paddings.pop() if len(paddings) == 1 else None
         if padding is None or (node.op_type in _POOLS and padding.axis == -1):
             return None
+        constants = [self._constants[name].dims for name in node.input if name in self._constants]
+        if any(dims[padding.axis] not in (1, padding.channels) for dims in constants if len(dims) >= -padding.axis):
+            return None  # it repeats a single channel
         return padding
 
     def _padded_input(self, node: onnx.NodeProto, position: int, padding: _Padding) -> str:

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator
 
 import onnx
-from onnx import helper
+from onnx import TensorProto, helper
 
 from ansor_mlflow.networks import message_fields
 
+FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16}
 _LAYERS = {"Conv", "ConvTranspose", "GRU", "Gather", "Gemm", "LSTM", "MatMul", "RNN"}
 _MAX_KEPT_ELEMENTS = 2**16
 """Larger constants of layers are weights, of which nothing is computed beforehand."""

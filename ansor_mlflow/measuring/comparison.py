@@ -46,7 +46,10 @@ class Deviation:
 
 
 def compare_outputs(actual: Arrays, expected: Arrays) -> Deviation:
-    """Compares outputs by name. A missing output, another shape or a NaN is an infinite error."""
+    """Compares outputs by name. A missing output, another shape or a NaN is an infinite error.
+
+    An infinity that both have is none: what is left out of a choice is often minus infinity.
+    """
     differences = [_difference(actual.get(name), reference) for name, reference in expected.items()]
     return Deviation.worst(differences)
 
@@ -66,9 +69,11 @@ def _difference(actual: npt.NDArray[Any] | None, expected: npt.NDArray[Any]) -> 
         return Deviation(float("inf"), float("inf"))
     if expected.size == 0:
         return Deviation(0.0, 0.0)
-    errors = np.abs(actual.astype(np.float64) - expected.astype(np.float64))
+    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
+    is_same_infinity = np.isinf(expected) & (actual == expected)
+    errors = np.abs(np.subtract(actual, expected, out=np.zeros(expected.shape), where=~is_same_infinity))
     if not np.isfinite(errors).all():
         return Deviation(float("inf"), float("inf"))
-    scale = float(np.max(np.abs(expected.astype(np.float64))))
+    scale = float(np.max(np.abs(expected), initial=0.0, where=~is_same_infinity))
     max_abs = float(errors.max())
     return Deviation(max_abs, max_abs / max(scale, _SMALLEST_SCALE))

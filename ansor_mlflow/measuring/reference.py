@@ -53,4 +53,5 @@ def is_quantized(network: Path) -> bool:
     import onnx
 
     graph = onnx.load(network, format="protobuf", load_external_data=False).graph
-    return any(node.op_type in {"DynamicQuantizeLinear", "QuantizeLinear"} for node in graph.node)
+    rounding = {"DynamicQuantizeLinear", "QGemm", "QuantizeLinear"}
+    return any(node.op_type in rounding or node.op_type.startswith("QLinear") for node in graph.node)

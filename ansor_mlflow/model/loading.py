@@ -22,7 +22,6 @@ from ansor_mlflow.model.choice import (
 )
 from ansor_mlflow.model.digests import verify_package
 from ansor_mlflow.model.manifest import LIBRARY_FILE, LibraryEntry, Manifest, records_path
-from ansor_mlflow.model.parts import PartEntry
 from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process, require_builder
 from ansor_mlflow.model.tuned import TunedModel
 from ansor_mlflow.names import NETWORK_FILE
@@ -154,16 +153,15 @@ def _build_library(
         library=str(library),
     )
     built = build_in_child_process(job)
-    coverage = built["coverage"]
-    if attempt.records and not coverage["num_covered"]:
+    if attempt.records and not built.coverage["num_covered"]:
         raise RecordsError("the network has other tasks here, and none has a record")
     kept = {name: value for name, value in provenance.items() if name not in _OF_ANOTHER_DEVICE}
     return LibraryEntry(
         path=attempt.entry.path,
         fingerprint=host,
-        coverage=coverage,
+        coverage=built.coverage,
         provenance={**kept, "built_from": attempt.entry.path},
-        parts=tuple(map(PartEntry.from_dict, built["parts"])),
+        parts=built.parts,
     )
 
 

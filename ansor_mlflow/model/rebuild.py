@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, error_for_exit_code
-from ansor_mlflow.model.parts import part_entries
+from ansor_mlflow.model.parts import PartEntry, part_entries
 from ansor_mlflow.settings import Linker, LoweringSettings
 from ansor_mlflow.tensors import NetworkShapes
 
@@ -45,6 +45,16 @@ class BuildJob:
     """What links it, where the target has another architecture."""
 
 
+@dataclass(frozen=True)
+class BuiltLibrary:
+    """What is known of a library that was built."""
+
+    coverage: dict[str, Any]
+    """See `Coverage.to_dict`; empty for a plain library."""
+    parts: tuple[PartEntry, ...]
+    """Parts of its network, if ONNX Runtime computes some of it: a model's own may be others, by what was measured."""
+
+
 def require_builder() -> None:
     """Checks that libraries can be built here.
 
@@ -62,11 +72,8 @@ def require_builder() -> None:
     require_linker()
 
 
-def build_in_child_process(job: BuildJob) -> dict[str, Any]:
+def build_in_child_process(job: BuildJob) -> BuiltLibrary:
     """Builds a library in a process of its own.
-
-    Returns:
-        The coverage, empty for a plain library, and the parts, as `LibraryEntry` has them in JSON.
 
     Raises:
         AnsorMlflowError: The records do not apply, or the network cannot be compiled here.
@@ -75,14 +82,15 @@ def build_in_child_process(job: BuildJob) -> dict[str, Any]:
     command = [sys.executable, "-c", _CHILD, *sys.path]
     done = subprocess.run(command, input=json.dumps(asdict(job)), capture_output=True, text=True, check=False)
     if done.returncode == 0:
-        return dict(json.loads(done.stdout.splitlines()[-1]))
+        built = json.loads(done.stdout.splitlines()[-1])
+        return BuiltLibrary(built["coverage"], tuple(map(PartEntry.from_dict, built["parts"])))
     message = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
     if done.returncode > 1 and message.startswith("Error: "):
         raise error_for_exit_code(done.returncode, message.removeprefix("Error: "))
     raise MachineError(f"the process that builds the library died ({message}); compile the network on this host")
 
 
-def build(job: BuildJob) -> dict[str, Any]:
+def build(job: BuildJob) -> BuiltLibrary:
     """Builds a library; see `build_in_child_process`."""
     import onnx
 
@@ -94,13 +102,13 @@ def build(job: BuildJob) -> dict[str, Any]:
     target = resolve_target(json.dumps(job.target), job.num_threads)
     models = models_of_sizes(onnx.load_model(job.network), job.network, job.sizes)
     lowered = lower_sizes(models, target, job.lowering, job.network)
-    parts = [asdict(part) for part in part_entries(lowered)]
+    parts = part_entries(lowered)
     if job.plain:
         compile_untuned(lowered, target, Path(job.library), job.linker)
-        return {"coverage": {}, "parts": parts}
+        return BuiltLibrary({}, parts)
     records = Path(job.records) if job.records else None
-    coverage = compile_tuned(lowered, target, records, Path(job.library), linker=job.linker).to_dict()
-    return {"coverage": coverage, "parts": parts}
+    coverage = compile_tuned(lowered, target, records, Path(job.library), linker=job.linker)
+    return BuiltLibrary(coverage.to_dict(), parts)
 
 
 def main() -> None:
@@ -117,4 +125,4 @@ def main() -> None:
         print(f"Error: {err}", file=sys.stderr)
         sys.exit(err.exit_code)
     with os.fdopen(answer, "w") as stdout:
-        json.dump(built, stdout)
+        json.dump(asdict(built), stdout)

@@ -73,6 +73,7 @@ class VirtualMachines:
         self._turns = threading.Semaphore(num_machines)
         self._idle: list[VirtualMachine] = []
         self._instrumented: VirtualMachine | None = None
+        self._timing = threading.Lock()  # of the one that is instrumented
         self._memory = NewMemory() if huge_pages and device == "cpu" else None
         self.huge_pages = HugePages()
         """The memory that is in huge pages: that of the weights, and after a call also that of activations."""
@@ -106,7 +107,7 @@ class VirtualMachines:
         return self._threads.submit(self._seconds_of_kernels, arrays, size).result()
 
     def _seconds_of_kernels(self, arrays: Sequence[npt.NDArray[Any]], size: int) -> list[tuple[str, float]]:
-        with self._turns:
+        with self._turns, self._timing:
             machine = self._instrumented = self._instrumented or self._make(is_instrumented=True)
             self._run_on(machine, arrays, size)
             return list(machine.seconds_of_kernels)

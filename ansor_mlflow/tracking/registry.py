@@ -21,14 +21,17 @@ def registered_versions(model_uri: str) -> list[tuple[str, str]]:
     """The registered models that a logged model is the newest version of, with that version.
 
     Args:
-        model_uri: `models:/m-…`, as logging a model returns it.
+        model_uri: URI of the model, also one of a version of it; no registered model has one that was only saved.
     """
     with translated_errors("read the model registry"):
-        run_id = mlflow.get_logged_model(model_uri.removeprefix("models:/")).source_run_id
+        model_id = mlflow.models.get_model_info(model_uri).model_id
+        if not model_id:
+            return []
+        run_id = mlflow.get_logged_model(model_id).source_run_id
         versions = mlflow.MlflowClient().search_model_versions(f"run_id = '{run_id}'")
     newest: dict[str, int] = {}
     for version in versions:
-        if version.source == model_uri:
+        if version.source == f"models:/{model_id}":
             newest[version.name] = max(newest.get(version.name, 0), int(version.version))
     return [(name, str(version)) for name, version in newest.items()]
 

@@ -44,7 +44,8 @@ def resolve_num_trials(
     """
     if options.trials == "auto":
         of_task = SKETCH_TRIALS_PER_TASK[options.preset]
-        num_trials = of_task * (num_sketched - num_ways) + of_task // 2 * num_ways
+        sketched_ways = min(num_ways, num_sketched)
+        num_trials = of_task * (num_sketched - sketched_ways) + of_task // 2 * sketched_ways
         num_trials += TRIALS_PER_TASK[options.preset] * (num_tasks - num_sketched)
     elif 0 < options.trials < num_tasks - num_ways:
         raise UserInputError(

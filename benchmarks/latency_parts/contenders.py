@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ansor_mlflow.measuring import (
     rival_inference,
     tuned_inference,
 )
-from ansor_mlflow.model import BuildJob, LibraryEntry, Manifest, build_in_child_process, open_library
+from ansor_mlflow.model import LIBRARY_FILE, BuildJob, LibraryEntry, Manifest, build_in_child_process, open_library
 from ansor_mlflow.names import NETWORK_FILE
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import Arrays
@@ -51,8 +51,8 @@ def contenders_of(model: Path, scratch: Path) -> Iterator[tuple[str, MakeInferen
     """
     manifest = Manifest.read(model)
     (entry,) = manifest.libraries
-    yield "untuned", _built(model, manifest, entry, scratch / "untuned.so", plain=True)
-    yield "no trials", _built(model, manifest, entry, scratch / "instant.so", plain=False)
+    yield "untuned", _built(model, manifest, entry, scratch / "untuned", plain=True)
+    yield "no trials", _built(model, manifest, entry, scratch / "instant", plain=False)
     yield OURS, partial(tuned_inference, model)
     task = RivalTask(
         network=model / NETWORK_FILE,
@@ -70,8 +70,10 @@ def time_turn(make_inference: MakeInference, inputs: Arrays) -> Turn:
     return turn
 
 
-def _built(model: Path, manifest: Manifest, entry: LibraryEntry, library: Path, *, plain: bool) -> MakeInference:
+def _built(model: Path, manifest: Manifest, entry: LibraryEntry, directory: Path, *, plain: bool) -> MakeInference:
     """The network without records, as TVM compiles it by itself, or as the sketches choose."""
+    directory.mkdir()
+    library = directory / LIBRARY_FILE
     job = BuildJob(
         network=str(model / NETWORK_FILE),
         sizes=manifest.sizes,
@@ -82,8 +84,8 @@ def _built(model: Path, manifest: Manifest, entry: LibraryEntry, library: Path, 
         lowering=LoweringSettings.among(entry.provenance),
         library=str(library),
     )
-    build_in_child_process(job)
-    return partial(_open, library, manifest, entry)
+    built = build_in_child_process(job)
+    return partial(_open, library, manifest, replace(entry, parts=built.parts))
 
 
 def _open(library: Path, manifest: Manifest, entry: LibraryEntry) -> Inference:

@@ -17,7 +17,7 @@ def print_bisection(bisection: Bisection) -> None:
     out.print(table(["", "~"], bisection.rows()))
     out.print()
     if bisection.wrong is None:
-        out.print("nothing differs from ONNX Runtime without its optimisations")
+        out.print("nothing differs from ONNX Runtime")
     else:
         out.print(f"model, inputs and outputs  {bisection.wrong.directory}")
         out.print(f"compare it                 {bisection.wrong.command}")

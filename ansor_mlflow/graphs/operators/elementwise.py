@@ -7,8 +7,8 @@ import onnx
 from onnx import TensorProto, helper
 
 from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, attributes_of, input_of
+from ansor_mlflow.graphs.nodes import FLOATS
 
-_FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16}
 _QUICK_GELU_ALPHA = 1.702
 """Default of ONNX Runtime's operator QuickGelu."""
 
@@ -30,7 +30,7 @@ def _power(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     """TVM knows powers of one type alone."""
     base, exponent = node.input
     dtype = graph.dtype(base)
-    if dtype not in _FLOATS or graph.dtype(exponent) in (dtype, TensorProto.UNDEFINED):
+    if dtype not in FLOATS or graph.dtype(exponent) in (dtype, TensorProto.UNDEFINED):
         return False
     graph.emit("Pow", base, graph.emit("Cast", exponent, to=dtype), output=node.output[0])
     return True

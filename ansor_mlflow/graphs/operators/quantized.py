@@ -58,6 +58,9 @@ def _same(op_type: str, *kept: str) -> Callable[[onnx.NodeProto, GraphEditor, li
 
 def _conv(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     """Weights are quantised by their first axis, and the bias with the product of both scales."""
+    attributes = attributes_of(node)
+    if attributes.pop("channels_last", 0):  # which ONNX Runtime's own operator has
+        return False
     data = graph.emit("DequantizeLinear", *_present(node, 0, 3))
     weight = graph.emit("DequantizeLinear", *_present(node, 3, 3), axis=0)
     inputs = [data, weight]
@@ -66,7 +69,7 @@ def _conv(node: onnx.NodeProto, graph: GraphEditor) -> bool:
         if values is None or scale is None or weight_scale is None:
             return False
         inputs.append(graph.constant((values * np.float64(scale) * weight_scale).astype(np.float32)))
-    output = graph.emit("Conv", *inputs, **attributes_of(node))
+    output = graph.emit("Conv", *inputs, **attributes)
     graph.emit("QuantizeLinear", output, *_present(node, 6, 2), output=node.output[0])
     return True
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import onnx
+from onnx import TensorProto, helper
 
 from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, attributes_of, input_of
+from ansor_mlflow.graphs.nodes import FLOATS
 
 Array = np.ndarray[Any, Any]
 
@@ -21,11 +23,16 @@ _RANKS = (3, 4, 5)
 """Ranks of what TVM resizes, over all axes but the first two."""
 
 
-def why_not_resized(node: onnx.NodeProto, _graph: GraphEditor) -> str | None:
+def why_not_resized(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
     """Why a Resize is neither TVM's nor rewritten; None if it is."""
     attributes = attributes_of(node)
     if attributes.get("antialias"):
         return "antialiasing"
+    if attributes.get("mode", "nearest") != "nearest" and graph.dtype(node.input[0]) not in {
+        *FLOATS,
+        TensorProto.UNDEFINED,
+    }:
+        return "values between integers"
     cropped = attributes.get("coordinate_transformation_mode") == "tf_crop_and_resize"
     return "a crop of some axes" if cropped and "axes" in attributes else None
 
@@ -40,23 +47,24 @@ def _resize(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     if sizes is None or coordinates == "tf_crop_and_resize":
         return False
     if _is_right_in_tvm(attributes, shape, sizes, coordinates):
-        _leave_out_empty_inputs(node, graph)
-        return False
+        return _without_empty_inputs(node, graph)
     result = data
     for axis, (scale, size) in enumerate(sizes):
         if scale != 1 or size != shape[axis]:
             indices, weights = _taps(shape[axis], size, scale, coordinates, attributes)
-            result = _chosen(result, axis, len(shape), indices, weights, graph)
+            typed = weights.astype(helper.tensor_dtype_to_np_dtype(graph.dtype(data)))
+            result = _chosen(result, axis, len(shape), indices, typed, graph)
     graph.emit("Identity", result, output=node.output[0])
     return True
 
 
-def _leave_out_empty_inputs(node: onnx.NodeProto, graph: GraphEditor) -> None:
+def _without_empty_inputs(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     """Exporters write scales without elements beside sizes, which TVM's importer takes for both."""
-    for place in (1, 2):
-        values = graph.value(input_of(node, place)) if input_of(node, place) else None
-        if values is not None and not values.size:
-            node.input[place] = ""
+    inputs = ["" if (value := graph.value(name)) is not None and not value.size else name for name in node.input]
+    if inputs == list(node.input):
+        return False
+    graph.emit("Resize", *inputs, output=node.output[0], **attributes_of(node))
+    return True
 
 
 REWRITINGS: Rewritings = {("", "Resize"): _resize}

@@ -35,6 +35,8 @@ def torch_inference(task: RivalTask) -> Inference:
     shapes = {spec.name: spec.shape for spec in task.inputs}
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         program, inputs = load_program(task.program, str(task.program), shapes, Path(scratch))
+    if not shapes.keys() >= set(inputs):
+        raise ValueError("the program takes inputs that have a value for good in the model")
     module = torch.compile(program.module().to(task.device))
 
     def run(arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:

@@ -40,10 +40,10 @@ _KEPT = ("tolerance", "layout", "dtype", "pad_channels", "target", "num_threads"
 def bisect_network(options: BisectOptions) -> Bisection:
     """Compiles a network without tuning, and looks for the operator that is compiled wrongly.
 
-    If the outputs of the whole network differ from those of ONNX Runtime without optimisations, the shortest beginning
-    of the graph is searched whose outputs differ. Of its last node a model is made, with the inputs that ONNX Runtime
-    computes; where that is right, of as many nodes before it as it takes. The smallest model that shows a difference is
-    saved with its inputs.
+    If the outputs of the whole network differ from those of ONNX Runtime, the shortest beginning of the graph is
+    searched whose outputs differ. Of its last node a model is made, with the inputs that ONNX Runtime computes; where
+    that is right, of as many nodes before it as it takes. The smallest model that shows a difference is saved with its
+    inputs.
 
     Raises:
         AnsorMlflowError: The options are not usable, or the whole network cannot be compiled or run.

@@ -64,7 +64,7 @@ class Laboratory:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def compare(self, model: onnx.ModelProto, examples: Sequence[Arrays]) -> list[Comparison]:
-        """Compares a model with ONNX Runtime without optimisations, on several examples.
+        """Compares a model with ONNX Runtime, on several examples.
 
         Args:
             model: The model.
@@ -77,8 +77,6 @@ class Laboratory:
         inputs, library = input_specs(model), path.with_name(LIBRARY_FILE)
         given = [{spec.name: example[spec.name] for spec in inputs} for example in examples]
         expected = self._reference(path, given)
-        entry = LibraryEntry(path=LIBRARY_FILE, fingerprint=self.device.fingerprint, coverage={}, provenance={})
-        manifest = Manifest(network="", inputs=inputs, outputs=output_specs(model), libraries=(entry,), files={})
         job = BuildJob(
             network=str(path),
             records="",
@@ -88,7 +86,15 @@ class Laboratory:
             lowering=self.lowering,
             library=str(library),
         )
-        build_in_child_process(job)
+        built = build_in_child_process(job)
+        entry = LibraryEntry(
+            path=LIBRARY_FILE,
+            fingerprint=self.device.fingerprint,
+            coverage=built.coverage,
+            provenance={},
+            parts=built.parts,
+        )
+        manifest = Manifest(network="", inputs=inputs, outputs=output_specs(model), libraries=(entry,), files={})
         actual = outputs_of(partial(library_inference, library, manifest, entry), given)
         return [Comparison.of(*found) for found in zip(given, actual, expected, strict=True)]
 

@@ -117,8 +117,8 @@ def _recipes_for_devices(options: CompileOptions, scratch: Path) -> tuple[Networ
             "allow_target_mismatch with several tuning runs: each is compiled for its own device; leave it out"
         )
     tuned = []
-    for tune_run in options.tune_runs:
-        directory = scratch / tune_run
+    for number, tune_run in enumerate(options.tune_runs):
+        directory = scratch / str(number)
         directory.mkdir()
         recorded = find_recorded(options.model_copy(update={"tune_run": tune_run}), directory)
         tuned.append(TunedDevice.of(recorded, options.linker))

@@ -20,7 +20,7 @@ from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, TuningTask
 from ansor_mlflow.model import Coverage, Manifest, require_linker
 from ansor_mlflow.networks import Network
 from ansor_mlflow.options import NetworkOptions, RecompileOptions, RecordsOptions, load_options
-from ansor_mlflow.records import Database, RecordPair, RecordText, write_pair
+from ansor_mlflow.records import Database, RecordPair, RecordText, find_pairs, write_pair
 from ansor_mlflow.steps.compiling.compile import Recipe, build_libraries, log_model
 from ansor_mlflow.steps.records import (
     distill_for_device,
@@ -95,14 +95,16 @@ def recompile(options: RecompileOptions) -> RecompileResult:
         survivors: list[Survivor] = []
 
         def write_best(lowered: LoweredNetwork, device: Device, best: Path) -> str:
-            fastest = Path(scratch, names.BEST_DIR)
-            mismatch = distill_for_device(
-                source.records,
-                device.fingerprint,
-                fastest,
-                keep=_MAX_CANDIDATES,
-                allow_mismatch=options.allow_target_mismatch,
-            )
+            fastest: list[Path] = []
+            for pair in find_pairs(source.records):
+                fastest.append(Path(scratch, f"fastest{len(fastest)}"))
+                mismatch = distill_for_device(
+                    pair.records,
+                    device.fingerprint,
+                    fastest[-1],
+                    keep=_MAX_CANDIDATES,
+                    allow_mismatch=options.allow_target_mismatch,
+                )
             survivors[:] = _write_applying(fastest, lowered.tasks, device.target, best)
             return mismatch
 
@@ -148,9 +150,10 @@ class _Source:
             UserInputError: There is neither.
         """
         run_id, model_uri, tune_run = old.info.run_id, old.data.tags.get(names.TAG_MODEL_URI, ""), tuning_of(old)
-        if not model_uri and not tune_run:
+        is_comparison = old.data.tags.get(names.TAG_STEP) == "promote"
+        if is_comparison or not (model_uri or tune_run):
             raise UserInputError(
-                f"run={run_id}: the run has neither a model nor records; give one of compile, tune or main"
+                f"run={run_id}: the run has neither a model of its own nor records; give one of compile, tune or main"
             )
         options: NetworkOptions
         device = None
@@ -198,14 +201,23 @@ def _provenance(options: NetworkOptions, tune_run: str, run_id: str, model_uri: 
     }
 
 
-def _write_applying(fastest: Path, tasks: Sequence[TuningTask], target: Target, best: Path) -> list[Survivor]:
-    """Writes for each task the fastest record that applies, and says what became of every workload's records."""
-    database = Database(RecordPair.in_directory(fastest))
+def _write_applying(fastest: Sequence[Path], tasks: Sequence[TuningTask], target: Target, best: Path) -> list[Survivor]:
+    """Writes for each task the first record that applies, and says what became of every workload's records.
+
+    Args:
+        fastest: Directories of databases: of winners, which were measured twice, before those of all records.
+        tasks: Those of the network.
+        target: Their device.
+        best: Directory of the new database.
+    """
     by_hash: dict[str, list[RecordText]] = {}
-    for record in database.records:
-        hash_ = str(database.hashes[record.workload])
-        by_hash.setdefault(hash_, []).append(RecordText(record.run_s, database.fields(record)))
-    workloads = dict(zip(database.hashes, database.workloads, strict=True))
+    workloads: dict[str, str] = {}
+    for directory in fastest:
+        database = Database(RecordPair.in_directory(directory))
+        for record in database.records:
+            hash_ = str(database.hashes[record.workload])
+            by_hash.setdefault(hash_, []).append(RecordText(record.run_s, database.fields(record)))
+            workloads[hash_] = database.workloads[record.workload]
     tasks_by_hash = {task.info.workload_hash: task for task in tasks}
     applied: dict[str, RecordText] = {}
     survivors = []

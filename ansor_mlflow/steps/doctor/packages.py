@@ -81,7 +81,7 @@ def _fits(requirement: Requirement, found: str | None) -> bool:
 def check_engine(timeout_s: float) -> Check:
     """Makes a TuneContext of MetaSchedule beside XGBoost, in a child process: a mismatch may end the process."""
     name = "TVM"
-    fix = "reinstall what the line `versions` names, or make a new environment with `pip install ansor_mlflow`"
+    fix = "reinstall what the line `versions` names, or install this package in a new environment"
     try:
         done = subprocess.run(
             [sys.executable, "-c", _CONSTRUCT], capture_output=True, text=True, timeout=timeout_s, check=False

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from ansor_mlflow.measuring import (
     tuned_inference,
 )
 from ansor_mlflow.model import (
+    LIBRARY_FILE,
     BuildJob,
     LibraryEntry,
     Manifest,
@@ -155,10 +156,12 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path, server: N
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         builds = _build_baselines(options, manifest, directory, entry, Path(scratch))
         if on_server:
-            libraries = {_TUNED: directory / entry.path, **builds}
+            libraries = {_TUNED: (directory / entry.path, entry), **builds}
             latencies, distrust = on_server.measure(libraries, of_each_size, options.turns, options.measure_s)
         else:
-            baselines = {name: partial(library_inference, build, manifest, entry) for name, build in builds.items()}
+            baselines = {
+                name: partial(library_inference, path, manifest, built) for name, (path, built) in builds.items()
+            }
             latencies = _measure(options, of_each_size, {_TUNED: tuned, **timed, **baselines}, noise)
     metrics |= _latency_metrics(latencies, sizes, entry.provenance.get("estimated_latency_ms"))
     metrics |= rival_metrics(rivals, latencies, latencies[_TUNED].median_ms)
@@ -265,12 +268,16 @@ def _check(
 
 def _build_baselines(
     options: EvaluateOptions, manifest: Manifest, directory: Path, entry: LibraryEntry, scratch: Path
-) -> dict[str, Path]:
-    """Builds the same network as TVM does by itself, and, where it is asked for, as sketches choose without trials."""
+) -> dict[str, tuple[Path, LibraryEntry]]:
+    """Builds the same network as TVM does by itself, and, where it is asked for, as sketches choose without trials.
+
+    Their parts may be others than those of the model, which leaves to ONNX Runtime what was faster there.
+    """
     libraries = {}
     for name in (_UNTUNED, _INSTANT) if options.instant else (_UNTUNED,):
         _log.info("building the baseline: %s", name)
-        libraries[name] = scratch / f"{name}.so"
+        library = scratch / name / LIBRARY_FILE
+        library.parent.mkdir()
         job = BuildJob(
             network=str(directory / names.NETWORK_FILE),
             sizes=manifest.sizes,
@@ -279,10 +286,11 @@ def _build_baselines(
             target=entry.fingerprint.target,
             num_threads=entry.fingerprint.num_threads,
             lowering=LoweringSettings.among(entry.provenance),
-            library=str(libraries[name]),
+            library=str(library),
             linker=options.linker,
         )
-        build_in_child_process(job)
+        built = build_in_child_process(job)
+        libraries[name] = library, replace(entry, parts=built.parts)
     return libraries
 
 

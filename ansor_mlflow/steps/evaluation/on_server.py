@@ -43,13 +43,17 @@ class ModelOnServer:
             MachineError: The server, or the process of the reference, is lost.
         """
         expected = expected_of(network, available_cpus(), examples)
-        outputs = self.server.run(self._work(library, examples, None)).outputs
+        outputs = self.server.run(self._work(library, self.entry, examples, None)).outputs
         return Deviation.worst([compare_outputs(*pair) for pair in zip(outputs, expected, strict=True)])
 
     def measure(
-        self, libraries: Mapping[str, Path], of_each_size: Sequence[Arrays], turns: int, measure_s: float
+        self,
+        libraries: Mapping[str, tuple[Path, LibraryEntry]],
+        of_each_size: Sequence[Arrays],
+        turns: int,
+        measure_s: float,
     ) -> tuple[dict[str, Latency], str]:
-        """Times libraries in turns.
+        """Times libraries, each with its entry, in turns.
 
         Returns:
             Their latencies, and why they cannot be trusted; empty where they can.
@@ -60,8 +64,8 @@ class ModelOnServer:
         samples_s: dict[str, list[float]] = {name: [] for name in libraries}
         waited = []
         for _ in range(turns):
-            for name, library in libraries.items():
-                reply = self.server.run(self._work(library, of_each_size, measure_s))
+            for name, (library, entry) in libraries.items():
+                reply = self.server.run(self._work(library, entry, of_each_size, measure_s))
                 samples_s[name] += reply.samples_s
                 waited.append(reply.waited)
         num_disturbed = sum(share > DISTURBED for share in waited)
@@ -73,7 +77,9 @@ class ModelOnServer:
             )
         return {name: Latency(np.array(seconds) * 1e3) for name, seconds in samples_s.items()}, distrust
 
-    def _work(self, library: Path, examples: Sequence[Arrays], measure_s: float | None) -> NetworkWork:
+    def _work(
+        self, library: Path, entry: LibraryEntry, examples: Sequence[Arrays], measure_s: float | None
+    ) -> NetworkWork:
         return NetworkWork(
-            library=library, network=self.manifest, entry=self.entry, examples=tuple(examples), measure_s=measure_s
+            library=library, network=self.manifest, entry=entry, examples=tuple(examples), measure_s=measure_s
         )

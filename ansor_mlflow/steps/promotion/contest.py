@@ -111,6 +111,11 @@ class Contender:
                     f"candidate={self.version}: its {kind} are {given}, those of the champion, version "
                     f"{champion.version}, are {wanted}; register it as another model"
                 )
+        if not common_sizes(self, champion):
+            raise UserInputError(
+                f"candidate={self.version}: it has none of the sizes of the champion, version {champion.version}; "
+                "compile it for one of them, too, or register it as another model"
+            )
 
 
 def _described(specs: tuple[TensorSpec, ...]) -> str:
@@ -171,7 +176,7 @@ def compete(candidate: Contender, champion: Contender, options: PromoteOptions) 
     noise = MachineNoise()
     test = SequentialTest(confidence=options.confidence, margin=options.min_improvement, max_turns=options.max_turns)
     times: dict[str, list[float]] = {candidate.version: [], champion.version: []}
-    sizes = {c.version: _common_sizes(c, other) for c, other in ((candidate, champion), (champion, candidate))}
+    sizes = {c.version: common_sizes(c, other) for c, other in ((candidate, champion), (champion, candidate))}
     _log.info("measuring version %s against %s", candidate.version, _called(champion.version))
     for look in test.looks:
         for turn in range(len(times[candidate.version]), look):
@@ -196,11 +201,10 @@ def compete(candidate: Contender, champion: Contender, options: PromoteOptions) 
     )
 
 
-def _common_sizes(contender: Contender, other: Contender) -> list[NetworkShapes]:
-    """The sizes that a contender is timed with: those that both have, if there are any."""
-    sizes = all_sizes(contender.manifest)
+def common_sizes(contender: Contender, other: Contender) -> list[NetworkShapes]:
+    """The sizes of a contender that the other has, too: those in which both are compared."""
     others = {size.inputs for size in all_sizes(other.manifest)}
-    return [size for size in sizes if size.inputs in others] or list(sizes)
+    return [size for size in all_sizes(contender.manifest) if size.inputs in others]
 
 
 def _median_ms(

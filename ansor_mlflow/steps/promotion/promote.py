@@ -24,9 +24,8 @@ from ansor_mlflow.measuring import (
 from ansor_mlflow.model import threads_here
 from ansor_mlflow.options import AliasOptions, PromoteOptions
 from ansor_mlflow.settings import LoweringSettings, Rival
-from ansor_mlflow.steps.promotion.contest import Contender, Contest, compete
+from ansor_mlflow.steps.promotion.contest import Contender, Contest, common_sizes, compete
 from ansor_mlflow.steps.promotion.decision import Promotion, PromotionOutcome
-from ansor_mlflow.tensors import all_sizes
 from ansor_mlflow.tracking import (
     StepRun,
     aliases_of,
@@ -177,11 +176,13 @@ def _compare(options: PromoteOptions, candidate: Contender, champions: Sequence[
 
 def _errors(options: PromoteOptions, candidate: Contender, champions: Sequence[Contender]) -> dict[str, Deviation]:
     """How far the outputs of the candidate, and of champions with the same network, are from the reference."""
-    examples = choose_examples(options.data, all_sizes(candidate.manifest), options.seed)
-    _log.info("comparing outputs with ONNX Runtime's on %d inputs", len(examples))
-    same = [champion for champion in champions if champion.has_network_of(candidate)]
-    runs = {contender.version: contender.make_inference for contender in (candidate, *same)}
-    return compare_with_reference(runs, candidate.network, threads_here(candidate.entry), examples)
+    errors: dict[str, Deviation] = {}
+    for contender in (candidate, *(champion for champion in champions if champion.has_network_of(candidate))):
+        examples = choose_examples(options.data, common_sizes(candidate, contender), options.seed)
+        _log.info("comparing outputs with ONNX Runtime's on %d inputs", len(examples))
+        runs = {contender.version: contender.make_inference}
+        errors |= compare_with_reference(runs, candidate.network, threads_here(candidate.entry), examples)
+    return errors
 
 
 def _outcome(contests: Sequence[Contest]) -> tuple[PromotionOutcome, str]:

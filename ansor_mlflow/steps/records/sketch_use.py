@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ansor_mlflow import names
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.records import FAILED_RUN_S, Database, RecordPair
 from ansor_mlflow.sketches import find_decision, find_programs
@@ -16,45 +17,54 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SketchUse:
-    """The sketch of a task's fastest record."""
+    """The sketch of a task's winner, or, before there are winners, of its fastest record."""
 
     sketch: str
     """It and its decisions, in words; empty for a program of MetaSchedule's space."""
     best_s: float
-    """Seconds per call of that record."""
+    """Seconds per call of that record, as it was first measured."""
     own_ratio: float | None
-    """Time of the program that is taken without a trial, over that of the fastest one; None where it was not
-    measured."""
+    """Time of the program that is taken without a trial, over that of this one; None where it was not measured. It is
+    below 1 where the winner was the faster one in the second measurements alone."""
 
 
 def sketch_uses(pair: RecordPair, tasks: Sequence[TuningTask], target: Target) -> dict[str, SketchUse]:
     """The sketches of those tasks that have a valid record, by the hash of their workload.
 
     Args:
-        pair: All records, not the winners alone: times are compared as they were first measured.
+        pair: All records; winners are looked for beside them. Times are compared as they were first measured.
         tasks: Tasks of a network.
         target: What they were tuned for.
     """
-    database = Database(pair)
-    times: dict[str, dict[str, float]] = {task.info.workload_hash: {} for task in tasks}
-    with pair.records.open("rb") as file:
-        for record in database.records:
-            hash_ = database.hashes[record.workload]
-            if hash_ in times and record.run_s < FAILED_RUN_S:
-                file.seek(record.offset)
-                text = file.read(record.length).decode(errors="replace")  # a line may be damaged in the middle
-                of_task, decision = times[hash_], find_decision(text)
-                of_task[decision] = min(record.run_s, of_task.get(decision, record.run_s))
+    hashes = {task.info.workload_hash for task in tasks}
+    times = _times(pair, hashes)
+    winners = RecordPair.in_directory(pair.root / names.BEST_DIR)
+    won = _times(winners, hashes) if winners.exists() else {}
     return {
-        task.info.workload_hash: _use_of(task, target, of_task)
+        hash_: _use_of(task, target, times[hash_], won.get(hash_, {}))
         for task in tasks
-        if (of_task := times[task.info.workload_hash])
+        if (hash_ := task.info.workload_hash) in times
     }
 
 
-def _use_of(task: TuningTask, target: Target, times: dict[str, float]) -> SketchUse:
-    """What was found for a task, from the time of each decision; "" stands for MetaSchedule's programs."""
-    best = min(times, key=lambda decision: times[decision])
+def _times(pair: RecordPair, hashes: Set[str]) -> dict[str, dict[str, float]]:
+    """The best time of each decision in seconds, by the hash of the workload; "" stands for MetaSchedule's programs."""
+    database = Database(pair)
+    times: dict[str, dict[str, float]] = {}
+    with pair.records.open("rb") as file:
+        for record in database.records:
+            hash_ = database.hashes[record.workload]
+            if hash_ in hashes and record.run_s < FAILED_RUN_S:
+                file.seek(record.offset)
+                text = file.read(record.length).decode(errors="replace")  # a line may be damaged in the middle
+                of_task, decision = times.setdefault(str(hash_), {}), find_decision(text)
+                of_task[decision] = min(record.run_s, of_task.get(decision, record.run_s))
+    return times
+
+
+def _use_of(task: TuningTask, target: Target, times: dict[str, float], won: dict[str, float]) -> SketchUse:
+    """What was found for a task, from the first time of each decision, and the second one of the winner's."""
+    best = min(won.keys() & times.keys() or times, key=lambda decision: times[decision])
     programs = find_programs(task.mod, target)
     own_s = times.get(programs.first_decision) if programs else None
     return SketchUse(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ class PlannedTask:
 
     info: TaskInfo
     flops_share: float
-    """Share of the network's floating point operations, from 0 to 1."""
+    """Share of the network's floating point operations, from 0 to 1: those of its layers, computed directly."""
     best_s: float | None
     """Seconds per call of the fastest record there is so far."""
     num_trials: int
@@ -152,7 +152,7 @@ def _planned(
     num_trials = resolve_num_trials(budget, len(tasks), num_sketched=num_sketched, num_ways=len(tasks) - num_layers)
     rules = StoppingRules(budget, num_trials, len(tasks))
     first_pass = rules.round_limit(TaskState(info=tasks[0]), len(tasks), total_trials=0, elapsed_s=0.0)
-    total_flops = sum(task.weight * task.flops for task in tasks)
+    total_flops = sum(_flops_of_layers(tasks).values())
     shares = [task.weight * task.flops / total_flops if total_flops else 0.0 for task in tasks]
     trials = share_trials(shares, num_trials, least=first_pass, most=options.trials_per_task or num_trials)
     return tuple(
@@ -167,6 +167,14 @@ def _planned(
     )
 
 
+def _flops_of_layers(tasks: Iterable[TaskInfo]) -> dict[str, float]:
+    """Operations of each layer in all of its calls, by its hash: of its ways the one with the most, which is direct."""
+    flops: dict[str, float] = {}
+    for task in tasks:
+        flops[task.layer_hash] = max(flops.get(task.layer_hash, 0.0), task.weight * task.flops)
+    return flops
+
+
 def _padding_note(layer: PaddedLayer, is_padded: bool) -> str:
     action = "it is computed with" if is_padded else "pad_channels=auto computes it with"
     return (
@@ -176,6 +184,7 @@ def _padding_note(layer: PaddedLayer, is_padded: bool) -> str:
 
 
 def _coverage_note(tasks: Sequence[PlannedTask]) -> str:
-    covered = [task for task in tasks if task.best_s is not None]
-    flops_share = sum(task.flops_share for task in covered)
-    return f"The records cover {len(covered)} of {len(tasks)} tasks, {flops_share:.1%} of the operations."
+    layers = _flops_of_layers(task.info for task in tasks)
+    covered = {task.info.layer_hash for task in tasks if task.best_s is not None}
+    flops_share = sum(layers[layer] for layer in covered) / (sum(layers.values()) or 1)
+    return f"The records cover {len(covered)} of {len(layers)} layers, {flops_share:.1%} of the operations."

@@ -34,8 +34,8 @@ def cluster_address(options: TuneOptions) -> str:
         _host_port(address)
     if importlib.util.find_spec("ray") is None:
         raise MachineError(
-            f"build_workers={given}: Ray must be installed here and on the nodes; pip install 'ansor_mlflow[ray]', or "
-            "build on this host with build_workers=auto"
+            f"build_workers={given}: Ray must be installed here and on the nodes, of the release that this "
+            "package's extra `ray` names; or build on this host with build_workers=auto"
         )
     return address
 
