@@ -23,6 +23,7 @@ from ansor_mlflow.lowering import lower
 from ansor_mlflow.model import Manifest
 from ansor_mlflow.model.choice import choose_for_server
 from ansor_mlflow.networks.loading import load_network
+from ansor_mlflow.tuning.fleet.networks import NetworkReply, NetworkServer, NetworkWork
 from ansor_mlflow.tuning.fleet.remote import read_arrays, write_arrays
 
 if TYPE_CHECKING:
@@ -66,8 +67,22 @@ def in_parts(host_target: Target, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.mark.parametrize(("model", "key"), [("plain", OF_TVM), ("in_parts", "")])
 def test_a_model_is_checked_and_timed_on_a_server(
-    model: str, key: str, fleet: Fleet, run_here: RunCommand, own_directory: Path, request: pytest.FixtureRequest
+    model: str,
+    key: str,
+    fleet: Fleet,
+    run_here: RunCommand,
+    own_directory: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    libraries: set[Path] = set()
+    run_network = NetworkServer.run
+
+    def noted(server: NetworkServer, work: NetworkWork) -> NetworkReply:
+        libraries.add(work.library)
+        return run_network(server, work)
+
+    monkeypatch.setattr(NetworkServer, "run", noted)
     of_fleet = {**fleet.flags, **({"rpc_key": key} if key else {})}
     given = {"model_uri": request.getfixturevalue(model), **BRIEF, **of_fleet}
     assert run_here("evaluate", *flags(given)) == 0
@@ -75,6 +90,7 @@ def test_a_model_is_checked_and_timed_on_a_server(
     assert run.data.metrics[names.MAX_REL_ERROR] < 1e-4
     assert 0 < run.data.metrics[names.LATENCY_MS] < 1000
     assert 0 < run.data.metrics[names.UNTUNED_LATENCY_MS] < 1000
+    assert len({library.name for library in libraries}) == len(libraries) == 2, "one is taken for the other"
     rivals = json.loads((artifacts_of(run.info.run_id) / names.RIVALS_FILE).read_text())
     assert all(rival["absent"].startswith("it runs on this host, the model on server 127.0.0.1:") for rival in rivals)
     assert {rival["rival"] for rival in rivals} >= {"onnxruntime", "openvino"}

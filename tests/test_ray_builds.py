@@ -71,7 +71,7 @@ def test_addresses_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert cluster_address(TuneOptions()) == ""
-    with pytest.raises(MachineError, match=r"build_workers=ray: Ray .* pip install 'ansor_mlflow\[ray\]'"):
+    with pytest.raises(MachineError, match=r"build_workers=ray: Ray must be installed .* extra `ray` names"):
         cluster_address(TuneOptions(build_workers="ray"))
 
 

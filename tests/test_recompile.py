@@ -11,7 +11,7 @@ from typing import Any
 import mlflow
 import numpy as np
 import pytest
-from helpers.commands import RunCommand
+from helpers.commands import RunCommand, flags
 from helpers.fake_tuning import read_records
 from helpers.runs_here import artifacts_of, newest_run, tune_here
 
@@ -136,6 +136,19 @@ def test_an_evaluation_of_a_registered_version(compiled: mlflow.entities.Run, ru
     client.set_tag(run_id, names.TAG_MODEL_URI, f"models:/{name}/1")
     assert run_here("recompile", "--run", run_id) == 0
     assert client.get_model_version(name, "2").source == newest_run().data.tags[names.TAG_MODEL_URI]
+
+
+def test_an_evaluation_whose_tuning_is_not_known(
+    tuned: mlflow.entities.Run, small_onnx: Path, run_here: RunCommand, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It does not say how the model was lowered."""
+    shutil.copytree(records_of(tuned), "records")
+    shutil.copy(small_onnx, "small.onnx")
+    assert run_here("compile", "--network", "small.onnx", "--records", "records") == 0
+    model_uri = newest_run().data.tags[names.TAG_MODEL_URI]
+    assert run_here("evaluate", *flags({"model_uri": model_uri, "turns": 1, "measure_s": 0.1, "rivals": "none"})) == 0
+    assert run_here("recompile", "--run", newest_run().info.run_id) == 2
+    assert "the run has neither a model of its own nor records; give one of compile" in capsys.readouterr().err
 
 
 def test_a_comparison_has_no_model_of_its_own(

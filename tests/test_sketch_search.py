@@ -134,7 +134,6 @@ def test_records_of_sketches_are_resumed_and_compiled(tmp_path: Path) -> None:
     explained = explain_task(ExplainOptions(source=first.run_id))
     assert explained.sketch.startswith("register tile: lanes ")
     assert explained.own_ratio is not None
-    assert explained.own_ratio > 0
     assert explained.sketch in "".join(explained.schedule)
     report = mlflow.artifacts.load_text(f"runs:/{first.run_id}/{names.REPORT_FILE}")
     assert explained.sketch in report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,35 +46,43 @@ class Deviation:
         )
 
 
+_INFINITE = Deviation(float("inf"), float("inf"))
+
+
 def compare_outputs(actual: Arrays, expected: Arrays) -> Deviation:
     """Compares outputs by name. A missing output, another shape or a NaN is an infinite error.
 
     An infinity that both have is none: what is left out of a choice is often minus infinity.
     """
-    differences = [_difference(actual.get(name), reference) for name, reference in expected.items()]
-    return Deviation.worst(differences)
+    return Deviation.worst([_compare(actual.get(name), output, np.isinf) for name, output in expected.items()])
 
 
 def compare_tensors(actual: npt.NDArray[Any], expected: npt.NDArray[Any]) -> Deviation:
     """Compares values inside of a network: a NaN or an infinity that both have is no error."""
-    if actual.shape != expected.shape:
-        return Deviation(float("inf"), float("inf"))
-    is_finite = np.isfinite(expected)
-    if not np.array_equal(actual[~is_finite], expected[~is_finite], equal_nan=True):
-        return Deviation(float("inf"), float("inf"))
-    return _difference(actual[is_finite], expected[is_finite])
+    return _compare(actual, expected, lambda values: ~np.isfinite(values))
 
 
-def _difference(actual: npt.NDArray[Any] | None, expected: npt.NDArray[Any]) -> Deviation:
+def _compare(
+    actual: npt.NDArray[Any] | None,
+    expected: npt.NDArray[Any],
+    must_be_equal: Callable[[npt.NDArray[Any]], npt.NDArray[np.bool_]],
+) -> Deviation:
+    """How far values are from others, of which some must be equal: there no difference says how far."""
     if actual is None or actual.shape != expected.shape:
-        return Deviation(float("inf"), float("inf"))
+        return _INFINITE
+    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
+    exact = must_be_equal(expected)
+    if not np.array_equal(actual[exact], expected[exact], equal_nan=True):
+        return _INFINITE
+    return _difference(actual[~exact], expected[~exact])
+
+
+def _difference(actual: npt.NDArray[Any], expected: npt.NDArray[Any]) -> Deviation:
     if expected.size == 0:
         return Deviation(0.0, 0.0)
-    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
-    is_same_infinity = np.isinf(expected) & (actual == expected)
-    errors = np.abs(np.subtract(actual, expected, out=np.zeros(expected.shape), where=~is_same_infinity))
+    errors = np.abs(actual - expected)
     if not np.isfinite(errors).all():
-        return Deviation(float("inf"), float("inf"))
-    scale = float(np.max(np.abs(expected), initial=0.0, where=~is_same_infinity))
+        return _INFINITE
+    scale = float(np.max(np.abs(expected)))
     max_abs = float(errors.max())
     return Deviation(max_abs, max_abs / max(scale, _SMALLEST_SCALE))

@@ -107,7 +107,7 @@ class VirtualMachines:
         return self._threads.submit(self._seconds_of_kernels, arrays, size).result()
 
     def _seconds_of_kernels(self, arrays: Sequence[npt.NDArray[Any]], size: int) -> list[tuple[str, float]]:
-        with self._turns, self._timing:
+        with self._timing, self._turns:
             machine = self._instrumented = self._instrumented or self._make(is_instrumented=True)
             self._run_on(machine, arrays, size)
             return list(machine.seconds_of_kernels)

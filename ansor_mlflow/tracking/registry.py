@@ -24,14 +24,13 @@ def registered_versions(model_uri: str) -> list[tuple[str, str]]:
         model_uri: URI of the model, also one of a version of it; no registered model has one that was only saved.
     """
     with translated_errors("read the model registry"):
-        model_id = mlflow.models.get_model_info(model_uri).model_id
-        if not model_id:
+        info = mlflow.models.get_model_info(model_uri)
+        if not info.model_id:
             return []
-        run_id = mlflow.get_logged_model(model_id).source_run_id
-        versions = mlflow.MlflowClient().search_model_versions(f"run_id = '{run_id}'")
+        versions = mlflow.MlflowClient().search_model_versions(f"run_id = '{info.run_id}'")
     newest: dict[str, int] = {}
     for version in versions:
-        if version.source == f"models:/{model_id}":
+        if version.source == f"models:/{info.model_id}":
             newest[version.name] = max(newest.get(version.name, 0), int(version.version))
     return [(name, str(version)) for name, version in newest.items()]
 

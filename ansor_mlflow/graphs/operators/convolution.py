@@ -24,8 +24,9 @@ def _conv(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     dilations = attributes.get("dilations", [1] * rank)
     pads = _pads(sizes, kernel, strides, dilations, attributes)
     trimmed = [_trimmed(*axis) for axis in zip(sizes, kernel, strides, dilations, pads, strict=True)]
-    weight = graph.value(node.input[1])
-    if weight is None or all(len(taps) == size for (taps, _), size in zip(trimmed, kernel, strict=True)):
+    if all(len(taps) == size for (taps, _), size in zip(trimmed, kernel, strict=True)):
+        return False
+    if (weight := graph.value(node.input[1])) is None:
         return False
     whole = slice(None)
     kept = weight[(whole, whole, *(slice(taps.start, taps.stop) for taps, _ in trimmed))]

@@ -23,7 +23,7 @@ def torch_inference(task: RivalTask) -> Inference:
     """The exported program, compiled by Inductor; it is read as a network is, with nothing unpickled.
 
     Raises:
-        ValueError: There is none, or this PyTorch sees no such device.
+        ValueError: There is none, it takes more inputs than the model, or this PyTorch sees no such device.
     """
     if task.program is None:
         raise ValueError("there is no exported program of PyTorch that it came from")

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
 _MAX_CANDIDATES = 8
-"""Records of a workload that are tried."""
+"""Records of a workload that are tried, beside its winner."""
 _log = logging.getLogger("ansor_mlflow")
 
 Fate = Literal["applied", "no_such_kernel", "does_not_apply"]
@@ -59,7 +59,7 @@ class Survivor:
     """Name of the task today; empty where the network has it no more."""
     fate: Fate
     run_s: float
-    """Seconds per call of the record that is applied, else of the fastest."""
+    """Seconds per call of the record that is applied, else of the winner."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +150,9 @@ class _Source:
             UserInputError: There is neither.
         """
         run_id, model_uri, tune_run = old.info.run_id, old.data.tags.get(names.TAG_MODEL_URI, ""), tuning_of(old)
-        is_comparison = old.data.tags.get(names.TAG_STEP) == "promote"
-        if is_comparison or not (model_uri or tune_run):
+        step = old.data.tags.get(names.TAG_STEP)
+        is_of_others = step == "promote" or (step == "evaluate" and not tune_run)  # it says nothing of the lowering
+        if is_of_others or not (model_uri or tune_run):
             raise UserInputError(
                 f"run={run_id}: the run has neither a model of its own nor records; give one of compile, tune or main"
             )

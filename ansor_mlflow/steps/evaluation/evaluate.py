@@ -37,7 +37,6 @@ from ansor_mlflow.measuring import (
     tuned_inference,
 )
 from ansor_mlflow.model import (
-    LIBRARY_FILE,
     BuildJob,
     LibraryEntry,
     Manifest,
@@ -102,16 +101,15 @@ def evaluate(options: EvaluateOptions) -> EvaluateResult:
     require_examples(options.data)
     require_rivals("rivals", options.rivals)
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
-        directory = _download(options.model_uri, Path(scratch))
+        is_here = Path(options.model_uri).is_dir()
+        model_uri = options.model_uri if is_here else pinned_uri(options.model_uri, "model_uri")
+        directory = Path(model_uri) if is_here else _download(model_uri, Path(scratch))
         with _server_of(options) as server, step_run("evaluate", options, "evaluate") as run:
-            return _evaluate(options, run, directory, server)
+            return _evaluate(options.model_copy(update={"model_uri": model_uri}), run, directory, server)
 
 
 def _download(model_uri: str, scratch: Path) -> Path:
-    """The directory of a model; copied into `scratch` if it is not on this machine."""
-    if Path(model_uri).is_dir():
-        return Path(model_uri)
-    model_uri = pinned_uri(model_uri, "model_uri")
+    """The directory of a model, copied into `scratch`."""
     with translated_errors(f"read the model {model_uri}"):
         return Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri, dst_path=str(scratch)))
 
@@ -276,7 +274,7 @@ def _build_baselines(
     libraries = {}
     for name in (_UNTUNED, _INSTANT) if options.instant else (_UNTUNED,):
         _log.info("building the baseline: %s", name)
-        library = scratch / name / LIBRARY_FILE
+        library = scratch / name / f"{name}.so"  # a server that has loaded one of a name takes it for the other one
         library.parent.mkdir()
         job = BuildJob(
             network=str(directory / names.NETWORK_FILE),

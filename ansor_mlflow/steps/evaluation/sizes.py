@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -106,18 +106,21 @@ def require_harmless_padding(
 
 
 def _padded(manifest: Manifest) -> Iterator[tuple[TensorSpec, ...]]:
-    """Inputs that a model pads, those that are nearest to a large size first."""
+    """Inputs that a model pads, those that are nearest to a large size first; along one dimension alone come last."""
     sizes = sorted(manifest.sizes, key=lambda size: -sum(math.prod(spec.shape) for spec in size.inputs))
     known = {size.inputs for size in sizes}
-    for size in sizes:
-        for less in range(1, max(max(spec.shape, default=0) for spec in size.inputs)):
-            smaller = tuple(
-                replace(spec, shape=_smaller(spec, open_, less)) if spec.name in manifest.pad else spec
-                for spec, open_ in zip(size.inputs, manifest.inputs, strict=True)
-            )
-            if smaller not in known:
-                yield smaller
+    open_axes = {axis for spec in manifest.inputs for axis, dim in enumerate(spec.shape) if dim == OPEN}
+    for axes in (open_axes, *({axis} for axis in sorted(open_axes))):
+        for size in sizes:
+            for less in range(1, max(n for spec in size.inputs for axis, n in enumerate(spec.shape) if axis in axes)):
+                smaller = tuple(
+                    replace(spec, shape=_smaller(spec, open_, less, axes)) if spec.name in manifest.pad else spec
+                    for spec, open_ in zip(size.inputs, manifest.inputs, strict=True)
+                )
+                if smaller not in known:
+                    yield smaller
 
 
-def _smaller(spec: TensorSpec, open_: TensorSpec, less: int) -> tuple[int, ...]:
-    return tuple(max(1, n - less) if dim == OPEN else n for n, dim in zip(spec.shape, open_.shape, strict=True))
+def _smaller(spec: TensorSpec, open_: TensorSpec, less: int, axes: Set[int]) -> tuple[int, ...]:
+    dims = enumerate(zip(spec.shape, open_.shape, strict=True))
+    return tuple(max(1, n - less) if dim == OPEN and axis in axes else n for axis, (n, dim) in dims)

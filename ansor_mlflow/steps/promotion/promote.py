@@ -14,6 +14,7 @@ from ansor_mlflow.device import Device, DeviceFingerprint
 from ansor_mlflow.errors import ModelError, UndecidedError, UserInputError
 from ansor_mlflow.measuring import (
     Deviation,
+    MakeInference,
     Verdict,
     choose_examples,
     compare_with_reference,
@@ -26,6 +27,7 @@ from ansor_mlflow.options import AliasOptions, PromoteOptions
 from ansor_mlflow.settings import LoweringSettings, Rival
 from ansor_mlflow.steps.promotion.contest import Contender, Contest, common_sizes, compete
 from ansor_mlflow.steps.promotion.decision import Promotion, PromotionOutcome
+from ansor_mlflow.tensors import NetworkShapes
 from ansor_mlflow.tracking import (
     StepRun,
     aliases_of,
@@ -176,11 +178,15 @@ def _compare(options: PromoteOptions, candidate: Contender, champions: Sequence[
 
 def _errors(options: PromoteOptions, candidate: Contender, champions: Sequence[Contender]) -> dict[str, Deviation]:
     """How far the outputs of the candidate, and of champions with the same network, are from the reference."""
+    same = [champion for champion in champions if champion.has_network_of(candidate)]
+    in_sizes: dict[tuple[NetworkShapes, ...], dict[str, MakeInference]] = {}
+    for contender in (candidate, *same):
+        runs = in_sizes.setdefault(tuple(common_sizes(candidate, contender)), {})
+        runs[contender.version] = contender.make_inference
     errors: dict[str, Deviation] = {}
-    for contender in (candidate, *(champion for champion in champions if champion.has_network_of(candidate))):
-        examples = choose_examples(options.data, common_sizes(candidate, contender), options.seed)
+    for sizes, runs in in_sizes.items():
+        examples = choose_examples(options.data, sizes, options.seed)
         _log.info("comparing outputs with ONNX Runtime's on %d inputs", len(examples))
-        runs = {contender.version: contender.make_inference}
         errors |= compare_with_reference(runs, candidate.network, threads_here(candidate.entry), examples)
     return errors
 
