@@ -243,8 +243,11 @@ def as_array(tensor: Any) -> Array:
     """An array of a tensor of TVM's, in the same memory where that can be; an array as it is."""
     if isinstance(tensor, np.ndarray):
         return tensor
-    if tensor.device.dlpack_device_type() == 1 and np.dtype(str(tensor.dtype)).kind in EXPORTED_KINDS:
-        return np.from_dlpack(tensor)
+    if tensor.device.dlpack_device_type() == 1:
+        try:
+            return np.from_dlpack(tensor)
+        except (RuntimeError, BufferError):
+            pass  # it is of a type that NumPy does not share
     array: Array = tensor.numpy()
     return array
 

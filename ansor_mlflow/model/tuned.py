@@ -52,6 +52,7 @@ class TunedModel:
         self._machines = VirtualMachines(
             library, self.sizes, choice.entry.parts, num_threads, device, huge_pages=huge_pages
         )
+        self._dtypes = {spec.name: np.dtype(spec.dtype) for spec in self.inputs}  # TVM has defined bfloat16
 
     @property
     def entry(self) -> LibraryEntry:
@@ -100,15 +101,14 @@ class TunedModel:
         return self._machines.seconds_of_kernels(padded, size)
 
     def _checked(self, inputs: Mapping[str, npt.ArrayLike]) -> list[npt.NDArray[Any]]:
-        names = [spec.name for spec in self.inputs]
         if not isinstance(inputs, Mapping):
             raise UserInputError(f"inputs are of the type {type(inputs).__name__}: give {self._expected()}, by name")
-        if set(inputs) != set(names):
+        if inputs.keys() != self._dtypes.keys():
             raise UserInputError(f"inputs {sorted(map(str, inputs))}: the model expects {self._expected()}")
         arrays = []
         for spec in self.inputs:
             array = np.asarray(inputs[spec.name])
-            if not _fits(array.shape, spec.shape) or array.dtype != spec.dtype:
+            if array.dtype != self._dtypes[spec.name] or not _fits(array.shape, spec.shape):
                 given = f"{array.dtype} {array.shape}"
                 raise UserInputError(f"input {spec.name!r} is {given}: the model expects {self._expected()}")
             arrays.append(array)
@@ -119,4 +119,6 @@ class TunedModel:
 
 
 def _fits(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    return len(given) == len(shape) and all(dim in (size, OPEN) for size, dim in zip(given, shape, strict=True))
+    return given == shape or (
+        len(given) == len(shape) and all(dim in (size, OPEN) for size, dim in zip(given, shape, strict=True))
+    )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +26,7 @@ from ansor_mlflow.model.parts import (
 )
 from ansor_mlflow.tensors import NetworkShapes, TensorSpec
 
+_Result = TypeVar("_Result")
 _ZERO_COPY_BYTES = 1 << 14
 """Size from which an array is wrapped; a smaller one is copied sooner."""
 
@@ -113,13 +113,14 @@ class VirtualMachines:
             return list(machine.seconds_of_kernels)
 
     def _seconds_of_parts(self, arrays: Sequence[npt.NDArray[Any]], size: int) -> list[float]:
-        with self._machine() as machine:
+        def call(machine: VirtualMachine) -> list[float]:
             machine.run(arrays, size)
             return machine.seconds_of_parts(size)
 
+        return self._with_machine(call)
+
     def _run(self, arrays: Sequence[npt.NDArray[Any]], size: int) -> list[npt.NDArray[Any]]:
-        with self._machine() as machine:
-            return self._run_on(machine, arrays, size)
+        return self._with_machine(lambda machine: self._run_on(machine, arrays, size))
 
     def _run_on(self, machine: VirtualMachine, arrays: Sequence[npt.NDArray[Any]], size: int) -> list[npt.NDArray[Any]]:
         results = machine.run(arrays, size)
@@ -132,16 +133,15 @@ class VirtualMachines:
         if self._memory:
             self.huge_pages = self._memory.collapse()
 
-    @contextmanager
-    def _machine(self) -> Iterator[VirtualMachine]:
-        """A machine that no other call has, when there is a CPU for it."""
+    def _with_machine(self, call: Callable[[VirtualMachine], _Result]) -> _Result:
+        """Calls with a machine that no other call has, when there is a CPU for it; a context manager takes longer."""
         with self._turns:
             try:
                 machine = self._idle.pop()
             except IndexError:
                 machine = self._make()
             try:
-                yield machine
+                return call(machine)
             finally:
                 self._idle.append(machine)
 
