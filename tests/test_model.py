@@ -13,9 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
+from tvm import runtime
 
 from ansor_mlflow.device.fingerprints import fingerprint
 from ansor_mlflow.device.targets import resolve_target
@@ -29,6 +31,7 @@ from ansor_mlflow.model.library import compile_untuned
 from ansor_mlflow.model.loading import load_package, open_library
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest
 from ansor_mlflow.model.package import CompiledNetwork, read_package, write_package
+from ansor_mlflow.model.parts import as_array
 from ansor_mlflow.model.tuned import TunedModel
 from ansor_mlflow.names import NETWORK_FILE
 from ansor_mlflow.networks.graph import GraphBuilder
@@ -448,6 +451,11 @@ def test_types_other_than_float32(tmp_path: Path, dtype: str) -> None:
     turned = model.run({"data": values})["turned"]
     assert turned.dtype == dtype
     np.testing.assert_array_equal(turned, values.T)
+
+
+def test_a_type_that_numpy_does_not_share() -> None:
+    values = np.arange(6, dtype=np.float32).reshape(2, 3).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(as_array(runtime.tensor(values)), values)
 
 
 @pytest.fixture(scope="module", params=["threads of the library", "one"])
