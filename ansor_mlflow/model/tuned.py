@@ -48,11 +48,11 @@ class TunedModel:
         self.sizes: tuple[NetworkShapes, ...] = all_sizes(network)
         """What it was compiled for."""
         self.choice = choice
+        self._dtypes = {spec.name: np.dtype(spec.dtype) for spec in self.inputs}
         self._size_choice = SizeChoice(self.sizes, pad)
         self._machines = VirtualMachines(
             library, self.sizes, choice.entry.parts, num_threads, device, huge_pages=huge_pages
         )
-        self._dtypes = {spec.name: np.dtype(spec.dtype) for spec in self.inputs}  # TVM has defined bfloat16
 
     @property
     def entry(self) -> LibraryEntry:
