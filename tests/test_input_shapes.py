@@ -40,6 +40,7 @@ def save_inputs(path: Path, shapes: dict[str, list[int | str | None]], elem_type
         ({"x": [None, 3], "state": [2, None, 64]}, {"x": [4, 3], "state": [2, 4, 64]}),
         ({"x": [5, "batch", 3]}, {"x": [5, 4, 3]}),
         ({"x": ["N", 3], "both": ["N", "2 * N + 1"]}, {"x": [4, 3], "both": [4, 9]}),
+        ({"x": ["N", 3], "state": [2, "N", 64]}, {"x": [4, 3], "state": [2, 4, 64]}),
     ],
 )
 def test_a_dynamic_batch_is_one_or_batch_size(
@@ -68,6 +69,9 @@ def test_a_dynamic_batch_is_one_or_batch_size(
         ({"x": ["s0", "batch", 64]}, "s0 (dimension 0)"),
         ({"x": ["T", 80]}, "T (dimension 0)"),
         ({"x": ["N", "time", 80]}, "time (dimension 1)"),
+        ({"x": ["T", "N", 80]}, "T (dimension 0)"),
+        ({"x": ["batch", "n", 80]}, "n (dimension 1)"),
+        ({"x": ["N", "B"]}, "B (dimension 1)"),
     ],
 )
 def test_not_every_first_axis_is_a_batch(
@@ -77,7 +81,39 @@ def test_not_every_first_axis_is_a_batch(
     with pytest.raises(UserInputError, match=rf"'x' has dynamic {re.escape(dynamic)} in") as caught:
         load_network(path)
     (spec,) = load_network(path, input_shapes=proposed(caught.value)).inputs
-    assert sum(size == 1 for size in spec.shape) == sum(dim in ("batch", "N") for dim in declared["x"])
+    assert sum(size == 1 for size in spec.shape) == (len(set(declared["x"]) & {"batch", "N"}) > 0)
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {"waveforms": ["batch_size", "N"]},
+        {"waveforms": ["batch_size", "N"], "mask": ["N"]},
+        {"waveforms": ["?", "samples"], "points": ["samples", 3]},
+        {"waveform": [1, "N"]},
+        {"points": [3, "n"]},
+        {"features": [1, "N", 80]},
+        {"adjacency": ["N", "N"]},
+        {"x": ["batch", 7], "adjacency": ["N", "N"], "nodes": ["N", 16]},
+        {"x": ["rows", "columns"], "y": ["columns", 3]},
+    ],
+)
+def test_a_length_is_no_batch_whatever_it_is_called(
+    tmp_path: Path, declared: dict[str, list[int | str | None]]
+) -> None:
+    path = save_inputs(tmp_path / "length.onnx", declared)
+    length = next(dim for dim in reversed(next(iter(declared.values()))) if isinstance(dim, str))
+    length = "N" if "adjacency" in declared else length
+    with pytest.raises(UserInputError, match=rf"has dynamic .*\b{length} \(dimension") as caught:
+        load_network(path)
+    sizes = {
+        size
+        for name, shape in proposed(caught.value).items()
+        for size, dim in zip(shape, declared[name], strict=True)
+        if dim == length
+    }
+    (size,) = sizes
+    assert size > 1
 
 
 def test_axes_of_one_name_have_one_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

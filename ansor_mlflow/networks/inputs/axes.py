@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 
 from ansor_mlflow.networks.inputs.expressions import Sizes
 
@@ -58,16 +58,21 @@ def size_of(dim: int | str, sizes: Mapping[str, int]) -> int | str:
 def batch_axes(shapes: NamedShapes) -> dict[str, list[tuple[str, int]]]:
     """The names of axes that are the batch, with the inputs and indices where they are.
 
-    An axis is the batch if it is called so (batch, batch_size, N, …). So is the first axis of an input, unless another
-    axis of that input is called so, or its own name says that it is something else (sequence_length, time, …). Where
-    there is a batch, the second axis of three is one, too, between two that are fixed: that is a recurrent state.
+    An axis is the batch if it is called so: batch or batch_size anywhere, a letter such as N only where a batch stands,
+    first or after the steps of a sequence. So is the first axis of an input, unless its own name says that it is
+    something else (sequence_length, time, …). An input has one batch, so that what stands behind it or twice is none
+    in other inputs either. Where there is a batch, the second axis of three is one, too, between two that are fixed:
+    that is a recurrent state.
     """
     free = list(free_axes(shapes))
-    called = {dim for _, _, dim in free if _is_called_batch(dim)}
     unclear = [(shapes[name] or (), axis, dim) for name, axis, dim in free if not _is_called_otherwise(dim)]
-    found = called | {dim for shape, axis, dim in unclear if axis == 0 and not called & set(shape)}
+    called = {dim for _, _, dim in free if _is_called_batch(dim)}
+    placed = {dim for shape, axis, dim in unclear if _is_place_of_batch(shape, axis) and not called & set(shape)}
+    others = {dim for shape in shapes.values() for dim in _beside_batch(shape or (), called | placed)}
+    found = called | placed - others
     if found:
-        found |= {dim for shape, _, dim in unclear if [type(size) for size in shape] == [int, str, int]}
+        states = {dim for shape, _, dim in unclear if [type(size) for size in shape] == [int, str, int]}
+        found |= states - others
     places: dict[str, list[tuple[str, int]]] = {}
     for name, axis, dim in free:
         if dim in found:
@@ -75,9 +80,20 @@ def batch_axes(shapes: NamedShapes) -> dict[str, list[tuple[str, int]]]:
     return places
 
 
+def _is_place_of_batch(shape: NamedShape, axis: int) -> bool:
+    first, dim = str(shape[0]), str(shape[axis])
+    return axis == 0 or (axis == 1 and dim.lower() in _BATCH_LETTERS and _is_called_otherwise(first))
+
+
+def _beside_batch(shape: NamedShape, found: Set[str]) -> Iterator[str]:
+    """The dynamic axes of an input that are not its batch, the first of those that are `found`."""
+    dims = [dim for dim in shape if isinstance(dim, str)]
+    batch = next((dim for dim in dims if dim in found), None)
+    return (dim for dim in dims if batch is not None and (dim != batch or dims.count(dim) > 1))
+
+
 def _is_called_batch(dim: str) -> bool:
-    words = [] if dim.startswith(NO_NAME) else words_of(dim)
-    return any(word.startswith("batch") for word in words) or (len(words) == 1 and words[0] in _BATCH_LETTERS)
+    return not dim.startswith(NO_NAME) and any(word.startswith("batch") for word in words_of(dim))
 
 
 def _is_called_otherwise(dim: str) -> bool:
