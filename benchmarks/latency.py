@@ -29,11 +29,11 @@ from ansor_mlflow.measuring import (
     call_once,
     deviation_of,
     expected_of,
-    in_child_process,
     version_of,
 )
 from ansor_mlflow.model import Manifest
 from ansor_mlflow.names import NETWORK_FILE, RIVALS
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import Arrays, random_inputs
 

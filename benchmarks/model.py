@@ -21,8 +21,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ansor_mlflow.measuring import call_once, in_child_process
+from ansor_mlflow.measuring import call_once
 from ansor_mlflow.model import Manifest
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import random_inputs
 
 _LOADS = 7

@@ -21,8 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ansor_mlflow.device import Device, resolve_num_threads, set_num_threads
-from ansor_mlflow.measuring import call_once, in_child_process, measure_in_turns
+from ansor_mlflow.measuring import call_once, measure_in_turns
 from ansor_mlflow.networks import load_network
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import random_inputs
 

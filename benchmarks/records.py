@@ -22,7 +22,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ansor_mlflow.measuring import call_once, in_child_process
+from ansor_mlflow.measuring import call_once
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.records import RecordPair, distill
 
 _NETWORK = "resnet-18"

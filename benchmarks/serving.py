@@ -20,7 +20,8 @@ from serving_parts.models import Models, comparable_models, tuned_model
 from serving_parts.process import measurement, prediction
 from serving_parts.server import measure_server
 
-from ansor_mlflow.measuring import call_once, compare_outputs, in_child_process
+from ansor_mlflow.measuring import call_once, compare_outputs
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import Arrays, random_inputs
 
 _SEED = 0

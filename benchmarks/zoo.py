@@ -22,8 +22,9 @@ import numpy as np
 from rich.console import Console
 
 from ansor_mlflow.device import Device, resolve_num_threads
-from ansor_mlflow.measuring import TOLERANCES, call_once, compare_outputs, in_child_process
+from ansor_mlflow.measuring import TOLERANCES, call_once, compare_outputs
 from ansor_mlflow.networks import BUILTIN_NETWORKS, Network, load_network
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.settings import LoweringSettings
 
 OPERATORS = (

@@ -17,7 +17,7 @@ from helpers.commands import ROOT
 PACKAGE = "ansor_mlflow"
 FLOORS = [
     ["errors"],
-    ["files", "names", "options", "settings", "tensors", "trials"],
+    ["files", "names", "options", "processes", "settings", "tensors", "trials"],
     ["codegen", "device"],
     ["networks", "records"],
     ["graphs"],

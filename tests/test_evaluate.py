@@ -24,10 +24,11 @@ from ansor_mlflow.errors import CorrectnessError, MachineError, UserInputError
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.measuring import timing
 from ansor_mlflow.measuring.comparison import TOLERANCES, Deviation, compare_outputs
-from ansor_mlflow.measuring.timing import Latency, call_once, in_child_process, measure_in_turns
+from ansor_mlflow.measuring.timing import Latency, call_once, measure_in_turns
 from ansor_mlflow.model.library import compile_untuned
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import TensorSpec
 
 if TYPE_CHECKING:

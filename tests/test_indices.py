@@ -16,9 +16,10 @@ from onnx import helper, numpy_helper
 
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.measuring.timing import call_once, in_child_process
+from ansor_mlflow.measuring.timing import call_once
 from ansor_mlflow.networks.families.bert import VOCABULARY_SIZE
 from ansor_mlflow.networks.loading import load_network
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import random_inputs
 
 FAR = 2**40

@@ -35,7 +35,6 @@ from ansor_mlflow.measuring.significance import Ratio, SequentialTest, Verdict
 from ansor_mlflow.measuring.timing import (
     Latency,
     call_once,
-    in_child_process,
     measure_call,
     measure_in_turns,
     measure_once,

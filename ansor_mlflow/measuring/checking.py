@@ -10,7 +10,8 @@ from typing import Literal
 from ansor_mlflow.measuring.comparison import QUANTIZED_TOLERANCE, TOLERANCES, Deviation, compare_outputs
 from ansor_mlflow.measuring.contenders import MakeInference, outputs_call, reference_inference
 from ansor_mlflow.measuring.reference import is_quantized
-from ansor_mlflow.measuring.timing import call_once, in_child_process
+from ansor_mlflow.measuring.timing import call_once
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import Arrays
 
 

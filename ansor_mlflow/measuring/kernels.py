@@ -11,7 +11,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.measuring.parts import Examples, timed_model
-from ansor_mlflow.measuring.timing import call_once, in_child_process
+from ansor_mlflow.measuring.timing import call_once
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import Sized
 
 if TYPE_CHECKING:

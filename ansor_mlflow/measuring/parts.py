@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from ansor_mlflow.measuring.timing import call_once, in_child_process
+from ansor_mlflow.measuring.timing import call_once
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import NetworkShapes, Sized, all_sizes, random_inputs
 
 if TYPE_CHECKING:

@@ -6,24 +6,20 @@ in alternating turns, because the machine's speed drifts.
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ansor_mlflow.errors import MachineError
 from ansor_mlflow.measuring.noise import MachineNoise, watched
+from ansor_mlflow.processes import in_child_process
 
 MakeCall = Callable[[], Callable[[], Any]]
 """Prepares a contender and returns the call to time. Must be picklable: it is called in the child process."""
-Result = TypeVar("Result")
 
 _WARM_UP_S = 0.5
 _MEASURE_S = 1.5
@@ -63,7 +59,7 @@ def measure_in_turns(
         measure_s: How long one of them is timed in a turn, in seconds.
 
     Raises:
-        MachineError: A child process died.
+        MachineError: A child process died, or took too long.
     """
     noise = noise or MachineNoise()
     samples: dict[str, list[float]] = {name: [] for name in contenders}
@@ -80,26 +76,9 @@ def measure_once(make_call: MakeCall, noise: MachineNoise, measure_s: float = _M
         The seconds of single calls.
 
     Raises:
-        MachineError: The child process died.
+        MachineError: The child process died, or took too long.
     """
     return noise.measure(lambda: in_child_process(partial(measure_turn, measure_s=measure_s), make_call))
-
-
-def in_child_process(function: Callable[[MakeCall], Result], make_call: MakeCall) -> Result:
-    """Calls a function in a process that is started for it and ends after it.
-
-    Raises:
-        MachineError: The process died. What the function raises is raised here.
-    """
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as executor:
-        try:
-            return executor.submit(function, make_call).result()
-        except BrokenProcessPool as err:
-            raise MachineError(
-                "a process that runs the network died (out of memory, or a crash in its library); "
-                'free memory, compile the network again, or, in a script, call this below `if __name__ == "__main__":`'
-            ) from err
 
 
 def call_once(make_call: MakeCall) -> Any:

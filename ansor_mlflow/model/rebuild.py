@@ -17,10 +17,11 @@ from typing import Any
 
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, error_for_exit_code
 from ansor_mlflow.model.parts import PartEntry, part_entries
+from ansor_mlflow.processes import TIME_LIMIT_S, die_with_parent
 from ansor_mlflow.settings import Linker, LoweringSettings
 from ansor_mlflow.tensors import NetworkShapes
 
-_CHILD = "import sys; sys.path[:] = sys.argv[1:]; from ansor_mlflow.model.rebuild import main; main()"
+_CHILD = "import sys; sys.path[:] = sys.argv[2:]; from ansor_mlflow.model.rebuild import main; main(int(sys.argv[1]))"
 """Program of the child: its path is that of this process, so that it finds the same code, and none in its directory."""
 
 
@@ -73,14 +74,21 @@ def require_builder() -> None:
 
 
 def build_in_child_process(job: BuildJob) -> BuiltLibrary:
-    """Builds a library in a process of its own.
+    """Builds a library in a process of its own, which ends with this one.
 
     Raises:
         AnsorMlflowError: The records do not apply, or the network cannot be compiled here.
-        MachineError: The process died.
+        MachineError: The process died, or its time was over.
     """
-    command = [sys.executable, "-c", _CHILD, *sys.path]
-    done = subprocess.run(command, input=json.dumps(asdict(job)), capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", _CHILD, str(os.getpid()), *sys.path]
+    text = json.dumps(asdict(job))
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=TIME_LIMIT_S)
+    except subprocess.TimeoutExpired as err:
+        raise MachineError(
+            f"the process that builds the library took longer than {TIME_LIMIT_S:g} s, which is the limit, and was "
+            "ended; compile the network on another host"
+        ) from err
     if done.returncode == 0:
         built = json.loads(done.stdout.splitlines()[-1])
         return BuiltLibrary(built["coverage"], tuple(map(PartEntry.from_dict, built["parts"])))
@@ -111,8 +119,9 @@ def build(job: BuildJob) -> BuiltLibrary:
     return BuiltLibrary(coverage.to_dict(), parts)
 
 
-def main() -> None:
+def main(parent: int) -> None:
     """The process: reads a job from standard input, and writes what was built to standard output."""
+    die_with_parent(parent)
     fields = json.load(sys.stdin)
     sizes = tuple(map(NetworkShapes.from_dict, fields["sizes"]))
     settings = {"lowering": LoweringSettings(**fields["lowering"]), "linker": Linker(**(fields["linker"] or {}))}

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ansor_mlflow.device import Device, set_num_threads, vector_lanes
 from ansor_mlflow.errors import MachineError
-from ansor_mlflow.measuring import call_once, in_child_process
+from ansor_mlflow.measuring import call_once
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tuning.workers.pool import WorkerPool
 
 if TYPE_CHECKING:

@@ -15,13 +15,13 @@ from ansor_mlflow.measuring import (
     RivalTask,
     call_once,
     choose_rivals,
-    in_child_process,
     measure_watched,
     rival_inference,
     tuned_inference,
 )
 from ansor_mlflow.model import LIBRARY_FILE, BuildJob, LibraryEntry, Manifest, build_in_child_process, open_library
 from ansor_mlflow.names import NETWORK_FILE
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import Arrays
 

@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict
 
 from ansor_mlflow import names
 from ansor_mlflow.device import fingerprint
-from ansor_mlflow.measuring import Inference, call_once, in_child_process, measure_in_turns, timed_call
+from ansor_mlflow.measuring import Inference, call_once, measure_in_turns, timed_call
 from ansor_mlflow.model import LibraryEntry, Manifest
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import random_inputs
 from throughput.job import Job
 

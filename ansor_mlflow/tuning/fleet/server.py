@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any
 
 from ansor_mlflow.errors import MachineError, UserInputError
+from ansor_mlflow.processes import die_with_parent
 from ansor_mlflow.tuning.fleet.remote import register_functions
 from ansor_mlflow.tuning.fleet.tracker import HostPort
-from ansor_mlflow.tuning.workers.pool import die_with_parent
 
 _log = logging.getLogger("RPCServer")
 """TVM's own, so that its lines and ours look the same."""

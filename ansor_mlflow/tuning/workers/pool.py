@@ -8,7 +8,6 @@ Timeouts are kept here and not by Pebble, whose clock is the time of day and jum
 
 from __future__ import annotations
 
-import ctypes
 import math
 import multiprocessing
 import multiprocessing.context
@@ -31,12 +30,12 @@ from pebble import ProcessExpired, ProcessPool
 
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.measuring import DISTURBED
+from ansor_mlflow.processes import die_with_parent
 
 In = TypeVar("In")
 Out = TypeVar("Out")
 
 _PRELOAD = ["ansor_mlflow.tuning.workers.preload"]
-_PR_SET_PDEATHSIG = 1
 _MAX_ATTEMPTS = 3
 _POLL_S = 0.1
 _MAX_OVERDUE_S = 90.0
@@ -245,11 +244,6 @@ def _start_worker(memory_bytes: int | None, cpus: frozenset[int] | None) -> None
     bound_process(memory_bytes)
     if cpus is not None:
         os.sched_setaffinity(0, cpus)
-
-
-def die_with_parent() -> None:
-    """Ends this process with the thread that started it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def bound_process(memory_bytes: int | None) -> None:
