@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, whenever the process or the machine stops."""
+"""Files that are either whole or not there, whenever the process or the machine stops; and where they may be."""
 
 from __future__ import annotations
 
@@ -7,12 +7,32 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from ansor_mlflow.errors import MachineError
 
 _RESERVE_BYTES = 8 * 2**20
+_MAX_NAME_BYTES = 255
+"""Longest name of a file on Linux."""
+
+
+def path_below(folder: Path, name: str) -> Path:
+    """The path below a folder that a name means which came from a file, a server or a URI.
+
+    Every such name passes here before anything is read or written under it.
+
+    Raises:
+        ValueError: It is no plain relative path, or a link on the way leads out of the folder.
+    """
+    parts = PurePosixPath(name).parts if isinstance(name, str) else ()
+    is_plain = name.isprintable() and not any(p in ("/", "//", "..") for p in parts) if parts else False
+    if not is_plain or max(len(os.fsencode(part)) for part in parts) > _MAX_NAME_BYTES:
+        raise ValueError(f"{name!r:.100} names no file below a folder")
+    path = folder / name
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+        raise ValueError(f"{name!r:.100} is a link to something outside of its folder")
+    return path
 
 
 @contextmanager

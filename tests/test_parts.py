@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from ansor_mlflow.errors import RecordsError
 from ansor_mlflow.records.journal import JOURNAL_FILE
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
 from ansor_mlflow.records.transfer.parts import PARTS_DIR, PartWriter, join_parts
@@ -93,3 +96,50 @@ def test_files_of_which_one_is_whole_and_the_others_old(records: Path, mirror: P
     shutil.copy(records / RECORD_FILE, mirror / RECORD_FILE)
     assert join_parts(mirror) == 5
     assert contents(mirror) == contents(records)
+
+
+def foreign_part(records: Path, head: object, pieces: bytes = b"a line\n") -> None:
+    """A whole part, digest and all, that another program wrote."""
+    content = json.dumps(head).encode() + b"\n" + pieces
+    (records / PARTS_DIR).mkdir()
+    name = f"{0:015d}-{hashlib.sha256(content).hexdigest()[:32]}.part"
+    (records / PARTS_DIR / name).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"../outside": [0, 7]},
+        {"/tmp/outside": [0, 7]},
+        {"parts/../../outside": [0, 7]},
+        {"outside": [0, 7]},
+        {RECORD_FILE: [0, 8]},
+        {RECORD_FILE: [0, 6]},
+        {RECORD_FILE: [-3, 7]},
+        {RECORD_FILE: [True, 7]},
+        {RECORD_FILE: [0, -7], WORKLOAD_FILE: [0, 14]},
+        {RECORD_FILE: [0, 7, 1]},
+        {RECORD_FILE: 7},
+        [RECORD_FILE],
+        None,
+    ],
+)
+def test_a_part_that_no_tuning_wrote(tmp_path: Path, head: object) -> None:
+    records = tmp_path / "records"
+    records.mkdir()
+    foreign_part(records, head)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(RecordsError, match="is no part that a tuning wrote"):
+        join_parts(records)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_part_for_a_file_that_is_a_link(tmp_path: Path) -> None:
+    records, outside = tmp_path / "records", tmp_path / "outside"
+    records.mkdir()
+    outside.touch()
+    (records / RECORD_FILE).symlink_to(outside)
+    foreign_part(records, {RECORD_FILE: [0, 7]})
+    with pytest.raises(RecordsError, match="is no part that a tuning wrote"):
+        join_parts(records)
+    assert outside.read_bytes() == b""

@@ -18,12 +18,12 @@ from ansor_mlflow import names
 from ansor_mlflow.tracking import (
     GRACE_AFTER_ERROR_S,
     GRACE_S,
-    WORK_ROOT,
     Message,
     Outbox,
     UndeliveredError,
     remove_directory,
     without_secrets,
+    work_directory,
 )
 
 INTEGRATION = "ansor_mlflow"
@@ -60,7 +60,7 @@ def open_run(extra_tags: Mapping[str, str]) -> Iterator[TuningRun]:
         is_guest = run is not None and names.TAG_STEP not in run.data.tags
         if run is None or not is_guest:
             run = stack.enter_context(_new_run(extra_tags, nested=run is not None))
-        directory = (WORK_ROOT / run.info.run_id).absolute()  # the user may change the current directory
+        directory = work_directory(run.info.run_id).absolute()  # the user may change the current directory
         outbox = GuestOutbox(run, directory) if is_guest else Outbox(run.info.run_id, directory)
         stack.enter_context(_closing(outbox, directory, status="" if is_guest else "FINISHED"))
         yield TuningRun(run, directory, outbox)

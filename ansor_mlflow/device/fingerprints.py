@@ -27,6 +27,8 @@ _INSTRUCTION_SETS = re.compile(
     r"|fp8\w*|v\d+(\.\d+)?[ar]"
 )
 """LLVM's CPU features that are instructions. The others are scheduling hints, or belong to the operating system."""
+_NOT_IN_NAMES = re.compile(r"[^\w.+-]")
+_MAX_NAME_LENGTH = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +49,11 @@ class DeviceFingerprint:
         """A directory name: readable, and unique by a digest of every field, but for the host's threads of a GPU."""
         kind = self.target["kind"]
         if kind != CPU_KIND:
-            return f"{kind}-{self.target.get('arch', self.machine)}-{_digest(replace(self, num_threads=1))}"
-        return f"{kind}-{self.target.get('mcpu', self.machine)}-x{self.num_threads}-{_digest(self)}"
+            called, digest = f"{kind}-{self.target.get('arch', self.machine)}", _digest(replace(self, num_threads=1))
+        else:
+            called, digest = f"{kind}-{self.target.get('mcpu', self.machine)}-x{self.num_threads}", _digest(self)
+        # Fingerprints come from runs, models and servers, and their names are folders.
+        return f"{_NOT_IN_NAMES.sub('_', called)[:_MAX_NAME_LENGTH]}-{digest}"
 
     @property
     def description(self) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from ansor_mlflow.device import available_cpus
 from ansor_mlflow.errors import ModelError
+from ansor_mlflow.files import path_below
 from ansor_mlflow.model.manifest import Manifest, library_path
 from ansor_mlflow.names import NETWORK_FILE
 
@@ -58,11 +59,13 @@ def sha256_of(root: Path, names: Iterable[str]) -> dict[str, str]:
 
 def _check_paths(directory: Path, manifest: Manifest) -> None:
     """Refuses what is not in the model, and a library that is not where those for its device are."""
-    root = directory.resolve()
     for name in [*manifest.files, *(entry.path for entry in manifest.libraries)]:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or not (root / path).resolve().is_relative_to(root):
-            raise ModelError(f"model {directory}: the path {name!r} leads out of the model; it was tampered with")
+        try:
+            path_below(directory, name)
+        except ValueError as err:
+            raise ModelError(
+                f"model {directory}: the path {name!r:.200} leads out of the model; it was tampered with"
+            ) from err
     for entry in manifest.libraries:
         for part in entry.parts:
             beside = PurePosixPath(entry.path).parent / part.name

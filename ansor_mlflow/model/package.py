@@ -20,6 +20,7 @@ from typing import Any
 
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.files import path_below
 from ansor_mlflow.model.digests import sha256_of
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest, library_path, records_path
 from ansor_mlflow.model.parts import PartEntry
@@ -170,8 +171,9 @@ def _copy_network(source: Path, directory: Path) -> list[Path]:
 
     directory.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, directory / NETWORK_FILE)
-    weights = [Path(name) for name in external_files(source, str(source))]
-    for path in weights:
-        (directory / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source.parent / path, directory / path)
-    return [Path(NETWORK_FILE), *weights]
+    weights = external_files(source, str(source))
+    for name in weights:
+        copy = path_below(directory, name)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source.parent / name, copy)
+    return [Path(NETWORK_FILE), *map(Path, weights)]

@@ -100,15 +100,13 @@ def build_in_child_process(job: BuildJob) -> BuiltLibrary:
 
 def build(job: BuildJob) -> BuiltLibrary:
     """Builds a library; see `build_in_child_process`."""
-    import onnx
-
     from ansor_mlflow.device import resolve_target
     from ansor_mlflow.lowering import lower_sizes
     from ansor_mlflow.model.library import compile_tuned, compile_untuned
-    from ansor_mlflow.networks import models_of_sizes
+    from ansor_mlflow.networks import models_of_sizes, read_whole
 
     target = resolve_target(json.dumps(job.target), job.num_threads)
-    models = models_of_sizes(onnx.load_model(job.network), job.network, job.sizes)
+    models = models_of_sizes(read_whole(Path(job.network)), job.network, job.sizes)
     lowered = lower_sizes(models, target, job.lowering, job.network)
     parts = part_entries(lowered)
     if job.plain:

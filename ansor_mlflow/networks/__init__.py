@@ -11,6 +11,7 @@ from ansor_mlflow.networks.onnx_file import (
     message_fields,
     output_specs,
     read_onnx,
+    read_whole,
     without_numbers,
     write_onnx,
 )

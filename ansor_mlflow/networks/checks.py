@@ -72,7 +72,8 @@ def require_data(model: onnx.ModelProto, network: str) -> None:
         name = model.graph.sparse_initializer[0].values.name
         raise _error(network, f"the weight {_shown(name)} is sparse, and only dense ones are read")
     for tensor in _tensors(model.graph):
-        _check_tensor(tensor, network)
+        size = require_tensor(tensor, network)
+        _check_data(tensor, size, network)
 
 
 def require_sizes(model: onnx.ModelProto, network: str) -> None:
@@ -229,12 +230,20 @@ def _check_names(graph: onnx.GraphProto, network: str, around: frozenset[str] = 
             raise _error(network, f"no node makes its output {_shown(output.name)}")
 
 
-def _check_tensor(tensor: TensorProto, network: str) -> None:
+def require_tensor(tensor: TensorProto, network: str) -> int:
+    """The bytes that a weight or constant takes.
+
+    Raises:
+        UserInputError: It has no such type or shape, or would be too large.
+    """
     if tensor.data_type not in TensorProto.DataType.values() or tensor.data_type == TensorProto.UNDEFINED:
         raise _error(network, f"{_called(tensor)} is of type {tensor.data_type}, which ONNX {onnx.__version__} has not")
     if any(dim < 0 for dim in tensor.dims):
         raise _error(network, f"{_called(tensor)} has the shape {list(tensor.dims)}")
-    size = _check_size(tensor.name, tensor.dims, tensor.data_type, network)
+    return _check_size(tensor.name, tensor.dims, tensor.data_type, network)
+
+
+def _check_data(tensor: TensorProto, size: int, network: str) -> None:
     if external_data_helper.uses_external_data(tensor):
         return
     if tensor.HasField("raw_data"):

@@ -21,7 +21,8 @@ from google.protobuf.message import DecodeError, EncodeError  # type: ignore[imp
 from onnx import TensorProto, external_data_helper, helper
 
 from ansor_mlflow.errors import UserInputError, one_line
-from ansor_mlflow.networks.checks import require_data, require_sizes, require_sound
+from ansor_mlflow.networks.checks import require_data, require_sizes, require_sound, require_tensor
+from ansor_mlflow.networks.external_data import data_path, read_data
 from ansor_mlflow.networks.inputs.branches import take_known_branches
 from ansor_mlflow.networks.inputs.trials import OnnxTrial, start_session
 from ansor_mlflow.networks.inputs.values import fix_values, require_shape, typed_values
@@ -72,7 +73,9 @@ def read_onnx(path: Path, network: str) -> onnx.ModelProto:
         model = onnx.load(path, format="protobuf", load_external_data=False)
         for tensor in _external_tensors(model.graph):
             if math.prod(tensor.dims) <= _MAX_SHAPE_ELEMENTS:
-                _load_tensor(tensor, path.parent)
+                _load_tensor(tensor, path.parent, network)
+            else:  # ONNX Runtime may read it before `load_weights` does
+                data_path(path.parent, _location(tensor))
     if not model.HasField("graph"):  # an empty file is a valid message without fields
         raise UserInputError(f"network={network}: the file holds no ONNX model; export the model again")
     if not model.graph.node:
@@ -88,7 +91,7 @@ def load_weights(model: onnx.ModelProto, network: str, directory: Path) -> None:
     """
     with _translated_read_errors(network):
         for tensor in _external_tensors(model.graph):
-            _load_tensor(tensor, directory)
+            _load_tensor(tensor, directory, network)
     require_data(model, network)
 
 
@@ -96,12 +99,14 @@ def external_files(path: Path, network: str) -> list[str]:
     """The paths, relative to the folder of an ONNX file, of the other files that hold its weights.
 
     Raises:
-        UserInputError: The file is missing or not an ONNX model.
+        UserInputError: The file is missing or not an ONNX model, or one of the others would be outside of its folder.
     """
     with _translated_read_errors(network):
         graph = onnx.load(path, format="protobuf", load_external_data=False).graph
-    entries = (entry for tensor in _external_tensors(graph) for entry in tensor.external_data)
-    return sorted({entry.value for entry in entries if entry.key == "location"})
+        locations = sorted(set(map(_location, _external_tensors(graph))))
+        for location in locations:
+            data_path(path.parent, location)
+    return locations
 
 
 def write_onnx(model: onnx.ModelProto, path: Path, *, max_weight_bytes: int = _MAX_WEIGHT_BYTES) -> list[Path]:
@@ -166,14 +171,19 @@ def _num_elements(tensor: onnx.TensorProto) -> int:
 
 
 def digest_of_file(path: Path) -> str:
-    """The digest of the model in an ONNX file that `write_onnx` wrote.
+    """The digest of the model in an ONNX file. See `read_whole` for what it raises."""
+    return digest(read_whole(path))
+
+
+def read_whole(path: Path) -> onnx.ModelProto:
+    """The model in an ONNX file that `write_onnx` wrote, with all its weights.
 
     Raises:
         UserInputError: The file or its weights are missing, or no ONNX model.
     """
     model = read_onnx(path, str(path))
     load_weights(model, str(path), path.parent)
-    return digest(model)
+    return model
 
 
 def fix_shapes(
@@ -525,9 +535,14 @@ def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
                 yield from _tensors(branch)
 
 
-def _load_tensor(tensor: onnx.TensorProto, directory: Path) -> None:
-    external_data_helper.load_external_data_for_tensor(tensor, str(directory))
-    tensor.data_location = TensorProto.DEFAULT  # older versions of ONNX leave both to the caller
+def _location(tensor: onnx.TensorProto) -> str:
+    return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+
+
+def _load_tensor(tensor: onnx.TensorProto, directory: Path, network: str) -> None:
+    num_bytes = require_tensor(tensor, network)
+    tensor.raw_data = read_data(tensor, directory, num_bytes)
+    tensor.data_location = TensorProto.DEFAULT
     del tensor.external_data[:]
 
 

@@ -34,7 +34,6 @@ from ansor_mlflow.steps.promotion import Promotion, promote, rivals_of
 from ansor_mlflow.steps.tuning import TuneResult, prepare_tuning, resolved_options, tune
 from ansor_mlflow.tensors import all_sizes
 from ansor_mlflow.tracking import (
-    WORK_ROOT,
     StepRun,
     command_lines,
     html_table,
@@ -43,6 +42,7 @@ from ansor_mlflow.tracking import (
     step_run,
     summary_rows,
     translated_errors,
+    work_directory,
 )
 from ansor_mlflow.trials import TuningObserver
 
@@ -229,7 +229,7 @@ def _run_entry_point(parent: StepRun, project: Path, entry_point: str, parameter
 
 def _note_tuning(parent: StepRun, entry_point: str, child: Run | None) -> None:
     """Says in the run of the pipeline which tuning can go on, if it is this child, which worked in this directory."""
-    if entry_point == "tune" and child and StepRun(child.info.run_id, WORK_ROOT / child.info.run_id).has_records:
+    if entry_point == "tune" and child and StepRun(child.info.run_id, work_directory(child.info.run_id)).has_records:
         parent.tuning = child.info.run_id
 
 

@@ -23,7 +23,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import MachineError, UserInputError, without_credentials
-from ansor_mlflow.files import write_text
+from ansor_mlflow.files import path_below, write_text
 from ansor_mlflow.tracking.error_translation import without_secrets
 from ansor_mlflow.tracking.report.note import note_tags
 
@@ -74,7 +74,7 @@ class Message:
         if metrics or params or tags:
             client.log_batch(run_id, metrics=metrics, params=params, tags=tags)
         for name, artifact_path in self.artifacts:
-            path = directory / name
+            path = path_below(directory, name)
             if path.is_dir():
                 client.log_artifacts(run_id, str(path), artifact_path or None)
             else:

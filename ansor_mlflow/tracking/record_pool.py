@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import tempfile
@@ -19,6 +20,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from ansor_mlflow import names
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import MachineError, UserInputError, without_credentials
+from ansor_mlflow.files import path_below
 from ansor_mlflow.options import is_uri
 from ansor_mlflow.records import ObjectName, PoolObject, what_is_new, workload_hash
 from ansor_mlflow.tracking.error_translation import translated_errors
@@ -160,7 +162,8 @@ class RecordPool:
 
     def _list(self, folder: str) -> list[str]:
         with self._translated_errors():
-            return [str(file.path) for file in self._repository.list_artifacts(folder or None)]
+            paths = [str(file.path) for file in self._repository.list_artifacts(folder or None)]
+        return [path for path in paths if _is_plain(path)]
 
     def _get(self, path: str) -> bytes:
         with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch, self._translated_errors():
@@ -175,6 +178,13 @@ class RecordPool:
 
     def _translated_errors(self) -> AbstractContextManager[None]:
         return translated_errors(f"reach the record pool {self._called}")
+
+
+def _is_plain(path: str) -> bool:
+    """Whether a path that a server lists may be one here, too."""
+    with contextlib.suppress(ValueError):
+        return bool(path_below(Path(), path))
+    return False
 
 
 def _object_name(path: str) -> ObjectName | None:

@@ -16,7 +16,8 @@ from mlflow.entities import Param, Run, RunTag
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_PROJECT_ENTRY_POINT
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import AnsorMlflowError, add_note, without_credentials
+from ansor_mlflow.errors import AnsorMlflowError, MachineError, add_note, without_credentials
+from ansor_mlflow.files import path_below
 from ansor_mlflow.options import Options, as_text
 from ansor_mlflow.records import RecordPair
 from ansor_mlflow.tracking.error_translation import translated_errors, without_secrets
@@ -40,6 +41,18 @@ _log = logging.getLogger("ansor_mlflow")
 _PROJECT_RUN_VARIABLE = "MLFLOW_RUN_ID"
 _open_runs: dict[str, StepRun] = {}
 """Those of this process, by their IDs."""
+
+
+def work_directory(run_id: str) -> Path:
+    """Where the step of a run keeps files until MLflow has them.
+
+    Raises:
+        MachineError: The ID that a server gave is none.
+    """
+    try:
+        return path_below(WORK_ROOT, run_id)
+    except ValueError as err:
+        raise MachineError(f"the tracking server calls a run {err}; ask who runs that server") from err
 
 
 @dataclass
@@ -128,12 +141,12 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
     run_name = without_credentials(run_name)
     made_for_this = os.environ.get(_PROJECT_RUN_VARIABLE, "")  # MLflow forgets it when the run is opened
     if resume:
-        require_ended(resume, WORK_ROOT / resume)
+        require_ended(resume, work_directory(resume))
     with translated_errors("start a run"):
         active = mlflow.active_run()
         info = mlflow.start_run(resume or None, run_name=run_name, nested=active is not None).info
         is_child = active is not None or _has_parent(made_for_this)
-    run = StepRun(info.run_id, WORK_ROOT / info.run_id)
+    run = StepRun(info.run_id, work_directory(info.run_id))
     outer = _open_runs.get(active.info.run_id) if active else None
     place = _Place(run, step, options, info.experiment_id, is_project=bool(made_for_this), is_child=is_child)
     with _named_in_errors(place, outer):

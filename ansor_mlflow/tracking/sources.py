@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import tempfile
@@ -17,6 +18,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_registered_ar
 
 from ansor_mlflow import names, networks
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, without_credentials
+from ansor_mlflow.files import path_below
 from ansor_mlflow.model import verified_manifest
 from ansor_mlflow.networks import (
     BUILTIN_NETWORKS,
@@ -214,16 +216,11 @@ def _download(uri: str, called: str, directory: Path) -> Path:
 
 
 def _download_weights(path: Path, uri: str, called: str, scratch: Path) -> None:
-    """Downloads the files that hold the weights of the ONNX file `path` from beside `uri`, where that came from.
-
-    One that would lie elsewhere is left out, which reading the file then reports.
-    """
+    """Downloads the files that hold the weights of the ONNX file `path` from beside `uri`, where that came from."""
     for location in external_files(path, called):
-        relative = PurePosixPath(location)
-        if not relative.is_absolute() and ".." not in relative.parts:
-            target = path.parent / relative
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _download(f"{uri.rpartition('/')[0]}/{relative}", called, scratch).replace(target)
+        target = path_below(path.parent, location)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _download(f"{uri.rpartition('/')[0]}/{PurePosixPath(location)}", called, scratch).replace(target)
 
 
 def _network_file(directory: Path, called: str) -> Path:
@@ -241,9 +238,9 @@ def _network_file(directory: Path, called: str) -> Path:
             f"network={called}: the model has the flavors {', '.join(flavors)}; give one with the flavor "
             f"{_ONNX_FLAVOR} or {_PYTORCH_FLAVOR}, or one that compile logged"
         )
-    path = (directory / file).resolve()
-    if path.is_relative_to(directory.resolve()) and path.is_file():
-        return path
+    with contextlib.suppress(ValueError):
+        if (path := path_below(directory, file)).is_file():
+            return path
     if _ONNX_FLAVOR not in flavors:
         raise UserInputError(
             f"network={called}: the model was logged as a pickle, and nothing is unpickled here; log it with "

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ansor_mlflow import names
-from ansor_mlflow.files import write_text
+from ansor_mlflow.files import path_below, write_text
 from ansor_mlflow.records.journal import JOURNAL_FILE
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
 from ansor_mlflow.records.transfer.parts import PARTS_DIR
@@ -55,8 +55,11 @@ def changed_files(records: Path) -> tuple[str, ...]:
 
 
 def _is_as_described(records: Path, name: str, size: int, digest: str) -> bool:
-    file = records / name
-    actual = file.stat().st_size if file.is_file() and file.resolve().is_relative_to(records.resolve()) else -1
+    try:
+        file = path_below(records, name)
+    except ValueError:
+        return False
+    actual = file.stat().st_size if file.is_file() else -1
     has_length = actual >= size if name in _GROWING else actual == size
     return has_length and _sha256(file, size) == digest
 

@@ -11,7 +11,8 @@ import json
 import logging
 from pathlib import Path
 
-from ansor_mlflow.files import append, new_file
+from ansor_mlflow.errors import RecordsError
+from ansor_mlflow.files import append, new_file, path_below
 from ansor_mlflow.records.journal import JOURNAL_FILE
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
 
@@ -62,6 +63,9 @@ def join_parts(records: Path) -> int:
 
     Returns:
         The number of parts that were taken.
+
+    Raises:
+        RecordsError: A part is whole, but describes what no tuning writes.
     """
     num_taken = 0
     for path in sorted((records / PARTS_DIR).glob(f"*{_SUFFIX}")):
@@ -70,7 +74,7 @@ def join_parts(records: Path) -> int:
             _log.warning("%s is damaged; what it and later parts hold is measured again", path.name)
             break
         head, _, pieces = content.partition(b"\n")
-        places: dict[str, list[int]] = json.loads(head)
+        places = _places(records, head, len(pieces), path.name)
         sizes = {name: _size(records / name) for name in places}
         if all(start + length <= sizes[name] for name, (start, length) in places.items()):
             continue  # it is in the files already
@@ -84,6 +88,29 @@ def join_parts(records: Path) -> int:
             append(records / name, piece[sizes[name] - start :])  # one of the files may have more than the part
         num_taken += 1
     return num_taken
+
+
+def _places(records: Path, head: bytes, num_bytes: int, part: str) -> dict[str, tuple[int, int]]:
+    """Where the pieces of a part go, by the names of the files that grow: the start in the file, and the length.
+
+    Raises:
+        RecordsError: Other files are named, or the pieces are not those that are described.
+    """
+    try:
+        places = {name: (start, length) for name, (start, length) in json.loads(head).items()}
+        for name in places:
+            path_below(records, name)
+        is_sound = places.keys() <= set(_FILES) and all(
+            type(size) is int and size >= 0 for place in places.values() for size in place
+        )
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        is_sound = False
+    if not is_sound or sum(length for _, length in places.values()) != num_bytes:
+        raise RecordsError(
+            f"{PARTS_DIR}/{part} of the records is no part that a tuning wrote: it may name {', '.join(_FILES)} alone, "
+            "and has to hold what it describes; nothing of it is taken: ask who can write to that run"
+        )
+    return places
 
 
 def _size(path: Path) -> int:

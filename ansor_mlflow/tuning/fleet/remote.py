@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from ansor_mlflow.device import DeviceFingerprint, available_cpus, fingerprint, measuring_cpus
+from ansor_mlflow.files import path_below
 from ansor_mlflow.measuring import ProbeTime, library_inference, measure_turn, time_probe, timed_call
 from ansor_mlflow.model import LibraryEntry, Manifest
 from ansor_mlflow.tensors import Arrays
@@ -177,7 +178,7 @@ def _run_network(request: str) -> str:
 
 def _uploaded(name: str) -> Path:
     """A file of the session; nothing outside of the session's own directory."""
-    return Path.cwd() / Path(name).name
+    return path_below(Path.cwd(), Path(name).name)
 
 
 def _probe(num_threads: int) -> ProbeTime | None:

@@ -1,0 +1,59 @@
+"""Weights in files beside an ONNX file ("external data": docs/ExternalData.md of ONNX): where they may be, and reading.
+
+Versions of ONNX and of ONNX Runtime differ in which links they follow, so neither is asked to read such a file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from onnx import TensorProto
+
+from ansor_mlflow.files import path_below
+
+
+def data_path(directory: Path, location: str) -> Path:
+    """The file that a model's external data is in.
+
+    Args:
+        directory: The folder of the ONNX file.
+        location: What the model says, relative to that folder.
+
+    Raises:
+        ValueError: It is outside of the folder. In Hugging Face's cache the folder is the whole repository, whose
+            snapshots are links to its blobs.
+    """
+    directory = directory.resolve()
+    repository = _repository(directory)
+    return path_below(repository, str(directory.relative_to(repository) / location))
+
+
+def read_data(tensor: TensorProto, directory: Path, num_bytes: int) -> bytes:
+    """The external data of a tensor that takes `num_bytes`; of more that is there, one byte more is read.
+
+    Raises:
+        ValueError: The file is not in the folder, is none, or ends too early.
+        OSError: It cannot be read.
+    """
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    path = data_path(directory, entries.get("location", ""))
+    if not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"there is no file {entries.get('location', '')!r:.100}")
+    stat, offset = path.stat(), int(entries.get("offset", 0))
+    if stat.st_nlink > 1:  # of a file that may be anywhere
+        raise ValueError(f"{path.name!r:.100} is a hard link; a copy of it is read")
+    length = int(entries.get("length", stat.st_size - offset))
+    if offset < 0 or length < 0 or offset + length > stat.st_size:
+        raise ValueError(f"{path.name!r:.100} has {stat.st_size} bytes, and {tensor.name!r:.100} is not within them")
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(min(length, num_bytes + 1))
+
+
+def _repository(directory: Path) -> Path:
+    """The folder of a repository in Hugging Face's cache that a snapshot is in; any other folder itself."""
+    for root in directory.parents:
+        parts = directory.relative_to(root).parts
+        if parts[0] == "snapshots" and len(parts) > 1 and (root / "blobs").is_dir():
+            return root
+    return directory

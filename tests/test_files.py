@@ -1,0 +1,121 @@
+"""Names from files, servers and URIs mean files below one folder, or nothing."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from ansor_mlflow.device import DeviceFingerprint
+from ansor_mlflow.errors import MachineError, UserInputError
+from ansor_mlflow.files import path_below
+from ansor_mlflow.networks import load_network
+from ansor_mlflow.tracking import work_directory
+
+BAD_NAMES = (
+    "",
+    ".",
+    "..",
+    "/",
+    "//a",
+    "/etc/hosts",
+    "../a",
+    "a/../../b",
+    "a/..",
+    "a\0b",
+    "a\nb",
+    "\x1b[2J",
+    "a" * 256,
+)
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_no_names(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="names no file below a folder"):
+        path_below(tmp_path, name)
+
+
+@pytest.mark.parametrize("name", ["a", "a/b", "a b.json", "...", "..a", "ä", "a//b", "./a", "within/file"])
+def test_names(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "within").symlink_to("folder")
+    assert path_below(tmp_path, name) == tmp_path / name
+
+
+@pytest.mark.parametrize("name", ["up/a", "file", "loop/a/../b", "chain"])
+def test_links_that_lead_out(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "up").symlink_to("..")
+    (folder / "file").symlink_to("/etc/hosts")
+    (folder / "chain").symlink_to("file")
+    with pytest.raises(ValueError, match=r"outside of its folder|names no file"):
+        path_below(folder, name)
+
+
+@pytest.mark.parametrize("name", ["../../home", "/tmp/x", "a\nb"])
+def test_run_ids_of_a_server(name: str) -> None:
+    with pytest.raises(MachineError, match="the tracking server calls a run"):
+        work_directory(name)
+
+
+@pytest.mark.parametrize("entry", ["../../x", "/x", "a\nb", "x" * 5000])
+@pytest.mark.parametrize("key", ["kind", "mcpu", "arch"])
+def test_folders_of_devices(tmp_path: Path, entry: str, key: str) -> None:
+    device = DeviceFingerprint(
+        target={"kind": "llvm", "mcpu": "znver4"}, machine="x86_64", cpu_model="", features=(), num_threads=2
+    )
+    assert device.name.startswith("llvm-znver4-x2-")
+    odd = replace(device, target={**device.target, key: entry})
+    assert path_below(tmp_path, odd.name).parent == tmp_path
+
+
+def save_in_cache(root: Path, blob: str = "../../blobs/{}") -> Path:
+    """A model as Hugging Face's cache has it: a snapshot of links to blobs."""
+    weights = np.arange(16, dtype=np.float32).reshape(4, 4)
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "graph",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 4])],
+        [numpy_helper.from_array(weights, "w")],
+    )
+    (root / "blobs").mkdir(parents=True)
+    (root / "snapshots" / "main").mkdir(parents=True)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, root / "model.onnx", save_as_external_data=True, location="model.onnx_data", size_threshold=0)
+    for name in ("model.onnx", "model.onnx_data"):
+        (root / name).replace(root / "blobs" / f"hash-of-{name}")
+        (root / "snapshots" / "main" / name).symlink_to(blob.format(f"hash-of-{name}"))
+    return root / "snapshots" / "main" / "model.onnx"
+
+
+def test_links_within_a_cache_are_followed(tmp_path: Path) -> None:
+    assert load_network(str(save_in_cache(tmp_path / "models--a--b"))).num_parameters == 16
+
+
+def test_links_out_of_a_cache_are_refused(tmp_path: Path) -> None:
+    path = save_in_cache(tmp_path / "models--a--b")
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"s" * 64)
+    for link in (path.with_name("model.onnx_data"), tmp_path / "models--a--b" / "blobs" / "hash-of-model.onnx_data"):
+        target = link.readlink() if link.is_symlink() else None
+        link.unlink()
+        link.symlink_to(secret)
+        with pytest.raises(UserInputError, match="its external data cannot be read"):
+            load_network(str(path))
+        if target:
+            link.unlink()
+            link.symlink_to(target)
+
+
+def test_hard_links_are_refused(tmp_path: Path) -> None:
+    path = save_in_cache(tmp_path / "cache", str(tmp_path / "cache" / "blobs" / "{}"))
+    os.link(path.resolve().with_name("hash-of-model.onnx_data"), tmp_path / "a second name")
+    with pytest.raises(UserInputError, match="is a hard link; a copy of it is read"):
+        load_network(str(path))
