@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ansor_mlflow.codegen.nans import with_nans_kept
 from ansor_mlflow.codegen.prefetch import with_prefetches
 from ansor_mlflow.device import is_cpu
 
@@ -49,7 +50,8 @@ def _make() -> tuple[Pass, Any, Any]:
     passes, of_host, of_device = default_s_tir_pipeline()
     arrays = prim_func_pass(_with_arrays, opt_level=0, name="ansor.local_arrays")
     fetches = prim_func_pass(with_prefetches, opt_level=0, name="ansor.prefetch")
-    return passes, lambda: Sequential([arrays, fetches, of_host()]), of_device
+    nans = prim_func_pass(with_nans_kept, opt_level=0, name="ansor.nans")
+    return passes, lambda: Sequential([arrays, fetches, nans, of_host()]), lambda: Sequential([nans, of_device()])
 
 
 def _with_arrays(func: Any, _mod: Any, _context: Any) -> Any:

@@ -62,6 +62,7 @@ def lower_graph(model: onnx.ModelProto, target: Target, settings: LoweringSettin
     from ansor_mlflow.lowering.elementwise import constants_second
     from ansor_mlflow.lowering.indices import bound_indices
     from ansor_mlflow.lowering.patterns import CorrectPatterns
+    from ansor_mlflow.lowering.places import PLACES
 
     passes = [
         *_first_passes(),
@@ -71,7 +72,7 @@ def lower_graph(model: onnx.ModelProto, target: Target, settings: LoweringSettin
         *compute_in(settings.dtype),
         fold_constants(),
         # TVM's pipeline "zero", with more to say of what is fused
-        relax.transform.LegalizeOps(),
+        relax.transform.LegalizeOps(PLACES),
         relax.transform.AnnotateTIROpPattern(),
         CorrectPatterns(),
         relax.transform.FoldConstant(),

@@ -1,0 +1,90 @@
+"""Maxima and minima that keep NaN, as IEEE 754's `maximum` and ONNX Runtime do.
+
+TVM's code generators choose `a > b ? a : b`, which is b where either is NaN: max(x, 0), which is what a rectifier is in
+TVM, would make an ordinary number of it. With the operands in the other order, 0 > x ? 0 : x, a comparison with a
+constant keeps NaN in as many instructions. Where both operands may be NaN the first one is looked at, too. Arm has
+instructions that keep NaN, which only LLVM's intrinsics ask for.
+
+A running maximum is left as it is, so that the loops of a pooling layer cost what they did: as in ONNX Runtime's
+kernels, it is that of what comes after a NaN, and NaN where that is the last. `graphs.operators.extrema` does what
+ReduceMax and its like need beyond that, and a softmax has a sum that keeps NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+_ARM = "aarch64"
+
+
+def with_nans_kept(func: Any, _mod: Any, _context: Any) -> Any:
+    """A lowered function whose maxima and minima of floats keep NaN."""
+    from tvm.tirx import BufferStore, Max, Min
+    from tvm_ffi import structural_mutate
+
+    keep = _intrinsic if _is_for_arm(func) else _choice
+    running: list[Any] = []
+
+    def store(node: Any, mutator: Any) -> Any:
+        if _is_running(node):
+            running.append(node.value)
+        return mutator.default_mutate(node)
+
+    def visit(node: Any, mutator: Any) -> Any:
+        is_running = any(node.same_as(value) for value in running)
+        node = mutator.default_mutate(node)
+        if is_running or "float" not in str(node.ty.dtype):
+            return node
+        return keep(node, is_max=isinstance(node, Max))
+
+    return func.with_body(structural_mutate(func.body, [(BufferStore, store), (Max, visit), (Min, visit)]))
+
+
+def _is_for_arm(func: Any) -> bool:
+    from ansor_mlflow.device import is_cpu, machine_of
+
+    target = func.attrs["target"]
+    return is_cpu(target) and machine_of(target) == _ARM
+
+
+def _intrinsic(node: Any, *, is_max: bool) -> Any:
+    """The instruction that gives a NaN of either operand."""
+    from tvm.tirx import call_llvm_pure_intrin
+
+    return call_llvm_pure_intrin(str(node.ty.dtype), "llvm.maximum" if is_max else "llvm.minimum", node.a, node.b)
+
+
+def _choice(node: Any, *, is_max: bool) -> Any:
+    """The choice that gives a NaN of either operand."""
+    from tvm.tirx import Let, Select, Var
+
+    first, second = (node.b, node.a) if _is_number(node.b) else (node.a, node.b)
+    b = Var("b", second.ty)
+    if _is_number(first):
+        return Let(b, second, Select(first > b if is_max else first < b, first, b))
+    a = Var("a", first.ty)
+    chosen = Select(a.equal(a), Select(a > b if is_max else a < b, a, b), a)
+    return Let(a, first, Let(b, second, chosen))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a constant other than NaN, or a vector of one."""
+    from tvm.tirx import Broadcast, FloatImm
+
+    value = value.value if isinstance(value, Broadcast) else value
+    return isinstance(value, FloatImm) and not math.isnan(value.value)
+
+
+def _is_running(store: Any) -> bool:
+    """Whether a statement replaces an element by the maximum of it and another value."""
+    from tvm.ir import TensorLoad
+    from tvm.tirx import Max, Min
+    from tvm_ffi import structural_equal
+
+    return isinstance(store.value, (Max, Min)) and any(
+        isinstance(operand, TensorLoad)
+        and operand.source.same_as(store.buffer)
+        and structural_equal(operand.indices, store.indices)
+        for operand in (store.value.a, store.value.b)
+    )

@@ -1,0 +1,142 @@
+"""NaN and infinities go through operators as they do in ONNX Runtime: a broken input never looks like a good answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from helpers.one_operator import one_operator, run_lowered, run_onnxruntime
+from onnx import TensorProto, helper
+
+from ansor_mlflow.codegen import pass_config, tir_pipeline
+from ansor_mlflow.device.targets import resolve_target
+from ansor_mlflow.lowering.lower import lower
+from ansor_mlflow.settings import LoweringSettings
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+RNG = np.random.default_rng(0)
+
+
+def vector(dtype: Any = np.float32) -> np.ndarray:
+    values = (3 * RNG.normal(size=37)).astype(dtype)  # vectors, and what is left of them
+    values[[0, 5, 17, 33, 36]], values[[1, 18]], values[[2, 20, 35]], values[3] = np.nan, np.inf, -np.inf, -0.0
+    return values
+
+
+def rows() -> np.ndarray:
+    """The NaN of a row is the first value, or all are: what is kept of others depends on the vectors of a kernel."""
+    values = RNG.normal(size=(5, 8)).astype(np.float32)
+    values[0, 0], values[1, 3], values[2, 3], values[3], values[4] = np.nan, np.inf, -np.inf, np.nan, -np.inf
+    return values
+
+
+def image() -> np.ndarray:
+    values = RNG.normal(size=(1, 16, 9, 9)).astype(np.float32)
+    values[0, 2, 3, 4], values[0, 9, 8, 8] = np.nan, np.inf
+    return values
+
+
+X = {"x": vector()}
+XY = {**X, "y": np.roll(X["x"], 3)}
+XYZ = {**XY, "z": np.roll(X["x"], 7)}
+ROWS = {"x": rows()}
+FEW = {"x": np.array([[1, np.nan, 7, 4, -1], [np.nan, 2, np.nan, -2, 0.5]], np.float32)}
+IMAGE = {"x": image()}
+BOUNDS = {"low": -1.0, "high": 6.0}
+PLACE = {"outputs": [TensorProto.INT64]}
+ELEMENTWISE = [
+    *("Abs", "Ceil", "Elu", "Erf", "Exp", "Floor", "HardSigmoid", "LeakyRelu", "Log", "Neg", "Reciprocal", "Relu"),
+    *("Round", "Selu", "Sigmoid", "Sign", "Softplus", "Softsign", "Sqrt", "Tanh", "ThresholdedRelu"),
+]
+CASES: dict[str, tuple[str, dict[str, np.ndarray], dict[str, Any]]] = {
+    **{name: (name, X, {}) for name in ELEMENTWISE},
+    "Celu": ("Celu", X, {"alpha": 0.7}),
+    "HardSwish": ("HardSwish", X, {"opset": 17}),
+    "Mish": ("Mish", X, {"opset": 18}),
+    "Gelu": ("Gelu", X, {"opset": 20}),
+    "PRelu": ("PRelu", X, {"constants": {"slope": [0.3]}}),
+    "Clip": ("Clip", X, {"constants": BOUNDS}),
+    "Clip of tensors": ("Clip", {**X, "low": np.array(-1, np.float32), "high": np.array(1, np.float32)}, {}),
+    "Clip, NaN": ("Clip", X, {"constants": {"low": np.nan, "high": 1.0}}),
+    **{f"{name} of two": (name, XY, {}) for name in ("Max", "Min", "Add", "Mul", "Div", "Pow")},
+    **{f"{name} of three": (name, XYZ, {}) for name in ("Max", "Min", "Mean")},
+    **{f"{name} of a constant": (name, X, {"constants": {"c": 0.5}}) for name in ("Max", "Min")},
+    **{f"{name} of a NaN": (name, X, {"constants": {"c": np.nan}}) for name in ("Max", "Min")},
+    "fmod": ("Mod", XY, {"fmod": 1}),
+    **{f"{name} of rows": (name, ROWS, {"axis": 1}) for name in ("Softmax", "LogSoftmax")},
+    **{name: (name, ROWS, {"axes": [1]}) for name in ("ReduceMax", "ReduceMin", "ReduceMean", "ReduceL2")},
+    "ReduceMax without the axis": ("ReduceMax", ROWS, {"axes": [-1], "keepdims": 0}),
+    "ReduceMin of all": ("ReduceMin", ROWS, {"keepdims": 0}),
+    "ReduceMax, opset 18": ("ReduceMax", ROWS, {"constants": {"axes": np.array([1])}, "opset": 18}),
+    **{name: (name, ROWS, {"axis": 1, **PLACE}) for name in ("ArgMax", "ArgMin")},
+    **{f"{n} last": (n, ROWS, {"axis": 1, "select_last_index": 1, **PLACE}) for n in ("ArgMax", "ArgMin")},
+    **{f"{name} of few": (name, FEW, {"axes": [1]}) for name in ("ReduceMax", "ReduceMin")},
+    **{f"{name} of few": (name, FEW, {"axis": 1, **PLACE}) for name in ("ArgMax", "ArgMin")},
+    "AveragePool": ("AveragePool", IMAGE, {"kernel_shape": [2, 2], "pads": [1, 1, 0, 0]}),
+    **{f"{n} after a convolution": (n, IMAGE, {"after_conv": True}) for n in ("Relu", "LeakyRelu", "HardSwish")},
+    "Relu6": ("Clip", IMAGE, {"constants": {"low": 0.0, "high": 6.0}, "after_conv": True}),
+}
+"""Operator, inputs, and what else `one_operator` takes."""
+
+
+def assert_same_numbers(actual: np.ndarray, expected: np.ndarray, rtol: float = 1e-5) -> None:
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    np.testing.assert_allclose(actual, expected, rtol=rtol, atol=rtol, equal_nan=True)  # infinities are equal, too
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in")
+@pytest.mark.parametrize("case", CASES)
+def test_nan_and_infinities_are_those_of_onnxruntime(case: str, host_target: Target) -> None:
+    op_type, data, others = CASES[case]
+    model = one_operator(op_type, data, **{"opset": 17 if "Hard" in case else 13, **others})
+    lowered = lower(model, host_target, LoweringSettings(layout="NHWC"))
+    for actual, expected in zip(run_lowered(lowered, host_target, data), run_onnxruntime(model, data), strict=True):
+        assert_same_numbers(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+@pytest.mark.parametrize("op_type", ["Max", "Min", "Relu"])
+def test_nan_stays_in_other_floats(op_type: str, dtype: Any, host_target: Target) -> None:
+    x = vector(dtype)
+    data = {"x": x} if op_type == "Relu" else {"x": x, "y": np.roll(x, 3)}
+    model = one_operator(op_type, data, opset=14, outputs=[helper.np_dtype_to_tensor_dtype(np.dtype(dtype))])
+    (actual,) = run_lowered(lower(model, host_target), host_target, data)
+    assert_same_numbers(actual, run_onnxruntime(model, data)[0])
+
+
+def clip(length: int = 64) -> Any:
+    """A vectorised min(max(x, 0), 6)."""
+    import tvm
+    from tvm import te
+
+    data = te.placeholder((length,), "float32")
+    low, high = (tvm.tirx.const(bound, "float32") for bound in (0.0, 6.0))
+    result = te.compute((length,), lambda i: te.min(te.max(data[i], low), high), "result")
+    schedule = tvm.s_tir.Schedule(te.create_prim_func([data, result]))
+    schedule.vectorize(schedule.split(schedule.get_loops(schedule.get_sblock("result"))[0], [None, 16])[1])
+    return schedule.mod
+
+
+def assembly(spec: str, pipeline: str = "") -> list[str]:
+    import tvm
+    from tvm.driver import build
+
+    target = resolve_target(spec, 1)
+    with tvm.transform.PassContext(config=pass_config(target)):
+        library = build(clip(), target=target, pipeline=pipeline or tir_pipeline(target))
+    lines = (line.split("#")[0].split() for line in library.inspect_source("asm").splitlines())
+    return [words[0] for words in lines if words and not words[0].startswith(".")]
+
+
+@pytest.mark.parametrize("spec", ["llvm -mcpu=haswell", "llvm -mcpu=skylake-avx512"])
+def test_a_rectifier_takes_as_many_instructions_as_without_nan(spec: str) -> None:
+    assert len(assembly(spec)) <= len(assembly(spec, "default"))
+
+
+def test_arm_s_own_instructions_keep_nan() -> None:
+    found = assembly("llvm -mtriple=aarch64-linux-gnu -mcpu=cortex-a76")
+    assert {"fmax", "fmin"} <= set(found)
+    assert {"fmaxnm", "fminnm", "fcmgt"}.isdisjoint(found)
