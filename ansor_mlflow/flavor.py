@@ -369,6 +369,7 @@ def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> Pyfun
     directory = Path(path)
     try:
         options = LoadOptions.from_config(model_config)
-        return PyfuncModel(load_package(directory, Manifest.read(directory), options))
+        manifest = Manifest.read(directory)
+        return PyfuncModel(load_package(directory, manifest, options), manifest.rows)
     except AnsorMlflowError as err:
         raise MlflowException.invalid_parameter_value(str(err)) from err

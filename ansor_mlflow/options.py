@@ -737,6 +737,9 @@ class DiffOptions(ReportOptions):
             "a share such as 3% or 0.03",
         )
     )
+    force: bool = _parameter(
+        False, "Let fail_if_slower look at times that cannot be trusted, too; by default they are a warning."
+    )
     html: str = _parameter(
         "", "File that the comparison is written to as a page of HTML; none by default.", "the path of a file"
     )

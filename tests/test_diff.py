@@ -107,6 +107,27 @@ def test_a_difference_within_the_noise_is_none(tuned: str) -> None:
     assert set(verdicts(diff(tuned, other)).values()) == {"slower"}
 
 
+def test_times_that_cannot_be_trusted_are_compared_with_a_word_and_fail_only_when_forced(
+    tuned: str, run_here: RunCommand, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    other = copy_of(tuned)
+    change_times(other, 1.5)
+    gate = ("diff", tuned, other, "--fail-if-slower", "3%")
+    assert run_here(*gate) == 8
+    mlflow.MlflowClient().set_tag(other, names.TAG_DISTRUST, "other programs used the CPUs")
+    capsys.readouterr()
+    assert run_here(*gate) == 0
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert f"the times cannot be trusted: {other}: other programs used the CPUs" in said
+    assert "% slower than" in said
+    assert run_here(*gate, "--force") == 8
+    assert diff(tuned, other).distrust == f"{other}: other programs used the CPUs"
+    assert diff(tuned, tuned).distrust == ""
+    assert "the times cannot be trusted" in caplog.text
+    run_here("runs")
+    assert " ?" in capsys.readouterr().out
+
+
 def test_tasks_whose_records_are_lost_are_found(
     tuned: str, run_here: RunCommand, capsys: pytest.CaptureFixture[str]
 ) -> None:

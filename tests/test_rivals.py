@@ -72,13 +72,19 @@ def test_a_network_of_16_bits_is_not_rounded_to_another_16(tmp_path: Path) -> No
     assert deviation_of(partial(rival_inference, "openvino", task), examples, expected).max_rel_error < 1e-3
 
 
+def checked_rivals(given: Any, task: RivalTask, tolerance: float) -> list[CheckedRival]:
+    """What is found of rivals on one seeded input."""
+    examples = [random_inputs(task.inputs, 0)]
+    return check_rivals(given, task, examples, expected_of(task.network, 1, examples), tolerance)
+
+
 def test_outputs_have_their_names_in_any_order(tmp_path: Path) -> None:
     """One of them is an output of the graph under a second name, and one an input of another node."""
     builder = GraphBuilder(seed=0)
     total = builder.node("Add", "total", builder.input("left", (2, 3)), builder.input("right", (2, 3)))
     builder.node("Identity", "same", builder.relu("cut", total))
     path = written(builder, tmp_path / "pair.onnx", {"same": (2, 3), "total": (2, 3), "cut": (2, 3)})
-    (checked,) = check_rivals(("openvino",), task_of(path), [random_inputs(task_of(path).inputs, 0)], 1e-6)
+    (checked,) = checked_rivals(("openvino",), task_of(path), 1e-6)
     assert checked.is_right
 
 
@@ -95,7 +101,7 @@ def test_a_rival_that_cannot_run_the_network_is_absent_with_the_reason(
 ) -> None:
     task = task_of(determinant)
     with caplog.at_level(logging.WARNING, "ansor_mlflow"):
-        onnxruntime, openvino = check_rivals("auto", task, [random_inputs(task.inputs, 0)], 1e-4)
+        onnxruntime, openvino = checked_rivals("auto", task, 1e-4)
     assert onnxruntime.is_right
     assert not openvino.is_right
     assert openvino.absent.startswith("OpenVINO cannot load the network: ")
@@ -114,18 +120,17 @@ def test_inputs_that_a_rival_does_not_take_are_its_error(small_onnx: Path) -> No
 def test_a_network_that_came_as_onnx_is_none_of_pytorch(small_onnx: Path) -> None:
     """Only who asks for it hears of it."""
     task = task_of(small_onnx)
-    examples = [random_inputs(task.inputs, 0)]
-    assert [rival.name for rival in check_rivals("auto", task, examples, 1e-4)] == ["onnxruntime", "openvino"]
-    (torch,) = check_rivals(("torch",), task, examples, 1e-4)
+    assert [rival.name for rival in checked_rivals("auto", task, 1e-4)] == ["onnxruntime", "openvino"]
+    (torch,) = checked_rivals(("torch",), task, 1e-4)
     assert torch.absent.startswith("torch.compile cannot load the network: ")
-    assert check_rivals("none", task, examples, 1e-4) == []
+    assert checked_rivals("none", task, 1e-4) == []
 
 
 def test_the_fastest_of_those_that_are_right_is_the_best(small_onnx: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With this tolerance OpenVINO is wrong, which does not do the sums in the reference's order."""
     task = task_of(small_onnx)
     with caplog.at_level(logging.WARNING, "ansor_mlflow"):
-        rivals = check_rivals(("openvino", "onnxruntime"), task, [random_inputs(task.inputs, 0)], 1e-12)
+        rivals = checked_rivals(("openvino", "onnxruntime"), task, 1e-12)
     assert [(rival.name, rival.is_right) for rival in rivals] == [("onnxruntime", True), ("openvino", False)]
     assert "OpenVINO computes something else, max_rel_error=" in caplog.text
     slow, fast = Latency(np.array([2.0, 4.0, 3.0])), Latency(np.array([1.0]))

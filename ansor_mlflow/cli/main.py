@@ -182,7 +182,7 @@ def diff(options: DiffOptions) -> None:
     report(difference, options.json_file, print_diff)
     write_page(difference, options.html)
     if options.fail_if_slower is not None:
-        difference.require_not_slower(options.fail_if_slower)
+        difference.require_not_slower(options.fail_if_slower, force=options.force)
 
 
 @command(cli, "runs")

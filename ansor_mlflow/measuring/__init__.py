@@ -1,6 +1,13 @@
 """Measures what is compiled, and checks what it computes: contenders in processes of their own, in turns."""
 
-from ansor_mlflow.measuring.checking import compare_with_reference, deviation_of, expected_of, outputs_of, tolerance_for
+from ansor_mlflow.measuring.checking import (
+    compare_with_reference,
+    deviation_of,
+    expected_of,
+    outputs_of,
+    tolerance_for,
+    what_to_do,
+)
 from ansor_mlflow.measuring.comparison import (
     QUANTIZED_TOLERANCE,
     TOLERANCES,
@@ -41,3 +48,4 @@ from ansor_mlflow.measuring.timing import (
     measure_turn,
     measure_watched,
 )
+from ansor_mlflow.measuring.varied_inputs import same_for_all, seeded_inputs

@@ -7,9 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from ansor_mlflow.measuring.comparison import QUANTIZED_TOLERANCE, TOLERANCES, Deviation, compare_outputs
 from ansor_mlflow.measuring.contenders import MakeInference, outputs_call, reference_inference
-from ansor_mlflow.measuring.reference import is_quantized
+from ansor_mlflow.measuring.reference import is_quantized, random_operators
 from ansor_mlflow.measuring.timing import call_once
 from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import Arrays
@@ -40,7 +42,7 @@ def expected_of(network: Path, num_threads: int, examples: Sequence[Arrays]) -> 
         MachineError: The process died.
         UserInputError: It cannot compute it.
     """
-    return outputs_of(partial(reference_inference, network, num_threads, exact=is_quantized(network)), examples)
+    return outputs_of(partial(reference_inference, network, num_threads, exact=True), examples)
 
 
 def deviation_of(make_inference: MakeInference, examples: Sequence[Arrays], expected: Sequence[Arrays]) -> Deviation:
@@ -63,8 +65,41 @@ def outputs_of(make_inference: MakeInference, examples: Sequence[Arrays]) -> lis
     return found
 
 
+def _is_finite(arrays: Arrays) -> bool:
+    return all(bool(np.isfinite(values).all()) for values in arrays.values())
+
+
 def tolerance_for(tolerance: float | Literal["auto"], network: Path, dtype: str) -> float:
     """The largest `max_rel_error` that passes; auto depends on what the network computes in."""
     if tolerance != "auto":
         return tolerance
     return QUANTIZED_TOLERANCE if is_quantized(network) else TOLERANCES[dtype]
+
+
+def what_to_do(network: Path, num_threads: int, examples: Sequence[Arrays], tolerance: float) -> str:
+    """What a user whose model's outputs differ from ONNX Runtime's should know, and do.
+
+    Args:
+        network: ONNX file of the reference.
+        num_threads: Threads of the reference.
+        examples: Inputs.
+        tolerance: What was allowed.
+
+    Raises:
+        MachineError: A process died.
+    """
+    first, second = (expected_of(network, num_threads, examples) for _ in range(2))
+    itself = Deviation.worst([compare_outputs(*pair) for pair in zip(second, first, strict=True)])
+    if (drawing := random_operators(network)) and not itself.max_rel_error <= tolerance:
+        return (
+            f"ONNX Runtime's own outputs differ from call to call, because {' and '.join(drawing)} draws random "
+            "numbers, so that nothing can be compared: make an input of what is drawn, or export the network for "
+            "inference"
+        )
+    of_finite = (outputs for inputs, outputs in zip(examples, first, strict=True) if _is_finite(inputs))
+    if not all(map(_is_finite, of_finite)):
+        return (
+            "ONNX Runtime's outputs hold NaN or infinities on these inputs: give data, or input_values, for which they "
+            "do not; if they differ there, too, do not deploy this model"
+        )
+    return "do not deploy this model: compile it again, or raise tolerance if the network is that sensitive to rounding"

@@ -14,25 +14,27 @@ import numpy as np
 import numpy.typing as npt
 
 from ansor_mlflow.errors import UserInputError, one_line
-from ansor_mlflow.tensors import Arrays, NetworkShapes, TensorSpec, random_inputs, stack_cells
+from ansor_mlflow.measuring.varied_inputs import seeded_inputs
+from ansor_mlflow.tensors import Arrays, NetworkShapes, TensorSpec, stack_cells
 
 _NUM_SEEDED = 3
 _PARQUET_MAGIC = b"PAR1"
 _FORMATS = "give a .npz, .npy or .parquet file"
 
 
-def choose_examples(data: str, sizes: Sequence[NetworkShapes], seed: int) -> list[Arrays]:
+def choose_examples(data: str, sizes: Sequence[NetworkShapes], seed: int, network: Path | None = None) -> list[Arrays]:
     """The inputs that outputs are compared on; the first of them, one of each size, are timed.
 
     Args:
         data: The file of a user, with inputs of one size; empty for seeded inputs.
         sizes: The network's sizes, one at least.
         seed: Seed of inputs where there is no file, and of sizes that it is not for.
+        network: ONNX file, which seeded inputs are made for; see `seeded_inputs`.
 
     Raises:
         UserInputError: See `read_examples`.
     """
-    seeded = [random_inputs(size.inputs, seed + index) for index in range(_NUM_SEEDED) for size in sizes]
+    seeded = seeded_inputs(network, sizes, range(seed, seed + _NUM_SEEDED))
     if not data:
         return seeded
     number, (first, *others) = _read_for_a_size(data, sizes)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy.typing as npt
 
 from ansor_mlflow.tensors import Arrays
+
+if TYPE_CHECKING:
+    from onnx import NodeProto
+
+
+_ROUNDING = {"QAttention", "QGemm", "QuantizeLinear"}
+_ROUNDS_TO_8_BITS = 4
+"""Accuracy level of MatMulNBits (ContribOperators.md of ONNX Runtime) that rounds what weights are multiplied with."""
+_RANDOM = {"Bernoulli", "BiasDropout", "BitmaskDropout", "Multinomial"}
 
 
 class ReferenceSession:
@@ -17,8 +26,9 @@ class ReferenceSession:
     Args:
         network: ONNX file.
         num_threads: Threads of one operator.
-        exact: Whether sums of products of 8 bits are exact; ONNX Runtime's fastest kernels for CPUs without VNNI
-            saturate in 16 bits.
+        exact: Whether sums of products of 8 bits are exact, and nothing is rounded that the network does not round:
+            ONNX Runtime's fastest kernels for CPUs without VNNI saturate in 16 bits, and those for weights of 4 bits
+            round what they are multiplied with to 8.
         device: Where it runs.
 
     Raises:
@@ -36,6 +46,7 @@ class ReferenceSession:
         options.log_severity_level = 3
         if exact:
             options.add_session_config_entry("session.x64quantprecision", "1")
+            options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # float32
         provider = "CPUExecutionProvider" if device == "cpu" else "CUDAExecutionProvider"
         settings = {} if device == "cpu" else {"use_tf32": "0"}  # products of float32 in float32
         self._session = onnxruntime.InferenceSession(str(network), options, providers=[(provider, settings)])
@@ -49,9 +60,36 @@ class ReferenceSession:
 
 
 def is_quantized(network: Path) -> bool:
-    """Whether the network of an ONNX file rounds values to 8 bits between its layers."""
+    """Whether the network of an ONNX file rounds values to 8 bits between its layers; weights do not count."""
+    return any(map(_rounds, _nodes(network)))
+
+
+def random_operators(network: Path) -> list[str]:
+    """The operators of an ONNX file that draw random numbers."""
+    return list(dict.fromkeys(node.op_type for node in _nodes(network) if _is_random(node)))
+
+
+def _nodes(network: Path) -> Iterator[NodeProto]:
+    """All nodes of an ONNX file, also those in branches and functions."""
     import onnx
 
-    graph = onnx.load(network, format="protobuf", load_external_data=False).graph
-    rounding = {"DynamicQuantizeLinear", "QGemm", "QuantizeLinear"}
-    return any(node.op_type in rounding or node.op_type.startswith("QLinear") for node in graph.node)
+    model = onnx.load(network, format="protobuf", load_external_data=False)
+    waiting = [*model.graph.node, *(node for function in model.functions for node in function.node)]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += [inner for attribute in node.attribute for inner in attribute.g.node]
+
+
+def _rounds(node: NodeProto) -> bool:
+    if node.op_type == "MatMulNBits":
+        return any(
+            attribute.name == "accuracy_level" and attribute.i == _ROUNDS_TO_8_BITS for attribute in node.attribute
+        )
+    return node.op_type in _ROUNDING or node.op_type.startswith(("DynamicQuantize", "QLinear"))
+
+
+def _is_random(node: NodeProto) -> bool:
+    if node.op_type == "Dropout":
+        return len(node.input) > 2 and node.input[2] != ""
+    return node.op_type in _RANDOM or node.op_type.startswith(("RandomNormal", "RandomUniform"))

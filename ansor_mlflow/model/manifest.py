@@ -77,6 +77,8 @@ class Manifest:
     """What every library was compiled for; empty where the network has one size."""
     pad: dict[str, float] = field(default_factory=dict)
     """The value that an input is padded with to the next larger size, by its name."""
+    rows: str = ""
+    """Whether rows of a batch are "independent" or "dependent"; empty where the network does not tell."""
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
@@ -129,6 +131,7 @@ class Manifest:
                 files=dict(entry["files"]),
                 sizes=tuple(map(NetworkShapes.from_dict, entry.get("sizes", ()))),
                 pad=dict(entry.get("pad", {})),
+                rows=str(entry.get("rows", "")),
             )
         except (KeyError, TypeError, ValueError) as err:
             raise _damaged(err) from err

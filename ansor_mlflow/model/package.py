@@ -25,7 +25,7 @@ from ansor_mlflow.model.digests import sha256_of
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest, library_path, records_path
 from ansor_mlflow.model.parts import PartEntry
 from ansor_mlflow.names import NETWORK_FILE
-from ansor_mlflow.tensors import NetworkShapes, TensorSpec
+from ansor_mlflow.tensors import OPEN, NetworkShapes, TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,26 @@ def write_package(compiled: CompiledNetwork | Sequence[CompiledNetwork], directo
         files=dict(sorted(sha256_of(directory, [path.as_posix() for path in paths]).items())),
         sizes=first.sizes,
         pad=first.pad,
+        rows=_rows(directory / NETWORK_FILE, first),
     )
+
+
+def _rows(network: Path, compiled: CompiledNetwork) -> str:
+    """Whether rows of a batch depend on one another, in any of the network's sizes; see `graphs.rows_of`."""
+    import onnx
+
+    from ansor_mlflow.graphs import rows_of, simplify
+    from ansor_mlflow.networks import models_of_sizes
+
+    firsts = {spec.shape[:1] for spec in compiled.inputs}
+    if len(firsts) != 1 or firsts & {(), (1,), (OPEN,)}:
+        return ""  # there is no batch, or no row beside another
+    try:
+        models = models_of_sizes(onnx.load(network), compiled.name, compiled.sizes)
+        found = [rows_of(simplify(model, compiled.name)) for model in models]
+    except UserInputError:  # ONNX Runtime cannot load it
+        return ""
+    return next((rows for rows in ("dependent", "", "independent") if rows in found), "")
 
 
 def read_package(directory: Path, manifest: Manifest) -> list[CompiledNetwork]:

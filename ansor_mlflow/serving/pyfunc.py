@@ -17,11 +17,16 @@ from ansor_mlflow.tensors import TensorSpec, from_objects, stack_cells
 
 
 class PyfuncModel:
-    """The pyfunc face of a `TunedModel`. Safe to call from several threads, as the model is."""
+    """The pyfunc face of a `TunedModel`. Safe to call from several threads, as the model is.
 
-    def __init__(self, model: TunedModel) -> None:
+    Args:
+        model: The model.
+        rows: What its manifest says of the rows of a batch.
+    """
+
+    def __init__(self, model: TunedModel, rows: str = "") -> None:
         self._model = model
-        self._batches = Batches(model)
+        self._batches = Batches(model, rows)
 
     def get_raw_model(self) -> TunedModel:
         """Returns the underlying model."""

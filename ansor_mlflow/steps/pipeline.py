@@ -149,7 +149,8 @@ def run_pipeline(
         run.log_metrics(metrics)
         reasons = [step.data.tags.get(names.TAG_DISTRUST, "") for step in (tuned, evaluated)]
         if any(reasons):
-            run.log_tags({names.TAG_DISTRUST: "; ".join(filter(None, reasons))})
+            tags[names.TAG_DISTRUST] = "; ".join(filter(None, reasons))
+            run.log_tags({names.TAG_DISTRUST: tags[names.TAG_DISTRUST]})
         if best := evaluated.data.tags.get(names.TAG_BEST_RIVAL):
             tags[names.TAG_BEST_RIVAL] = best
             run.log_tags({names.TAG_BEST_RIVAL: best})

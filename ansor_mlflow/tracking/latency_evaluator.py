@@ -35,7 +35,6 @@ from ansor_mlflow.measuring import (
     RivalTask,
     compare_outputs,
     deviation_of,
-    is_quantized,
     measure_once,
     measure_watched,
     require_rivals,
@@ -260,7 +259,7 @@ def _reference(reference: str) -> Predict:
     if not path.is_file():
         raise UserInputError(f"reference={reference}: no such file; give an ONNX file, or a model's URI or directory")
     read_onnx(path, reference)
-    session = ReferenceSession(path, available_cpus(), exact=is_quantized(path))
+    session = ReferenceSession(path, available_cpus(), exact=True)
 
     def predict_named(data: Any) -> Arrays:
         if not isinstance(data, Mapping):

@@ -253,6 +253,7 @@ _LEADERBOARD = _state(
         _tag(names.TAG_NETWORK): 101,
         _tag(names.TAG_BEST_RIVAL): 101,
         **{_param(name): 101 for name in names.SEARCH_PARAMS},
+        _tag(names.TAG_DISTRUST): 101,
     },
 )
 _TUNING_CHARTS = _state(

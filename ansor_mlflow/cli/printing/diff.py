@@ -99,6 +99,8 @@ def summary(difference: TuningDifference) -> list[str]:
     for label, (first, second) in pairs.items():
         if first and second:
             lines.append(f"{label}: {first:.3f} ms, {second:.3f} ms ({second / first - 1:+.1%})")
+    if difference.distrust:
+        lines.append(f"the times cannot be trusted: {difference.distrust}")
     return lines
 
 

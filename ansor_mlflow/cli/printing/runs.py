@@ -24,6 +24,8 @@ def print_runs(found: FoundRuns) -> None:
         headers += [">latency ms", ">estimate ms", ">speedup", ">trials", "status", "run"]
         styles = (_STYLES.get(run.status, "") for run in found.runs)
         out.print(table(headers, map(_cells, found.runs), styles))
+        if any(run.distrust for run in found.runs):
+            out.print("\n? the times of this run cannot be trusted; its tag ansor.distrust says why")
     else:
         import mlflow  # whose store was asked
 
@@ -42,13 +44,17 @@ def _cells(run: FoundRun) -> tuple[str, ...]:
         run.name,
         run.network,
         run.target,
-        _figure(run.latency_ms, "{:.3f}"),
-        _figure(run.best_latency_ms, "{:.3f}"),
+        _figure(run.latency_ms, _form(run)),
+        _figure(run.best_latency_ms, _form(run)),
         _figure(run.speedup_vs_untuned, "{:.1f} ×"),
         _figure(run.trials, "{:d}"),
         run.status,
         run.run_id,
     )
+
+
+def _form(run: FoundRun) -> str:
+    return "{:.3f} ?" if run.distrust else "{:.3f}"
 
 
 def _figure(value: float | None, form: str) -> str:

@@ -57,10 +57,10 @@ def bisect_network(options: BisectOptions) -> Bisection:
     device = Device.resolve(options.target, options.num_threads)
     device.require_measurable_here()
     require_linker()
-    examples = choose_examples(options.data, all_sizes(network), options.seed)
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         file = Path(scratch, "network.onnx")
         write_onnx(network.model, file)
+        examples = choose_examples(options.data, all_sizes(network), options.seed, file)
         tolerance = tolerance_for(options.tolerance, file, options.dtype)
         laboratory = Laboratory(device=device, lowering=options.lowering, scratch=Path(scratch))
         _log.info("compiling %s for %s, and comparing it on %d inputs", network.name, device.description, len(examples))

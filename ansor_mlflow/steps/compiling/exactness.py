@@ -7,9 +7,9 @@ from functools import partial
 
 from ansor_mlflow.device import why_not_runnable
 from ansor_mlflow.errors import AnsorMlflowError
-from ansor_mlflow.measuring import compare_with_reference, library_inference, tolerance_for
+from ansor_mlflow.measuring import compare_with_reference, library_inference, seeded_inputs, tolerance_for
 from ansor_mlflow.model import CompiledNetwork, Coverage, Manifest, threads_here
-from ansor_mlflow.tensors import all_sizes, random_inputs
+from ansor_mlflow.tensors import all_sizes
 
 _SEEDS = range(4)
 _MARGIN = 0.75
@@ -39,7 +39,7 @@ def loses_digits(compiled: CompiledNetwork, coverage: Coverage) -> bool:
         sizes=compiled.sizes,
     )
     runs = {"ways": partial(library_inference, compiled.library, manifest, compiled.entry)}
-    examples = [random_inputs(size.inputs, seed) for size in all_sizes(compiled) for seed in _SEEDS]
+    examples = seeded_inputs(compiled.network, all_sizes(compiled), _SEEDS)
     try:
         found = compare_with_reference(runs, compiled.network, threads_here(compiled.entry), examples)["ways"]
     except AnsorMlflowError as err:

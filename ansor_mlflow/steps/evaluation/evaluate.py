@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import mlflow
@@ -16,6 +16,7 @@ from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
 from ansor_mlflow import names
+from ansor_mlflow.device import available_cpus
 from ansor_mlflow.errors import CorrectnessError
 from ansor_mlflow.files import write_text
 from ansor_mlflow.measuring import (
@@ -25,16 +26,19 @@ from ansor_mlflow.measuring import (
     MachineNoise,
     MakeInference,
     choose_examples,
-    compare_with_reference,
+    deviation_of,
+    expected_of,
     library_inference,
     measure_in_turns,
     require_examples,
     require_rivals,
+    same_for_all,
     time_kernels,
     time_parts,
     timed_call,
     tolerance_for,
     tuned_inference,
+    what_to_do,
 )
 from ansor_mlflow.model import (
     BuildJob,
@@ -133,21 +137,18 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path, server: N
     _describe(run, options, manifest, entry, device.num_threads if server else threads_here(entry))
     network = directory / names.NETWORK_FILE
     sizes = all_sizes(manifest)
-    examples = choose_examples(options.data, sizes, options.seed)
+    examples = choose_examples(options.data, sizes, options.seed, network)
     on_server = ModelOnServer(server, manifest, entry) if server else None
-    if on_server:
-        compare = partial(on_server.compare, directory / entry.path, network)
-    else:
-        compare = partial(_compare_here, directory, network, threads_here(entry))
+    checked = _Checked(directory, manifest, entry, on_server, examples)
     tolerance = tolerance_for(options.tolerance, network, LoweringSettings.among(entry.provenance).dtype)
-    metrics = _check(manifest, examples, compare, tolerance, run)
+    metrics = _check(checked, tolerance, run)
     if manifest.pad:
-        require_harmless_padding(manifest, compare, tolerance, options.seed)
+        require_harmless_padding(manifest, checked.compare, tolerance, options.seed)
     task = rival_task(options.rivals, directory, manifest, entry, run.directory)
     if on_server:
         rivals = absent_rivals(options.rivals, task, on_server.why_no_rivals)
     else:
-        rivals = check_rivals(options.rivals, task, examples, tolerance)
+        rivals = check_rivals(options.rivals, task, examples, checked.expected, tolerance)
     of_each_size = examples[: len(sizes)]
     timed: dict[str, MakeInference] = {rival.name: rival.make_inference for rival in rivals if not rival.absent}
     tuned, noise, distrust = partial(tuned_inference, directory), MachineNoise(), ""
@@ -200,11 +201,6 @@ def _describe(
         _repeat_tuning(tuning, run, title)
 
 
-def _compare_here(directory: Path, network: Path, num_threads: int, examples: Sequence[Arrays]) -> Deviation:
-    tuned = partial(tuned_inference, directory)
-    return compare_with_reference({_TUNED: tuned}, network, num_threads, examples)[_TUNED]
-
-
 def _find_tuning(entry: LibraryEntry) -> Run | None:
     """The run whose records a library was compiled with; None where it has none, or where it is on another server."""
     run_id = entry.provenance.get("tune_run")
@@ -239,27 +235,60 @@ def _repeat_tuning(tuning: Run, run: StepRun, title: str) -> None:
         message.deliver(run.run_id, run.directory)
 
 
-def _check(
-    manifest: Manifest,
-    examples: Sequence[Arrays],
-    compare: Callable[[Sequence[Arrays]], Deviation],
-    tolerance: float,
-    run: StepRun,
-) -> dict[str, float]:
-    """Compares the outputs with the reference's, and logs how far they are from it.
+@dataclass(frozen=True)
+class _Checked:
+    """A model whose outputs are compared with ONNX Runtime's, and the inputs that they are compared on."""
+
+    directory: Path
+    manifest: Manifest
+    entry: LibraryEntry
+    on_server: ModelOnServer | None
+    examples: Sequence[Arrays]
+
+    @property
+    def network(self) -> Path:
+        return self.directory / names.NETWORK_FILE
+
+    @property
+    def num_threads(self) -> int:
+        return available_cpus() if self.on_server else threads_here(self.entry)
+
+    @cached_property
+    def expected(self) -> list[Arrays]:
+        return expected_of(self.network, self.num_threads, self.examples)
+
+    def compare(self, examples: Sequence[Arrays]) -> Deviation:
+        """How far the outputs for some inputs are from ONNX Runtime's."""
+        is_own = examples is self.examples
+        expected = self.expected if is_own else expected_of(self.network, self.num_threads, examples)
+        if self.on_server:
+            return self.on_server.compare(self.directory / self.entry.path, examples, expected)
+        return deviation_of(partial(tuned_inference, self.directory), examples, expected)
+
+
+def _check(checked: _Checked, tolerance: float, run: StepRun) -> dict[str, float]:
+    """Compares the outputs with the reference's, and logs how far they are from it, and what was not really compared.
 
     Raises:
-        CorrectnessError: It is too far.
+        CorrectnessError: They are too far.
     """
-    _log.info("comparing the outputs of %s with ONNX Runtime's on %d inputs", manifest.network, len(examples))
-    difference = compare(examples)
+    network, num_inputs = checked.manifest.network, len(checked.examples)
+    _log.info("comparing the outputs of %s with ONNX Runtime's on %d inputs", network, num_inputs)
+    difference = checked.compare(checked.examples)
     metrics = {names.MAX_ABS_ERROR: difference.max_abs_error, names.MAX_REL_ERROR: difference.max_rel_error}
     run.log_metrics(metrics)
+    if unchecked := ", ".join(same_for_all(checked.expected)):
+        _log.warning(
+            "ONNX Runtime's outputs %s are the same for all inputs that were tried (%d), so that comparing them says "
+            "little; give data with which they differ",
+            *(unchecked, num_inputs),
+        )
+        run.log_tags({names.TAG_UNCHECKED: unchecked})
     if not difference.max_rel_error <= tolerance:
+        advice = what_to_do(checked.network, checked.num_threads, checked.examples, tolerance)
         raise CorrectnessError(
-            f"the outputs of {manifest.network} differ from ONNX Runtime's by max_rel_error="
-            f"{difference.max_rel_error:.3g}, allowed is {tolerance:g}; do not deploy this model: compile it "
-            "again, or raise tolerance if the network is that sensitive to rounding"
+            f"the outputs of {network} differ from ONNX Runtime's by max_rel_error={difference.max_rel_error:.3g}, "
+            f"allowed is {tolerance:g}; {advice}"
         )
     return metrics
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ansor_mlflow.device import available_cpus
-from ansor_mlflow.measuring import DISTURBED, Deviation, Latency, compare_outputs, expected_of, is_disturbed
+from ansor_mlflow.measuring import DISTURBED, Deviation, Latency, compare_outputs, is_disturbed
 from ansor_mlflow.model import LibraryEntry, Manifest
 from ansor_mlflow.tensors import Arrays
 from ansor_mlflow.tuning import NetworkServer, NetworkWork
@@ -31,18 +30,17 @@ class ModelOnServer:
         """Why runtimes of this host take no part."""
         return f"it runs on this host, the model on server {self.server.address}"
 
-    def compare(self, library: Path, network: Path, examples: Sequence[Arrays]) -> Deviation:
-        """How far its outputs are from ONNX Runtime's, which computes here.
+    def compare(self, library: Path, examples: Sequence[Arrays], expected: Sequence[Arrays]) -> Deviation:
+        """How far its outputs are from what is expected.
 
         Args:
             library: The model's.
-            network: ONNX file of the reference.
             examples: Inputs.
+            expected: What ONNX Runtime computes of them.
 
         Raises:
-            MachineError: The server, or the process of the reference, is lost.
+            MachineError: The server is lost.
         """
-        expected = expected_of(network, available_cpus(), examples)
         outputs = self.server.run(self._work(library, self.entry, examples, None)).outputs
         return Deviation.worst([compare_outputs(*pair) for pair in zip(outputs, expected, strict=True)])
 

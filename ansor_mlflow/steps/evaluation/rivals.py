@@ -18,7 +18,6 @@ from ansor_mlflow.measuring import (
     RivalTask,
     choose_rivals,
     deviation_of,
-    expected_of,
     rival_inference,
     version_of,
 )
@@ -84,7 +83,9 @@ def rival_task(given: Rivals, directory: Path, manifest: Manifest, entry: Librar
     )
 
 
-def check_rivals(given: Rivals, task: RivalTask, examples: Sequence[Arrays], tolerance: float) -> list[CheckedRival]:
+def check_rivals(
+    given: Rivals, task: RivalTask, examples: Sequence[Arrays], expected: Sequence[Arrays], tolerance: float
+) -> list[CheckedRival]:
     """Runs each rival in a process of its own, and compares its outputs with ONNX Runtime's.
 
     One that cannot run the network, or computes something else, is a warning.
@@ -93,17 +94,13 @@ def check_rivals(given: Rivals, task: RivalTask, examples: Sequence[Arrays], tol
         given: The parameter; auto leaves PyTorch out where the network did not come from it.
         task: What they compute.
         examples: Inputs.
+        expected: What ONNX Runtime computes of them.
         tolerance: The largest relative error that is right.
-
-    Raises:
-        MachineError: The process of the reference died.
-        UserInputError: The reference cannot be computed.
     """
     chosen = _chosen(given, task)
     if not chosen:
         return []
     _log.info("comparing the outputs of %s", ", ".join(names.RIVALS[rival] for rival in chosen))
-    expected = expected_of(task.network, task.num_threads, examples)
     return [_check(rival, task, examples, expected, tolerance) for rival in chosen]
 
 

@@ -33,7 +33,7 @@ from ansor_mlflow.names import RIVALS
 from ansor_mlflow.options import PromoteOptions
 from ansor_mlflow.settings import Rival
 from ansor_mlflow.steps.evaluation import rival_task
-from ansor_mlflow.tensors import NetworkShapes, TensorSpec, all_sizes
+from ansor_mlflow.tensors import Arrays, NetworkShapes, TensorSpec, all_sizes
 from ansor_mlflow.tracking import translated_errors
 
 _log = logging.getLogger("ansor_mlflow")
@@ -177,13 +177,17 @@ def compete(candidate: Contender, champion: Contender, options: PromoteOptions) 
     noise = MachineNoise()
     test = SequentialTest(confidence=options.confidence, margin=options.min_improvement, max_turns=options.max_turns)
     times: dict[str, list[float]] = {candidate.version: [], champion.version: []}
-    sizes = {c.version: common_sizes(c, other) for c, other in ((candidate, champion), (champion, candidate))}
+    examples = {}
+    for contender, other in ((candidate, champion), (champion, candidate)):
+        sizes = common_sizes(contender, other)
+        chosen = choose_examples(options.data, sizes, options.seed, candidate.network)
+        examples[contender.version] = chosen[: len(sizes)]
     _log.info("measuring version %s against %s", candidate.version, _called(champion.version))
     for look in test.looks:
         for turn in range(len(times[candidate.version]), look):
             pair = (champion, candidate) if turn % 2 == 0 else (candidate, champion)
             for contender in pair:
-                times[contender.version].append(_median_ms(contender, sizes[contender.version], noise, options))
+                times[contender.version].append(_median_ms(contender, examples[contender.version], noise, options))
         ratio = test.ratio(times[candidate.version], times[champion.version])
         verdict = test.verdict(ratio)
         _log.info("%d turns: ratio %.3f (%.3f to %.3f)", look, ratio.estimate, ratio.lower, ratio.upper)
@@ -208,9 +212,6 @@ def common_sizes(contender: Contender, other: Contender) -> list[NetworkShapes]:
     return [size for size in all_sizes(contender.manifest) if size.inputs in others]
 
 
-def _median_ms(
-    contender: Contender, sizes: Sequence[NetworkShapes], noise: MachineNoise, options: PromoteOptions
-) -> float:
-    examples = choose_examples(options.data, sizes, options.seed)[: len(sizes)]
+def _median_ms(contender: Contender, examples: Sequence[Arrays], noise: MachineNoise, options: PromoteOptions) -> float:
     make_call = partial(timed_call, contender.make_inference, examples)
     return float(np.median(measure_once(make_call, noise, options.measure_s))) * 1e3

@@ -129,6 +129,8 @@ class Promotion:
             ratios = (f"{c.ratio.estimate:.4f} [{c.ratio.lower:.4f}, {c.ratio.upper:.4f}]" for c in self.contests)
             tags[names.TAG_PROMOTION_RATIO] = "; ".join(ratios)
             tags[names.TAG_PROMOTION_CHAMPION] = " ".join(contest.champion for contest in self.contests)
+        if self.distrust:
+            tags[names.TAG_PROMOTION_DISTRUST] = self.distrust
         return tags
 
     def to_json(self) -> str:

@@ -21,13 +21,14 @@ from ansor_mlflow.measuring import (
     require_examples,
     require_rivals,
     tolerance_for,
+    what_to_do,
 )
 from ansor_mlflow.model import threads_here
 from ansor_mlflow.options import AliasOptions, PromoteOptions
 from ansor_mlflow.settings import LoweringSettings, Rival
 from ansor_mlflow.steps.promotion.contest import Contender, Contest, common_sizes, compete
 from ansor_mlflow.steps.promotion.decision import Promotion, PromotionOutcome
-from ansor_mlflow.tensors import NetworkShapes
+from ansor_mlflow.tensors import NetworkShapes, all_sizes
 from ansor_mlflow.tracking import (
     StepRun,
     aliases_of,
@@ -165,7 +166,9 @@ def _compare(options: PromoteOptions, candidate: Contender, champions: Sequence[
     error = errors[candidate.version].max_rel_error
     if not error <= tolerance:
         reason = f"its outputs differ from ONNX Runtime's by max_rel_error={error:.3g}, allowed is {tolerance:g}"
-        wrong = f"{reason}; compile it again"
+        examples = choose_examples(options.data, all_sizes(candidate.manifest), options.seed, candidate.network)
+        advice = what_to_do(candidate.network, threads_here(candidate.entry), examples, tolerance)
+        wrong = f"{reason}; {advice}"
         return _Decision(outcome=PromotionOutcome.WRONG, reason=wrong, tolerance=tolerance, errors=errors)
     contests: list[Contest] = []
     for champion in champions:
@@ -185,7 +188,7 @@ def _errors(options: PromoteOptions, candidate: Contender, champions: Sequence[C
         runs[contender.version] = contender.make_inference
     errors: dict[str, Deviation] = {}
     for sizes, runs in in_sizes.items():
-        examples = choose_examples(options.data, sizes, options.seed)
+        examples = choose_examples(options.data, sizes, options.seed, candidate.network)
         _log.info("comparing outputs with ONNX Runtime's on %d inputs", len(examples))
         errors |= compare_with_reference(runs, candidate.network, threads_here(candidate.entry), examples)
     return errors
@@ -223,7 +226,8 @@ def _carry_out(promotion: Promotion) -> Promotion:
             move_aliases(promotion.model, promotion.candidate, promotion.aliases, promotion.run_id)
         except UndecidedError as err:
             promotion = replace(promotion, outcome=PromotionOutcome.OVERTAKEN, reason=str(err))
-    without_contest = {names.TAG_PROMOTION_RATIO: "", names.TAG_PROMOTION_CHAMPION: ""}
+    of_contest = (names.TAG_PROMOTION_RATIO, names.TAG_PROMOTION_CHAMPION, names.TAG_PROMOTION_DISTRUST)
+    without_contest = dict.fromkeys(of_contest, "")
     tags = {**without_contest, **promotion.tags(), names.TAG_PROMOTION_RUN: promotion.run_id}
     tag_version(promotion.model, promotion.candidate, tags)
     return promotion

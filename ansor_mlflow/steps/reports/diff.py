@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import tempfile
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from ansor_mlflow.records import FAILED_RUN_S, find_records, open_database, read
 from ansor_mlflow.steps.records import fetch_run, tuning_of
 from ansor_mlflow.tracking import html_table, pinned_uri, translated_errors
 
+_log = logging.getLogger("ansor_mlflow")
 _SINGLE_ERROR = 0.03
 """Relative standard error of a time that was measured once: repeated measurements differ by 3 to 5 %."""
 _NUM_ERRORS = 2.0
@@ -67,6 +69,8 @@ class Compared:
     """Σ weight × time over the tasks that both have."""
     latency_ms: float | None
     """Latency as measured end to end; None for a tuning without an evaluation."""
+    distrust: str = ""
+    """Why its times cannot be trusted; empty where they can."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +103,18 @@ class TuningDifference:
             return self.second.latency_ms / self.first.latency_ms
         return self.second.estimated_ms / self.first.estimated_ms if self.first.estimated_ms else None
 
-    def require_not_slower(self, tolerance: float) -> None:
-        """Checks the second against the first.
+    @property
+    def distrust(self) -> str:
+        """Why the times cannot be compared; empty where they can."""
+        sides = (self.first, self.second) if self.first.run_id != self.second.run_id else (self.first,)
+        return "; ".join(f"{side.given}: {side.distrust}" for side in sides if side.distrust)
+
+    def require_not_slower(self, tolerance: float, *, force: bool = False) -> None:
+        """Checks the second against the first. Times that cannot be trusted are a warning.
+
+        Args:
+            tolerance: Share by which it may be slower.
+            force: Whether times that cannot be trusted are checked, too.
 
         Raises:
             SlowerError: It is slower by more than the tolerance, or lacks tasks that the first has.
@@ -112,6 +126,13 @@ class TuningDifference:
                 f"{lost[0].task}; tune it with as many trials"
             )
         if self.ratio is None or self.ratio <= 1 + tolerance:
+            return
+        if self.distrust and not force:
+            _log.warning(
+                "%s is %.1f%% slower than %s, which is no error because the times cannot be trusted (%s); tune or "
+                "evaluate again, or give force",
+                *(self.second.given, (self.ratio - 1) * 100, self.first.given, self.distrust),
+            )
             return
         slower = next((task.task for task in self.tasks if task.verdict == "slower"), None)
         raise SlowerError(
@@ -131,7 +152,7 @@ def diff_runs(options: DiffOptions) -> TuningDifference:
     with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
         first, second = (_load(given, Path(scratch, name)) for name, given in zip("ab", options.runs, strict=True))
     common = first.tasks.keys() & second.tasks.keys()
-    return TuningDifference(
+    found = TuningDifference(
         first=first.compared(common),
         second=second.compared(common),
         tasks=tuple(_task_differences(first, second)),
@@ -139,6 +160,9 @@ def diff_runs(options: DiffOptions) -> TuningDifference:
         device=_differing(_flat(first.device), _flat(second.device)),
         versions=_differing(first.versions, second.versions),
     )
+    if found.distrust:
+        _log.warning("the times cannot be trusted: %s", found.distrust)
+    return found
 
 
 # -- what is read ------------------------------------------------------------------------------------------------------
@@ -163,6 +187,7 @@ class _Side:
     """Tasks with a record, by the structural hash of their layer: of several ways the fastest."""
     device: DeviceFingerprint
     versions: Mapping[str, str]
+    distrust: str
 
     @property
     def params(self) -> Mapping[str, str]:
@@ -182,6 +207,7 @@ class _Side:
             device=self.device.description,
             estimated_ms=sum(self.tasks[hash_].weight * self.tasks[hash_].run_s for hash_ in common) * 1e3,
             latency_ms=self.latency_ms,
+            distrust=self.distrust,
         )
 
 
@@ -209,7 +235,14 @@ def _load(given: str, scratch: Path) -> _Side:
         tasks=_tasks(rows, records, device),
         device=device,
         versions={"python": environment["python"], **environment["packages"]},
+        distrust="; ".join(_reasons(tune_run, run)),
     )
+
+
+def _reasons(*runs: Run) -> list[str]:
+    """Why what was measured in some runs cannot be trusted; one of the pipeline repeats those of its steps."""
+    found = (reason for run in runs for reason in run.data.tags.get(names.TAG_DISTRUST, "").split("; ") if reason)
+    return list(dict.fromkeys(found))
 
 
 def _run_of(given: str) -> Run:

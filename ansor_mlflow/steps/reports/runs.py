@@ -42,6 +42,8 @@ class FoundRun:
     """Latency that the tuning estimated."""
     speedup_vs_untuned: float | None
     trials: int | None
+    distrust: str
+    """Why its times cannot be trusted; empty where they can."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,4 +135,5 @@ def _found(run: Run) -> FoundRun:
         best_latency_ms=metrics.get(names.BEST_LATENCY_MS),
         speedup_vs_untuned=metrics.get(names.SPEEDUP_VS_UNTUNED),
         trials=None if trials is None else int(trials),
+        distrust=tags.get(names.TAG_DISTRUST, ""),
     )

@@ -1,0 +1,422 @@
+"""Whether the rows of a batch depend on one another, decided from the axes that each operator mixes.
+
+Where the batch is in a tensor follows from where it is in those that it is computed from. An operator that is not in
+the table, or a reshape that melts the batch with another axis, decides nothing. Axes are those of ONNX's Operators.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import onnx
+from onnx import helper, numpy_helper
+
+from ansor_mlflow.graphs.nodes import static_shape, value_infos
+
+Rows = Literal["independent", "dependent", ""]
+"""Empty where the graph does not decide it."""
+
+
+class _Mixed(Exception):  # noqa: N818 - it is no error
+    """Rows meet."""
+
+
+class _Unknown(Exception):  # noqa: N818 - it is no error
+    """Whether rows meet is not known."""
+
+
+_ELEMENTWISE = {
+    *("Abs", "Acos", "Acosh", "Add", "And", "Asin", "Asinh", "Atan", "Atanh", "BiasGelu", "BitShift"),
+    *("BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Cast", "CastLike", "Ceil", "Celu", "Clip", "Cos"),
+    *("Cosh", "Div", "Dropout", "Elu", "Equal", "Erf", "Exp", "Expand", "FastGelu", "Floor", "Gelu", "Greater"),
+    *("GreaterOrEqual", "HardSigmoid", "HardSwish", "Identity", "IsInf", "IsNaN", "LeakyRelu", "Less"),
+    *("LessOrEqual", "Log", "Max", "Mean", "Min", "Mish", "Mod", "Mul", "Neg", "Not", "Or", "PRelu", "Pow"),
+    *("QuickGelu", "Reciprocal", "Relu", "Round", "Selu", "Shrink", "Sigmoid", "Sign", "Sin", "Sinh", "Softplus"),
+    *("Softsign", "Sqrt", "Sub", "Sum", "Swish", "Tan", "Tanh", "ThresholdedRelu", "Where", "Xor"),
+}
+_RESHAPES = {"Flatten", "Reshape", "Squeeze", "Unsqueeze"}
+_OF_SAMPLES = {
+    *("AveragePool", "BatchNormalization", "Conv", "ConvInteger", "ConvTranspose", "DepthToSpace"),
+    *("GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool", "GroupNormalization", "InstanceNormalization", "LRN"),
+    *("LpPool", "MaxPool", "QLinearConv", "Resize", "SpaceToDepth", "Upsample"),
+}
+"""Operators of (N, C, …) whose other inputs are weights."""
+_ONE_AXIS = {"ArgMax": 0, "ArgMin": 0, "CumSum": 0, "Hardmax": -1, "LogSoftmax": -1, "LpNormalization": -1}
+_ONE_AXIS |= {"Softmax": -1, "TopK": -1}
+"""Operators along one axis, with its default."""
+_FROM_AXIS = {"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"}
+_RECURRENT = {"GRU", "LSTM", "RNN"}
+_NO_BATCH = {"Shape", "Size"}
+_MIXING = {
+    *("Compress", "If", "Loop", "NonMaxSuppression", "NonZero", "RoiAlign", "Scan", "Unique"),
+    *("DynamicQuantizeLinear", "DynamicQuantizeLSTM", "DynamicQuantizeMatMul"),
+    *("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
+}
+"""Operators whose shapes or branches depend on values, that round with one scale for all rows, or that draw numbers."""
+_OPSET_OF_ONE_AXIS = 13
+
+
+def rows_of(model: onnx.ModelProto) -> Rows:
+    """Whether each row of the outputs depends on that row of the inputs alone. All inputs have one first axis.
+
+    Args:
+        model: Model with static shapes, without what follows from them (see `simplify`).
+    """
+    try:
+        graph = _Graph(model)
+        for node in model.graph.node:
+            graph.pass_through(node)
+        graph.require_outputs()
+    except _Mixed:
+        return "dependent"
+    except (_Unknown, LookupError, ValueError, TypeError):  # the last of a node that is damaged
+        return ""
+    return "independent"
+
+
+class _Graph:
+    """Where the batch is in every tensor that has passed: an axis that it is, or the outermost part of."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self._infos = value_infos(model)
+        self._weights = {weight.name: weight for weight in model.graph.initializer}
+        self._outputs = [output.name for output in model.graph.output]
+        self._opset = next((opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx")), 1)
+        inputs = [value.name for value in model.graph.input if value.name not in self._weights]
+        self.size = self.shape(inputs[0])[0]
+        self._axes: dict[str, int] = dict.fromkeys(inputs, 0)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        shape = static_shape(self._infos.get(name))
+        if shape is None:
+            raise _Unknown(name)
+        return shape
+
+    def axis(self, name: str) -> int | None:
+        """The batch axis of a tensor; None where it does not depend on the inputs."""
+        return self._axes.get(name)
+
+    def pass_through(self, node: onnx.NodeProto) -> None:
+        """Notes where the batch is in the outputs of a node."""
+        if node.op_type in _MIXING:
+            raise _Mixed(node.op_type)
+        if node.op_type in _NO_BATCH or not any(name in self._axes for name in node.input):
+            return
+        found = _rule(node.op_type)(self, node)
+        axes = found if isinstance(found, list) else [found] * len(node.output)
+        for name, axis in zip(node.output, axes, strict=False):
+            if name:
+                if self.shape(name)[axis] % self.size:
+                    raise _Unknown(name)
+                self._axes[name] = axis
+
+    def require_outputs(self) -> None:
+        """Checks that every output begins with the batch."""
+        for name in self._outputs:
+            if self.axis(name) is None:
+                if self.size != 1 and not self.is_uniform(name, 0):
+                    raise _Unknown(name)
+            elif self.axis(name) != 0:
+                raise _Mixed(name)
+
+    def is_uniform(self, name: str, axis: int) -> bool:
+        """Whether a tensor without a batch is the same for all rows, where its axis meets the batch."""
+        shape = self.shape(name)
+        if axis < 0 or shape[axis] == 1:
+            return True
+        weight = self._weights.get(name)
+        if weight is None or math.prod(weight.dims) == 0:
+            return False
+        if shape[axis] % self.size:
+            return False
+        values = numpy_helper.to_array(weight).reshape(*shape[:axis], self.size, -1)
+        return bool((values == values.take([0], axis)).all())
+
+    def aligned(self, names: Iterator[tuple[str, int]]) -> int:
+        """The batch axis of a result, from inputs with the number of axes that the result has more than each.
+
+        Raises:
+            _Mixed: Inputs have it at several places.
+        """
+        pairs = [(name, more) for name, more in names if name]
+        found = {axis + more for name, more in pairs if (axis := self.axis(name)) is not None}
+        if len(found) != 1:
+            raise _Mixed
+        (axis,) = found
+        for name, more in pairs:
+            if self.axis(name) is None and not self.is_uniform(name, axis - more):
+                raise _Mixed if name in self._weights else _Unknown(name)
+        return axis
+
+    def constant(self, name: str) -> list[int]:
+        """The numbers of an initializer."""
+        if name not in self._weights:
+            raise _Unknown(name)
+        return [int(number) for number in numpy_helper.to_array(self._weights[name]).ravel()]
+
+    def numbers(self, node: onnx.NodeProto, name: str, place: int) -> list[int] | None:
+        """What is an attribute in old operator sets, and an input in new ones; None where it is left out."""
+        given = next((attribute for attribute in node.attribute if attribute.name == name), None)
+        if given is not None:
+            value = helper.get_attribute_value(given)
+            return list(value) if isinstance(value, list | tuple) or hasattr(value, "__len__") else [int(value)]
+        has_input = len(node.input) > place and node.input[place]
+        return self.constant(node.input[place]) if has_input else None
+
+    def has_old_axis(self) -> bool:
+        """Whether Softmax and its like work on all axes from theirs on."""
+        return self._opset < _OPSET_OF_ONE_AXIS
+
+    def only_first(self, node: onnx.NodeProto) -> int:
+        """The batch axis of the first input, if the others have none."""
+        axis = self.axis(node.input[0])
+        if axis is None or any(self.axis(name) is not None for name in node.input[1:]):
+            raise _Unknown(node.op_type)
+        return axis
+
+
+_Rule = Callable[[_Graph, onnx.NodeProto], Any]
+
+
+def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+
+
+def _elementwise(graph: _Graph, node: onnx.NodeProto) -> int:
+    if node.op_type in ("Dropout", "Expand", "CastLike"):
+        graph.only_first(node)
+    if node.op_type == "Dropout" and len(node.input) > 2 and node.input[2]:
+        raise _Mixed
+    rank = len(graph.shape(node.output[0]))
+    inputs = node.input[:1] if node.op_type in ("Dropout", "Expand", "CastLike") else node.input
+    return graph.aligned((name, rank - len(graph.shape(name))) for name in inputs if name)
+
+
+def _reshape(graph: _Graph, node: onnx.NodeProto) -> int:
+    axis = graph.only_first(node)
+    before, after = graph.shape(node.input[0]), graph.shape(node.output[0])
+    outer = math.prod(before[:axis])
+    for place, size in enumerate(after):
+        if math.prod(after[:place]) == outer and size % graph.size == 0:
+            return place
+    raise _Unknown(node.op_type)
+
+
+def _of_samples(graph: _Graph, node: onnx.NodeProto) -> int:
+    is_training = _attributes(node).get("training_mode", 0) or (
+        node.op_type == "BatchNormalization" and len([name for name in node.output if name]) > 1
+    )
+    has_places = node.op_type == "MaxPool" and len([name for name in node.output if name]) > 1  # in the whole tensor
+    if graph.only_first(node) != 0 or is_training or has_places:
+        raise _Mixed
+    return 0
+
+
+def _reduce(graph: _Graph, node: onnx.NodeProto) -> int:
+    axis, rank = graph.only_first(node), len(graph.shape(node.input[0]))
+    given = graph.numbers(node, "axes", 1)
+    if not given:
+        if _attributes(node).get("noop_with_empty_axes", 0):
+            return axis
+        raise _Mixed
+    return _without(axis, {number % rank for number in given}, _attributes(node).get("keepdims", 1))
+
+
+def _without(axis: int, reduced: set[int], keeps: int) -> int:
+    if axis in reduced:
+        raise _Mixed
+    return axis if keeps else axis - sum(number < axis for number in reduced)
+
+
+def _one_axis(graph: _Graph, node: onnx.NodeProto) -> int:
+    axis, rank = graph.only_first(node), len(graph.shape(node.input[0]))
+    default = 1 if node.op_type in ("Softmax", "LogSoftmax", "Hardmax") and graph.has_old_axis() else None
+    place = 1 if node.op_type == "CumSum" else len(node.input)
+    numbers = graph.numbers(node, "axis", place)
+    along = (numbers[0] if numbers else (default or _ONE_AXIS[node.op_type])) % rank
+    if default is not None:
+        if axis >= along:
+            raise _Mixed
+        return axis
+    keeps = _attributes(node).get("keepdims", 1) if node.op_type.startswith("Arg") else 1
+    return _without(axis, {along}, keeps)
+
+
+def _from_axis(graph: _Graph, node: onnx.NodeProto) -> list[int]:
+    axis, rank = graph.only_first(node), len(graph.shape(node.input[0]))
+    if axis >= _attributes(node).get("axis", -1) % rank:
+        raise _Mixed
+    return [axis] * len(node.output)
+
+
+def _mean_variance(graph: _Graph, node: onnx.NodeProto) -> int:
+    return _without(graph.only_first(node), set(_attributes(node).get("axes", [0, 2, 3])), 1)
+
+
+def _transpose(graph: _Graph, node: onnx.NodeProto) -> int:
+    axis, rank = graph.only_first(node), len(graph.shape(node.input[0]))
+    return list(_attributes(node).get("perm", range(rank)[::-1])).index(axis)
+
+
+def _concat(graph: _Graph, node: onnx.NodeProto) -> int:
+    axis = graph.aligned((name, 0) for name in node.input)
+    return _without(axis, {_attributes(node)["axis"] % len(graph.shape(node.input[0]))}, 1)
+
+
+def _split(graph: _Graph, node: onnx.NodeProto) -> int:
+    return _without(graph.only_first(node), {_attributes(node).get("axis", 0) % len(graph.shape(node.input[0]))}, 1)
+
+
+def _slice(graph: _Graph, node: onnx.NodeProto) -> int:
+    axis, rank = graph.only_first(node), len(graph.shape(node.input[0]))
+    starts = graph.numbers(node, "starts", 1) or []
+    axes = graph.numbers(node, "axes", 3) or list(range(len(starts)))
+    is_whole = graph.shape(node.output[0])[axis] == graph.shape(node.input[0])[axis]
+    steps = graph.numbers(node, "steps", 4) or [1]
+    if axis in {number % rank for number in axes} and not (is_whole and min(steps) > 0):
+        raise _Mixed
+    return axis
+
+
+def _pad(graph: _Graph, node: onnx.NodeProto) -> int:
+    axis, rank = graph.only_first(node), len(graph.shape(node.input[0]))
+    pads = graph.numbers(node, "pads", 1)
+    if pads is None or len(pads) != 2 * rank:
+        raise _Unknown(node.op_type)
+    if pads[axis] or pads[axis + rank]:
+        raise _Mixed
+    return axis
+
+
+def _tile(graph: _Graph, node: onnx.NodeProto) -> int:
+    axis = graph.only_first(node)
+    if graph.constant(node.input[1])[axis] != 1:
+        raise _Mixed
+    return axis
+
+
+def _gather(graph: _Graph, node: onnx.NodeProto) -> int:
+    data, indices = (graph.axis(name) for name in node.input[:2])
+    along = _attributes(node).get("axis", 0) % len(graph.shape(node.input[0]))
+    if data is None and indices is not None:
+        return int(along + indices)
+    if data is not None and indices is not None and data == along:
+        raise _Mixed
+    if data is None or indices is not None:
+        raise _Unknown(node.op_type)
+    more = len(graph.shape(node.input[1])) - 1
+    return _without(data, {along}, 1) + (more if data > along else 0)
+
+
+def _gather_elements(graph: _Graph, node: onnx.NodeProto) -> int:
+    axis = graph.aligned((name, 0) for name in node.input[:2])
+    return _without(axis, {_attributes(node).get("axis", 0) % len(graph.shape(node.input[0]))}, 1)
+
+
+def _one_hot(graph: _Graph, node: onnx.NodeProto) -> int:
+    axis, rank = graph.only_first(node), len(graph.shape(node.output[0]))
+    return int(axis + (_attributes(node).get("axis", -1) % rank <= axis))
+
+
+def _quantize(graph: _Graph, node: onnx.NodeProto) -> int:
+    axis = graph.only_first(node)
+    if math.prod(graph.shape(node.input[1])) != 1 and axis == _attributes(node).get("axis", 1) % len(
+        graph.shape(node.input[0])
+    ):
+        raise _Mixed
+    return axis
+
+
+def _mat_mul(graph: _Graph, node: onnx.NodeProto) -> int:
+    places = (0, 3) if node.op_type == "QLinearMatMul" else (0, 1)
+    names = [node.input[place] for place in places]
+    ranks, rank = [len(graph.shape(name)) for name in names], len(graph.shape(node.output[0]))
+    if min(ranks) < 2 or any(graph.axis(name) is not None for name in set(node.input) - set(names)):
+        raise _Unknown(node.op_type)
+    for name, contracted, kept, other in ((names[0], -1, -2, names[1]), (names[1], -2, -1, names[0])):
+        axis = graph.axis(name)
+        if axis is None or axis < len(graph.shape(name)) - 2:
+            continue
+        if axis == len(graph.shape(name)) + contracted or graph.axis(other) is not None:
+            raise _Mixed
+        return rank + kept
+    return graph.aligned((name, rank - own) for name, own in zip(names, ranks, strict=True))
+
+
+def _gemm(graph: _Graph, node: onnx.NodeProto) -> int:
+    if graph.only_first(node) != (1 if _attributes(node).get("transA", 0) else 0):
+        raise _Mixed
+    if len(node.input) > 2 and node.input[2]:
+        bias = node.input[2]
+        if not graph.is_uniform(bias, len(graph.shape(bias)) - 2):
+            raise _Mixed
+    return 0
+
+
+def _einsum(graph: _Graph, node: onnx.NodeProto) -> int:
+    equation = _attributes(node)["equation"].decode().replace(" ", "")
+    if "." in equation or "->" not in equation:
+        raise _Unknown(node.op_type)
+    left, right = equation.split("->")
+    terms = left.split(",")
+    labels = {
+        term[axis] for term, name in zip(terms, node.input, strict=True) if (axis := graph.axis(name)) is not None
+    }
+    if len(labels) != 1 or not labels <= set(right):
+        raise _Mixed
+    (label,) = labels
+    for term, name in zip(terms, node.input, strict=True):
+        if graph.axis(name) is None and not graph.is_uniform(name, term.find(label)):
+            raise _Mixed
+    return int(right.index(label))
+
+
+def _recurrent(graph: _Graph, node: onnx.NodeProto) -> list[int]:
+    names = [*node.input, "", "", ""]
+    expected = {0: 1, 4: 0, 5: 1, 6: 1}
+    for place, name in enumerate(node.input):
+        axis = graph.axis(name) if name else None
+        if axis is not None and axis != expected.get(place):
+            raise _Mixed
+        if name and axis is None and place in expected and not graph.is_uniform(name, expected[place]):
+            raise _Unknown(node.op_type)
+    if _attributes(node).get("layout", 0) or graph.axis(names[0]) is None:
+        raise _Unknown(node.op_type)
+    return [2, 1, 1]
+
+
+def _unknown(graph: _Graph, node: onnx.NodeProto) -> int:  # noqa: ARG001 - as other rules
+    raise _Unknown(node.op_type)
+
+
+_RULES: Mapping[str, _Rule] = {
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(_RESHAPES, _reshape),
+    **dict.fromkeys(_OF_SAMPLES, _of_samples),
+    **dict.fromkeys(_ONE_AXIS, _one_axis),
+    **dict.fromkeys(_FROM_AXIS, _from_axis),
+    **dict.fromkeys(_RECURRENT, _recurrent),
+    "MeanVarianceNormalization": _mean_variance,
+    "Transpose": _transpose,
+    "Concat": _concat,
+    "Split": _split,
+    "Slice": _slice,
+    "Pad": _pad,
+    "Tile": _tile,
+    "Gather": _gather,
+    "GatherElements": _gather_elements,
+    "OneHot": _one_hot,
+    "QuantizeLinear": _quantize,
+    "DequantizeLinear": _quantize,
+    "MatMul": _mat_mul,
+    "MatMulInteger": _mat_mul,
+    "QLinearMatMul": _mat_mul,
+    "Gemm": _gemm,
+    "Einsum": _einsum,
+}
+
+
+def _rule(op_type: str) -> _Rule:
+    return _reduce if op_type.startswith("Reduce") else _RULES.get(op_type, _unknown)

@@ -1,0 +1,175 @@
+"""Seeded inputs with which the outputs of a network vary, so that comparing them says something.
+
+What an integer means is in the graph: an index into a table, a length, a mask. What is drawn is tried in ONNX Runtime.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ansor_mlflow.errors import AnsorMlflowError, UserInputError
+from ansor_mlflow.measuring.contenders import Inference, reference_inference
+from ansor_mlflow.measuring.timing import call_once
+from ansor_mlflow.processes import in_child_process
+from ansor_mlflow.tensors import Arrays, NetworkShapes, TensorSpec, random_inputs
+
+if TYPE_CHECKING:
+    import onnx
+
+_KEEPING = (
+    *("Cast", "Concat", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Tile"),
+    *("Transpose", "Unsqueeze"),
+)
+"""Operators that keep values, of which some may be left out."""
+_TIME_LIMIT_S = 10.0
+"""Seconds after which nothing else is tried."""
+_PARTIAL = {"Acos", "Acosh", "Asin", "Atanh", "Log", "Pow", "Sqrt"}
+"""Operators that give NaN for some ordinary numbers."""
+
+
+def seeded_inputs(network: Path | None, sizes: Sequence[NetworkShapes], seeds: Sequence[int]) -> list[Arrays]:
+    """Inputs for each seed and size: floats are standard normal, and integers what the network can use.
+
+    Args:
+        network: ONNX file; without one, integers are 0 or 1.
+        sizes: The network's sizes.
+        seeds: The seeds.
+    """
+    draw = _Draw() if network is None else _chosen_draw(network, sizes[0].inputs, seeds[0])
+    return [draw.inputs(size.inputs, seed) for seed in seeds for size in sizes]
+
+
+def same_for_all(outputs: Sequence[Arrays]) -> list[str]:
+    """The outputs that hold nothing that depends on inputs: one number alone, or the same in all of several calls."""
+    first = outputs[0]
+    return [name for name in first if not _varies([values[name] for values in outputs])]
+
+
+def _varies(values: Sequence[npt.NDArray[Any]]) -> bool:
+    if any(array.shape != values[0].shape for array in values):
+        return True
+    first = values[0]
+    if len(values) > 1 and all(np.array_equal(array, first, equal_nan=first.dtype.kind == "f") for array in values[1:]):
+        return False
+    numbers = np.concatenate([array.ravel() for array in values])
+    finite = numbers[np.isfinite(numbers)]
+    return finite.size > 0 and bool((finite != finite[0]).any())
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """How values are drawn."""
+
+    integers: Literal["bits", "by_shape", "counts", "largest", "ones", "zeros"] = "bits"
+    is_positive: bool = False
+    """Whether floats are absolute values."""
+    tables: Mapping[str, int] | None = None
+    """By the inputs that are indices: the number of rows that they choose from."""
+
+    def inputs(self, specs: Sequence[TensorSpec], seed: int) -> Arrays:
+        """Values for every tensor."""
+        drawn = random_inputs(specs, seed)
+        rng = np.random.default_rng(seed)
+        longest = max((dim for spec in specs for dim in spec.shape[1:] or spec.shape), default=2)
+        for spec in specs:
+            kind = np.dtype(spec.dtype).kind
+            if kind in "iub" and self.integers != "bits":
+                low, high = self._range(spec, longest)
+                drawn[spec.name] = np.asarray(rng.integers(low, high, spec.shape, endpoint=True), spec.dtype)
+            elif kind not in "iub" and self.is_positive:
+                drawn[spec.name] = abs(drawn[spec.name])
+        return drawn
+
+    def _range(self, spec: TensorSpec, longest: int) -> tuple[int, int]:
+        """The smallest and the largest integer of an input."""
+        fixed = {"ones": 1, "zeros": 0}.get(self.integers)
+        if fixed is not None:
+            return fixed, fixed
+        if spec.name in (self.tables or {}):
+            return 0, (self.tables or {})[spec.name] - 1
+        if spec.dtype == "bool" or (self.integers == "by_shape" and _is_mask(spec)):
+            return (1, 1) if self.integers == "largest" else (0, 1)
+        info = np.iinfo(spec.dtype)
+        if info.bits == 8 and len(spec.shape) > 1 and self.integers == "by_shape":  # quantised values, or an image
+            return int(info.min), int(info.max)
+        longest = min(longest, int(info.max))
+        return (longest, longest) if self.integers == "largest" else (1, longest)
+
+
+def _is_mask(spec: TensorSpec) -> bool:
+    has_many = len(spec.shape) > 1 and spec.shape[-1] > 1 and np.dtype(spec.dtype).itemsize > 1
+    return "mask" in spec.name.lower() or (has_many and "len" not in spec.name.lower())
+
+
+def _chosen_draw(network: Path, specs: Sequence[TensorSpec], seed: int) -> _Draw:
+    """The first way to draw inputs that ONNX Runtime takes and with which most outputs vary."""
+    import onnx
+
+    graph = onnx.load(network, format="protobuf", load_external_data=False).graph
+    has_integers = any(np.dtype(spec.dtype).kind in "iub" for spec in specs)
+    if not has_integers and not any(node.op_type in _PARTIAL for node in graph.node):
+        return _Draw()
+    tables = dict(_tables(graph, specs))
+    kinds = ("by_shape", "bits", "largest", "counts", "ones", "zeros") if has_integers else ("bits",)
+    draws = [_Draw(kind, is_positive, tables) for is_positive in (False, True) for kind in kinds]  # type: ignore[arg-type]
+    try:
+        shares: list[float] = in_child_process(call_once, partial(_shares_call, network, draws, specs, seed))
+    except AnsorMlflowError:  # the comparison says so
+        return _Draw()
+    return draws[shares.index(max(shares))]
+
+
+def _shares_call(network: Path, draws: Sequence[_Draw], specs: Sequence[TensorSpec], seed: int) -> Any:
+    run = reference_inference(network, 0, exact=True)
+    return lambda: list(_shares(run, draws, specs, seed))
+
+
+def _shares(run: Inference, draws: Sequence[_Draw], specs: Sequence[TensorSpec], seed: int) -> Iterator[float]:
+    """For each way to draw inputs, up to the first with which all outputs vary: the share of numbers that do, by
+    outputs, or -1 where they are no inputs.
+    """
+    give_up = time.monotonic() + _TIME_LIMIT_S
+    for draw in draws:
+        try:
+            outputs = [run(draw.inputs(specs, seed + index)) for index in range(2)]
+        except UserInputError:
+            yield -1.0
+            continue
+        varying = outputs[0].keys() - same_for_all(outputs)
+        share = sum(float(np.isfinite(outputs[0][name]).mean()) for name in varying) / len(outputs[0])
+        yield share
+        if share == 1 or time.monotonic() > give_up:
+            return
+
+
+def _tables(graph: onnx.GraphProto, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, int]]:
+    """The inputs whose values are indices, and of how many rows at most."""
+    from onnx import numpy_helper
+
+    weights = {weight.name: weight for weight in graph.initializer}
+    known = {value.name: value.type.tensor_type.shape.dim for value in graph.value_info}
+    dims = {name: [dim.dim_value for dim in found] for name, found in known.items()}
+    dims |= {name: list(weight.dims) for name, weight in weights.items()}
+    for spec in specs:
+        offsets, bounds = {spec.name: 0}, []
+        for node in graph.node:  # they are in the order in which they run
+            for place, name in enumerate(node.input):
+                if name not in offsets:
+                    continue
+                if node.op_type in _KEEPING or (node.op_type == "Gather" and place == 0):
+                    offsets |= dict.fromkeys(node.output, offsets[name])
+                elif node.op_type == "Add" and (other := weights.get(node.input[1 - place])) and not other.dims:
+                    offsets[node.output[0]] = offsets[name] + int(numpy_helper.to_array(other))
+                elif node.op_type in ("Gather", "GatherElements") and place == 1 and dims.get(node.input[0]):
+                    axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
+                    bounds.append(dims[node.input[0]][axis] - offsets[name])
+        if bounds and min(bounds) > 0:
+            yield spec.name, min(bounds)

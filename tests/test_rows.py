@@ -1,0 +1,184 @@
+"""Whether rows of a batch depend on one another is read from the graph: what mixes them is found, and what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from ansor_mlflow.graphs import rows_of, simplify
+from ansor_mlflow.networks import load_network
+
+F, INTEGER = TensorProto.FLOAT, TensorProto.INT64
+ROWS = 4
+WEIGHTS: dict[str, np.ndarray] = {
+    "w": np.ones((6, 5), np.float32),
+    "square": np.ones((4, 4), np.float32),
+    "same": np.ones((4, 6), np.float32),
+    "places": np.arange(24, dtype=np.float32).reshape(4, 6),
+    "bias": np.arange(6, dtype=np.float32),
+    "table": np.ones((9, 3), np.float32),
+    "zero": np.array([0]),
+    "one": np.array([1]),
+    "last": np.array([3]),
+    "three": np.array(3),
+    "axis0": np.array(0),
+    "axis1": np.array(1),
+    "values": np.float32([0, 1]),
+    "to_pairs": np.array([4, 3, 2]),
+    "melted": np.array([12, 2]),
+    "unmelted": np.array([4, 3, 2]),
+    "other_rows": np.array([2, 2, 6]),
+    "pads_rows": np.array([1, 0, 0, 0]),
+    "pads": np.array([0, 1, 0, 0]),
+    "repeats_rows": np.array([2, 1]),
+    "repeats": np.array([1, 2]),
+    "order": np.array([3, 2, 1, 0]),
+    "columns": np.array([1, 0]),
+    "half": np.float32([0.5, 0.5, 0.25, 0.25]),
+    "scale": np.float32(0.5),
+    "minus": np.array([-9]),
+    "backwards": np.array([-1]),
+    "four": np.array([4]),
+    "byte": np.uint8(3),
+    "bytes": np.uint8([3, 3, 3, 3]),
+}
+
+
+def node(op_type: str, inputs: str, outputs: str = "y", **attributes: Any) -> onnx.NodeProto:
+    return helper.make_node(op_type, inputs.split(" "), outputs.split(" "), **attributes)
+
+
+def rows(tmp_path: Path, nodes: list[onnx.NodeProto], opset: int = 17, **inputs: tuple[int, list[int]]) -> str:
+    """What is decided of a network of x, [4, 6], and other inputs; as `compile` asks it."""
+    values = {"x": (F, [ROWS, 6]), **inputs}
+    used = {name for node_ in nodes for name in node_.input}
+    graph = helper.make_graph(
+        nodes,
+        "network",
+        [helper.make_tensor_value_info(name, *value) for name, value in values.items() if name in used],
+        [helper.make_empty_tensor_value_info("y")],
+        [numpy_helper.from_array(array, name) for name, array in WEIGHTS.items() if name in used],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    onnx.save(onnx.shape_inference.infer_shapes(model), tmp_path / "network.onnx")
+    return rows_of(simplify(load_network(str(tmp_path / "network.onnx")).model, "network"))
+
+
+INDEPENDENT = {
+    "dense": [node("MatMul", "x w")],
+    "elements": [node("Relu", "x", "a"), node("Add", "a bias", "b"), node("Mul", "b x")],
+    "a constant that is the same for all": [node("Add", "x same")],
+    "sums of rows": [node("ReduceSum", "x one", keepdims=0)],
+    "softmax": [node("Softmax", "x", axis=-1)],
+    "there and back": [
+        node("Transpose", "x", "t", perm=[1, 0]),
+        node("Softmax", "t", "s", axis=0),
+        node("Transpose", "s"),
+    ],
+    "melted": [
+        node("Reshape", "x to_pairs", "p"),
+        node("Reshape", "p melted", "m"),
+        node("Softmax", "m", "s", axis=1),
+        node("Reshape", "s unmelted"),
+    ],
+    "attention": [
+        node("Reshape", "x to_pairs", "q"),
+        node("Transpose", "q", "k", perm=[0, 2, 1]),
+        node("MatMul", "q k", "s"),
+        node("Softmax", "s", "p", axis=-1),
+        node("MatMul", "p q"),
+    ],
+    "parts of columns": [node("Slice", "x zero last one", "a"), node("Concat", "a x", axis=1)],
+    "padding of columns": [node("Pad", "x pads", mode="reflect")],
+    "repeated columns": [node("Tile", "x repeats")],
+    "gathered columns": [node("Gather", "x columns", axis=1)],
+    "words": [node("Gather", "table ids")],
+    "one hot": [node("OneHot", "ids three values")],
+    "gathered elements": [node("GatherElements", "x ids", axis=1)],
+    "sums of all before": [node("CumSum", "x axis1")],
+    "mean and variance": [node("MeanVarianceNormalization", "x", axes=[1])],
+    "products of pairs": [node("Einsum", "x x", equation="bi,bj->bij")],
+    "gemm": [node("Gemm", "x w")],
+    "turned gemm": [node("Transpose", "x", "t", perm=[1, 0]), node("Gemm", "t w", transA=1)],
+    "layer normalisation": [node("LayerNormalization", "x bias bias", axis=1)],
+    "quantised": [node("QuantizeLinear", "x scale byte", "q"), node("DequantizeLinear", "q scale byte")],
+    "largest": [node("ArgMax", "x", axis=1)],
+    "shape alone": [node("Shape", "x", "s"), node("Reshape", "x s")],
+}
+DEPENDENT = {
+    "longest": [
+        node("ReduceMax", "lengths", "m", axes=[0], keepdims=1),
+        node("Cast", "m", "f", to=F),
+        node("Div", "x f"),
+    ],
+    "all of it": [node("ReduceMean", "x", "m"), node("Sub", "x m")],
+    "softmax over rows": [node("Softmax", "x", axis=0)],
+    "turned": [node("Transpose", "x", "t", perm=[1, 0]), node("Softmax", "t", "s", axis=1), node("Transpose", "s")],
+    "sums of rows before": [node("CumSum", "x axis0")],
+    "a constant for each place": [node("Add", "x places")],
+    "mixed by a matrix": [node("MatMul", "square x")],
+    "of all pairs": [node("Transpose", "x", "t"), node("MatMul", "x t")],
+    "other order": [node("Gather", "x order")],
+    "rows of another": [node("Gather", "x lengths")],
+    "one row": [node("Slice", "x zero one zero", "a"), node("Sub", "x a")],
+    "backwards": [node("Slice", "x last minus zero backwards")],
+    "rows on one another": [node("Concat", "x x", "c", axis=0), node("ReduceSum", "c zero", "s"), node("Sub", "x s")],
+    "moved down": [node("Pad", "x pads_rows", "p"), node("Slice", "p zero four zero")],
+    "largest of rows": [node("ArgMax", "x", "a", axis=0, keepdims=1), node("Cast", "a", "f", to=F), node("Sub", "x f")],
+    "largest few": [node("TopK", "x one", "v i", axis=0), node("Sub", "x v")],
+    "mean over rows": [node("MeanVarianceNormalization", "x", axes=[0])],
+    "sums of products": [node("Einsum", "x x", "s", equation="bi,bj->ij"), node("MatMul", "x s")],
+    "one scale for all": [node("DynamicQuantizeLinear", "x", "q s z"), node("DequantizeLinear", "q s z")],
+    "a scale for each place": [
+        node("QuantizeLinear", "x half bytes", "q", axis=0),
+        node("DequantizeLinear", "q half bytes", axis=0),
+    ],
+    "what is not zero": [
+        node("NonZero", "x", "n"),
+        node("ReduceMax", "n", "m"),
+        node("Cast", "m", "f", to=F),
+        node("Sub", "x f"),
+    ],
+    "noise": [node("RandomNormalLike", "x", "n"), node("Add", "x n")],
+}
+INTEGERS: dict[str, tuple[int, list[int]]] = {"ids": (INTEGER, [ROWS, 6]), "lengths": (INTEGER, [ROWS])}
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_what_does_not_mix_rows(tmp_path: Path, name: str) -> None:
+    assert rows(tmp_path, INDEPENDENT[name], **INTEGERS) == "independent"
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_what_mixes_rows(tmp_path: Path, name: str) -> None:
+    assert rows(tmp_path, DEPENDENT[name], **INTEGERS) == "dependent"
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [node("Reshape", "x other_rows", "p"), node("Transpose", "p", "t", perm=[1, 0, 2]), node("Reshape", "t like")],
+        [node("Det", "squares")],
+    ],
+)
+def test_what_the_graph_does_not_decide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[onnx.NodeProto]
+) -> None:
+    monkeypatch.setitem(WEIGHTS, "like", np.array([4, 6]))
+    assert rows(tmp_path, nodes, squares=(F, [ROWS, 2, 2])) == ""
+
+
+def test_an_old_softmax_works_on_all_axes_behind_its_own(tmp_path: Path) -> None:
+    one, two = [node("Softmax", "x", axis=1)], [node("Softmax", "x", axis=0)]
+    assert rows(tmp_path, one, opset=11) == "independent"
+    assert rows(tmp_path, two, opset=11) == "dependent"
+
+
+@pytest.mark.parametrize("network", ["resnet-18", "mobilenet", "squeezenet_v1.1", "mlp"])
+def test_rows_of_images_are_independent(network: str) -> None:
+    assert rows_of(simplify(load_network(network, batch_size=2).model, network)) == "independent"
