@@ -86,7 +86,7 @@ def _parse_json(value: Any) -> Any:
 
 
 def _check_length(value: dict[str, Any]) -> dict[str, Any]:
-    if len(json.dumps(value)) > _MAX_PARAM_LENGTH:
+    if len(json.dumps(value)) > MAX_PARAM_LENGTH:
         raise ValueError("MLflow would cut it short")
     return value
 
@@ -101,7 +101,7 @@ def _plain_numbers(value: Any) -> Any:
     return value
 
 
-_MAX_PARAM_LENGTH = 6000
+MAX_PARAM_LENGTH = 6000
 """Characters of a param that MLflow keeps."""
 _ALIAS = re.compile(r"(?!(v?\d+|latest)$)[A-Za-z0-9_-]*", re.IGNORECASE)
 """What MLflow takes, without numbers, which are versions here."""

@@ -12,12 +12,13 @@ from helpers.servers import free_port
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError, notes_of
-from ansor_mlflow.options import EvaluateOptions, Options, PipelineOptions, TuneOptions
+from ansor_mlflow.options import EvaluateOptions, Options, PipelineOptions, TuneOptions, load_options
 from ansor_mlflow.steps.sync import sync
 from ansor_mlflow.tracking.error_translation import translated_errors
 from ansor_mlflow.tracking.outbox import Message, UndeliveredError, open_outbox
 from ansor_mlflow.tracking.report.addresses import ui_address
-from ansor_mlflow.tracking.run import StepRun, step_run
+from ansor_mlflow.tracking.report.note import pipeline_note
+from ansor_mlflow.tracking.run import StepRun, params_used, step_run
 
 OPTIONS = EvaluateOptions(model_uri="models:/small/1")
 
@@ -45,6 +46,23 @@ def test_a_run_inside_of_an_active_run_is_its_child() -> None:
         tags = mlflow.get_run(run.run_id).data.tags
     assert tags["mlflow.parentRunId"] == parent.info.run_id
     assert (tags[names.TAG_STEP], tags["mlflow.runName"]) == ("evaluate", "inner")
+
+
+@pytest.mark.parametrize("num_sizes", [2, 600, 1500])
+def test_parameters_that_mlflow_cuts_are_read_as_they_were(num_sizes: int) -> None:
+    shapes = {"ids": [1, list(range(1000, 1000 + num_sizes))]}
+    options = TuneOptions(network="some network.onnx", input_shapes=shapes)
+    with step_run("tune", options, "tune") as run:
+        pass
+    used = params_used(mlflow.get_run(run.run_id), TuneOptions)
+    assert load_options(TuneOptions, used) == options
+
+
+def test_a_description_shows_whole_commands_or_none() -> None:
+    for length in (10, 20_000):
+        note = pipeline_note("small", ["ansor-mlflow main --network " + "a" * length])
+        assert len(note) < 8000
+        assert ("Again:" in note) == (length == 10)
 
 
 def test_metrics_have_five_significant_digits() -> None:

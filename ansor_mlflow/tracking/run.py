@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shlex
@@ -18,7 +19,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_PROJECT_ENTRY_
 from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, add_note, without_credentials
 from ansor_mlflow.files import path_below
-from ansor_mlflow.options import Options, as_text
+from ansor_mlflow.options import MAX_PARAM_LENGTH, Options, as_text
 from ansor_mlflow.records import RecordPair
 from ansor_mlflow.tracking.error_translation import translated_errors, without_secrets
 from ansor_mlflow.tracking.outbox import (
@@ -83,8 +84,13 @@ class StepRun:
         with translated_errors("log params"):
             logged = mlflow.get_run(self.run_id).data.params
             params = []
-            for name, value in options:
-                text = without_credentials(as_text(value))
+            texts = {name: without_credentials(as_text(value)) for name, value in options}
+            if any(len(text) >= MAX_PARAM_LENGTH for text in texts.values()):
+                path = self.directory / names.PARAMS_FILE
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(texts), encoding="utf-8")
+                mlflow.log_artifact(str(path), run_id=self.run_id)
+            for name, text in texts.items():
                 if name not in logged:
                     params.append(Param(name, text))
                 elif logged[name] not in (text, shlex.quote(text)):  # `mlflow run` logs what it puts on a command line
@@ -286,9 +292,21 @@ def fail_project_run(err: BaseException) -> None:
 
 
 def params_used(run: Run, cls: type[Options]) -> dict[str, str]:
-    """The params of a run that belong to an option class, as text, with the values that were used in the end."""
+    """The params of a run that belong to an option class, as text, with the values that were used in the end.
+
+    MLflow cuts long ones, which are whole in an artifact.
+
+    Raises:
+        MachineError: That cannot be read.
+    """
     params = run.data.params
-    return {name: _unquoted(params.get(f"{name}_used", params[name])) for name in cls.model_fields if name in params}
+    used = {name: _unquoted(params.get(f"{name}_used", params[name])) for name in cls.model_fields if name in params}
+    cut = [name for name in used if len(params.get(f"{name}_used", params[name])) >= MAX_PARAM_LENGTH]
+    if cut:
+        with translated_errors(f"read {names.PARAMS_FILE} of run {run.info.run_id}"):
+            whole = json.loads(mlflow.artifacts.load_text(f"runs:/{run.info.run_id}/{names.PARAMS_FILE}"))
+        used |= {name: str(whole[name]) for name in cut}
+    return used
 
 
 def _unquoted(value: str) -> str:

@@ -195,7 +195,10 @@ def _items(rows: Sequence[tuple[str, str]]) -> list[str]:
 def _with_commands(lines: Sequence[str], commands: Sequence[str]) -> str:
     """The lines, and the commands as a block; shell text may hold anything, but not the end of the block."""
     block = ["", "Again:", "", *(f"    {' '.join(command.splitlines())}" for command in commands)] if commands else []
-    return without_credentials("\n".join([*lines, *block]))[:_MAX_CHARS]
+    text = without_credentials("\n".join([*lines, *block]))
+    if len(text) > _MAX_CHARS and commands:  # half a command does something else
+        return _with_commands([*lines, "", f"The command is too long to be shown; see `{names.PARAMS_FILE}`."], ())
+    return text[:_MAX_CHARS]
 
 
 def _inline(text: str) -> str:
