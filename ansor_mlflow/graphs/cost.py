@@ -6,7 +6,8 @@ import math
 
 import onnx
 
-from ansor_mlflow.graphs.nodes import ValueInfos, attribute, static_shape
+from ansor_mlflow.graphs.nodes import ValueInfos, attribute
+from ansor_mlflow.networks import static_shape
 
 _FREE = {"Cast", "Constant", "Flatten", "Identity", "Reshape", "Shape", "Squeeze", "Transpose", "Unsqueeze"}
 _GATES = {"GRU": 3, "LSTM": 4, "RNN": 1}

@@ -9,7 +9,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from ansor_mlflow.graphs.nodes import inputs_of, remove_unused_initializers, static_shape, uses, value_infos
+from ansor_mlflow.graphs.nodes import inputs_of, remove_unused_initializers, uses, value_infos
+from ansor_mlflow.networks import static_shape
 
 _FIRST_OPSET = 11
 """Slices and pads have their ranges as inputs from here on."""

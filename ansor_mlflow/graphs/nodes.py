@@ -77,16 +77,13 @@ def _is_weight(tensor: onnx.TensorProto, is_computed_with: bool) -> bool:
     return num_elements > (_MAX_ELEMENTS if is_computed_with else _MAX_KEPT_ELEMENTS)
 
 
+def is_tensor(value: onnx.ValueInfoProto | None) -> bool:
+    """Whether a value is no sequence, optional or map; one of which nothing is known counts as a tensor."""
+    return value is None or value.type.WhichOneof("value") in (None, "tensor_type")
+
+
 def value_infos(model: onnx.ModelProto) -> ValueInfos:
     """The type of each tensor, with its shape where ONNX can infer it; weights included."""
     graph = onnx.shape_inference.infer_shapes(without_weights(model)[0], data_prop=True).graph
     weights = [helper.make_tensor_value_info(w.name, w.data_type, w.dims) for w in graph.initializer]
     return {value.name: value for value in (*weights, *graph.input, *graph.value_info, *graph.output)}
-
-
-def static_shape(value: onnx.ValueInfoProto | None) -> tuple[int, ...] | None:
-    """The shape of a tensor; None where it is not known, or the value is no tensor."""
-    if value is None or not value.type.tensor_type.HasField("shape"):
-        return None
-    dims = value.type.tensor_type.shape.dim
-    return tuple(dim.dim_value for dim in dims) if all(dim.HasField("dim_value") for dim in dims) else None

@@ -15,13 +15,16 @@ import onnx
 from onnx import helper
 
 from ansor_mlflow.graphs.cost import num_flops
-from ansor_mlflow.graphs.nodes import ValueInfos, inputs_of, uses
+from ansor_mlflow.graphs.nodes import ValueInfos, inputs_of, is_tensor, uses
 
 MIN_FLOPS = 2e6
 """What a part in TVM has to compute. Handing a tensor over twice and calling ONNX Runtime once more takes some twenty
 microseconds, in which a core computes as much."""
 _TOO_SMALL = ""
 """The reason of operators that TVM could compute, but too few of them to pay."""
+
+_WITH_OTHERS = ""
+"""The reason of operators that TVM could compute, but that lie between others which share what is no tensor."""
 
 Side = Literal["tvm", "onnxruntime"]
 
@@ -57,10 +60,12 @@ def partition(model: onnx.ModelProto, reasons: Mapping[int, str], values: ValueI
     """
     flops = [num_flops(node, values) for node in model.graph.node]
     stays = dict(reasons)
-    turns = _turns(model.graph, stays)
+    bundles = _bundles(model.graph, values)
+    stays.update({index: stays.get(index, _WITH_OTHERS) for bundle in bundles for index in bundle})
+    turns = _turns(model.graph, stays, bundles)
     while (small := _smallest(turns, stays, flops)) is not None:
         stays.update({index: _TOO_SMALL for index, turn in enumerate(turns) if turn == small})
-        turns = _turns(model.graph, stays)
+        turns = _turns(model.graph, stays, bundles)
     members: dict[int, list[int]] = defaultdict(list)
     for index, turn in enumerate(turns):
         members[turn].append(index)
@@ -112,15 +117,47 @@ def _part(
     )
 
 
-def _turns(graph: onnx.GraphProto, stays: Mapping[int, str]) -> list[int]:
-    """The turn of each node: even ones are TVM's."""
-    turns: list[int] = []
+def _turns(graph: onnx.GraphProto, stays: Mapping[int, str], bundles: Sequence[set[int]]) -> list[int]:
+    """The turn of each node: even ones are TVM's. Nodes of a bundle wait for each other."""
     producer = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
+    waits: dict[int, int] = {}
+    while True:
+        turns: list[int] = []
+        for index, node in enumerate(graph.node):
+            earliest = max((turns[producer[name]] for name in inputs_of(node) if name in producer), default=-1)
+            side = 1 if index in stays else 0
+            turns.append(max(earliest if earliest % 2 == side else earliest + 1, waits.get(index, -1)))
+        last = {index: max(turns[other] for other in bundle) for bundle in bundles for index in bundle}
+        if all(turns[index] == turn for index, turn in last.items()):
+            return turns
+        waits = last
+
+
+def _bundles(graph: onnx.GraphProto, values: ValueInfos) -> list[set[int]]:
+    """Nodes that must be in one part: those that hand over what is no tensor, and all that lie between such nodes."""
+    producer = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
+    bundles: list[set[int]] = []
     for index, node in enumerate(graph.node):
-        earliest = max((turns[producer[name]] for name in inputs_of(node) if name in producer), default=-1)
-        side = 1 if index in stays else 0
-        turns.append(earliest if earliest % 2 == side else earliest + 1)
-    return turns
+        made = [producer[name] for name in inputs_of(node) if name in producer and not is_tensor(values.get(name))]
+        if made:
+            bundles.append({index, *made})
+    if not bundles:
+        return []
+    before: list[set[int]] = []
+    for index, node in enumerate(graph.node):
+        above = {producer[name] for name in inputs_of(node) if name in producer}
+        before.append({index}.union(*(before[other] for other in above)))
+    while True:
+        for bundle in bundles:
+            needed = set[int]().union(*(before[index] for index in bundle))
+            bundle |= {index for index in needed if not bundle.isdisjoint(before[index])}
+        joined: list[set[int]] = []
+        for bundle in bundles:
+            apart = [other for other in joined if other.isdisjoint(bundle)]
+            joined = [*apart, bundle.union(*(other for other in joined if not other.isdisjoint(bundle)))]
+        if joined == bundles:
+            return bundles
+        bundles = joined
 
 
 def _smallest(turns: list[int], stays: Mapping[int, str], flops: list[float]) -> int | None:

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import onnx
 from onnx import helper, numpy_helper
 
-from ansor_mlflow.graphs.nodes import static_shape, value_infos
+from ansor_mlflow.graphs.nodes import value_infos
+from ansor_mlflow.networks import static_shape
 
 Rows = Literal["independent", "dependent", ""]
 """Empty where the graph does not decide it."""

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import onnx
 import onnxruntime
+from onnx import helper
 
 from ansor_mlflow.errors import UserInputError, one_line
 from ansor_mlflow.graphs.nodes import uses, without_weights
+from ansor_mlflow.networks import types_as_before
 
 _MAX_ROUNDS = 5
 """A constant may show a shape that the next round needs; real exports need two."""
@@ -44,8 +46,21 @@ def simplify(model: onnx.ModelProto, called: str) -> onnx.ModelProto:
         simple = _optimized(simple, called)
         if len(simple.graph.node) == num_nodes:
             break
+    simple.graph.value_info.extend(types_as_before(simple, model))
     _put_back(simple, weights)
     return simple
+
+
+def give_outputs_nodes(model: onnx.ModelProto) -> None:
+    """Puts a node before each output that is a constant, for a part gives what its nodes make. Changes `model`."""
+    graph = model.graph
+    outputs = {output.name for output in graph.output}
+    for weight in graph.initializer:
+        if weight.name in outputs:
+            name, weight.name = weight.name, f"{weight.name}.constant"
+            for node in graph.node:
+                node.input[:] = [weight.name if taken == name else taken for taken in node.input]
+            graph.node.insert(0, helper.make_node("Identity", [weight.name], [name]))
 
 
 def _optimized(model: onnx.ModelProto, called: str) -> onnx.ModelProto:

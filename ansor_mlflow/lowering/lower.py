@@ -23,6 +23,7 @@ from ansor_mlflow.graphs import (
     PaddedLayer,
     best_padding,
     fold_batch_norms,
+    give_outputs_nodes,
     layers_to_pad,
     pad_output_channels,
     raise_opset,
@@ -169,6 +170,7 @@ def _lower_size(
     graph = rewrite_operators(fold_batch_norms(simplify(raise_opset(model), called)))
     if not graph.graph.node:
         raise UserInputError(f"network={called}: its outputs do not depend on its inputs, so there is nothing to tune")
+    give_outputs_nodes(graph)
     hard_to_tile = list(layers_to_pad(graph, vector_lanes(target))) if is_cpu(target) else []
     if (padding := _padding(settings.pad_channels, target)) is not None:
         graph = pad_output_channels(graph, padding)

@@ -16,13 +16,14 @@ from ansor_mlflow.graphs import (
     ValueInfos,
     branches_of,
     extract,
+    is_tensor,
     partition,
     reasons_to_stay,
-    static_shape,
     uses,
     value_infos,
 )
 from ansor_mlflow.lowering.pipeline import NotLoweredError
+from ansor_mlflow.networks import static_shape
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -91,6 +92,8 @@ def _known_reasons(model: onnx.ModelProto, values: ValueInfos) -> dict[int, str]
             reasons[index] = "control flow"
         elif node.domain not in _DOMAINS:
             reasons[index] = f"an operator of {node.domain}"
+        elif not all(is_tensor(values.get(name)) for name in (*node.input, *node.output)):
+            reasons[index] = "values that are no tensors"
         elif any(static_shape(values.get(name)) is None for name in (*node.input, *node.output) if name):
             reasons[index] = "shapes that depend on values"
     return reasons

@@ -85,7 +85,7 @@ def require_sizes(model: onnx.ModelProto, network: str) -> None:
     for value in (*model.graph.input, *model.graph.value_info, *model.graph.output):
         tensor = value.type.tensor_type
         dims = [dim.dim_value for dim in tensor.shape.dim]
-        if tensor.elem_type in TensorProto.DataType.values():
+        if tensor.elem_type and tensor.elem_type in TensorProto.DataType.values():  # 0 of a sequence
             _check_size(value.name, dims, tensor.elem_type, network)
 
 

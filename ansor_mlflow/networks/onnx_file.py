@@ -23,6 +23,7 @@ from onnx import TensorProto, external_data_helper, helper
 from ansor_mlflow.errors import UserInputError, one_line
 from ansor_mlflow.networks.checks import require_data, require_sizes, require_sound, require_tensor
 from ansor_mlflow.networks.external_data import data_path, read_data
+from ansor_mlflow.networks.inference import corrected_types
 from ansor_mlflow.networks.inputs.branches import take_known_branches
 from ansor_mlflow.networks.inputs.trials import OnnxTrial, start_session
 from ansor_mlflow.networks.inputs.values import fix_values, require_shape, typed_values
@@ -289,7 +290,7 @@ def _require_numbers(value: onnx.ValueInfoProto, network: str) -> None:
     if value.type.tensor_type.elem_type not in _DTYPES:  # 0 where the type is that of a sequence or a map
         raise UserInputError(
             f"network={network}: {value.name!r} is not a tensor of NumPy's floats, integers or booleans; "
-            "export the model without it"
+            "export the model without it (skl2onnx: options={'zipmap': False})"
         )
 
 
@@ -389,6 +390,10 @@ def _largest(graph: onnx.GraphProto) -> int:
 def _fixed_everywhere(model: onnx.ModelProto, network: str, directory: Path | None, *, hint: str) -> onnx.ModelProto:
     """A model with static inputs as `fix_shapes` returns it."""
     model = _infer_shapes(model, network, directory, hint=hint)
+    if types := corrected_types(model, input_specs(model), directory):
+        _forget_shapes(model)
+        model.graph.value_info.extend(types)
+        model = _inferred(model, strict=False)
     require_sizes(model, network)
     _require_positive(model.graph, network)
     _complete_outputs(model, network, directory)

@@ -22,16 +22,18 @@ _IMPLIED_SIZES = range(2, 4097)
 _MAX_IMPLIED = 12
 
 
-def start_session(model: bytes, directory: Path | None) -> onnxruntime.InferenceSession:
+def start_session(model: bytes, directory: Path | None, *, optimized: bool = True) -> onnxruntime.InferenceSession:
     """Loads a model in ONNX Runtime, which computes what is constant and raises whatever it likes where it cannot.
 
     Args:
         model: The message.
         directory: Where its external data is.
+        optimized: Whether it may compute what is constant, which shows more of shapes.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _FATAL
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    levels = onnxruntime.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_ENABLE_BASIC if optimized else levels.ORT_DISABLE_ALL
     if directory is not None:  # onnxruntime_session_options_config_keys.h
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(directory.resolve())

@@ -9,7 +9,8 @@ import numpy.typing as npt
 import onnx
 from onnx import helper, numpy_helper
 
-from ansor_mlflow.graphs import inputs_of, static_shape
+from ansor_mlflow.graphs import inputs_of
+from ansor_mlflow.networks import static_shape
 
 _KNOWN_FROM_SHAPES = {"Shape", "Size"}
 """Operators whose results do not depend on the values of their input."""
