@@ -9,13 +9,13 @@ import contextlib
 import functools
 import inspect
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeAlias, TypeVar, cast, overload
 
 from ansor_mlflow.cli import checked_options, progress_observers, write_json
 from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.networks import PROGRAM_SUFFIX, write_onnx
 from ansor_mlflow.options import (
     BisectOptions,
@@ -173,7 +173,7 @@ def _network_in_a_file(network: Network) -> Iterator[str]:
         yield os.fspath(network)
         return
     kind = type(network).__name__
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as directory:
+    with scratch_directory() as directory:
         if kind == "ModelProto":
             path = Path(directory, f"{_file_name(network.graph.name)}.onnx")
             write_onnx(network, path)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+import stat
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
@@ -15,6 +20,17 @@ from ansor_mlflow.errors import MachineError
 _RESERVE_BYTES = 8 * 2**20
 _MAX_NAME_BYTES = 255
 """Longest name of a file on Linux."""
+_OWNER_LOCK = ".owner.lock"
+_NEW_PREFIX = "ansor_mlflow-new-"
+_YOUNG_S = 600.0
+"""Age of a scratch directory that its owner may be about to lock."""
+_MACHINE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE)
+_DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+"""What the system, and others who pass it on as text, say of a full disk."""
+_UNWRITABLE = (*_DISK_FULL, os.strerror(errno.EROFS), "database or disk is full", "readonly database")
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_MAX_TEXT = 300
 
 
 def path_below(folder: Path, name: str) -> Path:
@@ -45,8 +61,74 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        sync_folder(path.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what failed before is the error to report
+            temporary.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flushes the names in a folder to the disk: without it, a file may lose its name when the machine stops."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as err:
+        if err.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def replace_directory(new: Path, directory: Path) -> None:
+    """Puts a whole directory, whose files are on the disk, in the place of another at once; that one is removed.
+
+    Both are on one file system. Where it cannot let two names change places, there is a moment in which there
+    is neither, and the old one is beside the new.
+    """
+    if directory.exists():
+        if not _exchange(new, directory):
+            aside = directory.with_name(f".{directory.name}.old")
+            shutil.rmtree(aside, ignore_errors=True)
+            directory.rename(aside)
+            new.rename(directory)
+            new = aside
+        sync_folder(directory.parent)
+        shutil.rmtree(new, ignore_errors=True)
+    else:
+        new.rename(directory)
+        sync_folder(directory.parent)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Lets two names change places; False where the system or the file system does not know how."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    if not libc.renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE):
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(second))
+
+
+@contextmanager
+def translated_disk_errors() -> Iterator[None]:
+    """Translates what the system says of a full disk or a file that may not be written, whoever passes it on.
+
+    Raises:
+        MachineError: In the place of such an error.
+    """
+    try:
+        yield
+    except MachineError:
+        raise
+    except Exception as err:
+        is_ours = isinstance(err, OSError) and err.errno in _MACHINE_ERRNOS
+        if not is_ours and not any(sign in str(err) for sign in _UNWRITABLE):
+            raise
+        what = " ".join(str(err).split())[:_MAX_TEXT]
+        raise MachineError(f"a file cannot be read or written ({what}); free space, or work in another folder") from err
 
 
 def write_text(path: Path, text: str) -> None:
@@ -69,7 +151,8 @@ def append(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as err:
-        os.truncate(path, size)
+        with contextlib.suppress(OSError):  # the last line is ended before the next one is appended
+            os.truncate(path, size)
         if err.errno in (errno.ENOSPC, errno.EDQUOT):
             raise disk_full(path) from err
         raise
@@ -94,3 +177,67 @@ def is_full(directory: Path) -> bool:
 def disk_full(path: Path) -> MachineError:
     """The error that says so."""
     return MachineError(f"no space is left for records in {path.parent}; free some, and tune again")
+
+
+class ScratchDirectory:
+    """A new directory in the system's temporary directory, held by a lock as long as this process lives.
+
+    Making one removes those of processes that were killed: their locks are free. To be closed.
+
+    Args:
+        prefix: Begin of its name.
+    """
+
+    def __init__(self, prefix: str = "ansor_mlflow-build-") -> None:
+        from filelock import FileLock  # what only loads a model does without
+
+        _remove_abandoned(Path(tempfile.gettempdir()))
+        hidden = Path(tempfile.mkdtemp(prefix=_NEW_PREFIX))
+        self.path = hidden.with_name(hidden.name.replace(_NEW_PREFIX, prefix))
+        """Path of the directory."""
+        self._lock = FileLock(hidden / _OWNER_LOCK)
+        self._lock.acquire()
+        hidden.rename(self.path)  # only now do others see it, and it is locked
+
+    def require_space(self, errors: Iterable[str] = ()) -> None:
+        """Checks that files can be written.
+
+        Args:
+            errors: What failed meanwhile; a quota that is used up, or a lack of inodes, shows there alone.
+
+        Raises:
+            MachineError: The disk is full.
+        """
+        if is_full(self.path) or any(sign in error for error in errors for sign in _DISK_FULL):
+            raise MachineError(
+                f"no space is left in the temporary directory {self.path.parent}; free some, or set TMPDIR to another"
+            )
+
+    def close(self) -> None:
+        """Removes the directory."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.release()
+
+
+@contextmanager
+def scratch_directory() -> Iterator[str]:
+    """Path of an empty directory that is removed at the end; if this process is killed, by the next that makes one."""
+    with contextlib.closing(ScratchDirectory("ansor_mlflow-scratch-")) as directory:
+        inside = directory.path / "files"
+        inside.mkdir()
+        yield str(inside)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    from filelock import FileLock, Timeout
+
+    for directory in parent.glob("ansor_mlflow-*"):
+        with contextlib.suppress(OSError, Timeout):
+            status = directory.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+                continue
+            if directory.name.startswith(_NEW_PREFIX) and time.time() - status.st_mtime < _YOUNG_S:
+                continue
+            if (directory / _OWNER_LOCK).exists():
+                with FileLock(directory / _OWNER_LOCK, timeout=0):
+                    shutil.rmtree(directory, ignore_errors=True)

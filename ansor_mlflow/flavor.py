@@ -6,12 +6,12 @@ The functions follow those of MLflow's own flavors, `mlflow.onnx` for one. Besid
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 import re
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from mlflow.utils.model_utils import _validate_and_copy_code_paths, _validate_an
 from ansor_mlflow import names
 from ansor_mlflow.device import why_not_runnable
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError, without_credentials
+from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.model import (
     Choice,
     CompiledNetwork,
@@ -197,22 +198,37 @@ def log_model(
     members = [tvm_model] if isinstance(tvm_model, CompiledNetwork) else tvm_model
     if all(why_not_runnable(member.fingerprint) for member in members):
         kwargs.setdefault("validate_serving_input", False)  # it would build a library
-    info: ModelInfo = Model.log(
-        artifact_path=artifact_path,
-        name=name,
-        flavor=sys.modules[__name__],
-        tvm_model=tvm_model,
-        conda_env=conda_env,
-        code_paths=code_paths,
-        registered_model_name=registered_model_name,
-        signature=signature,
-        input_example=input_example,
-        pip_requirements=pip_requirements,
-        extra_pip_requirements=extra_pip_requirements,
-        metadata=metadata,
-        **kwargs,
-    )
+    with _failing_if_not_logged():
+        info: ModelInfo = Model.log(
+            artifact_path=artifact_path,
+            name=name,
+            flavor=sys.modules[__name__],
+            tvm_model=tvm_model,
+            conda_env=conda_env,
+            code_paths=code_paths,
+            registered_model_name=registered_model_name,
+            signature=signature,
+            input_example=input_example,
+            pip_requirements=pip_requirements,
+            extra_pip_requirements=extra_pip_requirements,
+            metadata=metadata,
+            **kwargs,
+        )
     return info
+
+
+@contextlib.contextmanager
+def _failing_if_not_logged() -> Iterator[None]:
+    """Marks the model of the active run FAILED when logging it ends with an error; MLflow leaves it PENDING."""
+    try:
+        yield
+    except BaseException:
+        if run := mlflow.active_run():
+            from ansor_mlflow.tracking import fail_pending_models  # heavy, and not there where a model is served
+
+            with contextlib.suppress(Exception):  # the error that is raised already is the one to report
+                fail_pending_models(run.info.run_id)
+        raise
 
 
 def load_model(
@@ -298,7 +314,7 @@ def add_library(
         UserInputError: The run has no model, or the models are of different networks or versions of TVM.
         ModelError: One of them was changed after it was logged.
     """
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+    with scratch_directory() as scratch:
         directory, members = _fetch_package(model_uri, Path(scratch, "base"))
         added_directory, added = _fetch_package(_model_of(run), Path(scratch, "added"))
         base = Model.load(str(directory))

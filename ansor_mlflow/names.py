@@ -175,6 +175,8 @@ TAG_PROMOTION_ALIASES = "ansor.promotion_aliases"
 TAG_DRY_RUN = "ansor.dry_run"
 MOVES_PREFIX = "ansor.moves."
 """Tag of a registered model, before an alias: the promotions that moved it."""
+TAG_MOVING = "ansor.moving"
+"""Tag of a registered model: what a promotion or a rollback is about to do to aliases, until it has done it."""
 
 # -- saved views of an experiment, which are tags of it
 VIEW_PREFIX = "mlflow.sharedViewState."

@@ -14,15 +14,14 @@ from helpers.servers import free_port
 
 from ansor_mlflow import names
 from ansor_mlflow.records.store import RECORD_FILE
+from ansor_mlflow.tracking.killed.runs import OUTBOX_DIR, has_messages
 from ansor_mlflow.tracking.outbox import (
-    OUTBOX_DIR,
     Message,
     Outbox,
     UndeliveredError,
     _write,
     deliver_left,
     forget_end,
-    has_messages,
     leave_message,
     open_outbox,
 )
@@ -186,6 +185,7 @@ def test_sync_ends_a_run_as_its_messages_say(
     with pytest.raises(UndeliveredError):
         outbox.close(0.1)
     assert run_here("sync") == 3
+    assert "--drop" not in capsys.readouterr().out  # the server comes back
     server(True)
     mlflow.MlflowClient().set_tag(run_id, names.TAG_ERROR, "1 messages are undelivered")
     assert run_here("sync") == 0
@@ -242,3 +242,52 @@ def test_a_run_that_still_goes_on_is_not_touched(
     assert f"Error: run {run_id} still goes on in this directory" in capsys.readouterr().err
     after = mlflow.get_run(run_id)
     assert (after.info.status, after.data.tags) == ("RUNNING", before.data.tags)
+
+
+def test_sync_goes_on_behind_a_run_that_is_refused_for_good(
+    experiment_id: str,
+    run_here: RunCommand,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    client = mlflow.MlflowClient()
+    deleted, broken, alive = sorted(client.create_run(experiment_id).info.run_id for _ in range(3))
+    for run_id in (deleted, broken, alive):
+        (tmp_path / ".ansor" / run_id / OUTBOX_DIR).mkdir(parents=True)
+        message = Message(artifacts=[("gone.png", "")], metrics={"latency": 1.0}, status="FINISHED")
+        _write(tmp_path / ".ansor" / run_id / OUTBOX_DIR / "000001.json", message)
+    client.delete_run(deleted)
+    (tmp_path / ".ansor" / broken / OUTBOX_DIR / "000001.json").write_text("{")
+    assert run_here("sync") == 2
+    told = capsys.readouterr()
+    assert f"run {alive}: 1 messages delivered\n" in told.out
+    assert f"ansor-mlflow sync --drop {deleted} removes what is left of it here\n" in told.out
+    assert f"{broken}/{OUTBOX_DIR}/000001.json: the message is damaged; " in told.out
+    assert told.err.splitlines()[-1].endswith(" (2 of 3 runs are left; their lines say why)")
+    assert (mlflow.get_run(alive).info.status, mlflow.get_run(alive).data.metrics) == ("FINISHED", {"latency": 1.0})
+    for run_id in (deleted, broken):
+        assert run_here("sync", "--drop", run_id) == 0
+    assert not (tmp_path / ".ansor").exists()
+    assert run_here("sync", "--drop", "../..") == 2
+
+
+@pytest.mark.parametrize("there", ["nothing", "some", "all", "other"])
+@pytest.mark.parametrize("status", ["FAILED", "FINISHED"])
+def test_sync_removes_records_only_where_the_run_has_them(
+    run_id: str, run_here: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, status: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    directory = tmp_path / ".ansor" / run_id
+    records = directory / names.RECORDS_DIR
+    records.mkdir(parents=True)
+    texts = {"nothing": "", "some": "[0, 1]\n", "all": "[0, 1]\n[0, 2]\n[0, 3]\n", "other": "[0, 1]\n[0, 9]\n"}
+    (records / RECORD_FILE).write_text(texts[there])
+    client = mlflow.MlflowClient()
+    if there != "nothing":
+        client.log_artifacts(run_id, str(records), names.RECORDS_DIR)
+    (records / RECORD_FILE).write_text("[0, 1]\n[0, 2]\n")
+    client.set_terminated(run_id, status)
+    assert run_here("sync") == 0
+    assert (records / RECORD_FILE).exists() == (there != "all")

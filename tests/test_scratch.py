@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from ansor_mlflow.errors import MachineError
-from ansor_mlflow.tuning.workers.scratch import ScratchDirectory
+from ansor_mlflow.files import ScratchDirectory
 
 HOLD = """
 import sys
-from ansor_mlflow.tuning.workers.scratch import ScratchDirectory
+from ansor_mlflow.files import ScratchDirectory
 
 directory = ScratchDirectory()
 print(directory.path, flush=True)

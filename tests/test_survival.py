@@ -30,6 +30,7 @@ from helpers.worker_tasks import fill_array, fill_tensor, grow, hang, pid_of_wor
 from ansor_mlflow import names
 from ansor_mlflow.device.device import Device
 from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.files import ScratchDirectory
 from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.tuning.job import TuningJob, tune_job
@@ -37,7 +38,6 @@ from ansor_mlflow.tuning.sole_tuner import sole_tuner
 from ansor_mlflow.tuning.workers.builder import LocalBuilder
 from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool
 from ansor_mlflow.tuning.workers.runner import LocalRunner
-from ansor_mlflow.tuning.workers.scratch import ScratchDirectory
 from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob, _shortest_ms
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ import click
 import pydantic_core
 
 from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.files import translated_disk_errors, write_text
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -43,7 +44,22 @@ def write_json(path: str, result: DataclassInstance) -> None:
     if path == STANDARD_OUTPUT:
         click.echo(text)
         return
+    write_output("json_file", path, text)
+
+
+def write_output(parameter: str, path: str, text: str) -> None:
+    """Writes a file that the user named, whole or not at all; a pipe or a device is written to as it is.
+
+    Raises:
+        UserInputError: The path cannot be that of a file.
+        MachineError: The disk is full, or may not be written.
+    """
+    file = Path(path)
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        with translated_disk_errors():
+            if file.exists() and not file.is_file():
+                file.write_text(text, encoding="utf-8")
+            else:
+                write_text(file.resolve(), text)  # a link stays one
     except OSError as err:
-        raise UserInputError(f"json_file={path}: it cannot be written ({err.strerror}); give another path") from err
+        raise UserInputError(f"{parameter}={path}: it cannot be written ({err.strerror}); give another path") from err

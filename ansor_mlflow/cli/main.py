@@ -21,6 +21,7 @@ from ansor_mlflow.cli.fleet import fleet
 from ansor_mlflow.cli.json_file import STANDARD_OUTPUT, report
 from ansor_mlflow.cli.s3 import suit_other_s3_servers
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError, notes_of
+from ansor_mlflow.files import translated_disk_errors
 from ansor_mlflow.options import (
     BisectOptions,
     CompileOptions,
@@ -304,16 +305,23 @@ def doctor(options: DoctorOptions) -> None:
 
 
 @cli.command("sync")
-def sync() -> None:
+@click.option("--drop", default="", metavar="RUN_ID", help="Remove what is left here of this run, records and all.")
+def sync(drop: str) -> None:
     """Tell MLflow what earlier steps in this directory could not, because a server was away."""
-    from ansor_mlflow.steps.sync import sync as sync_step
+    from ansor_mlflow.steps import sync as sync_step
 
-    was_anything_left = False
-    for delivered in sync_step():
-        click.echo(f"run {delivered.run_id}: {delivered.num_messages} messages delivered")
-        was_anything_left = True
-    if not was_anything_left:
+    if drop:
+        sync_step.drop(drop)
+        click.echo(f"run {drop}: nothing of it is left here")
+        return
+    all_delivered = []
+    for delivered in sync_step.sync():
+        all_delivered.append(delivered)
+        told = "" if delivered.error else f"{delivered.num_messages} messages delivered"
+        click.echo(f"run {delivered.run_id}: {'; '.join(filter(None, [told, delivered.left]))}")
+    if not all_delivered:
         click.echo("nothing is left to deliver")
+    sync_step.require_all_delivered(all_delivered)
 
 
 @cli.command("networks")
@@ -341,7 +349,8 @@ def main(args: Sequence[str] | None = None) -> None:
     _keep_mlflow_quiet()
     suit_other_s3_servers()
     try:
-        cli.main(args=args, prog_name="ansor-mlflow", standalone_mode=False)
+        with translated_disk_errors():
+            cli.main(args=args, prog_name="ansor-mlflow", standalone_mode=False)
     except click.Abort as err:
         click.echo("interrupted by the user", err=True)
         _say_where(err.__cause__)

@@ -8,7 +8,6 @@ compared with anyway, and it knows more of shapes than ONNX itself.
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import onnx
@@ -16,6 +15,7 @@ import onnxruntime
 from onnx import helper
 
 from ansor_mlflow.errors import UserInputError, one_line
+from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.graphs.nodes import uses, without_weights
 from ansor_mlflow.networks import types_as_before
 
@@ -64,7 +64,7 @@ def give_outputs_nodes(model: onnx.ModelProto) -> None:
 
 
 def _optimized(model: onnx.ModelProto, called: str) -> onnx.ModelProto:
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+    with scratch_directory() as scratch:
         optimized = Path(scratch, "optimized.onnx")
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC

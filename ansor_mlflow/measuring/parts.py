@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.measuring.timing import call_once
 from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import NetworkShapes, Sized, all_sizes, random_inputs
@@ -52,7 +52,7 @@ def time_parts_in_onnxruntime(lowered: LoweredNetwork, network: Sized, num_threa
     from ansor_mlflow.model import write_all_parts
 
     sizes = all_sizes(network)
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as directory:
+    with scratch_directory() as directory:
         parts = write_all_parts(lowered, Path(directory))
         call = partial(_onnxruntime_call, Path(directory), parts, sizes, num_threads, seeded_examples(network, seed))
         seconds: list[float] = in_child_process(call_once, call)

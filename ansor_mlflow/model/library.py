@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ansor_mlflow.codegen import pass_config, tir_pipeline
 from ansor_mlflow.device import is_gpu, machine_of, why_no_compiler
 from ansor_mlflow.errors import MachineError, RecordsError, UserInputError, first_line
+from ansor_mlflow.files import write_text
 from ansor_mlflow.model.parts import PartEntry, write_parts
 from ansor_mlflow.settings import Linker
 from ansor_mlflow.sketches import find_programs, schedule_for_gpu, unbound_kernels
@@ -297,4 +298,4 @@ def _export(mod: IRModule, target: Target, library: Path, linker: Linker | None)
 
 def write_coverage(coverage: Coverage, parts: Sequence[PartEntry], path: Path) -> None:
     """Writes `coverage.json`."""
-    path.write_text(json.dumps({**coverage.to_dict(), "parts": [asdict(part) for part in parts]}, indent=1))
+    write_text(path, json.dumps({**coverage.to_dict(), "parts": [asdict(part) for part in parts]}, indent=1))

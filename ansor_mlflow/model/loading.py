@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Literal
 
 from ansor_mlflow.device import device_kind
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError
+from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.model.choice import (
     Choice,
     LoadOptions,
@@ -89,7 +89,7 @@ def _build(directory: Path, manifest: Manifest, options: LoadOptions, rejected: 
     """Builds a library in a directory that is gone when this returns: what is open needs its file no more."""
     _require_build(directory, options, rejected)
     reasons = list(rejected)
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+    with scratch_directory() as scratch:
         library = Path(scratch, LIBRARY_FILE)
         for attempt in _attempts(directory, manifest, options):
             _log.warning("building %s; this may take minutes", attempt)

@@ -6,7 +6,6 @@ import difflib
 import math
 import os
 import string
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import onnx
 
 from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS, build_builtin
 from ansor_mlflow.networks.inputs.sizes import GivenShape, split_sizes
 from ansor_mlflow.networks.onnx_file import (
@@ -165,7 +165,7 @@ def read_network(
                 f"input_shapes gives {called} several sizes, but an exported program is read with one; export an ONNX "
                 "file with dynamic axes: torch.onnx.export(model, args, 'model.onnx', dynamic_shapes=…)"
             )
-        with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+        with scratch_directory() as scratch:
             exported = export_program(path, called, shapes, Path(scratch), batch_size=batch_size)
             return _network(path.stem, _read(exported, called, values=input_values), path)
     if others:

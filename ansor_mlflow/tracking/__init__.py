@@ -4,6 +4,15 @@ from ansor_mlflow.tracking.environment import describe_environment
 from ansor_mlflow.tracking.error_translation import translated_errors, without_secrets
 from ansor_mlflow.tracking.figures.roofline import draw_roofline
 from ansor_mlflow.tracking.figures.style import save_figure
+from ansor_mlflow.tracking.killed.runs import (
+    WORK_ROOT,
+    fail_pending_models,
+    has_messages,
+    has_records,
+    is_held,
+    remove_directory,
+    require_ended,
+)
 from ansor_mlflow.tracking.mirror import RecordMirror, whole_records
 from ansor_mlflow.tracking.observer import MlflowObserver, latency_metrics
 from ansor_mlflow.tracking.outbox import (
@@ -13,13 +22,13 @@ from ansor_mlflow.tracking.outbox import (
     Outbox,
     UndeliveredError,
     deliver_left,
-    has_messages,
     open_outbox,
 )
 from ansor_mlflow.tracking.record_pool import PoolDevice, PushedRecords, RecordPool
 from ansor_mlflow.tracking.registry import (
     aliases_of,
     find_version,
+    finish_moves,
     move_aliases,
     register,
     registered_versions,
@@ -35,15 +44,7 @@ from ansor_mlflow.tracking.report.note import command_lines, evaluation_note, pi
 from ansor_mlflow.tracking.report.pages import html_table, render_page
 from ansor_mlflow.tracking.report.summary import latency_rows, summary_rows
 from ansor_mlflow.tracking.report.tuning_page import KernelNote, ScheduleText, tuning_page
-from ansor_mlflow.tracking.run import (
-    WORK_ROOT,
-    StepRun,
-    fail_project_run,
-    params_used,
-    remove_directory,
-    step_run,
-    work_directory,
-)
+from ansor_mlflow.tracking.run import StepRun, fail_project_run, params_used, step_run, work_directory
 from ansor_mlflow.tracking.sources import find_program, network_of, pinned_uri
 from ansor_mlflow.tracking.stores.sqlite import open_in_turn
 from ansor_mlflow.tracking.views import existing_views

@@ -6,7 +6,6 @@ MLflow finds it by its entry point, when `mlflow.models.evaluate` is called.
 from __future__ import annotations
 
 import logging
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -26,6 +25,7 @@ from mlflow.types import TensorSpec
 from ansor_mlflow import names
 from ansor_mlflow.device import available_cpus
 from ansor_mlflow.errors import MachineError, UserInputError
+from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.measuring import (
     Deviation,
     Latency,
@@ -295,7 +295,7 @@ def _log_artifacts(latency: Latency, run_id: str) -> dict[str, EvaluationArtifac
         Path(table).stem: CsvEvaluationArtifact(uri=f"runs:/{run_id}/{table}"),
         Path(figure).stem: ImageEvaluationArtifact(uri=f"runs:/{run_id}/{figure}"),
     }
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+    with scratch_directory() as scratch:
         pd.DataFrame({names.LATENCY_MS: latency.samples_ms}).to_csv(Path(scratch, table), index=False)
         save_figure(draw_latency("latency of predict", latency), Path(scratch, figure))
         mlflow.MlflowClient().log_artifacts(run_id, scratch)

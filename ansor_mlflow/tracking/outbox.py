@@ -17,18 +17,16 @@ from pathlib import Path
 
 import mlflow
 import tenacity
-from filelock import FileLock, Timeout
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import MachineError, UserInputError, without_credentials
+from ansor_mlflow.errors import MachineError, RecordsError, without_credentials
 from ansor_mlflow.files import path_below, write_text
 from ansor_mlflow.tracking.error_translation import without_secrets
+from ansor_mlflow.tracking.killed.runs import OUTBOX_DIR, held
 from ansor_mlflow.tracking.report.note import note_tags
 
-OUTBOX_DIR = "outbox"
-_LOCK_FILE = ".lock"
 _MAX_PAUSE_S = 30.0
 """Longest pause between two attempts."""
 GRACE_S = 60.0
@@ -75,7 +73,9 @@ class Message:
             client.log_batch(run_id, metrics=metrics, params=params, tags=tags)
         for name, artifact_path in self.artifacts:
             path = path_below(directory, name)
-            if path.is_dir():
+            if not path.exists():  # somebody removed it; what comes after it is delivered nevertheless
+                _log.warning("%s is not here any more, and the run %s does not get it", path, run_id)
+            elif path.is_dir():
                 client.log_artifacts(run_id, str(path), artifact_path or None)
             else:
                 client.log_artifact(run_id, str(path), artifact_path or None)
@@ -104,10 +104,8 @@ class Outbox:
         self._run_id = run_id
         self._directory = directory
         self._folder = directory / OUTBOX_DIR
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(self._folder / _LOCK_FILE)
-        with _translated_timeout(run_id):
-            self._lock.acquire(timeout=0)
+        self._held = contextlib.ExitStack()
+        self._held.enter_context(held(run_id, self._folder))
         self._names = [path.name for path in _left(directory)]
         """File names of the messages to be delivered; an earlier process of the run may have left some."""
         self._num_put = int(Path(self._names[-1]).stem) if self._names else 0
@@ -152,7 +150,7 @@ class Outbox:
             self._closing.set()
             self._changed.notify_all()
         self._thread.join(timeout_s)
-        self._lock.release()
+        self._held.close()
         if self._names:
             raise UndeliveredError(
                 f"{len(self._names)} messages to the run {self._run_id} are undelivered "
@@ -225,52 +223,25 @@ def leave_message(directory: Path, message: Message) -> None:
     _write(left[-1].with_name(f"{int(left[-1].stem) + 1:06d}.json"), message)
 
 
-def has_messages(directory: Path) -> bool:
-    """Whether there are messages that a run was not told."""
-    return bool(_left(directory))
-
-
 def deliver_left(run_id: str, directory: Path) -> int:
     """Delivers what is left of a run, and returns the number of messages. Raises what MLflow does.
 
     Raises:
         UserInputError: The process that wrote them is still at it.
     """
-    with _translated_timeout(run_id), FileLock(directory / OUTBOX_DIR / _LOCK_FILE, timeout=0):
+    with held(run_id, directory / OUTBOX_DIR):
         left = _left(directory)
         for path in left:
             _deliver(path, run_id)
         return len(left)
 
 
-def require_ended(run_id: str, directory: Path) -> None:
-    """Checks that no process in this directory is at a run.
-
-    Raises:
-        UserInputError: One is.
-    """
-    lock = directory / OUTBOX_DIR / _LOCK_FILE
-    if lock.exists():
-        with _translated_timeout(run_id), FileLock(lock, timeout=0):
-            pass
-
-
 def forget_end(directory: Path) -> None:
     """Takes out of the messages that are left of a run how it ended: it goes on."""
     for path in _left(directory):
-        message = Message(**json.loads(path.read_text()))
+        message = _read(path)
         tags = {key: value for key, value in message.tags.items() if key not in names.END_TAGS}
         _write(path, replace(message, tags=tags, status=""))
-
-
-@contextlib.contextmanager
-def _translated_timeout(run_id: str) -> Iterator[None]:
-    try:
-        yield
-    except Timeout as err:
-        raise UserInputError(
-            f"run {run_id} still goes on in this directory, and delivers its messages itself; wait until it ends"
-        ) from err
 
 
 def _left(directory: Path) -> list[Path]:
@@ -288,8 +259,18 @@ def _write(path: Path, message: Message) -> None:
 
 
 def _deliver(path: Path, run_id: str) -> None:
-    Message(**json.loads(path.read_text())).deliver(run_id, path.parents[1])
+    _read(path).deliver(run_id, path.parents[1])
     path.unlink()
+
+
+def _read(path: Path) -> Message:
+    try:
+        message = Message(**json.loads(path.read_text()))
+        for name, _ in message.artifacts:
+            path_below(path.parents[1], name)
+        return message
+    except (ValueError, TypeError) as err:
+        raise RecordsError(f"{path}: the message is damaged; remove it, and the others are delivered") from err
 
 
 def _without_credentials(texts: Mapping[str, str]) -> dict[str, str]:

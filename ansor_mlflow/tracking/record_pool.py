@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from ansor_mlflow import names
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import MachineError, UserInputError, without_credentials
-from ansor_mlflow.files import path_below
+from ansor_mlflow.files import path_below, scratch_directory
 from ansor_mlflow.options import is_uri
 from ansor_mlflow.records import ObjectName, PoolObject, what_is_new, workload_hash
 from ansor_mlflow.tracking.error_translation import translated_errors
@@ -166,11 +165,11 @@ class RecordPool:
         return [path for path in paths if _is_plain(path)]
 
     def _get(self, path: str) -> bytes:
-        with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch, self._translated_errors():
+        with scratch_directory() as scratch, self._translated_errors():
             return Path(self._repository.download_artifacts(path, scratch)).read_bytes()
 
     def _put(self, folder: str, name: str, content: bytes) -> None:
-        with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+        with scratch_directory() as scratch:
             path = Path(scratch, name)
             path.write_bytes(content)
             with self._translated_errors():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import mlflow
@@ -14,6 +14,7 @@ from ansor_mlflow.tracking.error_translation import translated_errors
 
 _MAX_MOVES = 50
 """Moves of an alias that are remembered; the tag of a registered model has 5000 characters."""
+_UNDO = "undo"
 _MOVE = re.compile(r"(?P<before>\d*)>(?P<after>\d+)@(?P<run_id>\w+)")
 
 
@@ -130,13 +131,64 @@ def move_aliases(name: str, version: str, seen: Mapping[str, str], run_id: str) 
                 f"{alias} of {name} pointed to {_called(before)} when the comparison began and points to "
                 f"{_called(now.get(alias, ''))} now; nothing was moved, promote again"
             )
-    moving = {alias: before for alias, before in seen.items() if before != version}
-    moves = _moves(name, moving)
+    moving = {alias: Move(before, version, run_id) for alias, before in seen.items() if before != version}
+    _carry_out(name, moving, is_undone=False)
+
+
+def finish_moves(name: str) -> tuple[str, ...]:
+    """Ends what a promotion or a rollback had begun to do to aliases when it was killed.
+
+    Returns:
+        The aliases that were moved now. One that somebody moved elsewhere meanwhile stays there.
+
+    Raises:
+        UserInputError: There is no such registered model.
+    """
+    with translated_errors(f"read the registered model {name}"):
+        text = mlflow.MlflowClient().get_registered_model(name).tags.get(names.TAG_MOVING, "")
+    begun = {alias: Move(**match.groupdict()) for alias, match in _begun(text)}
+    return _carry_out(name, begun, is_undone=text.startswith(_UNDO)) if text else ()
+
+
+def _begun(text: str) -> Iterator[tuple[str, re.Match[str]]]:
+    for word in text.split():
+        alias, _, move = word.rpartition("=")
+        if match := _MOVE.fullmatch(move):
+            yield alias, match
+
+
+def _carry_out(name: str, moving: Mapping[str, Move], *, is_undone: bool) -> tuple[str, ...]:
+    """Moves aliases, or takes their last moves back, and remembers it.
+
+    What is to be done is written down first: it can be ended later, whenever the process is killed.
+    """
+    if not moving:
+        return ()
+    moved = []
+    words = ([_UNDO] if is_undone else []) + [f"{alias}={move}" for alias, move in moving.items()]
     with translated_errors(f"move aliases of {name}"):
         client = mlflow.MlflowClient()
-        for alias, before in moving.items():
-            _remember(name, alias, [*moves[alias], Move(before, version, run_id)])
-            client.set_registered_model_alias(name, alias, version)
+        client.set_registered_model_tag(name, names.TAG_MOVING, " ".join(words))
+        now, moves = aliases_of(name), _moves(name, moving)
+        for alias, move in moving.items():
+            start, end = (move.after, move.before) if is_undone else (move.before, move.after)
+            known = moves[alias]
+            if not is_undone and known[-1:] != [move]:
+                _remember(name, alias, [*known, move])
+            if now.get(alias, "") == start:
+                _set_alias(client, name, alias, end)
+                moved.append(alias)
+            if is_undone and move in known:
+                _remember(name, alias, known[: len(known) - 1 - known[::-1].index(move)])
+        client.delete_registered_model_tag(name, names.TAG_MOVING)
+    return tuple(moved)
+
+
+def _set_alias(client: mlflow.MlflowClient, name: str, alias: str, version: str) -> None:
+    if version:
+        client.set_registered_model_alias(name, alias, version)
+    else:
+        client.delete_registered_model_alias(name, alias)
 
 
 def undo_moves(name: str, alias: str) -> dict[str, Move]:
@@ -152,16 +204,9 @@ def undo_moves(name: str, alias: str) -> dict[str, Move]:
     Raises:
         UserInputError: As `require_undoable`.
     """
-    moves = _undoable(name, alias)
-    with translated_errors(f"move aliases of {name}"):
-        client = mlflow.MlflowClient()
-        for moved, (*earlier, last) in moves.items():
-            if last.before:
-                client.set_registered_model_alias(name, moved, last.before)
-            else:
-                client.delete_registered_model_alias(name, moved)
-            _remember(name, moved, earlier)
-    return {moved: found[-1] for moved, found in moves.items()}
+    undone = {moved: found[-1] for moved, found in _undoable(name, alias).items()}
+    _carry_out(name, undone, is_undone=True)
+    return undone
 
 
 def require_undoable(name: str, alias: str) -> None:

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shlex
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,25 +17,28 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_PROJECT_ENTRY_
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, add_note, without_credentials
-from ansor_mlflow.files import path_below
+from ansor_mlflow.files import path_below, translated_disk_errors
 from ansor_mlflow.options import MAX_PARAM_LENGTH, Options, as_text
-from ansor_mlflow.records import RecordPair
 from ansor_mlflow.tracking.error_translation import translated_errors, without_secrets
+from ansor_mlflow.tracking.killed.runs import (
+    WORK_ROOT,
+    end_killed_steps,
+    has_messages,
+    has_records,
+    held,
+    remove_directory,
+    require_ended,
+)
 from ansor_mlflow.tracking.outbox import (
     Message,
     UndeliveredError,
     forget_end,
-    has_messages,
     leave_message,
-    require_ended,
     rounded,
 )
 from ansor_mlflow.tracking.report.addresses import run_page, server_command, ui_address
 from ansor_mlflow.tracking.report.note import resuming_lines
 from ansor_mlflow.tracking.views import ensure_views
-
-WORK_ROOT = Path(".ansor")
-"""Where steps keep files until MLflow has them, below the current directory. A failed run leaves its records there."""
 
 _log = logging.getLogger("ansor_mlflow")
 _PROJECT_RUN_VARIABLE = "MLFLOW_RUN_ID"
@@ -69,8 +71,7 @@ class StepRun:
     @property
     def has_records(self) -> bool:
         """Whether a trial was recorded in the scratch directory."""
-        records = RecordPair.in_directory(self.directory / names.RECORDS_DIR).records
-        return records.is_file() and records.stat().st_size > 0
+        return has_records(self.directory)
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Logs scalars."""
@@ -155,11 +156,13 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
     run = StepRun(info.run_id, work_directory(info.run_id))
     outer = _open_runs.get(active.info.run_id) if active else None
     place = _Place(run, step, options, info.experiment_id, is_project=bool(made_for_this), is_child=is_child)
-    with _named_in_errors(place, outer):
+    with _named_in_errors(place, outer), contextlib.ExitStack() as held_directory:
         try:
             place.log()
+            if not is_child:
+                end_killed_steps()
             ensure_views(info.experiment_id)
-            run.directory.mkdir(parents=True, exist_ok=True)
+            held_directory.enter_context(held(run.run_id, run.directory))
             if resume:
                 forget_end(run.directory)
                 run.forget_failure()
@@ -167,7 +170,8 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
             else:
                 run.log_tags({names.TAG_STEP: step, "mlflow.runName": run_name})
                 run.log_options(options)
-            yield run
+            with translated_disk_errors():
+                yield run
         except BaseException as err:
             if step == "tune" and run.has_records:
                 run.tuning = run.run_id
@@ -239,13 +243,6 @@ def _point_to(run_id: str, step: str) -> None:
     if made_for_this and made_for_this != run_id:
         tags = {names.TAG_STEP: step, names.TAG_TUNE_RUN: run_id, "mlflow.runName": f"{step}: goes on in {run_id}"}
         StepRun(made_for_this, WORK_ROOT).log_tags(tags)
-
-
-def remove_directory(directory: Path) -> None:
-    """Removes what a run has on this machine."""
-    shutil.rmtree(directory, ignore_errors=True)
-    with contextlib.suppress(OSError):  # other runs have files there
-        WORK_ROOT.rmdir()
 
 
 def _end_failed(run: StepRun, err: BaseException) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -18,7 +17,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_registered_ar
 
 from ansor_mlflow import names, networks
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, without_credentials
-from ansor_mlflow.files import path_below
+from ansor_mlflow.files import path_below, scratch_directory
 from ansor_mlflow.model import verified_manifest
 from ansor_mlflow.networks import (
     BUILTIN_NETWORKS,
@@ -85,7 +84,7 @@ def fetch_network(
         )
     uri = pinned_uri(network)
     called = without_credentials(network)
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+    with scratch_directory() as scratch:
         artifact = _download(uri, called, Path(scratch))
         if artifact.is_file():
             if artifact.suffix != PROGRAM_SUFFIX:

@@ -6,7 +6,6 @@ worker processes, because a record may come from anywhere and may do anything.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ import numpy as np
 from ansor_mlflow.codegen import pass_config, tir_pipeline
 from ansor_mlflow.device import Device, set_num_threads
 from ansor_mlflow.errors import MachineError
+from ansor_mlflow.files import ScratchDirectory
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.measuring import compare_tensors
 from ansor_mlflow.tensors import TensorSpec, random_inputs
@@ -58,7 +58,7 @@ class Replayer:
         self._device = device
         self._seed = seed
         self._timeout_s = timeout_s
-        self._references = tempfile.TemporaryDirectory(prefix="ansor_mlflow-")
+        self._references = ScratchDirectory("ansor_mlflow-scratch-")
         self._pool = WorkerPool(1, max_tasks=1, memory_bytes=memory_bytes)
 
     def replay(self, task: TuningTask, trace: str) -> Outcome[float]:
@@ -80,7 +80,7 @@ class Replayer:
             target=self._device.target,
             num_threads=self._device.num_threads,
             seed=self._seed,
-            reference=Path(self._references.name, f"{task.info.index}.npz"),
+            reference=Path(self._references.path, f"{task.info.index}.npz"),
             trace=trace,
         )
         if not job.reference.exists():
@@ -96,7 +96,7 @@ class Replayer:
     def close(self) -> None:
         """Ends the processes and removes the files."""
         self._pool.close()
-        self._references.cleanup()
+        self._references.close()
 
 
 # -- in the worker -----------------------------------------------------------------------------------------------------

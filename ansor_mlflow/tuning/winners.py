@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
+from ansor_mlflow.files import replace_directory
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.records import RecordLog, RecordText, write_pair
 from ansor_mlflow.trials import Trial
@@ -164,8 +165,7 @@ class Winners:
         shutil.rmtree(new, ignore_errors=True)
         workloads = [workload for workload, _ in lines]
         write_pair(new, workloads, [record.line(index) for index, (_, record) in enumerate(lines)])
-        shutil.rmtree(directory, ignore_errors=True)
-        new.rename(directory)
+        replace_directory(new, directory)
 
     def _best_line(self, task: TuningTask, target: Target, log: RecordLog) -> tuple[str, RecordText] | None:
         """The workload's line and its record; None where the task has no valid one."""

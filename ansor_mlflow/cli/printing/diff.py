@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.cli.console import console, microseconds, table
-from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.cli.json_file import write_output
 
 if TYPE_CHECKING:
     from ansor_mlflow.steps.reports import TaskDifference, TuningDifference
@@ -57,10 +56,7 @@ def write_page(difference: TuningDifference, path: str) -> None:
             for title, entries in _others(difference)
         ],
     )
-    try:
-        Path(path).write_text(page, encoding="utf-8")
-    except OSError as err:
-        raise UserInputError(f"html={path}: it cannot be written ({err.strerror}); give another path") from err
+    write_output("html", path, page)
 
 
 def _page_row(task: TaskDifference) -> dict[str, Any]:

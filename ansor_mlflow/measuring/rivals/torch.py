@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.networks import load_program
 from ansor_mlflow.tensors import Arrays, random_inputs
 
@@ -33,7 +33,7 @@ def torch_inference(task: RivalTask) -> Inference:
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False  # which the line above leaves for convolutions
     shapes = {spec.name: spec.shape for spec in task.inputs}
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+    with scratch_directory() as scratch:
         program, inputs = load_program(task.program, str(task.program), shapes, Path(scratch))
     if not shapes.keys() >= set(inputs):
         raise ValueError("the program takes inputs that have a value for good in the model")

@@ -9,13 +9,9 @@ from typing import Any
 
 from ansor_mlflow import names
 from ansor_mlflow.files import path_below, write_text
-from ansor_mlflow.records.journal import JOURNAL_FILE
-from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
-from ansor_mlflow.records.transfer.parts import PARTS_DIR
+from ansor_mlflow.records.transfer.parts import GROWING_FILES, PARTS_DIR
 
 _FORMAT_VERSION = 1
-_GROWING = {WORKLOAD_FILE, RECORD_FILE, JOURNAL_FILE}
-"""Files that may be longer than the manifest says: they only grow, and it is written after them."""
 _CHUNK_BYTES = 2**20
 
 
@@ -60,7 +56,7 @@ def _is_as_described(records: Path, name: str, size: int, digest: str) -> bool:
     except ValueError:
         return False
     actual = file.stat().st_size if file.is_file() else -1
-    has_length = actual >= size if name in _GROWING else actual == size
+    has_length = actual >= size if name in GROWING_FILES else actual == size  # it is written after them
     return has_length and _sha256(file, size) == digest
 
 

@@ -17,7 +17,7 @@ from ansor_mlflow.records.journal import JOURNAL_FILE
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
 
 PARTS_DIR = "parts"
-_FILES = (WORKLOAD_FILE, RECORD_FILE, JOURNAL_FILE)
+GROWING_FILES = (WORKLOAD_FILE, RECORD_FILE, JOURNAL_FILE)
 """Files of a tuning that only grow."""
 _DIGEST_LENGTH = 32
 _SUFFIX = ".part"
@@ -35,7 +35,7 @@ class PartWriter:
     def __init__(self, records: Path, destination: Path) -> None:
         self._records = records
         self._destination = destination
-        self._sizes = {name: _size(records / name) for name in _FILES}
+        self._sizes = {name: _size(records / name) for name in GROWING_FILES}
 
     def write(self) -> Path | None:
         """Writes a part; None where nothing is new."""
@@ -100,14 +100,15 @@ def _places(records: Path, head: bytes, num_bytes: int, part: str) -> dict[str, 
         places = {name: (start, length) for name, (start, length) in json.loads(head).items()}
         for name in places:
             path_below(records, name)
-        is_sound = places.keys() <= set(_FILES) and all(
+        is_sound = places.keys() <= set(GROWING_FILES) and all(
             type(size) is int and size >= 0 for place in places.values() for size in place
         )
     except (ValueError, TypeError, AttributeError, RecursionError):
         is_sound = False
     if not is_sound or sum(length for _, length in places.values()) != num_bytes:
         raise RecordsError(
-            f"{PARTS_DIR}/{part} of the records is no part that a tuning wrote: it may name {', '.join(_FILES)} alone, "
+            f"{PARTS_DIR}/{part} of the records is no part that a tuning wrote: it may name "
+            f"{', '.join(GROWING_FILES)} alone, "
             "and has to hold what it describes; nothing of it is taken: ask who can write to that run"
         )
     return places

@@ -19,6 +19,7 @@ from pathlib import Path
 from ansor_mlflow import names
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import RecordsError
+from ansor_mlflow.files import write_text
 from ansor_mlflow.records.applicability import code_attributes, has_target
 from ansor_mlflow.records.description import read_fingerprint, read_provenance
 from ansor_mlflow.records.journal import read_seeds
@@ -203,7 +204,7 @@ def write_objects(objects: Iterable[PoolObject], device: DeviceFingerprint, dire
     _write(directory, workloads, records)
     if winners:
         _write(directory / names.BEST_DIR, workloads, winners)
-    (directory / names.FINGERPRINT_FILE).write_text(device.to_json())
+    write_text(directory / names.FINGERPRINT_FILE, device.to_json())
 
 
 def _write(directory: Path, workloads: Mapping[str, str], fields: Mapping[str, Mapping[str, None]]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shlex
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import onnx
 
 from ansor_mlflow.device import Device
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError
+from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.measuring import Deviation, choose_examples, require_examples, tolerance_for
 from ansor_mlflow.model import require_linker
 from ansor_mlflow.networks import write_onnx
@@ -57,7 +57,7 @@ def bisect_network(options: BisectOptions) -> Bisection:
     device = Device.resolve(options.target, options.num_threads)
     device.require_measurable_here()
     require_linker()
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+    with scratch_directory() as scratch:
         file = Path(scratch, "network.onnx")
         write_onnx(network.model, file)
         examples = choose_examples(options.data, all_sizes(network), options.seed, file)

@@ -12,6 +12,7 @@ import onnx
 import pydantic_core
 
 from ansor_mlflow.errors import CorrectnessError, UserInputError
+from ansor_mlflow.files import write_text
 from ansor_mlflow.networks import write_onnx
 from ansor_mlflow.tensors import Arrays
 from ansor_mlflow.tracking import html_table
@@ -141,7 +142,7 @@ def save(directory: Path, model: onnx.ModelProto, inputs: Arrays, expected: Arra
 def save_report(directory: Path, bisection: Bisection, environment: Mapping[str, object]) -> None:
     """Writes what was found, and with which versions, as JSON."""
     fields = {"bisection": bisection, "environment": environment}
-    (directory / REPORT_FILE).write_bytes(pydantic_core.to_json(fields, indent=1, inf_nan_mode="null"))
+    write_text(directory / REPORT_FILE, pydantic_core.to_json(fields, indent=1, inf_nan_mode="null").decode())
 
 
 def _save_arrays(path: Path, arrays: Arrays) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -12,6 +11,7 @@ from pathlib import Path
 from ansor_mlflow import flavor, names
 from ansor_mlflow.device import Device, is_gpu, why_not_runnable
 from ansor_mlflow.errors import UserInputError, without_credentials
+from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower_sizes
 from ansor_mlflow.model import (
     LIBRARY_FILE,
@@ -76,7 +76,7 @@ def compile_network(options: CompileOptions) -> CompileResult:
         AnsorMlflowError: The options are not usable, the records are for another target or network, or a server is
             away.
     """
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+    with scratch_directory() as scratch:
         find = _recipes_for_devices if len(options.tune_runs) > 1 else _recipe
         network, recipes, used = find(options, Path(scratch))
         with step_run("compile", options, f"compile {options.network}") as run:

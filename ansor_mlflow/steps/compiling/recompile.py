@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from mlflow.entities import Run
 from ansor_mlflow import names
 from ansor_mlflow.device import Device
 from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.files import scratch_directory, write_text
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, TuningTask
 from ansor_mlflow.model import Coverage, Manifest, require_linker
 from ansor_mlflow.networks import Network
@@ -90,7 +90,7 @@ def recompile(options: RecompileOptions) -> RecompileResult:
     """
     with translated_errors(f"read the run {options.run}"):
         old = mlflow.get_run(options.run)
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+    with scratch_directory() as scratch:
         source = _Source.of(old, Path(scratch))
         survivors: list[Survivor] = []
 
@@ -245,7 +245,7 @@ def _write_applying(fastest: Sequence[Path], tasks: Sequence[TuningTask], target
 
 def _report(survivors: Sequence[Survivor], run: StepRun) -> None:
     path = run.directory / names.SURVIVORS_FILE
-    path.write_text(json.dumps([asdict(survivor) for survivor in survivors], indent=1))
+    write_text(path, json.dumps([asdict(survivor) for survivor in survivors], indent=1))
     run.log_artifacts(path)
     num_applied = sum(survivor.fate == "applied" for survivor in survivors)
     run.log_metrics({names.RECORDS_APPLIED: num_applied, names.RECORDS_LOST: len(survivors) - num_applied})

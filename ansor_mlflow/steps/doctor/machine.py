@@ -13,6 +13,7 @@ import psutil
 
 from ansor_mlflow.device import Device, is_cpu
 from ansor_mlflow.errors import first_line
+from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.measuring import probe_noise
 from ansor_mlflow.model import require_linker
 from ansor_mlflow.steps.doctor.checks import Check
@@ -42,7 +43,7 @@ def check_compiler() -> Check:
     from tvm.support import cc
 
     compiler = cc.get_cc()
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as directory:
+    with scratch_directory() as directory:
         source, library = Path(directory, "answer.cc"), Path(directory, "answer.so")
         source.write_text(_SOURCE)
         command = [compiler, "-shared", "-fPIC", "-x", "c++", "-o", str(library), str(source)]

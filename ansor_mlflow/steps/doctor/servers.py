@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import tempfile
 import time
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
@@ -22,6 +21,7 @@ from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request
 
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, without_credentials
+from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.options import is_uri
 from ansor_mlflow.steps.doctor.checks import Check
 from ansor_mlflow.steps.doctor.machine import check_disk
@@ -234,7 +234,7 @@ def _probe(repository: ArtifactRepository, folder: str) -> Check | None:
         listed = {Path(file.path).name: file.file_size for file in repository.list_artifacts(folder)}
     if listed != {name: len(content) for name, content in written.items()}:
         return Check.red("", f"what was written is not listed, but {listed or 'nothing'}", _STORE_FIX)
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch, translated_errors("read a file"):
+    with scratch_directory() as scratch, translated_errors("read a file"):
         for name, content in written.items():
             if Path(repository.download_artifacts(f"{folder}/{name}", scratch)).read_bytes() != content:
                 return Check.red("", "what is read is not what was written", _STORE_FIX)
@@ -246,7 +246,7 @@ def _probe(repository: ArtifactRepository, folder: str) -> Check | None:
 
 def _write(repository: ArtifactRepository, folder: str, name: str, size: int) -> bytes:
     content = secrets.token_bytes(size)
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch, translated_errors("write a file"):
+    with scratch_directory() as scratch, translated_errors("write a file"):
         path = Path(scratch, name)
         path.write_bytes(content)
         repository.log_artifact(str(path), folder)

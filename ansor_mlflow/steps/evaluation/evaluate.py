@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -18,7 +17,7 @@ from mlflow.exceptions import MlflowException
 from ansor_mlflow import names
 from ansor_mlflow.device import available_cpus
 from ansor_mlflow.errors import CorrectnessError
-from ansor_mlflow.files import write_text
+from ansor_mlflow.files import scratch_directory, write_text
 from ansor_mlflow.measuring import (
     Deviation,
     KernelTimes,
@@ -104,7 +103,7 @@ def evaluate(options: EvaluateOptions) -> EvaluateResult:
     """
     require_examples(options.data)
     require_rivals("rivals", options.rivals)
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+    with scratch_directory() as scratch:
         is_here = Path(options.model_uri).is_dir()
         model_uri = options.model_uri if is_here else pinned_uri(options.model_uri, "model_uri")
         directory = Path(model_uri) if is_here else _download(model_uri, Path(scratch))
@@ -152,7 +151,7 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path, server: N
     of_each_size = examples[: len(sizes)]
     timed: dict[str, MakeInference] = {rival.name: rival.make_inference for rival in rivals if not rival.absent}
     tuned, noise, distrust = partial(tuned_inference, directory), MachineNoise(), ""
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+    with scratch_directory() as scratch:
         builds = _build_baselines(options, manifest, directory, entry, Path(scratch))
         if on_server:
             libraries = {_TUNED: (directory / entry.path, entry), **builds}

@@ -12,6 +12,7 @@ from pathlib import Path
 from ansor_mlflow import names
 from ansor_mlflow.device import Device, DeviceFingerprint
 from ansor_mlflow.errors import ModelError, UndecidedError, UserInputError
+from ansor_mlflow.files import write_text
 from ansor_mlflow.measuring import (
     Deviation,
     MakeInference,
@@ -35,6 +36,7 @@ from ansor_mlflow.tracking import (
     command_lines,
     describe_environment,
     find_version,
+    finish_moves,
     move_aliases,
     step_run,
     tag_version,
@@ -67,9 +69,17 @@ def promote(options: PromoteOptions) -> Promotion:
         raise UserInputError("candidate='': it must be the number of a version, or an alias; or give rollback")
     require_examples(options.data)
     require_rivals("champion", rivals_of(options))
+    if not options.dry_run:
+        finish_promotion(options.model)
     version = find_version(options.model, options.candidate)
     with step_run("promote", options, f"promote {options.model}/{version}") as run:
         return _promote(options, version, run)
+
+
+def finish_promotion(model: str) -> None:
+    """Ends what an earlier promotion or rollback that was killed left half done, and says so."""
+    if moved := finish_moves(model):
+        _log.warning("a promotion or rollback of %s was killed; %s moved now, as it had begun", model, ", ".join(moved))
 
 
 def _promote(options: PromoteOptions, version: str, run: StepRun) -> Promotion:
@@ -249,5 +259,5 @@ def _log_evidence(promotion: Promotion, device: DeviceFingerprint, options: Prom
     }
     for name, text in texts.items():
         path = run.directory / name
-        path.write_text(text, encoding="utf-8")
+        write_text(path, text)
         run.log_artifacts(path)

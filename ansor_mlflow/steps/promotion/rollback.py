@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.options import PromoteOptions
+from ansor_mlflow.steps.promotion.promote import finish_promotion
 from ansor_mlflow.tracking import require_undoable, step_run, tag_version, tags_of_version, undo_moves
 
 _ROLLED_BACK = "rolled_back"
@@ -39,6 +40,7 @@ def roll_back(options: PromoteOptions) -> Rollback:
             f"rollback=true and {given}: a rollback takes the aliases back to where they pointed before, and measures "
             "nothing; leave one of them out"
         )
+    finish_promotion(options.model)
     require_undoable(options.model, options.alias)  # before there is a run of what cannot be done
     with step_run("promote", options, f"roll back {options.model}") as run:
         moves = undo_moves(options.model, options.alias)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ansor_mlflow import names
 from ansor_mlflow.device import Device, parse_target
 from ansor_mlflow.errors import RecordsError, UserInputError, without_credentials
-from ansor_mlflow.files import write_text
+from ansor_mlflow.files import replace_directory, scratch_directory, sync_folder, translated_disk_errors, write_text
 from ansor_mlflow.options import DistillRecordsOptions, MergeRecordsOptions, ShowRecordsOptions
 from ansor_mlflow.records import (
     RECORD_FILE,
@@ -32,6 +35,7 @@ from ansor_mlflow.steps.records.fetching import fetch_source
 _DESCRIPTIONS = (names.FINGERPRINT_FILE, names.PROVENANCE_FILE)
 _WRITTEN = (WORKLOAD_FILE, *_DESCRIPTIONS, names.SOURCES_FILE, RECORD_FILE)
 """The files of a new database in the order in which they get their names: without the last, there is no database."""
+_NEW_PREFIX = ".new-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,7 @@ def show_records(options: ShowRecordsOptions) -> DatabaseSummary:
         RecordsError: It is no database.
         MachineError: A server is away.
     """
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+    with scratch_directory() as scratch:
         path = fetch_source(options.source, Path(scratch))
         return summarize(open_database(find_records(path, prefer_winners=False)))
 
@@ -80,19 +84,22 @@ def distill_records(options: DistillRecordsOptions) -> WrittenRecords:
 def _write(options: MergeRecordsOptions, *, keep: int | None, target: str) -> WrittenRecords:
     output = Path(options.output).resolve()
     _require_free(output, options.output)
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+    with scratch_directory() as scratch:
         paths = [fetch_source(source, Path(tempfile.mkdtemp(dir=scratch))) for source in options.sources]
         _require_apart(output, options.output, paths)
         databases = [open_database(find_records(path, prefer_winners=False)) for path in paths]
         if target:
             _take_target(databases, target)
         try:
-            output.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".new-", dir=output) as new:
-                num_records = merge(databases, Path(new), keep=keep)
-                if num_records:
-                    _describe(Path(new), databases, options.sources, keep, target)
-                    _replace(Path(new), output)
+            with translated_disk_errors():
+                output.mkdir(parents=True, exist_ok=True)
+                changes_places = _can_change_places(output)
+                name = f"{_NEW_PREFIX}{output.name}"
+                with _new_directory(output.with_name(name) if changes_places else output / name) as new:
+                    num_records = merge(databases, new, keep=keep)
+                    if num_records:
+                        _describe(new, databases, options.sources, keep, target)
+                        replace_directory(new, output) if changes_places else _move_files(new, output)
         except OSError as err:
             raise UserInputError(f"output={options.output}: it cannot be written ({err.strerror})") from err
     if not num_records:
@@ -113,6 +120,11 @@ def _require_free(output: Path, given: str) -> None:
 
 
 def _is_ours(directory: Path) -> bool:
+    """Whether merge or distill left a directory as it is; they may have been killed before its records had a name."""
+    found = {path.name for path in directory.iterdir()}
+    is_cut_short = any(name.startswith(_NEW_PREFIX) for name in found) or found <= set(_WRITTEN)
+    if RECORD_FILE not in found and is_cut_short:
+        return True
     try:
         written = json.loads((directory / names.SOURCES_FILE).read_text())["sha256"]
         return bool(written == _digests(directory))
@@ -172,10 +184,32 @@ def _digests(directory: Path) -> dict[str, str]:
     return {name: hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in (WORKLOAD_FILE, RECORD_FILE)}
 
 
-def _replace(new: Path, output: Path) -> None:
-    """Puts the files of a new database in the place of an earlier one's."""
+def _can_change_places(output: Path) -> bool:
+    """Whether a whole directory can take the place of an earlier database: it holds nothing else, and its name is in a
+    folder that may be written.
+    """
+    holds = {path.name for path in output.iterdir()}
+    is_ours_alone = RECORD_FILE in holds and holds <= set(_WRITTEN)
+    may_change = not output.is_mount() and output != Path.cwd() and os.access(output.parent, os.W_OK)
+    return is_ours_alone and may_change
+
+
+@contextmanager
+def _new_directory(path: Path) -> Iterator[Path]:
+    """A directory that is removed at the end; what an earlier process left there goes at the beginning."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _move_files(new: Path, output: Path) -> None:
+    """Gives the files of a new database their names, the records' last: before, there is no database."""
     for name in reversed(_WRITTEN):
         (output / name).unlink(missing_ok=True)
     for name in _WRITTEN:
         if (new / name).exists():
             (new / name).replace(output / name)
+    sync_folder(output)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ansor_mlflow.device import Device, DeviceFingerprint
 from ansor_mlflow.errors import MachineError, RecordsError, UserInputError
+from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.options import ListPoolOptions, PullPoolOptions, PushPoolOptions
 from ansor_mlflow.records import FAILED_RUN_S, PoolObject, find_records, objects_of, workload_hash, write_objects
 from ansor_mlflow.sketches import ANNOTATION
@@ -59,7 +60,7 @@ def push_records(options: PushPoolOptions) -> PushedRecords:
     """
     pool = RecordPool(options.pool)
     by_device: dict[str, tuple[DeviceFingerprint, list[PoolObject]]] = {}
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+    with scratch_directory() as scratch:
         for source in options.sources:
             copy = Path(tempfile.mkdtemp(dir=scratch))
             for path in fetch_databases(source, copy):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, Literal
 from ansor_mlflow import names
 from ansor_mlflow.device import is_cpu
 from ansor_mlflow.errors import RecordsError, UserInputError
+from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.measuring import TOLERANCES
 from ansor_mlflow.options import VerifyRecordsOptions
@@ -161,7 +161,7 @@ def verify_records(
     """
     if options.repair:
         repair_records(options.source)
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+    with scratch_directory() as scratch:
         recorded = find_recorded(options_of_source(options.source, options), Path(scratch))
         databases = [open_database(pair) for pair in find_pairs(recorded.records)]
         lowered = lower_recorded(recorded)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from mlflow.entities import Run
 from ansor_mlflow import names
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import RecordsError, SlowerError, UserInputError
+from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.options import DiffOptions, is_uri
 from ansor_mlflow.records import FAILED_RUN_S, find_records, open_database, read_fingerprint
 from ansor_mlflow.steps.records import fetch_run, tuning_of
@@ -149,7 +149,7 @@ def diff_runs(options: DiffOptions) -> TuningDifference:
         RecordsError: The records of one are damaged, or the tuning did not end.
         MachineError: A server is away.
     """
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+    with scratch_directory() as scratch:
         first, second = (_load(given, Path(scratch, name)) for name, given in zip("ab", options.runs, strict=True))
     common = first.tasks.keys() & second.tasks.keys()
     found = TuningDifference(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import mlflow
 from ansor_mlflow import names
 from ansor_mlflow.device import Device, available_cpus, is_cpu, why_not_runnable
 from ansor_mlflow.errors import RecordsError, UserInputError
+from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.measuring import KernelTimes
 from ansor_mlflow.model import PartEntry, part_entries
@@ -105,7 +105,7 @@ def explain_task(options: ExplainOptions) -> Explanation:
         RecordsError: The records are damaged, for another target or network, or have none of the task.
         MachineError: A server is away.
     """
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+    with scratch_directory() as scratch:
         recorded = find_recorded(options_of_source(options.source, options), Path(scratch))
         network = lower_recorded(recorded)
         records = best_records(recorded.records, network, Path(scratch))

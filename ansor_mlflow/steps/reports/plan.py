@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import heapq
 import math
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ansor_mlflow.device import Device
 from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.graphs import PaddedLayer
 from ansor_mlflow.model import PartEntry, part_entries, what_stays
 from ansor_mlflow.options import BudgetOptions, PlanOptions, TuneOptions
@@ -84,7 +84,7 @@ def plan_tuning(options: PlanOptions) -> Plan:
     Raises:
         AnsorMlflowError: The options are not usable, the records are for another target, or a server is away.
     """
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+    with scratch_directory() as scratch:
         network, known_s = _network_tasks(options, Path(scratch))
     if not network.tasks:
         raise UserInputError(f"network={network.network}: it has no task to tune; give a network that computes")

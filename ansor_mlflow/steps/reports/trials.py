@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import mlflow
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.records import JournalEntry, read_journal
 from ansor_mlflow.steps.records import fetch_run, tuning_of
 from ansor_mlflow.tracking import translated_errors
@@ -71,7 +71,7 @@ def _of_table(table: dict[str, Any], tasks: list[_Row]) -> list[_Row]:
 
 def _of_records(run_id: str, tasks: list[_Row]) -> list[_Row]:
     """What the records say: those of a run that was killed, or killed again after it went on."""
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+    with scratch_directory() as scratch:
         records = fetch_run(run_id, Path(scratch))
         entries = read_journal(records)
     by_hash = {task["workload_hash"]: task for task in tasks}

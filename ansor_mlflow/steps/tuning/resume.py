@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import mlflow
 from ansor_mlflow import names
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import RecordsError, UserInputError, without_credentials
+from ansor_mlflow.files import replace_directory
 from ansor_mlflow.lowering import LOWERING_VERSION
 from ansor_mlflow.networks import Network
 from ansor_mlflow.options import NetworkOptions, TuneOptions, as_text, load_options
@@ -67,14 +67,14 @@ def fetch_what_was_measured(run_id: str, records: Path) -> None:
     Raises:
         MachineError: A server is away.
     """
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-resume-") as scratch:
+    records.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".fetched-", dir=records.parent) as scratch:
         with translated_errors(f"read the records of run {run_id}"):
             if not any(file.path == names.RECORDS_DIR for file in mlflow.MlflowClient().list_artifacts(run_id)):
                 return
         fetched = fetch_run(run_id, Path(scratch))
         if _num_bytes(fetched) > _num_bytes(records):
-            shutil.rmtree(records, ignore_errors=True)
-            shutil.move(fetched, records)
+            replace_directory(fetched, records)
 
 
 def require_same_tasks(run_id: str, records: Path, network: Network, device: DeviceFingerprint) -> None:

@@ -21,6 +21,7 @@ from ansor_mlflow.device import (
     resolve_num_threads,
 )
 from ansor_mlflow.errors import UserInputError, without_credentials
+from ansor_mlflow.files import write_text
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower_sizes
 from ansor_mlflow.model import part_entries, require_linker, what_stays
 from ansor_mlflow.networks import Network, write_onnx
@@ -287,7 +288,7 @@ def _at_the_end(provenance: Provenance, trials_per_task: float, result: TuningRe
 def _log_inputs(run: StepRun, network: Network, device: DeviceFingerprint) -> None:
     """Logs what is known before tuning. The first upload shows at once whether the artifact store takes files."""
     environment = run.directory / names.ENVIRONMENT_FILE
-    environment.write_text(json.dumps(describe_environment(device), indent=1))
+    write_text(environment, json.dumps(describe_environment(device), indent=1))
     run.log_artifacts(environment)
     run.log_tags(
         {

@@ -12,6 +12,7 @@ from pathlib import Path
 from ansor_mlflow import names
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import without_credentials
+from ansor_mlflow.files import scratch_directory, write_text
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records import (
@@ -172,7 +173,7 @@ def begin_with_records(
         return frozenset()
     hashes = [task.info.workload_hash for task in tasks]
     start, known = WarmStart(device, hashes), frozenset[str]()
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+    with scratch_directory() as scratch:
         if options.record_pool:
             pool = RecordPool(options.record_pool)
             objects = pool.pull(device, hashes)
@@ -196,7 +197,7 @@ def begin_with_records(
 
 def _report(start: WarmStart, run: StepRun) -> None:
     path = run.directory / names.WARM_START_FILE
-    path.write_text(json.dumps([asdict(taken) for taken in start.taken], indent=1))
+    write_text(path, json.dumps([asdict(taken) for taken in start.taken], indent=1))
     run.log_artifacts(path)
     run.log_metrics(
         {

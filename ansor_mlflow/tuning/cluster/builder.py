@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ansor_mlflow.errors import MachineError
+from ansor_mlflow.files import ScratchDirectory
 from ansor_mlflow.tuning.cluster.address import name_of, no_cluster
 from ansor_mlflow.tuning.cluster.connection import ModuleJob, Progress, advance, connect, disconnect
 from ansor_mlflow.tuning.cluster.node import NodeSettings
 from ansor_mlflow.tuning.workers.builder import Builder
 from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool
-from ansor_mlflow.tuning.workers.scratch import ScratchDirectory
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -15,6 +14,7 @@ import numpy as np
 
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import MachineError
+from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.model import LibraryEntry, Manifest
 from ansor_mlflow.tensors import Arrays, all_sizes
 from ansor_mlflow.tuning.fleet.lookout import FleetSettings, Lookout
@@ -110,7 +110,7 @@ def _run(work: NetworkWork) -> NetworkReply:
     if run_network is None:
         return _run_by_tvm(connection.session, work)
     parts = {part.name for part in work.entry.parts if part.runs_in == "onnxruntime"}
-    with tempfile.TemporaryDirectory(prefix="ansor_mlflow-") as scratch:
+    with scratch_directory() as scratch:
         inputs = Path(scratch, _INPUTS)
         write_arrays(work.examples, inputs)
         with _uploaded(connection, [work.library, inputs, *(work.library.with_name(part) for part in sorted(parts))]):

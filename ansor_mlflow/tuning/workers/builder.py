@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ansor_mlflow.codegen import pass_config, tir_pipeline
+from ansor_mlflow.files import ScratchDirectory
 from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool
-from ansor_mlflow.tuning.workers.scratch import ScratchDirectory
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

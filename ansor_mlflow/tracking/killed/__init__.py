@@ -1,0 +1,1 @@
+"""What processes that were killed left, here and in MLflow."""
