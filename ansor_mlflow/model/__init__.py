@@ -2,7 +2,14 @@
 
 from ansor_mlflow.model.choice import Choice, LoadOptions, choose_for_server, choose_library, threads_here
 from ansor_mlflow.model.digests import verified_manifest
-from ansor_mlflow.model.library import Coverage, compile_tuned, compile_untuned, require_linker, write_coverage
+from ansor_mlflow.model.library import (
+    Coverage,
+    compile_tuned,
+    compile_untuned,
+    database_of,
+    require_linker,
+    write_coverage,
+)
 from ansor_mlflow.model.loading import load_package, open_library
 from ansor_mlflow.model.manifest import LIBRARY_FILE, LibraryEntry, Manifest
 from ansor_mlflow.model.package import CompiledNetwork, read_package, with_libraries, write_package

@@ -17,6 +17,8 @@ from ansor_mlflow.device import is_gpu, machine_of, why_no_compiler
 from ansor_mlflow.errors import MachineError, RecordsError, UserInputError, first_line
 from ansor_mlflow.files import write_text
 from ansor_mlflow.model.parts import PartEntry, write_parts
+from ansor_mlflow.records import Database as RecordDatabase
+from ansor_mlflow.records import RecordPair, require_whole
 from ansor_mlflow.settings import Linker
 from ansor_mlflow.sketches import find_programs, schedule_for_gpu, unbound_kernels
 from ansor_mlflow.trials import DIRECT, TaskInfo
@@ -114,7 +116,7 @@ def compile_tuned(
     """
     import tvm
     from tvm import relax
-    from tvm.s_tir.meta_schedule.database import JSONDatabase, MemoryDatabase, OrderedUnionDatabase
+    from tvm.s_tir.meta_schedule.database import MemoryDatabase, OrderedUnionDatabase
 
     from ansor_mlflow.codegen.concatenations import write_in_place  # the door would load TVM
     from ansor_mlflow.device import import_tensor_intrin
@@ -123,7 +125,7 @@ def compile_tuned(
     import_tensor_intrin(target.kind.name)
     chosen = MemoryDatabase()
     try:
-        database = JSONDatabase(work_dir=str(best_records), allow_missing=False) if best_records else MemoryDatabase()
+        database = database_of(best_records, lowered.tasks) if best_records else MemoryDatabase()
         ways = choose_ways(lowered, database, target, max_bytes)
         covered = [way.task.info for way in ways if way.is_recorded]
         missing = [way.task for way in ways if not way.is_recorded]
@@ -140,7 +142,7 @@ def compile_tuned(
                     relax.transform.CanonicalizeBindings(),  # packed weights were parts of tuples
                 ]
             )(replaced)
-    except (RuntimeError, ValueError, TypeError) as err:
+    except (OSError, RuntimeError, ValueError, TypeError) as err:
         raise RecordsError(
             f"{best_records}: the records do not apply ({first_line(err)}); tune the network again"
         ) from err
@@ -155,6 +157,30 @@ def compile_tuned(
         growth_bytes=sum(way.growth_bytes for way in ways),
         kernels_us=_kernels_us(replaced, ways),
     )
+
+
+def database_of(records: Path, tasks: Sequence[TuningTask]) -> Database:
+    """TVM's database of the records of tasks.
+
+    The workloads are the tasks' own. Those of the files are not even read: they may come from anybody, and an object in
+    TVM's JSON may be machine code.
+
+    Raises:
+        RecordsError: A record is damaged.
+        OSError, RuntimeError, ValueError, TypeError: There is no database, or a record does not apply to its task.
+    """
+    import tvm_ffi
+    from tvm.s_tir.meta_schedule.database import MemoryDatabase, TuningRecord
+
+    recorded = RecordDatabase(RecordPair.in_directory(records), thorough=True)
+    require_whole(recorded)
+    database, mods = MemoryDatabase(), {task.info.workload_hash: task.mod for task in tasks}
+    parse = tvm_ffi.get_global_func("ffi.json.Parse")
+    for record in recorded.records:
+        if (mod := mods.get(str(recorded.hashes[record.workload]))) is not None:
+            workload = database.commit_workload(mod)
+            database.commit_tuning_record(TuningRecord.from_json(parse(recorded.fields(record)), workload))
+    return database
 
 
 def _kernels_us(mod: IRModule, ways: Sequence[ChosenWay]) -> dict[str, float | None]:

@@ -28,7 +28,7 @@ from ansor_mlflow.records.store import (
     search_directories,
     write_pair,
 )
-from ansor_mlflow.records.summary import DatabaseSummary, WorkloadSummary, open_database, summarize
+from ansor_mlflow.records.summary import DatabaseSummary, WorkloadSummary, open_database, require_whole, summarize
 from ansor_mlflow.records.transfer.manifest import changed_files, write_manifest
 from ansor_mlflow.records.transfer.parts import GROWING_FILES, PARTS_DIR, PartWriter, join_parts
 from ansor_mlflow.records.transfer.pool_objects import ObjectName, PoolObject, objects_of, what_is_new, write_objects

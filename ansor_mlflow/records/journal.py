@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ansor_mlflow.files import append, end_last_line, write_text
-from ansor_mlflow.records.lines import FAILED_RUN_S
+from ansor_mlflow.records.lines import FAILED_RUN_S, is_time, mean_time
 from ansor_mlflow.records.store import Database, RecordPair
 from ansor_mlflow.trials import Durations, TrialStatus
 
@@ -103,7 +103,8 @@ def read_seeds(directory: Path) -> tuple[int, list[Seed]]:
     try:
         with path.open("rb") as file:
             header = json.loads(file.readline())
-        return int(header[_EARLIER]), [Seed(**fields) for fields in header.get(_SEEDS, ())]
+        seeds = [Seed(**fields) for fields in header.get(_SEEDS, ())]
+        return int(header[_EARLIER]), [seed for seed in seeds if is_time(seed.best_s)]
     except (OSError, ValueError, TypeError, LookupError):
         return 0, []
 
@@ -164,8 +165,9 @@ def _read_entries(path: Path) -> dict[int, JournalEntry]:
     for fields in _read_lines(path):
         try:
             entry = JournalEntry(**{**fields, "status": TrialStatus(fields["status"]), "run_s": tuple(fields["run_s"])})
+            mean_time(entry.run_s or [FAILED_RUN_S])
             entries[entry.step] = entry
-        except (ValueError, TypeError, LookupError):
+        except (ValueError, TypeError, LookupError, ArithmeticError):
             continue
     return entries
 

@@ -17,8 +17,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ansor_mlflow.records.traces import check_trace
+
 FAILED_RUN_S = 1e9
 """Run times from here on mark failed trials."""
+_SHORTEST_S, _LONGEST_S = 1e-9, 1e4
+"""No call of a kernel is shorter, and none that is longer is measured: such a time is a mistake, or a lie."""
 _MAX_INDEX_DIGITS = 24
 _MAX_NUMBERS = 10
 """Lines of a file that a message names."""
@@ -88,13 +92,33 @@ def parse_record(line: bytes) -> tuple[int, float, dict[str, Any]]:
     """
     try:
         index, (trace, run_secs, target, args_info) = json.loads(line)
-        mean_s = fmean(run_secs)
-    except (TypeError, ArithmeticError, RecursionError) as err:
+        if any(isinstance(seconds, bool) for seconds in run_secs):
+            raise ValueError("a time is no number")
+        mean_s = mean_time(run_secs)
+        check_trace(trace)
+    except (TypeError, ArithmeticError, LookupError, AttributeError, RecursionError) as err:
         raise ValueError(str(err)) from err
     is_record = isinstance(trace, list) and isinstance(target, dict) and isinstance(args_info, list)
-    if not is_record or type(index) is not int or index < 0 or math.isnan(mean_s):
+    if not is_record or type(index) is not int or index < 0:
         raise ValueError("no record")
     return index, mean_s, target
+
+
+def mean_time(run_secs: Sequence[float]) -> float:
+    """Mean of the times of a record, which is `FAILED_RUN_S` or more for a failed trial.
+
+    Raises:
+        ValueError: They are no times that a kernel can take.
+    """
+    mean_s = fmean(run_secs)
+    if not math.isfinite(mean_s) or (mean_s < FAILED_RUN_S and not all(map(is_time, run_secs))):
+        raise ValueError(f"no call of a kernel takes {mean_s} s")
+    return mean_s
+
+
+def is_time(seconds: float) -> bool:
+    """Whether a call of a kernel can take so long."""
+    return _SHORTEST_S <= seconds <= _LONGEST_S
 
 
 def fields_of(line: str) -> str:
@@ -137,10 +161,10 @@ def _quick_look(line: bytes) -> tuple[int, float, str] | None:
         seconds = [float(second) for second in line[times : target - 2].split(b",")]
         text = line[target:end].decode()
         target_attributes(text)
-        index, mean_s = int(line[1:comma]), fmean(seconds)
-    except (ValueError, TypeError):
+        index, mean_s = int(line[1:comma]), mean_time(seconds)
+    except (ValueError, TypeError, OverflowError):
         return None
-    return None if index < 0 or math.isnan(mean_s) else (index, mean_s, text)
+    return None if index < 0 else (index, mean_s, text)
 
 
 def _parsed(line: bytes) -> tuple[int, float, str]:

@@ -8,7 +8,7 @@ from statistics import median
 
 from ansor_mlflow.errors import RecordsError
 from ansor_mlflow.records.applicability import target_key, target_name
-from ansor_mlflow.records.lines import FAILED_RUN_S, RecordLine, target_attributes
+from ansor_mlflow.records.lines import FAILED_RUN_S, RecordLine, numbered, target_attributes
 from ansor_mlflow.records.store import Database, RecordPair
 
 
@@ -89,6 +89,16 @@ def open_database(pair: RecordPair) -> Database:
             "give the file that TVM wrote"
         )
     return database
+
+
+def require_whole(database: Database) -> None:
+    """Checks that no record is damaged.
+
+    Raises:
+        RecordsError: One is.
+    """
+    if database.damaged:
+        raise RecordsError(f"{database.pair.records}: {numbered(database.damaged_records)} damaged; tune again")
 
 
 def summarize(database: Database) -> DatabaseSummary:

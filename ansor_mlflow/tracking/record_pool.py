@@ -154,10 +154,12 @@ class RecordPool:
         try:
             if name is None or not name.is_of(content):
                 raise ValueError("its content is not what its name says")
-            return PoolObject.unpack(content)
+            found = PoolObject.unpack(content)
+            found.require_records()
         except ValueError as err:
             _log.warning("%s of the record pool %s is damaged and left out: %s", path, self._called, err)
             return None
+        return found
 
     def _list(self, folder: str) -> list[str]:
         with self._translated_errors():

@@ -23,7 +23,7 @@ from ansor_mlflow.files import write_text
 from ansor_mlflow.records.applicability import code_attributes, has_target
 from ansor_mlflow.records.description import read_fingerprint, read_provenance
 from ansor_mlflow.records.journal import read_seeds
-from ansor_mlflow.records.lines import RecordLine, workload_hash
+from ansor_mlflow.records.lines import RecordLine, parse_record, workload_hash
 from ansor_mlflow.records.selection import open_winners
 from ansor_mlflow.records.store import RecordPair, write_pair
 from ansor_mlflow.records.summary import open_database
@@ -58,6 +58,15 @@ class PoolObject:
         fields = [self.winner, *self.records] if self.winner else self.records
         lines = [json.dumps(header), self.workload, *(f"[0,{text}]" for text in fields)]
         return gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0)
+
+    def require_records(self) -> None:
+        """Checks that what it has are records.
+
+        Raises:
+            ValueError: One is none.
+        """
+        for text in filter(None, (self.winner, *self.records)):
+            parse_record(f"[0,{text}]".encode())
 
     @staticmethod
     def unpack(content: bytes) -> PoolObject:

@@ -14,6 +14,7 @@ from ansor_mlflow.device import CPU_KIND, Device, DeviceFingerprint, import_tens
 from ansor_mlflow.errors import RecordsError, UserInputError, first_line
 from ansor_mlflow.files import write_text
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, TuningTask, lower_sizes
+from ansor_mlflow.model import database_of
 from ansor_mlflow.networks import Network
 from ansor_mlflow.options import NetworkOptions, RecordsOptions
 from ansor_mlflow.records import (
@@ -217,13 +218,11 @@ def best_records(records: Path, network: NetworkTasks, scratch: Path) -> dict[in
         UserInputError: There are no records.
         RecordsError: They are damaged, all of them are for other targets, or one does not apply to its task.
     """
-    from tvm.s_tir.meta_schedule.database import JSONDatabase
-
     import_tensor_intrin(network.device.target.kind.name)  # reading a record applies it
     best = scratch / names.BEST_DIR
     distill(find_records(records), best, network.device.fingerprint.target)
     try:
-        database = JSONDatabase(work_dir=str(best), allow_missing=False)
+        database = database_of(best, network.tasks)
     except (RuntimeError, ValueError, TypeError) as err:
         raise RecordsError(f"{records}: the records do not apply ({first_line(err)}); tune the network again") from err
     found = {
