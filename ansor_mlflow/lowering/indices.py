@@ -1,4 +1,4 @@
-"""Indices from a network's inputs, kept from pointing outside of a tensor.
+"""Indices from a network's inputs, kept from pointing outside of a tensor, and axes that count from the front.
 
 ONNX makes such an index an error; TVM's kernels read, and for a scatter write, whatever memory it points to.
 """
@@ -76,3 +76,18 @@ def _sizes(call: relax.Call) -> np.ndarray[Any, Any] | None:
         return sizes[call.attrs.axis]  # type: ignore[no-any-return]
     first = getattr(call.attrs, "batch_dims", 0)
     return sizes[first : first + int(indices.ty.shape[-1])]
+
+
+@relax.expr_functor.mutator
+class _Squeezes(relax.PyExprMutator):  # type: ignore[misc]
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        call = self.visit_expr_post_order(call)
+        if getattr(call.op, "name", "") != "relax.squeeze" or call.attrs.axis is None:
+            return call
+        data = call.args[0]
+        return relax.op.squeeze(data, [int(axis) % data.ty.ndim for axis in call.attrs.axis])
+
+
+def positive_squeeze_axes() -> Pass:
+    """The pass that gives every squeeze axes from the front: ConvertLayout crashes on those from the end."""
+    return rewrite_main("PositiveSqueezeAxes", _Squeezes)

@@ -103,7 +103,7 @@ def _first_passes() -> list[Pass]:
 
     from ansor_mlflow.lowering.constants import fold_constants
     from ansor_mlflow.lowering.elementwise import expand_elementwise
-    from ansor_mlflow.lowering.squeeze import positive_squeeze_axes
+    from ansor_mlflow.lowering.indices import positive_squeeze_axes
 
     return [
         positive_squeeze_axes(),
