@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import re
+from ansor_mlflow.foreign import printable, printable_line
 
-_CREDENTIALS_IN_URI = re.compile(r"://[^/\s]+@")
-
-
-def without_credentials(text: str) -> str:
-    """Hides the user and the password of every URI in a text."""
-    return _CREDENTIALS_IN_URI.sub("://…@", text)
+_MAX_CHARS = 4000
 
 
 def one_line(err: BaseException, limit: int = 300) -> str:
-    """An error's text on one line, shortened, and without credentials in URIs."""
-    text = without_credentials(" ".join(str(err).split()) or type(err).__name__)
+    """An error's text on one line, shortened, and as it may be shown: servers and files repeat what they were given."""
+    text = printable(" ".join(str(err).split()) or type(err).__name__)
     return text if len(text) <= limit else text[:limit] + "…"
 
 
@@ -36,13 +31,15 @@ def first_line(err: BaseException) -> str:
 class AnsorMlflowError(Exception):
     """A condition that a user can understand and act on.
 
-    The message is one line: what was given, what the rule is, what to do next. Credentials in URIs are hidden.
+    The message is one line: what was given, what the rule is, what to do next. It may be shown: see `printable`.
     """
 
     exit_code = 1
 
     def __init__(self, message: str) -> None:
-        super().__init__(without_credentials(message))
+        if len(message) > _MAX_CHARS:  # of what was given, which stands in the middle: the end says what to do
+            message = f"{message[: _MAX_CHARS // 2]}…{message[-_MAX_CHARS // 2 :]}"
+        super().__init__(printable_line(message))
 
 
 class UserInputError(AnsorMlflowError):

@@ -41,8 +41,9 @@ from mlflow.utils.model_utils import _validate_and_copy_code_paths, _validate_an
 
 from ansor_mlflow import names
 from ansor_mlflow.device import why_not_runnable
-from ansor_mlflow.errors import AnsorMlflowError, UserInputError, without_credentials
+from ansor_mlflow.errors import AnsorMlflowError, UserInputError
 from ansor_mlflow.files import scratch_directory
+from ansor_mlflow.foreign import without_credentials
 from ansor_mlflow.model import (
     Choice,
     CompiledNetwork,

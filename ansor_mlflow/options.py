@@ -14,11 +14,11 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.foreign import plain_value, read_json, read_yaml
 from ansor_mlflow.settings import Algorithm, Dtype, Layout, Linker, LoweringSettings, Partition, Rival
 
 TRIALS_PER_TASK = {"quick": 16, "standard": 64, "thorough": 256}
@@ -82,7 +82,7 @@ def _parse_rivals(value: Any) -> Any:
 
 
 def _parse_json(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) else value
+    return read_json(value) if isinstance(value, str) else value
 
 
 def _check_length(value: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _check_length(value: dict[str, Any]) -> dict[str, Any]:
 
 def _plain_numbers(value: Any) -> Any:
     """Numbers, or nested lists of them, as JSON has them; an array of NumPy becomes lists."""
-    value = value.tolist() if hasattr(value, "tolist") else value
+    value = plain_value(value.tolist() if hasattr(value, "tolist") else value)
     if isinstance(value, list | tuple):
         return [_plain_numbers(item) for item in value]
     if not isinstance(value, bool | int | float):
@@ -107,6 +107,8 @@ _ALIAS = re.compile(r"(?!(v?\d+|latest)$)[A-Za-z0-9_-]*", re.IGNORECASE)
 """What MLflow takes, without numbers, which are versions here."""
 _URI = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+):/|(models|runs):", re.IGNORECASE)
 """A scheme has two letters at least, so that no drive of Windows is one."""
+_HALF = re.compile("[\ud800-\udfff]")
+"""Halves of characters, which stand for bytes that are not UTF-8."""
 _RAY = r"^ray(://\S+:\d+)?$"
 """A Ray cluster: the one that the environment names, or the address of its server for clients."""
 Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_parse_share)]
@@ -870,6 +872,7 @@ def load_options(cls: type[OptionsT], given: Mapping[str, Any], config: str | No
     for name, value in given.items():
         if value not in (None, "", ()) and not (name in values and value == default_text(cls, name)):
             values[name] = value
+    _check_texts(values)
     try:
         return cls(**values)
     except ValidationError as err:
@@ -879,16 +882,23 @@ def load_options(cls: type[OptionsT], given: Mapping[str, Any], config: str | No
 
 def _read_config(cls: type[Options], config: str) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(Path(config).read_text())
+        values = read_yaml(Path(config).read_bytes())
     except OSError as err:
         raise UserInputError(f"config={config}: the file cannot be read ({err.strerror}); give a YAML file") from err
-    except (yaml.YAMLError, UnicodeDecodeError) as err:
-        reason = " ".join(str(err).split())
-        raise UserInputError(f"config={config}: the file is not valid YAML ({reason})") from err
+    except ValueError as err:
+        raise UserInputError(f"config={config}: the file is not valid YAML ({err}); correct it") from err
     if not isinstance(values, dict):
         raise UserInputError(f"config={config}: expected a mapping of parameters to values, such as `trials: 640`")
     _check_names(cls, values, f"config={config}")
     return values
+
+
+def _check_texts(values: Mapping[str, Any]) -> None:
+    """Refuses texts that are no path, no name in MLflow and no word of a command line."""
+    for name, value in values.items():
+        for text in [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else ():
+            if isinstance(text, str) and ("\0" in text or (not text.isascii() and _HALF.search(text))):
+                raise UserInputError(f"{name}={text!r}: it has characters that UTF-8 lacks, or NUL; leave them out")
 
 
 def _check_names(cls: type[Options], names: Iterable[str], source: str) -> None:

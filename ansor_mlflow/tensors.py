@@ -30,11 +30,6 @@ class TensorSpec:
     """Static, but for dimensions that are `OPEN`."""
     dtype: str
 
-    @staticmethod
-    def from_dict(fields: dict[str, Any]) -> TensorSpec:
-        """Reads the fields as JSON keeps them, with the shape as a list."""
-        return TensorSpec(name=fields["name"], shape=tuple(fields["shape"]), dtype=fields["dtype"])
-
 
 @dataclass(frozen=True)
 class NetworkShapes:
@@ -45,12 +40,6 @@ class NetworkShapes:
 
     def __str__(self) -> str:
         return ", ".join(f"{spec.name} {'×'.join(map(str, spec.shape)) or 'scalar'}" for spec in self.inputs)
-
-    @staticmethod
-    def from_dict(fields: dict[str, Any]) -> NetworkShapes:
-        """Reads the fields as JSON keeps them."""
-        inputs, outputs = (tuple(map(TensorSpec.from_dict, fields[name])) for name in ("inputs", "outputs"))
-        return NetworkShapes(inputs, outputs)
 
 
 class Sized(Protocol):

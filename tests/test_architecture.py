@@ -16,6 +16,7 @@ from helpers.commands import ROOT
 
 PACKAGE = "ansor_mlflow"
 FLOORS = [
+    ["foreign"],
     ["errors"],
     ["files", "names", "options", "processes", "settings", "tensors", "trials"],
     ["codegen", "device"],

@@ -15,6 +15,7 @@ from mlflow.utils.autologging_utils.safety import is_testing
 from mlflow.utils.mlflow_tags import MLFLOW_AUTOLOGGING, MLFLOW_LOGGED_ARTIFACTS, MLFLOW_RUN_NAME
 
 from ansor_mlflow import names
+from ansor_mlflow.errors import one_line
 from ansor_mlflow.tracking import (
     GRACE_AFTER_ERROR_S,
     GRACE_S,
@@ -22,7 +23,6 @@ from ansor_mlflow.tracking import (
     Outbox,
     UndeliveredError,
     remove_directory,
-    without_secrets,
     work_directory,
 )
 
@@ -96,7 +96,7 @@ def only_warn() -> Iterator[None]:
     except Exception as err:
         if is_testing():
             raise
-        _log.warning("the tuning could not be logged: %s", without_secrets(err))
+        _log.warning("the tuning could not be logged: %s", one_line(err))
 
 
 @contextlib.contextmanager
@@ -130,7 +130,7 @@ def _closing(outbox: Outbox, directory: Path, *, status: str) -> Iterator[None]:
         yield
     except BaseException as err:
         with only_warn():
-            outbox.put(Message(tags={names.TAG_ERROR: f"{type(err).__name__}: {without_secrets(err)}"}))
+            outbox.put(Message(tags={names.TAG_ERROR: f"{type(err).__name__}: {one_line(err)}"}))
             outbox.close(GRACE_AFTER_ERROR_S)
             remove_directory(directory)
         raise

@@ -15,7 +15,7 @@ from ansor_mlflow.autologging.call import TuneCall, make_trials
 from ansor_mlflow.autologging.description import device_of, foreign_provenance, is_remote
 from ansor_mlflow.autologging.listening import Times, as_callback, profiled
 from ansor_mlflow.autologging.run import TuningRun, only_warn, open_run
-from ansor_mlflow.errors import TuningError
+from ansor_mlflow.errors import TuningError, one_line
 from ansor_mlflow.files import write_text
 from ansor_mlflow.records import PARTS_DIR, Database, Journal, JournalEntry, RecordLog, merge, warn_of_damage
 from ansor_mlflow.tracking import (
@@ -25,7 +25,6 @@ from ansor_mlflow.tracking import (
     StepRun,
     describe_environment,
     whole_records,
-    without_secrets,
 )
 from ansor_mlflow.trials import (
     Durations,
@@ -190,7 +189,7 @@ class TuningSession:
         if not failed:
             return
         task = next((state for state in failed if state.first_error), failed[0])
-        message = without_secrets(
+        message = one_line(
             TuningError(
                 f"{len(failed)} of {len(self._states)} tasks have no valid trial, such as {task.info.name} after "
                 f"{task.total_trials} trials ({task.first_error or 'no candidate was measured'})"

@@ -1,20 +1,37 @@
-"""What commands print with: one console, one kind of table, one way to write microseconds."""
+"""What commands print with. Whatever reaches the terminal has no credentials and no control characters."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from ansor_mlflow.foreign import printable, printable_line
 
 _PIPE_WIDTH = 1000
 """Columns where there is no terminal: lines are not broken."""
 
 
+def say(text: object = "", *, err: bool = False) -> None:
+    """Prints a line to standard output, or to standard error."""
+    click.echo(printable(str(text)), err=err)
+
+
+class PlainConsole(Console):
+    """A console that every text passes as `printable`, in the cells of tables, too."""
+
+    def render_str(self, text: str, **kwargs: Any) -> Text:
+        return super().render_str(printable(text), **kwargs)
+
+
 def console() -> Console:
     """Standard output, for text as it is."""
-    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
+    return PlainConsole(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
 
 
 def table(headers: Iterable[str], rows: Iterable[Sequence[str]], styles: Iterable[str] | None = None) -> Table:
@@ -30,7 +47,7 @@ def table(headers: Iterable[str], rows: Iterable[Sequence[str]], styles: Iterabl
         justify = "right" if header.startswith(">") else "left"
         made.add_column(header.lstrip(">~"), justify=justify, no_wrap=not header.startswith("~"))  # type: ignore[arg-type]
     for cells, style in zip(rows, styles or iter(lambda: "", None), strict=False):
-        made.add_row(*cells, style=style)
+        made.add_row(*map(printable_line, cells), style=style)
     return made
 
 

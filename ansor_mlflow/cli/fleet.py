@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import click
-from rich.table import Table
 
 from ansor_mlflow.cli.command import command
-from ansor_mlflow.cli.console import console
+from ansor_mlflow.cli.console import console, say, table
 from ansor_mlflow.cli.json_file import STANDARD_OUTPUT, report
 from ansor_mlflow.options import FleetOptions, FleetTestOptions, ServerOptions, TrackerOptions
 
@@ -66,23 +65,22 @@ def fleet_test(options: FleetTestOptions) -> None:
 
 
 def _print_status(status: FleetStatus) -> None:
-    table = Table(box=None, pad_edge=False)
-    for name in ("key", "servers", "free", "waiting", "where"):
-        table.add_column(name, justify="left" if name in ("key", "where") else "right")
-    for key, state in status.keys.items():
-        where = ", ".join(map(str, state.servers))
-        table.add_row(key, str(len(state.servers)), str(state.num_free), str(state.num_waiting), where)
-    console().print(table if status.keys else f"no server has reported to the tracker at {status.tracker}")
+    rows = (
+        (key, str(len(known.servers)), str(known.num_free), str(known.num_waiting), ", ".join(map(str, known.servers)))
+        for key, known in status.keys.items()
+    )
+    listed = table(["~key", ">servers", ">free", ">waiting", "~where"], rows)
+    console().print(listed if status.keys else f"no server has reported to the tracker at {status.tracker}")
 
 
 def _print_tested(server: TestedServer) -> None:
     if server.error:
-        click.echo(f"{server.server}  {server.error}")
+        say(f"{server.server}  {server.error}")
         return
     assert server.calibration_ms is not None
     assert server.noise is not None
     assert server.upload_mib_per_s is not None
-    click.echo(
+    say(
         f"{server.server}  right, {server.calibration_ms:.3f} ms ± {server.noise:.0%}, "
         f"{server.upload_mib_per_s:.0f} MiB/s{'' if server.has_own_code else ', TVM’s own server'}"
     )
@@ -95,4 +93,4 @@ def _print_test(result: FleetTest) -> None:
         parts.append(f"the slowest takes {times[-1] / times[0]:.2f} times as long as the fastest")
     if result.num_busy:
         parts.append(f"{result.num_busy} were busy all the time")
-    click.echo("; ".join(parts))
+    say("; ".join(parts))

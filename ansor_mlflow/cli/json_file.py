@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import pydantic_core
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import translated_disk_errors, write_text
+from ansor_mlflow.foreign import printable_json, without_credentials
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -40,7 +41,8 @@ def write_json(path: str, result: DataclassInstance) -> None:
     """
     if not path:
         return
-    text = pydantic_core.to_json(result, indent=1, inf_nan_mode="null").decode()
+    plain = _without_credentials(pydantic_core.to_jsonable_python(result))
+    text = printable_json(pydantic_core.to_json(plain, indent=1, inf_nan_mode="null").decode())
     if path == STANDARD_OUTPUT:
         click.echo(text)
         return
@@ -63,3 +65,12 @@ def write_output(parameter: str, path: str, text: str) -> None:
                 write_text(file.resolve(), text)  # a link stays one
     except OSError as err:
         raise UserInputError(f"{parameter}={path}: it cannot be written ({err.strerror}); give another path") from err
+
+
+def _without_credentials(value: Any) -> Any:
+    """Plain JSON with its texts, names among them, as they may be shown."""
+    if isinstance(value, dict):
+        return {without_credentials(key): _without_credentials(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_credentials(item) for item in value]
+    return without_credentials(value) if isinstance(value, str) else value

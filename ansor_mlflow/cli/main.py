@@ -17,11 +17,14 @@ from typing import Any
 import click
 
 from ansor_mlflow.cli.command import COMMANDS, command
+from ansor_mlflow.cli.console import say
+from ansor_mlflow.cli.crash import known_error
 from ansor_mlflow.cli.fleet import fleet
 from ansor_mlflow.cli.json_file import STANDARD_OUTPUT, report
 from ansor_mlflow.cli.s3 import suit_other_s3_servers
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError, notes_of
 from ansor_mlflow.files import translated_disk_errors
+from ansor_mlflow.foreign import PrintableFormatter
 from ansor_mlflow.options import (
     BisectOptions,
     CompileOptions,
@@ -274,7 +277,7 @@ def pool_push(options: PushPoolOptions) -> None:
     """
     from ansor_mlflow.steps.records import push_records
 
-    click.echo(str(push_records(options)))
+    say(str(push_records(options)))
 
 
 @command(pool, "pull")
@@ -283,7 +286,7 @@ def pool_pull(options: PullPoolOptions) -> None:
     from ansor_mlflow.steps.records import pull_records
 
     pulled = pull_records(options)
-    click.echo(f"{pulled.num_records} records of {pulled.num_workloads} workloads are in {pulled.output}")
+    say(f"{pulled.num_records} records of {pulled.num_workloads} workloads are in {pulled.output}")
 
 
 cli.add_command(fleet)
@@ -312,15 +315,15 @@ def sync(drop: str) -> None:
 
     if drop:
         sync_step.drop(drop)
-        click.echo(f"run {drop}: nothing of it is left here")
+        say(f"run {drop}: nothing of it is left here")
         return
     all_delivered = []
     for delivered in sync_step.sync():
         all_delivered.append(delivered)
         told = "" if delivered.error else f"{delivered.num_messages} messages delivered"
-        click.echo(f"run {delivered.run_id}: {'; '.join(filter(None, [told, delivered.left]))}")
+        say(f"run {delivered.run_id}: {'; '.join(filter(None, [told, delivered.left]))}")
     if not all_delivered:
-        click.echo("nothing is left to deliver")
+        say("nothing is left to deliver")
     sync_step.require_all_delivered(all_delivered)
 
 
@@ -352,7 +355,7 @@ def main(args: Sequence[str] | None = None) -> None:
         with translated_disk_errors():
             cli.main(args=args, prog_name="ansor-mlflow", standalone_mode=False)
     except click.Abort as err:
-        click.echo("interrupted by the user", err=True)
+        say("interrupted by the user", err=True)
         _say_where(err.__cause__)
         sys.exit(130)
     except click.exceptions.Exit as err:
@@ -361,11 +364,13 @@ def main(args: Sequence[str] | None = None) -> None:
         _fail(UserInputError(err.format_message()))
     except AnsorMlflowError as err:
         _fail(err)
+    except Exception as err:  # noqa: BLE001 - what nobody thought of is one line, too
+        _fail(known_error(err))
 
 
 def _fail(err: AnsorMlflowError) -> Any:
     """Prints one line, and what its run is if there is one; tells the run that `mlflow run` opened, and exits."""
-    click.echo(f"Error: {err}", err=True)
+    say(f"Error: {err}", err=True)
     _say_where(err)
     if os.environ.get("MLFLOW_RUN_ID"):
         from ansor_mlflow.tracking import fail_project_run
@@ -376,7 +381,7 @@ def _fail(err: AnsorMlflowError) -> Any:
 
 def _say_where(err: BaseException | None) -> None:
     for note in notes_of(err):
-        click.echo(note, err=True)
+        say(note, err=True)
 
 
 def _set_up_logging() -> None:
@@ -384,7 +389,7 @@ def _set_up_logging() -> None:
     log.setLevel(logging.INFO)
     if not log.handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(PrintableFormatter("%(message)s"))
         log.addHandler(handler)
 
 

@@ -20,7 +20,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from ansor_mlflow.cli.console import microseconds
+from ansor_mlflow.cli.console import PlainConsole, microseconds
+from ansor_mlflow.foreign import printable
 from ansor_mlflow.trials import TaskState, TrialStatus, TuningObserver, TuningPlan, TuningResult, TuningRound
 
 _MIN_REFRESH_INTERVAL_S = 0.5
@@ -168,7 +169,7 @@ class NotebookDisplay(ProgressDisplay):
 @contextmanager
 def progress_observers() -> Iterator[Sequence[TuningObserver]]:
     """A display in a notebook, or if standard error is a terminal, below the log's lines; nothing elsewhere."""
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     if console.is_jupyter:
         yield [NotebookDisplay()]
         return
@@ -249,7 +250,7 @@ def _table(rows: Sequence[dict[str, str]], headers: Sequence[str], max_width: in
 
 def _one_line(text: str, style: str = "") -> Text:
     """Text as it is, without markup, cut where the line ends."""
-    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+    return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
 def _clock(seconds: float) -> str:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.device.gpu import architecture_here, gpu_model, why_no_compiler, why_no_gpu, why_not_on_gpu
 from ansor_mlflow.device.targets import CPU_KIND, attributes_of, cpu_features, host_cpu, machine_of
+from ansor_mlflow.foreign import typed
 
 if TYPE_CHECKING:
     from tvm.target import Target
 
-
+_MAX_THREADS = 2**16
 _INSTRUCTION_SETS = re.compile(
     # x86: what LLVM generates for arithmetic, moves and vectors
     r"64bit|cmov|cx(8|16)|x87|mmx|s?sse[\w.]*|avx[\w.]*|amx-\w+|fma4?|f16c|bmi2?|lzcnt|popcnt|adx|movbe|xop|tbm"
@@ -44,6 +45,10 @@ class DeviceFingerprint:
     """LLVM's names of the CPU features that generated code may use."""
     num_threads: int
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.target.get("kind"), str) or not 0 < self.num_threads <= _MAX_THREADS:
+            raise ValueError(f"there is no device of {self.num_threads} threads and the target {self.target}")
+
     @property
     def name(self) -> str:
         """A directory name: readable, and unique by a digest of every field, but for the host's threads of a GPU."""
@@ -69,8 +74,12 @@ class DeviceFingerprint:
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> DeviceFingerprint:
-        """Reads the fields as JSON keeps them, with the features as a list."""
-        return DeviceFingerprint(**{**fields, "features": tuple(fields["features"])})
+        """Reads the fields as JSON keeps them, with the features as a list.
+
+        Raises:
+            ValueError: They are not those of a device.
+        """
+        return typed(DeviceFingerprint, fields)
 
 
 def _digest(device: DeviceFingerprint) -> str:

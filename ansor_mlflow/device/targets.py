@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.device.gpu import names_no_architecture, with_architecture_of_host, with_features
 from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.foreign import read_json
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -55,7 +56,7 @@ def parse_target(spec: str) -> str | dict[str, Any]:
     text = spec.strip()
     if text.startswith("{"):
         try:
-            return dict(json.loads(text))
+            return dict(read_json(text))
         except ValueError as err:
             raise UserInputError(f'target={spec!r} is not valid JSON ({err}); write an object with a "kind"') from err
     try:

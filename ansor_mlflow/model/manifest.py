@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from ansor_mlflow.device import DeviceFingerprint, device_kind
 from ansor_mlflow.errors import ModelError
+from ansor_mlflow.foreign import read_yaml, typed
 from ansor_mlflow.model.parts import PartEntry
 from ansor_mlflow.names import FLAVOR_NAME, MODEL_FILE
-from ansor_mlflow.tensors import NetworkShapes, TensorSpec
+from ansor_mlflow.tensors import OPEN, NetworkShapes, TensorSpec
 
 LIBRARY_FILE = "model.so"
 FORMAT_VERSION = 2
 _READ_VERSIONS = (1, 2)
 """Version 1 knows neither parts nor sizes."""
-_SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""YAML loader of LibYAML, if PyYAML was built with it: MLflow's `Model.load` takes several times as long."""
+_DTYPE = re.compile(r"bool|u?int\d+|b?float\d+\w*")
+_MAX_SIZE = 2**31
 
 
 def library_path(device: DeviceFingerprint) -> str:
@@ -35,7 +35,7 @@ def records_path(device: DeviceFingerprint) -> str:
 
 def _damaged(err: Exception) -> ModelError:
     """The error that says that a model's description cannot be read."""
-    return ModelError(f"the model's MLmodel file is damaged ({err!r}); log the model again")
+    return ModelError(f"the model's MLmodel file is damaged ({err}); log the model again")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,19 +48,6 @@ class LibraryEntry:
     provenance: dict[str, Any]
     parts: tuple[PartEntry, ...] = ()
     """In the order in which they run; empty where TVM computes all of the network."""
-
-    @staticmethod
-    def from_dict(entry: dict[str, Any]) -> LibraryEntry:
-        """Reads the fields as JSON keeps them.
-
-        Raises:
-            KeyError, TypeError, ValueError: They are not those of a library.
-        """
-        read = {
-            "fingerprint": DeviceFingerprint.from_dict(entry["fingerprint"]),
-            "parts": tuple(map(PartEntry.from_dict, entry.get("parts", ()))),
-        }
-        return LibraryEntry(**{**entry, **read})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +86,12 @@ class Manifest:
             ModelError: The model is not of this flavor, or its description is damaged.
         """
         try:
-            with (directory / MODEL_FILE).open("rb") as file:
-                entry = yaml.load(file, Loader=_SAFE_LOADER)["flavors"][FLAVOR_NAME]  # noqa: S506 - a safe one
+            entry = read_yaml((directory / MODEL_FILE).read_bytes())["flavors"][FLAVOR_NAME]
         except (OSError, KeyError) as err:
             raise ModelError(
                 f"model {directory}: it has no flavor {FLAVOR_NAME!r}; give a model that compile logged"
             ) from err
-        except (yaml.YAMLError, UnicodeDecodeError, AttributeError, TypeError, ValueError) as err:
+        except (TypeError, IndexError, ValueError) as err:
             raise _damaged(err) from err
         return Manifest.from_dict(entry)
 
@@ -122,26 +108,30 @@ class Manifest:
         if version not in _READ_VERSIONS:
             raise ModelError(f"the model has format version {version}, this package reads {FORMAT_VERSION}; update it")
         try:
-            _check_types(entry)
-            return Manifest(
-                network=entry["network"],
-                inputs=tuple(TensorSpec.from_dict(spec) for spec in entry["inputs"]),
-                outputs=tuple(TensorSpec.from_dict(spec) for spec in entry["outputs"]),
-                libraries=tuple(map(LibraryEntry.from_dict, entry["libraries"])),
-                files=dict(entry["files"]),
-                sizes=tuple(map(NetworkShapes.from_dict, entry.get("sizes", ()))),
-                pad=dict(entry.get("pad", {})),
-                rows=str(entry.get("rows", "")),
-            )
-        except (KeyError, TypeError, ValueError) as err:
+            manifest = typed(Manifest, entry)
+            _check_values(manifest)
+        except ValueError as err:
             raise _damaged(err) from err
+        return manifest
 
 
-def _check_types(entry: dict[str, Any]) -> None:
-    for library in entry["libraries"]:
-        if not isinstance(library["fingerprint"]["target"]["kind"], str):
-            raise TypeError("a kind of target is no text")
-    files = dict(entry["files"])
-    for text in (*files, *files.values(), *(library["path"] for library in entry["libraries"])):
-        if not isinstance(text, str) or "\0" in text:
-            raise TypeError(f"{text!r} is no path and no digest")
+def _check_values(manifest: Manifest) -> None:
+    """Looks at what types do not say.
+
+    Raises:
+        ValueError: A value is none that `compile` writes.
+    """
+    shapes = [NetworkShapes(manifest.inputs, manifest.outputs), *manifest.sizes]
+    if not manifest.outputs:
+        raise ValueError("the network has no outputs")
+    for spec in (spec for size in shapes for spec in (*size.inputs, *size.outputs)):
+        if not _DTYPE.fullmatch(spec.dtype) or not all(OPEN <= dim < _MAX_SIZE for dim in spec.shape):
+            raise ValueError(f"{spec.name!r} is {spec.dtype} {spec.shape}")
+    if len({tuple((s.name, s.dtype, len(s.shape)) for s in (*size.inputs, *size.outputs)) for size in shapes}) > 1:
+        raise ValueError("its sizes have other inputs or outputs")
+    for library in manifest.libraries:
+        if any(not 0 <= part.size < len(shapes) for part in library.parts):
+            raise ValueError("a part is of a size that the network does not have")
+    for text in (*manifest.files, *(library.path for library in manifest.libraries)):
+        if "\0" in text:
+            raise ValueError(f"{text!r} is no path")

@@ -9,7 +9,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -67,18 +67,6 @@ class PartEntry:
         beside = sum(number for operator, number in self.operators.items() if operator not in self.reasons)
         among = f", and {_nodes(beside)} between operators that stay" if beside else ""
         return f"ONNX Runtime computes {clauses}{among}: {shares}"
-
-    @staticmethod
-    def from_dict(entry: dict[str, Any]) -> PartEntry:
-        """Reads the fields as JSON keeps them.
-
-        Raises:
-            KeyError, TypeError: They are not those of a part.
-        """
-        values = {name.name: entry[name.name] for name in fields(PartEntry) if name.name in entry}
-        if values["runs_in"] not in ("tvm", "onnxruntime") or not isinstance(values["name"], str):
-            raise TypeError("a part of the network is none")
-        return PartEntry(**{**values, "inputs": tuple(values["inputs"]), "outputs": tuple(values["outputs"])})
 
 
 def _nodes(number: int) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, error_for_exit_code
+from ansor_mlflow.foreign import typed
 from ansor_mlflow.model.parts import PartEntry, part_entries
 from ansor_mlflow.processes import TIME_LIMIT_S, die_with_parent
 from ansor_mlflow.settings import Linker, LoweringSettings
@@ -91,7 +92,7 @@ def build_in_child_process(job: BuildJob) -> BuiltLibrary:
         ) from err
     if done.returncode == 0:
         built = json.loads(done.stdout.splitlines()[-1])
-        return BuiltLibrary(built["coverage"], tuple(map(PartEntry.from_dict, built["parts"])))
+        return BuiltLibrary(built["coverage"], tuple(typed(PartEntry, part) for part in built["parts"]))
     message = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
     if done.returncode > 1 and message.startswith("Error: "):
         raise error_for_exit_code(done.returncode, message.removeprefix("Error: "))
@@ -121,7 +122,7 @@ def main(parent: int) -> None:
     """The process: reads a job from standard input, and writes what was built to standard output."""
     die_with_parent(parent)
     fields = json.load(sys.stdin)
-    sizes = tuple(map(NetworkShapes.from_dict, fields["sizes"]))
+    sizes = tuple(typed(NetworkShapes, size) for size in fields["sizes"])
     settings = {"lowering": LoweringSettings(**fields["lowering"]), "linker": Linker(**(fields["linker"] or {}))}
     job = BuildJob(**{**fields, "sizes": sizes, **settings})
     answer = os.dup(sys.stdout.fileno())

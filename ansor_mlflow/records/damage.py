@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import RecordsError, UserInputError, without_credentials
+from ansor_mlflow.errors import RecordsError, UserInputError
+from ansor_mlflow.foreign import without_credentials
 from ansor_mlflow.records.lines import numbered
 from ansor_mlflow.records.store import Database, RecordPair, find_pairs
 from ansor_mlflow.records.transfer.manifest import changed_files

@@ -11,6 +11,7 @@ from ansor_mlflow import names
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import RecordsError
 from ansor_mlflow.files import write_text
+from ansor_mlflow.foreign import read_json, typed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ def read_fingerprint(directory: Path) -> DeviceFingerprint | None:
     if not path.is_file():
         return None
     try:
-        return DeviceFingerprint.from_dict(json.loads(path.read_text()))
+        return DeviceFingerprint.from_dict(read_json(path.read_bytes()))
     except (ValueError, TypeError, LookupError) as err:
         raise RecordsError(
             f"{path} is damaged ({type(err).__name__}), so nobody knows which device the records are for; fetch them "
@@ -82,7 +83,7 @@ def read_provenance(directory: Path) -> Provenance:
     """
     path = directory / names.PROVENANCE_FILE
     try:
-        return Provenance(**json.loads(path.read_text()))
+        return typed(Provenance, read_json(path.read_bytes()))
     except (OSError, ValueError, TypeError) as err:
         raise RecordsError(
             f"{path.name} of the tuning run is missing or damaged ({type(err).__name__}); give the records with "

@@ -1,7 +1,7 @@
 """What a run in MLflow shows: params, tags, metrics, artifacts, and what went wrong."""
 
 from ansor_mlflow.tracking.environment import describe_environment
-from ansor_mlflow.tracking.error_translation import translated_errors, without_secrets
+from ansor_mlflow.tracking.error_translation import translated_errors
 from ansor_mlflow.tracking.figures.roofline import draw_roofline
 from ansor_mlflow.tracking.figures.style import save_figure
 from ansor_mlflow.tracking.killed.runs import (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,11 +9,11 @@ import mlflow
 import requests
 from mlflow.exceptions import ExecutionException, MlflowException
 
-from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, one_line, without_credentials
+from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, one_line
+from ansor_mlflow.foreign import without_credentials
 
 _USER_ERRORS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "NOT_FOUND"}
 _MISSING = {"RESOURCE_DOES_NOT_EXIST", "NOT_FOUND"}
-_SECRETS = re.compile(r"(?i)((?:secret|password|token|access_?key_?id|signature|credential)\w*[=:]\s*)[^\s&,;)]+")
 
 
 @contextmanager
@@ -39,11 +38,10 @@ def translated_errors(action: str) -> Iterator[None]:
         raise _mlflow_failure(action, err) from err
     except (requests.RequestException, ConnectionError) as err:
         raise MachineError(
-            f"cannot {action}: no connection ({without_secrets(err)}); check MLFLOW_TRACKING_URI and that the server "
-            "runs"
+            f"cannot {action}: no connection ({one_line(err)}); check MLFLOW_TRACKING_URI and that the server runs"
         ) from err
     except ImportError as err:  # of a database's driver, for one
-        raise MachineError(f"cannot {action}: a package is missing ({without_secrets(err)}); install it") from err
+        raise MachineError(f"cannot {action}: a package is missing ({one_line(err)}); install it") from err
 
 
 def _s3_errors() -> tuple[type[Exception], ...]:
@@ -62,20 +60,15 @@ def _mlflow_failure(action: str, err: MlflowException) -> AnsorMlflowError:
         err = cause  # when the server is away, MLflow says that the experiment in MLFLOW_EXPERIMENT_ID does not exist
     if err.error_code in _USER_ERRORS:
         place = without_credentials(mlflow.get_tracking_uri()) if err.error_code in _MISSING else ""
-        return UserInputError(f"cannot {action}: {without_secrets(err)}" + (f" (looked in {place})" if place else ""))
+        return UserInputError(f"cannot {action}: {one_line(err)}" + (f" (looked in {place})" if place else ""))
     return MachineError(
-        f"cannot {action}: the MLflow server or store answered: {without_secrets(err)}; check MLFLOW_TRACKING_URI and "
+        f"cannot {action}: the MLflow server or store answered: {one_line(err)}; check MLFLOW_TRACKING_URI and "
         "that the server runs"
     )
 
 
 def _s3_failure(action: str, err: Exception) -> MachineError:
     return MachineError(
-        f"cannot {action}: the S3 artifact store answered: {without_secrets(err)}; check the bucket, "
+        f"cannot {action}: the S3 artifact store answered: {one_line(err)}; check the bucket, "
         "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and MLFLOW_S3_ENDPOINT_URL"
     )
-
-
-def without_secrets(err: BaseException) -> str:
-    """An error's text on one line, shortened, without whatever looks like a secret: servers repeat what they got."""
-    return _SECRETS.sub(r"\1…", one_line(err))

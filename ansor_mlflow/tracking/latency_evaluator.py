@@ -24,7 +24,7 @@ from mlflow.types import TensorSpec
 
 from ansor_mlflow import names
 from ansor_mlflow.device import available_cpus
-from ansor_mlflow.errors import MachineError, UserInputError
+from ansor_mlflow.errors import MachineError, UserInputError, one_line
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.measuring import (
     Deviation,
@@ -45,7 +45,6 @@ from ansor_mlflow.model import TunedModel, threads_here
 from ansor_mlflow.networks import read_onnx
 from ansor_mlflow.options import LatencyOptions, is_uri, load_options
 from ansor_mlflow.tensors import Arrays
-from ansor_mlflow.tracking.error_translation import without_secrets
 from ansor_mlflow.tracking.figures import draw_latency, save_figure
 from ansor_mlflow.tracking.outbox import rounded
 
@@ -270,7 +269,7 @@ def _reference(reference: str) -> Predict:
             return session.run(data)
         except Exception as err:  # ONNX Runtime's errors have no class in common
             raise UserInputError(
-                f"reference={reference}: it cannot be computed from the data ({without_secrets(err)}); name the data's "
+                f"reference={reference}: it cannot be computed from the data ({one_line(err)}); name the data's "
                 "columns as its inputs, and give batch_size= the rows that it takes at once"
             ) from err
 

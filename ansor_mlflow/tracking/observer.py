@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow import names
+from ansor_mlflow.errors import one_line
 from ansor_mlflow.files import write_text
-from ansor_mlflow.tracking.error_translation import without_secrets
 from ansor_mlflow.tracking.figures import draw_convergence, draw_failures, draw_gain, draw_task_share, save_figure
 from ansor_mlflow.tracking.outbox import Message, Outbox
 from ansor_mlflow.tracking.report.history import TuningHistory
@@ -118,7 +118,7 @@ class MlflowObserver:
         try:
             save_figure(_FIGURES[name](self.history), self._directory / name)
         except Exception as err:  # noqa: BLE001
-            _log.warning("the figure %s could not be made: %s", name, without_secrets(err))
+            _log.warning("the figure %s could not be made: %s", name, one_line(err))
             return False
         return True
 

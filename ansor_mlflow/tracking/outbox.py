@@ -21,9 +21,9 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import MachineError, RecordsError, without_credentials
+from ansor_mlflow.errors import MachineError, RecordsError, one_line
 from ansor_mlflow.files import path_below, write_text
-from ansor_mlflow.tracking.error_translation import without_secrets
+from ansor_mlflow.foreign import without_credentials
 from ansor_mlflow.tracking.killed.runs import OUTBOX_DIR, held
 from ansor_mlflow.tracking.report.note import note_tags
 
@@ -190,8 +190,8 @@ class Outbox:
             return
         with self._changed:
             if not self._failure:
-                _log.warning("the MLflow run cannot be reached and will be told later: %s", without_secrets(error))
-            self._failure = without_secrets(error)
+                _log.warning("the MLflow run cannot be reached and will be told later: %s", one_line(error))
+            self._failure = one_line(error)
             self._changed.notify_all()
 
 

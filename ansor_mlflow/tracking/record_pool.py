@@ -18,8 +18,9 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 
 from ansor_mlflow import names
 from ansor_mlflow.device import DeviceFingerprint
-from ansor_mlflow.errors import MachineError, UserInputError, without_credentials
+from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.files import path_below, scratch_directory
+from ansor_mlflow.foreign import without_credentials
 from ansor_mlflow.options import is_uri
 from ansor_mlflow.records import ObjectName, PoolObject, what_is_new, workload_hash
 from ansor_mlflow.tracking.error_translation import translated_errors

@@ -16,10 +16,11 @@ from mlflow.entities import Param, Run, RunTag
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_PROJECT_ENTRY_POINT
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import AnsorMlflowError, MachineError, add_note, without_credentials
+from ansor_mlflow.errors import AnsorMlflowError, MachineError, add_note, one_line
 from ansor_mlflow.files import path_below, translated_disk_errors
+from ansor_mlflow.foreign import without_credentials
 from ansor_mlflow.options import MAX_PARAM_LENGTH, Options, as_text
-from ansor_mlflow.tracking.error_translation import translated_errors, without_secrets
+from ansor_mlflow.tracking.error_translation import translated_errors
 from ansor_mlflow.tracking.killed.runs import (
     WORK_ROOT,
     end_killed_steps,
@@ -258,7 +259,7 @@ def _end_failed(run: StepRun, err: BaseException) -> None:
         if is_left and isinstance(err, UndeliveredError):
             return  # the step did not fail: its messages, of which the error speaks, end the run
         later = "; ansor-mlflow sync does it when the server is back" if is_left else ""
-        _log.warning("the run %s is not marked %s: %s%s", run.run_id, status, without_secrets(second), later)
+        _log.warning("the run %s is not marked %s: %s%s", run.run_id, status, one_line(second), later)
         if is_left:
             leave_message(run.directory, Message(tags=_error_tags(err), status=status))
 
@@ -269,7 +270,7 @@ def _error_tags(err: BaseException) -> dict[str, str]:
     elif isinstance(err, KeyboardInterrupt):
         message, exit_code = "interrupted by the user", 130
     else:
-        message, exit_code = f"{type(err).__name__}: {without_secrets(err)}", 1
+        message, exit_code = f"{type(err).__name__}: {one_line(err)}", 1
     return {names.TAG_ERROR: message, names.TAG_EXIT_CODE: str(exit_code)}
 
 
@@ -285,7 +286,7 @@ def fail_project_run(err: BaseException) -> None:
                 tags[names.TAG_STEP] = entry_point
             Message(tags=tags).deliver(run_id, WORK_ROOT)
         except Exception as second:  # noqa: BLE001 - the first error is the one to report
-            _log.warning("the run %s could not be tagged: %s", run_id, without_secrets(second))
+            _log.warning("the run %s could not be tagged: %s", run_id, one_line(second))
 
 
 def params_used(run: Run, cls: type[Options]) -> dict[str, str]:

@@ -12,12 +12,12 @@ from typing import Any
 
 import mlflow
 import requests
-import yaml
 from mlflow.store.artifact.artifact_repository_registry import get_registered_artifact_repositories
 
 from ansor_mlflow import names, networks
-from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, without_credentials
+from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, one_line
 from ansor_mlflow.files import path_below, scratch_directory
+from ansor_mlflow.foreign import read_yaml, without_credentials
 from ansor_mlflow.model import verified_manifest
 from ansor_mlflow.networks import (
     BUILTIN_NETWORKS,
@@ -29,7 +29,7 @@ from ansor_mlflow.networks import (
     read_network,
 )
 from ansor_mlflow.options import NetworkOptions, is_uri
-from ansor_mlflow.tracking.error_translation import translated_errors, without_secrets
+from ansor_mlflow.tracking.error_translation import translated_errors
 
 _REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)(/(?P<version>\d+|latest)|@(?P<alias>[^/@]+))(?P<path>(/[^/]+)*)")
 _LOGGED = re.compile(r"models:/m-[0-9a-f]+")
@@ -211,7 +211,7 @@ def _download(uri: str, called: str, directory: Path) -> Path:
         except (requests.RequestException, ConnectionError):
             raise
         except OSError as err:  # of the libraries that some stores need
-            raise MachineError(f"cannot read network={called}: {without_secrets(err)}") from err
+            raise MachineError(f"cannot read network={called}: {one_line(err)}") from err
 
 
 def _download_weights(path: Path, uri: str, called: str, scratch: Path) -> None:
@@ -256,7 +256,7 @@ def _flavors(directory: Path, called: str) -> dict[str, dict[str, Any]]:
             f"network={called}: a folder without the file {names.MODEL_FILE}; give an MLflow model, or a file in it"
         )
     try:
-        flavors = yaml.safe_load(path.read_text())["flavors"]
+        flavors = read_yaml(path.read_bytes())["flavors"]
         return {str(name): dict(entries) for name, entries in flavors.items()}
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError) as err:
+    except (LookupError, TypeError, ValueError, AttributeError) as err:
         raise UserInputError(f"network={called}: its file {names.MODEL_FILE} is damaged; log the model again") from err

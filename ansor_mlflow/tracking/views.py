@@ -20,7 +20,7 @@ from typing import Any
 import mlflow
 
 from ansor_mlflow import names
-from ansor_mlflow.tracking.error_translation import without_secrets
+from ansor_mlflow.errors import one_line
 from ansor_mlflow.trials import TrialStatus
 
 _FROM_VERSION, _TO_VERSION = (3, 17), (3, 18)
@@ -77,7 +77,7 @@ def ensure_views(experiment_id: str) -> None:
     try:
         _add_views(experiment_id)
     except Exception as err:  # noqa: BLE001 - a step does not end for want of a view
-        _log.warning("the experiment %s gets no saved views: %s", experiment_id, without_secrets(err))
+        _log.warning("the experiment %s gets no saved views: %s", experiment_id, one_line(err))
 
 
 def existing_views(tags: Mapping[str, str]) -> list[SavedView]:

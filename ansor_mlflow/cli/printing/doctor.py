@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from ansor_mlflow.cli.console import console
+from ansor_mlflow.cli.console import console, say
 
 if TYPE_CHECKING:
     from ansor_mlflow.steps.doctor import Check, Diagnosis
@@ -24,4 +24,4 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
     """Prints how many checks there were."""
     counts = Counter(check.status for check in diagnosis.checks)
     listed = ", ".join(f"{counts[status]} {status}" for status in ("green", "yellow", "red") if counts[status])
-    print(f"\n{listed}, in {diagnosis.elapsed_s:.0f} s")
+    say(f"\n{listed}, in {diagnosis.elapsed_s:.0f} s")

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import click
 from rich.text import Text
 
-from ansor_mlflow.cli.console import console, microseconds
+from ansor_mlflow.cli.console import console, microseconds, say
+from ansor_mlflow.foreign import printable
 
 if TYPE_CHECKING:
     from ansor_mlflow.measuring import KernelTimes
@@ -46,8 +46,8 @@ def _readable(script: str) -> str:
 
 
 def _section(title: str, text: str) -> None:
-    console().print(Text(title, style="bold"), soft_wrap=True)
-    click.echo(f"{text}\n")
+    console().print(Text(printable(title), style="bold"), soft_wrap=True)
+    say(f"{text}\n")
 
 
 def _aligned(rows: Iterable[tuple[str, str]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ansor_mlflow.cli.console import say
 from ansor_mlflow.tracking import ui_lines
 
 _WIDTH = len("start")
@@ -17,4 +18,4 @@ def print_pages(pages: Mapping[str, str]) -> None:
     """
     width = max(_WIDTH, *map(len, pages))
     for label, text in ui_lines(pages).items():
-        print(f"{label:{width}}  {text}")
+        say(f"{label:{width}}  {text}")

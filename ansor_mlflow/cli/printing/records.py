@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import click
-
 from ansor_mlflow import names
-from ansor_mlflow.cli.console import console, microseconds, table
+from ansor_mlflow.cli.console import console, microseconds, say, table
 
 if TYPE_CHECKING:
     from ansor_mlflow.records import DatabaseSummary, WorkloadSummary
@@ -59,16 +57,16 @@ def print_pool(contents: PoolContents) -> None:
 
 def print_written(written: WrittenRecords) -> None:
     """Prints where the new database is."""
-    click.echo(f"{written.num_records} records are in {written.output}")
+    say(f"{written.num_records} records are in {written.output}")
 
 
 def print_mended(mended: MendedRecords) -> None:
     """Prints what was set aside, and what counts from now on."""
     if mended.num_set_aside:
-        click.echo(f"{mended.num_set_aside} damaged lines are in {', '.join(mended.quarantines)} now")
+        say(f"{mended.num_set_aside} damaged lines are in {', '.join(mended.quarantines)} now")
     if mended.changed:
-        click.echo(f"{', '.join(mended.changed)} changed after {names.MANIFEST_FILE} was written, which is removed")
-    click.echo("every line that is left is whole")
+        say(f"{', '.join(mended.changed)} changed after {names.MANIFEST_FILE} was written, which is removed")
+    say("every line that is left is whole")
 
 
 def print_replayed(record: ReplayedRecord) -> None:
@@ -76,12 +74,12 @@ def print_replayed(record: ReplayedRecord) -> None:
     reason = record.error or f"error {record.max_rel_error:.1e}"
     where = f"{record.file}:{record.line}"
     status = _STATUS_NAMES[record.status]
-    click.echo(f"{status:<13}{record.task}  {microseconds(record.run_s)} µs  {where}  {reason}")
+    say(f"{status:<13}{record.task}  {microseconds(record.run_s)} µs  {where}  {reason}")
 
 
 def print_verification(verification: Verification) -> None:
     """Prints the summary."""
     counts = ", ".join(f"{count} {_STATUS_NAMES[status]}" for status, count in verification.num_by_status.items())
-    click.echo(f"\n{len(verification.records)} records of {verification.network} for {verification.target}: {counts}")
+    say(f"\n{len(verification.records)} records of {verification.network} for {verification.target}: {counts}")
     for note in verification.notes:
-        click.echo(note)
+        say(note)

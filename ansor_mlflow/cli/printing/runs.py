@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from ansor_mlflow.cli.console import console, table
+from ansor_mlflow.cli.console import console, say, table
 from ansor_mlflow.cli.printing.pages import print_pages
-from ansor_mlflow.errors import without_credentials
+from ansor_mlflow.foreign import without_credentials
 
 if TYPE_CHECKING:
     from ansor_mlflow.steps.reports import FoundRun, FoundRuns
@@ -33,7 +33,7 @@ def print_runs(found: FoundRuns) -> None:
     if not found.are_all:
         out.print(f"\nthere are more; --limit {2 * len(found.runs)} shows twice as many")
     if found.pages:
-        print()
+        say()
         print_pages({name.lower(): page for name, page in found.pages.items()})
 
 

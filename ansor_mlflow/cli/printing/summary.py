@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from ansor_mlflow.cli.console import console, microseconds
+from ansor_mlflow.cli.console import console, microseconds, say
 from ansor_mlflow.cli.printing.pages import print_pages
 from ansor_mlflow.cli.printing.promote import print_promotion
 from ansor_mlflow.tracking import latency_rows, run_page, summary_rows
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 def print_tuned(result: TuneResult) -> None:
     """Prints what the tuning promises, and its run."""
-    print(", ".join(f"{label} {value}" for label, value in summary_rows(result.metrics)))
-    print(f"run    {result.run_id}")
+    say(", ".join(f"{label} {value}" for label, value in summary_rows(result.metrics)))
+    say(f"run    {result.run_id}")
 
 
 def print_compiled(result: CompileResult) -> None:
     """Prints what is covered, the run, and where the model is."""
-    print(_coverage(result))
+    say(_coverage(result))
     _print_model(result)
 
 
 def print_evaluated(result: EvaluateResult) -> None:
     """Prints the latencies on one line, and the run."""
-    print(", ".join(f"{label} {value}" for label, value in latency_rows(result.metrics)))
-    print(f"run    {result.run_id}")
+    say(", ".join(f"{label} {value}" for label, value in latency_rows(result.metrics)))
+    say(f"run    {result.run_id}")
 
 
 def print_summary(metrics: Mapping[str, float]) -> None:
@@ -49,11 +49,11 @@ def print_recompiled(result: RecompileResult) -> None:
     """Prints the workloads whose records do not apply any more, and where the new model is."""
     for lost in (survivor for survivor in result.survivors if survivor.fate != "applied"):
         reason = "the schedule does not apply" if lost.task else "the network has this workload no more"
-        print(f"{lost.task or lost.workload_hash}  {microseconds(lost.run_s)} µs  {reason}")
-    print(f"the records of {result.num_applied} of {len(result.survivors)} workloads apply, {_coverage(result)}")
+        say(f"{lost.task or lost.workload_hash}  {microseconds(lost.run_s)} µs  {reason}")
+    say(f"the records of {result.num_applied} of {len(result.survivors)} workloads apply, {_coverage(result)}")
     _print_model(result)
     for version in result.registered_versions:
-        print(f"registered as {version}")
+        say(f"registered as {version}")
 
 
 def print_pipeline(result: PipelineResult) -> None:
@@ -61,7 +61,7 @@ def print_pipeline(result: PipelineResult) -> None:
     print_summary(result.metrics)
     _print_model(result)
     if result.registered_version is not None:
-        print(f"registered as version {result.registered_version}")
+        say(f"registered as version {result.registered_version}")
     if result.promotion is not None:
         print_promotion(result.promotion)
     print_pages({"open": run_page(result.experiment_id, result.run_id)})
@@ -73,5 +73,5 @@ def _coverage(result: CompileResult | RecompileResult) -> str:
 
 
 def _print_model(result: CompileResult | RecompileResult | PipelineResult) -> None:
-    print(f"run    {result.run_id}")
-    print(f"model  {result.model_uri}")
+    say(f"run    {result.run_id}")
+    say(f"model  {result.model_uri}")

@@ -9,6 +9,7 @@ from typing import Any
 
 from ansor_mlflow import names
 from ansor_mlflow.files import path_below, write_text
+from ansor_mlflow.foreign import read_json
 from ansor_mlflow.records.transfer.parts import GROWING_FILES, PARTS_DIR
 
 _FORMAT_VERSION = 1
@@ -43,7 +44,7 @@ def changed_files(records: Path) -> tuple[str, ...]:
     if not path.is_file():
         return ()
     try:
-        files: dict[str, dict[str, Any]] = json.loads(path.read_text())["files"]
+        files: dict[str, dict[str, Any]] = read_json(path.read_bytes())["files"]
         expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
     except (ValueError, TypeError, LookupError, AttributeError):
         return (names.MANIFEST_FILE,)

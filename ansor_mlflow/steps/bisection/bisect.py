@@ -14,6 +14,7 @@ import onnx
 from ansor_mlflow.device import Device
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError
 from ansor_mlflow.files import scratch_directory
+from ansor_mlflow.foreign import for_shell
 from ansor_mlflow.measuring import Deviation, choose_examples, require_examples, tolerance_for
 from ansor_mlflow.model import require_linker
 from ansor_mlflow.networks import write_onnx
@@ -98,7 +99,7 @@ def _note(whole: Sequence[Comparison]) -> str:
 def _command(options: BisectOptions, directory: Path) -> str:
     kept = {name: text for name, text in options.changed().items() if name in _KEPT}
     files = {"data": str(directory / INPUTS_FILE), **kept}
-    flags = (f"--{name.replace('_', '-')} {shlex.quote(text)}" for name, text in files.items())
+    flags = (f"--{name.replace('_', '-')} {for_shell(text, name.upper())}" for name, text in files.items())
     return f"ansor-mlflow bisect {shlex.quote(str(directory / MODEL_FILE))} {' '.join(flags)}"
 
 

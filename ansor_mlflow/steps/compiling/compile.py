@@ -10,8 +10,9 @@ from pathlib import Path
 
 from ansor_mlflow import flavor, names
 from ansor_mlflow.device import Device, is_gpu, why_not_runnable
-from ansor_mlflow.errors import UserInputError, without_credentials
+from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import scratch_directory
+from ansor_mlflow.foreign import without_credentials
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower_sizes
 from ansor_mlflow.model import (
     LIBRARY_FILE,

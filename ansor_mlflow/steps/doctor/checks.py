@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ansor_mlflow.errors import AnsorMlflowError
-from ansor_mlflow.tracking import without_secrets
+from ansor_mlflow.errors import AnsorMlflowError, one_line
 
 Status = Literal["green", "yellow", "red"]
 
@@ -45,7 +44,7 @@ class Check:
     @staticmethod
     def of_error(name: str, err: Exception, fix: str = "look for the cause in docs/errors.md") -> Check:
         """What failed; an error of ours has the fix as the last clause of its message."""
-        text = str(err) if isinstance(err, AnsorMlflowError) else f"{type(err).__name__}: {without_secrets(err)}"
+        text = str(err) if isinstance(err, AnsorMlflowError) else f"{type(err).__name__}: {one_line(err)}"
         message, semicolon, next_step = text.rpartition("; ")
         is_ours = bool(semicolon) and isinstance(err, AnsorMlflowError)
         return Check.red(name, message if is_ours else text, next_step if is_ours else fix)

@@ -20,12 +20,13 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request
 
-from ansor_mlflow.errors import AnsorMlflowError, MachineError, without_credentials
+from ansor_mlflow.errors import AnsorMlflowError, MachineError, one_line
 from ansor_mlflow.files import scratch_directory
+from ansor_mlflow.foreign import without_credentials
 from ansor_mlflow.options import is_uri
 from ansor_mlflow.steps.doctor.checks import Check
 from ansor_mlflow.steps.doctor.machine import check_disk
-from ansor_mlflow.tracking import pinned_uri, translated_errors, without_secrets
+from ansor_mlflow.tracking import pinned_uri, translated_errors
 
 IMPATIENCE = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
@@ -157,7 +158,7 @@ def _is_new(uri: str) -> bool:
         return not sqlalchemy.inspect(engine).has_table("alembic_version")
     except (sqlalchemy.exc.SQLAlchemyError, ImportError) as err:
         raise MachineError(
-            f"cannot reach {_shown(uri)}: {without_secrets(err)}; check MLFLOW_TRACKING_URI, and that the database "
+            f"cannot reach {_shown(uri)}: {one_line(err)}; check MLFLOW_TRACKING_URI, and that the database "
             "runs and its driver is installed"
         ) from err
 

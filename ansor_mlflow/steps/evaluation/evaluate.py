@@ -16,7 +16,7 @@ from mlflow.exceptions import MlflowException
 
 from ansor_mlflow import names
 from ansor_mlflow.device import available_cpus
-from ansor_mlflow.errors import CorrectnessError
+from ansor_mlflow.errors import CorrectnessError, one_line
 from ansor_mlflow.files import scratch_directory, write_text
 from ansor_mlflow.measuring import (
     Deviation,
@@ -68,7 +68,6 @@ from ansor_mlflow.tracking import (
     step_run,
     summary_rows,
     translated_errors,
-    without_secrets,
 )
 from ansor_mlflow.tuning import NetworkServer, fleet_settings
 
@@ -208,7 +207,7 @@ def _find_tuning(entry: LibraryEntry) -> Run | None:
     try:
         return mlflow.get_run(str(run_id))
     except MlflowException as err:
-        _log.info("nothing is known here of the tuning run %s: %s", run_id, without_secrets(err))
+        _log.info("nothing is known here of the tuning run %s: %s", run_id, one_line(err))
         return None
 
 

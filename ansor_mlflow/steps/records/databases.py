@@ -14,8 +14,9 @@ from pathlib import Path
 
 from ansor_mlflow import names
 from ansor_mlflow.device import Device, parse_target
-from ansor_mlflow.errors import RecordsError, UserInputError, without_credentials
+from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.files import replace_directory, scratch_directory, sync_folder, translated_disk_errors, write_text
+from ansor_mlflow.foreign import read_json, without_credentials
 from ansor_mlflow.options import DistillRecordsOptions, MergeRecordsOptions, ShowRecordsOptions
 from ansor_mlflow.records import (
     RECORD_FILE,
@@ -126,7 +127,7 @@ def _is_ours(directory: Path) -> bool:
     if RECORD_FILE not in found and is_cut_short:
         return True
     try:
-        written = json.loads((directory / names.SOURCES_FILE).read_text())["sha256"]
+        written = read_json((directory / names.SOURCES_FILE).read_bytes())["sha256"]
         return bool(written == _digests(directory))
     except (OSError, ValueError, TypeError, KeyError):
         return False

@@ -10,6 +10,7 @@ from mlflow.entities import Run
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.foreign import for_shell
 from ansor_mlflow.model import verified_manifest
 from ansor_mlflow.options import NetworkOptions, RecordsOptions, is_uri
 from ansor_mlflow.records import check_copy, check_records, join_parts
@@ -112,7 +113,11 @@ def _fetch(records: str, scratch: Path, parameter: str) -> Path:
     uri = pinned_uri(records, parameter)
     with translated_errors(f"read {parameter}={uri}"):
         copy = Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(scratch)))
-    check_copy(copy, f"{parameter}={uri}", f"mlflow artifacts download --artifact-uri {uri} --dst-path .")
+    check_copy(
+        copy,
+        f"{parameter}={uri}",
+        f"mlflow artifacts download --artifact-uri {for_shell(uri, 'ARTIFACT_URI')} --dst-path .",
+    )
     return copy
 
 

@@ -10,8 +10,9 @@ import mlflow
 
 from ansor_mlflow import names
 from ansor_mlflow.device import DeviceFingerprint
-from ansor_mlflow.errors import RecordsError, UserInputError, without_credentials
+from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.files import replace_directory
+from ansor_mlflow.foreign import without_credentials
 from ansor_mlflow.lowering import LOWERING_VERSION
 from ansor_mlflow.networks import Network
 from ansor_mlflow.options import NetworkOptions, TuneOptions, as_text, load_options

@@ -20,8 +20,9 @@ from ansor_mlflow.device import (
     parse_target,
     resolve_num_threads,
 )
-from ansor_mlflow.errors import UserInputError, without_credentials
+from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import write_text
+from ansor_mlflow.foreign import PrintableFormatter, without_credentials
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower_sizes
 from ansor_mlflow.model import part_entries, require_linker, what_stays
 from ansor_mlflow.networks import Network, write_onnx
@@ -338,7 +339,7 @@ def _records_and_log(run: StepRun) -> list[tuple[str, str]]:
 def _log_file(path: Path) -> Iterator[None]:
     """Copies the package's log into a file."""
     handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(message)s"))
     _log.addHandler(handler)
     try:
         yield

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ansor_mlflow import names
 from ansor_mlflow.device import import_tensor_intrin, is_cpu
+from ansor_mlflow.errors import one_line
 from ansor_mlflow.files import write_text
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.model import PartEntry, part_entries, what_stays
@@ -27,7 +28,6 @@ from ansor_mlflow.tracking import (
     save_figure,
     tuning_note,
     tuning_page,
-    without_secrets,
 )
 from ansor_mlflow.tuning import Roofline, TuningJob, argument_bytes, quick_roofline
 
@@ -61,7 +61,7 @@ class TuningReport:
                 if self.history.result is not None:
                     self._put(may_measure=False)  # the user wants it to end
                 elif self.history.plan is not None:
-                    self.outbox.put(Message(note=tuning_note(self.history, self.commands, without_secrets(err))))
+                    self.outbox.put(Message(note=tuning_note(self.history, self.commands, one_line(err))))
             raise
         with _only_warn("report"):
             # without trials the user is in a hurry
@@ -161,4 +161,4 @@ def _only_warn(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as err:  # noqa: BLE001
-        _log.warning("the run gets no %s: %s", what, without_secrets(err))
+        _log.warning("the run gets no %s: %s", what, one_line(err))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ansor_mlflow import names
 from ansor_mlflow.device import DeviceFingerprint
-from ansor_mlflow.errors import without_credentials
 from ansor_mlflow.files import scratch_directory, write_text
+from ansor_mlflow.foreign import without_credentials
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records import (

@@ -13,9 +13,8 @@ from filelock import FileLock, Timeout
 from mlflow.entities import LoggedModelStatus
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.errors import UserInputError, one_line
 from ansor_mlflow.records import RecordPair
-from ansor_mlflow.tracking.error_translation import without_secrets
 
 WORK_ROOT = Path(".ansor")
 """Where steps keep files until MLflow has them, below the current directory. A failed run leaves its records there."""
@@ -103,7 +102,7 @@ def end_killed_steps() -> None:
                 _end_run(directory.name)
             remove_directory(directory)
         except Exception as err:  # noqa: BLE001 - it is no reason to end what begins now
-            _log.warning("%s is left of a step that was killed: %s", directory, without_secrets(err))
+            _log.warning("%s is left of a step that was killed: %s", directory, one_line(err))
     if left:
         _log.warning(
             "%d earlier runs have records or messages in %s (%s): ansor-mlflow sync says what to do with each",

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 import mlflow
 
-from ansor_mlflow.errors import without_credentials
+from ansor_mlflow.foreign import for_shell, without_credentials
 
 _OWN_SERVER = "http://127.0.0.1:5000"
 """Where `mlflow server` listens by itself."""
-_USER_INFO = re.compile(r"(?<=://)[^/\s]+@")
 
 
 def run_page(experiment_id: str, run_id: str) -> str:
@@ -26,14 +24,14 @@ def ui_address(page: str) -> str:
         page: Address within the UI, behind `#/`.
     """
     uri = mlflow.get_tracking_uri()
-    server = _USER_INFO.sub("", uri).rstrip("/") if _is_served(uri) else _OWN_SERVER
+    server = without_credentials(uri).replace("…@", "").rstrip("/") if _is_served(uri) else _OWN_SERVER
     return f"{server}/#/{page}"
 
 
 def server_command() -> str:
     """The command that starts a server for the store; empty where one runs."""
     uri = mlflow.get_tracking_uri()
-    return "" if _is_served(uri) else f"mlflow server --backend-store-uri '{without_credentials(uri)}'"
+    return "" if _is_served(uri) else f"mlflow server --backend-store-uri {for_shell(uri, 'MLFLOW_TRACKING_URI')}"
 
 
 def ui_lines(pages: Mapping[str, str]) -> dict[str, str]:

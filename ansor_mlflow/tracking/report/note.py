@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import without_credentials
+from ansor_mlflow.foreign import for_shell, without_credentials
 from ansor_mlflow.measuring import KernelTime, KernelTimes
 from ansor_mlflow.options import CheckOptions, Options, TuneOptions
 from ansor_mlflow.tracking.report.history import TuningHistory
@@ -76,7 +75,7 @@ def resuming_lines(entry_point: str, options: Options, tuning: str, experiment_i
 
 
 def _command_lines(entry_point: str, parameters: Mapping[str, str], experiment: str = "") -> tuple[str, str]:
-    quoted = {name: shlex.quote(without_credentials(text)) for name, text in parameters.items()}
+    quoted = {name: for_shell(text, name.upper()) for name, text in parameters.items()}
     entry = "" if entry_point == "main" else f" -e {entry_point}"
     pairs = "".join(f" -P {name}={text}" for name, text in quoted.items())
     flags = "".join(f" --{name.replace('_', '-')} {text}" for name, text in quoted.items())

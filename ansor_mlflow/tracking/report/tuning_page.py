@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import without_credentials
+from ansor_mlflow.foreign import without_credentials
 from ansor_mlflow.tracking.report.history import TaskHistory, TuningHistory
 from ansor_mlflow.tracking.report.note import STOP_REASONS
 from ansor_mlflow.tracking.report.pages import Image, render_page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from dataclasses import dataclass, replace
 
@@ -130,7 +131,8 @@ class Lookout:
     def _no_server(self, problem: MachineError | None) -> MachineError:
         return problem or MachineError(
             f"no server was free for {self._fleet.wait_s:g} s (rpc_wait_s): {self._what_there_is()}; start one with "
-            f"`ansor-mlflow fleet server --tracker {self._fleet.tracker} --key {self._fleet.key}`"
+            f"`ansor-mlflow fleet server --tracker {shlex.quote(str(self._fleet.tracker))} "
+            f"--key {shlex.quote(self._fleet.key)}`"
         )
 
     def _what_there_is(self) -> str:

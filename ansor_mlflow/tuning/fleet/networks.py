@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -15,6 +14,7 @@ import numpy as np
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.files import scratch_directory
+from ansor_mlflow.foreign import read_json
 from ansor_mlflow.model import LibraryEntry, Manifest
 from ansor_mlflow.tensors import Arrays, all_sizes
 from ansor_mlflow.tuning.fleet.lookout import FleetSettings, Lookout
@@ -115,7 +115,7 @@ def _run(work: NetworkWork) -> NetworkReply:
         write_arrays(work.examples, inputs)
         with _uploaded(connection, [work.library, inputs, *(work.library.with_name(part) for part in sorted(parts))]):
             request = network_request(work.library.name, work.network, work.entry, _INPUTS, _OUTPUTS, work.measure_s)
-            found = json.loads(str(run_network(request)))
+            found = read_json(str(run_network(request)))
             if work.measure_s is not None:
                 return NetworkReply(samples_s=tuple(found["samples_s"]), waited=float(found["waited"]))
             outputs = read_arrays(BytesIO(bytes(connection.session.download(_OUTPUTS))))

@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 
 from ansor_mlflow.device import DeviceFingerprint, available_cpus, fingerprint, measuring_cpus
+from ansor_mlflow.errors import MachineError, one_line
 from ansor_mlflow.files import path_below
+from ansor_mlflow.foreign import read_json, typed
 from ansor_mlflow.measuring import ProbeTime, library_inference, measure_turn, time_probe, timed_call
 from ansor_mlflow.model import LibraryEntry, Manifest
 from ansor_mlflow.tensors import Arrays
@@ -120,9 +122,15 @@ class ServerDescription:
 
     @staticmethod
     def from_json(text: str) -> ServerDescription:
-        """Reads what `DESCRIBE` returns."""
-        fields = json.loads(text)
-        return ServerDescription(DeviceFingerprint.from_dict(fields["fingerprint"]), str(fields["boot_id"]))
+        """Reads what `DESCRIBE` returns.
+
+        Raises:
+            MachineError: It is none, so that what answered is no server of ours.
+        """
+        try:
+            return typed(ServerDescription, read_json(text))
+        except ValueError as err:
+            raise MachineError(f"a server describes itself wrongly ({one_line(err)}); look at it") from err
 
     @property
     def is_here(self) -> bool:
@@ -150,7 +158,7 @@ def _measure(request: str) -> str:
 
     A program that hangs or needs too much memory ends the session's process, and nothing else.
     """
-    asked = json.loads(request)
+    asked = read_json(request)
     job, settings = _job_of(asked["job"]), _settings_of(asked["settings"])
     _bound(asked["memory_bytes"], settings.num_threads)
     probe = _probe(settings.num_threads)
@@ -165,8 +173,8 @@ def _measure(request: str) -> str:
 
 def _run_network(request: str) -> str:
     """Runs a network that was uploaded, as its users do: writes the outputs, or times calls."""
-    asked = json.loads(request)
-    network, entry = Manifest.from_dict(asked["network"]), LibraryEntry.from_dict(asked["entry"])
+    asked = read_json(request)
+    network, entry = Manifest.from_dict(asked["network"]), typed(LibraryEntry, asked["entry"])
     run = library_inference(_uploaded(asked["library"]), network, entry)
     examples = read_arrays(_uploaded(asked["inputs"]))
     if asked["measure_s"] is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ansor_mlflow.foreign import read_json
 from ansor_mlflow.measuring import ProbeTime
 from ansor_mlflow.tuning.fleet.calibration import Calibration
 from ansor_mlflow.tuning.fleet.remote import DESCRIBE, MEASURE, RUN_NETWORK, measure_request
@@ -163,7 +163,7 @@ def _measured(connection: Connection, name: str, work: RemoteWork) -> Reply:
     if measure is None:
         return Reply(run_s=_measured_by_tvm(connection.session, name, work))
     request = measure_request(name, work.job, work.settings, work.memory_bytes, work.limit_s)
-    found = json.loads(str(measure(request)))
+    found = read_json(str(measure(request)))
     probe = found.get("probe")
     return Reply(
         run_s=tuple(float(seconds) for seconds in found["run_s"]),

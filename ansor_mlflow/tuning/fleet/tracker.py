@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansor_mlflow.errors import MachineError, UserInputError
+from ansor_mlflow.foreign import read_json
 
 _MAGIC = 0x2F271
 _SUCCESS, _REQUEST, _SUMMARY = 0, 4, 6
+_HOST_CHARS, _PORT_DIGITS = 253, 5
+"""Length of a name in DNS, and of a port."""
 _MAX_BYTES = 2**20
 """Of a message; TVM's tracker takes no longer one either."""
 _ANSWER_S = 5.0
@@ -45,7 +48,8 @@ class HostPort:
         """
         host, colon, port = text.strip().rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
-        if not colon or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        is_port = port.isdecimal() and len(port) <= _PORT_DIGITS and 0 < int(port) < 2**16
+        if not colon or not 0 < len(host) <= _HOST_CHARS or not is_port:
             raise UserInputError(f"{name}={text!r}: it must be host:port, such as 127.0.0.1:9190")
         return HostPort(host, int(port))
 
@@ -244,7 +248,7 @@ def _first_message(received: bytes) -> Any | None:
     (size,) = struct.unpack("<i", received[:4])
     if not 0 < size <= _MAX_BYTES:
         raise ValueError(f"a message of {size} bytes")
-    return json.loads(received[4 : 4 + size]) if len(received) >= 4 + size else None
+    return read_json(received[4 : 4 + size]) if len(received) >= 4 + size else None
 
 
 def _receive_bytes(connection: socket.socket, num_bytes: int) -> bytes:
