@@ -178,7 +178,7 @@ def test_what_is_printed(five_runs: str, run_here: RunCommand, capsys: pytest.Ca
     )
     assert re.search(r" tune +b +resnet-18 +llvm znver4 ×2 +2\.000 +640 +RUNNING +[0-9a-f]{32}$", printed, re.M)
     start, leaderboard, charts = printed.splitlines()[-3:]
-    assert start == f"start          mlflow server --backend-store-uri '{mlflow.get_tracking_uri()}'"
+    assert start == f"start          mlflow server --backend-store-uri {mlflow.get_tracking_uri()}"
     page = f"http://127.0.0.1:5000/#/experiments/{five_runs}/runs?viewStateShareKey=ansor-"
     assert leaderboard.startswith(f"leaderboard    {page}leaderboard&workflowType=machine_learning")
     assert charts.startswith(f"tuning charts  {page}tuning-charts&workflowType=machine_learning")

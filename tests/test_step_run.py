@@ -123,7 +123,7 @@ def test_a_run_that_begins_says_its_id_and_its_address(caplog: pytest.LogCapture
     with step_run("main", PipelineOptions(), "outer") as outer, step_run("evaluate", OPTIONS, "inner") as inner:
         pass
     start, first, second = caplog.messages
-    assert start == f"start  mlflow server --backend-store-uri '{mlflow.get_tracking_uri()}'"
+    assert start == f"start  mlflow server --backend-store-uri {mlflow.get_tracking_uri()}"
     address = f"http://127.0.0.1:5000/#/experiments/{experiment_id}/runs"
     assert first == f"main run {outer.run_id}  {address}/{outer.run_id}"
     assert second == f"evaluate run {inner.run_id}  {address}/{inner.run_id}"

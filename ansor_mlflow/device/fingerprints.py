@@ -46,7 +46,8 @@ class DeviceFingerprint:
     num_threads: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.target.get("kind"), str) or not 0 < self.num_threads <= _MAX_THREADS:
+        are_texts = all(isinstance(self.target.get(name, ""), str) for name in ("kind", "mcpu", "arch", "mtriple"))
+        if not are_texts or not self.target.get("kind") or not 0 < self.num_threads <= _MAX_THREADS:
             raise ValueError(f"there is no device of {self.num_threads} threads and the target {self.target}")
 
     @property

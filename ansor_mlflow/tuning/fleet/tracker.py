@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -25,7 +26,7 @@ _HOST_CHARS, _PORT_DIGITS = 253, 5
 _MAX_BYTES = 2**20
 """Of a message; TVM's tracker takes no longer one either."""
 _ANSWER_S = 5.0
-"""Time for a tracker to answer."""
+"""Time for a tracker's whole answer."""
 
 
 @dataclass(frozen=True, order=True)
@@ -103,7 +104,7 @@ class TrackerClient:
         """
         with self._asking() as connection:
             _send(connection, [_SUMMARY])
-            found = _receive(connection)
+            found = _receive(connection, time.monotonic() + _ANSWER_S)
             try:
                 return _key_states(_value(found))
             except (KeyError, TypeError, AttributeError) as err:
@@ -135,7 +136,7 @@ class TrackerClient:
         with self.refusing(), socket.create_connection((self.address.host, self.address.port), _ANSWER_S) as connection:
             connection.sendall(struct.pack("<i", _MAGIC))
             try:
-                greeting = _receive_bytes(connection, 4)
+                greeting = _receive_bytes(connection, 4, time.monotonic() + _ANSWER_S)
             except TimeoutError as err:  # what expects more to be said, such as a web server
                 raise ValueError("no greeting") from err
             if greeting != struct.pack("<i", _MAGIC):
@@ -181,14 +182,16 @@ class ServerRequest:
             MachineError: The tracker is gone.
         """
         with self._tracker.refusing():
-            self._connection.settimeout(wait_s)
+            until_s = time.monotonic() + wait_s
             try:
                 while (message := _first_message(self._received)) is None:
-                    self._received += _received(self._connection, _MAX_BYTES)
+                    self._received += _received(self._connection, _MAX_BYTES, until_s)
             except TimeoutError:
                 return None
-            host, port, password = _value(message)
-            return Grant(HostPort(str(host), int(port)), str(password))
+            match _value(message):
+                case [str(host), int(port), str(password)]:
+                    return Grant(HostPort(host, port), password)
+            raise ValueError(message)
 
     def close(self) -> None:
         """Withdraws it: the tracker sees that the connection is closed, and keeps its server."""
@@ -224,8 +227,8 @@ def _send(connection: socket.socket, message: Any) -> None:
     connection.sendall(struct.pack("<i", len(text)) + text)
 
 
-def _receive(connection: socket.socket) -> Any:
-    """A message.
+def _receive(connection: socket.socket, until_s: float) -> Any:
+    """A message that is there in time, however slowly it comes.
 
     Raises:
         OSError: The connection was closed, or nothing came in time.
@@ -233,7 +236,7 @@ def _receive(connection: socket.socket) -> Any:
     """
     found = b""
     while (message := _first_message(found)) is None:
-        found += _received(connection, _MAX_BYTES)
+        found += _received(connection, _MAX_BYTES, until_s)
     return message
 
 
@@ -251,14 +254,19 @@ def _first_message(received: bytes) -> Any | None:
     return read_json(received[4 : 4 + size]) if len(received) >= 4 + size else None
 
 
-def _receive_bytes(connection: socket.socket, num_bytes: int) -> bytes:
+def _receive_bytes(connection: socket.socket, num_bytes: int, until_s: float) -> bytes:
     found = b""
     while len(found) < num_bytes:
-        found += _received(connection, num_bytes - len(found))
+        found += _received(connection, num_bytes - len(found), until_s)
     return found
 
 
-def _received(connection: socket.socket, most_bytes: int) -> bytes:
+def _received(connection: socket.socket, most_bytes: int, until_s: float) -> bytes:
+    """What has come; waits for something, but no longer than until a time of the clock `time.monotonic`."""
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("timed out")
+    connection.settimeout(left_s)
     if not (part := connection.recv(most_bytes)):
         raise ConnectionResetError("the connection was closed")
     return part
