@@ -17,6 +17,7 @@ from helpers.untuned import compiled_untuned
 
 from ansor_mlflow import flavor, names
 from ansor_mlflow.device import Device
+from ansor_mlflow.foreign import typed
 from ansor_mlflow.lowering.lower import LoweredNetwork, lower, lower_sizes
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.model.parts import PartEntry, part_entries, timed_parts, what_stays
@@ -52,7 +53,7 @@ def compiled(
 
 def part(runs_in: str, *, flops_share: float = 0.1, size: int = 0) -> PartEntry:
     fields = {"name": "", "inputs": (), "outputs": (), "operators": {"Conv": 1}, "reasons": {}}
-    return PartEntry.from_dict({**fields, "runs_in": runs_in, "flops_share": flops_share, "size": size})
+    return typed(PartEntry, {**fields, "runs_in": runs_in, "flops_share": flops_share, "size": size})
 
 
 PARTS = [part("tvm"), part("onnxruntime"), part("tvm", flops_share=0.8)]
@@ -153,7 +154,7 @@ def test_operators_with_one_reason_are_one_clause() -> None:
 def test_times_are_kept_as_json() -> None:
     timed = timed_parts(PARTS, [1e-3, 1e-3, 2e-3])
     assert [entry.latency_share for entry in timed] == [0.25, 0.25, 0.5]
-    assert [PartEntry.from_dict(json.loads(json.dumps(asdict(entry)))) for entry in timed] == list(timed)
+    assert [typed(PartEntry, json.loads(json.dumps(asdict(entry)))) for entry in timed] == list(timed)
 
 
 def test_the_benchmark_of_handing_tensors_over(tmp_path: Path) -> None:
