@@ -31,6 +31,8 @@ def tuned(
     shutil.copy(small_onnx, "small.onnx")
     run_id = tune_here(run_here).info.run_id
     set_error(run_id, 0.01)  # these tasks take microseconds, and are noisy
+    if names.TAG_DISTRUST in mlflow.get_run(run_id).data.tags:  # the machine may be busy
+        mlflow.MlflowClient().delete_tag(run_id, names.TAG_DISTRUST)
     return run_id
 
 
@@ -119,13 +121,13 @@ def test_times_that_cannot_be_trusted_are_compared_with_a_word_and_fail_only_whe
     assert run_here(*gate) == 0
     said = " ".join("".join(capsys.readouterr()).split())
     assert f"the times cannot be trusted: {other}: other programs used the CPUs" in said
-    assert "% slower than" in said
+    assert "% slower than" in caplog.text
     assert run_here(*gate, "--force") == 8
     assert diff(tuned, other).distrust == f"{other}: other programs used the CPUs"
     assert diff(tuned, tuned).distrust == ""
     assert "the times cannot be trusted" in caplog.text
     run_here("runs")
-    assert " ?" in capsys.readouterr().out
+    assert "? the times of this run cannot be trusted" in capsys.readouterr().out
 
 
 def test_tasks_whose_records_are_lost_are_found(
