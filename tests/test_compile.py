@@ -14,6 +14,7 @@ import mlflow
 import numpy as np
 import pytest
 from helpers.commands import RunCommand, flags
+from helpers.one_operator import one_operator, run_onnxruntime
 from mlflow.models import Model
 from mlflow.types import Schema, TensorSpec
 
@@ -259,3 +260,16 @@ def test_a_model_does_not_tell_the_password_of_its_records(tmp_path: Path) -> No
     options = CompileOptions(network="small", records="https://bob:hunter2@host/records")
     recorded = Recorded(options=options, records=tmp_path, copy="", provenance=None)
     assert provenance_of(recorded)["records"] == "https://…@host/records"
+
+
+@pytest.mark.parametrize("constant", ["i", "u", ""])
+def test_a_function_that_is_one_block_of_loops_is_compiled(host_target: Target, tmp_path: Path, constant: str) -> None:
+    """TVM's pass that packs constants stops at a scatter of elements, whether or not it has one."""
+    values = {"x": np.full((4, 3), 2, np.float32), "i": np.array([[0, 2, 3], [0, 2, -1]]), "u": np.eye(2, 3, 1)}
+    values["u"] = values["u"].astype(np.float32)
+    data = {name: array for name, array in values.items() if name != constant}
+    constants = {constant: values[constant]} if constant else {}
+    model = one_operator("ScatterElements", data, constants, inputs=[*values], opset=18, reduction="add")
+    compile_tuned(lower(model, host_target), host_target, None, tmp_path / "model.so")
+    (expected,) = run_onnxruntime(model, data)
+    np.testing.assert_array_equal(run(tmp_path / "model.so", data), expected)

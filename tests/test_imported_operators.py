@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 import pytest
-from helpers.one_operator import MICROSOFT, assert_computes_the_same, one_operator
+from helpers.one_operator import (
+    MICROSOFT,
+    assert_computes_the_same,
+    one_operator,
+    run_lowered,
+    run_onnxruntime,
+)
 from onnx import TensorProto, helper, numpy_helper
 
 from ansor_mlflow.graphs import raise_opset, reasons_to_stay, rewrite_operators
@@ -28,6 +34,13 @@ def ints(*values: int) -> np.ndarray:
 
 SPECIAL = {"x": np.array([1, np.inf, -np.inf, np.nan], np.float32)}
 INDICES = {"x": np.array([[0, 2], [-1, 7]])}
+REGIONS = {
+    "x": RNG.normal(size=(2, 3, 9, 8)).astype(np.float32),
+    "r": np.array([[1, 1, 7.5, 6], [2.2, 3.1, 9, 9], [-3, -4, 15, 30], [5, 5, 5, 5], [6, 6, 5, 4]], np.float32),
+    "i": ints(0, 1, 0, 1, 1),
+}
+ROI = {"output_height": 4, "output_width": 3, "sampling_ratio": 2}
+INT32 = {"outputs": [TensorProto.INT32]}
 CASES: dict[str, tuple[str, Mapping[str, np.ndarray], dict[str, Any]]] = {
     "positive infinity": ("IsInf", SPECIAL, {"detect_negative": 0, "outputs": [TensorProto.BOOL]}),
     "negative infinity": ("IsInf", SPECIAL, {"detect_positive": 0, "outputs": [TensorProto.BOOL]}),
@@ -59,6 +72,16 @@ CASES: dict[str, tuple[str, Mapping[str, np.ndarray], dict[str, Any]]] = {
     ),
     "root mean square": ("SimplifiedLayerNormalization", IMAGE, {"constants": {"s": np.arange(7.0)}}),
     "tiles": ("Tile", {"x": RNG.normal(size=(3, 4, 5)).astype(np.float32)}, {"constants": {"n": ints(6, 4, 2)}}),
+    "mean of integers": ("ReduceMean", {"x": RNG.integers(-99, 99, (3, 4, 5), np.int32)}, {**INT32, "axes": [1]}),
+    "mean of all integers": ("ReduceMean", {"x": np.arange(-9, 3)}, {"outputs": [TensorProto.INT64], "keepdims": 0}),
+    "regions": ("RoiAlign", REGIONS, {**ROI, "opset": 16, "spatial_scale": 0.5}),
+    "regions, output": (
+        "RoiAlign",
+        REGIONS,
+        {**ROI, "opset": 16, "coordinate_transformation_mode": "output_half_pixel"},
+    ),
+    "regions, as before": ("RoiAlign", REGIONS, {**ROI, "opset": 10, "spatial_scale": 0.3}),
+    "regions of any size": ("RoiAlign", REGIONS, {**ROI, "opset": 10, "sampling_ratio": 0}),
     "windows from below": (
         "MaxPool",
         IMAGE,
@@ -72,6 +95,63 @@ CASES: dict[str, tuple[str, Mapping[str, np.ndarray], dict[str, Any]]] = {
 def test_a_rewritten_operator_computes_what_onnxruntime_computes(host_target: Target, case: str) -> None:
     op_type, data, arguments = CASES[case]
     assert_computes_the_same(one_operator(op_type, data, **arguments), host_target, data)
+
+
+NORMALIZATIONS: dict[str, tuple[int, dict[str, Any]]] = {
+    "GroupNormalization": (21, {"num_groups": 2}),
+    "InstanceNormalization": (17, {}),
+    "LayerNormalization": (17, {"axis": 2}),
+    "MeanVarianceNormalization": (13, {"axes": [2, 3]}),
+}
+"""Version of ONNX's operators and attributes."""
+
+
+@pytest.mark.parametrize("op_type", NORMALIZATIONS)
+def test_a_normalization_keeps_its_digits_at_a_large_mean(host_target: Target, op_type: str) -> None:
+    """ONNX Runtime does not, of those that it computes as ONNX defines them: by a difference of squares."""
+    data = {"x": (RNG.normal(size=(1, 2, 6, 7)) + 3000).astype(np.float32)}
+    sizes = {"GroupNormalization": 2, "InstanceNormalization": 2, "LayerNormalization": (6, 7)}.get(op_type)
+    constants = {"s": np.ones(sizes), "b": np.zeros(sizes)} if sizes else {}
+    opset, attributes = NORMALIZATIONS[op_type]
+    lowered = lower(one_operator(op_type, data, constants, opset=opset, **attributes), host_target)
+    x = data["x"].astype(np.float64)
+    expected = (x - x.mean((2, 3), keepdims=True)) / np.sqrt(x.var((2, 3), keepdims=True) + 1e-5)
+    np.testing.assert_allclose(run_lowered(lowered, host_target, data)[0], expected, atol=2e-3)
+
+
+@pytest.mark.parametrize("keepdims", [0, 1])
+@pytest.mark.parametrize("square", ["Mul", "Pow"])
+def test_a_difference_of_squares_becomes_a_variance(host_target: Target, square: str, keepdims: int) -> None:
+    """As it is exported by hand; a product of means of two tensors is none."""
+    two = numpy_helper.from_array(np.float32(2), "two")
+
+    def squared(name: str, output: str) -> onnx.NodeProto:
+        return helper.make_node(square, [name, name if square == "Mul" else "two"], [output])
+
+    reduced = {"axes": [1], "keepdims": keepdims}
+    nodes = [
+        helper.make_node("ReduceMean", ["x"], ["mean"], **reduced),
+        squared("x", "squares"),
+        squared("mean", "square"),
+        helper.make_node("ReduceMean", ["squares"], ["of squares"], **reduced),
+        helper.make_node("Sub", ["of squares", "square"], ["y"]),
+    ]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, (3, 40))
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, (3, 1) if keepdims else (3,))
+    graph = helper.make_graph(nodes, "variance", [x], [y], [two])
+    model = helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
+    data = {"x": (RNG.normal(size=(3, 40)) + 3000).astype(np.float32)}
+    outputs = run_lowered(lower(model, host_target), host_target, data)
+    np.testing.assert_allclose(outputs[0], data["x"].astype(np.float64).var(1, keepdims=bool(keepdims)), rtol=1e-3)
+
+
+def test_an_image_that_is_not_there_is_the_nearest(host_target: Target) -> None:
+    """ONNX Runtime says that it is an error; TVM would read beyond the tensor."""
+    model = one_operator("RoiAlign", REGIONS, opset=16, **ROI)
+    lowered = lower(model, host_target)
+    (output,) = run_lowered(lowered, host_target, {**REGIONS, "i": ints(-9, 1, 0, 1 << 40, 1)})
+    expected = run_onnxruntime(model, {**REGIONS, "i": ints(0, 1, 0, 1, 1)})
+    np.testing.assert_allclose(output, expected[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("op_type", ["Max", "Mean", "Min", "Sum"])
@@ -208,6 +288,7 @@ def test_a_model_without_such_operators_stays() -> None:
             one_operator("Pad", IMAGE, {"p": ints(0, 0, -1, 0, 0, 0, 0, 2)}, opset=19, mode="wrap"),
             "a cropped tensor that is continued",
         ),
+        (one_operator("RoiAlign", REGIONS, opset=16, output_height=2), "regions that may be empty"),
         (one_operator("ReduceSumSquare", IMAGE, opset=18, noop_with_empty_axes=1), "a reduction over no axis"),
         (
             one_operator(

@@ -15,6 +15,7 @@ from ansor_mlflow.networks import static_shape
 _FIRST_OPSET = 11
 """Slices and pads have their ranges as inputs from here on."""
 _FIRST_OPSET_WITH_SPLIT_INPUT = 13
+_FIRST_OPSET_WITH_SUMMED_INPUT = 13
 _FIRST_OPSET_WITH_REDUCED_INPUT = 18
 
 
@@ -35,6 +36,7 @@ class GraphEditor:
         for node in model.graph.node:
             for name in node.input:
                 self._consumers.setdefault(name, []).append(node)
+        self._producers = {name: node for node in model.graph.node for name in node.output}
         self._uses = set(uses(model.graph))
         self._nodes: list[onnx.NodeProto] = []
         self._prefix = ""
@@ -65,6 +67,10 @@ class GraphEditor:
     def consumers(self, name: str) -> list[onnx.NodeProto]:
         """The nodes that take a tensor."""
         return self._consumers.get(name, [])
+
+    def producer(self, name: str) -> onnx.NodeProto | None:
+        """The node that a tensor comes from; None for an input, a constant, and what this rewriting put in."""
+        return self._producers.get(name)
 
     def is_used(self, node: onnx.NodeProto, output: int) -> bool:
         """Whether a node has an output of that number, and something takes it."""
@@ -117,7 +123,8 @@ class GraphEditor:
 
     def reduce(self, op_type: str, data: str, axes: list[int], output: str | None = None) -> str:
         """Puts in a reduction over some axes, which keep the size 1."""
-        if self.opset < _FIRST_OPSET_WITH_REDUCED_INPUT:
+        is_sum = op_type == "ReduceSum"
+        if self.opset < (_FIRST_OPSET_WITH_SUMMED_INPUT if is_sum else _FIRST_OPSET_WITH_REDUCED_INPUT):
             return self.emit(op_type, data, axes=axes, output=output)
         return self.emit(op_type, data, self.constant(axes, np.int64), output=output)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 import onnx
 
 from ansor_mlflow.graphs.editor import GraphEditor, attributes_of, input_of
+from ansor_mlflow.graphs.operators.indexing import FIRST_OPSET_WITH_HALF_PIXEL
 from ansor_mlflow.graphs.operators.recurrent import why_not_unrolled
 from ansor_mlflow.graphs.operators.resize import why_not_resized
 
@@ -55,6 +56,15 @@ def _wrapped_pad(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
     return "a cropped tensor that is continued" if wrong else None
 
 
+def _regions(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
+    attributes = attributes_of(node)
+    if attributes.get("mode") == "max":
+        return "maxima of regions"
+    counting = "half_pixel" if graph.opset >= FIRST_OPSET_WITH_HALF_PIXEL else "output_half_pixel"
+    is_shifted = attributes.get("coordinate_transformation_mode", counting) == "half_pixel"
+    return "regions that may be empty" if is_shifted and not attributes.get("sampling_ratio") else None
+
+
 _WHY_NOT: Mapping[str, WhyNot] = {
     "BatchNormalization": _attribute("training_mode", 1, "statistics of the batch"),
     "GRU": why_not_unrolled,
@@ -63,6 +73,6 @@ _WHY_NOT: Mapping[str, WhyNot] = {
     "Pad": _wrapped_pad,
     "RNN": why_not_unrolled,
     "Resize": why_not_resized,
-    "RoiAlign": _attribute("mode", "max", "maxima of regions"),
+    "RoiAlign": _regions,
     "SpaceToDepth": _attribute("mode", "CRD", "depth before blocks"),
 }

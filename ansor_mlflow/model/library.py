@@ -20,7 +20,7 @@ from ansor_mlflow.model.parts import PartEntry, write_parts
 from ansor_mlflow.records import Database as RecordDatabase
 from ansor_mlflow.records import RecordPair, require_whole
 from ansor_mlflow.settings import Linker
-from ansor_mlflow.sketches import find_programs, schedule_for_gpu, unbound_kernels
+from ansor_mlflow.sketches import find_programs, is_made_of_blocks, schedule_for_gpu, unbound_kernels
 from ansor_mlflow.trials import DIRECT, TaskInfo
 
 if TYPE_CHECKING:
@@ -134,14 +134,14 @@ def compile_tuned(
         others = {task.info.layer_hash: task.alternative for task in tasks if task.alternative is not None}
         replaced = replace_layers(lowered.mod, others)
         with target, OrderedUnionDatabase(database, chosen):
+            scheduled = relax.transform.MetaScheduleApplyDatabase()(replaced)
             mod = tvm.transform.Sequential(
                 [
-                    relax.transform.MetaScheduleApplyDatabase(),
                     relax.transform.SplitLayoutRewritePreproc(),
                     relax.transform.FoldConstant(),
                     relax.transform.CanonicalizeBindings(),  # packed weights were parts of tuples
                 ]
-            )(replaced)
+            )(_with_roots(scheduled))
     except (OSError, RuntimeError, ValueError, TypeError) as err:
         raise RecordsError(
             f"{best_records}: the records do not apply ({first_line(err)}); tune the network again"
@@ -181,6 +181,18 @@ def database_of(records: Path, tasks: Sequence[TuningTask]) -> Database:
             workload = database.commit_workload(mod)
             database.commit_tuning_record(TuningRecord.from_json(parse(recorded.fields(record)), workload))
     return database
+
+
+def _with_roots(mod: IRModule) -> IRModule:
+    """The module, in which a function that is one block of loops has a root block, without which TVM's pass stops."""
+    from tvm.s_tir import SBlock, SBlockRealize
+
+    changed = mod.clone()
+    for var, function in mod.functions_items():
+        if isinstance(getattr(function, "body", None), SBlockRealize) and not is_made_of_blocks(function):
+            root = SBlockRealize([], True, SBlock([], [], [], "root", function.body))
+            changed.update_func(var, function.with_body(root))
+    return changed
 
 
 def _kernels_us(mod: IRModule, ways: Sequence[ChosenWay]) -> dict[str, float | None]:

@@ -2,6 +2,12 @@
 
 from ansor_mlflow.sketches.choice import Programs, find_programs
 from ansor_mlflow.sketches.compilable import why_not_compilable
-from ansor_mlflow.sketches.contraction import MAX_EPILOGUE, Contraction, find_contraction, has_sums
+from ansor_mlflow.sketches.contraction import (
+    MAX_EPILOGUE,
+    Contraction,
+    find_contraction,
+    has_sums,
+    is_made_of_blocks,
+)
 from ansor_mlflow.sketches.decisions import ANNOTATION, Tile, find_decision
 from ansor_mlflow.sketches.gpu import gpu_program, schedule_for_gpu, unbound_kernels

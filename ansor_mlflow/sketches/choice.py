@@ -105,7 +105,7 @@ class Programs:
 
 def find_programs(mod: IRModule, target: Target) -> Programs | None:
     """The programs of our own for a task's function; None where there are none, or the target is no CPU."""
-    if not is_cpu(target) or not is_made_of_blocks(mod):
+    if not is_cpu(target) or not is_made_of_blocks(mod["main"]):
         return None
     programs = Programs(_find_sketch(mod, Machine.of(target)), packs=has_sums(mod))
     return programs if any(programs.program(tile) is not None for tile in programs.tiles[:_NUM_TRIED]) else None

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.s_tir import Schedule
     from tvm.s_tir.schedule import SBlockRV
+    from tvm.tirx import PrimFunc
 
 MAX_EPILOGUE = 8
 """Operators after a sum that are computed while it is written; a GELU is seven. More of them, in every copy of an
@@ -81,9 +82,9 @@ class Contraction:
         return tuple(axis for axis in range(self.vector_axis) if shared is None or not shared.stride(axis))
 
 
-def is_made_of_blocks(mod: IRModule) -> bool:
-    """Whether a task's function can be scheduled: one that was written as loops, such as a scatter, is left alone."""
-    root = getattr(mod["main"].body, "block", None)
+def is_made_of_blocks(function: PrimFunc) -> bool:
+    """Whether a function can be scheduled: one that was written as loops, such as a scatter, is left alone."""
+    root = getattr(function.body, "block", None)
     return root is not None and str(root.name_hint) == "root"
 
 
@@ -105,7 +106,7 @@ def find_contraction(mod: IRModule) -> Contraction | None:
     """The sum that a task's function is; None where it is something else."""
     from tvm.s_tir import Schedule
 
-    if not is_made_of_blocks(mod):
+    if not is_made_of_blocks(mod["main"]):
         return None
     sch = Schedule(mod)
     blocks = list(sch.get_child_blocks(sch.get_sblock("root")))

@@ -1,11 +1,14 @@
-"""Sums along an axis, for which TVM has no kernel on CPUs."""
+"""Sums along an axis, for which TVM has no kernel on CPUs, and means of integers."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import onnx
 
-from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, attributes_of
+from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, attributes_of, input_of
+from ansor_mlflow.graphs.nodes import FLOATS
 
 _MAX_LENGTH = 1024
 """Longer axes stay: the product with a triangular matrix takes the square of the length."""
@@ -32,4 +35,23 @@ def _cum_sum(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     return True
 
 
-REWRITINGS: Rewritings = {("", "CumSum"): _cum_sum}
+def _mean(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    """The sum over the number of elements; TVM's mean of integers is of int64."""
+    data = node.input[0]
+    shape, dtype, attributes = graph.shape(data), graph.dtype(data), attributes_of(node)
+    if shape is None or not dtype or dtype in FLOATS:
+        return False
+    values = graph.value(input_of(node, 1))
+    axes = attributes.get("axes") if values is None else values.tolist()
+    axes = [axis % len(shape) for axis in axes or range(len(shape))]
+    total = graph.reduce("ReduceSum", data, axes)
+    count = graph.constant(math.prod(shape[axis] for axis in axes), onnx.helper.tensor_dtype_to_np_dtype(dtype))
+    mean = graph.emit("Div", total, count)
+    kept = [1 if place in axes else size for place, size in enumerate(shape)]
+    if not attributes.get("keepdims", 1):
+        kept = [size for place, size in enumerate(shape) if place not in axes]
+    graph.reshape(mean, kept, output=node.output[0])
+    return True
+
+
+REWRITINGS: Rewritings = {("", "CumSum"): _cum_sum, ("", "ReduceMean"): _mean}

@@ -7,6 +7,9 @@ import onnx
 
 from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, attributes_of
 
+FIRST_OPSET_WITH_HALF_PIXEL = 16
+"""Regions are shifted by half a pixel from here on, unless they say otherwise."""
+
 
 def _one_hot(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     """Comparison with 0, 1, …; an index outside of the depth matches none."""
@@ -50,6 +53,27 @@ def _max_pool(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     return True
 
 
+def _roi_align(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    """TVM takes half a pixel off before it scales regions, and reads whatever image the index of one points to."""
+    data, regions, images = node.input
+    attributes, shape, dtype = attributes_of(node), graph.shape(data), graph.dtype(regions)
+    counting = "half_pixel" if graph.opset >= FIRST_OPSET_WITH_HALF_PIXEL else "output_half_pixel"
+    is_shifted = attributes.get("coordinate_transformation_mode", counting) == "half_pixel"
+    if shape is None or not dtype or (is_shifted and not attributes.get("sampling_ratio")):
+        return False
+    scale = attributes.get("spatial_scale", 1.0) if is_shifted else 1.0
+    if scale == 1 and graph.value(images) is not None:
+        return False
+    if graph.value(images) is None:
+        lowest, highest = (graph.constant(number, np.int64) for number in (0, shape[0] - 1))
+        images = graph.emit("Min", graph.emit("Max", images, lowest), highest)
+    if scale != 1:
+        regions = graph.emit("Mul", regions, graph.constant(scale, onnx.helper.tensor_dtype_to_np_dtype(dtype)))
+        attributes["spatial_scale"] = 1.0
+    graph.emit("RoiAlign", data, regions, images, output=node.output[0], **attributes)
+    return True
+
+
 def _tile(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     """TVM's function takes remainders by three axes at once; with AVX-512, some of its elements are wrong."""
     data, repeats, shape = node.input[0], graph.value(node.input[1]), graph.shape(node.input[0])
@@ -86,6 +110,7 @@ REWRITINGS: Rewritings = {
     ("", "Concat"): _concat,
     ("", "MaxPool"): _max_pool,
     ("", "OneHot"): _one_hot,
+    ("", "RoiAlign"): _roi_align,
     ("", "Split"): _split,
     ("", "Tile"): _tile,
 }

@@ -9,6 +9,8 @@ from onnx import TensorProto, helper
 from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, attributes_of, input_of
 
 _EPSILON = 1e-5
+_MEAN_VARIANCE_EPSILON = 1e-9
+"""Of MeanVarianceNormalization, as ONNX defines it."""
 
 
 def _layer_norm(node: onnx.NodeProto, graph: GraphEditor) -> bool:
@@ -60,9 +62,61 @@ def _lp_norm(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     return True
 
 
+def _mean_variance_norm(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    """The deviation from the mean over its root mean square; TVM takes the difference of squares."""
+    data, axes = node.input[0], list(attributes_of(node).get("axes", (0, 2, 3)))
+    if graph.dtype(data) != TensorProto.FLOAT:
+        return False
+    centred = graph.emit("Sub", data, graph.reduce("ReduceMean", data, axes))
+    root = graph.emit("Sqrt", graph.reduce("ReduceMean", graph.emit("Mul", centred, centred), axes))
+    divisor = graph.emit("Add", root, graph.constant(_MEAN_VARIANCE_EPSILON, np.float32))
+    graph.emit("Div", centred, divisor, output=node.output[0])
+    return True
+
+
+def _difference(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    """A variance that is E[x²] − E[x]² becomes E[(x − E[x])²]: squares of a large mean leave no digits for it.
+
+    ONNX's own definition of GroupNormalization, which ONNX Runtime puts in the place of one, is such a form.
+    """
+    mean_name = _square_of(node.input[1], graph)
+    of_squares, mean = graph.producer(node.input[0]), graph.producer(mean_name)
+    if of_squares is None or mean is None or {of_squares.op_type, mean.op_type} != {"ReduceMean"}:
+        return False
+    data, form = mean.input[0], _reduction(mean, graph)
+    if _square_of(of_squares.input[0], graph) != data or form != _reduction(of_squares, graph):
+        return False
+    attributes = attributes_of(mean)
+    kept = mean_name if form[1] else graph.emit("ReduceMean", *mean.input, **attributes | {"keepdims": 1})
+    centred = graph.emit("Sub", data, kept)
+    squared = graph.emit("Mul", centred, centred)
+    graph.emit("ReduceMean", squared, *mean.input[1:], output=node.output[0], **attributes)
+    return True
+
+
+def _reduction(node: onnx.NodeProto, graph: GraphEditor) -> tuple[object, bool]:
+    """Axes of a reduction, and whether it keeps them."""
+    attributes, values = attributes_of(node), graph.value(input_of(node, 1))
+    axes = attributes.get("axes") if values is None else values.tolist()
+    return axes, bool(attributes.get("keepdims", 1))
+
+
+def _square_of(name: str, graph: GraphEditor) -> str:
+    """What a tensor is the square of; empty where it is none."""
+    node = graph.producer(name)
+    if node is None or len(node.input) != 2:
+        return ""
+    first, second = node.input
+    exponent = graph.value(second) if node.op_type == "Pow" else None
+    is_square = (node.op_type == "Mul" and first == second) or (exponent is not None and (exponent == 2).all())
+    return str(first) if is_square else ""
+
+
 REWRITINGS: Rewritings = {
     ("", "LayerNormalization"): _layer_norm,
     ("", "LpNormalization"): _lp_norm,
+    ("", "MeanVarianceNormalization"): _mean_variance_norm,
+    ("", "Sub"): _difference,
     ("", "RMSNormalization"): _rms_norm,
     ("", "SimplifiedLayerNormalization"): _rms_norm,
     ("com.microsoft", "SimplifiedLayerNormalization"): _rms_norm,
