@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx
 import pytest
 from helpers.one_operator import one_operator, run_lowered, run_onnxruntime
 from onnx import TensorProto, helper
 
 from ansor_mlflow.codegen import pass_config, tir_pipeline
 from ansor_mlflow.device.targets import resolve_target
+from ansor_mlflow.errors import CorrectnessError
 from ansor_mlflow.lowering.lower import lower
+from ansor_mlflow.measuring.checking import broken, require_broken_stays_broken, swallowing
 from ansor_mlflow.settings import LoweringSettings
 
 if TYPE_CHECKING:
@@ -140,3 +144,63 @@ def test_arm_s_own_instructions_keep_nan() -> None:
     found = assembly("llvm -mtriple=aarch64-linux-gnu -mcpu=cortex-a76")
     assert {"fmax", "fmin"} <= set(found)
     assert {"fmaxnm", "fminnm", "fcmgt"}.isdisjoint(found)
+
+
+# -- what evaluate looks at -----------------------------------------------------------------------------------------
+
+
+def arrays(*values: float) -> dict[str, np.ndarray]:
+    return {"y": np.array(values, np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "is_lost"),
+    [
+        (arrays(0, 1), arrays(np.nan, 1), True),
+        (arrays(1, 1), arrays(np.inf, 1), True),
+        (arrays(np.inf), arrays(-np.inf), True),
+        (arrays(np.nan, np.nan), arrays(np.nan, np.inf), False),
+        (arrays(np.nan), arrays(1), False),  # spread by a transformation
+        (arrays(np.inf), arrays(np.finfo(np.float32).max), False),
+        ({"y": np.array([1])}, {"y": np.array([2])}, False),
+    ],
+)
+def test_what_is_lost_of_nan_and_infinities(
+    actual: dict[str, np.ndarray], expected: dict[str, np.ndarray], is_lost: bool
+) -> None:
+    assert swallowing(actual, expected) == (["y"] if is_lost else [])
+
+
+def test_an_input_is_broken_in_few_places() -> None:
+    inputs = {"x": np.ones((2, 50), np.float32), "ids": np.ones(3, np.int64)}
+    found = broken(inputs)
+    assert found is not None
+    assert np.isnan(found["x"]).sum() == 1
+    assert np.isinf(found["x"]).sum() == 2
+    assert found["ids"] is inputs["ids"]
+    assert np.isfinite(inputs["x"]).all()
+    assert broken({"ids": inputs["ids"]}) is None
+    for scalar in (np.float32(1), np.ones(1, np.float16)):
+        assert np.isnan(broken({"x": np.asarray(scalar)})["x"]).all()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("op_type", ["Relu", "MaxPool"])
+def test_a_model_that_makes_numbers_of_nan_is_refused_or_warned_of(
+    op_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inputs = {"x": np.ones((1, 1, 4, 4), np.float32)}
+    attributes = {"kernel_shape": [1, 1]} if op_type == "MaxPool" else {}
+    onnx.save(one_operator(op_type, inputs, **attributes), tmp_path / "network.onnx")
+
+    def check(value: float) -> None:
+        outputs = [{"y0": np.full((1, 1, 4, 4), value, np.float32)}]
+        require_broken_stays_broken(lambda _: outputs, tmp_path / "network.onnx", 1, inputs)
+
+    check(np.nan)
+    assert not caplog.messages
+    if op_type == "Relu":
+        with pytest.raises(CorrectnessError, match=r"are numbers in y0, .* do not deploy this model"):
+            check(0)
+    else:
+        check(0)
+        assert "the network has MaxPool" in caplog.text

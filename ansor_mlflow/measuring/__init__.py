@@ -5,6 +5,7 @@ from ansor_mlflow.measuring.checking import (
     deviation_of,
     expected_of,
     outputs_of,
+    require_broken_stays_broken,
     tolerance_for,
     what_to_do,
 )

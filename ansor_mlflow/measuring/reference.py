@@ -64,6 +64,11 @@ def is_quantized(network: Path) -> bool:
     return any(map(_rounds, _nodes(network)))
 
 
+def operators_of(network: Path) -> set[str]:
+    """The operators of an ONNX file."""
+    return {node.op_type for node in _nodes(network)}
+
+
 def random_operators(network: Path) -> list[str]:
     """The operators of an ONNX file that draw random numbers."""
     return list(dict.fromkeys(node.op_type for node in _nodes(network) if _is_random(node)))

@@ -29,6 +29,8 @@ from ansor_mlflow.measuring import (
     expected_of,
     library_inference,
     measure_in_turns,
+    outputs_of,
+    require_broken_stays_broken,
     require_examples,
     require_rivals,
     same_for_all,
@@ -288,6 +290,9 @@ def _check(checked: _Checked, tolerance: float, run: StepRun) -> dict[str, float
             f"the outputs of {network} differ from ONNX Runtime's by max_rel_error={difference.max_rel_error:.3g}, "
             f"allowed is {tolerance:g}; {advice}"
         )
+    if not checked.on_server:
+        compute = partial(outputs_of, partial(tuned_inference, checked.directory))
+        require_broken_stays_broken(compute, checked.network, checked.num_threads, checked.examples[0])
     return metrics
 
 
