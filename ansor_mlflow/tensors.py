@@ -157,7 +157,7 @@ def _rows(cell: str | bytes, spec: TensorSpec) -> npt.NDArray[Any]:
         data = base64.b64decode("".join(cell.split()), validate=True) if isinstance(cell, str) else cell
     except ValueError as err:  # of which binascii.Error is one
         raise UserInputError(f"{_rule(spec)}; one is no base64 ({err})") from err
-    if not data or len(data) % _row_bytes(spec):
+    if not data or len(data) % (_row_bytes(spec) or 1):
         raise UserInputError(f"{_rule(spec)}; one has {len(data)} bytes")
     return np.frombuffer(data, spec.dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +188,20 @@ def test_there_is_an_example_of_each_size(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found[1]["x"], mine[:1])
     with pytest.raises(UserInputError, match=r"it must hold x: float32 \(1, 4\)"):
         choose_examples(saved(tmp_path, x=np.zeros((1, 5), np.float32)), sizes, 7)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_parquet_with_flipped_bits_is_read_or_refused(tmp_path: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    spec = TensorSpec("image", (2, 3), "float32")
+    pd.DataFrame({"image": [row.tolist() for row in rng.standard_normal((2, 3))]}).to_parquet(
+        tmp_path / "whole.parquet"
+    )
+    content = np.frombuffer((tmp_path / "whole.parquet").read_bytes(), np.uint8)
+    for _ in range(60):
+        flipped = content.copy()
+        for place in rng.integers(4, len(flipped), rng.integers(1, 4)):
+            flipped[place] ^= 1 << rng.integers(0, 8)
+        (tmp_path / "data.parquet").write_bytes(flipped.tobytes())
+        with contextlib.suppress(UserInputError):
+            read_examples(str(tmp_path / "data.parquet"), (spec,))

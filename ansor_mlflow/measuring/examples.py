@@ -116,7 +116,9 @@ def _read_parquet(path: str, inputs: tuple[TensorSpec, ...]) -> Arrays:
 
     try:
         frame = pd.read_parquet(path)
-    except ValueError as err:
+    except (OSError, MemoryError):
+        raise
+    except Exception as err:  # of pandas, PyArrow or what a damaged schema stands for: there are a dozen kinds
         raise UserInputError(f"data={path}: it is no Parquet file, or cut short; write it again") from err
     by_name = {spec.name: spec for spec in inputs}
     if set(frame.columns) != set(by_name):
@@ -144,7 +146,7 @@ def _num_examples(array: npt.NDArray[Any], spec: TensorSpec) -> Fraction:
     """How often the rows of an array fill the input; 0 where it is not of the network's dtype and shape."""
     if array.dtype != spec.dtype or array.ndim != len(spec.shape) or array.shape[1:] != spec.shape[1:]:
         return Fraction(0)
-    return Fraction(len(array), spec.shape[0]) if spec.shape else Fraction(1)
+    return Fraction(len(array), spec.shape[0] or 1) if spec.shape else Fraction(1)
 
 
 def _split(array: npt.NDArray[Any], spec: TensorSpec) -> list[npt.NDArray[Any]]:

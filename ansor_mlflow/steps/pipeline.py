@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 
 import mlflow
-import yaml
 from mlflow.entities import Run
 from mlflow.exceptions import ExecutionException
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import INTERRUPTED_EXIT_CODE, AnsorMlflowError, UserInputError, error_for_exit_code
+from ansor_mlflow.foreign import read_yaml
 from ansor_mlflow.measuring import choose_examples, require_examples, require_rivals
 from ansor_mlflow.model import require_pad
 from ansor_mlflow.options import (
@@ -80,12 +80,12 @@ class PipelineResult:
 def has_our_entry_points(directory: Path) -> bool:
     """Whether a directory has an `MLproject` file with the entry points, and their parameters, that `main` runs."""
     try:
-        project = yaml.safe_load((directory / "MLproject").read_text(encoding="utf-8"))
+        project = read_yaml((directory / "MLproject").read_bytes())
         return all(
             cls.model_fields.keys() <= project["entry_points"][name]["parameters"].keys()
             for name, cls in _ENTRY_POINTS.items()
         )
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False  # there is none, or it is of something else
 
 

@@ -44,7 +44,7 @@ from ansor_mlflow.tracking.report.note import command_lines, evaluation_note, pi
 from ansor_mlflow.tracking.report.pages import html_table, render_page
 from ansor_mlflow.tracking.report.summary import latency_rows, summary_rows
 from ansor_mlflow.tracking.report.tuning_page import KernelNote, ScheduleText, tuning_page
-from ansor_mlflow.tracking.run import StepRun, fail_project_run, params_used, step_run, work_directory
+from ansor_mlflow.tracking.run import StepRun, fail_project_run, params_used, read_artifact, step_run, work_directory
 from ansor_mlflow.tracking.sources import find_program, network_of, pinned_uri
 from ansor_mlflow.tracking.stores.sqlite import open_in_turn
 from ansor_mlflow.tracking.views import existing_views

@@ -10,15 +10,16 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlflow
 from mlflow.entities import Param, Run, RunTag
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_PROJECT_ENTRY_POINT
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import AnsorMlflowError, MachineError, add_note, one_line
+from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError, add_note, one_line
 from ansor_mlflow.files import path_below, translated_disk_errors
-from ansor_mlflow.foreign import without_credentials
+from ansor_mlflow.foreign import read_json, without_credentials
 from ansor_mlflow.options import MAX_PARAM_LENGTH, Options, as_text
 from ansor_mlflow.tracking.error_translation import translated_errors
 from ansor_mlflow.tracking.killed.runs import (
@@ -302,9 +303,21 @@ def params_used(run: Run, cls: type[Options]) -> dict[str, str]:
     cut = [name for name in used if len(params.get(f"{name}_used", params[name])) >= MAX_PARAM_LENGTH]
     if cut:
         with translated_errors(f"read {names.PARAMS_FILE} of run {run.info.run_id}"):
-            whole = json.loads(mlflow.artifacts.load_text(f"runs:/{run.info.run_id}/{names.PARAMS_FILE}"))
+            whole = read_artifact(run.info.run_id, names.PARAMS_FILE)
         used |= {name: str(whole[name]) for name in cut}
     return used
+
+
+def read_artifact(run_id: str, name: str) -> Any:
+    """The value of a JSON file among the artifacts of a run.
+
+    Raises:
+        RecordsError: It is damaged.
+    """
+    try:
+        return read_json(mlflow.artifacts.load_text(f"runs:/{run_id}/{name}"))
+    except ValueError as err:
+        raise RecordsError(f"{name} of run {run_id} is damaged ({one_line(err)}); give another run") from err
 
 
 def _unquoted(value: str) -> str:

@@ -20,7 +20,7 @@ from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.options import DiffOptions, is_uri
 from ansor_mlflow.records import FAILED_RUN_S, find_records, open_database, read_fingerprint
 from ansor_mlflow.steps.records import fetch_run, tuning_of
-from ansor_mlflow.tracking import html_table, pinned_uri, translated_errors
+from ansor_mlflow.tracking import html_table, pinned_uri, read_artifact, translated_errors
 
 _log = logging.getLogger("ansor_mlflow")
 _SINGLE_ERROR = 0.03
@@ -222,8 +222,8 @@ def _load(given: str, scratch: Path) -> _Side:
         files = {file.path for file in mlflow.MlflowClient().list_artifacts(run_id)}
         if names.TASKS_FILE not in files:
             raise RecordsError(f"{given}: the tuning run {run_id} did not end; let it go on with resume_run={run_id}")
-        rows = json.loads(mlflow.artifacts.load_text(f"runs:/{run_id}/{names.TASKS_FILE}"))
-        environment = json.loads(mlflow.artifacts.load_text(f"runs:/{run_id}/{names.ENVIRONMENT_FILE}"))
+        rows = read_artifact(run_id, names.TASKS_FILE)
+        environment = read_artifact(run_id, names.ENVIRONMENT_FILE)
     records = fetch_run(run_id, scratch)
     device = read_fingerprint(records)
     if device is None:

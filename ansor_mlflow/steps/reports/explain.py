@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from ansor_mlflow.steps.records import (
     options_of_source,
     sketch_uses,
 )
-from ansor_mlflow.tracking import translated_errors
+from ansor_mlflow.tracking import read_artifact, translated_errors
 from ansor_mlflow.trials import TaskInfo
 from ansor_mlflow.tuning import Bound, Roofline, argument_bytes, measure_roofline
 
@@ -138,8 +137,7 @@ def _find_kernels(run_id: str) -> tuple[str, KernelTimes | None]:
         )
         evaluated = evaluations[0].info.run_id if evaluations else ""
         if evaluated and any(file.path == names.KERNELS_FILE for file in client.list_artifacts(evaluated)):
-            text = mlflow.artifacts.load_text(f"runs:/{evaluated}/{names.KERNELS_FILE}")
-            return evaluated, KernelTimes.from_dict(json.loads(text))
+            return evaluated, KernelTimes.from_dict(read_artifact(evaluated, names.KERNELS_FILE))
     return "", None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +14,7 @@ from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.records import JournalEntry, read_journal
 from ansor_mlflow.steps.records import fetch_run, tuning_of
-from ansor_mlflow.tracking import translated_errors
+from ansor_mlflow.tracking import read_artifact, translated_errors
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -49,18 +48,14 @@ def load_trials(run_id: str) -> pd.DataFrame:
         run = mlflow.get_run(tuning_of(mlflow.get_run(run_id)) or run_id)
         tuning_id = run.info.run_id
         files = {file.path for file in mlflow.MlflowClient().list_artifacts(tuning_id)}
-        tasks = _read_json(tuning_id, names.TASKS_FILE) if names.TASKS_FILE in files else []
-        table = _read_json(tuning_id, names.TRIALS_TABLE) if names.TRIALS_TABLE in files else _NO_TRIALS
+        tasks = read_artifact(tuning_id, names.TASKS_FILE) if names.TASKS_FILE in files else []
+        table = read_artifact(tuning_id, names.TRIALS_TABLE) if names.TRIALS_TABLE in files else _NO_TRIALS
     if not files & {names.TRIALS_TABLE, names.RECORDS_DIR}:
         raise UserInputError(f"run_id={run_id}: the run has no trials; give the ID of a tuning run")
     rows = _of_table(table, tasks)
     if names.RECORDS_DIR in files and len(rows) < run.data.metrics.get(names.TRIALS_MEASURED, math.inf):
         rows = max(rows, _of_records(tuning_id, tasks), key=len)
     return pd.DataFrame(rows, columns=list(_COLUMNS)).astype({"latency_us": "float64", "weight": "Int64"})
-
-
-def _read_json(run_id: str, name: str) -> Any:
-    return json.loads(mlflow.artifacts.load_text(f"runs:/{run_id}/{name}"))
 
 
 def _of_table(table: dict[str, Any], tasks: list[_Row]) -> list[_Row]:
