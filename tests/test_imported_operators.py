@@ -57,6 +57,11 @@ CASES: dict[str, tuple[str, Mapping[str, np.ndarray], dict[str, Any]]] = {
         INDICES,
         {"constants": {"axis": np.int64(0)}, "reverse": 1, "outputs": [TensorProto.INT64]},
     ),
+    "sums that wrap": (
+        "CumSum",
+        {"x": np.array([[np.iinfo(np.int64).min, 3], [np.iinfo(np.int64).min + 5, -2]])},
+        {"constants": {"axis": np.int64(0)}, "outputs": [TensorProto.INT64]},
+    ),
     "one part": ("Split", IMAGE, {"constants": {"sizes": ints(2)}, "axis": 1, "opset": 13, "after_conv": True}),
     "unit length": ("LpNormalization", IMAGE, {"axis": 1}),
     "sum of one": ("LpNormalization", IMAGE, {"axis": -1, "p": 1}),
@@ -287,6 +292,11 @@ def test_a_model_without_such_operators_stays() -> None:
         (
             one_operator("Pad", IMAGE, {"p": ints(0, 0, -1, 0, 0, 0, 0, 2)}, opset=19, mode="wrap"),
             "a cropped tensor that is continued",
+        ),
+        (one_operator("BitShift", INDICES, {"n": ints(1)}, opset=18, direction="LEFT"), "a shift of signed integers"),
+        (
+            one_operator("Mod", {"x": np.ones(2, np.float32), "y": np.ones(2, np.float32)}, opset=18),
+            "a remainder of floats with the divisor's sign",
         ),
         (one_operator("RoiAlign", REGIONS, opset=16, output_height=2), "regions that may be empty"),
         (one_operator("ReduceSumSquare", IMAGE, opset=18, noop_with_empty_axes=1), "a reduction over no axis"),

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import onnx
+from onnx import helper
 
 from ansor_mlflow.graphs.editor import GraphEditor, attributes_of, input_of
+from ansor_mlflow.graphs.nodes import FLOATS
 from ansor_mlflow.graphs.operators.indexing import FIRST_OPSET_WITH_HALF_PIXEL
 from ansor_mlflow.graphs.operators.recurrent import why_not_unrolled
 from ansor_mlflow.graphs.operators.resize import why_not_resized
@@ -56,6 +58,18 @@ def _wrapped_pad(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
     return "a cropped tensor that is continued" if wrong else None
 
 
+def _signed_shift(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
+    """Shifts by more than the width, and by less than nothing, are defined by ONNX, and by no processor."""
+    dtype = graph.dtype(node.input[0])
+    is_signed = dtype and helper.tensor_dtype_to_np_dtype(dtype).kind == "i"
+    return "a shift of signed integers" if is_signed else None
+
+
+def _floored_remainder(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
+    is_float = graph.dtype(node.input[0]) in FLOATS and not attributes_of(node).get("fmod")
+    return "a remainder of floats with the divisor's sign" if is_float else None
+
+
 def _regions(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
     attributes = attributes_of(node)
     if attributes.get("mode") == "max":
@@ -67,9 +81,11 @@ def _regions(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
 
 _WHY_NOT: Mapping[str, WhyNot] = {
     "BatchNormalization": _attribute("training_mode", 1, "statistics of the batch"),
+    "BitShift": _signed_shift,
     "GRU": why_not_unrolled,
     "LSTM": why_not_unrolled,
     "LpPool": _attribute("ceil_mode", 1, "windows beyond the end"),
+    "Mod": _floored_remainder,
     "Pad": _wrapped_pad,
     "RNN": why_not_unrolled,
     "Resize": why_not_resized,
