@@ -13,11 +13,16 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from ansor_mlflow.errors import MachineError
 
+if TYPE_CHECKING:
+    from zipfile import ZipFile
+
 _RESERVE_BYTES = 8 * 2**20
+_SPARE_BYTES = 2**24
+"""By how much an archive may grow: small ones may have been packed by other programs."""
 _MAX_NAME_BYTES = 255
 """Longest name of a file on Linux."""
 _OWNER_LOCK = ".owner.lock"
@@ -49,6 +54,23 @@ def path_below(folder: Path, name: str) -> Path:
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
         raise ValueError(f"{name!r:.100} is a link to something outside of its folder")
     return path
+
+
+def require_stored(archive: ZipFile, num_bytes: int) -> None:
+    """Checks that what is in an archive takes no more than the archive, before anything of it is unpacked.
+
+    PyTorch and NumPy store files as they are. Python reads no more of one than the archive says that it has.
+
+    Args:
+        archive: The archive.
+        num_bytes: Its own length.
+
+    Raises:
+        ValueError: It takes more: it was packed, or parts of it are there several times.
+    """
+    size = sum(entry.file_size for entry in archive.infolist())
+    if size > num_bytes + _SPARE_BYTES:
+        raise ValueError(f"its {num_bytes} bytes would unpack to {size}, and what is read is not packed")
 
 
 @contextmanager

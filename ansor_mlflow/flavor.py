@@ -299,11 +299,10 @@ def add_library(
 
     A logged model cannot be changed, so this is a new one, which belongs to the active run if there is one. Its tag
     `ansor.extended_from` names the model that it extends. Of two libraries for the same device the added one is kept.
-    The code that loads them is that of the installed package.
+    Its environment and code are those of the installed packages, and not those of the models, which may be anyone's.
 
     Args:
-        model_uri: The model that is extended; its name, other code, input example and metadata are kept, and so is its
-            environment if one of its libraries is.
+        model_uri: The model that is extended; its name, signature, input example and metadata are kept.
         run: ID of the run whose model is added (compile, recompile or main), or that model's URI.
         name: Name of the new model; by default that of the model that is extended.
         registered_model_name: Name to register the new model under; no new version by default.
@@ -317,17 +316,13 @@ def add_library(
     """
     with scratch_directory() as scratch:
         directory, members = _fetch_package(model_uri, Path(scratch, "base"))
-        added_directory, added = _fetch_package(_model_of(run), Path(scratch, "added"))
+        _, added = _fetch_package(_model_of(run), Path(scratch, "added"))
         base = Model.load(str(directory))
         libraries = with_libraries(members, added)
         _require_one_tvm(libraries)
-        keeps_base = any(member in libraries for member in members)
-        environment = directory if keeps_base else added_directory
         return log_model(
             libraries,
             name=name or _name_of(base),
-            conda_env=str(environment / _CONDA_ENV_FILE_NAME),
-            code_paths=_code_paths(directory),
             registered_model_name=registered_model_name,
             signature=base.signature,
             input_example=base.load_input_example(str(directory)),
@@ -337,16 +332,17 @@ def add_library(
 
 
 def _require_one_tvm(libraries: Sequence[CompiledNetwork]) -> None:
-    """Refuses libraries that the environment of one model cannot run.
+    """Refuses libraries that the environment of a model that is made here cannot run.
 
     Raises:
-        UserInputError: They were compiled with different versions of TVM.
+        UserInputError: They were compiled with different versions of TVM, or not with the one that is installed.
     """
-    versions = {str(library.provenance.get("tvm_version", "")) for library in libraries} - {""}
+    installed = importlib.metadata.version("apache-tvm")
+    versions = {installed, *(str(library.provenance.get("tvm_version", "")) for library in libraries)} - {""}
     if len(versions) > 1:
         raise UserInputError(
-            f"the libraries were compiled with TVM {' and '.join(sorted(versions))}, and a model has one environment; "
-            "build the older one again: ansor-mlflow recompile"
+            f"the libraries and the environment here are of TVM {' and '.join(sorted(versions))}, and a model has one "
+            "environment; build the older one again: ansor-mlflow recompile"
         )
 
 
@@ -373,12 +369,6 @@ def _model_of(run: str) -> str:
 
 def _name_of(model: Model) -> str:
     return mlflow.get_logged_model(model.model_id).name if model.model_id else names.MODEL_NAME
-
-
-def _code_paths(directory: Path) -> list[str]:
-    """The code of a model, with this package as it is now."""
-    others = [path for path in (directory / "code").glob("*") if path.name != Path(_OWN_CODE).name]
-    return [_OWN_CODE, *map(str, others)]
 
 
 def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> PyfuncModel:

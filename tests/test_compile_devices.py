@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import shutil
 from collections.abc import Callable
@@ -232,11 +233,14 @@ def test_a_library_is_added(
     tmp_path: Path,
 ) -> None:
     registered = tmp_path.name
+    foreign = tmp_path / "foreign.py"
+    foreign.touch()
     _, base = log_compiled(
         replace(compiled_network, fingerprint=elsewhere),
         registered_model_name=registered,
         metadata={"team": "vision"},
         extra_pip_requirements=["pillow"],
+        code_paths=[str(Path(flavor.__file__).parent), str(foreign)],
     )
     run, _ = log_compiled(compiled_network)
     info = flavor.add_library(base, run, registered_model_name=registered)
@@ -246,7 +250,8 @@ def test_a_library_is_added(
     assert info.metadata == {"team": "vision"}
     directory, manifest = download(f"models:/{registered}/2", tmp_path / "extended")
     assert [entry.fingerprint for entry in manifest.libraries] == [elsewhere, compiled_network.fingerprint]
-    assert "pillow" in (directory / "requirements.txt").read_text().splitlines()
+    assert "pillow" not in (directory / "requirements.txt").read_text() + (directory / "conda.yaml").read_text()
+    assert [path.name for path in (directory / "code").iterdir()] == ["ansor_mlflow"]
     model = flavor.load_model(f"models:/{registered}/2")
     assert (model.choice.level, model.entry.fingerprint) == ("exact", compiled_network.fingerprint)
     assert_computes(model, small_onnx)
@@ -268,9 +273,9 @@ def test_nothing_is_built_to_log_a_model_for_another_device(
 def test_the_library_of_a_device_is_replaced(
     log_compiled: Callable[..., tuple[str, str]], compiled_network: CompiledNetwork, tmp_path: Path
 ) -> None:
-    """With the environment of the new one, for no library of the old one is left."""
+    """The old one may be of an older version of TVM, for no library of it is left."""
     old = {"tvm_version": "0.20.0"}
-    new = {"tvm_version": "0.21.0", "trials": "more"}
+    new = {"tvm_version": importlib.metadata.version("apache-tvm"), "trials": "more"}
     _, base = log_compiled(replace(compiled_network, provenance=old), pip_requirements=["apache-tvm==0.20.0"])
     _, newer = log_compiled(replace(compiled_network, provenance=new))
     info = flavor.add_library(base, newer, name="newer")
@@ -288,7 +293,7 @@ def test_libraries_of_two_versions_of_tvm(
 ) -> None:
     _, base = log_compiled(replace(compiled_network, fingerprint=elsewhere, provenance={"tvm_version": "0.20.0"}))
     run, _ = log_compiled(replace(compiled_network, provenance={"tvm_version": "0.21.0"}))
-    with pytest.raises(UserInputError, match=r"with TVM 0\.20\.0 and 0\.21\.0, and a model has one environment; build"):
+    with pytest.raises(UserInputError, match=r"of TVM 0\.20\.0 and 0\.21\.0 and .+, and a model has one environment"):
         flavor.add_library(base, run)
 
 

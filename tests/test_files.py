@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -13,9 +16,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import MachineError, UserInputError
-from ansor_mlflow.files import path_below
+from ansor_mlflow.files import path_below, require_stored
 from ansor_mlflow.networks import load_network
 from ansor_mlflow.tracking import work_directory
+from ansor_mlflow.tuning.fleet.remote import read_arrays
 
 BAD_NAMES = (
     "",
@@ -119,3 +123,36 @@ def test_hard_links_are_refused(tmp_path: Path) -> None:
     os.link(path.resolve().with_name("hash-of-model.onnx_data"), tmp_path / "a second name")
     with pytest.raises(UserInputError, match="is a hard link; a copy of it is read"):
         load_network(str(path))
+
+
+def packed(path: Path, sizes: dict[str, int], compression: int) -> Path:
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, size in sizes.items():
+            archive.writestr(name, bytes(size))
+    return path
+
+
+def test_archives_that_grow(tmp_path: Path) -> None:
+    bomb = packed(tmp_path / "bomb.pt2", {"model/models/model.json": 2**26}, zipfile.ZIP_DEFLATED)
+    assert bomb.stat().st_size < 2**17
+    with pytest.raises(UserInputError, match=r"would unpack to 67108864"):
+        load_network(str(bomb))
+    stored = packed(tmp_path / "stored.pt2", {"a": 2**26}, zipfile.ZIP_STORED)
+    with zipfile.ZipFile(stored) as archive:
+        require_stored(archive, stored.stat().st_size)
+
+
+def test_arrays_of_a_server() -> None:
+    def answer(compress: bool = False, **arrays: Any) -> BytesIO:
+        file = BytesIO()
+        (np.savez_compressed if compress else np.savez)(file, **arrays)
+        return BytesIO(file.getvalue())
+
+    examples = [{"x": np.zeros(3)}, {"x": np.ones(3), "y": np.ones(1)}]
+    keys = {f"{number}/{name}": array for number, arrays in enumerate(examples) for name, array in arrays.items()}
+    np.testing.assert_equal(read_arrays(answer(**keys)), examples)
+    for odd in ({"1000000000000/x": np.zeros(1)}, {"-1/x": np.zeros(1)}, {"x": np.zeros(1)}, {"1/x": np.zeros(1)}):
+        with pytest.raises(ValueError, match=r"numbers calls|invalid literal"):
+            read_arrays(answer(**odd))
+    with pytest.raises(ValueError, match="would unpack to"):
+        read_arrays(answer(compress=True, **{"0/x": np.zeros(2**23)}))

@@ -12,7 +12,7 @@ from ansor_mlflow.records.journal import (
     read_journal,
     read_seeds,
 )
-from ansor_mlflow.records.lines import FAILED_RUN_S, RecordLine, fields_of, target_attributes, workload_hash
+from ansor_mlflow.records.lines import FAILED_RUN_S, RecordLine, fields_of, is_time, target_attributes, workload_hash
 from ansor_mlflow.records.log import RecordLog, RecordText
 from ansor_mlflow.records.repair import repair
 from ansor_mlflow.records.selection import matching_records, open_winners, read_similar, similar_records

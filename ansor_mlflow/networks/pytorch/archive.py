@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ansor_mlflow.errors import UserInputError, one_line
+from ansor_mlflow.files import require_stored
 from ansor_mlflow.networks.pytorch.graph import FixedGraph, fix_graph, plain_data, require_qualified_name
 from ansor_mlflow.networks.pytorch.shapes import Json, UnusableProgramError
 
@@ -57,6 +58,7 @@ def fix_program(
             program for inference, or the shapes do not fit it.
     """
     with _translated_errors(network), zipfile.ZipFile(path) as archive, zipfile.ZipFile(target, "w") as copy:
+        require_stored(archive, path.stat().st_size)
         names = archive.namelist()
         root = names[0].partition("/")[0] if names else ""
         if f"{root}/{_PROGRAM}" not in names:

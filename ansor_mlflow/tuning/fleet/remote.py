@@ -22,7 +22,7 @@ import numpy as np
 
 from ansor_mlflow.device import DeviceFingerprint, available_cpus, fingerprint, measuring_cpus
 from ansor_mlflow.errors import MachineError, one_line
-from ansor_mlflow.files import path_below
+from ansor_mlflow.files import path_below, require_stored
 from ansor_mlflow.foreign import read_json, typed
 from ansor_mlflow.measuring import ProbeTime, library_inference, measure_turn, time_probe, timed_call
 from ansor_mlflow.model import LibraryEntry, Manifest
@@ -92,13 +92,19 @@ def write_arrays(examples: Sequence[Arrays], file: Path) -> None:
 
 
 def read_arrays(file: Path | BytesIO) -> list[Arrays]:
-    """Reads what `write_arrays` wrote."""
-    examples: list[Arrays] = []
+    """Reads what `write_arrays` wrote.
+
+    Raises:
+        ValueError: It is something else, or would unpack to more than it is.
+    """
     with np.load(file, allow_pickle=False) as arrays:
-        for key in arrays.files:
-            number, _, name = key.partition("/")
-            examples += [{} for _ in range(int(number) + 1 - len(examples))]
-            examples[int(number)][name] = arrays[key]
+        require_stored(arrays.zip, file.stat().st_size if isinstance(file, Path) else file.getbuffer().nbytes)
+        keys = [key.partition("/") for key in arrays.files]
+        if not {int(number) for number, _, _ in keys} <= set(range(len(keys))):  # each call has an array
+            raise ValueError("it numbers calls that it has no arrays of")
+        examples: list[Arrays] = [{} for _ in range(1 + max((int(number) for number, _, _ in keys), default=-1))]
+        for number, _, name in keys:
+            examples[int(number)][name] = arrays[f"{number}/{name}"]
     return examples
 
 

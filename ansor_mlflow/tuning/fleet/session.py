@@ -12,6 +12,7 @@ import numpy as np
 
 from ansor_mlflow.foreign import read_json
 from ansor_mlflow.measuring import ProbeTime
+from ansor_mlflow.records import is_time
 from ansor_mlflow.tuning.fleet.calibration import Calibration
 from ansor_mlflow.tuning.fleet.remote import DESCRIBE, MEASURE, RUN_NETWORK, measure_request
 from ansor_mlflow.tuning.fleet.tracker import Grant
@@ -20,6 +21,8 @@ from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob
 _FLUSH = "cache_flush_cpu_non_first_arg"
 _FASTEST_S = 1e-8
 """No call of a program is shorter."""
+_MAX_TIMES = 1000
+"""Times of a program that are taken; what a server says may be of any length."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +155,8 @@ def measure_in_session(work: RemoteWork) -> Reply:
         return Reply(failure="failed", error=_without_stack(err))
     except Exception as err:  # noqa: BLE001 - TVM has no kind of its own for a connection that is gone
         return Reply(is_lost=True, error=f"the session ended ({_without_stack(err)})")
-    if not reply.run_s or not all(math.isfinite(seconds) and seconds >= _FASTEST_S for seconds in reply.run_s):
-        said = ", ".join(f"{seconds:g} s" for seconds in reply.run_s) or "no time"
+    if not reply.run_s or not all(is_time(seconds) and seconds >= _FASTEST_S for seconds in reply.run_s):
+        said = ", ".join(f"{seconds:g} s" for seconds in reply.run_s[:5]) or "no time"
         return Reply(is_lost=True, error=f"it says that a call takes {said}")
     return reply
 
@@ -166,7 +169,7 @@ def _measured(connection: Connection, name: str, work: RemoteWork) -> Reply:
     found = read_json(str(measure(request)))
     probe = found.get("probe")
     return Reply(
-        run_s=tuple(float(seconds) for seconds in found["run_s"]),
+        run_s=tuple(float(seconds) for seconds in found["run_s"][:_MAX_TIMES]),
         waited=float(found["waited"]),
         probe=ProbeTime(**probe) if probe else None,
     )
