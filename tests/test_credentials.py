@@ -76,6 +76,12 @@ def test_other_texts_stay_as_they_are(text: str) -> None:
     assert without_credentials(text) == text
 
 
+def test_what_stands_between_two_uris_stays() -> None:
+    text = "cannot read https://u:p@host/m: no connection (postgresql://u:p w@db/m is away)"
+    expected = "cannot read https://…@host/m: no connection (postgresql://…@db/m is away)"
+    assert without_credentials(text) == expected
+
+
 @given(st.text(st.characters(exclude_characters="@…", exclude_categories=["Cs", "Cc"]), min_size=6).map(quote))
 def test_any_password_of_a_uri_is_hidden(password: str) -> None:
     secret = f"{password}Zq9"

@@ -21,14 +21,13 @@ _OF_A_QUERY = r"(?:user(?:name)?|uid|key|code|sig|signature|auth|jwt|x-amz-[\w-]
 """Names that are those of credentials in a query, and ordinary words elsewhere."""
 _DATABASE = r"\b(?:postgres(?:ql)?|mysql|mariadb|mssql|oracle|sqlite|cockroachdb|snowflake|redshift)(?:\+\w+)?"
 
+_USER = r"[^\s:/@]{0,200}:"
 _USER_INFO = (
-    re.compile(
-        rf"(?i)({_DATABASE}://)[^\s:/@]{0, 200}:[^\n]{0, 500}@"
-    ),  # a password as SQLAlchemy reads it, with "/" and blanks
-    re.compile(
-        r"(://)[^\s:/@]{0,200}:(?!\d{1,5}(?:[/?#]|\W*\s|\W*$))(?! )[^\n\"'`]{0,500}@"
-    ),  # as urllib does; not a host and a port
-    re.compile(r"(://)[^\s:/@]{0,200}:\S{0,500}@"),
+    # a database's password, as SQLAlchemy reads it: with "/" and blanks
+    re.compile(rf"(?i)({_DATABASE}://){_USER}(?:(?!://)[^\n]){{0,500}}@"),
+    # as urllib reads it, if it is no port that is meant, of a host that the sentence goes on behind
+    re.compile(rf"(://){_USER}(?!\d{{1,5}}(?:[/?#]|\W*\s|\W*$))(?! )(?:(?!://)[^\n\"'`]){{0,500}}@"),
+    re.compile(rf"(://){_USER}(?:(?!://)\S){{0,500}}@"),
     re.compile(r"(://)[^\s/]{1,500}@"),
 )
 _QUOTED = re.compile(rf"""(?ix)({_KEY}["']\s*:\s*)(["'])(?:\\.|(?!\2).)*""")
