@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import platform
 import shutil
@@ -29,7 +30,7 @@ from ansor_mlflow.model.library import Coverage, compile_tuned, compile_untuned,
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.loading import Network
 from ansor_mlflow.options import CompileOptions
-from ansor_mlflow.records.store import RECORD_FILE, RecordPair, distill
+from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair, distill
 from ansor_mlflow.settings import Linker
 from ansor_mlflow.steps.compiling.compile import provenance_of
 from ansor_mlflow.steps.records.given import Recorded
@@ -149,13 +150,36 @@ def test_schedules_of_other_tasks(
     assert "\n" not in str(caught.value)
 
 
-def test_a_database_that_tvm_cannot_read(
-    small_lowered: LoweredNetwork, host_target: Target, best: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_database(small_lowered: LoweredNetwork, host_target: Target, best: Path, tmp_path: Path) -> None:
     with (best / RECORD_FILE).open("a") as file:
         file.write("[0, [[[], []], [0.001")
-    with pytest.raises(RecordsError, match=r"best: the records do not apply \(.+\); tune the network again"):
+    with pytest.raises(RecordsError, match=rf"{RECORD_FILE}: line \d+ is damaged; tune again"):
         compile_tuned(small_lowered, host_target, best, tmp_path / "model.so")
+
+
+def test_a_record_that_brings_code(
+    small_lowered: LoweredNetwork, host_target: Target, best: Path, tmp_path: Path
+) -> None:
+    first, *others = (best / RECORD_FILE).read_text().splitlines()
+    index, (trace, *rest) = json.loads(first)
+    block = next(instruction[3][0] for instruction in trace[0] if instruction[0] == "GetSBlock")
+    trace[0].append(["Annotate", [block, '"declare void @evil()"'], ["pragma_import_llvm"], []])
+    (best / RECORD_FILE).write_text("\n".join([json.dumps([index, [trace, *rest]]), *others]) + "\n")
+    with pytest.raises(RecordsError, match=rf"{RECORD_FILE}: line 1 is damaged; tune again"):
+        compile_tuned(small_lowered, host_target, best, tmp_path / "model.so")
+    assert not (tmp_path / "model.so").exists()
+
+
+def test_workloads_of_others_are_not_read(
+    small_lowered: LoweredNetwork, host_target: Target, best: Path, tmp_path: Path
+) -> None:
+    """A module in TVM's JSON may be machine code, and reading one that is damaged ends the process."""
+    graph = json.dumps({"root_index": 0, "nodes": [{"type": "ffi.Module", "data": "AAAA"}], "metadata": {}}).encode()
+    module = base64.b64encode(len(graph).to_bytes(8, "little") + graph).decode()
+    hashes = [json.loads(line)[0] for line in (best / WORKLOAD_FILE).read_text().splitlines()]
+    (best / WORKLOAD_FILE).write_text("".join(f"{json.dumps([hash_, module])}\n" for hash_ in hashes))
+    coverage = compile_tuned(small_lowered, host_target, best, tmp_path / "model.so")
+    assert coverage.task_share == 1.0
 
 
 # -- coverage --------------------------------------------------------------------------------------------------------
