@@ -293,6 +293,17 @@ def test_a_model_without_such_operators_stays() -> None:
             one_operator("Pad", IMAGE, {"p": ints(0, 0, -1, 0, 0, 0, 0, 2)}, opset=19, mode="wrap"),
             "a cropped tensor that is continued",
         ),
+        (
+            one_operator(
+                "LayerNormalization",
+                {"x": np.zeros((2, 3, 4), np.float16)},
+                {"s": np.ones((3, 4), np.float16)},
+                outputs=[TensorProto.FLOAT16],
+                opset=17,
+                axis=1,
+            ),
+            "statistics or several axes in another type than float32",
+        ),
         (one_operator("BitShift", INDICES, {"n": ints(1)}, opset=18, direction="LEFT"), "a shift of signed integers"),
         (
             one_operator("Mod", {"x": np.ones(2, np.float32), "y": np.ones(2, np.float32)}, opset=18),

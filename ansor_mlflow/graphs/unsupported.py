@@ -13,6 +13,7 @@ from onnx import helper
 from ansor_mlflow.graphs.editor import GraphEditor, attributes_of, input_of
 from ansor_mlflow.graphs.nodes import FLOATS
 from ansor_mlflow.graphs.operators.indexing import FIRST_OPSET_WITH_HALF_PIXEL
+from ansor_mlflow.graphs.operators.normalization import is_plain_layer_norm
 from ansor_mlflow.graphs.operators.recurrent import why_not_unrolled
 from ansor_mlflow.graphs.operators.resize import why_not_resized
 
@@ -70,6 +71,10 @@ def _floored_remainder(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
     return "a remainder of floats with the divisor's sign" if is_float else None
 
 
+def _layer_norm(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
+    return None if is_plain_layer_norm(node, graph) else "statistics or several axes in another type than float32"
+
+
 def _regions(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
     attributes = attributes_of(node)
     if attributes.get("mode") == "max":
@@ -84,6 +89,7 @@ _WHY_NOT: Mapping[str, WhyNot] = {
     "BitShift": _signed_shift,
     "GRU": why_not_unrolled,
     "LSTM": why_not_unrolled,
+    "LayerNormalization": _layer_norm,
     "LpPool": _attribute("ceil_mode", 1, "windows beyond the end"),
     "Mod": _floored_remainder,
     "Pad": _wrapped_pad,

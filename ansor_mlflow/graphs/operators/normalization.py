@@ -19,10 +19,9 @@ def _layer_norm(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     shape, attributes = graph.shape(data), attributes_of(node)
     if shape is None or graph.dtype(data) != TensorProto.FLOAT:
         return False
-    axes = list(range(attributes.get("axis", -1) % len(shape), len(shape)))
-    extra = any(graph.is_used(node, output) for output in (1, 2))
-    if len(axes) == 1 and graph.shape(scale) == shape[-1:] and not extra:
+    if is_plain_layer_norm(node, graph):
         return False
+    axes = list(range(attributes.get("axis", -1) % len(shape), len(shape)))
     mean_output, inverse_output = (node.output[output] if graph.is_used(node, output) else None for output in (1, 2))
     mean = graph.reduce("ReduceMean", data, axes, output=mean_output)
     centred = graph.emit("Sub", data, mean)
@@ -32,6 +31,14 @@ def _layer_norm(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     if bias:
         graph.emit("Add", scaled, bias, output=node.output[0])
     return True
+
+
+def is_plain_layer_norm(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    """Whether it is over the last axis, with a scale for each element, and nothing asks for its statistics."""
+    shape = graph.shape(node.input[0]) or (0,)
+    is_last = attributes_of(node).get("axis", -1) in (-1, len(shape) - 1)
+    extra = any(graph.is_used(node, output) for output in (1, 2))
+    return is_last and graph.shape(node.input[1]) == shape[-1:] and not extra
 
 
 def _rms_norm(node: onnx.NodeProto, graph: GraphEditor) -> bool:
