@@ -118,13 +118,13 @@ def test_a_record_whose_schedule_does_not_apply_is_left_out(
     records = read_records(tmp_path)
     foreign = next(record for record in records if record[0] != records[0][0])
     with (tmp_path / RECORD_FILE).open("a") as file:
-        file.write(json.dumps([records[0][0], [foreign[1][0], [1e-12], *records[0][1][2:]]]) + "\n")
+        file.write(json.dumps([records[0][0], [foreign[1][0], [2e-9], *records[0][1][2:]]]) + "\n")
     job = job_for(small_lowered, host_target, tmp_path, frozenset(hashes_of(small_lowered)))
     with caplog.at_level(logging.WARNING, "ansor_mlflow"):
         result = tune_job(job, TuneOptions(**NO_MODEL))
     assert "does not apply to the task, and is left out" in caplog.text
     assert result.total_trials == 0
-    assert 1e-12 not in [record[1][1][0] for record in read_records(tmp_path / names.BEST_DIR)]
+    assert 2e-9 not in [record[1][1][0] for record in read_records(tmp_path / names.BEST_DIR)]
 
 
 def test_the_cost_model_learns_from_a_similar_device_and_keeps_its_times_apart(
