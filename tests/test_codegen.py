@@ -99,10 +99,6 @@ def test_other_cpus(target: str) -> None:
     assert not takes_memory(built(sums_in_tiles(12), resolved, tir_pipeline(resolved)))
 
 
-def test_graphics_processors_have_the_passes_of_tvm() -> None:
-    assert tir_pipeline(resolve_target("cuda -arch=sm_90", 1)) == "default"
-
-
 @pytest.mark.parametrize(("columns", "unroll"), [(12, True), (10, False), (50, True)])
 @pytest.mark.parametrize("channels", [16, 32, 96])
 def test_the_next_panel_is_fetched_by_all_passes_together(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +112,7 @@ def test_nan_stays_in_other_floats(op_type: str, dtype: Any, host_target: Target
     assert_same_numbers(actual, run_onnxruntime(model, data)[0])
 
 
-def clip(length: int = 64) -> Any:
+def clip(length: int = 64, lanes: int = 16) -> Any:
     """A vectorised min(max(x, 0), 6)."""
     import tvm
     from tvm import te
@@ -120,7 +121,7 @@ def clip(length: int = 64) -> Any:
     low, high = (tvm.tirx.const(bound, "float32") for bound in (0.0, 6.0))
     result = te.compute((length,), lambda i: te.min(te.max(data[i], low), high), "result")
     schedule = tvm.s_tir.Schedule(te.create_prim_func([data, result]))
-    schedule.vectorize(schedule.split(schedule.get_loops(schedule.get_sblock("result"))[0], [None, 16])[1])
+    schedule.vectorize(schedule.split(schedule.get_loops(schedule.get_sblock("result"))[0], [None, lanes])[1])
     return schedule.mod
 
 
@@ -144,6 +145,20 @@ def test_arm_s_own_instructions_keep_nan() -> None:
     found = assembly("llvm -mtriple=aarch64-linux-gnu -mcpu=cortex-a76")
     assert {"fmax", "fmin"} <= set(found)
     assert {"fmaxnm", "fminnm", "fcmgt"}.isdisjoint(found)
+
+
+def test_gpus_choose_in_the_order_that_keeps_nan() -> None:
+    """Their functions fmaxf and fminf pass over NaN."""
+    import tvm
+    from tvm.driver import build
+
+    target = resolve_target("cuda -arch=sm_80", 1)
+    schedule = tvm.s_tir.Schedule(clip(lanes=4))
+    schedule.bind(schedule.get_loops(schedule.get_sblock("result"))[0], "threadIdx.x")
+    source = build(schedule.mod, target=target, pipeline=tir_pipeline(target)).imports[0].inspect_source()
+    kernel = source[source.rindex("__global__") :]
+    assert "?" in kernel
+    assert not re.search(r"max|min\(", kernel.partition("{")[2])
 
 
 # -- what evaluate looks at -----------------------------------------------------------------------------------------

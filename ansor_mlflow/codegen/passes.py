@@ -1,6 +1,6 @@
-"""The passes that turn scheduled loops into what LLVM compiles: TVM's own, and two of ours.
+"""The passes that turn scheduled loops into what LLVM compiles: TVM's own, and three of ours.
 
-One of them fetches weights ahead; see `prefetch`. The other keeps sums in registers.
+One of them keeps NaN, see `nans`, and one fetches weights ahead, see `prefetch`. The third keeps sums in registers.
 
 TVM takes memory for every buffer of scope "local" from a pool while the kernel runs, through a call in the middle of
 the loops (`lower_tvm_builtin.cc`). LLVM cannot see then that nothing else knows the buffer: it keeps the sums of a tile
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tvm.ir.transform import Pass
     from tvm.target import Target
 
-_NAME = "ansor_mlflow"
+_NAME, _NAME_FOR_GPU = "ansor_mlflow", "ansor_mlflow.gpu"
 _MAX_STACK_BYTES = 8192
 """Size of a buffer that becomes an array of the function: twice the sums that the largest register files hold."""
 _IS_ARRAY = "disable_lower_builtin"
@@ -34,11 +34,10 @@ def tir_pipeline(target: Target) -> str:
     """
     from tvm.tirx.compilation_pipeline import PIPELINE_MAP, register_tir_pipeline
 
-    if not is_cpu(target):
-        return "default"
-    if _NAME not in PIPELINE_MAP:
-        register_tir_pipeline(_NAME, _make)
-    return _NAME
+    name, make = (_NAME, _make) if is_cpu(target) else (_NAME_FOR_GPU, _make_for_gpu)
+    if name not in PIPELINE_MAP:
+        register_tir_pipeline(name, make)
+    return name
 
 
 def _make() -> tuple[Pass, Any, Any]:
@@ -51,7 +50,18 @@ def _make() -> tuple[Pass, Any, Any]:
     arrays = prim_func_pass(_with_arrays, opt_level=0, name="ansor.local_arrays")
     fetches = prim_func_pass(with_prefetches, opt_level=0, name="ansor.prefetch")
     nans = prim_func_pass(with_nans_kept, opt_level=0, name="ansor.nans")
-    return passes, lambda: Sequential([arrays, fetches, nans, of_host()]), lambda: Sequential([nans, of_device()])
+    return passes, lambda: Sequential([arrays, fetches, nans, of_host()]), of_device
+
+
+def _make_for_gpu() -> tuple[Pass, Any, Any]:
+    """As `_make`, where kernels are the device's."""
+    from tvm.ir.transform import Sequential
+    from tvm.s_tir.pipeline import default_s_tir_pipeline
+    from tvm.tirx.transform import prim_func_pass
+
+    passes, of_host, of_device = default_s_tir_pipeline()
+    nans = prim_func_pass(with_nans_kept, opt_level=0, name="ansor.nans")
+    return passes, of_host, lambda: Sequential([nans, of_device()])
 
 
 def _with_arrays(func: Any, _mod: Any, _context: Any) -> Any:

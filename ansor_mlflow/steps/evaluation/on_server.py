@@ -41,8 +41,16 @@ class ModelOnServer:
         Raises:
             MachineError: The server is lost.
         """
-        outputs = self.server.run(self._work(library, self.entry, examples, None)).outputs
-        return Deviation.worst([compare_outputs(*pair) for pair in zip(outputs, expected, strict=True)])
+        pairs = zip(self.outputs(library, examples), expected, strict=True)
+        return Deviation.worst([compare_outputs(*pair) for pair in pairs])
+
+    def outputs(self, library: Path, examples: Sequence[Arrays]) -> Sequence[Arrays]:
+        """Its outputs for some inputs.
+
+        Raises:
+            MachineError: The server is lost.
+        """
+        return self.server.run(self._work(library, self.entry, examples, None)).outputs
 
     def measure(
         self,
