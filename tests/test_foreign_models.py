@@ -53,6 +53,10 @@ def test_from_the_project_to_the_server(name: str, tmp_path: Path, monkeypatch: 
     tolerance = QUANTIZED_TOLERANCE if "quantised" in name else TOLERANCES["float32"]
     assert evaluated.data.metrics[names.MAX_REL_ERROR] <= tolerance
 
+    assert (names.ONNXRUNTIME_SHARE in evaluated.data.metrics) == (
+        names.PARTS_FILE in {file.path for file in client.list_artifacts(evaluated.info.run_id)}
+    )
+    assert 0 < evaluated.data.metrics.get(names.ONNXRUNTIME_SHARE, 0.5) <= 1
     coverage = json.loads(mlflow.artifacts.load_text(f"runs:/{compiled.info.run_id}/{names.COVERAGE_FILE}"))
     if coverage["parts"]:
         assert sum(part["latency_share"] for part in coverage["parts"]) == pytest.approx(1)

@@ -166,6 +166,7 @@ def test_the_parent_sums_up_its_children(pipeline: Pipeline) -> None:
         names.TRIALS_PER_MINUTE,
         names.COVERAGE_TASKS,
         names.COVERAGE_FLOPS,
+        names.LIBRARY_GROWTH_MIB,
     }
     assert all(np.isfinite(value) for value in metrics.values())
     assert metrics[names.COVERAGE_TASKS] == metrics[names.COVERAGE_FLOPS] == 1

@@ -23,6 +23,7 @@ from helpers.commands import MLFLOW, ROOT, environment, run
 from helpers.served import compiled, model_server, pairs
 from mlflow.exceptions import MlflowException
 from mlflow.models.cli import commands as mlflow_models
+from mlflow.pyfunc import scoring_server
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -61,11 +62,11 @@ class Client:
     """Sends requests to a server."""
 
     def __init__(self, url: str) -> None:
-        self._url = url
+        self.url = url
 
     def post(self, body: Any, content_type: str = JSON) -> requests.Response:
         data = json.dumps(body) if content_type == JSON else body
-        return requests.post(self._url, data=data, headers={"Content-Type": content_type}, timeout=60)
+        return requests.post(self.url, data=data, headers={"Content-Type": content_type}, timeout=60)
 
 
 @pytest.fixture(scope="module", params=["tensor", "binary"])
@@ -186,6 +187,8 @@ def test_the_server_answers_after_refusals(client: Client) -> None:
     inputs = rows(2)
     for _ in range(3):
         assert_refused(client.post({"inputs": {**nested(inputs), "image": [[[1.0]]]}}))
+        too_deep = requests.post(client.url, data="[" * 50_000, headers={"Content-Type": JSON}, timeout=60)
+        assert too_deep.status_code == 500  # MLflow's own
         assert_products(client.post({"inputs": nested(inputs)}), inputs)
 
 
@@ -237,6 +240,39 @@ def test_a_cell_that_is_no_tensor(binary: Any, cell: str | bytes, message: str) 
     with pytest.raises(MlflowException, match=message) as caught:
         binary.predict(frame)
     assert caught.value.get_http_status_code() == 400
+
+
+def status(model: Any, body: bytes, content_type: str) -> int:
+    """What MLflow's server answers with, called as it calls itself."""
+    try:
+        schema = model.metadata.get_input_schema()
+        return int(scoring_server.invocations(body, content_type, model, schema).status)
+    except MlflowException as err:
+        return err.get_http_status_code()
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        *(b"[" * depth + b"1" + b"]" * depth for depth in (60, 900)),
+        *(b"NaN", b"1e999", b"1" + b"0" * 400, b"null", b"{}", b"[]", b'"\\ud800"', b'[["a",1],null]', b'["AAA"]'),
+    ],
+    ids=lambda image: image[:12].decode(),
+)
+def test_json_of_any_kind_is_refused(binary: Any, image: bytes) -> None:
+    assert status(binary, b'{"inputs": {"image": ' + image + b', "gain": [[[1]]]}}', JSON) == 400
+
+
+def test_damaged_parquet_is_refused(binary: Any) -> None:
+    """Or read, where the bit was one of a number."""
+    whole = parquet({name: [row.tobytes() for row in array] for name, array in rows(2).items()})
+    assert status(binary, whole, PARQUET) == 200
+    for length in range(0, len(whole), 97):
+        assert status(binary, whole[:length], PARQUET) == 400
+    for place in range(4, len(whole), 61):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << place % 8
+        assert status(binary, bytes(flipped), PARQUET) in (200, 400)
 
 
 # -- environments ----------------------------------------------------------------------------------------------------
