@@ -70,6 +70,10 @@ CASES: dict[str, tuple[str, dict[str, np.ndarray], dict[str, Any]]] = {
     **{f"{name} of three": (name, XYZ, {}) for name in ("Max", "Min", "Mean")},
     **{f"{name} of a constant": (name, X, {"constants": {"c": 0.5}}) for name in ("Max", "Min")},
     **{f"{name} of a NaN": (name, X, {"constants": {"c": np.nan}}) for name in ("Max", "Min")},
+    **{f"{name} of a number": (name, {**X, "n": np.array(np.nan, np.float32)}, {}) for name in ("Max", "Min")},
+    "Max of one element": ("Max", {"x": np.float32([np.nan]), "y": np.float32([1])}, {}),
+    "Min of one element": ("Min", {"x": np.float32([1]), "y": np.float32([[np.nan]])}, {}),
+    "Max of two numbers": ("Max", {"m": np.float32([1]), "n": np.float32([np.nan]), **X}, {}),
     "fmod": ("Mod", XY, {"fmod": 1}),
     **{f"{name} of rows": (name, ROWS, {"axis": 1}) for name in ("Softmax", "LogSoftmax")},
     **{name: (name, ROWS, {"axes": [1]}) for name in ("ReduceMax", "ReduceMin", "ReduceMean", "ReduceL2")},
@@ -110,6 +114,16 @@ def test_nan_stays_in_other_floats(op_type: str, dtype: Any, host_target: Target
     model = one_operator(op_type, data, opset=14, outputs=[helper.np_dtype_to_tensor_dtype(np.dtype(dtype))])
     (actual,) = run_lowered(lower(model, host_target), host_target, data)
     assert_same_numbers(actual, run_onnxruntime(model, data)[0])
+
+
+def test_a_number_that_is_computed_before_its_maximum(host_target: Target) -> None:
+    """It is no bound, though the other one looks like one."""
+    data = {"x": np.float32([1]), "y": np.float32([np.nan])}
+    model = one_operator("Max", data)
+    model.graph.node[0].input[0] = "negative"
+    model.graph.node.insert(0, helper.make_node("Neg", ["x"], ["negative"]))
+    (actual,) = run_lowered(lower(model, host_target), host_target, data)
+    assert np.isnan(actual).all()
 
 
 def clip(length: int = 64, lanes: int = 16) -> Any:

@@ -2,7 +2,8 @@
 
 TVM's code generators choose `a > b ? a : b`, which is b where either is NaN: max(x, 0), which is what a rectifier is in
 TVM, would make an ordinary number of it. With the operands in the other order, 0 > x ? 0 : x, a comparison with a
-constant keeps NaN in as many instructions. Where both operands may be NaN the first one is looked at, too. Arm has
+constant keeps NaN in as many instructions. So does one with a single element that is an argument, as which bounds of a
+Clip arrive. Where both operands may be NaN the first one is looked at, too. Arm has
 instructions that keep NaN, which only LLVM's intrinsics ask for.
 
 A running maximum is left as it is, so that the loops of a pooling layer cost what they did: as in ONNX Runtime's
@@ -23,7 +24,7 @@ def with_nans_kept(func: Any, _mod: Any, _context: Any) -> Any:
     from tvm.tirx import BufferStore, Max, Min
     from tvm_ffi import structural_mutate
 
-    keep = _intrinsic if _is_for_arm(func) else _choice
+    keep = _intrinsic if _is_for_arm(func) else _Choices(func.body)
     running: list[Any] = []
 
     def store(node: Any, mutator: Any) -> Any:
@@ -55,25 +56,47 @@ def _intrinsic(node: Any, *, is_max: bool) -> Any:
     return call_llvm_pure_intrin(str(node.ty.dtype), "llvm.maximum" if is_max else "llvm.minimum", node.a, node.b)
 
 
-def _choice(node: Any, *, is_max: bool) -> Any:
-    """The choice that gives a NaN of either operand."""
-    from tvm.tirx import Let, Select, Var
+class _Choices:
+    """Makes choices that give a NaN of either operand."""
 
-    first, second = (node.b, node.a) if _is_number(node.b) else (node.a, node.b)
-    b = Var("b", second.ty)
-    if _is_number(first):
-        return Let(b, second, Select(first > b if is_max else first < b, first, b))
-    a = Var("a", first.ty)
-    chosen = Select(a.equal(a), Select(a > b if is_max else a < b, a, b), a)
-    return Let(a, first, Let(b, second, chosen))
+    def __init__(self, body: Any) -> None:
+        from tvm.tirx import AllocBuffer
+        from tvm_ffi import structural_walk
+
+        self._own: list[Any] = []
+        """Buffers of the function itself."""
+        structural_walk(body, lambda node: self._own.append(node.buffer) if isinstance(node, AllocBuffer) else None)
+
+    def __call__(self, node: Any, *, is_max: bool) -> Any:
+        from tvm.tirx import Let, Select, Var
+
+        first, second = (node.b, node.a) if self._rank(node.b) > self._rank(node.a) else (node.a, node.b)
+        b = Var("b", second.ty)
+        if self._rank(first) > self._rank(second):
+            return Let(b, second, Select(first > b if is_max else first < b, first, b))
+        a = Var("a", first.ty)
+        chosen = Select(a.equal(a), Select(a > b if is_max else a < b, a, b), a)
+        return Let(a, first, Let(b, second, chosen))
+
+    def _rank(self, value: Any) -> int:
+        """Two for a constant other than NaN, one for a bound that is an argument of one element, none for others.
+
+        `graphs.operators.extrema` puts NaN behind the maximum where such an argument is one.
+        """
+        from tvm.ir import TensorLoad
+        from tvm.tirx import Broadcast, FloatImm
+
+        is_vector = isinstance(value, Broadcast)
+        value = value.value if is_vector else value
+        if isinstance(value, FloatImm):
+            return 0 if math.isnan(value.value) else 2
+        is_bound = isinstance(value, TensorLoad) and all(int(size) == 1 for size in _sizes(value.source))
+        return int(is_bound and not any(value.source.same_as(buffer) for buffer in self._own))
 
 
-def _is_number(value: Any) -> bool:
-    """Whether it is a constant other than NaN, or a vector of one."""
-    from tvm.tirx import Broadcast, FloatImm
-
-    value = value.value if isinstance(value, Broadcast) else value
-    return isinstance(value, FloatImm) and not math.isnan(value.value)
+def _sizes(buffer: Any) -> list[int]:
+    """The extents of a buffer; 0 for those that depend on values."""
+    return [getattr(size, "value", 0) for size in buffer.shape]
 
 
 def _is_running(store: Any) -> bool:

@@ -7,6 +7,7 @@ finds no place where all values are infinite.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,25 @@ def _reduce(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     result = graph.emit("Where", stays, first, largest, output=node.output[0] if keeps else None)
     if not keeps:
         graph.reshape(result, [size for axis, size in enumerate(shape) if axis not in places], output=node.output[0])
+    return True
+
+
+def _extremum(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    """NaN where a single number is, which the machine code takes for a bound that is none."""
+    shapes = [graph.shape(name) for name in node.input]
+    sizes = [math.prod(shape) if shape is not None else 0 for shape in shapes]
+    constants = map(graph.value, node.input)
+    single = [
+        name
+        for name, size, constant in zip(node.input, sizes, constants, strict=True)
+        if size == 1 and (constant is None or np.isnan(constant).any())
+    ]
+    if graph.dtype(node.input[0]) not in FLOATS or not single:
+        return False
+    result = graph.emit(node.op_type, *node.input)
+    for name in single[:-1]:
+        result = graph.emit("Where", graph.emit("IsNaN", name), name, result)
+    graph.emit("Where", graph.emit("IsNaN", single[-1]), single[-1], result, output=node.output[0])
     return True
 
 
@@ -82,6 +102,8 @@ def _thresholded_relu(node: onnx.NodeProto, graph: GraphEditor) -> bool:
 REWRITINGS: Rewritings = {
     ("", "ArgMax"): _last_place,
     ("", "ArgMin"): _last_place,
+    ("", "Max"): _extremum,
+    ("", "Min"): _extremum,
     ("", "ReduceMax"): _reduce,
     ("", "ReduceMin"): _reduce,
     ("", "Sign"): _sign,

@@ -18,13 +18,13 @@ from ansor_mlflow.graphs.operators import (
     resize,
 )
 
-_QUANTIZED: Rewritings = quantized.REWRITINGS
+_FIRST: Rewritings = {**extrema.REWRITINGS, **quantized.REWRITINGS}
+"""Quantisation takes extrema of its own, whose NaN become integers."""
 _OTHERS: Rewritings = {
     **conv_transpose.REWRITINGS,
     **convolution.REWRITINGS,
     **cumulative.REWRITINGS,
     **elementwise.REWRITINGS,
-    **extrema.REWRITINGS,
     **indexing.REWRITINGS,
     **normalization.REWRITINGS,
     **recurrent.REWRITINGS,
@@ -41,4 +41,4 @@ def rewrite_operators(model: onnx.ModelProto) -> onnx.ModelProto:
     Returns:
         A model that computes the same but for rounding; the same model, if there is nothing to rewrite.
     """
-    return rewrite(rewrite(model, _QUANTIZED), _OTHERS)
+    return rewrite(rewrite(model, _FIRST), _OTHERS)
