@@ -298,7 +298,7 @@ def test_the_next_step_ends_one_that_was_killed(
     experiment_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    mlflow.set_experiment(experiment_id=experiment_id)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", experiment_id)
     client = mlflow.MlflowClient()
     compiling, tuning = (client.create_run(experiment_id).info.run_id for _ in range(2))
     model = mlflow.initialize_logged_model(name="model", source_run_id=compiling)
@@ -320,7 +320,7 @@ def test_what_the_disk_refuses_in_a_step_is_an_error_of_the_machine(
     number: str, experiment_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    mlflow.set_experiment(experiment_id=experiment_id)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", experiment_id)
     code = getattr(errno, number)
     with pytest.raises(MachineError, match=os.strerror(code)), step_run("compile", CompileOptions(), "x") as run:
         raise OSError(code, os.strerror(code), "file")

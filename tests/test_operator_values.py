@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 OPERATORS = ("CumSum", "ReduceMean", "RoiAlign")
 """A few of those that TVM does not import well; the table of all takes a quarter of an hour."""
 
 
+@pytest.mark.system
 def test_operators_are_the_same_on_all_values(tmp_path: Path) -> None:
     table = tmp_path / "operators.csv"
     command = [sys.executable, str(ROOT / "benchmarks" / "operators.py"), "--only", ",".join(OPERATORS)]

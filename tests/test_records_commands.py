@@ -373,38 +373,37 @@ def test_tuned_tasks_compute_what_the_untuned_ones_do(
     assert verification.notes == ()
 
 
+def share_elements(schedule: Schedule) -> None:
+    """Lets two elements of the result have one place, which TVM takes, and is wrong."""
+    index_map = lambda n, y, x, c: [n, y, x, c // 2]  # noqa: E731 - TVM counts its parameters
+    schedule.transform_layout("conv2d_nhwc", ("write", 0), index_map, assume_injective_transform=True)
+
+
 def test_what_does_not_hold_is_told_apart(
     records: Path, small_onnx: Path, conv: TuningTask, host_target: Target
 ) -> None:
     """Each schedule here is one that TVM takes, except for the block that the task does not have."""
 
-    def round_sums(schedule: Schedule) -> None:
-        schedule.unsafe_set_dtype("conv2d_nhwc", 0, "float16")
-
-    def share_elements(schedule: Schedule) -> None:
-        index_map = lambda n, y, x, c: [n, y, x, c // 2]  # noqa: E731 - TVM counts its parameters
-        schedule.transform_layout("conv2d_nhwc", ("write", 0), index_map, assume_injective_transform=True)
-
     def exhaust_memory(schedule: Schedule) -> None:
         index_map = lambda n, y, x, c: [n, y, x, c * 10**8]  # noqa: E731
         schedule.transform_layout("conv2d_nhwc", ("write", 0), index_map, assume_injective_transform=True)
 
-    for order, change in enumerate((round_sums, share_elements, exhaust_memory, round_sums), start=1):
+    for order, change in enumerate((share_elements, exhaust_memory, share_elements), start=1):
         add_schedule(records, conv, host_target, change, run_s=order * 1e-9)
     *lines, unfit = read_lines(records / RECORD_FILE)
     unfit = json.loads(json.dumps(unfit).replace("conv2d_nhwc", "no_such_block"))
     write_lines(records / RECORD_FILE, [*lines, unfit])
     verification = verified(records, small_onnx, keep=4)
     found = {record.line: record for record in verification.records if record.task == conv.info.name}
-    rounded, shared, exhausted, unapplied = (found[len(lines) - 2 + step] for step in range(4))
-    assert rounded.status == shared.status == "wrong_answer"
-    assert 1e-4 < (rounded.max_rel_error or 0) < 1e-2 < (shared.max_rel_error or 0)
-    assert re.fullmatch(r"max_rel_error=0\.00\d+, allowed is 0\.0001", rounded.error)
+    shared, exhausted, unapplied = (found[len(lines) - 1 + step] for step in range(3))
+    assert shared.status == "wrong_answer"
+    assert (shared.max_rel_error or 0) > 1e-2
+    assert re.fullmatch(r"max_rel_error=[\d.]+, allowed is 0\.0001", shared.error)
     assert exhausted.status == "crashed"
     assert unapplied.status == "failed"
     assert unapplied.error.startswith("ScheduleError: ")
-    assert verification.num_by_status["pass"] == len(verification.records) - 4
-    message = rf"4 of {len(verification.records)} records do not pass, the first is line \d+ of {RECORD_FILE}; do not"
+    assert verification.num_by_status["pass"] == len(verification.records) - 3
+    message = rf"3 of {len(verification.records)} records do not pass, the first is line \d+ of {RECORD_FILE}; do not"
     with pytest.raises(RecordsError, match=message):
         verification.require_pass()
 
@@ -463,7 +462,7 @@ def test_the_command_ends_with_the_code_of_records(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    add_schedule(records, conv, host_target, lambda schedule: schedule.unsafe_set_dtype("conv2d_nhwc", 0, "int32"))
+    add_schedule(records, conv, host_target, share_elements)
     path = tmp_path / "verification.json"
     args = ("records", "verify", str(records), "--network", str(small_onnx))
     assert run_here(*args, "--json", str(path)) == 5

@@ -134,6 +134,7 @@ def test_what_they_show_is_what_is_logged() -> None:
         "tags.`ansor.best_rival`",
         "params.`strategy`",
         "params.`cost_model`",
+        "tags.`ansor.distrust`",
     ]
     assert (state["orderByKey"], state["orderByAsc"]) == ("metrics.`latency_ms`", True)
     charts = CHARTS.state["compareRunCharts"]
