@@ -133,7 +133,6 @@ def test_what_they_show_is_what_is_logged() -> None:
         "tags.`ansor.network`",
         "tags.`ansor.best_rival`",
         "params.`strategy`",
-        "params.`cost_model`",
         "tags.`ansor.distrust`",
     ]
     assert (state["orderByKey"], state["orderByAsc"]) == ("metrics.`latency_ms`", True)

@@ -252,7 +252,7 @@ _LEADERBOARD = _state(
         _tag(names.TAG_TARGET): 145,  # within a window of 1600 pixels, which the last column begins in, too
         _tag(names.TAG_NETWORK): 101,
         _tag(names.TAG_BEST_RIVAL): 101,
-        **{_param(name): 101 for name in names.SEARCH_PARAMS},
+        _param("strategy"): 101,
         _tag(names.TAG_DISTRUST): 101,
     },
 )
