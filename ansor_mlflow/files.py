@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _RESERVE_BYTES = 8 * 2**20
 _SPARE_BYTES = 2**24
-"""By how much an archive may grow: small ones may have been packed by other programs."""
+"""Bytes that an archive may grow by: small ones may have been packed by other programs."""
 _MAX_NAME_BYTES = 255
 """Longest name of a file on Linux."""
 _OWNER_LOCK = ".owner.lock"

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 OPERATORS = ("CumSum", "ReduceMean", "RoiAlign")
-"""A few of those that TVM does not import well; the table of all takes a quarter of an hour."""
+"""A few of those that TVM does not import well; the table of all is made by hand."""
 
 
 @pytest.mark.system

@@ -54,7 +54,7 @@ def _make() -> tuple[Pass, Any, Any]:
 
 
 def _make_for_gpu() -> tuple[Pass, Any, Any]:
-    """As `_make`, where kernels are the device's."""
+    """The pipeline of `_make` for targets whose kernels run on a device."""
     from tvm.ir.transform import Sequential
     from tvm.s_tir.pipeline import default_s_tir_pipeline
     from tvm.tirx.transform import prim_func_pass

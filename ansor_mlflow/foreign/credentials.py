@@ -31,7 +31,7 @@ _USER_INFO = (
     re.compile(r"(://)[^\s/]{1,500}@"),
 )
 _QUOTED = re.compile(rf"""(?ix)({_KEY}["']\s*:\s*)(["'])(?:\\.|(?!\2).)*""")
-"""In JSON, and in what Python prints of a dictionary: a secret is a text there."""
+"""A secret as JSON and Python's dictionaries print it: a quoted text behind its name."""
 _QUOTED_VALUE = re.compile(rf"""(?i)({_KEY}\s*[=:]\s*)(["'])(?:\\.|(?!\2).)+""")
 _NAMED = re.compile(
     rf"(?i)((?:{_KEY}|[?&]{_OF_A_QUERY}|X-Amz-(?:Signature|Credential)|\bCredential)(?:\s?=\s?|%3D)"

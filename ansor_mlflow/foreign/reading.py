@@ -15,7 +15,7 @@ _MAX_DEPTH = 64
 """Half of what Python's stack carries where each level takes a few calls, and far more than anybody writes."""
 _MAX_VALUES = 10**7
 _MAX_BITS = 64
-"""Of an integer: NumPy and TVM have no larger one."""
+"""Largest size of an integer: NumPy and TVM have no larger one."""
 _TOO_DEEP = f"it is nested deeper than {_MAX_DEPTH}"
 
 

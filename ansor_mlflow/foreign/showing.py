@@ -20,7 +20,7 @@ def printable(text: str) -> str:
 
 
 def printable_line(text: str) -> str:
-    """As `printable`, on one line."""
+    """A text as `printable` makes it, on one line."""
     return printable(" ".join(text.split("\n")))
 
 
