@@ -68,8 +68,10 @@ def _run_from(start: int, step: int, only: str, results: list[dict[str, Any]]) -
             last = json.loads(line)
             if "results" in last:
                 results.append(last)
-    if not worker.returncode or not last:
+    if not worker.returncode:
         return None
+    if not last:
+        raise click.ClickException(f"a child process ended with {worker.returncode} before its first case")
     number = last["number"]
     if "about" in last:
         runtime, _, kind = last["about"].partition(", ")

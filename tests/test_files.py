@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import MachineError, UserInputError
-from ansor_mlflow.files import path_below, require_stored
+from ansor_mlflow.files import path_below, replace_directory, require_stored, write_text
 from ansor_mlflow.networks import load_network
 from ansor_mlflow.tracking import work_directory
 from ansor_mlflow.tuning.fleet.remote import read_arrays
@@ -79,15 +79,28 @@ def test_folders_of_devices(tmp_path: Path, entry: str, key: str) -> None:
     assert path_below(tmp_path, odd.name).parent == tmp_path
 
 
+SIZE = 300
+"""Rows and columns of a weight that stays in its file until its shapes are known."""
+
+
 def save_in_cache(root: Path, blob: str = "../../blobs/{}") -> Path:
     """A model as Hugging Face's cache has it: a snapshot of links to blobs."""
-    weights = np.arange(16, dtype=np.float32).reshape(4, 4)
     graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        [
+            helper.make_node("MatMul", ["x", "w"], ["y"]),
+            helper.make_node("ReduceSum", ["w"], ["s"], keepdims=0),
+            helper.make_node("Greater", ["s", "zero"], ["is_positive"]),
+            helper.make_node("Where", ["is_positive", "rows", "rows"], ["shape"]),  # only ONNX Runtime knows it
+            helper.make_node("Reshape", ["y", "shape"], ["z"]),
+        ],
         "graph",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 4])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 4])],
-        [numpy_helper.from_array(weights, "w")],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, SIZE])],
+        [helper.make_tensor_value_info("z", TensorProto.FLOAT, None)],
+        [
+            numpy_helper.from_array(np.full((SIZE, SIZE), 0.1, np.float32), "w"),
+            numpy_helper.from_array(np.array(0, np.float32), "zero"),
+            numpy_helper.from_array(np.array([SIZE, 1]), "rows"),
+        ],
     )
     (root / "blobs").mkdir(parents=True)
     (root / "snapshots" / "main").mkdir(parents=True)
@@ -100,7 +113,40 @@ def save_in_cache(root: Path, blob: str = "../../blobs/{}") -> Path:
 
 
 def test_links_within_a_cache_are_followed(tmp_path: Path) -> None:
-    assert load_network(str(save_in_cache(tmp_path / "models--a--b"))).num_parameters == 16
+    network = load_network(str(save_in_cache(tmp_path / "models--a--b")))
+    assert network.num_parameters == SIZE**2
+    assert network.outputs[0].shape == (SIZE, 1)
+
+
+def test_the_last_of_several_places_counts(tmp_path: Path) -> None:
+    path = save_in_cache(tmp_path / "cache", str(tmp_path / "cache" / "blobs" / "{}"))
+    model = onnx.load(path, load_external_data=False)
+    tensor = next(tensor for tensor in model.graph.initializer if tensor.name == "w")
+    tensor.external_data.add(key="location", value="../../../secret")
+    path.unlink()
+    onnx.save(model, path)
+    with pytest.raises(UserInputError, match="its external data cannot be read"):
+        load_network(str(path))
+
+
+def test_weights_of_a_function_are_read_from_the_same_places(tmp_path: Path) -> None:
+    path = save_in_cache(tmp_path / "cache")
+    model = onnx.load(path, load_external_data=False)
+    weight = onnx.TensorProto()
+    weight.CopyFrom(next(tensor for tensor in model.graph.initializer if tensor.name == "w"))
+    nodes = [helper.make_node("Constant", [], ["w"], value=weight), helper.make_node("MatMul", ["a", "w"], ["b"])]
+    opsets = [helper.make_opsetid("", 17)]
+    model.functions.append(helper.make_function("own", "Layer", ["a"], ["b"], nodes, opsets))
+    model.opset_import.append(helper.make_opsetid("own", 1))
+    model.graph.node[0].CopyFrom(helper.make_node("Layer", ["x"], ["y"], domain="own"))
+    path.unlink()
+    onnx.save(model, path)
+    assert load_network(str(path)).outputs[0].shape == (SIZE, 1)
+    weight.external_data[0].value = "../../../secret"
+    model.functions[0].node[0].attribute[0].t.CopyFrom(weight)
+    onnx.save(model, path)
+    with pytest.raises(UserInputError, match="its external data cannot be read"):
+        load_network(str(path))
 
 
 def test_links_out_of_a_cache_are_refused(tmp_path: Path) -> None:
@@ -123,6 +169,22 @@ def test_hard_links_are_refused(tmp_path: Path) -> None:
     os.link(path.resolve().with_name("hash-of-model.onnx_data"), tmp_path / "a second name")
     with pytest.raises(UserInputError, match="is a hard link; a copy of it is read"):
         load_network(str(path))
+
+
+def test_names_are_on_the_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: flushed.append(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    write_text(tmp_path / "file", "text")
+    assert [path.parent for path in flushed] == [tmp_path, tmp_path.parent]
+    for number in range(2):
+        new = tmp_path / "new"
+        new.mkdir()
+        (new / str(number)).touch()
+        flushed.clear()
+        replace_directory(new, tmp_path / "directory")
+        assert flushed == [tmp_path]
+        assert [path.name for path in (tmp_path / "directory").iterdir()] == [str(number)]
+        assert not new.exists()
 
 
 def packed(path: Path, sizes: dict[str, int], compression: int) -> Path:

@@ -171,18 +171,37 @@ def test_a_merged_database_says_what_it_is_made_from(made_up: Path, tmp_path: Pa
 def test_an_output_that_is_ours_is_replaced(made_up: Path, tmp_path: Path) -> None:
     output = tmp_path / "new"
     merge_records(MergeRecordsOptions(sources=(str(made_up),), output=str(output)))
-    (output / "notes.txt").write_text("mine")
     assert distill_records(DistillRecordsOptions(sources=(str(made_up),), output=str(output))).num_records == 3
     assert show_records(ShowRecordsOptions(source=str(output))).num_records == 3
-    assert (output / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("what", ["a file of the user's", "a database of TVM", "records that came later"])
+def test_an_output_that_cannot_be_replaced_at_once(
+    made_up: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(UserInputError, match=r"output=\.: it is the current directory .*; give a directory in it"):
+        merge_records(MergeRecordsOptions(sources=(str(made_up),), output="."))
+    assert merge_records(MergeRecordsOptions(sources=(str(made_up),), output="new")).num_records == 5
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "a file",
+        "a file of our name",
+        "a file beside our database",
+        "a database of TVM",
+        "records that came later",
+    ],
+)
 def test_an_output_of_the_users_is_left_alone(made_up: Path, tmp_path: Path, what: str) -> None:
     output = tmp_path / "new"
-    if what == "a file of the user's":
-        output.mkdir()
-        (output / "notes.txt").write_text("mine")
+    if what.startswith("a file"):
+        if what == "a file beside our database":
+            merge_records(MergeRecordsOptions(sources=(str(made_up),), output=str(output)))
+        output.mkdir(exist_ok=True)
+        (output / (names.PROVENANCE_FILE if what == "a file of our name" else "notes.txt")).write_text("mine")
     elif what == "a database of TVM":
         shutil.copytree(made_up, output)
     else:
@@ -190,7 +209,7 @@ def test_an_output_of_the_users_is_left_alone(made_up: Path, tmp_path: Path, wha
         with (output / RECORD_FILE).open("a") as file:
             file.write(json.dumps([1, [[], [0.5], OTHER_TARGET, []]]) + "\n")
     before = {path.name: path.read_bytes() for path in output.iterdir()}
-    with pytest.raises(UserInputError, match=r"output=.*new: the directory is not empty, and holds no database as"):
+    with pytest.raises(UserInputError, match=r"output=.*new: the directory holds something else than a database as"):
         merge_records(MergeRecordsOptions(sources=(str(made_up),), output=str(output)))
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before
 
@@ -207,7 +226,7 @@ def test_an_output_that_cannot_be_written(made_up: Path, tmp_path: Path) -> None
     (tmp_path / "file").touch()
     with pytest.raises(UserInputError, match=r"output=.*file: it is a file; give a directory"):
         merge_records(MergeRecordsOptions(sources=(str(made_up),), output=str(tmp_path / "file")))
-    with pytest.raises(UserInputError, match=r"output=.*below: it cannot be written \(Not a directory\)"):
+    with pytest.raises(UserInputError, match=r"output=.*below: it cannot be written \(File exists\)"):
         merge_records(MergeRecordsOptions(sources=(str(made_up),), output=str(tmp_path / "file" / "below")))
 
 
@@ -268,7 +287,7 @@ def test_an_empty_file_has_no_records(made_up: Path, tmp_path: Path) -> None:
     assert show_records(ShowRecordsOptions(source=str(made_up))).num_records == 0
     with pytest.raises(RecordsError, match=r"there is no record in .*made_up; tune first"):
         merge_records(MergeRecordsOptions(sources=(str(made_up),), output=str(tmp_path / "new")))
-    assert not any((tmp_path / "new").iterdir())
+    assert not (tmp_path / "new").exists()
 
 
 ANSOR_LOG = '{"i": [["[\\"abc\\"]", "llvm"], [[], []]], "r": [[0.0001], 0, 1.0, 1], "v": "v0.6"}\n'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -50,7 +51,9 @@ def write_json(path: str, result: DataclassInstance) -> None:
 
 
 def write_output(parameter: str, path: str, text: str) -> None:
-    """Writes a file that the user named, whole or not at all; a pipe or a device is written to as it is.
+    """Writes a file that the user named, whole or not at all.
+
+    A pipe or a device, and a file in a folder that may not be written, is written to as it is.
 
     Raises:
         UserInputError: The path cannot be that of a file.
@@ -59,7 +62,7 @@ def write_output(parameter: str, path: str, text: str) -> None:
     file = Path(path)
     try:
         with translated_disk_errors():
-            if file.exists() and not file.is_file():
+            if file.exists() and not (file.is_file() and os.access(file.resolve().parent, os.W_OK)):
                 file.write_text(text, encoding="utf-8")
             else:
                 write_text(file.resolve(), text)  # a link stays one

@@ -1,14 +1,14 @@
 """Maxima and minima that keep NaN, as IEEE 754's `maximum` and ONNX Runtime do.
 
-TVM's code generators choose `a > b ? a : b`, which is b where either is NaN: max(x, 0), which is what a rectifier is in
-TVM, would make an ordinary number of it. With the operands in the other order, 0 > x ? 0 : x, a comparison with a
-constant keeps NaN in as many instructions. So does one with a single element that is an argument, as which bounds of a
-Clip arrive. Where both operands may be NaN the first one is looked at, too. Arm has
-instructions that keep NaN, which only LLVM's intrinsics ask for.
+TVM's code generator for LLVM chooses `a > b ? a : b`, which is b where either is NaN: max(x, 0), which is what a
+rectifier is in TVM, would make an ordinary number of it. With the operands in the other order, 0 > x ? 0 : x, a
+comparison with a constant keeps NaN in as many instructions. So does one with a single element that is an argument, as
+which bounds of a Clip arrive. Where both operands may be NaN the first one is looked at, too. Arm has instructions that
+keep NaN, which only LLVM's intrinsics ask for.
 
 A running maximum is left as it is, so that the loops of a pooling layer cost what they did: as in ONNX Runtime's
-kernels, it is that of what comes after a NaN, and NaN where that is the last. `graphs.operators.extrema` does what
-ReduceMax and its like need beyond that, and a softmax has a sum that keeps NaN.
+kernels, it is that of what comes after a NaN, and NaN where that is the last; on a GPU, NaN is passed over.
+`graphs.operators.extrema` does what ReduceMax and its like need beyond that, and a softmax has a sum that keeps NaN.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The places of extrema among floats that may be NaN or infinite.
+"""The places of extrema among floats that may be NaN or infinite, and among the smallest integers.
 
-TVM begins with the smallest finite number at place -1, and forgets what came before a NaN. As ONNX Runtime, this begins
-with the first value, which stays where it is NaN, and passes over any other NaN.
+TVM begins with the smallest number of a type at place -1, and forgets what came before a NaN. As ONNX Runtime, this
+begins with the first value, which stays where it is NaN, and passes over any other NaN.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from tvm import relax, te, tirx, topi
 
 def _call(builder: relax.BlockBuilder, call: relax.Call, *, find: Callable[..., te.Tensor], sign: int) -> relax.Expr:
     axis = None if call.attrs.axis is None else int(call.attrs.axis)
-    return builder.call_te(
-        lambda data: find(_comparable(data, axis, sign), axis, call.attrs.keepdims),
-        call.args[0],
-        primfunc_name_hint=call.op.name.removeprefix("relax."),
-    )
+
+    def place(data: te.Tensor) -> te.Tensor:
+        if str(data.dtype).startswith("float"):
+            return find(_comparable(data, axis, sign), axis, call.attrs.keepdims)
+        found = find(data, axis, call.attrs.keepdims)
+        return te.compute(found.shape, lambda *indices: tirx.max(found[indices], 0), "place")  # all are the smallest
+
+    return builder.call_te(place, call.args[0], primfunc_name_hint=call.op.name.removeprefix("relax."))
 
 
 def _comparable(data: te.Tensor, axis: int | None, sign: int) -> te.Tensor:
     """Values of which the first one is chosen where it is NaN; all are beyond the number that TVM begins with."""
     dtype = str(data.dtype)
-    if not dtype.startswith("float"):
-        return data
     info = np.finfo(dtype)
     last = tirx.const(-sign * float(np.nextafter(info.max, info.dtype.type(0))), dtype)
     wins = tirx.const(sign * np.inf, dtype)

@@ -34,11 +34,11 @@ def choose_examples(data: str, sizes: Sequence[NetworkShapes], seed: int, networ
     Raises:
         UserInputError: See `read_examples`.
     """
-    seeded = seeded_inputs(network, sizes, range(seed, seed + _NUM_SEEDED))
     if not data:
-        return seeded
+        return seeded_inputs(network, sizes, range(seed, seed + _NUM_SEEDED))
     number, (first, *others) = _read_for_a_size(data, sizes)
-    return [*seeded[:number], first, *seeded[number + 1 : len(sizes)], *others]
+    seeded = seeded_inputs(network, sizes, [seed]) if len(sizes) > 1 else [first]
+    return [*seeded[:number], first, *seeded[number + 1 :], *others]
 
 
 def require_examples(data: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -48,7 +48,10 @@ def seeded_inputs(network: Path | None, sizes: Sequence[NetworkShapes], seeds: S
 
 
 def same_for_all(outputs: Sequence[Arrays]) -> list[str]:
-    """The outputs that hold nothing that depends on inputs: one number alone, or the same in all of several calls."""
+    """The outputs that hold nothing that depends on inputs: the same number everywhere, or the same in several calls.
+
+    Of an output of one number, one call says nothing.
+    """
     first = outputs[0]
     return [name for name in first if not _varies([values[name] for values in outputs])]
 
@@ -57,6 +60,8 @@ def _varies(values: Sequence[npt.NDArray[Any]]) -> bool:
     if any(array.shape != values[0].shape for array in values):
         return True
     first = values[0]
+    if len(values) == 1 and first.size == 1:
+        return True
     if len(values) > 1 and all(np.array_equal(array, first, equal_nan=first.dtype.kind == "f") for array in values[1:]):
         return False
     numbers = np.concatenate([array.ravel() for array in values])
@@ -71,7 +76,7 @@ class _Draw:
     integers: Literal["bits", "by_shape", "counts", "largest", "ones", "zeros"] = "bits"
     is_positive: bool = False
     """Whether floats are absolute values."""
-    tables: Mapping[str, int] | None = None
+    tables: Mapping[str, int] = field(default_factory=dict)
     """By the inputs that are indices: the number of rows that they choose from."""
 
     def inputs(self, specs: Sequence[TensorSpec], seed: int) -> Arrays:
@@ -93,8 +98,8 @@ class _Draw:
         fixed = {"ones": 1, "zeros": 0}.get(self.integers)
         if fixed is not None:
             return fixed, fixed
-        if spec.name in (self.tables or {}):
-            return 0, (self.tables or {})[spec.name] - 1
+        if spec.name in self.tables:
+            return 0, self.tables[spec.name] - 1
         if spec.dtype == "bool" or (self.integers == "by_shape" and _is_mask(spec)):
             return (1, 1) if self.integers == "largest" else (0, 1)
         info = np.iinfo(spec.dtype)

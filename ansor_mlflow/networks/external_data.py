@@ -1,15 +1,29 @@
 """Weights in files beside an ONNX file ("external data": docs/ExternalData.md of ONNX): where they may be, and reading.
 
-Versions of ONNX and of ONNX Runtime differ in which links they follow, so neither is asked to read such a file.
+Versions of ONNX and of ONNX Runtime differ in which links they follow. ONNX is asked to read no such file, and ONNX
+Runtime only those that were found here, under names without links.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from onnx import TensorProto
+from onnx import StringStringEntryProto, TensorProto
 
 from ansor_mlflow.files import path_below
+
+
+def data_root(directory: Path) -> Path:
+    """The folder in which the external data of an ONNX file in `directory` has to be.
+
+    In Hugging Face's cache it is the whole repository, whose snapshots are links to its blobs.
+    """
+    directory = directory.resolve()
+    for root in directory.parents:
+        parts = directory.relative_to(root).parts
+        if parts[0] == "snapshots" and len(parts) > 1 and (root / "blobs").is_dir():
+            return root
+    return directory
 
 
 def data_path(directory: Path, location: str) -> Path:
@@ -20,12 +34,27 @@ def data_path(directory: Path, location: str) -> Path:
         location: What the model says, relative to that folder.
 
     Raises:
-        ValueError: It is outside of the folder. In Hugging Face's cache the folder is the whole repository, whose
-            snapshots are links to its blobs.
+        ValueError: It is outside of `data_root`.
     """
-    directory = directory.resolve()
-    repository = _repository(directory)
-    return path_below(repository, str(directory.relative_to(repository) / location))
+    root = data_root(directory)
+    return path_below(root, str(directory.resolve().relative_to(root) / location)).resolve()
+
+
+def location_of(tensor: TensorProto) -> str:
+    """Where a model says that the external data of a tensor is; of several entries the last counts, as in ONNX."""
+    return next((entry.value for entry in reversed(tensor.external_data) if entry.key == "location"), "")
+
+
+def find_data(tensor: TensorProto, directory: Path) -> None:
+    """Names the file of a tensor's external data relative to `data_root`, and without links.
+
+    Raises:
+        ValueError: It is outside of `data_root`.
+    """
+    path = data_path(directory, location_of(tensor)).relative_to(data_root(directory))
+    kept = [entry for entry in tensor.external_data if entry.key != "location"]
+    del tensor.external_data[:]
+    tensor.external_data.extend([StringStringEntryProto(key="location", value=path.as_posix()), *kept])
 
 
 def read_data(tensor: TensorProto, directory: Path, num_bytes: int) -> bytes:
@@ -48,12 +77,3 @@ def read_data(tensor: TensorProto, directory: Path, num_bytes: int) -> bytes:
     with path.open("rb") as file:
         file.seek(offset)
         return file.read(min(length, num_bytes + 1))
-
-
-def _repository(directory: Path) -> Path:
-    """The folder of a repository in Hugging Face's cache that a snapshot is in; any other folder itself."""
-    for root in directory.parents:
-        parts = directory.relative_to(root).parts
-        if parts[0] == "snapshots" and len(parts) > 1 and (root / "blobs").is_dir():
-            return root
-    return directory

@@ -16,6 +16,7 @@ import onnx
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS, build_builtin
+from ansor_mlflow.networks.external_data import data_root
 from ansor_mlflow.networks.inputs.sizes import GivenShape, split_sizes
 from ansor_mlflow.networks.onnx_file import (
     digest,
@@ -200,22 +201,23 @@ def _refuse_pickle(path: Path, called: str) -> None:
 
 def _read(path: Path, called: str, *, given: Mapping[str, Sequence[int]] = {}, **options: Any) -> onnx.ModelProto:
     """Reads an ONNX file with all its weights; for the options see `fix_shapes`."""
-    model = fix_shapes(read_onnx(path, called), called, given, path.parent, **options)
-    load_weights(model, called, path.parent)
+    directory = data_root(path.parent)
+    model = fix_shapes(read_onnx(path, called), called, given, directory, **options)
+    load_weights(model, called, directory)
     return model
 
 
 def _read_sizes(path: Path, called: str, given: Sequence[Mapping[str, tuple[int, ...]]], **options: Any) -> Network:
     """Reads an ONNX file with several sizes; each of them is tried."""
-    sizes = []
+    directory, sizes = data_root(path.parent), []
     for number, shapes in enumerate(given):
-        model = fix_shapes(read_onnx(path, called), called, shapes, path.parent, **options, says_batch=number == 0)
+        model = fix_shapes(read_onnx(path, called), called, shapes, directory, **options, says_batch=number == 0)
         sizes.append(NetworkShapes(input_specs(model), output_specs(model)))
     inputs, outputs = (
         open_where_different(specs) for specs in zip(*((s.inputs, s.outputs) for s in sizes), strict=True)
     )
     model = open_shapes(read_onnx(path, called), called, inputs, options["values"])
-    load_weights(model, called, path.parent)
+    load_weights(model, called, directory)
     return Network(name=path.stem, model=model, inputs=inputs, outputs=outputs, path=path, sizes=tuple(sizes))
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from onnx import TensorProto, external_data_helper, helper
 
 from ansor_mlflow.errors import UserInputError, one_line
 from ansor_mlflow.networks.checks import require_data, require_sizes, require_sound, require_tensor
-from ansor_mlflow.networks.external_data import data_path, read_data
+from ansor_mlflow.networks.external_data import data_path, find_data, location_of, read_data
 from ansor_mlflow.networks.inference import corrected_types
 from ansor_mlflow.networks.inputs.branches import take_known_branches
 from ansor_mlflow.networks.inputs.trials import OnnxTrial, start_session
@@ -61,7 +62,7 @@ _MAX_SHAPE_ELEMENTS = 2**16
 
 
 def read_onnx(path: Path, network: str) -> onnx.ModelProto:
-    """Reads a model. Its large weights stay in their files until `load_weights`.
+    """Reads a model. Its large weights stay in their files, whose names are below `data_root`, until `load_weights`.
 
     Args:
         path: ONNX file.
@@ -72,11 +73,11 @@ def read_onnx(path: Path, network: str) -> onnx.ModelProto:
     """
     with _translated_read_errors(network):
         model = onnx.load(path, format="protobuf", load_external_data=False)
-        for tensor in _external_tensors(model.graph):
+        for tensor in _external_tensors(model):
             if math.prod(tensor.dims) <= _MAX_SHAPE_ELEMENTS:
                 _load_tensor(tensor, path.parent, network)
             else:  # ONNX Runtime may read it before `load_weights` does
-                data_path(path.parent, _location(tensor))
+                find_data(tensor, path.parent)
     if not model.HasField("graph"):  # an empty file is a valid message without fields
         raise UserInputError(f"network={network}: the file holds no ONNX model; export the model again")
     if not model.graph.node:
@@ -85,13 +86,13 @@ def read_onnx(path: Path, network: str) -> onnx.ModelProto:
 
 
 def load_weights(model: onnx.ModelProto, network: str, directory: Path) -> None:
-    """Reads into `model` the weights that `read_onnx` left in the files of `directory`.
+    """Reads into `model` the weights that `read_onnx` left in the files of `directory`, its `data_root`.
 
     Raises:
         UserInputError: A file is missing, cut short, or outside of `directory`.
     """
     with _translated_read_errors(network):
-        for tensor in _external_tensors(model.graph):
+        for tensor in _external_tensors(model):
             _load_tensor(tensor, directory, network)
     require_data(model, network)
 
@@ -103,8 +104,8 @@ def external_files(path: Path, network: str) -> list[str]:
         UserInputError: The file is missing or not an ONNX model, or one of the others would be outside of its folder.
     """
     with _translated_read_errors(network):
-        graph = onnx.load(path, format="protobuf", load_external_data=False).graph
-        locations = sorted(set(map(_location, _external_tensors(graph))))
+        model = onnx.load(path, format="protobuf", load_external_data=False)
+        locations = sorted(set(map(location_of, _external_tensors(model))))
         for location in locations:
             data_path(path.parent, location)
     return locations
@@ -122,7 +123,7 @@ def write_onnx(model: onnx.ModelProto, path: Path, *, max_weight_bytes: int = _M
         return [path]
     data = path.with_name(f"{path.name}.data")
     with data.open("wb") as file:
-        for reference, weight in zip(_external_tensors(graph.graph), weights, strict=True):
+        for reference, weight in zip(_external_tensors(graph), weights, strict=True):
             place = {"location": data.name, "offset": file.tell(), "length": file.write(weight.raw_data)}
             for key, value in place.items():
                 reference.external_data.add(key=key, value=str(value))
@@ -203,7 +204,7 @@ def fix_shapes(
         model: A model.
         network: What messages call it.
         given: Shapes that replace those of its inputs.
-        directory: Where the weights are that `read_onnx` left in their files.
+        directory: Where the weights are that `read_onnx` left in their files: `data_root`.
         batch_size: Size of a dynamic batch.
         values: Values that inputs get for good, which then are no inputs any more.
         says_batch: Whether to log a batch that is taken as 1.
@@ -526,22 +527,23 @@ def _translated_read_errors(network: str) -> Iterator[None]:
         ) from err
 
 
-def _external_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    return filter(external_data_helper.uses_external_data, _tensors(graph))
+def _external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    of_functions = (tensor for function in model.functions for tensor in _constants(function.node))
+    return filter(external_data_helper.uses_external_data, itertools.chain(_tensors(model.graph), of_functions))
 
 
 def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
     """Yields the weights of a graph and the constants of its nodes, also of those in a branch."""
     yield from graph.initializer
-    for node in graph.node:
+    yield from _constants(graph.node)
+
+
+def _constants(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
+    for node in nodes:
         for attribute in node.attribute:
             yield from (attribute.t, *attribute.tensors)
             for branch in (attribute.g, *attribute.graphs):
                 yield from _tensors(branch)
-
-
-def _location(tensor: onnx.TensorProto) -> str:
-    return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
 
 
 def _load_tensor(tensor: onnx.TensorProto, directory: Path, network: str) -> None:

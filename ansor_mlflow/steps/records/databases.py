@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from ansor_mlflow import names
 from ansor_mlflow.device import Device, parse_target
 from ansor_mlflow.errors import RecordsError, UserInputError
-from ansor_mlflow.files import replace_directory, scratch_directory, sync_folder, translated_disk_errors, write_text
+from ansor_mlflow.files import replace_directory, scratch_directory, translated_disk_errors, write_text
 from ansor_mlflow.foreign import read_json, without_credentials
 from ansor_mlflow.options import DistillRecordsOptions, MergeRecordsOptions, ShowRecordsOptions
 from ansor_mlflow.records import (
@@ -34,9 +33,8 @@ from ansor_mlflow.records import (
 from ansor_mlflow.steps.records.fetching import fetch_source
 
 _DESCRIPTIONS = (names.FINGERPRINT_FILE, names.PROVENANCE_FILE)
-_WRITTEN = (WORKLOAD_FILE, *_DESCRIPTIONS, names.SOURCES_FILE, RECORD_FILE)
-"""The files of a new database in the order in which they get their names: without the last, there is no database."""
-_NEW_PREFIX = ".new-"
+_WRITTEN = {WORKLOAD_FILE, RECORD_FILE, names.SOURCES_FILE, *_DESCRIPTIONS}
+"""The files of a database that merge or distill wrote."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +91,12 @@ def _write(options: MergeRecordsOptions, *, keep: int | None, target: str) -> Wr
             _take_target(databases, target)
         try:
             with translated_disk_errors():
-                output.mkdir(parents=True, exist_ok=True)
-                changes_places = _can_change_places(output)
-                name = f"{_NEW_PREFIX}{output.name}"
-                with _new_directory(output.with_name(name) if changes_places else output / name) as new:
+                output.parent.mkdir(parents=True, exist_ok=True)
+                with _new_directory(output.with_name(f".new-{output.name}")) as new:
                     num_records = merge(databases, new, keep=keep)
                     if num_records:
                         _describe(new, databases, options.sources, keep, target)
-                        replace_directory(new, output) if changes_places else _move_files(new, output)
+                        replace_directory(new, output)
         except OSError as err:
             raise UserInputError(f"output={options.output}: it cannot be written ({err.strerror})") from err
     if not num_records:
@@ -110,22 +106,26 @@ def _write(options: MergeRecordsOptions, *, keep: int | None, target: str) -> Wr
 
 
 def _require_free(output: Path, given: str) -> None:
-    """Checks that nothing of the user's is in the way: neither other files, nor records that came later."""
+    """Checks that the directory can be replaced as a whole, and that nothing of the user's is in it."""
     if output.exists() and not output.is_dir():
         raise UserInputError(f"output={given}: it is a file; give a directory")
-    if output.is_dir() and any(output.iterdir()) and not _is_ours(output):
+    if not output.is_dir():
+        return
+    found = {path.name for path in output.iterdir()}
+    if found and not (found <= _WRITTEN and _is_ours(output)):
         raise UserInputError(
-            f"output={given}: the directory is not empty, and holds no database as merge and distill left it; give a "
+            f"output={given}: the directory holds something else than a database as merge and distill left it; give a "
             "new directory"
+        )
+    if output.is_mount() or output == Path.cwd():
+        raise UserInputError(
+            f"output={given}: it is the current directory or a mount point, which a new database cannot replace at "
+            "once; give a directory in it"
         )
 
 
 def _is_ours(directory: Path) -> bool:
-    """Whether merge or distill left a directory as it is; they may have been killed before its records had a name."""
-    found = {path.name for path in directory.iterdir()}
-    is_cut_short = any(name.startswith(_NEW_PREFIX) for name in found) or found <= set(_WRITTEN)
-    if RECORD_FILE not in found and is_cut_short:
-        return True
+    """Whether merge or distill left the database of a directory as it is."""
     try:
         written = read_json((directory / names.SOURCES_FILE).read_bytes())["sha256"]
         return bool(written == _digests(directory))
@@ -185,16 +185,6 @@ def _digests(directory: Path) -> dict[str, str]:
     return {name: hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in (WORKLOAD_FILE, RECORD_FILE)}
 
 
-def _can_change_places(output: Path) -> bool:
-    """Whether a whole directory can take the place of an earlier database: it holds nothing else, and its name is in a
-    folder that may be written.
-    """
-    holds = {path.name for path in output.iterdir()}
-    is_ours_alone = RECORD_FILE in holds and holds <= set(_WRITTEN)
-    may_change = not output.is_mount() and output != Path.cwd() and os.access(output.parent, os.W_OK)
-    return is_ours_alone and may_change
-
-
 @contextmanager
 def _new_directory(path: Path) -> Iterator[Path]:
     """A directory that is removed at the end; what an earlier process left there goes at the beginning."""
@@ -204,13 +194,3 @@ def _new_directory(path: Path) -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _move_files(new: Path, output: Path) -> None:
-    """Gives the files of a new database their names, the records' last: before, there is no database."""
-    for name in reversed(_WRITTEN):
-        (output / name).unlink(missing_ok=True)
-    for name in _WRITTEN:
-        if (new / name).exists():
-            (new / name).replace(output / name)
-    sync_folder(output)
