@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,10 @@ from ansor_mlflow.foreign import read_json, read_yaml, typed
 from ansor_mlflow.model import Manifest, verified_manifest
 from ansor_mlflow.options import DistillRecordsOptions, TuneOptions, load_options
 from ansor_mlflow.records.description import read_fingerprint, read_provenance
+from ansor_mlflow.records.journal import JOURNAL_FILE, read_durations, read_journal, read_seeds
+from ansor_mlflow.records.store import Database, RecordPair, write_pair
 from ansor_mlflow.records.transfer.manifest import changed_files
+from ansor_mlflow.trials import Durations
 from ansor_mlflow.tuning import HostPort, TrackerClient
 from ansor_mlflow.tuning.fleet.remote import ServerDescription
 
@@ -43,6 +47,7 @@ VALUES = st.recursive(
 )
 DEEP = "[" * 100_000
 DOCUMENTS = ["", "{", DEEP, '{"a":' * 100_000, "NaN", "-Infinity", "[1e999]", "1" * 5000, '["\\ud800"]', "\x00", "[1,]"]
+RECORD = '[[[],[]],[0.1],{"kind":"llvm"},[]]'
 TARGET = {"kind": "llvm", "mcpu": "znver3", "num-cores": 2}
 DEVICE = {"target": TARGET, "machine": "x86_64", "cpu_model": "CPU", "features": ["avx2"], "num_threads": 2}
 SPEC = {"name": "x", "shape": [1, 8], "dtype": "float32"}
@@ -76,7 +81,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(item, (*path, key))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize("document", [*DOCUMENTS, '["\udcff"]'])
 def test_documents_that_are_none_are_one_kind_of_error(document: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         read_json(document)
@@ -123,6 +128,45 @@ def test_lines_that_stand_for_millions_of_values_are_refused() -> None:
     lines += [f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
     with pytest.raises(ValueError, match="values"):
         read_yaml("\n".join(lines).encode())
+
+
+def test_long_lists_that_lines_name_often_take_no_memory() -> None:
+    text = f"a: &a [{'1,' * 3000}]\nb: [{'*a,' * 10_000}]".encode()
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="values"):
+        read_yaml(text)
+    assert tracemalloc.get_traced_memory()[1] < 1.5e8
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+@pytest.mark.parametrize("document", [*DOCUMENTS, "[]", "5", "null", "{}", '[1e999, "AAAA"]', '["1", 5]', '[null, ""]'])
+def test_lines_of_anything_are_damaged_lines(tmp_path: Path, document: str, thorough: bool) -> None:
+    targets = [f'{{"kind":{document}}}', document]
+    records = [f"[0, {document}]", *(f"[0,[[[],[]],[0.1],{target},[]]]" for target in targets)]
+    write_pair(tmp_path, [document, '["1", "AAAA"]'], [document, *records, f"[1,{RECORD}]"])
+    database = Database(RecordPair.in_directory(tmp_path), thorough=thorough)
+    assert [hash_ for hash_ in database.hashes if hash_] == ["0x0000000000000001"]
+    assert [(record.workload, record.run_s) for record in database.records] == [(1, 0.1)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *DOCUMENTS,
+        *("[]", "5", "null", "{}", '{"earlier_records": []}', '{"earlier_records": 1, "seeds": 5}'),
+        *('{"step": []}', '{"step": 1, "workload_hash": "0x1", "status": [], "run_s": [0.1]}'),
+        '{"step": 1, "workload_hash": "0x1", "status": "ok", "run_s": [0.1], "round_": "x"}',
+        '{"step": 1, "workload_hash": "0x1", "status": "ok", "run_s": 5}',
+        *('{"durations": 5}', '{"durations": {"run_s": []}}'),
+    ],
+)
+def test_a_journal_of_anything_says_nothing(tmp_path: Path, line: str) -> None:
+    write_pair(tmp_path, ['["1", "AAAA"]'], [f"[0,{RECORD}]"] * 2)
+    (tmp_path / JOURNAL_FILE).write_text(f"{line}\n{line}\n")
+    assert read_seeds(tmp_path) == (0, [])
+    assert read_durations(tmp_path) == Durations()
+    assert [(trial.round_, trial.run_s) for trial in read_journal(tmp_path)] == [(1, (0.1,))] * 2
 
 
 def test_a_description_of_a_model_is_read() -> None:

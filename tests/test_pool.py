@@ -249,6 +249,10 @@ def test_a_damaged_object_is_left_out(tmp_path: Path, damage: object, caplog: py
     with caplog.at_level(logging.WARNING, "ansor_mlflow"):
         assert contents(pool) == [found(2, 2)]
     assert f"{path.name} of the record pool {tmp_path} is damaged and left out" in caplog.text
+    assert [device.fingerprint for device in pool.devices()] == [DEVICE]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / names.FINGERPRINT_FILE).write_text("[" * 10**5)
+    assert [device.fingerprint for device in pool.devices()] == [DEVICE]
     pool.push(DEVICE, [found(1, 1)])  # whoever has it may push it again
     assert contents(pool) == [found(1, 1), found(2, 2)]
 

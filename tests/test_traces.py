@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def test_times_that_no_kernel_takes(tmp_path: Path, times: list[Any], thorough: 
 def test_times_of_a_journal(tmp_path: Path, run_s: list[float]) -> None:
     workload = '["4660", "AAAA"]'
     write_pair(tmp_path, [workload], [line(SOUND[0], times=[0.5]).decode().strip()])
-    seeds = [{"workload_hash": "0x1", "best_s": seconds} for seconds in (*run_s, 0.25)]
+    seeds = [{"workload_hash": "0x1", "best_s": seconds} for seconds in (*filter(math.isfinite, run_s), 0.25)]
     entry = {"step": 1, "workload_hash": "0x1234", "status": "ok", "run_s": run_s}
     header = {"earlier_records": 0, "seeds": seeds}
     (tmp_path / JOURNAL_FILE).write_text(f"{json.dumps(header)}\n{json.dumps(entry)}\n")

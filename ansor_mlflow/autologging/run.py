@@ -16,6 +16,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_AUTOLOGGING, MLFLOW_LOGGED_ARTIFACTS
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import one_line
+from ansor_mlflow.foreign import read_json
 from ansor_mlflow.tracking import (
     GRACE_AFTER_ERROR_S,
     GRACE_S,
@@ -77,7 +78,7 @@ class GuestOutbox(Outbox):
     def __init__(self, run: Run, directory: Path) -> None:
         super().__init__(run.info.run_id, directory)
         self._params = run.data.params
-        self._tables = json.loads(run.data.tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]"))
+        self._tables = read_json(run.data.tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]"))
 
     def put(self, message: Message) -> None:
         """See `Outbox.put`."""

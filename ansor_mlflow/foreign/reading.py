@@ -14,6 +14,7 @@ _MAX_BYTES = 2**28
 _MAX_DEPTH = 64
 """Half of what Python's stack carries where each level takes a few calls, and far more than anybody writes."""
 _MAX_VALUES = 10**7
+_COLLECTIONS = (list, dict, tuple, set)
 _MAX_BITS = 64
 """Largest size of an integer: NumPy and TVM have no larger one."""
 _TOO_DEEP = f"it is nested deeper than {_MAX_DEPTH}"
@@ -29,7 +30,8 @@ def read_json(text: str | bytes) -> Any:
 
     _check_size(text)
     try:
-        return plain_value(pydantic_core.from_json(text, allow_inf_nan=False))
+        encoded = text.encode() if isinstance(text, str) else text
+        return plain_value(pydantic_core.from_json(encoded, allow_inf_nan=False))
     except UnicodeEncodeError as err:
         raise ValueError("a character is only half there") from err
 
@@ -53,10 +55,11 @@ def read_yaml(text: bytes) -> Any:
 
 
 def typed(kind: type[T], fields: Any) -> T:
-    """A dataclass, with those below it, from plain values. Each must be of the type that its field says.
+    """A dataclass, with those below it, from plain values. Each must be of the type that its field says, or be what
+    Pydantic converts to it without loss: "2" and 2.0 to a whole number, 1 to True, a text to what it is the value of.
 
     Raises:
-        ValueError: One is not, or is missing.
+        ValueError: One is neither, or is missing.
     """
     from pydantic import ValidationError
 
@@ -82,20 +85,22 @@ def plain_value(value: Any, *, is_finite: bool = True) -> Any:
     Raises:
         ValueError: It is not.
     """
-    num_values, level = 0, [value]
+    num_values, level = 1, [value]
     for _ in range(_MAX_DEPTH):
-        num_values += len(level)
-        if num_values > _MAX_VALUES:  # a few lines of YAML name each other so that there are millions
-            raise ValueError(f"it has more than {_MAX_VALUES} values")
         below: list[Any] = []
         for item in level:
-            if isinstance(item, dict):
-                below += item.keys()
-                below += item.values()
-            elif isinstance(item, list | tuple | set):
+            if isinstance(item, str):
+                if not item.isascii():
+                    item.encode()  # half of a pair of surrogates: UnicodeEncodeError is a kind of ValueError
+            elif isinstance(item, _COLLECTIONS):
+                num_values += len(item)
+                if num_values > _MAX_VALUES:  # before there is a list of them: a few lines of YAML stand for millions
+                    raise ValueError(f"it has more than {_MAX_VALUES} values")
                 below += item
+                if isinstance(item, dict):
+                    below += item.values()
             else:
-                _check(item, is_finite=is_finite)
+                _check_number(item, is_finite=is_finite)
         if not below:
             return value
         level = below
@@ -107,10 +112,8 @@ def _check_size(text: str | bytes) -> None:
         raise ValueError(f"it is larger than {_MAX_BYTES >> 20} MiB")
 
 
-def _check(item: Any, *, is_finite: bool) -> None:
+def _check_number(item: Any, *, is_finite: bool) -> None:
     if isinstance(item, float) and is_finite and not math.isfinite(item):
         raise ValueError(f"{item} is no finite number")
     if isinstance(item, int) and item.bit_length() > _MAX_BITS:
         raise ValueError(f"a whole number has more than {_MAX_BITS} bits")
-    if isinstance(item, str) and not item.isascii():
-        item.encode()  # half of a pair of surrogates is refused with UnicodeEncodeError, a kind of ValueError

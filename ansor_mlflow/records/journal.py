@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from ansor_mlflow.files import append, end_last_line, write_text
+from ansor_mlflow.foreign import read_json, typed
 from ansor_mlflow.records.lines import FAILED_RUN_S, is_time, mean_time
 from ansor_mlflow.records.store import Database, RecordPair
 from ansor_mlflow.trials import Durations, TrialStatus
 
 JOURNAL_FILE = "trials.jsonl"
-_EARLIER = "earlier_records"
-_SEEDS = "seeds"
 _DURATIONS = "durations"
 
 
@@ -34,6 +33,15 @@ class Seed:
     """Seconds per call of the workload's fastest record."""
     is_enough: bool = False
     """Whether so much is known that the task gets no trials."""
+
+
+@dataclass(frozen=True)
+class _Header:
+    """The first line of a journal."""
+
+    earlier_records: int
+    """Records in the database that belong to earlier tunings."""
+    seeds: tuple[Seed, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +79,7 @@ class Journal:
             num_earlier: Records in the database that belong to earlier tunings.
             seeds: What they say.
         """
-        header = {_EARLIER: num_earlier, _SEEDS: [asdict(seed) for seed in seeds]}
-        write_text(self._path, json.dumps(header) + "\n")
+        write_text(self._path, json.dumps(asdict(_Header(num_earlier, tuple(seeds)))) + "\n")
 
     def resume(self) -> None:
         """Ends the last line, which the writer may have died in."""
@@ -102,10 +109,9 @@ def read_seeds(directory: Path) -> tuple[int, list[Seed]]:
     path = directory / JOURNAL_FILE
     try:
         with path.open("rb") as file:
-            header = json.loads(file.readline())
-        seeds = [Seed(**fields) for fields in header.get(_SEEDS, ())]
-        return int(header[_EARLIER]), [seed for seed in seeds if is_time(seed.best_s)]
-    except (OSError, ValueError, TypeError, LookupError):
+            header = typed(_Header, read_json(file.readline()))
+        return header.earlier_records, [seed for seed in header.seeds if is_time(seed.best_s)]
+    except (OSError, ValueError):
         return 0, []
 
 
@@ -116,8 +122,8 @@ def read_durations(directory: Path) -> Durations:
         directory: Directory of the records.
     """
     for fields in reversed(_read_lines(directory / JOURNAL_FILE)):
-        with contextlib.suppress(TypeError, ValueError, LookupError, AttributeError):
-            return Durations(**{name: float(seconds) for name, seconds in fields[_DURATIONS].items()})
+        with contextlib.suppress(ValueError, LookupError):
+            return typed(Durations, fields[_DURATIONS])
     return Durations()
 
 
@@ -164,10 +170,10 @@ def _read_entries(path: Path) -> dict[int, JournalEntry]:
     entries = {}
     for fields in _read_lines(path):
         try:
-            entry = JournalEntry(**{**fields, "status": TrialStatus(fields["status"]), "run_s": tuple(fields["run_s"])})
+            entry = typed(JournalEntry, fields)
             mean_time(entry.run_s or [FAILED_RUN_S])
             entries[entry.step] = entry
-        except (ValueError, TypeError, LookupError, ArithmeticError):
+        except (ValueError, ArithmeticError):
             continue
     return entries
 
@@ -177,6 +183,6 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     lines = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
-            fields = json.loads(line)
+            fields = read_json(line)
             lines += [fields] if isinstance(fields, dict) else []
     return lines

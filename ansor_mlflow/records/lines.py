@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ansor_mlflow.foreign import read_json
 from ansor_mlflow.records.traces import check_trace
 
 FAILED_RUN_S = 1e9
@@ -91,12 +92,12 @@ def parse_record(line: bytes) -> tuple[int, float, dict[str, Any]]:
         ValueError: It is no record.
     """
     try:
-        index, (trace, run_secs, target, args_info) = json.loads(line)
+        index, (trace, run_secs, target, args_info) = read_json(line)
         if any(isinstance(seconds, bool) for seconds in run_secs):
             raise ValueError("a time is no number")
         mean_s = mean_time(run_secs)
         check_trace(trace)
-    except (TypeError, ArithmeticError, LookupError, AttributeError, RecursionError) as err:
+    except (TypeError, ArithmeticError, LookupError, AttributeError) as err:
         raise ValueError(str(err)) from err
     is_record = isinstance(trace, list) and isinstance(target, dict) and isinstance(args_info, list)
     if not is_record or type(index) is not int or index < 0:
@@ -133,7 +134,7 @@ def workload_hash(line: str) -> str:
         ValueError: It is no workload line.
     """
     try:
-        hash_, module = json.loads(line)
+        hash_, module = read_json(line)
         base64.b64decode(module, validate=True)
         return f"{int(hash_):#018x}"
     except TypeError as err:
@@ -143,7 +144,7 @@ def workload_hash(line: str) -> str:
 @lru_cache(maxsize=1024)
 def target_attributes(text: str) -> dict[str, Any]:
     """The attributes of `RecordLine.target`; not to be changed."""
-    return dict(json.loads(text))
+    return dict(read_json(text))
 
 
 def _quick_look(line: bytes) -> tuple[int, float, str] | None:

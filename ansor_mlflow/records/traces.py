@@ -13,6 +13,8 @@ import re
 from functools import lru_cache
 from typing import Any
 
+from ansor_mlflow.foreign import read_json
+
 _PLAIN = frozenset(
     {
         *("SampleCategorical", "SamplePerfectTile", "SamplePartitionedTile", "SampleComputeLocation"),
@@ -149,6 +151,7 @@ def _is_plain(values: Any) -> bool:
 @lru_cache(maxsize=4096)
 def _is_index_map(text: str) -> bool:
     """Whether the JSON of an object of TVM's is arithmetic of variables and constants; see `_INDEX_MAP_NODES`."""
+    read_json(text)  # it is within bounds
     graph = json.loads(text, object_pairs_hook=_object)
     kinds = {node["type"] for node in graph["nodes"]}
     return kinds <= _INDEX_MAP_NODES and _INDEX_MAP_VALUES.fullmatch(str(graph)) is not None

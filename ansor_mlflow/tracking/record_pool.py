@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -20,7 +19,7 @@ from ansor_mlflow import names
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.files import path_below, scratch_directory
-from ansor_mlflow.foreign import without_credentials
+from ansor_mlflow.foreign import read_json, without_credentials
 from ansor_mlflow.options import is_uri
 from ansor_mlflow.records import ObjectName, PoolObject, what_is_new, workload_hash
 from ansor_mlflow.tracking.error_translation import translated_errors
@@ -82,11 +81,15 @@ class RecordPool:
             paths = self._list(folder)
             if f"{folder}/{names.FINGERPRINT_FILE}" not in paths:
                 continue
-            fields = json.loads(self._get(f"{folder}/{names.FINGERPRINT_FILE}"))
+            try:
+                fingerprint = DeviceFingerprint.from_dict(read_json(self._get(f"{folder}/{names.FINGERPRINT_FILE}")))
+            except ValueError as err:
+                _log.warning("%s of the record pool %s is damaged and left out: %s", folder, self._called, err)
+                continue
             workloads = Counter(name.workload_hash for path in paths if (name := _object_name(path)))
             found.append(
                 PoolDevice(
-                    fingerprint=DeviceFingerprint.from_dict(fields),
+                    fingerprint=fingerprint,
                     num_kernels=len(workloads),
                     num_objects=workloads.total(),
                 )

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ansor_mlflow.errors import UserInputError, one_line
 from ansor_mlflow.files import require_stored
+from ansor_mlflow.foreign import read_json
 from ansor_mlflow.networks.pytorch.graph import FixedGraph, fix_graph, plain_data, require_qualified_name
 from ansor_mlflow.networks.pytorch.shapes import Json, UnusableProgramError
 
@@ -75,7 +76,7 @@ def fix_program(
                     copy.open(f"model/{folder}/{name}", "w", force_zip64=True) as write,
                 ):
                     shutil.copyfileobj(read, write)
-        fixed = fix_graph(json.loads(archive.read(f"{root}/{_PROGRAM}")), network, given, batch_size)
+        fixed = fix_graph(read_json(archive.read(f"{root}/{_PROGRAM}")), network, given, batch_size)
         for name, text in {**_FIXED, _PROGRAM: json.dumps(fixed.program)}.items():
             copy.writestr(f"model/{name}", text)
     return fixed
@@ -89,7 +90,7 @@ def _payload_config(archive: zipfile.ZipFile, root: str, folder: str, kind: str,
             f"it has no {name}, so its {kind} are pickled, as PyTorch once wrote them, and nothing is unpickled here; "
             "save it again with torch.export.save of PyTorch 2.13"
         )
-    config = json.loads(archive.read(f"{root}/{name}"))["config"]
+    config = read_json(archive.read(f"{root}/{name}"))["config"]
     checked: Json = {}
     for qualified_name, entry in config.items():
         if entry["use_pickle"] or not raw_name.fullmatch(entry["path_name"]):

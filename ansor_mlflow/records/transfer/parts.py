@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ansor_mlflow.errors import RecordsError
 from ansor_mlflow.files import append, new_file, path_below
+from ansor_mlflow.foreign import read_json
 from ansor_mlflow.records.journal import JOURNAL_FILE
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
 
@@ -97,13 +98,13 @@ def _places(records: Path, head: bytes, num_bytes: int, part: str) -> dict[str, 
         RecordsError: Other files are named, or the pieces are not those that are described.
     """
     try:
-        places = {name: (start, length) for name, (start, length) in json.loads(head).items()}
+        places = {name: (start, length) for name, (start, length) in read_json(head).items()}
         for name in places:
             path_below(records, name)
         is_sound = places.keys() <= set(GROWING_FILES) and all(
             type(size) is int and size >= 0 for place in places.values() for size in place
         )
-    except (ValueError, TypeError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError):
         is_sound = False
     if not is_sound or sum(length for _, length in places.values()) != num_bytes:
         raise RecordsError(

@@ -20,6 +20,7 @@ from ansor_mlflow import names
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import RecordsError
 from ansor_mlflow.files import write_text
+from ansor_mlflow.foreign import read_json
 from ansor_mlflow.records.applicability import code_attributes, has_target
 from ansor_mlflow.records.description import read_fingerprint, read_provenance
 from ansor_mlflow.records.journal import read_seeds
@@ -78,7 +79,7 @@ class PoolObject:
         try:
             with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
                 head, workload, *lines = file.read(_MAX_BYTES).decode().removesuffix("\n").split("\n")
-            header = json.loads(head)
+            header = read_json(head)
             version, num_winners = header["format_version"], int(bool(header["has_winner"]))
             trials_per_task = float(header["trials_per_task"])
             workload_hash(workload)
