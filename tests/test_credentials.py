@@ -11,18 +11,24 @@ from urllib.parse import quote
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.text import Text
 
 from ansor_mlflow.cli.console import console, say, table
 from ansor_mlflow.cli.json_file import write_json
+from ansor_mlflow.cli.printing.doctor import print_check
 from ansor_mlflow.errors import MachineError, one_line
 from ansor_mlflow.foreign import PrintableFormatter, for_shell, printable, without_credentials
 from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.steps.doctor import Check
 from ansor_mlflow.tracking.report.addresses import server_command, ui_address
 from ansor_mlflow.tracking.report.note import command_lines
 
 SECRET = "S3cr3tP"
 PLACES = [
     "postgresql://mlflow:x/HIDE@db.example.com/mlflow",
+    "postgresql://me@server:x/HIDE@db.example.com/mlflow",
+    "postgresql+psycopg2://me@server:HIDE@db.example.com:5432/mlflow (is away)",
+    "https://me@example.com:x/HIDE@host/x",
     "postgresql+psycopg2://mlflow:x HIDE@db/mlflow",
     "mysql+pymysql://u:p@a/HIDE@db:3306/mlflow",
     "cannot reach https://u:a HIDE@host/x; check it",
@@ -177,6 +183,8 @@ def test_nothing_that_is_printed_has_secrets_or_control_characters(
     say(name)
     console().print(name)
     console().print(table(["name"], [[name]]))
+    console().print(Text.assemble(("red", "red"), name))
+    print_check(Check(status="red", name=name, message=name, fix=name))
     write_json("-", Result({name: [name]}))
     logging.getLogger("ansor_mlflow").warning("%s", name)
     caplog.handler.setFormatter(PrintableFormatter("%(message)s"))

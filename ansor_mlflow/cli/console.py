@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import click
 from rich.console import Console
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -23,10 +24,14 @@ def say(text: object = "", *, err: bool = False) -> None:
 
 
 class PlainConsole(Console):
-    """A console that every text passes as `printable`, in the cells of tables, too."""
+    """A console that every text passes as `printable`, in the cells of tables and in styled texts, too."""
 
     def render_str(self, text: str, **kwargs: Any) -> Text:
-        return super().render_str(printable(text), **kwargs)
+        return super().render_str(printable(text), **kwargs)  # as a whole, before it is broken into lines
+
+    def render(self, *args: Any, **kwargs: Any) -> Iterator[Segment]:
+        for segment in super().render(*args, **kwargs):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
 def console() -> Console:

@@ -21,7 +21,7 @@ _OF_A_QUERY = r"(?:user(?:name)?|uid|key|code|sig|signature|auth|jwt|x-amz-[\w-]
 """Names that are those of credentials in a query, and ordinary words elsewhere."""
 _DATABASE = r"\b(?:postgres(?:ql)?|mysql|mariadb|mssql|oracle|sqlite|cockroachdb|snowflake|redshift)(?:\+\w+)?"
 
-_USER = r"[^\s:/@]{0,200}:"
+_USER = r"[^\s:/]{0,200}:"  # with "@", as in the user@server of Azure
 _USER_INFO = (
     # a database's password, as SQLAlchemy reads it: with "/" and blanks
     re.compile(rf"(?i)({_DATABASE}://){_USER}(?:(?!://)[^\n]){{0,500}}@"),

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from ansor_mlflow.cli.console import console, microseconds, say
-from ansor_mlflow.foreign import printable
 
 if TYPE_CHECKING:
     from ansor_mlflow.measuring import KernelTimes
@@ -46,7 +45,7 @@ def _readable(script: str) -> str:
 
 
 def _section(title: str, text: str) -> None:
-    console().print(Text(printable(title), style="bold"), soft_wrap=True)
+    console().print(Text(title, style="bold"), soft_wrap=True)
     say(f"{text}\n")
 
 
