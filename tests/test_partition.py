@@ -129,6 +129,26 @@ def test_a_part_that_computes_too_little_stays_with_its_neighbours() -> None:
     assert parts[0].reasons == {"Exp": "not known", "Abs": "not known"}
 
 
+def test_sequences_that_need_each_other_are_in_one_part() -> None:
+    """Each has an element that was computed of one of the other, between which nothing else lies."""
+    shape = (1, 2, 1000, 1000)
+    nodes = [
+        *(helper.make_node("SequenceConstruct", [name], [f"of {name}"]) for name in "xy"),
+        *(helper.make_node("SequenceAt", [f"of {name}", "zero"], [f"{name}0"]) for name in "xy"),
+        *(helper.make_node("Relu", [f"{name}0"], [f"{name}1"]) for name in "xy"),
+        helper.make_node("SequenceInsert", ["of x", "y1"], ["more of x"]),
+        helper.make_node("SequenceInsert", ["of y", "x1"], ["more of y"]),
+        *(helper.make_node("SequenceAt", [f"more of {name}", "zero"], [f"{name}2"]) for name in "xy"),
+        *(helper.make_node("Relu", [f"{name}2"], [f"{name}3"]) for name in "xy"),
+    ]
+    inputs, outputs = ([tensor(f"{name}{end}", shape) for name in "xy"] for end in ("", "3"))
+    model = make_model(nodes, inputs, outputs, {"zero": np.array(0)})
+    values = value_infos(model)
+    stays = [index for index, node in enumerate(nodes) if "Sequence" in node.op_type]
+    parts = partition(model, dict.fromkeys(stays, "no tensors"), values)
+    assert [(part.runs_in, part.operators.get("Relu")) for part in parts] == [("onnxruntime", 2), ("tvm", 2)]
+
+
 def test_an_operator_that_tvm_does_not_know_is_the_only_one_that_stays(
     network: Network, lowered: LoweredNetwork
 ) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import onnx
 from onnx import helper
 
@@ -20,11 +21,9 @@ from ansor_mlflow.graphs.nodes import ValueInfos, inputs_of, is_tensor, uses
 MIN_FLOPS = 2e6
 """What a part in TVM has to compute. Handing a tensor over twice and calling ONNX Runtime once more takes some twenty
 microseconds, in which a core computes as much."""
-_TOO_SMALL = ""
-"""The reason of operators that TVM could compute, but too few of them to pay."""
-
 _WITH_OTHERS = ""
-"""The reason of operators that TVM could compute, but that lie between others which share what is no tensor."""
+"""The reason of operators that TVM could compute, but that are too few to pay, or share what is no tensor with others.
+"""
 
 Side = Literal["tvm", "onnxruntime"]
 
@@ -64,7 +63,7 @@ def partition(model: onnx.ModelProto, reasons: Mapping[int, str], values: ValueI
     stays.update({index: stays.get(index, _WITH_OTHERS) for bundle in bundles for index in bundle})
     turns = _turns(model.graph, stays, bundles)
     while (small := _smallest(turns, stays, flops)) is not None:
-        stays.update({index: _TOO_SMALL for index, turn in enumerate(turns) if turn == small})
+        stays.update({index: _WITH_OTHERS for index, turn in enumerate(turns) if turn == small})
         turns = _turns(model.graph, stays, bundles)
     members: dict[int, list[int]] = defaultdict(list)
     for index, turn in enumerate(turns):
@@ -134,30 +133,30 @@ def _turns(graph: onnx.GraphProto, stays: Mapping[int, str], bundles: Sequence[s
 
 
 def _bundles(graph: onnx.GraphProto, values: ValueInfos) -> list[set[int]]:
-    """Nodes that must be in one part: those that hand over what is no tensor, and all that lie between such nodes."""
+    """Nodes that must be in one part: those that hand over what is no tensor, and all that lie between such nodes.
+
+    Two bundles that take from each other are one. So where the maker of what is no tensor waits for its taker, too,
+    the bundles are the nodes that wait for one another: the strongly connected components.
+    """
     producer = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
-    bundles: list[set[int]] = []
-    for index, node in enumerate(graph.node):
-        made = [producer[name] for name in inputs_of(node) if name in producer and not is_tensor(values.get(name))]
-        if made:
-            bundles.append({index, *made})
-    if not bundles:
+    taken = [
+        (producer[name], index, is_tensor(values.get(name)))
+        for index, node in enumerate(graph.node)
+        for name in inputs_of(node)
+        if name in producer
+    ]
+    back = [(taker, maker) for maker, taker, is_free in taken if not is_free]
+    if not back:
         return []
-    before: list[set[int]] = []
-    for index, node in enumerate(graph.node):
-        above = {producer[name] for name in inputs_of(node) if name in producer}
-        before.append({index}.union(*(before[other] for other in above)))
-    while True:
-        for bundle in bundles:
-            needed = set[int]().union(*(before[index] for index in bundle))
-            bundle |= {index for index in needed if not bundle.isdisjoint(before[index])}
-        joined: list[set[int]] = []
-        for bundle in bundles:
-            apart = [other for other in joined if other.isdisjoint(bundle)]
-            joined = [*apart, bundle.union(*(other for other in joined if not other.isdisjoint(bundle)))]
-        if joined == bundles:
-            return bundles
-        bundles = joined
+    from scipy.sparse import coo_array  # here, as few graphs need it
+    from scipy.sparse.csgraph import connected_components
+
+    edges = np.array([*((maker, taker) for maker, taker, _ in taken), *back]).T
+    matrix = coo_array((np.ones(edges.shape[1]), edges), shape=(len(graph.node),) * 2)
+    bundles: dict[int, set[int]] = defaultdict(set)
+    for index, label in enumerate(connected_components(matrix, connection="strong")[1]):
+        bundles[label].add(index)
+    return [bundle for bundle in bundles.values() if len(bundle) > 1]
 
 
 def _smallest(turns: list[int], stays: Mapping[int, str], flops: list[float]) -> int | None:
