@@ -44,6 +44,17 @@ WEIGHTS: dict[str, np.ndarray] = {
     "minus": np.array([-9]),
     "backwards": np.array([-1]),
     "four": np.array([4]),
+    "flat": np.array([4, 12]),
+    "wider": np.float32([1, 2]),
+    "higher": np.float32([2, 1]),
+    "between": np.float32([1.2, 1]),
+    "first_two": np.array([[1, 0]] * 4),
+    "axes10": np.array([1, 0]),
+    "moves": np.array([0, 1, 0, -1]),
+    "of_blocks": np.arange(1, 13, dtype=np.float32).reshape(4, 3),
+    "of_columns": np.float32([[1, 2, 3]] * 4),
+    "no_shift": np.zeros((4, 3), np.uint8),
+    "codes": np.ones((4, 6), np.uint8),
     "byte": np.uint8(3),
     "bytes": np.uint8([3, 3, 3, 3]),
 }
@@ -108,6 +119,9 @@ INDEPENDENT = {
     "layer normalisation": [node("LayerNormalization", "x bias bias", axis=1)],
     "quantised": [node("QuantizeLinear", "x scale byte", "q"), node("DequantizeLinear", "q scale byte")],
     "largest": [node("ArgMax", "x", axis=1)],
+    "scales with all axes": [node("LayerNormalization", "x same", axis=-1)],
+    "wider rows": [node("Resize", "x  wider", mode="linear")],
+    "rows of a size": [node("Resize", "x   flat", mode="linear")],
     "shape alone": [node("Shape", "x", "s"), node("Reshape", "x s")],
 }
 DEPENDENT = {
@@ -132,6 +146,12 @@ DEPENDENT = {
     "largest of rows": [node("ArgMax", "x", "a", axis=0, keepdims=1), node("Cast", "a", "f", to=F), node("Sub", "x f")],
     "largest few": [node("TopK", "x one", "v i", axis=0), node("Sub", "x v")],
     "mean over rows": [node("MeanVarianceNormalization", "x", axes=[0])],
+    "mean over rows, from the end": [node("MeanVarianceNormalization", "x", axes=[-2])],
+    "scales of places": [node("LayerNormalization", "x places", axis=1)],
+    "between rows": [node("Resize", "x  higher", "h", mode="linear"), node("Reshape", "h flat")],
+    "as many rows": [node("Resize", "x  between", mode="nearest", coordinate_transformation_mode="asymmetric")],
+    "first of all": [node("Reshape", "x melted", "m"), node("GatherElements", "m first_two", axis=1)],
+    "diagonal": [node("Slice", "x zero four one", "s"), node("Einsum", "s", equation="bb->b")],
     "sums of products": [node("Einsum", "x x", "s", equation="bi,bj->ij"), node("MatMul", "x s")],
     "one scale for all": [node("DynamicQuantizeLinear", "x", "q s z"), node("DequantizeLinear", "q s z")],
     "a scale for each place": [
@@ -171,6 +191,30 @@ def test_what_the_graph_does_not_decide(
 ) -> None:
     monkeypatch.setitem(WEIGHTS, "like", np.array([4, 6]))
     assert rows(tmp_path, nodes, squares=(F, [ROWS, 2, 2])) == ""
+
+
+@pytest.mark.parametrize(
+    ("expected", "nodes"),
+    {
+        "dependent": [node("Pad", "x moves  axes10")],
+        "": [
+            node("Transpose", "x", "t"),
+            node("QuantizeLinear", "t scale byte", "q"),
+            node("QLinearMatMul", "codes scale byte q half bytes scale byte", "p"),
+            node("DequantizeLinear", "p scale byte", "d"),
+            node("Transpose", "d"),
+        ],
+    }.items(),
+)
+def test_pads_and_scales_by_their_axes(tmp_path: Path, expected: str, nodes: list[onnx.NodeProto]) -> None:
+    assert rows(tmp_path, nodes, opset=18) == expected
+
+
+@pytest.mark.parametrize(("scales", "expected"), [("of_blocks", "dependent"), ("of_columns", "independent")])
+def test_scales_of_blocks_may_be_of_rows(tmp_path: Path, scales: str, expected: str) -> None:
+    steps = ("QuantizeLinear", f"x {scales} no_shift", "q"), ("DequantizeLinear", f"q {scales} no_shift", "y")
+    nodes = [node(*step, axis=1, block_size=2) for step in steps]
+    assert rows(tmp_path, nodes, opset=21) == expected
 
 
 def test_an_old_softmax_works_on_all_axes_behind_its_own(tmp_path: Path) -> None:

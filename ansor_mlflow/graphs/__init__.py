@@ -6,6 +6,6 @@ from ansor_mlflow.graphs.nodes import ValueInfos, branches_of, inputs_of, is_ten
 from ansor_mlflow.graphs.operators.rewritings import rewrite_operators
 from ansor_mlflow.graphs.opset import raise_opset
 from ansor_mlflow.graphs.partition import GraphPart, Side, extract, partition
-from ansor_mlflow.graphs.rows import Rows, rows_of
+from ansor_mlflow.graphs.rows import rows_of
 from ansor_mlflow.graphs.simplify import give_outputs_nodes, simplify
 from ansor_mlflow.graphs.unsupported import reasons_to_stay

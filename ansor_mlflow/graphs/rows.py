@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import onnx
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
+from ansor_mlflow.graphs.editor import attributes_of, input_of, opset_version
 from ansor_mlflow.graphs.nodes import value_infos
 from ansor_mlflow.networks import static_shape
 
@@ -30,18 +31,20 @@ class _Unknown(Exception):  # noqa: N818 - it is no error
 
 _ELEMENTWISE = {
     *("Abs", "Acos", "Acosh", "Add", "And", "Asin", "Asinh", "Atan", "Atanh", "BiasGelu", "BitShift"),
-    *("BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Cast", "CastLike", "Ceil", "Celu", "Clip", "Cos"),
-    *("Cosh", "Div", "Dropout", "Elu", "Equal", "Erf", "Exp", "Expand", "FastGelu", "Floor", "Gelu", "Greater"),
+    *("BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Cast", "Ceil", "Celu", "Clip", "Cos"),
+    *("Cosh", "Div", "Elu", "Equal", "Erf", "Exp", "FastGelu", "Floor", "Gelu", "Greater"),
     *("GreaterOrEqual", "HardSigmoid", "HardSwish", "Identity", "IsInf", "IsNaN", "LeakyRelu", "Less"),
     *("LessOrEqual", "Log", "Max", "Mean", "Min", "Mish", "Mod", "Mul", "Neg", "Not", "Or", "PRelu", "Pow"),
     *("QuickGelu", "Reciprocal", "Relu", "Round", "Selu", "Shrink", "Sigmoid", "Sign", "Sin", "Sinh", "Softplus"),
     *("Softsign", "Sqrt", "Sub", "Sum", "Swish", "Tan", "Tanh", "ThresholdedRelu", "Where", "Xor"),
 }
+_OF_FIRST = {"CastLike", "Dropout", "Expand"}
+"""Elementwise ones whose other inputs say how."""
 _RESHAPES = {"Flatten", "Reshape", "Squeeze", "Unsqueeze"}
 _OF_SAMPLES = {
     *("AveragePool", "BatchNormalization", "Conv", "ConvInteger", "ConvTranspose", "DepthToSpace"),
     *("GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool", "GroupNormalization", "InstanceNormalization", "LRN"),
-    *("LpPool", "MaxPool", "QLinearConv", "Resize", "SpaceToDepth", "Upsample"),
+    *("LpPool", "MaxPool", "QLinearConv", "SpaceToDepth"),
 }
 """Operators of (N, C, …) whose other inputs are weights."""
 _ONE_AXIS = {"ArgMax": 0, "ArgMin": 0, "CumSum": 0, "Hardmax": -1, "LogSoftmax": -1, "LpNormalization": -1}
@@ -84,7 +87,7 @@ class _Graph:
         self._infos = value_infos(model)
         self._weights = {weight.name: weight for weight in model.graph.initializer}
         self._outputs = [output.name for output in model.graph.output]
-        self._opset = next((opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx")), 1)
+        self._opset = opset_version(model)
         inputs = [value.name for value in model.graph.input if value.name not in self._weights]
         self.size = self.shape(inputs[0])[0]
         self._axes: dict[str, int] = dict.fromkeys(inputs, 0)
@@ -151,20 +154,19 @@ class _Graph:
                 raise _Mixed if name in self._weights else _Unknown(name)
         return axis
 
-    def constant(self, name: str) -> list[int]:
+    def constant(self, name: str) -> list[Any]:
         """The numbers of an initializer."""
         if name not in self._weights:
             raise _Unknown(name)
-        return [int(number) for number in numpy_helper.to_array(self._weights[name]).ravel()]
+        return list(numpy_helper.to_array(self._weights[name]).ravel().tolist())
 
-    def numbers(self, node: onnx.NodeProto, name: str, place: int) -> list[int] | None:
+    def numbers(self, node: onnx.NodeProto, name: str, place: int) -> list[Any] | None:
         """What is an attribute in old operator sets, and an input in new ones; None where it is left out."""
-        given = next((attribute for attribute in node.attribute if attribute.name == name), None)
-        if given is not None:
-            value = helper.get_attribute_value(given)
-            return list(value) if isinstance(value, list | tuple) or hasattr(value, "__len__") else [int(value)]
-        has_input = len(node.input) > place and node.input[place]
-        return self.constant(node.input[place]) if has_input else None
+        value = attributes_of(node).get(name)
+        if value is not None:
+            return list(value) if hasattr(value, "__len__") else [value]
+        given = input_of(node, place)
+        return self.constant(given) if given else None
 
     def has_old_axis(self) -> bool:
         """Whether Softmax and its like work on all axes from theirs on."""
@@ -181,18 +183,15 @@ class _Graph:
 _Rule = Callable[[_Graph, onnx.NodeProto], Any]
 
 
-def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
-    return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
-
-
 def _elementwise(graph: _Graph, node: onnx.NodeProto) -> int:
-    if node.op_type in ("Dropout", "Expand", "CastLike"):
-        graph.only_first(node)
-    if node.op_type == "Dropout" and len(node.input) > 2 and node.input[2]:
-        raise _Mixed
     rank = len(graph.shape(node.output[0]))
-    inputs = node.input[:1] if node.op_type in ("Dropout", "Expand", "CastLike") else node.input
-    return graph.aligned((name, rank - len(graph.shape(name))) for name in inputs if name)
+    return graph.aligned((name, rank - len(graph.shape(name))) for name in node.input if name)
+
+
+def _of_first(graph: _Graph, node: onnx.NodeProto) -> int:
+    if node.op_type == "Dropout" and input_of(node, 2):
+        raise _Mixed
+    return graph.only_first(node) + len(graph.shape(node.output[0])) - len(graph.shape(node.input[0]))
 
 
 def _reshape(graph: _Graph, node: onnx.NodeProto) -> int:
@@ -206,7 +205,7 @@ def _reshape(graph: _Graph, node: onnx.NodeProto) -> int:
 
 
 def _of_samples(graph: _Graph, node: onnx.NodeProto) -> int:
-    is_training = _attributes(node).get("training_mode", 0) or (
+    is_training = attributes_of(node).get("training_mode", 0) or (
         node.op_type == "BatchNormalization" and len([name for name in node.output if name]) > 1
     )
     has_places = node.op_type == "MaxPool" and len([name for name in node.output if name]) > 1  # in the whole tensor
@@ -215,14 +214,28 @@ def _of_samples(graph: _Graph, node: onnx.NodeProto) -> int:
     return 0
 
 
+def _resize(graph: _Graph, node: onnx.NodeProto) -> int:
+    axis, shape, attributes = graph.only_first(node), graph.shape(node.input[0]), attributes_of(node)
+    axes = [number % len(shape) for number in attributes.get("axes", range(len(shape)))]
+    scales = graph.numbers(node, "scales", 1 if len(node.input) == 2 else 2)
+    scale = scales[axes.index(axis)] if scales and axis in axes else 1
+    if attributes.get("coordinate_transformation_mode") == "tf_crop_and_resize":
+        raise _Unknown(node.op_type)
+    if attributes.get("keep_aspect_ratio_policy", "stretch") != "stretch":
+        raise _Unknown(node.op_type)
+    if scale != 1 or graph.shape(node.output[0])[axis] != shape[axis]:
+        raise _Mixed
+    return axis
+
+
 def _reduce(graph: _Graph, node: onnx.NodeProto) -> int:
     axis, rank = graph.only_first(node), len(graph.shape(node.input[0]))
     given = graph.numbers(node, "axes", 1)
     if not given:
-        if _attributes(node).get("noop_with_empty_axes", 0):
+        if attributes_of(node).get("noop_with_empty_axes", 0):
             return axis
         raise _Mixed
-    return _without(axis, {number % rank for number in given}, _attributes(node).get("keepdims", 1))
+    return _without(axis, {number % rank for number in given}, attributes_of(node).get("keepdims", 1))
 
 
 def _without(axis: int, reduced: set[int], keeps: int) -> int:
@@ -241,33 +254,34 @@ def _one_axis(graph: _Graph, node: onnx.NodeProto) -> int:
         if axis >= along:
             raise _Mixed
         return axis
-    keeps = _attributes(node).get("keepdims", 1) if node.op_type.startswith("Arg") else 1
+    keeps = attributes_of(node).get("keepdims", 1) if node.op_type.startswith("Arg") else 1
     return _without(axis, {along}, keeps)
 
 
-def _from_axis(graph: _Graph, node: onnx.NodeProto) -> list[int]:
-    axis, rank = graph.only_first(node), len(graph.shape(node.input[0]))
-    if axis >= _attributes(node).get("axis", -1) % rank:
+def _from_axis(graph: _Graph, node: onnx.NodeProto) -> int:
+    rank = len(graph.shape(node.input[0]))
+    if graph.only_first(node) >= attributes_of(node).get("axis", -1) % rank:
         raise _Mixed
-    return [axis] * len(node.output)
+    return _elementwise(graph, node)  # scales may have as many axes
 
 
 def _mean_variance(graph: _Graph, node: onnx.NodeProto) -> int:
-    return _without(graph.only_first(node), set(_attributes(node).get("axes", [0, 2, 3])), 1)
+    axis, rank = graph.only_first(node), len(graph.shape(node.input[0]))
+    return _without(axis, {number % rank for number in attributes_of(node).get("axes", [0, 2, 3])}, 1)
 
 
 def _transpose(graph: _Graph, node: onnx.NodeProto) -> int:
     axis, rank = graph.only_first(node), len(graph.shape(node.input[0]))
-    return list(_attributes(node).get("perm", range(rank)[::-1])).index(axis)
+    return list(attributes_of(node).get("perm", range(rank)[::-1])).index(axis)
 
 
 def _concat(graph: _Graph, node: onnx.NodeProto) -> int:
     axis = graph.aligned((name, 0) for name in node.input)
-    return _without(axis, {_attributes(node)["axis"] % len(graph.shape(node.input[0]))}, 1)
+    return _without(axis, {attributes_of(node)["axis"] % len(graph.shape(node.input[0]))}, 1)
 
 
 def _split(graph: _Graph, node: onnx.NodeProto) -> int:
-    return _without(graph.only_first(node), {_attributes(node).get("axis", 0) % len(graph.shape(node.input[0]))}, 1)
+    return _without(graph.only_first(node), {attributes_of(node).get("axis", 0) % len(graph.shape(node.input[0]))}, 1)
 
 
 def _slice(graph: _Graph, node: onnx.NodeProto) -> int:
@@ -284,9 +298,10 @@ def _slice(graph: _Graph, node: onnx.NodeProto) -> int:
 def _pad(graph: _Graph, node: onnx.NodeProto) -> int:
     axis, rank = graph.only_first(node), len(graph.shape(node.input[0]))
     pads = graph.numbers(node, "pads", 1)
-    if pads is None or len(pads) != 2 * rank:
+    axes = [number % rank for number in graph.numbers(node, "axes", 3) or range(rank)]
+    if pads is None or len(pads) != 2 * len(axes):
         raise _Unknown(node.op_type)
-    if pads[axis] or pads[axis + rank]:
+    if axis in axes and (pads[axes.index(axis)] or pads[axes.index(axis) + len(axes)]):
         raise _Mixed
     return axis
 
@@ -300,7 +315,7 @@ def _tile(graph: _Graph, node: onnx.NodeProto) -> int:
 
 def _gather(graph: _Graph, node: onnx.NodeProto) -> int:
     data, indices = (graph.axis(name) for name in node.input[:2])
-    along = _attributes(node).get("axis", 0) % len(graph.shape(node.input[0]))
+    along = attributes_of(node).get("axis", 0) % len(graph.shape(node.input[0]))
     if data is None and indices is not None:
         return int(along + indices)
     if data is not None and indices is not None and data == along:
@@ -313,29 +328,33 @@ def _gather(graph: _Graph, node: onnx.NodeProto) -> int:
 
 def _gather_elements(graph: _Graph, node: onnx.NodeProto) -> int:
     axis = graph.aligned((name, 0) for name in node.input[:2])
-    return _without(axis, {_attributes(node).get("axis", 0) % len(graph.shape(node.input[0]))}, 1)
+    data, indices = (graph.shape(name) for name in node.input[:2])
+    if data[axis] != indices[axis]:  # the first of all rows are taken, not the first of each
+        raise _Mixed
+    return _without(axis, {attributes_of(node).get("axis", 0) % len(graph.shape(node.input[0]))}, 1)
 
 
 def _one_hot(graph: _Graph, node: onnx.NodeProto) -> int:
     axis, rank = graph.only_first(node), len(graph.shape(node.output[0]))
-    return int(axis + (_attributes(node).get("axis", -1) % rank <= axis))
+    return int(axis + (attributes_of(node).get("axis", -1) % rank <= axis))
 
 
 def _quantize(graph: _Graph, node: onnx.NodeProto) -> int:
-    axis = graph.only_first(node)
-    if math.prod(graph.shape(node.input[1])) != 1 and axis == _attributes(node).get("axis", 1) % len(
-        graph.shape(node.input[0])
-    ):
+    axis, shape = graph.only_first(node), graph.shape(node.input[1])
+    if math.prod(shape) != 1 and axis == attributes_of(node).get("axis", 1) % len(graph.shape(node.input[0])):
         raise _Mixed
-    return axis
+    return axis if len(shape) < 2 else _elementwise(graph, node)  # of blocks, which have all axes
 
 
 def _mat_mul(graph: _Graph, node: onnx.NodeProto) -> int:
     places = (0, 3) if node.op_type == "QLinearMatMul" else (0, 1)
     names = [node.input[place] for place in places]
+    others = [name for place, name in enumerate(node.input) if name and place not in places]
     ranks, rank = [len(graph.shape(name)) for name in names], len(graph.shape(node.output[0]))
-    if min(ranks) < 2 or any(graph.axis(name) is not None for name in set(node.input) - set(names)):
+    if min(ranks) < 2 or any(graph.axis(name) is not None for name in others):
         raise _Unknown(node.op_type)
+    if graph.axis(names[1]) is not None and any(math.prod(graph.shape(name)) != 1 for name in others):
+        raise _Unknown(node.op_type)  # a scale for each column
     for name, contracted, kept, other in ((names[0], -1, -2, names[1]), (names[1], -2, -1, names[0])):
         axis = graph.axis(name)
         if axis is None or axis < len(graph.shape(name)) - 2:
@@ -347,7 +366,7 @@ def _mat_mul(graph: _Graph, node: onnx.NodeProto) -> int:
 
 
 def _gemm(graph: _Graph, node: onnx.NodeProto) -> int:
-    if graph.only_first(node) != (1 if _attributes(node).get("transA", 0) else 0):
+    if graph.only_first(node) != (1 if attributes_of(node).get("transA", 0) else 0):
         raise _Mixed
     if len(node.input) > 2 and node.input[2]:
         bias = node.input[2]
@@ -357,7 +376,7 @@ def _gemm(graph: _Graph, node: onnx.NodeProto) -> int:
 
 
 def _einsum(graph: _Graph, node: onnx.NodeProto) -> int:
-    equation = _attributes(node)["equation"].decode().replace(" ", "")
+    equation = attributes_of(node)["equation"].replace(" ", "")
     if "." in equation or "->" not in equation:
         raise _Unknown(node.op_type)
     left, right = equation.split("->")
@@ -368,6 +387,8 @@ def _einsum(graph: _Graph, node: onnx.NodeProto) -> int:
     if len(labels) != 1 or not labels <= set(right):
         raise _Mixed
     (label,) = labels
+    if any(term.count(label) > 1 for term in terms):  # a diagonal
+        raise _Mixed
     for term, name in zip(terms, node.input, strict=True):
         if graph.axis(name) is None and not graph.is_uniform(name, term.find(label)):
             raise _Mixed
@@ -375,7 +396,6 @@ def _einsum(graph: _Graph, node: onnx.NodeProto) -> int:
 
 
 def _recurrent(graph: _Graph, node: onnx.NodeProto) -> list[int]:
-    names = [*node.input, "", "", ""]
     expected = {0: 1, 4: 0, 5: 1, 6: 1}
     for place, name in enumerate(node.input):
         axis = graph.axis(name) if name else None
@@ -383,7 +403,7 @@ def _recurrent(graph: _Graph, node: onnx.NodeProto) -> list[int]:
             raise _Mixed
         if name and axis is None and place in expected and not graph.is_uniform(name, expected[place]):
             raise _Unknown(node.op_type)
-    if _attributes(node).get("layout", 0) or graph.axis(names[0]) is None:
+    if attributes_of(node).get("layout", 0) or graph.axis(node.input[0]) is None:
         raise _Unknown(node.op_type)
     return [2, 1, 1]
 
@@ -394,12 +414,15 @@ def _unknown(graph: _Graph, node: onnx.NodeProto) -> int:  # noqa: ARG001 - as o
 
 _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(_OF_FIRST, _of_first),
     **dict.fromkeys(_RESHAPES, _reshape),
     **dict.fromkeys(_OF_SAMPLES, _of_samples),
     **dict.fromkeys(_ONE_AXIS, _one_axis),
     **dict.fromkeys(_FROM_AXIS, _from_axis),
     **dict.fromkeys(_RECURRENT, _recurrent),
     "MeanVarianceNormalization": _mean_variance,
+    "Resize": _resize,
+    "Upsample": _resize,
     "Transpose": _transpose,
     "Concat": _concat,
     "Split": _split,
