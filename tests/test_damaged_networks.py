@@ -19,8 +19,10 @@ from helpers.commands import ROOT, RunCommand
 from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.networks import inference
 from ansor_mlflow.networks.checks import require_sound
 from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.networks.inputs import trials
 from ansor_mlflow.networks.loading import load_network
 
 FLOAT = TensorProto.FLOAT
@@ -218,6 +220,44 @@ def test_a_command_ends_with_the_line(
     onnx.save(WRONG[name][0], tmp_path / "wrong.onnx")
     assert run_here("plan", "--network", str(tmp_path / "wrong.onnx")) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"Error: network={tmp_path / 'wrong.onnx'}: ")
+
+
+FEATURES = node("Scaler", ["x"], ["y"], domain="ai.onnx.ml", offset=[0.5] * 4, scale=[2.0] * 4)
+WITH_FEATURES = {"": 17, "ai.onnx.ml": 3}
+
+
+def test_a_giant_is_found_before_features_are_computed_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inference, "start_session", lambda *_, **__: pytest.fail("it is loaded"))
+    nodes = [FEATURES, node("ConstantOfShape", ["s"], ["large"]), node("ReduceSum", ["large"], ["z"])]
+    wrong = model(nodes, [weight("s", [GIANT])], outputs=[value("y", [1, 4]), value("z", [1])], opsets=WITH_FEATURES)
+    onnx.save(wrong, tmp_path / "wrong.onnx")
+    with pytest.raises(UserInputError, match=f"'large' .*{TOO_LARGE}"):
+        load_network(str(tmp_path / "wrong.onnx"))
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_loop_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
+    """It is run for the types behind features, and for an output of which nobody knows the number of axes."""
+    monkeypatch.setattr(trials, "_MAX_RUN_S", 0.2)
+    body = helper.make_graph(
+        [node("Identity", ["c"], ["go on"]), node("Add", ["v", "v"], ["doubled"])],
+        "body",
+        [value("i", [], TensorProto.INT64), value("c", [], TensorProto.BOOL), value("v", [1])],
+        [value("go on", [], TensorProto.BOOL), value("doubled", [1])],
+    )
+    endless = node("Loop", ["", "yes", "one"], ["z"], body=body)
+    output = value("z", [1]) if is_known else helper.make_tensor_value_info("z", FLOAT, None)
+    weights = [weight("yes", True), weight("one", np.float32([1]))]
+    nodes = [FEATURES, endless]
+    network = model(nodes, weights, outputs=[value("y", [1, 4]), output], opsets=WITH_FEATURES)
+    onnx.save(network, tmp_path / "endless.onnx")
+    if is_known:
+        assert [output.shape for output in load_network(str(tmp_path / "endless.onnx")).outputs] == [(1, 4), (1,)]
+    else:
+        with pytest.raises(UserInputError, match=r"infer the shapes of its outputs \(a run does not end in time"):
+            load_network(str(tmp_path / "endless.onnx"))
 
 
 def test_names_of_any_length_are_one_line() -> None:

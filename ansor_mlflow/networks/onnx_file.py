@@ -26,7 +26,7 @@ from ansor_mlflow.networks.checks import require_data, require_sizes, require_so
 from ansor_mlflow.networks.external_data import data_path, find_data, location_of, read_data
 from ansor_mlflow.networks.inference import corrected_types
 from ansor_mlflow.networks.inputs.branches import take_known_branches
-from ansor_mlflow.networks.inputs.trials import OnnxTrial, start_session
+from ansor_mlflow.networks.inputs.trials import OnnxTrial, run_briefly, start_session
 from ansor_mlflow.networks.inputs.values import fix_values, require_shape, typed_values
 from ansor_mlflow.networks.shapes import DeclaredShape, resolve_shapes
 from ansor_mlflow.tensors import OPEN, Arrays, TensorSpec, random_inputs
@@ -391,6 +391,7 @@ def _largest(graph: onnx.GraphProto) -> int:
 def _fixed_everywhere(model: onnx.ModelProto, network: str, directory: Path | None, *, hint: str) -> onnx.ModelProto:
     """A model with static inputs as `fix_shapes` returns it."""
     model = _infer_shapes(model, network, directory, hint=hint)
+    require_sizes(model, network)  # before ONNX Runtime computes any
     if types := corrected_types(model, input_specs(model), directory):
         _forget_shapes(model)
         model.graph.value_info.extend(types)
@@ -492,7 +493,9 @@ def _output_shapes(session: onnxruntime.InferenceSession, model: onnx.ModelProto
     has_shape = [output.type.tensor_type.HasField("shape") for output in model.graph.output]
     if all(shape or known for shape, known in zip(shapes, has_shape, strict=True)):
         return shapes
-    arrays = session.run(None, random_inputs(input_specs(model), seed=0))
+    arrays = run_briefly(session, None, random_inputs(input_specs(model), seed=0))
+    if arrays is None:
+        raise TimeoutError("a run does not end in time")
     return [shape or [None] * array.ndim for shape, array in zip(shapes, arrays, strict=True)]
 
 

@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -39,6 +40,31 @@ def start_session(model: bytes, directory: Path | None, *, optimized: bool = Tru
             "session.model_external_initializers_file_folder_path", str(directory.resolve())
         )
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def run_briefly(session: onnxruntime.InferenceSession, names: Sequence[str] | None, inputs: Arrays) -> list[Any] | None:
+    """Outputs of a model, all where none is named; None where they take longer than `_MAX_RUN_S`.
+
+    It raises whatever ONNX Runtime likes.
+    """
+    options = onnxruntime.RunOptions()
+    options.log_severity_level = _FATAL
+    is_slow = threading.Event()
+
+    def give_up() -> None:
+        is_slow.set()
+        options.terminate = True
+
+    timer = threading.Timer(_MAX_RUN_S, give_up)
+    timer.start()
+    try:
+        return list(session.run(names, inputs, options))
+    except Exception:
+        if is_slow.is_set():
+            return None
+        raise
+    finally:
+        timer.cancel()
 
 
 class OnnxTrial:
@@ -85,22 +111,10 @@ class OnnxTrial:
         """See `ShapeTrial`."""
         if self._session is None or not self._is_fixed(shapes):  # which is quicker
             return False
-        options = onnxruntime.RunOptions()
-        options.log_severity_level = _FATAL
-        is_slow = threading.Event()
-
-        def give_up() -> None:
-            is_slow.set()
-            options.terminate = True
-
-        timer = threading.Timer(_MAX_RUN_S, give_up)
-        timer.start()
         try:
-            self._session.run(None, self._feeds(shapes), options)
+            run_briefly(self._session, None, self._feeds(shapes))  # a run that is too slow has not failed
         except Exception:  # noqa: BLE001 - ONNX Runtime has an error class for each of its status codes
-            return is_slow.is_set()
-        finally:
-            timer.cancel()
+            return False
         return True
 
     @functools.cached_property
