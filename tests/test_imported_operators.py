@@ -124,10 +124,8 @@ def test_a_normalization_keeps_its_digits_at_a_large_mean(host_target: Target, o
     np.testing.assert_allclose(run_lowered(lowered, host_target, data)[0], expected, atol=2e-3)
 
 
-@pytest.mark.parametrize("keepdims", [0, 1])
-@pytest.mark.parametrize("square", ["Mul", "Pow"])
-def test_a_difference_of_squares_becomes_a_variance(host_target: Target, square: str, keepdims: int) -> None:
-    """As it is exported by hand; a product of means of two tensors is none."""
+def variance(square: str, keepdims: int, dtype: int = TensorProto.FLOAT) -> onnx.ModelProto:
+    """The variance of (3, 40) along rows, as it is exported by hand."""
     two = numpy_helper.from_array(np.float32(2), "two")
 
     def squared(name: str, output: str) -> onnx.NodeProto:
@@ -141,21 +139,41 @@ def test_a_difference_of_squares_becomes_a_variance(host_target: Target, square:
         helper.make_node("ReduceMean", ["squares"], ["of squares"], **reduced),
         helper.make_node("Sub", ["of squares", "square"], ["y"]),
     ]
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, (3, 40))
-    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, (3, 1) if keepdims else (3,))
+    x = helper.make_tensor_value_info("x", dtype, (3, 40))
+    y = helper.make_tensor_value_info("y", dtype, (3, 1) if keepdims else (3,))
     graph = helper.make_graph(nodes, "variance", [x], [y], [two])
-    model = helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
+    return helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
+
+
+@pytest.mark.parametrize("keepdims", [0, 1])
+@pytest.mark.parametrize("square", ["Mul", "Pow"])
+def test_a_difference_of_squares_becomes_a_variance(host_target: Target, square: str, keepdims: int) -> None:
     data = {"x": (RNG.normal(size=(3, 40)) + 3000).astype(np.float32)}
-    outputs = run_lowered(lower(model, host_target), host_target, data)
+    outputs = run_lowered(lower(variance(square, keepdims), host_target), host_target, data)
     np.testing.assert_allclose(outputs[0], data["x"].astype(np.float64).var(1, keepdims=bool(keepdims)), rtol=1e-3)
 
 
-def test_an_image_that_is_not_there_is_the_nearest(host_target: Target) -> None:
+def test_a_difference_of_rounded_squares_stays_one(host_target: Target) -> None:
+    data = {"x": np.arange(120, dtype=np.int32).reshape(3, 40)}
+    assert_computes_the_same(variance("Mul", 1, TensorProto.INT32), host_target, data)
+
+
+def test_a_mean_of_integers_along_axes_that_are_no_constants_stays() -> None:
+    model = one_operator("ReduceMean", {**INDICES, "axes": ints(1)}, outputs=[TensorProto.INT64], opset=18)
+    assert rewrite_operators(model) is model
+
+
+@pytest.mark.parametrize("is_constant", [False, True])
+def test_an_image_that_is_not_there_is_the_nearest(host_target: Target, is_constant: bool) -> None:
     """ONNX Runtime says that it is an error; TVM would read beyond the tensor."""
-    model = one_operator("RoiAlign", REGIONS, opset=16, **ROI)
-    lowered = lower(model, host_target)
-    (output,) = run_lowered(lowered, host_target, {**REGIONS, "i": ints(-9, 1, 0, 1 << 40, 1)})
-    expected = run_onnxruntime(model, {**REGIONS, "i": ints(0, 1, 0, 1, 1)})
+    images = {"i": ints(-9, 1, 0, 1 << 40, 1)}
+    data = {name: array for name, array in REGIONS.items() if name != "i"}
+    given = (data, images) if is_constant else ({**data, **images}, {})
+    lowered = lower(one_operator("RoiAlign", *given, opset=16, **ROI), host_target)
+    (output,) = run_lowered(lowered, host_target, given[0])
+    expected = run_onnxruntime(
+        one_operator("RoiAlign", REGIONS, opset=16, **ROI), {**REGIONS, "i": ints(0, 1, 0, 1, 1)}
+    )
     np.testing.assert_allclose(output, expected[0], atol=1e-5)
 
 
@@ -302,7 +320,17 @@ def test_a_model_without_such_operators_stays() -> None:
                 opset=17,
                 axis=1,
             ),
-            "statistics or several axes in another type than float32",
+            "statistics, several axes or a scale that is broadcast, in another type than float32",
+        ),
+        (
+            one_operator(
+                "LayerNormalization",
+                {"x": np.zeros((2, 4), np.float16)},
+                {"s": np.ones((1, 4), np.float16)},
+                outputs=[TensorProto.FLOAT16],
+                opset=17,
+            ),
+            "statistics, several axes or a scale that is broadcast, in another type than float32",
         ),
         (one_operator("BitShift", INDICES, {"n": ints(1)}, opset=18, direction="LEFT"), "a shift of signed integers"),
         (
@@ -310,7 +338,15 @@ def test_a_model_without_such_operators_stays() -> None:
             "a remainder of floats with the divisor's sign",
         ),
         (one_operator("RoiAlign", REGIONS, opset=16, output_height=2), "regions that may be empty"),
-        (one_operator("ReduceSumSquare", IMAGE, opset=18, noop_with_empty_axes=1), "a reduction over no axis"),
+        *(
+            (one_operator(name, data, constants, opset=18, noop_with_empty_axes=1), "a reduction over no axis")
+            for name, data, constants in [
+                ("ReduceSumSquare", IMAGE, {}),
+                ("ReduceSum", IMAGE, {"axes": ints()}),
+                ("ReduceMean", INDICES, {}),
+                ("ReduceMean", INDICES, {"axes": ints()}),
+            ]
+        ),
         (
             one_operator(
                 "Resize",

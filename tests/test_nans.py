@@ -84,6 +84,11 @@ CASES: dict[str, tuple[str, dict[str, np.ndarray], dict[str, Any]]] = {
     **{f"{n} last": (n, ROWS, {"axis": 1, "select_last_index": 1, **PLACE}) for n in ("ArgMax", "ArgMin")},
     **{f"{name} of few": (name, FEW, {"axes": [1]}) for name in ("ReduceMax", "ReduceMin")},
     **{f"{name} of few": (name, FEW, {"axis": 1, **PLACE}) for name in ("ArgMax", "ArgMin")},
+    "constant channels": (
+        "MeanVarianceNormalization",
+        {"x": np.repeat(np.float32([[1, 3]]), 9).reshape(1, 2, 3, 3)},
+        {},
+    ),
     "AveragePool": ("AveragePool", IMAGE, {"kernel_shape": [2, 2], "pads": [1, 1, 0, 0]}),
     **{f"{n} after a convolution": (n, IMAGE, {"after_conv": True}) for n in ("Relu", "LeakyRelu", "HardSwish")},
     "Relu6": ("Clip", IMAGE, {"constants": {"low": 0.0, "high": 6.0}, "after_conv": True}),

@@ -72,6 +72,14 @@ class GraphEditor:
         """The node that a tensor comes from; None for an input, a constant, and what this rewriting put in."""
         return self._producers.get(name)
 
+    def reduced_axes(self, node: onnx.NodeProto) -> list[int] | None:
+        """The axes of a reduction, from the front; None where they are not known, or there are none."""
+        shape, given, attributes = self.shape(node.input[0]), input_of(node, 1), attributes_of(node)
+        axes = self.value(given) if given else attributes.get("axes", ())
+        if shape is None or axes is None or (not len(axes) and attributes.get("noop_with_empty_axes")):
+            return None
+        return [int(axis) % len(shape) for axis in axes] or list(range(len(shape)))
+
     def is_used(self, node: onnx.NodeProto, output: int) -> bool:
         """Whether a node has an output of that number, and something takes it."""
         return output < len(node.output) and node.output[output] in self._uses

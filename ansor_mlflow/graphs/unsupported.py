@@ -12,7 +12,7 @@ from onnx import helper
 
 from ansor_mlflow.graphs.editor import GraphEditor, attributes_of, input_of
 from ansor_mlflow.graphs.nodes import FLOATS
-from ansor_mlflow.graphs.operators.indexing import FIRST_OPSET_WITH_HALF_PIXEL
+from ansor_mlflow.graphs.operators.indexing import may_have_empty_regions
 from ansor_mlflow.graphs.operators.normalization import is_plain_layer_norm
 from ansor_mlflow.graphs.operators.recurrent import why_not_unrolled
 from ansor_mlflow.graphs.operators.resize import why_not_resized
@@ -38,8 +38,8 @@ def why_not(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
     """Why a node is not for TVM; None if it may be."""
     if any(0 in (graph.shape(name) or ()) for name in (*node.input, *node.output) if name and _is_data(name, graph)):
         return "a tensor without elements"
-    if node.op_type.startswith("Reduce") and attributes_of(node).get("noop_with_empty_axes") and not input_of(node, 1):
-        return "a reduction over no axis"
+    if node.op_type.startswith("Reduce") and attributes_of(node).get("noop_with_empty_axes"):
+        return "a reduction over no axis" if graph.reduced_axes(node) is None else None
     return _WHY_NOT[node.op_type](node, graph) if node.op_type in _WHY_NOT else None
 
 
@@ -72,16 +72,17 @@ def _floored_remainder(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
 
 
 def _layer_norm(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
-    return None if is_plain_layer_norm(node, graph) else "statistics or several axes in another type than float32"
+    return (
+        None
+        if is_plain_layer_norm(node, graph)
+        else "statistics, several axes or a scale that is broadcast, in another type than float32"
+    )
 
 
 def _regions(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
-    attributes = attributes_of(node)
-    if attributes.get("mode") == "max":
+    if attributes_of(node).get("mode") == "max":
         return "maxima of regions"
-    counting = "half_pixel" if graph.opset >= FIRST_OPSET_WITH_HALF_PIXEL else "output_half_pixel"
-    is_shifted = attributes.get("coordinate_transformation_mode", counting) == "half_pixel"
-    return "regions that may be empty" if is_shifted and not attributes.get("sampling_ratio") else None
+    return "regions that may be empty" if may_have_empty_regions(node, graph) else None
 
 
 _WHY_NOT: Mapping[str, WhyNot] = {

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import onnx
 
-from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, attributes_of, input_of
+from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, attributes_of
 from ansor_mlflow.graphs.nodes import FLOATS
 
 _MAX_LENGTH = 1024
@@ -35,17 +35,14 @@ def _cum_sum(node: onnx.NodeProto, graph: GraphEditor) -> bool:
 def _mean(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     """The sum over the number of elements; TVM's mean of integers is of int64."""
     data = node.input[0]
-    shape, dtype, attributes = graph.shape(data), graph.dtype(data), attributes_of(node)
-    if shape is None or not dtype or dtype in FLOATS:
+    shape, dtype, axes = graph.shape(data), graph.dtype(data), graph.reduced_axes(node)
+    if shape is None or not dtype or dtype in FLOATS or axes is None:
         return False
-    values = graph.value(input_of(node, 1))
-    axes = attributes.get("axes") if values is None else values.tolist()
-    axes = [axis % len(shape) for axis in axes or range(len(shape))]
     total = graph.reduce("ReduceSum", data, axes)
     count = graph.constant(math.prod(shape[axis] for axis in axes), onnx.helper.tensor_dtype_to_np_dtype(dtype))
     mean = graph.emit("Div", total, count)
     kept = [1 if place in axes else size for place, size in enumerate(shape)]
-    if not attributes.get("keepdims", 1):
+    if not attributes_of(node).get("keepdims", 1):
         kept = [size for place, size in enumerate(shape) if place not in axes]
     graph.reshape(mean, kept, output=node.output[0])
     return True

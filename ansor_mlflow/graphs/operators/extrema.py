@@ -14,22 +14,16 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, attributes_of, input_of
+from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, attributes_of
 from ansor_mlflow.graphs.nodes import FLOATS
 
 
 def _reduce(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     """The first value where it is NaN, else the largest of those that are none."""
     data, shape, worst = node.input[0], graph.shape(node.input[0]), _worst(node, graph)
-    given = input_of(node, 1)
-    axes = graph.value(given) if given else attributes_of(node).get("axes")
-    if worst is None or not shape or (given and axes is None) or 0 in shape:
+    places = graph.reduced_axes(node)
+    if worst is None or not shape or places is None or 0 in shape:
         return False
-    if axes is None or not len(axes):
-        if attributes_of(node).get("noop_with_empty_axes"):
-            return False
-        axes = range(len(shape))
-    places = [int(axis) % len(shape) for axis in axes]
     first = graph.slice(data, [0] * len(places), [1] * len(places), places)
     numbers = graph.emit("Where", graph.emit("IsNaN", data), graph.constant(worst), data)
     largest = graph.reduce(node.op_type, numbers, places)

@@ -7,7 +7,7 @@ import onnx
 
 from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, attributes_of
 
-FIRST_OPSET_WITH_HALF_PIXEL = 16
+_FIRST_OPSET_WITH_HALF_PIXEL = 16
 """Regions are shifted by half a pixel from here on, unless they say otherwise."""
 
 
@@ -57,14 +57,14 @@ def _roi_align(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     """TVM takes half a pixel off before it scales regions, and reads whatever image the index of one points to."""
     data, regions, images = node.input
     attributes, shape, dtype = attributes_of(node), graph.shape(data), graph.dtype(regions)
-    counting = "half_pixel" if graph.opset >= FIRST_OPSET_WITH_HALF_PIXEL else "output_half_pixel"
-    is_shifted = attributes.get("coordinate_transformation_mode", counting) == "half_pixel"
-    if shape is None or not dtype or (is_shifted and not attributes.get("sampling_ratio")):
+    if shape is None or not dtype or may_have_empty_regions(node, graph):
         return False
-    scale = attributes.get("spatial_scale", 1.0) if is_shifted else 1.0
-    if scale == 1 and graph.value(images) is not None:
+    scale = attributes.get("spatial_scale", 1.0) if _is_shifted(node, graph) else 1.0
+    numbers = graph.value(images)
+    are_within = numbers is not None and bool(((numbers >= 0) & (numbers < shape[0])).all())
+    if scale == 1 and are_within:
         return False
-    if graph.value(images) is None:
+    if not are_within:
         lowest, highest = (graph.constant(number, np.int64) for number in (0, shape[0] - 1))
         images = graph.emit("Min", graph.emit("Max", images, lowest), highest)
     if scale != 1:
@@ -72,6 +72,16 @@ def _roi_align(node: onnx.NodeProto, graph: GraphEditor) -> bool:
         attributes["spatial_scale"] = 1.0
     graph.emit("RoiAlign", data, regions, images, output=node.output[0], **attributes)
     return True
+
+
+def may_have_empty_regions(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    """Whether regions of a RoiAlign say how many samples they take, and may be smaller than a pixel."""
+    return _is_shifted(node, graph) and not attributes_of(node).get("sampling_ratio")
+
+
+def _is_shifted(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    counting = "half_pixel" if graph.opset >= _FIRST_OPSET_WITH_HALF_PIXEL else "output_half_pixel"
+    return bool(attributes_of(node).get("coordinate_transformation_mode", counting) == "half_pixel")
 
 
 def _tile(node: onnx.NodeProto, graph: GraphEditor) -> bool:

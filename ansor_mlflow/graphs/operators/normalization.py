@@ -7,10 +7,9 @@ import onnx
 from onnx import TensorProto, helper
 
 from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, attributes_of, input_of
+from ansor_mlflow.graphs.nodes import FLOATS
 
 _EPSILON = 1e-5
-_MEAN_VARIANCE_EPSILON = 1e-9
-"""Of MeanVarianceNormalization, as ONNX defines it."""
 
 
 def _layer_norm(node: onnx.NodeProto, graph: GraphEditor) -> bool:
@@ -70,14 +69,16 @@ def _lp_norm(node: onnx.NodeProto, graph: GraphEditor) -> bool:
 
 
 def _mean_variance_norm(node: onnx.NodeProto, graph: GraphEditor) -> bool:
-    """The deviation from the mean over its root mean square; TVM takes the difference of squares."""
+    """The deviation from the mean over its root mean square; TVM takes the difference of squares.
+
+    Without the 1e-9 of ONNX's definition, as in ONNX Runtime: a constant channel is NaN.
+    """
     data, axes = node.input[0], list(attributes_of(node).get("axes", (0, 2, 3)))
     if graph.dtype(data) != TensorProto.FLOAT:
         return False
     centred = graph.emit("Sub", data, graph.reduce("ReduceMean", data, axes))
     root = graph.emit("Sqrt", graph.reduce("ReduceMean", graph.emit("Mul", centred, centred), axes))
-    divisor = graph.emit("Add", root, graph.constant(_MEAN_VARIANCE_EPSILON, np.float32))
-    graph.emit("Div", centred, divisor, output=node.output[0])
+    graph.emit("Div", centred, root, output=node.output[0])
     return True
 
 
@@ -91,7 +92,9 @@ def _difference(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     if of_squares is None or mean is None or {of_squares.op_type, mean.op_type} != {"ReduceMean"}:
         return False
     data, form = mean.input[0], _reduction(mean, graph)
-    if _square_of(of_squares.input[0], graph) != data or form != _reduction(of_squares, graph):
+    if graph.dtype(data) not in FLOATS:  # a mean of integers is rounded, and the variance another
+        return False
+    if form[0] is None or form != _reduction(of_squares, graph) or data != _square_of(of_squares.input[0], graph):
         return False
     attributes = attributes_of(mean)
     kept = mean_name if form[1] else graph.emit("ReduceMean", *mean.input, **attributes | {"keepdims": 1})
@@ -101,11 +104,9 @@ def _difference(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     return True
 
 
-def _reduction(node: onnx.NodeProto, graph: GraphEditor) -> tuple[object, bool]:
+def _reduction(node: onnx.NodeProto, graph: GraphEditor) -> tuple[list[int] | None, bool]:
     """Axes of a reduction, and whether it keeps them."""
-    attributes, values = attributes_of(node), graph.value(input_of(node, 1))
-    axes = attributes.get("axes") if values is None else values.tolist()
-    return axes, bool(attributes.get("keepdims", 1))
+    return graph.reduced_axes(node), bool(attributes_of(node).get("keepdims", 1))
 
 
 def _square_of(name: str, graph: GraphEditor) -> str:
