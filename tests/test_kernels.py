@@ -15,6 +15,7 @@ from helpers.runs_here import artifacts_of, newest_run
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ansor_mlflow import names
+from ansor_mlflow.foreign import typed
 from ansor_mlflow.measuring import time_kernels
 from ansor_mlflow.measuring.kernels import KernelTime, KernelTimes
 from ansor_mlflow.model.package import CompiledNetwork
@@ -59,7 +60,7 @@ def test_a_kernel_without_a_record_has_no_estimate(compiled_network: CompiledNet
 def test_what_is_furthest_from_its_record_comes_first() -> None:
     assert [kernel.name for kernel in TIMES.furthest] == ["dense_relu", "conv", "pool"]
     assert (TIMES.between_us, TIMES.without_record_us) == (15.0, 5.0)
-    assert KernelTimes.from_dict(json.loads(json.dumps(TIMES.to_dict()))).furthest == TIMES.furthest
+    assert typed(KernelTimes, json.loads(json.dumps(TIMES.to_dict()))).furthest == TIMES.furthest
     assert replace(TIMES, latency_us=80.0).between_us == 0  # those who look on take time
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ansor_mlflow.measuring.parts import Examples, timed_model
 from ansor_mlflow.measuring.timing import call_once
@@ -77,17 +77,6 @@ class KernelTimes:
             "without_record_us": self.without_record_us,
             "kernels": [{**asdict(kernel), "difference_us": kernel.difference_us} for kernel in self.furthest],
         }
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> KernelTimes:
-        """Reads what `to_dict` gave.
-
-        Raises:
-            KeyError: Something is missing.
-        """
-        names = [field.name for field in fields(KernelTime)]
-        kernels = [KernelTime(**{name: kernel[name] for name in names}) for kernel in values["kernels"]]
-        return KernelTimes(latency_us=values["latency_us"], kernels=tuple(kernels))
 
 
 def time_kernels(library: Path, network: Sized, entry: LibraryEntry, examples: Examples) -> KernelTimes:

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import mlflow
 from mlflow.entities import Param, Run, RunTag
@@ -19,7 +19,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_PROJECT_ENTRY_
 from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError, add_note, one_line
 from ansor_mlflow.files import path_below, translated_disk_errors
-from ansor_mlflow.foreign import read_json, without_credentials
+from ansor_mlflow.foreign import read_json, typed, without_credentials
 from ansor_mlflow.options import MAX_PARAM_LENGTH, Options, as_text
 from ansor_mlflow.tracking.error_translation import translated_errors
 from ansor_mlflow.tracking.killed.runs import (
@@ -42,6 +42,7 @@ from ansor_mlflow.tracking.report.addresses import run_page, server_command, ui_
 from ansor_mlflow.tracking.report.note import resuming_lines
 from ansor_mlflow.tracking.views import ensure_views
 
+T = TypeVar("T")
 _log = logging.getLogger("ansor_mlflow")
 _PROJECT_RUN_VARIABLE = "MLFLOW_RUN_ID"
 _open_runs: dict[str, StepRun] = {}
@@ -303,19 +304,26 @@ def params_used(run: Run, cls: type[Options]) -> dict[str, str]:
     cut = [name for name in used if len(params.get(f"{name}_used", params[name])) >= MAX_PARAM_LENGTH]
     if cut:
         with translated_errors(f"read {names.PARAMS_FILE} of run {run.info.run_id}"):
-            whole = read_artifact(run.info.run_id, names.PARAMS_FILE)
-        used |= {name: str(whole[name]) for name in cut}
+            whole = read_artifact(run.info.run_id, names.PARAMS_FILE, dict[str, str])
+        if missing := [name for name in cut if name not in whole]:
+            raise RecordsError(f"{names.PARAMS_FILE} of run {run.info.run_id} has no {missing[0]}; give another run")
+        used |= {name: whole[name] for name in cut}
     return used
 
 
-def read_artifact(run_id: str, name: str) -> Any:
+def read_artifact(run_id: str, name: str, kind: type[T]) -> T:
     """The value of a JSON file among the artifacts of a run.
 
+    Args:
+        run_id: ID of the run.
+        name: The file.
+        kind: What it is: see `typed`.
+
     Raises:
-        RecordsError: It is damaged.
+        RecordsError: It is damaged, or something else.
     """
     try:
-        return read_json(mlflow.artifacts.load_text(f"runs:/{run_id}/{name}"))
+        return typed(kind, read_json(mlflow.artifacts.load_text(f"runs:/{run_id}/{name}")))
     except ValueError as err:
         raise RecordsError(f"{name} of run {run_id} is damaged ({one_line(err)}); give another run") from err
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import mlflow
 from mlflow.entities import Run
@@ -20,6 +20,7 @@ from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.options import DiffOptions, is_uri
 from ansor_mlflow.records import FAILED_RUN_S, find_records, open_database, read_fingerprint
 from ansor_mlflow.steps.records import fetch_run, tuning_of
+from ansor_mlflow.steps.reports.trials import TaskRow
 from ansor_mlflow.tracking import html_table, pinned_uri, read_artifact, translated_errors
 
 _log = logging.getLogger("ansor_mlflow")
@@ -169,6 +170,14 @@ def diff_runs(options: DiffOptions) -> TuningDifference:
 
 
 @dataclass(frozen=True)
+class _Environment:
+    """What is read of `environment.json`."""
+
+    python: str
+    packages: dict[str, str | None]
+
+
+@dataclass(frozen=True)
 class _Task:
     name: str
     weight: int
@@ -186,7 +195,7 @@ class _Side:
     tasks: Mapping[str, _Task]
     """Tasks with a record, by the structural hash of their layer: of several ways the fastest."""
     device: DeviceFingerprint
-    versions: Mapping[str, str]
+    versions: Mapping[str, str | None]
     distrust: str
 
     @property
@@ -222,8 +231,8 @@ def _load(given: str, scratch: Path) -> _Side:
         files = {file.path for file in mlflow.MlflowClient().list_artifacts(run_id)}
         if names.TASKS_FILE not in files:
             raise RecordsError(f"{given}: the tuning run {run_id} did not end; let it go on with resume_run={run_id}")
-        rows = read_artifact(run_id, names.TASKS_FILE)
-        environment = read_artifact(run_id, names.ENVIRONMENT_FILE)
+        rows = read_artifact(run_id, names.TASKS_FILE, list[TaskRow])
+        environment = read_artifact(run_id, names.ENVIRONMENT_FILE, _Environment)
     records = fetch_run(run_id, scratch)
     device = read_fingerprint(records)
     if device is None:
@@ -234,7 +243,7 @@ def _load(given: str, scratch: Path) -> _Side:
         latency_ms=run.data.metrics.get(names.LATENCY_MS),
         tasks=_tasks(rows, records, device),
         device=device,
-        versions={"python": environment["python"], **environment["packages"]},
+        versions={"python": environment.python, **environment.packages},
         distrust="; ".join(_reasons(tune_run, run)),
     )
 
@@ -254,7 +263,7 @@ def _run_of(given: str) -> Run:
     return mlflow.get_run(mlflow.models.get_model_info(pinned_uri(given, "run")).run_id)
 
 
-def _tasks(rows: list[dict[str, Any]], records: Path, device: DeviceFingerprint) -> dict[str, _Task]:
+def _tasks(rows: list[TaskRow], records: Path, device: DeviceFingerprint) -> dict[str, _Task]:
     """The tasks that have a record for the device, with the time of the one that would be applied."""
     database = open_database(find_records(records))
     best_s: dict[str, float] = {}
@@ -262,13 +271,13 @@ def _tasks(rows: list[dict[str, Any]], records: Path, device: DeviceFingerprint)
         best_s[str(database.hashes[workload])] = min(line.run_s for line in lines)
     found: dict[str, _Task] = {}
     for row in rows:
-        run_s, layer = best_s.get(row["workload_hash"], FAILED_RUN_S), row.get("layer", row["workload_hash"])
+        run_s, layer = best_s.get(row.workload_hash, FAILED_RUN_S), row.layer or row.workload_hash
         if run_s < FAILED_RUN_S and (layer not in found or run_s < found[layer].run_s):
             found[layer] = _Task(
-                name=row["task"],
-                weight=int(row["weight"]),
+                name=row.task,
+                weight=row.weight,
                 run_s=run_s,
-                error=float(row.get("confirmed_error") or _SINGLE_ERROR),
+                error=row.confirmed_error or _SINGLE_ERROR,
             )
     return found
 
@@ -309,7 +318,9 @@ def _verdict(first: _Task | None, second: _Task | None, noise: float) -> TaskVer
     return "slower" if change > 0 else "faster"
 
 
-def _differing(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, tuple[str | None, str | None]]:
+def _differing(
+    first: Mapping[str, str | None], second: Mapping[str, str | None]
+) -> dict[str, tuple[str | None, str | None]]:
     return {
         name: (first.get(name), second.get(name))
         for name in dict.fromkeys([*first, *second])

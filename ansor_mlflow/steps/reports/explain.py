@@ -137,7 +137,7 @@ def _find_kernels(run_id: str) -> tuple[str, KernelTimes | None]:
         )
         evaluated = evaluations[0].info.run_id if evaluations else ""
         if evaluated and any(file.path == names.KERNELS_FILE for file in client.list_artifacts(evaluated)):
-            return evaluated, KernelTimes.from_dict(read_artifact(evaluated, names.KERNELS_FILE))
+            return evaluated, read_artifact(evaluated, names.KERNELS_FILE, KernelTimes)
     return "", None
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import mlflow
+from pydantic import PositiveInt
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.errors import RecordsError, UserInputError, one_line
 from ansor_mlflow.files import scratch_directory
+from ansor_mlflow.foreign import typed
 from ansor_mlflow.records import JournalEntry, read_journal
 from ansor_mlflow.steps.records import fetch_run, tuning_of
 from ansor_mlflow.tracking import read_artifact, translated_errors
@@ -21,9 +24,37 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("step", "task", "status", "latency_us", "error", "weight", "workload_hash")
 
-_NO_TRIALS: dict[str, Any] = {"columns": [], "data": []}
-
 _Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """What is read of a task in `tasks.json`."""
+
+    task: str
+    workload_hash: str
+    weight: PositiveInt
+    layer: str = ""
+    confirmed_error: float | None = None
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A table as `mlflow.log_table` writes it."""
+
+    columns: tuple[str, ...] = ()
+    data: tuple[tuple[Any, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class _TrialRow:
+    """A row of `trials.json`."""
+
+    step: int
+    task: str
+    status: str
+    latency_us: float | None
+    error: str
 
 
 def load_trials(run_id: str) -> pd.DataFrame:
@@ -48,36 +79,37 @@ def load_trials(run_id: str) -> pd.DataFrame:
         run = mlflow.get_run(tuning_of(mlflow.get_run(run_id)) or run_id)
         tuning_id = run.info.run_id
         files = {file.path for file in mlflow.MlflowClient().list_artifacts(tuning_id)}
-        tasks = read_artifact(tuning_id, names.TASKS_FILE) if names.TASKS_FILE in files else []
-        table = read_artifact(tuning_id, names.TRIALS_TABLE) if names.TRIALS_TABLE in files else _NO_TRIALS
+        tasks = read_artifact(tuning_id, names.TASKS_FILE, list[TaskRow]) if names.TASKS_FILE in files else []
+        table = read_artifact(tuning_id, names.TRIALS_TABLE, _Table) if names.TRIALS_TABLE in files else _Table()
     if not files & {names.TRIALS_TABLE, names.RECORDS_DIR}:
         raise UserInputError(f"run_id={run_id}: the run has no trials; give the ID of a tuning run")
-    rows = _of_table(table, tasks)
+    try:
+        trials = typed(list[_TrialRow], [dict(zip(table.columns, row, strict=True)) for row in table.data])
+    except ValueError as err:
+        raise RecordsError(
+            f"{names.TRIALS_TABLE} of run {tuning_id} is damaged ({one_line(err)}); give another run"
+        ) from err
+    by_name = {task.task: task for task in tasks}
+    rows = [{**asdict(trial), **_joined(by_name.get(trial.task))} for trial in trials]
     if names.RECORDS_DIR in files and len(rows) < run.data.metrics.get(names.TRIALS_MEASURED, math.inf):
         rows = max(rows, _of_records(tuning_id, tasks), key=len)
     return pd.DataFrame(rows, columns=list(_COLUMNS)).astype({"latency_us": "float64", "weight": "Int64"})
 
 
-def _of_table(table: dict[str, Any], tasks: list[_Row]) -> list[_Row]:
-    by_name = {task["task"]: task for task in tasks}
-    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
-    return [{**row, **_joined(by_name.get(row["task"]))} for row in rows]
-
-
-def _of_records(run_id: str, tasks: list[_Row]) -> list[_Row]:
+def _of_records(run_id: str, tasks: list[TaskRow]) -> list[_Row]:
     """What the records say: those of a run that was killed, or killed again after it went on."""
     with scratch_directory() as scratch:
         records = fetch_run(run_id, Path(scratch))
         entries = read_journal(records)
-    by_hash = {task["workload_hash"]: task for task in tasks}
+    by_hash = {task.workload_hash: task for task in tasks}
     return [_of_entry(entry, by_hash) for entry in entries]
 
 
-def _of_entry(entry: JournalEntry, by_hash: dict[str, _Row]) -> _Row:
+def _of_entry(entry: JournalEntry, by_hash: dict[str, TaskRow]) -> _Row:
     task = by_hash.get(entry.workload_hash)
     return {
         "step": entry.step,
-        "task": task["task"] if task else None,
+        "task": task.task if task else None,
         "status": entry.status.value,
         "latency_us": fmean(entry.run_s) * 1e6 if entry.run_s else None,
         "error": entry.error,
@@ -86,5 +118,5 @@ def _of_entry(entry: JournalEntry, by_hash: dict[str, _Row]) -> _Row:
     }
 
 
-def _joined(task: _Row | None) -> _Row:
-    return {name: task[name] if task else None for name in ("weight", "workload_hash")}
+def _joined(task: TaskRow | None) -> _Row:
+    return {name: getattr(task, name, None) for name in ("weight", "workload_hash")}
