@@ -20,11 +20,13 @@ import mlflow
 import numpy as np
 import yaml
 from mlflow import pyfunc
+from mlflow.entities import LoggedModelStatus
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.models.model import ModelInfo
 from mlflow.models.utils import ModelInputExample, _save_example
 from mlflow.tracking.artifact_utils import _download_artifact_from_uri
+from mlflow.tracking.fluent import _last_logged_model_id
 from mlflow.utils.environment import (
     _CONDA_ENV_FILE_NAME,
     _CONSTRAINTS_FILE_NAME,
@@ -199,7 +201,7 @@ def log_model(
     members = [tvm_model] if isinstance(tvm_model, CompiledNetwork) else tvm_model
     if all(why_not_runnable(member.fingerprint) for member in members):
         kwargs.setdefault("validate_serving_input", False)  # it would build a library
-    with _failing_if_not_logged():
+    with _failing_if_interrupted():
         info: ModelInfo = Model.log(
             artifact_path=artifact_path,
             name=name,
@@ -219,16 +221,16 @@ def log_model(
 
 
 @contextlib.contextmanager
-def _failing_if_not_logged() -> Iterator[None]:
-    """Marks the model of the active run FAILED when logging it ends with an error; MLflow leaves it PENDING."""
+def _failing_if_interrupted() -> Iterator[None]:
+    """Marks the model that is being logged FAILED on Ctrl-C, too, as MLflow does on errors."""
+    before = _last_logged_model_id.get()
     try:
         yield
     except BaseException:
-        if run := mlflow.active_run():
-            from ansor_mlflow.tracking import fail_pending_models  # heavy, and not there where a model is served
-
-            with contextlib.suppress(Exception):  # the error that is raised already is the one to report
-                fail_pending_models(run.info.run_id)
+        with contextlib.suppress(Exception):  # the error that is raised already is the one to report
+            model = mlflow.last_logged_model()
+            if model and model.model_id != before and model.status == LoggedModelStatus.PENDING:
+                mlflow.finalize_logged_model(model.model_id, LoggedModelStatus.FAILED)
         raise
 
 

@@ -405,3 +405,28 @@ def test_mlflow_scores_the_input_example_with_the_code_inside_the_model(
     example = flavor.default_example(compiled_network.inputs)
     expected = ReferenceSession(small_onnx, num_threads=1).run(example)["logits"]
     assert_same(json.loads(result.stdout)["predictions"], expected)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("no space")])
+def test_only_the_model_whose_logging_ended_with_an_error_is_failed(
+    new_experiment: str, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def write_package(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(flavor, "write_package", write_package)
+    with mlflow.start_run():
+        mlflow.initialize_logged_model(name="of the user")
+        with pytest.raises(type(error)):
+            flavor.log_model([], name="ours")
+        with pytest.raises(MlflowException, match="Both"):  # before there is a model
+            flavor.log_model([], "ours", name="ours")
+        mlflow.initialize_logged_model(name="of the user")
+        with pytest.raises(MlflowException, match="Both"):
+            flavor.log_model([], "ours", name="ours")
+    models = mlflow.search_logged_models(output_format="list")
+    assert sorted((model.name, str(model.status)) for model in models) == [
+        ("of the user", "PENDING"),
+        ("of the user", "PENDING"),
+        ("ours", "FAILED"),
+    ]
