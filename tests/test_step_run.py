@@ -59,10 +59,13 @@ def test_parameters_that_mlflow_cuts_are_read_as_they_were(num_sizes: int) -> No
 
 
 def test_a_description_shows_whole_commands_or_none() -> None:
-    for length in (10, 20_000):
-        note = pipeline_note("small", ["ansor-mlflow main --network " + "a" * length])
+    for length in (10, 5000, 20_000):
+        note = pipeline_note(
+            "small", ["ansor-mlflow main --network " + "a" * length, "mlflow run . -P network=" + "a" * length]
+        )
         assert len(note) < 8000
         assert ("Again:" in note) == (length == 10)
+        assert ("parameters are those of the run" in note) == (length != 10)  # whether MLflow cuts one or not
 
 
 def test_metrics_have_five_significant_digits() -> None:

@@ -196,7 +196,8 @@ def _with_commands(lines: Sequence[str], commands: Sequence[str]) -> str:
     block = ["", "Again:", "", *(f"    {' '.join(command.splitlines())}" for command in commands)] if commands else []
     text = without_credentials("\n".join([*lines, *block]))
     if len(text) > _MAX_CHARS and commands:  # half a command does something else
-        return _with_commands([*lines, "", f"The command is too long to be shown; see `{names.PARAMS_FILE}`."], ())
+        where = f"its parameters are those of the run, and in `{names.PARAMS_FILE}` where MLflow cuts one"
+        return _with_commands([*lines, "", f"The command is too long to be shown; {where}."], ())
     return text[:_MAX_CHARS]
 
 
