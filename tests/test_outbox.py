@@ -14,7 +14,8 @@ from helpers.servers import free_port
 
 from ansor_mlflow import names
 from ansor_mlflow.records.store import RECORD_FILE
-from ansor_mlflow.tracking.killed.runs import OUTBOX_DIR, has_messages
+from ansor_mlflow.steps import sync
+from ansor_mlflow.tracking.killed.runs import LOCK_FILE, OUTBOX_DIR, has_messages, is_held
 from ansor_mlflow.tracking.outbox import (
     Message,
     Outbox,
@@ -181,7 +182,7 @@ def test_sync_ends_a_run_as_its_messages_say(
     server(False)
     outbox.put(Message(tags={"kind": "late"}, status="FINISHED"))
     assert run_here("sync") == 2
-    assert f"Error: run {run_id} still goes on in this directory, and delivers its" in capsys.readouterr().err
+    assert f"Error: run {run_id} still goes on in this directory, or is being" in capsys.readouterr().err
     with pytest.raises(UndeliveredError):
         outbox.close(0.1)
     assert run_here("sync") == 3
@@ -271,6 +272,32 @@ def test_sync_goes_on_behind_a_run_that_is_refused_for_good(
         assert run_here("sync", "--drop", run_id) == 0
     assert not (tmp_path / ".ansor").exists()
     assert run_here("sync", "--drop", "../..") == 2
+
+
+@pytest.mark.parametrize("args", [["sync"], ["sync", "--drop", "{}"]])
+def test_no_process_can_go_on_with_records_that_are_being_removed(
+    run_id: str, run_here: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    records = tmp_path / ".ansor" / run_id / names.RECORDS_DIR
+    records.mkdir(parents=True)
+    (records.parent / LOCK_FILE).touch()
+    (records / RECORD_FILE).write_text("[0, 1]\n")
+    client = mlflow.MlflowClient()
+    client.log_artifacts(run_id, str(records), names.RECORDS_DIR)
+    client.set_terminated(run_id, "FAILED")
+    was_held = []
+    for name in ("fetch_run", "remove_directory"):
+        done = getattr(sync, name)
+
+        def seen(*given: object, done: Callable[..., object] = done) -> object:
+            was_held.append(is_held(records.parent))
+            return done(*given)
+
+        monkeypatch.setattr(sync, name, seen)
+    assert run_here(*(arg.format(run_id) for arg in args)) == 0
+    assert set(was_held) == {True}
+    assert not records.exists()
 
 
 @pytest.mark.parametrize("there", ["nothing", "some", "all", "other"])

@@ -23,6 +23,7 @@ from ansor_mlflow.tracking import (
     Message,
     Outbox,
     UndeliveredError,
+    held,
     remove_directory,
     work_directory,
 )
@@ -62,6 +63,8 @@ def open_run(extra_tags: Mapping[str, str]) -> Iterator[TuningRun]:
         if run is None or not is_guest:
             run = stack.enter_context(_new_run(extra_tags, nested=run is not None))
         directory = work_directory(run.info.run_id).absolute()  # the user may change the current directory
+        if not is_guest:
+            stack.enter_context(held(run.info.run_id, directory))  # if this process is killed, the next step ends it
         outbox = GuestOutbox(run, directory) if is_guest else Outbox(run.info.run_id, directory)
         stack.enter_context(_closing(outbox, directory, status="" if is_guest else "FINISHED"))
         yield TuningRun(run, directory, outbox)

@@ -17,11 +17,11 @@ from ansor_mlflow.tracking import (
     WORK_ROOT,
     StepRun,
     deliver_left,
+    ended,
     has_messages,
     has_records,
     is_held,
     remove_directory,
-    require_ended,
     translated_errors,
 )
 
@@ -49,7 +49,9 @@ def sync() -> Iterator[Delivered]:
     for directory in sorted(WORK_ROOT.glob("*/")):
         try:
             if has_messages(directory) or (has_records(directory) and not is_held(directory)):
-                yield _deliver(directory)
+                with ended(directory.name, directory):  # it cannot go on before its records are compared and removed
+                    delivered = _deliver(directory)
+                yield delivered
         except AnsorMlflowError as err:
             drop = "" if isinstance(err, MachineError) else f"; {_how_to_drop(directory.name)}"
             yield Delivered(directory.name, 0, f"{str(err).rstrip('.')}{drop}", err)
@@ -66,8 +68,8 @@ def drop(run_id: str) -> None:
         raise UserInputError(
             f"drop={run_id}: {WORK_ROOT} has nothing of such a run; it has {', '.join(known) or 'none'}"
         )
-    require_ended(run_id, WORK_ROOT / run_id)
-    remove_directory(WORK_ROOT / run_id)
+    with ended(run_id, WORK_ROOT / run_id):
+        remove_directory(WORK_ROOT / run_id)
 
 
 def require_all_delivered(delivered: list[Delivered]) -> None:

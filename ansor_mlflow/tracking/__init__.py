@@ -6,12 +6,12 @@ from ansor_mlflow.tracking.figures.roofline import draw_roofline
 from ansor_mlflow.tracking.figures.style import save_figure
 from ansor_mlflow.tracking.killed.runs import (
     WORK_ROOT,
-    fail_pending_models,
+    ended,
     has_messages,
     has_records,
+    held,
     is_held,
     remove_directory,
-    require_ended,
 )
 from ansor_mlflow.tracking.mirror import RecordMirror, whole_records
 from ansor_mlflow.tracking.observer import MlflowObserver, latency_metrics

@@ -224,16 +224,11 @@ def leave_message(directory: Path, message: Message) -> None:
 
 
 def deliver_left(run_id: str, directory: Path) -> int:
-    """Delivers what is left of a run, and returns the number of messages. Raises what MLflow does.
-
-    Raises:
-        UserInputError: The process that wrote them is still at it.
-    """
-    with held(run_id, directory / OUTBOX_DIR):
-        left = _left(directory)
-        for path in left:
-            _deliver(path, run_id)
-        return len(left)
+    """Delivers what is left of a run that has `ended`, and returns the number of messages. Raises what MLflow does."""
+    left = _left(directory)
+    for path in left:
+        _deliver(path, run_id)
+    return len(left)
 
 
 def forget_end(directory: Path) -> None:

@@ -25,11 +25,11 @@ from ansor_mlflow.tracking.error_translation import translated_errors
 from ansor_mlflow.tracking.killed.runs import (
     WORK_ROOT,
     end_killed_steps,
+    ended,
     has_messages,
     has_records,
     held,
     remove_directory,
-    require_ended,
 )
 from ansor_mlflow.tracking.outbox import (
     Message,
@@ -151,7 +151,8 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
     run_name = without_credentials(run_name)
     made_for_this = os.environ.get(_PROJECT_RUN_VARIABLE, "")  # MLflow forgets it when the run is opened
     if resume:
-        require_ended(resume, work_directory(resume))
+        with ended(resume, work_directory(resume)):
+            pass
     with translated_errors("start a run"):
         active = mlflow.active_run()
         info = mlflow.start_run(resume or None, run_name=run_name, nested=active is not None).info
@@ -161,19 +162,19 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
     place = _Place(run, step, options, info.experiment_id, is_project=bool(made_for_this), is_child=is_child)
     with _named_in_errors(place, outer), contextlib.ExitStack() as held_directory:
         try:
-            place.log()
-            if not is_child:
-                end_killed_steps()
-            ensure_views(info.experiment_id)
-            held_directory.enter_context(held(run.run_id, run.directory))
-            if resume:
-                forget_end(run.directory)
-                run.forget_failure()
-                _point_to(resume, step)
-            else:
-                run.log_tags({names.TAG_STEP: step, "mlflow.runName": run_name})
-                run.log_options(options)
             with translated_disk_errors():
+                place.log()
+                held_directory.enter_context(held(run.run_id, run.directory))
+                if not is_child:
+                    end_killed_steps()  # of which one that goes on here is none: it is held
+                ensure_views(info.experiment_id)
+                if resume:
+                    forget_end(run.directory)
+                    run.forget_failure()
+                    _point_to(resume, step)
+                else:
+                    run.log_tags({names.TAG_STEP: step, "mlflow.runName": run_name})
+                    run.log_options(options)
                 yield run
         except BaseException as err:
             if step == "tune" and run.has_records:

@@ -38,7 +38,7 @@ def held(run_id: str, directory: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout as err:
         raise UserInputError(
-            f"run {run_id} still goes on in this directory, and delivers its messages itself; wait until it ends"
+            f"run {run_id} still goes on in this directory, or is being delivered; wait until that ends"
         ) from err
     try:
         yield
@@ -46,25 +46,27 @@ def held(run_id: str, directory: Path) -> Iterator[None]:
         lock.release()
 
 
-def require_ended(run_id: str, directory: Path) -> None:
-    """Checks that no process in this directory is at a run.
+@contextlib.contextmanager
+def ended(run_id: str, directory: Path) -> Iterator[None]:
+    """Keeps every process from a run that none is at: whoever has worked in its directory has left a lock there.
 
     Raises:
-        UserInputError: One is.
+        UserInputError: One is at it.
     """
-    for folder in (directory, directory / OUTBOX_DIR):
-        if (folder / LOCK_FILE).exists():
-            with held(run_id, folder):
-                pass
+    with contextlib.ExitStack() as locks:
+        for folder in (directory, directory / OUTBOX_DIR):
+            if (folder / LOCK_FILE).exists():
+                locks.enter_context(held(run_id, folder))
+        yield
 
 
 def is_held(directory: Path) -> bool:
     """Whether a process works in the directory of a run."""
     try:
-        require_ended(directory.name, directory)
+        with ended(directory.name, directory):
+            return False
     except UserInputError:
         return True
-    return False
 
 
 def has_records(directory: Path) -> bool:
@@ -92,15 +94,18 @@ def end_killed_steps() -> None:
     """
     left = []
     for directory in sorted(WORK_ROOT.glob("*/")):
+        if not any((folder / LOCK_FILE).exists() for folder in (directory, directory / OUTBOX_DIR)):
+            continue  # nobody began to work there
         try:
-            if not _was_killed(directory):
-                continue
-            if has_messages(directory) or has_records(directory):
-                left.append(directory.name)
-                continue
-            if (directory / LOCK_FILE).exists():  # else it is the user's own run, which was only told something
-                _end_run(directory.name)
-            remove_directory(directory)
+            with ended(directory.name, directory):
+                if has_messages(directory) or has_records(directory):
+                    left.append(directory.name)
+                    continue
+                if (directory / LOCK_FILE).exists():  # else it is the user's own run, in which something was tuned
+                    _end_run(directory.name)
+                remove_directory(directory)
+        except UserInputError:  # it goes on
+            continue
         except Exception as err:  # noqa: BLE001 - it is no reason to end what begins now
             _log.warning("%s is left of a step that was killed: %s", directory, one_line(err))
     if left:
@@ -120,12 +125,6 @@ def fail_pending_models(run_id: str) -> None:
     for model in found:
         if model.status == LoggedModelStatus.PENDING:
             client.finalize_logged_model(model.model_id, LoggedModelStatus.FAILED)
-
-
-def _was_killed(directory: Path) -> bool:
-    """Whether a process began to work in the directory of a run, and none does now."""
-    began = any((folder / LOCK_FILE).exists() for folder in (directory, directory / OUTBOX_DIR))
-    return began and not is_held(directory)
 
 
 def _end_run(run_id: str) -> None:
