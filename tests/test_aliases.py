@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlflow
 import pytest
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import UndecidedError, UserInputError
+from ansor_mlflow.errors import MachineError, UndecidedError, UserInputError
 from ansor_mlflow.tracking import registry
 
 NAME = "resnet"
@@ -173,6 +174,20 @@ def test_the_memory_of_an_alias_has_an_end(client: mlflow.MlflowClient) -> None:
 def test_a_version_is_found_by_number_and_by_alias(client: mlflow.MlflowClient, given: str) -> None:
     client.set_registered_model_alias(NAME, "challenger", "4")
     assert registry.find_version(NAME, given) == "4"
+
+
+@pytest.mark.parametrize("version", ["../x", "/etc", "2\n", "", "²", None])
+def test_what_a_server_calls_a_version_is_a_number(
+    client: mlflow.MlflowClient, monkeypatch: pytest.MonkeyPatch, version: object
+) -> None:
+    """It names a directory, into which the version is downloaded."""
+    told = SimpleNamespace(version=version, aliases={CHAMPION: version})
+    with monkeypatch.context() as lying:
+        for name in ("get_model_version", "get_registered_model"):
+            lying.setattr(mlflow.MlflowClient, name, lambda *_: told)
+        for read in (lambda: registry.find_version(NAME, "1"), lambda: registry.aliases_of(NAME)):
+            with pytest.raises(MachineError, match=r"the model registry calls a version .*; ask who runs that server"):
+                read()
 
 
 @pytest.mark.parametrize(

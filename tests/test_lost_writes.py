@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -11,17 +10,17 @@ from pathlib import Path
 import mlflow
 import pytest
 from helpers.faulty_disk import FAULTS, Fault, FaultyDisk, KilledError
-from mlflow.entities import LoggedModelStatus
 
 from ansor_mlflow import names
 from ansor_mlflow.cli.json_file import write_output
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.files import append, end_last_line, replace_directory, translated_disk_errors, write_text
-from ansor_mlflow.options import CompileOptions, DistillRecordsOptions, MergeRecordsOptions
+from ansor_mlflow.options import DistillRecordsOptions, MergeRecordsOptions, PromoteOptions
 from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE, PartWriter
+from ansor_mlflow.steps.promotion import roll_back
 from ansor_mlflow.steps.records import distill_records, merge_records
-from ansor_mlflow.tracking import registry, step_run
-from ansor_mlflow.tracking.killed.runs import LOCK_FILE, OUTBOX_DIR, WORK_ROOT
+from ansor_mlflow.tracking import registry
+from ansor_mlflow.tracking.killed.runs import OUTBOX_DIR
 from ansor_mlflow.tracking.mirror import whole_records
 from ansor_mlflow.tracking.outbox import Message, _left, _read, _write, leave_message
 
@@ -280,46 +279,52 @@ def test_aliases_move_together_whenever_a_process_is_killed(client: mlflow.Mlflo
     assert step > 5
 
 
+@pytest.mark.parametrize("alias", [ALIASES[0], ""])
+def test_a_rollback_that_was_killed_and_is_given_again_takes_back_one_promotion(
+    client: mlflow.MlflowClient, own_directory: Path, alias: str
+) -> None:
+    client.create_model_version(MODEL, source="file:///nowhere")
+    options = PromoteOptions(model=MODEL, alias=alias, rollback=True)
+
+    def promote() -> None:
+        now = registry.aliases_of(MODEL)
+        registry.move_aliases(MODEL, "3", {alias: now[alias] for alias in ALIASES}, "run3")
+
+    for version, before in (("1", ""), ("2", "1")):
+        registry.move_aliases(MODEL, version, dict.fromkeys(ALIASES, before), f"run{version}")
+    promote()
+    step = 1
+    while killed_at(step, lambda: roll_back(options)):
+        assert roll_back(options).aliases == dict.fromkeys(ALIASES, ("3", "2")), f"step {step}"
+        assert registry.aliases_of(MODEL) == dict.fromkeys(ALIASES, "2")
+        promote()
+        step += 1
+    assert step > 5
+
+
+def test_a_rollback_of_another_alias_is_none_that_was_killed(client: mlflow.MlflowClient, own_directory: Path) -> None:
+    for number, alias in enumerate(ALIASES):
+        for version, before in (("1", ""), ("2", "1")):
+            registry.move_aliases(MODEL, version, {alias: before}, f"run{version}of{number}")
+    assert killed_at(2, lambda: registry.undo_moves(MODEL, ALIASES[0]))
+    rollback = roll_back(PromoteOptions(model=MODEL, alias=ALIASES[1], rollback=True))
+    assert rollback.aliases == {ALIASES[1]: ("2", "1")}
+    assert registry.aliases_of(MODEL) == dict.fromkeys(ALIASES, "1")
+
+
+@pytest.mark.parametrize("alias", ["undo", "undo-test"])
+def test_no_name_of_an_alias_makes_a_rollback_of_a_promotion(client: mlflow.MlflowClient, alias: str) -> None:
+    registry.move_aliases(MODEL, "1", {alias: ""}, "run1")
+    assert killed_at(2, lambda: registry.move_aliases(MODEL, "2", {alias: "1"}, "run2"))
+    assert registry.finish_moves(MODEL) == {}
+    assert registry.aliases_of(MODEL) == {alias: "2"}
+    assert registry.undo_moves(MODEL, alias) == {alias: registry.Move("1", "2", "run2")}
+
+
 def test_an_alias_that_somebody_moved_meanwhile_stays(client: mlflow.MlflowClient) -> None:
     registry.move_aliases(MODEL, "1", dict.fromkeys(ALIASES, ""), "run1")
     client.create_model_version(MODEL, source="file:///nowhere")
     assert killed_at(2, lambda: registry.move_aliases(MODEL, "2", dict.fromkeys(ALIASES, "1"), "run2"))
     client.set_registered_model_alias(MODEL, ALIASES[0], "3")
-    assert registry.finish_moves(MODEL) == ALIASES[1:]
+    assert registry.finish_moves(MODEL) == {}
     assert registry.aliases_of(MODEL) == {ALIASES[0]: "3", ALIASES[1]: "2"}
-
-
-# -- steps that were killed -------------------------------------------------------------------------------------------
-
-
-def test_the_next_step_ends_one_that_was_killed(
-    experiment_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", experiment_id)
-    client = mlflow.MlflowClient()
-    compiling, tuning = (client.create_run(experiment_id).info.run_id for _ in range(2))
-    model = mlflow.initialize_logged_model(name="model", source_run_id=compiling)
-    for run_id in (compiling, tuning):
-        (WORK_ROOT / run_id).mkdir(parents=True)
-        (WORK_ROOT / run_id / LOCK_FILE).touch()
-    make_records(WORK_ROOT / tuning / names.RECORDS_DIR, 0.1)
-    with step_run("compile", CompileOptions(), "compile") as run:
-        assert (run.directory / LOCK_FILE).exists()
-    assert client.get_run(compiling).info.status == "KILLED"
-    assert mlflow.get_logged_model(model.model_id).status == LoggedModelStatus.FAILED
-    assert client.get_run(tuning).info.status == "RUNNING"  # it can go on
-    assert [path.name for path in WORK_ROOT.iterdir()] == [tuning]
-    assert f"1 earlier runs have records or messages in .ansor ({tuning}): ansor-mlflow sync says what" in caplog.text
-
-
-@pytest.mark.parametrize("number", ["ENOSPC", "EROFS", "EACCES"])
-def test_what_the_disk_refuses_in_a_step_is_an_error_of_the_machine(
-    number: str, experiment_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", experiment_id)
-    code = getattr(errno, number)
-    with pytest.raises(MachineError, match=os.strerror(code)), step_run("compile", CompileOptions(), "x") as run:
-        raise OSError(code, os.strerror(code), "file")
-    assert mlflow.get_run(run.run_id).data.tags[names.TAG_EXIT_CODE] == "3"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,13 +10,14 @@ from dataclasses import dataclass
 import mlflow
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import UndecidedError, UserInputError
+from ansor_mlflow.errors import MachineError, UndecidedError, UserInputError
 from ansor_mlflow.tracking.error_translation import translated_errors
 
 _MAX_MOVES = 50
 """Moves of an alias that are remembered; the tag of a registered model has 5000 characters."""
 _UNDO = "undo"
 _MOVE = re.compile(r"(?P<before>\d*)>(?P<after>\d+)@(?P<run_id>\w+)")
+_log = logging.getLogger("ansor_mlflow")
 
 
 def registered_versions(model_uri: str) -> list[tuple[str, str]]:
@@ -60,7 +62,7 @@ def find_version(name: str, given: str) -> str:
     with translated_errors(f"read candidate={given} of the registered model {name}"):
         client = mlflow.MlflowClient()
         found = client.get_model_version if given.isdigit() else client.get_model_version_by_alias
-        return str(found(name, given).version)
+        return _number(found(name, given).version)
 
 
 def tag_version(name: str, version: str, tags: Mapping[str, str]) -> None:
@@ -82,7 +84,18 @@ def aliases_of(name: str) -> dict[str, str]:
     """
     with translated_errors(f"read the registered model {name}"):
         aliases = mlflow.MlflowClient().get_registered_model(name).aliases
-    return {alias: str(version) for alias, version in aliases.items()}
+    return {alias: _number(version) for alias, version in aliases.items()}
+
+
+def _number(version: object) -> str:
+    """The number of a version that a server gave: it names a directory, too.
+
+    Raises:
+        MachineError: It is none.
+    """
+    if not re.fullmatch("[0-9]+", str(version)):
+        raise MachineError(f"the model registry calls a version {version!r:.100}; ask who runs that server")
+    return str(version)
 
 
 @dataclass(frozen=True)
@@ -135,23 +148,31 @@ def move_aliases(name: str, version: str, seen: Mapping[str, str], run_id: str) 
     _carry_out(name, moving, is_undone=False)
 
 
-def finish_moves(name: str) -> tuple[str, ...]:
-    """Ends what a promotion or a rollback had begun to do to aliases when it was killed.
+def finish_moves(name: str) -> dict[str, Move]:
+    """Ends what a promotion or a rollback had begun to do to aliases when it was killed, and says so.
+
+    An alias that somebody moved elsewhere meanwhile stays there.
 
     Returns:
-        The aliases that were moved now. One that somebody moved elsewhere meanwhile stays there.
+        What is taken back now, by alias, if it was a rollback.
 
     Raises:
         UserInputError: There is no such registered model.
     """
     with translated_errors(f"read the registered model {name}"):
-        text = mlflow.MlflowClient().get_registered_model(name).tags.get(names.TAG_MOVING, "")
-    begun = {alias: Move(**match.groupdict()) for alias, match in _begun(text)}
-    return _carry_out(name, begun, is_undone=text.startswith(_UNDO)) if text else ()
+        words = mlflow.MlflowClient().get_registered_model(name).tags.get(names.TAG_MOVING, "").split()
+    begun = {alias: Move(**match.groupdict()) for alias, match in _begun(words)}
+    is_undone = words[:1] == [_UNDO]
+    if moved := _carry_out(name, begun, is_undone=is_undone):
+        _log.warning("a promotion or rollback of %s was killed; %s moved now, as it had begun", name, ", ".join(moved))
+    if not (begun and is_undone):
+        return {}
+    now = aliases_of(name)
+    return {alias: move for alias, move in begun.items() if now.get(alias, "") == move.before}
 
 
-def _begun(text: str) -> Iterator[tuple[str, re.Match[str]]]:
-    for word in text.split():
+def _begun(words: Iterable[str]) -> Iterator[tuple[str, re.Match[str]]]:
+    for word in words:
         alias, _, move = word.rpartition("=")
         if match := _MOVE.fullmatch(move):
             yield alias, match

@@ -14,7 +14,6 @@ import numpy as np
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.files import path_below
 from ansor_mlflow.measuring import (
     MachineNoise,
     MakeInference,
@@ -59,7 +58,7 @@ class Contender:
             ModelError: It is not of our flavor, was changed, or has no library that runs here.
             MachineError: A server is away.
         """
-        scratch = path_below(scratch, version)
+        scratch = scratch / version
         scratch.mkdir(parents=True)
         with translated_errors(f"read version {version} of {name}"):
             uri = f"models:/{name}/{version}"

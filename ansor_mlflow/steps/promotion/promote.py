@@ -70,16 +70,10 @@ def promote(options: PromoteOptions) -> Promotion:
     require_examples(options.data)
     require_rivals("champion", rivals_of(options))
     if not options.dry_run:
-        finish_promotion(options.model)
+        finish_moves(options.model)
     version = find_version(options.model, options.candidate)
     with step_run("promote", options, f"promote {options.model}/{version}") as run:
         return _promote(options, version, run)
-
-
-def finish_promotion(model: str) -> None:
-    """Ends what an earlier promotion or rollback that was killed left half done, and says so."""
-    if moved := finish_moves(model):
-        _log.warning("a promotion or rollback of %s was killed; %s moved now, as it had begun", model, ", ".join(moved))
 
 
 def _promote(options: PromoteOptions, version: str, run: StepRun) -> Promotion:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.options import PromoteOptions
-from ansor_mlflow.steps.promotion.promote import finish_promotion
-from ansor_mlflow.tracking import require_undoable, step_run, tag_version, tags_of_version, undo_moves
+from ansor_mlflow.tracking import finish_moves, require_undoable, step_run, tag_version, tags_of_version, undo_moves
 
 _ROLLED_BACK = "rolled_back"
 
@@ -27,7 +26,7 @@ class Rollback:
 def roll_back(options: PromoteOptions) -> Rollback:
     """Lets the aliases that the last promotion moved point to where they pointed before. Nothing is measured.
 
-    Can be done again, for the promotion before that one.
+    Can be done again, for the promotion before that one; after one that was killed it does the rest of that, no more.
 
     Raises:
         UserInputError: No promotion moved the alias, or there is no version to go back to; nothing is changed then. Or
@@ -40,10 +39,13 @@ def roll_back(options: PromoteOptions) -> Rollback:
             f"rollback=true and {given}: a rollback takes the aliases back to where they pointed before, and measures "
             "nothing; leave one of them out"
         )
-    finish_promotion(options.model)
-    require_undoable(options.model, options.alias)  # before there is a run of what cannot be done
+    moves = finish_moves(options.model)
+    is_done = bool(moves) and options.alias in ("", *moves)  # this is the rollback that was killed, given again
+    if not is_done:
+        require_undoable(options.model, options.alias)  # before there is a run of what cannot be done
     with step_run("promote", options, f"roll back {options.model}") as run:
-        moves = undo_moves(options.model, options.alias)
+        if not is_done:
+            moves = undo_moves(options.model, options.alias)
         aliases = {alias: (move.after, move.before) for alias, move in moves.items()}
         tags = {names.TAG_PROMOTION: _ROLLED_BACK, names.TAG_PROMOTION_ALIASES: " ".join(aliases)}
         run.log_tags({**tags, "mlflow.runName": f"promote {options.model} · {_ROLLED_BACK}"})
