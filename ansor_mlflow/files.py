@@ -258,8 +258,9 @@ def _remove_abandoned(parent: Path) -> None:
             status = directory.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
                 continue
-            if directory.name.startswith(_NEW_PREFIX) and time.time() - status.st_mtime < _YOUNG_S:
+            is_new = directory.name.startswith(_NEW_PREFIX)
+            if is_new and time.time() - status.st_mtime < _YOUNG_S:
                 continue
-            if (directory / _OWNER_LOCK).exists():
+            if is_new or (directory / _OWNER_LOCK).exists():  # a new one's owner may have died before it had a lock
                 with FileLock(directory / _OWNER_LOCK, timeout=0):
                     shutil.rmtree(directory, ignore_errors=True)

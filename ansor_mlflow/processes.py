@@ -36,9 +36,7 @@ def die_with_parent(parent: int | None = None) -> None:
         os._exit(1)
 
 
-def in_child_process(
-    function: Callable[[Given], Result], argument: Given, *, time_limit_s: float = TIME_LIMIT_S
-) -> Result:
+def in_child_process(function: Callable[[Given], Result], argument: Given) -> Result:
     """Calls a function in a process that is started for it and ends after it, and never later than this one.
 
     Raises:
@@ -51,9 +49,9 @@ def in_child_process(
         try:
             with answer:
                 process.start()
-            if not wait([answers, process.sentinel], time_limit_s):
+            if not wait([answers, process.sentinel], TIME_LIMIT_S):
                 raise MachineError(
-                    f"a process that runs the network took longer than {time_limit_s:g} s, which is the limit, and was "
+                    f"a process that runs the network took longer than {TIME_LIMIT_S:g} s, which is the limit, and was "
                     "ended; run it where nothing else runs, or compile the network again if it hangs"
                 )
             with suppress(EOFError):

@@ -114,16 +114,16 @@ def test_a_manifest_with_a_damaged_entry(
         Manifest.from_dict(entry)
 
 
-@pytest.mark.parametrize("damage", ["path", "path with NUL", "kind", "digest", "file with NUL"])
+@pytest.mark.parametrize("damage", ["path", "kind", "digest"])
 def test_a_manifest_with_a_damaged_text(compiled_network: CompiledNetwork, tmp_path: Path, damage: str) -> None:
     entry = write_package(compiled_network, tmp_path).to_dict()
     (library,) = entry["libraries"]
-    if damage.startswith("path"):
-        library["path"] = 5 if damage == "path" else "libraries/\0"
+    if damage == "path":
+        library["path"] = 5
     elif damage == "kind":
         library["fingerprint"]["target"] = {}
     else:
-        entry["files"] |= {"network.onnx": 5} if damage == "digest" else {"\0": "0" * 64}
+        entry["files"]["network.onnx"] = 5
     with pytest.raises(ModelError, match="the model's MLmodel file is damaged"):
         Manifest.from_dict(entry)
 

@@ -61,6 +61,15 @@ def test_those_of_the_living_stay_and_those_of_the_dead_go(parent: Path) -> None
         assert ours(parent) == {directory.path}
 
 
+def test_a_directory_whose_owner_died_before_it_was_locked_goes_once_it_is_old(parent: Path) -> None:
+    old, young = parent / "ansor_mlflow-new-old", parent / "ansor_mlflow-new-young"
+    old.mkdir()
+    young.mkdir()
+    os.utime(old, (0, 0))
+    with contextlib.closing(ScratchDirectory()) as directory:
+        assert ours(parent) == {young, directory.path}
+
+
 def test_a_link_that_bears_our_name_is_not_followed(parent: Path) -> None:
     """Anybody may put one into /tmp."""
     precious = parent / "precious"

@@ -11,7 +11,7 @@ import tempfile
 import traceback
 from importlib.metadata import distributions
 
-from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, notes_of, one_line
+from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, add_note, notes_of, one_line
 from ansor_mlflow.foreign import printable
 
 _OF_USER = {errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR}
@@ -31,7 +31,8 @@ def known_error(err: Exception) -> AnsorMlflowError:
         f"{type(err).__name__}: {one_line(err)}: this is a bug; to have it mended, report it with the file "
         f"{_written(err)}, which says where it happened"
     )
-    found.__dict__.update(__notes__=notes_of(err))
+    for note in notes_of(err):
+        add_note(found, note)
     return found
 
 

@@ -132,6 +132,3 @@ def _check_values(manifest: Manifest) -> None:
     for library in manifest.libraries:
         if any(not 0 <= part.size < len(shapes) for part in library.parts):
             raise ValueError("a part is of a size that the network does not have")
-    for text in (*manifest.files, *(library.path for library in manifest.libraries)):
-        if "\0" in text:
-            raise ValueError(f"{text!r} is no path")

@@ -70,7 +70,7 @@ def read_data(tensor: TensorProto, directory: Path, num_bytes: int) -> bytes:
         raise ValueError(f"there is no file {entries.get('location', '')!r:.100}")
     stat, offset = path.stat(), int(entries.get("offset", 0))
     if stat.st_nlink > 1:  # of a file that may be anywhere
-        raise ValueError(f"{path.name!r:.100} is a hard link; a copy of it is read")
+        raise ValueError(f"{path.name!r:.100} is a hard link, which may be to any file; copy the file")
     length = int(entries.get("length", stat.st_size - offset))
     if offset < 0 or length < 0 or offset + length > stat.st_size:
         raise ValueError(f"{path.name!r:.100} has {stat.st_size} bytes, and {tensor.name!r:.100} is not within them")

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.files import scratch_directory
-from ansor_mlflow.foreign import read_json
+from ansor_mlflow.foreign import read_json, typed
 from ansor_mlflow.model import LibraryEntry, Manifest
 from ansor_mlflow.records import is_time
 from ansor_mlflow.tensors import Arrays, all_sizes
@@ -33,8 +32,6 @@ from ansor_mlflow.tuning.workers.pool import WorkerPool
 
 _OPEN_S = 30.0
 _MIN_CALLS, _MAX_CALLS = 10, 1000
-_MAX_SAMPLES = 10**6
-"""Times of calls that are taken; what a server says may be of any length."""
 _INPUTS, _OUTPUTS = "inputs.npz", "outputs.npz"
 
 
@@ -121,13 +118,17 @@ def _run(work: NetworkWork) -> NetworkReply:
             request = network_request(work.library.name, work.network, work.entry, _INPUTS, _OUTPUTS, work.measure_s)
             found = read_json(str(run_network(request)))
             if work.measure_s is not None:
-                samples_s = tuple(islice(map(float, found["samples_s"]), _MAX_SAMPLES))
-                if not all(map(is_time, samples_s)):
+                samples_s = typed(tuple[float, ...], found["samples_s"])
+                if not samples_s or not all(map(is_time, samples_s)):
                     raise ValueError("it says that calls take times that none can take")
-                return NetworkReply(samples_s=samples_s, waited=float(found["waited"]))
+                return NetworkReply(samples_s=samples_s, waited=typed(float, found["waited"]))
             outputs = read_arrays(BytesIO(bytes(connection.session.download(_OUTPUTS))))
-            if len(outputs) > len(work.examples):
+            if len(outputs) != len(work.examples):
                 raise ValueError(f"it answers {len(outputs)} calls, and {len(work.examples)} were asked for")
+            if odd := {
+                array.dtype for arrays in outputs for array in arrays.values() if array.dtype.kind not in "biuf"
+            }:
+                raise ValueError(f"it answers with {odd.pop()}, which are no numbers")
             return NetworkReply(outputs=tuple(outputs))
 
 

@@ -192,7 +192,7 @@ def _run_network(request: str) -> str:
 
 def _uploaded(name: str) -> Path:
     """A file of the session; nothing outside of the session's own directory."""
-    return path_below(Path.cwd(), Path(name).name)
+    return path_below(Path.cwd(), name)
 
 
 def _probe(num_threads: int) -> ProbeTime | None:

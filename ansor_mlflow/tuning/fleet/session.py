@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ansor_mlflow.foreign import read_json
+from ansor_mlflow.foreign import read_json, typed
 from ansor_mlflow.measuring import ProbeTime
 from ansor_mlflow.records import is_time
 from ansor_mlflow.tuning.fleet.calibration import Calibration
@@ -20,9 +20,7 @@ from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob
 
 _FLUSH = "cache_flush_cpu_non_first_arg"
 _FASTEST_S = 1e-8
-"""No call of a program is shorter."""
-_MAX_TIMES = 1000
-"""Times of a program that are taken; what a server says may be of any length."""
+"""Calls that are said to be shorter are repeated as often as if they took this long."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +68,15 @@ class Reply:
     is_lost: bool = False
     """Whether nobody knows what became of the program: the session ended, or the times are none."""
     error: str = ""
+
+
+@dataclass(frozen=True)
+class _MeasuredThere:
+    """What `MEASURE` returns."""
+
+    run_s: tuple[float, ...]
+    waited: float
+    probe: ProbeTime | None = None
 
 
 class Connection:
@@ -155,7 +162,7 @@ def measure_in_session(work: RemoteWork) -> Reply:
         return Reply(failure="failed", error=_without_stack(err))
     except Exception as err:  # noqa: BLE001 - TVM has no kind of its own for a connection that is gone
         return Reply(is_lost=True, error=f"the session ended ({_without_stack(err)})")
-    if not reply.run_s or not all(is_time(seconds) and seconds >= _FASTEST_S for seconds in reply.run_s):
+    if not reply.run_s or not all(map(is_time, reply.run_s)):
         said = ", ".join(f"{seconds:g} s" for seconds in reply.run_s[:5]) or "no time"
         return Reply(is_lost=True, error=f"it says that a call takes {said}")
     return reply
@@ -166,13 +173,10 @@ def _measured(connection: Connection, name: str, work: RemoteWork) -> Reply:
     if measure is None:
         return Reply(run_s=_measured_by_tvm(connection.session, name, work))
     request = measure_request(name, work.job, work.settings, work.memory_bytes, work.limit_s)
-    found = read_json(str(measure(request)))
-    probe = found.get("probe")
-    return Reply(
-        run_s=tuple(float(seconds) for seconds in found["run_s"][:_MAX_TIMES]),
-        waited=float(found["waited"]),
-        probe=ProbeTime(**probe) if probe else None,
-    )
+    found = typed(_MeasuredThere, read_json(str(measure(request))))
+    if found.probe and not (is_time(found.probe.elapsed_s) and is_time(found.probe.cpu_s)):
+        raise ValueError(f"it says that a probe took {found.probe}")
+    return Reply(run_s=found.run_s, waited=found.waited, probe=found.probe)
 
 
 def _without_stack(err: Exception) -> str:
