@@ -10,6 +10,7 @@ array of the function's own, the buffer is gone.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.codegen.nans import with_nans_kept
@@ -34,34 +35,26 @@ def tir_pipeline(target: Target) -> str:
     """
     from tvm.tirx.compilation_pipeline import PIPELINE_MAP, register_tir_pipeline
 
-    name, make = (_NAME, _make) if is_cpu(target) else (_NAME_FOR_GPU, _make_for_gpu)
+    is_for_cpu = is_cpu(target)
+    name = _NAME if is_for_cpu else _NAME_FOR_GPU
     if name not in PIPELINE_MAP:
-        register_tir_pipeline(name, make)
+        register_tir_pipeline(name, functools.partial(_make, is_for_cpu=is_for_cpu))
     return name
 
 
-def _make() -> tuple[Pass, Any, Any]:
-    """TVM's default passes, and the makers of those that follow for host and device."""
+def _make(*, is_for_cpu: bool) -> tuple[Pass, Any, Any]:
+    """TVM's default passes, and the makers of those that follow for host and device; kernels are in one of these."""
     from tvm.ir.transform import Sequential
     from tvm.s_tir.pipeline import default_s_tir_pipeline
     from tvm.tirx.transform import prim_func_pass
 
     passes, of_host, of_device = default_s_tir_pipeline()
+    nans = prim_func_pass(with_nans_kept, opt_level=0, name="ansor.nans")
+    if not is_for_cpu:
+        return passes, of_host, lambda: Sequential([nans, of_device()])
     arrays = prim_func_pass(_with_arrays, opt_level=0, name="ansor.local_arrays")
     fetches = prim_func_pass(with_prefetches, opt_level=0, name="ansor.prefetch")
-    nans = prim_func_pass(with_nans_kept, opt_level=0, name="ansor.nans")
     return passes, lambda: Sequential([arrays, fetches, nans, of_host()]), of_device
-
-
-def _make_for_gpu() -> tuple[Pass, Any, Any]:
-    """The pipeline of `_make` for targets whose kernels run on a device."""
-    from tvm.ir.transform import Sequential
-    from tvm.s_tir.pipeline import default_s_tir_pipeline
-    from tvm.tirx.transform import prim_func_pass
-
-    passes, of_host, of_device = default_s_tir_pipeline()
-    nans = prim_func_pass(with_nans_kept, opt_level=0, name="ansor.nans")
-    return passes, of_host, lambda: Sequential([nans, of_device()])
 
 
 def _with_arrays(func: Any, _mod: Any, _context: Any) -> Any:

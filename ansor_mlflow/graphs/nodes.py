@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import onnx
 from onnx import TensorProto, helper
 
-from ansor_mlflow.networks import message_fields
+from ansor_mlflow.networks import with_inputs_for
 
 FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16}
 _LAYERS = {"Conv", "ConvTranspose", "GRU", "Gather", "Gemm", "LSTM", "MatMul", "RNN"}
@@ -60,16 +60,7 @@ def without_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, 
     graph = model.graph
     computed_with = {name for node in graph.node if node.op_type not in _LAYERS for name in inputs_of(node)}
     weights = {w.name: w for w in graph.initializer if _is_weight(w, w.name in computed_with)}
-    initializers = {weight.name for weight in graph.initializer}  # before IR version 4 they are inputs, too
-    copy = onnx.ModelProto(**message_fields(model, without={"graph"}))
-    copy.graph.CopyFrom(onnx.GraphProto(**message_fields(graph, without={"initializer", "input"})))
-    copy.graph.initializer.extend(weight for weight in graph.initializer if weight.name not in weights)
-    copy.graph.input.extend(value for value in graph.input if value.name not in initializers)
-    copy.graph.input.extend(
-        helper.make_tensor_value_info(name, weight.data_type, weight.dims) for name, weight in weights.items()
-    )
-    copy.ir_version = max(copy.ir_version, 4)
-    return copy, weights
+    return with_inputs_for(model, weights), weights
 
 
 def _is_weight(tensor: onnx.TensorProto, is_computed_with: bool) -> bool:

@@ -1,14 +1,16 @@
 """Types of tensors, as ONNX Runtime infers them where ONNX does not, or infers what no run gives.
 
 ONNX knows nothing of the sizes behind operators of other domains, and counts the bins of `STFT` wrongly. What runs
-such an operator is ONNX Runtime, so that its word counts.
+such an operator is ONNX Runtime, so that its word counts. The numbers of large weights decide no type, and are left out
+of what is inferred from.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -17,8 +19,8 @@ from onnx import helper
 from ansor_mlflow.networks.inputs.trials import run_briefly, start_session
 from ansor_mlflow.tensors import TensorSpec, random_inputs
 
-_LARGE = 2**16
-"""Elements of a weight from which its values decide no shape."""
+MAX_SHAPE_ELEMENTS = 2**16
+"""A tensor with more elements is not a shape that inference has to know the values of."""
 _MEASURED_DOMAIN = "ai.onnx.ml"
 """Its operators on tensors have outputs of sizes that follow from those of their inputs, which nobody infers."""
 
@@ -60,11 +62,63 @@ def types_as_before(model: onnx.ModelProto, before: onnx.ModelProto) -> list[onn
     return _inferred(model, [value for value in before.graph.value_info if value.name in produced])[0]
 
 
+def without_numbers(model: onnx.ModelProto, change: Callable[[onnx.ModelProto], onnx.ModelProto]) -> onnx.ModelProto:
+    """Applies a function of ONNX's that needs no more of weights than their types and shapes.
+
+    Each of them writes the model as one message and reads it again, several times: seconds for half a gigabyte.
+
+    Args:
+        model: Stays as it is.
+        change: Gets a copy in which large weights are empty, and returns a model with the same weights.
+
+    Returns:
+        What the function returned, with the weights.
+    """
+    large = {weight.name: weight for weight in model.graph.initializer if math.prod(weight.dims) > MAX_SHAPE_ELEMENTS}
+    light = onnx.ModelProto(**message_fields(model, without={"graph"}))
+    light.graph.CopyFrom(onnx.GraphProto(**message_fields(model.graph, without={"initializer"})))
+    light.graph.initializer.extend(
+        onnx.TensorProto(name=weight.name, data_type=weight.data_type, dims=weight.dims)
+        if weight.name in large
+        else weight
+        for weight in model.graph.initializer
+    )
+    changed = change(light)
+    for weight in changed.graph.initializer:
+        if weight.name in large:
+            weight.CopyFrom(large[weight.name])
+    return changed
+
+
+def with_inputs_for(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
+    """A copy in which some weights are inputs; their numbers are never copied."""
+    graph = model.graph
+    weights = {weight.name for weight in graph.initializer}  # before IR version 4 they are inputs, too
+    copy = onnx.ModelProto(**message_fields(model, without={"graph"}))
+    copy.graph.CopyFrom(onnx.GraphProto(**message_fields(graph, without={"initializer", "input"})))
+    copy.graph.initializer.extend(weight for weight in graph.initializer if weight.name not in names)
+    copy.graph.input.extend(value for value in graph.input if value.name not in weights)
+    copy.graph.input.extend(
+        helper.make_tensor_value_info(weight.name, weight.data_type, weight.dims)
+        for weight in graph.initializer
+        if weight.name in names
+    )
+    copy.ir_version = max(copy.ir_version, 4)
+    return copy
+
+
+def message_fields(message: onnx.ModelProto | onnx.GraphProto, *, without: set[str]) -> dict[str, Any]:
+    """The fields of a message that are set, for the constructor of another one: weights that are left out are never
+    copied.
+    """
+    return {field.name: value for field, value in message.ListFields() if field.name not in without}
+
+
 def _inferred(
     model: onnx.ModelProto, known: Iterable[onnx.ValueInfoProto]
 ) -> tuple[list[onnx.ValueInfoProto], dict[str, _Shape]]:
     """The types that ONNX has to be told beside those that are known, and the shapes of all tensors that have one."""
-    light = _without_large_weights(model)
+    light = _without_types(model)
     types = list(known)
     light.graph.value_info.extend(types)
     theirs = _onnxruntimes_types(light)
@@ -91,30 +145,14 @@ def _inferred(
         types += first
 
 
-def _without_large_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+def _without_types(model: onnx.ModelProto) -> onnx.ModelProto:
     """A model whose large weights are inputs, with neither types nor shapes of what it computes."""
-    graph = model.graph
-    large = {weight.name: weight for weight in graph.initializer if math.prod(weight.dims) > _LARGE}
-    listed = {value.name for value in graph.input}
-    return helper.make_model(
-        helper.make_graph(
-            graph.node,
-            graph.name,
-            [
-                *graph.input,
-                *(
-                    helper.make_tensor_value_info(name, weight.data_type, weight.dims)
-                    for name, weight in large.items()
-                    if name not in listed
-                ),
-            ],
-            [onnx.ValueInfoProto(name=output.name) for output in graph.output],
-            [weight for weight in graph.initializer if weight.name not in large],
-        ),
-        opset_imports=model.opset_import,
-        ir_version=max(model.ir_version, 4),
-        functions=model.functions,
-    )
+    large = {weight.name for weight in model.graph.initializer if math.prod(weight.dims) > MAX_SHAPE_ELEMENTS}
+    light = with_inputs_for(model, large)
+    del light.graph.value_info[:]
+    for output in light.graph.output:
+        output.ClearField("type")
+    return light
 
 
 def _onnxruntimes_types(model: onnx.ModelProto) -> Mapping[str, onnx.ValueInfoProto]:

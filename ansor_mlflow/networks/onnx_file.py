@@ -12,7 +12,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from onnx import TensorProto, external_data_helper, helper
 from ansor_mlflow.errors import UserInputError, one_line
 from ansor_mlflow.networks.checks import require_data, require_sizes, require_sound, require_tensor
 from ansor_mlflow.networks.external_data import data_path, find_data, location_of, read_data
-from ansor_mlflow.networks.inference import corrected_types
+from ansor_mlflow.networks.inference import MAX_SHAPE_ELEMENTS, corrected_types, message_fields, without_numbers
 from ansor_mlflow.networks.inputs.branches import take_known_branches
 from ansor_mlflow.networks.inputs.trials import OnnxTrial, run_briefly, start_session
 from ansor_mlflow.networks.inputs.values import fix_values, require_shape, typed_values
@@ -57,8 +57,6 @@ _MIN_WEIGHT_BYTES = 1024
 """Smaller tensors always stay in the message; ONNX's own functions have the same limit."""
 _MAX_TRIED_ELEMENTS = 2**28
 """Elements of a tensor, 1 GiB of float32, from which sizes are not even tried."""
-_MAX_SHAPE_ELEMENTS = 2**16
-"""A tensor with more elements is not a shape that inference has to know the values of."""
 
 
 def read_onnx(path: Path, network: str) -> onnx.ModelProto:
@@ -74,7 +72,7 @@ def read_onnx(path: Path, network: str) -> onnx.ModelProto:
     with _translated_read_errors(network):
         model = onnx.load(path, format="protobuf", load_external_data=False)
         for tensor in _external_tensors(model):
-            if math.prod(tensor.dims) <= _MAX_SHAPE_ELEMENTS:
+            if math.prod(tensor.dims) <= MAX_SHAPE_ELEMENTS:
                 _load_tensor(tensor, path.parent, network)
             else:  # ONNX Runtime may read it before `load_weights` does
                 find_data(tensor, path.parent)
@@ -138,38 +136,6 @@ def digest(model: onnx.ModelProto, *, max_weight_bytes: int = _MAX_WEIGHT_BYTES)
     for weight in weights:
         sha256.update(weight.raw_data)
     return sha256.hexdigest()
-
-
-def without_numbers(model: onnx.ModelProto, change: Callable[[onnx.ModelProto], onnx.ModelProto]) -> onnx.ModelProto:
-    """Applies a function of ONNX's that needs no more of weights than their types and shapes.
-
-    Each of them writes the model as one message and reads it again, several times: seconds for half a gigabyte.
-
-    Args:
-        model: Stays as it is.
-        change: Gets a copy in which large weights are empty, and returns a model with the same weights.
-
-    Returns:
-        What the function returned, with the weights.
-    """
-    large = {weight.name: weight for weight in model.graph.initializer if _num_elements(weight) > _MAX_SHAPE_ELEMENTS}
-    light = onnx.ModelProto(**message_fields(model, without={"graph"}))
-    light.graph.CopyFrom(onnx.GraphProto(**message_fields(model.graph, without={"initializer"})))
-    light.graph.initializer.extend(
-        onnx.TensorProto(name=weight.name, data_type=weight.data_type, dims=weight.dims)
-        if weight.name in large
-        else weight
-        for weight in model.graph.initializer
-    )
-    changed = change(light)
-    for weight in changed.graph.initializer:
-        if weight.name in large:
-            weight.CopyFrom(large[weight.name])
-    return changed
-
-
-def _num_elements(tensor: onnx.TensorProto) -> int:
-    return math.prod(tensor.dims)
 
 
 def digest_of_file(path: Path) -> str:
@@ -502,13 +468,6 @@ def _output_shapes(session: onnxruntime.InferenceSession, model: onnx.ModelProto
 def _is_static(value: onnx.ValueInfoProto) -> bool:
     tensor = value.type.tensor_type
     return bool(tensor.HasField("shape")) and all(dim.HasField("dim_value") for dim in tensor.shape.dim)
-
-
-def message_fields(message: onnx.ModelProto | onnx.GraphProto, *, without: set[str]) -> dict[str, Any]:
-    """The fields of a message that are set, for the constructor of another one: weights that are left out are never
-    copied.
-    """
-    return {field.name: value for field, value in message.ListFields() if field.name not in without}
 
 
 @contextlib.contextmanager
