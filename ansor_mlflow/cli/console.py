@@ -24,14 +24,17 @@ def say(text: object = "", *, err: bool = False) -> None:
 
 
 class PlainConsole(Console):
-    """A console that every text passes as `printable`, in the cells of tables and in styled texts, too."""
+    """A console that every `str` passes as `printable`, in the cells of tables, too, and nothing with control
+    characters. Whoever makes a `Text` hides the credentials in it.
+    """
 
     def render_str(self, text: str, **kwargs: Any) -> Text:
         return super().render_str(printable(text), **kwargs)  # as a whole, before it is broken into lines
 
     def render(self, *args: Any, **kwargs: Any) -> Iterator[Segment]:
         for segment in super().render(*args, **kwargs):
-            yield segment if segment.control else segment._replace(text=printable(segment.text))
+            is_sound = segment.control or segment.text.strip("\n").isprintable()
+            yield segment if is_sound else segment._replace(text=printable(segment.text))
 
 
 def console() -> Console:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from ansor_mlflow.cli.console import console, say
+from ansor_mlflow.foreign import printable
 
 if TYPE_CHECKING:
     from ansor_mlflow.steps.doctor import Check, Diagnosis
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 def print_check(check: Check) -> None:
     """Prints a line: the colour, what was looked at, what was found, and the fix."""
     fix = f"; {check.fix}" if check.fix else ""
-    line = Text.assemble((f"{check.status:<8}", check.status), f"{check.name:<17}{check.message}{fix}")
+    line = Text.assemble((f"{check.status:<8}", check.status), printable(f"{check.name:<17}{check.message}{fix}"))
     console().print(line, soft_wrap=True)
 
 

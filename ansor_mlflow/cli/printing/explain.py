@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from ansor_mlflow.cli.console import console, microseconds, say
+from ansor_mlflow.foreign import printable
 
 if TYPE_CHECKING:
     from ansor_mlflow.measuring import KernelTimes
@@ -45,7 +46,7 @@ def _readable(script: str) -> str:
 
 
 def _section(title: str, text: str) -> None:
-    console().print(Text(title, style="bold"), soft_wrap=True)
+    console().print(Text(printable(title), style="bold"), soft_wrap=True)
     say(f"{text}\n")
 
 
