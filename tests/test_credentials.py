@@ -27,6 +27,7 @@ SECRET = "S3cr3tP"
 PLACES = [
     "postgresql://mlflow:x/HIDE@db.example.com/mlflow",
     "postgresql://me@server:x/HIDE@db.example.com/mlflow",
+    "postgresql://a b@server:x/HIDE@db.example.com/mlflow",
     "postgresql+psycopg2://me@server:HIDE@db.example.com:5432/mlflow (is away)",
     "https://me@example.com:x/HIDE@host/x",
     "postgresql+psycopg2://mlflow:x HIDE@db/mlflow",

@@ -23,8 +23,8 @@ _DATABASE = r"\b(?:postgres(?:ql)?|mysql|mariadb|mssql|oracle|sqlite|cockroachdb
 
 _USER = r"[^\s:/]{0,200}:"  # with "@", as in the user@server of Azure
 _USER_INFO = (
-    # a database's password, as SQLAlchemy reads it: with "/" and blanks
-    re.compile(rf"(?i)({_DATABASE}://){_USER}(?:(?!://)[^\n]){{0,500}}@"),
+    # a database's user and password, as SQLAlchemy reads them: with blanks, and the latter with "/"
+    re.compile(rf"(?i)({_DATABASE}://)[^\n:/]{{0,200}}:(?:(?!://)[^\n]){{0,500}}@"),
     # as urllib reads it, if it is no port that is meant, of a host that the sentence goes on behind
     re.compile(rf"(://){_USER}(?!\d{{1,5}}(?:[/?#]|\W*\s|\W*$))(?! )(?:(?!://)[^\n\"'`]){{0,500}}@"),
     re.compile(rf"(://){_USER}(?:(?!://)\S){{0,500}}@"),

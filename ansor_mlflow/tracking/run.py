@@ -331,4 +331,7 @@ def read_artifact(run_id: str, name: str, kind: type[T]) -> T:
 
 def _unquoted(value: str) -> str:
     """A param as `mlflow run` got it: it logs what it puts on a command line."""
-    return shlex.split(value)[0] if value[:1] == "'" else value
+    try:
+        return shlex.split(value)[0] if value[:1] == "'" else value
+    except ValueError:  # a param of somebody else
+        return value
