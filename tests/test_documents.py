@@ -10,31 +10,16 @@ from pathlib import Path
 
 import click
 import pytest
-from helpers.commands import ROOT
+from helpers.commands import ENTRY_POINTS, ROOT
 from mlflow import environment_variables
 from mlflow.cli import cli as mlflow_cli
 
 from ansor_mlflow import names
 from ansor_mlflow.cli.main import cli, main
 from ansor_mlflow.errors import INTERRUPTED_EXIT_CODE, AnsorMlflowError
-from ansor_mlflow.options import (
-    CompileOptions,
-    EvaluateOptions,
-    Options,
-    PipelineOptions,
-    PromoteOptions,
-    TuneOptions,
-)
 from ansor_mlflow.trials import TrialStatus
 
 DOCUMENTS = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
-ENTRY_POINTS: dict[str, type[Options]] = {
-    "main": PipelineOptions,
-    "tune": TuneOptions,
-    "compile": CompileOptions,
-    "evaluate": EvaluateOptions,
-    "promote": PromoteOptions,
-}
 S3_SETTINGS = {
     "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
     "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",

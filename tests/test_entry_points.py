@@ -7,26 +7,11 @@ from typing import Any
 
 import pytest
 import yaml
-from helpers.commands import ROOT
+from helpers.commands import ENTRY_POINTS, ROOT
 from mlflow.utils.environment import _PythonEnv
 
-from ansor_mlflow.options import (
-    CompileOptions,
-    EvaluateOptions,
-    Options,
-    PipelineOptions,
-    PromoteOptions,
-    TuneOptions,
-    default_text,
-)
+from ansor_mlflow.options import Options, default_text
 
-ENTRY_POINTS: dict[str, type[Options]] = {
-    "main": PipelineOptions,
-    "tune": TuneOptions,
-    "compile": CompileOptions,
-    "evaluate": EvaluateOptions,
-    "promote": PromoteOptions,
-}
 PROJECT: dict[str, Any] = yaml.safe_load((ROOT / "MLproject").read_text())
 
 

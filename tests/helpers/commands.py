@@ -9,12 +9,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ansor_mlflow.options import (
+    CompileOptions,
+    EvaluateOptions,
+    Options,
+    PipelineOptions,
+    PromoteOptions,
+    TuneOptions,
+)
+
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 SCRIPTS = Path(sys.executable).parent
 ANSOR_MLFLOW = str(SCRIPTS / "ansor-mlflow")
 MLFLOW = str(SCRIPTS / "mlflow")
 
+ENTRY_POINTS: dict[str, type[Options]] = {
+    "main": PipelineOptions,
+    "tune": TuneOptions,
+    "compile": CompileOptions,
+    "evaluate": EvaluateOptions,
+    "promote": PromoteOptions,
+}
 FAST = {"strategy": "random", "search_threads": "1", "min_repeat_ms": "1", "number": "1"}
 """Parameters with which the tuning of a small network is soon over."""
 BRIEF = {"turns": 1, "measure_s": 0.1, "rivals": "onnxruntime"}
