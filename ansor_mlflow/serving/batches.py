@@ -51,9 +51,10 @@ class Batches:
         if num_rows is None or num_rows == self._size:
             return self._model.run(arrays)
         if not self._rows_are_independent:
+            depends = "depends" if self._rows == "dependent" else "may depend"
             raise UserInputError(
-                f"the inputs have {num_rows} rows: in this network a row's result depends on the other rows or on its "
-                f"place, so that it takes exactly the {self._size} that it was compiled for"
+                f"the inputs have {num_rows} rows: in this network a row's result {depends} on the other rows or on "
+                f"its place, so that it takes exactly the {self._size} that it was compiled for"
             )
         return self._run_parts(arrays, num_rows)
 
