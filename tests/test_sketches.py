@@ -368,6 +368,47 @@ def test_a_concatenation_is_copied_in_vectors(sizes: tuple[int, int], host_targe
     assert_same(mod, program.mod, host_target)
 
 
+@pytest.mark.parametrize("is_added_to", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "order", "columns"),
+    [
+        ((1, 750, 128), (0, 2, 1), None),
+        ((2, 64, 320), (0, 2, 1), 16),
+        ((1, 24, 24, 64), (0, 3, 1, 2), None),
+        ((4, 48, 8, 32), (2, 3, 0, 1), 16),
+        ((1, 128, 12, 64), (0, 2, 1, 3), 0),
+        ((64, 8, 64), (0, 2, 1), None),
+        ((3, 197, 64), (0, 2, 1), 0),
+    ],
+)
+def test_a_transposition_goes_over_blocks_of_columns(
+    shape: tuple[int, ...], order: tuple[int, ...], columns: int | None, is_added_to: bool, host_target: Target
+) -> None:
+    """Row by row it reads a line of the cache for every element: that took ten times as long.
+
+    Args:
+        shape: What is read.
+        order: Its axes in the result.
+        columns: Of the first program's blocks; 0 for whole rows, and None where that depends on the CPU's vectors.
+        is_added_to: Whether a bias is added to what is read.
+    """
+    import tvm
+    from tvm import te, topi
+
+    data = te.placeholder(shape, "float32", "data")
+    bias = te.placeholder((shape[order[-1]],), "float32", "bias")
+    result = topi.transpose(data, order)
+    arguments = [data, bias, topi.add(result, bias)] if is_added_to else [data, result]
+    mod = tvm.IRModule({"main": te.create_prim_func(arguments)})
+    programs = find_programs(mod, host_target)
+    assert programs is not None
+    assert columns is None or (programs.tiles[0].columns or 0) == columns
+    for tile in programs.tiles:
+        program = programs.program(tile)
+        assert program is not None
+        assert_same(mod, program.mod, host_target)
+
+
 @pytest.mark.parametrize("axis", [1, -1])
 @pytest.mark.parametrize("shape", [(2, 12, 48), (3, 6, 30), (8, 64, 192)])
 def test_a_split_has_vectors_in_each_result(shape: tuple[int, ...], axis: int, host_target: Target) -> None:

@@ -30,6 +30,8 @@ def decision_text(sketch: str, tile: Tile) -> str:
 def _words(name: str, value: object) -> str:
     if isinstance(value, bool):
         return name if value else ""
+    if value is None:
+        return ""
     return f"{name} {value}"
 
 

@@ -5,12 +5,20 @@
         the elements of a row               vectorised; sums have a vector of partial sums
 
 Rows are the leading axes of the output. Of several outputs that share nothing, as of a split, each has its own.
+
+A transposition reads from line to line of the cache along its rows, and takes one number of each. So it goes over a few
+columns at a time, which the cache holds until all rows have read their part of them:
+
+    parallel over all other axes and blocks of columns
+      the rows that are contiguous where they are read
+        the columns of a block              vectorised
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -27,6 +35,9 @@ _MIN_PARALLEL = 16384
 """Elements for which a second thread pays."""
 _MAX_COPIES = 128
 """Vectors of a row that are written out."""
+_LINE_ELEMENTS = 16
+"""Elements of a line of the cache: about as many columns are a block of a transposition, which writes whole lines then,
+while those that it reads stay in the first cache."""
 _MAX_READS = 4
 """How often a sum may read an element: a pooling of 2 × 2 with a stride of 1 reads it four times."""
 
@@ -44,6 +55,8 @@ class RowTile:
     """Elements of a vector; 1 leaves vectors to the compiler."""
     parallel: bool
     """Whether there is more than one thread."""
+    columns: int | None = None
+    """Columns of a block of a transposition; None for whole rows."""
 
 
 class RowTiling:
@@ -64,11 +77,12 @@ class RowTiling:
         widest = self._machine.lanes(4)
         lanes = [width for width in (widest, widest // 2, 1) if width and extents and extents[-1] % width == 0]
         is_large = prod(extents) >= _MIN_PARALLEL
-        return [
+        by_row = [
             RowTile(lanes=width, parallel=parallel)
             for parallel in (is_large, not is_large)
             for width in dict.fromkeys([*lanes, 1])
         ]
+        return [*(_blocked(Schedule(self._mod), extents[-1], lanes) if is_large else []), *by_row]
 
     def kind(self, tile: RowTile) -> object:
         """Every decision is of its own kind."""
@@ -92,6 +106,9 @@ class RowTiling:
         sch = Schedule(self._mod)
         _inline(sch)
         blocks = _blocks(sch)
+        if tile.columns is not None:
+            _schedule_transposition(sch, blocks[-1], tile)
+            return sch
         if len(blocks) > 1 and not any(map(sch.get_consumers, blocks)):  # one for each result, as of a split
             for block in blocks:
                 _schedule_alone(sch, block, tile)
@@ -127,6 +144,47 @@ def _schedule_alone(sch: Schedule, block: SBlockRV, tile: RowTile) -> None:
     if num_rows > 0 and tile.parallel:
         sch.parallel(sch.fuse(*loops[:num_rows]))
     _vectorize(sch, block, tile.lanes, num_rows)
+
+
+def _blocked(sch: Schedule, num_columns: int, lanes: Sequence[int]) -> list[RowTile]:
+    """The tiles of a transposition, the block that is about as wide as a line first; none of another function."""
+    _inline(sch)
+    blocks = _blocks(sch)
+    if len(blocks) > 1 or _row_read(sch.get(blocks[-1])) is None:
+        return []
+    widths = range(_LINE_ELEMENTS // 2, 2 * _LINE_ELEMENTS + 1)
+    sizes = [size for size in widths if num_columns % size == 0 and size % lanes[0] == 0]
+    sizes.sort(key=lambda size: abs(size - _LINE_ELEMENTS))
+    return [RowTile(lanes=lanes[0], parallel=True, columns=size) for size in sizes[:2]]
+
+
+def _row_read(block: Any) -> int | None:
+    """The iterator along which a transposition reads what is contiguous; None of any other block."""
+    variables = [var.var for var in block.iter_vars]
+    for read in block.reads:
+        *others, row = [dim.min for dim in read.region]
+        place = next((place for place, index in enumerate(others) if index.same_as(variables[-1])), None)
+        if place is None or prod(int(extent) for extent in read.source.shape[place + 1 :]) < _LINE_ELEMENTS:
+            continue
+        found = next((place for place, var in enumerate(variables) if var.same_as(row)), None)
+        if found is not None and not _is_sum(block):
+            return found
+    return None
+
+
+def _schedule_transposition(sch: Schedule, block: SBlockRV, tile: RowTile) -> None:
+    *others, columns = sch.get_loops(block)
+    row_read = _row_read(sch.get(block))
+    assert row_read is not None
+    row = others.pop(row_read)
+    outer, inner = sch.split(columns, [None, tile.columns])
+    jobs = [*others, outer]
+    sch.reorder(*jobs, row, inner)
+    job = sch.fuse(*jobs)
+    if tile.parallel:
+        sch.parallel(job)
+    if tile.lanes > 1:
+        sch.vectorize(sch.split(inner, [None, tile.lanes])[1])
 
 
 def _blocks(sch: Schedule) -> list[SBlockRV]:
