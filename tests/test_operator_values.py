@@ -22,6 +22,7 @@ REFUSED = ("AffineGrid", "float16")
 
 
 @pytest.mark.system
+@pytest.mark.timeout(1200)  # two thousand models are compiled
 def test_operators_are_the_same_on_all_values(tmp_path: Path) -> None:
     table = tmp_path / "operators.csv"
     command = [sys.executable, str(ROOT / "benchmarks" / "operators.py"), "--table", str(table)]
