@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.commands import ENTRY_POINTS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ from ansor_mlflow.options import (
     load_options,
 )
 
-OPTION_CLASSES = [TuneOptions, CompileOptions, EvaluateOptions, PipelineOptions, PromoteOptions]
+OPTION_CLASSES = list(ENTRY_POINTS.values())
 REQUIRED = {EvaluateOptions: {"model_uri": "models:/m/1"}, PromoteOptions: {"model": "m"}}
 
 
