@@ -368,7 +368,7 @@ def test_a_concatenation_is_copied_in_vectors(sizes: tuple[int, int], host_targe
     assert_same(mod, program.mod, host_target)
 
 
-@pytest.mark.parametrize("is_added_to", [False, True])
+@pytest.mark.parametrize("added", ["", "bias", "scalar"])
 @pytest.mark.parametrize(
     ("shape", "order", "columns"),
     [
@@ -382,7 +382,7 @@ def test_a_concatenation_is_copied_in_vectors(sizes: tuple[int, int], host_targe
     ],
 )
 def test_a_transposition_goes_over_blocks_of_columns(
-    shape: tuple[int, ...], order: tuple[int, ...], columns: int | None, is_added_to: bool, host_target: Target
+    shape: tuple[int, ...], order: tuple[int, ...], columns: int | None, added: str, host_target: Target
 ) -> None:
     """Row by row it reads a line of the cache for every element: that took ten times as long.
 
@@ -390,15 +390,15 @@ def test_a_transposition_goes_over_blocks_of_columns(
         shape: What is read.
         order: Its axes in the result.
         columns: Of the first program's blocks; 0 for whole rows, and None where that depends on the CPU's vectors.
-        is_added_to: Whether a bias is added to what is read.
+        added: What is added to what is read.
     """
     import tvm
     from tvm import te, topi
 
     data = te.placeholder(shape, "float32", "data")
-    bias = te.placeholder((shape[order[-1]],), "float32", "bias")
+    other = te.placeholder((shape[order[-1]],) if added == "bias" else (), "float32", "other")
     result = topi.transpose(data, order)
-    arguments = [data, bias, topi.add(result, bias)] if is_added_to else [data, result]
+    arguments = [data, other, topi.add(result, other)] if added else [data, result]
     mod = tvm.IRModule({"main": te.create_prim_func(arguments)})
     programs = find_programs(mod, host_target)
     assert programs is not None

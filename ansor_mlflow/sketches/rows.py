@@ -161,7 +161,7 @@ def _blocked(sch: Schedule, num_columns: int, lanes: Sequence[int]) -> list[RowT
 def _row_read(block: Any) -> int | None:
     """The iterator along which a transposition reads what is contiguous; None of any other block."""
     variables = [var.var for var in block.iter_vars]
-    for read in block.reads:
+    for read in filter(lambda read: len(read.region), block.reads):  # a scalar has no axes
         *others, row = [dim.min for dim in read.region]
         place = next((place for place, index in enumerate(others) if index.same_as(variables[-1])), None)
         if place is None or prod(int(extent) for extent in read.source.shape[place + 1 :]) < _LINE_ELEMENTS:
