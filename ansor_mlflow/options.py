@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.foreign import plain_value, read_json, read_yaml
+from ansor_mlflow.gone import why_gone
 from ansor_mlflow.settings import Algorithm, Dtype, Layout, Linker, LoweringSettings, Partition, Rival
 
 TRIALS_PER_TASK = {"quick": 16, "standard": 64, "thorough": 256}
@@ -109,8 +110,6 @@ _URI = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+):/|(models|runs):", re.IGNORECA
 """A scheme has two letters at least, so that no drive of Windows is one."""
 _HALF = re.compile("[\ud800-\udfff]")
 """Halves of characters, which stand for bytes that are not UTF-8."""
-_RAY = r"^ray(://\S+:\d+)?$"
-"""A Ray cluster: the one that the environment names, or the address of its server for clients."""
 Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_parse_share)]
 Dimension = Annotated[int, Field(gt=0)]
 Shape = list[Dimension | list[Dimension]]
@@ -336,11 +335,8 @@ class TuneOptions(RpcOptions, LinkOptions, BudgetOptions):
         "(network), or its own data (warm).",
     )
     cache_flush: bool = _parameter(False, "Flush the CPU's caches before every measurement: all is cold.")
-    build_workers: PositiveInt | Auto | Annotated[str, Field(pattern=_RAY)] = _parameter(
-        "auto",
-        "Programs that this host builds at a time: auto is num_threads, or every CPU with rpc_tracker. Or the Ray "
-        "cluster that builds them instead: ray is that of RAY_ADDRESS or of this host, ray://host:port another one.",
-        "a whole number of at least 1, auto, ray, or ray://host:port",
+    build_workers: PositiveInt | Auto = _parameter(
+        "auto", "Programs that this host builds at a time: auto is num_threads, or every CPU with rpc_tracker."
     )
     rpc_retries: Annotated[int, Field(ge=0)] = _parameter(
         1, "Times that a program is measured again, on another server, when a server was lost with it."
@@ -873,6 +869,7 @@ def load_options(cls: type[OptionsT], given: Mapping[str, Any], config: str | No
         if value not in (None, "", ()) and not (name in values and value == default_text(cls, name)):
             values[name] = value
     _check_texts(values)
+    _check_values(values)
     try:
         return cls(**values)
     except ValidationError as err:
@@ -899,6 +896,12 @@ def _check_texts(values: Mapping[str, Any]) -> None:
         for text in [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else ():
             if isinstance(text, str) and ("\0" in text or (not text.isascii() and _HALF.search(text))):
                 raise UserInputError(f"{name}={text!r}: it has characters that UTF-8 lacks, or NUL; leave them out")
+
+
+def _check_values(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if why := why_gone(name, value):
+            raise UserInputError(f"{name}={value!r}: {why}")
 
 
 def _check_names(cls: type[Options], names: Iterable[str], source: str) -> None:

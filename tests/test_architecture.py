@@ -17,7 +17,7 @@ from helpers.commands import ROOT
 PACKAGE = "ansor_mlflow"
 FLOORS = [
     ["foreign"],
-    ["errors"],
+    ["errors", "gone"],
     ["files", "names", "options", "processes", "settings", "tensors", "trials"],
     ["codegen", "device"],
     ["networks", "records"],

@@ -148,6 +148,7 @@ def test_default_text_and_empty_text_mean_the_default(cls: type[Options]) -> Non
         ("search_threads", "0"),
         ("number", "0"),
         ("repeat", "0"),
+        *(("build_workers", text) for text in ("0", "-1", "2.5", "some")),
         ("min_repeat_ms", "-1"),
         ("measure_timeout_s", "0"),
         ("measure_timeout_s", "nan"),
@@ -178,6 +179,12 @@ def test_a_value_that_breaks_a_rule_of_promotions(name: str, text: str) -> None:
     with pytest.raises(UserInputError) as caught:
         load_options(PromoteOptions, {"model": "m", name: text})
     assert str(caught.value) == f"{name}={text!r}: it must be {declared(PromoteOptions, name)['rule']}"
+
+
+@pytest.mark.parametrize("text", ["ray", "ray://10.0.0.1:10001"])
+def test_a_value_that_is_gone_says_what_to_give_instead(text: str) -> None:
+    with pytest.raises(UserInputError, match=f"build_workers='{text}': candidates are built on this host, .*give auto"):
+        load_options(TuneOptions, {"build_workers": text})
 
 
 def test_a_share_may_be_a_percentage() -> None:

@@ -58,6 +58,12 @@ def test_parameters_that_mlflow_cuts_are_read_as_they_were(num_sizes: int) -> No
     assert load_options(TuneOptions, used) == options
 
 
+def test_a_value_of_an_older_run_that_is_gone_is_left_out() -> None:
+    with mlflow.start_run() as run:
+        mlflow.log_params({"trials": "8", "build_workers": "ray://10.0.0.1:10001"})
+    assert params_used(mlflow.get_run(run.info.run_id), TuneOptions) == {"trials": "8"}
+
+
 def test_a_description_shows_whole_commands_or_none() -> None:
     for length in (10, 5000, 20_000):
         note = pipeline_note(

@@ -20,6 +20,7 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError, add_note, one_line
 from ansor_mlflow.files import path_below, translated_disk_errors
 from ansor_mlflow.foreign import read_json, typed, without_credentials
+from ansor_mlflow.gone import why_gone
 from ansor_mlflow.options import MAX_PARAM_LENGTH, Options, as_text
 from ansor_mlflow.tracking.error_translation import translated_errors
 from ansor_mlflow.tracking.killed.runs import (
@@ -295,13 +296,14 @@ def fail_project_run(err: BaseException) -> None:
 def params_used(run: Run, cls: type[Options]) -> dict[str, str]:
     """The params of a run that belong to an option class, as text, with the values that were used in the end.
 
-    MLflow cuts long ones, which are whole in an artifact.
+    MLflow cuts long ones, which are whole in an artifact. Values that are gone are left out: the default takes over.
 
     Raises:
         MachineError: That cannot be read.
     """
     params = run.data.params
     used = {name: _unquoted(params.get(f"{name}_used", params[name])) for name in cls.model_fields if name in params}
+    used = {name: value for name, value in used.items() if not why_gone(name, value)}
     cut = [name for name in used if len(params.get(f"{name}_used", params[name])) >= MAX_PARAM_LENGTH]
     if cut:
         with translated_errors(f"read {names.PARAMS_FILE} of run {run.info.run_id}"):

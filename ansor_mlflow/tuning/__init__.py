@@ -1,6 +1,5 @@
 """The tuner: our outer loop around MetaSchedule's search. Knows nothing of MLflow; observers listen to it."""
 
-from ansor_mlflow.tuning.cluster.address import cluster_address, require_cluster
 from ansor_mlflow.tuning.fleet.calibration import Calibration, build_calibration
 from ansor_mlflow.tuning.fleet.devices import device_of_fleet
 from ansor_mlflow.tuning.fleet.health import Health

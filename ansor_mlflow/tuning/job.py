@@ -7,7 +7,6 @@ import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ansor_mlflow import names
@@ -17,9 +16,6 @@ from ansor_mlflow.model import require_linker
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records import Journal, RecordLog, Seed, read_durations, read_journal, read_seeds, read_similar
 from ansor_mlflow.trials import TuningObserver, TuningPlan, TuningResult
-from ansor_mlflow.tuning.cluster.address import cluster_address
-from ansor_mlflow.tuning.cluster.builder import RayBuilder
-from ansor_mlflow.tuning.cluster.node import NodeSettings
 from ansor_mlflow.tuning.engine import Tuner
 from ansor_mlflow.tuning.fleet.calibration import build_calibration
 from ansor_mlflow.tuning.fleet.lookout import tuning_fleet
@@ -179,29 +175,15 @@ def _workers(job: TuningJob, options: TuneOptions) -> Iterator[tuple[Builder, Ru
 
 
 def _builder(job: TuningJob, options: TuneOptions, memory_bytes: int) -> Builder:
-    """The builder on this host, or on a Ray cluster."""
-    num_here = available_cpus() if options.rpc_tracker else job.device.num_threads
-    local = partial(
-        LocalBuilder,
+    num_workers = available_cpus() if options.rpc_tracker else job.device.num_threads
+    return LocalBuilder(
         job.device.target,
-        max_workers=options.build_workers if isinstance(options.build_workers, int) else num_here,
+        max_workers=num_workers if options.build_workers == "auto" else options.build_workers,
         timeout_s=options.measure_timeout_s,
         memory_bytes=memory_bytes,
         as_in_models=True,
         compiler=require_linker(job.device.fingerprint.machine, options.linker),
     )
-    if not (address := cluster_address(options)):
-        return local()
-    from tvm.ir import save_json
-
-    settings = NodeSettings(
-        target=save_json(job.device.target),
-        machine=job.device.fingerprint.machine,
-        linker=options.linker,
-        timeout_s=options.measure_timeout_s,
-        memory_bytes=memory_bytes,
-    )
-    return RayBuilder(address, settings, make_local=local)
 
 
 def _measure_settings(options: TuneOptions, job: TuningJob) -> MeasureSettings:

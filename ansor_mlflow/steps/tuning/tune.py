@@ -58,10 +58,8 @@ from ansor_mlflow.trials import StopReason, TuningObserver, TuningResult
 from ansor_mlflow.tuning import (
     RoundLog,
     TuningJob,
-    cluster_address,
     device_of_fleet,
     make_cost_model,
-    require_cluster,
     require_valid_trials,
     resolve_num_trials,
     sketched_workloads,
@@ -129,7 +127,6 @@ def resolved_options(options: TuneOptions) -> TuneOptions:
     """
     options = resumed_options(options) if options.resume_run else options
     parsed = parse_target(options.target)
-    require_cluster(cluster_address(options))
     is_of_this_host = "mtriple" not in parsed if isinstance(parsed, dict) else parsed == "auto"
     if tuning_fleet(options) is None and is_of_this_host:
         resolve_num_threads(options.num_threads)

@@ -1,0 +1,14 @@
+"""What earlier versions had and this one has not, and what to use instead."""
+
+from __future__ import annotations
+
+_VALUES = {
+    ("build_workers", "ray"): "candidates are built on this host, and no longer on a Ray cluster; give auto, or how "
+    "many are built at a time, and start whole tunings on the cluster's nodes instead",
+}
+"""By a parameter and the beginning of its value."""
+
+
+def why_gone(name: str, value: object) -> str:
+    """Why a parameter no longer takes a value that it took once, and what to give instead; empty where it takes it."""
+    return next((why for (gone, start), why in _VALUES.items() if name == gone and str(value).startswith(start)), "")

@@ -1,1 +1,0 @@
-"""Builds on the nodes of a Ray cluster."""
