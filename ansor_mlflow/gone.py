@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+COMMANDS = {
+    "runs": "`mlflow runs list --experiment-id ID` lists runs, and the view Leaderboard of the experiment sorts them",
+}
+"""What to use instead of a command."""
 _VALUES = {
     ("build_workers", "ray"): "candidates are built on this host, and no longer on a Ray cluster; give auto, or how "
     "many are built at a time, and start whole tunings on the cluster's nodes instead",

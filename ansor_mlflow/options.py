@@ -743,34 +743,6 @@ class DiffOptions(ReportOptions):
     )
 
 
-class RunsOptions(ReportOptions):
-    """The command `runs`: which runs are listed, and in which order."""
-
-    network: str = _parameter(
-        "", "Network of the runs, as in the table; % stands for any text.", "the name of a network"
-    )
-    target: str = _parameter(
-        "", "Part of the target of the runs, as in the table, such as znver4.", "part of a target's description"
-    )
-    step: Literal["main", "tune", "compile", "evaluate", "promote", "recompile"] | None = _parameter(
-        None, "Step that the runs are of; all by default."
-    )
-    experiment: str = _parameter(
-        "",
-        "ID or name of the experiment; by default that of MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID, or else "
-        "MLflow's default.",
-        "an experiment's ID or name",
-    )
-    sort: Literal["started", "latency_ms", "best_latency_ms", "speedup_vs_untuned", "trials"] = _parameter(
-        "started",
-        "What decides the order: the newest, the fastest, the largest speedup or the most trials first; runs without "
-        "the figure are last.",
-    )
-    limit: Annotated[int, Field(gt=0, le=1000)] = _parameter(
-        20, "Most runs that are listed.", "a whole number from 1 to 1000"
-    )
-
-
 class DoctorOptions(ReportOptions):
     """The command `doctor`: what is looked at, beside this machine."""
 
@@ -779,7 +751,12 @@ class DoctorOptions(ReportOptions):
         "Tracking server or store; by default that of MLFLOW_TRACKING_URI, or else MLflow's default.",
         "the address of a server, or the URI of a database or a folder",
     )
-    experiment: str = _same_as(RunsOptions, "experiment")
+    experiment: str = _parameter(
+        "",
+        "ID or name of the experiment; by default that of MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID, or else "
+        "MLflow's default.",
+        "an experiment's ID or name",
+    )
     record_pool: str = _parameter(
         "", "Path or artifact URI of shared records; none by default.", "a path or an artifact URI"
     )

@@ -126,8 +126,6 @@ def test_times_that_cannot_be_trusted_are_compared_with_a_word_and_fail_only_whe
     assert diff(tuned, other).distrust == f"{other}: other programs used the CPUs"
     assert diff(tuned, tuned).distrust == ""
     assert "the times cannot be trusted" in caplog.text
-    run_here("runs")
-    assert "? the times of this run cannot be trusted" in capsys.readouterr().out
 
 
 def test_tasks_whose_records_are_lost_are_found(

@@ -22,9 +22,10 @@ from ansor_mlflow.cli import main
 Path(sys.argv[1]).touch()
 while not Path("go").exists():
     time.sleep(0.002)
-main(["runs"])
+main(["diff", "0" * 32, "1" * 32])
 """
 """Waits for the others where all that takes long to load is loaded, so that they begin within milliseconds."""
+NOT_FOUND = f"Error: cannot read {0:032}: Run with id={0:032} not found"
 
 
 @pytest.mark.parametrize("uris", [["sqlite:///mlflow.db"] * NUM_PROCESSES, ["", "sqlite:///{here}/mlflow.db"]])
@@ -44,7 +45,7 @@ def test_first_commands_at_once(tmp_path: Path, uris: list[str]) -> None:
         time.sleep(0.01)
     (tmp_path / "go").touch()
     errors = [process.communicate()[1] for process in started]
-    assert [process.returncode for process in started] == [0] * len(uris), errors
+    assert all(NOT_FOUND in error for error in errors), errors
     left = {path.name for path in tmp_path.iterdir() if not path.name.startswith("ready")}
     assert left == {"go", "mlflow.db"}
 
@@ -53,10 +54,10 @@ def test_a_folder_that_cannot_be_written_to_can_be_read(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FIRST_COMMAND, "/dev/null"]
     env = environment("sqlite:///store/mlflow.db")
     (tmp_path / "go").touch()
-    first = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, check=True)
+    subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, check=False)
     (tmp_path / "store").chmod(stat.S_IRUSR | stat.S_IXUSR)
     if os.geteuid() == 0:  # what is refused to others is allowed to root, unless it gives that up
         command = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override", *command]
     again = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, check=False)
     (tmp_path / "store").chmod(stat.S_IRWXU)
-    assert (again.returncode, again.stdout) == (0, first.stdout), again.stderr
+    assert again.stderr.decode().startswith(NOT_FOUND), again.stderr

@@ -17,7 +17,7 @@ from ansor_mlflow import names
 from ansor_mlflow.options import EvaluateOptions, TuneOptions
 from ansor_mlflow.tracking import views
 from ansor_mlflow.tracking.run import step_run
-from ansor_mlflow.tracking.views import VIEWS, SavedView, ensure_views, existing_views
+from ansor_mlflow.tracking.views import VIEWS, SavedView, ensure_views
 
 LEADERBOARD, CHARTS = VIEWS
 PAGE = Path(mlflow.__file__).parent / "server" / "js" / "build" / "static" / "js"
@@ -94,7 +94,7 @@ def test_views_of_others_are_left_alone(new_experiment: str) -> None:
     open_a_run()
     tags = tags_of(new_experiment)
     assert tags[theirs] == "theirs"
-    assert existing_views(tags) == list(VIEWS)
+    assert {view.tag for view in VIEWS} <= tags.keys()
 
 
 @pytest.mark.parametrize("version", ["3.16.4", "3.18.0", "3.18.0rc1", "4.0.0"])
@@ -238,10 +238,3 @@ def fields_beside(programs: str, field: str) -> set[str]:
     """The names in every list of texts that has a name."""
     lists = re.findall(r'\["\w+"(?:,"\w+")*\]', programs)
     return {name for text in lists if f'"{field}"' in text for name in re.findall(r"\w+", text)}
-
-
-def test_the_address_of_a_view() -> None:
-    assert LEADERBOARD.page("7") == (
-        "experiments/7/runs?viewStateShareKey=ansor-leaderboard&workflowType=machine_learning&compareRunsMode=TABLE"
-    )
-    assert CHARTS.page("7").endswith("&compareRunsMode=CHART")

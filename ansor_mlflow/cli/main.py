@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from ansor_mlflow import gone
 from ansor_mlflow.cli.command import COMMANDS, command
 from ansor_mlflow.cli.console import say
 from ansor_mlflow.cli.crash import known_error
@@ -41,14 +42,21 @@ from ansor_mlflow.options import (
     PullPoolOptions,
     PushPoolOptions,
     RecompileOptions,
-    RunsOptions,
     ShowRecordsOptions,
     TuneOptions,
     VerifyRecordsOptions,
 )
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Finds a command; one that is gone is an error that says what to use instead."""
+        if instead := gone.COMMANDS.get(args[0]):
+            raise UserInputError(f"the command {args[0]} is gone: {instead}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ansor_mlflow")
 def cli() -> None:
     """Auto-tune neural networks with Apache TVM; MLflow remembers and serves the result."""
@@ -187,15 +195,6 @@ def diff(options: DiffOptions) -> None:
     write_page(difference, options.html)
     if options.fail_if_slower is not None:
         difference.require_not_slower(options.fail_if_slower, force=options.force)
-
-
-@command(cli, "runs")
-def runs(options: RunsOptions) -> None:
-    """List the runs of an experiment with their latencies, and the addresses of its saved views."""
-    from ansor_mlflow.cli.printing.runs import print_runs
-    from ansor_mlflow.steps.reports import find_runs
-
-    report(find_runs(options), options.json_file, print_runs)
 
 
 @cli.group("records")

@@ -37,7 +37,7 @@ from ansor_mlflow.tracking.registry import (
     tags_of_version,
     undo_moves,
 )
-from ansor_mlflow.tracking.report.addresses import run_page, ui_lines
+from ansor_mlflow.tracking.report.addresses import run_page, server_command, ui_address
 from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.tracking.report.kernels_page import kernels_page
 from ansor_mlflow.tracking.report.note import command_lines, evaluation_note, pipeline_note, tuning_note
@@ -47,6 +47,5 @@ from ansor_mlflow.tracking.report.tuning_page import KernelNote, ScheduleText, t
 from ansor_mlflow.tracking.run import StepRun, fail_project_run, params_used, read_artifact, step_run, work_directory
 from ansor_mlflow.tracking.sources import find_program, network_of, pinned_uri
 from ansor_mlflow.tracking.stores.sqlite import open_in_turn
-from ansor_mlflow.tracking.views import existing_views
 
 open_in_turn()

@@ -41,19 +41,11 @@ class SavedView:
     name: str
     state: Mapping[str, Any]
     """State of MLflow's page: what is searched, its columns and its charts."""
-    is_charts: bool
-    """Whether the runs are shown as charts, and not as a table."""
 
     @property
     def tag(self) -> str:
         """Name of the experiment tag."""
         return names.VIEW_PREFIX + self.key
-
-    def page(self, experiment_id: str) -> str:
-        """Address within the UI, behind `#/`. Without a workflow type, a new browser shows the pages for GenAI."""
-        mode = "CHART" if self.is_charts else "TABLE"
-        query = f"viewStateShareKey={self.key}&workflowType=machine_learning&compareRunsMode={mode}"
-        return f"experiments/{experiment_id}/runs?{query}"
 
     def to_tag_value(self, time_ms: int) -> str:
         """The tag's value; MLflow takes up to 20,000 characters.
@@ -80,11 +72,6 @@ def ensure_views(experiment_id: str) -> None:
         _log.warning("the experiment %s gets no saved views: %s", experiment_id, one_line(err))
 
 
-def existing_views(tags: Mapping[str, str]) -> list[SavedView]:
-    """The views of ours that an experiment with these tags has."""
-    return [view for view in VIEWS if view.tag in tags]
-
-
 def _add_views(experiment_id: str) -> None:
     version = mlflow.__version__
     if not _FROM_VERSION <= _numbers(version) < _TO_VERSION:
@@ -92,7 +79,8 @@ def _add_views(experiment_id: str) -> None:
         _log.warning("the experiment %s gets no saved views: this is MLflow %s, not %s", experiment_id, version, known)
         return
     client = mlflow.MlflowClient()
-    if existing_views(client.get_experiment(experiment_id).tags):
+    tags = client.get_experiment(experiment_id).tags
+    if any(view.tag in tags for view in VIEWS):
         return
     for view in VIEWS:
         client.set_experiment_tag(experiment_id, view.tag, view.to_tag_value(int(time.time() * 1000)))
@@ -271,7 +259,7 @@ _TUNING_CHARTS = _state(
 )
 
 VIEWS = (
-    SavedView(key=names.LEADERBOARD_VIEW, name="Leaderboard", state=_LEADERBOARD, is_charts=False),
-    SavedView(key=names.TUNING_CHARTS_VIEW, name="Tuning charts", state=_TUNING_CHARTS, is_charts=True),
+    SavedView(key=names.LEADERBOARD_VIEW, name="Leaderboard", state=_LEADERBOARD),
+    SavedView(key=names.TUNING_CHARTS_VIEW, name="Tuning charts", state=_TUNING_CHARTS),
 )
 """Saved views of every experiment that a step has opened a run in."""

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from ansor_mlflow.cli.console import console, microseconds, say
-from ansor_mlflow.cli.printing.pages import print_pages
 from ansor_mlflow.cli.printing.promote import print_promotion
-from ansor_mlflow.tracking import latency_rows, run_page, summary_rows
+from ansor_mlflow.tracking import latency_rows, run_page, server_command, summary_rows, ui_address
 
 if TYPE_CHECKING:
     from ansor_mlflow.steps.compiling import CompileResult, RecompileResult
@@ -64,7 +63,9 @@ def print_pipeline(result: PipelineResult) -> None:
         say(f"registered as version {result.registered_version}")
     if result.promotion is not None:
         print_promotion(result.promotion)
-    print_pages({"open": run_page(result.experiment_id, result.run_id)})
+    if start := server_command():
+        say(f"start  {start}")
+    say(f"open   {ui_address(run_page(result.experiment_id, result.run_id))}")
 
 
 def _coverage(result: CompileResult | RecompileResult) -> str:

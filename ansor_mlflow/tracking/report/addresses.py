@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import mlflow
 
 from ansor_mlflow.foreign import for_shell, without_credentials
@@ -32,16 +30,6 @@ def server_command() -> str:
     """The command that starts a server for the store; empty where one runs."""
     uri = mlflow.get_tracking_uri()
     return "" if _is_served(uri) else f"mlflow server --backend-store-uri {for_shell(uri, 'MLFLOW_TRACKING_URI')}"
-
-
-def ui_lines(pages: Mapping[str, str]) -> dict[str, str]:
-    """What to do to see pages: the command that starts a server, where none runs, and addresses.
-
-    Args:
-        pages: Labels, and addresses within the UI, behind `#/`.
-    """
-    start = {"start": server_command()} if server_command() else {}
-    return start | {label: ui_address(page) for label, page in pages.items()}
 
 
 def _is_served(tracking_uri: str) -> bool:
