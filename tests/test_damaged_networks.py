@@ -19,10 +19,9 @@ from helpers.commands import ROOT, RunCommand
 from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.networks import inference
+from ansor_mlflow.graphs import types
 from ansor_mlflow.networks.checks import require_sound
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.networks.inputs import trials
 from ansor_mlflow.networks.loading import load_network
 
 FLOAT = TensorProto.FLOAT
@@ -229,7 +228,7 @@ WITH_FEATURES = {"": 17, "ai.onnx.ml": 3}
 def test_a_giant_is_found_before_features_are_computed_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inference, "start_session", lambda *_, **__: pytest.fail("it is loaded"))
+    monkeypatch.setattr(types, "start_session", lambda *_, **__: pytest.fail("it is loaded"))
     nodes = [FEATURES, node("ConstantOfShape", ["s"], ["large"]), node("ReduceSum", ["large"], ["z"])]
     wrong = model(nodes, [weight("s", [GIANT])], outputs=[value("y", [1, 4]), value("z", [1])], opsets=WITH_FEATURES)
     onnx.save(wrong, tmp_path / "wrong.onnx")
@@ -240,7 +239,7 @@ def test_a_giant_is_found_before_features_are_computed_beside_it(
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_loop_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
     """It is run for the types behind features, and for an output of which nobody knows the number of axes."""
-    monkeypatch.setattr(trials, "_MAX_RUN_S", 0.2)
+    monkeypatch.setattr(types, "_MAX_RUN_S", 0.2)
     body = helper.make_graph(
         [node("Identity", ["c"], ["go on"]), node("Add", ["v", "v"], ["doubled"])],
         "body",

@@ -17,9 +17,8 @@ from helpers.one_operator import (
 )
 from onnx import TensorProto, helper, numpy_helper
 
-from ansor_mlflow.graphs import raise_opset, reasons_to_stay, rewrite_operators
+from ansor_mlflow.graphs import raise_opset, reasons_to_stay, rewrite_operators, without_numbers
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.networks import without_numbers
 
 if TYPE_CHECKING:
     from tvm.target import Target

@@ -13,7 +13,8 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from ansor_mlflow.graphs.nodes import attribute, remove_unused_initializers, uses
+from ansor_mlflow.graphs.walk import attributes_of, uses
+from ansor_mlflow.graphs.weights import remove_unused_initializers
 
 _DEFAULT_EPSILON = 1e-5
 """Epsilon of ONNX's operator BatchNormalization where a node has none."""
@@ -58,16 +59,16 @@ def _folded(
     gamma, beta, mean, variance = (
         numpy_helper.to_array(constants[name]).astype(np.float64) for name in norm.input[1:5]
     )
-    scale = gamma / np.sqrt(variance + attribute(norm, "epsilon", _DEFAULT_EPSILON))
+    scale = gamma / np.sqrt(variance + attributes_of(norm).get("epsilon", _DEFAULT_EPSILON))
     bias = (sum(biases, np.zeros(1)) - mean) * scale + beta
     if conv.op_type == "Conv":  # [O, I, …]
         scaled = weight * scale.reshape(-1, *[1] * (weight.ndim - 1))
     else:  # [I, O / groups, …], of which each group has its part of I
-        groups = int(attribute(conv, "group", 1))
+        groups = int(attributes_of(conv).get("group", 1))
         per_group = scale.reshape(groups, 1, -1, *[1] * (weight.ndim - 2))
         scaled = (weight.reshape(groups, -1, *weight.shape[1:]) * per_group).reshape(weight.shape)
     return scaled.astype(weight.dtype), bias.astype(weight.dtype)
 
 
 def _is_training(norm: onnx.NodeProto) -> bool:
-    return bool(attribute(norm, "training_mode", 0)) or len([name for name in norm.output if name]) > 1
+    return bool(attributes_of(norm).get("training_mode", 0)) or len([name for name in norm.output if name]) > 1

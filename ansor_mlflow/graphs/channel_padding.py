@@ -15,7 +15,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from ansor_mlflow.graphs.nodes import attribute, remove_unused_initializers, uses
+from ansor_mlflow.graphs.walk import attributes_of, uses
+from ansor_mlflow.graphs.weights import remove_unused_initializers
 
 _MAX_INNERMOST = 64
 """Largest innermost factor of a tiling: `max_innermost_factor` in MetaSchedule's rules for CPUs."""
@@ -178,10 +179,10 @@ def _layer(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto]) -> _Wei
         return None
     weight = constants[node.input[1]]
     bias = constants[node.input[2]] if len(node.input) > 2 and node.input[2] else None
-    if node.op_type == "Conv" and attribute(node, "group", 1) == 1:
+    if node.op_type == "Conv" and attributes_of(node).get("group", 1) == 1:
         layer = _WeightedLayer(weight, bias, out_axis=0, in_axis=1, channel_axis=1 - len(weight.dims))
-    elif node.op_type == "Gemm" and not attribute(node, "transA", 0):
-        out_axis = 0 if attribute(node, "transB", 0) else 1
+    elif node.op_type == "Gemm" and not attributes_of(node).get("transA", 0):
+        out_axis = 0 if attributes_of(node).get("transB", 0) else 1
         layer = _WeightedLayer(weight, bias, out_axis=out_axis, in_axis=1 - out_axis, channel_axis=-1)
     elif node.op_type == "MatMul" and len(weight.dims) == 2:
         layer = _WeightedLayer(weight, bias, out_axis=1, in_axis=0, channel_axis=-1)

@@ -9,8 +9,9 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from ansor_mlflow.graphs.nodes import inputs_of, remove_unused_initializers, uses, value_infos
-from ansor_mlflow.networks import static_shape
+from ansor_mlflow.graphs.types import static_shape, value_infos
+from ansor_mlflow.graphs.walk import attributes_of, input_of, inputs_of, opset_version, uses
+from ansor_mlflow.graphs.weights import remove_unused_initializers
 
 _FIRST_OPSET = 11
 """Slices and pads have their ranges as inputs from here on."""
@@ -179,22 +180,6 @@ def _used(nodes: Sequence[onnx.NodeProto], graph: onnx.GraphProto) -> list[onnx.
             used.append(node)
             needed.update(inputs_of(node))
     return used[::-1]
-
-
-def opset_version(model: onnx.ModelProto) -> int:
-    """Version of ONNX's own operators."""
-    return next((int(opset.version) for opset in model.opset_import if opset.domain in ("", "ai.onnx")), 1)
-
-
-def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
-    """A node's attributes by their names; strings are text."""
-    values = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
-    return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
-
-
-def input_of(node: onnx.NodeProto, position: int) -> str:
-    """Name of an input; empty where the node has none there."""
-    return str(node.input[position]) if position < len(node.input) else ""
 
 
 def _operator(node: onnx.NodeProto) -> tuple[str, str]:

@@ -6,6 +6,7 @@ whether they are connected or not, so that a graph has no more parts than its lo
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +14,10 @@ from typing import Literal
 
 import numpy as np
 import onnx
-from onnx import helper
 
-from ansor_mlflow.graphs.cost import num_flops
-from ansor_mlflow.graphs.nodes import ValueInfos, inputs_of, is_tensor, uses
+from ansor_mlflow.graphs.extract import extract
+from ansor_mlflow.graphs.types import ValueInfos, is_tensor, static_shape
+from ansor_mlflow.graphs.walk import attributes_of, inputs_of, producers_of
 
 MIN_FLOPS = 2e6
 """What a part in TVM has to compute. Handing a tensor over twice and calling ONNX Runtime once more takes some twenty
@@ -24,6 +25,9 @@ microseconds, in which a core computes as much."""
 _WITH_OTHERS = ""
 """The reason of operators that TVM could compute, but that are too few to pay, or share what is no tensor with others.
 """
+
+_FREE = {"Cast", "Constant", "Flatten", "Identity", "Reshape", "Shape", "Squeeze", "Transpose", "Unsqueeze"}
+_GATES = {"GRU": 3, "LSTM": 4, "RNN": 1}
 
 Side = Literal["tvm", "onnxruntime"]
 
@@ -57,7 +61,7 @@ def partition(model: onnx.ModelProto, reasons: Mapping[int, str], values: ValueI
     Returns:
         The parts, in the order in which they run; one, if all nodes are on one side.
     """
-    flops = [num_flops(node, values) for node in model.graph.node]
+    flops = [_num_flops(node, values) for node in model.graph.node]
     stays = dict(reasons)
     bundles = _bundles(model.graph, values)
     stays.update({index: stays.get(index, _WITH_OTHERS) for bundle in bundles for index in bundle})
@@ -69,40 +73,6 @@ def partition(model: onnx.ModelProto, reasons: Mapping[int, str], values: ValueI
     for index, turn in enumerate(turns):
         members[turn].append(index)
     return [_part(model, indices, stays, values, flops) for _, indices in sorted(members.items())]
-
-
-def extract(
-    model: onnx.ModelProto, indices: Sequence[int], values: ValueInfos, num_uses: Counter[str] | None = None
-) -> onnx.ModelProto:
-    """The model of some nodes of a graph: it takes what they need of the others, and returns what others need of them.
-
-    Args:
-        model: Whole model.
-        indices: Places of the nodes in its graph, in order.
-        values: Types of its tensors.
-        num_uses: How often each tensor of the graph is taken, if that is known already.
-    """
-    graph = model.graph
-    nodes = [graph.node[index] for index in indices]
-    constants = {weight.name: weight for weight in graph.initializer}
-    produced = {name for node in nodes for name in node.output if name}
-    needed = dict.fromkeys(name for node in nodes for name in inputs_of(node) if name and name not in produced)
-    total = Counter(uses(graph)) if num_uses is None else num_uses
-    inside = Counter(name for node in nodes for name in inputs_of(node))
-    outputs = [name for node in nodes for name in node.output if name and total[name] > inside[name]]
-    return helper.make_model(
-        helper.make_graph(
-            nodes,
-            graph.name,
-            [values[name] for name in needed if name in values and name not in constants],  # a branch has names, too
-            [values.get(name) or onnx.ValueInfoProto(name=name) for name in outputs],
-            [constants[name] for name in needed if name in constants],
-            value_info=[values[name] for name in sorted(produced - set(outputs)) if name in values],
-        ),
-        opset_imports=model.opset_import,
-        ir_version=max(model.ir_version, 4),
-        functions=model.functions,
-    )
 
 
 def _part(
@@ -118,7 +88,7 @@ def _part(
 
 def _turns(graph: onnx.GraphProto, stays: Mapping[int, str], bundles: Sequence[set[int]]) -> list[int]:
     """The turn of each node: even ones are TVM's. Nodes of a bundle wait for each other."""
-    producer = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
+    producer = producers_of(graph)
     waits: dict[int, int] = {}
     while True:
         turns: list[int] = []
@@ -138,7 +108,7 @@ def _bundles(graph: onnx.GraphProto, values: ValueInfos) -> list[set[int]]:
     Two bundles that take from each other are one. So where the maker of what is no tensor waits for its taker, too,
     the bundles are the nodes that wait for one another: the strongly connected components.
     """
-    producer = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
+    producer = producers_of(graph)
     taken = [
         (producer[name], index, is_tensor(values.get(name)))
         for index, node in enumerate(graph.node)
@@ -169,3 +139,31 @@ def _smallest(turns: list[int], stays: Mapping[int, str], flops: list[float]) ->
             totals[turn] += flops[index]
     smallest = min(totals, key=lambda turn: totals[turn], default=None)
     return smallest if smallest is not None and len(totals) > 1 and totals[smallest] < MIN_FLOPS else None
+
+
+def _num_flops(node: onnx.NodeProto, values: ValueInfos) -> float:
+    """Floating point operations of a node; a multiplication and an addition are two.
+
+    Args:
+        node: Of any operator. Those that do not multiply matrices count one operation for each element of their first
+            output, and those that only move elements none.
+        values: Types of the graph's tensors. A node whose shapes are not known counts nothing.
+    """
+    shapes = [static_shape(values.get(name)) for name in (*node.input[:3], *node.output[:1])]
+    output = shapes.pop()
+    weight = shapes[1] if len(shapes) > 1 else None
+    if node.op_type in _GATES and shapes and shapes[0] and weight:
+        length, batch, num_inputs = shapes[0]
+        directions, gates = weight[0], weight[1]
+        return 2.0 * length * batch * directions * gates * (num_inputs + gates // _GATES[node.op_type])
+    if output is None or node.op_type in _FREE:
+        return 0.0
+    if shapes and shapes[0] and weight:
+        if node.op_type in ("Conv", "ConvInteger"):
+            return 2.0 * math.prod(output) * math.prod(weight[1:])
+        if node.op_type == "ConvTranspose":
+            return 2.0 * math.prod(shapes[0]) * math.prod(weight[1:])
+        if node.op_type in ("Gemm", "MatMul", "MatMulInteger"):
+            inner = shapes[0][0 if attributes_of(node).get("transA", 0) else -1]
+            return 2.0 * math.prod(output) * inner
+    return float(math.prod(output))

@@ -13,9 +13,8 @@ from typing import Any, Literal
 import onnx
 from onnx import numpy_helper
 
-from ansor_mlflow.graphs.editor import attributes_of, input_of, opset_version
-from ansor_mlflow.graphs.nodes import value_infos
-from ansor_mlflow.networks import static_shape
+from ansor_mlflow.graphs.types import static_shape, value_infos
+from ansor_mlflow.graphs.walk import attributes_of, input_of, opset_version
 
 Rows = Literal["independent", "dependent", ""]
 """Empty where the graph does not decide it."""

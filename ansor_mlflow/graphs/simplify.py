@@ -1,6 +1,6 @@
-"""Simplifies a graph with ONNX Runtime's basic optimisations.
+"""Brings a graph to operators of version 11, and simplifies it with ONNX Runtime's basic optimisations.
 
-They keep to ONNX's own operators: shape arithmetic and all else that does not depend on the inputs becomes constants,
+These keep to ONNX's own operators: shape arithmetic and all else that does not depend on the inputs becomes constants,
 an `If` whose condition is one of them becomes its branch, and identities, dropouts and what nobody uses are gone
 (https://onnxruntime.ai/docs/performance/model-optimizations/graph-optimizations.html). ONNX Runtime is what results are
 compared with anyway, and it knows more of shapes than ONNX itself.
@@ -12,12 +12,13 @@ from pathlib import Path
 
 import onnx
 import onnxruntime
-from onnx import helper
+from onnx import helper, numpy_helper, version_converter
 
 from ansor_mlflow.errors import UserInputError, one_line
 from ansor_mlflow.files import scratch_directory
-from ansor_mlflow.graphs.nodes import uses, without_weights
-from ansor_mlflow.networks import types_as_before
+from ansor_mlflow.graphs.types import types_as_before
+from ansor_mlflow.graphs.walk import opset_version, uses
+from ansor_mlflow.graphs.weights import without_numbers, without_weights
 
 _MAX_ROUNDS = 5
 """A constant may show a shape that the next round needs; real exports need two."""
@@ -25,6 +26,41 @@ _MAX_CONSTANT_BYTES = str(2**26)
 """ONNX Runtime's own limit leaves the tables of relative positions of a transformer to be computed at each call."""
 _ERROR = 3
 """Severity of ONNX Runtime's messages from which they are shown."""
+_OLDEST_OPSET = 11
+"""From here on slices, pads and bounds of Clip are inputs, and Upsample is Resize."""
+_COUNTING = {"coordinate_transformation_mode": "asymmetric"}
+"""How Upsample, and Resize before version 11, count positions. ONNX Runtime rounds them up where a tensor shrinks."""
+
+
+def raise_opset(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with operators of version 11 at least, as far as ONNX's own converter knows them.
+
+    TVM reads most older operators, but neither Slice nor Upsample by their attributes.
+
+    Args:
+        model: Stays as it is.
+
+    Returns:
+        A model that computes the same; the same model, if it is new enough or cannot be converted.
+    """
+    if opset_version(model) >= _OLDEST_OPSET:
+        return model
+    try:
+        raised = without_numbers(model, lambda light: version_converter.convert_version(light, _OLDEST_OPSET))
+    except Exception:  # noqa: BLE001  it raises errors of many kinds for what it does not know
+        return model
+    del raised.graph.value_info[:]  # a mask of Dropout was of floats
+    constants = {tensor.name: tensor for tensor in raised.graph.initializer}
+    constants |= {n.output[0]: a.t for n in raised.graph.node if n.op_type == "Constant" for a in n.attribute}
+    for node in raised.graph.node:
+        if node.op_type == "Resize":  # the converter forgets how positions were counted
+            scales = constants.get(node.input[2])
+            shrinks = scales is not None and numpy_helper.to_array(scales).min() < 1
+            kept = [attribute for attribute in node.attribute if attribute.name == "mode"]
+            counting = _COUNTING | {"nearest_mode": "ceil" if shrinks else "floor"}
+            del node.attribute[:]
+            node.attribute.extend([*kept, *(helper.make_attribute(*item) for item in counting.items())])
+    return raised
 
 
 def simplify(model: onnx.ModelProto, called: str) -> onnx.ModelProto:

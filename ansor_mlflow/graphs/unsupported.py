@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 import onnx
 from onnx import helper
 
-from ansor_mlflow.graphs.editor import GraphEditor, attributes_of, input_of
-from ansor_mlflow.graphs.nodes import FLOATS
+from ansor_mlflow.graphs.editor import GraphEditor
 from ansor_mlflow.graphs.operators.indexing import may_have_empty_regions
 from ansor_mlflow.graphs.operators.normalization import is_plain_layer_norm
 from ansor_mlflow.graphs.operators.recurrent import why_not_unrolled
 from ansor_mlflow.graphs.operators.resize import why_not_resized
+from ansor_mlflow.graphs.types import FLOATS
+from ansor_mlflow.graphs.walk import attributes_of, input_of
 
 WhyNot = Callable[[onnx.NodeProto, GraphEditor], "str | None"]
 

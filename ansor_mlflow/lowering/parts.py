@@ -19,11 +19,11 @@ from ansor_mlflow.graphs import (
     is_tensor,
     partition,
     reasons_to_stay,
+    static_shape,
     uses,
     value_infos,
 )
 from ansor_mlflow.lowering.pipeline import NotLoweredError
-from ansor_mlflow.networks import static_shape
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -109,7 +109,7 @@ def _reasons_by_trial(
     for index in range(len(model.graph.node)):
         if index in known:
             continue
-        alone = extract(model, [index], values, num_uses)
+        alone = extract(model, [index], values, num_uses=num_uses)
         key = _without_names(alone)
         if key not in tried:
             tried[key] = _why_not(alone, lower_node)

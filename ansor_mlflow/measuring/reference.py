@@ -78,12 +78,11 @@ def _nodes(network: Path) -> Iterator[NodeProto]:
     """All nodes of an ONNX file, also those in branches and functions."""
     import onnx
 
+    from ansor_mlflow.graphs import nodes_of
+
     model = onnx.load(network, format="protobuf", load_external_data=False)
-    waiting = [*model.graph.node, *(node for function in model.functions for node in function.node)]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        waiting += [inner for attribute in node.attribute for inner in attribute.g.node]
+    for nodes in (model.graph.node, *(function.node for function in model.functions)):
+        yield from nodes_of(nodes)
 
 
 def _rounds(node: NodeProto) -> bool:

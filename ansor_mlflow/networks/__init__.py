@@ -2,7 +2,6 @@
 
 from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS
 from ansor_mlflow.networks.catalogue import read_catalogue
-from ansor_mlflow.networks.inference import static_shape, types_as_before, with_inputs_for, without_numbers
 from ansor_mlflow.networks.inputs.sizes import GivenShape, has_several_sizes
 from ansor_mlflow.networks.loading import Network, load_network, models_of_sizes, read_network, require_network
 from ansor_mlflow.networks.onnx_file import (

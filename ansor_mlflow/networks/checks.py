@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
@@ -15,6 +15,7 @@ from google.protobuf.message import Message  # type: ignore[import-untyped]
 from onnx import TensorProto, external_data_helper, helper, inliner
 
 from ansor_mlflow.errors import UserInputError, one_line
+from ansor_mlflow.graphs import branches_of, inputs_of, nodes_of, producers_of, tensors_of
 
 _MAX_TENSOR_BYTES = 2**33
 """No layer has a larger input, output or weight; what claims to is damaged, or would take all memory."""
@@ -71,7 +72,7 @@ def require_data(model: onnx.ModelProto, network: str) -> None:
     if model.graph.sparse_initializer:
         name = model.graph.sparse_initializer[0].values.name
         raise _error(network, f"the weight {_shown(name)} is sparse, and only dense ones are read")
-    for tensor in _tensors(model.graph):
+    for tensor in tensors_of(model.graph):
         size = require_tensor(tensor, network)
         _check_data(tensor, size, network)
 
@@ -132,7 +133,7 @@ def _without_functions(model: onnx.ModelProto, network: str) -> onnx.ModelProto:
     """The model with its own functions inlined, which neither shape inference nor TVM does."""
     if not model.functions:
         return model
-    functions = {_key(function): list(_nodes(function.node)) for function in model.functions}
+    functions = {_key(function): list(nodes_of(function.node)) for function in model.functions}
     calls = {key: [_key(node) for node in nodes if _key(node) in functions] for key, nodes in functions.items()}
     sizes: dict[tuple[str, str, str], int] = {}
     try:
@@ -141,7 +142,7 @@ def _without_functions(model: onnx.ModelProto, network: str) -> onnx.ModelProto:
     except CycleError as err:
         name = err.args[1][0][1]
         raise _error(network, f"its function {_shown(name)} calls itself") from err
-    if sum(sizes.get(_key(node), 1) for node in _nodes(model.graph.node)) > _MAX_NODES:
+    if sum(sizes.get(_key(node), 1) for node in nodes_of(model.graph.node)) > _MAX_NODES:
         raise _error(network, f"with its functions inlined it has more than {_MAX_NODES} nodes")
     try:
         inlined: onnx.ModelProto = inliner.inline_local_functions(model)
@@ -154,7 +155,7 @@ def _check_operators(model: onnx.ModelProto, network: str) -> None:
     """Checks that operators are known to somebody, and that their attributes have the types that are read."""
     own = {_key(function) for function in model.functions}
     versions = {opset.domain: opset.version for opset in model.opset_import}
-    for node in _nodes(model.graph.node):
+    for node in nodes_of(model.graph.node):
         if not node.op_type:
             raise _error(network, "a node has no operator")
         if node.domain not in _DOMAINS and _key(node) not in own:
@@ -183,12 +184,11 @@ def _attribute_types(op_type: str, version: int, domain: str) -> dict[str, int]:
 def _sort(graph: onnx.GraphProto) -> None:
     """Puts nodes in topological order, also those in branches; where there is none, they stay as they are."""
     for node in graph.node:
-        for attribute in node.attribute:
-            for branch in (attribute.g, *attribute.graphs):
-                _sort(branch)
-    producers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
+        for branch in branches_of(node):
+            _sort(branch)
+    producers = producers_of(graph)
     needs = {
-        index: {producers[name] for name in _taken_by(node) if name in producers}
+        index: {producers[name] for name in inputs_of(node) if name in producers}
         for index, node in enumerate(graph.node)
     }
     if all(need < index for index, needed in needs.items() for need in needed):
@@ -221,9 +221,8 @@ def _check_names(graph: onnx.GraphProto, network: str, around: frozenset[str] = 
             if name and name not in known:
                 made_later = "one of its nodes depends on itself" if name in made else "no node makes it"
                 raise _error(network, f"a node takes {_shown(name)}, and {made_later}")
-        for attribute in node.attribute:
-            for branch in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                _check_names(branch, network, frozenset(known))
+        for branch in branches_of(node):
+            _check_names(branch, network, frozenset(known))
         known.update(node.output)
     for output in graph.output:
         if output.name not in known:
@@ -278,34 +277,6 @@ def _item_bytes(data_type: int) -> int:
     if data_type in (TensorProto.UNDEFINED, TensorProto.STRING):
         return 1
     return int(helper.tensor_dtype_to_np_dtype(data_type).itemsize)
-
-
-def _tensors(graph: onnx.GraphProto) -> Iterator[TensorProto]:
-    """The weights and constants of a graph, also of those in a branch."""
-    yield from graph.initializer
-    for node in graph.node:
-        for attribute in node.attribute:
-            yield from (*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors)
-            for branch in (attribute.g, *attribute.graphs):
-                yield from _tensors(branch)
-
-
-def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Nodes, and those in their branches."""
-    for node in nodes:
-        yield node
-        for attribute in node.attribute:
-            for branch in (attribute.g, *attribute.graphs):
-                yield from _nodes(branch.node)
-
-
-def _taken_by(node: onnx.NodeProto) -> Iterator[str]:
-    """The names that a node takes, and those that its branches take."""
-    for inner in _nodes([node]):
-        yield from inner.input
-        for attribute in inner.attribute:
-            for branch in (attribute.g, *attribute.graphs):
-                yield from (output.name for output in branch.output)
 
 
 def _key(of: onnx.NodeProto | onnx.FunctionProto) -> tuple[str, str, str]:

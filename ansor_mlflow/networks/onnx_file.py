@@ -12,7 +12,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,22 @@ from google.protobuf.message import DecodeError, EncodeError  # type: ignore[imp
 from onnx import TensorProto, external_data_helper, helper
 
 from ansor_mlflow.errors import UserInputError, one_line
+from ansor_mlflow.graphs import (
+    MAX_SHAPE_ELEMENTS,
+    branches_of,
+    constants_of,
+    corrected_types,
+    run_briefly,
+    start_session,
+    static_shape,
+    tensors_of,
+    with_weights,
+    without_numbers,
+)
 from ansor_mlflow.networks.checks import require_data, require_sizes, require_sound, require_tensor
 from ansor_mlflow.networks.external_data import data_path, find_data, location_of, read_data
-from ansor_mlflow.networks.inference import MAX_SHAPE_ELEMENTS, corrected_types, message_fields, without_numbers
 from ansor_mlflow.networks.inputs.branches import take_known_branches
-from ansor_mlflow.networks.inputs.trials import OnnxTrial, run_briefly, start_session
+from ansor_mlflow.networks.inputs.trials import OnnxTrial
 from ansor_mlflow.networks.inputs.values import fix_values, require_shape, typed_values
 from ansor_mlflow.networks.shapes import DeclaredShape, resolve_shapes
 from ansor_mlflow.tensors import OPEN, Arrays, TensorSpec, random_inputs
@@ -426,17 +437,16 @@ def _forget_shapes_of(graph: onnx.GraphProto) -> None:
     for output in graph.output:
         if output.type.HasField("tensor_type"):  # a branch may have an output of another type
             output.type.tensor_type.ClearField("shape")
-    branches = (attribute for node in graph.node for attribute in node.attribute if attribute.HasField("g"))
-    for branch in branches:
-        for value in branch.g.input:  # of a loop
+    for branch in (branch for node in graph.node for branch in branches_of(node)):
+        for value in branch.input:  # of a loop
             if value.type.HasField("tensor_type"):
                 value.type.tensor_type.ClearField("shape")
-        _forget_shapes_of(branch.g)
+        _forget_shapes_of(branch)
 
 
 def _complete_outputs(model: onnx.ModelProto, network: str, directory: Path | None) -> None:
     """Asks ONNX Runtime for output shapes that ONNX could not infer; it evaluates the constant parts of a graph too."""
-    if all(map(_is_static, model.graph.output)):
+    if all(static_shape(output) is not None for output in model.graph.output):
         return
     try:
         session = start_session(model.SerializeToString(), directory)
@@ -465,11 +475,6 @@ def _output_shapes(session: onnxruntime.InferenceSession, model: onnx.ModelProto
     return [shape or [None] * array.ndim for shape, array in zip(shapes, arrays, strict=True)]
 
 
-def _is_static(value: onnx.ValueInfoProto) -> bool:
-    tensor = value.type.tensor_type
-    return bool(tensor.HasField("shape")) and all(dim.HasField("dim_value") for dim in tensor.shape.dim)
-
-
 @contextlib.contextmanager
 def _translated_read_errors(network: str) -> Iterator[None]:
     """Translates the errors of reading a model and its external data."""
@@ -490,22 +495,8 @@ def _translated_read_errors(network: str) -> Iterator[None]:
 
 
 def _external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    of_functions = (tensor for function in model.functions for tensor in _constants(function.node))
-    return filter(external_data_helper.uses_external_data, itertools.chain(_tensors(model.graph), of_functions))
-
-
-def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    """Yields the weights of a graph and the constants of its nodes, also of those in a branch."""
-    yield from graph.initializer
-    yield from _constants(graph.node)
-
-
-def _constants(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
-    for node in nodes:
-        for attribute in node.attribute:
-            yield from (attribute.t, *attribute.tensors)
-            for branch in (attribute.g, *attribute.graphs):
-                yield from _tensors(branch)
+    of_functions = (tensor for function in model.functions for tensor in constants_of(function.node))
+    return filter(external_data_helper.uses_external_data, itertools.chain(tensors_of(model.graph), of_functions))
 
 
 def _load_tensor(tensor: onnx.TensorProto, directory: Path, network: str) -> None:
@@ -523,13 +514,11 @@ def _split_weights(model: onnx.ModelProto, max_weight_bytes: int) -> tuple[onnx.
     weights = [weight for weight in model.graph.initializer if _raw_bytes(weight) >= _MIN_WEIGHT_BYTES]
     if sum(map(_raw_bytes, weights)) <= max_weight_bytes:
         return model, []
-    # The weights are never copied with the rest: protobuf does not give the memory back before the end of the message.
-    initializers = [
+    external = (
         _without_data(tensor) if _raw_bytes(tensor) >= _MIN_WEIGHT_BYTES else tensor
         for tensor in model.graph.initializer
-    ]
-    graph = onnx.GraphProto(**message_fields(model.graph, without={"initializer"}), initializer=initializers)
-    return onnx.ModelProto(**message_fields(model, without={"graph"}), graph=graph), weights
+    )
+    return with_weights(model, external), weights
 
 
 def _raw_bytes(tensor: onnx.TensorProto) -> int:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import onnx
 
-from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, attributes_of, input_of
+from ansor_mlflow.graphs.editor import GraphEditor, Rewritings
+from ansor_mlflow.graphs.walk import attributes_of, input_of
 
 
 def _conv(node: onnx.NodeProto, graph: GraphEditor) -> bool:

@@ -7,8 +7,9 @@ import math
 import numpy as np
 import onnx
 
-from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, attributes_of
-from ansor_mlflow.graphs.nodes import FLOATS
+from ansor_mlflow.graphs.editor import GraphEditor, Rewritings
+from ansor_mlflow.graphs.types import FLOATS
+from ansor_mlflow.graphs.walk import attributes_of
 
 _MAX_LENGTH = 1024
 """Longer axes stay: the product with a triangular matrix takes the square of the length."""

@@ -14,8 +14,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, attributes_of
-from ansor_mlflow.graphs.nodes import FLOATS
+from ansor_mlflow.graphs.editor import GraphEditor, Rewritings
+from ansor_mlflow.graphs.types import FLOATS
+from ansor_mlflow.graphs.walk import attributes_of
 
 
 def _reduce(node: onnx.NodeProto, graph: GraphEditor) -> bool:

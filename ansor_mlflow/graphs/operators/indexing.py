@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx
 
-from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, attributes_of
+from ansor_mlflow.graphs.editor import GraphEditor, Rewritings
+from ansor_mlflow.graphs.walk import attributes_of
 
 _FIRST_OPSET_WITH_HALF_PIXEL = 16
 """Regions are shifted by half a pixel from here on, unless they say otherwise."""

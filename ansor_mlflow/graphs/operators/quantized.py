@@ -15,7 +15,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from ansor_mlflow.graphs.editor import GraphEditor, Rewriting, Rewritings, attributes_of, input_of
+from ansor_mlflow.graphs.editor import GraphEditor, Rewriting, Rewritings
+from ansor_mlflow.graphs.walk import attributes_of, input_of
 
 _MICROSOFT = "com.microsoft"
 _EXACT = 2**24

@@ -5,66 +5,18 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
 
+from ansor_mlflow.graphs import run_briefly, start_session
 from ansor_mlflow.tensors import Arrays, TensorSpec, random_inputs
 
-_MAX_RUN_S = 4.0
-"""Seconds after which a run that has not failed counts as one that will not."""
-_FATAL = 4
 _IMPLIED_SIZES = range(2, 4097)
 _MAX_IMPLIED = 12
-
-
-def start_session(model: bytes, directory: Path | None, *, optimized: bool = True) -> onnxruntime.InferenceSession:
-    """Loads a model in ONNX Runtime, which computes what is constant and raises whatever it likes where it cannot.
-
-    Args:
-        model: The message.
-        directory: Where its external data is.
-        optimized: Whether it may compute what is constant, which shows more of shapes.
-    """
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = _FATAL
-    levels = onnxruntime.GraphOptimizationLevel
-    options.graph_optimization_level = levels.ORT_ENABLE_BASIC if optimized else levels.ORT_DISABLE_ALL
-    if directory is not None:  # onnxruntime_session_options_config_keys.h
-        options.add_session_config_entry(
-            "session.model_external_initializers_file_folder_path", str(directory.resolve())
-        )
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-
-
-def run_briefly(session: onnxruntime.InferenceSession, names: Sequence[str] | None, inputs: Arrays) -> list[Any] | None:
-    """Outputs of a model, all where none is named; None where they take longer than `_MAX_RUN_S`.
-
-    It raises whatever ONNX Runtime likes.
-    """
-    options = onnxruntime.RunOptions()
-    options.log_severity_level = _FATAL
-    is_slow = threading.Event()
-
-    def give_up() -> None:
-        is_slow.set()
-        options.terminate = True
-
-    timer = threading.Timer(_MAX_RUN_S, give_up)
-    timer.start()
-    try:
-        return list(session.run(names, inputs, options))
-    except Exception:
-        if is_slow.is_set():
-            return None
-        raise
-    finally:
-        timer.cancel()
 
 
 class OnnxTrial:

@@ -9,8 +9,7 @@ import numpy.typing as npt
 import onnx
 from onnx import helper, numpy_helper
 
-from ansor_mlflow.graphs import inputs_of
-from ansor_mlflow.networks import static_shape
+from ansor_mlflow.graphs import ancestors, extract, inputs_of, producers_of, static_shape
 
 _KNOWN_FROM_SHAPES = {"Shape", "Size"}
 """Operators whose results do not depend on the values of their input."""
@@ -28,7 +27,7 @@ class CuttableGraph:
         graph = model.graph
         self._nodes = list(graph.node)
         self._taken = [[name for name in inputs_of(node) if name] for node in self._nodes]
-        self._producers = {name: index for index, node in enumerate(self._nodes) for name in node.output if name}
+        self._producers = producers_of(graph)
         self._values = {value.name: value for value in (*graph.input, *graph.value_info, *graph.output)}
         self._varying = self._find_varying()
         self._last_uses = self._find_last_uses()
@@ -46,26 +45,14 @@ class CuttableGraph:
             given: Tensors that it takes as inputs, beside those of the model, instead of computing them.
             constants: Tensors that it has as initializers instead of computing them.
         """
-        indices, needed = self._needed(outputs, {*given, *constants})
-        graph = self._model.graph
-        inputs = [value for value in graph.input if value.name in needed]
-        inputs += [self._values[name] for name in given if name in needed]
-        weights = [weight for weight in graph.initializer if weight.name in needed]
-        weights += [numpy_helper.from_array(value, name) for name, value in constants.items() if name in needed]
-        part = onnx.GraphProto(
-            name=graph.name,
-            node=[self._nodes[index] for index in indices],
-            input=inputs,
-            output=[self._values[name] for name in outputs],
-            initializer=weights,
-            sparse_initializer=[weight for weight in graph.sparse_initializer if weight.values.name in needed],
-        )
-        return onnx.ModelProto(
-            ir_version=self._model.ir_version,
-            opset_import=self._model.opset_import,
-            functions=self._model.functions,
-            graph=part,
-        )
+        indices = ancestors(self._model.graph, outputs, {*given, *constants})
+        part = extract(self._model, indices, self._values, outputs)
+        inputs = [value for value in part.graph.input if value.name not in constants]
+        fixed = [value.name for value in part.graph.input if value.name in constants]
+        del part.graph.input[:]
+        part.graph.input.extend(inputs)
+        part.graph.initializer.extend(numpy_helper.from_array(constants[name], name) for name in fixed)
+        return part
 
     def prefix_lengths(self) -> list[int]:
         """How many nodes the beginning of the graph may have, rising, so that it can be cut off there."""
@@ -88,8 +75,7 @@ class CuttableGraph:
 
     def ancestors(self, tensor: str) -> list[int]:
         """The nodes that a tensor is computed by: the one that makes it, then those before it, the last one first."""
-        indices, _ = self._needed([tensor], set())
-        return indices[::-1]
+        return ancestors(self._model.graph, [tensor])[::-1]
 
     def taken_from_others(self, indices: Iterable[int]) -> list[str]:
         """The tensors that nodes take from other nodes."""
@@ -114,21 +100,6 @@ class CuttableGraph:
         if kind in (onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING):
             return False
         return helper.tensor_dtype_to_np_dtype(kind).isbuiltin == 1
-
-    def _needed(self, outputs: Iterable[str], known: set[str]) -> tuple[list[int], set[str]]:
-        """The nodes that compute tensors from those that are known, in order, and the names of what they take."""
-        indices: set[int] = set()
-        names, left = set(), list(outputs)
-        while left:
-            name = left.pop()
-            if name in names:
-                continue
-            names.add(name)
-            index = self._producers.get(name)
-            if index is not None and name not in known and index not in indices:
-                indices.add(index)
-                left += self._taken[index]
-        return sorted(indices), names
 
     def _find_varying(self) -> set[str]:
         weights = {weight.name for weight in self._model.graph.initializer}

@@ -1,30 +1,58 @@
 """Types of tensors, as ONNX Runtime infers them where ONNX does not, or infers what no run gives.
 
 ONNX knows nothing of the sizes behind operators of other domains, and counts the bins of `STFT` wrongly. What runs
-such an operator is ONNX Runtime, so that its word counts. The numbers of large weights decide no type, and are left out
-of what is inferred from.
+such an operator is ONNX Runtime, so that its word counts.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper
+import onnxruntime
+from onnx import TensorProto, helper
 
-from ansor_mlflow.networks.inputs.trials import run_briefly, start_session
-from ansor_mlflow.tensors import TensorSpec, random_inputs
+from ansor_mlflow.graphs.weights import is_large, with_inputs_for, without_weights
+from ansor_mlflow.tensors import Arrays, TensorSpec, random_inputs
 
-MAX_SHAPE_ELEMENTS = 2**16
-"""A tensor with more elements is not a shape that inference has to know the values of."""
+FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16}
 _MEASURED_DOMAIN = "ai.onnx.ml"
 """Its operators on tensors have outputs of sizes that follow from those of their inputs, which nobody infers."""
 
+_MAX_RUN_S = 4.0
+"""Seconds after which a run that has not failed counts as one that will not."""
+_FATAL = 4
+"""Severity of ONNX Runtime's messages from which they are shown."""
+_ELEMENT_TYPES = {f"tensor({name.lower()})": number for name, number in TensorProto.DataType.items()}
+"""ONNX's numbers of element types by ONNX Runtime's names of tensors."""
+
+ValueInfos = dict[str, onnx.ValueInfoProto]
+"""The type of each tensor of a graph."""
 _Shape = tuple[int, ...]
+
+
+def static_shape(value: onnx.ValueInfoProto | None) -> _Shape | None:
+    """The shape of a tensor; None where it is not known, or the value is no tensor."""
+    if value is None or not value.type.tensor_type.HasField("shape"):
+        return None
+    dims = value.type.tensor_type.shape.dim
+    return tuple(dim.dim_value for dim in dims) if all(dim.HasField("dim_value") for dim in dims) else None
+
+
+def is_tensor(value: onnx.ValueInfoProto | None) -> bool:
+    """Whether a value is no sequence, optional or map; one of which nothing is known counts as a tensor."""
+    return value is None or value.type.WhichOneof("value") in (None, "tensor_type")
+
+
+def value_infos(model: onnx.ModelProto) -> ValueInfos:
+    """The type of each tensor, with its shape where ONNX can infer it; weights included."""
+    graph = onnx.shape_inference.infer_shapes(without_weights(model)[0], data_prop=True).graph
+    weights = [helper.make_tensor_value_info(w.name, w.data_type, w.dims) for w in graph.initializer]
+    return {value.name: value for value in (*weights, *graph.input, *graph.value_info, *graph.output)}
 
 
 def corrected_types(
@@ -62,58 +90,6 @@ def types_as_before(model: onnx.ModelProto, before: onnx.ModelProto) -> list[onn
     return _inferred(model, [value for value in before.graph.value_info if value.name in produced])[0]
 
 
-def without_numbers(model: onnx.ModelProto, change: Callable[[onnx.ModelProto], onnx.ModelProto]) -> onnx.ModelProto:
-    """Applies a function of ONNX's that needs no more of weights than their types and shapes.
-
-    Each of them writes the model as one message and reads it again, several times: seconds for half a gigabyte.
-
-    Args:
-        model: Stays as it is.
-        change: Gets a copy in which large weights are empty, and returns a model with the same weights.
-
-    Returns:
-        What the function returned, with the weights.
-    """
-    large = {weight.name: weight for weight in model.graph.initializer if math.prod(weight.dims) > MAX_SHAPE_ELEMENTS}
-    light = onnx.ModelProto(**message_fields(model, without={"graph"}))
-    light.graph.CopyFrom(onnx.GraphProto(**message_fields(model.graph, without={"initializer"})))
-    light.graph.initializer.extend(
-        onnx.TensorProto(name=weight.name, data_type=weight.data_type, dims=weight.dims)
-        if weight.name in large
-        else weight
-        for weight in model.graph.initializer
-    )
-    changed = change(light)
-    for weight in changed.graph.initializer:
-        if weight.name in large:
-            weight.CopyFrom(large[weight.name])
-    return changed
-
-
-def with_inputs_for(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
-    """A copy in which some weights are inputs; their numbers are never copied."""
-    graph = model.graph
-    weights = {weight.name for weight in graph.initializer}  # before IR version 4 they are inputs, too
-    copy = onnx.ModelProto(**message_fields(model, without={"graph"}))
-    copy.graph.CopyFrom(onnx.GraphProto(**message_fields(graph, without={"initializer", "input"})))
-    copy.graph.initializer.extend(weight for weight in graph.initializer if weight.name not in names)
-    copy.graph.input.extend(value for value in graph.input if value.name not in weights)
-    copy.graph.input.extend(
-        helper.make_tensor_value_info(weight.name, weight.data_type, weight.dims)
-        for weight in graph.initializer
-        if weight.name in names
-    )
-    copy.ir_version = max(copy.ir_version, 4)
-    return copy
-
-
-def message_fields(message: onnx.ModelProto | onnx.GraphProto, *, without: set[str]) -> dict[str, Any]:
-    """The fields of a message that are set, for the constructor of another one: weights that are left out are never
-    copied.
-    """
-    return {field.name: value for field, value in message.ListFields() if field.name not in without}
-
-
 def _inferred(
     model: onnx.ModelProto, known: Iterable[onnx.ValueInfoProto]
 ) -> tuple[list[onnx.ValueInfoProto], dict[str, _Shape]]:
@@ -147,8 +123,7 @@ def _inferred(
 
 def _without_types(model: onnx.ModelProto) -> onnx.ModelProto:
     """A model whose large weights are inputs, with neither types nor shapes of what it computes."""
-    large = {weight.name for weight in model.graph.initializer if math.prod(weight.dims) > MAX_SHAPE_ELEMENTS}
-    light = with_inputs_for(model, large)
+    light = with_inputs_for(model, {weight.name for weight in model.graph.initializer if is_large(weight)})
     del light.graph.value_info[:]
     for output in light.graph.output:
         output.ClearField("type")
@@ -200,13 +175,45 @@ def _with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelPro
     return copy
 
 
-def static_shape(value: onnx.ValueInfoProto | None) -> _Shape | None:
-    """The shape of a tensor; None where it is not known, or the value is no tensor."""
-    if value is None or not value.type.tensor_type.HasField("shape"):
-        return None
-    dims = value.type.tensor_type.shape.dim
-    return tuple(dim.dim_value for dim in dims) if all(dim.HasField("dim_value") for dim in dims) else None
+def start_session(model: bytes, directory: Path | None, *, optimized: bool = True) -> onnxruntime.InferenceSession:
+    """Loads a model in ONNX Runtime, which computes what is constant and raises whatever it likes where it cannot.
+
+    Args:
+        model: The message.
+        directory: Where its external data is.
+        optimized: Whether it may compute what is constant, which shows more of shapes.
+    """
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = _FATAL
+    levels = onnxruntime.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_ENABLE_BASIC if optimized else levels.ORT_DISABLE_ALL
+    if directory is not None:  # onnxruntime_session_options_config_keys.h
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(directory.resolve())
+        )
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-_ELEMENT_TYPES = {f"tensor({name.lower()})": number for name, number in onnx.TensorProto.DataType.items()}
-"""ONNX's numbers of element types by ONNX Runtime's names of tensors."""
+def run_briefly(session: onnxruntime.InferenceSession, names: Sequence[str] | None, inputs: Arrays) -> list[Any] | None:
+    """Outputs of a model, all where none is named; None where they take longer than `_MAX_RUN_S`.
+
+    It raises whatever ONNX Runtime likes.
+    """
+    options = onnxruntime.RunOptions()
+    options.log_severity_level = _FATAL
+    is_slow = threading.Event()
+
+    def give_up() -> None:
+        is_slow.set()
+        options.terminate = True
+
+    timer = threading.Timer(_MAX_RUN_S, give_up)
+    timer.start()
+    try:
+        return list(session.run(names, inputs, options))
+    except Exception:
+        if is_slow.is_set():
+            return None
+        raise
+    finally:
+        timer.cancel()
