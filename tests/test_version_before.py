@@ -1,13 +1,16 @@
-"""Models, records and runs that the version before wrote: they are loaded, resumed, compared and built again.
+"""Models, records and runs that the version before wrote: they are loaded, served, resumed, compared and built again.
 
-`data/version_before.tar.xz` is a store that commit e7397a8 filled, by the commands
+`data/version_before.tar.xz` is a store that commit 994c35d filled, on a CPU called "AMD EPYC", by the commands
 
-    ansor-mlflow tune --network small.onnx --target '{"kind":"llvm","mcpu":"x86-64-v3"}' --num-threads 1 --trials 16
-        --record-pool pool …
-    ansor-mlflow tune … --seed 1
-    ansor-mlflow compile --tune-run … --network small.onnx
+    tune --network small.onnx --trials 12       resumed with --trials 16, and tuned again with --seed 1
+    tune --network small.onnx --trials 8        for x86-64-v2
+    tune --network parts.onnx --trials 4        of whose operators TVM has not all
+    tune --network rows.onnx --trials 4         with --input-shapes '{"data": [[1, 4], 16]}'
+    compile --tune-run …                        of the first, of it and that for x86-64-v2, of parts.onnx, of rows.onnx
+    evaluate --model-uri …                      of the first
 
-on a CPU called "AMD EPYC": MLflow's database as SQL, its artifacts without pictures and reports, and the record pool.
+all with `--target '{"kind":"llvm","mcpu":"x86-64-v3"}' --num-threads 1` where nothing else is said: MLflow's database
+as SQL, its artifacts without pictures and reports, and in one of the four models, which is enough, the code.
 """
 
 from __future__ import annotations
@@ -28,12 +31,15 @@ from helpers.commands import MLFLOW, ROOT, RunCommand
 import ansor_mlflow as am
 from ansor_mlflow import names
 from ansor_mlflow.device import fingerprints
-from ansor_mlflow.errors import RecordsError
 from ansor_mlflow.measuring.reference import ReferenceSession
 
 ARCHIVE = ROOT / "tests" / "data" / "version_before.tar.xz"
 EARLIER = "/earlier"
 """Where the store was."""
+QUICK = {"strategy": "random", "min_repeat_ms": 0, "number": 1}
+DEVICE = {"target": '{"kind":"llvm","mcpu":"x86-64-v3"}', "num_threads": 1}
+NETWORKS = ["small", "small", "parts", "rows"]
+"""Of the models, oldest first."""
 
 
 @pytest.fixture(scope="module")
@@ -72,28 +78,54 @@ def runs_of(step: str) -> list[Any]:
     )
 
 
-def test_the_model_is_loaded_and_right(store: Path) -> None:
-    (run,) = runs_of("compile")
-    model = am.load_model(run.data.tags[names.TAG_MODEL_URI], num_threads=1)
+def model_uris() -> list[str]:
+    """The models of the earlier version, oldest first."""
+    return [run.data.tags[names.TAG_MODEL_URI] for run in runs_of("compile")[: len(NETWORKS)]]
+
+
+def inputs_of(network: str) -> dict[str, np.ndarray]:
+    shape = {"small": (1, 3, 8, 8), "parts": (1, 8, 64, 64), "rows": (4, 16)}[network]
+    name = "x" if network == "parts" else "data"
+    return {name: np.random.default_rng(0).standard_normal(shape).astype(np.float32)}
+
+
+def assert_right(outputs: dict[str, np.ndarray], store: Path, network: str, inputs: dict[str, np.ndarray]) -> None:
+    expected = ReferenceSession(store / f"{network}.onnx", 1).run(inputs)
+    assert outputs.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(outputs[name], values, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("index", "network"), list(enumerate(NETWORKS)))
+def test_a_model_is_loaded_and_right(store: Path, index: int, network: str) -> None:
+    model = am.load_model(model_uris()[index], num_threads=1)
     assert am.explain_load(model).level in ("exact", "compatible")
-    data = {"data": np.random.default_rng(0).standard_normal((1, 3, 8, 8)).astype(np.float32)}
-    expected = ReferenceSession(store / "small.onnx", 1).run(data)["logits"]
-    np.testing.assert_allclose(model.run(data)["logits"], expected, rtol=1e-4, atol=1e-6)
+    inputs = inputs_of(network)
+    assert_right(model.run(inputs), store, network, inputs)
 
 
-@pytest.mark.usefixtures("store")
-def test_the_tuning_does_not_go_on_with_other_tasks() -> None:
-    """Another version of the lowering made them; `warm_start` takes what still applies."""
+def test_models_are_served(store: Path) -> None:
+    small, _, _, rows = (mlflow.pyfunc.load_model(uri) for uri in model_uris())
+    inputs = inputs_of("small")
+    assert_right({"logits": small.predict(inputs["data"])}, store, "small", inputs)
+    inputs = inputs_of("rows")
+    assert_right({"scores": rows.predict(inputs["data"])}, store, "rows", inputs)
+
+
+def test_a_tuning_goes_on(store: Path) -> None:
     run = runs_of("tune")[0]
     before = am.load_trials(run.info.run_id)
     assert len(before) == 16
-    with pytest.raises(RecordsError, match=r"lowering version 5, this is \d"):
-        am.tune(resume_run=run.info.run_id, trials=20)
-    assert len(am.load_trials(run.info.run_id)) == 16
+    am.tune(resume_run=run.info.run_id, trials=18)
+    after = am.load_trials(run.info.run_id)
+    assert len(after) == 18
+    measured = ["task", "status", "latency_us"]
+    assert after.head(16)[measured].equals(before[measured])
 
 
-def test_the_tunings_are_compared(store: Path) -> None:
-    first, second = (run.info.run_id for run in runs_of("tune"))
+@pytest.mark.usefixtures("store")
+def test_tunings_are_compared() -> None:
+    first, second = (run.info.run_id for run in runs_of("tune")[:2])
     difference = am.diff(first, second)
     assert difference.params["seed"] == ("0", "1")
     assert difference.device == {}
@@ -101,28 +133,28 @@ def test_the_tunings_are_compared(store: Path) -> None:
     assert {task.verdict for task in difference.tasks} <= {"faster", "slower", "same"}
 
 
-def test_the_model_is_built_again_from_its_records(store: Path, run_here: RunCommand) -> None:
-    (run,) = runs_of("compile")
-    assert run_here("recompile", "--run", run.info.run_id) == 0
-    (rebuilt,) = runs_of("recompile")
-    assert rebuilt.data.metrics[names.COVERAGE_TASKS] == 1
-    assert rebuilt.data.metrics[names.RECORDS_LOST] == 0
+@pytest.mark.usefixtures("store")
+def test_a_model_is_built_again_from_its_records(run_here: RunCommand) -> None:
+    first = runs_of("tune")[0].info.run_id
+    assert run_here("compile", "--tune-run", first) == 0
+    metrics = runs_of("compile")[-1].data.metrics
+    assert metrics[names.COVERAGE_TASKS] == 1
 
 
-def test_the_records_are_shown_pooled_and_begun_with(
-    store: Path, run_here: RunCommand, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second = (run.info.run_id for run in runs_of("tune"))
+@pytest.mark.usefixtures("store")
+def test_records_are_shown_and_begun_with(run_here: RunCommand, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (run.info.run_id for run in runs_of("tune")[:2])
     assert run_here("records", "show", second) == 0
-    assert "16 records of 5 workloads" in capsys.readouterr().out
-    device = ["--target", '{"kind":"llvm","mcpu":"x86-64-v3"}', "--num-threads", "1"]
-    assert run_here("pool", "pull", "pool", *device, "--output", "pulled") == 0
-    pulled = re.match(r"(\d+) records of 5 workloads", capsys.readouterr().out)
-    assert pulled is not None
-    assert int(pulled[1]) == 16
-    quick = ["--strategy", "random", "--min-repeat-ms", "0", "--number", "1", "--trials", "5"]
-    network = ["--network", "small.onnx", *device]
-    assert run_here("tune", *network, *quick, "--warm-start", f"{first},pulled,{second}") == 0
+    assert re.search(r"12 records of 5 workloads", capsys.readouterr().out)
+    am.tune("small.onnx", **DEVICE, **QUICK, trials=5, warm_start=(first, second))
     begun = mlflow.get_run(runs_of("tune")[-1].info.run_id).data.metrics
-    assert begun[names.WARM_START_APPLIED] >= 16
+    assert begun[names.WARM_START_APPLIED] >= 12
     assert begun[names.WARM_START_TASKS] == 5
+
+
+@pytest.mark.usefixtures("store")
+def test_an_evaluation_of_the_model_is_compared(run_here: RunCommand, capsys: pytest.CaptureFixture[str]) -> None:
+    (evaluated,) = runs_of("evaluate")
+    second = runs_of("tune")[1].info.run_id
+    assert run_here("diff", evaluated.info.run_id, second) == 0
+    assert "seed" in capsys.readouterr().out
