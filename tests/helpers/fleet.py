@@ -21,7 +21,7 @@ from ansor_mlflow.tuning.fleet.tracker import HostPort, TrackerClient
 KEY = "here"
 BOARD = ROOT / ".board"
 """Debian for aarch64, with TVM."""
-_START_S = 60.0
+_START_S = 120.0
 _LISTENS = re.compile(r"listens at (\S+?);? ")
 
 

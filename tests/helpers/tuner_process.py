@@ -19,7 +19,7 @@ from ansor_mlflow.records.store import RecordPair, distill
 
 SMALL_ROUNDS = {**FAST, "space": "metaschedule", "cost_model": "none", "num_trials_per_round": 2}
 """Parameters with which a tuning of a small network has many rounds, soon."""
-READY_S = 120
+READY_S = 240
 """Time that a tuning gets for its first rounds."""
 FINISHED_S = 400
 """Time that one gets to end by itself, beside other tests on a slow machine."""

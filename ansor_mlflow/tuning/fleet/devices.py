@@ -19,13 +19,10 @@ from ansor_mlflow.device import (
     resolve_target,
 )
 from ansor_mlflow.errors import MachineError, UserInputError
-from ansor_mlflow.tuning.fleet.lookout import FleetSettings, Lookout
+from ansor_mlflow.tuning.fleet.lookout import FleetSettings
 from ansor_mlflow.tuning.fleet.remote import ServerDescription
-from ansor_mlflow.tuning.fleet.session import describe_server
-from ansor_mlflow.tuning.fleet.tracker import Grant
-from ansor_mlflow.tuning.workers.pool import WorkerPool
-
-_DESCRIBE_S = 30.0
+from ansor_mlflow.tuning.fleet.session import connect_with_any, ready_pool
+from ansor_mlflow.tuning.fleet.tracker import HostPort
 
 
 def device_of_fleet(fleet: FleetSettings, target: str, num_threads: int | Literal["auto"]) -> Device:
@@ -45,14 +42,15 @@ def device_of_fleet(fleet: FleetSettings, target: str, num_threads: int | Litera
             f"target={target!r} is no CPU, and programs are measured on the CPUs of servers only; tune on a host with "
             "such a device, without rpc_tracker"
         )
-    grant = Lookout(fleet).wait()
-    found = _described(grant)
-    if found is None:
-        return _as_given(grant, target, num_threads)
+    with contextlib.closing(ready_pool()) as pool:
+        server, description = connect_with_any(fleet, pool)
+    if not description:
+        return _as_given(server, target, num_threads)
+    found = _described(description)
     number = found.num_threads if num_threads == "auto" else num_threads
     if number > found.num_threads:
         raise UserInputError(
-            f"num_threads={num_threads}, but server {grant.server} may use {found.num_threads} CPUs; give at most "
+            f"num_threads={num_threads}, but server {server} may use {found.num_threads} CPUs; give at most "
             f"{found.num_threads}, or auto"
         )
     spec = json.dumps(found.target) if target == "auto" else target
@@ -60,7 +58,7 @@ def device_of_fleet(fleet: FleetSettings, target: str, num_threads: int | Litera
     features = cpu_features(chosen)
     if missing := missing_instructions(features, found.features):
         raise MachineError(
-            f"target={target!r} needs instructions that server {grant.server} ({found.target.get('mcpu')}) lacks: "
+            f"target={target!r} needs instructions that server {server} ({found.target.get('mcpu')}) lacks: "
             f"{', '.join(missing[:5])}; use target=auto"
         )
     made_for = DeviceFingerprint(
@@ -73,25 +71,18 @@ def device_of_fleet(fleet: FleetSettings, target: str, num_threads: int | Litera
     return Device(chosen, made_for)
 
 
-def _described(grant: Grant) -> DeviceFingerprint | None:
-    """What a server says of itself; None of one of TVM's own."""
-    with contextlib.closing(WorkerPool(1)) as pool:
-        (outcome,) = pool.map(describe_server, [(grant, _DESCRIBE_S)], _DESCRIBE_S)
-    if outcome.value is None:
-        raise MachineError(f"server {grant.server} does not answer: {outcome.error}; look at it, or restart it")
-    if not outcome.value:
-        return None
-    found = ServerDescription.from_json(outcome.value).fingerprint
+def _described(description: str) -> DeviceFingerprint:
+    found = ServerDescription.from_json(description).fingerprint
     target = {key: value for key, value in found.target.items() if key in ("kind", "mcpu")}
     if found.machine != platform.machine():
         target["mtriple"] = f"{found.machine}-linux-gnu"
     return DeviceFingerprint.from_dict({**vars(found), "target": target})
 
 
-def _as_given(grant: Grant, target: str, num_threads: int | Literal["auto"]) -> Device:
+def _as_given(server: HostPort, target: str, num_threads: int | Literal["auto"]) -> Device:
     if target == "auto" or num_threads == "auto":
         raise UserInputError(
-            f"target={target}, num_threads={num_threads}: server {grant.server} is one of TVM's own, which does not "
+            f"target={target}, num_threads={num_threads}: server {server} is one of TVM's own, which does not "
             "say what it is; give both, or start it with `ansor-mlflow fleet server`"
         )
     chosen = resolve_target(target, num_threads)

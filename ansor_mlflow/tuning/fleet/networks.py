@@ -18,7 +18,7 @@ from ansor_mlflow.foreign import read_json, typed
 from ansor_mlflow.model import LibraryEntry, Manifest
 from ansor_mlflow.records import is_time
 from ansor_mlflow.tensors import Arrays, all_sizes
-from ansor_mlflow.tuning.fleet.lookout import FleetSettings, Lookout
+from ansor_mlflow.tuning.fleet.lookout import FleetSettings
 from ansor_mlflow.tuning.fleet.remote import (
     RUN_NETWORK,
     ServerDescription,
@@ -26,11 +26,8 @@ from ansor_mlflow.tuning.fleet.remote import (
     read_arrays,
     write_arrays,
 )
-from ansor_mlflow.tuning.fleet.session import Connection, describe_server, this_connection
-from ansor_mlflow.tuning.fleet.tracker import HostPort
-from ansor_mlflow.tuning.workers.pool import WorkerPool
+from ansor_mlflow.tuning.fleet.session import Connection, connect_with_any, ready_pool, this_connection
 
-_OPEN_S = 30.0
 _MIN_CALLS, _MAX_CALLS = 10, 1000
 _INPUTS, _OUTPUTS = "inputs.npz", "outputs.npz"
 
@@ -72,18 +69,17 @@ class NetworkServer:
     """
 
     def __init__(self, fleet: FleetSettings) -> None:
-        grant = Lookout(fleet).wait()
-        self.address: HostPort = grant.server
         self._session_s = fleet.session_s
-        self._pool = WorkerPool(1)
-        (found,) = self._pool.map(describe_server, [(grant, fleet.session_s)], _OPEN_S)
-        if found.value is None:
-            self.close()
-            raise MachineError(f"server {self.address} does not answer: {found.error}; look at it, or restart it")
+        self._pool = ready_pool()
         self.device: DeviceFingerprint | None = None
         """What it runs on; None where it does not say: one of TVM's own."""
-        if found.value:
-            self.device = ServerDescription.from_json(found.value).fingerprint
+        try:
+            self.address, description = connect_with_any(fleet, self._pool)
+            if description:
+                self.device = ServerDescription.from_json(description).fingerprint
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, work: NetworkWork) -> NetworkReply:
         """Runs a network.

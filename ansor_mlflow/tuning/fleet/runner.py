@@ -24,6 +24,8 @@ from ansor_mlflow.tuning.fleet.session import (
     check_server,
     measure_in_session,
     open_session,
+    ran_out,
+    ready_pool,
 )
 from ansor_mlflow.tuning.fleet.tracker import Grant, HostPort
 from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool
@@ -89,11 +91,13 @@ class RpcRunner(Runner):
         self._calibration = calibration
         self._memory_bytes = memory_bytes
         self._lookout = Lookout(fleet)
+        self._spare: WorkerPool | None = None
+        """A process for the next session."""
         self._health = Health()
         self._changed = threading.Condition()
         self._queue: deque[_Errand] = deque()
-        self._held: dict[HostPort, WorkerPool | None] = {}
-        """The servers that it has, with the process of the session as soon as there is one."""
+        self._held: dict[HostPort, WorkerPool] = {}
+        """The servers that it has, with the process of the session."""
         self._best_s: dict[str, float] = {}
         self._is_closed = False
         self._scout = threading.Thread(target=self._find_servers, name="fleet", daemon=True)
@@ -130,11 +134,13 @@ class RpcRunner(Runner):
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-            pools = [pool for pool in self._held.values() if pool is not None]
+            pools = list(self._held.values())
         self._give_up(RuntimeError("the fleet was closed"))
         for pool in pools:
             pool.close()
         self._scout.join()
+        if self._spare is not None:
+            self._spare.close()
         with self._changed:
             self._changed.wait_for(lambda: not self._held)
 
@@ -144,13 +150,15 @@ class RpcRunner(Runner):
         """Asks for servers as long as there is work that waits."""
         while self._waits_for_work():
             try:
+                self._spare = self._spare or ready_pool()
                 grant = self._lookout.look()
             except Exception as err:  # noqa: BLE001 - whatever it is, `run` raises it
                 self._give_up(err)
                 continue
-            is_taken = grant is not None and self._take(grant)
+            if grant is not None and self._take(grant, self._spare):
+                self._spare = None
             with self._changed:
-                if is_taken or self._held:
+                if self._held:
                     self._lookout.found()
 
     def _waits_for_work(self) -> bool:
@@ -162,14 +170,14 @@ class RpcRunner(Runner):
             self._changed.wait_for(lambda: self._is_closed or self._queue)
             return not self._is_closed
 
-    def _take(self, grant: Grant) -> bool:
+    def _take(self, grant: Grant, pool: WorkerPool) -> bool:
         """Begins a session. A server that is set aside is not connected with: it reports to the tracker again."""
         with self._changed:
             if self._is_closed or grant.server in self._held or self._health.is_set_aside(grant.server):
                 return False
-            self._held[grant.server] = None
+            self._held[grant.server] = pool
             self._health.found(grant.server)
-        threading.Thread(target=self._serve, args=(grant,), name=f"server {grant.server}", daemon=True).start()
+        threading.Thread(target=self._serve, args=(grant, pool), name=f"server {grant.server}", daemon=True).start()
         return True
 
     def _give_up(self, err: Exception) -> None:
@@ -182,13 +190,10 @@ class RpcRunner(Runner):
 
     # -- one server, in a thread of its own ----------------------------------------------------------------------------
 
-    def _serve(self, grant: Grant) -> None:
+    def _serve(self, grant: Grant, pool: WorkerPool) -> None:
         """Measures on a server until there is no work, its session is over, or it fails."""
-        pool = WorkerPool(1)
         try:
             with contextlib.closing(pool):
-                with self._changed:
-                    self._held[grant.server] = pool
                 self._serve_session(grant, pool)
         except Exception as err:  # noqa: BLE001 - whatever fails here is the end of one session, not of the tuning
             with self._changed:
@@ -202,6 +207,8 @@ class RpcRunner(Runner):
     def _serve_session(self, grant: Grant, pool: WorkerPool) -> None:
         server, began_s = grant.server, time.monotonic()
         (opened,) = pool.map(open_session, [(grant, self._fleet.session_s)], _OPEN_S)
+        if ran_out(opened):
+            return  # it has told the tracker so, which is asked again
         if opened.failure:
             raise RuntimeError(f"no session can be opened: {opened.error}")
         calibrated_s = self._calibrate(server, pool)
@@ -290,7 +297,9 @@ class RpcRunner(Runner):
         with self._changed:
             known_s = [s for s in (job.best_s, self._best_s.get(job.task)) if s is not None]
         job = replace(job, best_s=min(known_s, default=None))
-        return RemoteWork(job, self._settings, self._memory_bytes, timeout_s_of(job, self._settings))
+        # as `LocalRunner` has it; but a session is no longer than `session_s`, at which the server ends it
+        limit_s = min(self.noise.slowdown * timeout_s_of(job, self._settings), self._fleet.session_s / 2)
+        return RemoteWork(job, self._settings, self._memory_bytes, limit_s)
 
     def _lost(self, program: _Errand, server: HostPort, outcome: Outcome[tuple[float, ...]]) -> None:
         """A server did not say what became of a program: another one tries. What all of them lose ends them itself.

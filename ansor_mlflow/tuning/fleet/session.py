@@ -10,14 +10,21 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ansor_mlflow.errors import MachineError
 from ansor_mlflow.foreign import read_json, typed
 from ansor_mlflow.measuring import ProbeTime
 from ansor_mlflow.records import is_time
 from ansor_mlflow.tuning.fleet.calibration import Calibration
+from ansor_mlflow.tuning.fleet.lookout import FleetSettings, Lookout
 from ansor_mlflow.tuning.fleet.remote import DESCRIBE, MEASURE, RUN_NETWORK, measure_request
-from ansor_mlflow.tuning.fleet.tracker import Grant
+from ansor_mlflow.tuning.fleet.tracker import Grant, HostPort
+from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool
 from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob
 
+_OPEN_S = 30.0
+"""Time to connect with a server."""
+_LOAD_S = 120.0
+"""Time for a new process to load TVM, on a busy machine."""
 _FLUSH = "cache_flush_cpu_non_first_arg"
 _FASTEST_S = 1e-8
 """Calls that are said to be shorter are repeated as often as if they took this long."""
@@ -118,6 +125,43 @@ def describe_server(work: tuple[Grant, float]) -> str:
     open_session(work)
     describe = this_connection().functions[DESCRIBE]
     return str(describe()) if describe else ""
+
+
+def ready_pool() -> WorkerPool:
+    """A process for a session, started before a server is asked for: a server waits six seconds for who got it."""
+    pool = WorkerPool(1)
+    pool.map(_load, [None], _LOAD_S)
+    return pool
+
+
+def _load(_: None) -> None:
+    import tvm.rpc  # noqa: F401
+
+
+def ran_out(opened: Outcome[Any]) -> bool:
+    """Whether a server refused a session because its lease had run out.
+
+    TVM's server takes another match key when nobody came for six seconds, and tells the tracker so: `_accept_conn` of
+    `tvm/rpc/server.py`.
+    """
+    return "cannot find server that matches key" in opened.error
+
+
+def connect_with_any(fleet: FleetSettings, pool: WorkerPool) -> tuple[HostPort, str]:
+    """Opens a session with the first free server of a key; returns it, and what it says of itself.
+
+    Raises:
+        MachineError: No server is free for too long, or one does not answer.
+    """
+    lookout = Lookout(fleet)
+    until_s = time.monotonic() + fleet.wait_s
+    while True:
+        grant = lookout.wait()
+        (opened,) = pool.map(describe_server, [(grant, fleet.session_s)], _OPEN_S)
+        if opened.value is not None:
+            return grant.server, opened.value
+        if not ran_out(opened) or time.monotonic() > until_s:
+            raise MachineError(f"server {grant.server} does not answer: {opened.error}; look at it, or restart it")
 
 
 def check_server(calibration: Calibration) -> CheckedServer:
