@@ -1,6 +1,6 @@
 """The gallery: models as people export them, each planned and compared with ONNX Runtime.
 
-    python benchmarks/gallery.py models --tune --json result.json --markdown docs/gallery.md
+    python benchmarks/gallery.py models --tune --json result.json --page docs/gallery.md
     python benchmarks/gallery.py models --names yolo,crnn    # how they get in, and what they compute
 
 Everything happens in child processes with a time limit, so that no model stops the others.
@@ -8,6 +8,7 @@ Everything happens in child processes with a time limit, so that no model stops 
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
@@ -102,7 +103,7 @@ class Row:
 @click.option("--plan-s", default=20.0, help="Seconds that a plan may take before it counts as slow.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for all figures.")
 @click.option("--continue", "goes_on", is_flag=True, help="Keep what the JSON file has, and do the other models.")
-@click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="File for the page of tables.")
+@click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="File for the page; a CSV is beside it.")
 def main(
     models: Path,
     names: str,
@@ -114,7 +115,7 @@ def main(
     plan_s: float,
     json_file: Path | None,
     goes_on: bool,
-    markdown: Path | None,
+    page: Path | None,
 ) -> None:
     """Plan and check every ONNX file of the folder MODELS."""
     console = Console()
@@ -132,8 +133,9 @@ def main(
             rows.sort(key=lambda row: _place(row.name))
             if json_file is not None:
                 json_file.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-            if markdown is not None:
-                markdown.write_text(_tables(rows))
+            if page is not None:
+                page.write_text(_page(rows))
+                _write_csv(rows, page.with_suffix(".csv"))
     console.print(_summary(rows), markup=False)
     if failures := list(_failures(rows, check or tune, plan_s)):
         raise click.ClickException("; ".join(failures))
@@ -249,64 +251,83 @@ def _worst_end(row: Row) -> End:
     return max((child.end for child in (row.plan, row.check, row.tuning) if child is not None), key=order.index)
 
 
-# -- the tables ------------------------------------------------------------------------------------------------------
+# -- the page and its table ------------------------------------------------------------------------------------------
 
-_HEAD = (
-    "| model | exporter, opset | plan | tasks | gets in | error | latency | ONNX Runtime | ratio |",
-    "|---|---|---|---|---|---|---|---|---|",
-)
+_HEAD = [
+    "family",
+    "model",
+    "exporter",
+    "opset",
+    "plan_s",
+    "tasks",
+    "gets_in",
+    "error",
+    "latency_ms",
+    "onnxruntime_ms",
+    "ratio",
+]
+_PAGE = """# Gallery
 
+Models as people export them, with random weights, and how they get in: with all of their operators, or with some left
+to ONNX Runtime. {summary}
 
-_INTRODUCTION = (
-    "# Gallery\n\n"
-    "Models as people export them, with random weights, and how they get in: with all of their operators, or with some "
-    "left to ONNX Runtime. Errors are the largest difference from ONNX Runtime over its largest value. Latencies are "
-    "those of the model as it is loaded and of ONNX Runtime, in turns, after a tuning with as many trials as there are "
-    "tasks: one for each, a fraction of the default. The ratio is the one over the other; below 1 the tuned model is "
-    "faster. "
-    "`python benchmarks/gallery.py` makes this page; [its notes](../benchmarks/README.md) say how."
-)
+| family | models | in whole | in parts | faster | median ratio |
+|---|---|---|---|---|---|
+{lines}
+
+[The table](gallery.csv) has a line for each model: the largest difference from ONNX Runtime over its largest value, and
+the latency of the loaded model and of ONNX Runtime, in turns. Each was tuned with one trial for each task, a fraction
+of the default. Ratios below 1 are faster. `python benchmarks/gallery.py` writes both; [its
+notes](../benchmarks/README.md) say how.
+"""
 
 
 def _line(row: Row) -> str:
+    """What is said of a model as soon as it is done."""
+    return "  ".join(filter(None, _cells(row)[1:]))
+
+
+def _cells(row: Row) -> list[str]:
+    end = _ENDS[row.plan.end] if row.is_in else f"{_ENDS[row.plan.end]}: {row.plan.message}"
     tasks = "" if row.plan.result is None else str(len(row.plan.result["tasks"]))
-    cells = [
-        f"`{row.name}`",
-        row.exporter if row.opset is None else f"{row.exporter}, {row.opset}",
-        f"{row.plan.seconds:.1f} s",
-        tasks,
-        _ENDS[row.plan.end] if row.is_in else f"{_ENDS[row.plan.end]}: {row.plan.message}".replace("|", "\\|"),
-        _error(row),
-        *_latencies(row),
-    ]
-    return f"| {' | '.join(cells)} |"
+    opset = "" if row.opset is None else str(row.opset)
+    cells = [row.family, row.name, row.exporter, opset, f"{row.plan.seconds:.1f}", tasks, end, _error(row)]
+    if row.tuning is None or row.tuning.result is None:
+        return [*cells, "", "", ""]
+    latencies = (row.tuning.result[f"{name}_latency_ms"] for name in ("tuned", "onnxruntime"))
+    return [*cells, *(f"{latency:.3g}" for latency in latencies), f"{row.ratio:.2f}"]
 
 
 def _error(row: Row) -> str:
     failed = [child for child in (row.check, row.tuning) if child is not None and child.result is None]
     if failed:
-        return f"{_ENDS[failed[0].end]}: {failed[0].message}".replace("|", "\\|")
+        return f"{_ENDS[failed[0].end]}: {failed[0].message}"
     if not row.compared:
         return ""
     worst = max(found["max_rel_error"] for found in row.compared)
     return f"{worst:.1e}" + ("" if row.is_equal else " (not equal)")
 
 
-def _latencies(row: Row) -> list[str]:
-    """Of the tuned model and of ONNX Runtime, and the one over the other."""
-    if row.tuning is None or row.tuning.result is None:
-        return ["", "", ""]
-    found = row.tuning.result
-    return [*(f"{found[f'{name}_latency_ms']:.3g} ms" for name in ("tuned", "onnxruntime")), f"{row.ratio:.2f}"]
+def _write_csv(rows: Sequence[Row], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerows([_HEAD, *map(_cells, rows)])
 
 
-def _tables(rows: Sequence[Row]) -> str:
-    """A page with the counts, and a table for each family."""
-    blocks = [_INTRODUCTION, _summary(rows)]
-    for family in dict.fromkeys(row.family for row in rows):
-        lines = [_line(row) for row in rows if row.family == family]
-        blocks.append("\n".join([f"## {family[0].upper()}{family[1:]}", "", *_HEAD, *lines]))
-    return "\n\n".join(blocks) + "\n"
+def _page(rows: Sequence[Row]) -> str:
+    """The counts, of all models and of each family."""
+    families: dict[str, list[Row]] = {}
+    for row in rows:
+        families.setdefault(row.family, []).append(row)
+    lines = "\n".join(f"| {' | '.join(map(str, _counts(family, of)))} |" for family, of in families.items())
+    return _PAGE.format(summary=_summary(rows), lines=lines)
+
+
+def _counts(family: str, rows: Sequence[Row]) -> list[str | int]:
+    ends = Counter(row.plan.end for row in rows)
+    ratios = [row.ratio for row in rows if row.ratio is not None]
+    middle = f"{median(ratios):.2f}" if ratios else ""
+    return [family, len(rows), ends["whole"], ends["parts"], sum(ratio < 1 for ratio in ratios), middle]
 
 
 def _summary(rows: Sequence[Row]) -> str:

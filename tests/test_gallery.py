@@ -49,9 +49,9 @@ def test_the_ends_of_models_are_told_apart(tmp_path: Path) -> None:
     (models / "open.json").write_text(json.dumps({"family": "dynamic", "input_shapes": {"x": [2, 8]}}))
     save_relu(models / "unknown.onnx", op_type="Riddle")
     (models / "cut.onnx").write_bytes((models / "good.onnx").read_bytes()[:-20])
-    table = tmp_path / "table.md"
+    page = tmp_path / "page.md"
 
-    exit_code, said, rows = gallery(models, "--no-export", "--markdown", table, cwd=tmp_path)
+    exit_code, said, rows = gallery(models, "--no-export", "--page", page, cwd=tmp_path)
 
     assert exit_code == 1
     assert "2 of 4 get in and equal ONNX Runtime" in said
@@ -63,7 +63,8 @@ def test_the_ends_of_models_are_told_apart(tmp_path: Path) -> None:
     }
     assert rows["good"]["check"]["result"] == {"max_rel_error": 0.0, "equal": True, "algorithm": "auto"}
     assert "not a valid ONNX file" in rows["cut"]["plan"]["message"]
-    assert "## Dynamic" in table.read_text()
+    assert "| dynamic | 1 | 1 | 0 |" in page.read_text()
+    assert "dynamic,open," in page.with_suffix(".csv").read_text()
 
 
 def test_a_model_that_takes_too_long_is_left(tmp_path: Path) -> None:
