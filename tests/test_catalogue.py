@@ -8,8 +8,7 @@ from click.testing import CliRunner
 from ansor_mlflow.cli.main import cli
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS
-from ansor_mlflow.networks.catalogue import NetworkSize, read_catalogue
+from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS, NetworkSize, read_catalogue
 from ansor_mlflow.networks.loading import load_network
 from ansor_mlflow.networks.operators import OPERATORS
 from ansor_mlflow.settings import LoweringSettings

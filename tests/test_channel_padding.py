@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 
@@ -12,7 +11,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from ansor_mlflow.graphs.channel_padding import best_padding, layers_to_pad, num_tilings, pad_output_channels
+from ansor_mlflow.graphs.channel_padding import best_padding, layers_to_pad, pad_output_channels
 from ansor_mlflow.networks.loading import load_network
 
 LANES = 16
@@ -91,19 +90,11 @@ def test_without_vectors_nothing_is_padded() -> None:
     assert [best_padding(channels, 1) for channels in range(1, 600)] == list(range(1, 600))
 
 
-@pytest.mark.parametrize("channels", [1, 2, 12, 60, 97, 128, 386, 512])
-def test_tilings_are_counted(channels: int) -> None:
-    factors = [factor for factor in range(1, channels + 1) if channels % factor == 0]
-    counted = sum(math.prod(split) == channels and split[-1] <= 64 for split in itertools.product(factors, repeat=4))
-    assert num_tilings(channels) == counted
-
-
 def test_layers_are_named_with_what_they_are_padded_to() -> None:
     graph = Graph((1, 16, 5, 5))
     graph.conv("good", graph.conv("bad", "data", 386, 16, 1, 1), 384, 386, 1, 1)
     (layer,) = layers_to_pad(graph.model("good"), LANES)
     assert (layer.name, layer.channels, layer.padded_channels) == ("bad", 386, 400)
-    assert layer.num_tilings == num_tilings(386)
 
 
 def test_networks_with_round_numbers_stay_as_they_are() -> None:

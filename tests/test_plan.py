@@ -271,7 +271,7 @@ def test_layers_that_cannot_be_tiled_are_named(pad_channels: str, action: str) -
     )
     (note,) = plan.notes
     assert re.fullmatch(
-        rf"\S+ has 386 output channels, which can be tiled in \d+ ways; {action} 400, which halved the time of such a "
+        rf"\S+ has 386 output channels, which no wide vector divides; {action} 400, which halved the time of such a "
         r"layer in a measurement \(docs/networks\.md\)\.",
         note,
     )

@@ -16,7 +16,7 @@ from ansor_mlflow.lowering.lower import LoweredNetwork, lower
 from ansor_mlflow.networks.loading import load_network
 from ansor_mlflow.options import ExplainOptions, TuneOptions
 from ansor_mlflow.records.log import RecordLog
-from ansor_mlflow.sketches.decisions import ANNOTATION
+from ansor_mlflow.sketches.choice import ANNOTATION
 from ansor_mlflow.steps.reports import explain_task
 from ansor_mlflow.tuning.search.choice import ProgramSearch, SearchInBoth, make_search
 from ansor_mlflow.tuning.search.sketch_search import MIN_LEARNED, SketchSearch

@@ -23,10 +23,9 @@ from ansor_mlflow.model.manifest import LibraryEntry, Manifest
 from ansor_mlflow.networks.loading import load_network
 from ansor_mlflow.networks.onnx_file import write_onnx
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.sketches.choice import ANNOTATION, find_programs
+from ansor_mlflow.sketches.choice import ANNOTATION, decision_text, find_programs
 from ansor_mlflow.sketches.contraction import find_contraction
-from ansor_mlflow.sketches.decisions import decision_text
-from ansor_mlflow.sketches.machine import Machine
+from ansor_mlflow.sketches.estimate import Machine
 from ansor_mlflow.sketches.register_tile import RegisterTiling
 from ansor_mlflow.tensors import random_inputs
 

@@ -34,7 +34,7 @@ class _PlaceInWhole:
     """Where in a whole a part belongs."""
 
     shape: tuple[int, ...]
-    """That of the whole."""
+    """Shape of the whole."""
     axis: int
     offset: int
 
@@ -46,9 +46,9 @@ class _Part:
     whole: relax.Var
     place: _PlaceInWhole
     into: relax.Var
-    """The whole, as it is after this part was written; of the last one it is `whole`."""
+    """The whole after this part was written; that after the last part is `whole`."""
     before: relax.Var | None
-    """As it is before; None for the first part."""
+    """The whole before this part was written; None for the first part."""
 
 
 def count_written_in_place(mod: IRModule) -> Mapping[str, int]:
@@ -60,11 +60,7 @@ def count_written_in_place(mod: IRModule) -> Mapping[str, int]:
 
 
 def write_in_place(mod: IRModule) -> IRModule:
-    """A network without the concatenations that need no copies.
-
-    Args:
-        mod: The network, with schedules applied.
-    """
+    """A network, with schedules applied, without the concatenations that need no copies."""
     builder = relax.BlockBuilder(mod)
     writers: dict[tuple[str, _PlaceInWhole], GlobalVar] = {}
 
@@ -113,7 +109,7 @@ def _dataflow_blocks(function: relax.Function) -> list[relax.DataflowBlock]:
 
 
 def _num_uses(function: relax.Function) -> Counter[relax.Var]:
-    """In how many bindings a variable is needed, or as the result."""
+    """The number of bindings that need a variable, or the result that is one."""
     found: Counter[relax.Var] = Counter(relax.analysis.free_vars(function.body.body))
     for block in function.body.blocks:
         for binding in block.bindings:

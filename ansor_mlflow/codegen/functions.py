@@ -141,7 +141,7 @@ def _select(condition: tirx.Expr, chosen: float | tirx.Expr, otherwise: tirx.Exp
 
 
 def _polynomial(coefficients: Sequence[float], x: tirx.Var) -> tirx.Expr:
-    """By Horner's rule, from the constant term on."""
+    """Evaluates a polynomial by Horner's rule; its coefficients begin with the constant term."""
     *others, value = coefficients
     for coefficient in reversed(others):
         value = x * value + coefficient
@@ -178,7 +178,7 @@ def _lower(call: tirx.Expr, function: _Function) -> tirx.Expr:
 
 
 def _lower_power(call: tirx.Expr) -> tirx.Expr:
-    """As `_lower`, for a power with an exponent that is multiplied out."""
+    """Does what `_lower` does, for a power with an exponent that is multiplied out."""
     exponent = getattr(call.args[1], "value", None)
     value = getattr(exponent, "value", exponent)
     if value not in _POWERS:

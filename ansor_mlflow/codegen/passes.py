@@ -28,6 +28,19 @@ _IS_ARRAY = "disable_lower_builtin"
 """TVM's annotation (`transform.h`) of a buffer that code generation is to make an array of."""
 
 
+def pass_config(target: Target) -> dict[str, bool]:
+    """The `config` of the `PassContext` in which code for `target` is generated.
+
+    For CPUs, functions such as exp become vector arithmetic; see `codegen.functions`. Other devices have instructions
+    for them. A candidate has to be measured as it will be compiled, so that both take this.
+    """
+    if not is_cpu(target):
+        return {}
+    from ansor_mlflow.codegen.functions import RULES_FOR
+
+    return {RULES_FOR: True}
+
+
 def tir_pipeline(target: Target) -> str:
     """The `pipeline` of TVM's `build`, and `tir_pipeline` of its `compile`, with which code for `target` is generated.
 

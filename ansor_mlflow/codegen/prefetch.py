@@ -17,7 +17,7 @@ _LINE_BYTES = 64
 _MAX_FETCHES = 8
 """Lines that are fetched in an iteration."""
 _KEPT = 3
-"""Of LLVM's `prefetch`: in all caches."""
+"""LLVM's number for a `prefetch` into all caches."""
 
 
 def with_prefetches(func: Any, _mod: Any, _context: Any) -> Any:
@@ -31,7 +31,7 @@ class _Fetcher:
         from tvm_ffi import structural_walk
 
         self._values: dict[Any, Any] = {}
-        """What variables stand for."""
+        """Values that variables stand for."""
         self._around: Any = None
         """The next loop around."""
         self._num_loops = 0

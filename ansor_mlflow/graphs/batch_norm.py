@@ -21,14 +21,7 @@ _DEFAULT_EPSILON = 1e-5
 
 
 def fold_batch_norms(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model without those batch normalisations that follow a convolution with constant weights.
-
-    Args:
-        model: Stays as it is.
-
-    Returns:
-        A model that computes the same but for rounding.
-    """
+    """A copy of the model without those batch normalisations that follow a convolution with constant weights."""
     folded = onnx.ModelProto()
     folded.CopyFrom(model)
     graph = folded.graph

@@ -6,8 +6,7 @@ are 24 vectors of 16. A few channels more, filled with zeros, cost less.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +14,9 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from ansor_mlflow.graphs.walk import attributes_of, uses
+from ansor_mlflow.graphs.walk import attributes_of, opset_version, uses
 from ansor_mlflow.graphs.weights import remove_unused_initializers
 
-_MAX_INNERMOST = 64
-"""Largest innermost factor of a tiling: `max_innermost_factor` in MetaSchedule's rules for CPUs."""
-_NUM_FACTORS = 4
-"""Factors into which MetaSchedule splits a spatial axis (structure SSRSRS)."""
 _MIN_GAIN = 2.0
 """Predicted speedup above which a layer is padded: the prediction is optimistic."""
 _MAX_GROWTH = 1.25
@@ -43,35 +38,18 @@ class PaddedLayer:
 
     name: str
     channels: int
-    num_tilings: int
-    """Ways to split the channels into the factors of a tiling."""
     padded_channels: int
 
 
 def layers_to_pad(model: onnx.ModelProto, lanes: int) -> list[PaddedLayer]:
-    """The layers that `pad_output_channels` would pad, in the order of the graph.
-
-    Args:
-        model: ONNX model.
-        lanes: Elements of a vector register.
-    """
-    layers = []
+    """The layers that `pad_output_channels` would pad for vectors of so many elements, in the order of the graph."""
     constants = {initializer.name: initializer for initializer in model.graph.initializer}
-    for node in model.graph.node:
-        layer = _layer(node, constants)
-        if layer is None:
-            continue
-        padded = best_padding(layer.channels, lanes)
-        if padded != layer.channels:
-            layers.append(
-                PaddedLayer(
-                    name=node.name or node.output[0],
-                    channels=layer.channels,
-                    num_tilings=num_tilings(layer.channels),
-                    padded_channels=padded,
-                )
-            )
-    return layers
+    found = ((node, layer) for node in model.graph.node if (layer := _layer(node, constants)) is not None)
+    return [
+        PaddedLayer(node.name or node.output[0], layer.channels, padded)
+        for node, layer in found
+        if (padded := best_padding(layer.channels, lanes)) != layer.channels
+    ]
 
 
 def best_padding(channels: int, lanes: int) -> int:
@@ -82,23 +60,13 @@ def best_padding(channels: int, lanes: int) -> int:
     return best if gain > _MIN_GAIN else channels
 
 
-def num_tilings(channels: int) -> int:
-    """Ways to write `channels` as an ordered product of a tiling's factors, the last of them at most 64."""
-    return sum(_num_products(channels // last, _NUM_FACTORS - 1) for last in _innermost_factors(channels))
-
-
 def pad_output_channels(model: onnx.ModelProto, padding: Callable[[int], int]) -> onnx.ModelProto:
-    """The model with more output channels in its convolutions and dense layers.
+    """A copy of the model with more output channels in its convolutions and dense layers.
 
     What follows a padded layer and treats channels alike (activations, pooling, sums) works on the padded tensor, and a
     next layer takes it as it is, with zeros among its weights. Everything else gets the true channels by a `Slice`.
-
-    Args:
-        model: Stays as it is. Grouped convolutions are left alone, as are layers whose weights are no initializers.
-        padding: Takes a number of output channels and returns how many to compute, at least as many.
-
-    Returns:
-        A model that computes the same but for rounding.
+    Grouped convolutions are left alone, as are layers whose weights are no initializers. `padding` takes a number of
+    output channels, and returns how many to compute.
     """
     padded = onnx.ModelProto()
     padded.CopyFrom(model)
@@ -114,32 +82,12 @@ def pad_output_channels(model: onnx.ModelProto, padding: Callable[[int], int]) -
     return padded
 
 
-# -- arithmetic ------------------------------------------------------------------------------------------------------
-
-
 def _efficiency(size: int, channels: int, lanes: int) -> float:
     """Useful share of the vector lanes when `size` channels are computed of which `channels` are needed.
 
     Vectors of sketches are powers of two. LLVM does badly with others.
     """
     return min(size & -size, lanes) / lanes * channels / size
-
-
-def _innermost_factors(size: int) -> Iterator[int]:
-    return (factor for factor in range(1, min(size, _MAX_INNERMOST) + 1) if size % factor == 0)
-
-
-def _num_products(number: int, num_factors: int) -> int:
-    """Ways to write a number as an ordered product: for each prime, exponents are shared out among the factors."""
-    ways, prime = 1, 2
-    while number > 1:
-        exponent = 0
-        while number % prime == 0:
-            number //= prime
-            exponent += 1
-        ways *= math.comb(exponent + num_factors - 1, num_factors - 1)
-        prime = prime + 1 if prime * prime <= number else max(number, prime + 1)
-    return ways
 
 
 # -- rewriting -------------------------------------------------------------------------------------------------------
@@ -192,16 +140,11 @@ def _layer(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto]) -> _Wei
 
 
 class _Rewriter:
-    """Rewrites the nodes of a graph one after the other, and keeps in mind which tensors are there padded.
-
-    Args:
-        model: Gets the new constants; its nodes stay as they are.
-        padding: As in `pad_output_channels`.
-    """
+    """Rewrites the nodes of a graph one after the other, and keeps in mind which tensors are there padded."""
 
     def __init__(self, model: onnx.ModelProto, padding: Callable[[int], int]) -> None:
         self._graph = model.graph
-        self._opset = next((opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx")), 1)
+        self._opset = opset_version(model)
         self._padding = padding
         self._constants = {initializer.name: initializer for initializer in model.graph.initializer}
         self._padded: dict[str, _Padding] = {}

@@ -21,12 +21,7 @@ _FIRST_OPSET_WITH_REDUCED_INPUT = 18
 
 
 class GraphEditor:
-    """What a rewriting asks of a graph, and where it puts its nodes.
-
-    Attributes:
-        opset: Version of ONNX's own operators.
-        new_constants: Initializers that the nodes put in need.
-    """
+    """What a rewriting asks of a graph, and where it puts its nodes and new initializers."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self.opset = opset_version(model)
@@ -44,7 +39,7 @@ class GraphEditor:
         self._num_names = 0
 
     def rewrite(self, node: onnx.NodeProto, rewriting: Rewriting | None) -> list[onnx.NodeProto] | None:
-        """What takes the place of a node; None if there is no rewriting or it does not apply."""
+        """The nodes that take the place of one; None if there is no rewriting or it does not apply."""
         self._nodes, self._prefix, self._num_names = [], next(filter(None, node.output), ""), 0
         return self._nodes if rewriting is not None and rewriting(node, self) else None
 
@@ -86,28 +81,22 @@ class GraphEditor:
         return output < len(node.output) and node.output[output] in self._uses
 
     def constant(self, value: Any, dtype: Any = None) -> str:
-        """The name of a new constant."""
+        """The name of a new constant; `dtype` is NumPy's, or one of ONNX's numbers."""
+        dtype = helper.tensor_dtype_to_np_dtype(dtype) if isinstance(dtype, int) else dtype
         tensor = numpy_helper.from_array(np.asarray(value, dtype), self._new_name("constant"))
         self.new_constants.append(tensor)
         self._constants[tensor.name] = tensor
         return str(tensor.name)
 
     def emit(self, op_type: str, *inputs: str, output: str | None = None, **attributes: Any) -> str:
-        """Puts in a node with one output.
+        """Puts in a node of one of ONNX's own operators, and returns the name of its only output.
 
-        Args:
-            op_type: One of ONNX's own operators.
-            inputs: Names of tensors; an empty one is an optional input that is not there.
-            output: Name of the output; a new one, if there is none.
-            attributes: The node's; those that are None are left out.
-
-        Returns:
-            The name of the output.
+        An empty name among the inputs is an optional input that is not there; attributes that are None are left out.
         """
         return self.emit_all(op_type, inputs, [output or self._new_name(op_type.lower())], **attributes)[0]
 
     def emit_all(self, op_type: str, inputs: Sequence[str], outputs: list[str], **attributes: Any) -> list[str]:
-        """As `emit`, for a node with any number of outputs, whose names are given."""
+        """Does what `emit` does, for a node with any number of outputs, whose names are given."""
         self._nodes.append(
             helper.make_node(op_type, list(inputs), outputs, name=f"{outputs[0]}.{op_type}", **attributes)
         )
@@ -149,11 +138,9 @@ Rewritings = Mapping[tuple[str, str], Rewriting]
 
 
 def rewrite(model: onnx.ModelProto, rewritings: Rewritings) -> onnx.ModelProto:
-    """The model with other nodes in the place of some; itself where there is nothing to do.
+    """A copy of the model with other nodes in the place of some; itself where there is nothing to do.
 
-    Args:
-        model: Stays as it is. Constants are its initializers.
-        rewritings: What to do with which nodes. What they put in is not looked at again.
+    Its constants are its initializers. What rewritings put in is not looked at again.
     """
     if opset_version(model) < _FIRST_OPSET or not any(_operator(node) in rewritings for node in model.graph.node):
         return model

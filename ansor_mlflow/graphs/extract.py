@@ -19,14 +19,10 @@ def extract(
     outputs: Sequence[str] | None = None,
     num_uses: Counter[str] | None = None,
 ) -> onnx.ModelProto:
-    """The model of some nodes of a graph, which takes what they need of the others.
+    """The model of some nodes of a graph, given by their places, which takes what they need of the others.
 
-    Args:
-        model: Whole model.
-        indices: Places of the nodes in its graph, in order.
-        values: Types of its tensors.
-        outputs: What the new model returns; all that others need of these nodes, if it is not given.
-        num_uses: How often each tensor of the graph is taken, if that is known already.
+    It returns `outputs`, by default all that others need of these nodes. `num_uses` spares counting how often each
+    tensor is taken.
     """
     graph = model.graph
     nodes = [graph.node[index] for index in indices]

@@ -20,8 +20,8 @@ from ansor_mlflow.graphs.types import ValueInfos, is_tensor, static_shape
 from ansor_mlflow.graphs.walk import attributes_of, inputs_of, producers_of
 
 MIN_FLOPS = 2e6
-"""What a part in TVM has to compute. Handing a tensor over twice and calling ONNX Runtime once more takes some twenty
-microseconds, in which a core computes as much."""
+"""The least that a part in TVM has to compute. Handing a tensor over twice and calling ONNX Runtime once more takes
+some twenty microseconds, in which a core computes as much."""
 _WITH_OTHERS = ""
 """The reason of operators that TVM could compute, but that are too few to pay, or share what is no tensor with others.
 """
@@ -50,16 +50,10 @@ class GraphPart:
 
 
 def partition(model: onnx.ModelProto, reasons: Mapping[int, str], values: ValueInfos) -> list[GraphPart]:
-    """Splits a model.
+    """Splits a model, whose nodes are in topological order, into parts in the order in which they run.
 
-    Args:
-        model: Model whose nodes are in topological order.
-        reasons: Why a node stays with ONNX Runtime, by its place in the graph. All others may run in TVM; those that
-            would be parts too small to pay for handing tensors over stay, too.
-        values: Types of its tensors.
-
-    Returns:
-        The parts, in the order in which they run; one, if all nodes are on one side.
+    `reasons` says why a node stays with ONNX Runtime, by its place in the graph. All others may run in TVM, but for
+    those that would be parts too small to pay for handing tensors over.
     """
     flops = [_num_flops(node, values) for node in model.graph.node]
     stays = dict(reasons)
@@ -144,10 +138,8 @@ def _smallest(turns: list[int], stays: Mapping[int, str], flops: list[float]) ->
 def _num_flops(node: onnx.NodeProto, values: ValueInfos) -> float:
     """Floating point operations of a node; a multiplication and an addition are two.
 
-    Args:
-        node: Of any operator. Those that do not multiply matrices count one operation for each element of their first
-            output, and those that only move elements none.
-        values: Types of the graph's tensors. A node whose shapes are not known counts nothing.
+    An operator that does not multiply matrices counts one for each element of its first output, one that only moves
+    elements none, and a node whose shapes are not known none.
     """
     shapes = [static_shape(values.get(name)) for name in (*node.input[:3], *node.output[:1])]
     output = shapes.pop()

@@ -7,7 +7,7 @@ the table, or a reshape that melts the batch with another axis, decides nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import onnx
@@ -62,10 +62,9 @@ _OPSET_OF_ONE_AXIS = 13
 
 
 def rows_of(model: onnx.ModelProto) -> Rows:
-    """Whether each row of the outputs depends on that row of the inputs alone. All inputs have one first axis.
+    """Whether each row of the outputs depends on that row of the inputs alone, which all have one first axis.
 
-    Args:
-        model: Model with static shapes, without what follows from them (see `simplify`).
+    The model has static shapes, and nothing that follows from them (see `simplify`).
     """
     try:
         graph = _Graph(model)
@@ -138,11 +137,7 @@ class _Graph:
         return bool((values == values.take([0], axis)).all())
 
     def aligned(self, names: Iterator[tuple[str, int]]) -> int:
-        """The batch axis of a result, from inputs with the number of axes that the result has more than each.
-
-        Raises:
-            _Mixed: Inputs have it at several places.
-        """
+        """The batch axis of a result, from inputs with the number of axes that the result has more than each."""
         pairs = [(name, more) for name, more in names if name]
         found = {axis + more for name, more in pairs if (axis := self.axis(name)) is not None}
         if len(found) != 1:
@@ -177,6 +172,18 @@ class _Graph:
         if axis is None or any(self.axis(name) is not None for name in node.input[1:]):
             raise _Unknown(node.op_type)
         return axis
+
+    def along(self, node: onnx.NodeProto, axes: Iterable[int], *, keeps: bool = True, axis: int | None = None) -> int:
+        """The batch axis behind an operator that mixes some axes of its first input, and may remove them."""
+        axis = self.only_first(node) if axis is None else axis
+        mixed = {number % self.rank(node) for number in axes}
+        if axis in mixed:
+            raise _Mixed
+        return axis if keeps else axis - sum(number < axis for number in mixed)
+
+    def rank(self, node: onnx.NodeProto) -> int:
+        """The number of axes of the first input."""
+        return len(self.shape(node.input[0]))
 
 
 _Rule = Callable[[_Graph, onnx.NodeProto], Any]
@@ -228,93 +235,66 @@ def _resize(graph: _Graph, node: onnx.NodeProto) -> int:
 
 
 def _reduce(graph: _Graph, node: onnx.NodeProto) -> int:
-    axis, rank = graph.only_first(node), len(graph.shape(node.input[0]))
-    given = graph.numbers(node, "axes", 1)
-    if not given:
-        if attributes_of(node).get("noop_with_empty_axes", 0):
-            return axis
-        raise _Mixed
-    return _without(axis, {number % rank for number in given}, attributes_of(node).get("keepdims", 1))
-
-
-def _without(axis: int, reduced: set[int], keeps: int) -> int:
-    if axis in reduced:
-        raise _Mixed
-    return axis if keeps else axis - sum(number < axis for number in reduced)
+    attributes = attributes_of(node)
+    every = [] if attributes.get("noop_with_empty_axes", 0) else range(graph.rank(node))
+    axes = graph.numbers(node, "axes", 1) or every
+    return graph.along(node, axes, keeps=attributes.get("keepdims", 1))
 
 
 def _one_axis(graph: _Graph, node: onnx.NodeProto) -> int:
-    axis, rank = graph.only_first(node), len(graph.shape(node.input[0]))
-    default = 1 if node.op_type in ("Softmax", "LogSoftmax", "Hardmax") and graph.has_old_axis() else None
-    place = 1 if node.op_type == "CumSum" else len(node.input)
-    numbers = graph.numbers(node, "axis", place)
-    along = (numbers[0] if numbers else (default or _ONE_AXIS[node.op_type])) % rank
-    if default is not None:
-        if axis >= along:
-            raise _Mixed
-        return axis
-    keeps = attributes_of(node).get("keepdims", 1) if node.op_type.startswith("Arg") else 1
-    return _without(axis, {along}, keeps)
+    is_old = node.op_type in ("Softmax", "LogSoftmax", "Hardmax") and graph.has_old_axis()
+    given = graph.numbers(node, "axis", 1 if node.op_type == "CumSum" else len(node.input))
+    axis = given[0] if given else 1 if is_old else _ONE_AXIS[node.op_type]
+    if is_old:
+        return graph.along(node, range(axis % graph.rank(node), graph.rank(node)))
+    return graph.along(node, [axis], keeps=not node.op_type.startswith("Arg") or attributes_of(node).get("keepdims", 1))
 
 
 def _from_axis(graph: _Graph, node: onnx.NodeProto) -> int:
-    rank = len(graph.shape(node.input[0]))
-    if graph.only_first(node) >= attributes_of(node).get("axis", -1) % rank:
-        raise _Mixed
+    rank = graph.rank(node)
+    graph.along(node, range(attributes_of(node).get("axis", -1) % rank, rank))
     return _elementwise(graph, node)  # scales may have as many axes
 
 
 def _mean_variance(graph: _Graph, node: onnx.NodeProto) -> int:
-    axis, rank = graph.only_first(node), len(graph.shape(node.input[0]))
-    return _without(axis, {number % rank for number in attributes_of(node).get("axes", [0, 2, 3])}, 1)
+    return graph.along(node, attributes_of(node).get("axes", [0, 2, 3]))
 
 
 def _transpose(graph: _Graph, node: onnx.NodeProto) -> int:
-    axis, rank = graph.only_first(node), len(graph.shape(node.input[0]))
-    return list(attributes_of(node).get("perm", range(rank)[::-1])).index(axis)
+    return list(attributes_of(node).get("perm", range(graph.rank(node))[::-1])).index(graph.only_first(node))
 
 
 def _concat(graph: _Graph, node: onnx.NodeProto) -> int:
-    axis = graph.aligned((name, 0) for name in node.input)
-    return _without(axis, {attributes_of(node)["axis"] % len(graph.shape(node.input[0]))}, 1)
+    return graph.along(node, [attributes_of(node)["axis"]], axis=graph.aligned((name, 0) for name in node.input))
 
 
 def _split(graph: _Graph, node: onnx.NodeProto) -> int:
-    return _without(graph.only_first(node), {attributes_of(node).get("axis", 0) % len(graph.shape(node.input[0]))}, 1)
+    return graph.along(node, [attributes_of(node).get("axis", 0)])
 
 
 def _slice(graph: _Graph, node: onnx.NodeProto) -> int:
-    axis, rank = graph.only_first(node), len(graph.shape(node.input[0]))
+    axis = graph.only_first(node)
     starts = graph.numbers(node, "starts", 1) or []
     axes = graph.numbers(node, "axes", 3) or list(range(len(starts)))
     is_whole = graph.shape(node.output[0])[axis] == graph.shape(node.input[0])[axis]
-    steps = graph.numbers(node, "steps", 4) or [1]
-    if axis in {number % rank for number in axes} and not (is_whole and min(steps) > 0):
-        raise _Mixed
-    return axis
+    is_in_order = min(graph.numbers(node, "steps", 4) or [1]) > 0
+    return axis if is_whole and is_in_order else graph.along(node, axes)
 
 
 def _pad(graph: _Graph, node: onnx.NodeProto) -> int:
-    axis, rank = graph.only_first(node), len(graph.shape(node.input[0]))
-    pads = graph.numbers(node, "pads", 1)
-    axes = [number % rank for number in graph.numbers(node, "axes", 3) or range(rank)]
+    pads, axes = graph.numbers(node, "pads", 1), graph.numbers(node, "axes", 3) or range(graph.rank(node))
     if pads is None or len(pads) != 2 * len(axes):
         raise _Unknown(node.op_type)
-    if axis in axes and (pads[axes.index(axis)] or pads[axes.index(axis) + len(axes)]):
-        raise _Mixed
-    return axis
+    return graph.along(node, [axis for place, axis in enumerate(axes) if pads[place] or pads[place + len(axes)]])
 
 
 def _tile(graph: _Graph, node: onnx.NodeProto) -> int:
-    axis = graph.only_first(node)
-    if graph.constant(node.input[1])[axis] != 1:
-        raise _Mixed
-    return axis
+    return graph.along(node, [axis for axis, times in enumerate(graph.constant(node.input[1])) if times != 1])
 
 
 def _gather(graph: _Graph, node: onnx.NodeProto) -> int:
     data, indices = (graph.axis(name) for name in node.input[:2])
-    along = attributes_of(node).get("axis", 0) % len(graph.shape(node.input[0]))
+    along = attributes_of(node).get("axis", 0) % graph.rank(node)
     if data is None and indices is not None:
         return int(along + indices)
     if data is not None and indices is not None and data == along:
@@ -322,7 +302,7 @@ def _gather(graph: _Graph, node: onnx.NodeProto) -> int:
     if data is None or indices is not None:
         raise _Unknown(node.op_type)
     more = len(graph.shape(node.input[1])) - 1
-    return _without(data, {along}, 1) + (more if data > along else 0)
+    return graph.along(node, [along], axis=data) + (more if data > along else 0)
 
 
 def _gather_elements(graph: _Graph, node: onnx.NodeProto) -> int:
@@ -330,7 +310,7 @@ def _gather_elements(graph: _Graph, node: onnx.NodeProto) -> int:
     data, indices = (graph.shape(name) for name in node.input[:2])
     if data[axis] != indices[axis]:  # the first of all rows are taken, not the first of each
         raise _Mixed
-    return _without(axis, {attributes_of(node).get("axis", 0) % len(graph.shape(node.input[0]))}, 1)
+    return graph.along(node, [attributes_of(node).get("axis", 0)], axis=axis)
 
 
 def _one_hot(graph: _Graph, node: onnx.NodeProto) -> int:
@@ -340,7 +320,7 @@ def _one_hot(graph: _Graph, node: onnx.NodeProto) -> int:
 
 def _quantize(graph: _Graph, node: onnx.NodeProto) -> int:
     axis, shape = graph.only_first(node), graph.shape(node.input[1])
-    if math.prod(shape) != 1 and axis == attributes_of(node).get("axis", 1) % len(graph.shape(node.input[0])):
+    if math.prod(shape) != 1 and axis == attributes_of(node).get("axis", 1) % graph.rank(node):
         raise _Mixed
     return axis if len(shape) < 2 else _elementwise(graph, node)  # of blocks, which have all axes
 

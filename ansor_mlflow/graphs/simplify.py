@@ -27,21 +27,15 @@ _MAX_CONSTANT_BYTES = str(2**26)
 _ERROR = 3
 """Severity of ONNX Runtime's messages from which they are shown."""
 _OLDEST_OPSET = 11
-"""From here on slices, pads and bounds of Clip are inputs, and Upsample is Resize."""
+"""Version from which slices, pads and bounds of Clip are inputs, and Upsample is Resize."""
 _COUNTING = {"coordinate_transformation_mode": "asymmetric"}
 """How Upsample, and Resize before version 11, count positions. ONNX Runtime rounds them up where a tensor shrinks."""
 
 
 def raise_opset(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with operators of version 11 at least, as far as ONNX's own converter knows them.
+    """A model with operators of version 11 at least; the model itself where it is new enough, or cannot be converted.
 
     TVM reads most older operators, but neither Slice nor Upsample by their attributes.
-
-    Args:
-        model: Stays as it is.
-
-    Returns:
-        A model that computes the same; the same model, if it is new enough or cannot be converted.
     """
     if opset_version(model) >= _OLDEST_OPSET:
         return model
@@ -64,14 +58,7 @@ def raise_opset(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def simplify(model: onnx.ModelProto, called: str) -> onnx.ModelProto:
-    """The model without what follows from the shapes of its inputs.
-
-    Args:
-        model: Model whose inputs have static shapes; stays as it is.
-        called: What messages call it.
-
-    Returns:
-        A model that computes the same, with the shapes of all tensors that are known before it runs.
+    """A copy of a model with static inputs, without what follows from their shapes.
 
     Raises:
         UserInputError: ONNX Runtime cannot load the model.

@@ -58,15 +58,10 @@ def value_infos(model: onnx.ModelProto) -> ValueInfos:
 def corrected_types(
     model: onnx.ModelProto, inputs: Sequence[TensorSpec], directory: Path | None
 ) -> list[onnx.ValueInfoProto]:
-    """Types of tensors with which ONNX infers all others as ONNX Runtime does.
+    """Types of tensors with which ONNX infers all others as ONNX Runtime does: for most models none.
 
-    Args:
-        model: Model with static inputs.
-        inputs: Its inputs; with them it is run where nobody infers a shape.
-        directory: Where the weights are that are not in the model.
-
-    Returns:
-        As few as that takes: for most models none.
+    Where nobody infers a shape, the model is run with inputs of these types; `directory` has the weights that are not
+    in it.
     """
     measured: list[onnx.ValueInfoProto] = []
     while True:
@@ -85,7 +80,7 @@ def corrected_types(
 
 
 def types_as_before(model: onnx.ModelProto, before: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
-    """As `corrected_types`, for a model that was made of one with such types; nothing is run."""
+    """Does what `corrected_types` does, for a model that was made of one with such types; nothing is run."""
     produced = {name for node in model.graph.node if node.domain == _MEASURED_DOMAIN for name in node.output}
     return _inferred(model, [value for value in before.graph.value_info if value.name in produced])[0]
 
@@ -176,12 +171,9 @@ def _with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelPro
 
 
 def start_session(model: bytes, directory: Path | None, *, optimized: bool = True) -> onnxruntime.InferenceSession:
-    """Loads a model in ONNX Runtime, which computes what is constant and raises whatever it likes where it cannot.
+    """Loads a model in ONNX Runtime, which raises whatever it likes where it cannot.
 
-    Args:
-        model: The message.
-        directory: Where its external data is.
-        optimized: Whether it may compute what is constant, which shows more of shapes.
+    Optimised, it computes what is constant, which shows more of shapes. `directory` has the model's external data.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _FATAL

@@ -22,14 +22,7 @@ WhyNot = Callable[[onnx.NodeProto, GraphEditor], "str | None"]
 
 
 def reasons_to_stay(model: onnx.ModelProto) -> dict[int, str]:
-    """Why nodes are not for TVM, by their places in the graph.
-
-    Args:
-        model: Model after `rewrite_operators`.
-
-    Returns:
-        A few words for each node that TVM would compute wrongly, or not at all.
-    """
+    """Why TVM would compute a node wrongly or not at all, in a few words, by its place in the graph."""
     graph = GraphEditor(model)
     reasons = {place: why_not(node, graph) for place, node in enumerate(model.graph.node)}
     return {place: reason for place, reason in reasons.items() if reason is not None}
@@ -37,16 +30,14 @@ def reasons_to_stay(model: onnx.ModelProto) -> dict[int, str]:
 
 def why_not(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
     """Why a node is not for TVM; None if it may be."""
-    if any(0 in (graph.shape(name) or ()) for name in (*node.input, *node.output) if name and _is_data(name, graph)):
+    data = [
+        name for name in (*node.input, *node.output) if name and graph.value(name) is None
+    ]  # Resize: empty constants
+    if any(0 in (graph.shape(name) or ()) for name in data):
         return "a tensor without elements"
     if node.op_type.startswith("Reduce") and attributes_of(node).get("noop_with_empty_axes"):
         return "a reduction over no axis" if graph.reduced_axes(node) is None else None
     return _WHY_NOT[node.op_type](node, graph) if node.op_type in _WHY_NOT else None
-
-
-def _is_data(name: str, graph: GraphEditor) -> bool:
-    """Whether a tensor is no constant, which may be empty: Resize has such inputs."""
-    return graph.value(name) is None
 
 
 def _attribute(name: str, value: object, reason: str) -> WhyNot:

@@ -34,14 +34,8 @@ def with_weights(model: onnx.ModelProto, weights: Iterable[TensorProto]) -> onnx
 def without_numbers(model: onnx.ModelProto, change: Callable[[onnx.ModelProto], onnx.ModelProto]) -> onnx.ModelProto:
     """Applies a function of ONNX's that needs no more of weights than their types and shapes.
 
-    Each of them writes the model as one message and reads it again, several times: seconds for half a gigabyte.
-
-    Args:
-        model: Stays as it is.
-        change: Gets a copy in which large weights are empty, and returns a model with the same weights.
-
-    Returns:
-        What the function returned, with the weights.
+    Each of them writes the model as one message and reads it again, several times: seconds for half a gigabyte. So it
+    gets a copy in which large weights are empty, and the model that it returns gets them back.
     """
     large = {weight.name: weight for weight in model.graph.initializer if is_large(weight)}
     light = with_weights(

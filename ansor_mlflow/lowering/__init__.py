@@ -1,3 +1,3 @@
-"""From ONNX to fused TensorIR functions, in the one way that tuning and compiling share."""
+"""Lowers ONNX to fused TensorIR functions, in the one way that tuning and compiling share."""
 
 from ansor_mlflow.lowering.lower import LOWERING_VERSION, LoweredNetwork, TuningTask, lower, lower_sizes

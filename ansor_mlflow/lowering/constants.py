@@ -17,7 +17,7 @@ from tvm import relax, tirx
 from tvm.ir import GenericConst, IRModule, Op
 from tvm.ir.transform import Pass, PassContext, Sequential, module_pass
 
-from ansor_mlflow.lowering.rewriting import rewrite_main
+from ansor_mlflow.lowering.relax_passes import rewrite_main
 
 
 def _permute_dims(call: relax.Call, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

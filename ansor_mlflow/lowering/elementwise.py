@@ -16,7 +16,7 @@ from tvm import relax, tirx
 from tvm.ir import GenericConst, IRModule
 from tvm.ir.transform import Pass, Sequential
 
-from ansor_mlflow.lowering.rewriting import rewrite_main
+from ansor_mlflow.lowering.relax_passes import rewrite_main
 
 _BOUNDS: dict[str, Callable[..., relax.Expr]] = {"maximum": relax.op.maximum, "minimum": relax.op.minimum}
 """What takes the place of the functions as which TVM imports the bounds of Clip, by their names."""
@@ -173,7 +173,7 @@ def _leaky_relu(call: relax.Call) -> relax.Expr:
 
 
 def _bound(mutator: relax.PyExprMutator, expr: relax.Expr) -> relax.Expr:
-    """What a variable stands for."""
+    """The expression that a variable stands for."""
     value = mutator.lookup_binding(expr) if isinstance(expr, relax.Var) else None
     return expr if value is None else value
 
@@ -183,7 +183,7 @@ def _dtype(tensor: relax.Expr) -> str:
 
 
 def _number(function: tirx.PrimFunc) -> float:
-    """What a function that holds a bound compares every element with."""
+    """The number that a function which holds a bound compares every element with."""
     statement = function.body
     while not isinstance(statement, tirx.BufferStore):
         statement = statement.block if hasattr(statement, "block") else statement.body

@@ -12,7 +12,7 @@ from tvm import relax, tirx
 from tvm.ir import GenericConst
 from tvm.ir.transform import Pass
 
-from ansor_mlflow.lowering.rewriting import rewrite_main
+from ansor_mlflow.lowering.relax_passes import rewrite_main
 
 _ALONG_AXIS = {"relax.gather_elements", "relax.scatter_elements"}
 _COORDINATES = {"relax.gather_nd", "relax.scatter_nd"}

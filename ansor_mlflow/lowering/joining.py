@@ -11,11 +11,9 @@ from tvm_ffi import structural_equal
 
 
 def join_modules(modules: Mapping[str, IRModule]) -> IRModule:
-    """Puts the functions of several modules into one.
+    """Puts the functions of several modules into one; the "main" of each gets the name that it is given by.
 
-    Args:
-        modules: By the name that "main" gets. Functions of two modules that are the same become one; others of the same
-            name get a number.
+    Functions of two modules that are the same become one; others of the same name get a number.
     """
     joined = IRModule()
     for name, mod in modules.items():

@@ -86,9 +86,9 @@ class LoweredNetwork:
     """Module whose function "main" takes the network's inputs alone. Of a network in parts, or of several sizes, it has
     one for each part of TVM's."""
     tasks: tuple[TuningTask, ...]
-    """Of a layer that may be computed in several ways one for each way, after each other."""
+    """A layer that may be computed in several ways has a task for each, after each other."""
     parts: tuple[NetworkPart, ...] = ()
-    """In the order in which they run, those of each size after the other; empty where "main" is the only one."""
+    """The parts in the order in which they run, size after size; empty where "main" is the only one."""
     hard_to_tile: tuple[PaddedLayer, ...] = ()
     """Layers with channels that `pad_channels=auto` pads."""
 
@@ -110,17 +110,7 @@ class LoweredNetwork:
 def lower(
     model: onnx.ModelProto, target: Target, settings: LoweringSettings = _DEFAULTS, called: str = ""
 ) -> LoweredNetwork:
-    """Lowers a network to fused functions for `target`; see `lower_sizes`.
-
-    Args:
-        model: ONNX model whose inputs have static shapes.
-        target: Device that the functions are for.
-        settings: Layout, type, padding, and whether parts may stay with ONNX Runtime.
-        called: What messages call the network; by default the name of its graph.
-
-    Raises:
-        UserInputError: ONNX Runtime cannot load the model, TVM can compute no part of it, or not all where it must.
-    """
+    """Lowers an ONNX model with static inputs to fused functions for `target`; see `lower_sizes`."""
     return lower_sizes([model], target, settings, called or model.graph.name)
 
 
@@ -133,13 +123,8 @@ def lower_sizes(
 ) -> LoweredNetwork:
     """Lowers a network in each of its sizes. Tasks that are the same in several sizes are one.
 
-    Args:
-        models: The network with the static shapes of each size.
-        target: Device that the functions are for.
-        settings: Layout, type, padding, and whether parts may stay with ONNX Runtime.
-        called: What messages call the network.
-        stays: For a size, by its number, why a node stays with ONNX Runtime though TVM may know it, by an output of it
-            as the parts of an earlier lowering name it.
+    `stays` says for a size, by its number, why a node stays with ONNX Runtime though TVM may know it, by an output of
+    it as the parts of an earlier lowering name it.
 
     Raises:
         UserInputError: ONNX Runtime cannot load a model, TVM can compute no part of it, or not all where it must.
@@ -201,11 +186,7 @@ def _padding(pad_channels: Padding, target: Target) -> Callable[[int], int] | No
 
 
 def _find_tasks(mod: IRModule, target: Target, algorithm: Algorithm, called: str) -> tuple[TuningTask, ...]:
-    """The tasks of a network, of layers that may be computed in several ways one for each.
-
-    Raises:
-        UserInputError: Only other ways than the direct one are wanted, and there is none.
-    """
+    """The tasks of a network, of layers that may be computed in several ways one for each."""
     tasks = _extract_tasks(mod, target)
     if algorithm == "direct" or not is_cpu(target):  # no sketch knows them elsewhere
         return tasks

@@ -18,6 +18,7 @@ from ansor_mlflow.graphs import (
     extract,
     is_tensor,
     partition,
+    producers_of,
     reasons_to_stay,
     static_shape,
     uses,
@@ -41,16 +42,10 @@ _MAX_SHOWN = 3
 def lower_parts(
     model: onnx.ModelProto, lower_whole: LowerGraph, lower_node: LowerGraph, stays: Mapping[str, str]
 ) -> list[LoweredPart]:
-    """Lowers a network in as few parts as possible.
+    """Lowers a simplified network in as few parts as possible, in the order in which they run.
 
-    Args:
-        model: Simplified model.
-        lower_whole: Lowers a part.
-        lower_node: Says sooner whether a node can be lowered.
-        stays: Why a node stays with ONNX Runtime, whatever TVM could do, by an output of it.
-
-    Returns:
-        The parts in the order in which they run.
+    `lower_node` says sooner than `lower_whole` whether a node can be lowered. `stays` says why a node stays with ONNX
+    Runtime, whatever TVM could do, by an output of it.
     """
     values = value_infos(model)
     reasons = {**_asked_for(model, stays), **reasons_to_stay(model), **_known_reasons(model, values)}
@@ -65,7 +60,7 @@ def lower_parts(
                 lowered.append((part, lower_whole(part.model) if part.runs_in == "tvm" else None))
             except NotLoweredError as err:
                 culprit = part.model.graph.node[_first_that_fails(part.model, lower_whole)]
-                reasons[_place_of(culprit, model)] = str(err)
+                reasons[producers_of(model.graph)[next(filter(None, culprit.output))]] = str(err)
                 break
         else:
             return lowered
@@ -149,9 +144,3 @@ def _first_that_fails(model: onnx.ModelProto, lower_whole: LowerGraph) -> int:
         hi=len(model.graph.node) - 1,
         key=lambda last: bool(_why_not(extract(model, range(last + 1), values), lower_whole)),
     )
-
-
-def _place_of(node: onnx.NodeProto, model: onnx.ModelProto) -> int:
-    """A node's place in the whole model, by an output: names of tensors are unique."""
-    output = next(filter(None, node.output))
-    return next(index for index, other in enumerate(model.graph.node) if output in other.output)

@@ -12,13 +12,12 @@ import onnx
 
 from ansor_mlflow.device import is_cpu
 from ansor_mlflow.errors import first_line
-from ansor_mlflow.lowering.precision import compute_in
 from ansor_mlflow.settings import Layout, LoweringSettings
 from ansor_mlflow.sketches import why_not_compilable
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
-    from tvm.ir.transform import Pass
+    from tvm.ir.transform import Pass, PassContext
     from tvm.target import Target
 
 _LAYOUTS = {
@@ -37,7 +36,7 @@ _MAX_FUSED = 32
 """Operators of a fused function. The search takes a minute for a function of many more, such as the end of an unrolled
 recurrent layer; no other network of the gallery has one of as many."""
 _LOWERED = {"relax.call_tir"}
-"""What is left of operators that have become functions."""
+"""Calls that are left of operators which have become functions."""
 
 
 class NotLoweredError(Exception):
@@ -45,15 +44,7 @@ class NotLoweredError(Exception):
 
 
 def lower_graph(model: onnx.ModelProto, target: Target, settings: LoweringSettings) -> IRModule:
-    """Lowers a graph to fused functions.
-
-    Args:
-        model: ONNX model, simplified, with static shapes.
-        target: Device that the functions are for.
-        settings: Layout and type.
-
-    Returns:
-        A module whose Relax function is "main".
+    """Lowers a simplified graph with static shapes to fused functions, which the Relax function "main" calls.
 
     Raises:
         NotLoweredError: TVM cannot compute the graph.
@@ -63,15 +54,14 @@ def lower_graph(model: onnx.ModelProto, target: Target, settings: LoweringSettin
     from ansor_mlflow.lowering.constants import fold_constants
     from ansor_mlflow.lowering.elementwise import constants_second
     from ansor_mlflow.lowering.indices import bound_indices
-    from ansor_mlflow.lowering.patterns import CorrectPatterns
-    from ansor_mlflow.lowering.places import PLACES
+    from ansor_mlflow.lowering.relax_passes import PLACES, CorrectPatterns
 
     passes = [
         *_first_passes(),
         constants_second(),
         bound_indices(),
         relax.transform.ConvertLayout(_LAYOUTS[resolve_layout(settings.layout)]),
-        *compute_in(settings.dtype),
+        *_compute_in(settings.dtype),
         fold_constants(),
         # TVM's pipeline "zero", with more to say of what is fused
         relax.transform.LegalizeOps(PLACES),
@@ -86,7 +76,7 @@ def lower_graph(model: onnx.ModelProto, target: Target, settings: LoweringSettin
 
 
 def lower_node(model: onnx.ModelProto, target: Target) -> IRModule:
-    """As `lower_graph`, but only as far as shows whether TVM knows the operators: milliseconds for one node."""
+    """Lowers a graph only as far as shows whether TVM knows its operators: milliseconds for one node."""
     from tvm import relax
 
     return _lowered(model, target, [*_first_passes(), relax.transform.LegalizeOps()])
@@ -98,7 +88,7 @@ def resolve_layout(layout: Layout) -> Literal["NHWC", "NCHW"]:
 
 
 def _first_passes() -> list[Pass]:
-    """What the importer's output needs whatever comes next."""
+    """Passes that the importer's output needs whatever comes next."""
     from tvm import relax
 
     from ansor_mlflow.lowering.constants import fold_constants
@@ -112,6 +102,47 @@ def _first_passes() -> list[Pass]:
         relax.transform.CanonicalizeBindings(),
         fold_constants(),
     ]
+
+
+def _compute_in(dtype: Literal["float32", "float16", "bfloat16"]) -> list[Pass]:
+    """The passes over a Relax module that make it compute in `dtype`.
+
+    Convolutions and products of matrices take 16-bit operands and add up in float32; what follows them works on 16
+    bits. Inputs and outputs of the network stay as they are.
+    """
+    from tvm import relax
+    from tvm.ir.transform import module_pass
+
+    if dtype == "float32":
+        return []
+    mixed: list[Pass] = [relax.transform.ConvertToDataflow(), relax.transform.ToMixedPrecision(out_dtype="float32")]
+    if dtype == "float16":
+        return mixed
+
+    @module_pass(opt_level=0, name="Float16ToBfloat16")  # type: ignore[untyped-decorator]
+    def to_bfloat16(mod: IRModule, _context: PassContext) -> IRModule:
+        return _with_bfloat16(mod)
+
+    return [*mixed, to_bfloat16]
+
+
+def _with_bfloat16(mod: IRModule) -> IRModule:
+    """Casts to bfloat16 wherever the module casts to float16, which is all that TVM's own pass knows."""
+    from tvm import relax
+
+    @relax.expr_functor.mutator
+    class Casts(relax.PyExprMutator):  # type: ignore[misc]
+        def visit_call_(self, call: relax.Call) -> relax.Expr:
+            call = self.visit_expr_post_order(call)
+            if call.op.name == "relax.astype" and call.attrs.dtype == "float16":
+                return relax.op.astype(call.args[0], "bfloat16")
+            return call
+
+    mutator = Casts(mod)
+    for name, function in mod.functions_items():
+        if isinstance(function, relax.Function):
+            mutator.builder_.update_func(name, mutator.visit_expr(function))
+    return mutator.builder_.get()
 
 
 def _lowered(model: onnx.ModelProto, target: Target, passes: Sequence[Pass]) -> IRModule:

@@ -1,7 +1,6 @@
 """Networks as ONNX graphs: built-in ones, and those of users."""
 
-from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS
-from ansor_mlflow.networks.catalogue import read_catalogue
+from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS, read_catalogue
 from ansor_mlflow.networks.inputs.sizes import GivenShape, has_several_sizes
 from ansor_mlflow.networks.loading import Network, load_network, models_of_sizes, read_network, require_network
 from ansor_mlflow.networks.onnx_file import (

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
 
 import onnx
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.networks import operators
-from ansor_mlflow.networks.families import bert, densenet, inception, mlp, mobilenet, resnet, resnet3d, squeezenet, vgg
+from ansor_mlflow.networks.families import bert, densenet, inception, mlp, mobilenet, resnet, squeezenet, vgg
 from ansor_mlflow.networks.families.family import BuiltinNetwork
 from ansor_mlflow.networks.shapes import resolve_shapes
 
 BUILTIN_NETWORKS: dict[str, BuiltinNetwork] = {
     **resnet.NETWORKS,
-    **resnet3d.NETWORKS,
     **vgg.NETWORKS,
     **mobilenet.NETWORKS,
     **squeezenet.NETWORKS,
@@ -29,13 +31,7 @@ BUILTIN_NETWORKS: dict[str, BuiltinNetwork] = {
 def build_builtin(
     name: str, *, batch_size: int, input_shapes: Mapping[str, Sequence[int]], seed: int
 ) -> onnx.ModelProto:
-    """Generates the built-in network `name`.
-
-    Args:
-        name: A key of `BUILTIN_NETWORKS`.
-        batch_size: First dimension of the default input shapes.
-        input_shapes: Shapes that replace default ones.
-        seed: Seed of the weights.
+    """Generates a network of `BUILTIN_NETWORKS`.
 
     Raises:
         UserInputError: The network cannot take the shapes, or they contradict `batch_size`.
@@ -49,3 +45,23 @@ def build_builtin(
                 f"{list(shapes[input_name])}; leave one of them out"
             )
     return network.build(shapes, seed)
+
+
+@dataclass(frozen=True)
+class NetworkSize:
+    """How large a built-in network is with its default inputs."""
+
+    inputs: dict[str, list[int]]
+    """Shapes of the inputs by name."""
+    parameters: int
+    """Trained values; statistics of batch normalisations do not count."""
+    flops: float
+    """Floating point operations of all tasks; a multiplication and an addition are two."""
+    tasks: int
+    """Number of tasks, lowered with the default layout."""
+
+
+def read_catalogue() -> dict[str, NetworkSize]:
+    """The sizes by name, from the file that `benchmarks/zoo.py --catalogue` writes."""
+    text = resources.files(__package__).joinpath("catalogue.json").read_text()
+    return {name: NetworkSize(**fields) for name, fields in json.loads(text).items()}

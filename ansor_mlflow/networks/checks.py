@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -46,9 +47,8 @@ _FIELDS: dict[int, str] = {
 def require_sound(model: onnx.ModelProto, network: str) -> onnx.ModelProto:
     """Checks what a file says of itself, of its graph and of its weights; those in other files are not looked at.
 
-    Returns:
-        The model without functions of its own, which are inlined, and with its nodes in topological order. Some tools
-        that rewrite graphs add nodes at the end, and ONNX Runtime does not mind.
+    The model that is returned has no functions of its own, which are inlined, and its nodes in topological order: some
+    tools that rewrite graphs add nodes at the end, and ONNX Runtime does not mind.
 
     Raises:
         UserInputError: It cannot be what an exporter wrote, or takes a newer version or an operator that nobody knows.
@@ -64,11 +64,7 @@ def require_sound(model: onnx.ModelProto, network: str) -> onnx.ModelProto:
 
 
 def require_data(model: onnx.ModelProto, network: str) -> None:
-    """Checks that weights and constants are as large as they say; those in other files only that they are no giants.
-
-    Raises:
-        UserInputError: One is not.
-    """
+    """Checks that weights and constants are as large as they say; those in other files only that they are no giants."""
     if model.graph.sparse_initializer:
         name = model.graph.sparse_initializer[0].values.name
         raise _error(network, f"the weight {_shown(name)} is sparse, and only dense ones are read")
@@ -78,11 +74,7 @@ def require_data(model: onnx.ModelProto, network: str) -> None:
 
 
 def require_sizes(model: onnx.ModelProto, network: str) -> None:
-    """Checks the tensors whose shapes are known.
-
-    Raises:
-        UserInputError: One would be too large, or has too many dimensions.
-    """
+    """Checks that no tensor whose shape is known would be too large, or has too many dimensions."""
     for value in (*model.graph.input, *model.graph.value_info, *model.graph.output):
         tensor = value.type.tensor_type
         dims = [dim.dim_value for dim in tensor.shape.dim]
@@ -213,8 +205,8 @@ def _check_names(graph: onnx.GraphProto, network: str, around: frozenset[str] = 
         raise _error(network, "it has no outputs")
     made = [name for node in graph.node for name in node.output if name]
     for group in (inputs, weights, [*dict.fromkeys([*inputs, *weights]), *made]):
-        if double := _first_double(group):
-            raise _error(network, f"it has two tensors of the name {_shown(double)}")
+        if doubles := [name for name, count in Counter(group).items() if count > 1]:
+            raise _error(network, f"it has two tensors of the name {_shown(doubles[0])}")
     known = {*around, *inputs, *weights}
     for node in graph.node:
         for name in node.input:
@@ -230,11 +222,7 @@ def _check_names(graph: onnx.GraphProto, network: str, around: frozenset[str] = 
 
 
 def require_tensor(tensor: TensorProto, network: str) -> int:
-    """The bytes that a weight or constant takes.
-
-    Raises:
-        UserInputError: It has no such type or shape, or would be too large.
-    """
+    """The bytes that a weight or constant takes, if it has a type and a shape and is no giant."""
     if tensor.data_type not in TensorProto.DataType.values() or tensor.data_type == TensorProto.UNDEFINED:
         raise _error(network, f"{_called(tensor)} is of type {tensor.data_type}, which ONNX {onnx.__version__} has not")
     if any(dim < 0 for dim in tensor.dims):
@@ -259,7 +247,9 @@ def _check_size(name: str, dims: Iterable[int], data_type: int, network: str) ->
     """The bytes of a tensor."""
     dims = list(dims)
     kind = helper.tensor_dtype_to_string(data_type).rpartition(".")[2]
-    bits = _BITS[kind] if kind in _BITS else 8 * _item_bytes(data_type)
+    is_known = data_type not in (TensorProto.UNDEFINED, TensorProto.STRING)  # of others NumPy has no such size
+    item_bytes = helper.tensor_dtype_to_np_dtype(data_type).itemsize if is_known else 1
+    bits = _BITS.get(kind, 8 * item_bytes)
     size = -(-math.prod(dims) * bits // 8)
     if size > _MAX_TENSOR_BYTES:
         raise _error(
@@ -273,25 +263,10 @@ def _check_size(name: str, dims: Iterable[int], data_type: int, network: str) ->
     return size
 
 
-def _item_bytes(data_type: int) -> int:
-    if data_type in (TensorProto.UNDEFINED, TensorProto.STRING):
-        return 1
-    return int(helper.tensor_dtype_to_np_dtype(data_type).itemsize)
-
-
 def _key(of: onnx.NodeProto | onnx.FunctionProto) -> tuple[str, str, str]:
-    """What a node and the function that it calls have in common."""
+    """The key that a node and the function that it calls share."""
     name = of.name if isinstance(of, onnx.FunctionProto) else of.op_type
     return of.domain, name, getattr(of, "overload", "")
-
-
-def _first_double(names: Iterable[str]) -> str:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return ""
 
 
 def _called(tensor: TensorProto) -> str:

@@ -27,11 +27,7 @@ def data_root(directory: Path) -> Path:
 
 
 def data_path(directory: Path, location: str) -> Path:
-    """The file that a model's external data is in.
-
-    Args:
-        directory: The folder of the ONNX file.
-        location: What the model says, relative to that folder.
+    """The file at a location that a model in `directory` names.
 
     Raises:
         ValueError: It is outside of `data_root`.
@@ -46,11 +42,7 @@ def location_of(tensor: TensorProto) -> str:
 
 
 def find_data(tensor: TensorProto, directory: Path) -> None:
-    """Names the file of a tensor's external data relative to `data_root`, and without links.
-
-    Raises:
-        ValueError: It is outside of `data_root`.
-    """
+    """Names the file of a tensor's external data relative to `data_root`, and without links; see `data_path`."""
     path = data_path(directory, location_of(tensor)).relative_to(data_root(directory))
     kept = [entry for entry in tensor.external_data if entry.key != "location"]
     del tensor.external_data[:]
@@ -62,7 +54,6 @@ def read_data(tensor: TensorProto, directory: Path, num_bytes: int) -> bytes:
 
     Raises:
         ValueError: The file is not in the folder, is none, or ends too early.
-        OSError: It cannot be read.
     """
     entries = {entry.key: entry.value for entry in tensor.external_data}
     path = data_path(directory, entries.get("location", ""))

@@ -21,9 +21,6 @@ class GraphBuilder:
 
     Every method takes and returns tensor names and appends one node. Weights are drawn from
     `numpy.random.default_rng(seed)` in the order of the calls, so that one seed always gives the same network.
-
-    Args:
-        seed: Seed of the weights.
     """
 
     def __init__(self, seed: int) -> None:
@@ -71,15 +68,8 @@ class GraphBuilder:
     ) -> str:
         """Appends a convolution: (N, in channels, *image) -> (N, out channels, *smaller image).
 
-        Args:
-            name: Name of the node.
-            data: Tensor of any number of spatial axes.
-            shape: Shape of the weights: (out channels, in channels // groups, *kernel).
-            stride: Step of the kernel.
-            padding: Zeros on each of both sides.
-            dilation: Distance of the kernel's elements.
-            groups: Groups of channels that do not see each other; as many as channels for a depthwise convolution.
-            bias: Whether it adds a number to every output channel.
+        The weights have the shape (out channels, in channels // groups, *kernel). A depthwise convolution has as many
+        groups as channels.
         """
         rank = len(shape) - 2
         parameters = [self.he_normal(f"{name}.weight", shape)]
@@ -123,11 +113,7 @@ class GraphBuilder:
     def batch_norm(self, name: str, data: str, channels: int, *, gain: float = 0.75) -> str:
         """Appends a BatchNormalization (inference form) whose statistics look like those of a trained network.
 
-        Args:
-            name: Name of the node.
-            data: Tensor (N, channels, ...).
-            channels: Number of channels.
-            gain: Mean of the scales. With 1, activations keep their magnitude through many layers in a row.
+        The scales have the mean `gain`: with 1, activations keep their magnitude through many layers in a row.
         """
         parameters = {
             "scale": self._rng.uniform(gain - 0.25, gain + 0.25, channels),
@@ -151,12 +137,7 @@ class GraphBuilder:
         return self.weight(f"{name}.bias", self._rng.uniform(-0.1, 0.1, channels))
 
     def build(self, name: str, outputs: dict[str, tuple[int, ...]]) -> onnx.ModelProto:
-        """Returns the model, checked.
-
-        Args:
-            name: Name of the graph.
-            outputs: Name of every output tensor and its shape.
-        """
+        """Returns the model, checked; `outputs` has the shapes of its outputs."""
         graph = helper.make_graph(
             self._nodes,
             name,

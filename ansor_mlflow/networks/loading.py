@@ -42,7 +42,7 @@ class Network:
     name: str
     """The built-in name, the operator with its sizes, or the stem of the file's name."""
     model: onnx.ModelProto
-    """With static shapes; with dynamic ones where it has several sizes."""
+    """The graph with static shapes; with dynamic ones where it has several sizes."""
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     path: Path | None = None
@@ -76,8 +76,7 @@ class Network:
 def require_network(name: str) -> None:
     """Checks what can be said of a network before anything of it is loaded: that there is such a name, form or file.
 
-    Args:
-        name: See `load_network`; a directory passes, as it may be an MLflow model.
+    A directory passes, as it may be an MLflow model.
 
     Raises:
         UserInputError: There is none.
@@ -144,15 +143,7 @@ def read_network(
     input_shapes: Mapping[str, GivenShape] = {},
     input_values: Mapping[str, Any] = {},
 ) -> Network:
-    """Reads an ONNX file or an exported program of PyTorch.
-
-    Args:
-        path: The file; a program has the suffix .pt2.
-        called: What messages call it.
-        batch_size: Size of a dynamic batch; see `inputs.axes.batch_axes`.
-        input_shapes: Shapes that replace those of the inputs; the other shapes follow from them. A dimension of an ONNX
-            file may be a list of sizes.
-        input_values: Numbers, or nested lists of them, that inputs are fixed to.
+    """Reads an ONNX file or an exported program of PyTorch, which messages call `called`; see `load_network`.
 
     Raises:
         UserInputError: The file cannot be read, or the shapes or values do not fit it.
@@ -176,13 +167,7 @@ def read_network(
 
 
 def models_of_sizes(model: onnx.ModelProto, network: str, sizes: Sequence[NetworkShapes]) -> Iterator[onnx.ModelProto]:
-    """Yields a model with the static shapes of each of its sizes; the model itself, if there are none.
-
-    Args:
-        model: A model as `Network.model` is.
-        network: What messages call it.
-        sizes: Its sizes.
-    """
+    """Yields a model, as `Network.model` is, with the static shapes of each of its sizes; itself, if there are none."""
     if not sizes:
         yield model
     for size in sizes:

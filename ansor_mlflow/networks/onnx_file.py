@@ -73,10 +73,6 @@ _MAX_TRIED_ELEMENTS = 2**28
 def read_onnx(path: Path, network: str) -> onnx.ModelProto:
     """Reads a model. Its large weights stay in their files, whose names are below `data_root`, until `load_weights`.
 
-    Args:
-        path: ONNX file.
-        network: What messages call it.
-
     Raises:
         UserInputError: The file or its external data is missing or not an ONNX model.
     """
@@ -121,11 +117,7 @@ def external_files(path: Path, network: str) -> list[str]:
 
 
 def write_onnx(model: onnx.ModelProto, path: Path, *, max_weight_bytes: int = _MAX_WEIGHT_BYTES) -> list[Path]:
-    """Writes a model, and weights that take more than `max_weight_bytes` to a second file, `<name>.data`.
-
-    Returns:
-        The files that were written.
-    """
+    """Writes a model, and weights that take more than `max_weight_bytes` to a second file; returns the files."""
     graph, weights = _split_weights(model, max_weight_bytes)
     if not weights:
         onnx.save_model(model, path, format="protobuf")
@@ -155,11 +147,7 @@ def digest_of_file(path: Path) -> str:
 
 
 def read_whole(path: Path) -> onnx.ModelProto:
-    """The model in an ONNX file that `write_onnx` wrote, with all its weights.
-
-    Raises:
-        UserInputError: The file or its weights are missing, or no ONNX model.
-    """
+    """The model in an ONNX file that `write_onnx` wrote, with all its weights; see `read_onnx`."""
     model = read_onnx(path, str(path))
     load_weights(model, str(path), path.parent)
     return model
@@ -210,11 +198,7 @@ def open_shapes(
 ) -> onnx.ModelProto:
     """Returns the model of several sizes: with some dimensions of its inputs fixed, and dynamic ones. Changes `model`.
 
-    Args:
-        model: A model whose sizes `fix_shapes` takes.
-        network: What messages call it.
-        inputs: Its inputs, with `OPEN` dimensions.
-        values: Values that other inputs get for good.
+    `fix_shapes` takes its sizes; `inputs` has `OPEN` dimensions, and `values` what other inputs are for good.
     """
     model.ir_version = min(model.ir_version, _MAX_IR_VERSION)
     shapes = {spec.name: spec.shape for spec in inputs}

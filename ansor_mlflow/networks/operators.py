@@ -68,7 +68,7 @@ class _Spec:
 
 @dataclass(frozen=True)
 class _Operator:
-    """What an operator is written and generated with."""
+    """The form of an operator's name, and what generates it."""
 
     numbers: str
     """Names of the numbers that follow the operator's name."""
@@ -103,20 +103,13 @@ class _NoGraph:
 def build_operator(
     name: str, *, batch_size: int, input_shapes: Mapping[str, Sequence[int]], seed: int
 ) -> onnx.ModelProto:
-    """Generates a network of one operator.
+    """Generates a network of one operator in a form of `OPERATORS`, whose name has all sizes.
 
-    Args:
-        name: Operator, sizes and options; `OPERATORS` has the forms.
-        batch_size: Must be 1: sizes are in the name.
-        input_shapes: Must be empty, likewise.
-        seed: Seed of the weights.
-
-    Returns:
-        A model whose input is "data", for convolutions float32 (N, CI, H, W); for `batch_matmul` inputs are "a",
-        float32 (B, M, K), and "b", float32 (B, K, N).
+    Its input is "data", for convolutions float32 (N, CI, H, W). The inputs of `batch_matmul` are "a", float32
+    (B, M, K), and "b", float32 (B, K, N).
 
     Raises:
-        UserInputError: There is no such operator, or its sizes or options are not possible.
+        UserInputError: There is no such operator, its sizes or options are not possible, or others are given beside it.
     """
     operator, spec = _parse(name)
     if batch_size != 1 or input_shapes:

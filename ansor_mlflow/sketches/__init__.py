@@ -1,6 +1,6 @@
 """Which programs a task may become: schedules of our own, each good before anything is measured."""
 
-from ansor_mlflow.sketches.choice import Programs, find_programs
+from ansor_mlflow.sketches.choice import ANNOTATION, Programs, Tile, find_decision, find_programs
 from ansor_mlflow.sketches.compilable import why_not_compilable
 from ansor_mlflow.sketches.contraction import (
     MAX_EPILOGUE,
@@ -9,5 +9,4 @@ from ansor_mlflow.sketches.contraction import (
     has_sums,
     is_made_of_blocks,
 )
-from ansor_mlflow.sketches.decisions import ANNOTATION, Tile, find_decision
 from ansor_mlflow.sketches.gpu import gpu_program, schedule_for_gpu, unbound_kernels

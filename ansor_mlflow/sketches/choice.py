@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import re
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ansor_mlflow.device import is_cpu
 from ansor_mlflow.sketches.contraction import find_contraction, has_sums, is_made_of_blocks
-from ansor_mlflow.sketches.decisions import ANNOTATION, Tile, decision_text
-from ansor_mlflow.sketches.machine import Machine
+from ansor_mlflow.sketches.estimate import Machine
 from ansor_mlflow.sketches.register_tile import RegisterTiling
 from ansor_mlflow.sketches.rows import RowTiling
 from ansor_mlflow.sketches.winograd import WinogradTiling
@@ -17,15 +18,21 @@ if TYPE_CHECKING:
     from tvm.s_tir import Schedule
     from tvm.target import Target
 
+Tile = Any
+"""The decisions of a sketch: a frozen dataclass of numbers and words."""
+ANNOTATION = "ansor.sketch"
+"""Annotation of a program's outermost block: the sketch and its decisions, as `decision_text` has them."""
+_IN_RECORD = re.compile(rf'"Annotate",\s*\[\s*"b\d+",\s*"\\"([^"\\]*)\\""\s*\],\s*\[\s*"{re.escape(ANNOTATION)}"\s*\]')
+"""The instruction in the JSON of a trace, whose value is a string in quotes."""
 _NUM_TRIED = 3
-"""Programs of which one has to be possible."""
+"""How many of the first programs TVM may refuse before the sketch counts as unfit."""
 
 
 class Sketch(Protocol):
     """One way to compute a function, which leaves a few decisions open."""
 
     name: str
-    """What users read."""
+    """The name that users read."""
 
     def tiles(self) -> list[Tile]:
         """All decisions that are worth a trial, the one that is taken without any first."""
@@ -44,12 +51,7 @@ class Sketch(Protocol):
 
 
 class Programs:
-    """The programs of a task's sketch, in the order in which they are worth a trial.
-
-    Args:
-        sketch: The sketch.
-        packs: Whether constants are packed as they are read.
-    """
+    """The programs of a task's sketch, in the order in which they are worth a trial."""
 
     def __init__(self, sketch: Sketch, *, packs: bool) -> None:
         self._sketch = sketch
@@ -76,7 +78,7 @@ class Programs:
 
     @property
     def estimated_cycles(self) -> float:
-        """Of a call of the program that is taken without a trial."""
+        """Estimated cycles of a call of the program that is taken without a trial."""
         return self._sketch.cycles(self.tiles[0])
 
     @property
@@ -116,3 +118,26 @@ def _find_sketch(mod: IRModule, machine: Machine) -> Sketch:
         return winograd
     contraction = find_contraction(mod)
     return RowTiling(mod, machine) if contraction is None else RegisterTiling(mod, contraction, machine)
+
+
+def decision_text(sketch: str, tile: Tile) -> str:
+    """A sketch's decision in words, such as "register tile: lanes 16, vectors 2, columns 7, rows 1, parallel".
+
+    There are no quotes in it: TVM prints a schedule's annotations as they are.
+    """
+    words = [_words(field.name.replace("_", " "), getattr(tile, field.name)) for field in fields(tile)]
+    return f"{sketch}: {', '.join(filter(None, words))}"
+
+
+def _words(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return name if value else ""
+    if value is None:
+        return ""
+    return f"{name} {value}"
+
+
+def find_decision(record: str) -> str:
+    """The annotation in the JSON of a record; empty where the program is of no sketch."""
+    found = _IN_RECORD.search(record)
+    return found[1] if found else ""

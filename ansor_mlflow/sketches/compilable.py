@@ -24,14 +24,10 @@ _known: dict[str, set[_Operation]] = {}
 
 
 def why_not_compilable(mod: IRModule, target: Target) -> str:
-    """Says in a few words why no code can be generated for a function; nothing, if it can.
+    """Says in a few words why LLVM can make no code of unscheduled functions for a CPU; nothing, if it can.
 
     A function is compiled as it would be without a trial, for vectors are another matter than single elements, and only
     if it has an operation that was in none before.
-
-    Args:
-        mod: Functions, not scheduled yet.
-        target: A CPU.
     """
     from tvm.tirx import PrimFunc
 

@@ -18,7 +18,7 @@ MAX_EPILOGUE = 8
 """Operators after a sum that are computed while it is written; a GELU is seven. More of them, in every copy of an
 unrolled tile, would take the compiler minutes."""
 _SPATIAL, _REDUCTION = 0, 2
-"""TVM's numbers for iterators of a block."""
+"""TVM's numbers for the kinds of a block's iterators (`IterVar::IterVarType`)."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Operand:
     buffer: str
     shape: tuple[int, ...]
     strides: tuple[tuple[int, ...], ...]
-    """For each dimension of the buffer the coefficients of the block's iterators."""
+    """Coefficients of the block's iterators in the index of each dimension of the buffer."""
 
     def stride(self, axis: int) -> int:
         """Elements in memory from one value of an iterator to the next."""
@@ -45,13 +45,13 @@ class Contraction:
     reduction: tuple[int, ...]
     """Extents of the summed iterators."""
     operands: tuple[Operand, ...]
-    """What is read, the result left out."""
+    """Arrays that the sum reads, the result left out."""
     producers: tuple[str, ...]
     """Blocks that it is computed of, such as that of the padding."""
     has_padding: bool
-    """Whether the last of them decides for each element where it comes from."""
+    """True if the last producer is a zero-padding block."""
     unpadded: tuple[int, ...]
-    """Shape of what it reads then; empty where it does not."""
+    """Shape of the tensor before that padding; empty without it."""
     epilogue: tuple[str, ...]
     """Blocks after it, and those that they alone need, in order; the last one writes the output."""
     num_bytes: int
@@ -112,23 +112,27 @@ def find_contraction(mod: IRModule) -> Contraction | None:
     blocks = list(sch.get_child_blocks(sch.get_sblock("root")))
     names = [str(sch.get(block).name_hint) for block in blocks]
     summing = [place for place, block in enumerate(blocks) if _REDUCTION in _kinds(sch.get(block))]
+    # Two sums, as of a softmax, are for `rows`; blocks are found again by their names.
     if len(summing) != 1 or len(set(names)) != len(names):
         return None
     (place,) = summing
     block = sch.get(blocks[place])
     kinds, extents = _kinds(block), [int(var.dom.extent) for var in block.iter_vars]
     num_spatial = kinds.count(_SPATIAL)
+    # The schedules take the loops of the output first, those that are summed next.
     if kinds != [_SPATIAL] * num_spatial + [_REDUCTION] * (len(kinds) - num_spatial) or num_spatial < 2:
         return None
     group = _group(block, num_spatial - 1)
     operands = _operands(block, num_spatial - 1)
     if operands is None or not _are_vectors(operands, num_spatial - 1) or not _has_one_end(sch, blocks[place:]):
         return None
+    # A block before the sum that does not feed it, such as the other term of an addition, belongs to the epilogue.
     feeding = _names_feeding(sch, blocks[place])
     before, beside = (
         [name for name in names[:place] if (name in feeding) is is_feeding] for is_feeding in (True, False)
     )
     pad = sch.get(blocks[names.index(before[-1])]) if before else None
+    # Any other last producer, such as a conversion, is computed in the loops.
     has_padding = pad is not None and "if_then_else" in str(pad.body)
     return Contraction(
         block=names[place],
@@ -202,14 +206,14 @@ def _in_first_group(index: Any, variable: Any) -> Any:
 
 
 def _reads(block: Any) -> list[Any]:
-    """What a sum reads, its result among it."""
+    """The loads of a sum, its result among them."""
     from tvm import tirx
 
     return list(_loads(block.body.value)) if isinstance(block.body, tirx.BufferStore) else []
 
 
 def _operands(block: Any, axis: int) -> tuple[Operand, ...] | None:
-    """What a sum reads besides its result; None where an index is no linear function of the iterators.
+    """The arrays that a sum reads besides its result; None where an index is no linear function of the iterators.
 
     Where it depends on the group of the iterator of the vectors, it is seen inside of a group.
     """

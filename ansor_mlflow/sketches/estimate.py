@@ -1,60 +1,99 @@
-"""How long a tile takes, without a measurement: the order in which tiles get trials, and what is taken without any."""
+"""The CPU as a kernel sees it, and how long a tile takes on it without a measurement.
+
+The estimate decides in which order tiles get trials, and what is taken without any.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, prod
 from typing import TYPE_CHECKING
 
+from ansor_mlflow.device import cpu_features, vector_lanes
+
 if TYPE_CHECKING:
+    from tvm.target import Target
+
     from ansor_mlflow.sketches.contraction import Contraction, Operand
-    from ansor_mlflow.sketches.machine import Machine
     from ansor_mlflow.sketches.tile import RegisterTile, TiledAxes
 
 _L1_BYTES, _L2_BYTES = 24 * 1024, 384 * 1024
-"""What of the caches the weights of a tile may fill; of the smallest caches that servers have."""
+"""Bytes of weights that stay in a cache: three quarters of the smallest ones that servers have, as the input passes
+through them, too."""
 
 _LINE_BYTES, _WAY_BYTES = 64, 4096
-"""Lines of the first cache, and the distance at which they fall into the same set of eight."""
+"""Size of a line of the first cache, and the distance at which lines fall into the same set, which holds eight."""
 
 _CYCLES_PER_ELEMENT = ((4, 0.5), (7, 1.0), (math.inf, 3.5))
-"""To load an element of the input where at most so many fall into one set: weights pass through it, too, and what they
-displace comes from the second cache."""
+"""Cycles to load an element of the input, for up to so many elements of a tile in one set of the first cache. Weights
+pass through the set, too, and what they displace comes from the second cache: seven cost little, fourteen take almost
+twice the time of the sums."""
 _BROADCAST_CYCLES = 0.5
-"""To fill a vector with an element, where a multiply-add cannot do that while it reads."""
+"""Cycles to fill a vector with an element, where a multiply-add cannot do that while it reads, as with AVX2."""
 _CONDITION_CYCLES = 0.75
-"""To ask whether such an element is padding."""
+"""Cycles to find out whether such an element is padding: longer than to copy it once."""
 _MISS_CYCLES = 2.0
-"""To load a vector from the second cache, beyond what it takes from the first."""
+"""Cycles that a vector from the second cache takes longer than one from the first."""
 _FMA_LATENCY = 4
+"""Cycles until a sum can be added to again: a tile of fewer sums waits."""
 LAUNCH_CYCLES = 6000
-"""To start a parallel loop."""
+"""Cycles to start a parallel loop: two microseconds at 3 GHz, of one to three that were measured."""
 _JOB_CYCLES = 400
+"""Cycles that a thread takes from one job to the next."""
 _BYTES_PER_CYCLE = {"l2": 32.0, "memory": 8.0, "copy": 12.0}
-"""What a core reads, and what it copies while it pads."""
+"""Bytes that a core reads in a cycle from the second cache and from memory, and that it copies while it pads."""
 _STALL, _STALL_AGAIN = 0.5, 0.3
-"""Share of the time to read that a core waits, because prefetching hides the rest: the first time, and later."""
+"""Share of the time to read that a core waits, the first time and later: prefetching hides the rest."""
+
+_NUM_REGISTERS = {"avx512f": 32, "neon": 32, "v": 32}
+"""Number of vector registers with a feature; 16 without any of them."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A CPU as a kernel sees it."""
+
+    vector_bytes: int
+    """Width of a vector register."""
+    num_registers: int
+    """Vector registers."""
+    broadcasts_operands: bool
+    """Whether a multiply-add reads an element from memory for all lanes."""
+    num_threads: int
+    """Threads of a kernel."""
+
+    @staticmethod
+    def of(target: Target) -> Machine:
+        """The CPU that a target describes."""
+        features = set(cpu_features(target))
+        is_x86 = "sse2" in features
+        num_registers = [number for feature, number in _NUM_REGISTERS.items() if feature in features]
+        return Machine(
+            vector_bytes=4 * vector_lanes(target),
+            num_registers=num_registers[0] if num_registers else 16,
+            broadcasts_operands=not is_x86 or "avx512f" in features,
+            num_threads=int(target.attrs.get("num-cores", 1)),
+        )
+
+    def lanes(self, num_bytes: int) -> int:
+        """Elements of so many bytes in a vector register."""
+        return self.vector_bytes // num_bytes
 
 
 class Estimate:
-    """Cycles of a function's tiles.
-
-    Args:
-        contraction: The function.
-        axes: Its axes.
-        machine: The CPU.
-    """
+    """Estimates the cycles of a function's tiles on a CPU."""
 
     def __init__(self, contraction: Contraction, axes: TiledAxes, machine: Machine) -> None:
         self._contraction = contraction
         self._axes = axes
         self._machine = machine
         self.cycles_of_sums = cache(self._count_cycles)
-        """Of all sums for lanes, vectors, columns and rows of a tile in registers, on one thread."""
+        """Cycles of all sums for lanes, vectors, columns and rows of a tile in registers, on one thread; many tiles
+        that differ in their jobs share it."""
 
     def cycles(self, tile: RegisterTile) -> float:
         """Estimated cycles of a call."""
@@ -66,6 +105,7 @@ class Estimate:
         )
         if not tile.parallel:
             return num_jobs * job + self._cycles_to_read(tile)
+        # TVM gives every thread as many jobs before it starts: all wait for the one with the most.
         return ceil(num_jobs / threads) * (job + _JOB_CYCLES) + self._cycles_to_read(tile) + LAUNCH_CYCLES
 
     def _num_threads(self, tile: RegisterTile) -> int:
@@ -78,6 +118,7 @@ class Estimate:
         all of what the inner one does, unless there are fewer outer jobs than threads.
         """
         found, threads = self._contraction, self._num_threads(tile)
+        # Jobs over channels divide the weights, those over rows and columns the input.
         outer = (self._axes.num_channel_jobs(tile), found.shared)
         inner = (self._axes.num_spatial_jobs(tile), found.broadcast)
         if not tile.channels_outside:
@@ -93,6 +134,7 @@ class Estimate:
         axes = self._axes
         num_bytes = tile.lanes * tile.vectors * prod(axes.sums) * self._contraction.num_bytes
         columns = tile.column_tiles or ceil(axes.columns / tile.columns)
+        # What the first cache holds is read once for all tiles of a job, what it does not once for each of them.
         times = 1 if num_bytes <= _L1_BYTES else tile.row_tiles * columns
         level = "l2" if num_bytes <= _L2_BYTES else "memory"
         return _STALL_AGAIN * times * tile.channel_tiles * num_bytes / _BYTES_PER_CYCLE[level]
@@ -102,6 +144,7 @@ class Estimate:
         if tile.pad_at == "inline":
             return 0.0
         kernel = self._axes.sums[0] if len(self._axes.sums) > 1 else 1
+        # Padding at a row is done again for each tile of channels; neighbours share kernel - 1 rows of input.
         rows = tile.rows * tile.row_tiles if tile.pad_at == "job" else tile.rows
         copies = 1 if tile.pad_at == "job" else tile.channel_tiles * tile.row_tiles
         row_bytes = self._axes.columns * self._axes.sums[-1] * self._contraction.num_bytes
@@ -113,6 +156,7 @@ class Estimate:
         axes = self._axes
         num_tiles = ceil(axes.channels / (lanes * vectors)) * (axes.rows // rows)
         full, rest = divmod(axes.columns, columns)
+        # A narrower last tile costs more per sum: its loads serve fewer of them.
         per_row = full * self._cycles_of_tile(lanes, vectors, columns, rows, asks)
         if rest:
             per_row += self._cycles_of_tile(lanes, vectors, rest, rows, asks)
@@ -127,8 +171,10 @@ class Estimate:
         if broadcast is None:
             loads, misses = (vectors * width * number for number in self._count_vectors(columns, rows))
             loads += shared
-        else:
+        else:  # each element of the input fills a vector, and serves for all vectors of channels
             loads, misses = shared + columns * rows * self._cycles_of_element(broadcast, columns, rows, asks), 0.0
+        # Multiply-adds, loads and the wait for the last sums overlap: the longest decides, and of two tiles that are
+        # equal in it the one with fewer loads. Sums are cleared before and written after, some four cycles each.
         step = max(sums * width, loads, _FMA_LATENCY) + 0.05 * loads + _MISS_CYCLES * misses
         return prod(self._axes.sums) * step + 4 * sums
 
@@ -138,11 +184,12 @@ class Estimate:
         """
         found = self._contraction
         data = found.operands[0]
+        # Without a padded copy, distances in memory are those of the input itself.
         if found.unpadded and len(found.unpadded) == len(data.shape):
             data = replace(data, shape=found.unpadded)
         axes = [(self._axes.row_axis, rows), (self._axes.column_axis, columns)]
         axes += [(len(found.spatial) + number, extent) for number, extent in enumerate(found.reduction)]
-        places = {0}
+        places = {0}  # as a set: windows of neighbours overlap, and what they share is loaded once
         for stride, extent in ((data.stride(axis), extent) for axis, extent in axes if axis is not None):
             places = {place + number * stride for place in places for number in range(extent)}
         sets = Counter(place * found.num_bytes % _WAY_BYTES // _LINE_BYTES for place in places)
@@ -155,6 +202,7 @@ class Estimate:
         size = self._contraction.num_bytes
         column_bytes = 0 if self._axes.column_axis is None else data.stride(self._axes.column_axis) * size
         row_bytes = 0 if self._axes.row_axis is None else data.stride(self._axes.row_axis) * size
+        # Elements at a distance of a multiple of 4 KiB, as in a layer with 1,024 channels, share a set.
         places = itertools.product(range(rows), range(columns))
         sets = Counter((row * row_bytes + column * column_bytes) % _WAY_BYTES // _LINE_BYTES for row, column in places)
         cycles = next(cycles for most, cycles in _CYCLES_PER_ELEMENT if max(sets.values()) <= most)

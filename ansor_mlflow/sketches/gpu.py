@@ -32,7 +32,7 @@ def gpu_program(function: PrimFunc, target: Target) -> Schedule | None:
 
 
 def _rules() -> Sequence[ScheduleRule]:
-    """Those of TVM's own pipeline for CUDA (relax/backend/cuda/pipeline.py), in its order."""
+    """The rules of TVM's own pipeline for CUDA (relax/backend/cuda/pipeline.py), in its order."""
     from tvm.s_tir.dlight import gpu
 
     return (gpu.Matmul(), gpu.GEMV(), gpu.Reduction(), gpu.GeneralReduction(), gpu.Fallback())
@@ -50,7 +50,7 @@ def unbound_kernels(mod: IRModule) -> list[str]:
 
 
 def _statements(function: Any) -> list[Any]:
-    """What a function does, one after the other: each statement becomes a kernel."""
+    """The statements of a function, each of which becomes a kernel."""
     from tvm.s_tir import SBlockRealize
     from tvm.tirx import SeqStmt
 

@@ -24,8 +24,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ansor_mlflow.sketches.contraction import MAX_EPILOGUE, Contraction
-from ansor_mlflow.sketches.estimate import LAUNCH_CYCLES, Estimate
-from ansor_mlflow.sketches.machine import Machine
+from ansor_mlflow.sketches.estimate import LAUNCH_CYCLES, Estimate, Machine
 from ansor_mlflow.sketches.tile import PadAt, RegisterTile, TiledAxes, divisors, power_of_two
 
 if TYPE_CHECKING:
@@ -34,22 +33,24 @@ if TYPE_CHECKING:
     from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 _MAX_COLUMNS, _MAX_ROWS, _MAX_VECTORS = 30, 8, 6
+"""Largest tile in registers that is looked at; libraries take vectors × columns of 4 × 6, 2 × 12 or 2 × 7."""
 _MAX_JOBS_PER_THREAD = 64
+"""Jobs of a thread beyond which more of them share the work no more evenly, and only cost their starts."""
 _MAX_SERIAL = 4
-"""A kernel that takes fewer launches' time than this may be as fast on one thread."""
+"""Launches in whose time a kernel may be as fast on one thread."""
 _MAX_COPIES = 16
-"""Tiles of columns of a row, where the last one is narrower: each of them is a copy of the program."""
+"""Tiles of columns in a row whose last one is narrower: each of them is a copy of the program."""
 _MAX_UNROLLED = 1000
 """Terms of sums that are written out where each of them is a load of its own, as in depthwise convolutions and
 poolings. What is padding is known then, and so is what neighbours read in common."""
 _MAX_ROWS_AT_EDGE = 2
 """Rows of a tile with branches for padding, where each element of the input serves for one sum alone."""
 _MAX_TILES = 512
-"""Tiles that may get a trial."""
+"""How many tiles a search may try."""
 _SMALL_WORK = 50_000
 """Multiply-adds that take a few microseconds even one after the other."""
 _NUM_MICRO = 48
-"""Tiles in registers whose jobs are looked at."""
+"""How many of the best register tiles get a full search of loop orders."""
 
 
 class RegisterTiling:
@@ -79,14 +80,17 @@ class RegisterTiling:
         for lanes in self._lanes():
             for vectors, columns in itertools.product(range(1, _MAX_VECTORS + 1), range(1, _MAX_COLUMNS + 1)):
                 for rows in divisors(axes.rows, _MAX_ROWS):
+                    # the sums, a vector of weights for each vector of channels, and one element of the input
                     fits = vectors * columns * rows + vectors + 1 <= registers
                     is_even = axes.columns % columns == 0 or axes.columns // columns < _MAX_COPIES
+                    # a tile within one group reads the same data for all of its channels
                     in_group = self._contraction.group % (vectors * lanes) == 0
                     if fits and is_even and in_group and columns <= axes.columns:
                         yield lanes, vectors, columns, rows
 
     def _lanes(self) -> list[int]:
         """Widths of vectors that divide the channels of a group, the two widest."""
+        # LLVM does badly with other vectors than powers of two: 24 lanes reached 11 to 16 % of the peak.
         widest = power_of_two(self._contraction.group, self._machine.lanes(self._contraction.num_bytes))
         return [widest] if widest == 1 else [widest, widest // 2]
 
@@ -95,6 +99,7 @@ class RegisterTiling:
         lanes, vectors, columns, rows = micro
         axes = self._axes
         channel_tiles = divisors(ceil(axes.channels / (lanes * vectors)))
+        # Without rows, as in a matrix product, there is nothing else to share among the threads.
         column_tiles = divisors(axes.columns // columns) if axes.rows == 1 and axes.columns % columns == 0 else [0]
         for per_channels, per_rows, per_columns in itertools.product(
             channel_tiles, divisors(axes.rows // rows), column_tiles
@@ -148,6 +153,7 @@ class RegisterTiling:
         found = self._contraction
         sch = Schedule(self._mod)
         block = sch.get_sblock(found.block)
+        # What comes before the padding and between the sums and the output is computed where it is used.
         for name in (*found.epilogue[:-1], *found.producers[:-1]):
             sch.compute_inline(sch.get_sblock(name))
         loops = list(sch.get_loops(block))
@@ -158,13 +164,15 @@ class RegisterTiling:
             channels, [None, tile.channel_tiles, tile.vectors, tile.lanes]
         )
         tiled, tiles, inner = self._split(sch, spatial, tile)
+        # A thread gets jobs that follow each other: the inner of both loops is what each of them reads in whole.
         jobs = [channel_job, *rest, *tiled] if tile.channels_outside else [*rest, *tiled, channel_job]
         sch.reorder(*jobs, channel_tile, *tiles, *sums, *inner, vector, lane)
+        # `codegen` makes this buffer an array of the function, and LLVM keeps it in registers.
         write = sch.cache_write(block, 0, "local")
         innermost_tile = tiles[-1] if tiles else channel_tile
         sch.reverse_compute_at(write, innermost_tile)
         is_long = len(found.epilogue) > MAX_EPILOGUE
-        if found.epilogue and not is_long:
+        if found.epilogue and not is_long:  # sums go through it on their way to memory
             sch.reverse_compute_inline(sch.get_sblock(found.epilogue[-1]))
         job = sch.fuse(*jobs)
         if tile.parallel:
@@ -173,9 +181,11 @@ class RegisterTiling:
             self._place_epilogue(sch, job)
         if found.producers:
             self._place_padding(sch, tile, {"job": job, "row": tiles[0] if tiles else job})
+        # Unrolled, each sum of a tile is a register of its own.
         for loop in (*(sums if self._is_short(tile) else ()), *inner, vector):
             sch.unroll(loop)
         sch.vectorize(lane)
+        # Sums are cleared before the first term: a condition in the loop would be asked for each.
         init = sch.decompose_reduction(block, sums[0])
         depth = len(sch.get_loops(write)) - self._num_inside(sch, write, innermost_tile)
         for inside in (sch.get_loops(init)[depth:], sch.get_loops(write)[depth:]):
@@ -205,7 +215,7 @@ class RegisterTiling:
             else:
                 tile_loop, inside = sch.split(spatial[axis], [None, size])
             if self._contraction.spatial[axis] % size:
-                sch.unroll(tile_loop)  # of its copies only the last has a rest, which is known then
+                sch.unroll(tile_loop)  # only the last of its copies has a rest, which is known then
             tiles.append(tile_loop)
             inner.append(inside)
         return jobs, tiles, inner

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ansor_mlflow.sketches.machine import Machine
+from ansor_mlflow.sketches.estimate import Machine
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 _SPATIAL = 0
 _MIN_PARALLEL = 16384
-"""Elements for which a second thread pays."""
+"""Elements from which a second thread saves more than the microseconds that it takes to start."""
 _MAX_COPIES = 128
-"""Vectors of a row that are written out."""
+"""How many vectors of a row may be written out, as each is code."""
 _LINE_ELEMENTS = 16
 """Elements of a line of the cache: about as many columns are a block of a transposition, which writes whole lines then,
 while those that it reads stay in the first cache."""
@@ -54,7 +54,7 @@ class RowTile:
     lanes: int
     """Elements of a vector; 1 leaves vectors to the compiler."""
     parallel: bool
-    """Whether there is more than one thread."""
+    """Whether threads share the rows."""
     columns: int | None = None
     """Columns of a block of a transposition; None for whole rows."""
 
@@ -75,6 +75,7 @@ class RowTiling:
         sch = Schedule(self._mod)
         extents = [int(var.dom.extent) for var in sch.get(_blocks(sch)[-1]).iter_vars]
         widest = self._machine.lanes(4)
+        # One lane is last: the compiler then finds vectors itself, where a row is no multiple of them.
         lanes = [width for width in (widest, widest // 2, 1) if width and extents and extents[-1] % width == 0]
         is_large = prod(extents) >= _MIN_PARALLEL
         by_row = [
@@ -89,7 +90,7 @@ class RowTiling:
         return tile
 
     def cycles(self, _tile: RowTile) -> float:
-        """Nothing is known of them."""
+        """Infinite: these functions wait for memory, of which nothing is estimated."""
         return math.inf
 
     def is_fast(self, _tile: RowTile) -> bool:
@@ -115,12 +116,14 @@ class RowTiling:
             return sch
         *others, last = blocks
         num_rows = min([_num_rows(sch.get(block), sch.get(last)) for block in others or [last]])
+        # A sum in one register waits four cycles for each term: it becomes a vector of sums, added up at the end.
         sums = {place: _rfactor(sch, block, tile.lanes) for place, block in enumerate(others)}
         loops = list(sch.get_loops(last))
         if num_rows > 0:
             row = sch.fuse(*loops[:num_rows])
             if tile.parallel:
                 sch.parallel(row)
+            # The last one first: a block can be moved only when all that read it are there.
             for place in reversed(range(len(others))):
                 sch.compute_at(others[place], row)
                 if (partial := sums[place]) is not None:
@@ -152,6 +155,7 @@ def _blocked(sch: Schedule, num_columns: int, lanes: Sequence[int]) -> list[RowT
     blocks = _blocks(sch)
     if len(blocks) > 1 or _row_read(sch.get(blocks[-1])) is None:
         return []
+    # Narrower blocks write parts of lines, wider ones lose what they read before all rows have used it.
     widths = range(_LINE_ELEMENTS // 2, 2 * _LINE_ELEMENTS + 1)
     sizes = [size for size in widths if num_columns % size == 0 and size % lanes[0] == 0]
     sizes.sort(key=lambda size: abs(size - _LINE_ELEMENTS))

@@ -14,7 +14,7 @@ PadAt = Literal["inline", "job", "row"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegisterTile:
-    """The decisions of the sketch."""
+    """The decisions of the sketch, which its records name."""
 
     lanes: int
     """Elements of a vector, a power of two."""
@@ -25,7 +25,7 @@ class RegisterTile:
     """Tiles of channels, one after the other, in a job."""
     row_tiles: int
     column_tiles: int
-    """0 for all."""
+    """Tiles of columns in a job; 0 for all of them."""
     pad_at: PadAt
     channels_outside: bool
     """Whether jobs that follow each other differ in their rows, and not in their channels."""
@@ -38,13 +38,13 @@ class TiledAxes:
     """The axes of a sum that are tiled: their extents, 1 where there is none."""
 
     outer: int
-    """Of all others together."""
+    """Product of the extents of the axes that are not tiled."""
     rows: int
     columns: int
     channels: int
     sums: tuple[int, ...]
     row_axis: int | None
-    """Number of the iterator; None where there is none."""
+    """Place of the rows among the block's iterators; None where there are none."""
     column_axis: int | None
 
     @staticmethod
@@ -64,15 +64,15 @@ class TiledAxes:
         )
 
     def num_jobs(self, tile: RegisterTile) -> int:
-        """Jobs of a tile."""
+        """Number of jobs that a tile makes."""
         return self.num_channel_jobs(tile) * self.num_spatial_jobs(tile)
 
     def num_channel_jobs(self, tile: RegisterTile) -> int:
-        """Jobs by which the channels are divided."""
+        """Number of jobs among which the channels are divided."""
         return ceil(self.channels / (tile.lanes * tile.vectors * tile.channel_tiles))
 
     def num_spatial_jobs(self, tile: RegisterTile) -> int:
-        """Jobs by which all other axes are."""
+        """Number of jobs among which all other axes are divided."""
         columns = self.columns // (tile.columns * tile.column_tiles) if tile.column_tiles else 1
         return self.outer * (self.rows // (tile.rows * tile.row_tiles)) * columns
 

@@ -25,8 +25,7 @@ from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.codegen import PREFETCH
-from ansor_mlflow.sketches.estimate import LAUNCH_CYCLES
-from ansor_mlflow.sketches.machine import Machine
+from ansor_mlflow.sketches.estimate import LAUNCH_CYCLES, Machine
 from ansor_mlflow.sketches.tile import divisors, power_of_two
 
 if TYPE_CHECKING:
@@ -37,23 +36,28 @@ if TYPE_CHECKING:
 _PAD, _COLUMNS, _DATA, _PRODUCT, _ROWS = (f"winograd_{name}" for name in ("pad", "columns", "data", "product", "rows"))
 _FLOAT32_BYTES = 4
 _MAX_VECTORS = 6
+"""Vectors of channels of a tile in registers, as in `register_tile`."""
 _MAX_COPIES = 16
 """Column tiles of which the last one is narrower: each of them is a copy of the program."""
 _MAX_PASSES = 8
-"""Tiles of an image for which a panel of weights is read, beyond which it does not matter how long the first waits,"""
+"""Tiles that one panel of weights serves, up to which the next panel is fetched ahead: with more of them the first
+wait hardly counts."""
 _STREAMED_BYTES = 4 * 2**20
-"""unless weights of this size come from memory."""
+"""Size of all weights above which panels are always fetched ahead, as they come from memory in each call."""
 _MAX_JOBS_PER_THREAD = 64
+"""Jobs of a thread beyond which more of them share the work no more evenly, and only cost their starts."""
 _MAX_JOB_BYTES = 8 * 2**20
-"""Size of what a job keeps between its steps."""
+"""Largest size of what a job keeps between its steps: beyond, it goes through memory, as without jobs."""
 _MAX_PROGRAMS = 256
+"""How many tiles a search may try."""
 _L1_BYTES, _L2_BYTES = 24 * 1024, 384 * 1024
+"""Bytes of weights that stay in a cache; see `estimate`."""
 _AGAIN_FROM_L2 = 2.0
-"""Time to read a vector of weights from the second cache over that from the first."""
+"""How many times longer a vector of weights takes from the second cache than from the first."""
 _TERMS = 4.0
-"""Terms of a sum in a transform, about."""
+"""Terms of a sum in a transform, on average: most of the coefficients are not zero."""
 _BYTES_PER_CYCLE = {"memory": 5.0, "shared": 8.0}
-"""What a core reads of weights for the first time, and again from the last cache."""
+"""Bytes of weights that a core reads in a cycle for the first time, and again from the last cache."""
 _STALL = 0.5
 """Share of the shorter of reading and computing that is not hidden behind the longer."""
 
@@ -144,7 +148,7 @@ class WinogradTiling:
         return tile.vectors, tile.tiles, tile.channel_jobs
 
     def is_fast(self, _tile: WinogradTile) -> bool:
-        """It is: no other space has programs for it."""
+        """True: no other space has programs for it."""
         return True
 
     def cycles(self, tile: WinogradTile) -> float:
@@ -154,16 +158,18 @@ class WinogradTiling:
         num_tiles = tile.tile_rows * shape.across
         channels = shape.channels_out // tile.channel_jobs
         width = max(0.5, tile.lanes * _FLOAT32_BYTES / 64)  # two narrow vectors in a cycle, or a wide one
-        full, rest = divmod(num_tiles, tile.tiles)
+        full, rest = divmod(num_tiles, tile.tiles)  # the last tile in registers may be narrower
         steps = full * self._step(tile, tile.tiles, width) + (self._step(tile, rest, width) if rest else 0)
         product = shape.size**2 * (channels // (tile.lanes * tile.vectors)) * steps * shape.channels_in
         into = num_tiles * shape.channels_in / self._lanes(shape.channels_in) * 2 * _TERMS * shape.size**2
         back = num_tiles * channels / tile.lanes * (shape.size + shape.outputs) * _TERMS * shape.outputs
         weight_bytes = _FLOAT32_BYTES * shape.size**2 * shape.channels_in * channels
+        # Jobs of the same channels follow each other on a thread, so that only the first of them waits for memory.
         num_reads = ceil(tile.channel_jobs / threads)
         weights = weight_bytes * num_reads / _BYTES_PER_CYCLE["memory"]
         if weight_bytes > _L2_BYTES:
             weights += weight_bytes * (per_thread - num_reads) / _BYTES_PER_CYCLE["shared"]
+        # Fetched ahead, weights arrive while others are multiplied: the longer of both decides.
         short, long = sorted((per_thread * product, weights))
         transforms = per_thread * width * (into + back)
         return long + _STALL * short + transforms + (LAUNCH_CYCLES if tile.parallel else 0)
@@ -173,7 +179,7 @@ class WinogradTiling:
         element = 0.5 if self._machine.broadcasts_operands else 1.0
         panel_bytes = _FLOAT32_BYTES * tile.lanes * tile.vectors * self._shape.channels_in
         weights = tile.vectors * width * (1.0 if panel_bytes <= _L1_BYTES else _AGAIN_FROM_L2)
-        return max(tile.vectors * tiles * width, weights + tiles * element, 4.0)
+        return max(tile.vectors * tiles * width, weights + tiles * element, 4.0)  # 4: until a sum is there again
 
     def schedule(self, tile: WinogradTile) -> Schedule:
         """The function with a tile."""
@@ -187,6 +193,7 @@ class WinogradTiling:
             sch.compute_inline(sch.get_sblock(name))
         if shape.epilogue:
             sch.reverse_compute_inline(sch.get_sblock(shape.epilogue[-1]))
+        # From the output backwards: each step is computed where the next one needs it, in the caches of one job.
         *images, y, x, c = sch.get_loops(output)
         job_y, tile_y, in_y = sch.split(y, [None, tile.tile_rows, shape.outputs])
         tile_x, in_x = sch.split(x, [None, shape.outputs])
@@ -195,6 +202,7 @@ class WinogradTiling:
         job = sch.fuse(job_c, *images, job_y)
         if tile.parallel:
             sch.parallel(job)
+        # Written out, the choice among coefficients is made by the compiler: terms with zero and one are gone.
         self._finish(sch, [in_y, in_x, lane])
         sch.compute_at(rows, vector, preserve_unit_loops=True)
         sch.set_scope(rows, 0, "local")
@@ -225,6 +233,7 @@ class WinogradTiling:
         weight_bytes = _FLOAT32_BYTES * shape.size**2 * shape.channels_in * shape.channels_out
         if num_passes <= _MAX_PASSES or weight_bytes > _STREAMED_BYTES:
             sch.annotate(k, PREFETCH, num_passes)
+        # Sums are cleared before the first channel: a condition in the loop would be asked for each.
         init = sch.decompose_reduction(product, k)
         self._finish_vectors(sch, _inside(sch, init, tiles), tile)
 
@@ -248,7 +257,7 @@ class WinogradTiling:
         sch.vectorize(loops[-1])
 
     def _finish_vectors(self, sch: Schedule, loops: list[LoopRV], tile: WinogradTile) -> None:
-        """As `_finish`; the last loop is over several vectors."""
+        """Does what `_finish` does, where the last loop is over several vectors."""
         if int(sch.get(loops[-1]).extent) != tile.lanes:
             loops = [*loops[:-1], *sch.split(loops[-1], [None, tile.lanes])]
         self._finish(sch, loops)

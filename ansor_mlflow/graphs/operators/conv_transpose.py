@@ -128,16 +128,10 @@ def _axes(sizes: Sequence[int], kernel: Sequence[int], attributes: dict[str, Any
 def _phase_kernels(
     weight: np.ndarray[Any, Any], groups: int, axes: Sequence[_Axis], *, phases_first: bool
 ) -> np.ndarray[Any, Any]:
-    """Weights of the convolution that computes all phases.
+    """Weights [phases · C_out, C_in / groups, …] of the convolution that computes all phases.
 
-    Args:
-        weight: Kernel [C_in, C_out / groups, …] of the transposed convolution.
-        groups: Its number of groups.
-        axes: Its axes.
-        phases_first: The output channels are (phases, C_out), else (C_out, phases).
-
-    Returns:
-        Weights [phases · C_out, C_in / groups, …].
+    Those of the transposed convolution are [C_in, C_out / groups, …]. The output channels are (phases, C_out), or
+    (C_out, phases) where the phases are not first.
     """
     in_channels, out_channels = weight.shape[:2]
     taps, strides = [axis.taps for axis in axes], [axis.stride for axis in axes]

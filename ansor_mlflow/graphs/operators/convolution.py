@@ -7,6 +7,7 @@ single pixel, at the end of a network for small images.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ def _conv(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     attributes, rank = attributes_of(node), len(sizes)
     strides = attributes.get("strides", [1] * rank)
     dilations = attributes.get("dilations", [1] * rank)
-    pads = _pads(sizes, kernel, strides, dilations, attributes)
+    pads = pads_of(sizes, kernel, strides, dilations, attributes)
     trimmed = [_trimmed(*axis) for axis in zip(sizes, kernel, strides, dilations, pads, strict=True)]
     if all(len(taps) == size for (taps, _), size in zip(trimmed, kernel, strict=True)):
         return False
@@ -48,14 +49,14 @@ def _conv(node: onnx.NodeProto, graph: GraphEditor) -> bool:
 REWRITINGS: Rewritings = {("", "Conv"): _conv}
 
 
-def _pads(
-    sizes: tuple[int, ...],
-    kernel: tuple[int, ...],
-    strides: list[int],
-    dilations: list[int],
+def pads_of(
+    sizes: Sequence[int],
+    kernel: Sequence[int],
+    strides: Sequence[int],
+    dilations: Sequence[int],
     attributes: dict[str, Any],
 ) -> list[tuple[int, int]]:
-    """Zeros before and after the input along each axis, as ONNX's specification of Conv has them."""
+    """Zeros before and after the input along each axis, as ONNX's specification of Conv and MaxPool has them."""
     rank, auto_pad = len(sizes), attributes.get("auto_pad", "NOTSET")
     if not auto_pad.startswith("SAME"):
         pads = attributes.get("pads", [0] * 2 * rank) if auto_pad == "NOTSET" else [0] * 2 * rank

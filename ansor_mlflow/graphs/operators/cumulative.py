@@ -24,7 +24,7 @@ def _cum_sum(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     ones = np.triu(np.ones((length, length)), 1 if attributes.get("exclusive") else 0)
     if attributes.get("reverse"):
         ones = ones.T
-    triangle = graph.constant(ones, onnx.helper.tensor_dtype_to_np_dtype(dtype))
+    triangle = graph.constant(ones, dtype)
     order = [index for index in range(len(shape)) if index != place % len(shape)] + [place % len(shape)]
     last = graph.emit("Transpose", data, perm=order)
     summed = graph.emit("MatMul", graph.reshape(last, (-1, length)), triangle)
@@ -40,7 +40,7 @@ def _mean(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     if shape is None or not dtype or dtype in FLOATS or axes is None:
         return False
     total = graph.reduce("ReduceSum", data, axes)
-    count = graph.constant(math.prod(shape[axis] for axis in axes), onnx.helper.tensor_dtype_to_np_dtype(dtype))
+    count = graph.constant(math.prod(shape[axis] for axis in axes), dtype)
     mean = graph.emit("Div", total, count)
     kept = [1 if place in axes else size for place, size in enumerate(shape)]
     if not attributes_of(node).get("keepdims", 1):

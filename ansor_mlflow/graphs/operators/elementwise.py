@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from ansor_mlflow.graphs.editor import GraphEditor, Rewritings
 from ansor_mlflow.graphs.types import FLOATS
@@ -45,7 +45,7 @@ def _is_infinite(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     if (positive and negative) or not dtype:
         return False
     infinity = np.inf if positive else -np.inf if negative else np.nan  # which equals nothing
-    graph.emit("Equal", data, _number(graph, infinity, dtype), output=node.output[0])
+    graph.emit("Equal", data, graph.constant(infinity, dtype), output=node.output[0])
     return True
 
 
@@ -54,7 +54,7 @@ def _celu(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     data, dtype = node.input[0], graph.dtype(node.input[0])
     if not dtype:
         return False
-    alpha = _number(graph, attributes_of(node).get("alpha", 1.0), dtype)
+    alpha = graph.constant(attributes_of(node).get("alpha", 1.0), dtype)
     graph.emit("Mul", graph.emit("Elu", graph.emit("Div", data, alpha)), alpha, output=node.output[0])
     return True
 
@@ -65,7 +65,7 @@ def _swish(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     if not dtype:
         return False
     default = _QUICK_GELU_ALPHA if node.op_type == "QuickGelu" else 1.0
-    scaled = graph.emit("Mul", data, _number(graph, attributes_of(node).get("alpha", default), dtype))
+    scaled = graph.emit("Mul", data, graph.constant(attributes_of(node).get("alpha", default), dtype))
     graph.emit("Mul", data, graph.emit("Sigmoid", scaled), output=node.output[0])
     return True
 
@@ -78,7 +78,3 @@ REWRITINGS: Rewritings = {
     ("", "Swish"): _swish,
     ("com.microsoft", "QuickGelu"): _swish,
 }
-
-
-def _number(graph: GraphEditor, value: float, dtype: int) -> str:
-    return graph.constant(value, helper.tensor_dtype_to_np_dtype(dtype))

@@ -86,10 +86,7 @@ def _thresholded_relu(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     data, dtype = node.input[0], graph.dtype(node.input[0])
     if not dtype:
         return False
-    alpha, zero = (
-        graph.constant(value, helper.tensor_dtype_to_np_dtype(dtype))
-        for value in (attributes_of(node).get("alpha", 1.0), 0)
-    )
+    alpha, zero = (graph.constant(value, dtype) for value in (attributes_of(node).get("alpha", 1.0), 0))
     graph.emit("Where", graph.emit("Greater", data, alpha), data, zero, output=node.output[0])
     return True
 

@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 
 from ansor_mlflow.graphs.editor import GraphEditor, Rewritings
+from ansor_mlflow.graphs.operators.convolution import pads_of
 from ansor_mlflow.graphs.walk import attributes_of
 
 _FIRST_OPSET_WITH_HALF_PIXEL = 16
@@ -42,15 +43,12 @@ def _max_pool(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     attributes, shape = attributes_of(node), graph.shape(node.input[0])
     if shape is None or attributes.get("auto_pad") != "SAME_LOWER":
         return False
-    rank = len(shape) - 2
-    before, after = [], []
-    strides, dilations = (attributes.get(name, [1] * rank) for name in ("strides", "dilations"))
-    for size, kernel, stride, dilation in zip(shape[2:], attributes["kernel_shape"], strides, dilations, strict=True):
-        total = max(0, (-(-size // stride) - 1) * stride + (kernel - 1) * dilation + 1 - size)
-        before.append(total - total // 2)
-        after.append(total // 2)
-    kept = {name: value for name, value in attributes.items() if name not in ("auto_pad", "pads")}
-    graph.emit_all("MaxPool", node.input, list(node.output), pads=[*before, *after], **kept)
+    strides, dilations = (attributes.get(name, [1] * (len(shape) - 2)) for name in ("strides", "dilations"))
+    pads = pads_of(shape[2:], attributes["kernel_shape"], strides, dilations, attributes)
+    kept = {name: value for name, value in attributes.items() if name != "auto_pad"}
+    graph.emit_all(
+        "MaxPool", node.input, list(node.output), pads=[pad[side] for side in (0, 1) for pad in pads], **kept
+    )
     return True
 
 
@@ -69,7 +67,7 @@ def _roi_align(node: onnx.NodeProto, graph: GraphEditor) -> bool:
         lowest, highest = (graph.constant(number, np.int64) for number in (0, shape[0] - 1))
         images = graph.emit("Min", graph.emit("Max", images, lowest), highest)
     if scale != 1:
-        regions = graph.emit("Mul", regions, graph.constant(scale, onnx.helper.tensor_dtype_to_np_dtype(dtype)))
+        regions = graph.emit("Mul", regions, graph.constant(scale, dtype))
         attributes["spatial_scale"] = 1.0
     graph.emit("RoiAlign", data, regions, images, output=node.output[0], **attributes)
     return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from ansor_mlflow.graphs.editor import GraphEditor, Rewritings
 from ansor_mlflow.graphs.types import FLOATS
@@ -62,7 +62,7 @@ def _lp_norm(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     shape, dtype = graph.shape(data), graph.dtype(data)
     if shape is None or not dtype:
         return False
-    zero, one = (graph.constant(value, helper.tensor_dtype_to_np_dtype(dtype)) for value in (0, 1))
+    zero, one = (graph.constant(value, dtype) for value in (0, 1))
     length = graph.reduce(f"ReduceL{attributes.get('p', 2)}", data, [attributes.get("axis", -1) % len(shape)])
     divisor = graph.emit("Where", graph.emit("Equal", length, zero), one, length)
     graph.emit("Div", data, divisor, output=node.output[0])
@@ -111,7 +111,7 @@ def _reduction(node: onnx.NodeProto, graph: GraphEditor) -> tuple[list[int] | No
 
 
 def _square_of(name: str, graph: GraphEditor) -> str:
-    """What a tensor is the square of; empty where it is none."""
+    """The tensor that another is the square of; empty where it is none."""
     node = graph.producer(name)
     if node is None or len(node.input) != 2:
         return ""

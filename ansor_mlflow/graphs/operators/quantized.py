@@ -30,10 +30,8 @@ def _quantized(
 ) -> Rewriting:
     """A rewriting of an operator whose inputs are tensors, each followed by its scale and zero point.
 
-    Args:
-        compute: Puts in the operator on floats, which it is given; returns its output, or None if it cannot.
-        starts: Positions of the tensors among the inputs.
-        result: Position of the scale of the output, which its zero point follows.
+    The tensors are at the positions `starts`, and the scale of the output, which its zero point follows, at `result`.
+    `compute` puts in the operator on floats, and returns its output, or None if it cannot.
     """
 
     def rewriting(node: onnx.NodeProto, graph: GraphEditor) -> bool:
@@ -119,7 +117,7 @@ def _reduced(node: onnx.NodeProto, graph: GraphEditor, tensors: list[str]) -> st
 
 
 def _softmax(node: onnx.NodeProto, graph: GraphEditor, tensors: list[str]) -> str | None:
-    """With the operators before version 13 of ONNX, all axes from the given one on are one."""
+    """Before version 13 of ONNX's operators, all axes from the given one on are one."""
     attributes, shape = attributes_of(node), graph.shape(node.input[0])
     axis = attributes.get("axis", -1)
     if attributes.get("opset", graph.opset) < 13 and (shape is None or axis % len(shape) != len(shape) - 1):

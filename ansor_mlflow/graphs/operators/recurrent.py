@@ -144,15 +144,9 @@ class _Cell:
         )
 
     def run(self, flat: str, steps: int, *, reverse: bool) -> tuple[list[str], str, str]:
-        """Puts in all steps.
+        """Puts in all steps of the inputs [steps · batch, in_units]; reversed, the last step comes first.
 
-        Args:
-            flat: Inputs [steps · batch, in_units].
-            steps: Number of steps.
-            reverse: The last step comes first.
-
-        Returns:
-            The states [batch, units] after each step, in the order of the inputs; the last one, and that of the cell.
+        It returns the states [batch, units] after each step, in the order of the inputs, the last one, and the cell's.
         """
         bias, step = self._step()
         product = self.graph.emit("MatMul", flat, self.graph.constant(self.weights))
@@ -224,7 +218,7 @@ def _activations(node: onnx.NodeProto, attributes: dict[str, Any]) -> list[str]:
 
 
 def _directions(direction: str) -> list[bool]:
-    """For each direction whether it begins with the last step."""
+    """Whether each direction begins with the last step."""
     return {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[direction]
 
 

@@ -109,15 +109,7 @@ def _sizes(node: onnx.NodeProto, graph: GraphEditor, shape: tuple[int, ...]) -> 
 def _taps(size: int, new_size: int, scale: float, coordinates: str, attributes: dict[str, Any]) -> tuple[Array, Array]:
     """Which elements make each new one, as ONNX's specification of Resize has it.
 
-    Args:
-        size: Elements of the axis.
-        new_size: Elements that it will have.
-        scale: New elements for each old one.
-        coordinates: How positions are counted.
-        attributes: The node's.
-
-    Returns:
-        Indices and weights, both [taps, new_size]; all weights are 1 where there is one tap.
+    Indices and weights are both [taps, new_size]; all weights are 1 where there is one tap.
     """
     position = np.arange(new_size, dtype=np.float32)
     half_pixel = (position + np.float32(0.5)) / np.float32(scale) - np.float32(0.5)

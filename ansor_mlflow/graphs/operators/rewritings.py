@@ -33,12 +33,8 @@ _OTHERS: Rewritings = {
 
 
 def rewrite_operators(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model without the operators that have a form which TVM computes better.
+    """A model without the operators that have a form which TVM computes better; the model itself if it has none.
 
-    Args:
-        model: Model whose constants are initializers; stays as it is.
-
-    Returns:
-        A model that computes the same but for rounding; the same model, if there is nothing to rewrite.
+    Its constants are initializers.
     """
     return rewrite(rewrite(model, _FIRST), _OTHERS)

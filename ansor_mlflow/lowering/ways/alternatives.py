@@ -43,17 +43,17 @@ class Alternative:
 
     @property
     def way(self) -> str:
-        """What users read."""
+        """The name that users read."""
         return f"winograd {self.outputs}x{self.outputs}"
 
     @property
     def suffix(self) -> str:
-        """What is added to the name of the function without this way."""
+        """The word that is added to the name of the function without this way."""
         return f"winograd{self.outputs}"
 
     @property
     def growth_bytes(self) -> int:
-        """By how much the weights of a call are larger than in the direct way."""
+        """Bytes by which the weights of a call are larger than in the direct way."""
         points = (self.outputs + KERNEL - 1) ** 2
         num_transformed = prod(int(extent) for extent in self.mod["main"].params[self.weights].shape)
         return _FLOAT32_BYTES * num_transformed * (points - KERNEL**2) // points
@@ -64,15 +64,12 @@ class Alternative:
         return max(error_of(faces_of(weights), self.outputs) for weights in found)
 
     def transform(self, weights: NDArray[np.float32]) -> NDArray[np.float32]:
-        """What takes the place of the weights of the function without this way."""
+        """The weights that take the place of those of the function without this way."""
         return transform_weights(faces_of(weights), self.outputs)
 
 
 def find_alternatives(mod: IRModule) -> list[Alternative]:
-    """Other ways to compute a task's function.
-
-    Args:
-        mod: Module of the task, with one function "main".
+    """Other ways to compute the function of a task's module.
 
     Raises:
         NoOtherWayError: There is none.
@@ -85,11 +82,7 @@ def find_alternatives(mod: IRModule) -> list[Alternative]:
 
 
 def _layer(mod: IRModule, found: Contraction) -> Convolution:
-    """The convolution of a function.
-
-    Raises:
-        NoOtherWayError: It is none of 3 × 3 with stride 1.
-    """
+    """The convolution of a function, if it is one of 3 × 3 with stride 1."""
     function = mod["main"]
     num_axes = len(found.reduction) - 1
     num_dims = [len(found.spatial), *(len(operand.shape) for operand in found.operands)]
@@ -141,11 +134,7 @@ def _layer(mod: IRModule, found: Contraction) -> Convolution:
 
 
 def _padding(mod: IRModule, name: str) -> tuple[list[int], list[int]]:
-    """The shape of what a block pads, and how many zeros are before it along each axis.
-
-    Raises:
-        NoOtherWayError: The block does something else.
-    """
+    """The shape of what a block pads, and how many zeros are before it along each axis."""
     sch = Schedule(mod)
     block = sch.get(sch.get_sblock(name))
     variables = [var.var for var in block.iter_vars]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
 _CYCLES_PER_S = 3e9
-"""Of a CPU, about: estimates of layers without records are weighed against each other and the times of others."""
+"""Cycles of a CPU in a second, about: estimates without records are weighed against each other and recorded times."""
 
 
 @dataclass(frozen=True)
@@ -25,26 +25,22 @@ class ChosenWay:
 
     task: TuningTask
     seconds: float
-    """Of a call: as the fastest record says, by its median, else as the sketch estimates."""
+    """Latency of a call: the median of the fastest record, else what the sketch estimates."""
     is_recorded: bool
 
     @property
     def growth_bytes(self) -> int:
-        """By how much the weights of all calls are larger than in the direct way."""
+        """Bytes by which the weights of all calls are larger than in the direct way."""
         return 0 if self.task.alternative is None else self.task.info.weight * self.task.alternative.growth_bytes
 
 
 def choose_ways(
     lowered: LoweredNetwork, database: Database, target: Target, max_bytes: int | None = None
 ) -> list[ChosenWay]:
-    """One way for each layer.
+    """One way for each layer. One without a record is taken only where no other has one.
 
-    Args:
-        lowered: The network.
-        database: Records. A way without one is taken only where no other has one.
-        target: What they are for.
-        max_bytes: Size that all constants together may have. Where they are larger, the layers that lose the least time
-            for each byte are computed in ways with smaller weights.
+    Where all constants together are larger than `max_bytes`, the layers that lose the least time for each byte are
+    computed in ways with smaller weights.
     """
     layers: dict[str, list[TuningTask]] = {}
     for task in lowered.tasks:

@@ -40,11 +40,7 @@ class Transforms:
 
 @cache
 def transforms(outputs: int) -> Transforms:
-    """The matrices for a filter of three taps, in exact fractions.
-
-    Args:
-        outputs: Outputs that are computed together, one of `TILES`.
-    """
+    """The matrices for a filter of three taps and one of `TILES` outputs, in exact fractions."""
     points = [Fraction(point) for point in _POINTS[outputs]]
     others = [[other for other in points if other != point] for point in points]
     scales = [

@@ -16,11 +16,9 @@ _MAX_CHANNELS = 64
 
 
 def error_of(weights: NDArray[np.float32], outputs: int) -> float:
-    """The largest error over the largest output, of random tiles of normally distributed data.
+    """The largest error of F(m × m, 3 × 3) over the largest output, of random tiles of normally distributed data.
 
-    Args:
-        weights: Of a convolution, of shape (3, 3, channels in, channels out).
-        outputs: m of F(m × m, 3 × 3).
+    The weights have the shape (3, 3, channels in, channels out).
     """
     size = outputs + KERNEL - 1
     weights = weights[..., :: max(1, weights.shape[-1] // _MAX_CHANNELS)]
@@ -35,7 +33,7 @@ def error_of(weights: NDArray[np.float32], outputs: int) -> float:
 
 
 def _in_float32(data: NDArray[np.float32], weights: NDArray[np.float32], outputs: int) -> NDArray[np.float32]:
-    """What the way computes, in its own order: columns before rows, there and back."""
+    """The outputs as Winograd's algorithm computes them, in its own order: columns before rows, there and back."""
     into, back = (np.array(matrix, np.float32) for matrix in (transforms(outputs).data, transforms(outputs).output))
     points = _along(into, _along(into, data, 1), 2)
     product = np.einsum("teuk,eukc->teuc", points, transform_weights(weights, outputs), optimize=True)

@@ -39,9 +39,7 @@ def constants_of(mod: IRModule) -> dict[str, list[list[GenericConst | None]]]:
 def replace_layers(mod: IRModule, alternatives: Mapping[str, Alternative]) -> IRModule:
     """A network in which layers are computed in other ways, with their weights transformed.
 
-    Args:
-        mod: The network, lowered.
-        alternatives: By the structural hash of the task that each takes the place of.
+    `alternatives` has them by the structural hash of the task that each takes the place of.
     """
     functions = {
         var.name_hint: alternative

@@ -26,11 +26,7 @@ def with_other_ways(
 ) -> tuple[TuningTask, ...]:
     """Adds to each task those of the other ways to compute it, as far as they are exact enough.
 
-    Args:
-        mod: The network, lowered.
-        tasks: Its tasks.
-        algorithm: "auto", or "winograd", which leaves the direct way out where there is another.
-        called: What messages call the network.
+    With algorithm=winograd, the direct way is left out where there is another.
 
     Raises:
         UserInputError: Only other ways are wanted, and there is none.
@@ -55,11 +51,7 @@ def with_other_ways(
 
 
 def _in_other_ways(task: TuningTask, calls: Sequence[Sequence[GenericConst | None]]) -> Iterator[TuningTask]:
-    """Yields the tasks of a task's other ways.
-
-    Raises:
-        NoOtherWayError: There is none.
-    """
+    """Yields the tasks of a task's other ways."""
     for way in find_alternatives(task.mod):
         max_rel_error = way.max_rel_error(calls)
         if max_rel_error <= _MAX_REL_ERROR:

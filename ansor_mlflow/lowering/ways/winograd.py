@@ -51,18 +51,18 @@ class Convolution:
 
     batch: int
     height: int
-    """Of the input, as `width`."""
+    """Rows of the input; `width` are its columns."""
     width: int
     channels_in: int
     channels_out: int
     rows: int
-    """Of the output, as `columns`."""
+    """Rows of the output, beside its `columns`."""
     columns: int
     top: int
     """Rows of zeros above the input."""
     left: int
     depth: Depth | None = None
-    """Of a convolution in three dimensions."""
+    """The first axis of a convolution in three dimensions; None in two."""
 
     @property
     def num_images(self) -> int:
@@ -88,14 +88,9 @@ class Convolution:
 
 
 def transform_weights(weights: NDArray[np.float32], outputs: int) -> NDArray[np.float32]:
-    """The weights at the points, computed in float64.
+    """The weights at the points, (m + 2, m + 2, summed channels, channels out), computed in float64.
 
-    Args:
-        weights: Shape (3, 3, summed channels, channels out); see `faces_of`.
-        outputs: m of F(m × m, 3 × 3).
-
-    Returns:
-        Shape (m + 2, m + 2, summed channels, channels out).
+    They are given as (3, 3, summed channels, channels out); see `faces_of`.
     """
     matrix = np.array(transforms(outputs).weights, np.float64)
     transformed = np.einsum("ea,abio,ub->euio", matrix, weights.astype(np.float64), matrix, optimize=True)
@@ -104,10 +99,8 @@ def transform_weights(weights: NDArray[np.float32], outputs: int) -> NDArray[np.
 
 
 def faces_of(weights: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The weights of a convolution in two dimensions, or in three with shape (slices, 3, 3, channels in, channels out).
-
-    Returns:
-        Shape (3, 3, summed channels, channels out).
+    """The weights of a convolution in two dimensions, or in three with shape (slices, 3, 3, channels in, channels out),
+    as (3, 3, summed channels, channels out).
     """
     if weights.ndim == 4:
         return weights
@@ -115,13 +108,7 @@ def faces_of(weights: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def winograd(layer: Convolution, outputs: int, name: str) -> Any:
-    """A function of the input, the transformed weights and the output.
-
-    Args:
-        layer: The convolution.
-        outputs: m of F(m × m, 3 × 3).
-        name: Name of the block that writes the output.
-    """
+    """A function of the input, the transformed weights and the output, which a block of that name writes."""
     matrices, size = transforms(outputs), outputs + KERNEL - 1
     down, across = layer.tiles(outputs)
     num_tiles, depth = layer.num_images * down * across, layer.depth
@@ -147,7 +134,7 @@ def winograd(layer: Convolution, outputs: int, name: str) -> Any:
     )
 
     def element(t: Any, row: Any, column: Any, c: Any) -> Any:
-        """Of a tile of the input."""
+        """An element of a tile of the input."""
         y, x = t // across % down * outputs + row, t % across * outputs + column
         return pad[t // (across * down), y, x, c]
 

@@ -69,7 +69,7 @@ def _embeddings(builder: GraphBuilder, input_ids: str, token_type_ids: str, shap
 
 
 def _mask_bias(builder: GraphBuilder, attention_mask: str) -> str:
-    """0 where the mask is 1 and −10000 where it is 0: int64 (N, S) -> float32 (N, 1, 1, S)."""
+    """The bias of attention: 0 where the mask is 1 and −10000 where it is 0: int64 (N, S) -> float32 (N, 1, 1, S)."""
     mask = builder.node("Cast", "mask.float", attention_mask, to=onnx.TensorProto.FLOAT)
     hidden = builder.node("Sub", "mask.inverted", builder.weight("mask.one", np.ones(())), mask)
     bias = builder.node("Mul", "mask.bias", hidden, builder.weight("mask.scale", np.full((), -10000)))

@@ -35,13 +35,8 @@ def image_classifier(
 ) -> BuiltinNetwork:
     """A network with one input "data", float32 (N, *image), and one output "logits", float32 (N, num_classes).
 
-    Args:
-        name: Name of the network.
-        append_layers: Declares the input "data" with the shape it is given, and appends all layers up to a tensor
-            "logits".
-        image: Default channels and size; a video has its number of frames before height and width.
-        min_size: Least height and width.
-        num_classes: Number of logits.
+    `append_layers` declares the input with the shape it is given, and appends all layers up to the logits. A video has
+    its number of frames before height and width, of which each is at least `min_size`.
     """
 
     def build(input_shapes: dict[str, Shape], seed: int) -> onnx.ModelProto:

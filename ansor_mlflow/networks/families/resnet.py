@@ -1,6 +1,10 @@
 """ResNet-18/34/50/101/152 ("Deep Residual Learning for Image Recognition", He et al., 2015, table 1).
 
 The stride of a bottleneck block sits on its 3×3 convolution (the "v1.5" of most frameworks). The graph ends in logits.
+
+ResNet-18/34/50 for video ("Can Spatiotemporal 3D CNNs Retrace the History of 2D CNNs and ImageNet?", Hara et al., 2018,
+table 1) have a third axis of their kernels, over frames, whose number the first convolution keeps. Shortcuts that
+change the shape are projections ("type B" of https://github.com/kenshohara/3D-ResNets-PyTorch).
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from ansor_mlflow.networks.graph import GraphBuilder, PerAxis
 from ansor_mlflow.networks.shapes import Shape
 
 STAGE_CHANNELS = (64, 128, 256, 512)
+NUM_VIDEO_CLASSES = 400
+"""Classes of Kinetics."""
 
 
 @dataclass(frozen=True)
@@ -105,4 +111,12 @@ def _residual_block(
 NETWORKS = {
     f"resnet-{depth}": image_classifier(f"resnet-{depth}", partial(append_resnet, variant))
     for depth, variant in VARIANTS.items()
+} | {
+    f"resnet3d-{depth}": image_classifier(
+        f"resnet3d-{depth}",
+        partial(append_resnet, VARIANTS[depth], stem_stride=(1, 2, 2), num_classes=NUM_VIDEO_CLASSES),
+        image=(3, 16, 112, 112),
+        num_classes=NUM_VIDEO_CLASSES,
+    )
+    for depth in (18, 34, 50)
 }

@@ -178,7 +178,7 @@ def _flops_of_layers(tasks: Iterable[TaskInfo]) -> dict[str, float]:
 def _padding_note(layer: PaddedLayer, is_padded: bool) -> str:
     action = "it is computed with" if is_padded else "pad_channels=auto computes it with"
     return (
-        f"{layer.name} has {layer.channels} output channels, which can be tiled in {layer.num_tilings} ways; {action} "
+        f"{layer.name} has {layer.channels} output channels, which no wide vector divides; {action} "
         f"{layer.padded_channels}, which halved the time of such a layer in a measurement (docs/networks.md)."
     )
 
