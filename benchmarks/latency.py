@@ -33,7 +33,7 @@ from ansor_mlflow.measuring import (
 )
 from ansor_mlflow.model import Manifest
 from ansor_mlflow.names import NETWORK_FILE, RIVALS
-from ansor_mlflow.processes import in_child_process
+from ansor_mlflow.processes import call_in_process
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import Arrays, random_inputs
 
@@ -103,7 +103,7 @@ def _measure(network: str, model: Path, turns: int, scratch: Path, work_director
     settings = LoweringSettings.among(entry.provenance)
     device = Device.resolve("auto", num_threads)
     roofline = measure_roofline(device)
-    flops, bound_s = in_child_process(call_once, partial(_cost, model / NETWORK_FILE, num_threads, settings, roofline))
+    flops, bound_s = call_in_process(call_once, partial(_cost, model / NETWORK_FILE, num_threads, settings, roofline))
     (expected,) = expected_of(model / NETWORK_FILE, num_threads, [inputs])
     timed: dict[str, MakeInference] = {}
     absent: dict[str, str] = {}

@@ -27,13 +27,13 @@ from ansor_mlflow.autologging.description import runtime_num_threads
 from ansor_mlflow.autologging.run import open_run
 from ansor_mlflow.device.tvm_import import import_tensor_intrin
 from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.processes import Outcome
 from ansor_mlflow.records.description import read_fingerprint, read_provenance
 from ansor_mlflow.records.journal import read_journal
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
 from ansor_mlflow.records.transfer.manifest import changed_files
 from ansor_mlflow.testing.fakes import FakeBuilder
 from ansor_mlflow.tuning.workers.metaschedule import as_metaschedule_builder
-from ansor_mlflow.tuning.workers.pool import Outcome
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

@@ -47,7 +47,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> SpoilCompiler:
             return build(replace(job, network=f"{job.network}.wrong"))
 
         monkeypatch.setattr(laboratory, "build_in_child_process", build_wrongly)
-        monkeypatch.setattr(checking, "in_child_process", lambda function, make_call: function(make_call))
+        monkeypatch.setattr(checking, "call_in_process", lambda function, make_call: function(make_call))
 
     return spoil_compiler
 

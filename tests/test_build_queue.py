@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from ansor_mlflow.errors import MachineError
+from ansor_mlflow.processes import Outcome
 from ansor_mlflow.tuning.workers.build_queue import BuildQueue
-from ansor_mlflow.tuning.workers.pool import Outcome
 
 TIMEOUT_S = 30.0
 

@@ -15,6 +15,7 @@ from numpy.testing import assert_allclose
 
 from ansor_mlflow import names
 from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.processes import Outcome
 from ansor_mlflow.testing.fakes import FakeRunner
 from ansor_mlflow.tracking import observer
 from ansor_mlflow.tracking.figures.convergence import draw_convergence
@@ -28,7 +29,6 @@ from ansor_mlflow.tracking.outbox import Message, Outbox
 from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.trials import TrialStatus
 from ansor_mlflow.tuning.roofline import Roofline
-from ansor_mlflow.tuning.workers.pool import Outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

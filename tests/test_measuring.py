@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from ansor_mlflow.device.threads import available_cpus
+from ansor_mlflow.processes import Outcome
 from ansor_mlflow.testing.fakes import FakeBuilder, FakeRunner
 from ansor_mlflow.tuning.workers.builder import Builder, LocalBuilder
-from ansor_mlflow.tuning.workers.pool import Outcome
 from ansor_mlflow.tuning.workers.runner import LocalRunner, Runner
 from ansor_mlflow.tuning.workers.surroundings import RestOfNetwork
 from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob

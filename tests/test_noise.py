@@ -21,10 +21,10 @@ from ansor_mlflow import names
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.measuring.noise import DISTURBED, MachineNoise, ProbeTime, probe_noise, time_probe, watched
+from ansor_mlflow.processes import Outcome
 from ansor_mlflow.testing.fakes import FakeRunner
 from ansor_mlflow.tuning.workers.arguments import arg_info
 from ansor_mlflow.tuning.workers.builder import LocalBuilder
-from ansor_mlflow.tuning.workers.pool import Outcome
 from ansor_mlflow.tuning.workers.runner import LocalRunner
 from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob
 

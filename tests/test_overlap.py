@@ -17,9 +17,9 @@ from helpers.fake_tuning import Notebook, read_records, tune
 
 from ansor_mlflow.lowering.lower import LoweredNetwork, lower
 from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.processes import Outcome
 from ansor_mlflow.testing.fakes import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import StopReason
-from ansor_mlflow.tuning.workers.pool import Outcome
 from ansor_mlflow.tuning.workers.timing import RunJob
 
 if TYPE_CHECKING:

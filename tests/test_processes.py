@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,33 +13,24 @@ from pathlib import Path
 import pytest
 
 from ansor_mlflow.errors import MachineError, UserInputError
-from ansor_mlflow.model import rebuild
-from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process
-from ansor_mlflow.processes import in_child_process
-from ansor_mlflow.settings import LoweringSettings
+from ansor_mlflow.processes import call_in_process
 
 _PARENT = """
 import os, sys, time
-from ansor_mlflow.model import rebuild
-from ansor_mlflow.processes import in_child_process
-from ansor_mlflow.settings import LoweringSettings
+from ansor_mlflow.processes import call_in_process
 
 def hang(path):
     with open(path, "w") as file:
         print(os.getpid(), file=file)
     time.sleep(600)
 
-def make_builds_hang():
-    rebuild.build = lambda job: hang(job.network)
-
-def build(path):
-    rebuild._CHILD = rebuild._CHILD.replace("; main(", "; import parent; parent.make_builds_hang(); main(")
-    lowering = LoweringSettings()
-    job = rebuild.BuildJob(network=path, records="", target={}, num_threads=1, lowering=lowering, library="")
-    rebuild.build_in_child_process(job)
-
 if __name__ == "__main__":
-    build(sys.argv[2]) if sys.argv[1] == "build" else in_child_process(hang, sys.argv[2])
+    call_in_process(hang, sys.argv[1])
+"""
+_UNGUARDED = """
+from ansor_mlflow.processes import call_in_process
+
+print(call_in_process(abs, -3))
 """
 
 
@@ -50,6 +43,11 @@ class UnsendableError(Exception):
 
 def fail(kind: str) -> None:
     raise UnsendableError(kind, "cannot be sent") if kind == "unsendable" else UserInputError(f"{kind} is refused")
+
+
+def die(word: str) -> None:
+    print(word, file=sys.stderr, flush=True)
+    os._exit(1) if word else os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def wait_until(holds: Callable[[], bool]) -> bool:
@@ -66,11 +64,10 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("kind", ["measurement", "build"])
-def test_a_child_ends_with_a_parent_that_is_killed(kind: str, tmp_path: Path) -> None:
+def test_a_child_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script, pid_file = tmp_path / "parent.py", tmp_path / "pid"
     script.write_text(_PARENT)
-    parent = subprocess.Popen([sys.executable, str(script), kind, str(pid_file)])
+    parent = subprocess.Popen([sys.executable, str(script), str(pid_file)])
     try:
         assert wait_until(lambda: pid_file.exists() and pid_file.read_text().endswith("\n"))
         child = int(pid_file.read_text())
@@ -85,16 +82,22 @@ def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ansor_mlflow.processes.TIME_LIMIT_S", 0.5)
     started_s = time.monotonic()
     with pytest.raises(MachineError, match=r"took longer than 0.5 s, which is the limit, and was ended"):
-        in_child_process(time.sleep, 600)
+        call_in_process(time.sleep, 600)
     assert time.monotonic() - started_s < 30
 
 
-def test_a_build_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(rebuild, "TIME_LIMIT_S", 0.2)
-    lowering = LoweringSettings()
-    job = BuildJob(network=str(tmp_path), records="", target={}, num_threads=1, lowering=lowering, library="")
-    with pytest.raises(MachineError, match=r"builds the library took longer than 0.2 s, which is the limit"):
-        build_in_child_process(job)
+def test_a_script_without_a_guard_may_call_functions_of_modules(tmp_path: Path) -> None:
+    """As one does that loads a model for which a library has to be built."""
+    script = tmp_path / "script.py"
+    script.write_text(_UNGUARDED)
+    assert subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True).stdout == "3\n"
+
+
+def test_a_child_that_dies_says_its_last_words() -> None:
+    with pytest.raises(MachineError, match=r"^the process that dies died \(no memory\); look away$"):
+        call_in_process(die, "no memory", work="dies", advice="look away", is_quiet=True)
+    with pytest.raises(MachineError, match=r"died \(SIGSEGV\)"):
+        call_in_process(die, "")
 
 
 @pytest.mark.parametrize(
@@ -103,9 +106,9 @@ def test_a_build_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 )
 def test_an_error_of_the_child_is_raised_here(kind: str, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text) as raised:
-        in_child_process(fail, kind)
+        call_in_process(fail, kind)
     assert "in fail" in str(raised.value.__cause__)
 
 
 def test_a_long_answer_comes_whole() -> None:
-    assert len(in_child_process(bytes, 10**8)) == 10**8
+    assert len(call_in_process(bytes, 10**8)) == 10**8

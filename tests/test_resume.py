@@ -13,6 +13,7 @@ from helpers.fake_tuning import Notebook, read_records, tune
 
 from ansor_mlflow import names
 from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.processes import Outcome
 from ansor_mlflow.records.journal import JOURNAL_FILE, Journal, read_durations, read_journal
 from ansor_mlflow.records.log import RecordLog
 from ansor_mlflow.records.repair import repair
@@ -20,7 +21,6 @@ from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair
 from ansor_mlflow.testing.fakes import FakeRunner
 from ansor_mlflow.trials import Durations, StopReason, TrialStatus, TuningRound
 from ansor_mlflow.tuning.search.task_search import TaskSearch, make_cost_model
-from ansor_mlflow.tuning.workers.pool import Outcome
 from ansor_mlflow.tuning.workers.timing import RunJob
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from ansor_mlflow.device.device import Device
 from ansor_mlflow.errors import TuningError, UserInputError
 from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.processes import Outcome
 from ansor_mlflow.testing.fakes import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import Durations, StopReason, TaskInfo, TaskState, Trial, TrialStatus, TuningResult
 from ansor_mlflow.tuning.job import TuningJob, tune_job
@@ -27,7 +28,6 @@ from ansor_mlflow.tuning.stopping import (
     require_valid_trials,
     resolve_num_trials,
 )
-from ansor_mlflow.tuning.workers.pool import Outcome
 from ansor_mlflow.tuning.workers.timing import RunJob
 
 if TYPE_CHECKING:

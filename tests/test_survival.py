@@ -33,10 +33,10 @@ from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import ScratchDirectory
 from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.processes import Outcome, WorkerPool
 from ansor_mlflow.tuning.job import TuningJob, tune_job
 from ansor_mlflow.tuning.sole_tuner import sole_tuner
 from ansor_mlflow.tuning.workers.builder import LocalBuilder
-from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool
 from ansor_mlflow.tuning.workers.runner import LocalRunner
 from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob, _shortest_ms
 

@@ -17,6 +17,7 @@ from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import MachineError, TuningError
 from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.processes import Outcome
 from ansor_mlflow.testing.fakes import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import (
     StopReason,
@@ -31,7 +32,6 @@ from ansor_mlflow.trials import (
 )
 from ansor_mlflow.tuning.job import TuningJob, tune_job
 from ansor_mlflow.tuning.stopping import require_valid_trials
-from ansor_mlflow.tuning.workers.pool import Outcome
 
 if TYPE_CHECKING:
     from tvm.target import Target

@@ -18,12 +18,12 @@ from ansor_mlflow.device.fingerprints import fingerprint
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.processes import Outcome
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair, distill, find_records
 from ansor_mlflow.testing.fakes import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import Trial, TrialStatus, TuningResult
 from ansor_mlflow.tuning.job import TuningJob, tune_job
 from ansor_mlflow.tuning.winners import Winners
-from ansor_mlflow.tuning.workers.pool import Outcome
 from ansor_mlflow.tuning.workers.timing import RunJob
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import psutil
 import pytest
 from helpers.worker_tasks import hang, loop_in_c, pid_of_worker, wait_for_pid
 
-from ansor_mlflow.tuning.workers import pool as workers
-from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool
+from ansor_mlflow import processes
+from ansor_mlflow.processes import Outcome, WorkerPool
 
 TIMEOUT_S = 30.0
 
@@ -108,7 +108,7 @@ def test_closing_ends_the_workers() -> None:
 
 CLOSE_WHILE_WORKERS_START = """
 import random, time
-from ansor_mlflow.tuning.workers.pool import WorkerPool
+from ansor_mlflow.processes import WorkerPool
 
 if __name__ == "__mp_main__":  # in a worker, which imports this before it reads what it is for
     time.sleep(random.SystemRandom().uniform(0, 0.3))
@@ -160,7 +160,7 @@ def test_workers_killed_between_two_tasks_are_replaced() -> None:
 def test_a_call_that_pebble_lost_is_done_again(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that dies while it reads a call leaves it waiting for ever."""
     assert pool.map(square, [1], TIMEOUT_S) == [Outcome(1)]
-    monkeypatch.setattr(workers, "_MAX_IDLE_S", 3.0)
+    monkeypatch.setattr(processes, "_MAX_IDLE_S", 3.0)
     schedule = pool._pool.schedule
     monkeypatch.setattr(
         pool._pool, "schedule", lambda call, args: Future() if args == [2] else schedule(call, args=args)

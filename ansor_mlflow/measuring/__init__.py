@@ -27,7 +27,6 @@ from ansor_mlflow.measuring.contenders import (
 from ansor_mlflow.measuring.examples import choose_examples, require_examples
 from ansor_mlflow.measuring.kernels import KernelTime, KernelTimes, time_kernels
 from ansor_mlflow.measuring.noise import (
-    DISTURBED,
     MachineNoise,
     ProbeTime,
     is_disturbed,

@@ -16,7 +16,7 @@ from ansor_mlflow.measuring.comparison import QUANTIZED_TOLERANCE, TOLERANCES, D
 from ansor_mlflow.measuring.contenders import MakeInference, outputs_call, reference_inference
 from ansor_mlflow.measuring.reference import is_quantized, operators_of, random_operators
 from ansor_mlflow.measuring.timing import call_once
-from ansor_mlflow.processes import in_child_process
+from ansor_mlflow.processes import call_in_process
 from ansor_mlflow.tensors import Arrays
 
 _VARYING = {
@@ -71,7 +71,7 @@ def outputs_of(make_inference: MakeInference, examples: Sequence[Arrays]) -> lis
     Raises:
         MachineError: The process died.
     """
-    found: list[Arrays] = in_child_process(call_once, partial(outputs_call, make_inference, examples))
+    found: list[Arrays] = call_in_process(call_once, partial(outputs_call, make_inference, examples))
     return found
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ansor_mlflow.measuring.parts import Examples, timed_model
 from ansor_mlflow.measuring.timing import call_once
-from ansor_mlflow.processes import in_child_process
+from ansor_mlflow.processes import call_in_process
 from ansor_mlflow.tensors import Sized
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class KernelTimes:
 
 def time_kernels(library: Path, network: Sized, entry: LibraryEntry, examples: Examples) -> KernelTimes:
     """Times the kernels of a library in a process of its own; for arguments and errors see `time_parts`."""
-    times: KernelTimes = in_child_process(call_once, partial(_call, library, network, entry, examples))
+    times: KernelTimes = call_in_process(call_once, partial(_call, library, network, entry, examples))
     return times
 
 

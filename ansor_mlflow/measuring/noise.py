@@ -15,9 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from ansor_mlflow.device import available_cpus
+from ansor_mlflow.processes import DISTURBED
 
-DISTURBED = 0.1
-"""Share of its time that a thread waited for a CPU from which a measurement is disturbed: it took 11 % too long."""
 _BUSY = 1.5
 """Slowdown of the probe from which the machine is busy. Clocks alone change by less."""
 _MAX_DISTURBED = 0.1

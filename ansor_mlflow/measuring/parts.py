@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.measuring.timing import call_once
-from ansor_mlflow.processes import in_child_process
+from ansor_mlflow.processes import call_in_process
 from ansor_mlflow.tensors import NetworkShapes, Sized, all_sizes, random_inputs
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def time_parts(library: Path, network: Sized, entry: LibraryEntry, examples: Exa
         MachineError: The process died.
         ModelError: The library cannot be loaded.
     """
-    seconds: list[float] = in_child_process(call_once, partial(_library_call, library, network, entry, examples))
+    seconds: list[float] = call_in_process(call_once, partial(_library_call, library, network, entry, examples))
     return seconds
 
 
@@ -55,7 +55,7 @@ def time_parts_in_onnxruntime(lowered: LoweredNetwork, network: Sized, num_threa
     with scratch_directory() as directory:
         parts = write_all_parts(lowered, Path(directory))
         call = partial(_onnxruntime_call, Path(directory), parts, sizes, num_threads, seeded_examples(network, seed))
-        seconds: list[float] = in_child_process(call_once, call)
+        seconds: list[float] = call_in_process(call_once, call)
     return seconds
 
 

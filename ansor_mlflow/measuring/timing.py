@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ansor_mlflow.measuring.noise import MachineNoise, watched
-from ansor_mlflow.processes import in_child_process
+from ansor_mlflow.processes import call_in_process
 
 MakeCall = Callable[[], Callable[[], Any]]
 """Prepares a contender and returns the call to time. Must be picklable: it is called in the child process."""
@@ -78,7 +78,7 @@ def measure_once(make_call: MakeCall, noise: MachineNoise, measure_s: float = _M
     Raises:
         MachineError: The child process died, or took too long.
     """
-    return noise.measure(lambda: in_child_process(partial(measure_turn, measure_s=measure_s), make_call))
+    return noise.measure(lambda: call_in_process(partial(measure_turn, measure_s=measure_s), make_call))
 
 
 def call_once(make_call: MakeCall) -> Any:

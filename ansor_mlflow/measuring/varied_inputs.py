@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError
 from ansor_mlflow.measuring.contenders import Inference, reference_inference
 from ansor_mlflow.measuring.timing import call_once
-from ansor_mlflow.processes import in_child_process
+from ansor_mlflow.processes import call_in_process
 from ansor_mlflow.tensors import Arrays, NetworkShapes, TensorSpec, random_inputs
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _chosen_draw(network: Path, specs: Sequence[TensorSpec], seed: int) -> _Draw
     kinds = ("by_shape", "bits", "largest", "counts", "ones", "zeros") if has_integers else ("bits",)
     draws = [_Draw(kind, is_positive, tables) for is_positive in (False, True) for kind in kinds]  # type: ignore[arg-type]
     try:
-        shares: list[float] = in_child_process(call_once, partial(_shares_call, network, draws, specs, seed))
+        shares: list[float] = call_in_process(call_once, partial(_shares_call, network, draws, specs, seed))
     except AnsorMlflowError:  # the comparison says so
         return _Draw()
     return draws[shares.index(max(shares))]

@@ -8,22 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ansor_mlflow.errors import AnsorMlflowError, MachineError, error_for_exit_code
-from ansor_mlflow.foreign import typed
+from ansor_mlflow.errors import AnsorMlflowError, MachineError, one_line
 from ansor_mlflow.model.parts import PartEntry, part_entries
-from ansor_mlflow.processes import TIME_LIMIT_S, die_with_parent
+from ansor_mlflow.processes import call_in_process
 from ansor_mlflow.settings import Linker, LoweringSettings
 from ansor_mlflow.tensors import NetworkShapes
-
-_CHILD = "import sys; sys.path[:] = sys.argv[2:]; from ansor_mlflow.model.rebuild import main; main(int(sys.argv[1]))"
-"""Program of the child: its path is that of this process, so that it finds the same code, and none in its directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,22 +74,13 @@ def build_in_child_process(job: BuildJob) -> BuiltLibrary:
         AnsorMlflowError: The records do not apply, or the network cannot be compiled here.
         MachineError: The process died, or its time was over.
     """
-    command = [sys.executable, "-c", _CHILD, str(os.getpid()), *sys.path]
-    text = json.dumps(asdict(job))
+    advice = "compile the network for this host on another one"
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=TIME_LIMIT_S)
-    except subprocess.TimeoutExpired as err:
-        raise MachineError(
-            f"the process that builds the library took longer than {TIME_LIMIT_S:g} s, which is the limit, and was "
-            "ended; compile the network on another host"
-        ) from err
-    if done.returncode == 0:
-        built = json.loads(done.stdout.splitlines()[-1])
-        return BuiltLibrary(built["coverage"], tuple(typed(PartEntry, part) for part in built["parts"]))
-    message = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    if done.returncode > 1 and message.startswith("Error: "):
-        raise error_for_exit_code(done.returncode, message.removeprefix("Error: "))
-    raise MachineError(f"the process that builds the library died ({message}); compile the network on this host")
+        return call_in_process(build, job, work="builds the library", advice=advice, is_quiet=True)
+    except AnsorMlflowError:
+        raise
+    except Exception as err:  # of TVM, which has errors of its own
+        raise MachineError(f"the library cannot be built ({one_line(err)}); {advice}") from err
 
 
 def build(job: BuildJob) -> BuiltLibrary:
@@ -116,21 +100,3 @@ def build(job: BuildJob) -> BuiltLibrary:
     records = Path(job.records) if job.records else None
     coverage = compile_tuned(lowered, target, records, Path(job.library), linker=job.linker)
     return BuiltLibrary(coverage.to_dict(), parts)
-
-
-def main(parent: int) -> None:
-    """The process: reads a job from standard input, and writes what was built to standard output."""
-    die_with_parent(parent)
-    fields = json.load(sys.stdin)
-    sizes = tuple(typed(NetworkShapes, size) for size in fields["sizes"])
-    settings = {"lowering": LoweringSettings(**fields["lowering"]), "linker": Linker(**(fields["linker"] or {}))}
-    job = BuildJob(**{**fields, "sizes": sizes, **settings})
-    answer = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # compilers print
-    try:
-        built = build(job)
-    except AnsorMlflowError as err:
-        print(f"Error: {err}", file=sys.stderr)
-        sys.exit(err.exit_code)
-    with os.fdopen(answer, "w") as stdout:
-        json.dump(asdict(built), stdout)

@@ -1,5 +1,6 @@
 """The tuner: our outer loop around MetaSchedule's search. Knows nothing of MLflow; observers listen to it."""
 
+from ansor_mlflow.processes import Outcome, WorkerPool, start_fork_server
 from ansor_mlflow.tuning.fleet.calibration import Calibration, build_calibration
 from ansor_mlflow.tuning.fleet.devices import device_of_fleet
 from ansor_mlflow.tuning.fleet.health import Health
@@ -25,6 +26,5 @@ from ansor_mlflow.tuning.stopping import (
 from ansor_mlflow.tuning.workers.arguments import argument_bytes
 from ansor_mlflow.tuning.workers.builder import Builder, LocalBuilder
 from ansor_mlflow.tuning.workers.metaschedule import as_metaschedule_builder
-from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool, start_fork_server
 from ansor_mlflow.tuning.workers.runner import Runner
 from ansor_mlflow.tuning.workers.timing import RunJob

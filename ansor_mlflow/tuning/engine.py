@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.measuring import is_disturbed
 from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.processes import Outcome
 from ansor_mlflow.records import FAILED_RUN_S, Journal, JournalEntry, RecordLog, RecordText, Seed
 from ansor_mlflow.trials import (
     Durations,
@@ -40,7 +41,6 @@ from ansor_mlflow.tuning.stopping import StoppingRules, outrun_tasks, seemingly_
 from ansor_mlflow.tuning.winners import MAX_FINALISTS, Winners
 from ansor_mlflow.tuning.workers.build_queue import BuildQueue
 from ansor_mlflow.tuning.workers.builder import Builder
-from ansor_mlflow.tuning.workers.pool import Outcome
 from ansor_mlflow.tuning.workers.runner import Runner
 from ansor_mlflow.tuning.workers.timing import RunJob
 

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ansor_mlflow.device import Device, set_num_threads, vector_lanes
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.measuring import call_once
-from ansor_mlflow.processes import in_child_process
-from ansor_mlflow.tuning.workers.pool import WorkerPool
+from ansor_mlflow.processes import WorkerPool, call_in_process
 
 if TYPE_CHECKING:
     from tvm.runtime import Module
@@ -133,7 +132,7 @@ def measure_roofline(device: Device) -> Roofline:
     Raises:
         MachineError: The process died, such as of too little memory.
     """
-    roofline: Roofline = in_child_process(call_once, partial(_prepare, device, device.cpus))
+    roofline: Roofline = call_in_process(call_once, partial(_prepare, device, device.cpus))
     return roofline
 
 

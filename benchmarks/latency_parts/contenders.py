@@ -21,7 +21,7 @@ from ansor_mlflow.measuring import (
 )
 from ansor_mlflow.model import LIBRARY_FILE, BuildJob, LibraryEntry, Manifest, build_in_child_process, open_library
 from ansor_mlflow.names import NETWORK_FILE
-from ansor_mlflow.processes import in_child_process
+from ansor_mlflow.processes import call_in_process
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import Arrays
 
@@ -66,7 +66,7 @@ def contenders_of(model: Path, scratch: Path) -> Iterator[tuple[str, MakeInferen
 
 def time_turn(make_inference: MakeInference, inputs: Arrays) -> Turn:
     """Times a contender in a process of its own."""
-    turn: Turn = in_child_process(call_once, partial(_turn, make_inference, inputs))
+    turn: Turn = call_in_process(call_once, partial(_turn, make_inference, inputs))
     return turn
 
 

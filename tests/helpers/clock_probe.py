@@ -19,8 +19,8 @@ from helpers.fake_tuning import tune
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.lowering.lower import LoweredNetwork, lower
 from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.processes import Outcome, WorkerPool, start_fork_server
 from ansor_mlflow.testing.fakes import FakeRunner
-from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool, start_fork_server
 from ansor_mlflow.tuning.workers.timing import RunJob
 
 HOUR_S = 3600

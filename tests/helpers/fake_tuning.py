@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.processes import Outcome
 from ansor_mlflow.records.journal import Journal, read_durations, read_journal
 from ansor_mlflow.records.log import RecordLog
 from ansor_mlflow.records.store import RECORD_FILE
@@ -18,7 +19,6 @@ from ansor_mlflow.trials import Trial, TuningPlan, TuningResult, TuningRound
 from ansor_mlflow.tuning.engine import Tuner
 from ansor_mlflow.tuning.stopping import resolve_num_trials
 from ansor_mlflow.tuning.workers.builder import Builder
-from ansor_mlflow.tuning.workers.pool import Outcome
 from ansor_mlflow.tuning.workers.runner import Runner
 from ansor_mlflow.tuning.workers.timing import RunJob
 

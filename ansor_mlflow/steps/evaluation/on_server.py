@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ansor_mlflow.measuring import DISTURBED, Deviation, Latency, compare_outputs, is_disturbed
+from ansor_mlflow.measuring import Deviation, Latency, compare_outputs, is_disturbed
 from ansor_mlflow.model import LibraryEntry, Manifest
+from ansor_mlflow.processes import DISTURBED
 from ansor_mlflow.tensors import Arrays
 from ansor_mlflow.tuning import NetworkServer, NetworkWork
 

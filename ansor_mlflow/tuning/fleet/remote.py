@@ -26,8 +26,8 @@ from ansor_mlflow.files import path_below, require_stored
 from ansor_mlflow.foreign import read_json, typed
 from ansor_mlflow.measuring import ProbeTime, library_inference, measure_turn, time_probe, timed_call
 from ansor_mlflow.model import LibraryEntry, Manifest
+from ansor_mlflow.processes import bound_process
 from ansor_mlflow.tensors import Arrays
-from ansor_mlflow.tuning.workers.pool import bound_process
 from ansor_mlflow.tuning.workers.surroundings import RestOfNetwork
 from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob, measure_program
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from ansor_mlflow.measuring import MachineNoise
+from ansor_mlflow.processes import Outcome, WorkerPool
 from ansor_mlflow.trials import ServerState
 from ansor_mlflow.tuning.fleet.calibration import Calibration
 from ansor_mlflow.tuning.fleet.health import Health
@@ -28,7 +29,6 @@ from ansor_mlflow.tuning.fleet.session import (
     ready_pool,
 )
 from ansor_mlflow.tuning.fleet.tracker import Grant, HostPort
-from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool
 from ansor_mlflow.tuning.workers.runner import Runner
 from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob, timeout_s_of
 

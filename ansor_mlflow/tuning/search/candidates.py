@@ -10,10 +10,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from ansor_mlflow.lowering import TuningTask
+from ansor_mlflow.processes import Outcome
 from ansor_mlflow.records import FAILED_RUN_S, RecordText, fields_of
 from ansor_mlflow.trials import Trial, TrialStatus
 from ansor_mlflow.tuning.workers.arguments import arg_info
-from ansor_mlflow.tuning.workers.pool import Outcome
 from ansor_mlflow.tuning.workers.timing import RunJob
 
 if TYPE_CHECKING:

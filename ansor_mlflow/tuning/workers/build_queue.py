@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ansor_mlflow.processes import Outcome
 from ansor_mlflow.tuning.workers.builder import Builder
-from ansor_mlflow.tuning.workers.pool import Outcome
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ansor_mlflow.codegen import pass_config, tir_pipeline
 from ansor_mlflow.files import ScratchDirectory
-from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool
+from ansor_mlflow.processes import Outcome, WorkerPool
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

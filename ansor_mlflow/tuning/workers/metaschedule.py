@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ansor_mlflow.processes import Outcome
 from ansor_mlflow.tuning.workers.builder import Builder
-from ansor_mlflow.tuning.workers.pool import Outcome
 
 
 def as_metaschedule_builder(builder: Builder) -> Any:

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from ansor_mlflow.device import measuring_cpus
 from ansor_mlflow.measuring import MachineNoise, lost_share, time_probe
+from ansor_mlflow.processes import Outcome, WorkerPool
 from ansor_mlflow.trials import ServerState
-from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool
 from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob, measure_program, timeout_s_of
 
 _TASKS_PER_WORKER = 256
