@@ -20,7 +20,8 @@ from ansor_mlflow.records.repair import repair
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair
 from ansor_mlflow.testing.fakes import FakeRunner
 from ansor_mlflow.trials import Durations, StopReason, TrialStatus, TuningRound
-from ansor_mlflow.tuning.search.task_search import TaskSearch, make_cost_model
+from ansor_mlflow.tuning.search.program_search import make_cost_model
+from ansor_mlflow.tuning.search.task_search import TaskSearch
 from ansor_mlflow.tuning.workers.timing import RunJob
 
 if TYPE_CHECKING:

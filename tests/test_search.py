@@ -11,7 +11,8 @@ import pytest
 from ansor_mlflow.lowering.lower import LoweredNetwork, lower
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.records.log import RecordLog
-from ansor_mlflow.tuning.search.task_search import TaskSearch, is_untrained, make_cost_model
+from ansor_mlflow.tuning.search.program_search import is_untrained, make_cost_model
+from ansor_mlflow.tuning.search.task_search import TaskSearch
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.cost_model import CostModel

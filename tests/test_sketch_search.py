@@ -19,8 +19,9 @@ from ansor_mlflow.records.log import RecordLog
 from ansor_mlflow.sketches.choice import ANNOTATION
 from ansor_mlflow.steps.reports import explain_task
 from ansor_mlflow.tuning.search.choice import ProgramSearch, SearchInBoth, make_search
+from ansor_mlflow.tuning.search.program_search import make_cost_model
 from ansor_mlflow.tuning.search.sketch_search import MIN_LEARNED, SketchSearch
-from ansor_mlflow.tuning.search.task_search import TaskSearch, make_cost_model
+from ansor_mlflow.tuning.search.task_search import TaskSearch
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate

@@ -28,7 +28,8 @@ from ansor_mlflow.records.transfer.manifest import write_manifest
 from ansor_mlflow.testing.fakes import FakeRunner
 from ansor_mlflow.trials import StopReason
 from ansor_mlflow.tuning.job import TuningJob, tune_job
-from ansor_mlflow.tuning.search.task_search import TaskSearch, make_cost_model
+from ansor_mlflow.tuning.search.program_search import make_cost_model
+from ansor_mlflow.tuning.search.task_search import TaskSearch
 
 if TYPE_CHECKING:
     from tvm.target import Target

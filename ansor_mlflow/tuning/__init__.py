@@ -15,7 +15,9 @@ from ansor_mlflow.tuning.roofline import Bound, Roofline, measure_roofline, quic
 from ansor_mlflow.tuning.round_log import RoundLog
 from ansor_mlflow.tuning.search.candidates import log_lines
 from ansor_mlflow.tuning.search.choice import sketched_workloads
-from ansor_mlflow.tuning.search.task_search import TaskSearch, applies, make_cost_model
+from ansor_mlflow.tuning.search.program_search import make_cost_model
+from ansor_mlflow.tuning.search.space import applies
+from ansor_mlflow.tuning.search.task_search import TaskSearch
 from ansor_mlflow.tuning.sole_tuner import sole_tuner
 from ansor_mlflow.tuning.stopping import (
     SECONDS_PER_TRIAL,

@@ -36,7 +36,8 @@ from ansor_mlflow.tuning.scheduler import GradientScheduler
 from ansor_mlflow.tuning.search.candidates import log_lines, make_trial, run_jobs, runner_result
 from ansor_mlflow.tuning.search.choice import ProgramSearch, make_search
 from ansor_mlflow.tuning.search.memory import release_memory
-from ansor_mlflow.tuning.search.task_search import candidate_of, make_cost_model
+from ansor_mlflow.tuning.search.program_search import make_cost_model
+from ansor_mlflow.tuning.search.space import candidate_of
 from ansor_mlflow.tuning.stopping import StoppingRules, outrun_tasks, seemingly_faster
 from ansor_mlflow.tuning.winners import MAX_FINALISTS, Winners
 from ansor_mlflow.tuning.workers.build_queue import BuildQueue

@@ -20,7 +20,7 @@ from ansor_mlflow.tuning.engine import Tuner
 from ansor_mlflow.tuning.fleet.calibration import build_calibration
 from ansor_mlflow.tuning.fleet.lookout import tuning_fleet
 from ansor_mlflow.tuning.fleet.runner import RpcRunner
-from ansor_mlflow.tuning.search.task_search import applies
+from ansor_mlflow.tuning.search.space import applies
 from ansor_mlflow.tuning.sole_tuner import sole_tuner
 from ansor_mlflow.tuning.stopping import resolve_num_trials
 from ansor_mlflow.tuning.workers.arguments import argument_bytes

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records import RecordLog, RecordText
 from ansor_mlflow.sketches import find_programs
+from ansor_mlflow.tuning.search.program_search import SpaceSearch
 from ansor_mlflow.tuning.search.sketch_search import SketchSearch
-from ansor_mlflow.tuning.search.task_search import TaskSearch, context_of, is_untrained
+from ansor_mlflow.tuning.search.task_search import TaskSearch
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.cost_model import CostModel
@@ -20,34 +21,15 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
 
-class ProgramSearch(Protocol):
-    """Proposes candidates for one task and learns from their measurement."""
-
-    def propose(self, limit: int) -> list[MeasureCandidate]:
-        """At most `limit` new programs, best guess first; none when the space is exhausted."""
-
-    def learn(self, candidates: Sequence[MeasureCandidate], results: Sequence[RunnerResult]) -> None:
-        """Takes the results of what was proposed."""
-
-    def remember(self, records: Sequence[RecordText]) -> None:
-        """Takes what was measured on such a device: none of it is proposed again."""
-
-    def transfer(self, records: Sequence[RecordText], device: str) -> None:
-        """Takes what was measured on a similar device."""
-
-    def close(self) -> None:
-        """Frees the state of the search."""
-
-
 class SearchInBoth:
     """Proposes programs of both spaces in each round, of the first one no more than half."""
 
-    def __init__(self, first: ProgramSearch, second: ProgramSearch) -> None:
+    def __init__(self, first: SpaceSearch, second: SpaceSearch) -> None:
         self._searches = (first, second)
         self._from_first: set[int] = set()
 
     def propose(self, limit: int) -> list[MeasureCandidate]:
-        """See `ProgramSearch`."""
+        """See `SpaceSearch`."""
         first, second = self._searches
         mine = first.propose(-(-limit // 2))
         others = second.propose(limit - len(mine)) if len(mine) < limit else []
@@ -57,7 +39,7 @@ class SearchInBoth:
         return [*mine, *others]
 
     def learn(self, candidates: Sequence[MeasureCandidate], results: Sequence[RunnerResult]) -> None:
-        """See `ProgramSearch`."""
+        """See `SpaceSearch`."""
         pairs = list(zip(candidates, results, strict=True))
         for search, is_first in zip(self._searches, (True, False), strict=True):
             own = [pair for pair in pairs if (id(pair[0]) in self._from_first) is is_first]
@@ -65,19 +47,22 @@ class SearchInBoth:
                 search.learn([candidate for candidate, _ in own], [result for _, result in own])
 
     def remember(self, records: Sequence[RecordText]) -> None:
-        """See `ProgramSearch`."""
+        """See `SpaceSearch`."""
         for search in self._searches:
             search.remember(records)
 
     def transfer(self, records: Sequence[RecordText], device: str) -> None:
-        """See `ProgramSearch`."""
+        """See `SpaceSearch`."""
         for search in self._searches:
             search.transfer(records, device)
 
     def close(self) -> None:
-        """See `ProgramSearch`."""
+        """See `SpaceSearch`."""
         for search in self._searches:
             search.close()
+
+
+ProgramSearch = SpaceSearch | SearchInBoth
 
 
 def sketched_workloads(tasks: Sequence[TuningTask], target: Target, space: str) -> frozenset[str]:
@@ -112,14 +97,8 @@ def make_search(
         cost_model: Ranks candidates; all tasks share it.
     """
     programs = None if options.space == "metaschedule" else find_programs(task.mod, target)
-    in_sketches = programs and SketchSearch(
-        task,
-        programs,
-        context_of(task, target),
-        cost_model if options.strategy == "evolutionary" else None,
-        lambda: not is_untrained(cost_model),
-        seed,
-    )
+    taught = cost_model if options.strategy == "evolutionary" else None
+    in_sketches = programs and SketchSearch(task, target, num_threads, seed, taught, programs)
     in_metaschedule = partial(
         TaskSearch,
         task,

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.records import FAILED_RUN_S, RecordText
 from ansor_mlflow.sketches import Programs, Tile
-from ansor_mlflow.tuning.search.candidates import replay_all
+from ansor_mlflow.tuning.search.program_search import SpaceSearch, is_untrained
 
 if TYPE_CHECKING:
-    from tvm.s_tir.meta_schedule import TuneContext
     from tvm.s_tir.meta_schedule.cost_model import CostModel
     from tvm.s_tir.meta_schedule.runner import RunnerResult
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
+    from tvm.target import Target
 
 MIN_LEARNED = 8
 """Measurements of a task after which the cost model orders its programs."""
@@ -24,60 +24,39 @@ _MAX_UNTAUGHT = 4
 """Programs of a proposal without the cost model: the sketch's order is good, and what was measured makes it better."""
 _RANKED_PER_TRIAL = 3
 """Programs that the cost model chooses a trial from."""
-_MAX_SECOND_CHANCES = 4
-"""Programs that are tried again after they failed."""
 
 
-class SketchSearch:
-    """Proposes the programs of a sketch, and learns from their measurement.
+class SketchSearch(SpaceSearch):
+    """Proposes the programs of a sketch.
 
     First come those that the sketch's own estimate puts first, of each kind one. Then half of a round's programs are of
-    the kinds that were fastest, half of new ones, and a cost model that has learned enough chooses among them.
-
-    Args:
-        task: What is tuned.
-        programs: Its programs.
-        context: Describes the task to the cost model.
-        cost_model: Ranks candidates, and is taught before that; None for programs in random order.
-        is_trained: Whether the cost model has enough samples of all tasks.
-        seed: Seed of the random order.
+    the kinds that were fastest, half of new ones, and a cost model that has learned enough chooses among them. Without
+    one, programs come in random order.
     """
 
     def __init__(
         self,
         task: TuningTask,
-        programs: Programs,
-        context: TuneContext,
-        cost_model: CostModel | None,
-        is_trained: Callable[[], bool],
+        target: Target,
+        num_threads: int,
         seed: int,
+        cost_model: CostModel | None,
+        programs: Programs,
     ) -> None:
-        self._task = task
+        super().__init__(task, target, num_threads, seed, cost_model)
         self._programs = programs
-        self._context = context
-        self._cost_model = cost_model
-        self._is_trained = is_trained
         self._waiting = list(programs.tiles)
         if cost_model is None:
             random.Random(seed).shuffle(self._waiting)
         self._tiles: dict[str, Tile] = {}
         """Of what was proposed, by the hash of the program."""
         self._seconds: dict[Tile, float] = {}
-        self._num_learned = 0
-        self._lessons: list[tuple[TuneContext, list[MeasureCandidate], list[RunnerResult]]] = []
-        """What the cost model was not taught yet: a training takes as long as a few trials."""
-        self._failed: list[MeasureCandidate] = []
-        self._num_second_chances = 0
 
-    def propose(self, limit: int) -> list[MeasureCandidate]:
-        """At most `limit` new programs, best guess first; none when all were measured.
-
-        At the end a few programs that failed are tried again: a worker may have died of something else.
-        """
+    def _new_programs(self, limit: int) -> list[MeasureCandidate]:
         model = self._taught_model()
         if model is None:
             limit = min(limit, _MAX_UNTAUGHT)
-        found = self._new_programs(limit * _RANKED_PER_TRIAL if model else limit)
+        found = self._programs_in_order(limit * _RANKED_PER_TRIAL if model else limit)
         if model and found:
             scores = model.predict(self._context, [candidate for _, _, candidate in found])
             order = sorted(range(len(found)), key=lambda place: -float(scores[place]))
@@ -85,73 +64,32 @@ class SketchSearch:
         for tile, name, _ in found:
             self._waiting.remove(tile)
             self._tiles[name] = tile
-        if found:
-            return [candidate for _, _, candidate in found]
-        limit = min(limit, _MAX_SECOND_CHANCES - self._num_second_chances)
-        again, self._failed = self._failed[:limit], self._failed[limit:]
-        self._num_second_chances += len(again)
-        return again
+        return [candidate for _, _, candidate in found]
 
-    def learn(self, candidates: Sequence[MeasureCandidate], results: Sequence[RunnerResult]) -> None:
-        """Takes note of what was fast."""
+    def _measured(self, candidates: Sequence[MeasureCandidate], results: Sequence[RunnerResult]) -> None:
         from tvm.s_tir.meta_schedule.utils import shash2hex
 
-        self._note(self._context, candidates, results)
         for candidate, result in zip(candidates, results, strict=True):
-            if result.run_secs is None:
-                self._failed = [*self._failed, candidate][:_MAX_SECOND_CHANCES]
-                continue
-            self._num_learned += 1
-            if (tile := self._tiles.get(shash2hex(candidate.sch.mod))) is not None:
+            tile = self._tiles.get(shash2hex(candidate.sch.mod))
+            if tile is not None and result.run_secs is not None:
                 self._seconds[tile] = median(map(float, result.run_secs))
 
-    def remember(self, records: Sequence[RecordText]) -> None:
-        """Takes what was measured on such a device: none of it is proposed again, and the cost model learns from it."""
-        applying, candidates, results = replay_all(records, self._task.mod, self._context)
-        self._note(self._context, candidates, results)
-        self._num_learned += len(candidates)
-        for record, candidate in zip(applying, candidates, strict=True):
+    def _recalled(self, records: Sequence[RecordText], candidates: Sequence[MeasureCandidate]) -> None:
+        for record, candidate in zip(records, candidates, strict=True):
             tile = self._programs.tile_of(candidate.sch)
             if tile in self._waiting:
                 self._waiting.remove(tile)
                 if record.run_s < FAILED_RUN_S:
                     self._seconds[tile] = record.run_s
 
-    def transfer(self, records: Sequence[RecordText], device: str) -> None:
-        """Lets the cost model learn what was fast on a similar device, and what was slow.
-
-        Args:
-            records: What was measured there.
-            device: Tells it from other devices: times are compared only with those of the same one.
-        """
-        from tvm.s_tir.meta_schedule import TuneContext
-
-        mod = self._task.mod.with_attr("ansor.device", device)  # the cost model groups times by the module
-        context = TuneContext(mod=mod, target=self._context.target, space_generator=self._context.space_generator)
-        _, candidates, results = replay_all(records, self._task.mod, context)
-        self._note(context, candidates, results)
-        self._num_learned += len(candidates)
-
-    def close(self) -> None:
-        """There is nothing to free."""
-
-    def _note(
-        self, context: TuneContext, candidates: Sequence[MeasureCandidate], results: Sequence[RunnerResult]
-    ) -> None:
-        """Keeps what the cost model is to be taught, if there is one."""
-        if self._cost_model is not None and candidates:
-            self._lessons.append((context, list(candidates), list(results)))
-
     def _taught_model(self) -> CostModel | None:
         """The cost model, with all that was measured; None before it has learned enough."""
         if self._cost_model is None or self._num_learned < MIN_LEARNED:
             return None
-        for context, candidates, results in self._lessons:
-            self._cost_model.update(context, candidates, results)
-        self._lessons = []
-        return self._cost_model if self._is_trained() else None
+        self._teach()  # only now: a training takes as long as a few trials
+        return None if is_untrained(self._cost_model) else self._cost_model
 
-    def _new_programs(self, limit: int) -> list[tuple[Tile, str, MeasureCandidate]]:
+    def _programs_in_order(self, limit: int) -> list[tuple[Tile, str, MeasureCandidate]]:
         """At most `limit` programs that were not proposed yet, with their decisions and hashes."""
         from tvm.s_tir.meta_schedule.arg_info import ArgInfo
         from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
