@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from ansor_mlflow.autologging.listening import Times, as_callback, profiled
 from ansor_mlflow.autologging.run import TuningRun, only_warn, open_run
 from ansor_mlflow.errors import TuningError, one_line
 from ansor_mlflow.files import write_text
-from ansor_mlflow.records import PARTS_DIR, Database, Journal, JournalEntry, RecordLog, merge, warn_of_damage
+from ansor_mlflow.records import PARTS_DIR, Database, Journal, RecordLog, merge, warn_of_damage
 from ansor_mlflow.tracking import (
     Message,
     MlflowObserver,
@@ -27,16 +26,12 @@ from ansor_mlflow.tracking import (
     whole_records,
 )
 from ansor_mlflow.trials import (
-    Durations,
     StopReason,
-    TaskState,
-    Trial,
     TuningObserver,
     TuningPlan,
     TuningResult,
-    TuningRound,
 )
-from ansor_mlflow.tuning import log_lines
+from ansor_mlflow.tuning import Ledger
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule import TaskScheduler
@@ -92,15 +87,13 @@ class TuningSession:
         self._device = device_of(call)
         self._records = run.directory / names.RECORDS_DIR
         self._log = self._open_log()
-        self._trials_file = Journal(self._records)
-        self._trials_file.begin(self._log.num_earlier)
-        self._states = [TaskState(info=info) for info in call.describe_tasks()]
+        journal = Journal(self._records)
+        journal.begin(self._log.num_earlier)
+        self._ledger = Ledger(call.describe_tasks(), self._log, journal)
+        self._states = self._ledger.states
         for state in self._states:
             if known := self._log.best(state.info.workload_hash):
-                state.best_s = known[0].run_s
-        self._num_trials = self._num_rounds = 0
-        self._log_s = 0.0
-        self._started_s = time.monotonic()
+                self._ledger.begin_with(state, known[0].run_s)
         self._observers: Sequence[TuningObserver] = ()
 
     def start(self) -> None:
@@ -121,17 +114,16 @@ class TuningSession:
             MlflowObserver(self._run.outbox, self._run.directory),
             RecordMirror(self._run.outbox, self._run.directory),
         )
-        infos = tuple(state.info for state in self._states)
         plan = TuningPlan(
             network=self._title,
             target=device.description,
-            tasks=infos,
+            tasks=tuple(state.info for state in self._states),
             num_trials=int(self._call.max_trials_global),
-            earlier_s={state.info.index: state.best_s for state in self._states if state.best_s is not None},
+            earlier_s=self._ledger.earlier_s,
         )
         for observer in self._observers:
             observer.tuning_started(plan)
-        self._started_s = time.monotonic()
+        self._ledger.start()
 
     def batch_measured(
         self,
@@ -142,26 +134,15 @@ class TuningSession:
         measured: Sequence[RunnerResult],
     ) -> None:
         """Records a batch of candidates of a task, and tells the observers."""
-        began_s = time.monotonic()
-        context, state = self._call.tasks[task_id], self._states[task_id]
-        trials = make_trials(self._num_trials + 1, state.info.name, built, measured)
-        self._log.append(*log_lines(context.mod, context.target, candidates, [trial.run_s for trial in trials]))
-        self._journal(trials, state, began_s - self._started_s)
-        self._num_trials += len(trials)
-        for trial in trials:
-            state.add(trial)
-        self._note_ended(scheduler)
-        round_ = TuningRound(
-            trials=trials,
-            task=state.snapshot(),
-            tasks=self._snapshots(),
-            total_trials=self._num_trials,
-            elapsed_s=began_s - self._started_s,
-            durations=self._durations(began_s),
-        )
-        for observer in self._observers:
-            observer.round_finished(round_)
-        self._log_s += time.monotonic() - began_s
+        self._take_durations()
+        with self._ledger.timed("log_s"):
+            context, state = self._call.tasks[task_id], self._states[task_id]
+            trials = make_trials(self._ledger.total_trials + 1, state.info.name, built, measured)
+            self._ledger.record(state, trials, context.mod, context.target, candidates)
+            self._note_ended(scheduler)
+            round_ = self._ledger.round(state, trials)
+            for observer in self._observers:
+                observer.round_finished(round_)
 
     def finish(self, stop_reason: str = "") -> None:
         """Tells the observers how it ended: so, or as the numbers say."""
@@ -171,14 +152,8 @@ class TuningSession:
         if not stop_reason:
             is_spent = self._is_spent or reasons <= {StopReason.TRIALS, StopReason.NOTHING_TO_TUNE}
             stop_reason = StopReason.TRIALS if is_spent else StopReason.SPACE_EXHAUSTED
-        now_s = time.monotonic()
-        result = TuningResult(
-            tasks=self._snapshots(),
-            total_trials=self._num_trials,
-            elapsed_s=now_s - self._started_s,
-            durations=self._durations(now_s),
-            stop_reason=stop_reason,
-        )
+        self._take_durations()
+        result = self._ledger.result(stop_reason)
         for observer in self._observers:
             observer.tuning_finished(result)
         self._write_provenance(result)
@@ -221,7 +196,7 @@ class TuningSession:
 
     @property
     def _is_spent(self) -> bool:
-        return self._num_trials >= self._call.max_trials_global
+        return self._ledger.total_trials >= self._call.max_trials_global
 
     def _stop_reason(self, num_trials: int) -> str:
         """Why a task with so many trials got no more."""
@@ -234,32 +209,12 @@ class TuningSession:
             if record.is_terminated and not state.total_trials:
                 state.stop_reason = StopReason.NOTHING_TO_TUNE
 
-    def _snapshots(self) -> tuple[TaskState, ...]:
-        return tuple(state.snapshot() for state in self._states)
-
-    def _durations(self, now_s: float) -> Durations:
-        times = self._times()
-        build_s = times["SendToBuilder"]
-        run_s = times["SendToRunner"] + times["JoinRunnerFutures"]
-        search_s = max(0.0, now_s - self._started_s - build_s - run_s - self._log_s)
-        return Durations(search_s=search_s, build_s=build_s, run_s=run_s, log_s=self._log_s)
-
-    def _journal(self, trials: Sequence[Trial], state: TaskState, elapsed_s: float) -> None:
-        self._num_rounds += 1
-        self._trials_file.append(
-            [
-                JournalEntry(
-                    step=trial.step,
-                    workload_hash=state.info.workload_hash,
-                    status=trial.status,
-                    run_s=trial.run_s,
-                    error=trial.error,
-                    round_=self._num_rounds,
-                    elapsed_s=elapsed_s,
-                )
-                for trial in trials
-            ]
-        )
+    def _take_durations(self) -> None:
+        """Reads MetaSchedule's profiler: what neither it nor the logging took was spent on the search."""
+        times, spent = self._times(), self._ledger.durations
+        spent.build_s = times["SendToBuilder"]
+        spent.run_s = times["SendToRunner"] + times["JoinRunnerFutures"]
+        spent.search_s = max(0.0, self._ledger.elapsed_s - spent.build_s - spent.run_s - spent.log_s)
 
     def _write_provenance(self, result: TuningResult | None = None) -> None:
         """Writes where the records come from: all but the lowering is known, which is the user's."""

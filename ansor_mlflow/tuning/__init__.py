@@ -10,6 +10,7 @@ from ansor_mlflow.tuning.fleet.server import run_server, run_tracker
 from ansor_mlflow.tuning.fleet.session import CheckedServer, check_server, open_session
 from ansor_mlflow.tuning.fleet.tracker import Grant, HostPort, KeyState, TrackerClient
 from ansor_mlflow.tuning.job import TuningJob, tune_job
+from ansor_mlflow.tuning.ledger import Ledger
 from ansor_mlflow.tuning.replay import COPIES_OF_ARGUMENTS, Replayer
 from ansor_mlflow.tuning.roofline import Bound, Roofline, measure_roofline, quick_roofline
 from ansor_mlflow.tuning.round_log import RoundLog

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,13 +29,12 @@ from ansor_mlflow.trials import (
     TuningResult,
     TuningRound,
 )
-from ansor_mlflow.tuning.announcer import Announcer
 from ansor_mlflow.tuning.interrupt import Interrupts, deferred_interrupts
+from ansor_mlflow.tuning.ledger import Announcer, Ledger
 from ansor_mlflow.tuning.scheduler import GradientScheduler
-from ansor_mlflow.tuning.search.candidates import log_lines, make_trial, run_jobs, runner_result
+from ansor_mlflow.tuning.search.candidates import make_trial, run_jobs, runner_result
 from ansor_mlflow.tuning.search.choice import ProgramSearch, make_search
-from ansor_mlflow.tuning.search.memory import release_memory
-from ansor_mlflow.tuning.search.program_search import make_cost_model
+from ansor_mlflow.tuning.search.program_search import make_cost_model, release_memory
 from ansor_mlflow.tuning.search.space import candidate_of
 from ansor_mlflow.tuning.stopping import StoppingRules, outrun_tasks, seemingly_faster
 from ansor_mlflow.tuning.winners import MAX_FINALISTS, Winners
@@ -55,48 +53,35 @@ _TRIALS_PER_RELEASE = 256
 _log = logging.getLogger("ansor_mlflow")
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class _Batch:
-    """Candidates of one task on their way through a round."""
+    """Candidates of one task on their way through a round, and what became of them so far."""
 
     state: TaskState
+    task: TuningTask
     candidates: Sequence[MeasureCandidate]
-    measured: Future[_Measured]
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """What became of the candidates of a batch."""
-
-    built: Sequence[Outcome[Path]]
-    jobs: Sequence[RunJob]
+    built: Sequence[Outcome[Path]] = ()
+    jobs: Sequence[RunJob] = ()
     """A job for each candidate that could be built."""
-    outcomes: Sequence[Outcome[tuple[float, ...]]]
+    outcomes: Sequence[Outcome[tuple[float, ...]]] = ()
     """What became of each of them."""
-    build_s: float
-    log_s: float
-    run_s: float
+    build_s: float = 0.0
+    log_s: float = 0.0
+    run_s: float = 0.0
+    measured: Future[None] = field(init=False)
 
 
 class Tuner:
     """Tunes a list of tasks within one budget. Not safe for use from several threads.
 
     Args:
-        tasks: What to tune; the `index` of each is its position.
-        target: Device to tune for.
-        options: Budget, strategy and seed.
+        tasks: The `index` of each is its position.
         num_trials: Number of candidates to measure, failed ones included.
-        search_threads: Threads of the search.
-        log: Takes a record of every trial.
         journal: Takes what the records do not say; None keeps none.
         past: Trials of the same tuning that was interrupted, whose records are in the log. They count.
         durations: Where the time of that tuning went.
         seeds: What the records say that the tuning began with.
-        similar: Records of similar devices, by the hash of their workload and the device: the cost model learns from
-            them.
-        builder: Builds candidates.
-        runner: Measures them.
-        observers: Told about every round.
+        similar: Records of similar devices, by the hash of their workload and the device.
     """
 
     def __init__(
@@ -122,6 +107,8 @@ class Tuner:
         self._options = options
         self._search_threads = search_threads
         self._log = log
+        self._ledger = Ledger([task.info for task in tasks], log, journal, durations)
+        self._states = self._ledger.states
         self._builder = builder
         self._builds = BuildQueue(builder)
         self._runner = runner
@@ -131,19 +118,12 @@ class Tuner:
         self._similar = similar
         self._rules = StoppingRules(options, num_trials, len(tasks) - sum(seed.is_enough for seed in seeds))
         self._winners = Winners(len(tasks))
-        self._states = tuple(TaskState(info=task.info) for task in tasks)
         self._searches: dict[int, ProgramSearch] = {}
         self._cost_model = make_cost_model(options.cost_model, search_threads, options.seed)
-        self._durations = durations or Durations()
-        self._journal = journal
         self._num_proposed = 0
         self._num_disturbed = 0
-        self._total_trials = 0
-        self._num_rounds = 0
-        self._past_s = 0.0
-        self._started_s = 0.0
-        self._earlier_s = self._plant(seeds)
-        self._past_rounds = self._restore(past)
+        self._plant(seeds)
+        self._past_rounds = tuple(self._restore(past))
 
     def tune(self, plan: TuningPlan) -> TuningResult:
         """Spends the budget, then measures the winners again.
@@ -154,8 +134,8 @@ class Tuner:
         Raises:
             KeyboardInterrupt: SIGINT or SIGTERM came; the round in hand was finished and recorded.
         """
-        self._started_s = time.monotonic()
-        plan = replace(plan, past=self._past_rounds, earlier_s=self._earlier_s)
+        self._ledger.start()
+        plan = replace(plan, past=self._past_rounds, earlier_s=self._ledger.earlier_s)
         self._announcer.tell(lambda observer: observer.tuning_started(plan))
         try:
             try:
@@ -185,7 +165,7 @@ class Tuner:
         with _background_threads(self._runner.num_batches + 1) as executor:  # one builds while the others measure
             try:
                 while True:
-                    reason = self._rules.run_stop_reason(self._elapsed_s(), self._num_proposed, self._states)
+                    reason = self._rules.run_stop_reason(self._ledger.elapsed_s, self._num_proposed, self._states)
                     may_start = not (reason or interrupts.received) and (self._runner.is_remote or not in_flight)
                     batch = self._start_round(executor, in_flight, interrupts) if may_start else None
                     in_flight += [batch] if batch is not None else []
@@ -217,7 +197,7 @@ class Tuner:
         started_s = time.monotonic()
         wait([batch.measured for batch in batches], return_when=FIRST_COMPLETED)
         if self._runner.is_remote:
-            self._durations.run_s += time.monotonic() - started_s
+            self._ledger.durations.run_s += time.monotonic() - started_s
         return next(batch for batch in batches if batch.measured.done())
 
     # -- one round -----------------------------------------------------------------------------------------------------
@@ -230,151 +210,92 @@ class Tuner:
         if index is None:
             return None
         state = self._states[index]
-        with self._timed("search_s"), interrupts.in_tvm():
+        with self._ledger.timed("search_s"), interrupts.in_tvm():
             candidates = self._search(index).propose(self._round_limit(state))
         if not candidates:
             has_work = state.total_trials or state.info.flops
             state.stop_reason = StopReason.SPACE_EXHAUSTED if has_work else StopReason.NOTHING_TO_TUNE
             return None
         self._num_proposed += len(candidates)
-        measured = executor.submit(self._build_and_run, self._tasks[index], candidates, state.best_s)
-        return _Batch(state, candidates, measured)
+        batch = _Batch(state=state, task=self._tasks[index], candidates=candidates)
+        batch.measured = executor.submit(self._build_and_run, batch, state.best_s)
+        return batch
 
-    def _build_and_run(
-        self, task: TuningTask, candidates: Sequence[MeasureCandidate], best_s: float | None
-    ) -> _Measured:
+    def _build_and_run(self, batch: _Batch, best_s: float | None) -> None:
         """Builds and measures a batch. Called in a thread of its own."""
-        built = self._builds.build([candidate.sch.mod for candidate in candidates])
-        jobs = run_jobs(candidates, built.outcomes, task, best_s)
+        batch.built, batch.build_s = self._builds.build([candidate.sch.mod for candidate in batch.candidates])
+        batch.jobs = run_jobs(batch.candidates, batch.built, batch.task, best_s)
         with self._may_run:
             waited_s = time.monotonic()
-            self._announcer.wait()
+            self._announcer.wait()  # a local runner needs the host for itself
             started_s = time.monotonic()
-            outcomes = self._runner.run(jobs)
-        return _Measured(
-            built=built.outcomes,
-            jobs=jobs,
-            outcomes=outcomes,
-            build_s=built.seconds,
-            log_s=started_s - waited_s,
-            run_s=time.monotonic() - started_s,
-        )
+            batch.outcomes = self._runner.run(batch.jobs)
+        batch.log_s, batch.run_s = started_s - waited_s, time.monotonic() - started_s
 
     def _round_limit(self, task: TaskState) -> int:
         num_waiting = sum(not state.total_trials and not state.stop_reason for state in self._states)
-        return self._rules.round_limit(task, num_waiting, self._num_proposed, self._elapsed_s())
+        return self._rules.round_limit(task, num_waiting, self._num_proposed, self._ledger.elapsed_s)
 
     def _finish_round(self, batch: _Batch) -> None:
         """Waits for the measurements, records them, learns from them and tells the observers."""
-        state, measured = batch.state, batch.measured.result()
-        self._durations.build_s += measured.build_s
-        self._durations.log_s += measured.log_s
-        self._durations.run_s += 0.0 if self._runner.is_remote else measured.run_s
-        self._num_disturbed += sum(outcome.is_disturbed for outcome in measured.outcomes)
-        trials = self._make_trials(batch, measured)
-        self._record(batch, trials)
-        self._num_rounds += 1
-        with self._timed("search_s"):
+        batch.measured.result()
+        state, ledger, num_before = batch.state, self._ledger, self._ledger.total_trials
+        ledger.durations.build_s += batch.build_s
+        ledger.durations.log_s += batch.log_s
+        # of a remote runner, which measures while this host searches, only the wait for it counts
+        ledger.durations.run_s += 0.0 if self._runner.is_remote else batch.run_s
+        self._num_disturbed += sum(outcome.is_disturbed for outcome in batch.outcomes)
+        trials = self._make_trials(batch)
+        ledger.record(state, trials, batch.task.mod, self._target, batch.candidates)
+        with ledger.timed("search_s"):
             self._search(state.info.index).learn(batch.candidates, [runner_result(trial) for trial in trials])
-            if self._total_trials // _TRIALS_PER_RELEASE > (self._total_trials - len(trials)) // _TRIALS_PER_RELEASE:
+            if ledger.total_trials // _TRIALS_PER_RELEASE > num_before // _TRIALS_PER_RELEASE:
                 release_memory()
+        self._round_finished(state)
+        round_ = self._round(state, trials)
+        self._announcer.tell(lambda observer: observer.round_finished(round_))
+
+    def _make_trials(self, batch: _Batch) -> list[Trial]:
+        """The trials of a round; the libraries of the fastest stay for a second measurement."""
+        jobs, outcomes = iter(batch.jobs), iter(batch.outcomes)
+        trials = []
+        for step, (candidate, built) in enumerate(
+            zip(batch.candidates, batch.built, strict=True), self._ledger.total_trials + 1
+        ):
+            trials.append(make_trial(step, batch.state.info.name, built, outcomes))
+            if built.value is not None:
+                self._winners.offer(batch.state.info.index, trials[-1], candidate, next(jobs))
+        return trials
+
+    def _round_finished(self, state: TaskState) -> None:
+        """Lets the scheduler and the stopping rules know of a round."""
         self._scheduler.round_finished(state)
         state.stop_reason = self._rules.stop_reason_of(state)
         self._stop_outrun()
-        round_ = self._round(state, trials, self._elapsed_s())
-        self._announcer.tell(lambda observer: observer.round_finished(round_))
 
-    def _make_trials(self, batch: _Batch, measured: _Measured) -> tuple[Trial, ...]:
-        """Counts the trials of a round; the libraries of the fastest stay for a second measurement."""
-        jobs, outcomes = iter(measured.jobs), iter(measured.outcomes)
-        trials = []
-        for candidate, built in zip(batch.candidates, measured.built, strict=True):
-            self._total_trials += 1
-            trial = make_trial(self._total_trials, batch.state.info.name, built, outcomes)
-            batch.state.add(trial)
-            trials.append(trial)
-            if built.value is not None:
-                self._winners.offer(batch.state.info.index, trial, candidate, next(jobs))
-        return tuple(trials)
-
-    def _record(self, batch: _Batch, trials: Sequence[Trial]) -> None:
-        """Writes every trial of a round to the log, failed ones too."""
-        mod = self._tasks[batch.state.info.index].mod
-        self._log.append(*log_lines(mod, self._target, batch.candidates, [trial.run_s for trial in trials]))
-        if self._journal is not None:
-            entries = [
-                JournalEntry(
-                    step=trial.step,
-                    workload_hash=batch.state.info.workload_hash,
-                    status=trial.status,
-                    run_s=trial.run_s,
-                    error=trial.error,
-                    round_=self._num_rounds + 1,
-                    elapsed_s=self._elapsed_s(),
-                )
-                for trial in trials
-            ]
-            self._journal.append(entries, self._durations)
-
-    def _plant(self, seeds: Sequence[Seed]) -> dict[int, float]:
-        """Lets the tasks begin with what records say; those of which enough is known get no trials.
-
-        Returns:
-            Seconds per call by the task's index.
-        """
-        earlier_s = {}
+    def _plant(self, seeds: Sequence[Seed]) -> None:
+        """Lets the tasks begin with what records say; those of which enough is known get no trials."""
         by_hash = {seed.workload_hash: seed for seed in seeds}
         for state in self._states:
             if seed := by_hash.get(state.info.workload_hash):
-                earlier_s[state.info.index] = state.best_s = seed.best_s
+                self._ledger.begin_with(state, seed.best_s)
                 state.stop_reason = StopReason.KNOWN if seed.is_enough else ""
         self._stop_outrun()
-        return earlier_s
 
-    def _restore(self, past: Sequence[JournalEntry]) -> tuple[TuningRound, ...]:
-        """Counts the trials of an earlier process, gives scheduler and stopping rules what they knew, and returns its
-        rounds.
-        """
-        states = {state.info.workload_hash: state for state in self._states}
-        rounds = []
-        for number, entries in itertools.groupby(past, key=lambda entry: entry.round_):
-            trials = []
-            for entry in entries:
-                state, self._past_s = states[entry.workload_hash], entry.elapsed_s
-                self._total_trials += 1
-                trial = Trial(
-                    step=self._total_trials,
-                    task=state.info.name,
-                    status=entry.status,
-                    run_s=entry.run_s,
-                    error=entry.error,
-                )
-                state.add(trial)
-                trials.append(trial)
-            self._num_rounds = number
-            self._scheduler.round_finished(state)
-            state.stop_reason = self._rules.stop_reason_of(state)
-            self._stop_outrun()
-            rounds.append(self._round(state, trials, self._past_s))
-        self._num_proposed = self._total_trials
-        return tuple(rounds)
+    def _restore(self, past: Sequence[JournalEntry]) -> Iterator[TuningRound]:
+        """The rounds of an earlier process; scheduler and stopping rules get to know what they knew then."""
+        for state, trials in self._ledger.restore(past):
+            self._round_finished(state)
+            yield self._round(state, trials)
+        self._num_proposed = self._ledger.total_trials
 
     def _stop_outrun(self) -> None:
         """Gives no more trials to ways that lost against another one of their layer."""
         for state in outrun_tasks(self._states):
             state.stop_reason = state.stop_reason or StopReason.OUTRUN
 
-    def _round(self, state: TaskState, trials: Sequence[Trial], elapsed_s: float) -> TuningRound:
-        return TuningRound(
-            trials=tuple(trials),
-            task=state.snapshot(),
-            tasks=tuple(task.snapshot() for task in self._states),
-            total_trials=self._total_trials,
-            elapsed_s=elapsed_s,
-            durations=replace(self._durations),
-            probe_spread=self._runner.noise.spread,
-            servers=self._runner.servers,
-        )
+    def _round(self, state: TaskState, trials: Sequence[Trial]) -> TuningRound:
+        return self._ledger.round(state, trials, self._runner.noise.spread, self._runner.servers)
 
     def _search(self, index: int) -> ProgramSearch:
         if index not in self._searches:
@@ -398,12 +319,12 @@ class Tuner:
 
     def _confirm_winners(self, interrupts: Interrupts) -> None:
         """Measures the best programs again."""
-        with self._timed("log_s"):
+        with self._ledger.timed("log_s"):
             self._announcer.wait()
         if self._past_rounds:
-            with self._timed("build_s"):
+            with self._ledger.timed("build_s"):
                 self._offer_earlier()
-        with self._timed("confirm_s"):
+        with self._ledger.timed("confirm_s"):
             self._measure_again(interrupts, without=outrun_tasks(self._states, in_the_end=True))
             if faster := seemingly_faster(self._states):
                 self._measure_again(interrupts, without=[state for state in self._states if state not in faster])
@@ -437,26 +358,15 @@ class Tuner:
 
     def _finish(self, stop_reason: str) -> TuningResult:
         """Tells the observers how it ended."""
-        result = TuningResult(
-            tasks=tuple(
-                replace(state.snapshot(), stop_reason=state.stop_reason or stop_reason) for state in self._states
-            ),
-            total_trials=self._total_trials,
-            elapsed_s=self._elapsed_s(),
-            durations=replace(self._durations),
-            stop_reason=stop_reason,
-            probe_spread=self._runner.noise.spread,
-            distrust=self._distrust(),
-        )
-        if self._journal is not None:
-            self._journal.append((), self._durations)
+        spread, distrust = self._runner.noise.spread, self._distrust()
+        result = self._ledger.result(stop_reason, spread, distrust)
         self._announcer.tell(lambda observer: observer.tuning_finished(result))
         self._announcer.wait()
         return result
 
     def _distrust(self) -> str:
         """Why the times cannot be trusted."""
-        num_trials = self._total_trials - sum(len(round_.trials) for round_ in self._past_rounds)
+        num_trials = self._ledger.total_trials - sum(len(round_.trials) for round_ in self._past_rounds)
         num_disturbed, num_winners = self._winners.num_disturbed
         found = []
         if is_disturbed(self._num_disturbed, num_trials):
@@ -473,17 +383,6 @@ class Tuner:
             self._finish(StopReason.INTERRUPTED)
         except Exception as err:  # noqa: BLE001 - the interrupt is what ends the tuning
             _log.warning("the end of the tuning was not told: %s", err)
-
-    def _elapsed_s(self) -> float:
-        return self._past_s + time.monotonic() - self._started_s
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            setattr(self._durations, name, getattr(self._durations, name) + time.monotonic() - started)
 
 
 @contextmanager

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ansor_mlflow.device import return_freed_memory
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.records import RecordText
@@ -50,6 +52,17 @@ def make_cost_model(kind: str, num_threads: int, seed: int) -> CostModel:
 def is_untrained(cost_model: CostModel) -> bool:
     """Whether the model still ranks at random because it has too few samples."""
     return int(getattr(cost_model, "data_size", 0)) < int(getattr(cost_model, "num_warmup_samples", 0))
+
+
+def release_memory() -> None:
+    """Frees unreachable objects that refer to each other, and what the C library keeps of freed memory.
+
+    XGBoost defines a class for every array that it returns, hundreds in a training, and a class refers to itself.
+    Python looks for such objects among old ones only when there is a quarter more of them than there was the last time.
+    The C library keeps memory of every thread that searched, for that thread.
+    """
+    gc.collect()
+    return_freed_memory()
 
 
 class SpaceSearch(ABC):

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,19 +16,8 @@ if TYPE_CHECKING:
     from tvm.ir import IRModule
 
 
-@dataclass(frozen=True)
-class BuiltBatch:
-    """What became of the modules of a batch."""
-
-    outcomes: Sequence[Outcome[Path]]
-    seconds: float
-    """Its share of the builder's time."""
-
-
-@dataclass
-class _Order:
-    mods: Sequence[IRModule]
-    built: Future[BuiltBatch] = field(default_factory=Future)
+Built = tuple[Sequence[Outcome[Path]], float]
+"""What became of the modules of a batch, and its share of the builder's time in seconds."""
 
 
 class BuildQueue:
@@ -42,23 +30,23 @@ class BuildQueue:
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
         self._changed = threading.Condition()
-        self._orders: list[_Order] = []
+        self._orders: list[tuple[Sequence[IRModule], Future[Built]]] = []
         self._is_closed = False
         threading.Thread(target=self._work, name="builder", daemon=True).start()
 
-    def build(self, mods: Sequence[IRModule]) -> BuiltBatch:
+    def build(self, mods: Sequence[IRModule]) -> Built:
         """Waits for what `Builder.build` returns of some modules. May be called from several threads.
 
         Raises:
             Exception: What the builder raises.
         """
-        order = _Order(mods)
+        built: Future[Built] = Future()
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the builder was closed")
-            self._orders.append(order)
+            self._orders.append((mods, built))
             self._changed.notify_all()
-        return order.built.result()
+        return built.result()
 
     def close(self) -> None:
         """Builds no more; whoever waits for what was not begun gets an error."""
@@ -66,24 +54,24 @@ class BuildQueue:
             self._is_closed = True
             orders, self._orders = self._orders, []
             self._changed.notify_all()
-        for order in orders:
-            order.built.set_exception(RuntimeError("the builder was closed"))
+        for _, built in orders:
+            built.set_exception(RuntimeError("the builder was closed"))
 
     def _work(self) -> None:
         while orders := self._next_orders():
-            mods = [mod for order in orders for mod in order.mods]
+            all_mods = [mod for mods, _ in orders for mod in mods]
             started_s = time.monotonic()
             try:
-                outcomes = iter(self._builder.build(mods))
+                outcomes = iter(self._builder.build(all_mods))
             except Exception as err:  # noqa: BLE001 - whoever waits for it raises it
-                for order in orders:
-                    order.built.set_exception(err)
+                for _, built in orders:
+                    built.set_exception(err)
                 continue
-            seconds = (time.monotonic() - started_s) / max(1, len(mods))
-            for order in orders:
-                order.built.set_result(BuiltBatch([next(outcomes) for _ in order.mods], seconds * len(order.mods)))
+            seconds = (time.monotonic() - started_s) / max(1, len(all_mods))
+            for mods, built in orders:
+                built.set_result(([next(outcomes) for _ in mods], seconds * len(mods)))
 
-    def _next_orders(self) -> list[_Order]:
+    def _next_orders(self) -> list[tuple[Sequence[IRModule], Future[Built]]]:
         """All that waits; empty when the queue is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._orders)

@@ -1,0 +1,189 @@
+"""What a tuning keeps account of: trials, rounds and time, in its records, in its journal and for its observers."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ansor_mlflow.records import Journal, JournalEntry, RecordLog
+from ansor_mlflow.trials import (
+    Durations,
+    ServerState,
+    TaskInfo,
+    TaskState,
+    Trial,
+    TuningObserver,
+    TuningResult,
+    TuningRound,
+)
+from ansor_mlflow.tuning.search.candidates import log_lines
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
+    from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
+    from tvm.target import Target
+
+
+class Ledger:
+    """Counts the trials of a tuning, and writes each round of them to the records and the journal, if there is one."""
+
+    def __init__(
+        self,
+        tasks: Sequence[TaskInfo],
+        log: RecordLog,
+        journal: Journal | None = None,
+        durations: Durations | None = None,
+    ) -> None:
+        self.states = tuple(TaskState(info=info) for info in tasks)
+        self.earlier_s: dict[int, float] = {}
+        """Seconds per call of the fastest record that a task began with, by the task's index."""
+        self.total_trials = 0
+        self.durations = durations or Durations()
+        self._log = log
+        self._journal = journal
+        self._num_rounds = 0
+        self._past_s = 0.0
+        self._started_s: float | None = None
+
+    def start(self) -> None:
+        """Starts the clock."""
+        self._started_s = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time of tuning until now, that of earlier processes included."""
+        return self._past_s + (time.monotonic() - self._started_s if self._started_s is not None else 0.0)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the time inside to one of the durations."""
+        started_s = time.monotonic()
+        try:
+            yield
+        finally:
+            setattr(self.durations, name, getattr(self.durations, name) + time.monotonic() - started_s)
+
+    def begin_with(self, state: TaskState, best_s: float) -> None:
+        """Takes the time of a task's fastest earlier record."""
+        self.earlier_s[state.info.index] = state.best_s = best_s
+
+    def record(
+        self,
+        state: TaskState,
+        trials: Sequence[Trial],
+        mod: IRModule,
+        target: Target,
+        candidates: Sequence[MeasureCandidate],
+    ) -> None:
+        """Counts a round of trials, failed ones too, and writes them.
+
+        Raises:
+            MachineError: The disk is full.
+        """
+        self._count(state, trials)
+        # the records come first: the journal says that its trials have one each
+        self._log.append(*log_lines(mod, target, candidates, [trial.run_s for trial in trials]))
+        if self._journal is not None:
+            entries = [
+                JournalEntry(
+                    step=trial.step,
+                    workload_hash=state.info.workload_hash,
+                    status=trial.status,
+                    run_s=trial.run_s,
+                    error=trial.error,
+                    round_=self._num_rounds,
+                    elapsed_s=self.elapsed_s,
+                )
+                for trial in trials
+            ]
+            self._journal.append(entries, self.durations)
+
+    def restore(self, past: Sequence[JournalEntry]) -> Iterator[tuple[TaskState, list[Trial]]]:
+        """Counts the rounds of an earlier process of the same tuning, and yields each of them when it is counted."""
+        states = {state.info.workload_hash: state for state in self.states}
+        for number, entries in itertools.groupby(past, key=lambda entry: entry.round_):
+            trials: list[Trial] = []
+            for entry in entries:
+                state, self._past_s = states[entry.workload_hash], entry.elapsed_s
+                trials.append(
+                    Trial(
+                        step=self.total_trials + len(trials) + 1,
+                        task=state.info.name,
+                        status=entry.status,
+                        run_s=entry.run_s,
+                        error=entry.error,
+                    )
+                )
+            self._count(state, trials)
+            self._num_rounds = number
+            yield state, trials
+
+    def round(
+        self, state: TaskState, trials: Sequence[Trial], probe_spread: float = 0.0, servers: Sequence[ServerState] = ()
+    ) -> TuningRound:
+        """The round of a task that was just recorded, as observers hear of it."""
+        return TuningRound(
+            trials=tuple(trials),
+            task=state.snapshot(),
+            tasks=tuple(task.snapshot() for task in self.states),
+            total_trials=self.total_trials,
+            elapsed_s=self.elapsed_s,
+            durations=replace(self.durations),
+            probe_spread=probe_spread,
+            servers=tuple(servers),
+        )
+
+    def result(self, stop_reason: str, probe_spread: float = 0.0, distrust: str = "") -> TuningResult:
+        """How the tuning ended; a task that nothing else ended, ended with it."""
+        if self._journal is not None:
+            self._journal.append((), self.durations)
+        return TuningResult(
+            tasks=tuple(replace(task.snapshot(), stop_reason=task.stop_reason or stop_reason) for task in self.states),
+            total_trials=self.total_trials,
+            elapsed_s=self.elapsed_s,
+            durations=replace(self.durations),
+            stop_reason=stop_reason,
+            probe_spread=probe_spread,
+            distrust=distrust,
+        )
+
+    def _count(self, state: TaskState, trials: Sequence[Trial]) -> None:
+        self._num_rounds += 1
+        self.total_trials += len(trials)
+        for trial in trials:
+            state.add(trial)
+
+
+class Announcer:
+    """Calls observers in order, from one thread, so that a slow server holds up neither search nor builds.
+
+    `wait` comes before every measurement, which is to have the host for itself. To be closed.
+    """
+
+    def __init__(self, observers: Sequence[TuningObserver]) -> None:
+        self._observers = observers
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="observers")
+        self._pending: list[Future[None]] = []
+
+    def tell(self, call: Callable[[TuningObserver], None]) -> None:
+        """Makes a call to every observer, soon."""
+        self._pending.append(self._executor.submit(self._tell, call))
+
+    def wait(self) -> None:
+        """Returns when the observers know everything; raises what one of them raised."""
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.result()
+
+    def close(self) -> None:
+        """Ends the thread; what was not told yet is dropped."""
+        self._executor.shutdown(cancel_futures=True)
+
+    def _tell(self, call: Callable[[TuningObserver], None]) -> None:
+        for observer in self._observers:
+            call(observer)
