@@ -29,6 +29,7 @@ from ansor_mlflow.measuring.kernels import KernelTime, KernelTimes, time_kernels
 from ansor_mlflow.measuring.noise import (
     MachineNoise,
     ProbeTime,
+    Turn,
     is_disturbed,
     lost_share,
     probe_noise,
@@ -44,8 +45,9 @@ from ansor_mlflow.measuring.timing import (
     call_once,
     measure_call,
     measure_in_turns,
-    measure_once,
     measure_turn,
     measure_watched,
+    take_turns,
+    turn_in_process,
 )
 from ansor_mlflow.measuring.varied_inputs import same_for_all, seeded_inputs

@@ -92,10 +92,16 @@ def is_disturbed(num_disturbed: int, num_measured: int) -> bool:
     return num_disturbed > _MAX_DISTURBED * num_measured
 
 
-@dataclass
+Turn = Callable[[], tuple[list[float], float]]
+"""Measures; returns seconds of single calls, and the share of the time that it waited for a CPU."""
+
+
+@dataclass(kw_only=True)
 class MachineNoise:
     """How quiet the machine was while a run measured. Not safe for use from several threads."""
 
+    server: str = ""
+    """The server of a fleet that measures, which is not probed; empty for this host."""
     num_measured: int = 0
     """Measurements by `measure`."""
     num_disturbed: int = 0
@@ -118,8 +124,9 @@ class MachineNoise:
         """Why what `measure` returned cannot be trusted, as a clause; empty where it can."""
         if not is_disturbed(self.num_disturbed, self.num_measured):
             return ""
+        where = f" of server {self.server}" if self.server else ""
         return (
-            f"other programs used the CPUs during {self.num_disturbed} of {self.num_measured} measurements; "
+            f"other programs used the CPUs{where} during {self.num_disturbed} of {self.num_measured} measurements; "
             "measure again on a quiet machine"
         )
 
@@ -130,11 +137,8 @@ class MachineNoise:
         self.slowdown = min(_MAX_SLOWDOWN, max(1.0, probe.elapsed_s / self._undisturbed_s))
         return self.slowdown
 
-    def measure(self, turn: Callable[[], tuple[list[float], float]]) -> list[float]:
+    def measure(self, turn: Turn) -> list[float]:
         """Measures between two probes; what is disturbed again, but in total no more than half of all measurements.
-
-        Args:
-            turn: Measures; returns seconds of single calls, and the share of the time that it waited for a CPU.
 
         Returns:
             The seconds of the turn that was disturbed least.
@@ -147,7 +151,10 @@ class MachineNoise:
         self.num_disturbed += disturbance > DISTURBED
         return samples
 
-    def _measure(self, turn: Callable[[], tuple[list[float], float]]) -> tuple[float, list[float]]:
+    def _measure(self, turn: Turn) -> tuple[float, list[float]]:
+        if self.server:
+            samples, waited = turn()
+            return waited, samples
         before = self.add(time_probe(available_cpus()))
         samples, waited = turn()
         return max(waited, lost_share(before, self.add(time_probe(available_cpus())))), samples

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ansor_mlflow.measuring.noise import MachineNoise, watched
+from ansor_mlflow.measuring.noise import MachineNoise, Turn, watched
 from ansor_mlflow.processes import call_in_process
 
 MakeCall = Callable[[], Callable[[], Any]]
@@ -61,24 +61,22 @@ def measure_in_turns(
     Raises:
         MachineError: A child process died, or took too long.
     """
-    noise = noise or MachineNoise()
+    calls = {name: partial(turn_in_process, make_call, measure_s) for name, make_call in contenders.items()}
+    return take_turns(calls, turns, noise or MachineNoise())
+
+
+def take_turns(contenders: Mapping[str, Turn], turns: int, noise: MachineNoise) -> dict[str, Latency]:
+    """Times every contender once per turn, wherever it runs; again where other programs disturb it."""
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(turns):
-        for name, make_call in contenders.items():
-            samples[name] += measure_once(make_call, noise, measure_s)
+        for name, turn in contenders.items():
+            samples[name] += noise.measure(turn)
     return {name: Latency(np.array(values) * 1e3) for name, values in samples.items()}
 
 
-def measure_once(make_call: MakeCall, noise: MachineNoise, measure_s: float = _MEASURE_S) -> list[float]:
-    """Times one contender for one turn, in a fresh process, again where other programs disturb it.
-
-    Returns:
-        The seconds of single calls.
-
-    Raises:
-        MachineError: The child process died, or took too long.
-    """
-    return noise.measure(lambda: call_in_process(partial(measure_turn, measure_s=measure_s), make_call))
+def turn_in_process(make_call: MakeCall, measure_s: float) -> tuple[list[float], float]:
+    """Times one contender for one turn, in a fresh process; see `Turn`."""
+    return call_in_process(partial(measure_turn, measure_s=measure_s), make_call)
 
 
 def call_once(make_call: MakeCall) -> Any:

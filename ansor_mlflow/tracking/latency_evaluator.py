@@ -33,13 +33,15 @@ from ansor_mlflow.measuring import (
     MakeInference,
     ReferenceSession,
     RivalTask,
+    Turn,
     compare_outputs,
     deviation_of,
-    measure_once,
     measure_watched,
     require_rivals,
     rival_inference,
+    take_turns,
     timed_call,
+    turn_in_process,
 )
 from ansor_mlflow.model import TunedModel, threads_here
 from ansor_mlflow.networks import read_onnx
@@ -115,15 +117,15 @@ def _evaluate(options: LatencyOptions, dataset: Any, model: Any) -> tuple[Latenc
         time.sleep(_SPIN_S)
         return measured
 
-    champion = _champion(options, model)
-    samples_s, champion_s = [], []
-    for _ in range(options.turns):
-        samples_s += noise.measure(turn)
-        if champion:
-            champion_s += measure_once(partial(timed_call, champion, [first]), noise, options.measure_s)
+    turns: dict[str, Turn] = {MODEL_TYPE: turn}
+    if champion := _champion(options, model):
+        turns[str(options.champion)] = partial(
+            turn_in_process, partial(timed_call, champion, [first]), options.measure_s
+        )
+    latencies = take_turns(turns, options.turns, noise)
     if noise.distrust:
         _log.warning("the times cannot be trusted: %s", noise.distrust)
-    latency = Latency(np.array(samples_s) * 1e3)
+    latency = latencies[MODEL_TYPE]
     metrics = {
         names.LATENCY_MS: latency.median_ms,
         names.LATENCY_P90_MS: latency.p90_ms,
@@ -132,7 +134,7 @@ def _evaluate(options: LatencyOptions, dataset: Any, model: Any) -> tuple[Latenc
         names.PROBE_SPREAD: noise.spread,
     }
     if options.champion and champion and reference:
-        champion_ms = Latency(np.array(champion_s) * 1e3).median_ms
+        champion_ms = latencies[options.champion].median_ms
         metrics[names.rival_latency_ms(options.champion)] = champion_ms
         metrics[names.speedup_vs(options.champion)] = champion_ms / latency.median_ms
         metrics[names.CHAMPION_MAX_REL_ERROR] = deviation_of(champion, [first], [reference(first)]).max_rel_error

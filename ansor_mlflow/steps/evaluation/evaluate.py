@@ -5,58 +5,42 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import mlflow
-import pydantic_core
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
 from ansor_mlflow import names
-from ansor_mlflow.device import available_cpus
 from ansor_mlflow.errors import CorrectnessError, one_line
-from ansor_mlflow.files import scratch_directory, write_text
+from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.measuring import (
-    Deviation,
-    KernelTimes,
     Latency,
-    MachineNoise,
     MakeInference,
     choose_examples,
-    deviation_of,
-    expected_of,
-    library_inference,
-    measure_in_turns,
-    outputs_of,
     require_broken_stays_broken,
     require_examples,
     require_rivals,
     same_for_all,
-    time_kernels,
-    time_parts,
+    take_turns,
     timed_call,
     tolerance_for,
-    tuned_inference,
+    turn_in_process,
     what_to_do,
 )
 from ansor_mlflow.model import (
     BuildJob,
     LibraryEntry,
-    Manifest,
     build_in_child_process,
-    choose_for_server,
-    choose_library,
-    threads_here,
-    timed_parts,
     verified_manifest,
 )
 from ansor_mlflow.options import EvaluateOptions, TuneOptions
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.steps.evaluation.on_server import ModelOnServer
-from ansor_mlflow.steps.evaluation.rivals import absent_rivals, best_of, check_rivals, rival_metrics, rival_task
-from ansor_mlflow.steps.evaluation.sizes import require_harmless_padding, time_sizes
+from ansor_mlflow.steps.evaluation.benches import Bench, HostBench, Library, ServerBench, log_json
+from ansor_mlflow.steps.evaluation.rivals import best_of, check_rivals, rival_metrics, rival_task
+from ansor_mlflow.steps.evaluation.sizes import require_harmless_padding
 from ansor_mlflow.tensors import Arrays, NetworkShapes, all_sizes
 from ansor_mlflow.tracking import (
     Message,
@@ -64,7 +48,6 @@ from ansor_mlflow.tracking import (
     command_lines,
     evaluation_note,
     html_table,
-    kernels_page,
     params_used,
     pinned_uri,
     step_run,
@@ -132,72 +115,51 @@ def _server_of(options: EvaluateOptions) -> Iterator[NetworkServer | None]:
 
 def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path, server: NetworkServer | None) -> EvaluateResult:
     manifest = verified_manifest(directory)
-    entry = choose_for_server(directory, manifest, server.device) if server else choose_library(directory, manifest)
-    device = entry.fingerprint
-    _describe(run, options, manifest, entry, device.num_threads if server else threads_here(entry))
-    network = directory / names.NETWORK_FILE
+    bench = ServerBench(directory, manifest, server) if server else HostBench(directory, manifest)
+    device, provenance = bench.entry.fingerprint, bench.entry.provenance
+    _describe(run, options, bench)
     sizes = all_sizes(manifest)
-    examples = choose_examples(options.data, sizes, options.seed, network)
-    on_server = ModelOnServer(server, manifest, entry) if server else None
-    checked = _Checked(directory, manifest, entry, on_server, examples)
-    tolerance = tolerance_for(options.tolerance, network, LoweringSettings.among(entry.provenance).dtype)
-    metrics = _check(checked, tolerance, run)
+    examples = choose_examples(options.data, sizes, options.seed, bench.network)
+    expected = bench.expected(examples)
+    tolerance = tolerance_for(options.tolerance, bench.network, LoweringSettings.among(provenance).dtype)
+    metrics = _check(bench, examples, expected, tolerance, run)
     if manifest.pad:
-        require_harmless_padding(manifest, checked.compare, tolerance, options.seed)
-    task = rival_task(options.rivals, directory, manifest, entry, run.directory)
-    if on_server:
-        rivals = absent_rivals(options.rivals, task, on_server.why_no_rivals)
-    else:
-        rivals = check_rivals(options.rivals, task, examples, checked.expected, tolerance)
-    of_each_size = examples[: len(sizes)]
+        require_harmless_padding(manifest, bench.compare, tolerance, options.seed)
+    task = rival_task(options.rivals, directory, manifest, bench.entry, run.directory)
+    rivals = check_rivals(options.rivals, task, examples, expected, tolerance, bench.why_no_rivals)
     timed: dict[str, MakeInference] = {rival.name: rival.make_inference for rival in rivals if not rival.absent}
-    tuned, noise, distrust = partial(tuned_inference, directory), MachineNoise(), ""
+    of_each_size = examples[: len(sizes)]
     with scratch_directory() as scratch:
-        builds = _build_baselines(options, manifest, directory, entry, Path(scratch))
-        if on_server:
-            libraries = {_TUNED: (directory / entry.path, entry), **builds}
-            latencies, distrust = on_server.measure(libraries, of_each_size, options.turns, options.measure_s)
-        else:
-            baselines = {
-                name: partial(library_inference, path, manifest, built) for name, (path, built) in builds.items()
-            }
-            latencies = _measure(options, of_each_size, {_TUNED: tuned, **timed, **baselines}, noise)
-    metrics |= _latency_metrics(latencies, sizes, entry.provenance.get("estimated_latency_ms"))
+        baselines = _build_baselines(options, bench, Path(scratch))
+        latencies = _measure(options, of_each_size, bench, timed, baselines)
+    metrics |= _latency_metrics(latencies, sizes, provenance.get("estimated_latency_ms"))
     metrics |= rival_metrics(rivals, latencies, latencies[_TUNED].median_ms)
-    _log_json([rival.to_dict(latencies.get(rival.name)) for rival in rivals], names.RIVALS_FILE, run)
-    kernels = None
-    if not on_server:
-        if manifest.sizes:
-            of_sizes = time_sizes(sizes, of_each_size, tuned, timed, options, noise)
-            _log_json([size.to_dict() for size in of_sizes], names.SIZES_FILE, run)
-        metrics[names.PROBE_SPREAD] = noise.spread
-        if any(part.runs_in == "onnxruntime" for part in entry.parts):
-            metrics[names.ONNXRUNTIME_SHARE] = _time_parts(of_each_size, manifest, directory, entry, run)
-        kernels = _time_kernels(of_each_size, manifest, directory, entry, run)
+    log_json([rival.to_dict(latencies.get(rival.name)) for rival in rivals], names.RIVALS_FILE, run)
+    details, kernels = bench.details(of_each_size, timed, options, run)
+    metrics |= details
     run.log_metrics(metrics)
     best = best_of(rivals, latencies)
     tags = {names.TAG_TARGET: device.description, **({names.TAG_BEST_RIVAL: best} if best else {})}
     run.log_tags(tags)
     run.log_note(evaluation_note(manifest.network, command_lines("evaluate", options), tags, metrics, kernels))
-    run.log_distrust(distrust or noise.distrust)
+    run.log_distrust(bench.noise.distrust)
     return EvaluateResult(run_id=run.run_id, network=manifest.network, target=device.description, metrics=metrics)
 
 
-def _describe(
-    run: StepRun, options: EvaluateOptions, manifest: Manifest, entry: LibraryEntry, num_threads: int
-) -> None:
+def _describe(run: StepRun, options: EvaluateOptions, bench: Bench) -> None:
     """Says in a run what is evaluated, and how it was tuned."""
-    title = f"{manifest.network} · {entry.fingerprint.description}"
+    device = bench.entry.fingerprint.description
+    title = f"{bench.manifest.network} · {device}"
     run.log_tags(
         {
-            names.TAG_NETWORK: manifest.network,
-            names.TAG_TARGET: entry.fingerprint.description,
-            names.TAG_NUM_THREADS: str(num_threads),
+            names.TAG_NETWORK: bench.manifest.network,
+            names.TAG_TARGET: device,
+            names.TAG_NUM_THREADS: str(bench.num_threads),
             names.TAG_MODEL_URI: options.model_uri,
             "mlflow.runName": f"evaluate {title}",
         }
     )
-    if tuning := _find_tuning(entry):
+    if tuning := _find_tuning(bench.entry):
         _repeat_tuning(tuning, run, title)
 
 
@@ -235,55 +197,20 @@ def _repeat_tuning(tuning: Run, run: StepRun, title: str) -> None:
         message.deliver(run.run_id, run.directory)
 
 
-@dataclass(frozen=True)
-class _Checked:
-    """A model whose outputs are compared with ONNX Runtime's, and the inputs that they are compared on."""
-
-    directory: Path
-    manifest: Manifest
-    entry: LibraryEntry
-    on_server: ModelOnServer | None
-    examples: Sequence[Arrays]
-
-    @property
-    def network(self) -> Path:
-        return self.directory / names.NETWORK_FILE
-
-    @property
-    def num_threads(self) -> int:
-        return available_cpus() if self.on_server else threads_here(self.entry)
-
-    @cached_property
-    def expected(self) -> list[Arrays]:
-        return expected_of(self.network, self.num_threads, self.examples)
-
-    def compare(self, examples: Sequence[Arrays]) -> Deviation:
-        """How far the outputs for some inputs are from ONNX Runtime's."""
-        is_own = examples is self.examples
-        expected = self.expected if is_own else expected_of(self.network, self.num_threads, examples)
-        if self.on_server:
-            return self.on_server.compare(self.directory / self.entry.path, examples, expected)
-        return deviation_of(partial(tuned_inference, self.directory), examples, expected)
-
-    def outputs(self, examples: Sequence[Arrays]) -> Sequence[Arrays]:
-        """The outputs for some inputs, computed in another process."""
-        if self.on_server:
-            return self.on_server.outputs(self.directory / self.entry.path, examples)
-        return outputs_of(partial(tuned_inference, self.directory), examples)
-
-
-def _check(checked: _Checked, tolerance: float, run: StepRun) -> dict[str, float]:
+def _check(
+    bench: Bench, examples: Sequence[Arrays], expected: Sequence[Arrays], tolerance: float, run: StepRun
+) -> dict[str, float]:
     """Compares the outputs with the reference's, and logs how far they are from it, and what was not really compared.
 
     Raises:
         CorrectnessError: They are too far.
     """
-    network, num_inputs = checked.manifest.network, len(checked.examples)
+    network, num_inputs = bench.manifest.network, len(examples)
     _log.info("comparing the outputs of %s with ONNX Runtime's on %d inputs", network, num_inputs)
-    difference = checked.compare(checked.examples)
+    difference = bench.compare(examples, expected)
     metrics = {names.MAX_ABS_ERROR: difference.max_abs_error, names.MAX_REL_ERROR: difference.max_rel_error}
     run.log_metrics(metrics)
-    if unchecked := ", ".join(same_for_all(checked.expected)):
+    if unchecked := ", ".join(same_for_all(expected)):
         _log.warning(
             "ONNX Runtime's outputs %s are the same for all inputs that were tried (%d), so that comparing them says "
             "little; give data with which they differ",
@@ -291,30 +218,28 @@ def _check(checked: _Checked, tolerance: float, run: StepRun) -> dict[str, float
         )
         run.log_tags({names.TAG_UNCHECKED: unchecked})
     if not difference.max_rel_error <= tolerance:
-        advice = what_to_do(checked.network, checked.num_threads, checked.examples, tolerance)
+        advice = what_to_do(bench.network, bench.reference_threads, examples, tolerance)
         raise CorrectnessError(
             f"the outputs of {network} differ from ONNX Runtime's by max_rel_error={difference.max_rel_error:.3g}, "
             f"allowed is {tolerance:g}; {advice}"
         )
-    require_broken_stays_broken(checked.outputs, checked.network, checked.num_threads, checked.examples[0])
+    require_broken_stays_broken(bench.outputs, bench.network, bench.reference_threads, examples[0])
     return metrics
 
 
-def _build_baselines(
-    options: EvaluateOptions, manifest: Manifest, directory: Path, entry: LibraryEntry, scratch: Path
-) -> dict[str, tuple[Path, LibraryEntry]]:
+def _build_baselines(options: EvaluateOptions, bench: Bench, scratch: Path) -> dict[str, Library]:
     """Builds the same network as TVM does by itself, and, where it is asked for, as sketches choose without trials.
 
     Their parts may be others than those of the model, which leaves to ONNX Runtime what was faster there.
     """
-    libraries = {}
+    libraries, entry = {}, bench.entry
     for name in (_UNTUNED, _INSTANT) if options.instant else (_UNTUNED,):
         _log.info("building the baseline: %s", name)
         library = scratch / name / f"{name}.so"  # a server that has loaded one of a name takes it for the other one
         library.parent.mkdir()
         job = BuildJob(
-            network=str(directory / names.NETWORK_FILE),
-            sizes=manifest.sizes,
+            network=str(bench.network),
+            sizes=bench.manifest.sizes,
             records="",
             plain=name == _UNTUNED,
             target=entry.fingerprint.target,
@@ -329,46 +254,22 @@ def _build_baselines(
 
 
 def _measure(
-    options: EvaluateOptions, of_each_size: Sequence[Arrays], runs: Mapping[str, MakeInference], noise: MachineNoise
+    options: EvaluateOptions,
+    of_each_size: Sequence[Arrays],
+    bench: Bench,
+    rivals: Mapping[str, MakeInference],
+    baselines: Mapping[str, Library],
 ) -> dict[str, Latency]:
     """Times the model, its rivals and its baselines, on the same number of threads.
 
     Of a network with several sizes, a call of each is timed, one after the other.
     """
     _log.info("measuring latency in %d turns", options.turns)
-    calls = {name: partial(timed_call, make_inference, of_each_size) for name, make_inference in runs.items()}
-    return measure_in_turns(calls, options.turns, noise, options.measure_s)
-
-
-def _time_parts(
-    of_each_size: Sequence[Arrays], manifest: Manifest, directory: Path, entry: LibraryEntry, run: StepRun
-) -> float:
-    """Logs how long each part of a network takes; returns the share of ONNX Runtime's, from 0 to 1."""
-    seconds = time_parts(directory / entry.path, manifest, entry, of_each_size)
-    _log_json([asdict(part) for part in timed_parts(entry.parts, seconds)], names.PARTS_FILE, run)
-    of_onnxruntime = (s for part, s in zip(entry.parts, seconds, strict=True) if part.runs_in == "onnxruntime")
-    return sum(of_onnxruntime) / sum(seconds)
-
-
-def _time_kernels(
-    of_each_size: Sequence[Arrays], manifest: Manifest, directory: Path, entry: LibraryEntry, run: StepRun
-) -> KernelTimes:
-    """Logs where the time of a network goes."""
-    kernels = time_kernels(directory / entry.path, manifest, entry, of_each_size)
-    _log_json(kernels.to_dict(), names.KERNELS_FILE, run)
-    page = kernels_page(manifest.network, entry.fingerprint.description, kernels)
-    _log_text(page, names.KERNELS_REPORT_FILE, run)
-    return kernels
-
-
-def _log_json(values: object, name: str, run: StepRun) -> None:
-    _log_text(pydantic_core.to_json(values, indent=1, inf_nan_mode="null").decode(), name, run)
-
-
-def _log_text(text: str, name: str, run: StepRun) -> None:
-    path = run.directory / name
-    write_text(path, text)
-    run.log_artifacts(path)
+    turns = {_TUNED: bench.turn(None, of_each_size, options.measure_s)}
+    for name, make_inference in rivals.items():
+        turns[name] = partial(turn_in_process, partial(timed_call, make_inference, of_each_size), options.measure_s)
+    turns |= {name: bench.turn(library, of_each_size, options.measure_s) for name, library in baselines.items()}
+    return take_turns(turns, options.turns, bench.noise)
 
 
 def _latency_metrics(

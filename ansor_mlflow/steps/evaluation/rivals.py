@@ -84,7 +84,12 @@ def rival_task(given: Rivals, directory: Path, manifest: Manifest, entry: Librar
 
 
 def check_rivals(
-    given: Rivals, task: RivalTask, examples: Sequence[Arrays], expected: Sequence[Arrays], tolerance: float
+    given: Rivals,
+    task: RivalTask,
+    examples: Sequence[Arrays],
+    expected: Sequence[Arrays],
+    tolerance: float,
+    why_absent: str = "",
 ) -> list[CheckedRival]:
     """Runs each rival in a process of its own, and compares its outputs with ONNX Runtime's.
 
@@ -96,33 +101,19 @@ def check_rivals(
         examples: Inputs.
         expected: What ONNX Runtime computes of them.
         tolerance: The largest relative error that is right.
+        why_absent: Why none of them can take part; empty where they can.
     """
-    chosen = _chosen(given, task)
+    chosen = [rival for rival in choose_rivals(given) if given != "auto" or rival != "torch" or task.program]
     if not chosen:
         return []
+    if why_absent:
+        _log.info("%s not timed: %s", " and ".join(names.RIVALS[rival] for rival in chosen), why_absent)
+        return [
+            CheckedRival(name=rival, make_inference=partial(rival_inference, rival, task), absent=why_absent)
+            for rival in chosen
+        ]
     _log.info("comparing the outputs of %s", ", ".join(names.RIVALS[rival] for rival in chosen))
     return [_check(rival, task, examples, expected, tolerance) for rival in chosen]
-
-
-def absent_rivals(given: Rivals, task: RivalTask, reason: str) -> list[CheckedRival]:
-    """The same rivals where none of them can take part.
-
-    Args:
-        given: The parameter.
-        task: What they would compute.
-        reason: Why not.
-    """
-    chosen = _chosen(given, task)
-    if chosen:
-        _log.info("%s not timed: %s", " and ".join(names.RIVALS[rival] for rival in chosen), reason)
-    return [
-        CheckedRival(name=rival, make_inference=partial(rival_inference, rival, task), absent=reason)
-        for rival in chosen
-    ]
-
-
-def _chosen(given: Rivals, task: RivalTask) -> list[Rival]:
-    return [rival for rival in choose_rivals(given) if given != "auto" or rival != "torch" or task.program]
 
 
 def _check(

@@ -23,9 +23,9 @@ from ansor_mlflow.measuring import (
     Verdict,
     choose_examples,
     library_inference,
-    measure_once,
     rival_inference,
     timed_call,
+    turn_in_process,
 )
 from ansor_mlflow.model import LibraryEntry, Manifest, choose_library, verified_manifest
 from ansor_mlflow.names import RIVALS
@@ -213,4 +213,4 @@ def common_sizes(contender: Contender, other: Contender) -> list[NetworkShapes]:
 
 def _median_ms(contender: Contender, examples: Sequence[Arrays], noise: MachineNoise, options: PromoteOptions) -> float:
     make_call = partial(timed_call, contender.make_inference, examples)
-    return float(np.median(measure_once(make_call, noise, options.measure_s))) * 1e3
+    return float(np.median(noise.measure(partial(turn_in_process, make_call, options.measure_s)))) * 1e3

@@ -1,0 +1,171 @@
+"""Where `evaluate` runs a model: on this host, or on a server of a fleet."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import pydantic_core
+
+from ansor_mlflow import names
+from ansor_mlflow.device import available_cpus
+from ansor_mlflow.files import write_text
+from ansor_mlflow.measuring import (
+    Deviation,
+    KernelTimes,
+    MachineNoise,
+    MakeInference,
+    Turn,
+    compare_outputs,
+    expected_of,
+    library_inference,
+    outputs_of,
+    time_kernels,
+    time_parts,
+    timed_call,
+    tuned_inference,
+    turn_in_process,
+)
+from ansor_mlflow.model import LibraryEntry, Manifest, choose_for_server, choose_library, threads_here, timed_parts
+from ansor_mlflow.options import EvaluateOptions
+from ansor_mlflow.steps.evaluation.sizes import time_sizes
+from ansor_mlflow.tensors import Arrays, all_sizes
+from ansor_mlflow.tracking import StepRun, kernels_page
+from ansor_mlflow.tuning import NetworkServer, NetworkWork
+
+Library = tuple[Path, LibraryEntry]
+
+
+class Bench(ABC):
+    """A model, and where it runs."""
+
+    why_no_rivals = ""
+    """Why the runtimes of this host take no part; empty where they do."""
+    num_threads: int
+    """Threads that the model runs on."""
+    reference_threads: int
+
+    def __init__(self, directory: Path, manifest: Manifest, entry: LibraryEntry, noise: MachineNoise) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self.entry = entry
+        self.noise = noise
+        self.network = directory / names.NETWORK_FILE
+
+    @abstractmethod
+    def outputs(self, examples: Sequence[Arrays]) -> Sequence[Arrays]:
+        """The model's outputs for some inputs. Raises MachineError: the process died, or the server is lost."""
+
+    @abstractmethod
+    def turn(self, library: Library | None, of_each_size: Sequence[Arrays], measure_s: float) -> Turn:
+        """Times a library, or the model as its users load it."""
+
+    def details(
+        self,
+        of_each_size: Sequence[Arrays],  # noqa: ARG002
+        rivals: Mapping[str, MakeInference],  # noqa: ARG002
+        options: EvaluateOptions,  # noqa: ARG002
+        run: StepRun,  # noqa: ARG002
+    ) -> tuple[dict[str, float], KernelTimes | None]:
+        """Logs where the time goes; returns metrics and the times of the kernels, where they are known."""
+        return {}, None
+
+    def expected(self, examples: Sequence[Arrays]) -> list[Arrays]:
+        """What ONNX Runtime computes of some inputs, on this host."""
+        return expected_of(self.network, self.reference_threads, examples)
+
+    def compare(self, examples: Sequence[Arrays], expected: Sequence[Arrays] | None = None) -> Deviation:
+        """How far the outputs for some inputs are from ONNX Runtime's."""
+        pairs = zip(self.outputs(examples), expected or self.expected(examples), strict=True)
+        return Deviation.worst([compare_outputs(*pair) for pair in pairs])
+
+
+class HostBench(Bench):
+    """A model on this host, in processes of its own."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        super().__init__(directory, manifest, choose_library(directory, manifest), MachineNoise())
+        self.num_threads = self.reference_threads = threads_here(self.entry)
+        self._make_tuned = partial(tuned_inference, directory)
+
+    def outputs(self, examples: Sequence[Arrays]) -> Sequence[Arrays]:
+        """See `Bench`."""
+        return outputs_of(self._make_tuned, examples)
+
+    def turn(self, library: Library | None, of_each_size: Sequence[Arrays], measure_s: float) -> Turn:
+        """See `Bench`."""
+        make: MakeInference = self._make_tuned
+        if library is not None:
+            make = partial(library_inference, library[0], self.manifest, library[1])
+        return partial(turn_in_process, partial(timed_call, make, of_each_size), measure_s)
+
+    def details(
+        self,
+        of_each_size: Sequence[Arrays],
+        rivals: Mapping[str, MakeInference],
+        options: EvaluateOptions,
+        run: StepRun,
+    ) -> tuple[dict[str, float], KernelTimes | None]:
+        """See `Bench`: the latency of each size, of each part, and of each kernel."""
+        metrics, library = {}, self.directory / self.entry.path
+        if self.manifest.sizes:
+            sizes = all_sizes(self.manifest)
+            of_sizes = time_sizes(sizes, of_each_size, self._make_tuned, rivals, options, self.noise)
+            log_json([size.to_dict() for size in of_sizes], names.SIZES_FILE, run)
+        if any(part.runs_in == "onnxruntime" for part in self.entry.parts):
+            seconds = time_parts(library, self.manifest, self.entry, of_each_size)
+            timed = timed_parts(self.entry.parts, seconds)
+            log_json([asdict(part) for part in timed], names.PARTS_FILE, run)
+            theirs = [s for part, s in zip(self.entry.parts, seconds, strict=True) if part.runs_in == "onnxruntime"]
+            metrics[names.ONNXRUNTIME_SHARE] = sum(theirs) / sum(seconds)
+        metrics[names.PROBE_SPREAD] = self.noise.spread
+        kernels = time_kernels(library, self.manifest, self.entry, of_each_size)
+        log_json(kernels.to_dict(), names.KERNELS_FILE, run)
+        page = kernels_page(self.manifest.network, self.entry.fingerprint.description, kernels)
+        log_text(page, names.KERNELS_REPORT_FILE, run)
+        return metrics, kernels
+
+
+class ServerBench(Bench):
+    """A model on a server of a fleet, in one session of it."""
+
+    def __init__(self, directory: Path, manifest: Manifest, server: NetworkServer) -> None:
+        entry = choose_for_server(directory, manifest, server.device)
+        super().__init__(directory, manifest, entry, MachineNoise(server=str(server.address)))
+        self.why_no_rivals = f"it runs on this host, the model on server {server.address}"
+        self.num_threads, self.reference_threads = entry.fingerprint.num_threads, available_cpus()
+        self._server = server
+
+    def outputs(self, examples: Sequence[Arrays]) -> Sequence[Arrays]:
+        """See `Bench`."""
+        return self._server.run(self._work(None, examples, None)).outputs
+
+    def turn(self, library: Library | None, of_each_size: Sequence[Arrays], measure_s: float) -> Turn:
+        """See `Bench`."""
+
+        def turn() -> tuple[list[float], float]:
+            reply = self._server.run(self._work(library, of_each_size, measure_s))
+            return list(reply.samples_s), reply.waited
+
+        return turn
+
+    def _work(self, library: Library | None, examples: Sequence[Arrays], measure_s: float | None) -> NetworkWork:
+        path, entry = library or (self.directory / self.entry.path, self.entry)
+        return NetworkWork(
+            library=path, network=self.manifest, entry=entry, examples=tuple(examples), measure_s=measure_s
+        )
+
+
+def log_json(values: object, name: str, run: StepRun) -> None:
+    """Logs values as a JSON file."""
+    log_text(pydantic_core.to_json(values, indent=1, inf_nan_mode="null").decode(), name, run)
+
+
+def log_text(text: str, name: str, run: StepRun) -> None:
+    """Logs a text as a file."""
+    path = run.directory / name
+    write_text(path, text)
+    run.log_artifacts(path)
