@@ -33,7 +33,7 @@ from ansor_mlflow.records.journal import read_journal
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
 from ansor_mlflow.records.transfer.manifest import changed_files
 from ansor_mlflow.testing.fakes import FakeBuilder
-from ansor_mlflow.tuning.workers.metaschedule import as_metaschedule_builder
+from ansor_mlflow.tuning.workers.builder import as_metaschedule_builder
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

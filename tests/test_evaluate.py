@@ -23,7 +23,7 @@ from ansor_mlflow import flavor, names
 from ansor_mlflow.errors import CorrectnessError, MachineError, UserInputError
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.measuring import timing
-from ansor_mlflow.measuring.comparison import TOLERANCES, Deviation, compare_outputs
+from ansor_mlflow.measuring.checking import TOLERANCES, Deviation, compare_outputs
 from ansor_mlflow.measuring.timing import Latency, call_once, measure_in_turns
 from ansor_mlflow.model.library import compile_untuned
 from ansor_mlflow.model.package import CompiledNetwork

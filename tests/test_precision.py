@@ -10,7 +10,7 @@ import pytest
 
 from ansor_mlflow.device.targets import has_arithmetic, resolve_target
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.measuring.comparison import TOLERANCES, compare_outputs
+from ansor_mlflow.measuring.checking import TOLERANCES, compare_outputs
 from ansor_mlflow.measuring.reference import ReferenceSession
 from ansor_mlflow.model.library import compile_untuned
 from ansor_mlflow.networks.loading import Network

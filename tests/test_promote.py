@@ -29,7 +29,7 @@ from ansor_mlflow.errors import (
     UserInputError,
 )
 from ansor_mlflow.measuring import checking
-from ansor_mlflow.measuring.comparison import Deviation
+from ansor_mlflow.measuring.checking import Deviation
 from ansor_mlflow.model import Manifest
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.graph import GraphBuilder

@@ -113,7 +113,7 @@ def test_a_rival_that_cannot_run_the_network_is_absent_with_the_reason(
 
 def test_inputs_that_a_rival_does_not_take_are_its_error(small_onnx: Path) -> None:
     run = rival_inference("onnxruntime", task_of(small_onnx))
-    with pytest.raises(UserInputError, match="ONNX Runtime cannot compute the network: "):
+    with pytest.raises(UserInputError, match="ONNX Runtime cannot compute the network from the inputs: "):
         run({"other": np.zeros(3, np.float32)})
 
 

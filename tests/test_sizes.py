@@ -25,7 +25,7 @@ from onnx import TensorProto, helper
 from ansor_mlflow import flavor, names
 from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.lowering.lower import LoweredNetwork, lower, lower_sizes
-from ansor_mlflow.measuring.comparison import Deviation, compare_outputs
+from ansor_mlflow.measuring.checking import Deviation, compare_outputs
 from ansor_mlflow.measuring.reference import ReferenceSession
 from ansor_mlflow.model.choice import LoadOptions
 from ansor_mlflow.model.loading import load_package

@@ -15,7 +15,7 @@ from ansor_mlflow.codegen import tir_pipeline
 from ansor_mlflow.device import available_cpus, fingerprint
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.lowering.lower import TuningTask, lower
-from ansor_mlflow.measuring.comparison import compare_outputs
+from ansor_mlflow.measuring.checking import compare_outputs
 from ansor_mlflow.measuring.reference import ReferenceSession
 from ansor_mlflow.model.library import compile_tuned
 from ansor_mlflow.model.loading import open_library

@@ -34,8 +34,7 @@ from ansor_mlflow.files import ScratchDirectory
 from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.processes import Outcome, WorkerPool
-from ansor_mlflow.tuning.job import TuningJob, tune_job
-from ansor_mlflow.tuning.sole_tuner import sole_tuner
+from ansor_mlflow.tuning.job import TuningJob, directory_lock, tune_job
 from ansor_mlflow.tuning.workers.builder import LocalBuilder
 from ansor_mlflow.tuning.workers.runner import LocalRunner
 from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob, _shortest_ms
@@ -335,9 +334,9 @@ def tracked(experiment_id: str) -> dict[str, str]:
 HOLD = """
 import sys
 from pathlib import Path
-from ansor_mlflow.tuning.sole_tuner import sole_tuner
+from ansor_mlflow.tuning.job import directory_lock
 
-with sole_tuner(Path(sys.argv[1])):
+with directory_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -369,12 +368,16 @@ def test_two_tuners_in_one_directory(single: LoweredNetwork, host_target: Target
     with another_tuner(records) as first:
         with pytest.raises(UserInputError, match=refusal(records, first)):
             tune_job(tuning_job, options)
-        with sole_tuner(tmp_path / "another"):
+        with directory_lock(tmp_path / "another"):
             pass
         first.kill()
         first.wait()
         assert tune_job(tuning_job, options).total_trials == 1
-    with sole_tuner(records), pytest.raises(UserInputError, match=f"process {os.getpid()} on"), sole_tuner(records):
+    with (
+        directory_lock(records),
+        pytest.raises(UserInputError, match=f"process {os.getpid()} on"),
+        directory_lock(records),
+    ):
         pass
 
 
@@ -382,9 +385,9 @@ def test_two_tuners_in_one_directory(single: LoweredNetwork, host_target: Target
 def test_a_directory_is_held_under_all_of_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     records = tmp_path / "records"
     (tmp_path / "link").symlink_to(records)
-    with sole_tuner(records):
+    with directory_lock(records):
         monkeypatch.chdir(records if name == "." else tmp_path)
-        with pytest.raises(UserInputError, match=f"process {os.getpid()} on"), sole_tuner(Path(name)):
+        with pytest.raises(UserInputError, match=f"process {os.getpid()} on"), directory_lock(Path(name)):
             pass
 
 
@@ -392,7 +395,7 @@ def test_a_directory_is_free_when_its_tuner_has_ended(tmp_path: Path) -> None:
     with another_tuner(tmp_path / "records") as first:
         first.communicate("", timeout=30)
         assert first.returncode == 0
-    with sole_tuner(tmp_path / "records"):
+    with directory_lock(tmp_path / "records"):
         assert str(os.getpid()) in (tmp_path / "records.tuner.json").read_text()
     assert not (tmp_path / "records.tuner.json").exists()
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,12 @@ from ansor_mlflow.trials import TaskInfo, Trial, TrialStatus
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule import TuneContext
     from tvm.s_tir.meta_schedule.builder import BuilderResult
+    from tvm.s_tir.meta_schedule.measure_callback import MeasureCallback
     from tvm.s_tir.meta_schedule.runner import RunnerResult
     from tvm.target import Target
 
+Times = Callable[[], Mapping[str, float]]
+"""Seconds that parts of MetaSchedule took so far, by the names that its profiler gives them; 0 for other names."""
 _TIMED_OUT = re.compile(r"Timeout, killed|^timed_out:|\bTimeoutError\b")
 _CRASHED = re.compile(r"^crashed:|ChildProcessError|worker died")
 _MAX_ERROR_LENGTH = 2000
@@ -93,14 +97,7 @@ class TuneCall:
 def make_trials(
     first_step: int, task: str, built: Sequence[BuilderResult], measured: Sequence[RunnerResult]
 ) -> tuple[Trial, ...]:
-    """The trials of a batch.
-
-    Args:
-        first_step: Position of the first one in the run, from 1.
-        task: Name of their task.
-        built: What the builder said.
-        measured: What the runner said; of a program that could not be built, the builder's error.
-    """
+    """The trials of a batch."""
     return tuple(
         _make_trial(first_step + position, task, *results)
         for position, results in enumerate(zip(built, measured, strict=True))
@@ -122,3 +119,31 @@ def _failure(error: str, *, is_build: bool) -> TrialStatus:
     if _CRASHED.search(error):
         return TrialStatus.CRASHED
     return TrialStatus.BUILD_FAILED if is_build else TrialStatus.RUN_FAILED
+
+
+def as_callback(function: Callable[..., None]) -> MeasureCallback:
+    """A callback of MetaSchedule that calls `function` with what it is called with."""
+    from tvm.ir.utils import derived_object
+    from tvm.s_tir.meta_schedule.measure_callback import PyMeasureCallback
+
+    @derived_object
+    class _Callback(PyMeasureCallback):  # type: ignore[misc]
+        def apply(self, *args: Any) -> None:
+            function(*args)
+
+    return _Callback()
+
+
+@contextlib.contextmanager
+def profiled() -> Iterator[Times]:
+    """Times what happens inside, with the user's profiler where there is one: only the innermost one is told."""
+    from tvm.s_tir.meta_schedule import Profiler
+
+    current = Profiler.current()
+    with contextlib.nullcontext(current) if current is not None else Profiler() as profiler:
+        before = _read(profiler)
+        yield lambda: defaultdict(float, {name: s - before[name] for name, s in _read(profiler).items()})
+
+
+def _read(profiler: Any) -> defaultdict[str, float]:
+    return defaultdict(float, {str(name): float(seconds) for name, seconds in profiler.get().items()})

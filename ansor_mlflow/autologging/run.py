@@ -49,12 +49,6 @@ def open_run(extra_tags: Mapping[str, str]) -> Iterator[TuningRun]:
     """The active run if nothing was tuned in it yet; else a new one, below the active one if there is one.
 
     A new run ends with the truth about how the tuning ended; the active run stays open.
-
-    Args:
-        extra_tags: Tags of a new run.
-
-    Raises:
-        UndeliveredError: All went well, but the server was away until the end.
     """
     active = mlflow.active_run()
     run = mlflow.get_run(active.info.run_id) if active else None
@@ -71,12 +65,7 @@ def open_run(extra_tags: Mapping[str, str]) -> Iterator[TuningRun]:
 
 
 class GuestOutbox(Outbox):
-    """The outbox of a user's own run: its name, and the params and tables that it has, stay.
-
-    Args:
-        run: The run as it is.
-        directory: See `Outbox`.
-    """
+    """The outbox of a user's own run: its name, and the params and tables that it has, stay."""
 
     def __init__(self, run: Run, directory: Path) -> None:
         super().__init__(run.info.run_id, directory)
@@ -123,13 +112,7 @@ def _status(err: BaseException) -> str:
 
 @contextlib.contextmanager
 def _closing(outbox: Outbox, directory: Path, *, status: str) -> Iterator[None]:
-    """Closes an outbox at the end, and removes its directory if no message is left in it.
-
-    Args:
-        outbox: To be closed.
-        directory: Its directory.
-        status: What the run ends with, for the case that it has to be told later.
-    """
+    """Closes an outbox at the end, and removes its directory if no message is left in it."""
     try:
         yield
     except BaseException as err:

@@ -10,9 +10,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow import names
-from ansor_mlflow.autologging.call import TuneCall, make_trials
+from ansor_mlflow.autologging.call import Times, TuneCall, as_callback, make_trials, profiled
 from ansor_mlflow.autologging.description import device_of, foreign_provenance, is_remote
-from ansor_mlflow.autologging.listening import Times, as_callback, profiled
 from ansor_mlflow.autologging.run import TuningRun, only_warn, open_run
 from ansor_mlflow.errors import TuningError, one_line
 from ansor_mlflow.files import write_text
@@ -45,12 +44,7 @@ _log = logging.getLogger("ansor_mlflow")
 
 @contextlib.contextmanager
 def logged_tuning(call: TuneCall, extra_tags: Mapping[str, str]) -> Iterator[MeasureCallback]:
-    """Logs a tuning that happens inside, of which it hears through the callback.
-
-    Args:
-        call: What is about to be called.
-        extra_tags: Tags of a new run.
-    """
+    """Logs a tuning that happens inside, of which it hears through the callback."""
     with open_run(extra_tags) as run, profiled() as times:
         session = TuningSession(call, run, times)
         session.start()
@@ -72,13 +66,7 @@ def logged_tuning(call: TuneCall, extra_tags: Mapping[str, str]) -> Iterator[Mea
 
 
 class TuningSession:
-    """One tuning.
-
-    Args:
-        call: What is called.
-        run: Where it is logged.
-        times: Where the time goes.
-    """
+    """One tuning."""
 
     def __init__(self, call: TuneCall, run: TuningRun, times: Times) -> None:
         self._call = call

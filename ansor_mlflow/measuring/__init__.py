@@ -1,6 +1,11 @@
 """Measures what is compiled, and checks what it computes: contenders in processes of their own, in turns."""
 
 from ansor_mlflow.measuring.checking import (
+    QUANTIZED_TOLERANCE,
+    TOLERANCES,
+    Deviation,
+    compare_outputs,
+    compare_tensors,
     compare_with_reference,
     deviation_of,
     expected_of,
@@ -8,13 +13,6 @@ from ansor_mlflow.measuring.checking import (
     require_broken_stays_broken,
     tolerance_for,
     what_to_do,
-)
-from ansor_mlflow.measuring.comparison import (
-    QUANTIZED_TOLERANCE,
-    TOLERANCES,
-    Deviation,
-    compare_outputs,
-    compare_tensors,
 )
 from ansor_mlflow.measuring.contenders import (
     Inference,

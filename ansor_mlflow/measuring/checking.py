@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -12,13 +13,22 @@ import numpy as np
 import numpy.typing as npt
 
 from ansor_mlflow.errors import AnsorMlflowError, CorrectnessError
-from ansor_mlflow.measuring.comparison import QUANTIZED_TOLERANCE, TOLERANCES, Deviation, compare_outputs
 from ansor_mlflow.measuring.contenders import MakeInference, outputs_call, reference_inference
 from ansor_mlflow.measuring.reference import is_quantized, operators_of, random_operators
 from ansor_mlflow.measuring.timing import call_once
 from ansor_mlflow.processes import call_in_process
 from ansor_mlflow.tensors import Arrays
 
+TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+"""Largest `max_rel_error` that passes, by the type that a network computes in; the reference computes in float32."""
+QUANTIZED_TOLERANCE = 1e-1
+"""Tolerance for a network that rounds to 8 bits: a value half-way between two steps goes up or down with the order of a
+sum, and what follows from the other step is no error."""
+_SMALLEST_SCALE = 1e-2
+"""Errors of smaller outputs are relative to this. Networks compute with values around 1, and what comes of those is off
+by some units of their last place, however small it is: sigmoid(-14.3) is 6.00e-7, or 5.66e-7 and 6.26e-7 in two kernels
+of ONNX Runtime. With the tolerance for float32 this allows 1e-6, which are eight such units.
+"""
 _VARYING = {
     *("ArgMax", "ArgMin", "GlobalMaxPool", "Hardmax", "LRN", "LpPool", "MaxPool", "MaxRoiPool", "NonMaxSuppression"),
     *("QuantizeLinear", "ReduceMax", "ReduceMin", "Resize", "RoiAlign", "Sign", "TopK", "Upsample"),
@@ -27,50 +37,87 @@ _VARYING = {
 _log = logging.getLogger("ansor_mlflow")
 
 
+@dataclass(frozen=True)
+class Deviation:
+    """How far outputs are from a reference, over all outputs."""
+
+    max_abs_error: float
+    max_rel_error: float
+    """max |output - reference| / max |reference|, the latter at least 0.01; the largest over the outputs. (Dividing
+    element by element, or by less, would report the rounding of values near zero.)"""
+
+    @staticmethod
+    def worst(differences: list[Deviation]) -> Deviation:
+        """The largest errors of several comparisons."""
+        return Deviation(
+            max(difference.max_abs_error for difference in differences),
+            max(difference.max_rel_error for difference in differences),
+        )
+
+
+_INFINITE = Deviation(float("inf"), float("inf"))
+
+
+def compare_outputs(actual: Arrays, expected: Arrays) -> Deviation:
+    """Compares outputs by name. A missing output, another shape or a NaN is an infinite error.
+
+    An infinity that both have is none: what is left out of a choice is often minus infinity.
+    """
+    return Deviation.worst([_compare(actual.get(name), output, np.isinf) for name, output in expected.items()])
+
+
+def compare_tensors(actual: npt.NDArray[Any], expected: npt.NDArray[Any]) -> Deviation:
+    """Compares values inside of a network: a NaN or an infinity that both have is no error."""
+    return _compare(actual, expected, lambda values: ~np.isfinite(values))
+
+
+def _compare(
+    actual: npt.NDArray[Any] | None,
+    expected: npt.NDArray[Any],
+    must_be_equal: Callable[[npt.NDArray[Any]], npt.NDArray[np.bool_]],
+) -> Deviation:
+    """How far values are from others, of which some must be equal: there no difference says how far."""
+    if actual is None or actual.shape != expected.shape:
+        return _INFINITE
+    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
+    exact = must_be_equal(expected)
+    if not np.array_equal(actual[exact], expected[exact], equal_nan=True):
+        return _INFINITE
+    return _difference(actual[~exact], expected[~exact])
+
+
+def _difference(actual: npt.NDArray[Any], expected: npt.NDArray[Any]) -> Deviation:
+    if expected.size == 0:
+        return Deviation(0.0, 0.0)
+    errors = np.abs(actual - expected)
+    if not np.isfinite(errors).all():
+        return _INFINITE
+    scale = float(np.max(np.abs(expected)))
+    max_abs = float(errors.max())
+    return Deviation(max_abs, max_abs / max(scale, _SMALLEST_SCALE))
+
+
 def compare_with_reference(
     runs: Mapping[str, MakeInference], network: Path, num_threads: int, examples: Sequence[Arrays]
 ) -> dict[str, Deviation]:
-    """How far the outputs of models are from ONNX Runtime's, each in a process of its own.
-
-    Args:
-        runs: The models.
-        network: ONNX file of the reference.
-        num_threads: Threads of the reference.
-        examples: Inputs.
-
-    Raises:
-        MachineError: A process died.
-    """
+    """How far the outputs of models are from ONNX Runtime's, each in a process of its own."""
     expected = expected_of(network, num_threads, examples)
     return {name: deviation_of(make_inference, examples, expected) for name, make_inference in runs.items()}
 
 
 def expected_of(network: Path, num_threads: int, examples: Sequence[Arrays]) -> list[Arrays]:
-    """What ONNX Runtime computes for several inputs, in a process of its own.
-
-    Raises:
-        MachineError: The process died.
-        UserInputError: It cannot compute it.
-    """
+    """What ONNX Runtime computes for several inputs, in a process of its own."""
     return outputs_of(partial(reference_inference, network, num_threads, exact=True), examples)
 
 
 def deviation_of(make_inference: MakeInference, examples: Sequence[Arrays], expected: Sequence[Arrays]) -> Deviation:
-    """How far the outputs of a model, which runs in a process of its own, are from what is expected of some inputs.
-
-    Raises:
-        MachineError: The process died.
-    """
+    """How far the outputs of a model, which runs in a process of its own, are from what is expected of some inputs."""
     pairs = zip(outputs_of(make_inference, examples), expected, strict=True)
     return Deviation.worst([compare_outputs(*pair) for pair in pairs])
 
 
 def outputs_of(make_inference: MakeInference, examples: Sequence[Arrays]) -> list[Arrays]:
-    """The outputs of a model for several inputs, computed in a process of its own.
-
-    Raises:
-        MachineError: The process died.
-    """
+    """The outputs of a model for several inputs, computed in a process of its own."""
     found: list[Arrays] = call_in_process(call_once, partial(outputs_call, make_inference, examples))
     return found
 
@@ -87,17 +134,7 @@ def tolerance_for(tolerance: float | Literal["auto"], network: Path, dtype: str)
 
 
 def what_to_do(network: Path, num_threads: int, examples: Sequence[Arrays], tolerance: float) -> str:
-    """What a user whose model's outputs differ from ONNX Runtime's should know, and do.
-
-    Args:
-        network: ONNX file of the reference.
-        num_threads: Threads of the reference.
-        examples: Inputs.
-        tolerance: What was allowed.
-
-    Raises:
-        MachineError: A process died.
-    """
+    """What a user whose model's outputs differ from ONNX Runtime's should know, and do."""
     first = expected_of(network, num_threads, examples)
     if drawing := random_operators(network):
         second = expected_of(network, num_threads, examples)
@@ -150,17 +187,6 @@ def require_broken_stays_broken(
     """Compares a model with ONNX Runtime on inputs with NaN and infinities.
 
     An input that ONNX Runtime refuses, as where a NaN becomes an index, is not tried.
-
-    Args:
-        compute: Computes the model's outputs, in a process of its own.
-        network: ONNX file of the reference.
-        num_threads: Threads of the reference.
-        inputs: Ordinary inputs.
-
-    Raises:
-        CorrectnessError: A number takes the place of a NaN or an infinity, and no operator is there of which that
-            depends on the kernel in ONNX Runtime, too; otherwise that is a warning.
-        MachineError: A process died.
     """
     if (tried := broken(inputs)) is None:
         return

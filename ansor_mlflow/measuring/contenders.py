@@ -48,23 +48,29 @@ def tuned_inference(directory: Path) -> Inference:
 
 
 def reference_inference(network: Path, num_threads: int, *, exact: bool = False) -> Inference:
-    """ONNX Runtime. What it cannot load, or compute, is a `UserInputError`."""
+    """ONNX Runtime, as `explained`."""
     from ansor_mlflow.measuring.reference import ReferenceSession
 
-    try:
-        session = ReferenceSession(network, num_threads, exact=exact)
-    except Exception as err:  # as below
-        raise UserInputError(f"ONNX Runtime cannot load the network: {one_line(err)}; export the model again") from err
+    advice = "; export the model again"
+    return explained("ONNX Runtime", lambda: ReferenceSession(network, num_threads, exact=exact).run, advice)
 
-    def run(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+
+def explained(runtime: str, load: Callable[[], Inference], advice: str = "") -> Inference:
+    """A runtime whose errors have no class in common: what it cannot load, or compute, is a `UserInputError`."""
+    try:
+        run = load()
+    except Exception as err:
+        raise UserInputError(f"{runtime} cannot load the network: {one_line(err)}{advice}") from err
+
+    def run_explained(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         try:
-            return session.run(inputs)
-        except Exception as err:  # ONNX Runtime's errors have no class in common
+            return run(inputs)
+        except Exception as err:
             raise UserInputError(
-                f"ONNX Runtime cannot compute the network from the inputs: {one_line(err)}; give others"
+                f"{runtime} cannot compute the network from the inputs: {one_line(err)}; give others"
             ) from err
 
-    return run
+    return run_explained
 
 
 def library_inference(library: Path, manifest: Manifest, entry: LibraryEntry) -> Inference:

@@ -23,17 +23,7 @@ _FORMATS = "give a .npz, .npy or .parquet file"
 
 
 def choose_examples(data: str, sizes: Sequence[NetworkShapes], seed: int, network: Path | None = None) -> list[Arrays]:
-    """The inputs that outputs are compared on; the first of them, one of each size, are timed.
-
-    Args:
-        data: The file of a user, with inputs of one size; empty for seeded inputs.
-        sizes: The network's sizes, one at least.
-        seed: Seed of inputs where there is no file, and of sizes that it is not for.
-        network: ONNX file, which seeded inputs are made for; see `seeded_inputs`.
-
-    Raises:
-        UserInputError: See `read_examples`.
-    """
+    """The inputs that outputs are compared on; the first of them, one of each size, are timed."""
     if not data:
         return seeded_inputs(network, sizes, range(seed, seed + _NUM_SEEDED))
     number, (first, *others) = _read_for_a_size(data, sizes)
@@ -42,11 +32,7 @@ def choose_examples(data: str, sizes: Sequence[NetworkShapes], seed: int, networ
 
 
 def require_examples(data: str) -> None:
-    """Checks what can be said of a user's file before the network is known.
-
-    Raises:
-        UserInputError: There is no such file.
-    """
+    """Checks what can be said of a user's file before the network is known."""
     if data and not Path(data).is_file():
         raise UserInputError(f"data={data}: there is no such file; {_FORMATS}")
 

@@ -26,29 +26,13 @@ _NUM_CALLS = 9
 
 
 def time_parts(library: Path, network: Sized, entry: LibraryEntry, examples: Examples) -> list[float]:
-    """Median seconds of each part of a network in a process of its own, as `entry` lists them.
-
-    Args:
-        library: The library, whose digest was checked, or that was just built.
-        network: What it computes.
-        entry: What is known of the library.
-        examples: An input of each size.
-
-    Raises:
-        MachineError: The process died.
-        ModelError: The library cannot be loaded.
-    """
+    """Median seconds of each part of a network in a process of its own, as `entry` lists them."""
     seconds: list[float] = call_in_process(call_once, partial(_library_call, library, network, entry, examples))
     return seconds
 
 
 def time_parts_in_onnxruntime(lowered: LoweredNetwork, network: Sized, num_threads: int, seed: int) -> list[float]:
-    """As `time_parts`, with ONNX Runtime for TVM's parts, too, on seeded inputs.
-
-    Raises:
-        MachineError: The process died.
-        ModelError: ONNX Runtime cannot load a part.
-    """
+    """As `time_parts`, with ONNX Runtime for TVM's parts, too, on seeded inputs."""
     from ansor_mlflow.model import write_all_parts
 
     sizes = all_sizes(network)

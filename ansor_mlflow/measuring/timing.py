@@ -50,17 +50,7 @@ class Latency:
 def measure_in_turns(
     contenders: Mapping[str, MakeCall], turns: int, noise: MachineNoise | None = None, measure_s: float = _MEASURE_S
 ) -> dict[str, Latency]:
-    """Times every contender once per turn, each time in a fresh process.
-
-    Args:
-        contenders: What is timed.
-        turns: How often.
-        noise: Takes note of how quiet the machine is.
-        measure_s: How long one of them is timed in a turn, in seconds.
-
-    Raises:
-        MachineError: A child process died, or took too long.
-    """
+    """Times every contender once per turn, each time in a fresh process."""
     calls = {name: partial(turn_in_process, make_call, measure_s) for name, make_call in contenders.items()}
     return take_turns(calls, turns, noise or MachineNoise())
 

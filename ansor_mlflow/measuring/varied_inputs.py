@@ -36,13 +36,7 @@ _PARTIAL = {"Acos", "Acosh", "Asin", "Atanh", "Log", "Pow", "Sqrt"}
 
 
 def seeded_inputs(network: Path | None, sizes: Sequence[NetworkShapes], seeds: Sequence[int]) -> list[Arrays]:
-    """Inputs for each seed and size: floats are standard normal, and integers what the network can use.
-
-    Args:
-        network: ONNX file; without one, integers are 0 or 1.
-        sizes: The network's sizes.
-        seeds: The seeds.
-    """
+    """Inputs for each seed and size: floats are standard normal, and integers what the network can use."""
     draw = _Draw() if network is None else _chosen_draw(network, sizes[0].inputs, seeds[0])
     return [draw.inputs(size.inputs, seed) for seed in seeds for size in sizes]
 

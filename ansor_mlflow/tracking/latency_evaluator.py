@@ -145,12 +145,7 @@ def _evaluate(options: LatencyOptions, dataset: Any, model: Any) -> tuple[Latenc
 
 
 def _champion(options: LatencyOptions, model: Any) -> MakeInference | None:
-    """The rival that the model is timed with, in processes of its own; None where none is asked for.
-
-    Raises:
-        UserInputError: The reference is not what it could run.
-        MachineError: It is not installed.
-    """
+    """The rival that the model is timed with, in processes of its own; None where none is asked for."""
     if options.champion is None:
         return None
     require_rivals("champion", (options.champion,))
@@ -248,11 +243,7 @@ def _stacked(column: pd.Series, spec: TensorSpec | None) -> npt.NDArray[Any]:
 
 
 def _reference(reference: str) -> Predict:
-    """What computes the expected outputs.
-
-    Raises:
-        UserInputError: There is no such file, or it is no ONNX model.
-    """
+    """What computes the expected outputs."""
     path = Path(reference)
     if is_uri(reference) or path.is_dir():
         predict: Predict = mlflow.pyfunc.load_model(reference).predict

@@ -9,7 +9,7 @@ from ansor_mlflow.tuning.fleet.networks import NetworkServer, NetworkWork
 from ansor_mlflow.tuning.fleet.server import run_server, run_tracker
 from ansor_mlflow.tuning.fleet.session import CheckedServer, check_server, open_session
 from ansor_mlflow.tuning.fleet.tracker import Grant, HostPort, KeyState, TrackerClient
-from ansor_mlflow.tuning.job import TuningJob, tune_job
+from ansor_mlflow.tuning.job import TuningJob, directory_lock, tune_job
 from ansor_mlflow.tuning.ledger import Ledger
 from ansor_mlflow.tuning.replay import COPIES_OF_ARGUMENTS, Replayer
 from ansor_mlflow.tuning.roofline import Bound, Roofline, measure_roofline, quick_roofline
@@ -19,7 +19,6 @@ from ansor_mlflow.tuning.search.choice import sketched_workloads
 from ansor_mlflow.tuning.search.program_search import make_cost_model
 from ansor_mlflow.tuning.search.space import applies
 from ansor_mlflow.tuning.search.task_search import TaskSearch
-from ansor_mlflow.tuning.sole_tuner import sole_tuner
 from ansor_mlflow.tuning.stopping import (
     SECONDS_PER_TRIAL,
     StoppingRules,
@@ -27,7 +26,6 @@ from ansor_mlflow.tuning.stopping import (
     resolve_num_trials,
 )
 from ansor_mlflow.tuning.workers.arguments import argument_bytes
-from ansor_mlflow.tuning.workers.builder import Builder, LocalBuilder
-from ansor_mlflow.tuning.workers.metaschedule import as_metaschedule_builder
+from ansor_mlflow.tuning.workers.builder import Builder, LocalBuilder, as_metaschedule_builder
 from ansor_mlflow.tuning.workers.runner import Runner
 from ansor_mlflow.tuning.workers.timing import RunJob

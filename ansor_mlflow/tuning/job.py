@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import os
+import platform
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from ansor_mlflow import names
 from ansor_mlflow.device import Device, available_cpus, device_kind, is_cpu, is_gpu
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.files import write_text
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.model import require_linker
 from ansor_mlflow.options import TuneOptions
@@ -21,7 +29,6 @@ from ansor_mlflow.tuning.fleet.calibration import build_calibration
 from ansor_mlflow.tuning.fleet.lookout import tuning_fleet
 from ansor_mlflow.tuning.fleet.runner import RpcRunner
 from ansor_mlflow.tuning.search.space import applies
-from ansor_mlflow.tuning.sole_tuner import sole_tuner
 from ansor_mlflow.tuning.stopping import resolve_num_trials
 from ansor_mlflow.tuning.workers.arguments import argument_bytes
 from ansor_mlflow.tuning.workers.builder import Builder, LocalBuilder
@@ -71,7 +78,7 @@ def tune_job(
         UserInputError: The budget is smaller than the number of tasks, or another tuner works in the directory.
         MachineError: The cost model's package is missing, a disk is full, or no server was free for too long.
     """
-    with sole_tuner(job.records), _workers(job, options) as (builder, runner):
+    with directory_lock(job.records), _workers(job, options) as (builder, runner):
         best = job.records / names.BEST_DIR
         shutil.rmtree(best, ignore_errors=True)  # a killed tuning would leave that of the one before
         log, journal = RecordLog(job.records, job.device.target.export()), Journal(job.records)
@@ -123,6 +130,39 @@ def tune_job(
             raise
         tuner.save_winners(best)
         return result
+
+
+@contextlib.contextmanager
+def directory_lock(directory: Path) -> Iterator[None]:
+    """Holds a directory, which is made if need be: two tuners would number the workloads of one database differently.
+
+    The system lets go of it when the process ends, however it ends.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    directory = directory.resolve()  # it has one name only, and is not "."
+    owner = directory.with_name(f"{directory.name}.tuner.json")
+    lock = FileLock(directory.with_name(f"{directory.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as err:
+        raise UserInputError(
+            f"{directory}: {_holder(owner)} tunes in this directory; wait until it ends, or give another directory"
+        ) from err
+    try:
+        started = datetime.now().astimezone().isoformat(timespec="seconds")
+        write_text(owner, json.dumps({"process": os.getpid(), "host": platform.node(), "started": started}))
+        yield
+    finally:
+        owner.unlink(missing_ok=True)
+        lock.release()
+
+
+def _holder(owner: Path) -> str:
+    try:
+        fields = json.loads(owner.read_text())
+        return f"process {fields['process']} on {fields['host']} (since {fields['started']})"
+    except (OSError, ValueError, KeyError):  # it has only just begun, or is about to end
+        return "another process"
 
 
 def _drop_inapplicable(job: TuningJob, log: RecordLog) -> None:

@@ -45,14 +45,7 @@ class _Job:
 
 
 class Replayer:
-    """Replays records, each in a process of its own. To be closed.
-
-    Args:
-        device: What kernels are built for; this host must be one.
-        seed: Seed of the arguments.
-        timeout_s: Seconds after which a process is given up.
-        memory_bytes: Data memory of a process, `COPIES_OF_ARGUMENTS` included; None for no bound.
-    """
+    """Replays records, each in a process of its own. To be closed."""
 
     def __init__(self, device: Device, *, seed: int, timeout_s: float, memory_bytes: int | None = None) -> None:
         self._device = device

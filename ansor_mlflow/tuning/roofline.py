@@ -95,12 +95,7 @@ class Roofline:
     """Bandwidth of a copy: bytes read plus bytes written."""
 
     def bound(self, flops: float, num_bytes: float) -> Bound:
-        """The least time of a kernel.
-
-        Args:
-            flops: Floating point operations of a call.
-            num_bytes: Bytes that a call moves: of its arguments, each read or written once.
-        """
+        """The least time of a kernel."""
         arithmetic_s, memory_s = flops / self.peak_flops_per_s, num_bytes / self.bandwidth_bytes_per_s
         if arithmetic_s > memory_s:
             return Bound(shortest_s=arithmetic_s, limit="arithmetic")
@@ -125,12 +120,6 @@ def measure_roofline(device: Device) -> Roofline:
     - Kernels are timed with warm caches: arguments that fit a cache are faster than this memory roof allows, and a
       kernel whose loops read them several times from memory moves more bytes than are counted.
     - On CPUs with a very large cache a part of the copy comes from it.
-
-    Args:
-        device: An LLVM target that this host can run.
-
-    Raises:
-        MachineError: The process died, such as of too little memory.
     """
     roofline: Roofline = call_in_process(call_once, partial(_prepare, device, device.cpus))
     return roofline
@@ -139,12 +128,6 @@ def measure_roofline(device: Device) -> Roofline:
 def quick_roofline(device: Device) -> Roofline:
     """Measures as `measure_roofline` does, but in a second or two: with fewer repetitions, and with an array of 128 MiB
     at most, of which a larger cache holds a part. In a worker that has loaded TVM already.
-
-    Args:
-        device: An LLVM target that this host can run.
-
-    Raises:
-        MachineError: The worker died or took too long.
     """
     with contextlib.closing(WorkerPool(1)) as pool:
         (outcome,) = pool.map(_measure_quickly, [(device, device.cpus)], _QUICK_TIMEOUT_S)
@@ -154,11 +137,7 @@ def quick_roofline(device: Device) -> Roofline:
 
 
 def last_level_cache_bytes(cache_root: Path = _CACHE_ROOT) -> int:
-    """The size of the largest cache of the first CPU.
-
-    Args:
-        cache_root: Where Linux describes the CPU's caches.
-    """
+    """The size of the largest cache of the first CPU."""
     texts = [path.read_text().strip() for path in cache_root.glob("index*/size")]
     sizes = [int(text[:-1]) * _UNITS[text[-1]] for text in texts if text[-1:] in _UNITS]
     return max(sizes, default=_DEFAULT_CACHE_BYTES)

@@ -26,10 +26,6 @@ class GradientScheduler:
     """Gives every task one round, the one with the most operations first; then picks the steepest expected gain.
 
     Of several ways to compute a layer only what one of them gains over the fastest counts.
-
-    Args:
-        num_tasks: Number of tasks.
-        seed: Seed of the random picks.
     """
 
     def __init__(self, num_tasks: int, seed: int) -> None:

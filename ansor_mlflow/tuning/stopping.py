@@ -59,13 +59,7 @@ def resolve_num_trials(
 
 
 class StoppingRules:
-    """Keeps the budgets of one tuning.
-
-    Args:
-        options: Limits per task, per round and in minutes, and the patience.
-        num_trials: Trials of the whole tuning.
-        num_tasks: Number of tasks that get some.
-    """
+    """Keeps the budgets of one tuning."""
 
     def __init__(self, options: TuneOptions, num_trials: int, num_tasks: int) -> None:
         self._options = options
@@ -79,14 +73,7 @@ class StoppingRules:
         """When they had ended."""
 
     def round_limit(self, task: TaskState, num_waiting: int, total_trials: int, elapsed_s: float) -> int:
-        """Trials of a task's next round: what the budgets allow, and in the first pass no more than a task's share.
-
-        Args:
-            task: The task.
-            num_waiting: Tasks that have had no round, this one included if it is one of them.
-            total_trials: Trials of all tasks so far.
-            elapsed_s: Time that they took.
-        """
+        """Trials of a task's next round: what the budgets allow, and in the first pass no more than a task's share."""
         limits = [self._options.num_trials_per_round, self._num_trials - total_trials]
         is_first = task.total_trials == 0
         if is_first:
@@ -146,12 +133,7 @@ class StoppingRules:
 
 
 def outrun_tasks(tasks: Iterable[TaskState], *, in_the_end: bool = False) -> list[TaskState]:
-    """The tasks that another way to compute their layer has beaten.
-
-    Args:
-        tasks: The tasks.
-        in_the_end: Whether they get no more trials anyway, so that it counts how far they are behind, and not why.
-    """
+    """The tasks that another way to compute their layer has beaten; in the end with the margin for many trials."""
     ways: dict[str, list[TaskState]] = {}
     for task in tasks:
         if task.best_s is not None:
@@ -187,11 +169,7 @@ def seemingly_faster(tasks: Sequence[TaskState]) -> list[TaskState]:
 
 
 def require_valid_trials(result: TuningResult) -> None:
-    """Checks that every task with work to do has a schedule; where the time was over before, that one has.
-
-    Raises:
-        TuningError: A task has none, or all.
-    """
+    """Checks that every task with work to do has a schedule; where the time was over before, that one has."""
     failed = result.uncovered
     if not failed or (result.stop_reason == StopReason.MINUTES and len(failed) < len(result.tasks)):
         return

@@ -122,13 +122,7 @@ class Winners:
     def measure_again(
         self, runner: Runner, after_pass: Callable[[], None] = lambda: None, without: Container[int] = ()
     ) -> None:
-        """Measures the finalists in turns, until each winner is ahead by more than the noise, or a cap is reached.
-
-        Args:
-            runner: Measures them.
-            after_pass: Called after each turn.
-            without: Tasks, by their index, that are not measured again.
-        """
+        """Measures the finalists in turns, until each winner is ahead by more than the noise, or a cap is reached."""
         undecided = [f for index, f in enumerate(self._finalists) if f and index not in without]
         for _ in range(_MAX_PASSES + _MAX_REPEATS):
             if not undecided:
@@ -146,17 +140,8 @@ class Winners:
     def write(self, directory: Path, tasks: Sequence[TuningTask], target: Target, log: RecordLog) -> None:
         """Writes a database with one record per task: the winner, with its second measurement where it had one.
 
-        A record of an earlier tuning that is faster than the winner takes its place. Nothing is written where no task
-        has a record.
-
-        Args:
-            directory: Replaced as a whole.
-            tasks: All tasks.
-            target: What they were tuned for.
-            log: All records, earlier ones included.
-
-        Raises:
-            MachineError: The disk is full.
+        A record of an earlier tuning that is faster than the winner takes its place. The directory is replaced as a
+        whole; nothing is written where no task has a record.
         """
         lines = [line for task in tasks if (line := self._best_line(task, target, log))]
         if not lines:

@@ -21,12 +21,7 @@ _WHERE = re.compile(r"(Exception from|Check '[^']*' failed at) \S+:\d+:\s*")
 
 
 def openvino_inference(task: RivalTask) -> Inference:
-    """The network in one stream, in its own precision.
-
-    Raises:
-        RuntimeError: OpenVINO cannot compile it.
-        ValueError: The model runs elsewhere.
-    """
+    """The network in one stream, in its own precision."""
     if task.device != "cpu":
         raise ValueError(f"it does not run on {task.device}")
     config: dict[str, Any] = {

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import numpy.typing as npt
-
-from ansor_mlflow.errors import MachineError, UserInputError, one_line
-from ansor_mlflow.measuring.contenders import Inference
+from ansor_mlflow.errors import MachineError
+from ansor_mlflow.measuring.contenders import Inference, explained
 from ansor_mlflow.names import RIVALS
 from ansor_mlflow.settings import Rival
-from ansor_mlflow.tensors import Arrays, TensorSpec
+from ansor_mlflow.tensors import TensorSpec
 
 _TO_INSTALL: dict[Rival, str] = {
     "onnxruntime": "onnxruntime",
@@ -49,15 +48,7 @@ def version_of(rival: Rival) -> str | None:
 
 
 def require_rivals(parameter: str, given: Sequence[Rival] | Literal["auto", "none"]) -> None:
-    """Checks that the rivals that a user named are installed.
-
-    Args:
-        parameter: Name of the parameter.
-        given: Its value.
-
-    Raises:
-        MachineError: One is not.
-    """
+    """Checks that the rivals that a user named in a parameter are installed; a `MachineError` where one is not."""
     missing = [rival for rival in choose_rivals(given) if version_of(rival) is None]
     if missing:
         raise MachineError(
@@ -76,19 +67,8 @@ def choose_rivals(given: Sequence[Rival] | Literal["auto", "none"]) -> tuple[Riv
 
 
 def rival_inference(rival: Rival, task: RivalTask) -> Inference:
-    """A rival, whose packages only this process loads. What it cannot load, or compute, is a `UserInputError`."""
-    try:
-        run = _load(rival, task)
-    except Exception as err:  # each has error classes of its own
-        raise UserInputError(f"{RIVALS[rival]} cannot load the network: {one_line(err)}") from err
-
-    def run_checked(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        try:
-            return run(inputs)
-        except Exception as err:  # as above
-            raise UserInputError(f"{RIVALS[rival]} cannot compute the network: {one_line(err)}") from err
-
-    return run_checked
+    """A rival, whose packages only this process loads; see `explained`."""
+    return explained(RIVALS[rival], partial(_load, rival, task))
 
 
 def _load(rival: Rival, task: RivalTask) -> Inference:

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def torch_inference(task: RivalTask) -> Inference:
-    """The exported program, compiled by Inductor; it is read as a network is, with nothing unpickled.
-
-    Raises:
-        ValueError: There is none, it takes more inputs than the model, or this PyTorch sees no such device.
-    """
+    """The exported program, compiled by Inductor; it is read as a network is, with nothing unpickled."""
     if task.program is None:
         raise ValueError("there is no exported program of PyTorch that it came from")
     if task.device == "cuda" and not torch.cuda.is_available():

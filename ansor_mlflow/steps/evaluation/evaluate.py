@@ -176,13 +176,7 @@ def _find_tuning(entry: LibraryEntry) -> Run | None:
 
 
 def _repeat_tuning(tuning: Run, run: StepRun, title: str) -> None:
-    """Says in a run what the tuning of its model had, so that it stands for both.
-
-    Args:
-        tuning: The run of the tuning.
-        run: The run.
-        title: Network and device, with which a tuning run's name begins that no user has changed.
-    """
+    """Says in a run what the tuning of its model had, so that it stands for both."""
     tags = {names.TAG_TUNE_RUN: tuning.info.run_id}
     tuned = (tuning.info.run_name or "").removeprefix("tune ")
     if tuned.startswith(f"{title} · "):
@@ -200,11 +194,7 @@ def _repeat_tuning(tuning: Run, run: StepRun, title: str) -> None:
 def _check(
     bench: Bench, examples: Sequence[Arrays], expected: Sequence[Arrays], tolerance: float, run: StepRun
 ) -> dict[str, float]:
-    """Compares the outputs with the reference's, and logs how far they are from it, and what was not really compared.
-
-    Raises:
-        CorrectnessError: They are too far.
-    """
+    """Logs how far the outputs are from ONNX Runtime's, and what was not really compared; too far is an error."""
     network, num_inputs = bench.manifest.network, len(examples)
     _log.info("comparing the outputs of %s with ONNX Runtime's on %d inputs", network, num_inputs)
     difference = bench.compare(examples, expected)

@@ -43,11 +43,7 @@ class CheckedRival:
     """Why it cannot run the network; empty where it can."""
 
     def to_dict(self, latency: Latency | None) -> dict[str, Any]:
-        """Its entry in `rivals.json`.
-
-        Args:
-            latency: What was measured; None where it cannot run the network.
-        """
+        """Its entry in `rivals.json`."""
         found: dict[str, Any] = {"rival": self.name, "version": version_of(self.name)}
         if latency is None or self.deviation is None:
             return {**found, "absent": self.absent}
@@ -63,15 +59,7 @@ class CheckedRival:
 
 
 def rival_task(given: Rivals, directory: Path, manifest: Manifest, entry: LibraryEntry, scratch: Path) -> RivalTask:
-    """What rivals compute in the place of a model, on the same device and with as many threads.
-
-    Args:
-        given: The parameter.
-        directory: Directory of the model.
-        manifest: The model.
-        entry: Its library for this host.
-        scratch: Where an exported program of PyTorch is downloaded to, if `torch` is among the rivals.
-    """
+    """What rivals compute in the place of a model, on the same device and with as many threads."""
     network = str(entry.provenance.get("network", ""))
     return RivalTask(
         network=directory / names.NETWORK_FILE,
@@ -94,14 +82,6 @@ def check_rivals(
     """Runs each rival in a process of its own, and compares its outputs with ONNX Runtime's.
 
     One that cannot run the network, or computes something else, is a warning.
-
-    Args:
-        given: The parameter; auto leaves PyTorch out where the network did not come from it.
-        task: What they compute.
-        examples: Inputs.
-        expected: What ONNX Runtime computes of them.
-        tolerance: The largest relative error that is right.
-        why_absent: Why none of them can take part; empty where they can.
     """
     chosen = [rival for rival in choose_rivals(given) if given != "auto" or rival != "torch" or task.program]
     if not chosen:
@@ -137,12 +117,7 @@ def _check(
 
 
 def best_of(rivals: Sequence[CheckedRival], latencies: Mapping[str, Latency]) -> Rival | None:
-    """The fastest rival whose outputs are right; None where there is none.
-
-    Args:
-        rivals: The rivals.
-        latencies: What was measured, by their names.
-    """
+    """The fastest rival whose outputs are right; None where there is none."""
     right = [rival.name for rival in rivals if rival.is_right]
     return min(right, key=lambda name: latencies[name].median_ms, default=None)
 
@@ -150,13 +125,7 @@ def best_of(rivals: Sequence[CheckedRival], latencies: Mapping[str, Latency]) ->
 def rival_metrics(
     rivals: Sequence[CheckedRival], latencies: Mapping[str, Latency], tuned_ms: float
 ) -> dict[str, float]:
-    """The metrics of those that were timed.
-
-    Args:
-        rivals: The rivals.
-        latencies: What was measured, by their names.
-        tuned_ms: Latency of the model, in milliseconds.
-    """
+    """The metrics of those that were timed."""
     found = {rival.name: latencies[rival.name].median_ms for rival in rivals if not rival.absent}
     metrics = {names.rival_latency_ms(name): rival_ms for name, rival_ms in found.items()}
     metrics |= {names.speedup_vs(name): rival_ms / tuned_ms for name, rival_ms in found.items()}

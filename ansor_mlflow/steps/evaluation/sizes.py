@@ -45,19 +45,7 @@ def time_sizes(
     options: CheckOptions,
     noise: MachineNoise,
 ) -> list[SizeLatency]:
-    """Times each size by itself, the model and its rivals in turns.
-
-    Args:
-        sizes: The sizes.
-        examples: An input of each.
-        make_tuned: The model.
-        rivals: The rivals.
-        options: How often, and how long.
-        noise: Takes note of how quiet the machine is.
-
-    Raises:
-        MachineError: A process died.
-    """
+    """Times each size by itself, the model and its rivals in turns."""
     found = []
     for size, inputs in zip(sizes, examples, strict=True):
         contenders = {_TUNED: make_tuned, **rivals}
@@ -77,17 +65,7 @@ def time_sizes(
 def require_harmless_padding(
     manifest: Manifest, compare: Callable[[Sequence[Arrays]], Deviation], tolerance: float, seed: int
 ) -> None:
-    """Checks that a model computes of padded inputs what ONNX Runtime computes of them without padding.
-
-    Args:
-        manifest: A model that pads.
-        compare: Says how far the outputs of the model are from ONNX Runtime's for some inputs.
-        tolerance: The largest relative error that passes.
-        seed: Seed of the inputs, which are a little smaller than one of the largest sizes wherever they may be.
-
-    Raises:
-        CorrectnessError: It does not.
-    """
+    """Checks that a model computes of padded inputs what ONNX Runtime computes of them without padding."""
     padded = next(_padded(manifest), None)
     if padded is None:
         _log.info("nothing is ever padded: whatever is smaller than a size of %s is one, too", manifest.network)

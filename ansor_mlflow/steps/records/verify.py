@@ -34,7 +34,7 @@ from ansor_mlflow.records import (
 )
 from ansor_mlflow.steps.records.fetching import options_of_source
 from ansor_mlflow.steps.records.given import NetworkTasks, find_recorded, lower_recorded
-from ansor_mlflow.tuning import COPIES_OF_ARGUMENTS, Outcome, Replayer, argument_bytes, sole_tuner
+from ansor_mlflow.tuning import COPIES_OF_ARGUMENTS, Outcome, Replayer, argument_bytes, directory_lock
 
 Status = Literal["pass", "wrong_answer", "failed", "timed_out", "crashed"]
 
@@ -132,7 +132,7 @@ def repair_records(source: str) -> MendedRecords:
     pairs = find_pairs(Path(source))
     root = pairs[-1].root
     open_database(pairs[-1])
-    with sole_tuner(root):
+    with directory_lock(root):
         changed = changed_files(root)
         repaired = [repair(pair, thorough=True) for pair in pairs]
         quarantines = tuple(str(path) for one in repaired for path in one.quarantines)

@@ -73,13 +73,7 @@ def log_lines(
 ) -> tuple[str, list[RecordText]]:
     """Measured candidates of a task as they stand in a log: the workload's line, and a record for each.
 
-    TVM's own database writes the text, into memory.
-
-    Args:
-        mod: Module of the task.
-        target: What it is tuned for.
-        candidates: What was measured.
-        run_secs: For each candidate, seconds per call in each measurement; empty for a failed trial.
+    TVM's own database writes the text, into memory. A trial without seconds per call is a failed one.
     """
     from tvm.s_tir.meta_schedule.database import JSONDatabase, TuningRecord
 
@@ -108,13 +102,7 @@ def memory_database(mod: IRModule, records: Sequence[RecordText]) -> Database:
 
 
 def replay(record: RecordText, mod: IRModule, context: TuneContext) -> MeasureCandidate | None:
-    """The candidate that a record was made of; None where its schedule does not apply.
-
-    Args:
-        record: One of the task's.
-        mod: Module of the task.
-        context: A search of the task, whose postprocessing the candidate had.
-    """
+    """The candidate that a record was made of; None where its schedule does not apply."""
     from tvm.s_tir import Schedule
     from tvm.s_tir.meta_schedule.database import Workload
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate

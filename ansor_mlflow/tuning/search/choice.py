@@ -86,15 +86,6 @@ def make_search(
     """The search of a task in the space that the options name.
 
     With "sketches" it is in MetaSchedule's where no sketch fits, and in both where the sketch's programs are not fast.
-
-    Args:
-        task: What is tuned.
-        target: Device that is tuned for.
-        options: Space, strategy and size of a round.
-        num_threads: Threads of the search.
-        seed: Seed of the search.
-        log: Where the search finds measured schedules to start from.
-        cost_model: Ranks candidates; all tasks share it.
     """
     programs = None if options.space == "metaschedule" else find_programs(task.mod, target)
     taught = cost_model if options.strategy == "evolutionary" else None

@@ -31,10 +31,6 @@ def make_space_generator(mod: IRModule, target: Target) -> PostOrderApply:
 
     Constants of functions without sums are not packed. Tensor cores of a GPU are only for functions without
     float32: of programs that sum in that on them, TVM 0.27 makes no code of most.
-
-    Args:
-        mod: Module of the task, with one function "main".
-        target: Device that is tuned for; the limit is for CPUs.
     """
     from tvm.s_tir.meta_schedule import TuneContext
     from tvm.s_tir.meta_schedule.postproc import RewriteLayout, RewriteTensorize

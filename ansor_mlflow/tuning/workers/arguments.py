@@ -44,11 +44,8 @@ def random_arguments(args_info: tuple[ArgInfo, ...], device: Any = None) -> list
 
     Programs of one task differ in the layout of their weights but not in the number of elements, so that they share
     the numbers, which take longer to make than a fast program to measure. Indices, which ONNX has in 32 and 64 bits,
-    are zero: TVM fills integers with any bits, and kernels do not check the indices that they read with.
-
-    Args:
-        args_info: What they are.
-        device: Where they are, which is the same in all calls of a process; None for the CPU.
+    are zero: TVM fills integers with any bits, and kernels do not check the indices that they read with. The device, by
+    default the CPU, is the same in all calls of a process.
     """
     keys = [(position, dtype, math.prod(shape)) for position, (_, dtype, shape) in enumerate(args_info)]
     if _filled.keys() != set(keys):

@@ -21,11 +21,7 @@ Built = tuple[Sequence[Outcome[Path]], float]
 
 
 class BuildQueue:
-    """Gives a `Builder` all that waits for it, in a thread of its own. To be closed; the builder is not.
-
-    Args:
-        builder: Builds.
-    """
+    """Gives a `Builder` all that waits for it, in a thread of its own. To be closed; the builder is not."""
 
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
@@ -35,11 +31,7 @@ class BuildQueue:
         threading.Thread(target=self._work, name="builder", daemon=True).start()
 
     def build(self, mods: Sequence[IRModule]) -> Built:
-        """Waits for what `Builder.build` returns of some modules. May be called from several threads.
-
-        Raises:
-            Exception: What the builder raises.
-        """
+        """Waits for what `Builder.build` returns of some modules. May be called from several threads."""
         built: Future[Built] = Future()
         with self._changed:
             if self._is_closed:

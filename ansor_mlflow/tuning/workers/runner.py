@@ -54,13 +54,7 @@ class Runner(Protocol):
 
 
 class LocalRunner(Runner):
-    """A `Runner` on this host: one process, on CPUs that do not change.
-
-    Args:
-        settings: How programs are timed.
-        memory_bytes: Data memory that a program may take, its arguments included; None for no bound.
-        cpus: CPUs to measure on; by default those that `measuring_cpus` chooses.
-    """
+    """A `Runner` on this host: one process, on CPUs that do not change."""
 
     is_remote = False
 

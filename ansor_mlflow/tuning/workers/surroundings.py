@@ -66,10 +66,6 @@ class Surroundings:
     They take their time, and read their weights, so that those of the kernel are as cold as the network leaves them.
     The last of them wrote its input on the same threads, each a part, and not long ago what was in the memory of its
     output.
-
-    Args:
-        rest: What the other kernels are.
-        num_threads: Threads of a kernel.
     """
 
     def __init__(self, rest: RestOfNetwork, num_threads: int) -> None:
@@ -97,11 +93,7 @@ class Surroundings:
         return [view for tensor in tensors if (view := self._signs_of(tensor)) is not None]
 
     def run(self, activations: Sequence[Any]) -> None:
-        """Lets the rest of the network pass by.
-
-        Args:
-            activations: Inputs and outputs of the kernel, as `memory_of` gives them. They get other signs.
-        """
+        """Lets the rest of the network pass by."""
         until = time.perf_counter() + self._passing_s
         while time.perf_counter() < until:
             pass  # a CPU that sleeps would be given to others
