@@ -53,7 +53,7 @@ _TRIALS_PER_RELEASE = 256
 _log = logging.getLogger("ansor_mlflow")
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class _Batch:
     """Candidates of one task on their way through a round, and what became of them so far."""
 
@@ -165,10 +165,12 @@ class Tuner:
         with _background_threads(self._runner.num_batches + 1) as executor:  # one builds while the others measure
             try:
                 while True:
+                    # what was proposed counts, measured or not: trials under way must not exceed the budget
                     reason = self._rules.run_stop_reason(self._ledger.elapsed_s, self._num_proposed, self._states)
                     may_start = not (reason or interrupts.received) and (self._runner.is_remote or not in_flight)
                     batch = self._start_round(executor, in_flight, interrupts) if may_start else None
                     in_flight += [batch] if batch is not None else []
+                    # without a new batch something must end before another one can begin
                     if in_flight and (batch is None or self._has_enough(in_flight)):
                         in_flight.remove(finished := self._next_finished(in_flight))
                         self._finish_round(finished)
@@ -206,6 +208,7 @@ class Tuner:
         self, executor: ThreadPoolExecutor, in_flight: Sequence[_Batch], interrupts: Interrupts
     ) -> _Batch | None:
         """Searches, and begins to build and measure; None when there is no task, or the one picked has nothing left."""
+        # a task has one batch at a time: its next proposal learns from this one
         index = self._scheduler.next_task(self._states, {batch.state.info.index for batch in in_flight})
         if index is None:
             return None
@@ -213,7 +216,7 @@ class Tuner:
         with self._ledger.timed("search_s"), interrupts.in_tvm():
             candidates = self._search(index).propose(self._round_limit(state))
         if not candidates:
-            has_work = state.total_trials or state.info.flops
+            has_work = state.total_trials or state.info.flops  # a reshape has neither, and that is no failure
             state.stop_reason = StopReason.SPACE_EXHAUSTED if has_work else StopReason.NOTHING_TO_TUNE
             return None
         self._num_proposed += len(candidates)
@@ -225,7 +228,7 @@ class Tuner:
         """Builds and measures a batch. Called in a thread of its own."""
         batch.built, batch.build_s = self._builds.build([candidate.sch.mod for candidate in batch.candidates])
         batch.jobs = run_jobs(batch.candidates, batch.built, batch.task, best_s)
-        with self._may_run:
+        with self._may_run:  # only here: the next batch is built while this one waits for its turn
             waited_s = time.monotonic()
             self._announcer.wait()  # a local runner needs the host for itself
             started_s = time.monotonic()
@@ -252,7 +255,7 @@ class Tuner:
             if ledger.total_trials // _TRIALS_PER_RELEASE > num_before // _TRIALS_PER_RELEASE:
                 release_memory()
         self._round_finished(state)
-        round_ = self._round(state, trials)
+        round_ = self._round(state, trials)  # a copy: the next round may change the states before observers look
         self._announcer.tell(lambda observer: observer.round_finished(round_))
 
     def _make_trials(self, batch: _Batch) -> list[Trial]:
@@ -304,6 +307,7 @@ class Tuner:
                 target=self._target,
                 options=self._options,
                 num_threads=self._search_threads,
+                # tasks draw differently, and so do those of two seeds that follow one another
                 seed=self._options.seed * 1009 + index + 1,
                 log=self._log,
                 cost_model=self._cost_model,
@@ -326,6 +330,7 @@ class Tuner:
                 self._offer_earlier()
         with self._ledger.timed("confirm_s"):
             self._measure_again(interrupts, without=outrun_tasks(self._states, in_the_end=True))
+            # a slower host makes what was measured once look faster than what was measured again
             if faster := seemingly_faster(self._states):
                 self._measure_again(interrupts, without=[state for state in self._states if state not in faster])
 

@@ -76,14 +76,14 @@ class StoppingRules:
         """Trials of a task's next round: what the budgets allow, and in the first pass no more than a task's share."""
         limits = [self._options.num_trials_per_round, self._num_trials - total_trials]
         is_first = task.total_trials == 0
-        if is_first:
+        if is_first:  # nobody knows yet which task is worth its trials
             limits.append(math.ceil(self._num_trials * _FIRST_PASS_SHARE / self._num_tasks))
         if self._options.max_minutes is not None:
             budget_s, trial_s = self._options.max_minutes * 60, self._trial_s(total_trials, elapsed_s)
             left_s = budget_s - elapsed_s
             if is_first:
                 left_s = (left_s - (1 - _FIRST_PASS_SHARE) * (budget_s - self._began_s)) / num_waiting
-            limits.append(max(1, int(left_s / trial_s)))
+            limits.append(max(1, int(left_s / trial_s)))  # at least one, or a task would have no schedule at all
         if self._options.trials_per_task is not None:
             limits.append(self._options.trials_per_task - task.total_trials)
         return max(0, min(limits))
@@ -105,6 +105,7 @@ class StoppingRules:
     def run_stop_reason(self, elapsed_s: float, total_trials: int, tasks: Iterable[TaskState]) -> str:
         """Why the tuning ends; empty where it goes on."""
         reasons = {task.stop_reason for task in tasks}
+        # before the budgets: a tuning that measures nothing has not spent them
         if StopReason.KNOWN in reasons and reasons <= {StopReason.KNOWN, StopReason.OUTRUN, StopReason.NOTHING_TO_TUNE}:
             return StopReason.KNOWN
         if total_trials >= self._num_trials:
@@ -120,7 +121,7 @@ class StoppingRules:
         index = task.info.index
         reference_s = self._reference_s.get(index)
         if task.best_s is not None and (reference_s is None or task.best_s < reference_s * (1 - NOISE)):
-            self._reference_s[index] = task.best_s
+            self._reference_s[index] = task.best_s  # moved only here, so that small gains add up
             self._rounds_without_gain[index] = 0
             return False
         self._rounds_without_gain[index] = self._rounds_without_gain.get(index, 0) + 1

@@ -85,6 +85,7 @@ class Winners:
         """Takes a built program of a task; the libraries of those that failed or are too slow are removed."""
         finalists = self._finalists[index]
         finalists.append(Finalist(trial, candidate, job))
+        # failed ones come last, with an infinite time; a program far behind cannot have been that unlucky
         finalists.sort(key=lambda finalist: finalist.first_s)
         limit_s = _MARGIN * finalists[0].first_s
         kept = [f for f in finalists[:MAX_FINALISTS] if math.isfinite(f.first_s) and f.first_s <= limit_s]
@@ -100,6 +101,7 @@ class Winners:
     def of_task(self, index: int, earlier: RecordText | None = None) -> Finalist | None:
         """The winner of a task; None where it has no valid trial, or the fastest earlier record is clearly faster."""
         winner = min(self._finalists[index], key=lambda finalist: finalist.latency_s, default=None)
+        # first times are compared: the earlier record has no second one under the same conditions
         if winner is not None and earlier is not None and earlier.run_s < winner.first_s / _MARGIN:
             return None
         return winner
@@ -166,6 +168,7 @@ class Winners:
         """Standard deviation of the logarithm of one measurement, pooled over all finalists."""
         squares, degrees = 0.0, 0
         for finalist in (finalist for finalists in self._finalists for finalist in finalists):
+            # logarithms: noise is a share of the time, so that fast and slow programs can be pooled
             logs = [math.log(seconds) for seconds in finalist.again_s if math.isfinite(seconds)]
             squares += sum((value - fmean(logs)) ** 2 for value in logs)
             degrees += max(0, len(logs) - 1)
@@ -181,7 +184,7 @@ def _is_settled(finalists: Sequence[Finalist], noise: float) -> bool:
 def _is_decided(finalists: Sequence[Finalist], noise: float) -> bool:
     """Whether the fastest is ahead of the runner-up by two standard errors of the difference."""
     first, *others = sorted(finalist.latency_s for finalist in finalists)
-    if not others or not math.isfinite(others[0]):
+    if not others or not math.isfinite(others[0]):  # whatever failed again is no rival
         return True
     num_passes = min(len(finalist.again_s) for finalist in finalists)
     return math.log(others[0] / first) > 2 * noise * math.sqrt(2 / num_passes)
