@@ -16,7 +16,6 @@ from ansor_mlflow.errors import MachineError
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.foreign import read_json, typed
 from ansor_mlflow.model import LibraryEntry, Manifest
-from ansor_mlflow.processes import WorkerPool
 from ansor_mlflow.records import is_time
 from ansor_mlflow.tensors import Arrays, all_sizes
 from ansor_mlflow.tuning.fleet.lookout import FleetSettings

@@ -13,12 +13,12 @@ import numpy as np
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.foreign import read_json, typed
 from ansor_mlflow.measuring import ProbeTime
+from ansor_mlflow.processes import Outcome, WorkerPool
 from ansor_mlflow.records import is_time
 from ansor_mlflow.tuning.fleet.calibration import Calibration
 from ansor_mlflow.tuning.fleet.lookout import FleetSettings, Lookout
 from ansor_mlflow.tuning.fleet.remote import DESCRIBE, MEASURE, RUN_NETWORK, measure_request
 from ansor_mlflow.tuning.fleet.tracker import Grant, HostPort
-from ansor_mlflow.tuning.workers.pool import Outcome, WorkerPool
 from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob
 
 _OPEN_S = 30.0
