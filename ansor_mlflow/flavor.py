@@ -305,7 +305,7 @@ def add_library(
 
     Args:
         model_uri: The model that is extended; its name, signature, input example and metadata are kept.
-        run: ID of the run whose model is added (compile, recompile or main), or that model's URI.
+        run: ID of the run whose model is added (compile or main), or that model's URI.
         name: Name of the new model; by default that of the model that is extended.
         registered_model_name: Name to register the new model under; no new version by default.
 
@@ -344,7 +344,7 @@ def _require_one_tvm(libraries: Sequence[CompiledNetwork]) -> None:
     if len(versions) > 1:
         raise UserInputError(
             f"the libraries and the environment here are of TVM {' and '.join(sorted(versions))}, and a model has one "
-            "environment; build the older one again: ansor-mlflow recompile"
+            "environment; build the older one again: ansor-mlflow compile --tune-run … --allow-missing"
         )
 
 

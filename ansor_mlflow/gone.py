@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 COMMANDS = {
+    "recompile": "`ansor-mlflow compile --tune-run RUN --allow-missing` does it; RUN is the tag ansor.tune_run of the "
+    "run whose model is built again",
     "runs": "`mlflow runs list --experiment-id ID` lists runs, and the view Leaderboard of the experiment sorts them",
 }
 """What to use instead of a command."""

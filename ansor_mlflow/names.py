@@ -70,11 +70,8 @@ COVERAGE_FLOPS = "coverage_flops"
 LIBRARY_GROWTH_MIB = "library_growth_mib"
 """By how much the weights are larger than they would be with all layers computed directly."""
 
-# -- metrics of a recompile run
-RECORDS_APPLIED = "records_applied"
-"""Workloads whose records still apply."""
 RECORDS_LOST = "records_lost"
-"""Workloads whose records do not, or that the network has no more."""
+"""With allow_missing: workloads whose records do not apply any more, or that the network has no more."""
 
 # -- metrics of an evaluate run and of the pipeline's parent
 LATENCY_MS = "latency_ms"
@@ -156,8 +153,6 @@ TAG_BEST_RIVAL = "ansor.best_rival"
 """The fastest rival whose outputs are right."""
 TAG_MODEL_URI = "ansor.model_uri"
 TAG_TUNE_RUN = "ansor.tune_run"
-TAG_RECOMPILED_FROM = "ansor.recompiled_from"
-"""The run whose model was built again; of a registered version, the version that it was built from."""
 TAG_EXTENDED_FROM = "ansor.extended_from"
 """The model that this model, with more libraries, was made from."""
 TAG_TARGET_MISMATCH = "ansor.target_mismatch"
@@ -212,8 +207,8 @@ def part_file(number: int) -> str:
     return f"part{number}.onnx"
 
 
-SURVIVORS_FILE = "survivors.json"
-"""What became of the records of an old run."""
+LOST_RECORDS_FILE = "lost_records.json"
+"""With allow_missing: the workloads whose records do not apply any more."""
 WARM_START_FILE = "warm_start.json"
 """What was taken of which source."""
 PARAMS_FILE = "params.json"

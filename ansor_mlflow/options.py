@@ -424,21 +424,16 @@ class CompileOptions(SignatureOptions, LinkOptions, RecordsOptions):
         "Apply records of another device, too, where there are none of this one; they may be slow here, and the model "
         "says so.",
     )
+    allow_missing: bool = _parameter(
+        False,
+        "Leave out records that fit no task of this version, or of this TVM, any more; such tasks run as they are "
+        "chosen without a measurement, and the run says which they are.",
+    )
 
     @property
     def tune_runs(self) -> tuple[str, ...]:
         """The IDs of the tuning runs, each once."""
         return tuple(dict.fromkeys(run.strip() for run in self.tune_run.split(",") if run.strip()))
-
-
-class RecompileOptions(LinkOptions):
-    """The command `recompile`: whose model is built again."""
-
-    run: Annotated[
-        str, _required("ID of the run whose model is built again: one of compile, main or tune.", "a run ID")
-    ]
-    allow_target_mismatch: bool = _same_as(CompileOptions, "allow_target_mismatch")
-    signature: Literal["tensor", "binary"] = _same_as(CompileOptions, "signature")
 
 
 class CheckOptions(SeedOptions):

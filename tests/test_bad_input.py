@@ -218,6 +218,7 @@ PARSE_ERRORS = [
     (["tune", "--trails", "640"], "No such option '?--trails.*--trials"),
     (["tune", "640"], "unexpected extra argument"),
     (["tuna"], "No such command 'tuna'"),
+    (["recompile", "--run", "7"], "the command recompile is gone: `ansor-mlflow compile --tune-run RUN --allow-m"),
     (["runs", "--sort", "latency_ms"], "the command runs is gone: `mlflow runs list --experiment-id ID` lists runs"),
     (["evaluate"], "model_uri='': it must be models:/…, runs:/… or a model's directory"),
     (["evaluate", "--model-uri", "missing"], "model_uri='missing': it must be models:/…, runs:/… or a model's"),

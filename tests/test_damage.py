@@ -276,7 +276,7 @@ def test_damage_in_a_run(
         assert len(said) == 1 + (command[0] == "diff")  # both sides of it
         assert said[0].startswith(f"{RECORD_FILE} of run {run_id}: lines 1, 3 are damaged; what is whole is used")
         assert mend in said[0]
-    assert run_here("recompile", "--run", newest_run().info.run_id) == 0
+    assert run_here("compile", "--tune-run", run_id, "--allow-missing") == 0
     assert [text for text in warnings() if "damaged" in text] == said[:1]
 
     tear(logged)

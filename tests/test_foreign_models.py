@@ -78,16 +78,18 @@ def test_from_the_project_to_the_server(name: str, tmp_path: Path, monkeypatch: 
         np.testing.assert_allclose(outputs[output], values, rtol=0, atol=tolerance * abs(values).max())
 
     if name == "detector":
-        build_again_and_compare(compiled.info.run_id, name, client, tmp_path / "cwd", environment(uri))
+        build_again_and_compare(
+            compiled.data.tags[names.TAG_TUNE_RUN], name, client, tmp_path / "cwd", environment(uri)
+        )
 
 
-def build_again_and_compare(run_id: str, name: str, client: mlflow.MlflowClient, cwd: Path, env: Any) -> None:
-    """`recompile` and `promote` take a model in parts like any other."""
-    recompiled = run_command([ANSOR_MLFLOW, "recompile", "--run", run_id], cwd, env)
-    assert recompiled.exit_code == 0, recompiled.stderr
+def build_again_and_compare(tune_run: str, name: str, client: mlflow.MlflowClient, cwd: Path, env: Any) -> None:
+    """`compile` and `promote` take a model in parts like any other."""
+    compiled = run_command([ANSOR_MLFLOW, "compile", "--tune-run", tune_run, "--allow-missing"], cwd, env)
+    assert compiled.exit_code == 0, compiled.stderr
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-    (run,) = client.search_runs(experiments, f"tags.`{names.TAG_STEP}` = 'recompile'")
-    model_uri = run.data.tags[names.TAG_MODEL_URI]
+    again, _ = client.search_runs(experiments, f"tags.`{names.TAG_STEP}` = 'compile'")  # the newest first
+    model_uri = again.data.tags[names.TAG_MODEL_URI]
     mlflow.register_model(model_uri, name)
     promote = [ANSOR_MLFLOW, "promote", "--model", name, "--candidate", "2", "--max-turns", "4", "--measure-s", "0.1"]
     contest = run_command([*promote, "--dry-run", "true"], cwd, env)

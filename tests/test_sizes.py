@@ -535,7 +535,8 @@ def test_several_sizes_from_the_tuning_to_the_next_version(
         for row in rows:
             assert row[f"speedup_vs_{rival}"] == pytest.approx(row[f"{rival}_latency_ms"] / row["latency_ms"])
 
-    assert run_here("recompile", "--run", run.info.run_id) == 0
+    tune_run = run.data.tags[names.TAG_TUNE_RUN]
+    assert run_here("compile", "--tune-run", tune_run, "--allow-missing", "--pad", given_["pad"]) == 0
     served = mlflow.pyfunc.load_model(newest_run().data.tags[names.TAG_MODEL_URI])
     inputs = words(2, 6)
     expected = ReferenceSession(tmp_path / "words.onnx", 1).run(inputs)

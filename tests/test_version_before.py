@@ -136,9 +136,10 @@ def test_tunings_are_compared() -> None:
 @pytest.mark.usefixtures("store")
 def test_a_model_is_built_again_from_its_records(run_here: RunCommand) -> None:
     first = runs_of("tune")[0].info.run_id
-    assert run_here("compile", "--tune-run", first) == 0
+    assert run_here("compile", "--tune-run", first, "--allow-missing") == 0
     metrics = runs_of("compile")[-1].data.metrics
     assert metrics[names.COVERAGE_TASKS] == 1
+    assert metrics[names.RECORDS_LOST] == 0
 
 
 @pytest.mark.usefixtures("store")

@@ -177,7 +177,7 @@ def test_the_leaderboard_has_what_was_measured_and_nothing_else(new_experiment: 
     for step, latency_ms in (("tune", None), ("compile", None), ("evaluate", 2.0), ("promote", 2.1)):
         make_run(new_experiment, {names.TAG_STEP: step, "mlflow.parentRunId": main}, latency_ms)
     evaluated = make_run(new_experiment, {names.TAG_STEP: "evaluate"}, 1.0)
-    for step in ("tune", "compile", "recompile", "evaluate"):
+    for step in ("tune", "compile", "evaluate"):
         make_run(new_experiment, {names.TAG_STEP: step})
     for promotion in ("lost", "promoted", "rolled_back"):
         make_run(new_experiment, {names.TAG_STEP: "promote", names.TAG_PROMOTION: promotion}, 0.5)

@@ -41,7 +41,6 @@ from ansor_mlflow.options import (
     PromoteOptions,
     PullPoolOptions,
     PushPoolOptions,
-    RecompileOptions,
     ShowRecordsOptions,
     TuneOptions,
     VerifyRecordsOptions,
@@ -127,18 +126,6 @@ def promote(options: PromoteOptions) -> None:
     promotion = promote_step(options)
     print_promotion(promotion)
     promotion.require_won()
-
-
-@command(cli, "recompile")
-def recompile(options: RecompileOptions) -> None:
-    """Build the model of an old run again with today's TVM, and say which records still apply.
-
-    Where the old model is a version of a registered model, the new one becomes its next version.
-    """
-    from ansor_mlflow.cli.printing.summary import print_recompiled
-    from ansor_mlflow.steps.compiling import recompile as recompile_step
-
-    print_recompiled(recompile_step(options))
 
 
 @command(cli, "plan")

@@ -144,7 +144,8 @@ def compile_tuned(
             )(_with_roots(scheduled))
     except (OSError, RuntimeError, ValueError, TypeError) as err:
         raise RecordsError(
-            f"{best_records}: the records do not apply ({first_line(err)}); tune the network again"
+            f"{best_records}: the records do not apply ({first_line(err)}); tune the network again, or leave out what "
+            "does not apply (compile with allow_missing=true)"
         ) from err
     if is_gpu(target):
         mod = _scheduled_for_gpu(mod, target)

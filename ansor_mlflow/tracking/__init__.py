@@ -31,7 +31,6 @@ from ansor_mlflow.tracking.registry import (
     finish_moves,
     move_aliases,
     register,
-    registered_versions,
     require_undoable,
     tag_version,
     tags_of_version,

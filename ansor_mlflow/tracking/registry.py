@@ -20,24 +20,6 @@ _MOVE = re.compile(r"(?P<before>\d*)>(?P<after>\d+)@(?P<run_id>\w+)")
 _log = logging.getLogger("ansor_mlflow")
 
 
-def registered_versions(model_uri: str) -> list[tuple[str, str]]:
-    """The registered models that a logged model is the newest version of, with that version.
-
-    Args:
-        model_uri: URI of the model, also one of a version of it; no registered model has one that was only saved.
-    """
-    with translated_errors("read the model registry"):
-        info = mlflow.models.get_model_info(model_uri)
-        if not info.model_id:
-            return []
-        versions = mlflow.MlflowClient().search_model_versions(f"run_id = '{info.run_id}'")
-    newest: dict[str, int] = {}
-    for version in versions:
-        if version.source == f"models:/{info.model_id}":
-            newest[version.name] = max(newest.get(version.name, 0), int(version.version))
-    return [(name, str(version)) for name, version in newest.items()]
-
-
 def register(model_uri: str, name: str, tags: Mapping[str, str]) -> str:
     """Registers a model.
 

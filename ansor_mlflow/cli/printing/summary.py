@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from ansor_mlflow.cli.console import console, microseconds, say
+from ansor_mlflow.cli.console import console, say
 from ansor_mlflow.cli.printing.promote import print_promotion
 from ansor_mlflow.tracking import latency_rows, run_page, server_command, summary_rows, ui_address
 
 if TYPE_CHECKING:
-    from ansor_mlflow.steps.compiling import CompileResult, RecompileResult
+    from ansor_mlflow.steps.compiling import CompileResult
     from ansor_mlflow.steps.evaluation import EvaluateResult
     from ansor_mlflow.steps.pipeline import PipelineResult
     from ansor_mlflow.steps.tuning import TuneResult
@@ -26,7 +26,8 @@ def print_tuned(result: TuneResult) -> None:
 
 def print_compiled(result: CompileResult) -> None:
     """Prints what is covered, the run, and where the model is."""
-    say(_coverage(result))
+    covered = result.coverage
+    say(f"coverage {covered.task_share:.0%} of tasks, {covered.flops_share:.1%} of operations")
     _print_model(result)
 
 
@@ -44,17 +45,6 @@ def print_summary(metrics: Mapping[str, float]) -> None:
     console().print(made)
 
 
-def print_recompiled(result: RecompileResult) -> None:
-    """Prints the workloads whose records do not apply any more, and where the new model is."""
-    for lost in (survivor for survivor in result.survivors if survivor.fate != "applied"):
-        reason = "the schedule does not apply" if lost.task else "the network has this workload no more"
-        say(f"{lost.task or lost.workload_hash}  {microseconds(lost.run_s)} µs  {reason}")
-    say(f"the records of {result.num_applied} of {len(result.survivors)} workloads apply, {_coverage(result)}")
-    _print_model(result)
-    for version in result.registered_versions:
-        say(f"registered as {version}")
-
-
 def print_pipeline(result: PipelineResult) -> None:
     """Prints the summary, where the results are and how to look at them."""
     print_summary(result.metrics)
@@ -68,11 +58,6 @@ def print_pipeline(result: PipelineResult) -> None:
     say(f"open   {ui_address(run_page(result.experiment_id, result.run_id))}")
 
 
-def _coverage(result: CompileResult | RecompileResult) -> str:
-    covered = result.coverage
-    return f"coverage {covered.task_share:.0%} of tasks, {covered.flops_share:.1%} of operations"
-
-
-def _print_model(result: CompileResult | RecompileResult | PipelineResult) -> None:
+def _print_model(result: CompileResult | PipelineResult) -> None:
     say(f"run    {result.run_id}")
     say(f"model  {result.model_uri}")

@@ -1,4 +1,3 @@
-"""The steps `compile` and `recompile`."""
+"""The step `compile`."""
 
 from ansor_mlflow.steps.compiling.compile import CompileResult, compile_network
-from ansor_mlflow.steps.compiling.recompile import RecompileResult, recompile

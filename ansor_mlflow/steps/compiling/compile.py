@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from ansor_mlflow import flavor, names
 from ansor_mlflow.device import Device, is_gpu, why_not_runnable
-from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.files import scratch_directory
+from ansor_mlflow.errors import RecordsError, UserInputError
+from ansor_mlflow.files import scratch_directory, write_text
 from ansor_mlflow.foreign import without_credentials
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower_sizes
 from ansor_mlflow.model import (
@@ -26,19 +27,16 @@ from ansor_mlflow.model import (
     write_coverage,
 )
 from ansor_mlflow.networks import Network, write_onnx
-from ansor_mlflow.options import CompileOptions, RecordsOptions
-from ansor_mlflow.records import find_records
+from ansor_mlflow.options import CompileOptions
+from ansor_mlflow.records import find_records, read_fingerprint
 from ansor_mlflow.serving import SignatureKind, get_signature
-from ansor_mlflow.settings import Linker, LoweringSettings
+from ansor_mlflow.settings import LoweringSettings
+from ansor_mlflow.steps.compiling.applying import LostRecords, write_records
 from ansor_mlflow.steps.compiling.exactness import loses_digits
 from ansor_mlflow.steps.compiling.paying import measure_parts
-from ansor_mlflow.steps.compiling.tuned_devices import TunedDevice, require_one_network
-from ansor_mlflow.steps.records import Recorded, distill_for_device, find_recorded, load_recorded_network
+from ansor_mlflow.steps.records import Recorded, find_recorded, load_recorded_network
 from ansor_mlflow.tracking import StepRun, html_table, step_run, translated_errors
 
-WriteRecords = Callable[[LoweredNetwork, Device, Path], str]
-"""Writes the records to apply to a network on a device into a directory. Returns for which device they are, in one
-clause, where it is another."""
 _log = logging.getLogger("ansor_mlflow")
 
 
@@ -56,18 +54,14 @@ class CompileResult:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class _Recipe:
     """How the library for one device is made."""
 
-    lowering: LoweringSettings
+    recorded: Recorded
     device: Device
-    write_best: WriteRecords
+    lowering: LoweringSettings
     provenance: Mapping[str, object]
     """Where the library comes from: versions, layout, tuning run."""
-    max_bytes: int | None = None
-    """Size that its constants may have."""
-    linker: Linker | None = None
-    """What links it, where the device has another architecture."""
 
 
 def compile_network(options: CompileOptions) -> CompileResult:
@@ -78,90 +72,91 @@ def compile_network(options: CompileOptions) -> CompileResult:
             away.
     """
     with scratch_directory() as scratch:
-        find = _recipes_for_devices if len(options.tune_runs) > 1 else _recipe
-        network, recipes, used = find(options, Path(scratch))
+        recipes = _recipes(options, Path(scratch))
+        recorded = recipes[0].recorded
+        network = load_recorded_network(recorded)
         with step_run("compile", options, f"compile {options.network}") as run:
-            run.log_options(used)
+            run.log_options(recorded.options.model_copy(update={"tune_run": options.tune_run}))
             run.log_tags({names.TAG_TUNE_RUN: ",".join(options.tune_runs)})
-            libraries, coverage = build_libraries(network, recipes, run, step="compile", pad=options.pad)
-            return CompileResult(run.run_id, log_model(libraries, run, options.signature), coverage)
+            libraries, coverage = _build_libraries(network, recipes, options, run)
+            return CompileResult(run.run_id, _log_model(libraries, run, options.signature), coverage)
 
 
-def _recipe(options: CompileOptions, scratch: Path) -> tuple[Network, list[Recipe], RecordsOptions]:
-    """A network, how to compile it for the one device, and the options that its records were made with."""
-    recorded = find_recorded(options.model_copy(update={"tune_run": "".join(options.tune_runs)}), scratch)
-
-    def write_best(_: LoweredNetwork, device: Device, best: Path) -> str:
-        return distill_for_device(
-            recorded.records, device.fingerprint, best, allow_mismatch=options.allow_target_mismatch
-        )
-
-    find_records(recorded.records)  # there are some, or it says what is missing
-    used = recorded.options
-    device = Device.resolve(used.target, used.num_threads) if options.allow_target_mismatch else recorded.device
-    require_linker(device.fingerprint.machine, options.linker)
-    provenance = provenance_of(recorded)
-    recipe = Recipe(used.lowering, device, write_best, provenance, options.max_library_bytes, options.linker)
-    return load_recorded_network(recorded), [recipe], used
-
-
-def _recipes_for_devices(options: CompileOptions, scratch: Path) -> tuple[Network, list[Recipe], RecordsOptions]:
-    """As `_recipe`, for the device of each of several tuning runs; the options are the first one's.
-
-    Raises:
-        UserInputError: They tuned different networks, or two of them the same device.
-        RecordsError: It is not known for which device the records of one are.
-        MachineError: Libraries for one of the devices cannot be linked here.
-    """
-    if options.allow_target_mismatch:
+def _recipes(options: CompileOptions, scratch: Path) -> list[_Recipe]:
+    """How to compile for the device of each tuning run, or for the one of the records that are given."""
+    if len(options.tune_runs) > 1 and options.allow_target_mismatch:
         raise UserInputError(
             "allow_target_mismatch with several tuning runs: each is compiled for its own device; leave it out"
         )
-    tuned = []
-    for number, tune_run in enumerate(options.tune_runs):
+    recipes = []
+    for number, tune_run in enumerate(options.tune_runs or ("",)):
         directory = scratch / str(number)
         directory.mkdir()
-        recorded = find_recorded(options.model_copy(update={"tune_run": tune_run}), directory)
-        tuned.append(TunedDevice.of(recorded, options.linker))
-    require_one_network(tuned)
-    used = tuned[0].recorded.options.model_copy(update={"tune_run": options.tune_run})
-    return load_recorded_network(tuned[0].recorded), [_recipe_of(member, options) for member in tuned], used
+        recorded = find_recorded(options.model_copy(update={"tune_run": tune_run}), directory, any_lowering=True)
+        find_records(recorded.records)  # there are some, or it says what is missing
+        device = _device_of(recorded, options)
+        require_linker(device.fingerprint.machine, options.linker)
+        recipes.append(_Recipe(recorded, device, recorded.options.lowering, provenance_of(recorded)))
+    _require_one_network(recipes)
+    return recipes
 
 
-def _recipe_of(tuned: TunedDevice, options: CompileOptions) -> Recipe:
-    """How to compile for the device that a tuning run measured on."""
-    lowering, provenance = tuned.recorded.options.lowering, provenance_of(tuned.recorded)
-    return Recipe(lowering, tuned.device, tuned.write_best, provenance, options.max_library_bytes, options.linker)
+def _device_of(recorded: Recorded, options: CompileOptions) -> Device:
+    """What is compiled for: of several tuning runs the device of each, which need not be this host."""
+    if len(options.tune_runs) > 1:
+        made_for = read_fingerprint(recorded.records)
+        if made_for is None:
+            run = recorded.options.tune_run
+            raise RecordsError(f"run {run} does not say which device its records are for; compile it alone")
+        return Device.elsewhere(made_for)
+    if options.allow_target_mismatch:
+        return Device.resolve(recorded.options.target, recorded.options.num_threads)
+    return recorded.device
 
 
-def build_libraries(
-    network: Network, recipes: Sequence[Recipe], run: StepRun, *, step: str, pad: dict[str, float]
+def _require_one_network(recipes: Sequence[_Recipe]) -> None:
+    """Refuses tuning runs whose libraries cannot be in one model: of other networks, or for the same device."""
+    first = recipes[0].recorded
+    devices: dict[str, str] = {}
+    for recipe in recipes:
+        run, options = recipe.recorded.options.tune_run, recipe.recorded.options
+        if _digest_of(recipe.recorded) != _digest_of(first):
+            raise UserInputError(
+                f"tune_run: {first.options.tune_run} tuned {first.options.network} and {run} tuned {options.network}, "
+                "or other weights of it; a model holds libraries of one network"
+            )
+        other = devices.setdefault(recipe.device.fingerprint.name, run)
+        if other != run:
+            raise UserInputError(
+                f"tune_run: {other} and {run} are both for {recipe.device.description}; a model holds one library for "
+                "each device: give one of them, or tune one with warm_start= the other"
+            )
+
+
+def _digest_of(recorded: Recorded) -> str:
+    return recorded.provenance.network_sha256 if recorded.provenance else ""
+
+
+def _build_libraries(
+    network: Network, recipes: Sequence[_Recipe], options: CompileOptions, run: StepRun
 ) -> tuple[list[CompiledNetwork], Coverage]:
     """Compiles a network in the run's scratch directory, and says in the run what it is and what is covered.
 
-    Args:
-        network: The network.
-        recipes: How, for each device.
-        run: The run of the step.
-        step: Name of the step, for that of the run.
-        pad: The value that an input is padded with to the next larger size, by its name.
-
     Returns:
         A library for each recipe, and the coverage of the one that is covered least.
-
-    Raises:
-        UserInputError: The network cannot be padded.
     """
-    require_pad(pad, network.name, network)
-    _describe_run(run, step, network.name, [recipe.device for recipe in recipes])
+    require_pad(options.pad, network.name, network)
+    _describe_run(run, network.name, [recipe.device for recipe in recipes])
     write_onnx(network.model, run.directory / names.NETWORK_FILE)
-    built = [_build_library(network, recipe, run) for recipe in recipes]
-    library, coverage = min(built, key=lambda pair: pair[1].flops_share)
+    built = [_build_library(network, recipe, options, run) for recipe in recipes]
+    library, coverage, _ = min(built, key=lambda of_device: of_device[1].flops_share)
     _report_coverage(coverage, library.parts, run)
-    return [replace(library, pad=pad) for library, _ in built], coverage
+    if options.allow_missing:
+        _report_lost([lost for _, _, of_device in built for lost in of_device], run)
+    return [replace(library, pad=options.pad) for library, _, _ in built], coverage
 
 
-def _describe_run(run: StepRun, step: str, network: str, devices: Sequence[Device]) -> None:
+def _describe_run(run: StepRun, network: str, devices: Sequence[Device]) -> None:
     """Says in a run what is compiled, and for which devices."""
     descriptions = ", ".join(device.description for device in devices)
     run.log_tags(
@@ -169,45 +164,51 @@ def _describe_run(run: StepRun, step: str, network: str, devices: Sequence[Devic
             names.TAG_NETWORK: network,
             names.TAG_TARGET: descriptions,
             names.TAG_NUM_THREADS: ", ".join(str(device.num_threads) for device in devices),
-            "mlflow.runName": f"{step} {network} · {descriptions}",
+            "mlflow.runName": f"compile {network} · {descriptions}",
         }
     )
 
 
-def _build_library(network: Network, recipe: Recipe, run: StepRun) -> tuple[CompiledNetwork, Coverage]:
+def _build_library(
+    network: Network, recipe: _Recipe, options: CompileOptions, run: StepRun
+) -> tuple[CompiledNetwork, Coverage, list[LostRecords]]:
     """Compiles a network; of one that is partly ONNX Runtime's only the parts that pay."""
     directory, device = run.directory / recipe.device.fingerprint.name, recipe.device
     lowered = lower_sizes(network.models(), device.target, recipe.lowering, network.name)
-    mismatch = recipe.write_best(lowered, device, directory / names.BEST_DIR)
+    mismatch, lost = write_records(recipe.recorded, lowered, device, directory / names.BEST_DIR, options)
     if mismatch:
         _log.warning("%s; they are applied nevertheless, and may be slow", mismatch)
         run.log_tags({names.TAG_TARGET_MISMATCH: mismatch})
-    compile_in = partial(_compile, network, recipe, run.directory / names.NETWORK_FILE, directory, mismatch)
+    compile_in = partial(_compile, network, recipe, options, run.directory, mismatch)
     compiled, coverage = compile_in(lowered)
     if loses_digits(compiled, coverage):
         directly = replace(recipe.lowering, algorithm="direct")
         provenance = {**recipe.provenance, "algorithm": "direct"}
-        return _build_library(network, replace(recipe, lowering=directly, provenance=provenance), run)
+        directly_computed = replace(recipe, lowering=directly, provenance=provenance)
+        return (*_build_library(network, directly_computed, options, run)[:2], lost)
     compiled, stays = measure_parts(compiled, lowered)
     if stays:
         lowered = lower_sizes(network.models(), device.target, recipe.lowering, network.name, stays)
         compiled, coverage = compile_in(lowered)
         compiled, _ = measure_parts(compiled, lowered)
-    return compiled, coverage
+    return compiled, coverage, lost
 
 
 def _compile(
-    network: Network, recipe: Recipe, file: Path, directory: Path, mismatch: str, lowered: LoweredNetwork
+    network: Network, recipe: _Recipe, options: CompileOptions, root: Path, mismatch: str, lowered: LoweredNetwork
 ) -> tuple[CompiledNetwork, Coverage]:
-    """Compiles a network, as it was lowered, with the best records in a directory."""
-    device, library, best = recipe.device, directory / LIBRARY_FILE, directory / names.BEST_DIR
+    """Compiles a network, as it was lowered, with the best records in the directory of its device."""
+    device, directory = recipe.device, root / recipe.device.fingerprint.name
+    library, best = directory / LIBRARY_FILE, directory / names.BEST_DIR
     _log.info("compiling %s for %s", network.name, device.description)
-    coverage = compile_tuned(lowered, device.target, best, library, max_bytes=recipe.max_bytes, linker=recipe.linker)
+    coverage = compile_tuned(
+        lowered, device.target, best, library, max_bytes=options.max_library_bytes, linker=options.linker
+    )
     if is_gpu(device.target) and (reason := why_not_runnable(device.fingerprint)):
         _log.warning("the library for %s is compiled and was not run: %s", device.description, reason)
     compiled = CompiledNetwork(
         name=network.name,
-        network=file,
+        network=root / names.NETWORK_FILE,
         inputs=network.inputs,
         outputs=network.outputs,
         library=library,
@@ -221,7 +222,7 @@ def _compile(
     return compiled, coverage
 
 
-def log_model(libraries: Sequence[CompiledNetwork], run: StepRun, signature: SignatureKind) -> str:
+def _log_model(libraries: Sequence[CompiledNetwork], run: StepRun, signature: SignatureKind) -> str:
     """Logs the libraries of a network as one model to the run of the step, and returns the model's URI."""
     first = libraries[0]
     with translated_errors("log the model"):
@@ -259,15 +260,27 @@ def _report_coverage(coverage: Coverage, parts: Sequence[PartEntry], run: StepRu
         )
 
 
+def _report_lost(lost: Sequence[LostRecords], run: StepRun) -> None:
+    """Says in a run which records do not apply any more."""
+    path = run.directory / names.LOST_RECORDS_FILE
+    write_text(path, json.dumps([asdict(records) for records in lost], indent=1))
+    run.log_artifacts(path)
+    run.log_metrics({names.RECORDS_LOST: len(lost)})
+    if lost:
+        _log.warning(
+            "the records of %d workloads do not apply any more, such as %s; %s says which",
+            len(lost),
+            lost[0].task or lost[0].workload_hash,
+            names.LOST_RECORDS_FILE,
+        )
+
+
 def provenance_of(recorded: Recorded) -> dict[str, object]:
     """Where a library that is compiled with records comes from; a model keeps it."""
     import tvm
 
+    versions = {"lowering_version": LOWERING_VERSION, "tvm_version": tvm.__version__}
     if recorded.provenance is not None:
-        return {**asdict(recorded.provenance), "tvm_version": tvm.__version__, "tune_run": recorded.options.tune_run}
-    return {
-        **asdict(recorded.options.lowering),
-        "lowering_version": LOWERING_VERSION,
-        "tvm_version": tvm.__version__,
-        "records": without_credentials(recorded.options.records),
-    }
+        return {**asdict(recorded.provenance), **versions, "tune_run": recorded.options.tune_run}
+    records = without_credentials(recorded.options.records)
+    return {**asdict(recorded.options.lowering), **versions, "records": records}
