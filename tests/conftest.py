@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import shutil
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,12 +35,19 @@ from ansor_mlflow.tuning.job import TuningJob, tune_job
 from ansor_mlflow.tuning.stopping import require_valid_trials
 
 if TYPE_CHECKING:
+    from helpers.finished import MadeOnce
     from tvm.target import Target
 
-pytest_plugins = ["helpers.site"]
+pytest_plugins = ["helpers.finished", "helpers.site"]
 
-settings.register_profile("no_deadline", deadline=None)  # how long an example takes says more of the machine than of us
-settings.load_profile("no_deadline")
+# How long an example takes says more of the machine than of us.
+settings.register_profile("few", deadline=None, max_examples=20)
+settings.register_profile("many", deadline=None, max_examples=200)
+settings.load_profile("few")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--durations-file", type=Path, help="file for how long each test took, with its fixtures")
 
 
 def _forbidden_skips(config: pytest.Config) -> list[pytest.TestReport]:
@@ -61,8 +71,21 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+def _write_durations(reporter: pytest.TerminalReporter, path: Path) -> None:
+    """Writes the seconds of every test, the longest first."""
+    seconds: Counter[str] = Counter()
+    for reports in reporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid] += report.duration
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{duration:8.2f}  {test}\n" for test, duration in seconds.most_common()))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Says why such a session fails."""
+    """Writes how long tests took, and says why a session with skipped tests fails."""
+    if path := config.getoption("durations_file"):
+        _write_durations(terminalreporter, path)
     skipped = _forbidden_skips(config)
     if skipped:
         terminalreporter.section("skipped tests", red=True)
@@ -144,24 +167,20 @@ def tiny(host_target: Target) -> LoweredNetwork:
 
 
 @pytest.fixture(scope="session")
-def tuned_records(small_lowered: LoweredNetwork, host_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tuned_records(small_lowered: LoweredNetwork, host_target: Target, made_once: MadeOnce) -> Path:
     """A work directory of TVM with two random schedules of every task of the small network, measured on this host.
 
     Not to be written to.
     """
-    directory = tmp_path_factory.mktemp("tuned")
-    job = TuningJob(
-        network="small",
-        lowered=small_lowered,
-        device=Device.of(host_target, available_cpus()),
-        records=directory,
-    )
-    budget = 2 * len(small_lowered.tasks)
-    options = TuneOptions(
-        trials=budget, trials_per_task=2, space="metaschedule", strategy="random", cost_model="none", min_repeat_ms=0
-    )
-    require_valid_trials(tune_job(job, options))
-    return directory
+    random = {"space": "metaschedule", "strategy": "random", "cost_model": "none", "min_repeat_ms": 0}
+    options = TuneOptions(trials=2 * len(small_lowered.tasks), trials_per_task=2, **random)
+
+    def fill(directory: Path) -> None:
+        device = Device.of(host_target, available_cpus())
+        job = TuningJob(network="small", lowered=small_lowered, device=device, records=directory)
+        require_valid_trials(tune_job(job, options))
+
+    return made_once("tuned", fill)
 
 
 @pytest.fixture(scope="session")
@@ -171,13 +190,17 @@ def compiled_network(
     small_lowered: LoweredNetwork,
     tuned_records: Path,
     host_target: Target,
-    tmp_path_factory: pytest.TempPathFactory,
+    made_once: MadeOnce,
 ) -> CompiledNetwork:
     """The small network, compiled with `tuned_records`. Its files are not to be written to."""
-    directory = tmp_path_factory.mktemp("compiled")
     device = fingerprint(host_target, available_cpus())
-    distill(RecordPair.in_directory(tuned_records), directory / "best", device.target)
-    coverage = compile_tuned(small_lowered, host_target, directory / "best", directory / "model.so")
+
+    def fill(directory: Path) -> None:
+        distill(RecordPair.in_directory(tuned_records), directory / "best", device.target)
+        coverage = compile_tuned(small_lowered, host_target, directory / "best", directory / "model.so")
+        (directory / "coverage.json").write_text(json.dumps(coverage.to_dict()))
+
+    directory = made_once("compiled", fill)
     return CompiledNetwork(
         name="small",
         network=small_onnx,
@@ -186,17 +209,18 @@ def compiled_network(
         library=directory / "model.so",
         records=directory / "best",
         fingerprint=device,
-        coverage=coverage.to_dict(),
+        coverage=json.loads((directory / "coverage.json").read_text()),
         provenance={"layout": "NHWC"},
     )
 
 
 @pytest.fixture(scope="session")
-def _mlflow_store(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """URI of a sqlite store, whose tables take seconds to make, and the ID of its experiment."""
+def _mlflow_store(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """URI of a sqlite store, and the ID of its experiment."""
     from mlflow import MlflowClient
 
     directory = tmp_path_factory.mktemp("mlflow")
+    shutil.copy(empty_store, directory / "mlflow.db")
     uri = f"sqlite:///{directory}/mlflow.db"
     return uri, MlflowClient(uri).create_experiment("tests", artifact_location=(directory / "artifacts").as_uri())
 

@@ -11,7 +11,8 @@ import mlflow
 import pytest
 from helpers.commands import RunCommand
 from helpers.fake_tuning import read_records
-from helpers.runs_here import artifacts_of, newest_run, tune_here
+from helpers.finished import FinishedWork
+from helpers.runs_here import artifacts_of, tune_here
 
 from ansor_mlflow import names
 from ansor_mlflow.options import DiffOptions
@@ -23,13 +24,9 @@ pytestmark = pytest.mark.system  # whole pipelines
 
 
 @pytest.fixture
-def tuned(
-    small_onnx: Path, new_experiment: str, run_here: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> str:
+def tuned(finished_work: FinishedWork) -> str:
     """ID of a tuning run of a network from a file."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(small_onnx, "small.onnx")
-    run_id = tune_here(run_here).info.run_id
+    run_id = finished_work.tuned
     set_error(run_id, 0.01)  # these tasks take microseconds, and are noisy
     if names.TAG_DISTRUST in mlflow.get_run(run_id).data.tags:  # the machine may be busy
         mlflow.MlflowClient().delete_tag(run_id, names.TAG_DISTRUST)
@@ -165,9 +162,8 @@ def test_what_else_differs(tuned: str, run_here: RunCommand) -> None:
     assert difference.versions == {"apache-tvm": (fields["packages"]["apache-tvm"], "9.9")}
 
 
-def test_models_and_compilations_stand_for_their_tuning(tuned: str, run_here: RunCommand) -> None:
-    assert run_here("compile", "--tune-run", tuned) == 0
-    compiled = newest_run()
+def test_models_and_compilations_stand_for_their_tuning(tuned: str, finished_work: FinishedWork) -> None:
+    compiled = mlflow.get_run(finished_work.compiled)
     model_uri = compiled.data.tags[names.TAG_MODEL_URI]
     name = f"diff-{tuned}"
     mlflow.register_model(model_uri, name)

@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import mlflow
 import numpy as np
 import pytest
-from helpers.commands import BRIEF, FAST, RunCommand, flags
+from helpers.commands import BRIEF, RunCommand, flags
+from helpers.finished import FinishedWork
 from helpers.runs_here import artifacts_of, newest_run
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
@@ -81,19 +83,10 @@ def test_the_page_says_it_of_every_kernel() -> None:
 
 
 def test_an_evaluation_says_it_and_the_tuning_explains_it(
-    run_here: RunCommand,
-    small_onnx: Path,
-    new_experiment: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run_here: RunCommand, finished_work: FinishedWork, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert new_experiment
-    monkeypatch.chdir(tmp_path)
-    assert run_here("tune", *flags({**FAST, "network": small_onnx, "trials": 8, "cost_model": "none"})) == 0
-    tuning = newest_run().info.run_id
-    assert run_here("compile", *flags({"tune_run": tuning})) == 0
-    model = newest_run().data.tags[names.TAG_MODEL_URI]
+    tuning = finished_work.tuned
+    model = mlflow.get_run(finished_work.compiled).data.tags[names.TAG_MODEL_URI]
     assert run_here("explain", tuning) == 0
     assert "Kernels of the whole network" not in capsys.readouterr().out
     assert run_here("evaluate", *flags({**BRIEF, "model_uri": model, "turns": 1, "rivals": "none"})) == 0

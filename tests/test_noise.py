@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import mlflow
 import pytest
-from helpers.commands import RunCommand
+from helpers.commands import BRIEF, RunCommand, flags
 from helpers.fake_tuning import Notebook, tune
 from helpers.runs_here import newest_run
 
@@ -201,7 +201,7 @@ def test_runs_on_a_busy_machine_say_that_they_are_not_to_be_trusted(
         tuned = newest_run()
         assert run_here("compile", "--tune-run", tuned.info.run_id) == 0
         model_uri = newest_run().data.tags[names.TAG_MODEL_URI]
-        assert run_here("evaluate", "--model-uri", model_uri, "--turns", "1", "--rivals", "none") == 0
+        assert run_here("evaluate", *flags({**BRIEF, "model_uri": model_uri, "rivals": "none"})) == 0
     for run in (tuned, newest_run()):
         assert run.info.status == "FINISHED"
         assert run.data.metrics[names.PROBE_SPREAD] > 0.5

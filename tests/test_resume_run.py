@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import mlflow
 import pytest
 from helpers.commands import RunCommand
-from helpers.runs_here import artifacts_of, newest_run, tune_here
+from helpers.finished import FinishedWork
+from helpers.runs_here import artifacts_of, newest_run
 
 from ansor_mlflow import names
 from ansor_mlflow.records.journal import JOURNAL_FILE
@@ -21,25 +21,22 @@ pytestmark = pytest.mark.system  # whole pipelines
 
 
 @pytest.fixture
-def tuned(
-    small_onnx: Path, new_experiment: str, run_here: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> str:
+def tuned(finished_work: FinishedWork) -> str:
     """ID of a finished tuning run of a network from a file, with 12 trials."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(small_onnx, "small.onnx")
-    return str(tune_here(run_here).info.run_id)
+    return finished_work.tuned
 
 
 def test_a_finished_run_goes_on_with_more_trials(
-    tuned: str, run_here: RunCommand, new_experiment: str, tmp_path: Path
+    tuned: str, finished_work: FinishedWork, run_here: RunCommand, tmp_path: Path
 ) -> None:
     """Its network is the copy that it has."""
     (tmp_path / "small.onnx").unlink()
     before = mlflow.get_run(tuned)
     mlflow.MlflowClient().set_tag(tuned, names.TAG_ERROR, "of an earlier end")
     assert run_here("tune", "--resume-run", tuned, "--trials", "20") == 0
-    (after,) = mlflow.MlflowClient().search_runs([new_experiment])
-    assert after.info.run_id == tuned
+    runs = mlflow.MlflowClient().search_runs([finished_work.experiment_id])
+    assert {run.info.run_id for run in runs} == {tuned, finished_work.compiled}
+    after = mlflow.get_run(tuned)
     assert after.info.status == "FINISHED"
     assert after.data.params == before.data.params
     assert names.TAG_ERROR not in after.data.tags

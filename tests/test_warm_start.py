@@ -13,6 +13,7 @@ import mlflow
 import pytest
 from helpers.commands import RunCommand, flags
 from helpers.fake_tuning import NO_MODEL, read_records, tune
+from helpers.finished import FinishedWork
 from helpers.runs_here import QUICK, artifacts_of, newest_run, tune_here
 
 from ansor_mlflow import names
@@ -158,13 +159,9 @@ def test_the_cost_model_learns_from_a_similar_device_and_keeps_its_times_apart(
 
 
 @pytest.fixture
-def tuned(
-    small_onnx: Path, new_experiment: str, run_here: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> str:
-    """ID of a tuning run of a network from a file, with 12 trials."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(small_onnx, "small.onnx")
-    return str(tune_here(run_here).info.run_id)
+def tuned(finished_work: FinishedWork) -> str:
+    """ID of a finished tuning run of a network from a file, with 12 trials."""
+    return finished_work.tuned
 
 
 def records_of(run_id: str) -> Path:
@@ -199,9 +196,10 @@ def test_a_tuning_begins_with_another_run(tuned: str, run_here: RunCommand) -> N
     assert newest_run().data.metrics[names.COVERAGE_TASKS] == 1
 
 
-def test_a_tuning_begins_with_a_model_and_a_directory(tuned: str, run_here: RunCommand) -> None:
-    assert run_here("compile", "--tune-run", tuned) == 0
-    compiled = newest_run()
+def test_a_tuning_begins_with_a_model_and_a_directory(
+    tuned: str, finished_work: FinishedWork, run_here: RunCommand
+) -> None:
+    compiled = mlflow.get_run(finished_work.compiled)
     model_uri = compiled.data.tags[names.TAG_MODEL_URI]
     second = tune_here(run_here, warm_start=f"{model_uri}, {records_of(tuned)}").info.run_id
     of_model, of_directory = taken(second)
@@ -249,7 +247,7 @@ def test_records_of_other_tasks_are_not_taken(
     ],
 )
 def test_what_is_no_source(
-    tuned: str,
+    finished_work: FinishedWork,
     run_here: RunCommand,
     capsys: pytest.CaptureFixture[str],
     source: str,
@@ -258,7 +256,8 @@ def test_what_is_no_source(
 ) -> None:
     assert run_here("tune", *flags({**QUICK, "network": "small.onnx", "trials": 12, "warm_start": source})) == exit_code
     assert_error(capsys, message)
-    assert newest_run().info.status == "FAILED" or newest_run().info.run_id == tuned  # no run, if it is known before
+    newest = newest_run().info  # no run, if it is known before
+    assert newest.status == "FAILED" or newest.run_id == finished_work.compiled
 
 
 def test_a_run_that_goes_on_has_its_records_already(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import mlflow
@@ -17,8 +18,8 @@ def tune_here(run_here: RunCommand, **parameters: object) -> mlflow.entities.Run
 
 
 def newest_run() -> mlflow.entities.Run:
-    """The last run that began in the experiment of this directory."""
-    experiment_id = mlflow.get_experiment_by_name(str(Path.cwd())).experiment_id
+    """The last run that began in the experiment of this test."""
+    experiment_id = os.environ["MLFLOW_EXPERIMENT_ID"]
     (run,) = mlflow.MlflowClient().search_runs([experiment_id], order_by=["start_time DESC"], max_results=1)
     return run
 
