@@ -1,11 +1,12 @@
 # Everything runs in .venv, which the first target that needs it makes.
 PYTHON ?= python3
 RUN := PATH="$(CURDIR)/.venv/bin:$$PATH"
-# Files with the longest timeouts come first, so that no worker is alone with one of them at the end.
-LONGEST_FIRST := -n 3 --dist loadfile --no-loadscope-reorder
+# How long each test of a lane took goes to .durations/<lane>, the longest first. Files with the longest timeouts begin,
+# so that no worker is alone with one of them at the end.
+PYTEST = $(RUN) python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations-file .durations/$@
 PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: demo test test-system test-faults lint clean
+.PHONY: demo test test-system test-faults test-nightly lint clean
 
 .venv: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -31,18 +32,21 @@ demo: .venv
 	$(RUN) mlflow run . --env-manager local -P network=resnet-18
 
 test: .venv/torch
-	$(RUN) python -m pytest -m "not system and not faults" -n 3 --dist loadfile
+	$(PYTEST) -m "not system and not faults and not nightly"
 
-# Whole pipelines, servers, and what MLflow's user interface shows, in Debian's Chromium, which .ci/run installs, and
-# CONTRIBUTING.md names. With SCREENSHOTS=docs/images the tunings of test_browser.py are longer, and make the pictures of
-# the documentation. The tests of other architectures need Debian's cross compiler and emulator for aarch64.
-test-system: .venv/torch .board
-	$(RUN) python -m pytest -m system $(LONGEST_FIRST)
+# Whole pipelines and servers.
+test-system: .venv/torch
+	$(PYTEST) -m "system and not nightly"
 
-# Servers and processes are really broken: Ceph's S3 gateway and PostgreSQL among them, which are Debian packages;
-# .ci/run installs them, CONTRIBUTING.md names them, and a test that misses them fails with their names.
+# Servers and processes are really broken: PostgreSQL among them, a Debian package, which .ci/run installs.
 test-faults: .venv
-	$(RUN) python -m pytest -m faults $(LONGEST_FIRST)
+	$(PYTEST) -m "faults and not nightly"
+
+# What is long, or needs more than Python and PostgreSQL, and properties with many more examples; before a release.
+# CONTRIBUTING.md names the Debian packages; a test that misses one fails with its name. With SCREENSHOTS=docs/images the
+# tunings of test_browser.py are longer, and make the pictures of the documentation.
+test-nightly: .venv/torch .board
+	$(PYTEST) -m "nightly or hypothesis" --hypothesis-profile=many
 
 lint: .venv
 	$(RUN) ruff check .
@@ -50,5 +54,5 @@ lint: .venv
 	$(RUN) mypy
 
 clean:
-	rm -rf .venv .board .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .board .durations .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -not -path './.git/*' -exec rm -rf {} +

@@ -231,6 +231,10 @@ COVERAGE_FILE = "coverage.json"
 LOG_FILE = "tuning.log"
 MODEL_NAME = "model"
 
+# -- environment variables with seconds, which tests of lost servers shorten; promised to nobody
+GRACE_VARIABLE = "ANSOR_MLFLOW_GRACE_S"
+UPLOADS_VARIABLE = "ANSOR_MLFLOW_UPLOADS_S"
+
 # -- the model flavor
 FLAVOR_NAME = "tvm"
 MODEL_FILE = "MLmodel"

@@ -154,7 +154,7 @@ def names_shown(page: Page) -> list[str]:
     return [text.splitlines()[2] for _, text in sorted(pairs)]
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_the_leaderboard_has_a_row_for_each_pipeline_and_evaluation(experiment: Experiment, pages: MlflowPages) -> None:
     runs = experiment.runs(LEADERBOARD.state["searchFilter"], names.LATENCY_MS)
     assert len(runs) == (len(KNOBS) if PICTURES_FOR_DOCS else 2)
@@ -182,7 +182,7 @@ def test_the_leaderboard_has_a_row_for_each_pipeline_and_evaluation(experiment: 
         assert names_shown(page) == [run_.info.run_name for run_ in runs]
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_the_tuning_charts_draw_every_tuning(experiment: Experiment, pages: MlflowPages) -> None:
     tunings = experiment.tunings()
     ids = [run_.info.run_id for run_ in tunings]
@@ -224,7 +224,7 @@ def compared_metrics(page: Page) -> dict[str, list[float]]:
     return {title: [number(text) for text in row] for title, row in zip(titles, rows, strict=True)}
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_two_tunings_are_compared(experiment: Experiment, pages: MlflowPages) -> None:
     first, second = experiment.tunings("mlp")[:2]
     ids = json.dumps([first.info.run_id, second.info.run_id])
@@ -260,7 +260,7 @@ def assert_drawn(image: Locator) -> None:
     assert image.evaluate("image => image.naturalWidth") == 1100
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_the_charts_of_a_run_are_its_curves(experiment: Experiment, pages: MlflowPages) -> None:
     tuning = experiment.tunings("resnet-block")[0]
     with pages.open(CHARTS.format(id=experiment.id, run=tuning.info.run_id)) as page:
@@ -274,7 +274,7 @@ def test_the_charts_of_a_run_are_its_curves(experiment: Experiment, pages: Mlflo
         pages.keep(page, "run-charts")
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_the_overview_of_a_run_says_what_came_out(experiment: Experiment, pages: MlflowPages) -> None:
     (main, *_) = experiment.runs(f"tags.`{names.TAG_STEP}` = 'main'")
     address = f"experiments/{experiment.id}/runs/{main.info.run_id}?workflowType=machine_learning"
@@ -287,7 +287,7 @@ def test_the_overview_of_a_run_says_what_came_out(experiment: Experiment, pages:
         pages.keep(page, "run")
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_a_figure_is_legible_in_the_dark_theme(experiment: Experiment, pages: MlflowPages) -> None:
     tuning = experiment.tunings("resnet-block")[0]
     address = ARTIFACT.format(id=experiment.id, run=tuning.info.run_id, file=names.CONVERGENCE_FIGURE)
@@ -300,7 +300,7 @@ def test_a_figure_is_legible_in_the_dark_theme(experiment: Experiment, pages: Ml
         pages.keep(page, "figure-dark")
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_the_report_is_a_page_within_the_page(experiment: Experiment, pages: MlflowPages) -> None:
     tuning = experiment.tunings("resnet-block")[0]
     metrics = tuning.data.metrics
@@ -320,7 +320,7 @@ def test_the_report_is_a_page_within_the_page(experiment: Experiment, pages: Mlf
         pages.keep(page, "report")
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_the_trials_are_a_table(experiment: Experiment, pages: MlflowPages) -> None:
     tuning = experiment.tunings("mlp")[0]
     trials = mlflow.artifacts.load_dict(f"{tuning.info.artifact_uri}/{names.TRIALS_TABLE}")

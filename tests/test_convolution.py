@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from helpers.one_operator import assert_computes_the_same, one_operator, run_onnxruntime
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ansor_mlflow.graphs import rewrite_operators
@@ -86,7 +86,6 @@ axes = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=300)
 @given(st.lists(axes, min_size=1, max_size=2))
 def test_any_convolution_computes_the_same(drawn: list[tuple[int, ...]]) -> None:
     sizes, kernel, strides, dilations, begins, ends = (tuple(values) for values in zip(*drawn, strict=True))

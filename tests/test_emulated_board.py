@@ -17,7 +17,7 @@ from ansor_mlflow import flavor, names
 from ansor_mlflow.errors import ModelError
 from ansor_mlflow.model import Manifest
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 BOARD = {"target": "llvm -mtriple=aarch64-linux-gnu -mcpu=cortex-a72", "num_threads": "1"}
 AARCH64 = 183

@@ -35,7 +35,7 @@ def test_a_secret_key_that_is_replaced_in_the_middle(
     assert_complete(site.only_run(), site.download(tmp_path / "run"), 48, tmp_path)
 
 
-@pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize("which", [0, pytest.param(-1, marks=pytest.mark.nightly)], ids=["first", "last"])
 def test_a_flipped_bit_in_a_part_costs_the_trials_behind_it(
     small_onnx: Path, site: Site, tmp_path: Path, short_path: Path, which: int
 ) -> None:

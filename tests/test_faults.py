@@ -9,14 +9,14 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import mlflow
 import pytest
 from helpers.commands import environment
-from helpers.tuner_process import Tuning, assert_gone, assert_readable, kill, tuning
+from helpers.tuner_process import assert_gone, assert_readable, kill, tuning
 from mlflow.entities import Run
 from test_survival import can_mount
 
@@ -47,26 +47,16 @@ def local_environment(store: str) -> dict[str, str]:
 # -- the tuner -------------------------------------------------------------------------------------------------------
 
 
-def press_ctrl_c(tuner: Tuning) -> None:
-    """Signals every process of the job, as a terminal does."""
-    os.killpg(tuner.process.pid, signal.SIGINT)
-
-
-def terminate(tuner: Tuning) -> None:
-    """Signals the tuner, as a service manager does."""
-    tuner.process.terminate()
-
-
-@pytest.mark.parametrize("interrupt", [press_ctrl_c, terminate])
 def test_an_interrupt_ends_the_run_as_killed_with_its_records(
-    small_onnx: Path, store: str, tmp_path: Path, short_path: Path, interrupt: Callable[[Tuning], None]
+    small_onnx: Path, store: str, tmp_path: Path, short_path: Path
 ) -> None:
+    """Every process of the job is signalled, as a terminal does it."""
     with tuning(small_onnx, short_path / "cwd", local_environment(store), trials=5000) as tuner:
         tuner.wait_for_rounds(4)
         descendants = tuner.descendants
-        interrupt(tuner)
-        finished = tuner.wait(30)
-        assert_gone(descendants, 5)
+        os.killpg(tuner.process.pid, signal.SIGINT)
+        finished = tuner.wait(120)
+        assert_gone(descendants)
     assert finished.exit_code == 130
     assert "Traceback" not in finished.stderr
     run = only_run(store)
@@ -80,12 +70,9 @@ def test_an_interrupt_ends_the_run_as_killed_with_its_records(
     assert len(table["data"]) == run.data.metrics[names.TRIALS_MEASURED] >= 4
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_workers_killed_from_outside_cost_their_trials_only(
-    small_onnx: Path, store: str, tmp_path: Path, short_path: Path, num_threads: int
-) -> None:
+def test_workers_killed_from_outside_cost_their_trials_only(small_onnx: Path, store: str, short_path: Path) -> None:
     """As the system does when memory runs out."""
-    parameters = {"trials": 40, "num_threads": num_threads, "min_repeat_ms": 200}
+    parameters = {"trials": 40, "num_threads": 2, "min_repeat_ms": 100}
     with tuning(small_onnx, short_path / "cwd", local_environment(store), **parameters) as tuner:
         for delay_s in (0.0, 0.2, 0.4, 0.6, 0.8):  # while they search, build or measure
             tuner.wait_for_rounds(tuner.num_rounds + 1)
@@ -124,14 +111,14 @@ def assert_exactly(run: Run, artifacts: Path, num_trials: int, scratch: Path) ->
     assert [row[table["columns"].index("step")] for row in table["data"]] == list(range(1, num_trials + 1))
 
 
-@pytest.mark.timeout(600)  # ten tunings, one after another
+@pytest.mark.parametrize("num_kills", [3, pytest.param(10, marks=pytest.mark.nightly)])
 def test_a_tuning_that_is_killed_at_random_moments_and_resumed_has_exactly_its_trials(
-    small_onnx: Path, store: str, tmp_path: Path, short_path: Path
+    small_onnx: Path, store: str, tmp_path: Path, short_path: Path, num_kills: int
 ) -> None:
     """Each time on another machine, as it were: nothing is left of it but what the run has."""
     draw = random.Random(0)
-    env, run_id, trials = local_environment(store), "", 150
-    for attempt in range(10):
+    env, run_id, trials = local_environment(store), "", 15 * num_kills
+    for attempt in range(num_kills):
         parameters = {"trials": trials, **({"resume_run": run_id} if run_id else {})}
         with tuning(small_onnx, short_path / f"cwd{attempt}", env, **parameters) as tuner:
             tuner.wait_for_rounds(1)
@@ -141,7 +128,7 @@ def test_a_tuning_that_is_killed_at_random_moments_and_resumed_has_exactly_its_t
                 break
             descendants = tuner.descendants
             tuner.process.kill()
-            assert_gone(descendants, 5)
+            assert_gone(descendants)
     with tuning(small_onnx, short_path / "last", env, trials=trials, resume_run=run_id) as tuner:
         finished = tuner.wait()
     assert finished.exit_code == 0, finished.stderr
@@ -179,7 +166,7 @@ def test_a_tuning_whose_disk_was_full_goes_on_when_there_is_space_again(
         with tuning(small_onnx, short_path / "first", env, wrapper=enter, trials=trials) as tuner:
             tuner.wait_for_rounds(4)
             (there / "big").write_bytes(bytes(60 * 2**20))
-            finished = tuner.wait(60)
+            finished = tuner.wait(200)
         assert finished.exit_code == 3, finished.stderr
         (error,) = finished.errors
         assert re.search(r"no space is left for records in .*\.ansor/\w+/records; free some, and tune again", error)

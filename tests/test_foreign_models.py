@@ -24,7 +24,7 @@ from ansor_mlflow.networks.loading import load_network
 from ansor_mlflow.tensors import random_inputs
 
 NOT_FASTER, UNDECIDED = 9, 10
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 EXPORTS: dict[str, Callable[[Path], None]] = {
     "detector": lambda path: onnx.save(detector(), path),

@@ -40,7 +40,7 @@ def save_relu(path: Path, *, op_type: str = "Relu", size: int | str = 4) -> None
     save(helper.make_model(graph, ir_version=10, opset_imports=opsets), path)
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_the_ends_of_models_are_told_apart(tmp_path: Path) -> None:
     models = tmp_path / "models"
     models.mkdir()
@@ -85,7 +85,7 @@ def test_names_are_unique_and_exporters_many(monkeypatch: pytest.MonkeyPatch) ->
     assert min(Counter(model.family for model in models).values()) >= 3
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_exported_models(tmp_path: Path) -> None:
     """PyTorch writes them here; each gets in and equals ONNX Runtime."""

@@ -184,7 +184,9 @@ def test_any_number_of_tensors_is_combined(host_target: Target, op_type: str, nu
     assert_computes_the_same(one_operator(op_type, data, after_conv=True), host_target, data)
 
 
-@pytest.mark.parametrize("op_type", ["Add", "Div", "Mul", "Sub"])
+@pytest.mark.parametrize(
+    "op_type", ["Sub", *(pytest.param(op, marks=pytest.mark.nightly) for op in ("Add", "Div", "Mul"))]
+)
 @pytest.mark.parametrize("shape", [(), (1,), (2, 1, 1), (7,), (1, 2, 6, 7)])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_constant_takes_no_transpose_with_it(

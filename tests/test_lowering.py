@@ -63,7 +63,7 @@ def test_tasks_do_not_depend_on_the_values_of_weights(host_target: Target) -> No
     assert hashes(lower_with(0)) == hashes(lower_with(1))
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", BUILTIN_NETWORKS)
 def test_every_builtin_network_can_be_lowered(name: str, host_target: Target) -> None:
     lowered = lower(load_network(name, input_shapes=small_shapes(name)).model, host_target)

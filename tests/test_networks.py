@@ -67,7 +67,7 @@ def builtin(request: pytest.FixtureRequest) -> Network:
     return load_network(request.param, input_shapes=small_shapes(request.param))
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_builtin_network_runs_and_looks_at_its_input(builtin: Network) -> None:
     assert {spec.name: list(spec.shape) for spec in builtin.inputs} == small_shapes(builtin.name)
     session = start(builtin)
@@ -80,7 +80,7 @@ def test_builtin_network_runs_and_looks_at_its_input(builtin: Network) -> None:
         assert abs(output - other).max() > 0.1 * output.std()
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_builtin_network_has_the_published_number_of_parameters(builtin: Network) -> None:
     # Statistics are not trained, and the builder's constants are scalars or integers.
     trained = [

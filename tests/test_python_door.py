@@ -57,7 +57,7 @@ def test_the_page_of_the_documentation_works(
     assert steps == {"main", "tune", "compile", "evaluate"}
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 @pytest.mark.usefixtures("new_experiment")
 def test_its_script_works(tmp_path: Path) -> None:
     (script,) = (block for block in page_blocks() if "__main__" in block)
@@ -124,7 +124,7 @@ am.tune("resnet-18").runid  # wrong
 """
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_type_checkers_know_parameters_and_results(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "mypy", "--config-file", "setup.cfg", str(tmp_path / "program.py")]
@@ -170,7 +170,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_a_notebook_shows_progress_and_results(experiment_id: str, tmp_path: Path) -> None:
     """In a real kernel of Jupyter."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])

@@ -41,7 +41,7 @@ def missing(python: str, machine: str) -> str:
     return f"Python {python}, {machine}: {done.stderr}" if done.returncode else ""
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_users_need_nothing_but_wheels() -> None:
     """Resolved anew, without installing or downloading packages; needs a package index."""
     with ThreadPoolExecutor() as pool:

@@ -66,7 +66,7 @@ class Client:
 
     def post(self, body: Any, content_type: str = JSON) -> requests.Response:
         data = json.dumps(body) if content_type == JSON else body
-        return requests.post(self.url, data=data, headers={"Content-Type": content_type}, timeout=60)
+        return requests.post(self.url, data=data, headers={"Content-Type": content_type}, timeout=200)
 
 
 @pytest.fixture(scope="module", params=["tensor", "binary"])
@@ -187,7 +187,7 @@ def test_the_server_answers_after_refusals(client: Client) -> None:
     inputs = rows(2)
     for _ in range(3):
         assert_refused(client.post({"inputs": {**nested(inputs), "image": [[[1.0]]]}}))
-        too_deep = requests.post(client.url, data="[" * 50_000, headers={"Content-Type": JSON}, timeout=60)
+        too_deep = requests.post(client.url, data="[" * 50_000, headers={"Content-Type": JSON}, timeout=200)
         assert too_deep.status_code == 500  # MLflow's own
         assert_products(client.post({"inputs": nested(inputs)}), inputs)
 
@@ -328,7 +328,7 @@ def test_a_model_is_loaded_with_its_requirements_and_its_code_alone(
     hidden.remove("ansor_mlflow")  # it must be that of the model
     (tmp_path / "predict.py").write_text(f"HIDDEN, MODEL = {hidden!r}, {str(model)!r}\n{HIDE}{PREDICT}")
     command = [sys.executable, str(tmp_path / "predict.py")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     total, code = done.stdout.split()
     assert float(total) == 36
@@ -356,6 +356,7 @@ def write_pyenv(directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("env_manager", ["uv", "virtualenv"])
 def test_a_server_in_an_environment_of_its_own(
@@ -393,6 +394,7 @@ def test_dockerfile(models: dict[SignatureKind, Path], tmp_path: Path) -> None:
     assert (model / "requirements.txt").read_text() == (models["tensor"] / "requirements.txt").read_text()
 
 
+@pytest.mark.nightly
 def test_load(models: dict[SignatureKind, Path], tmp_path: Path) -> None:
     """Eight clients at once, each with inputs of its own: nothing is lost and no answer is another's."""
     figures = tmp_path / "figures.json"

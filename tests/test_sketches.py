@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from helpers.programs import TOLERANCE, assert_same
-from hypothesis import HealthCheck, Phase, given, settings
+from helpers.programs import TOLERANCE, assert_same, compiled_examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ansor_mlflow.codegen import tir_pipeline
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from tvm import te
     from tvm.target import Target
 
-TARGETS = ["auto", "llvm -mcpu=x86-64", "llvm -mcpu=haswell"]
-"""Those that any x86 of today can run, beside this one's."""
+OTHERS = ["llvm -mcpu=x86-64", "llvm -mcpu=haswell"]
+"""Targets that any x86 of today can run."""
 
 
 def tasks_of(network: str, target: Target) -> tuple[TuningTask, ...]:
@@ -172,7 +172,7 @@ def test_a_sum_that_reads_elements_again_is_not_enough_row_by_row(host_target: T
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([1, 3, 8, 24, 48, 100, 256]), st.sampled_from([1, 3, 5]))
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@compiled_examples
 def test_every_tile_fits_into_the_registers(
     host_target: Target, height: int, width: int, channels: int, kernel: int
 ) -> None:
@@ -228,7 +228,7 @@ def test_traces_replay_in_stock_tvm(host_target: Target) -> None:
 # -- what they compute -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", ["auto", *(pytest.param(other, marks=pytest.mark.nightly) for other in OTHERS)])
 @pytest.mark.parametrize(
     "network",
     [
@@ -259,9 +259,7 @@ def test_what_is_chosen_without_a_trial_is_right(network: str, target: str, tmp_
     stride=st.integers(1, 2),
     index=st.integers(0, 2**16),
 )
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], phases=[Phase.generate]
-)
+@compiled_examples
 def test_every_program_of_a_convolution_is_right(
     host_target: Target, height: int, width: int, filters: int, channels: int, kernel: int, stride: int, index: int
 ) -> None:
@@ -367,7 +365,7 @@ def test_a_concatenation_is_copied_in_vectors(sizes: tuple[int, int], host_targe
     assert_same(mod, program.mod, host_target)
 
 
-@pytest.mark.parametrize("added", ["", "bias", "scalar"])
+@pytest.mark.parametrize("added", ["bias", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("", "scalar"))])
 @pytest.mark.parametrize(
     ("shape", "order", "columns"),
     [

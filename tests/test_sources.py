@@ -436,7 +436,7 @@ def read_large(path: str) -> Large:
     return Large(network.outputs[0].shape, sha256, last_bytes, peak_bytes)
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_a_network_of_more_than_two_gib_is_read(tmp_path: Path) -> None:
     """In a process of its own, because of the memory. On the disk only the end of the table takes space."""
     num_bytes = 2**31 + 4096

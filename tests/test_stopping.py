@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from helpers.fake_tuning import Notebook, TaskRunner, read_records, tune
 from hypothesis import given
-from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
 from ansor_mlflow.device.device import Device
@@ -165,7 +164,6 @@ failed_numbers = st.dictionaries(
     not_measured=failed_numbers,
     is_remote=st.booleans(),
 )
-@example_settings(max_examples=25)
 def test_whatever_fails_the_budget_is_spent_exactly(
     dense: LoweredNetwork,
     host_target: Target,

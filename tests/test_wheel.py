@@ -21,7 +21,7 @@ from helpers.servers import answers, free_port, running
 
 PACKAGE = "ansor_mlflow"
 NOT_SOURCES = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "mlruns", "mlflow.db*")
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Installed:
 
 
 def pip(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "--quiet", *arguments], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "pip", "--quiet", *arguments], check=True, timeout=400)
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +106,9 @@ def test_from_the_wheel_to_answers(installed: Installed) -> None:
     url = f"http://127.0.0.1:{port}"
     serve = ["-m", "mlflow", "models", "serve", "--model-uri", model_uri, "--env-manager", "local", "--port", str(port)]
     command, log = [str(installed.python), *serve], installed.directory / "server.log"
-    with running(command, log, lambda: answers(f"{url}/ping"), installed.variables, timeout_s=120):
+    with running(command, log, lambda: answers(f"{url}/ping"), installed.variables, timeout_s=400):
         body = json.dumps({"inputs": [[0.0] * 32]}).encode()
         request = urllib.request.Request(f"{url}/invocations", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=200) as response:
             (row,) = json.load(response)["predictions"]
     assert len(row) == 32

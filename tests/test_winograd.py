@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx
 import pytest
+from helpers.programs import compiled_examples
 from helpers.ways import ERRORS, conv, conv3d, layer_of, output_error
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ansor_mlflow.codegen import PREFETCH, tir_pipeline
@@ -144,9 +145,7 @@ def test_a_network_without_such_a_layer_cannot_be_forced(host_target: Target) ->
     outputs=st.sampled_from(TILES),
     index=st.integers(0, 2**16),
 )
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], phases=[Phase.generate]
-)
+@compiled_examples
 def test_every_program_of_every_edge_is_right(
     host_target: Target,
     batch: int,
@@ -176,9 +175,7 @@ def test_every_program_of_every_edge_is_right(
     outputs=st.sampled_from(TILES),
     index=st.integers(0, 2**16),
 )
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], phases=[Phase.generate]
-)
+@compiled_examples
 def test_every_program_of_every_volume_is_right(
     host_target: Target,
     batch: int,
@@ -272,7 +269,10 @@ def residual_block() -> onnx.ModelProto:
     return builder.build("residual", {output: (2, 24, 13, 10)})
 
 
-@pytest.mark.parametrize("target", ["auto", "llvm -mcpu=x86-64", "llvm -mcpu=haswell"])
+@pytest.mark.parametrize(
+    "target",
+    ["auto", *(pytest.param(spec, marks=pytest.mark.nightly) for spec in ("llvm -mcpu=x86-64", "llvm -mcpu=haswell"))],
+)
 def test_a_residual_block_is_right_on_every_machine(target: str, tmp_path: Path) -> None:
     resolved = resolve_target(target, available_cpus())
     lowered = lower(residual_block(), resolved, LoweringSettings(algorithm="winograd"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from ansor_mlflow.tracking.outbox import Message, Outbox
 from ansor_mlflow.trials import TuningPlan, TuningResult, TuningRound
 
 _MAX_TRIALS = 64
-_MAX_S = 60.0
+_MAX_S = float(os.environ.get(names.UPLOADS_VARIABLE, "60"))
 """Seconds that pass, or `_MAX_TRIALS` that are measured, until the next part."""
 _EMPTY_DIR = "no_records"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 _TRIALS_ARE_A_TABLE = {"mlflow.loggedArtifacts": json.dumps([{"path": names.TRIALS_TABLE, "type": "table"}])}
 _MAX_WAIT_S = 5.0
 """How long a slow server is waited for."""
-_REFRESH_S = 60.0
+_REFRESH_S = float(os.environ.get(names.UPLOADS_VARIABLE, "60"))
 """Least time between two uploads of the convergence while the tuning goes on."""
 _FIGURES: dict[str, Callable[[TuningHistory], Figure]] = {
     names.CONVERGENCE_FIGURE: draw_convergence,

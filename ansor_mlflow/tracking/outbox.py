@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from ansor_mlflow.tracking.report.note import note_tags
 
 _MAX_PAUSE_S = 30.0
 """Longest pause between two attempts."""
-GRACE_S = 60.0
+GRACE_S = float(os.environ.get(names.GRACE_VARIABLE, "60"))
 """How long a server that is away is waited for at the end of a step."""
 GRACE_AFTER_ERROR_S = 10.0
 _log = logging.getLogger("ansor_mlflow")

@@ -12,20 +12,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import boto3
-from helpers.servers import (
-    ACCESS_KEY,
-    SECRET_KEY,
-    Server,
-    Service,
-    answers,
-    free_port,
-    program,
-    running,
-    s3_environment,
-)
+from helpers.servers import ACCESS_KEY, SECRET_KEY, S3Service, Server, answers, free_port, program, running
 
 CONFIG = """
 [global]
@@ -81,7 +69,7 @@ class Cluster:
     def run(self, name: str, *arguments: str) -> None:
         """Runs a program to its end."""
         command = self.command(name, *arguments)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode != 0:
             raise RuntimeError(f"{name} {' '.join(arguments)} ended with {done.returncode}:\n{done.stderr}")
 
@@ -91,26 +79,12 @@ class Cluster:
         return running(self.command(name, *arguments, "-d"), log, lambda: not url or answers(url))
 
 
-class CephS3(Service):
-    """The gateway of a cluster. Only `ACCESS_KEY` with the secret key may use it."""
+class CephS3(S3Service):
+    """The gateway of a cluster."""
 
     def __init__(self, cluster: Cluster, port: int) -> None:
         super().__init__(f"http://127.0.0.1:{port}", self._gateway)
         self._cluster = cluster
-
-    def environment(self, secret_key: str = SECRET_KEY) -> dict[str, str]:
-        """What a client needs in its environment."""
-        return s3_environment(self.url, secret_key)
-
-    def client(self) -> Any:
-        """A client of boto3."""
-        return boto3.client(
-            "s3",
-            endpoint_url=self.url,
-            aws_access_key_id=ACCESS_KEY,
-            aws_secret_access_key=SECRET_KEY,
-            region_name="us-east-1",
-        )
 
     @contextmanager
     def another_secret_key(self) -> Iterator[None]:

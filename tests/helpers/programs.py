@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
+from hypothesis import HealthCheck, Phase, settings
 
 from ansor_mlflow.codegen import tir_pipeline
 from ansor_mlflow.lowering import TuningTask
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-4
 """Largest difference from TVM's own program, over the largest value."""
+compiled_examples = settings(
+    max_examples=settings.default.max_examples // 4,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    phases=[Phase.generate],
+)
+"""For properties each of whose examples is compiled, which takes a second or so."""
 _NUMPY_TYPES = {"bfloat16": ml_dtypes.bfloat16}
 
 

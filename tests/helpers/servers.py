@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import boto3
 import psutil
 import pytest
 
@@ -30,7 +31,7 @@ ACCESS_KEY = "access-key-of-the-tests"
 SECRET_KEY = "secret-key-of-the-tests"
 
 PACKAGES = "radosgw ceph-mon ceph-osd ceph-common postgresql"
-"""Debian packages with the servers that `make test-faults` breaks; `.ci/run` installs the same."""
+"""Debian packages with the servers that `make test-faults` (PostgreSQL) and `make test-nightly` (Ceph) break."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Server:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
-        self.process.wait(timeout=10)
-        psutil.wait_procs(processes, timeout=10)
+        self.process.wait(timeout=60)
+        psutil.wait_procs(processes, timeout=60)
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,49 @@ class Service:
         """Ends it at once, as when its machine fails."""
         self._is_running = False
         self._stack.close()
+
+
+class S3Service(Service):
+    """An S3 server; only `ACCESS_KEY` with the secret key may use it."""
+
+    def environment(self) -> dict[str, str]:
+        """What a client needs in its environment."""
+        return s3_environment(self.url, SECRET_KEY)
+
+    def client(self) -> Any:
+        """A client of boto3."""
+        return boto3.client(
+            "s3",
+            endpoint_url=self.url,
+            aws_access_key_id=ACCESS_KEY,
+            aws_secret_access_key=SECRET_KEY,
+            region_name="us-east-1",
+        )
+
+
+class RcloneS3(S3Service):
+    """rclone, with a bucket in a directory."""
+
+    def __init__(self, directory: Path, bucket: str) -> None:
+        port, self._secret_key = free_port(), SECRET_KEY
+        super().__init__(
+            f"http://127.0.0.1:{port}",
+            lambda: s3_server(directory, bucket, port=port, secret_key=self._secret_key),
+        )
+
+    @contextmanager
+    def another_secret_key(self) -> Iterator[None]:
+        """Has the server refuse `SECRET_KEY` for a while."""
+        self._restart("another-secret-key")
+        try:
+            yield
+        finally:
+            self._restart(SECRET_KEY)
+
+    def _restart(self, secret_key: str) -> None:
+        self._secret_key = secret_key
+        self.stop()
+        self.start()
 
 
 def s3_environment(url: str, secret_key: str) -> dict[str, str]:
@@ -192,7 +236,7 @@ def running(
     environment: Mapping[str, str] = {},
     *,
     user: str | None = None,
-    timeout_s: float = 60,
+    timeout_s: float = 240,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Starts a server, waits until it is ready, and ends it afterwards.
 
@@ -233,7 +277,7 @@ def run_as(user: str | None) -> dict[str, Any]:
 def answers(url: str) -> bool:
     """Whether an HTTP server answers at all; S3 answers 403 to a request that is not signed."""
     try:
-        with urllib.request.urlopen(url, timeout=5):
+        with urllib.request.urlopen(url, timeout=30):
             return True
     except urllib.error.HTTPError:
         return True

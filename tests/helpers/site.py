@@ -1,4 +1,4 @@
-"""A team's servers, which tests break: Ceph's S3 gateway, PostgreSQL, and an MLflow server on it."""
+"""A team's servers, which tests break: S3 (rclone, nightly also Ceph), PostgreSQL, and an MLflow server on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from helpers.ceph import CephS3, ceph_s3
 from helpers.commands import ANSOR_MLFLOW, Finished, environment, run
 from helpers.postgres import postgres_server
-from helpers.servers import Service, free_port, mlflow_server
+from helpers.servers import RcloneS3, Service, free_port, mlflow_server
 from helpers.tuner_process import Tuning
 from mlflow.entities import Run
 
@@ -25,11 +25,17 @@ AWAY = "the MLflow run cannot be reached and will be told later"
 BACK = "the MLflow run is reached again"
 
 
-@pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CephS3]:
-    """The gateway of a cluster."""
-    with ceph_s3(tmp_path_factory.mktemp("ceph"), BUCKET) as service:
-        yield service
+@pytest.fixture(scope="session", params=["rclone", pytest.param("ceph", marks=pytest.mark.nightly)])
+def s3(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RcloneS3 | CephS3]:
+    directory = tmp_path_factory.mktemp(request.param)
+    if request.param == "ceph":
+        with ceph_s3(directory, BUCKET) as service:
+            yield service
+        return
+    rclone = RcloneS3(directory, BUCKET)
+    rclone.start()
+    yield rclone
+    rclone.stop()
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +59,7 @@ def tracking(database: Service, tmp_path_factory: pytest.TempPathFactory) -> Ite
 class Site:
     """What a team has: servers, all of them running when a test begins, and an experiment of this test alone."""
 
-    s3: CephS3
+    s3: RcloneS3 | CephS3
     database: Service
     tracking: Service
     experiment_id: str
@@ -61,7 +67,8 @@ class Site:
     @property
     def environment(self) -> dict[str, str]:
         """Of a command."""
-        return environment(self.tracking.url, {**self.s3.environment(), "MLFLOW_EXPERIMENT_ID": self.experiment_id})
+        own = {"MLFLOW_EXPERIMENT_ID": self.experiment_id, names.GRACE_VARIABLE: "3"}
+        return environment(self.tracking.url, {**self.s3.environment(), **own})
 
     @property
     def client(self) -> mlflow.MlflowClient:
@@ -84,7 +91,9 @@ class Site:
 
 
 @pytest.fixture
-def site(s3: CephS3, database: Service, tracking: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+def site(
+    s3: RcloneS3 | CephS3, database: Service, tracking: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Site:
     for service in (s3, database, tracking):
         service.start()
     for name, value in s3.environment().items():
