@@ -433,7 +433,7 @@ def test_tracking_server_that_cannot_be_reached(elsewhere: RunCommand) -> None:
         "dense:4,32,16",
         MLFLOW_TRACKING_URI=f"http://someone:a-password@127.0.0.1:{free_port()}",
     )
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 180  # MLflow alone would try for ten minutes
     assert_failed(failed, MACHINE, "cannot start a run: .*; check MLFLOW_TRACKING_URI and that the server runs")
     assert failed.run is None
     assert "a-password" not in failed.finished.stderr

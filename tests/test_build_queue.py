@@ -15,7 +15,7 @@ from ansor_mlflow.errors import MachineError
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.tuning.workers.build_queue import BuildQueue
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 
 class SlowBuilder:

@@ -13,9 +13,10 @@ from helpers.tuner_process import tuning
 from test_faults import assert_complete, assert_exactly
 from test_pool import DEVICE, found
 
+from ansor_mlflow import names
 from ansor_mlflow.tracking.record_pool import RecordPool
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 
 def test_a_secret_key_that_is_replaced_in_the_middle(
@@ -40,9 +41,9 @@ def test_a_flipped_bit_in_a_part_costs_the_trials_behind_it(
     small_onnx: Path, site: Site, tmp_path: Path, short_path: Path, which: int
 ) -> None:
     """The tuner is killed, and goes on on another machine, as it were."""
-    trials = 160
-    parameters = {"trials": 5000, "num_trials_per_round": 16}
-    with tuning(small_onnx, short_path / "killed", site.environment, **parameters) as tuner:
+    trials = 96  # more than a part holds
+    parameters, env = {"trials": 5000, "num_trials_per_round": 16}, {**site.environment, names.UPLOADS_VARIABLE: "3"}
+    with tuning(small_onnx, short_path / "killed", env, **parameters) as tuner:
         tuner.wait_for_rounds(1)
         wait_until(lambda: len(site.parts()) >= 2, tuner)
         tuner.process.kill()

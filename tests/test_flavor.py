@@ -397,7 +397,7 @@ def test_mlflow_scores_the_input_example_with_the_code_inside_the_model(
         cwd=tmp_path / "empty",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert result.returncode == 0, result.stderr

@@ -299,7 +299,7 @@ def test_a_tracker_that_dribbles_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
         started = time.monotonic()
         with pytest.raises(MachineError, match="no tracker can be reached"):
             TrackerClient(address).summary()
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 60  # all of it would take a hundred and more
     with tracker_that_sends(message([0, ["host", 1, "key"]]), 0.1) as address:
         assert TrackerClient(address).request("key", 0.3) is None
 

@@ -108,8 +108,8 @@ def test_messages_wait_for_a_server_and_keep_their_order(
     for step in range(5):
         outbox.put(Message(metrics={"latency": step}, step=step, tags={"last": str(step)}))
     started_s = time.monotonic()
-    assert not outbox.flush(30)
-    assert time.monotonic() - started_s < 10  # nobody waits for a server that is away
+    assert not outbox.flush(200)
+    assert time.monotonic() - started_s < 100  # nobody waits for a server that is away
     with caplog.at_level(logging.WARNING, "ansor_mlflow"):
         server(True)
         outbox.close(30)

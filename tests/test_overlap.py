@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.target import Target
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 
 class CountingBuilder(FakeBuilder):

@@ -52,7 +52,7 @@ class Desk:
             env=self.variables,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=280,
             check=False,
         )
         assert done.returncode == 0, f"{script}\n{done.stderr}"

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -136,7 +135,6 @@ def test_a_bad_candidate_costs_itself_alone(
     libraries: Mapping[str, Path], runner: LocalRunner, name: str, failure: str, error: str
 ) -> None:
     """The limit of a program follows from the best of its task, so that a hang costs seconds and not a minute."""
-    started_s = time.monotonic()
     neighbours = [job(libraries["fast"], task=task) for task in ("before", "after")]
     best_s = 1e-3 if failure == "timed_out" else None  # what crashes may take its time on a slow machine
     before, bad, after = runner.run([neighbours[0], job(libraries[name], best_s=best_s), neighbours[1]])
@@ -144,7 +142,8 @@ def test_a_bad_candidate_costs_itself_alone(
     assert re.fullmatch(error, bad.error)
     for outcome in (before, after, *runner.run([job(libraries["fast"])])):
         assert_measured(outcome)
-    assert failure != "timed_out" or time.monotonic() - started_s < 40
+    if failure == "timed_out":  # far less than the 60 s of the settings
+        assert float(bad.error.split()[2]) < 30
 
 
 def test_a_far_slower_candidate_is_not_measured_in_full(libraries: Mapping[str, Path], runner: LocalRunner) -> None:
@@ -206,32 +205,32 @@ def only_value(outcomes: list[Outcome[int]]) -> int:
 
 @pytest.mark.parametrize("eat", [grow, fill_array, fill_tensor])
 def test_a_worker_that_eats_memory_is_replaced(one_worker: WorkerPool, eat: Callable[[object], object]) -> None:
-    pid = only_value(one_worker.map(pid_of_worker, [0], 30))
+    pid = only_value(one_worker.map(pid_of_worker, [0], 120))
     assert one_worker.map(eat, [0], 60) == [
         Outcome(
             failure="crashed",
             error="the worker process died (out of memory: it reached worker_memory_mib)",
         )
     ]
-    assert only_value(one_worker.map(pid_of_worker, [0], 30)) != pid
+    assert only_value(one_worker.map(pid_of_worker, [0], 120)) != pid
     assert not psutil.pid_exists(pid)
 
 
 def test_a_worker_that_is_killed_from_outside_is_replaced(one_worker: WorkerPool, tmp_path: Path) -> None:
     """As the system does when memory runs out."""
     with ThreadPoolExecutor(1) as executor:
-        outcomes = executor.submit(one_worker.map, hang, [tmp_path / "pid"], 30)
+        outcomes = executor.submit(one_worker.map, hang, [tmp_path / "pid"], 120)
         pid = wait_for_pid(tmp_path / "pid")
         os.kill(pid, signal.SIGKILL)
     assert outcomes.result() == [Outcome(failure="crashed", error="the worker process died (SIGKILL)")]
-    assert only_value(one_worker.map(pid_of_worker, [0], 30)) != pid
+    assert only_value(one_worker.map(pid_of_worker, [0], 120)) != pid
 
 
 def test_a_worker_that_hangs_is_replaced(one_worker: WorkerPool, tmp_path: Path) -> None:
     assert one_worker.map(hang, [tmp_path / "pid"], 0.2) == [Outcome(failure="timed_out", error="killed after 0.2 s")]
     pid = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(pid)
-    assert only_value(one_worker.map(pid_of_worker, [0], 30)) != pid
+    assert only_value(one_worker.map(pid_of_worker, [0], 120)) != pid
 
 
 # -- the clock -------------------------------------------------------------------------------------------------------
@@ -248,31 +247,30 @@ def test_a_clock_that_jumps_neither_kills_nor_spares_nor_ends_anything(tmp_path:
         "PYTHONPATH": str(TESTS),
     }
     command = [sys.executable, "-m", "helpers.clock_probe"]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
     assert found["worked"] == [[0, 1, -1], ""]
     failure, elapsed_s = found["hung"]
     assert failure == "timed_out"
-    assert 2 <= elapsed_s < 10
+    assert 2 <= elapsed_s < 60
     total_trials, stop_reason, elapsed_s = found["tuned"]
     assert (total_trials, stop_reason) == (12, "trials")
-    assert 0 < elapsed_s < 60
+    assert 0 < elapsed_s < 240  # the clock jumps by hours
 
 
 # -- the disk --------------------------------------------------------------------------------------------------------
 
 FILL_LATER = """
 mkdir -p "$1" && mount -t tmpfs -o size=64m tmpfs "$1" || exit 99
-(while [ ! -e "$2" ]; do sleep 0.05; done; head -c "$3" /dev/zero > "$1/big" 2> /dev/null) &
-export TMPDIR="$4"
-shift 4
+(while [ ! -e "$2" ]; do sleep 0.05; done; head -c 64M /dev/zero > "$1/big" 2> /dev/null) &
+export TMPDIR="$1"
+shift 2
 exec "$@"
 """
-"""Runs a command with a disk of 64 MiB of its own, which gets a large file as soon as another file appears.
+"""Runs a command with a disk of 64 MiB for temporary files, which is filled as soon as a file appears.
 
-Arguments: where the disk is mounted, that other file, the large file's size, a directory for temporary files, and the
-command.
+Arguments: where the disk is mounted, that file, and the command.
 """
 
 
@@ -282,39 +280,19 @@ def can_mount() -> bool:
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs user namespaces")
-@pytest.mark.parametrize(
-    ("disk", "temporary", "size", "message"),
-    [
-        (
-            "tmp",
-            "tmp",
-            "64M",
-            "no space is left in the temporary directory {cwd}/tmp; free some, or set TMPDIR to another",
-        ),
-        (".ansor", ".", "60M", r"no space is left for records in .*\.ansor/\w+/records; free some, and tune again"),
-    ],
-    ids=["of temporary files", "of records"],
-)
-def test_a_full_disk_ends_the_run_with_one_line_and_its_records(
-    small_onnx: Path,
-    experiment_id: str,
-    tmp_path: Path,
-    short_path: Path,
-    disk: str,
-    temporary: str,
-    size: str,
-    message: str,
+def test_a_full_disk_of_temporary_files_ends_the_run_with_one_line_and_its_records(
+    small_onnx: Path, experiment_id: str, tmp_path: Path, short_path: Path
 ) -> None:
-    """Records leave a reserve on their disk, with which the run ends in good order."""
+    """The disk of the records is filled by `make test-faults`."""
     cwd, fill = short_path / "cwd", short_path / "fill"
-    wrapper = ["unshare", "-rm", "sh", "-c", FILL_LATER, "sh", str(cwd / disk), str(fill), size, str(cwd / temporary)]
+    wrapper = ["unshare", "-rm", "sh", "-c", FILL_LATER, "sh", str(cwd / "tmp"), str(fill)]
     with tuning(small_onnx, cwd, tracked(experiment_id), wrapper=wrapper, trials=5000) as tuner:
         tuner.wait_for_rounds(2)
         fill.touch()
-        finished = tuner.wait(60)
+        finished = tuner.wait(200)
     assert finished.exit_code == 3, finished.stderr
     (error,) = finished.errors
-    assert re.fullmatch(f"Error: {message.format(cwd=cwd)}", error)
+    assert error == f"Error: no space is left in the temporary directory {cwd}/tmp; free some, or set TMPDIR to another"
     assert "Traceback" not in finished.stderr
     (run,) = mlflow.MlflowClient().search_runs([experiment_id], order_by=["start_time DESC"], max_results=1)
     assert run.info.status == "FAILED"
@@ -393,7 +371,7 @@ def test_a_directory_is_held_under_all_of_its_names(tmp_path: Path, monkeypatch:
 
 def test_a_directory_is_free_when_its_tuner_has_ended(tmp_path: Path) -> None:
     with another_tuner(tmp_path / "records") as first:
-        first.communicate("", timeout=30)
+        first.communicate("", timeout=120)
         assert first.returncode == 0
     with directory_lock(tmp_path / "records"):
         assert str(os.getpid()) in (tmp_path / "records.tuner.json").read_text()
@@ -417,8 +395,8 @@ def test_a_killed_tuner_takes_its_workers_along_and_leaves_readable_records(
         descendants = tuner.descendants
         assert len(tuner.workers) >= 2
         tuner.process.kill()
-        assert tuner.wait(5).exit_code == -signal.SIGKILL
-        assert_gone(descendants, 5)
+        assert tuner.wait(60).exit_code == -signal.SIGKILL
+        assert_gone(descendants)
         assert_readable(tuner.records, tmp_path / "best", min_trials=4)
 
     assert scratch_directories(cwd) == {scratch}

@@ -147,7 +147,7 @@ def test_kernels_are_measured_on_cpus_of_this_process() -> None:
 def probe_threads(*num_threads: int) -> list[dict[str, int]]:
     """Sets each number in turn, in one fresh process, and counts the threads that a parallel kernel then runs on."""
     command = [sys.executable, str(THREAD_PROBE), *map(str, num_threads)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280)
     return json.loads(result.stdout)
 
 

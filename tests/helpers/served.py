@@ -51,7 +51,7 @@ def image_classifier() -> onnx.ModelProto:
 
 @contextmanager
 def model_server(
-    arguments: list[str], log: Path, environment: Mapping[str, str] = {}, *, timeout_s: float = 120
+    arguments: list[str], log: Path, environment: Mapping[str, str] = {}, *, timeout_s: float = 240
 ) -> Iterator[Server]:
     """Runs `mlflow models serve` on a free port until it is left; `url` is where it takes requests."""
     port = free_port()

@@ -103,7 +103,7 @@ def site(
     return Site(s3, database, tracking, experiment_id)
 
 
-def wait_until(condition: Callable[[], object], tuner: Tuning, timeout_s: float = 200) -> None:
+def wait_until(condition: Callable[[], object], tuner: Tuning, timeout_s: float = 400) -> None:
     """Waits for something that happens while a tuning goes on."""
     deadline = time.monotonic() + timeout_s
     while not condition():

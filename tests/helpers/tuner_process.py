@@ -120,7 +120,7 @@ def tuning(
             kill(descendant)
 
 
-def assert_gone(processes: list[psutil.Process], timeout_s: float) -> None:
+def assert_gone(processes: list[psutil.Process], timeout_s: float = 60) -> None:
     """Asserts that processes end in time; one that only waits to be reaped by the system has ended."""
     deadline = time.monotonic() + timeout_s
     while alive := [process for process in processes if is_alive(process)]:

@@ -44,7 +44,7 @@ def loop_in_c(_: object) -> None:
     deque(repeat(None), maxlen=0)
 
 
-def wait_for_pid(path: Path, timeout_s: float = 30) -> int:
+def wait_for_pid(path: Path, timeout_s: float = 120) -> int:
     """The process ID of a worker that hangs, as soon as it does."""
     deadline_s = time.monotonic() + timeout_s
     while not path.exists() or not path.read_text():
