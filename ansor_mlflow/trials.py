@@ -157,9 +157,9 @@ class ServerState:
     busy_s: float
     """Time in which it measured, uploads included."""
     known_s: float
-    """Time since it was first given to the tuning, without that for which it was set aside."""
+    """Seconds for which it was available to the tuning: not while it was set aside."""
     calibration_s: float | None
-    """Time of a call of a known program, by which servers are compared."""
+    """Seconds of a call of the reference kernel, by which servers are compared."""
 
 
 def utilisation(servers: Sequence[ServerState]) -> float | None:

@@ -21,9 +21,9 @@ from helpers.tuner_process import Tuning, assert_gone, tuning
 from test_measuring import TENSORS, local_builder, settings
 
 from ansor_mlflow import names
-from ansor_mlflow.tuning.fleet.calibration import build_calibration
-from ansor_mlflow.tuning.fleet.lookout import FleetSettings
+from ansor_mlflow.tuning.fleet.reference_kernel import build_reference_kernel
 from ansor_mlflow.tuning.fleet.runner import RpcRunner
+from ansor_mlflow.tuning.fleet.session import FleetSettings
 from ansor_mlflow.tuning.workers.timing import RunJob
 
 if TYPE_CHECKING:
@@ -202,11 +202,11 @@ def test_a_program_that_ends_its_session_is_a_failed_trial_and_the_server_goes_o
     brief = settings(1)
     brief = type(brief)(**{**vars(brief), "timeout_s": 2.0})
     with closing(local_builder(host_target)) as builder:
-        calibration = build_calibration(builder)
+        kernel = build_reference_kernel(builder)
         bad, good = (outcome.value for outcome in builder.build([hostile(body), hostile("result[0] = data[0]")]))
         assert bad is not None
         assert good is not None
-        with closing(RpcRunner(brief, settings_of_fleet, calibration)) as runner:
+        with closing(RpcRunner(brief, settings_of_fleet, kernel)) as runner:
             outcomes = runner.run([RunJob(bad, TENSORS, task="bad"), RunJob(good, TENSORS, task="good")])
             again = runner.run([RunJob(good, TENSORS, task="good")] * 4)
             servers = runner.servers

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -23,12 +22,17 @@ from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records.description import read_provenance
 from ansor_mlflow.trials import ServerState, TrialStatus, utilisation
-from ansor_mlflow.tuning.fleet.calibration import build_calibration
-from ansor_mlflow.tuning.fleet.devices import device_of_fleet
 from ansor_mlflow.tuning.fleet.health import Health
-from ansor_mlflow.tuning.fleet.lookout import FleetSettings, tuning_fleet
+from ansor_mlflow.tuning.fleet.reference_kernel import build_reference_kernel
 from ansor_mlflow.tuning.fleet.runner import RpcRunner
-from ansor_mlflow.tuning.fleet.tracker import HostPort, TrackerClient
+from ansor_mlflow.tuning.fleet.session import (
+    FleetSettings,
+    LeaseExpiredError,
+    ServerSession,
+    device_of_fleet,
+    fleet_settings,
+)
+from ansor_mlflow.tuning.fleet.tracker import HostPort, ServerLease, request_server, servers_by_key
 from ansor_mlflow.tuning.workers.timing import RunJob
 
 if TYPE_CHECKING:
@@ -69,41 +73,22 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 
 def test_a_tracker_says_which_servers_it_has(fleet: Fleet) -> None:
-    state = TrackerClient(fleet.tracker.address).summary()[KEY]
+    state = servers_by_key(fleet.tracker.address)[KEY]
     assert set(state.servers) == {server.address for server in fleet.servers}
     assert state.num_free <= 2
 
 
 def test_a_server_that_is_not_free_is_not_waited_for(fleet: Fleet) -> None:
-    client = TrackerClient(fleet.tracker.address)
     started_s = time.monotonic()
-    assert client.request("nobody", 0.2) is None
+    assert request_server(fleet.tracker.address, "nobody", 0.2) is None
     assert time.monotonic() - started_s < 2
 
 
-def test_nothing_listens(tmp_path: Path) -> None:
+def test_nothing_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = HostPort("127.0.0.1", free.getsockname()[1])
     with pytest.raises(MachineError, match=r"no tracker can be reached \(Connection refused\); start one there with"):
-        TrackerClient(address).summary()
-
-
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"\x71\xf2\x02\x00\xff\xff\xff\x7f"])
-def test_what_is_no_tracker_is_told_from_one(answer: bytes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-
-        def serve() -> None:
-            connection, _ = listening.accept()
-            with connection:
-                connection.recv(4)
-                connection.sendall(answer)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        address = HostPort("127.0.0.1", listening.getsockname()[1])
-        with pytest.raises(MachineError, match=rf"rpc_tracker={address}: "):
-            TrackerClient(address).summary()
-        thread.join()
+        servers_by_key(address)
 
 
 # -- health ------------------------------------------------------------------------------------------------------------
@@ -144,8 +129,8 @@ def test_a_server_that_fails_again_and_again_is_set_aside_for_longer_each_time(
 def test_servers_that_disagree_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     health = Health()
     for _ in range(4):
-        health.calibrated(A, 1e-3)
-        health.calibrated(B, 1.4e-3)
+        health.compared(A, 1e-3)
+        health.compared(B, 1.4e-3)
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "server b:2 takes 1.40 times as long as a:1 for the same program" in record.message
 
@@ -172,10 +157,10 @@ def test_both_servers_measure_and_a_failure_fails_alone(fleet: Fleet, host_targe
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"no library")
     with closing(local_builder(host_target)) as builder:
-        calibration = build_calibration(builder)
+        kernel = build_reference_kernel(builder)
         paths = [outcome.value for outcome in builder.build([add(float(number)) for number in range(12)])]
         jobs = [RunJob(path, TENSORS, task=str(number)) for number, path in enumerate(paths) if path]
-        with closing(RpcRunner(settings(1), settings_of(fleet), calibration)) as runner:
+        with closing(RpcRunner(settings(1), settings_of(fleet), kernel)) as runner:
             outcomes = runner.run([*jobs[:6], RunJob(broken, TENSORS), *jobs[6:]])
             num_trials = sum(server.num_trials for server in runner.servers)
             until_s = time.monotonic() + 60
@@ -196,13 +181,22 @@ def test_a_server_of_tvms_own_measures_too(host_target: Target, tmp_path: Path) 
         fleet.add_tvm_server()
         (built,) = builder.build([add(1)])
         assert built.value is not None
-        with closing(RpcRunner(settings(1), settings_of(fleet), build_calibration(builder))) as runner:
+        with closing(RpcRunner(settings(1), settings_of(fleet), build_reference_kernel(builder))) as runner:
             (outcome,) = runner.run([RunJob(built.value, TENSORS)])
         assert outcome.value is not None, outcome.error
         with pytest.raises(UserInputError, match=r"is one of TVM's own, which does not say what it is; give both"):
             device_of_fleet(settings_of(fleet), "auto", "auto")
         device = device_of_fleet(settings_of(fleet), "llvm -mcpu=x86-64", 1)
         assert (device.fingerprint.cpu_model, device.num_threads) == ("", 1)
+
+
+def test_a_lease_that_ran_out_is_no_lost_server(fleet: Fleet) -> None:
+    with closing(ServerSession(settings_of(fleet))) as session:
+        with pytest.raises(LeaseExpiredError, match=f"server {fleet.servers[0].address} does not answer"):
+            session.open(ServerLease(fleet.servers[0].address, "another password"))
+        session.open(session.find())
+        assert session.description is not None
+        assert session.description.is_here
 
 
 def test_no_server_is_an_error_that_says_what_the_tracker_has(
@@ -214,7 +208,7 @@ def test_no_server_is_an_error_that_says_what_the_tracker_has(
         (built,) = builder.build([add(1)])
         assert built.value is not None
         with (
-            closing(RpcRunner(settings(1), nobody, build_calibration(builder))) as runner,
+            closing(RpcRunner(settings(1), nobody, build_reference_kernel(builder))) as runner,
             pytest.raises(MachineError, match=rf"no server was free for 12 s \(rpc_wait_s\): .*{there_is}; start one"),
         ):
             runner.run([RunJob(built.value, TENSORS)])
@@ -263,7 +257,7 @@ def test_a_tuning_on_a_fleet_and_what_its_run_says(
 )
 def test_parameters_that_do_not_fit_together(given: dict[str, str], message: str) -> None:
     with pytest.raises(UserInputError, match=message):
-        tuning_fleet(TuneOptions.model_validate(given))
+        fleet_settings(TuneOptions.model_validate(given))
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------

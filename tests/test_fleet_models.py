@@ -23,7 +23,8 @@ from ansor_mlflow.lowering import lower
 from ansor_mlflow.model import Manifest
 from ansor_mlflow.model.choice import choose_for_server
 from ansor_mlflow.networks.loading import load_network
-from ansor_mlflow.tuning.fleet.networks import NetworkReply, NetworkServer, NetworkWork
+from ansor_mlflow.steps.evaluation import benches
+from ansor_mlflow.tuning import NetworkReply, NetworkWork, ServerSession, run_network
 from ansor_mlflow.tuning.fleet.remote import read_arrays, write_arrays
 
 if TYPE_CHECKING:
@@ -76,13 +77,12 @@ def test_a_model_is_checked_and_timed_on_a_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     libraries: set[Path] = set()
-    run_network = NetworkServer.run
 
-    def noted(server: NetworkServer, work: NetworkWork) -> NetworkReply:
+    def noted(server: ServerSession, work: NetworkWork) -> NetworkReply:
         libraries.add(work.library)
         return run_network(server, work)
 
-    monkeypatch.setattr(NetworkServer, "run", noted)
+    monkeypatch.setattr(benches, "run_network", noted)
     of_fleet = {**fleet.flags, **({"rpc_key": key} if key else {})}
     given = {"model_uri": request.getfixturevalue(model), **BRIEF, **of_fleet}
     assert run_here("evaluate", *flags(given)) == 0

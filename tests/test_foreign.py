@@ -30,8 +30,9 @@ from ansor_mlflow.records.journal import JOURNAL_FILE, read_durations, read_jour
 from ansor_mlflow.records.store import Database, RecordPair, write_pair
 from ansor_mlflow.records.transfer.manifest import changed_files
 from ansor_mlflow.trials import Durations
-from ansor_mlflow.tuning import HostPort, TrackerClient
+from ansor_mlflow.tuning import HostPort, servers_by_key
 from ansor_mlflow.tuning.fleet.remote import ServerDescription
+from ansor_mlflow.tuning.fleet.tracker import request_server
 
 SCALARS = (
     st.none()
@@ -266,8 +267,11 @@ def test_a_dataclass_has_the_types_that_it_names() -> None:
         typed(Manifest, {**ENTRY, "libraries": [{**ENTRY["libraries"][0], "fingerprint": {**DEVICE, "features": 1}}]})
 
 
+GREETING = struct.pack("<i", 0x2F271)
+
+
 @contextlib.contextmanager
-def tracker_that_sends(content: bytes, pause_s: float) -> Iterator[HostPort]:
+def tracker_that_sends(content: bytes, pause_s: float, greeting: bytes = GREETING) -> Iterator[HostPort]:
     """A tracker that greets, and then sends one byte after the other."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -275,7 +279,7 @@ def tracker_that_sends(content: bytes, pause_s: float) -> Iterator[HostPort]:
             with contextlib.suppress(OSError):
                 connection, _ = server.accept()
                 with connection:
-                    connection.sendall(struct.pack("<i", 0x2F271))
+                    connection.sendall(greeting)
                     for byte in content if pause_s else ():
                         time.sleep(pause_s)
                         connection.sendall(bytes([byte]))
@@ -298,19 +302,30 @@ def test_a_tracker_that_dribbles_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
     with tracker_that_sends(message([0, {}]) * 1000, 0.1) as address:
         started = time.monotonic()
         with pytest.raises(MachineError, match="no tracker can be reached"):
-            TrackerClient(address).summary()
+            servers_by_key(address)
         assert time.monotonic() - started < 60  # all of it would take a hundred and more
     with tracker_that_sends(message([0, ["host", 1, "key"]]), 0.1) as address:
-        assert TrackerClient(address).request("key", 0.3) is None
+        assert request_server(address, "key", 0.3) is None
+
+
+ANSWERS = [DEEP.encode(), b"[0, 1e999]", [0, 5], [0, [1, 2, 3]], [0, {"server_info": 5}], [1], 7]
 
 
 @pytest.mark.parametrize(
-    "value", [DEEP.encode(), b"[0, 1e999]", [0, 5], [0, [1, 2, 3]], [0, {"server_info": 5}], [1], 7]
+    ("greeting", "answer"),
+    [
+        *((GREETING, message(value)) for value in ANSWERS),
+        (GREETING, struct.pack("<i", 2**31 - 1)),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", b""),
+    ],
 )
-def test_a_tracker_that_answers_anything_else_is_none(value: Any) -> None:
-    for ask in (TrackerClient.summary, lambda client: client.request("key", 5.0)):
-        with tracker_that_sends(message(value), 0.0) as address, pytest.raises(MachineError, match="no RPC tracker"):
-            ask(TrackerClient(address))
+def test_a_tracker_that_answers_anything_else_is_none(greeting: bytes, answer: bytes) -> None:
+    for ask in (servers_by_key, lambda address: request_server(address, "key", 5.0)):
+        with (
+            tracker_that_sends(answer, 0.0, greeting) as address,
+            pytest.raises(MachineError, match=rf"rpc_tracker={address}: what listens there is no RPC tracker"),
+        ):
+            ask(address)
 
 
 def test_names_from_a_tracker_have_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:

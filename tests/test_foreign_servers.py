@@ -15,9 +15,11 @@ import pytest
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.measuring import ProbeTime
 from ansor_mlflow.model import LibraryEntry, Manifest
+from ansor_mlflow.processes import Outcome
 from ansor_mlflow.tensors import TensorSpec
-from ansor_mlflow.tuning.fleet import networks, session
-from ansor_mlflow.tuning.fleet.remote import MEASURE, RUN_NETWORK, write_arrays
+from ansor_mlflow.tuning.fleet import programs, session
+from ansor_mlflow.tuning.fleet.programs import MeasuredProgram, NetworkWork, measure_in_session
+from ansor_mlflow.tuning.fleet.remote import MEASURE, RUN_NETWORK, MeasureRequest, write_arrays
 from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob
 
 ENTRY = LibraryEntry(
@@ -41,12 +43,8 @@ class AnyServer:
     outputs: bytes = b""
 
     @property
-    def session(self) -> AnyServer:
-        return self
-
-    @property
-    def functions(self) -> dict[str, Any]:
-        return dict.fromkeys((MEASURE, RUN_NETWORK), lambda _: self.answer)
+    def connection(self) -> session.Connection:
+        return session.Connection(self, dict.fromkeys((MEASURE, RUN_NETWORK), lambda _: self.answer))
 
     def upload(self, path: str) -> None:
         """Takes a file."""
@@ -58,18 +56,17 @@ class AnyServer:
         return self.outputs
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, answer: Any) -> session.Reply:
-    monkeypatch.setattr(session, "_open", [AnyServer(json.dumps(answer))])
+def measured(monkeypatch: pytest.MonkeyPatch, answer: Any) -> Outcome[MeasuredProgram]:
+    monkeypatch.setattr(session, "_open", [AnyServer(json.dumps(answer)).connection])
     settings = MeasureSettings(number=1, repeat=1, min_repeat_ms=0, cache_flush=False, num_threads=1, timeout_s=1)
-    return session.measure_in_session(session.RemoteWork(RunJob(Path("x.so"), ()), settings, None, 1.0))
+    work = MeasureRequest(job=RunJob(Path("x.so"), ()), settings=settings, memory_bytes=None, limit_s=1.0)
+    return measure_in_session(work)
 
 
 def ran(monkeypatch: pytest.MonkeyPatch, answer: Any, outputs: bytes = b"", measure_s: float | None = 1.0) -> Any:
-    monkeypatch.setattr(session, "_open", [AnyServer(json.dumps(answer), outputs)])
-    work = networks.NetworkWork(
-        library=Path("x.so"), network=NETWORK, entry=ENTRY, examples=EXAMPLES, measure_s=measure_s
-    )
-    return networks._run(work)
+    monkeypatch.setattr(session, "_open", [AnyServer(json.dumps(answer), outputs).connection])
+    work = NetworkWork(library=Path("x.so"), network=NETWORK, entry=ENTRY, examples=EXAMPLES, measure_s=measure_s)
+    return programs._run(work)
 
 
 def npz(*calls: dict[str, npt.NDArray[Any]]) -> bytes:
@@ -93,16 +90,15 @@ def npz(*calls: dict[str, npt.NDArray[Any]]) -> bytes:
     ids=str,
 )
 def test_measurements_of_anything(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
-    reply = measured(monkeypatch, answer)
-    assert reply.is_lost
-    assert reply.probe is None
-    assert reply.error
+    outcome = measured(monkeypatch, answer)
+    assert (outcome.value, outcome.failure) == (None, "crashed")
+    assert outcome.error
 
 
 def test_a_measurement_as_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
     times = [0.25] * 2000
-    reply = measured(monkeypatch, {"run_s": times, "waited": 0.5, "probe": {"elapsed_s": 2.0, "cpu_s": 1.0}})
-    assert reply == session.Reply(run_s=tuple(times), waited=0.5, probe=ProbeTime(2.0, 1.0))
+    outcome = measured(monkeypatch, {"run_s": times, "waited": 0.5, "probe": {"elapsed_s": 2.0, "cpu_s": 1.0}})
+    assert outcome == Outcome(MeasuredProgram(run_s=tuple(times), waited=0.5, probe=ProbeTime(2.0, 1.0)))
 
 
 @pytest.mark.parametrize("samples_s", ["111", 5, [], ["x"], [None], [0.0], [0.1, -1.0]], ids=str)

@@ -26,9 +26,9 @@ def fleet() -> None:
 @command(fleet, "tracker")
 def fleet_tracker(options: TrackerOptions) -> None:
     """Run a tracker, which servers report to and tunings ask, until an interrupt."""
-    from ansor_mlflow.steps.fleet import track
+    from ansor_mlflow.tuning import run_tracker
 
-    track(options)
+    run_tracker(options.host, options.port)
 
 
 @command(fleet, "server")
@@ -37,9 +37,10 @@ def fleet_server(options: ServerOptions) -> None:
 
     A program that crashes or hangs ends its session and nothing else.
     """
-    from ansor_mlflow.steps.fleet import serve
+    from ansor_mlflow.tuning import HostPort, run_server
 
-    serve(options)
+    tracker = HostPort.parse(options.tracker, "tracker")
+    run_server(options.host, options.port, tracker, options.key, known_as=options.known_as)
 
 
 @command(fleet, "status")

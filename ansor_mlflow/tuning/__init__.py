@@ -1,14 +1,18 @@
 """The tuner: our outer loop around MetaSchedule's search. Knows nothing of MLflow; observers listen to it."""
 
 from ansor_mlflow.processes import Outcome, WorkerPool, start_fork_server
-from ansor_mlflow.tuning.fleet.calibration import Calibration, build_calibration
-from ansor_mlflow.tuning.fleet.devices import device_of_fleet
-from ansor_mlflow.tuning.fleet.health import Health
-from ansor_mlflow.tuning.fleet.lookout import FleetSettings, fleet_settings, tuning_fleet
-from ansor_mlflow.tuning.fleet.networks import NetworkServer, NetworkWork
+from ansor_mlflow.tuning.fleet.programs import NetworkReply, NetworkWork, run_network
+from ansor_mlflow.tuning.fleet.reference_kernel import ReferenceKernel, build_reference_kernel, run_reference_kernel
 from ansor_mlflow.tuning.fleet.server import run_server, run_tracker
-from ansor_mlflow.tuning.fleet.session import CheckedServer, check_server, open_session
-from ansor_mlflow.tuning.fleet.tracker import Grant, HostPort, KeyState, TrackerClient
+from ansor_mlflow.tuning.fleet.session import (
+    FleetSettings,
+    LeaseExpiredError,
+    ServerSession,
+    device_of_fleet,
+    fleet_settings,
+    open_session,
+)
+from ansor_mlflow.tuning.fleet.tracker import HostPort, KeyState, ServerLease, servers_by_key
 from ansor_mlflow.tuning.job import TuningJob, directory_lock, tune_job
 from ansor_mlflow.tuning.ledger import Ledger
 from ansor_mlflow.tuning.replay import COPIES_OF_ARGUMENTS, Replayer

@@ -25,9 +25,9 @@ from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records import Journal, RecordLog, Seed, read_durations, read_journal, read_seeds, read_similar
 from ansor_mlflow.trials import TuningObserver, TuningPlan, TuningResult
 from ansor_mlflow.tuning.engine import Tuner
-from ansor_mlflow.tuning.fleet.calibration import build_calibration
-from ansor_mlflow.tuning.fleet.lookout import tuning_fleet
+from ansor_mlflow.tuning.fleet.reference_kernel import build_reference_kernel
 from ansor_mlflow.tuning.fleet.runner import RpcRunner
+from ansor_mlflow.tuning.fleet.session import fleet_settings
 from ansor_mlflow.tuning.search.space import applies
 from ansor_mlflow.tuning.stopping import resolve_num_trials
 from ansor_mlflow.tuning.workers.arguments import argument_bytes
@@ -204,8 +204,8 @@ def _workers(job: TuningJob, options: TuneOptions) -> Iterator[tuple[Builder, Ru
             + job.device.num_threads * _STACK_BYTES
         )
         runner: Runner
-        if fleet := tuning_fleet(options):
-            runner = RpcRunner(settings, fleet, build_calibration(builder), memory_bytes=bound_bytes)
+        if fleet := fleet_settings(options):
+            runner = RpcRunner(settings, fleet, build_reference_kernel(builder), memory_bytes=bound_bytes)
         else:
             # CUDA's driver maps more memory than it uses
             bound = None if is_gpu(job.device.target) else bound_bytes

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 from helpers.commands import ANSOR_MLFLOW, ROOT, TESTS
 
-from ansor_mlflow.tuning.fleet.tracker import HostPort, TrackerClient
+from ansor_mlflow.tuning.fleet.tracker import HostPort, servers_by_key
 
 KEY = "here"
 BOARD = ROOT / ".board"
@@ -40,20 +41,28 @@ class FleetProcess:
 
     def hang(self) -> None:
         """Stops it and its sessions, so that they answer no more, but keep their connections."""
-        for pid in (self.process.pid, *self.sessions()):
-            os.kill(pid, signal.SIGSTOP)
+        for process in (psutil.Process(self.process.pid), *self._descendants()):
+            process.suspend()
 
     def sessions(self) -> list[int]:
-        """The processes of its sessions."""
-        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        return [int(pid) for file in children for pid in file.read_text().split()]
+        """The processes of its sessions: children of the one that listens."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            listening = psutil.Process(self.process.pid).children()
+            return [session.pid for process in listening for session in process.children()]
+        return []
+
+    def _descendants(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).children(recursive=True)
+        return []
 
     def end(self) -> None:
         """Ends it, stopped or not."""
-        for pid in self.sessions():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        descendants = self._descendants()
         self.kill()
+        for process in descendants:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 @dataclass
@@ -163,7 +172,7 @@ def _started(command: Sequence[str], log: Path) -> FleetProcess:
 
 
 def _servers(tracker: HostPort, key: str) -> tuple[HostPort, ...]:
-    keys = TrackerClient(tracker).summary()
+    keys = servers_by_key(tracker)
     return keys[key].servers if key in keys else ()
 
 

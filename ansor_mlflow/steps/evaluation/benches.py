@@ -34,7 +34,7 @@ from ansor_mlflow.options import EvaluateOptions
 from ansor_mlflow.steps.evaluation.sizes import time_sizes
 from ansor_mlflow.tensors import Arrays, all_sizes
 from ansor_mlflow.tracking import StepRun, kernels_page
-from ansor_mlflow.tuning import NetworkServer, NetworkWork
+from ansor_mlflow.tuning import NetworkReply, NetworkWork, ServerSession, run_network
 
 Library = tuple[Path, LibraryEntry]
 
@@ -132,31 +132,32 @@ class HostBench(Bench):
 class ServerBench(Bench):
     """A model on a server of a fleet, in one session of it."""
 
-    def __init__(self, directory: Path, manifest: Manifest, server: NetworkServer) -> None:
-        entry = choose_for_server(directory, manifest, server.device)
-        super().__init__(directory, manifest, entry, MachineNoise(server=str(server.address)))
-        self.why_no_rivals = f"it runs on this host, the model on server {server.address}"
+    def __init__(self, directory: Path, manifest: Manifest, session: ServerSession) -> None:
+        entry = choose_for_server(directory, manifest, session.device)
+        super().__init__(directory, manifest, entry, MachineNoise(server=str(session.server)))
+        self.why_no_rivals = f"it runs on this host, the model on server {session.server}"
         self.num_threads, self.reference_threads = entry.fingerprint.num_threads, available_cpus()
-        self._server = server
+        self._session = session
 
     def outputs(self, examples: Sequence[Arrays]) -> Sequence[Arrays]:
         """See `Bench`."""
-        return self._server.run(self._work(None, examples, None)).outputs
+        return self._run(None, examples, None).outputs
 
     def turn(self, library: Library | None, of_each_size: Sequence[Arrays], measure_s: float) -> Turn:
         """See `Bench`."""
 
         def turn() -> tuple[list[float], float]:
-            reply = self._server.run(self._work(library, of_each_size, measure_s))
+            reply = self._run(library, of_each_size, measure_s)
             return list(reply.samples_s), reply.waited
 
         return turn
 
-    def _work(self, library: Library | None, examples: Sequence[Arrays], measure_s: float | None) -> NetworkWork:
+    def _run(self, library: Library | None, examples: Sequence[Arrays], measure_s: float | None) -> NetworkReply:
         path, entry = library or (self.directory / self.entry.path, self.entry)
-        return NetworkWork(
+        work = NetworkWork(
             library=path, network=self.manifest, entry=entry, examples=tuple(examples), measure_s=measure_s
         )
+        return run_network(self._session, work)
 
 
 def log_json(values: object, name: str, run: StepRun) -> None:

@@ -54,7 +54,7 @@ from ansor_mlflow.tracking import (
     summary_rows,
     translated_errors,
 )
-from ansor_mlflow.tuning import NetworkServer, fleet_settings
+from ansor_mlflow.tuning import ServerSession, fleet_settings, open_session
 
 _log = logging.getLogger("ansor_mlflow")
 
@@ -102,18 +102,18 @@ def _download(model_uri: str, scratch: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _server_of(options: EvaluateOptions) -> Iterator[NetworkServer | None]:
+def _server_of(options: EvaluateOptions) -> Iterator[ServerSession | None]:
     """A server of the fleet for as long as the model is evaluated; None where it runs here."""
     fleet = fleet_settings(options)
     if fleet is None:
         yield None
         return
     _log.info("asking the tracker at %s for a server of key %s", fleet.tracker, fleet.key)
-    with contextlib.closing(NetworkServer(fleet)) as server:
+    with contextlib.closing(open_session(fleet)) as server:
         yield server
 
 
-def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path, server: NetworkServer | None) -> EvaluateResult:
+def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path, server: ServerSession | None) -> EvaluateResult:
     manifest = verified_manifest(directory)
     bench = ServerBench(directory, manifest, server) if server else HostBench(directory, manifest)
     device, provenance = bench.entry.fingerprint, bench.entry.provenance

@@ -59,13 +59,13 @@ from ansor_mlflow.tuning import (
     RoundLog,
     TuningJob,
     device_of_fleet,
+    fleet_settings,
     make_cost_model,
     require_valid_trials,
     resolve_num_trials,
     sketched_workloads,
     start_fork_server,
     tune_job,
-    tuning_fleet,
 )
 
 _log = logging.getLogger("ansor_mlflow")
@@ -128,7 +128,7 @@ def resolved_options(options: TuneOptions) -> TuneOptions:
     options = resumed_options(options) if options.resume_run else options
     parsed = parse_target(options.target)
     is_of_this_host = "mtriple" not in parsed if isinstance(parsed, dict) else parsed == "auto"
-    if tuning_fleet(options) is None and is_of_this_host:
+    if fleet_settings(options) is None and is_of_this_host:
         resolve_num_threads(options.num_threads)
     for source in () if options.resume_run else options.warm_start:  # a run that goes on has its records already
         options_of_source(source, options, "warm_start")
@@ -188,7 +188,7 @@ def prepare_tuning(options: TuneOptions) -> TuningWork:
 
 def _device_of(options: TuneOptions) -> Device:
     """What programs are measured on: this host, or the servers of a fleet."""
-    if fleet := tuning_fleet(options):
+    if fleet := fleet_settings(options):
         _log.info("asking the tracker at %s for a server of key %s", fleet.tracker, fleet.key)
         return device_of_fleet(fleet, options.target, options.num_threads)
     device = Device.resolve(options.target, options.num_threads)

@@ -1,7 +1,7 @@
 """What runs in a session of our own RPC server: a program is measured there as it is on the tuning host.
 
 The functions take and return JSON, since that is what TVM's RPC carries for every release of both sides. A server
-without them, TVM's own, is served by `session` with what every TVM runtime has.
+without them, TVM's own, is served by `programs` with what every TVM runtime has.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,65 +23,62 @@ from ansor_mlflow.device import DeviceFingerprint, available_cpus, fingerprint, 
 from ansor_mlflow.errors import MachineError, one_line
 from ansor_mlflow.files import path_below, require_stored
 from ansor_mlflow.foreign import read_json, typed
-from ansor_mlflow.measuring import ProbeTime, library_inference, measure_turn, time_probe, timed_call
+from ansor_mlflow.measuring import library_inference, measure_turn, time_probe, timed_call
 from ansor_mlflow.model import LibraryEntry, Manifest
 from ansor_mlflow.processes import bound_process
 from ansor_mlflow.tensors import Arrays
-from ansor_mlflow.tuning.workers.surroundings import RestOfNetwork
 from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob, measure_program
 
-_IDLE_S = 0.2
-_busy_until_s = [-math.inf]
-"""When the last measurement of this process ended."""
 DESCRIBE = "ansor_mlflow.fleet.describe_1"
 MEASURE = "ansor_mlflow.fleet.measure_1"
 RUN_NETWORK = "ansor_mlflow.fleet.run_network_1"
 """Names of the functions, with the version of what they take and return."""
+_IDLE_S = 0.2
+_busy_until_s = [-math.inf]
+"""When the last measurement of this process ended."""
 
 
-def measure_request(name: str, job: RunJob, settings: MeasureSettings, memory_bytes: int | None, limit_s: float) -> str:
-    """What `MEASURE` takes.
+@dataclass(frozen=True, kw_only=True)
+class MeasureRequest:
+    """A program to be measured in a session: what `MEASURE` takes, as JSON."""
 
-    Args:
-        name: The library's file, as it was uploaded.
-        job: What is measured.
-        settings: How it is measured.
-        memory_bytes: Data memory that the session may take; None for no bound.
-        limit_s: Seconds after which the session ends itself.
-    """
-    return json.dumps(
-        {
-            "job": {**asdict(job), "path": name},
-            "settings": {name: value for name, value in asdict(settings).items() if name != "device"},
-            "memory_bytes": memory_bytes,
-            "limit_s": limit_s,
-        }
-    )
+    job: RunJob
+    settings: MeasureSettings
+    memory_bytes: int | None
+    """Data memory that the session may take; None for no bound."""
+    limit_s: float
+    """Seconds after which the session ends itself."""
 
 
-def network_request(
-    name: str, network: Manifest, entry: LibraryEntry, inputs: str, outputs: str, measure_s: float | None
-) -> str:
-    """What `RUN_NETWORK` takes.
+@dataclass(frozen=True)
+class ServerDescription:
+    """What a server runs on: what `DESCRIBE` returns, as JSON."""
 
-    Args:
-        name: The library's file, as it was uploaded; what stays with ONNX Runtime was uploaded, too.
-        network: The model.
-        entry: The library.
-        inputs: File of the inputs: see `write_arrays`.
-        outputs: File that the outputs are written to.
-        measure_s: For how many seconds it is timed; None for not at all.
-    """
-    return json.dumps(
-        {
-            "library": name,
-            "network": network.to_dict(),
-            "entry": asdict(entry),
-            "inputs": inputs,
-            "outputs": outputs,
-            "measure_s": measure_s,
-        }
-    )
+    fingerprint: DeviceFingerprint
+    """Fingerprint of its CPU, with every thread that it may use."""
+    boot_id: str
+    """Linux's name of the start of its machine."""
+
+    @staticmethod
+    def from_json(text: str) -> ServerDescription:
+        """Reads what `DESCRIBE` returns.
+
+        Raises:
+            MachineError: It is none, so that what answered is no server of ours.
+        """
+        try:
+            return typed(ServerDescription, read_json(text))
+        except ValueError as err:
+            raise MachineError(f"a server describes itself wrongly ({one_line(err)}); look at it") from err
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the server runs on this machine."""
+        return self.boot_id == _boot_id()
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def write_arrays(examples: Sequence[Arrays], file: Path) -> None:
@@ -117,46 +113,12 @@ def register_functions() -> None:
         tvm_ffi.register_global_func(name, function, override=True)
 
 
-@dataclass(frozen=True)
-class ServerDescription:
-    """What a server runs on."""
-
-    fingerprint: DeviceFingerprint
-    """Of its CPU, with every thread that it may use."""
-    boot_id: str
-    """Of the start of its machine: see `boot_id`."""
-
-    @staticmethod
-    def from_json(text: str) -> ServerDescription:
-        """Reads what `DESCRIBE` returns.
-
-        Raises:
-            MachineError: It is none, so that what answered is no server of ours.
-        """
-        try:
-            return typed(ServerDescription, read_json(text))
-        except ValueError as err:
-            raise MachineError(f"a server describes itself wrongly ({one_line(err)}); look at it") from err
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the server runs on this machine."""
-        return self.boot_id == boot_id()
-
-
-def boot_id() -> str:
-    """Linux's name of this start of the machine."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
 def _describe() -> str:
-    """What the server runs on: see `ServerDescription`."""
     import tvm
 
     cpu = str(tvm.get_global_func("target.llvm_get_system_cpu")())
-    num_cpus = available_cpus()
     target = tvm.target.Target({"kind": "llvm", "mcpu": cpu})
-    return json.dumps(asdict(ServerDescription(fingerprint(target, num_cpus), boot_id())))
+    return json.dumps(asdict(ServerDescription(fingerprint(target, available_cpus()), _boot_id())))
 
 
 def _measure(request: str) -> str:
@@ -164,17 +126,19 @@ def _measure(request: str) -> str:
 
     A program that hangs or needs too much memory ends the session's process, and nothing else.
     """
-    asked = read_json(request)
-    job, settings = _job_of(asked["job"]), _settings_of(asked["settings"])
-    _bound(asked["memory_bytes"], settings.num_threads)
-    probe = _probe(settings.num_threads)
-    signal.setitimer(signal.ITIMER_REAL, asked["limit_s"])
+    asked = typed(MeasureRequest, read_json(request))
+    job = replace(asked.job, path=_uploaded(str(asked.job.path)))
+    num_threads = asked.settings.num_threads
+    _bound(asked.memory_bytes, num_threads)
+    # after a while without work, as `LocalRunner` does, which also wakes the CPUs up
+    probe = time_probe(num_threads) if time.monotonic() - _busy_until_s[0] > _IDLE_S else None
+    signal.setitimer(signal.ITIMER_REAL, asked.limit_s)
     try:
-        run_s, waited = measure_program((job, settings))
+        run_s, waited = measure_program((job, asked.settings))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         _busy_until_s[0] = time.monotonic()
-    return json.dumps({"run_s": run_s, "waited": waited, "probe": None if probe is None else asdict(probe)})
+    return json.dumps({"run_s": run_s, "waited": waited, "probe": probe and asdict(probe)})
 
 
 def _run_network(request: str) -> str:
@@ -195,27 +159,9 @@ def _uploaded(name: str) -> Path:
     return path_below(Path.cwd(), name)
 
 
-def _probe(num_threads: int) -> ProbeTime | None:
-    """Probes the CPUs after a while without work, as `LocalRunner` does, which also wakes them up."""
-    is_idle = time.monotonic() - _busy_until_s[0] > _IDLE_S
-    return time_probe(num_threads) if is_idle else None
-
-
 @cache
 def _bound(memory_bytes: int | None, num_threads: int) -> None:
     """Sets the bounds of this process, once."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a handler in Python would not be called while a kernel loops
     bound_process(memory_bytes)
     os.sched_setaffinity(0, measuring_cpus(num_threads))
-
-
-def _job_of(fields: Mapping[str, Any]) -> RunJob:
-    args_info = tuple((kind, dtype, tuple(shape)) for kind, dtype, shape in fields["args_info"])
-    return RunJob(
-        **{**fields, "path": _uploaded(fields["path"]), "args_info": args_info, "constants": tuple(fields["constants"])}
-    )
-
-
-def _settings_of(fields: Mapping[str, Any]) -> MeasureSettings:
-    rest = fields["rest"]
-    return MeasureSettings(**{**fields, "rest": None if rest is None else RestOfNetwork(**rest)})

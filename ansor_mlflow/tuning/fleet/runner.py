@@ -12,35 +12,25 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from ansor_mlflow.measuring import MachineNoise
-from ansor_mlflow.processes import Outcome, WorkerPool
+from ansor_mlflow.processes import Outcome
 from ansor_mlflow.trials import ServerState
-from ansor_mlflow.tuning.fleet.calibration import Calibration
 from ansor_mlflow.tuning.fleet.health import Health
-from ansor_mlflow.tuning.fleet.lookout import FleetSettings, Lookout
-from ansor_mlflow.tuning.fleet.remote import ServerDescription
-from ansor_mlflow.tuning.fleet.session import (
-    CheckedServer,
-    RemoteWork,
-    Reply,
-    check_server,
-    measure_in_session,
-    open_session,
-    ran_out,
-    ready_pool,
-)
-from ansor_mlflow.tuning.fleet.tracker import Grant, HostPort
+from ansor_mlflow.tuning.fleet.programs import MeasuredProgram, measure_in_session
+from ansor_mlflow.tuning.fleet.reference_kernel import ReferenceKernel, run_reference_kernel
+from ansor_mlflow.tuning.fleet.remote import MeasureRequest
+from ansor_mlflow.tuning.fleet.session import FleetSettings, LeaseExpiredError, ServerSession
+from ansor_mlflow.tuning.fleet.tracker import HostPort, ServerLease
 from ansor_mlflow.tuning.workers.runner import Runner
 from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob, timeout_s_of
 
-_OPEN_S = 30.0
-"""Time to connect with a server, and to run the known program there."""
 _GRACE_S = 10.0
 """Time for upload and answer, beyond that of the program; the server ends a program that hangs sooner."""
 _IDLE_S = 5.0
 """Time without work after which a server is given back, for others to use."""
-_CALIBRATE_S = 30.0
-"""Time between two runs of the known program."""
-_LISTENS_S = 2.0
+_REFERENCE_S = 30.0
+"""Time between two runs of the reference kernel."""
+_LISTENS_S = 3.0
+"""Time in which a server listens again that a program has ended."""
 _MAX_GONE = 5
 """Servers that may be gone after they were given a program, before it counts as crashed."""
 _MAX_BATCHES = 32
@@ -49,7 +39,7 @@ _MAX_PROGRAMS = 256
 
 
 @dataclass
-class _Errand:
+class _PendingMeasurement:
     """A program on its way to a server, and back."""
 
     job: RunJob
@@ -70,7 +60,7 @@ class RpcRunner(Runner):
     Args:
         settings: How programs are timed.
         fleet: Where.
-        calibration: A known program, built for the devices.
+        kernel: The reference kernel, built for the devices.
         memory_bytes: Data memory that a program may take, its arguments included; None for no bound.
     """
 
@@ -80,7 +70,7 @@ class RpcRunner(Runner):
         self,
         settings: MeasureSettings,
         fleet: FleetSettings,
-        calibration: Calibration,
+        kernel: ReferenceKernel,
         *,
         memory_bytes: int | None = None,
     ) -> None:
@@ -88,16 +78,14 @@ class RpcRunner(Runner):
         self.is_remote = True
         self._settings = settings
         self._fleet = fleet
-        self._calibration = calibration
+        self._kernel = kernel
         self._memory_bytes = memory_bytes
-        self._lookout = Lookout(fleet)
-        self._spare: WorkerPool | None = None
-        """A process for the next session."""
         self._health = Health()
         self._changed = threading.Condition()
-        self._queue: deque[_Errand] = deque()
-        self._held: dict[HostPort, WorkerPool] = {}
-        """The servers that it has, with the process of the session."""
+        self._queue: deque[_PendingMeasurement] = deque()
+        self._held: dict[HostPort, ServerSession] = {}
+        self._spare: ServerSession | None = None
+        """The session that looks for a server."""
         self._best_s: dict[str, float] = {}
         self._is_closed = False
         self._scout = threading.Thread(target=self._find_servers, name="fleet", daemon=True)
@@ -121,7 +109,7 @@ class RpcRunner(Runner):
         Raises:
             MachineError: No server was free for too long.
         """
-        waiting = [_Errand(job) for job in jobs]
+        waiting = [_PendingMeasurement(job) for job in jobs]
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the fleet was closed")
@@ -134,13 +122,11 @@ class RpcRunner(Runner):
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-            pools = list(self._held.values())
+            sessions = [*self._held.values(), *([self._spare] if self._spare else [])]
         self._give_up(RuntimeError("the fleet was closed"))
-        for pool in pools:
-            pool.close()
+        for session in sessions:
+            session.close()
         self._scout.join()
-        if self._spare is not None:
-            self._spare.close()
         with self._changed:
             self._changed.wait_for(lambda: not self._held)
 
@@ -150,35 +136,43 @@ class RpcRunner(Runner):
         """Asks for servers as long as there is work that waits."""
         while self._waits_for_work():
             try:
-                self._spare = self._spare or ready_pool()
-                grant = self._lookout.look()
+                session = self._spare_session()
+                lease = session.find(self._is_alone)
             except Exception as err:  # noqa: BLE001 - whatever it is, `run` raises it
                 self._give_up(err)
                 continue
-            if grant is not None and self._take(grant, self._spare):
-                self._spare = None
-            with self._changed:
-                if self._held:
-                    self._lookout.found()
+            if self._take(lease, session):
+                args = (lease, session)
+                threading.Thread(target=self._serve, args=args, name=f"server {lease.server}", daemon=True).start()
 
     def _waits_for_work(self) -> bool:
         """Sleeps until a program waits for a server; returns False when the runner is closed."""
         with self._changed:
-            if not self._queue or self._is_closed:  # nobody waits for a server until there is work again
-                self._lookout.withdraw()
-                self._lookout.found()
             self._changed.wait_for(lambda: self._is_closed or self._queue)
             return not self._is_closed
 
-    def _take(self, grant: Grant, pool: WorkerPool) -> bool:
-        """Begins a session. A server that is set aside is not connected with: it reports to the tracker again."""
+    def _is_alone(self) -> bool:
+        """Whether work waits for the first server."""
         with self._changed:
-            if self._is_closed or grant.server in self._held or self._health.is_set_aside(grant.server):
+            return bool(self._queue) and not self._held
+
+    def _spare_session(self) -> ServerSession:
+        session = self._spare or ServerSession(self._fleet)
+        with self._changed:
+            self._spare = session
+            if not self._is_closed:
+                return session
+        session.close()
+        raise RuntimeError("the fleet was closed")
+
+    def _take(self, lease: ServerLease, session: ServerSession) -> bool:
+        """Notes a server. One that is set aside is not connected with: it reports to the tracker again."""
+        with self._changed:
+            if self._is_closed or lease.server in self._held or self._health.is_set_aside(lease.server):
                 return False
-            self._held[grant.server] = pool
-            self._health.found(grant.server)
-        threading.Thread(target=self._serve, args=(grant, pool), name=f"server {grant.server}", daemon=True).start()
-        return True
+            self._held[lease.server] = session
+            self._spare = None
+            return True
 
     def _give_up(self, err: Exception) -> None:
         """Ends the wait of all programs that no server has."""
@@ -190,59 +184,51 @@ class RpcRunner(Runner):
 
     # -- one server, in a thread of its own ----------------------------------------------------------------------------
 
-    def _serve(self, grant: Grant, pool: WorkerPool) -> None:
+    def _serve(self, lease: ServerLease, session: ServerSession) -> None:
         """Measures on a server until there is no work, its session is over, or it fails."""
         try:
-            with contextlib.closing(pool):
-                self._serve_session(grant, pool)
+            with contextlib.closing(session):
+                session.open(lease)
+                self._serve_session(session)
+        except LeaseExpiredError:
+            pass  # the server has told the tracker so, which is asked again
         except Exception as err:  # noqa: BLE001 - whatever fails here is the end of one session, not of the tuning
             with self._changed:
                 if not self._is_closed:
-                    self._health.failed(grant.server, str(err))
+                    self._health.failed(lease.server, str(err))
         finally:
             with self._changed:
-                self._held.pop(grant.server, None)
+                self._held.pop(lease.server, None)
                 self._changed.notify_all()
 
-    def _serve_session(self, grant: Grant, pool: WorkerPool) -> None:
-        server, began_s = grant.server, time.monotonic()
-        (opened,) = pool.map(open_session, [(grant, self._fleet.session_s)], _OPEN_S)
-        if ran_out(opened):
-            return  # it has told the tracker so, which is asked again
-        if opened.failure:
-            raise RuntimeError(f"no session can be opened: {opened.error}")
-        calibrated_s = self._calibrate(server, pool)
+    def _serve_session(self, session: ServerSession) -> None:
+        began_s = time.monotonic()
+        with self._changed:
+            self._health.found(session.server)
+        compared_s = self._compare(session)
         for _ in range(_MAX_PROGRAMS):
-            program = self._next_program(server)
-            if program is None:
+            program = self._next_program(session.server)
+            if program is None or not self._measure(program, session):
                 return
-            if not self._measure(program, server, pool):
-                return
-            if time.monotonic() - calibrated_s > _CALIBRATE_S:
-                calibrated_s = self._calibrate(server, pool)
-            if time.monotonic() - began_s + self._settings.timeout_s + _GRACE_S > self._fleet.session_s:
+            if time.monotonic() - compared_s > _REFERENCE_S:
+                compared_s = self._compare(session)
+            if time.monotonic() - began_s + self._longest_s + _GRACE_S > self._fleet.session_s:
                 return
 
-    def _calibrate(self, server: HostPort, pool: WorkerPool) -> float:
-        """Runs the known program; returns when."""
-        checked: Outcome[CheckedServer]
-        (checked,) = pool.map(check_server, [self._calibration], _OPEN_S)
-        if checked.value is None:
-            raise RuntimeError(f"a known program cannot be run: {checked.error}")
-        if reason := Health.why_wrong(checked.value.max_rel_error):
-            raise RuntimeError(reason)
-        description = checked.value.description
+    def _compare(self, session: ServerSession) -> float:
+        """Runs the reference kernel; returns when."""
+        times = run_reference_kernel(session, self._kernel)
         with self._changed:
             # one server on this host is a local device, which search and builds would disturb
-            is_here = bool(description) and ServerDescription.from_json(description).is_here
+            is_here = session.description is not None and session.description.is_here
             self.is_remote = not is_here or len(self._held) > 1
-            self._health.calibrated(server, checked.value.calibration_s)
+            self._health.compared(session.server, times.median_s)
         return time.monotonic()
 
-    def _next_program(self, server: HostPort) -> _Errand | None:
+    def _next_program(self, server: HostPort) -> _PendingMeasurement | None:
         """What to measure next; one that was lost here goes to another server where there is one."""
 
-        def find() -> _Errand | None:
+        def find() -> _PendingMeasurement | None:
             return next((program for program in self._queue if self._may_measure(program, server)), None)
 
         with self._changed:
@@ -252,56 +238,65 @@ class RpcRunner(Runner):
                 self._queue.remove(program)
             return program
 
-    def _may_measure(self, program: _Errand, server: HostPort) -> bool:
+    def _may_measure(self, program: _PendingMeasurement, server: HostPort) -> bool:
         """Whether a program was not lost on a server, or on all that there are."""
         return not program.was_lost_on(server) or all(program.was_lost_on(other) for other in self._held)
 
-    def _measure(self, program: _Errand, server: HostPort, pool: WorkerPool) -> bool:
+    def _measure(self, program: _PendingMeasurement, session: ServerSession) -> bool:
         """Measures a program; returns whether the session goes on."""
-        work = self._work_of(program.job)
+        work = self._request(program.job)
         started_s = time.monotonic()
-        reply: Outcome[Reply]
         try:
-            (reply,) = pool.map(measure_in_session, [work], work.limit_s + _GRACE_S)
+            called = session.call(measure_in_session, work, work.limit_s + _GRACE_S)
         except Exception as err:
-            self._lost(program, server, Outcome(failure="crashed", error=str(err)))
+            self._lost(program, session.server, Outcome(failure="crashed", error=str(err)))
             raise
         elapsed_s = time.monotonic() - started_s
-        found = reply.value
-        if found is not None and found.is_lost and elapsed_s >= work.limit_s:
-            found = Reply(failure="timed_out", error=f"ended by the server after {work.limit_s:.3g} s")
-        if found is None or found.is_lost:
-            is_late = reply.failure == "timed_out"
-            error = reply.error if found is None else found.error
-            self._lost(program, server, Outcome(failure="timed_out" if is_late else "crashed", error=error))
+        found = called.value
+        if found is not None and found.failure == "crashed" and elapsed_s >= work.limit_s:
+            found = Outcome(failure="timed_out", error=f"ended by the server after {work.limit_s:.3g} s")
+        if found is None or found.failure == "crashed":
+            error = called.error if found is None else found.error
+            is_late = called.failure == "timed_out"
+            self._lost(program, session.server, Outcome(failure="timed_out" if is_late else "crashed", error=error))
             return False
+        self._answered(program, session.server, found, elapsed_s)
+        return found.failure != "timed_out"
+
+    def _answered(
+        self, program: _PendingMeasurement, server: HostPort, found: Outcome[MeasuredProgram], elapsed_s: float
+    ) -> None:
+        """A server said what became of a program: servers that lost it before are to blame."""
+        measured = found.value
         with self._changed:
             self._health.measured(server, elapsed_s)
-            if found.probe is not None:
-                self.noise.add(found.probe)
             for other, reason in program.lost:
                 if other != server:
                     self._health.failed(other, reason)
-            if found.run_s:
-                best_s = self._best_s.get(program.job.task, found.run_s[0])
-                self._best_s[program.job.task] = min(best_s, fmean(found.run_s))
-        outcome: Outcome[tuple[float, ...]]
-        if found.failure:
-            outcome = Outcome(failure=found.failure, error=found.error)
-        else:
-            outcome = Outcome(found.run_s, disturbance=found.waited)
+            if measured is not None:
+                if measured.probe is not None:
+                    self.noise.add(measured.probe)
+                best_s = self._best_s.get(program.job.task, measured.run_s[0])
+                self._best_s[program.job.task] = min(best_s, fmean(measured.run_s))
+        outcome: Outcome[tuple[float, ...]] = Outcome(failure=found.failure, error=found.error)
+        if measured is not None:
+            outcome = Outcome(measured.run_s, disturbance=measured.waited)
         program.done.set_result(outcome)
-        return found.failure != "timed_out"
 
-    def _work_of(self, job: RunJob) -> RemoteWork:
+    def _request(self, job: RunJob) -> MeasureRequest:
         with self._changed:
             known_s = [s for s in (job.best_s, self._best_s.get(job.task)) if s is not None]
         job = replace(job, best_s=min(known_s, default=None))
-        # as `LocalRunner` has it; but a session is no longer than `session_s`, at which the server ends it
-        limit_s = min(self.noise.slowdown * timeout_s_of(job, self._settings), self._fleet.session_s / 2)
-        return RemoteWork(job, self._settings, self._memory_bytes, limit_s)
+        # what disturbs a server's host slows down more than the kernel, as `LocalRunner` knows, too
+        limit_s = min(self.noise.slowdown * timeout_s_of(job, self._settings), self._longest_s)
+        return MeasureRequest(job=job, settings=self._settings, memory_bytes=self._memory_bytes, limit_s=limit_s)
 
-    def _lost(self, program: _Errand, server: HostPort, outcome: Outcome[tuple[float, ...]]) -> None:
+    @property
+    def _longest_s(self) -> float:
+        """Time that a program may take on a server which is busy: a session has room for it."""
+        return min(self.noise.slowdown * self._settings.timeout_s, self._fleet.session_s / 2)
+
+    def _lost(self, program: _PendingMeasurement, server: HostPort, outcome: Outcome[tuple[float, ...]]) -> None:
         """A server did not say what became of a program: another one tries. What all of them lose ends them itself.
 
         A server that is gone is not the program's fault, which ends no more than its session.

@@ -1,266 +1,310 @@
-"""One session with an RPC server, in a worker process that can be killed: a call of TVM's RPC has no time limit."""
+"""Sessions with RPC servers, each in a worker process that can be killed: a call of TVM's RPC has no time limit."""
 
 from __future__ import annotations
 
-import math
+import contextlib
+import json
+import logging
+import platform
+import shlex
 import time
-from dataclasses import dataclass
-from statistics import median
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
-import numpy as np
-
-from ansor_mlflow.errors import MachineError
-from ansor_mlflow.foreign import read_json, typed
-from ansor_mlflow.measuring import ProbeTime
+from ansor_mlflow.device import (
+    Device,
+    DeviceFingerprint,
+    attributes_of,
+    cpu_features,
+    fingerprint,
+    is_cpu,
+    missing_instructions,
+    resolve_target,
+)
+from ansor_mlflow.errors import MachineError, UserInputError
+from ansor_mlflow.foreign import read_json
+from ansor_mlflow.options import RpcOptions, TuneOptions
 from ansor_mlflow.processes import Outcome, WorkerPool
-from ansor_mlflow.records import is_time
-from ansor_mlflow.tuning.fleet.calibration import Calibration
-from ansor_mlflow.tuning.fleet.lookout import FleetSettings, Lookout
-from ansor_mlflow.tuning.fleet.remote import DESCRIBE, MEASURE, RUN_NETWORK, measure_request
-from ansor_mlflow.tuning.fleet.tracker import Grant, HostPort
-from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob
+from ansor_mlflow.tuning.fleet.remote import DESCRIBE, MEASURE, RUN_NETWORK, ServerDescription
+from ansor_mlflow.tuning.fleet.tracker import HostPort, KeyState, ServerLease, request_server, servers_by_key
 
-_OPEN_S = 30.0
-"""Time to connect with a server."""
+In = TypeVar("In")
+Out = TypeVar("Out")
+
 _LOAD_S = 120.0
 """Time for a new process to load TVM, on a busy machine."""
-_FLUSH = "cache_flush_cpu_non_first_arg"
-_FASTEST_S = 1e-8
-"""Calls that are said to be shorter are repeated as often as if they took this long."""
+_MESSAGE_S = 10.0
+"""Time without a server after which the log says what the tracker has."""
+_GRACE_S = 15.0
+"""Time that a tracker may take to be reached, beyond that for its answer."""
+_OPEN_S = 30.0
+"""Time to connect with a server."""
+_EXPIRED = "cannot find server that matches key"
+"""What TVM says where the password of a lease is wrong."""
+_log = logging.getLogger("ansor_mlflow")
 
 
-@dataclass(frozen=True)
-class RemoteWork:
-    """A program to be measured in the session of this process."""
+@dataclass(frozen=True, kw_only=True)
+class FleetSettings:
+    """Where devices are found, and how long they are waited for; see the parameters of the same names."""
 
-    job: RunJob
-    settings: MeasureSettings
-    memory_bytes: int | None
-    limit_s: float
-    """Seconds after which the server is to end the session."""
+    tracker: HostPort
+    key: str
+    wait_s: float
+    session_s: float
+    num_retries: int = 0
 
 
-@dataclass(frozen=True)
-class CheckedServer:
-    """What a server did with a program whose results are known."""
+def fleet_settings(options: RpcOptions) -> FleetSettings | None:
+    """The fleet that a step measures on; None where it is this host.
 
-    description: str
-    """See `ServerDescription.from_json`; empty for one of TVM's own."""
-    calls_s: tuple[float, ...]
-    """Seconds of each call of the program."""
-    max_rel_error: float
-    upload_s: float
-    """Seconds to upload `upload_bytes`."""
-    upload_bytes: int
+    Raises:
+        UserInputError: The tracker is no address, its key is missing, or sessions are too short for a program.
+    """
+    if not options.rpc_tracker:
+        if options.rpc_key:
+            raise UserInputError(f"rpc_key={options.rpc_key!r}, but no rpc_tracker; give its address, host:port")
+        return None
+    if options.rpc_key.split() != [options.rpc_key]:
+        raise UserInputError(f"rpc_key={options.rpc_key!r}: give the key of the servers at {options.rpc_tracker}")
+    fleet = FleetSettings(
+        tracker=HostPort.parse(options.rpc_tracker, "rpc_tracker"),
+        key=options.rpc_key,
+        wait_s=options.rpc_wait_s,
+        session_s=options.rpc_session_s,
+    )
+    if not isinstance(options, TuneOptions):
+        return fleet
+    if options.rpc_session_s < 2 * options.measure_timeout_s:
+        raise UserInputError(
+            f"rpc_session_s={options.rpc_session_s:g}: it must be at least twice measure_timeout_s, "
+            f"{options.measure_timeout_s:g}"
+        )
+    return replace(fleet, num_retries=options.rpc_retries)
+
+
+class LeaseExpiredError(MachineError):
+    """A server was not connected with in time, so that the tracker has it again.
+
+    TVM's server takes another password when nobody came for six seconds: `_accept_conn` of `tvm/rpc/server.py`.
+    """
+
+
+class ServerSession:
+    """A worker process that asks for a server of a fleet, and has a session with it. To be closed."""
+
+    def __init__(self, fleet: FleetSettings) -> None:
+        self.fleet = fleet
+        self.server = HostPort("", 0)
+        """Where it is, once it is open."""
+        self.description: ServerDescription | None = None
+        """What the server says of itself; None of one of TVM's own."""
+        self._pool = WorkerPool(1)
+        self.call(_load, None, _LOAD_S)  # before there is a lease, which soon expires
 
     @property
-    def calibration_s(self) -> float:
-        """Median of the calls."""
-        return median(self.calls_s)
+    def device(self) -> DeviceFingerprint | None:
+        """What the server runs on; None where it does not say."""
+        return None if self.description is None else self.description.fingerprint
+
+    def find(self, is_alone: Callable[[], bool] = lambda: True) -> ServerLease:
+        """Waits for a free server: with a word in the log when none comes, and an end.
+
+        Args:
+            is_alone: Whether there is no other server that works meanwhile; else nothing is said, and it has no end.
+
+        Raises:
+            MachineError: None became free for as long as may be.
+        """
+        fleet, since_s, was_told = self.fleet, time.monotonic(), False
+        while True:
+            left_s = min(_MESSAGE_S, max(0.1, since_s + fleet.wait_s - time.monotonic()))
+            asked = self.call(_request, (fleet, left_s), left_s + _GRACE_S)
+            if isinstance(asked.value, ServerLease):
+                return asked.value
+            problem = asked.value or asked.error
+            if problem:
+                time.sleep(1.0)
+            if not is_alone():
+                since_s = time.monotonic()
+            alone_s = time.monotonic() - since_s
+            if alone_s >= fleet.wait_s:
+                raise MachineError(problem or _no_server(fleet))
+            if alone_s >= _MESSAGE_S and not was_told:
+                was_told = True
+                _log.warning("%s; waiting for %.0f s more", problem or _what_there_is(fleet), fleet.wait_s - alone_s)
+
+    def open(self, lease: ServerLease) -> None:
+        """Connects with a server.
+
+        Raises:
+            LeaseExpiredError: It is too late.
+            MachineError: The server does not answer.
+        """
+        self.server = lease.server
+        opened = self.call(_connect, (lease, self.fleet.session_s), _OPEN_S)
+        if opened.value is None:
+            kind = LeaseExpiredError if _EXPIRED in opened.error else MachineError
+            raise kind(f"server {lease.server} does not answer: {opened.error}; look at it, or restart it")
+        if opened.value:
+            self.description = ServerDescription.from_json(opened.value)
+
+    def call(self, function: Callable[[In], Out], work: In, limit_s: float) -> Outcome[Out]:
+        """Calls a function in the process of the session, which has `this_connection`."""
+        (outcome,) = self._pool.map(function, [work], limit_s)
+        return outcome
+
+    def close(self) -> None:
+        """Ends the session; whoever waits for a server gets an error."""
+        self._pool.close()
+
+
+def open_session(fleet: FleetSettings) -> ServerSession:
+    """A session with the first free server.
+
+    Raises:
+        MachineError: No server is free for too long, or one does not answer.
+    """
+    session = ServerSession(fleet)
+    try:
+        while True:
+            with contextlib.suppress(LeaseExpiredError):
+                session.open(session.find())
+                return session
+    except BaseException:
+        session.close()
+        raise
+
+
+def _no_server(fleet: FleetSettings) -> str:
+    return (
+        f"no server was free for {fleet.wait_s:g} s (rpc_wait_s): {_what_there_is(fleet)}; start one with "
+        f"`ansor-mlflow fleet server --tracker {shlex.quote(str(fleet.tracker))} --key {shlex.quote(fleet.key)}`"
+    )
+
+
+def _what_there_is(fleet: FleetSettings) -> str:
+    try:
+        keys = servers_by_key(fleet.tracker)
+    except MachineError as err:
+        return str(err)
+    own = keys.pop(fleet.key, KeyState())
+    others = ", ".join(f"{key} ({len(state.servers)})" for key, state in keys.items() if state.servers)
+    return (
+        f"the tracker at {fleet.tracker} has {len(own.servers)} servers of key {fleet.key}, "
+        f"{own.num_free} of them free, and of other keys {others or 'none'}"
+    )
+
+
+def device_of_fleet(fleet: FleetSettings, target: str, num_threads: int | Literal["auto"]) -> Device:
+    """The device behind a key, as the first free server describes it.
+
+    Args:
+        fleet: Where it is.
+        target: What the user says it is; auto is what the server says.
+        num_threads: Threads of a kernel; auto is every CPU that the server may use.
+
+    Raises:
+        UserInputError: TVM knows no such target, or the server does not say what it is and the user does not either.
+        MachineError: No server is free for too long, or it cannot run code for the target.
+    """
+    if target != "auto" and not is_cpu(resolve_target(target, 1)):
+        raise UserInputError(
+            f"target={target!r} is no CPU, and programs are measured on the CPUs of servers only; tune on a host with "
+            "such a device, without rpc_tracker"
+        )
+    with contextlib.closing(open_session(fleet)) as session:
+        server, found = session.server, session.device
+    if found is None:
+        if target == "auto" or num_threads == "auto":
+            raise UserInputError(
+                f"target={target}, num_threads={num_threads}: server {server} is one of TVM's own, which does not "
+                "say what it is; give both, or start it with `ansor-mlflow fleet server`"
+            )
+        chosen = resolve_target(target, num_threads)
+        return Device(chosen, replace(fingerprint(chosen, num_threads), cpu_model=""))
+    number = found.num_threads if num_threads == "auto" else num_threads
+    if number > found.num_threads:
+        raise UserInputError(
+            f"num_threads={num_threads}, but server {server} may use {found.num_threads} CPUs; give at most "
+            f"{found.num_threads}, or auto"
+        )
+    chosen = resolve_target(_spec_of(found) if target == "auto" else target, number)
+    features = cpu_features(chosen)
+    if missing := missing_instructions(features, found.features):
+        raise MachineError(
+            f"target={target!r} needs instructions that server {server} ({found.target.get('mcpu')}) lacks: "
+            f"{', '.join(missing[:5])}; use target=auto"
+        )
+    made_for = replace(found, target=attributes_of(chosen), features=features, num_threads=number)
+    return Device(chosen, made_for)
+
+
+def _spec_of(found: DeviceFingerprint) -> str:
+    """The target that generates code for a server."""
+    spec = {key: value for key, value in found.target.items() if key in ("kind", "mcpu")}
+    if found.machine != platform.machine():
+        spec["mtriple"] = f"{found.machine}-linux-gnu"
+    return json.dumps(spec)
+
+
+# -- in the process of a session ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Reply:
-    """What a server said of a program."""
-
-    run_s: tuple[float, ...] = ()
-    """Seconds per call."""
-    waited: float = 0.0
-    """Share of the time that other programs took, where the server knows it."""
-    probe: ProbeTime | None = None
-    """Of the server's CPUs, where it probed them before."""
-    failure: Literal["", "failed", "timed_out"] = ""
-    """Of the program."""
-    is_lost: bool = False
-    """Whether nobody knows what became of the program: the session ended, or the times are none."""
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class _MeasuredThere:
-    """What `MEASURE` returns."""
-
-    run_s: tuple[float, ...]
-    waited: float
-    probe: ProbeTime | None = None
-
-
 class Connection:
-    """The session, and what it has of our functions."""
+    """A session of TVM's, with those of our functions that the server has."""
 
-    def __init__(self, grant: Grant, session_timeout_s: float) -> None:
-        from tvm import rpc
+    session: Any
+    functions: dict[str, Any]
 
-        self.session = rpc.connect(grant.server.host, grant.server.port, grant.password, session_timeout_s)
-        self.functions = {name: self._function(name) for name in (DESCRIBE, MEASURE, RUN_NETWORK)}
+    def ask(self, name: str, request: Any) -> Any:
+        """The answer of one of our functions, as JSON has it."""
+        return read_json(str(self.functions[name](json.dumps(request, default=str))))
 
-    def _function(self, name: str) -> Any | None:
-        try:
-            return self.session.get_function(name)
-        except Exception:  # noqa: BLE001 - TVM's own server has no such function, whatever its error says
-            return None
+    @contextlib.contextmanager
+    def uploaded(self, files: Sequence[Path]) -> Iterator[None]:
+        """Has files in the directory of the session; another file of a name does not overwrite one that is in use."""
+        for file in files:
+            self.session.upload(str(file))
+        yield
+        for file in files:
+            self.session.remove(file.name)
 
 
 _open: list[Connection] = []
-"""The session of this process, as soon as it has one."""
-
-
-def open_session(work: tuple[Grant, float]) -> None:
-    """Connects this process with a server.
-
-    Args:
-        work: The server, and the seconds after which it ends the session.
-    """
-    _open.append(Connection(*work))
+"""The connection of this process."""
 
 
 def this_connection() -> Connection:
-    """The one that `open_session` made."""
+    """The connection of this process."""
     return _open[0]
-
-
-def describe_server(work: tuple[Grant, float]) -> str:
-    """Connects with a server as `open_session` does; returns what it says of itself, see `CheckedServer`."""
-    open_session(work)
-    describe = this_connection().functions[DESCRIBE]
-    return str(describe()) if describe else ""
-
-
-def ready_pool() -> WorkerPool:
-    """A process for a session, started before a server is asked for: a server waits six seconds for who got it."""
-    pool = WorkerPool(1)
-    pool.map(_load, [None], _LOAD_S)
-    return pool
 
 
 def _load(_: None) -> None:
     import tvm.rpc  # noqa: F401
 
 
-def ran_out(opened: Outcome[Any]) -> bool:
-    """Whether a server refused a session because its lease had run out.
-
-    TVM's server takes another match key when nobody came for six seconds, and tells the tracker so: `_accept_conn` of
-    `tvm/rpc/server.py`.
-    """
-    return "cannot find server that matches key" in opened.error
-
-
-def connect_with_any(fleet: FleetSettings, pool: WorkerPool) -> tuple[HostPort, str]:
-    """Opens a session with the first free server of a key; returns it, and what it says of itself.
-
-    Raises:
-        MachineError: No server is free for too long, or one does not answer.
-    """
-    lookout = Lookout(fleet)
-    until_s = time.monotonic() + fleet.wait_s
-    while True:
-        grant = lookout.wait()
-        (opened,) = pool.map(describe_server, [(grant, fleet.session_s)], _OPEN_S)
-        if opened.value is not None:
-            return grant.server, opened.value
-        if not ran_out(opened) or time.monotonic() > until_s:
-            raise MachineError(f"server {grant.server} does not answer: {opened.error}; look at it, or restart it")
-
-
-def check_server(calibration: Calibration) -> CheckedServer:
-    """Runs a program whose results are known in the session of this process."""
-    import tvm
-
-    connection = this_connection()
-    session = connection.session
-    describe = connection.functions[DESCRIBE]
-    blob = bytearray(calibration.path.read_bytes())
-    blob += bytes(max(0, calibration.upload_bytes - len(blob)))  # zeros after the end of a library do no harm
-    started_s = time.perf_counter()
-    session.upload(blob, calibration.path.name)
-    upload_s = time.perf_counter() - started_s
-    module, device = session.load_module(calibration.path.name), session.cpu(0)
-    session.remove(calibration.path.name)  # the next upload must not write into a library that is in use
-    data, expected = calibration.example()
-    given, found = tvm.runtime.tensor(data, device), tvm.runtime.tensor(np.zeros_like(data), device)
-    module["main"](given, found)
-    error = np.abs(found.numpy() - expected).max() / np.abs(expected).max()
-    timer = module.time_evaluator("main", device, number=1, repeat=calibration.num_calls)
-    return CheckedServer(
-        description=str(describe()) if describe else "",
-        calls_s=tuple(float(seconds) for seconds in timer(given, found).results),
-        max_rel_error=float(error),
-        upload_s=upload_s,
-        upload_bytes=len(blob),
-    )
-
-
-def measure_in_session(work: RemoteWork) -> Reply:
-    """Measures a program on the server of this process's session."""
-    from tvm.error import RPCError
-
-    connection = this_connection()
-    name = work.job.path.name
+def _request(work: tuple[FleetSettings, float]) -> ServerLease | str:
+    """A server that is free in so many seconds; else what is wrong with the tracker, which may be nothing."""
+    fleet, wait_s = work
     try:
-        connection.session.upload(str(work.job.path))
-        reply = _measured(connection, name, work)
-        connection.session.remove(name)
-    except RPCError as err:  # the server lives and says so
-        return Reply(failure="failed", error=_without_stack(err))
-    except Exception as err:  # noqa: BLE001 - TVM has no kind of its own for a connection that is gone
-        return Reply(is_lost=True, error=f"the session ended ({_without_stack(err)})")
-    if not reply.run_s or not all(map(is_time, reply.run_s)):
-        said = ", ".join(f"{seconds:g} s" for seconds in reply.run_s[:5]) or "no time"
-        return Reply(is_lost=True, error=f"it says that a call takes {said}")
-    return reply
+        return request_server(fleet.tracker, fleet.key, wait_s) or ""
+    except MachineError as err:
+        return str(err)
 
 
-def _measured(connection: Connection, name: str, work: RemoteWork) -> Reply:
-    measure = connection.functions[MEASURE]
-    if measure is None:
-        return Reply(run_s=_measured_by_tvm(connection.session, name, work))
-    request = measure_request(name, work.job, work.settings, work.memory_bytes, work.limit_s)
-    found = typed(_MeasuredThere, read_json(str(measure(request))))
-    if found.probe and not (is_time(found.probe.elapsed_s) and is_time(found.probe.cpu_s)):
-        raise ValueError(f"it says that a probe took {found.probe}")
-    return Reply(run_s=found.run_s, waited=found.waited, probe=found.probe)
+def _connect(work: tuple[ServerLease, float]) -> str:
+    """Connects this process with a server; returns what the server says of itself."""
+    from tvm import rpc
 
-
-def _without_stack(err: Exception) -> str:
-    """What an error says; TVM puts the caller's stack behind it."""
-    text = str(err).removeprefix("RPCError: ").removeprefix("Error caught from RPC call:").strip()
-    return text.partition("\n")[0] or type(err).__name__
-
-
-def _measured_by_tvm(session: Any, name: str, work: RemoteWork) -> tuple[float, ...]:
-    """Measures with what every TVM runtime has. As the network runs them: with all but the first input cold."""
-    settings, device = work.settings, session.cpu(0)
-    session.get_function("runtime.config_threadpool")(1, settings.num_threads)
-    module = session.load_module(name)
-    arguments = [_argument(session, device, dtype, shape) for _, dtype, shape in work.job.args_info]
-    is_cold = settings.cache_flush or settings.rest is not None
-
-    def timed(number: int, repeat: int, min_repeat_ms: int) -> list[float]:
-        timer = module.time_evaluator(
-            "main",
-            device,
-            number=number,
-            repeat=repeat,
-            min_repeat_ms=min_repeat_ms,
-            f_preproc=_FLUSH if is_cold else "",
-        )
-        return [float(seconds) for seconds in timer(*arguments).results]
-
-    if not is_cold:
-        return tuple(timed(settings.number, settings.repeat, settings.min_repeat_ms))
-    (first_s,) = timed(1, 1, 0)  # only the first of several calls would be cold
-    num_calls = max(settings.number, math.ceil(settings.min_repeat_ms / 1e3 / max(first_s, _FASTEST_S)))
-    return tuple(median(timed(1, min(num_calls, 1000), 0)) for _ in range(settings.repeat))
-
-
-def _argument(session: Any, device: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-    """Random numbers, made there; indices are zero, as `random_arguments` has them."""
-    import tvm
-
-    if dtype in ("int32", "int64"):
-        return tvm.runtime.tensor(np.zeros(shape, dtype), device)
-    tensor = tvm.runtime.empty(shape, dtype, device)
-    session.get_function("tvm.contrib.random.random_fill_for_measure")(tensor)
-    return tensor
+    lease, session_s = work
+    session = rpc.connect(lease.server.host, lease.server.port, lease.password, session_s)
+    functions = {}
+    for name in (DESCRIBE, MEASURE, RUN_NETWORK):
+        with contextlib.suppress(Exception):  # TVM's own server has no such function, whatever its error says
+            functions[name] = session.get_function(name)
+    _open.append(Connection(session, functions))
+    return str(functions[DESCRIBE]()) if DESCRIBE in functions else ""
