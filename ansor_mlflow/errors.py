@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from ansor_mlflow.foreign import printable, printable_line
 
 _MAX_CHARS = 4000
@@ -9,8 +13,12 @@ _MAX_CHARS = 4000
 
 def one_line(err: BaseException, limit: int = 300) -> str:
     """An error's text on one line, shortened, and as it may be shown: servers and files repeat what they were given."""
-    text = printable(" ".join(str(err).split()) or type(err).__name__)
-    return text if len(text) <= limit else text[:limit] + "…"
+    return shortened(printable(" ".join(str(err).split()) or type(err).__name__), limit)
+
+
+def shortened(text: str, limit: int) -> str:
+    """The beginning of a text that is too long."""
+    return text if len(text) <= limit else f"{text[:limit]}…"
 
 
 def add_note(err: BaseException, note: str) -> None:
@@ -23,9 +31,18 @@ def notes_of(err: BaseException | None) -> list[str]:
     return list(getattr(err, "__notes__", []))
 
 
-def first_line(err: BaseException) -> str:
+def first_line(err: BaseException | str) -> str:
     """The first line of an error's text; those of TVM go on with a stack."""
-    return (str(err).strip().splitlines() or [type(err).__name__])[0]
+    return (str(err).strip().splitlines() or ["" if isinstance(err, str) else type(err).__name__])[0]
+
+
+@contextmanager
+def only_warn(what: str) -> Iterator[None]:
+    """Makes an error inside a warning that begins with `what`: it is no reason to end a step."""
+    try:
+        yield
+    except Exception as err:  # noqa: BLE001 - whatever it is, the step goes on without
+        logging.getLogger("ansor_mlflow").warning("%s: %s", what, one_line(err))
 
 
 class AnsorMlflowError(Exception):

@@ -752,10 +752,9 @@ class DoctorOptions(ReportOptions):
         "MLflow's default.",
         "an experiment's ID or name",
     )
-    record_pool: str = _parameter(
-        "", "Path or artifact URI of shared records; none by default.", "a path or an artifact URI"
-    )
     target: str = _same_as(NetworkOptions, "target")
+    rpc_tracker: str = _same_as(RpcOptions, "rpc_tracker")
+    rpc_key: str = _same_as(RpcOptions, "rpc_key")
 
 
 class ShowRecordsOptions(ReportOptions):

@@ -29,7 +29,7 @@ from functools import partial
 from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
 from typing import IO, Any, Generic, Literal, TypeVar
 
-from ansor_mlflow.errors import MachineError
+from ansor_mlflow.errors import MachineError, shortened
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -39,6 +39,7 @@ TIME_LIMIT_S = 3600.0
 ever."""
 DISTURBED = 0.1
 """Share of its time that a thread waited for a CPU from which a measurement is disturbed: it took 11 % too long."""
+_MAX_ERROR_CHARS = 2000
 _EXIT_S = 10
 """Seconds that a process which has answered may take to end."""
 _CHILD = "import sys; sys.path[:] = sys.argv[3:]; from ansor_mlflow.processes import _answer; _answer(*sys.argv[1:3])"
@@ -338,7 +339,7 @@ def _outcome(future: Future[Any]) -> Outcome[Any]:
     except (CancelledError, BrokenProcessPool):
         raise
     except Exception as err:  # noqa: BLE001 - whatever a candidate raises is its result, not our failure
-        return Outcome(failure="failed", error=_shortened(f"{type(err).__name__}: {err}"))
+        return Outcome(failure="failed", error=shortened(f"{type(err).__name__}: {err}", _MAX_ERROR_CHARS))
 
 
 def _exit_text(exitcode: int) -> str:
@@ -348,10 +349,6 @@ def _exit_text(exitcode: int) -> str:
         names = {member.value: member.name for member in signal.Signals}  # real-time signals have none
         return names.get(-exitcode, f"signal {-exitcode}")
     return f"exit code {exitcode}"
-
-
-def _shortened(text: str, limit: int = 2000) -> str:
-    return text if len(text) <= limit else text[:limit] + "…"
 
 
 # -- in the worker -----------------------------------------------------------------------------------------------------

@@ -39,13 +39,10 @@ pytestmark = pytest.mark.system  # whole pipelines
 EXPECTED = {
     "The best model for a target": {"evaluated"},
     "All tunings of a network": {"tuned", "plateau"},
-    "Tunings on processors of one kind": {"tuned", "plateau"},
     "Runs for the same target and number of threads": {"tuned", "plateau", "compiled", "partial", "evaluated"},
     "What failed": {"wrong"},
-    "What failed because of the input (exit codes are in [Errors](errors.md))": {"wrong"},
     "Tunings in which programs did not compile": {"plateau"},
     "Tunings that ended before their trials were spent": {"plateau"},
-    "Tunings with one strategy and cost model": {"tuned"},
     "Models that do without a record for some task": {"partial"},
     "Everything that was made from one tuning run": {"compiled"},
 }

@@ -11,13 +11,20 @@ from urllib.parse import quote
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.text import Text
 
-from ansor_mlflow.cli.console import console, say, table
+from ansor_mlflow.cli.console import console, say, say_marked, show
 from ansor_mlflow.cli.json_file import write_json
-from ansor_mlflow.cli.printing.doctor import print_check
 from ansor_mlflow.errors import MachineError, one_line
-from ansor_mlflow.foreign import PrintableFormatter, for_shell, printable, without_credentials
+from ansor_mlflow.foreign import (
+    Code,
+    PrintableFormatter,
+    Report,
+    Table,
+    for_shell,
+    html_of,
+    printable,
+    without_credentials,
+)
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.steps.doctor import Check
 from ansor_mlflow.tracking.report.addresses import server_command, ui_address
@@ -183,13 +190,14 @@ def test_nothing_that_is_printed_has_secrets_or_control_characters(
     name = f"pi\x1b]0;owned\x07\x9b2J\u202e\r\nfake://u:{SECRET}@h"
     say(name)
     console().print(name)
-    console().print(table(["name"], [[name]]))
-    console().print(Text.assemble(("red", "red"), name.replace(SECRET, "")))
-    print_check(Check(status="red", name=name, message=name, fix=name))
+    report = Report(name, [name, Table([[name]], [name], name), Code(name, name)], {name: name})
+    show(report)
+    say_marked("red", str(Check(name, "red", name, name)))
     write_json("-", Result({name: [name]}))
     logging.getLogger("ansor_mlflow").warning("%s", name)
     caplog.handler.setFormatter(PrintableFormatter("%(message)s"))
-    texts = [capfd.readouterr().out, caplog.handler.format(caplog.records[0]), str(MachineError(name))]
+    logged = caplog.handler.format(caplog.records[0])
+    texts = [capfd.readouterr().out, html_of(report), logged, str(MachineError(name))]
     for text in texts:
         assert not {"\x1b", "\x07", "\x9b", "\u202e", "\r"} & set(text)
         assert SECRET not in text

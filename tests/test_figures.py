@@ -18,11 +18,9 @@ from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.testing.fakes import FakeRunner
 from ansor_mlflow.tracking import observer
+from ansor_mlflow.tracking.figures.bars import draw_failures, draw_gain, draw_task_share
 from ansor_mlflow.tracking.figures.convergence import draw_convergence
-from ansor_mlflow.tracking.figures.failures import draw_failures
-from ansor_mlflow.tracking.figures.gain import draw_gain
 from ansor_mlflow.tracking.figures.roofline import draw_roofline
-from ansor_mlflow.tracking.figures.share import draw_task_share
 from ansor_mlflow.tracking.figures.style import save_figure
 from ansor_mlflow.tracking.observer import MlflowObserver
 from ansor_mlflow.tracking.outbox import Message, Outbox

@@ -180,6 +180,6 @@ def test_a_notebook_shows_progress_and_results(experiment_id: str, tmp_path: Pat
     progress, result = (output for output in notebook.cells[1].outputs if "data" in output)
     assert "stopped by trials" in progress.data["text/html"]
     assert "4/4 trials" in progress.data["text/html"]
-    assert "<table><caption>dense:4,32,16 for llvm" in result.data["text/html"]
+    assert "<h3>dense:4,32,16 for llvm" in result.data["text/html"]
     assert "speedup over ONNX Runtime" in result.data["text/html"]
     assert "<th>task</th>" in notebook.cells[2].outputs[-1].data["text/html"]

@@ -25,12 +25,11 @@ from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.steps.tuning import tuning_report as report
 from ansor_mlflow.steps.tuning.tune import tune
 from ansor_mlflow.steps.tuning.tuning_report import TuningReport
-from ansor_mlflow.tracking.figures.gain import draw_gain
+from ansor_mlflow.tracking.figures.bars import draw_gain
 from ansor_mlflow.tracking.figures.style import save_figure
 from ansor_mlflow.tracking.outbox import Outbox
 from ansor_mlflow.tracking.report.history import TuningHistory
-from ansor_mlflow.tracking.report.pages import render_page
-from ansor_mlflow.tracking.report.tuning_page import KernelNote, ScheduleText, sparkline, tuning_page
+from ansor_mlflow.tracking.report.tuning_page import KernelNote, ScheduleText, tuning_page
 from ansor_mlflow.trials import StopReason, TrialStatus
 from ansor_mlflow.tuning.job import TuningJob
 
@@ -54,8 +53,6 @@ class Page(HTMLParser):
         super().__init__()
         self.tags: set[str] = set()
         self.attributes: list[tuple[str, str]] = []
-        self.values: list[float] = []
-        """Numbers of `<data>`."""
         self.rows: list[list[str]] = []
         self.texts: list[str] = []
         """Of `<pre>`."""
@@ -70,8 +67,6 @@ class Page(HTMLParser):
         self.attributes += [(name, value or "") for name, value in attrs]
         if tag not in VOID:
             self._open.append(tag)
-        if tag == "data":
-            self.values.append(float(str(dict(attrs)["value"])))
         if tag == "tr":
             self.rows.append([])
         if tag in ("td", "th"):
@@ -120,22 +115,23 @@ def test_the_numbers_of_the_tuning(tmp_path: Path) -> None:
     kernel = KernelNote(sketch="rows: lanes 8", own_ratio=1.25, roof_share=0.5, limit="memory")
     kernels = {history.tasks[1].state.info.workload_hash: kernel}
     page, text = page_of(history, tmp_path, commands=["ansor-mlflow tune"], kernels=kernels)
-    estimated_ms, before_ms, num_trials, minutes = page.values[:4]
-    assert (estimated_ms, before_ms) == (pytest.approx(5), pytest.approx(11))
-    assert (num_trials, minutes) == (5, 3)
-    header, first, second = page.rows[:3]
+    assert page.rows[:5] == [
+        ["estimated latency", "5 ms"],
+        ["before, with first measurements", "11 ms"],
+        ["trials", "5, of which 1 failed"],
+        ["time", "3.0 minutes"],
+        ["ended", "the budget of trials was spent (trials)"],
+    ]
+    header, first, second = page.rows[5:8]
     assert header[:2] == ["task", "weight"]
     # weight, share, best, GFLOP/s, trials, failed, gain
-    assert first[:8] == ["task1", "1", "60.0", "3000", "0.3333", "2", "1", "0"]
-    assert second[:8] == ["task0", "2", "40.0", "1000", "1", "3", "0", "6"]
-    assert first[9] == "trials"
-    assert page.rows[3][:2] == ["task", "sketch"]
-    assert page.rows[4] == ["task1", "rows: lanes 8", "50", "memory", "1.25"]
-    assert page.rows[5] == ["task0", "", "–", "", "–"]
-    assert "the budget of trials was spent" in text
+    assert first == ["task1", "1", "60.0%", "3000", "0.3333", "2", "1", "0", "trials"]
+    assert second[:8] == ["task0", "2", "40.0%", "1000", "1", "3", "0", "6"]
+    assert page.rows[8][:2] == ["task", "sketch"]
+    assert page.rows[9] == ["task1", "rows: lanes 8", "50%", "memory", "1.25"]
+    assert page.rows[10] == ["task0", "", "–", "", "–"]
     assert "crashed: " in text
     assert page.texts == ["signal 11", "ansor-mlflow tune"]
-    assert "polyline" in page.tags
     assert "img" not in page.tags  # there are no figures in the directory
 
 
@@ -167,9 +163,9 @@ def test_what_others_wrote_is_only_text(tmp_path: Path) -> None:
 
 def test_a_task_without_a_valid_trial_is_told(tmp_path: Path) -> None:
     history = history_of([*ROUNDS, TaskRound(index=2, failed=[(TrialStatus.TIMED_OUT, "30 s")])], [2, 1, 1])
-    page, text = page_of(history, tmp_path)
-    assert "1 tasks have no valid trial" in text
-    assert page.rows[3][:8] == ["task2", "1", "–", "–", "–", "1", "1", "–"]
+    page, _ = page_of(history, tmp_path)
+    assert ["without a valid trial", "1 of 3 tasks"] in page.rows
+    assert ["task2", "1", "–", "–", "–", "1", "1", "–"] in [row[:8] for row in page.rows]
 
 
 def test_commands_hold_no_credentials(tmp_path: Path) -> None:
@@ -188,21 +184,9 @@ def test_a_long_schedule_is_shortened() -> None:
     assert ScheduleText(task="conv", lines=["line"]).text == "line"
 
 
-def test_a_sparkline_goes_down_in_steps_through_its_frame() -> None:
-    assert sparkline([(10, 4e-3), (20, 2e-3), (30, 2e-3)]) == "0.0,0.0 55.0,0.0 55.0,24.0 110.0,24.0"
-    assert sparkline([(5, 1e-3)]) == "0.0,0.0 110.0,0.0"
-    assert sparkline([]) == ""
-
-
-def test_another_page_can_have_the_same_style() -> None:
-    page = Page(render_page("base.html", title="a & b", subtitle="<two runs>"))
-    page.require_self_contained()
-    assert {"h1", "style"} <= page.tags
-
-
-def test_the_templates_are_in_the_package() -> None:
-    assert "tracking/report/templates/*.html" in (ROOT / "setup.cfg").read_text()
-    assert (ROOT / "ansor_mlflow/tracking/report/templates/base.html").is_file()
+def test_the_page_is_in_the_package() -> None:
+    assert "tracking/report/page.html" in (ROOT / "setup.cfg").read_text()
+    assert (ROOT / "ansor_mlflow/tracking/report/page.html").is_file()
 
 
 # -- the report of a real tuning ---------------------------------------------------------------------------------------
@@ -226,10 +210,10 @@ def test_a_tuning_ends_with_a_report(
     text = artifact(run, names.REPORT_FILE).read_text()
     page = Page(text)
     page.require_self_contained()
-    assert page.values[0] == pytest.approx(run.data.metrics[names.BEST_LATENCY_MS], rel=1e-4)
-    assert page.values[1] == pytest.approx(run.data.metrics[names.CONFIRMED_LATENCY_MS], rel=1e-4)
+    assert page.rows[0][1] == f"{run.data.metrics[names.BEST_LATENCY_MS]:.4g} ms"
+    assert page.rows[1][1] == f"{run.data.metrics[names.CONFIRMED_LATENCY_MS]:.4g} ms"
     tasks = json.loads(artifact(run, names.TASKS_FILE).read_text())
-    shown = {row[0]: row for row in page.rows if len(row) == 10}
+    shown = {row[0]: row for row in page.rows if len(row) == 9}
     for task in tasks:
         assert shown[task["task"]][3] == f"{task['latency_us']:.4g}"
     assert len(re.findall("<img ", text)) >= 4

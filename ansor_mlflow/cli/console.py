@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
-from ansor_mlflow.foreign import printable, printable_line
+from ansor_mlflow.foreign import Code, Image, Report, Table, printable, printable_line
 
 _PIPE_WIDTH = 1000
 """Columns where there is no terminal: lines are not broken."""
@@ -21,6 +22,11 @@ _PIPE_WIDTH = 1000
 def say(text: object = "", *, err: bool = False) -> None:
     """Prints a line to standard output, or to standard error."""
     click.echo(printable(str(text)), err=err)
+
+
+def say_marked(mark: str, text: str) -> None:
+    """Prints a line behind a word in the colour that it names."""
+    console().print(Text.assemble((f"{mark:<8}", mark), printable(text)), soft_wrap=True)
 
 
 class PlainConsole(Console):
@@ -42,23 +48,36 @@ def console() -> Console:
     return PlainConsole(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
 
 
-def table(headers: Iterable[str], rows: Iterable[Sequence[str]], styles: Iterable[str] | None = None) -> Table:
-    """A table without lines.
+def show(report: Report) -> None:
+    """Prints a report: its title, its parts with empty lines around tables and programs, and where things are."""
+    out, is_line = console(), True
+    for part in (report.title, *report.parts):
+        if isinstance(part, Image):
+            continue
+        if not (is_line and isinstance(part, str)):
+            out.print()
+        is_line = isinstance(part, str)
+        if isinstance(part, str):
+            out.print(part, soft_wrap=True)
+            continue
+        if part.title:
+            out.print(Text(printable(part.title), style="bold"), soft_wrap=True)
+        if isinstance(part, Code):
+            say(part.text)
+        else:
+            out.print(table(part))
+    if report.where and not is_line:
+        out.print()
+    for label, where in report.where.items():
+        say(f"{label:<6} {where}")
 
-    Args:
-        headers: Column names. One that begins with ">" holds numbers, one with "~" gives way on a narrow terminal.
-        rows: Cells of each row.
-        styles: Styles of the rows.
-    """
-    made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for header in headers:
+
+def table(description: Table) -> RichTable:
+    """A table without lines, see `Table`."""
+    made = RichTable(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=bool(description.headers))
+    for header in description.headers or ("", "~"):
         justify = "right" if header.startswith(">") else "left"
         made.add_column(header.lstrip(">~"), justify=justify, no_wrap=not header.startswith("~"))  # type: ignore[arg-type]
-    for cells, style in zip(rows, styles or iter(lambda: "", None), strict=False):
-        made.add_row(*map(printable_line, cells), style=style)
+    for cells, style in zip_longest(description.rows, description.marks, fillvalue=""):
+        made.add_row(*map(printable_line, cells), style=str(style))
     return made
-
-
-def microseconds(seconds: float | None) -> str:
-    """A time for a column of them; empty where there is none."""
-    return "" if seconds is None else f"{seconds * 1e6:.1f}"

@@ -11,7 +11,7 @@ import tempfile
 import traceback
 from importlib.metadata import distributions
 
-from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, add_note, notes_of, one_line
+from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, add_note, notes_of, one_line, shortened
 from ansor_mlflow.foreign import printable
 
 _OF_USER = {errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR}
@@ -24,9 +24,8 @@ def known_error(err: Exception) -> AnsorMlflowError:
     if isinstance(err, MemoryError):
         return MachineError("there is not enough memory; give a smaller network or batch, or take a larger machine")
     if isinstance(err, OSError) and err.errno in _OF_USER:
-        name = str(err.filename or "a file")
-        what = f"{name[:100]}{'…' if len(name) > 100 else ''}: {err.strerror}"
-        return UserInputError(f"{what}; give another name")
+        name = shortened(str(err.filename or "a file"), 100)
+        return UserInputError(f"{name}: {err.strerror}; give another name")
     found = AnsorMlflowError(
         f"{type(err).__name__}: {one_line(err)}: this is a bug; to have it mended, report it with the file "
         f"{_written(err)}, which says where it happened"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 import pydantic_core
 
+from ansor_mlflow.cli.console import show
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import translated_disk_errors, write_text
 from ansor_mlflow.foreign import printable_json, without_credentials
@@ -17,20 +17,18 @@ from ansor_mlflow.foreign import printable_json, without_credentials
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-ResultT = TypeVar("ResultT", bound="DataclassInstance")
-
 STANDARD_OUTPUT = "-"
 """The path that means standard output."""
 
 
-def report(result: ResultT, json_file: str, print_text: Callable[[ResultT], None]) -> None:
-    """Prints a result, and writes its fields to a file; to standard output they go in place of the text.
+def report(result: Any, json_file: str) -> None:
+    """Prints a result's report, and writes its fields to a file; to standard output they go in place of the text.
 
     Raises:
         UserInputError: The file cannot be written.
     """
     if json_file != STANDARD_OUTPUT:
-        print_text(result)
+        show(result.report())
     write_json(json_file, result)
 
 

@@ -18,14 +18,14 @@ import click
 
 from ansor_mlflow import gone
 from ansor_mlflow.cli.command import COMMANDS, command
-from ansor_mlflow.cli.console import say
+from ansor_mlflow.cli.console import say, say_marked, show
 from ansor_mlflow.cli.crash import known_error
 from ansor_mlflow.cli.fleet import fleet
-from ansor_mlflow.cli.json_file import STANDARD_OUTPUT, report
+from ansor_mlflow.cli.json_file import STANDARD_OUTPUT, report, write_output
 from ansor_mlflow.cli.s3 import suit_other_s3_servers
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError, notes_of
 from ansor_mlflow.files import translated_disk_errors
-from ansor_mlflow.foreign import PrintableFormatter
+from ansor_mlflow.foreign import Code, PrintableFormatter, Report, Table
 from ansor_mlflow.options import (
     BisectOptions,
     CompileOptions,
@@ -67,46 +67,42 @@ def pipeline(options: PipelineOptions) -> None:
 
     In a folder whose MLproject file has these steps as entry points, each is run as one, in a process of its own.
     """
-    from ansor_mlflow.cli.printing.summary import print_pipeline
     from ansor_mlflow.cli.progress import progress_observers
     from ansor_mlflow.steps.pipeline import has_our_entry_points, run_pipeline
 
     if has_our_entry_points(Path.cwd()):
-        print_pipeline(run_pipeline(options, Path.cwd()))
+        show(run_pipeline(options, Path.cwd()).report())
         return
     with progress_observers() as observers:
         result = run_pipeline(options, observers=observers)
-    print_pipeline(result)
+    show(result.report())
 
 
 @command(cli, "tune")
 def tune(options: TuneOptions) -> None:
     """Search the best schedule for every task of a network."""
-    from ansor_mlflow.cli.printing.summary import print_tuned
     from ansor_mlflow.cli.progress import progress_observers
     from ansor_mlflow.steps.tuning import tune as tune_step
 
     with progress_observers() as observers:
         result = tune_step(options, observers)
-    print_tuned(result)
+    show(result.report())
 
 
 @command(cli, "compile")
 def compile_(options: CompileOptions) -> None:
     """Build a network with tuning records and log it as a model."""
-    from ansor_mlflow.cli.printing.summary import print_compiled
     from ansor_mlflow.steps.compiling import compile_network
 
-    print_compiled(compile_network(options))
+    show(compile_network(options).report())
 
 
 @command(cli, "evaluate")
 def evaluate(options: EvaluateOptions) -> None:
     """Check a model against ONNX Runtime and measure its latency."""
-    from ansor_mlflow.cli.printing.summary import print_evaluated
     from ansor_mlflow.steps.evaluation import evaluate as evaluate_step
 
-    print_evaluated(evaluate_step(options))
+    show(evaluate_step(options).report())
 
 
 @command(cli, "promote")
@@ -116,15 +112,14 @@ def promote(options: PromoteOptions) -> None:
     Moves champion-<target>, and --alias with it. A candidate that is not promoted ends with exit code 9 if it lost, 10
     if it was not decided, 7 if its outputs are wrong, and 6 if the champion does not run here.
     """
-    from ansor_mlflow.cli.printing.promote import print_promotion, print_rollback
     from ansor_mlflow.steps.promotion import promote as promote_step
     from ansor_mlflow.steps.promotion import roll_back
 
     if options.rollback:
-        print_rollback(roll_back(options))
+        show(roll_back(options).report())
         return
     promotion = promote_step(options)
-    print_promotion(promotion)
+    show(promotion.report())
     promotion.require_won()
 
 
@@ -134,10 +129,9 @@ def plan(options: PlanOptions) -> None:
 
     Nothing is measured, and no run is started.
     """
-    from ansor_mlflow.cli.printing.plan import print_plan
     from ansor_mlflow.steps.reports import plan_tuning
 
-    report(plan_tuning(options), options.json_file, print_plan)
+    report(plan_tuning(options), options.json_file)
 
 
 @command(cli, "bisect")
@@ -147,11 +141,10 @@ def bisect(options: BisectOptions) -> None:
     NETWORK is compiled without tuning, whole and in parts. The model is saved with its inputs, for a bug report, and
     the exit code is then 7; it is 0 where nothing differs.
     """
-    from ansor_mlflow.cli.printing.bisect import print_bisection
     from ansor_mlflow.steps.bisection import bisect_network
 
     bisection = bisect_network(options)
-    report(bisection, options.json_file, print_bisection)
+    report(bisection, options.json_file)
     bisection.require_equal()
 
 
@@ -162,10 +155,9 @@ def explain(options: ExplainOptions) -> None:
     SOURCE is the ID of a tuning run, or a directory, a tuning-record file or an artifact URI; then give the network,
     layout, target and threads that the records were made with.
     """
-    from ansor_mlflow.cli.printing.explain import print_explanation
     from ansor_mlflow.steps.reports import explain_task
 
-    report(explain_task(options), options.json_file, print_explanation)
+    report(explain_task(options), options.json_file)
 
 
 @command(cli, "diff")
@@ -174,12 +166,13 @@ def diff(options: DiffOptions) -> None:
 
     RUN_A and RUN_B are runs of tune, compile, evaluate or main, or models.
     """
-    from ansor_mlflow.cli.printing.diff import print_diff, write_page
     from ansor_mlflow.steps.reports import diff_runs
+    from ansor_mlflow.tracking import html_page
 
     difference = diff_runs(options)
-    report(difference, options.json_file, print_diff)
-    write_page(difference, options.html)
+    report(difference, options.json_file)
+    if options.html:
+        write_output("html", options.html, html_page(difference.report()))
     if options.fail_if_slower is not None:
         difference.require_not_slower(options.fail_if_slower, force=options.force)
 
@@ -195,28 +188,25 @@ def records() -> None:
 @command(records, "show")
 def records_show(options: ShowRecordsOptions) -> None:
     """Count the records of a database, by target and workload."""
-    from ansor_mlflow.cli.printing.records import print_summary
     from ansor_mlflow.steps.records import show_records
 
-    report(show_records(options), options.json_file, print_summary)
+    report(show_records(options), options.json_file)
 
 
 @command(records, "merge")
 def records_merge(options: MergeRecordsOptions) -> None:
     """Write the records of several databases to a new one, each once."""
-    from ansor_mlflow.cli.printing.records import print_written
     from ansor_mlflow.steps.records import merge_records
 
-    print_written(merge_records(options))
+    show(merge_records(options).report())
 
 
 @command(records, "distill")
 def records_distill(options: DistillRecordsOptions) -> None:
     """Write the fastest records of each workload and target to a new database."""
-    from ansor_mlflow.cli.printing.records import print_written
     from ansor_mlflow.steps.records import distill_records
 
-    print_written(distill_records(options))
+    show(distill_records(options).report())
 
 
 @command(records, "verify")
@@ -226,15 +216,14 @@ def records_verify(options: VerifyRecordsOptions) -> None:
     With another SOURCE than a tuning run, give the network, layout, target and threads that the records were made with.
     With --repair and no network, damaged lines are set aside and nothing is replayed.
     """
-    from ansor_mlflow.cli.printing.records import print_mended, print_replayed, print_verification
     from ansor_mlflow.steps.records import repair_records, verify_records
 
     if options.repair and "network" not in options.model_fields_set:
-        report(repair_records(options.source), options.json_file, print_mended)
+        report(repair_records(options.source), options.json_file)
         return
     is_text = options.json_file != STANDARD_OUTPUT
-    result = verify_records(options, print_replayed if is_text else lambda _: None)
-    report(result, options.json_file, print_verification)
+    result = verify_records(options, say if is_text else lambda _: None)
+    report(result, options.json_file)
     result.require_pass()
 
 
@@ -249,10 +238,9 @@ def pool() -> None:
 @command(pool, "list")
 def pool_list(options: ListPoolOptions) -> None:
     """List the devices that a pool has records for."""
-    from ansor_mlflow.cli.printing.records import print_pool
     from ansor_mlflow.steps.records import list_pool
 
-    report(list_pool(options), options.json_file, print_pool)
+    report(list_pool(options), options.json_file)
 
 
 @command(pool, "push")
@@ -284,12 +272,11 @@ def doctor(options: DoctorOptions) -> None:
 
     Red means that a tuning would fail or measure nonsense, and ends with exit code 3. Nothing is left anywhere.
     """
-    from ansor_mlflow.cli.printing.doctor import print_check, print_diagnosis
     from ansor_mlflow.steps.doctor import examine
 
     is_text = options.json_file != STANDARD_OUTPUT
-    diagnosis = examine(options, print_check if is_text else lambda _: None)
-    report(diagnosis, options.json_file, print_diagnosis)
+    diagnosis = examine(options, (lambda check: say_marked(check.status, str(check))) if is_text else lambda _: None)
+    report(diagnosis, options.json_file)
     diagnosis.require_no_red()
 
 
@@ -316,9 +303,20 @@ def sync(drop: str) -> None:
 @cli.command("networks")
 def networks() -> None:
     """List the built-in networks and operators."""
-    from ansor_mlflow.cli.printing.networks import print_networks
+    from ansor_mlflow.networks import OPERATORS, read_catalogue
 
-    print_networks()
+    rows = [
+        (
+            name,
+            ", ".join("×".join(map(str, shape)) for shape in size.inputs.values()),
+            f"{size.parameters / 1e6:.2f} M",
+            f"{size.flops / 1e9:.2f}",
+            str(size.tasks),
+        )
+        for name, size in read_catalogue().items()
+    ]
+    sizes = Table(rows, ["network", "~input", ">parameters", ">GFLOP", ">tasks"])
+    show(Report("Networks", [sizes, Code("\n".join(OPERATORS.values()), "Operators")]))
 
 
 @cli.command("parameters")

@@ -20,8 +20,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from ansor_mlflow.cli.console import PlainConsole, microseconds
-from ansor_mlflow.foreign import printable
+from ansor_mlflow.cli.console import PlainConsole
+from ansor_mlflow.foreign import microseconds, printable
 from ansor_mlflow.trials import TaskState, TrialStatus, TuningObserver, TuningPlan, TuningResult, TuningRound
 
 _MIN_REFRESH_INTERVAL_S = 0.5

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from ansor_mlflow.errors import RecordsError
+from ansor_mlflow.foreign import Report, Reported, Table, microseconds
 from ansor_mlflow.records.applicability import target_key, target_name
 from ansor_mlflow.records.lines import FAILED_RUN_S, RecordLine, numbered, target_attributes
 from ansor_mlflow.records.store import Database, RecordPair
@@ -55,9 +56,20 @@ class TargetSummary:
         """Seconds that one call of every workload takes with the median of its records."""
         return sum(workload.median_s or 0.0 for workload in self.workloads)
 
+    def table(self) -> Table:
+        """A row for each workload."""
+        counts = f"{len(self.workloads)} workloads, {self.num_records} records, {self.num_failed} failed"
+        sums = f"best {self.best_s * 1e3:.3f} ms, median {self.median_s * 1e3:.3f} ms for one call of each"
+        rows = [
+            (w.hash, str(w.num_records), str(w.num_failed), microseconds(w.best_s), microseconds(w.median_s))
+            for w in self.workloads
+        ]
+        headers = ("workload", ">records", ">failed", ">best µs", ">median µs")
+        return Table(rows, headers, f"{self.name}: {counts}; {sums}")
+
 
 @dataclass(frozen=True, kw_only=True)
-class DatabaseSummary:
+class DatabaseSummary(Reported):
     """What is in a database."""
 
     records: str
@@ -74,6 +86,11 @@ class DatabaseSummary:
     def num_records(self) -> int:
         """Number of records, failed trials included."""
         return sum(target.num_records for target in self.targets)
+
+    def report(self) -> Report:
+        """A table of workloads for each target."""
+        title = f"{self.records}: {self.num_records} records of {self.num_workloads} workloads"
+        return Report(title, [target.table() for target in self.targets])
 
 
 def open_database(pair: RecordPair) -> Database:

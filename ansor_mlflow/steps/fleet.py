@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ansor_mlflow.errors import MachineError
+from ansor_mlflow.foreign import Report, Reported, Table
 from ansor_mlflow.model import require_linker
 from ansor_mlflow.options import FleetOptions, FleetTestOptions
 from ansor_mlflow.tuning import (
@@ -34,11 +35,28 @@ _BUILD_S = 60.0
 
 
 @dataclass(frozen=True)
-class FleetStatus:
+class FleetStatus(Reported):
     """The servers of a tracker, and who waits for them."""
 
     tracker: str
     keys: dict[str, KeyState]
+
+    def report(self) -> Report:
+        """A row for each key."""
+        if not self.keys:
+            return Report(f"no server has reported to the tracker at {self.tracker}")
+        rows = [
+            (
+                key,
+                str(len(known.servers)),
+                str(known.num_free),
+                str(known.num_waiting),
+                ", ".join(map(str, known.servers)),
+            )
+            for key, known in self.keys.items()
+        ]
+        table = Table(rows, ("~key", ">servers", ">free", ">waiting", "~where"))
+        return Report(f"servers of the tracker at {self.tracker}", [table])
 
 
 def fleet_status(options: FleetOptions) -> FleetStatus:
@@ -69,9 +87,16 @@ class TestedServer:
     """By how much the ninth decile of the calls is longer than the median."""
     upload_mib_per_s: float | None = None
 
+    def __str__(self) -> str:
+        if self.error:
+            return f"{self.server}  {self.error}"
+        whose = "" if self.has_own_code else ", TVM’s own server"
+        time = f"{self.calibration_ms or 0:.3f} ms ± {self.noise or 0:.0%}"
+        return f"{self.server}  right, {time}, {self.upload_mib_per_s or 0:.0f} MiB/s{whose}"
+
 
 @dataclass(frozen=True)
-class FleetTest:
+class FleetTest(Reported):
     """What became of all servers of a key."""
 
     tracker: str
@@ -79,6 +104,16 @@ class FleetTest:
     servers: tuple[TestedServer, ...]
     num_busy: int
     """Servers that somebody else had all the time."""
+
+    def report(self) -> Report:
+        """How many servers can measure, and how much their times differ."""
+        times = sorted(server.calibration_ms for server in self.servers if server.calibration_ms)
+        parts = [f"{sum(not server.error for server in self.servers)} of {len(self.servers)} servers can measure"]
+        if len(times) > 1:
+            parts.append(f"the slowest takes {times[-1] / times[0]:.2f} times as long as the fastest")
+        if self.num_busy:
+            parts.append(f"{self.num_busy} were busy all the time")
+        return Report("; ".join(parts))
 
     def require_pass(self) -> None:
         """Checks that every server that was tried can measure.

@@ -15,7 +15,7 @@ from mlflow.exceptions import ExecutionException
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import INTERRUPTED_EXIT_CODE, AnsorMlflowError, UserInputError, error_for_exit_code
-from ansor_mlflow.foreign import read_yaml
+from ansor_mlflow.foreign import Part, Report, Reported, Table, read_yaml
 from ansor_mlflow.measuring import choose_examples, require_examples, require_rivals
 from ansor_mlflow.model import require_pad
 from ansor_mlflow.options import (
@@ -36,12 +36,14 @@ from ansor_mlflow.tensors import all_sizes
 from ansor_mlflow.tracking import (
     StepRun,
     command_lines,
-    html_table,
     pipeline_note,
     register,
+    run_page,
+    server_command,
     step_run,
     summary_rows,
     translated_errors,
+    ui_address,
     work_directory,
 )
 from ansor_mlflow.trials import TuningObserver
@@ -53,7 +55,7 @@ _FROM_COMPILE = (names.COVERAGE_TASKS, names.COVERAGE_FLOPS, names.LIBRARY_GROWT
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineResult:
+class PipelineResult(Reported):
     """What the pipeline made."""
 
     run_id: str
@@ -68,13 +70,19 @@ class PipelineResult:
     promotion: Promotion | None
     """Whether the version became the champion; None where that was not asked for."""
 
-    def _repr_html_(self) -> str:
-        made = [("model", self.model_uri), ("run", self.run_id)]
+    def report(self) -> Report:
+        """Latencies, speedups and errors, what became of the model, and where the run is shown."""
+        parts: list[Part] = [Table(summary_rows(self.metrics))]
         if self.registered_version:
-            made.append(("registered as version", self.registered_version))
+            parts.append(f"registered as version {self.registered_version}")
         if self.promotion:
-            made.append(("promotion", f"{self.promotion.outcome.value}: {self.promotion.reason}"))
-        return html_table(f"{self.network} for {self.target}", [*summary_rows(self.metrics), *made])
+            promoted = self.promotion.report()
+            parts += [promoted.title, *promoted.parts]
+        where = {"run": self.run_id, "model": self.model_uri}
+        if start := server_command():
+            where["start"] = start
+        where["open"] = ui_address(run_page(self.experiment_id, self.run_id))
+        return Report(f"{self.network} for {self.target}", parts, where)
 
 
 def has_our_entry_points(directory: Path) -> bool:

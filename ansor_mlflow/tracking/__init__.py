@@ -38,10 +38,9 @@ from ansor_mlflow.tracking.registry import (
 )
 from ansor_mlflow.tracking.report.addresses import run_page, server_command, ui_address
 from ansor_mlflow.tracking.report.history import TuningHistory
-from ansor_mlflow.tracking.report.kernels_page import kernels_page
 from ansor_mlflow.tracking.report.note import command_lines, evaluation_note, pipeline_note, tuning_note
-from ansor_mlflow.tracking.report.pages import html_table, render_page
-from ansor_mlflow.tracking.report.summary import latency_rows, summary_rows
+from ansor_mlflow.tracking.report.pages import html_page, kernels_page
+from ansor_mlflow.tracking.report.summary import kernel_rows, summary_rows
 from ansor_mlflow.tracking.report.tuning_page import KernelNote, ScheduleText, tuning_page
 from ansor_mlflow.tracking.run import StepRun, fail_project_run, params_used, read_artifact, step_run, work_directory
 from ansor_mlflow.tracking.sources import find_program, network_of, pinned_uri

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import one_line
+from ansor_mlflow.errors import only_warn
 from ansor_mlflow.files import write_text
 from ansor_mlflow.tracking.figures import draw_convergence, draw_failures, draw_gain, draw_task_share, save_figure
 from ansor_mlflow.tracking.outbox import Message, Outbox
@@ -116,12 +116,10 @@ class MlflowObserver:
 
     def _draw(self, name: str) -> bool:
         """Writes a figure; one that cannot be made is no reason to end a tuning."""
-        try:
+        with only_warn(f"the figure {name} could not be made"):
             save_figure(_FIGURES[name](self.history), self._directory / name)
-        except Exception as err:  # noqa: BLE001
-            _log.warning("the figure %s could not be made: %s", name, one_line(err))
-            return False
-        return True
+            return True
+        return False
 
 
 def _round_metrics(round_: TuningRound) -> dict[str, float]:

@@ -17,7 +17,7 @@ from mlflow.entities import Param, Run, RunTag
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_PROJECT_ENTRY_POINT
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError, add_note, one_line
+from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError, add_note, one_line, only_warn
 from ansor_mlflow.files import path_below, translated_disk_errors
 from ansor_mlflow.foreign import read_json, typed, without_credentials
 from ansor_mlflow.gone import why_gone
@@ -284,13 +284,11 @@ def fail_project_run(err: BaseException) -> None:
     """
     run_id = os.environ.get(_PROJECT_RUN_VARIABLE)
     if run_id:
-        try:
+        with only_warn(f"the run {run_id} could not be tagged"):
             tags = _error_tags(err)
             if entry_point := mlflow.get_run(run_id).data.tags.get(MLFLOW_PROJECT_ENTRY_POINT):
                 tags[names.TAG_STEP] = entry_point
             Message(tags=tags).deliver(run_id, WORK_ROOT)
-        except Exception as second:  # noqa: BLE001 - the first error is the one to report
-            _log.warning("the run %s could not be tagged: %s", run_id, one_line(second))
 
 
 def params_used(run: Run, cls: type[Options]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from typing import Any
 import mlflow
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import one_line
+from ansor_mlflow.errors import only_warn
 from ansor_mlflow.trials import TrialStatus
 
 _FROM_VERSION, _TO_VERSION = (3, 17), (3, 18)
@@ -66,10 +66,8 @@ def ensure_views(experiment_id: str) -> None:
     if place in _seen:
         return
     _seen.add(place)
-    try:
+    with only_warn(f"the experiment {experiment_id} gets no saved views"):
         _add_views(experiment_id)
-    except Exception as err:  # noqa: BLE001 - a step does not end for want of a view
-        _log.warning("the experiment %s gets no saved views: %s", experiment_id, one_line(err))
 
 
 def _add_views(experiment_id: str) -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnx
 from onnx import helper, numpy_helper
 
-from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.errors import UserInputError, shortened
 from ansor_mlflow.tensors import Arrays, TensorSpec
 
 _IR_VERSION_OF_UNLISTED_WEIGHTS = 4
@@ -86,7 +86,7 @@ def add_weights(model: onnx.ModelProto, weights: Iterable[onnx.TensorProto]) -> 
 
 
 def _typed(network: str, name: str, dtype: str, value: Any) -> npt.NDArray[Any]:
-    given = f"input_values gives {name!r} of {network} {_short(value)}"
+    given = f"input_values gives {name!r} of {network} {shortened(str(value), 60)}"
     numbers = np.array(value, dtype=object)
     if not all(isinstance(number, bool | int | float) for number in numbers.flat):
         raise UserInputError(f"{given}; it must be a number, or lists of numbers that form an array")
@@ -105,8 +105,3 @@ def _is_kept(number: bool | int | float, kept: bool | int | float) -> bool:
     if isinstance(kept, float):
         return bool(np.isfinite(kept)) or not np.isfinite(float(number))
     return number == kept
-
-
-def _short(value: Any, limit: int = 60) -> str:
-    text = str(value)
-    return text if len(text) <= limit else f"{text[:limit]}…"

@@ -13,9 +13,9 @@ import pydantic_core
 
 from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.files import write_text
+from ansor_mlflow.foreign import Report, Reported, Table
 from ansor_mlflow.networks import write_onnx
 from ansor_mlflow.tensors import Arrays
-from ansor_mlflow.tracking import html_table
 
 MODEL_FILE, INPUTS_FILE, EXPECTED_FILE, ACTUAL_FILE = "model.onnx", "inputs.npz", "expected.npz", "actual.npz"
 REPORT_FILE = "bisection.json"
@@ -54,7 +54,7 @@ class WrongTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bisection:
+class Bisection(Reported):
     """Whether a network is compiled rightly, and if not, where it goes wrong."""
 
     network: str
@@ -83,11 +83,14 @@ class Bisection:
                 f"{self.wrong.operator}: report it with what is in {self.wrong.directory}"
             )
 
-    def _repr_html_(self) -> str:
-        return html_table(f"{self.network} for {self.target}", self.rows())
+    def report(self) -> Report:
+        """What was found, where the smallest model is, and how to compare it."""
+        wrong, notes = self.wrong, [self.note] if self.note else []
+        found = notes if wrong else ["nothing differs from ONNX Runtime", *notes]
+        where = {"model, inputs and outputs": str(wrong.directory), "compare it": wrong.command} if wrong else {}
+        return Report(f"{self.network} for {self.target}", [Table(self._rows()), *found], where)
 
-    def rows(self) -> list[tuple[str, str]]:
-        """What was found, by the names that users read."""
+    def _rows(self) -> list[tuple[str, str]]:
         rows = [
             ("nodes", str(self.num_nodes)),
             ("outputs, largest relative error", f"{self.max_rel_error:.3g}, allowed is {self.tolerance:g}"),

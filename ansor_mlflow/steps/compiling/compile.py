@@ -13,7 +13,7 @@ from ansor_mlflow import flavor, names
 from ansor_mlflow.device import Device, is_gpu, why_not_runnable
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.files import scratch_directory, write_text
-from ansor_mlflow.foreign import without_credentials
+from ansor_mlflow.foreign import Report, Reported, without_credentials
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower_sizes
 from ansor_mlflow.model import (
     LIBRARY_FILE,
@@ -35,22 +35,23 @@ from ansor_mlflow.steps.compiling.applying import LostRecords, write_records
 from ansor_mlflow.steps.compiling.exactness import loses_digits
 from ansor_mlflow.steps.compiling.paying import measure_parts
 from ansor_mlflow.steps.records import Recorded, find_recorded, load_recorded_network
-from ansor_mlflow.tracking import StepRun, html_table, step_run, translated_errors
+from ansor_mlflow.tracking import StepRun, step_run, translated_errors
 
 _log = logging.getLogger("ansor_mlflow")
 
 
 @dataclass(frozen=True)
-class CompileResult:
+class CompileResult(Reported):
     """What the step made."""
 
     run_id: str
     model_uri: str
     coverage: Coverage
 
-    def _repr_html_(self) -> str:
+    def report(self) -> Report:
+        """What the records cover, and the model."""
         covered = f"{self.coverage.task_share:.0%} of tasks, {self.coverage.flops_share:.1%} of operations"
-        return html_table("compiled", [("model", self.model_uri), ("coverage", covered), ("run", self.run_id)])
+        return Report(f"coverage {covered}", where={"run": self.run_id, "model": self.model_uri})
 
 
 @dataclass(frozen=True)

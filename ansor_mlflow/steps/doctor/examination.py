@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,34 +15,41 @@ import mlflow
 
 from ansor_mlflow.device import available_cpus, cpu_quota, memory_left
 from ansor_mlflow.errors import MachineError
-from ansor_mlflow.options import DoctorOptions, TuneOptions
-from ansor_mlflow.steps.doctor.checks import BackgroundChecks, Check, RunCheck, run_checks
+from ansor_mlflow.foreign import Report, Reported
+from ansor_mlflow.options import DoctorOptions, FleetOptions, TuneOptions
+from ansor_mlflow.steps.doctor.checks import Check, RunCheck, bounded, run_checks
 from ansor_mlflow.steps.doctor.machine import (
-    check_compiler,
     check_disk,
-    check_huge_pages,
+    check_kernel,
     check_memory,
     check_noise,
     check_target,
-    check_temporary_directory,
     check_threads,
+    check_versions,
+    start_kernel,
 )
-from ansor_mlflow.steps.doctor.packages import check_engine, check_versions
-from ansor_mlflow.steps.doctor.servers import IMPATIENCE, TrackingChecks, check_record_pool
+from ansor_mlflow.steps.doctor.servers import TrackingStore, impatience
+from ansor_mlflow.steps.fleet import fleet_status
 from ansor_mlflow.tracking import WORK_ROOT
 
 _NETWORK_TIMEOUT_S = 15.0
 """Time after which whoever has not answered counts as away. MLflow's and boto3's own limits are for each request."""
-_ENGINE_TIMEOUT_S = 60.0
+_KERNEL_TIMEOUT_S = 120.0
 _log = logging.getLogger("ansor_mlflow")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diagnosis:
+class Diagnosis(Reported):
     """What the checks found."""
 
     checks: tuple[Check, ...]
     elapsed_s: float
+
+    def report(self) -> Report:
+        """How many checks ended how; each has had a line of its own."""
+        counts = Counter(check.status for check in self.checks)
+        listed = ", ".join(f"{number} {status}" for status in ("green", "yellow", "red") if (number := counts[status]))
+        return Report(f"{listed}, in {self.elapsed_s:.0f} s")
 
     def require_no_red(self) -> None:
         """Ends the command that printed the checks.
@@ -59,15 +65,14 @@ class Diagnosis:
 
 
 def examine(options: DoctorOptions, tell: Callable[[Check], None] = lambda _: None) -> Diagnosis:
-    """Checks this machine, the tracking server and the stores. Leaves nothing there, and makes no run or experiment.
+    """Checks this machine, the tracking server and its store. Leaves nothing there, and makes no run or experiment.
 
     Args:
         options: What is looked at.
-        tell: Called with each check as soon as it and those before it are done.
+        tell: Called with each check as soon as it is done.
     """
-    started = time.monotonic()
-    checks = []
-    with _environment(IMPATIENCE):
+    started, checks = time.monotonic(), []
+    with impatience():
         for check in _all_checks(options):
             tell(check)
             checks.append(check)
@@ -88,52 +93,36 @@ def warn_of_the_machine(options: TuneOptions) -> None:
 def _local_checks(target: str, num_threads: int | Literal["auto"], worker_memory_mib: int) -> dict[str, RunCheck]:
     threads = available_cpus() if num_threads == "auto" else num_threads
     return {
-        "compiler": check_compiler,
         "target": partial(check_target, target, threads),
         "threads": partial(check_threads, threads, cpu_quota()),
         "memory": partial(check_memory, threads, worker_memory_mib, memory_left()),
-        "disk": partial(check_disk, WORK_ROOT if WORK_ROOT.is_dir() else Path(), "disk"),
-        "temporary files": check_temporary_directory,
+        "disk": partial(check_disk, WORK_ROOT if WORK_ROOT.is_dir() else Path()),
     }
 
 
 def _all_checks(options: DoctorOptions) -> Iterator[Check]:
-    noise = list(run_checks({"noise": partial(check_noise, available_cpus())}))  # alone: the others are noise, too
-    tuning = TuneOptions(target=options.target)
-    engine = BackgroundChecks({"TVM": partial(check_engine, _ENGINE_TIMEOUT_S)}, 2 * _ENGINE_TIMEOUT_S)
-    uri = options.tracking_uri or mlflow.get_tracking_uri()
-    tracking = TrackingChecks(uri, options.experiment)
-    servers = BackgroundChecks(
-        {
-            "tracking": tracking.server,
-            "experiment": tracking.experiment,
-            "artifact store": tracking.artifacts,
-            "clock": partial(tracking.clock, options.record_pool),
-        },
-        _NETWORK_TIMEOUT_S,
-    )
-    pool = BackgroundChecks(
-        {"record pool": partial(check_record_pool, options.record_pool, uri)} if options.record_pool else {},
-        _NETWORK_TIMEOUT_S,
-    )
-    yield from run_checks({"versions": check_versions})
-    yield from engine.results()
-    yield from run_checks(_local_checks(tuning.target, tuning.num_threads, tuning.worker_memory_mib))
-    yield from run_checks({"huge pages": check_huge_pages})
-    yield from noise
-    yield from servers.results()
-    yield from pool.results()
+    # the noise first and alone, as the other checks are noise, too
+    yield from run_checks({"noise": partial(check_noise, available_cpus()), "versions": check_versions})
+    # another process compiles and runs a kernel meanwhile: where versions do not fit, it crashes
+    kernel = start_kernel(options.target)
+    here = TuneOptions()
+    yield from run_checks(_local_checks(options.target, here.num_threads, here.worker_memory_mib))
+    store = TrackingStore(options.tracking_uri or mlflow.get_tracking_uri(), options.experiment)
+    waiting: dict[str, RunCheck] = {
+        "tracking": store.check_server,
+        "artifact store": store.check_artifacts,
+        "RPC tracker": partial(_check_fleet, options.rpc_tracker, options.rpc_key),
+    }
+    yield from run_checks({name: bounded(name, run, _NETWORK_TIMEOUT_S) for name, run in waiting.items()})
+    yield from run_checks({"kernel": partial(check_kernel, kernel, _KERNEL_TIMEOUT_S)})
 
 
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables, and what they were before afterwards."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+def _check_fleet(tracker: str, key: str) -> Check | None:
+    if not tracker:
+        return None
+    name, known = "RPC tracker", fleet_status(FleetOptions(tracker=tracker)).keys
+    servers = [f"{len(state.servers)} of key {found}" for found, state in known.items() if state.servers]
+    if not servers or (key and not (key in known and known[key].servers)):
+        asked = f"no server of key {key}" if key else "no server"
+        return Check(name, "red", f"{asked} has reported to {tracker}", "start one: ansor-mlflow fleet server")
+    return Check(name, "green", f"{tracker} has servers: {', '.join(servers)}; ansor-mlflow fleet test tries them")

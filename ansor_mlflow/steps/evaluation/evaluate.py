@@ -16,6 +16,7 @@ from mlflow.exceptions import MlflowException
 from ansor_mlflow import names
 from ansor_mlflow.errors import CorrectnessError, one_line
 from ansor_mlflow.files import scratch_directory
+from ansor_mlflow.foreign import Report, Reported, Table
 from ansor_mlflow.measuring import (
     Latency,
     MakeInference,
@@ -47,7 +48,6 @@ from ansor_mlflow.tracking import (
     StepRun,
     command_lines,
     evaluation_note,
-    html_table,
     params_used,
     pinned_uri,
     step_run,
@@ -62,7 +62,7 @@ _TUNED, _UNTUNED, _INSTANT = "tuned", "untuned", "instant"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateResult:
+class EvaluateResult(Reported):
     """What a model is worth."""
 
     run_id: str
@@ -72,8 +72,9 @@ class EvaluateResult:
     metrics: dict[str, float]
     """The metrics of `names.SUMMARY_METRICS` that were measured."""
 
-    def _repr_html_(self) -> str:
-        return html_table(f"{self.network} for {self.target}", [*summary_rows(self.metrics), ("run", self.run_id)])
+    def report(self) -> Report:
+        """Latencies, speedups and errors."""
+        return Report(f"{self.network} for {self.target}", [Table(summary_rows(self.metrics))], {"run": self.run_id})
 
 
 def evaluate(options: EvaluateOptions) -> EvaluateResult:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import pydantic_core
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import CorrectnessError, ModelError, NotFasterError, UndecidedError
+from ansor_mlflow.foreign import Code, Part, Report, Reported, Table
 from ansor_mlflow.measuring import Deviation
 from ansor_mlflow.steps.promotion.contest import Contest
-from ansor_mlflow.tracking import html_table, render_page
+from ansor_mlflow.tracking import html_page
 
 
 class PromotionOutcome(str, Enum):
@@ -47,7 +47,7 @@ _ERRORS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Promotion:
+class Promotion(Reported):
     """A decision with its evidence."""
 
     run_id: str
@@ -137,28 +137,35 @@ class Promotion:
         """All of it; JSON has no infinite numbers, and has null in their place."""
         return pydantic_core.to_json(self, indent=1, inf_nan_mode="null").decode()
 
-    def to_html(self, commands: Sequence[str]) -> str:
-        """A page that needs no network.
-
-        Args:
-            commands: Command lines that do it again.
-        """
-        return render_page(
-            "promotion.html",
-            title=self.headline[:1].upper() + self.headline[1:],
-            subtitle=f"{self.target} · run {self.run_id}",
-            promotion=self,
-            summary=[self.reason, *self._notes()],
-            contests=[_contest_rows(contest) for contest in self.contests],
-            commands=commands,
-        )
-
-    def _repr_html_(self) -> str:
-        rows = [
-            (f"against {contest.opponent}", f"{contest.medians_ms[0]:.4g} ms, {contest.text}")
+    def report(self) -> Report:
+        """The decision, the medians and the aliases."""
+        medians = [
+            f"medians of all turns: version {self.candidate} {contest.medians_ms[0]:.4g} ms, "
+            f"{contest.opponent} {contest.medians_ms[1]:.4g} ms"
             for contest in self.contests
         ]
-        return html_table(f"{self.outcome.value}: {self.headline}: {self.reason}", [*rows, ("run", self.run_id)])
+        aliases = self.aliases if self.is_won and not self.dry_run else ()
+        moved = [f"models:/{self.model}@{alias}" for alias in aliases]
+        return Report(f"{self.outcome.value}: {self.headline}: {self.reason}", [*medians, *moved], {"run": self.run_id})
+
+    def page(self, commands: Sequence[str]) -> str:
+        """All of it as a page that needs no network, with the commands that do it again."""
+        facts = {"outcome": self.outcome.value, "model": self.model, "candidate": f"version {self.candidate}"}
+        aliases = [(alias, f"version {before}" if before else "–") for alias, before in self.aliases.items()]
+        errors = [(v, f"{error.max_rel_error:.4g}", f"{error.max_abs_error:.4g}") for v, error in self.errors.items()]
+        parts: list[Part] = [self.reason, *self._notes(), Table([*facts.items()])]
+        parts.append(Table(aliases, ("alias", "before"), "Aliases"))
+        if errors:
+            limit = f"Relative to the largest reference value; at most {self.tolerance or 0:.4g} passes."
+            headers = ("version", ">relative error", ">absolute error")
+            parts += [Table(errors, headers, "Outputs, against ONNX Runtime with the candidate's network"), limit]
+        for contest in self.contests:
+            parts += _contest_tables(contest, self.candidate)
+            share = f"{100 * (1 - self.confidence):.3g}"
+            parts.append(f"Each bound is wrong in at most {share} % of such comparisons.")
+        parts += [Code(command, "" if index else "Again") for index, command in enumerate(commands)]
+        title = self.headline[:1].upper() + self.headline[1:]
+        return html_page(Report(title, [f"{self.target} · run {self.run_id}", *parts]))
 
     def _notes(self) -> list[str]:
         notes = ["This was a dry run: no alias was moved."] if self.dry_run else []
@@ -173,9 +180,13 @@ class Promotion:
         return notes
 
 
-def _contest_rows(contest: Contest) -> dict[str, Any]:
-    turns = zip(contest.candidate_ms, contest.champion_ms, strict=True)
-    return {
-        "contest": contest,
-        "turns": [(turn, mine, theirs, mine / theirs) for turn, (mine, theirs) in enumerate(turns, 1)],
-    }
+def _contest_tables(contest: Contest, candidate: str) -> list[Table]:
+    ratio = contest.ratio
+    bounds = {"ratio": ratio.estimate, "at least": ratio.lower, "at most": ratio.upper, "must be below": contest.limit}
+    turns = enumerate(zip(contest.candidate_ms, contest.champion_ms, strict=True), 1)
+    rows = [(str(turn), f"{mine:.4g}", f"{theirs:.4g}", f"{mine / theirs:.3f}") for turn, (mine, theirs) in turns]
+    title = f"Latency: version {candidate} against {contest.opponent}"
+    return [
+        Table([(label, f"{value:.3f}") for label, value in bounds.items()], title=title),
+        Table(rows, (">turn", ">candidate (ms)", ">champion (ms)", ">ratio")),
+    ]

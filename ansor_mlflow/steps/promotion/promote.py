@@ -248,7 +248,7 @@ def _log_evidence(promotion: Promotion, device: DeviceFingerprint, options: Prom
     )
     texts = {
         names.PROMOTION_FILE: promotion.to_json(),
-        names.PROMOTION_REPORT_FILE: promotion.to_html(command_lines("promote", options)),
+        names.PROMOTION_REPORT_FILE: promotion.page(command_lines("promote", options)),
         names.ENVIRONMENT_FILE: json.dumps(describe_environment(device), indent=1),
     }
     for name, text in texts.items():

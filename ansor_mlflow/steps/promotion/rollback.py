@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.foreign import Report, Reported
 from ansor_mlflow.options import PromoteOptions
 from ansor_mlflow.tracking import finish_moves, require_undoable, step_run, tag_version, tags_of_version, undo_moves
 
@@ -13,7 +14,7 @@ _ROLLED_BACK = "rolled_back"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollback:
+class Rollback(Reported):
     """What was taken back."""
 
     run_id: str
@@ -21,6 +22,15 @@ class Rollback:
     """Name of the registered model."""
     aliases: dict[str, tuple[str, str]]
     """The version that each alias pointed to, and the one that it points to now; empty where it was removed."""
+
+    def report(self) -> Report:
+        """Where each alias points now."""
+        moved = {alias: f"points to version {now} again" for alias, (_, now) in self.aliases.items() if now}
+        lines = [
+            f"{alias} of {self.model} {moved.get(alias, 'is removed again')}, it pointed to version {before}"
+            for alias, (before, _) in self.aliases.items()
+        ]
+        return Report("; ".join(lines), where={"run": self.run_id})
 
 
 def roll_back(options: PromoteOptions) -> Rollback:

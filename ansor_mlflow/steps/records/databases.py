@@ -15,7 +15,7 @@ from ansor_mlflow import names
 from ansor_mlflow.device import Device, parse_target
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.files import replace_directory, scratch_directory, translated_disk_errors, write_text
-from ansor_mlflow.foreign import read_json, without_credentials
+from ansor_mlflow.foreign import Report, Reported, read_json, without_credentials
 from ansor_mlflow.options import DistillRecordsOptions, MergeRecordsOptions, ShowRecordsOptions
 from ansor_mlflow.records import (
     RECORD_FILE,
@@ -38,11 +38,15 @@ _WRITTEN = {WORKLOAD_FILE, RECORD_FILE, names.SOURCES_FILE, *_DESCRIPTIONS}
 
 
 @dataclass(frozen=True, kw_only=True)
-class WrittenRecords:
+class WrittenRecords(Reported):
     """A new database."""
 
     output: Path
     num_records: int
+
+    def report(self) -> Report:
+        """Where the new database is."""
+        return Report(f"{self.num_records} records are in {self.output}")
 
 
 def show_records(options: ShowRecordsOptions) -> DatabaseSummary:

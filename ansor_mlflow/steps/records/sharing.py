@@ -12,6 +12,7 @@ from pathlib import Path
 from ansor_mlflow.device import Device, DeviceFingerprint
 from ansor_mlflow.errors import MachineError, RecordsError, UserInputError
 from ansor_mlflow.files import scratch_directory
+from ansor_mlflow.foreign import Report, Reported, Table
 from ansor_mlflow.options import ListPoolOptions, PullPoolOptions, PushPoolOptions
 from ansor_mlflow.records import FAILED_RUN_S, PoolObject, find_records, objects_of, workload_hash, write_objects
 from ansor_mlflow.sketches import ANNOTATION
@@ -24,10 +25,20 @@ _log = logging.getLogger("ansor_mlflow")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolContents:
+class PoolContents(Reported):
     """What a pool has."""
 
     devices: tuple[PoolDevice, ...]
+
+    def report(self) -> Report:
+        """A row for each device."""
+        if not self.devices:
+            return Report("the pool is empty, or not there yet: the first push makes it")
+        rows = [
+            (d.fingerprint.description, f"{d.fingerprint.cpu_model} ({d.fingerprint.machine})", str(d.num_kernels))
+            for d in self.devices
+        ]
+        return Report("what the pool has", [Table(rows, ("device", "CPU", ">workloads"))])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from ansor_mlflow import names
 from ansor_mlflow.device import is_cpu
-from ansor_mlflow.errors import RecordsError, UserInputError
+from ansor_mlflow.errors import RecordsError, UserInputError, first_line
 from ansor_mlflow.files import scratch_directory
+from ansor_mlflow.foreign import Report, Reported, microseconds
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.measuring import TOLERANCES
 from ansor_mlflow.options import VerifyRecordsOptions
@@ -37,6 +38,13 @@ from ansor_mlflow.steps.records.given import NetworkTasks, find_recorded, lower_
 from ansor_mlflow.tuning import COPIES_OF_ARGUMENTS, Outcome, Replayer, argument_bytes, directory_lock
 
 Status = Literal["pass", "wrong_answer", "failed", "timed_out", "crashed"]
+_STATUS_NAMES: Mapping[Status, str] = {
+    "pass": "pass",
+    "wrong_answer": "wrong answer",
+    "failed": "exception",
+    "timed_out": "timeout",
+    "crashed": "crash",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +64,14 @@ class ReplayedRecord:
     error: str
     """Why the record does not pass, in one line; empty for one that does."""
 
+    def __str__(self) -> str:
+        reason = self.error or f"error {self.max_rel_error:.1e}"
+        line = f"{self.file}:{self.line}"
+        return f"{_STATUS_NAMES[self.status]:<13}{self.task}  {microseconds(self.run_s)} µs  {line}  {reason}"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Verification:
+class Verification(Reported):
     """Which records hold what they promise."""
 
     network: str
@@ -75,6 +88,11 @@ class Verification:
     """Valid records for this target of workloads that the network does not have."""
     num_damaged: int
     """Damaged lines of the databases."""
+
+    def report(self) -> Report:
+        """How many records ended in which way."""
+        counts = ", ".join(f"{count} {_STATUS_NAMES[status]}" for status, count in self.num_by_status.items())
+        return Report(f"{len(self.records)} records of {self.network} for {self.target}: {counts}", self.notes)
 
     @property
     def num_by_status(self) -> dict[Status, int]:
@@ -106,7 +124,7 @@ class Verification:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MendedRecords:
+class MendedRecords(Reported):
     """What became of damaged records."""
 
     num_set_aside: int
@@ -115,6 +133,16 @@ class MendedRecords:
     """Paths of the files that they are in now."""
     changed: tuple[str, ...]
     """Files, below the directory of the records, that the manifest did not describe; they count as they are now."""
+
+    def report(self) -> Report:
+        """What was set aside, and what counts from now on."""
+        parts = []
+        if self.num_set_aside:
+            parts.append(f"{self.num_set_aside} damaged lines are in {', '.join(self.quarantines)} now")
+        if self.changed:
+            changed = ", ".join(self.changed)
+            parts.append(f"{changed} changed after {names.MANIFEST_FILE} was written, which is removed")
+        return Report("every line that is left is whole", parts)
 
 
 def repair_records(source: str) -> MendedRecords:
@@ -276,10 +304,5 @@ def _replayed(task: TuningTask, candidate: _Candidate, outcome: Outcome[float], 
         run_s=candidate.record.run_s,
         status=status,
         max_rel_error=error if error is not None and math.isfinite(error) else None,
-        error=_first_line(text),
+        error=first_line(text),
     )
-
-
-def _first_line(text: str) -> str:
-    """The line of an error that says what is wrong: TVM's begin with a traceback."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")

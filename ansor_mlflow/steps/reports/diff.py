@@ -5,31 +5,33 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import mlflow
-from mlflow.entities import Run
-
-from ansor_mlflow import names
 from ansor_mlflow.device import DeviceFingerprint
-from ansor_mlflow.errors import RecordsError, SlowerError, UserInputError
+from ansor_mlflow.errors import SlowerError
 from ansor_mlflow.files import scratch_directory
-from ansor_mlflow.options import DiffOptions, is_uri
-from ansor_mlflow.records import FAILED_RUN_S, find_records, open_database, read_fingerprint
-from ansor_mlflow.steps.records import fetch_run, tuning_of
-from ansor_mlflow.steps.reports.trials import TaskRow
-from ansor_mlflow.tracking import html_table, pinned_uri, read_artifact, translated_errors
+from ansor_mlflow.foreign import Mark, Report, Reported, Table, microseconds
+from ansor_mlflow.options import DiffOptions
+from ansor_mlflow.steps.reports.sides import Compared, Side, SideTask, load_side
 
 _log = logging.getLogger("ansor_mlflow")
-_SINGLE_ERROR = 0.03
-"""Relative standard error of a time that was measured once: repeated measurements differ by 3 to 5 %."""
 _NUM_ERRORS = 2.0
 """Standard errors by which a difference exceeds the noise."""
 
+_HEADERS = ("~task", ">calls", ">share", ">A µs", ">B µs", ">B/A", ">noise", "B is")
+
 TaskVerdict = Literal["faster", "slower", "same", "only_first", "only_second"]
+_MARKS: Mapping[TaskVerdict, Mark] = {
+    "faster": "green",
+    "slower": "red",
+    "same": "",
+    "only_first": "yellow",
+    "only_second": "yellow",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,25 +59,7 @@ class TaskDifference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
-    """One of the two."""
-
-    given: str
-    run_id: str
-    """ID of the tuning run."""
-    name: str
-    device: str
-    """Short description of the device, such as "llvm znver4 ×2"."""
-    estimated_ms: float
-    """Σ weight × time over the tasks that both have."""
-    latency_ms: float | None
-    """Latency as measured end to end; None for a tuning without an evaluation."""
-    distrust: str = ""
-    """Why its times cannot be trusted; empty where they can."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuningDifference:
+class TuningDifference(Reported):
     """What differs between two tunings."""
 
     first: Compared
@@ -89,13 +73,42 @@ class TuningDifference:
     versions: dict[str, tuple[str | None, str | None]]
     """Packages whose versions differ, with both versions."""
 
-    def _repr_html_(self) -> str:
-        rows = [
-            (task.task, f"{task.share:.1%}", f"{task.ratio:.3f}" if task.ratio else "", task.verdict)
-            for task in self.tasks
+    def report(self) -> Report:
+        """Both sides, the tasks, the sum, and what else differs."""
+        sides = (("A", self.first), ("B", self.second))
+        others = {
+            "parameters that differ": self.params,
+            "device entries that differ": self.device,
+            "versions that differ": self.versions,
+        }
+        return Report(
+            "Two tunings compared",
+            [
+                Table([(letter, f"{side.name}  ({side.device}, run {side.run_id})") for letter, side in sides]),
+                Table([_cells(task) for task in self.tasks], _HEADERS, marks=[_MARKS[t.verdict] for t in self.tasks]),
+                *self._summary(),
+                *(
+                    Table([(name, a or "", b or "") for name, (a, b) in entries.items()], ("~", "~A", "~B"), title)
+                    for title, entries in others.items()
+                    if entries
+                ),
+            ],
+        )
+
+    def _summary(self) -> list[str]:
+        counts = Counter(task.verdict for task in self.tasks)
+        lines = [
+            f"B against A: {counts['faster']} tasks faster, {counts['slower']} slower, {counts['same']} the same "
+            f"within the noise, {counts['only_first']} only in A, {counts['only_second']} only in B"
         ]
-        title = f"{self.second.name} against {self.first.name}"
-        return html_table(title, rows, ("task", "share", "second / first", "the second is"))
+        pairs = {
+            "estimated, tasks of both": (self.first.estimated_ms, self.second.estimated_ms),
+            "measured end to end": (self.first.latency_ms, self.second.latency_ms),
+        }
+        for label, (first, second) in pairs.items():
+            if first and second:
+                lines.append(f"{label}: {first:.3f} ms, {second:.3f} ms ({second / first - 1:+.1%})")
+        return [*lines, f"the times cannot be trusted: {self.distrust}"] if self.distrust else lines
 
     @property
     def ratio(self) -> float | None:
@@ -142,6 +155,19 @@ class TuningDifference:
         )
 
 
+def _cells(task: TaskDifference) -> tuple[str, ...]:
+    return (
+        task.task,
+        str(task.weight),
+        f"{task.share:.1%}",
+        microseconds(task.first_s),
+        microseconds(task.second_s),
+        f"{task.ratio:.3f}" if task.ratio else "",
+        f"± {task.noise:.1%}",
+        {"same": "", "only_first": "only A", "only_second": "only B"}.get(task.verdict, task.verdict),
+    )
+
+
 def diff_runs(options: DiffOptions) -> TuningDifference:
     """Compares two tunings task by task.
 
@@ -151,7 +177,7 @@ def diff_runs(options: DiffOptions) -> TuningDifference:
         MachineError: A server is away.
     """
     with scratch_directory() as scratch:
-        first, second = (_load(given, Path(scratch, name)) for name, given in zip("ab", options.runs, strict=True))
+        first, second = (load_side(given, Path(scratch, name)) for name, given in zip("ab", options.runs, strict=True))
     common = first.tasks.keys() & second.tasks.keys()
     found = TuningDifference(
         first=first.compared(common),
@@ -166,126 +192,10 @@ def diff_runs(options: DiffOptions) -> TuningDifference:
     return found
 
 
-# -- what is read ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Environment:
-    """What is read of `environment.json`."""
-
-    python: str
-    packages: dict[str, str | None]
-
-
-@dataclass(frozen=True)
-class _Task:
-    name: str
-    weight: int
-    run_s: float
-    error: float
-    """Relative standard error of `run_s`."""
-
-
-@dataclass(frozen=True)
-class _Side:
-    given: str
-    run: Run
-    """The tuning run."""
-    latency_ms: float | None
-    tasks: Mapping[str, _Task]
-    """Tasks with a record, by the structural hash of their layer: of several ways the fastest."""
-    device: DeviceFingerprint
-    versions: Mapping[str, str | None]
-    distrust: str
-
-    @property
-    def params(self) -> Mapping[str, str]:
-        return {name: value for name, value in self.run.data.params.items() if not name.endswith("_used")} | {
-            name.removesuffix("_used"): value for name, value in self.run.data.params.items() if name.endswith("_used")
-        }
-
-    @property
-    def total_s(self) -> float:
-        return sum(task.weight * task.run_s for task in self.tasks.values())
-
-    def compared(self, common: set[str]) -> Compared:
-        return Compared(
-            given=self.given,
-            run_id=self.run.info.run_id,
-            name=self.run.info.run_name or "",
-            device=self.device.description,
-            estimated_ms=sum(self.tasks[hash_].weight * self.tasks[hash_].run_s for hash_ in common) * 1e3,
-            latency_ms=self.latency_ms,
-            distrust=self.distrust,
-        )
-
-
-def _load(given: str, scratch: Path) -> _Side:
-    with translated_errors(f"read {given}"):
-        run = _run_of(given)
-        run_id = tuning_of(run)
-        if not run_id:
-            raise UserInputError(f"{given}: it comes from no tuning run; give one of tune, compile, evaluate or main")
-        tune_run = mlflow.get_run(run_id)
-        scratch.mkdir()
-        files = {file.path for file in mlflow.MlflowClient().list_artifacts(run_id)}
-        if names.TASKS_FILE not in files:
-            raise RecordsError(f"{given}: the tuning run {run_id} did not end; let it go on with resume_run={run_id}")
-        rows = read_artifact(run_id, names.TASKS_FILE, list[TaskRow])
-        environment = read_artifact(run_id, names.ENVIRONMENT_FILE, _Environment)
-    records = fetch_run(run_id, scratch)
-    device = read_fingerprint(records)
-    if device is None:
-        raise RecordsError(f"{given}: the records of run {run_id} do not say for which device they are; tune again")
-    return _Side(
-        given=given,
-        run=tune_run,
-        latency_ms=run.data.metrics.get(names.LATENCY_MS),
-        tasks=_tasks(rows, records, device),
-        device=device,
-        versions={"python": environment.python, **environment.packages},
-        distrust="; ".join(_reasons(tune_run, run)),
-    )
-
-
-def _reasons(*runs: Run) -> list[str]:
-    """Why what was measured in some runs cannot be trusted; one of the pipeline repeats those of its steps."""
-    found = (reason for run in runs for reason in run.data.tags.get(names.TAG_DISTRUST, "").split("; ") if reason)
-    return list(dict.fromkeys(found))
-
-
-def _run_of(given: str) -> Run:
-    """The run that is given, or that logged the model that is given."""
-    if not is_uri(given):
-        return mlflow.get_run(given)
-    if given.startswith("runs:/"):
-        return mlflow.get_run(given.removeprefix("runs:/").split("/")[0])
-    return mlflow.get_run(mlflow.models.get_model_info(pinned_uri(given, "run")).run_id)
-
-
-def _tasks(rows: list[TaskRow], records: Path, device: DeviceFingerprint) -> dict[str, _Task]:
-    """The tasks that have a record for the device, with the time of the one that would be applied."""
-    database = open_database(find_records(records))
-    best_s: dict[str, float] = {}
-    for workload, lines in database.by_workload(device.target).items():
-        best_s[str(database.hashes[workload])] = min(line.run_s for line in lines)
-    found: dict[str, _Task] = {}
-    for row in rows:
-        run_s, layer = best_s.get(row.workload_hash, FAILED_RUN_S), row.layer or row.workload_hash
-        if run_s < FAILED_RUN_S and (layer not in found or run_s < found[layer].run_s):
-            found[layer] = _Task(
-                name=row.task,
-                weight=row.weight,
-                run_s=run_s,
-                error=row.confirmed_error or _SINGLE_ERROR,
-            )
-    return found
-
-
 # -- what differs ------------------------------------------------------------------------------------------------------
 
 
-def _task_differences(first: _Side, second: _Side) -> list[TaskDifference]:
+def _task_differences(first: Side, second: Side) -> list[TaskDifference]:
     differences = []
     for hash_ in dict.fromkeys([*first.tasks, *second.tasks]):
         ours, theirs = first.tasks.get(hash_), second.tasks.get(hash_)
@@ -307,7 +217,7 @@ def _task_differences(first: _Side, second: _Side) -> list[TaskDifference]:
     return sorted(differences, key=lambda task: -task.share)
 
 
-def _verdict(first: _Task | None, second: _Task | None, noise: float) -> TaskVerdict:
+def _verdict(first: SideTask | None, second: SideTask | None, noise: float) -> TaskVerdict:
     if second is None:
         return "only_first"
     if first is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.measuring import KernelTimes
-from ansor_mlflow.model import PartEntry, part_entries
+from ansor_mlflow.model import part_entries
 from ansor_mlflow.options import ExplainOptions
 from ansor_mlflow.records import find_records
 from ansor_mlflow.steps.parts import estimated_parts
@@ -30,70 +30,12 @@ from ansor_mlflow.steps.records import (
     options_of_source,
     sketch_uses,
 )
+from ansor_mlflow.steps.reports.explanation import Explanation
 from ansor_mlflow.tracking import read_artifact, translated_errors
-from ansor_mlflow.trials import TaskInfo
-from ansor_mlflow.tuning import Bound, Roofline, argument_bytes, measure_roofline
+from ansor_mlflow.tuning import argument_bytes, measure_roofline
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.database import TuningRecord
-
-
-@dataclass(frozen=True, kw_only=True)
-class Explanation:
-    """A tuned task: what it computes, how, how fast, and how fast it could be."""
-
-    network: str
-    target: str
-    """Short description of the target, such as "llvm znver4 ×2"."""
-    num_threads: int
-    task: TaskInfo
-    best_s: float
-    """Seconds per call of the fastest record."""
-    network_s: float
-    """Σ weight × best time over the tasks that have a record, in seconds."""
-    num_tasks: int
-    num_tuned_tasks: int
-    """Tasks that have a record."""
-    parts: tuple[PartEntry, ...]
-    """Parts of the network, if ONNX Runtime computes some of it."""
-    argument_bytes: int
-    """Size of the task's arguments, the result included."""
-    sketch: str
-    """The sketch and its decisions, in words; empty for a program of MetaSchedule's space."""
-    own_ratio: float | None
-    """Time of the program that the sketch chooses without a trial, over that of the fastest one; None where it was not
-    measured."""
-    ways_s: dict[str, float]
-    """Seconds per call of the fastest first measurement in each way to compute the layer that was tried."""
-    computation: str
-    """The unscheduled function, as TVMScript."""
-    schedule: tuple[str, ...]
-    """Statements of a Python program that schedules the function, a `tvm.s_tir.Schedule` named `sch`."""
-    scheduled: str
-    """The scheduled function, as TVMScript."""
-    roofline: Roofline | None
-    """Roofline of this host; None where it cannot run the target."""
-    bound: Bound | None
-    """Least time that the roofline leaves the task; None without a roofline."""
-    evaluated: str = ""
-    """ID of the last evaluation of a model with these records that timed its kernels; empty where there is none."""
-    kernels: KernelTimes | None = None
-    """Where the time of that model went."""
-
-    @property
-    def gflops_per_s(self) -> float:
-        """What the fastest record reaches."""
-        return self.task.flops / self.best_s / 1e9
-
-    @property
-    def time_share(self) -> float:
-        """The task's share of `network_s`, from 0 to 1."""
-        return self.task.weight * self.best_s / self.network_s
-
-    @property
-    def flops_per_byte(self) -> float:
-        """Intensity: FLOPs over bytes of arguments."""
-        return self.task.flops / self.argument_bytes
 
 
 def explain_task(options: ExplainOptions) -> Explanation:

@@ -11,6 +11,7 @@ from pathlib import Path
 from ansor_mlflow.device import Device
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import scratch_directory
+from ansor_mlflow.foreign import Report, Reported, Table, microseconds
 from ansor_mlflow.graphs import PaddedLayer
 from ansor_mlflow.model import PartEntry, part_entries, what_stays
 from ansor_mlflow.options import BudgetOptions, PlanOptions, TuneOptions
@@ -22,7 +23,7 @@ from ansor_mlflow.steps.records import (
     lower_for_device,
     lower_recorded,
 )
-from ansor_mlflow.tracking import html_table, network_of
+from ansor_mlflow.tracking import network_of
 from ansor_mlflow.trials import TaskInfo, TaskState
 from ansor_mlflow.tuning import SECONDS_PER_TRIAL, StoppingRules, resolve_num_trials, sketched_workloads
 
@@ -40,9 +41,22 @@ class PlannedTask:
     """Suggested trials: in proportion to the FLOPs, and no fewer than those of the tuner's first pass."""
     expected_minutes: float
 
+    def cells(self) -> dict[str, str]:
+        """The texts of a row, by the headers of a `Table`."""
+        return {
+            ">": str(self.info.index),
+            "~task": self.info.name,
+            ">weight": str(self.info.weight),
+            ">MFLOP": f"{self.info.flops / 1e6:.1f}",
+            ">share": f"{self.flops_share:.1%}",
+            ">best µs": microseconds(self.best_s),
+            ">trials": str(self.num_trials),
+            ">min": f"{self.expected_minutes:.1f}",
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Reported):
     """What a tuning with these options would do."""
 
     network: str
@@ -54,15 +68,13 @@ class Plan:
     notes: tuple[str, ...]
     """Sentences on what the figures of the tasks leave out."""
 
-    def _repr_html_(self) -> str:
-        rows = [
-            (task.info.name, str(task.info.weight), f"{task.flops_share:.1%}", str(task.num_trials))
-            for task in self.tasks
-        ]
-        title = (
-            f"{self.network} for {self.target}: {self.num_trials} trials, {self.expected_minutes:.1f} min on 2 cores"
-        )
-        return html_table(title, rows, ("task", "weight", "share of FLOPs", "trials"))
+    def report(self) -> Report:
+        """The tasks as a table, the totals and the notes."""
+        rows = [task.cells() for task in self.tasks]
+        headers = [header for header in rows[0] if any(row[header] for row in rows)]
+        total = f"{len(rows)} tasks, {self.num_trials} trials, about {self.expected_minutes:.1f} min on 2 cores"
+        table = Table([[row[header] for header in headers] for row in rows], headers)
+        return Report(f"{self.network} for {self.target}", [table, total, *self.notes])
 
     @property
     def num_trials(self) -> int:

@@ -39,7 +39,7 @@ class TaskRow:
 
 
 @dataclass(frozen=True)
-class _Table:
+class _Logged:
     """A table as `mlflow.log_table` writes it."""
 
     columns: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ def load_trials(run_id: str) -> pd.DataFrame:
         tuning_id = run.info.run_id
         files = {file.path for file in mlflow.MlflowClient().list_artifacts(tuning_id)}
         tasks = read_artifact(tuning_id, names.TASKS_FILE, list[TaskRow]) if names.TASKS_FILE in files else []
-        table = read_artifact(tuning_id, names.TRIALS_TABLE, _Table) if names.TRIALS_TABLE in files else _Table()
+        table = read_artifact(tuning_id, names.TRIALS_TABLE, _Logged) if names.TRIALS_TABLE in files else _Logged()
     if not files & {names.TRIALS_TABLE, names.RECORDS_DIR}:
         raise UserInputError(f"run_id={run_id}: the run has no trials; give the ID of a tuning run")
     try:

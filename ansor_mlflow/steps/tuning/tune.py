@@ -22,7 +22,7 @@ from ansor_mlflow.device import (
 )
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import write_text
-from ansor_mlflow.foreign import PrintableFormatter, without_credentials
+from ansor_mlflow.foreign import PrintableFormatter, Report, Reported, Table, without_credentials
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower_sizes
 from ansor_mlflow.model import part_entries, require_linker, what_stays
 from ansor_mlflow.networks import Network, write_onnx
@@ -46,7 +46,6 @@ from ansor_mlflow.tracking import (
     StepRun,
     command_lines,
     describe_environment,
-    html_table,
     latency_metrics,
     network_of,
     open_outbox,
@@ -72,7 +71,7 @@ _log = logging.getLogger("ansor_mlflow")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneResult:
+class TuneResult(Reported):
     """What a tuning found."""
 
     run_id: str
@@ -85,9 +84,10 @@ class TuneResult:
     stop_reason: str
     """Why the tuning ended, a value of `StopReason`."""
 
-    def _repr_html_(self) -> str:
+    def report(self) -> Report:
+        """The estimated latencies and the number of trials."""
         title = f"tuning of {self.network} for {self.target}, ended by {self.stop_reason}"
-        return html_table(title, [*summary_rows(self.metrics), ("run", self.run_id)])
+        return Report(title, [Table(summary_rows(self.metrics))], {"run": self.run_id})
 
 
 def tune(options: TuneOptions, observers: Sequence[TuningObserver] = (), work: TuningWork | None = None) -> TuneResult:

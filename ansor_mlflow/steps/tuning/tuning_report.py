@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ansor_mlflow import names
 from ansor_mlflow.device import import_tensor_intrin, is_cpu
-from ansor_mlflow.errors import one_line
+from ansor_mlflow.errors import one_line, only_warn
 from ansor_mlflow.files import write_text
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.model import PartEntry, part_entries, what_stays
@@ -57,13 +57,13 @@ class TuningReport:
         try:
             yield
         except BaseException as err:
-            with _only_warn("report"):
+            with only_warn("the run gets no report"):
                 if self.history.result is not None:
                     self._put(may_measure=False)  # the user wants it to end
                 elif self.history.plan is not None:
                     self.outbox.put(Message(note=tuning_note(self.history, self.commands, one_line(err))))
             raise
-        with _only_warn("report"):
+        with only_warn("the run gets no report"):
             # without trials the user is in a hurry
             self._put(may_measure=bool(self.history.trials) and not self.is_remote)
 
@@ -73,10 +73,10 @@ class TuningReport:
         if roofline is not None and self._draw(roofline):
             artifacts.append((names.ROOFLINE_FIGURE, ""))
         kernels: dict[str, KernelNote] = {}
-        with _only_warn("sketches of the tasks"):
+        with only_warn("the run gets no sketches of the tasks"):
             kernels.update(self._kernels(roofline))
         schedules: list[ScheduleText] = []
-        with _only_warn("schedules of the slowest tasks"):
+        with only_warn("the run gets no schedules of the slowest tasks"):
             schedules += self._schedules()
         page = tuning_page(
             self.history,
@@ -101,12 +101,12 @@ class TuningReport:
         """Measures the roofs: no program is measured any more. Those of a GPU are not."""
         if not is_cpu(self.job.device.target):
             return None
-        with _only_warn("roofline"):
+        with only_warn("the run gets no roofline"):
             return quick_roofline(self.job.device)
         return None
 
     def _draw(self, roofline: Roofline) -> bool:
-        with _only_warn("roofline"):
+        with only_warn("the run gets no roofline"):
             num_bytes = {task.info.workload_hash: argument_bytes(task.mod) for task in self.job.lowered.tasks}
             figure = draw_roofline(self.history, roofline, num_bytes)
             save_figure(figure, self.directory / names.ROOFLINE_FIGURE)
@@ -153,12 +153,3 @@ def _schedule_lines(task: TuningTask, record: str) -> list[str]:
     fields = tvm_ffi.get_global_func("ffi.json.Parse")(record)
     trace = TuningRecord.from_json(fields, Workload(task.mod)).trace
     return [str(statement) for statement in trace.as_python()]
-
-
-@contextlib.contextmanager
-def _only_warn(what: str) -> Iterator[None]:
-    """Makes errors inside a line in the log: a tuning does not end for want of a picture."""
-    try:
-        yield
-    except Exception as err:  # noqa: BLE001
-        _log.warning("the run gets no %s: %s", what, one_line(err))

@@ -1,11 +1,8 @@
 """Figures of a tuning, drawn from its history, and of a latency; `save_figure` writes one as PNG."""
 
+from ansor_mlflow.tracking.figures.bars import draw_failures, draw_gain, draw_latency, draw_task_share
 from ansor_mlflow.tracking.figures.convergence import draw_convergence
-from ansor_mlflow.tracking.figures.failures import draw_failures
-from ansor_mlflow.tracking.figures.gain import draw_gain
-from ansor_mlflow.tracking.figures.latency import draw_latency
 from ansor_mlflow.tracking.figures.roofline import draw_roofline
-from ansor_mlflow.tracking.figures.share import draw_task_share
 from ansor_mlflow.tracking.figures.style import save_figure
 
 __all__ = [

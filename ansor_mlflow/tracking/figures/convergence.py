@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ansor_mlflow.tracking.figures.style import BLUE, COLORS, GREY, few_ticks, new_figure, plain, set_grid
+from ansor_mlflow.tracking.figures.style import BLUE, COLORS, GREY, few_ticks, legend_label, new_figure, plain, set_grid
 from ansor_mlflow.tracking.report.history import CurvePoint, TaskHistory, TuningHistory
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _draw_tasks(axes: Axes, history: TuningHistory) -> None:
             where="post",
             color=COLORS[rank] if is_named else GREY,
             linewidth=1.8 if is_named else 0.7,
-            label=_label(task, rank),
+            label=legend_label(plain(task.name), rank, _NUM_NAMED),
             zorder=3 if is_named else 2,
         )
     axes.set_yscale("log")
@@ -79,13 +79,6 @@ def _draw_tasks(axes: Axes, history: TuningHistory) -> None:
     axes.set_yticks(ticks, [f"{tick} ×" for tick in ticks])
     axes.set_yticks([], minor=True)
     axes.figure.legend(*axes.get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=9)
-
-
-def _label(task: TaskHistory, rank: int) -> str:
-    """The curve's text in the legend; an underscore keeps a curve out of it."""
-    if rank < _NUM_NAMED:
-        return plain(task.name)
-    return "other tasks" if rank == _NUM_NAMED else "_"
 
 
 def _best_over_trials(task: TaskHistory, history: TuningHistory) -> tuple[list[float], list[float]]:

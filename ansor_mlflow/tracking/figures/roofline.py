@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ansor_mlflow.tracking.figures.style import COLORS, GREY, add_legend, new_figure, plain, set_grid
+from ansor_mlflow.tracking.figures.style import COLORS, GREY, add_legend, legend_label, new_figure, plain, set_grid
 from ansor_mlflow.tracking.report.history import TaskHistory, TuningHistory
 from ansor_mlflow.tuning import Roofline
 
@@ -41,7 +41,7 @@ def draw_roofline(history: TuningHistory, roofline: Roofline, argument_bytes: Ma
             color=COLORS[rank] if rank < _NUM_NAMED else GREY,
             markeredgecolor="black",
             markeredgewidth=0.5,
-            label=_label(task, rank, share),
+            label=legend_label(f"{plain(task.name)}, {share:.0%} of the time", rank, _NUM_NAMED),
             linestyle="none",
         )
     axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP/byte of arguments)", ylabel="GFLOP/s")
@@ -57,13 +57,6 @@ def _draw_roofs(axes: Axes, roofline: Roofline, intensities: list[float]) -> Non
     label = f"roof of this host: {peak:.4g} GFLOP/s of float32, {bandwidth:.3g} GB/s"
     axes.plot([low, ridge, high], [low * bandwidth, peak, peak], color="black", linewidth=1.5, label=label)
     axes.set_xlim(low, high)
-
-
-def _label(task: TaskHistory, rank: int, share: float) -> str:
-    """The point's text in the legend; an underscore keeps a point out of it."""
-    if rank < _NUM_NAMED:
-        return f"{plain(task.name)}, {share:.0%} of the time"
-    return "other tasks" if rank == _NUM_NAMED else "_"
 
 
 def _hash(task: TaskHistory) -> str:

@@ -59,6 +59,13 @@ def plain(text: str, limit: int = _MAX_NAME) -> str:
     return line.replace("$", r"\$")  # it would begin a formula
 
 
+def legend_label(text: str, rank: int, num_named: int) -> str:
+    """The text of a task in a legend, whose first tasks have a colour and a line of their own."""
+    if rank < num_named:
+        return text
+    return "other tasks" if rank == num_named else "_"  # which keeps a curve out of the legend
+
+
 def set_grid(axes: Axes, which: Literal["both", "x", "y"] = "both") -> None:
     """Draws a light grid below everything else."""
     axes.grid(visible=True, axis=which, alpha=0.3)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import mlflow
@@ -13,7 +14,7 @@ from filelock import FileLock, Timeout
 from mlflow.entities import LoggedModelStatus
 
 from ansor_mlflow import names
-from ansor_mlflow.errors import UserInputError, one_line
+from ansor_mlflow.errors import UserInputError, only_warn
 from ansor_mlflow.records import RecordPair
 
 WORK_ROOT = Path(".ansor")
@@ -96,18 +97,14 @@ def end_killed_steps() -> None:
     for directory in sorted(WORK_ROOT.glob("*/")):
         if not any((folder / LOCK_FILE).exists() for folder in (directory, directory / OUTBOX_DIR)):
             continue  # nobody began to work there
-        try:
-            with ended(directory.name, directory):
-                if has_messages(directory) or has_records(directory):
-                    left.append(directory.name)
-                    continue
-                if (directory / LOCK_FILE).exists():  # else it is the user's own run, in which something was tuned
-                    _end_run(directory.name)
-                remove_directory(directory)
-        except UserInputError:  # it goes on
-            continue
-        except Exception as err:  # noqa: BLE001 - it is no reason to end what begins now
-            _log.warning("%s is left of a step that was killed: %s", directory, one_line(err))
+        warn = only_warn(f"{directory} is left of a step that was killed")
+        with warn, suppress(UserInputError), ended(directory.name, directory):  # which is raised where the step goes on
+            if has_messages(directory) or has_records(directory):
+                left.append(directory.name)
+                continue
+            if (directory / LOCK_FILE).exists():  # else it is the user's own run, in which something was tuned
+                _end_run(directory.name)
+            remove_directory(directory)
     if left:
         _log.warning(
             "%d earlier runs have records or messages in %s (%s): ansor-mlflow sync says what to do with each",

@@ -10,29 +10,16 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ansor_mlflow import names
 from ansor_mlflow.foreign import for_shell, without_credentials
-from ansor_mlflow.measuring import KernelTime, KernelTimes
+from ansor_mlflow.measuring import KernelTimes
 from ansor_mlflow.options import CheckOptions, Options, TuneOptions
 from ansor_mlflow.tracking.report.history import TuningHistory
-from ansor_mlflow.tracking.report.summary import summary_rows
-from ansor_mlflow.trials import StopReason
+from ansor_mlflow.tracking.report.summary import STOP_REASONS, count, kernel_rows, result_rows, summary_rows
 
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>#|~])")
 _MAX_CHARS = 7500
 """Length at which a description is cut: a tag has 8000 characters at most."""
-_MAX_KERNELS = 5
 _NOT_AGAIN = {"resume_run"}
 """Parameters that a command line for a new tuning leaves out."""
-
-STOP_REASONS = {
-    StopReason.TRIALS: "the budget of trials was spent",
-    StopReason.MINUTES: "the budget of time was spent",
-    StopReason.PLATEAU: "no task improved any more",
-    StopReason.SPACE_EXHAUSTED: "every program of the search space was measured",
-    StopReason.NOTHING_TO_TUNE: "there is nothing to tune",
-    StopReason.KNOWN: "the record pool knows enough already",
-    StopReason.INTERRUPTED: "it was interrupted",
-}
-"""What the values of `StopReason` mean."""
 
 
 def note_tags(tags: Mapping[str, str], note: str) -> dict[str, str]:
@@ -92,13 +79,13 @@ def tuning_note(history: TuningHistory, commands: Sequence[str], error: str = ""
     """
     plan = history.plan
     assert plan is not None  # there is nothing to describe before
-    subject = f"**{_inline(plan.network)}** for {_inline(plan.target)}: {_count(len(plan.tasks), 'task')}"
+    subject = f"**{_inline(plan.network)}** for {_inline(plan.target)}: {count(len(plan.tasks), 'task')}"
     if error:
         lines = [f"Tuning of {subject}, ended by an error: {_inline(error)}"]
     elif history.result is None:
         lines = [f"Tuning… {subject}, {plan.num_trials} trials."]
     else:
-        lines = [f"Tuned {subject}.", "", *_items(_result_rows(history))]
+        lines = [f"Tuned {subject}.", "", *_items(result_rows(history))]
     return _with_commands(lines, commands)
 
 
@@ -121,7 +108,7 @@ def pipeline_note(
     if reason := tags.get(names.TAG_STOP_REASON):
         rows.append(("tuning ended", STOP_REASONS.get(reason, reason)))
     if model_uri := tags.get(names.TAG_MODEL_URI):
-        rows.append(("model", f"`{model_uri}`"))
+        rows.append(("model", model_uri))
     return _with_commands([*lines, "", *_items(rows)], commands)
 
 
@@ -142,24 +129,8 @@ def evaluation_note(
         kernels: Where the time goes.
     """
     line = f"**{_inline(network)}** for {_inline(tags.get(names.TAG_TARGET, ''))}: checked and timed."
-    where = ["", "Where the time goes:", "", *_items(_kernel_rows(kernels))] if kernels else []
+    where = ["", "Where the time goes:", "", *_items(kernel_rows(kernels))] if kernels else []
     return _with_commands([line, "", *_items(_figures(metrics, tags)), *where], commands)
-
-
-def _kernel_rows(kernels: KernelTimes) -> list[tuple[str, str]]:
-    """The kernels that are furthest from what their records say, and what no record tells of."""
-    furthest, others = kernels.furthest[:_MAX_KERNELS], kernels.furthest[_MAX_KERNELS:]
-    rows = [
-        (f"{_inline(kernel.name)}, {_count(kernel.num_calls, 'call')}", f"{kernel.us:.4g} µs, {_promised(kernel)}")
-        for kernel in furthest
-    ]
-    if others:
-        rows.append((_count(len(others), "other kernel"), f"{sum(kernel.us for kernel in others):.4g} µs"))
-    return [*rows, ("between kernels", f"{kernels.between_us:.4g} µs")]
-
-
-def _promised(kernel: KernelTime) -> str:
-    return "no record" if kernel.estimated_us is None else f"in its record {kernel.estimated_us:.4g}"
 
 
 def _figures(metrics: Mapping[str, float], tags: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -167,28 +138,9 @@ def _figures(metrics: Mapping[str, float], tags: Mapping[str, str]) -> list[tupl
     return [*summary_rows(metrics), *([("best of them", best)] if best else [])]
 
 
-def _result_rows(history: TuningHistory) -> list[tuple[str, str]]:
-    result = history.result
-    assert result is not None
-    rows = []
-    if result.estimated_latency_s is not None:
-        rows.append(("estimated latency", f"**{result.estimated_latency_s * 1e3:.4g} ms**"))
-    if result.confirmed_latency_s is not None:
-        rows.append(("measured a second time", f"{result.confirmed_latency_s * 1e3:.4g} ms"))
-    if result.uncovered:
-        rows.append(("without a valid trial", f"{len(result.uncovered)} of {_count(len(result.tasks), 'task')}"))
-    num_failed = sum(failure.num_trials for failure in history.failures())
-    rows.append(
-        ("trials", f"{result.total_trials}, of which {num_failed} failed" if num_failed else str(result.total_trials))
-    )
-    rows.append(("time", f"{result.elapsed_s / 60:.1f} minutes"))
-    rows.append(("ended", f"{STOP_REASONS.get(result.stop_reason, result.stop_reason)} (`{result.stop_reason}`)"))
-    return rows
-
-
 def _items(rows: Sequence[tuple[str, str]]) -> list[str]:
     """A list: MLflow's page shows tables without any space between their columns."""
-    return [f"- {label}: {value}" for label, value in rows]
+    return [f"- {_inline(label)}: {_inline(value)}" for label, value in rows]
 
 
 def _with_commands(lines: Sequence[str], commands: Sequence[str]) -> str:
@@ -204,10 +156,6 @@ def _with_commands(lines: Sequence[str], commands: Sequence[str]) -> str:
 def _inline(text: str) -> str:
     """A text within a line of Markdown, as it is."""
     return _MARKDOWN.sub(r"\\\1", " ".join(text.split()))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _digest(text: str) -> str:

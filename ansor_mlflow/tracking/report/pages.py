@@ -2,66 +2,38 @@
 
 from __future__ import annotations
 
-import base64
-import html
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import Any
+from html import escape
+from importlib.resources import files
 
-import jinja2
+from ansor_mlflow.foreign import Report, Table, figure, html_of, printable
+from ansor_mlflow.measuring import KernelTimes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Image:
-    """A picture within a page."""
-
-    base64: str
-    """The PNG file."""
-    caption: str
-
-    @staticmethod
-    def of_file(path: Path, caption: str) -> Image:
-        """Reads a PNG file."""
-        return Image(base64=base64.b64encode(path.read_bytes()).decode(), caption=caption)
+def html_page(report: Report) -> str:
+    """A report as a page of its own."""
+    page = files("ansor_mlflow.tracking.report").joinpath("page.html").read_text("utf-8")
+    content = html_of(report, level=1)
+    return page.replace("{{ title }}", escape(printable(report.title)), 1).replace("{{ content }}", content, 1)
 
 
-def render_page(template: str, *, title: str, subtitle: str = "", **values: Any) -> str:
-    """Fills in a template of `templates/` that extends `base.html`. Texts are escaped, whatever is in them.
-
-    Args:
-        template: File name of the template.
-        title: Title of the page.
-        subtitle: Below it.
-        values: What the template names besides.
-    """
-    return _environment().get_template(template).render(title=title, subtitle=subtitle, **values)
-
-
-def html_table(title: str, rows: Iterable[Sequence[str]], headers: Sequence[str] = ()) -> str:
-    """A table as a notebook shows it; texts are escaped.
-
-    Args:
-        title: Above it.
-        rows: Texts of the cells.
-        headers: Headers of the columns.
-    """
-    lines = [_row(headers, "th")] if headers else []
-    lines += [_row(row, "td") for row in rows]
-    return f"<table><caption>{html.escape(title)}</caption>{''.join(lines)}</table>"
-
-
-def _row(cells: Sequence[str], tag: str) -> str:
-    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-
-@cache
-def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
-        loader=jinja2.PackageLoader("ansor_mlflow.tracking.report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+def kernels_page(network: str, target: str, kernels: KernelTimes) -> str:
+    """A page that says where the time of a network goes, the kernel that is furthest from its record first."""
+    sums = [
+        ("a call", f"{kernels.latency_us:.4g} µs"),
+        ("between kernels", f"{kernels.between_us:.4g} µs"),
+        ("without a record", f"{kernels.without_record_us:.4g} µs"),
+    ]
+    rows = [
+        (
+            kernel.name,
+            str(kernel.num_calls),
+            f"{kernel.us / kernels.latency_us:.1%}",
+            figure(kernel.us),
+            figure(kernel.estimated_us),
+            figure(None if kernel.estimated_us is None else kernel.difference_us, "{:+.4g}"),
+        )
+        for kernel in kernels.furthest
+    ]
+    headers = ("kernel", ">calls", ">share", ">in the network (µs)", ">in its record (µs)", ">difference (µs)")
+    note = "All calls of a kernel within one call of the network, and the same calls as its record promised them."
+    return html_page(Report(f"Kernels of {network}", [target, Table(sums), note, Table(rows, headers)]))

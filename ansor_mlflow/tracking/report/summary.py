@@ -1,10 +1,13 @@
-"""The figures that a tuned model is judged by, as the console, a run's description and a notebook show them."""
+"""Labels and figures of results, as the console, pages, notebooks and the descriptions of runs show them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from ansor_mlflow import names
+from ansor_mlflow.measuring import KernelTimes
+from ansor_mlflow.tracking.report.history import TuningHistory
+from ansor_mlflow.trials import StopReason
 
 _LATENCIES = (
     ("untuned", names.UNTUNED_LATENCY_MS, "{:.4g} ms"),
@@ -26,6 +29,18 @@ _OTHERS = (
     ("trials", names.TRIALS_MEASURED, "{:.0f}"),
 )
 
+_MAX_KERNELS = 5
+STOP_REASONS = {
+    StopReason.TRIALS: "the budget of trials was spent",
+    StopReason.MINUTES: "the budget of time was spent",
+    StopReason.PLATEAU: "no task improved any more",
+    StopReason.SPACE_EXHAUSTED: "every program of the search space was measured",
+    StopReason.NOTHING_TO_TUNE: "there is nothing to tune",
+    StopReason.KNOWN: "the record pool knows enough already",
+    StopReason.INTERRUPTED: "it was interrupted",
+}
+"""What the values of `StopReason` mean."""
+
 
 def summary_rows(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """Labels and figures, of the metrics that there are; those of `latency_rows` first."""
@@ -39,3 +54,39 @@ def latency_rows(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 def _rows(rows: Sequence[tuple[str, str, str]], metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     return [(label, form.format(metrics[name])) for label, name, form in rows if name in metrics]
+
+
+def result_rows(history: TuningHistory) -> list[tuple[str, str]]:
+    """What a tuning that has ended found, and why it ended."""
+    result = history.result
+    assert result is not None
+    times_s = {
+        "estimated latency": result.estimated_latency_s,
+        "measured a second time": result.confirmed_latency_s,
+        "before, with first measurements": history.before_s or None,
+    }
+    rows = [(label, f"{seconds * 1e3:.4g} ms") for label, seconds in times_s.items() if seconds is not None]
+    if result.uncovered:
+        rows.append(("without a valid trial", f"{len(result.uncovered)} of {count(len(result.tasks), 'task')}"))
+    num_failed = sum(failure.num_trials for failure in history.failures())
+    failed = f", of which {num_failed} failed" if num_failed else ""
+    ended = f"{STOP_REASONS.get(result.stop_reason, result.stop_reason)} ({result.stop_reason})"
+    time = f"{result.elapsed_s / 60:.1f} minutes"
+    return [*rows, ("trials", f"{result.total_trials}{failed}"), ("time", time), ("ended", ended)]
+
+
+def kernel_rows(kernels: KernelTimes) -> list[tuple[str, str]]:
+    """The kernels that are furthest from what their records say, and what no record tells of."""
+    furthest, others = kernels.furthest[:_MAX_KERNELS], kernels.furthest[_MAX_KERNELS:]
+    rows = []
+    for kernel in furthest:
+        known = "no record" if kernel.estimated_us is None else f"in its record {kernel.estimated_us:.4g}"
+        rows.append((f"{kernel.name}, {count(kernel.num_calls, 'call')}", f"{kernel.us:.4g} µs, {known}"))
+    if others:
+        rows.append((count(len(others), "other kernel"), f"{sum(kernel.us for kernel in others):.4g} µs"))
+    return [*rows, ("between kernels", f"{kernels.between_us:.4g} µs")]
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ansor_mlflow import names
-from ansor_mlflow.foreign import without_credentials
-from ansor_mlflow.tracking.report.history import TaskHistory, TuningHistory
-from ansor_mlflow.tracking.report.note import STOP_REASONS
-from ansor_mlflow.tracking.report.pages import Image, render_page
+from ansor_mlflow.foreign import Code, Image, Part, Report, Table, figure
+from ansor_mlflow.tracking.report.history import FailureClass, TaskHistory, TuningHistory
+from ansor_mlflow.tracking.report.pages import html_page
+from ansor_mlflow.tracking.report.summary import result_rows
 from ansor_mlflow.trials import TrialStatus
 
 _CAPTIONS = {
@@ -23,7 +24,11 @@ _CAPTIONS = {
     "share of the time; a task whose arguments stay in the caches may lie above the slope.",
     names.FAILURES_FIGURE: "Failed trials by task and class.",
 }
-_SPARK_WIDTH, _SPARK_HEIGHT = 110.0, 24.0
+_TASK_HEADERS = (
+    *("task", ">weight", ">share of time", ">best (µs)", ">GFLOP/s", ">trials", ">failed", ">gain (ms)"),
+    "stopped",
+)
+_KERNEL_HEADERS = ("task", "sketch", ">of the roof", "limited by", ">without trials (×)")
 _MAX_LINES = 80
 """Lines of a schedule that are shown."""
 
@@ -72,7 +77,7 @@ def tuning_page(
     Args:
         history: What the tuning did.
         directory: The run's directory, with the figures, and with what describes environment and warm start.
-        run_id: Shown below the title.
+        run_id: Reported below the title.
         commands: Command lines that do the tuning again.
         kernels: What is known of the tasks' fastest programs, by the hash of the workload.
         schedules: Schedules of the slowest tasks.
@@ -80,88 +85,60 @@ def tuning_page(
     """
     plan = history.plan
     assert plan is not None  # it has ended
-    images = [Image.of_file(directory / name, text) for name, text in _CAPTIONS.items() if (directory / name).exists()]
     environment = _read_json(directory / names.ENVIRONMENT_FILE, {})
-    return render_page(
-        "tuning.html",
-        title=plan.network,
-        subtitle=" · ".join(filter(None, [plan.target, environment.get("cpu_model"), f"run {run_id}"])),
-        summary=_summary(history),
-        tasks=[_task_row(task, history, kernels) for task in _in_order(history)],
-        images=images,
-        failures=history.failures(),
-        environment=list(_flat(environment)),
-        warm_start=_read_json(directory / names.WARM_START_FILE, []),
-        commands=[without_credentials(command) for command in commands],
-        schedules=schedules,
-        stays=stays,
+    tasks = sorted(history.tasks, key=lambda task: -task.after_s)
+    images = {name: text for name, text in _CAPTIONS.items() if (directory / name).exists()}
+    parts: list[Part] = [
+        " · ".join(filter(None, [plan.target, environment.get("cpu_model"), f"run {run_id}"])),
+        Table(result_rows(history)),
+        "The latency is an estimate: Σ weight × best time of each task, measured one by one. ansor-mlflow compile and "
+        "evaluate build and measure the network as a whole.",
+        Table([_task_row(task, history) for task in tasks], _TASK_HEADERS, "Tasks"),
+        Table([_kernel_row(task, kernels) for task in tasks], _KERNEL_HEADERS, "Fastest programs"),
+        "Without trials: time of the program that the sketch chooses by itself, over that of the fastest one.",
+        *(f"{clause}." for clause in stays),
+        *(Image(base64.b64encode((directory / name).read_bytes()).decode(), text) for name, text in images.items()),
+        *(_failed(failure, history.total_trials) for failure in history.failures()),
+        *_warm_start(_read_json(directory / names.WARM_START_FILE, [])),
+        *(Code(schedule.text, f"Schedule of {schedule.task}") for schedule in schedules),
+        Table(list(_flat(environment)), title="Environment"),
+        *(Code(command, "" if index else "Again") for index, command in enumerate(commands)),
+    ]
+    return html_page(Report(plan.network, parts))
+
+
+def _task_row(task: TaskHistory, history: TuningHistory) -> tuple[str, ...]:
+    state, is_known = task.state, task.state.best_s is not None
+    return (
+        state.info.name,
+        str(state.info.weight),
+        figure(task.after_s / (history.after_s or 1) if is_known else None, "{:.1%}"),
+        figure(state.best_s * 1e6 if state.best_s is not None else None),
+        figure(state.gflops or None),
+        str(state.total_trials),
+        str(state.total_trials - state.num_trials[TrialStatus.OK]),
+        figure(task.gain_s * 1e3 if is_known else None, "{:.3g}"),
+        state.stop_reason,
     )
 
 
-def sparkline(points: Sequence[tuple[float, float]]) -> str:
-    """Points of an SVG polyline: a curve of steps that fills its frame; empty for none.
-
-    Args:
-        points: x, which rises, and y.
-    """
-    if not points:
-        return ""
-    first, last = points[0][0], points[-1][0]
-    low, high = min(y for _, y in points), max(y for _, y in points)
-    corners = [points[0]]
-    for x, y in points[1:]:
-        if y != corners[-1][1]:
-            corners += [(x, corners[-1][1]), (x, y)]
-    corners.append((last, corners[-1][1]))
-    width, height = _SPARK_WIDTH / ((last - first) or 1), _SPARK_HEIGHT / ((high - low) or 1)
-    if first == last:  # a single measurement: a line
-        corners, width = [(0, low), (1, low)], _SPARK_WIDTH
-        first = 0
-    return " ".join(f"{(x - first) * width:.1f},{(high - y) * height:.1f}" for x, y in corners)
+def _kernel_row(task: TaskHistory, kernels: Mapping[str, KernelNote]) -> tuple[str, ...]:
+    kernel = kernels.get(task.state.info.workload_hash, KernelNote())
+    ratios = figure(kernel.roof_share, "{:.0%}"), kernel.limit, figure(kernel.own_ratio, "{:.2f}")
+    return (task.name, kernel.sketch, *ratios)
 
 
-def _summary(history: TuningHistory) -> dict[str, Any]:
-    result, plan = history.result, history.plan
-    assert result is not None
-    assert plan is not None
-    estimated_s, confirmed_s = result.estimated_latency_s, result.confirmed_latency_s
-    return {
-        "estimated_ms": estimated_s * 1e3 if estimated_s is not None else None,
-        "confirmed_ms": confirmed_s * 1e3 if confirmed_s is not None else None,
-        "before_ms": history.before_s * 1e3,
-        "num_trials": result.total_trials,
-        "budget": plan.num_trials,
-        "minutes": result.elapsed_s / 60,
-        "stop_reason": STOP_REASONS.get(result.stop_reason, result.stop_reason),
-        "num_without": sum(task.num_trials > 0 and task.state.best_s is None for task in history.tasks),
-    }
+def _failed(failure: FailureClass, num_trials: int) -> Code:
+    status = failure.status.value.replace("_", " ")
+    title = f"Failed trials, {status}: {failure.num_trials} of {num_trials} trials, the first of {failure.task}"
+    return Code(failure.error or "no message", title)
 
 
-def _in_order(history: TuningHistory) -> list[TaskHistory]:
-    """All tasks, those that take most of the time first."""
-    return sorted(history.tasks, key=lambda task: -task.after_s)
-
-
-def _task_row(task: TaskHistory, history: TuningHistory, kernels: Mapping[str, KernelNote]) -> dict[str, Any]:
-    state = task.state
-    kernel = kernels.get(state.info.workload_hash, KernelNote())
-    is_known = state.best_s is not None
-    return {
-        "name": state.info.name,
-        "weight": state.info.weight,
-        "share_percent": 100 * task.after_s / (history.after_s or 1) if is_known else None,
-        "best_us": state.best_s * 1e6 if state.best_s is not None else None,
-        "gflops": state.gflops or None,
-        "num_trials": state.total_trials,
-        "num_failed": state.total_trials - state.num_trials[TrialStatus.OK],
-        "gain_ms": task.gain_s * 1e3 if is_known else None,
-        "sparkline": sparkline(task.best_so_far()),
-        "stop_reason": state.stop_reason,
-        "sketch": kernel.sketch,
-        "own_ratio": kernel.own_ratio,
-        "roof_percent": 100 * kernel.roof_share if kernel.roof_share is not None else None,
-        "limit": kernel.limit,
-    }
+def _warm_start(taken: Sequence[Mapping[str, Any]]) -> list[Table]:
+    columns = ("source", "num_records", "num_applied", "num_transferred", "note")
+    headers = ("source", ">records", ">applied", ">for the cost model", "note")
+    rows = [[str(source[column]) for column in columns] for source in taken]
+    return [Table(rows, headers, "Earlier records")] if rows else []
 
 
 def _read_json(path: Path, default: Any) -> Any:
