@@ -4,7 +4,8 @@ RUN := PATH="$(CURDIR)/.venv/bin:$$PATH"
 # How long each test of a lane took goes to .durations/<lane>, the longest first. Files with the longest timeouts begin,
 # so that no worker is alone with one of them at the end.
 PYTEST = $(RUN) python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations-file .durations/$@
-PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+# What needs PyTorch, in the environment that has it.
+TORCH_TESTS := tests/test_torch_program.py tests/test_gallery.py::test_exported_models
 
 .PHONY: demo test test-system test-faults test-nightly lint clean
 
@@ -14,13 +15,12 @@ PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 	.venv/bin/python -m pip install --quiet --editable '.[dev]' || { rm -rf .venv; exit 1; }
 	touch .venv
 
-# .venv and PyTorch, for the tests of its programs. It is apart because TVM imports PyTorch wherever it is installed,
-# which takes every process two seconds. A .pth file makes it find what is in .venv, pip among the rest.
-.venv/torch: .venv
-	.venv/bin/python -m venv --without-pip .venv/torch
-	.venv/bin/python $(PACKAGES) > "$$(.venv/torch/bin/python $(PACKAGES))/base.pth"
-	.venv/torch/bin/python -m pip install --quiet --editable '.[torch]' || { rm -rf .venv/torch; exit 1; }
-	touch .venv/torch
+# The environment of test-nightly alone: where PyTorch is installed, TVM imports it into every process, which takes two
+# seconds each.
+.venv-nightly: setup.cfg pyproject.toml
+	$(PYTHON) -m venv .venv-nightly
+	.venv-nightly/bin/python -m pip install --quiet --editable '.[dev,torch]' || { rm -rf .venv-nightly; exit 1; }
+	touch .venv-nightly
 
 # The system of an emulated board, for the tests of other architectures: Python for aarch64, with TVM from its wheel.
 .board: .venv tests/helpers/make_board.sh
@@ -31,11 +31,11 @@ PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 demo: .venv
 	$(RUN) mlflow run . --env-manager local -P network=resnet-18
 
-test: .venv/torch
+test: .venv
 	$(PYTEST) -m "not system and not faults and not nightly"
 
 # Whole pipelines and servers.
-test-system: .venv/torch
+test-system: .venv
 	$(PYTEST) -m "system and not nightly"
 
 # Servers and processes are really broken: PostgreSQL among them, a Debian package, which .ci/run installs.
@@ -45,8 +45,9 @@ test-faults: .venv
 # What is long, or needs more than Python and PostgreSQL, and properties with many more examples; before a release.
 # CONTRIBUTING.md names the Debian packages; a test that misses one fails with its name. With SCREENSHOTS=docs/images the
 # tunings of test_browser.py are longer, and make the pictures of the documentation.
-test-nightly: .venv/torch .board
-	$(PYTEST) -m "nightly or hypothesis" --hypothesis-profile=many
+test-nightly: .venv .venv-nightly .board
+	$(PYTEST) -m "nightly or hypothesis" --hypothesis-profile=many $(addprefix --deselect ,$(TORCH_TESTS))
+	PATH="$(CURDIR)/.venv-nightly/bin:$$PATH" python -m pytest $(TORCH_TESTS)
 
 lint: .venv
 	$(RUN) ruff check .
@@ -54,5 +55,5 @@ lint: .venv
 	$(RUN) mypy
 
 clean:
-	rm -rf .venv .board .durations .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-nightly .board .durations .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -not -path './.git/*' -exec rm -rf {} +

@@ -92,8 +92,8 @@ def _of_network(
                 return by_name(**parameters)
             if len(given) > 1:
                 raise UserInputError(f"{function.__name__}: one network is taken; give the parameters by name")
-            with _network_in_a_file(*given) as name:
-                return by_name(network=name, **parameters)
+            with _network_in_a_file(*given) as network_parameters:
+                return by_name(**{**parameters, **network_parameters})
 
         return cast("NetworkFunction[P, ResultT]", call)
 
@@ -165,29 +165,30 @@ def diff(first: str, second: str) -> TuningDifference:
 
 
 @contextlib.contextmanager
-def _network_in_a_file(network: Network) -> Iterator[str]:
-    """A name or path as it is; what is in memory is in a file meanwhile, of which a tuning's run keeps a copy."""
+def _network_in_a_file(network: Network) -> Iterator[dict[str, Any]]:
+    """The parameters for a network: what is in memory is in a file meanwhile, of which a tuning's run keeps a copy."""
     if network == "":
         raise UserInputError("network='': it is empty; give a name, a path or a URI")
     if isinstance(network, str | os.PathLike):
-        yield os.fspath(network)
+        yield {"network": os.fspath(network)}
         return
     kind = type(network).__name__
     with scratch_directory() as directory:
         if kind == "ModelProto":
             path = Path(directory, f"{_file_name(network.graph.name)}.onnx")
             write_onnx(network, path)
+            yield {"network": str(path)}
         elif kind == "ExportedProgram":
             import torch
 
             path = Path(directory, f"program{PROGRAM_SUFFIX}")
             torch.export.save(network, path)
+            yield {"network": str(path), "trust": True}  # whoever calls this has it in memory
         else:
             raise UserInputError(
                 f"network={repr(network)[:60]}: it is of the type {kind}; give a name, a path, a URI, "
                 "an onnx.ModelProto or a torch.export.ExportedProgram"
             )
-        yield str(path)
 
 
 def _file_name(text: str) -> str:

@@ -59,7 +59,7 @@ def path_below(folder: Path, name: str) -> Path:
 def require_stored(archive: ZipFile, num_bytes: int) -> None:
     """Checks that what is in an archive takes no more than the archive, before anything of it is unpacked.
 
-    PyTorch and NumPy store files as they are. Python reads no more of one than the archive says that it has.
+    NumPy stores files as they are. Python reads no more of one than the archive says that it has.
 
     Args:
         archive: The archive.

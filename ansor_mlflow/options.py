@@ -159,9 +159,14 @@ class NetworkOptions(SeedOptions):
     network: str = _parameter(
         "resnet-18",
         "Network: a built-in name such as resnet-50, an operator with its sizes such as dense:1,512,512, an ONNX file, "
-        "an exported program of PyTorch (.pt2), or the URI of an MLflow model.",
+        "the URI of an MLflow model, or, with trust=true, an exported program of PyTorch (.pt2).",
         "a network's name, an operator, a file or a model's URI",
         min_length=1,
+    )
+    trust: bool = _parameter(
+        False,
+        "Read exported programs (.pt2) and MLflow models of PyTorch: reading one can run any code that its author put "
+        "into it, as you.",
     )
     input_shapes: Annotated[dict[str, Shape], BeforeValidator(_parse_json)] = _parameter(
         {},
@@ -460,10 +465,11 @@ class CheckOptions(SeedOptions):
     rivals: Rivals = _parameter(
         "auto",
         "Runtimes that the model is timed against, on the same threads and inputs: onnxruntime, openvino and torch "
-        "(torch.compile, of networks that came from PyTorch); auto is those that are installed. Outputs are checked "
-        "against ONNX Runtime in any case.",
+        "(torch.compile, with trust=true, of networks that came from PyTorch); auto is those that are installed. "
+        "Outputs are checked against ONNX Runtime in any case.",
         "auto, none, or some of onnxruntime, openvino and torch, separated by commas",
     )
+    trust: bool = _same_as(NetworkOptions, "trust")
     instant: bool = _parameter(
         False,
         "Also build and time what the sketches choose without any trial: metric instant_latency_ms, which shows what "
@@ -581,6 +587,7 @@ class PromoteOptions(AliasOptions, SeedOptions):
     measure_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _same_as(CheckOptions, "measure_s")
     data: str = _same_as(CheckOptions, "data")
     tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = _same_as(CheckOptions, "tolerance")
+    trust: bool = _same_as(NetworkOptions, "trust")
     dry_run: bool = _parameter(False, "Compare, but move no alias and tag no version.")
     rollback: bool = _parameter(
         False, "Instead of comparing, take back the last promotion: its aliases return to where they pointed before."

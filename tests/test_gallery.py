@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from helpers.commands import ROOT, environment, run
-from helpers.torch_process import torch_python
 from onnx import TensorProto, helper, save
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -90,7 +89,7 @@ def test_names_are_unique_and_exporters_many(monkeypatch: pytest.MonkeyPatch) ->
 def test_exported_models(tmp_path: Path) -> None:
     """PyTorch writes them here; each gets in and equals ONNX Runtime."""
     chosen = ",".join(EXPORTED)
-    arguments = ("--python", torch_python(), "--names", chosen, "--plan-s", "200")  # other tests run meanwhile
+    arguments = ("--names", chosen, "--plan-s", "200")  # other tests run meanwhile
     exit_code, said, rows = gallery(tmp_path / "models", *arguments, cwd=tmp_path)
     assert set(rows) == set(EXPORTED), said
     assert exit_code == 0, said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from helpers.small_networks import small_shapes
 from onnx import TensorProto, helper, numpy_helper
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.loading import load_network
 from ansor_mlflow.tensors import TensorSpec, random_inputs
 
@@ -133,50 +133,13 @@ def test_axes_of_one_name_have_one_size(tmp_path: Path, caplog: pytest.LogCaptur
         load_network(path, input_shapes={"ids": [3, 5]}, batch_size=4)
 
 
-def image_model(path: Path, shape: list[int | str | None], side: int) -> str:
-    """A convolution and a dense layer, whose weights are for images of side × side alone."""
-    builder = GraphBuilder(seed=1)
-    data = builder.input("x", tuple(shape))
-    data = builder.node("Transpose", "nchw", data, perm=[0, 3, 1, 2]) if shape[3] == 3 else data
-    data = builder.node("Flatten", "flat", builder.conv("conv", data, (2, 3, 4, 4), stride=4))
-    builder.dense("out", data, units=5, in_units=2 * (side // 4) ** 2)
-    onnx.save(builder.build("image", {"out": (1, 5)}), path)
-    return str(path)
-
-
-@pytest.mark.parametrize("side", [224, 64, 299])
-@pytest.mark.parametrize("shape", [["N", 3, "height", "width"], [None, None, None, 3]])
-def test_an_image_has_the_size_that_the_weights_imply(tmp_path: Path, shape: list[int | str | None], side: int) -> None:
-    path = image_model(tmp_path / "image.onnx", shape, side)
-    with pytest.raises(
-        UserInputError, match=r"image\.onnx, but tasks .*, which it takes, or the sizes you need$"
-    ) as caught:
-        load_network(path)
-    (sizes,) = proposed(caught.value).values()
-    assert sizes == ([1, 3, side, side] if shape[1] == 3 else [1, side, side, 3])
-    assert load_network(path, input_shapes=proposed(caught.value)).outputs[0].shape == (1, 5)
-
-
-@pytest.mark.parametrize(("num_positions", "length"), [(512, 128), (40, 32), (9, 8), (3, 3)])
-def test_a_sequence_is_no_longer_than_the_table_of_positions(tmp_path: Path, num_positions: int, length: int) -> None:
-    """An index outside of the table is found when the model runs, and by no inference of shapes."""
-    builder = GraphBuilder(seed=1)
-    ids = builder.input("ids", ("batch", "seq"), "int64")
-    one = builder.constant("one", np.array(1))
-    ones = builder.node("Pow", "ones", ids, builder.constant("zero", np.array(0)))
-    ends = builder.node("CumSum", "ends", ones, one)
-    table = builder.weight("table", np.ones((num_positions, 4)))
-    builder.node("Gather", "out", table, builder.node("Sub", "positions", ends, one))
-    onnx.save(builder.build("text", {"out": ("batch", "seq", 4)}), tmp_path / "text.onnx")
-    with pytest.raises(UserInputError, match="which it takes") as caught:
-        load_network(str(tmp_path / "text.onnx"))
-    assert proposed(caught.value) == {"ids": [1, length]}
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "sizes"),
     [
         ("x", ["N", 1, "H", "W"], [1, 1, 224, 224]),
+        ("x", [None, None, None, 3], [1, 224, 224, 3]),
+        ("x", ["N", 3, "height", "width"], [1, 3, 224, 224]),
+        ("ids", ["batch", "sequence_length"], [1, 128]),
         ("x", ["N", 3, 48, "W"], [1, 3, 48, 224]),
         ("x", ["N", None, None, None], [1, 3, 224, 224]),
         ("waveform", ["N", None], [1, 16_000]),
@@ -188,32 +151,28 @@ def test_a_sequence_is_no_longer_than_the_table_of_positions(tmp_path: Path, num
         ("x", None, [1, 3, 224, 224]),
     ],
 )
-def test_typical_sizes_are_proposed_where_nothing_is_implied(
+def test_usual_sizes_are_suggested(
     tmp_path: Path, name: str, shape: list[int | str | None] | None, sizes: list[int]
 ) -> None:
-    path = save_inputs(tmp_path / "free.onnx", {name: shape})  # type: ignore[dict-item]
-    with pytest.raises(UserInputError, match="which it takes") as caught:
+    elem_type = TensorProto.INT64 if name == "ids" else TensorProto.FLOAT
+    path = save_inputs(tmp_path / "free.onnx", {name: shape}, elem_type)  # type: ignore[dict-item]
+    with pytest.raises(UserInputError, match=r"which are usual sizes, or those that it was made for$") as caught:
         load_network(path)
     assert proposed(caught.value) == {name: sizes}
 
 
-def test_nothing_is_promised_of_sizes_that_fail(tmp_path: Path) -> None:
-    nodes = [helper.make_node("Reshape", ["x", "shape"], ["r"]), helper.make_node("Mul", ["r", "f"], ["y"])]
-    nodes.insert(0, helper.make_node("Cast", ["flag"], ["f"], to=TensorProto.FLOAT))
-    weights = {"shape": np.array([1, 104_729 * 7])}
-    inputs = [value("x", ["N", "seq"]), value("flag", [], TensorProto.INT64)]
-    path = save(tmp_path / "prime.onnx", nodes, inputs, [value("y", None)], weights)
-    message = (
-        r"'\{.*\}', with the sizes that it is made for: these are typical .*; if 'flag' decides a branch, give input_v"
-    )
-    with pytest.raises(UserInputError, match=message):
+def test_an_input_that_may_decide_a_branch_is_named(tmp_path: Path) -> None:
+    path = save_branches(tmp_path / "branches.onnx", declared=["N", "seq"])
+    message = r"give input_shapes='.*', which are usual sizes, .*; if 'rate' decides a branch, give input_values, too$"
+    with pytest.raises(UserInputError, match=message) as caught:
         load_network(path)
+    assert proposed(caught.value) == {"x": [1, 16_000]}
 
 
 # -- values ----------------------------------------------------------------------------------------------------------
 
 
-def save_branches(path: Path, ir_version: int = 8) -> str:
+def save_branches(path: Path, ir_version: int = 8, declared: Sequence[int | str] = ("N", 3)) -> str:
     """Doubles x where rate is 16000, otherwise adds x twice; branches hold branches, and names of their own."""
 
     def branch(op: str, nodes: list[onnx.NodeProto], output: str) -> onnx.GraphProto:
@@ -234,7 +193,7 @@ def save_branches(path: Path, ir_version: int = 8) -> str:
             then_branch=branch("Mul", [relu, inner], "chosen"), else_branch=branch("Add", [relu], "shared"),
         ),
     ]  # fmt: skip
-    inputs = [value("x", ["N", 3]), value("rate", [], TensorProto.INT64)]
+    inputs = [value("x", declared), value("rate", [], TensorProto.INT64)]
     weights = {"wanted": np.array(16_000), "always": np.array(True)}
     inputs += [
         value(name, [], helper.np_dtype_to_tensor_dtype(array.dtype))

@@ -14,7 +14,6 @@ import nbformat
 import onnx
 import pytest
 from helpers.commands import ROOT, environment
-from helpers.torch_process import TorchProcess
 from nbclient import NotebookClient
 
 import ansor_mlflow as am
@@ -153,14 +152,6 @@ def test_a_graph_in_memory_is_called_by_its_name(small_onnx: Path) -> None:
     assert am.plan(model).network == "small"
     model.graph.name = "../torch jit"
     assert am.plan(network=model).network == "torch-jit"
-
-
-def test_a_program_of_pytorch_in_memory() -> None:
-    pytorch = TorchProcess()
-    try:
-        assert pytorch.call("helpers.torch_models.plan_in_memory") == ["program", 1]
-    finally:
-        pytorch.close()
 
 
 CELLS = [

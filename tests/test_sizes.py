@@ -34,8 +34,8 @@ from ansor_mlflow.model.package import CompiledNetwork, write_package
 from ansor_mlflow.model.parts import part_entries
 from ansor_mlflow.model.sizes import SizeChoice, require_pad
 from ansor_mlflow.model.tuned import TunedModel
-from ansor_mlflow.networks.inputs.sizes import GivenShape, split_sizes
 from ansor_mlflow.networks.loading import Network, load_network
+from ansor_mlflow.networks.shapes import GivenShape, split_sizes
 from ansor_mlflow.options import BisectOptions, PromoteOptions
 from ansor_mlflow.serving.pyfunc import PyfuncModel
 from ansor_mlflow.settings import LoweringSettings
@@ -174,12 +174,6 @@ def test_sizes_that_are_none(tmp_path: Path, shapes: dict[str, Any], message: st
 def test_a_graph_that_is_generated_has_one_size(name: str, shapes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserInputError, match=message):
         load_network(name, input_shapes=shapes)
-
-
-def test_an_exported_program_has_one_size(tmp_path: Path) -> None:
-    (tmp_path / "program.pt2").touch()
-    with pytest.raises(UserInputError, match="several sizes, but an exported program is read with one; export an ONNX"):
-        load_network(str(tmp_path / "program.pt2"), input_shapes={"x": [[1, 2]]})
 
 
 def test_what_differs_between_sizes_is_open(network: Network) -> None:

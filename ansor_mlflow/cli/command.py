@@ -29,7 +29,7 @@ def checked_options(cls: type[OptionsT], given: Mapping[str, Any], config: str |
     if isinstance(options, NetworkOptions) and options.decides_network and not is_uri(options.network):
         from ansor_mlflow.networks import require_network  # ONNX, which --help can do without
 
-        require_network(options.network)
+        require_network(options.network, trust=options.trust)
     return options
 
 

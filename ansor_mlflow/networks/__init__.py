@@ -1,8 +1,14 @@
 """Networks as ONNX graphs: built-in ones, and those of users."""
 
 from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS, read_catalogue
-from ansor_mlflow.networks.inputs.sizes import GivenShape, has_several_sizes
-from ansor_mlflow.networks.loading import Network, load_network, models_of_sizes, read_network, require_network
+from ansor_mlflow.networks.loading import (
+    Network,
+    load_network,
+    models_of_sizes,
+    read_network,
+    read_torch_model,
+    require_network,
+)
 from ansor_mlflow.networks.onnx_file import (
     digest_of_file,
     external_files,
@@ -13,4 +19,5 @@ from ansor_mlflow.networks.onnx_file import (
     write_onnx,
 )
 from ansor_mlflow.networks.operators import OPERATORS
-from ansor_mlflow.networks.pytorch.program import PROGRAM_SUFFIX, load_program
+from ansor_mlflow.networks.pytorch import PROGRAM_SUFFIX, TorchModel, load_program, require_trust
+from ansor_mlflow.networks.shapes import GivenShape, has_several_sizes

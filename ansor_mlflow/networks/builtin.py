@@ -1,4 +1,4 @@
-"""The built-in networks by name. A new family is a module with a `NETWORKS` of its own and a line here."""
+"""The built-in networks by name, and their sizes. A new family is a module with `NETWORKS`, and a line here."""
 
 from __future__ import annotations
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 import os
 import string
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS, build_builtin
 from ansor_mlflow.networks.external_data import data_root
-from ansor_mlflow.networks.inputs.sizes import GivenShape, split_sizes
 from ansor_mlflow.networks.onnx_file import (
     digest,
     fix_shapes,
@@ -28,8 +29,11 @@ from ansor_mlflow.networks.onnx_file import (
     read_onnx,
 )
 from ansor_mlflow.networks.operators import build_operator, check_operator, is_operator
-from ansor_mlflow.networks.pytorch.program import PROGRAM_SUFFIX, export_program
+from ansor_mlflow.networks.pytorch import PROGRAM_SUFFIX, TorchModel, export_model, load_program, require_trust
+from ansor_mlflow.networks.shapes import GivenShape, split_sizes
 from ansor_mlflow.tensors import NetworkShapes, TensorSpec, open_where_different
+
+_log = logging.getLogger("ansor_mlflow")
 
 _TRAINED_TYPES = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
 _PICKLE_SUFFIXES = (".pt", ".pth")
@@ -73,13 +77,13 @@ class Network:
         return digest(self.model)
 
 
-def require_network(name: str) -> None:
+def require_network(name: str, *, trust: bool = False) -> None:
     """Checks what can be said of a network before anything of it is loaded: that there is such a name, form or file.
 
     A directory passes, as it may be an MLflow model.
 
     Raises:
-        UserInputError: There is none.
+        UserInputError: There is none, or it may not be read.
     """
     if name in BUILTIN_NETWORKS:
         return
@@ -96,6 +100,8 @@ def require_network(name: str) -> None:
             f"network={name}: the file cannot be read ({err.strerror}); give an ONNX file, an exported program or a "
             "built-in name"
         ) from err
+    if Path(name).suffix == PROGRAM_SUFFIX:
+        require_trust(name, trust=trust)
 
 
 def load_network(
@@ -105,6 +111,7 @@ def load_network(
     input_shapes: Mapping[str, GivenShape] = {},
     input_values: Mapping[str, Any] = {},
     seed: int = 0,
+    trust: bool = False,
 ) -> Network:
     """Generates a built-in network or a single operator, or reads a file.
 
@@ -113,15 +120,16 @@ def load_network(
             an exported program of PyTorch (.pt2).
         batch_size: Batch size of a built-in network, or of a file where it is dynamic.
         input_shapes: Shapes that replace those of the inputs; the other shapes follow from them. A dimension of a file
-            may be a list of sizes; see `inputs.sizes.split_sizes`.
+            may be a list of sizes; see `shapes.split_sizes`.
         input_values: Numbers, or nested lists of them, that inputs are fixed to.
         seed: Seed of the weights of a network that is generated.
+        trust: Whether an exported program may be read, which can run code of its author.
 
     Raises:
-        UserInputError: There is no such network, it cannot be read, or the shapes do not fit it.
+        UserInputError: There is no such network, it cannot or may not be read, or the shapes do not fit it.
         MachineError: It needs PyTorch, which is not installed.
     """
-    require_network(name)
+    require_network(name, trust=trust)
     if name in BUILTIN_NETWORKS or is_operator(name):
         shapes, *others = split_sizes(name, input_shapes)
         if others:
@@ -132,7 +140,9 @@ def load_network(
         build = build_operator if is_operator(name) else build_builtin
         model = build(name, batch_size=batch_size, input_shapes=shapes, seed=seed)
         return _network(name, fix_shapes(model, name, {}, values=input_values))
-    return read_network(Path(name), name, batch_size=batch_size, input_shapes=input_shapes, input_values=input_values)
+    return read_network(
+        Path(name), name, batch_size=batch_size, input_shapes=input_shapes, input_values=input_values, trust=trust
+    )
 
 
 def read_network(
@@ -142,28 +152,51 @@ def read_network(
     batch_size: int = 1,
     input_shapes: Mapping[str, GivenShape] = {},
     input_values: Mapping[str, Any] = {},
+    trust: bool = False,
 ) -> Network:
     """Reads an ONNX file or an exported program of PyTorch, which messages call `called`; see `load_network`.
 
     Raises:
-        UserInputError: The file cannot be read, or the shapes or values do not fit it.
+        UserInputError: The file cannot or may not be read, or the shapes or values do not fit it.
         MachineError: It needs PyTorch, which is not installed.
     """
     _refuse_pickle(path, called)
-    shapes, *others = split_sizes(called, input_shapes)
     if path.suffix == PROGRAM_SUFFIX:
-        if others:
-            raise UserInputError(
-                f"input_shapes gives {called} several sizes, but an exported program is read with one; export an ONNX "
-                "file with dynamic axes: torch.onnx.export(model, args, 'model.onnx', dynamic_shapes=…)"
-            )
-        with scratch_directory() as scratch:
-            exported = export_program(path, called, shapes, Path(scratch), batch_size=batch_size)
-            return _network(path.stem, _read(exported, called, values=input_values), path)
+        require_trust(called, trust=trust)
+        network = read_torch_model(
+            partial(load_program, path, called),
+            called,
+            batch_size=batch_size,
+            input_shapes=input_shapes,
+            input_values=input_values,
+        )
+        return replace(network, name=path.stem, path=path)
+    shapes, *others = split_sizes(called, input_shapes)
     if others:
         return _read_sizes(path, called, [shapes, *others], batch_size=batch_size, values=input_values)
     model = _read(path, called, given=shapes, batch_size=batch_size, values=input_values)
     return _network(path.stem, model, path)
+
+
+def read_torch_model(
+    load: Callable[[], TorchModel],
+    called: str,
+    *,
+    batch_size: int = 1,
+    input_shapes: Mapping[str, GivenShape] = {},
+    input_values: Mapping[str, Any] = {},
+) -> Network:
+    """Makes a network of a model of PyTorch, which a child process loads and exports; it can run code of its author."""
+    shapes, *others = split_sizes(called, input_shapes)
+    if others:
+        raise UserInputError(
+            f"input_shapes gives {called} several sizes, but a model of PyTorch is read with one; export an ONNX file "
+            "with dynamic axes: torch.onnx.export(model, args, 'model.onnx', dynamic_shapes=…)"
+        )
+    with scratch_directory() as scratch:
+        exported = Path(scratch, "model.onnx")
+        export_model(load, called, exported, input_shapes=shapes, batch_size=batch_size)
+        return _network(called, _read(exported, called, values=input_values))
 
 
 def models_of_sizes(model: onnx.ModelProto, network: str, sizes: Sequence[NetworkShapes]) -> Iterator[onnx.ModelProto]:
@@ -179,8 +212,8 @@ def models_of_sizes(model: onnx.ModelProto, network: str, sizes: Sequence[Networ
 def _refuse_pickle(path: Path, called: str) -> None:
     if path.suffix in _PICKLE_SUFFIXES:
         raise UserInputError(
-            f"network={called}: pickles of PyTorch are not read, because a pickle may run any code; save an exported "
-            "program instead: torch.export.save(torch.export.export(model, args), 'model.pt2')"
+            f"network={called}: pickles of PyTorch do not say what inputs they take, and can run any code; export the "
+            "model to ONNX (torch.onnx.export), or log it with mlflow.pytorch.log_model"
         )
 
 
@@ -195,8 +228,10 @@ def _read(path: Path, called: str, *, given: Mapping[str, Sequence[int]] = {}, *
 def _read_sizes(path: Path, called: str, given: Sequence[Mapping[str, tuple[int, ...]]], **options: Any) -> Network:
     """Reads an ONNX file with several sizes; each of them is tried."""
     directory, sizes = data_root(path.parent), []
-    for number, shapes in enumerate(given):
-        model = fix_shapes(read_onnx(path, called), called, shapes, directory, **options, says_batch=number == 0)
+    note: Callable[[str], object] = _log.warning
+    for shapes in given:
+        model = fix_shapes(read_onnx(path, called), called, shapes, directory, **options, note=note)
+        note = str  # one size has said what the others would repeat
         sizes.append(NetworkShapes(input_specs(model), output_specs(model)))
     inputs, outputs = (
         open_where_different(specs) for specs in zip(*((s.inputs, s.outputs) for s in sizes), strict=True)

@@ -11,11 +11,13 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime
 from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
@@ -37,10 +39,11 @@ from ansor_mlflow.graphs import (
 from ansor_mlflow.networks.checks import require_data, require_sizes, require_sound, require_tensor
 from ansor_mlflow.networks.external_data import data_path, find_data, location_of, read_data
 from ansor_mlflow.networks.inputs.branches import take_known_branches
-from ansor_mlflow.networks.inputs.trials import OnnxTrial
 from ansor_mlflow.networks.inputs.values import fix_values, require_shape, typed_values
 from ansor_mlflow.networks.shapes import DeclaredShape, resolve_shapes
 from ansor_mlflow.tensors import OPEN, Arrays, TensorSpec, random_inputs
+
+_log = logging.getLogger("ansor_mlflow")
 
 _DTYPES: dict[int, str] = {
     TensorProto.FLOAT16: "float16",
@@ -66,8 +69,6 @@ _MAX_WEIGHT_BYTES = 2**31 - 2**26
 """Weights that one message can hold beside 64 MiB for the graph."""
 _MIN_WEIGHT_BYTES = 1024
 """Smaller tensors always stay in the message; ONNX's own functions have the same limit."""
-_MAX_TRIED_ELEMENTS = 2**28
-"""Elements of a tensor, 1 GiB of float32, from which sizes are not even tried."""
 
 
 def read_onnx(path: Path, network: str) -> onnx.ModelProto:
@@ -161,7 +162,7 @@ def fix_shapes(
     *,
     batch_size: int = 1,
     values: Mapping[str, Any] = {},
-    says_batch: bool = True,
+    note: Callable[[str], object] = _log.warning,
 ) -> onnx.ModelProto:
     """Returns the model with static shapes everywhere that shape inference can derive one. Changes `model`.
 
@@ -172,7 +173,7 @@ def fix_shapes(
         directory: Where the weights are that `read_onnx` left in their files: `data_root`.
         batch_size: Size of a dynamic batch.
         values: Values that inputs get for good, which then are no inputs any more.
-        says_batch: Whether to log a batch that is taken as 1.
+        note: Gets the sentence that a batch is taken as 1.
 
     Raises:
         UserInputError: A shape does not fit, an input or output still has a dynamic dimension, or holds no numbers.
@@ -182,12 +183,13 @@ def fix_shapes(
     for value in (*inputs, *model.graph.output):
         _require_numbers(value, network)
     declared = {value.name: _declared_shape(value) for value in inputs}
-    fixed = typed_values(network, {value.name: _dtype(value) for value in inputs}, values)
+    dtypes = {value.name: _dtype(value) for value in inputs}
+    fixed = typed_values(network, dtypes, values)
     for name, array in fixed.items():
         require_shape(network, name, array, declared[name])
     given = {**_shapes_of_values(declared, fixed), **given}
-    trial = functools.partial(_trial, model, fixed, directory)
-    shapes = resolve_shapes(network, declared, given, batch_size=batch_size, says_batch=says_batch, trial=trial)
+    integers = {name for name, dtype in dtypes.items() if np.dtype(dtype).kind in "iub"}
+    shapes = resolve_shapes(network, declared, given, batch_size=batch_size, integers=integers, note=note)
     _fix_inputs(model, network, shapes, fixed)
     hint = "give input_shapes that the network can take" if given else "export the model again"
     return _fixed_everywhere(model, network, directory, hint=hint)
@@ -311,42 +313,6 @@ def _shapes_of_values(declared: Mapping[str, DeclaredShape | None], values: Arra
 
 def _is_open(declared: DeclaredShape | None, rank: int) -> bool:
     return declared is None or (len(declared) == rank and not all(isinstance(dim, int) for dim in declared))
-
-
-def _trial(model: onnx.ModelProto, values: Arrays, directory: Path | None) -> OnnxTrial:
-    """What tells which shapes a model takes; its large weights are not copied for that."""
-    light, _ = _split_weights(model, 0)
-    dtypes = {value.name: _dtype(value) for value in _inputs(model.graph)}
-
-    def with_shapes(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> onnx.ModelProto:
-        fixed = onnx.ModelProto()
-        fixed.CopyFrom(model)
-        _forget_shapes(fixed)
-        _fix_inputs(fixed, "", shapes, values)
-        return fixed
-
-    def infers(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        try:
-            graph = _inferred(with_shapes(light, shapes)).graph
-            _require_positive(graph, "")
-        except (onnx.shape_inference.InferenceError, UserInputError, EncodeError):
-            return False
-        return _largest(graph) <= _MAX_TRIED_ELEMENTS
-
-    def is_fixed(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        try:
-            graph = _fixed_everywhere(with_shapes(model, shapes), "", directory, hint="").graph
-        except UserInputError:
-            return False
-        return _largest(graph) <= _MAX_TRIED_ELEMENTS
-
-    return OnnxTrial(model, dtypes, values, directory, infers, is_fixed)
-
-
-def _largest(graph: onnx.GraphProto) -> int:
-    """Elements of the largest tensor between the nodes."""
-    shapes = (value.type.tensor_type.shape.dim for value in graph.value_info)
-    return max((math.prod(dim.dim_value for dim in shape) for shape in shapes), default=0)
 
 
 def _fixed_everywhere(model: onnx.ModelProto, network: str, directory: Path | None, *, hint: str) -> onnx.ModelProto:

@@ -1,21 +1,31 @@
-"""Which shape every input of a network gets: its own, or the one that the user gives."""
+"""Which shapes the inputs of a network get: their own, or those that the user gives, for one size or for several."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.networks.inputs.axes import NO_NAME, NamedShape, NamedShapes, batch_axes, size_of, with_names
-from ansor_mlflow.networks.inputs.proposals import ShapeTrial, propose
+from ansor_mlflow.networks.inputs.axes import (
+    NO_NAME,
+    USUAL_SHAPE,
+    NamedShape,
+    NamedShapes,
+    batch_axes,
+    size_of,
+    usual_sizes,
+    with_names,
+)
+
+_log = logging.getLogger("ansor_mlflow")
 
 Shape = tuple[int, ...]
 DeclaredShape = tuple[int | str, ...]
 """A shape as a file declares it: a dynamic dimension is its name, or "?" where it has none."""
-
-_log = logging.getLogger("ansor_mlflow")
+GivenShape = Sequence[int | list[int] | tuple[int, ...]]
+"""A shape in which a dimension may be a list of sizes, one for each size of the network."""
 
 
 def resolve_shapes(
@@ -24,21 +34,21 @@ def resolve_shapes(
     given: Mapping[str, Sequence[int]],
     *,
     batch_size: int = 1,
-    says_batch: bool = True,
-    trial: Callable[[], ShapeTrial] | None = None,
+    integers: Collection[str] = (),
+    note: Callable[[str], object] = _log.warning,
 ) -> dict[str, Shape]:
     """The static shape of every input.
 
     Dimensions of one name get one size. A batch (see `axes.batch_axes`) has the size of another that is given, or else
-    `batch_size`, which is logged where nobody has said so.
+    `batch_size`, which is noted where nobody has said so.
 
     Args:
         network: What messages call the network.
         declared: Shape of every input; None where not even the rank is known.
         given: Shapes that replace declared ones (the parameter `input_shapes`).
         batch_size: Size of a dynamic batch. One that is declared must be this size, unless it is 1.
-        says_batch: Whether to log a batch that nobody gave a size.
-        trial: Makes what sizes are tried with, in order to propose some; without it none are proposed.
+        integers: The inputs that are no floats, for the sizes that an error suggests.
+        note: Gets the sentence that a batch which nobody gave a size is taken as 1.
 
     Raises:
         UserInputError: A given shape does not fit its input, or an input is still dynamic.
@@ -56,7 +66,7 @@ def resolve_shapes(
     sizes |= dict.fromkeys(assumed, min(given_batches) if len(given_batches) == 1 else batch_size)
     shapes = {name: shape and tuple(size_of(dim, sizes) for dim in shape) for name, shape in shapes.items()}
     if any(shape is None or not all(map(_is_static, shape)) for shape in shapes.values()):
-        raise UserInputError(_dynamic_message(network, declared, shapes, sizes, trial))
+        raise UserInputError(_dynamic_message(network, declared, shapes, sizes, integers))
     resolved = {name: tuple(int(dim) for dim in shape or ()) for name, shape in shapes.items()}
     for name, dims in resolved.items():
         if any(size < 1 for size in dims):
@@ -64,8 +74,9 @@ def resolve_shapes(
                 f"input {name!r} of {network} would be {list(dims)}, but every dimension must be at least 1; "
                 "change batch_size or input_shapes"
             )
-    if says_batch and assumed and batch_size == 1 and len(given_batches) != 1:
-        _say_batch(network, assumed)
+    if assumed and batch_size == 1 and len(given_batches) != 1:
+        places = ", ".join(f"dimension {axis} of {name!r}" for places in assumed.values() for name, axis in places)
+        note(f"network={network}: its batch is dynamic ({places}) and taken as 1; give batch_size for another")
     return resolved
 
 
@@ -111,11 +122,6 @@ def _require_batch_size(
         )
 
 
-def _say_batch(network: str, batch: Mapping[str, Sequence[tuple[str, int]]]) -> None:
-    places = ", ".join(f"dimension {axis} of {name!r}" for places in batch.values() for name, axis in places)
-    _log.warning("network=%s: its batch is dynamic (%s) and taken as 1; give batch_size for another", network, places)
-
-
 def _is_static(dim: object) -> bool:
     return isinstance(dim, Integral)
 
@@ -125,7 +131,7 @@ def _dynamic_message(
     declared: Mapping[str, DeclaredShape | None],
     shapes: NamedShapes,
     sizes: Mapping[str, int],
-    trial: Callable[[], ShapeTrial] | None,
+    integers: Collection[str],
 ) -> str:
     """Names what is dynamic, and writes the parameter out so that the user can copy it."""
     dynamic = []
@@ -139,17 +145,54 @@ def _dynamic_message(
                 if not _is_static(dim)
             ]
             dynamic.append(f"{name!r} has dynamic {', '.join(dims)}")
-    problem = f"input {'; input '.join(dynamic)} in {network}, but tasks are tuned for fixed shapes"
-    if trial is None:
-        return f"{problem}; give them in input_shapes"
-    tried = trial()
-    proposal = propose(shapes, sizes, tried)
-    chosen = {
-        name: list(shape) for name, shape in proposal.shapes.items() if (own := declared[name]) is None or own != shape
+    usual = usual_sizes(shapes, sizes, integers)
+    suggested = {
+        name: [size_of(dim, usual) for dim in (USUAL_SHAPE if shape is None else shape)]
+        for name, shape in shapes.items()
     }
-    advice = "which it takes, or the sizes you need"
-    if not proposal.is_taken:
-        advice = "with the sizes that it is made for: these are typical ones, with which it was not seen to run"
-        deciding = [name for name, shape in declared.items() if shape == () and name in tried.integers]
-        advice += f"; if {deciding[0]!r} decides a branch, give input_values, too" if deciding else ""
-    return f"{problem}; give input_shapes='{json.dumps(chosen)}', {advice}"
+    changed = {name: shape for name, shape in suggested.items() if shape != list(declared[name] or ())}
+    deciding = next((name for name, shape in declared.items() if shape == () and name in integers), None)
+    return (
+        f"input {'; input '.join(dynamic)} in {network}, but tasks are tuned for fixed shapes; give "
+        f"input_shapes='{json.dumps(changed)}', which are usual sizes, or those that it was made for"
+        + (f"; if {deciding!r} decides a branch, give input_values, too" if deciding else "")
+    )
+
+
+def has_several_sizes(given: Mapping[str, GivenShape]) -> bool:
+    """Whether a dimension is a list."""
+    return any(isinstance(dim, list | tuple) for shape in given.values() for dim in shape)
+
+
+def split_sizes(network: str, given: Mapping[str, GivenShape]) -> list[dict[str, tuple[int, ...]]]:
+    """The shapes of each size: the first ones of all lists, then the second ones, and so on.
+
+    Args:
+        network: What messages call the network.
+        given: The parameter `input_shapes`.
+
+    Returns:
+        At least one; exactly one where no dimension is a list.
+
+    Raises:
+        UserInputError: Lists have different lengths, or a size is there twice.
+    """
+    dims = [dim for shape in given.values() for dim in shape]
+    lengths = sorted({len(dim) for dim in dims if isinstance(dim, list | tuple)} or {1})
+    if len(lengths) > 1 or not lengths[0]:
+        raise UserInputError(
+            f"input_shapes gives dimensions of {network} {' and '.join(map(str, lengths))} sizes; give all lists the "
+            "same length: their first sizes belong together, then their second ones"
+        )
+    sizes = [
+        {name: tuple(_size(dim, number) for dim in shape) for name, shape in given.items()}
+        for number in range(lengths[0])
+    ]
+    if twice := next((shapes for i, shapes in enumerate(sizes) if shapes in sizes[:i]), None):
+        shapes = ", ".join(f"{name} {list(shape)}" for name, shape in twice.items())
+        raise UserInputError(f"input_shapes gives {network} the size {shapes} twice; give each once")
+    return sizes
+
+
+def _size(dim: int | list[int] | tuple[int, ...], number: int) -> int:
+    return dim[number] if isinstance(dim, list | tuple) else dim

@@ -301,7 +301,8 @@ def params_used(run: Run, cls: type[Options]) -> dict[str, str]:
     """
     params = run.data.params
     used = {name: _unquoted(params.get(f"{name}_used", params[name])) for name in cls.model_fields if name in params}
-    used = {name: value for name, value in used.items() if not why_gone(name, value)}
+    # Whom somebody trusted says nothing of whom another user does, who only takes the run.
+    used = {name: value for name, value in used.items() if not why_gone(name, value) and name != "trust"}
     cut = [name for name in used if len(params.get(f"{name}_used", params[name])) >= MAX_PARAM_LENGTH]
     if cut:
         with translated_errors(f"read {names.PARAMS_FILE} of run {run.info.run_id}"):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import mlflow
+import numpy as np
 import requests
 from mlflow.store.artifact.artifact_repository_registry import get_registered_artifact_repositories
 
@@ -24,9 +28,12 @@ from ansor_mlflow.networks import (
     PROGRAM_SUFFIX,
     GivenShape,
     Network,
+    TorchModel,
     external_files,
     has_several_sizes,
     read_network,
+    read_torch_model,
+    require_trust,
 )
 from ansor_mlflow.options import NetworkOptions, is_uri
 from ansor_mlflow.tracking.error_translation import translated_errors
@@ -48,11 +55,12 @@ def fetch_network(
     input_shapes: Mapping[str, GivenShape] = {},
     input_values: Mapping[str, Any] = {},
     seed: int = 0,
+    trust: bool = False,
 ) -> Network:
     """Does what `networks.load_network` does, and also takes MLflow models and URIs of artifacts.
 
-    A model must have the flavor `onnx`, or the flavor `pytorch` with an exported program, or be one that `compile`
-    logged. What is downloaded is removed again before this returns.
+    A model must have the flavor `onnx` or `pytorch`, or be one that `compile` logged. What is downloaded is removed
+    again before this returns.
 
     Args:
         network: A name or file that `networks.load_network` takes, the directory of an MLflow model, or the URI of a
@@ -61,13 +69,15 @@ def fetch_network(
         input_shapes: Shapes that replace those of the inputs.
         input_values: Numbers, or nested lists of them, that inputs are fixed to.
         seed: Seed of the weights of a network that is generated.
+        trust: Whether a model of PyTorch may be read, which can run code of its author.
 
     Returns:
         The network. One that was downloaded is called by the name it is registered under, or else by the last part of
         its URI.
 
     Raises:
-        UserInputError: There is no such network, model or run, the model has no such file, or the shapes do not fit it.
+        UserInputError: There is no such network, model or run, the model has no such file or may not be read, or the
+            shapes do not fit it.
         MachineError: A server cannot be reached, or the network needs PyTorch, which is not installed.
         ModelError: A model that `compile` logged was changed.
     """
@@ -78,10 +88,8 @@ def fetch_network(
     }
     if not is_uri(network):
         if network in BUILTIN_NETWORKS or not Path(network, names.MODEL_FILE).is_file():
-            return networks.load_network(network, **options, seed=seed)
-        return replace(
-            read_network(_network_file(Path(network), network), network, **options), name=display_name(network)
-        )
+            return networks.load_network(network, **options, seed=seed, trust=trust)
+        return replace(_read_model(Path(network), network, options, trust=trust), name=display_name(network))
     uri = pinned_uri(network)
     called = without_credentials(network)
     with scratch_directory() as scratch:
@@ -89,10 +97,10 @@ def fetch_network(
         if artifact.is_file():
             if artifact.suffix != PROGRAM_SUFFIX:
                 _download_weights(artifact, uri, called, Path(scratch))
-            path = artifact
+            read = read_network(artifact, called, **options, trust=trust)
         else:
-            path = _network_file(artifact, called)
-        return replace(read_network(path, called, **options), name=display_name(uri), source=uri)
+            read = _read_model(artifact, called, options, trust=trust)
+        return replace(read, name=display_name(uri), source=uri)
 
 
 def network_of(options: NetworkOptions, copy: str = "") -> Network:
@@ -115,6 +123,7 @@ def network_of(options: NetworkOptions, copy: str = "") -> Network:
         input_shapes=options.input_shapes,
         input_values=options.input_values,
         seed=options.seed,
+        trust=options.trust,
     )
 
 
@@ -137,7 +146,7 @@ def find_program(network: str, directory: Path) -> Path | None:
             directory.mkdir(parents=True, exist_ok=True)
             path = _download(network, called, directory)
         if (path / names.MODEL_FILE).is_file():
-            path = _network_file(path, called)
+            path = _model_file(path, _flavors(path, called), called)
     except AnsorMlflowError as err:
         _log.warning("what the network came from cannot be read any more: %s", err)
         return None
@@ -222,9 +231,18 @@ def _download_weights(path: Path, uri: str, called: str, scratch: Path) -> None:
         _download(f"{uri.rpartition('/')[0]}/{PurePosixPath(location)}", called, scratch).replace(target)
 
 
-def _network_file(directory: Path, called: str) -> Path:
-    """The ONNX file or exported program in the directory of an MLflow model."""
+def _read_model(directory: Path, called: str, options: Mapping[str, Any], *, trust: bool) -> Network:
+    """Reads the network in the directory of an MLflow model."""
     flavors = _flavors(directory, called)
+    path = _model_file(directory, flavors, called)
+    if path.is_dir():
+        require_trust(called, trust=trust)
+        return read_torch_model(partial(_load_module, directory, called), called, **options)
+    return read_network(path, called, **options, trust=trust)
+
+
+def _model_file(directory: Path, flavors: Mapping[str, Mapping[str, Any]], called: str) -> Path:
+    """The ONNX file or exported program of an MLflow model; its directory, where it is a pickle of PyTorch."""
     if names.FLAVOR_NAME in flavors:
         verified_manifest(directory)
         return directory / names.NETWORK_FILE
@@ -241,11 +259,36 @@ def _network_file(directory: Path, called: str) -> Path:
         if (path := path_below(directory, file)).is_file():
             return path
     if _ONNX_FLAVOR not in flavors:
-        raise UserInputError(
-            f"network={called}: the model was logged as a pickle, and nothing is unpickled here; log it with "
-            "mlflow.pytorch.log_model(..., serialization_format='pt2')"
-        )
+        return directory
     raise UserInputError(f"network={called}: the model lacks the ONNX file that {names.MODEL_FILE} names; log it again")
+
+
+def _load_module(directory: Path, called: str) -> TorchModel:
+    """Loads a pickled module as MLflow does; only for a child process.
+
+    Raises:
+        UserInputError: Its signature does not say which tensors it takes.
+    """
+    import mlflow.pytorch
+    import torch
+    from mlflow.models import Model
+
+    os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "true"  # which is what `trust` says
+    signature = Model.load(str(directory)).signature
+    inputs = signature.inputs if signature else None
+    if inputs is None or not inputs.is_tensor_spec():
+        raise UserInputError(
+            f"network={called}: its signature does not say which tensors it takes; log it with "
+            "mlflow.pytorch.log_model(..., input_example=) of an array, or export it to ONNX"
+        )
+    module = mlflow.pytorch.load_model(str(directory), weights_only=False).to("cpu").eval()
+    specs = inputs.inputs
+    arguments = list(inspect.signature(module.forward).parameters)
+    shapes = {
+        spec.name or arguments[index]: tuple(size if size >= 0 else "?" for size in spec.shape)
+        for index, spec in enumerate(specs)
+    }
+    return TorchModel(module, shapes, [torch.from_numpy(np.empty(0, spec.type)).dtype for spec in specs])
 
 
 def _flavors(directory: Path, called: str) -> dict[str, dict[str, Any]]:

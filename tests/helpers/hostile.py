@@ -14,8 +14,3 @@ class Touch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (self.path,)
-
-
-def touch_expression(path: Path) -> str:
-    """Python source that makes a file when it is evaluated."""
-    return f"__import__('pathlib').Path('{path}').touch()"

@@ -53,6 +53,6 @@ def save(
 
 def proposed(error: BaseException) -> dict[str, list[int]]:
     """The `input_shapes` that an error tells the user to copy."""
-    found = re.search(r"input_shapes='(.*)'", str(error))
+    found = re.search(r"input_shapes='([^']*)'", str(error))
     assert found is not None
     return json.loads(found[1])

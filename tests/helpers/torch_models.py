@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -140,16 +138,14 @@ def write(directory: Path) -> None:
     _save(directory / "batch-norm.pt2", Small(lambda self, x: self.bn(x)), x, train=True)
     _save(directory / "dropout.pt2", Small(lambda self, x: self.dropout(x)), x, train=True)
     _save(directory / "svd.pt2", Small(lambda self, x: torch.linalg.svd(x)[1]), x)
-    _save(directory / "values.pt2", Small(lambda self, x: x[x > 0].sum()), x)
-    _save(directory / "number.pt2", Small(lambda self, x: (self.linear(x), x.shape[0])), x, shapes=((ROWS,),))
-    _save(directory / "branch.pt2", Small(lambda self, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))), x)
+    _save(directory / "free.pt2", Small(lambda self, x, y: x + y), x, x, shapes=(({0: Dim.AUTO}, {0: Dim.AUTO}),))
     torch.save(Small(len).state_dict(), directory / "weights.pt2")
     torch.jit.trace(nn.Linear(4, 4), x).save(str(directory / "script.pt2"))
 
 
 def log(tracking_uri: str, experiment_id: str) -> tuple[str, str]:
-    """Logs "program", an exported program, twice, and "pickle", a pickle. Returns the run's and the first one's ID."""
-    os.environ["MLFLOW_TRACKING_URI"] = tracking_uri
+    """Logs an exported program, which gets two versions, and pickles. Returns the run's and the program's ID."""
+    mlflow.set_tracking_uri(tracking_uri)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)).eval()
     image = np.random.default_rng(0).standard_normal((2, 3, 8, 8), np.float32)
@@ -157,28 +153,12 @@ def log(tracking_uri: str, experiment_id: str) -> tuple[str, str]:
     with mlflow.start_run(experiment_id=experiment_id) as run:
         logged = mlflow.pytorch.log_model(model, name="program", serialization_format="pt2", **options)
         mlflow.pytorch.log_model(model, name="pickle", serialization_format="pickle", **options)
+        without = {"serialization_format": "pickle", "pip_requirements": ["torch"]}
+        mlflow.pytorch.log_model(model, name="unsigned", **without)
         for _ in range(2):
             mlflow.register_model(logged.model_uri, "torch-program")
         mlflow.MlflowClient().set_registered_model_alias("torch-program", "champion", "1")
     return run.info.run_id, logged.model_id
-
-
-def load_as_pytorch_does(path: Path) -> None:
-    """Loads a program and exports it to ONNX without any check."""
-    with contextlib.suppress(Exception):
-        torch.onnx.export(torch.export.load(path), verbose=False)
-
-
-def operators_with_paths() -> set[str]:
-    """The operators of `torch.ops.aten` that take the name of a file."""
-    return {
-        schema.name
-        for schema in torch._C._jit_get_all_schemas()
-        for argument in schema.arguments
-        if schema.name.startswith("aten::")
-        and str(argument.type) == "str"
-        and any(word in argument.name for word in ("file", "path"))
-    }
 
 
 def plan_in_memory() -> list[Any]:
@@ -190,9 +170,10 @@ def plan_in_memory() -> list[Any]:
     return [plan.network, len(plan.tasks)]
 
 
-def compute_as_rival(path: Path, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What a program computes when it is compiled, by the names of the outputs of its network."""
-    network = load_network(str(path))
+def compute_as_rival(given: tuple[Path, dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """What a program computes of inputs when it is compiled, by the names of the outputs of its network."""
+    path, inputs = given
+    network = load_network(str(path), trust=True)
     outputs = tuple(spec.name for spec in network.outputs)
     task = RivalTask(network=path, outputs=outputs, num_threads=1, program=path, inputs=network.inputs)
     return rival_inference("torch", task)(inputs)

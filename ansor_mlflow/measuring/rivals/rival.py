@@ -18,7 +18,7 @@ from ansor_mlflow.tensors import TensorSpec
 _TO_INSTALL: dict[Rival, str] = {
     "onnxruntime": "onnxruntime",
     "openvino": "openvino",
-    "torch": "'torch>=2.13,<2.14' onnxscript",
+    "torch": "torch onnxscript",
 }
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.networks import load_program
 from ansor_mlflow.tensors import Arrays, random_inputs
 
@@ -20,24 +18,23 @@ if TYPE_CHECKING:
 
 
 def torch_inference(task: RivalTask) -> Inference:
-    """The exported program, compiled by Inductor; it is read as a network is, with nothing unpickled."""
+    """The exported program, compiled by Inductor; reading it can run its author's code, so only in a child process."""
     if task.program is None:
-        raise ValueError("there is no exported program of PyTorch that it came from")
+        raise ValueError("there is no exported program of PyTorch that it came from, or trust=true is not given")
     if task.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("this PyTorch sees no GPU")
     torch.set_num_threads(task.num_threads)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False  # which the line above leaves for convolutions
-    shapes = {spec.name: spec.shape for spec in task.inputs}
-    with scratch_directory() as scratch:
-        program, inputs = load_program(task.program, str(task.program), shapes, Path(scratch))
-    if not shapes.keys() >= set(inputs):
+    model = load_program(task.program, str(task.program))
+    if not {spec.name for spec in task.inputs} >= model.shapes.keys():
         raise ValueError("the program takes inputs that have a value for good in the model")
-    module = torch.compile(program.module().to(task.device))
+    module = torch.compile(model.module.to(task.device))
 
     def run(arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        args, kwargs = model.arguments([torch.from_numpy(arrays[name]).to(task.device) for name in model.shapes])
         with torch.inference_mode():
-            outputs = tree_leaves(module(*(torch.from_numpy(arrays[name]).to(task.device) for name in inputs)))
+            outputs = tree_leaves(module(*args, **kwargs))
         return {name: output.cpu().numpy() for name, output in zip(task.outputs, outputs, strict=True)}
 
     run(random_inputs(task.inputs, seed=0))  # the first call compiles, which takes seconds

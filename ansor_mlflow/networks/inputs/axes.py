@@ -1,11 +1,11 @@
-"""What dynamic axes of inputs are called, which of them are the batch, and which follow from others."""
+"""What dynamic axes of inputs are called, which of them are the batch, which follow from others, and usual sizes."""
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
-from collections.abc import Iterator, Mapping, Set
-
-from ansor_mlflow.networks.inputs.expressions import Sizes
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 
 NamedShape = tuple[int | str, ...]
 """A shape in which every dynamic axis has a name; axes of the same name have the same size."""
@@ -19,6 +19,24 @@ _OTHER_WORDS = re.compile(
     r"n?(audio|box|char|feature|frame|height|len|mel|past|patch|point|pos|sample|seq|step|time|token|width|word)"
 )
 _ANY_SIZE = 7
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+_SIDE, _LENGTH, _FRAMES, _SAMPLES, _MEL_FRAMES = 224, 128, 100, 16_000, 3_000
+_SOUND = ("audio", "wav", "speech", "sample", "pcm")
+_SPECTRUM = ("mel", "feat", "fbank", "spec")
+"""Words in the name of an input, or of its axis, that holds sound."""
+_MEL_BANDS = (80, 128)
+_CHANNELS = (1, 3, 4)
+USUAL_SHAPE = (1, 3, _SIDE, _SIDE)
+"""What is suggested where not even the rank is known."""
+_IMAGE_LAST = (1, _SIDE, _SIDE, 3)
+_CLIP = (1, 3, 16, _SIDE, _SIDE)
 
 
 def words_of(name: str) -> list[str]:
@@ -45,14 +63,58 @@ def free_axes(shapes: NamedShapes, known: Mapping[str, int] = {}) -> Iterator[tu
 
 
 def size_of(dim: int | str, sizes: Mapping[str, int]) -> int | str:
-    """The size of an axis that is one of `sizes`, or an expression of them such as "past + 1"; else its name."""
+    """The size of an axis that is one of `sizes`, or computed from them, as "past + 1" is; else its name."""
     if isinstance(dim, int) or dim in sizes:
         return sizes.get(dim, dim) if isinstance(dim, str) else dim
     try:
-        value = Sizes(sizes, {}).evaluate(dim)
-    except (ValueError, TypeError):
+        return _computed(ast.parse(dim.strip(), mode="eval").body, sizes)
+    except (ArithmeticError, LookupError, MemoryError, RecursionError, SyntaxError, ValueError):
         return dim
-    return value if isinstance(value, int) else dim
+
+
+def _computed(node: ast.expr, sizes: Mapping[str, int]) -> int:
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.Name(id=name):
+            return sizes[name]
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return int(_OPERATORS[type(op)](_computed(left, sizes), _computed(right, sizes)))
+    raise ValueError
+
+
+def usual_sizes(shapes: NamedShapes, known: Mapping[str, int], integers: Collection[str]) -> dict[str, int]:
+    """Known sizes, and for every other axis that follows from none a usual one, by its name, place and dtype."""
+    sizes = dict(known)
+    for name, axis, dim in free_axes(shapes, known):
+        sizes.setdefault(dim, _usual_size(name, shapes[name] or (), axis, is_integer=name in integers))
+    return sizes
+
+
+def _usual_size(name: str, shape: NamedShape, axis: int, *, is_integer: bool) -> int:  # noqa: PLR0911
+    dim, rank, is_last = str(shape[axis]), len(shape), axis == len(shape) - 1
+    words = words_of(dim)
+    context = [*words, *words_of(name)]
+    if words in (["h"], ["w"]) or _any(words, ("height", "width")):
+        return _SIDE
+    if is_last and not is_integer and (rank == 2 or _any(context, _SOUND)):
+        return _SAMPLES
+    if is_integer or _any(words, ("seq", "token", "past", "len")):
+        return _LENGTH
+    if _any(words, ("frame", "time")):
+        return _FRAMES
+    if rank == 4:
+        has_channels_last = shape[3] in _CHANNELS and shape[1] not in _CHANNELS
+        return (_IMAGE_LAST if has_channels_last else USUAL_SHAPE)[axis]
+    if rank == 5:
+        return _CLIP[axis]
+    if rank == 3 and is_last and shape[1] in _MEL_BANDS:
+        return _MEL_FRAMES
+    return _FRAMES if _any(context, _SPECTRUM) else _LENGTH
+
+
+def _any(words: Iterable[str], beginnings: tuple[str, ...]) -> bool:
+    return any(word.startswith(beginnings) for word in words)
 
 
 def batch_axes(shapes: NamedShapes) -> dict[str, list[tuple[str, int]]]:

@@ -126,7 +126,7 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path, server: S
     metrics = _check(bench, examples, expected, tolerance, run)
     if manifest.pad:
         require_harmless_padding(manifest, bench.compare, tolerance, options.seed)
-    task = rival_task(options.rivals, directory, manifest, bench.entry, run.directory)
+    task = rival_task(options.rivals, directory, manifest, bench.entry, run.directory, trust=options.trust)
     rivals = check_rivals(options.rivals, task, examples, expected, tolerance, bench.why_no_rivals)
     timed: dict[str, MakeInference] = {rival.name: rival.make_inference for rival in rivals if not rival.absent}
     of_each_size = examples[: len(sizes)]

@@ -58,14 +58,16 @@ class CheckedRival:
         }
 
 
-def rival_task(given: Rivals, directory: Path, manifest: Manifest, entry: LibraryEntry, scratch: Path) -> RivalTask:
+def rival_task(
+    given: Rivals, directory: Path, manifest: Manifest, entry: LibraryEntry, scratch: Path, *, trust: bool
+) -> RivalTask:
     """What rivals compute in the place of a model, on the same device and with as many threads."""
     network = str(entry.provenance.get("network", ""))
     return RivalTask(
         network=directory / names.NETWORK_FILE,
         outputs=tuple(spec.name for spec in manifest.outputs),
         num_threads=threads_here(entry),
-        program=find_program(network, scratch / "program") if "torch" in choose_rivals(given) else None,
+        program=find_program(network, scratch / "program") if trust and "torch" in choose_rivals(given) else None,
         inputs=manifest.inputs,
         device=manifest.device,
     )

@@ -67,14 +67,15 @@ class Contender:
         entry = choose_library(directory, manifest)
         return Contender(version=version, directory=directory, manifest=manifest, entry=entry)
 
-    def as_rival(self, rival: Rival, scratch: Path) -> Contender:
+    def as_rival(self, rival: Rival, scratch: Path, *, trust: bool) -> Contender:
         """A rival in the place of the library, with as many threads.
 
         Args:
             rival: The rival.
             scratch: Where an exported program of PyTorch is downloaded to.
+            trust: Whether such a program may be read.
         """
-        task = rival_task((rival,), self.directory, self.manifest, self.entry, scratch)
+        task = rival_task((rival,), self.directory, self.manifest, self.entry, scratch, trust=trust)
         return replace(self, version=rival, rival_task=task)
 
     @property

@@ -138,7 +138,7 @@ class _Decision:
 
 def _decide(options: PromoteOptions, candidate: Contender, seen: Mapping[str, str], scratch: Path) -> _Decision:
     """Checks the candidate, and lets it compete with the rival, and each version that has one of the aliases."""
-    rivals = [candidate.as_rival(rival, scratch) for rival in rivals_of(options)]
+    rivals = [candidate.as_rival(rival, scratch, trust=options.trust) for rival in rivals_of(options)]
     if set(seen.values()) == {candidate.version} and not rivals:
         return _Decision(outcome=PromotionOutcome.ALREADY_CHAMPION, reason="nothing was measured")
     champions = []

@@ -20,7 +20,7 @@ from ansor_mlflow.records import RecordPair, read_fingerprint, read_provenance, 
 from ansor_mlflow.steps.records import fetch_run
 from ansor_mlflow.tracking import params_used, translated_errors
 
-_MEASURED_FOR = (*(name for name in NetworkOptions.model_fields if name != "seed"), "warm_start")
+_MEASURED_FOR = (*(name for name in NetworkOptions.model_fields if name not in ("seed", "trust")), "warm_start")
 """Parameters that the records of a run depend on."""
 
 
