@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.foreign import plain_value, read_json, read_yaml
-from ansor_mlflow.gone import why_gone
+from ansor_mlflow.gone import PARAMETERS, why_gone
 from ansor_mlflow.settings import Algorithm, Dtype, Layout, Linker, LoweringSettings, Partition, Rival
 
 TRIALS_PER_TASK = {"quick": 16, "standard": 64, "thorough": 256}
@@ -348,15 +348,10 @@ class TuneOptions(RpcOptions, LinkOptions, BudgetOptions):
     )
     warm_start: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_parse_list)] = _parameter(
         (),
-        "Records of earlier tunings to begin with, separated by commas: runs, models, artifact URIs, paths. Those of "
-        "this device are applied; those of similar devices teach the cost model.",
-        "run IDs, artifact URIs or paths, separated by commas",
-    )
-    record_pool: str = _parameter(
-        "",
-        "Path or artifact URI of shared records: those of this device are taken before tuning, and what was measured "
-        "is added afterwards. A task that was tuned before with as many trials per task gets none.",
-        "a path or an artifact URI",
+        "Records of earlier tunings to begin with, separated by commas: runs, models, artifact URIs, paths, or auto, "
+        "which takes what finished tuning runs of the tracking server know of the network's tasks. Those of this "
+        "device are applied; those of similar devices teach the cost model.",
+        "auto, run IDs, artifact URIs or paths, separated by commas",
     )
     resume_run: str = _parameter(
         "",
@@ -623,19 +618,6 @@ class SourceOptions(ReportOptions, NetworkOptions):
     ]
 
 
-class PoolOptions(Options):
-    """Which record pool a command is about."""
-
-    pool: Annotated[
-        str,
-        _required(
-            "Record pool: a path, or a URI that MLflow keeps artifacts under, such as s3://bucket/prefix.",
-            "a path or an artifact URI",
-            metavar="POOL",
-        ),
-    ]
-
-
 class TrackerOptions(Options):
     """The command `fleet tracker`: where it listens."""
 
@@ -676,33 +658,6 @@ class FleetTestOptions(LinkOptions, FleetOptions):
     wait_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _parameter(
         30.0, "Seconds to wait for servers that somebody else has.", "a positive number of seconds"
     )
-
-
-class ListPoolOptions(ReportOptions, PoolOptions):
-    """The command `pool list`."""
-
-
-class PushPoolOptions(PoolOptions):
-    """The command `pool push`: whose records are added."""
-
-    sources: Annotated[
-        tuple[str, ...],
-        _required(
-            "Tunings, each a run's ID, or a directory or an artifact URI of its records.",
-            "one tuning at least: the ID of a run, a path or an artifact URI",
-            metavar="SOURCE...",
-        ),
-    ]
-
-
-class PullPoolOptions(PoolOptions):
-    """The command `pool pull`: for which device, and where to."""
-
-    output: Annotated[
-        str, _required("Directory of the new database, which must not exist or be empty.", "the path of a directory")
-    ]
-    target: str = _same_as(NetworkOptions, "target")
-    num_threads: PositiveInt | Auto = _same_as(NetworkOptions, "num_threads")
 
 
 class ExplainOptions(SourceOptions):
@@ -885,6 +840,8 @@ def _check_values(values: Mapping[str, Any]) -> None:
 def _check_names(cls: type[Options], names: Iterable[str], source: str) -> None:
     for name in names:
         if name not in cls.model_fields:
+            if name in PARAMETERS:
+                raise UserInputError(f"{source}: {name} is gone: {PARAMETERS[name]}")
             near = difflib.get_close_matches(str(name), cls.model_fields, n=1)
             hint = f"perhaps you meant {near[0]}" if near else f"known are {', '.join(cls.model_fields)}"
             raise UserInputError(f"{source}: unknown key {name!r}; {hint}")

@@ -29,12 +29,19 @@ class Trial:
 
     step: int
     """Position in the run, counted from 1 over all tasks."""
-    task: str
+    task: str = ""
+    """Name of the task; empty where nothing but its workload is known, as in a journal."""
     status: TrialStatus
     run_s: tuple[float, ...] = ()
     """Seconds per call, one value per repeat; empty unless the status is OK."""
     error: str = ""
     """Error text, shortened; empty when the status is OK."""
+    workload_hash: str = ""
+    """Structural hash of the task's function, in hexadecimal digits."""
+    round_: int = 0
+    """Position of its round in the run, from 1."""
+    elapsed_s: float = 0.0
+    """Time of tuning until the end of its round."""
 
     @property
     def latency_s(self) -> float | None:
@@ -266,7 +273,7 @@ class StopReason:
     OUTRUN = "outrun"
     """Another way to compute the layer is faster beyond the noise."""
     KNOWN = "known"
-    """The record pool knows enough of the task already."""
+    """Earlier tunings know enough of the task already."""
     INTERRUPTED = "interrupted"
     """SIGINT or SIGTERM came."""
 

@@ -15,8 +15,8 @@ from helpers.fake_tuning import read_records
 from helpers.runs_here import artifacts_of, newest_run, tune_here
 
 from ansor_mlflow import flavor, names
+from ansor_mlflow.records.pieces import write_manifest
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
-from ansor_mlflow.records.transfer.manifest import write_manifest
 
 pytestmark = pytest.mark.system  # whole pipelines
 

@@ -28,11 +28,13 @@ from ansor_mlflow.autologging.run import open_run
 from ansor_mlflow.device.tvm_import import import_tensor_intrin
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.processes import Outcome
+from ansor_mlflow.records.applicability import device_key
 from ansor_mlflow.records.description import read_fingerprint, read_provenance
 from ansor_mlflow.records.journal import read_journal
+from ansor_mlflow.records.pieces import changed_files
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
-from ansor_mlflow.records.transfer.manifest import changed_files
 from ansor_mlflow.testing.fakes import FakeBuilder
+from ansor_mlflow.tracking.memory import short_hash
 from ansor_mlflow.tuning.workers.builder import as_metaschedule_builder
 
 if TYPE_CHECKING:
@@ -270,6 +272,10 @@ def test_records_are_those_of_the_users_database_with_their_device(new_experimen
     provenance = read_provenance(records)
     assert provenance.estimated_latency_ms == pytest.approx(1.0)
     assert provenance.trials_per_task == 4
+    tags = the_run(new_experiment).data.tags
+    assert tags[names.TAG_DEVICE] == device_key(device)
+    assert tags[names.TAG_WORKLOADS] == short_hash(read_journal(records)[0].workload_hash)
+    assert tags[names.TAG_TRIALS_PER_TASK] == "4.0"
     assert [entry.run_s for entry in read_journal(records)] == [(seconds,) for seconds in TIMES]
 
 

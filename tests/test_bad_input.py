@@ -165,7 +165,7 @@ def files(tmp_path: Path, small_onnx: Path) -> None:
         ({"target": "nvidia/nvidia-h100"}, MACHINE, "cannot be measured on this host: it is made for cuda"),
         ({"num_threads": 100_000}, USER, "num_threads=100000, but this process may use [0-9]+ CPUs"),
         ({"warm_start": "nowhere"}, USER, "warm_start='nowhere' is neither a run's ID .* nor a file or directory"),
-        ({"record_pool": "nowhere://pool"}, USER, "record_pool=nowhere://pool: MLflow reads no nowhere: URIs"),
+        ({"record_pool": "s3://pool"}, USER, "record_pool is gone: .*; give warm_start=auto"),
         ({"resume_run": NO_RUN}, USER, f"cannot resume the run {NO_RUN}: .*not found"),
         ({"trials": 1}, USER, r"trials=1, but the network has \d tasks and each needs a trial; give at least \d"),
     ],
@@ -187,7 +187,6 @@ def test_what_cannot_be_tuned(here: RunCommand, parameters: dict[str, Any], exit
         ({"target": "llvm -mcpu=znver3 two"}, "'two' is neither a flag nor a flag's value"),
         ({"num_threads": 100_000}, "num_threads=100000, but this process may use [0-9]+ CPUs"),
         ({"warm_start": "nowhere"}, "warm_start='nowhere' is neither a run's ID .* nor a file or directory"),
-        ({"record_pool": "nowhere://pool"}, "record_pool=nowhere://pool: MLflow reads no nowhere: URIs"),
         ({"resume_run": NO_RUN}, f"cannot resume the run {NO_RUN}: .*not found"),
     ],
 )

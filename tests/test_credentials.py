@@ -156,14 +156,14 @@ def test_commands_name_a_variable_in_place_of_credentials(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("entry_point", [0, 1])
 def test_commands_that_do_a_step_again_have_what_they_were_given(entry_point: int) -> None:
-    pool, network = f"s3://u:a/{SECRET}@h/pool", "a b'$(id).onnx"
-    line = command_lines("tune", TuneOptions(record_pool=pool, network=network))[entry_point]
+    source, network = f"s3://u:a/{SECRET}@h/pool", "a b'$(id).onnx"
+    line = command_lines("tune", TuneOptions(warm_start=source, network=network))[entry_point]
     assert SECRET not in line
     script = f"set -- {line}; printf '%s\\n' \"$@\""
     words = subprocess.run(
-        ["/bin/sh", "-c", script], env={"RECORD_POOL": pool}, capture_output=True, text=True, check=True
+        ["/bin/sh", "-c", script], env={"WARM_START": source}, capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    assert {pool, network} <= set(words) | {word.partition("=")[2] for word in words}
+    assert {source, network} <= set(words) | {word.partition("=")[2] for word in words}
 
 
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))

@@ -20,8 +20,8 @@ from ansor_mlflow.device.fingerprints import fingerprint
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import RecordsError
 from ansor_mlflow.records.damage import check_copy, check_records, warn_of_damage
+from ansor_mlflow.records.pieces import write_manifest
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair
-from ansor_mlflow.records.transfer.manifest import write_manifest
 from ansor_mlflow.steps.reports.trials import load_trials
 
 if TYPE_CHECKING:
@@ -105,7 +105,6 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
         "records merge records --output new",
         "records distill records --output new",
         "records verify records --network small.onnx",
-        "pool push pool records",
     ],
 )
 def test_a_command_leaves_damage_out_and_says_so_once(
@@ -282,7 +281,7 @@ def test_damage_in_a_run(
     tear(logged)
     last = len(lines_of(logged / RECORD_FILE))
     capsys.readouterr()
-    for command in (["records", "show", run_id], ["pool", "push", "pool", run_id], ["tune", "--resume-run", run_id]):
+    for command in (["records", "show", run_id], ["tune", "--resume-run", run_id]):
         assert run_here(*command) == 5
         (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
         assert f"{RECORD_FILE} of run {run_id}: lines 1, 3, {last} are damaged, and {NOT_AS_DESCRIBED}" in error

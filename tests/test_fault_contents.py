@@ -1,9 +1,7 @@
-"""What a run, and a pool, know when a store refuses, damages what it holds, or is written to by many at once."""
+"""What a run knows when a store refuses, damages what it holds."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +9,8 @@ from helpers.servers import SECRET_KEY
 from helpers.site import BUCKET, Site, assert_machine_error, sync, wait_until
 from helpers.tuner_process import tuning
 from test_faults import assert_complete, assert_exactly
-from test_pool import DEVICE, found
 
 from ansor_mlflow import names
-from ansor_mlflow.tracking.record_pool import RecordPool
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
@@ -59,30 +55,3 @@ def test_a_flipped_bit_in_a_part_costs_the_trials_behind_it(
     assert f"{Path(key).name} is damaged; what it and later parts hold is measured again" in finished.stderr
     assert_exactly(site.only_run(), site.download(tmp_path / "run"), trials, tmp_path)
     assert site.parts() == []
-
-
-# -- the record pool ---------------------------------------------------------------------------------------------------
-
-PUSH = """
-import json, sys
-from test_pool import DEVICE, found
-from ansor_mlflow.tracking.record_pool import RecordPool
-
-number = int(sys.argv[2])
-pool = RecordPool(sys.argv[1])
-for workload in range(5):
-    pool.push(DEVICE, [found(workload, 0), found(workload, number, 100 + number)])
-"""
-
-
-def test_eight_processes_push_to_a_pool_at_once(site: Site, tmp_path: Path) -> None:
-    pool_uri = f"s3://{BUCKET}/pools/{tmp_path.name}"
-    processes = [
-        subprocess.Popen([sys.executable, "-c", PUSH, pool_uri, str(number)], cwd=Path(__file__).parent)
-        for number in range(1, 9)
-    ]
-    assert [process.wait(400) for process in processes] == [0] * 8
-    expected = [found(workload, 0) for workload in range(5)]
-    expected += [found(workload, number, 100 + number) for workload in range(5) for number in range(1, 9)]
-    pulled = RecordPool(pool_uri).pull(DEVICE)
-    assert sorted(map(repr, pulled)) == sorted(map(repr, expected))

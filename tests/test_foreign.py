@@ -27,8 +27,8 @@ from ansor_mlflow.model import Manifest, verified_manifest
 from ansor_mlflow.options import DistillRecordsOptions, TuneOptions, load_options
 from ansor_mlflow.records.description import read_fingerprint, read_provenance
 from ansor_mlflow.records.journal import JOURNAL_FILE, read_durations, read_journal, read_seeds
+from ansor_mlflow.records.pieces import changed_files
 from ansor_mlflow.records.store import Database, RecordPair, write_pair
-from ansor_mlflow.records.transfer.manifest import changed_files
 from ansor_mlflow.trials import Durations
 from ansor_mlflow.tuning import HostPort, servers_by_key
 from ansor_mlflow.tuning.fleet.remote import ServerDescription

@@ -145,19 +145,20 @@ def test_a_pipeline_that_is_interrupted(
 
 
 def test_a_tuning_that_ends_with_an_error(env: dict[str, str], short_path: Path) -> None:
-    """Of any kind: its pool is a file when the records are to be given to it."""
+    """Of any kind: a file is where the winners' records are to be written."""
     cwd = short_path / "cwd"
-    with tuning(NETWORK, cwd, env, trials=20, record_pool="pool") as tuner:
+    with tuning(NETWORK, cwd, env, trials=20) as tuner:
         tuner.wait_for_rounds(1)
-        (cwd / "pool").write_text("")
+        (records,) = cwd.glob(f".ansor/*/{names.RECORDS_DIR}")
+        in_the_way = records / f".{names.BEST_DIR}.new"
+        in_the_way.write_text("")
         finished = tuner.wait()
     assert finished.exit_code != 0
     run_id, command = last_lines(finished)
     assert finished.stderr.splitlines()[-1] == f"go on  {command}"
     assert command == f"ansor-mlflow tune --resume-run {run_id}"
     assert run_of(run_id).info.status == "FAILED"
-    (cwd / "pool").unlink()
+    in_the_way.unlink()
     resumed = paste(command, cwd, env)
     assert resumed.exit_code == 0, resumed.stderr
-    assert (cwd / "pool").is_dir()
     assert run_of(run_id).data.metrics[names.TRIALS_MEASURED] == 20

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from ansor_mlflow import names
+from ansor_mlflow.records.pieces import PARTS_DIR, changed_files, join_parts
 from ansor_mlflow.records.store import RECORD_FILE
-from ansor_mlflow.records.transfer.manifest import changed_files
-from ansor_mlflow.records.transfer.parts import PARTS_DIR, join_parts
 from ansor_mlflow.tracking.mirror import RecordMirror, whole_records
 from ansor_mlflow.tracking.outbox import Message
 from ansor_mlflow.trials import TuningPlan, TuningRound

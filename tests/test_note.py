@@ -110,9 +110,9 @@ def test_the_commands_have_the_parameters_that_differ(parameters: dict[str, obje
 
 
 def test_the_commands_hold_no_credentials() -> None:
-    lines = command_lines("main", PipelineOptions(network="resnet-18", record_pool="s3://bob:hunter2@host/pool"))
+    lines = command_lines("main", PipelineOptions(network="resnet-18", warm_start="s3://bob:hunter2@host/pool"))
     assert not [line for line in lines if "hunter2" in line]
-    assert lines[0].startswith("mlflow run . --env-manager local -P record_pool=")
+    assert lines[0].startswith("mlflow run . --env-manager local -P warm_start=")
 
 
 # -- what it says ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ansor_mlflow.lowering.lower import LoweredNetwork
-from ansor_mlflow.records.repair import Repair, repair
+from ansor_mlflow.records.damage import Repair, repair
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair
 
 QUARANTINE = ".quarantine"

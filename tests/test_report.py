@@ -169,7 +169,7 @@ def test_a_task_without_a_valid_trial_is_told(tmp_path: Path) -> None:
 
 
 def test_commands_hold_no_credentials(tmp_path: Path) -> None:
-    _, text = page_of(history_of(ROUNDS, [2, 1]), tmp_path, commands=["tune --record-pool s3://bob:hunter2@host"])
+    _, text = page_of(history_of(ROUNDS, [2, 1]), tmp_path, commands=["tune --warm-start s3://bob:hunter2@host"])
     assert "hunter2" not in text
 
 

@@ -24,8 +24,8 @@ from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records.journal import read_seeds
 from ansor_mlflow.records.log import RecordLog
+from ansor_mlflow.records.pieces import write_manifest
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
-from ansor_mlflow.records.transfer.manifest import write_manifest
 from ansor_mlflow.testing.fakes import FakeRunner
 from ansor_mlflow.trials import StopReason
 from ansor_mlflow.tuning.job import TuningJob, tune_job

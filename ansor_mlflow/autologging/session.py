@@ -15,13 +15,14 @@ from ansor_mlflow.autologging.description import device_of, foreign_provenance, 
 from ansor_mlflow.autologging.run import TuningRun, only_warn, open_run
 from ansor_mlflow.errors import TuningError, one_line
 from ansor_mlflow.files import write_text
-from ansor_mlflow.records import PARTS_DIR, Database, Journal, RecordLog, merge, warn_of_damage
+from ansor_mlflow.records import PARTS_DIR, Database, Journal, Provenance, RecordLog, merge, warn_of_damage
 from ansor_mlflow.tracking import (
     Message,
     MlflowObserver,
     RecordMirror,
     StepRun,
     describe_environment,
+    memory_tags,
     whole_records,
 )
 from ansor_mlflow.trials import (
@@ -92,11 +93,13 @@ class TuningSession:
             tags[names.TAG_NUM_THREADS] = str(device.num_threads)
             write_text(self._records / names.FINGERPRINT_FILE, device.to_json())
         step_run = StepRun(self._run.run.info.run_id, self._run.directory)
+        provenance = self._write_provenance()
+        if not is_remote(self._call):
+            tags |= memory_tags(device, provenance, [state.info.workload_hash for state in self._states])
         step_run.log_tags(tags)
         environment = self._run.directory / names.ENVIRONMENT_FILE
         write_text(environment, json.dumps(describe_environment(device), indent=1))
         step_run.log_artifacts(environment)
-        self._write_provenance()
         self._run.outbox.put(Message(params=self._call.params()))
         self._observers = (
             MlflowObserver(self._run.outbox, self._run.directory),
@@ -144,7 +147,8 @@ class TuningSession:
         result = self._ledger.result(stop_reason)
         for observer in self._observers:
             observer.tuning_finished(result)
-        self._write_provenance(result)
+        provenance = self._write_provenance(result)
+        self._run.outbox.put(Message(tags={names.TAG_TRIALS_PER_TASK: str(provenance.trials_per_task)}))
 
     def warn_of_missing_trials(self) -> None:
         """Says which tasks ended without a valid trial, so that the network has no latency; the script goes on."""
@@ -204,8 +208,8 @@ class TuningSession:
         spent.run_s = times["SendToRunner"] + times["JoinRunnerFutures"]
         spent.search_s = max(0.0, self._ledger.elapsed_s - spent.build_s - spent.run_s - spent.log_s)
 
-    def _write_provenance(self, result: TuningResult | None = None) -> None:
-        """Writes where the records come from: all but the lowering is known, which is the user's."""
+    def _write_provenance(self, result: TuningResult | None = None) -> Provenance:
+        """Writes and returns where the records come from: all but the lowering is known, which is the user's."""
         estimated_s = result.estimated_latency_s if result else None
         provenance = foreign_provenance(
             self._call,
@@ -215,3 +219,4 @@ class TuningSession:
             trials_per_task=result.total_trials / len(result.tasks) if result else None,
         )
         write_text(self._records / names.PROVENANCE_FILE, json.dumps(asdict(provenance), indent=1))
+        return provenance

@@ -34,13 +34,10 @@ from ansor_mlflow.options import (
     DoctorOptions,
     EvaluateOptions,
     ExplainOptions,
-    ListPoolOptions,
     MergeRecordsOptions,
     PipelineOptions,
     PlanOptions,
     PromoteOptions,
-    PullPoolOptions,
-    PushPoolOptions,
     ShowRecordsOptions,
     TuneOptions,
     VerifyRecordsOptions,
@@ -227,42 +224,6 @@ def records_verify(options: VerifyRecordsOptions) -> None:
     result.require_pass()
 
 
-@cli.group("pool")
-def pool() -> None:
-    """Share tuning records with others.
-
-    POOL is a path, or a URI that MLflow keeps artifacts under, such as s3://bucket/prefix.
-    """
-
-
-@command(pool, "list")
-def pool_list(options: ListPoolOptions) -> None:
-    """List the devices that a pool has records for."""
-    from ansor_mlflow.steps.records import list_pool
-
-    report(list_pool(options), options.json_file)
-
-
-@command(pool, "push")
-def pool_push(options: PushPoolOptions) -> None:
-    """Add to a pool what tunings measured and it does not have.
-
-    SOURCE is the ID of a tuning run, or a directory or an artifact URI of its records.
-    """
-    from ansor_mlflow.steps.records import push_records
-
-    say(str(push_records(options)))
-
-
-@command(pool, "pull")
-def pool_pull(options: PullPoolOptions) -> None:
-    """Write what a pool has for a device to a new database, such as compile --records takes."""
-    from ansor_mlflow.steps.records import pull_records
-
-    pulled = pull_records(options)
-    say(f"{pulled.num_records} records of {pulled.num_workloads} workloads are in {pulled.output}")
-
-
 cli.add_command(fleet)
 
 
@@ -344,6 +305,10 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(130)
     except click.exceptions.Exit as err:
         sys.exit(err.exit_code)
+    except click.NoSuchOption as err:
+        name = err.option_name.lstrip("-").replace("-", "_")
+        why = gone.PARAMETERS.get(name)
+        _fail(UserInputError(f"{name} is gone: {why}" if why else err.format_message()))
     except click.ClickException as err:
         _fail(UserInputError(err.format_message()))
     except AnsorMlflowError as err:

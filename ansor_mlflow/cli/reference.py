@@ -10,8 +10,8 @@ _HEAD = """# Parameters
 
 Every parameter of every entry point and command, made by `ansor-mlflow parameters`. With `mlflow run` they are given
 as `-P num_threads=2`; on the command line of `ansor-mlflow` the names have dashes: `--num-threads 2`. `plan`,
-`bisect`, `explain`, `diff`, `doctor`, `records …` and `pool …` are commands only; there `json_file` is
-the flag `--json`, `source`, `sources`, `pool`, the two `runs` of `diff` and the `network` of `bisect` are given without
+`bisect`, `explain`, `diff`, `doctor` and `records …` are commands only; there `json_file` is
+the flag `--json`, `source`, `sources`, the two `runs` of `diff` and the `network` of `bisect` are given without
 a flag, and `repair` is a flag without a value.
 
 Each of them also takes `config`, a YAML file with values for any of its parameters; an unknown key is an error.

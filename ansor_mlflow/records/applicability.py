@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -33,6 +34,14 @@ def why_not_applicable(made_for: DeviceFingerprint, device: DeviceFingerprint) -
     if differing:
         return f"the records are for {made_for.description} with other CPU features: {_listed(differing)}"
     return ""
+
+
+def device_key(device: DeviceFingerprint) -> str:
+    """A digest of what `why_not_applicable` compares: records of devices with other digests are never applied."""
+    facts: list[Any] = [code_attributes(device.target), device.machine, sorted(device.features)]
+    if device.target["kind"] != "cuda":
+        facts += [device.num_threads, device.cpu_model]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _listed(features: list[str]) -> str:

@@ -1,19 +1,21 @@
-"""What is wrong with records that are about to be read, said once, with the lines and the command that mends them."""
+"""Damaged records: what is wrong is said once, with the command that mends it; mending sets damaged lines aside."""
 
 from __future__ import annotations
 
 import logging
+import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import RecordsError, UserInputError
+from ansor_mlflow.files import append, end_last_line, new_file, write_text
 from ansor_mlflow.foreign import without_credentials
 from ansor_mlflow.records.lines import numbered
+from ansor_mlflow.records.pieces import changed_files
 from ansor_mlflow.records.store import Database, RecordPair, find_pairs
-from ansor_mlflow.records.transfer.manifest import changed_files
 
 _log = logging.getLogger("ansor_mlflow")
 
@@ -59,19 +61,20 @@ def warn_of_damage(pairs: Sequence[RecordPair], path: Path) -> None:
         _log.warning("%s; what is whole is used; `%s` mends it", words, _mending(str(path)))
 
 
-def check_copy(path: Path, called: str, download: str) -> None:
+def check_copy(path: Path, called: str, download: str, parts: Collection[str] = ()) -> None:
     """Checks records that were just copied from a run or an artifact store; warns of damaged lines.
 
     Args:
         path: The copy.
         called: What messages call it.
         download: The command that brings the user a copy into the working directory, under the name of `path`.
-
-    Raises:
-        RecordsError: A file is not the one that the manifest describes.
+        parts: Files and folders that were copied; all of them by default.
     """
     pairs = _pairs_in(path)
     damage = _find_damage(pairs) if pairs else Damage(lines={}, changed=changed_files(path))
+    if parts:
+        changed = [name for name in damage.changed if name == names.MANIFEST_FILE or name.split("/")[0] in parts]
+        damage = replace(damage, changed=changed)
     if not damage.lines and not damage.changed:
         return
     words = without_credentials(damage.in_words(lambda name: f"{name} of {called}"))
@@ -110,3 +113,74 @@ def _find_damage(pairs: Sequence[RecordPair]) -> Damage:
                     name = file.relative_to(root) if file.is_relative_to(root) else file
                     lines[name.as_posix()] = numbers
     return Damage(lines=lines, changed=changed_files(root))
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What was set aside."""
+
+    num_workloads: int
+    num_records: int
+    quarantines: tuple[Path, ...]
+    """Files that the damaged lines are in now; a later repair adds to them."""
+
+
+def repair(pair: RecordPair, *, thorough: bool = False) -> Repair:
+    """Moves damaged lines, and records of damaged workloads, to files of their own.
+
+    Nobody else may write to the database meanwhile. Whole files take the place of the damaged ones, so that a repair
+    that is interrupted is done by the next one.
+
+    Args:
+        pair: The database; a file that is missing counts as empty.
+        thorough: Whether every line is parsed as a whole, instead of looked at from both ends.
+    """
+    for path in (pair.workloads, pair.records):
+        path.touch()
+    database = Database(pair, thorough=thorough)
+    lost = {n: database.workloads[n - 1].encode(errors="surrogateescape") for n in database.damaged_workloads}
+    quarantines = []
+    if database.damaged:
+        damaged = {line.number: database.text(line) for line in database.damaged}
+        quarantines.append(_set_aside(pair.records, damaged))
+        _drop_damaged(database)
+    if lost:
+        quarantines.append(_set_aside(pair.workloads, lost))
+        _replace_lost(database)
+    for path in (pair.workloads, pair.records):
+        end_last_line(path)
+    return Repair(len(lost), len(database.damaged), tuple(quarantines))
+
+
+def _set_aside(path: Path, lines: Mapping[int, bytes]) -> Path:
+    aside = path.with_name(f"{path.name}.quarantine")
+    append(aside, b"".join(line.rstrip(b"\r\n") + b"\n" for line in lines.values()))
+    _log.warning("%s: %s damaged, and in %s now", path, numbered(tuple(lines)), aside.name)
+    return aside
+
+
+def _drop_damaged(database: Database) -> None:
+    path = database.pair.records
+    first = min(line.offset for line in database.damaged)
+    if all(record.offset < first for record in database.records):
+        os.truncate(path, first)
+        return
+    with new_file(path) as file:
+        for record in database.records:
+            file.write(database.text(record).rstrip(b"\r\n") + b"\n")
+
+
+def _replace_lost(database: Database) -> None:
+    """Puts another workload in the place of a lost one, of which no record is left: the others keep their numbers."""
+    valid = [line for line, hash_ in zip(database.workloads, database.hashes, strict=True) if hash_ is not None]
+    lines = (
+        [
+            line if hash_ is not None else valid[0]
+            for line, hash_ in zip(database.workloads, database.hashes, strict=True)
+        ]
+        if valid
+        else []
+    )
+    while lines and database.hashes[len(lines) - 1] is None:
+        lines.pop()
+    write_text(database.pair.workloads, "".join(f"{line}\n" for line in lines))

@@ -58,11 +58,7 @@ def write_description(directory: Path, device: DeviceFingerprint, provenance: Pr
 
 
 def read_fingerprint(directory: Path) -> DeviceFingerprint | None:
-    """Reads the device that records are for; None where nothing says so, as in a database that TVM wrote.
-
-    Raises:
-        RecordsError: The file is damaged.
-    """
+    """Reads the device that records are for; None where nothing says so, as in a database that TVM wrote."""
     path = directory / names.FINGERPRINT_FILE
     if not path.is_file():
         return None
@@ -76,11 +72,7 @@ def read_fingerprint(directory: Path) -> DeviceFingerprint | None:
 
 
 def read_provenance(directory: Path) -> Provenance:
-    """Reads the provenance of a tuning run's records.
-
-    Raises:
-        RecordsError: There is none, or it is damaged.
-    """
+    """Reads the provenance of a tuning run's records."""
     path = directory / names.PROVENANCE_FILE
     try:
         return typed(Provenance, read_json(path.read_bytes()))

@@ -17,7 +17,7 @@ from ansor_mlflow.files import append, end_last_line, write_text
 from ansor_mlflow.foreign import read_json, typed
 from ansor_mlflow.records.lines import FAILED_RUN_S, is_time, mean_time
 from ansor_mlflow.records.store import Database, RecordPair
-from ansor_mlflow.trials import Durations, TrialStatus
+from ansor_mlflow.trials import Durations, Trial, TrialStatus
 
 JOURNAL_FILE = "trials.jsonl"
 _DURATIONS = "durations"
@@ -44,30 +44,8 @@ class _Header:
     seeds: tuple[Seed, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class JournalEntry:
-    """A trial that was measured and recorded."""
-
-    step: int
-    """Position in the run, from 1."""
-    workload_hash: str
-    """Structural hash of the task's function, in hexadecimal digits."""
-    status: TrialStatus
-    run_s: tuple[float, ...] = ()
-    """Seconds per call; empty unless the status is OK."""
-    error: str = ""
-    round_: int = 0
-    """Position of its round in the run, from 1."""
-    elapsed_s: float = 0.0
-    """Time of tuning until the end of its round."""
-
-
 class Journal:
-    """Appends trials to a journal.
-
-    Args:
-        directory: Directory of the records.
-    """
+    """Appends trials to a journal."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / JOURNAL_FILE
@@ -85,27 +63,22 @@ class Journal:
         """Ends the last line, which the writer may have died in."""
         end_last_line(self._path)
 
-    def append(self, entries: Sequence[JournalEntry], durations: Durations | None = None) -> None:
+    def append(self, trials: Sequence[Trial], durations: Durations | None = None) -> None:
         """Appends trials, whose records are on the disk already.
 
         Args:
-            entries: The trials; none at the end of the tuning.
+            trials: The trials; none at the end of the tuning.
             durations: Where the time of the tuning went until now, as far as that is known.
-
-        Raises:
-            MachineError: The disk is full.
         """
-        lines = [asdict(entry) for entry in entries]
+        lines = [asdict(trial) for trial in trials]
+        for line in lines:
+            del line["task"]  # names are those of one lowering; the hash tells tasks apart
         lines += [{_DURATIONS: asdict(durations)}] if durations else []
         append(self._path, "".join(f"{json.dumps(line)}\n" for line in lines).encode())
 
 
 def read_seeds(directory: Path) -> tuple[int, list[Seed]]:
-    """What a tuning began with: the number of records that earlier ones left in its database, and what they say.
-
-    Args:
-        directory: Directory of the records.
-    """
+    """What a tuning began with: the number of records that earlier ones left in its database, and what they say."""
     path = directory / JOURNAL_FILE
     try:
         with path.open("rb") as file:
@@ -116,27 +89,20 @@ def read_seeds(directory: Path) -> tuple[int, list[Seed]]:
 
 
 def read_durations(directory: Path) -> Durations:
-    """Where the time of a tuning went, as its last readable line on that says; nothing is known without one.
-
-    Args:
-        directory: Directory of the records.
-    """
+    """Where the time of a tuning went, as its last readable line on that says; nothing is known without one."""
     for fields in reversed(_read_lines(directory / JOURNAL_FILE)):
         with contextlib.suppress(ValueError, LookupError):
             return typed(Durations, fields[_DURATIONS])
     return Durations()
 
 
-def read_journal(directory: Path) -> list[JournalEntry]:
+def read_journal(directory: Path) -> list[Trial]:
     """The trials of a tuning, one for each record, in their order.
 
     Where the tuner died before it wrote the last ones, or a line is damaged, what the record says has to do.
 
     Args:
         directory: Directory of the records. Without a database there, there are none.
-
-    Raises:
-        RecordsError: What is there is no database.
     """
     pair = RecordPair.in_directory(directory)
     if not pair.exists():
@@ -144,7 +110,7 @@ def read_journal(directory: Path) -> list[JournalEntry]:
     num_earlier, _ = read_seeds(directory)
     entries = _read_entries(directory / JOURNAL_FILE)
     database = Database(pair)
-    trials: list[JournalEntry] = []
+    trials: list[Trial] = []
     for step, record in enumerate(database.records[num_earlier:], start=1):
         entry = entries.get(step)
         if entry is None:
@@ -152,7 +118,7 @@ def read_journal(directory: Path) -> list[JournalEntry]:
             last = trials[-1] if trials else None
             workload_hash = str(database.hashes[record.workload])
             is_next_round = last is not None and last.workload_hash != workload_hash
-            entry = JournalEntry(
+            entry = Trial(
                 step=step,
                 workload_hash=workload_hash,
                 status=TrialStatus.OK if is_valid else TrialStatus.RUN_FAILED,
@@ -165,12 +131,12 @@ def read_journal(directory: Path) -> list[JournalEntry]:
     return trials
 
 
-def _read_entries(path: Path) -> dict[int, JournalEntry]:
+def _read_entries(path: Path) -> dict[int, Trial]:
     """The readable trials of a journal, by step."""
     entries = {}
     for fields in _read_lines(path):
         try:
-            entry = typed(JournalEntry, fields)
+            entry = typed(Trial, fields)
             mean_time(entry.run_s or [FAILED_RUN_S])
             entries[entry.step] = entry
         except (ValueError, ArithmeticError):

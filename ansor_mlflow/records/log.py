@@ -17,8 +17,8 @@ from typing import Any
 from ansor_mlflow import names
 from ansor_mlflow.files import append, disk_full, is_full
 from ansor_mlflow.records.applicability import code_attributes, has_target
+from ansor_mlflow.records.damage import repair
 from ansor_mlflow.records.lines import FAILED_RUN_S, workload_hash
-from ansor_mlflow.records.repair import repair
 from ansor_mlflow.records.store import Database, RecordPair
 
 _NUM_BEST = 8
@@ -45,10 +45,6 @@ class RecordLog:
     Args:
         directory: Where the pair is, or will be. Damaged lines in it are set aside.
         target: Attributes of the target that is tuned for; records of others are not among the fastest.
-
-    Raises:
-        RecordsError: What is there is no database.
-        MachineError: The disk is full.
     """
 
     def __init__(self, directory: Path, target: Mapping[str, Any]) -> None:
@@ -96,14 +92,11 @@ class RecordLog:
         return records
 
     def append(self, workload: str, records: Sequence[RecordText]) -> None:
-        """Appends records of a workload; they are on the disk when this returns.
+        """Appends records of a workload; they are on the disk when this returns, and none if it is full.
 
         Args:
             workload: Its line in the workload file: the JSON text `[structural hash, module in base64]`.
             records: Its new records.
-
-        Raises:
-            MachineError: The disk is full, or nearly so. Nothing of these records is in the log then.
         """
         if is_full(self._pair.records.parent):
             raise disk_full(self._pair.records)

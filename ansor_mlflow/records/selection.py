@@ -51,11 +51,11 @@ def matching_records(
         for record in database.records
         if is_wanted(database, record) and record.run_s > fastest_s.get(database.hashes[record.workload], 0.0)
     ]
-    schedules = {(owner.hashes[r.workload], _schedule(owner, r)) for owner in chosen for r in owner.records}
+    schedules = {(owner.hashes[r.workload], schedule_of(owner, r)) for owner in chosen for r in owner.records}
     sampled = [
         record
         for record in _sample(others, lambda record: record.workload)
-        if (database.hashes[record.workload], _schedule(database, record)) not in schedules
+        if (database.hashes[record.workload], schedule_of(database, record)) not in schedules
     ]
     return [*chosen, _with(database, sampled)]
 
@@ -103,8 +103,8 @@ def open_winners(records: Path) -> Database | None:
     return Database(pair, thorough=True) if pair.exists() else None
 
 
-def _schedule(database: Database, record: RecordLine) -> str:
-    """The schedule of a record as JSON."""
+def schedule_of(database: Database, record: RecordLine) -> str:
+    """The schedule of a record as JSON, which is the same text for the same schedule."""
     return json.dumps(json.loads(database.fields(record))[0])
 
 

@@ -67,9 +67,6 @@ def find_records(path: Path, *, prefer_winners: bool = True) -> RecordPair:
     Args:
         path: What the user gave.
         prefer_winners: Whether winners come before the records that they are beside, or after them.
-
-    Raises:
-        UserInputError: There is no such pair.
     """
     if path.is_dir():
         directories = search_directories(path)
@@ -93,11 +90,7 @@ def find_records(path: Path, *, prefer_winners: bool = True) -> RecordPair:
 
 
 def find_pairs(path: Path) -> list[RecordPair]:
-    """What `find_records` finds: the winners, if there are any, and all records.
-
-    Raises:
-        UserInputError: There is no such pair.
-    """
+    """What `find_records` finds: the winners, if there are any, and all records."""
     return list(dict.fromkeys([find_records(path), find_records(path, prefer_winners=False)]))
 
 
@@ -107,9 +100,6 @@ class Database:
     Args:
         pair: The files.
         thorough: Whether every line is parsed as a whole; else damage in the middle of a line is found by `fields`.
-
-    Raises:
-        RecordsError: The workload file is not one.
     """
 
     def __init__(self, pair: RecordPair, *, thorough: bool = False) -> None:
@@ -209,9 +199,6 @@ def distill(
 
     Returns:
         The number of records written.
-
-    Raises:
-        RecordsError: There are no records, or all of them are for other targets.
     """
     database = Database(source)
     if any_target:

@@ -94,11 +94,7 @@ class DatabaseSummary(Reported):
 
 
 def open_database(pair: RecordPair) -> Database:
-    """Reads a pair that may be any file that a user gave, and looks into every line.
-
-    Raises:
-        RecordsError: It is a file of another kind: none of its lines is a record.
-    """
+    """Reads a pair that may be any file that a user gave, and looks into every line."""
     database = Database(pair, thorough=True)
     if database.damaged and not database.records:
         raise RecordsError(
@@ -109,11 +105,7 @@ def open_database(pair: RecordPair) -> Database:
 
 
 def require_whole(database: Database) -> None:
-    """Checks that no record is damaged.
-
-    Raises:
-        RecordsError: One is.
-    """
+    """Checks that no record is damaged."""
     if database.damaged:
         raise RecordsError(f"{database.pair.records}: {numbered(database.damaged_records)} damaged; tune again")
 

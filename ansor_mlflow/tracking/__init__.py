@@ -13,6 +13,7 @@ from ansor_mlflow.tracking.killed.runs import (
     is_held,
     remove_directory,
 )
+from ansor_mlflow.tracking.memory import EarlierTuning, best_source, find_tunings, memory_tags
 from ansor_mlflow.tracking.mirror import RecordMirror, whole_records
 from ansor_mlflow.tracking.observer import MlflowObserver, latency_metrics
 from ansor_mlflow.tracking.outbox import (
@@ -24,7 +25,6 @@ from ansor_mlflow.tracking.outbox import (
     deliver_left,
     open_outbox,
 )
-from ansor_mlflow.tracking.record_pool import PoolDevice, PushedRecords, RecordPool
 from ansor_mlflow.tracking.registry import (
     aliases_of,
     find_version,

@@ -17,7 +17,7 @@ from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.measuring import is_disturbed
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.processes import Outcome
-from ansor_mlflow.records import FAILED_RUN_S, Journal, JournalEntry, RecordLog, RecordText, Seed
+from ansor_mlflow.records import FAILED_RUN_S, Journal, RecordLog, RecordText, Seed
 from ansor_mlflow.trials import (
     Durations,
     StopReason,
@@ -97,7 +97,7 @@ class Tuner:
         runner: Runner,
         observers: Sequence[TuningObserver] = (),
         journal: Journal | None = None,
-        past: Sequence[JournalEntry] = (),
+        past: Sequence[Trial] = (),
         durations: Durations | None = None,
         seeds: Sequence[Seed] = (),
         similar: Mapping[str, Mapping[str, Sequence[RecordText]]] = {},
@@ -285,7 +285,7 @@ class Tuner:
                 state.stop_reason = StopReason.KNOWN if seed.is_enough else ""
         self._stop_outrun()
 
-    def _restore(self, past: Sequence[JournalEntry]) -> Iterator[TuningRound]:
+    def _restore(self, past: Sequence[Trial]) -> Iterator[TuningRound]:
         """The rounds of an earlier process; scheduler and stopping rules get to know what they knew then."""
         for state, trials in self._ledger.restore(past):
             self._round_finished(state)

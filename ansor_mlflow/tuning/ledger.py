@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ansor_mlflow.records import Journal, JournalEntry, RecordLog
+from ansor_mlflow.records import Journal, RecordLog
 from ansor_mlflow.trials import (
     Durations,
     ServerState,
@@ -89,36 +89,20 @@ class Ledger:
         # the records come first: the journal says that its trials have one each
         self._log.append(*log_lines(mod, target, candidates, [trial.run_s for trial in trials]))
         if self._journal is not None:
-            entries = [
-                JournalEntry(
-                    step=trial.step,
-                    workload_hash=state.info.workload_hash,
-                    status=trial.status,
-                    run_s=trial.run_s,
-                    error=trial.error,
-                    round_=self._num_rounds,
-                    elapsed_s=self.elapsed_s,
-                )
-                for trial in trials
-            ]
-            self._journal.append(entries, self.durations)
+            hash_, elapsed_s = state.info.workload_hash, self.elapsed_s
+            self._journal.append(
+                [replace(trial, workload_hash=hash_, round_=self._num_rounds, elapsed_s=elapsed_s) for trial in trials],
+                self.durations,
+            )
 
-    def restore(self, past: Sequence[JournalEntry]) -> Iterator[tuple[TaskState, list[Trial]]]:
+    def restore(self, past: Sequence[Trial]) -> Iterator[tuple[TaskState, list[Trial]]]:
         """Counts the rounds of an earlier process of the same tuning, and yields each of them when it is counted."""
         states = {state.info.workload_hash: state for state in self.states}
         for number, entries in itertools.groupby(past, key=lambda entry: entry.round_):
             trials: list[Trial] = []
             for entry in entries:
                 state, self._past_s = states[entry.workload_hash], entry.elapsed_s
-                trials.append(
-                    Trial(
-                        step=self.total_trials + len(trials) + 1,
-                        task=state.info.name,
-                        status=entry.status,
-                        run_s=entry.run_s,
-                        error=entry.error,
-                    )
-                )
+                trials.append(replace(entry, step=self.total_trials + len(trials) + 1, task=state.info.name))
             self._count(state, trials)
             self._num_rounds = number
             yield state, trials

@@ -1,7 +1,14 @@
-"""Records that steps take and give: from runs, models, pools and paths; and the commands `records` and `pool`."""
+"""Records that steps take and give: from runs, models and paths; and the commands `records …`."""
 
 from ansor_mlflow.steps.records.databases import WrittenRecords, distill_records, merge_records, show_records
-from ansor_mlflow.steps.records.fetching import fetch_databases, fetch_records, fetch_run, options_of_source, tuning_of
+from ansor_mlflow.steps.records.fetching import (
+    fetch_databases,
+    fetch_records,
+    fetch_run,
+    fetch_winners,
+    options_of_source,
+    tuning_of,
+)
 from ansor_mlflow.steps.records.given import (
     NetworkTasks,
     Recorded,
@@ -12,14 +19,6 @@ from ansor_mlflow.steps.records.given import (
     load_recorded_network,
     lower_for_device,
     lower_recorded,
-)
-from ansor_mlflow.steps.records.sharing import (
-    PoolContents,
-    give_to_pool,
-    known_workloads,
-    list_pool,
-    pull_records,
-    push_records,
 )
 from ansor_mlflow.steps.records.sketch_use import SketchUse, sketch_uses
 from ansor_mlflow.steps.records.verify import (

@@ -50,37 +50,19 @@ class WrittenRecords(Reported):
 
 
 def show_records(options: ShowRecordsOptions) -> DatabaseSummary:
-    """Counts the records of a database.
-
-    Raises:
-        UserInputError: There is no such source.
-        RecordsError: It is no database.
-        MachineError: A server is away.
-    """
+    """Counts the records of a database."""
     with scratch_directory() as scratch:
         path = fetch_source(options.source, Path(scratch))
         return summarize(open_database(find_records(path, prefer_winners=False)))
 
 
 def merge_records(options: MergeRecordsOptions) -> WrittenRecords:
-    """Writes all records of several databases to a new one, each once.
-
-    Raises:
-        UserInputError: There is no such source, or the output is not free.
-        RecordsError: A source is no database, or there is no record in any.
-        MachineError: A server is away.
-    """
+    """Writes all records of several databases to a new one, each once."""
     return _write(options, keep=None, target="")
 
 
 def distill_records(options: DistillRecordsOptions) -> WrittenRecords:
-    """Writes the fastest valid records of each workload and target to a new database.
-
-    Raises:
-        UserInputError: There is no such source or target, or the output is not free.
-        RecordsError: A source is no database, or there is no valid record for the target in any.
-        MachineError: A server is away.
-    """
+    """Writes the fastest valid records of each workload and target to a new database."""
     return _write(options, keep=options.keep, target=options.target)
 
 
@@ -148,9 +130,6 @@ def _take_target(databases: Sequence[Database], target: str) -> None:
     """Leaves the records for targets with the attributes that the user gave.
 
     Only `auto` and a tag need TVM, which knows what they stand for.
-
-    Raises:
-        RecordsError: There are none.
     """
     parsed = parse_target(target)
     made_for = {record.target for database in databases for record in database.records}

@@ -26,9 +26,6 @@ def options_of_source(source: str, options: NetworkOptions, parameter: str = "so
         source: What the user gave.
         options: The network that records from a path are for.
         parameter: What messages call it.
-
-    Raises:
-        UserInputError: It is none of them.
     """
     shared = options.model_dump(include=set(NetworkOptions.model_fields))
     if Path(source).exists():
@@ -45,14 +42,7 @@ def options_of_source(source: str, options: NetworkOptions, parameter: str = "so
 
 
 def fetch_source(source: str, scratch: Path) -> Path:
-    """The file or directory of records that `source` means; what is in MLflow is copied to `scratch`.
-
-    Raises:
-        UserInputError: It is no source, or there is no such run or artifact.
-        RecordsError: The files of a run are not those that their manifest describes.
-        ModelError: It is a model that was changed.
-        MachineError: A server is away.
-    """
+    """The file or directory of records that `source` means; what is in MLflow is copied to `scratch`."""
     return _sole(fetch_databases(source, scratch), f"source={source}")
 
 
@@ -70,11 +60,7 @@ def fetch_databases(source: str, scratch: Path, parameter: str = "source") -> li
 
 
 def tuning_of(run: Run) -> str:
-    """The ID of the tuning run that a run is or has used; empty where there is none.
-
-    Raises:
-        UserInputError: It is a compilation of several.
-    """
+    """The ID of the tuning run that a run is or has used; empty where there is none."""
     if run.data.tags.get(names.TAG_STEP) == "tune":
         return str(run.info.run_id)
     tune_run = run.data.tags.get(names.TAG_TUNE_RUN, "")
@@ -84,13 +70,7 @@ def tuning_of(run: Run) -> str:
 
 
 def fetch_run(run_id: str, scratch: Path) -> Path:
-    """The records of a tuning run, those of one that was killed too.
-
-    Raises:
-        UserInputError: There is no such run, or it has no records.
-        RecordsError: The files are not those that their manifest describes.
-        MachineError: A server is away.
-    """
+    """The records of a tuning run, those of one that was killed too."""
     with translated_errors(f"read the records of run {run_id}"):
         run = mlflow.get_run(run_id)
         if not any(file.path == names.RECORDS_DIR for file in mlflow.MlflowClient().list_artifacts(run_id)):
@@ -101,9 +81,30 @@ def fetch_run(run_id: str, scratch: Path) -> Path:
             mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=names.RECORDS_DIR, dst_path=str(scratch))
         )
     join_parts(records)
-    download = f"mlflow artifacts download --run-id {run_id} --artifact-path {names.RECORDS_DIR} --dst-path ."
-    check_copy(records, f"run {run_id}", download)
+    check_copy(records, f"run {run_id}", _download(run_id))
     return records
+
+
+def fetch_winners(run_id: str, scratch: Path) -> Path:
+    """The winners of a finished tuning run, and the device that they are for; all records where it has no winners, as
+    one that was autologged.
+    """
+    with translated_errors(f"read the winners of run {run_id}"):
+        files = mlflow.MlflowClient().list_artifacts(run_id, names.RECORDS_DIR)
+        if f"{names.RECORDS_DIR}/{names.BEST_DIR}" not in {file.path for file in files}:
+            return fetch_run(run_id, scratch)
+        records = scratch / "winners"
+        records.mkdir()
+        for name in (names.MANIFEST_FILE, names.FINGERPRINT_FILE, names.BEST_DIR):
+            path = f"{names.RECORDS_DIR}/{name}"
+            fetched = mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=path, dst_path=str(scratch))
+            Path(fetched).rename(records / name)  # stores differ in whether they keep the folder above
+    check_copy(records, f"run {run_id}", _download(run_id), parts=(names.FINGERPRINT_FILE, names.BEST_DIR))
+    return records
+
+
+def _download(run_id: str) -> str:
+    return f"mlflow artifacts download --run-id {run_id} --artifact-path {names.RECORDS_DIR} --dst-path ."
 
 
 def _fetch(records: str, scratch: Path, parameter: str) -> Path:

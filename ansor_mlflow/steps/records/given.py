@@ -54,10 +54,6 @@ class Recorded:
     def device(self) -> Device:
         """What they are for: this host as the options say; of a tuning run that measured on the servers of a tracker,
         or is for a GPU, the device of that run, which need not be here.
-
-        Raises:
-            UserInputError: TVM knows no such target, or there are fewer CPUs than threads.
-            RecordsError: What says which device they are for is damaged.
         """
         made_for = read_fingerprint(self.records) if self.provenance else None
         if self.provenance and self.provenance.rpc_key and made_for is None:
@@ -97,11 +93,6 @@ def find_recorded(options: RecordsOptions, scratch: Path, *, any_lowering: bool 
         options: The records.
         scratch: Directory for copies.
         any_lowering: Whether another version of the lowering may have made the tasks of a tuning run.
-
-    Raises:
-        UserInputError: Not exactly one of `tune_run` and `records` is given, or there is no such run or artifact.
-        RecordsError: The tuning run's description is damaged, or another version of the lowering made its tasks.
-        MachineError: A server is away.
     """
     if bool(options.tune_run) == bool(options.records):
         given = "both were" if options.tune_run else "neither was"
@@ -135,12 +126,7 @@ def _from_tune_run(options: RecordsOptions, scratch: Path, *, any_lowering: bool
 
 
 def load_recorded_network(recorded: Recorded) -> Network:
-    """Loads the network that the records are for.
-
-    Raises:
-        UserInputError: There is no such network.
-        RecordsError: The tuning run had another version of it.
-    """
+    """Loads the network that the records are for."""
     options = recorded.options
     network = network_of(options, recorded.copy)
     if recorded.provenance is not None and network.sha256 != recorded.provenance.network_sha256:
@@ -151,21 +137,12 @@ def load_recorded_network(recorded: Recorded) -> Network:
 
 
 def lower_recorded(recorded: Recorded) -> NetworkTasks:
-    """Loads the network that records are for, and lowers it for their device.
-
-    Raises:
-        UserInputError: There is no such network, or its target or threads are not usable.
-        RecordsError: The tuning run had another version of it.
-    """
+    """Loads the network that records are for, and lowers it for their device."""
     return lower_for_device(load_recorded_network(recorded), recorded.options, recorded.device)
 
 
 def lower_for_device(network: Network, options: NetworkOptions, device: Device) -> NetworkTasks:
-    """Lowers a network for a device as the options say.
-
-    Raises:
-        UserInputError: TVM cannot import the network.
-    """
+    """Lowers a network for a device as the options say."""
     lowered = lower_sizes(network.models(), device.target, options.lowering, options.network)
     return NetworkTasks(graph=network, device=device, lowered=lowered, is_padded=options.pad_channels == "auto")
 
@@ -184,9 +161,6 @@ def distill_for_device(
 
     Returns:
         For which device the records are, in one clause, where it is another.
-
-    Raises:
-        RecordsError: They are damaged, or for another device.
     """
     pair = find_records(records)
     made_for = read_fingerprint(pair.root)
@@ -212,12 +186,7 @@ def _measured_nothing(records: Path) -> bool:
 
 
 def best_records(records: Path, network: NetworkTasks, scratch: Path) -> dict[int, TuningRecord]:
-    """The fastest record of each layer that has one, by the index of the task that is the way of the record.
-
-    Raises:
-        UserInputError: There are no records.
-        RecordsError: They are damaged, all of them are for other targets, or one does not apply to its task.
-    """
+    """The fastest record of each layer that has one, by the index of the task that is the way of the record."""
     import_tensor_intrin(network.device.target.kind.name)  # reading a record applies it
     best = scratch / names.BEST_DIR
     distill(find_records(records), best, network.device.fingerprint.target)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from ansor_mlflow.records import (
     has_target,
     open_database,
     repair,
+    schedule_of,
     target_attributes,
     target_name,
 )
@@ -110,11 +110,7 @@ class Verification(Reported):
         return (*others, *(f"{count} {text}" for text, count in counts.items() if count))
 
     def require_pass(self) -> None:
-        """Checks that every record passed.
-
-        Raises:
-            RecordsError: One did not.
-        """
+        """Checks that every record passed."""
         bad = [record for record in self.records if record.status != "pass"]
         if bad:
             raise RecordsError(
@@ -146,12 +142,7 @@ class MendedRecords(Reported):
 
 
 def repair_records(source: str) -> MendedRecords:
-    """Sets damaged lines of a database on this machine aside, and removes a manifest that describes other files.
-
-    Raises:
-        UserInputError: It is not local, or somebody tunes there.
-        RecordsError: It is no database.
-    """
+    """Sets damaged lines of a database on this machine aside, and removes a manifest that describes other files."""
     if not Path(source).exists():
         raise UserInputError(
             f"source={source}: only a directory or a file on this machine can be repaired; download it with "
@@ -181,11 +172,6 @@ def verify_records(
     Args:
         options: Which records, of which network.
         on_replayed: Called with each record as soon as it was replayed.
-
-    Raises:
-        UserInputError: There is no such source or network, or it is to be repaired and not on this machine.
-        RecordsError: The source is no database, or has no record of the network for the target.
-        MachineError: This host cannot run the target, or a server is away.
     """
     if options.repair:
         repair_records(options.source)
@@ -263,7 +249,7 @@ def _distinct(candidates: Iterable[_Candidate]) -> Iterator[tuple[_Candidate, st
     """Candidates with the JSON of their schedules, each schedule once."""
     seen: set[str] = set()
     for candidate in candidates:
-        trace = json.dumps(json.loads(candidate.database.fields(candidate.record))[0])
+        trace = schedule_of(candidate.database, candidate.record)
         if trace not in seen:
             seen.add(trace)
             yield candidate, trace

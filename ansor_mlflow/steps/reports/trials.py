@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import mlflow
@@ -15,9 +14,10 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import RecordsError, UserInputError, one_line
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.foreign import typed
-from ansor_mlflow.records import JournalEntry, read_journal
+from ansor_mlflow.records import read_journal
 from ansor_mlflow.steps.records import fetch_run, tuning_of
 from ansor_mlflow.tracking import read_artifact, translated_errors
+from ansor_mlflow.trials import Trial
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -100,21 +100,21 @@ def _of_records(run_id: str, tasks: list[TaskRow]) -> list[_Row]:
     """What the records say: those of a run that was killed, or killed again after it went on."""
     with scratch_directory() as scratch:
         records = fetch_run(run_id, Path(scratch))
-        entries = read_journal(records)
+        trials = read_journal(records)
     by_hash = {task.workload_hash: task for task in tasks}
-    return [_of_entry(entry, by_hash) for entry in entries]
+    return [_of_trial(trial, by_hash) for trial in trials]
 
 
-def _of_entry(entry: JournalEntry, by_hash: dict[str, TaskRow]) -> _Row:
-    task = by_hash.get(entry.workload_hash)
+def _of_trial(trial: Trial, by_hash: dict[str, TaskRow]) -> _Row:
+    task = by_hash.get(trial.workload_hash)
     return {
-        "step": entry.step,
+        "step": trial.step,
         "task": task.task if task else None,
-        "status": entry.status.value,
-        "latency_us": fmean(entry.run_s) * 1e6 if entry.run_s else None,
-        "error": entry.error,
+        "status": trial.status.value,
+        "latency_us": trial.latency_s * 1e6 if trial.latency_s is not None else None,
+        "error": trial.error,
         **_joined(task),
-        "workload_hash": entry.workload_hash,
+        "workload_hash": trial.workload_hash,
     }
 
 

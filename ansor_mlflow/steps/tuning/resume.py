@@ -25,12 +25,7 @@ _MEASURED_FOR = (*(name for name in NetworkOptions.model_fields if name not in (
 
 
 def resumed_options(options: TuneOptions) -> TuneOptions:
-    """The parameters of the run that goes on, and those that were given now.
-
-    Raises:
-        UserInputError: There is no such run, it is no tuning, or another network or device was given.
-        MachineError: The tracking server is away.
-    """
+    """The parameters of the run that goes on, and those that were given now."""
     run_id = options.resume_run
     with translated_errors(f"resume the run {run_id}"):
         run = mlflow.get_run(run_id)
@@ -64,9 +59,6 @@ def fetch_what_was_measured(run_id: str, records: Path) -> None:
     Args:
         run_id: The run.
         records: Directory for them, in which an earlier process may have left some.
-
-    Raises:
-        MachineError: A server is away.
     """
     records.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetched-", dir=records.parent) as scratch:
@@ -79,11 +71,7 @@ def fetch_what_was_measured(run_id: str, records: Path) -> None:
 
 
 def require_same_tasks(run_id: str, records: Path, network: Network, device: DeviceFingerprint) -> None:
-    """Checks that records were measured on such a device, of the tasks that this network has today.
-
-    Raises:
-        RecordsError: They are for another device or other tasks, or do not say for which.
-    """
+    """Checks that records were measured on such a device, of the tasks that this network has today."""
     if not RecordPair.in_directory(records).records.exists():
         return
     made_for = read_fingerprint(records)

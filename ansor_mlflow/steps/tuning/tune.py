@@ -28,7 +28,7 @@ from ansor_mlflow.model import part_entries, require_linker, what_stays
 from ansor_mlflow.networks import Network, write_onnx
 from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records import JOURNAL_FILE, PARTS_DIR, Provenance, write_description
-from ansor_mlflow.steps.records import give_to_pool, options_of_source
+from ansor_mlflow.steps.records import options_of_source
 from ansor_mlflow.steps.tuning.resume import (
     copy_of_network,
     fetch_what_was_measured,
@@ -36,17 +36,17 @@ from ansor_mlflow.steps.tuning.resume import (
     resumed_options,
 )
 from ansor_mlflow.steps.tuning.tuning_report import TuningReport
-from ansor_mlflow.steps.tuning.warm_start import begin_with_records
+from ansor_mlflow.steps.tuning.warm_start import AUTO, begin_with_records
 from ansor_mlflow.tracking import (
     Message,
     MlflowObserver,
     Outbox,
     RecordMirror,
-    RecordPool,
     StepRun,
     command_lines,
     describe_environment,
     latency_metrics,
+    memory_tags,
     network_of,
     open_outbox,
     step_run,
@@ -112,8 +112,6 @@ def tune(options: TuneOptions, observers: Sequence[TuningObserver] = (), work: T
         finally:
             if outbox.was_used:  # the tuning began
                 outbox.put(Message(artifacts=_records_and_log(run), remove=f"{names.RECORDS_DIR}/{PARTS_DIR}"))
-        if work.options.record_pool:
-            give_to_pool(work.options.record_pool, run.directory / names.RECORDS_DIR, run.run_id)
         outbox.put(Message(status="FINISHED"))
         return found
 
@@ -131,9 +129,8 @@ def resolved_options(options: TuneOptions) -> TuneOptions:
     if fleet_settings(options) is None and is_of_this_host:
         resolve_num_threads(options.num_threads)
     for source in () if options.resume_run else options.warm_start:  # a run that goes on has its records already
-        options_of_source(source, options, "warm_start")
-    if options.record_pool:
-        RecordPool(options.record_pool)
+        if source != AUTO:
+            options_of_source(source, options, "warm_start")
     return options
 
 
@@ -213,7 +210,8 @@ def _tune(work: TuningWork, run: StepRun, outbox: Outbox, observers: Sequence[Tu
     trials_per_task = work.num_trials / len(lowered.tasks)
     known = frozenset[str]()
     if not is_resumed:
-        known = begin_with_records(options, device.fingerprint, lowered.tasks, work.sketched, trials_per_task, run)
+        sources, fingerprint = options.warm_start, device.fingerprint
+        known = begin_with_records(sources, fingerprint, lowered.tasks, work.sketched, trials_per_task, run)
     job = TuningJob(
         network=network.name,
         lowered=lowered,
@@ -223,9 +221,9 @@ def _tune(work: TuningWork, run: StepRun, outbox: Outbox, observers: Sequence[Tu
         known=known,
     )
     provenance = _provenance(options, network, device)
-    write_description(
-        records, device.fingerprint, provenance
-    )  # records of a tuning that is interrupted can be compiled, too
+    write_description(records, device.fingerprint, provenance)  # an interrupted tuning can be compiled, too
+    if options.trials:
+        run.log_tags(memory_tags(device.fingerprint, provenance, [task.info.workload_hash for task in lowered.tasks]))
     commands = command_lines("tune", options)
     logger = MlflowObserver(outbox, run.directory, commands)
     report = TuningReport(
@@ -240,7 +238,9 @@ def _tune(work: TuningWork, run: StepRun, outbox: Outbox, observers: Sequence[Tu
     observers = [RoundLog(), logger, RecordMirror(outbox, run.directory), *observers]
     with report.at_the_end():
         result = tune_job(job, options, observers, resume=is_resumed)
-    write_description(records, device.fingerprint, _at_the_end(provenance, trials_per_task, result))
+    provenance = _at_the_end(provenance, trials_per_task, result)
+    write_description(records, device.fingerprint, provenance)
+    outbox.put(Message(tags={names.TAG_TRIALS_PER_TASK: str(provenance.trials_per_task)}))
     if options.trials:
         require_valid_trials(result)
         _warn_of_missing(result, options, run.run_id)

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from ansor_mlflow import names
 from ansor_mlflow.device import DeviceFingerprint
+from ansor_mlflow.errors import AnsorMlflowError, one_line
 from ansor_mlflow.files import scratch_directory, write_text
 from ansor_mlflow.foreign import without_credentials
 from ansor_mlflow.lowering import TuningTask
-from ansor_mlflow.options import TuneOptions
 from ansor_mlflow.records import (
+    FAILED_RUN_S,
     Database,
     find_records,
     matching_records,
@@ -27,11 +28,16 @@ from ansor_mlflow.records import (
     target_attributes,
     target_name,
     why_not_applicable,
-    write_objects,
 )
-from ansor_mlflow.steps.records import fetch_databases, known_workloads
-from ansor_mlflow.tracking import RecordPool, StepRun
+from ansor_mlflow.sketches import ANNOTATION
+from ansor_mlflow.steps.records import fetch_databases, fetch_winners
+from ansor_mlflow.tracking import EarlierTuning, StepRun, best_source, find_tunings
 
+AUTO = "auto"
+"""The source that stands for what the tracking server knows."""
+_MAX_TAG = 5000
+_MAX_UNREAD = 5
+"""Runs that nothing could be taken of, after which no more are tried: a store that is away has each wait for it."""
 _log = logging.getLogger("ansor_mlflow")
 
 
@@ -44,6 +50,8 @@ class TakenRecords:
     """Records in the source, failed trials included."""
     num_applied: int
     """Records of this device for tasks of the network."""
+    num_tasks: int
+    """Tasks that they are for."""
     num_transferred: int
     """Records of similar devices, for the cost model alone."""
     transferred_from: tuple[str, ...]
@@ -61,23 +69,26 @@ class WarmStart:
     """
 
     def __init__(self, device: DeviceFingerprint, hashes: Collection[str]) -> None:
-        self._device = device
-        self._hashes = hashes
+        self.device = device
+        self.hashes = hashes
         self._applied: list[Database] = []
         self._transferred: list[Database] = []
         self.taken: list[TakenRecords] = []
 
-    def take(self, source: str, directories: Sequence[Path]) -> None:
+    def take(
+        self, source: str, directories: Sequence[Path], hashes: Collection[str] | None = None
+    ) -> dict[str, list[str]]:
         """Chooses among the records of a source.
 
         Args:
             source: What the user gave.
             directories: Its databases, or record files; they are read again by `write`.
+            hashes: The tasks that they are wanted for; all of the network by default.
 
-        Raises:
-            UserInputError: There is no database.
-            RecordsError: It is damaged.
+        Returns:
+            The valid records that the tuning begins with, as JSON, by the hash of their workload.
         """
+        hashes = self.hashes if hashes is None else hashes
         applied: list[Database] = []
         transferred: list[Database] = []
         num_records, notes = 0, []
@@ -85,42 +96,30 @@ class WarmStart:
             pair = find_records(directory, prefer_winners=False)
             database = open_database(pair)
             num_records += len(database.records)
-            made_for = read_fingerprint(pair.records.parent)
-            reason = why_not_applicable(made_for, self._device) if made_for else ""
+            made_for = read_fingerprint(pair.root)
+            reason = why_not_applicable(made_for, self.device) if made_for else ""
             if reason:
                 notes.append(reason)
             else:
-                winners = open_winners(pair.records.parent)
-                applied += matching_records(database, winners, self._device.target, self._hashes)
-            if made_for is None or made_for.machine == self._device.machine:
-                similar = similar_records(database, self._device.target, self._hashes, all_=bool(reason))
-                transferred.append(similar)
+                applied += matching_records(database, open_winners(pair.root), self.device.target, hashes)
+            if made_for is None or made_for.machine == self.device.machine:
+                transferred.append(similar_records(database, self.device.target, hashes, all_=bool(reason)))
         self._applied += applied
         self._transferred += transferred
         made_for_targets = {record.target for database in transferred for record in database.records}
+        found = _valid_records(applied)
         taken = TakenRecords(
             source=without_credentials(source),
             num_records=num_records,
             num_applied=_num_records(applied),
+            num_tasks=len(found),
             num_transferred=_num_records(transferred),
             transferred_from=tuple(sorted({target_name(target_attributes(text)) for text in made_for_targets})),
             note="; ".join(dict.fromkeys(notes)),
         )
         self.taken.append(taken)
         _log.log(logging.INFO if taken.num_applied else logging.WARNING, "%s", _in_words(taken))
-
-    def take_nothing(self, source: str, reason: str) -> None:
-        """Notes a source that has nothing to choose among, and why."""
-        nothing = TakenRecords(
-            source=without_credentials(source),
-            num_records=0,
-            num_applied=0,
-            num_transferred=0,
-            transferred_from=(),
-            note=reason,
-        )
-        self.taken.append(nothing)
-        _log.info("%s: %s", nothing.source, reason)
+        return found
 
     def write(self, records: Path) -> None:
         """Writes the database that the tuning begins with, and that of similar devices beside it."""
@@ -144,7 +143,7 @@ class WarmStart:
 
 
 def begin_with_records(
-    options: TuneOptions,
+    sources: Sequence[str],
     device: DeviceFingerprint,
     tasks: Sequence[TuningTask],
     sketched: frozenset[str],
@@ -154,7 +153,7 @@ def begin_with_records(
     """Fetches the records that a tuning begins with, and says in the run what was taken.
 
     Args:
-        options: `warm_start` and `record_pool` name the sources.
+        sources: What the user gave as `warm_start`.
         device: What is tuned for.
         tasks: What is tuned.
         sketched: Structural hashes of those that are searched among the programs of a sketch.
@@ -162,40 +161,58 @@ def begin_with_records(
         run: The tuning's run; the records are written into its directory.
 
     Returns:
-        Structural hashes, in hexadecimal digits, of the workloads that the pool knows enough of.
-
-    Raises:
-        UserInputError: There is no such source.
-        RecordsError: One is damaged, or no database.
-        MachineError: A server is away.
+        Structural hashes, in hexadecimal digits, of the workloads that earlier tunings know enough of.
     """
-    if not options.warm_start and not options.record_pool:
+    if not sources:
         return frozenset()
-    hashes = [task.info.workload_hash for task in tasks]
-    start, known = WarmStart(device, hashes), frozenset[str]()
+    start, known = WarmStart(device, [task.info.workload_hash for task in tasks]), frozenset[str]()
     with scratch_directory() as scratch:
-        if options.record_pool:
-            pool = RecordPool(options.record_pool)
-            objects = pool.pull(device, hashes)
-            known = known_workloads(objects, trials_per_task, sketched)
-            if objects:
-                pulled = Path(scratch, "pool")
-                write_objects(objects, device, pulled)
-                start.take(options.record_pool, [pulled])
-            elif pool.has_device(device):
-                start.take_nothing(options.record_pool, "the record pool knows no task of this network yet")
-            else:
-                reason = f"the record pool has nothing for {device.description} yet; this tuning will be its first"
-                start.take_nothing(options.record_pool, reason)
-        for source in options.warm_start:
+        for source in sources:
             directory = Path(tempfile.mkdtemp(dir=scratch))
-            start.take(source, fetch_databases(source, directory, "warm_start"))
+            if source == AUTO:
+                known |= _remember(start, sketched, trials_per_task, directory)
+            else:
+                start.take(source, fetch_databases(source, directory, "warm_start"))
         start.write(run.directory / names.RECORDS_DIR)
-    _report(start, run)
+    _report(start, run, len(known))
     return known
 
 
-def _report(start: WarmStart, run: StepRun) -> None:
+def _remember(start: WarmStart, sketched: frozenset[str], trials_per_task: float, scratch: Path) -> frozenset[str]:
+    """Takes what finished tuning runs know of the tasks; a run that cannot be read is a warning.
+
+    Returns:
+        Structural hashes of the workloads that were tuned enough: by a tuning that was ready to give a task as many
+        trials, with a valid program, and where a sketch has programs, with one of them, since hundreds of others may be
+        slower than its first.
+    """
+    tunings, missing, enough = find_tunings(start.device, start.hashes), set(start.hashes), set[str]()
+    num_unread = 0
+    while num_unread < _MAX_UNREAD and (source := best_source(tunings, missing, trials_per_task)):
+        tuning, hashes = source
+        tunings.remove(tuning)
+        found = _take_run(start, tuning, hashes, scratch)
+        num_unread += not found
+        missing -= found.keys()
+        if tuning.trials_per_task >= trials_per_task:
+            enough |= {
+                hash_ for hash_, texts in found.items() if hash_ not in sketched or any(ANNOTATION in t for t in texts)
+            }
+    if len(missing) == len(start.hashes):
+        _log.info("warm_start=auto: the tracking server knows no task of this network on this device yet")
+    return frozenset(enough)
+
+
+def _take_run(start: WarmStart, tuning: EarlierTuning, hashes: list[str], scratch: Path) -> dict[str, list[str]]:
+    try:
+        winners = fetch_winners(tuning.run_id, Path(tempfile.mkdtemp(dir=scratch)))
+        return start.take(f"runs:/{tuning.run_id}", [winners], hashes)
+    except AnsorMlflowError as err:
+        _log.warning("nothing is taken of run %s: %s", tuning.run_id, one_line(err))
+        return {}
+
+
+def _report(start: WarmStart, run: StepRun, num_known: int) -> None:
     path = run.directory / names.WARM_START_FILE
     write_text(path, json.dumps([asdict(taken) for taken in start.taken], indent=1))
     run.log_artifacts(path)
@@ -206,6 +223,22 @@ def _report(start: WarmStart, run: StepRun) -> None:
             names.WARM_START_TRANSFERRED: start.num_transferred,
         }
     )
+    shares = [f"{taken.num_tasks} of {taken.source}" for taken in start.taken if taken.num_tasks]
+    words = f"{start.num_tasks} of {len(start.hashes)} tasks begin with earlier records"
+    words += f" ({', '.join(shares)})" if shares else ""
+    words += f"; {num_known} of them need no trials" if num_known else ""
+    _log.info("%s", words)
+    run.log_tags({names.TAG_WARM_START: words[:_MAX_TAG]})
+
+
+def _valid_records(databases: Sequence[Database]) -> dict[str, list[str]]:
+    """The valid records as JSON, by the structural hash of their workload."""
+    found: dict[str, list[str]] = {}
+    for database in databases:
+        for record in database.records:
+            if record.run_s < FAILED_RUN_S:
+                found.setdefault(str(database.hashes[record.workload]), []).append(database.fields(record))
+    return found
 
 
 def _num_records(databases: Sequence[Database]) -> int:

@@ -36,7 +36,7 @@ STOP_REASONS = {
     StopReason.PLATEAU: "no task improved any more",
     StopReason.SPACE_EXHAUSTED: "every program of the search space was measured",
     StopReason.NOTHING_TO_TUNE: "there is nothing to tune",
-    StopReason.KNOWN: "the record pool knows enough already",
+    StopReason.KNOWN: "earlier tunings know enough already",
     StopReason.INTERRUPTED: "it was interrupted",
 }
 """What the values of `StopReason` mean."""

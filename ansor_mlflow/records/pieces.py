@@ -1,7 +1,8 @@
-"""A growing database in small immutable parts, each named by its place and its digest.
+"""How the records of a tuning get to its run whole: in parts while they grow, with a manifest at the end.
 
 A part holds what was appended to the files of a tuning since the part before: a line of JSON with the place of each
-piece, then the pieces themselves. Parts that follow one another give the files again, byte for byte.
+piece, then the pieces themselves. Its name has its place and its digest. Parts that follow one another give the files
+again, byte for byte. The manifest has the digests of whole files.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import hashlib
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
+from ansor_mlflow import names
 from ansor_mlflow.errors import RecordsError
-from ansor_mlflow.files import append, new_file, path_below
+from ansor_mlflow.files import append, new_file, path_below, write_text
 from ansor_mlflow.foreign import read_json
 from ansor_mlflow.records.journal import JOURNAL_FILE
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
@@ -22,6 +25,9 @@ GROWING_FILES = (WORKLOAD_FILE, RECORD_FILE, JOURNAL_FILE)
 """Files of a tuning that only grow."""
 _DIGEST_LENGTH = 32
 _SUFFIX = ".part"
+_FORMAT_VERSION = 1
+"""Of the manifest."""
+_CHUNK_BYTES = 2**20
 _log = logging.getLogger("ansor_mlflow")
 
 
@@ -64,9 +70,6 @@ def join_parts(records: Path) -> int:
 
     Returns:
         The number of parts that were taken.
-
-    Raises:
-        RecordsError: A part is whole, but describes what no tuning writes.
     """
     num_taken = 0
     for path in sorted((records / PARTS_DIR).glob(f"*{_SUFFIX}")):
@@ -92,11 +95,7 @@ def join_parts(records: Path) -> int:
 
 
 def _places(records: Path, head: bytes, num_bytes: int, part: str) -> dict[str, tuple[int, int]]:
-    """Where the pieces of a part go, by the names of the files that grow: the start in the file, and the length.
-
-    Raises:
-        RecordsError: Other files are named, or the pieces are not those that are described.
-    """
+    """Where the pieces of a part go, by the names of the files that grow: the start in the file, and the length."""
     try:
         places = {name: (start, length) for name, (start, length) in read_json(head).items()}
         for name in places:
@@ -125,3 +124,58 @@ def _read_from(path: Path, start: int) -> bytes:
     with path.open("rb") as file:
         file.seek(start)
         return file.read()
+
+
+def write_manifest(records: Path, path: Path) -> None:
+    """Writes the SHA-256 and the length of every file of a tuning's records.
+
+    Parts are left out, which are named by their digests.
+
+    Args:
+        records: Directory of the records.
+        path: The manifest.
+    """
+    files = {}
+    for file in sorted(records.rglob("*")):
+        name = file.relative_to(records)
+        is_described = name.parts[0] not in (PARTS_DIR, names.MANIFEST_FILE)
+        if file.is_file() and is_described and not file.name.startswith("."):
+            size = file.stat().st_size
+            files[name.as_posix()] = {"bytes": size, "sha256": _sha256(file, size)}
+    write_text(path, json.dumps({"format_version": _FORMAT_VERSION, "files": files}, indent=1))
+
+
+def changed_files(records: Path) -> tuple[str, ...]:
+    """The files of a tuning's records that are missing, or not those that their manifest describes.
+
+    Without a manifest there is nothing to compare with; one that is damaged is itself the file that was changed.
+    """
+    path = records / names.MANIFEST_FILE
+    if not path.is_file():
+        return ()
+    try:
+        files: dict[str, dict[str, Any]] = read_json(path.read_bytes())["files"]
+        expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
+    except (ValueError, TypeError, LookupError, AttributeError):
+        return (names.MANIFEST_FILE,)
+    return tuple(name for name, (size, digest) in expected.items() if not _is_as_described(records, name, size, digest))
+
+
+def _is_as_described(records: Path, name: str, size: int, digest: str) -> bool:
+    try:
+        file = path_below(records, name)
+    except ValueError:
+        return False
+    actual = file.stat().st_size if file.is_file() else -1
+    has_length = actual >= size if name in GROWING_FILES else actual == size  # it is written after them
+    return has_length and _sha256(file, size) == digest
+
+
+def _sha256(path: Path, size: int) -> str:
+    """The digest of the first bytes of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while size and (chunk := file.read(min(size, _CHUNK_BYTES))):
+            digest.update(chunk)
+            size -= len(chunk)
+    return digest.hexdigest()
