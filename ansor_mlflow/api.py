@@ -17,7 +17,7 @@ from ansor_mlflow.cli import checked_options, progress_observers, write_json
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.networks import PROGRAM_SUFFIX, write_onnx
-from ansor_mlflow.options import (
+from ansor_mlflow.parameters import (
     BisectOptions,
     CompileOptions,
     DiffOptions,

@@ -80,7 +80,7 @@ def _tune(channels: int, padding: Literal["auto", "off"], trials: int, seed: int
     from ansor_mlflow.device import resolve_target
     from ansor_mlflow.lowering import lower
     from ansor_mlflow.model import compile_tuned
-    from ansor_mlflow.options import TuneOptions
+    from ansor_mlflow.parameters import TuneOptions
     from ansor_mlflow.tuning import TuningJob, tune_job
 
     num_threads = resolve_num_threads("auto")

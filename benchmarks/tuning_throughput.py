@@ -27,7 +27,7 @@ from throughput.tables import print_medians, print_seed
 from ansor_mlflow.device import resolve_num_threads
 from ansor_mlflow.errors import AnsorMlflowError
 from ansor_mlflow.networks import BUILTIN_NETWORKS
-from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.trials import TrialStatus
 
 _TURNS = 5

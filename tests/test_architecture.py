@@ -17,7 +17,7 @@ PACKAGE = "ansor_mlflow"
 FLOORS = [
     ["foreign"],
     ["errors", "gone"],
-    ["files", "names", "options", "processes", "settings", "tensors", "trials"],
+    ["files", "names", "parameters", "processes", "settings", "tensors", "trials"],
     ["codegen", "device"],
     ["graphs"],
     ["networks", "records"],

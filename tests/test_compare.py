@@ -21,7 +21,7 @@ import ansor_mlflow
 from ansor_mlflow import names
 from ansor_mlflow.cli.main import main
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.options import EvaluateOptions
+from ansor_mlflow.parameters import EvaluateOptions
 from ansor_mlflow.records.journal import JOURNAL_FILE
 from ansor_mlflow.records.pieces import PARTS_DIR, PartWriter, write_manifest
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE

@@ -29,7 +29,7 @@ from ansor_mlflow.measuring.reference import ReferenceSession
 from ansor_mlflow.model.library import Coverage, compile_tuned, compile_untuned, require_linker, write_coverage
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.loading import Network
-from ansor_mlflow.options import CompileOptions
+from ansor_mlflow.parameters import CompileOptions
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair, distill
 from ansor_mlflow.settings import Linker
 from ansor_mlflow.steps.compiling.compile import provenance_of

@@ -25,7 +25,7 @@ from ansor_mlflow.foreign import (
     printable,
     without_credentials,
 )
-from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.steps.doctor import Check
 from ansor_mlflow.tracking.report.addresses import server_command, ui_address
 from ansor_mlflow.tracking.report.note import command_lines

@@ -15,7 +15,7 @@ from helpers.finished import FinishedWork
 from helpers.runs_here import artifacts_of, tune_here
 
 from ansor_mlflow import names
-from ansor_mlflow.options import DiffOptions
+from ansor_mlflow.parameters import DiffOptions
 from ansor_mlflow.records.pieces import write_manifest
 from ansor_mlflow.records.store import RECORD_FILE
 from ansor_mlflow.steps.reports.diff import TuningDifference, diff_runs

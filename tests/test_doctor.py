@@ -33,7 +33,7 @@ from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 from ansor_mlflow.device.cgroups import cpu_quota, memory_left
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import MachineError
-from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.steps.doctor.checks import Check, bounded, run_checks
 from ansor_mlflow.steps.doctor.examination import Diagnosis, warn_of_the_machine
 from ansor_mlflow.steps.doctor.machine import (

@@ -20,7 +20,7 @@ from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering.lower import LoweredNetwork
-from ansor_mlflow.options import ExplainOptions, PlanOptions, TuneOptions, load_options
+from ansor_mlflow.parameters import ExplainOptions, PlanOptions, TuneOptions, load_options
 from ansor_mlflow.records.lines import workload_hash
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
 from ansor_mlflow.steps.reports import explain

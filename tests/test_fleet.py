@@ -19,7 +19,7 @@ from test_measuring import TENSORS, add, local_builder, settings
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import MachineError, UserInputError
-from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.records.description import read_provenance
 from ansor_mlflow.trials import ServerState, TrialStatus, utilisation
 from ansor_mlflow.tuning.fleet.health import Health

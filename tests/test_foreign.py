@@ -24,7 +24,7 @@ from ansor_mlflow.device import parse_target, resolve_target
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, ModelError, RecordsError, UserInputError
 from ansor_mlflow.foreign import read_json, read_yaml, typed
 from ansor_mlflow.model import Manifest, verified_manifest
-from ansor_mlflow.options import DistillRecordsOptions, TuneOptions, load_options
+from ansor_mlflow.parameters import DistillRecordsOptions, TuneOptions, load_options
 from ansor_mlflow.records.description import read_fingerprint, read_provenance
 from ansor_mlflow.records.journal import JOURNAL_FILE, read_durations, read_journal, read_seeds
 from ansor_mlflow.records.pieces import changed_files

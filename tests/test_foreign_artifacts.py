@@ -11,7 +11,7 @@ import pytest
 from ansor_mlflow import load_trials, names
 from ansor_mlflow.errors import RecordsError
 from ansor_mlflow.measuring import KernelTimes
-from ansor_mlflow.options import DiffOptions, TuneOptions
+from ansor_mlflow.parameters import DiffOptions, TuneOptions
 from ansor_mlflow.steps.reports.diff import diff_runs
 from ansor_mlflow.tracking import params_used, read_artifact
 

@@ -15,7 +15,7 @@ from mlflow.entities import LoggedModelStatus
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import MachineError, notes_of
-from ansor_mlflow.options import CompileOptions, TuneOptions
+from ansor_mlflow.parameters import CompileOptions, TuneOptions
 from ansor_mlflow.records import RECORD_FILE
 from ansor_mlflow.tracking import step_run
 from ansor_mlflow.tracking.killed.runs import LOCK_FILE, WORK_ROOT

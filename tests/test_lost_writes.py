@@ -15,7 +15,7 @@ from ansor_mlflow import names
 from ansor_mlflow.cli.json_file import write_output
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.files import append, end_last_line, replace_directory, translated_disk_errors, write_text
-from ansor_mlflow.options import DistillRecordsOptions, MergeRecordsOptions, PromoteOptions
+from ansor_mlflow.parameters import DistillRecordsOptions, MergeRecordsOptions, PromoteOptions
 from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE, PartWriter
 from ansor_mlflow.steps.promotion import roll_back
 from ansor_mlflow.steps.records import distill_records, merge_records

@@ -16,7 +16,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 from ansor_mlflow import names
 from ansor_mlflow.cli.main import cli
 from ansor_mlflow.lowering.lower import LoweredNetwork
-from ansor_mlflow.options import PipelineOptions, TuneOptions
+from ansor_mlflow.parameters import PipelineOptions, TuneOptions
 from ansor_mlflow.testing.fakes import FakeRunner
 from ansor_mlflow.tracking.observer import MlflowObserver
 from ansor_mlflow.tracking.outbox import Message, Outbox

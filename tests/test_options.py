@@ -6,14 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from helpers.commands import ENTRY_POINTS
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ansor_mlflow.cli.command import command
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.options import (
+from ansor_mlflow.gone import PARAMETERS
+from ansor_mlflow.parameters import (
     CompileOptions,
     EvaluateOptions,
     Options,
@@ -24,6 +27,7 @@ from ansor_mlflow.options import (
     declared,
     default_text,
     load_options,
+    read_settings,
 )
 
 OPTION_CLASSES = list(ENTRY_POINTS.values())
@@ -267,6 +271,70 @@ def test_value_in_a_file_that_breaks_its_rule(tmp_path: Path) -> None:
         load_options(TuneOptions, {}, write_config(tmp_path, "trials: -1"))
     with pytest.raises(UserInputError, match="trials=None: it must be"):
         load_options(TuneOptions, {}, write_config(tmp_path, "trials:"))
+
+
+# -- experts' parameters -----------------------------------------------------------------------------------------------
+
+
+def test_a_mapping_of_a_group_is_its_parameters(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "measure: {number: 5, timeout_s: 7}\nsearch: {strategy: random}\n")
+    options = load_options(TuneOptions, {"measure": {"repeat": 2}}, config)
+    assert (options.number, options.repeat, options.measure_timeout_s, options.strategy) == (5, 2, 7.0, "random")
+    assert options.measure == "network"
+    assert load_options(TuneOptions, {}, write_config(tmp_path, "measure: warm")).measure == "warm"
+
+
+def test_settings_of_the_command_line() -> None:
+    text = "measure.number=5,search.strategy=random,link.cc=clang++ -Wl,-s"
+    assert read_settings(TuneOptions, text) == {"number": "5", "strategy": "random", "cc": "clang++ -Wl,-s"}
+    assert read_settings(TuneOptions, "") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("repeat", r"set='repeat': it must be GROUP\.KEY=VALUE, such as measure\.repeat=3"),
+        ("repeat=3", r"set: unknown key 'repeat'; perhaps you meant measure\.repeat"),
+        ("measure.repaet=3", r"set: unknown key 'measure\.repaet'; perhaps you meant measure\.repeat"),
+        ("fleet.colour=red", r"set: unknown key 'fleet\.colour'; known are lower\.layout, "),
+    ],
+)
+def test_settings_that_are_none(text: str, message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
+        read_settings(TuneOptions, text)
+
+
+def test_a_key_that_a_group_has_not(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "measure: {repaet: 3}")
+    with pytest.raises(UserInputError, match=r"unknown key 'measure\.repaet'; perhaps you meant measure\.repeat"):
+        load_options(TuneOptions, {}, config)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_parameter_that_is_gone_says_what_to_use(name: str) -> None:
+    assert load_options(TuneOptions, {name: ""}) == TuneOptions()
+    with pytest.raises(UserInputError, match=f"{name}=x: there is no such parameter any more; "):
+        load_options(TuneOptions, {name: "x"})
+
+
+def run_command_line(*args: str) -> TuneOptions:
+    """The options that a command line makes."""
+    found: list[TuneOptions] = []
+    group = click.Group("cli")
+
+    @command(group, "tune")
+    def tune(options: TuneOptions) -> None:
+        found.append(options)
+
+    group.main(["tune", *args], standalone_mode=False)
+    return found[0]
+
+
+def test_an_experts_parameter_has_a_key_and_its_old_flags() -> None:
+    by_key = run_command_line("--set", "measure.timeout_s=7", "--set", "measure.cache_flush=true")
+    assert by_key == TuneOptions(measure_timeout_s=7.0, cache_flush=True)
+    assert run_command_line("--measure-timeout-s", "7", "--cache-flush") == by_key
+    assert run_command_line("--measure_timeout_s", "7", "--cache_flush", "true") == by_key
 
 
 # -- back to a command line ------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from ansor_mlflow.lowering.lower import LoweredNetwork, lower, lower_sizes
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.model.parts import PartEntry, part_entries, timed_parts, what_stays
 from ansor_mlflow.networks.loading import Network, load_network
-from ansor_mlflow.options import EvaluateOptions
+from ansor_mlflow.parameters import EvaluateOptions
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.compiling.paying import FASTER_THERE, losing_parts, measure_parts
 from ansor_mlflow.steps.evaluation.evaluate import evaluate

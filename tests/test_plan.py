@@ -20,7 +20,7 @@ from onnx import TensorProto, helper, save
 
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering.lower import LoweredNetwork
-from ansor_mlflow.options import PlanOptions
+from ansor_mlflow.parameters import PlanOptions
 from ansor_mlflow.records.lines import FAILED_RUN_S
 from ansor_mlflow.records.store import RECORD_FILE
 from ansor_mlflow.steps.reports.plan import plan_tuning, share_trials

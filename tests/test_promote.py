@@ -33,7 +33,7 @@ from ansor_mlflow.measuring.checking import Deviation
 from ansor_mlflow.model import Manifest
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.options import PipelineOptions, PromoteOptions
+from ansor_mlflow.parameters import PipelineOptions, PromoteOptions
 from ansor_mlflow.steps import pipeline
 from ansor_mlflow.steps.promotion import contest
 from ansor_mlflow.steps.promotion.contest import Contender

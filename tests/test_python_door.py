@@ -19,7 +19,7 @@ from nbclient import NotebookClient
 import ansor_mlflow as am
 from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.options import (
+from ansor_mlflow.parameters import (
     CompileOptions,
     EvaluateOptions,
     Options,

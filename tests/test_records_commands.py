@@ -23,7 +23,7 @@ from ansor_mlflow.device.device import Device
 from ansor_mlflow.errors import MachineError, RecordsError, UserInputError
 from ansor_mlflow.lowering.lower import LoweredNetwork, TuningTask, lower
 from ansor_mlflow.networks.loading import load_network
-from ansor_mlflow.options import (
+from ansor_mlflow.parameters import (
     DistillRecordsOptions,
     MergeRecordsOptions,
     ShowRecordsOptions,

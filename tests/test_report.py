@@ -21,7 +21,7 @@ from ansor_mlflow.device.device import Device
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.lowering.lower import LoweredNetwork
 from ansor_mlflow.networks.loading import load_network
-from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.steps.tuning import tuning_report as report
 from ansor_mlflow.steps.tuning.tune import tune
 from ansor_mlflow.steps.tuning.tuning_report import TuningReport

@@ -20,7 +20,7 @@ from helpers.commands import ROOT, environment
 from helpers.served import compiled, image_classifier, model_server
 
 from ansor_mlflow import flavor
-from ansor_mlflow.options import PipelineOptions, load_options
+from ansor_mlflow.parameters import PipelineOptions, load_options
 from ansor_mlflow.serving.signature import get_signature
 
 if TYPE_CHECKING:

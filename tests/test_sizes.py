@@ -36,7 +36,7 @@ from ansor_mlflow.model.sizes import SizeChoice, require_pad
 from ansor_mlflow.model.tuned import TunedModel
 from ansor_mlflow.networks.loading import Network, load_network
 from ansor_mlflow.networks.shapes import GivenShape, split_sizes
-from ansor_mlflow.options import BisectOptions, PromoteOptions
+from ansor_mlflow.parameters import BisectOptions, PromoteOptions
 from ansor_mlflow.serving.pyfunc import PyfuncModel
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.bisection.bisect import bisect_network

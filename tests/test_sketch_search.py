@@ -14,7 +14,7 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering.lower import LoweredNetwork, lower
 from ansor_mlflow.networks.loading import load_network
-from ansor_mlflow.options import ExplainOptions, TuneOptions
+from ansor_mlflow.parameters import ExplainOptions, TuneOptions
 from ansor_mlflow.records.log import RecordLog
 from ansor_mlflow.sketches.choice import ANNOTATION
 from ansor_mlflow.steps.reports import explain_task

@@ -12,7 +12,7 @@ from helpers.servers import free_port
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError, notes_of
-from ansor_mlflow.options import EvaluateOptions, Options, PipelineOptions, TuneOptions, load_options
+from ansor_mlflow.parameters import EvaluateOptions, Options, PipelineOptions, TuneOptions, load_options
 from ansor_mlflow.steps.sync import sync
 from ansor_mlflow.tracking.error_translation import translated_errors
 from ansor_mlflow.tracking.outbox import Message, UndeliveredError, open_outbox

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ansor_mlflow.device.device import Device
 from ansor_mlflow.errors import TuningError, UserInputError
 from ansor_mlflow.lowering.lower import LoweredNetwork
-from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.testing.fakes import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import Durations, StopReason, TaskInfo, TaskState, Trial, TrialStatus, TuningResult

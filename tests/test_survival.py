@@ -31,7 +31,7 @@ from ansor_mlflow.device.device import Device
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import ScratchDirectory
 from ansor_mlflow.lowering.lower import LoweredNetwork
-from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.processes import Outcome, WorkerPool
 from ansor_mlflow.tuning.job import TuningJob, directory_lock, tune_job
 from ansor_mlflow.tuning.workers.builder import LocalBuilder

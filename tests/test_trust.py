@@ -22,7 +22,7 @@ import ansor_mlflow as am
 from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.networks import load_network, read_torch_model
 from ansor_mlflow.networks.pytorch import TorchModel
-from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.tracking import params_used, sources
 
 REFUSED = "can run any code that its author put into it; pass trust=true if you trust them, or export the model to ONNX"

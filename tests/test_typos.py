@@ -14,7 +14,7 @@ from helpers.commands import ANSOR_MLFLOW, environment, run
 import ansor_mlflow
 from ansor_mlflow.cli.command import checked_options
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.options import CompileOptions, NetworkOptions, PipelineOptions, PlanOptions, TuneOptions
+from ansor_mlflow.parameters import CompileOptions, NetworkOptions, PipelineOptions, PlanOptions, TuneOptions
 
 HEAVY = {"mlflow", "tvm", "pandas", "matplotlib", "scipy", "xgboost"}
 RUN_ID = "0" * 32

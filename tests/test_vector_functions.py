@@ -22,7 +22,7 @@ from ansor_mlflow.device.fingerprints import fingerprint, why_not_runnable
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.model.library import compile_tuned, compile_untuned
-from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.records.store import RecordPair, distill
 from ansor_mlflow.tuning.job import TuningJob, tune_job
 from ansor_mlflow.tuning.workers.builder import LocalBuilder

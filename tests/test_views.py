@@ -14,7 +14,7 @@ import mlflow
 import pytest
 
 from ansor_mlflow import names
-from ansor_mlflow.options import EvaluateOptions, TuneOptions
+from ansor_mlflow.parameters import EvaluateOptions, TuneOptions
 from ansor_mlflow.tracking import views
 from ansor_mlflow.tracking.run import step_run
 from ansor_mlflow.tracking.views import VIEWS, SavedView, ensure_views

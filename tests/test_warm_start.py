@@ -21,7 +21,7 @@ from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.fingerprints import fingerprint
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.lowering.lower import LoweredNetwork
-from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.records.journal import read_seeds
 from ansor_mlflow.records.log import RecordLog
 from ansor_mlflow.records.pieces import write_manifest

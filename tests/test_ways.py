@@ -21,7 +21,7 @@ from ansor_mlflow.lowering.lower import TuningTask, lower
 from ansor_mlflow.model.library import compile_tuned
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.loading import load_network
-from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.sketches.choice import find_programs
 from ansor_mlflow.tracking.report.history import TuningHistory

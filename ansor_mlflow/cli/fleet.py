@@ -7,7 +7,7 @@ import click
 from ansor_mlflow.cli.command import command
 from ansor_mlflow.cli.console import say
 from ansor_mlflow.cli.json_file import STANDARD_OUTPUT, report
-from ansor_mlflow.options import FleetOptions, FleetTestOptions, ServerOptions, TrackerOptions
+from ansor_mlflow.parameters import FleetOptions, FleetTestOptions, ServerOptions, TrackerOptions
 
 
 @click.group("fleet")

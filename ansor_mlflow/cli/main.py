@@ -26,7 +26,7 @@ from ansor_mlflow.cli.s3 import suit_other_s3_servers
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError, notes_of
 from ansor_mlflow.files import translated_disk_errors
 from ansor_mlflow.foreign import Code, PrintableFormatter, Report, Table
-from ansor_mlflow.options import (
+from ansor_mlflow.parameters import (
     BisectOptions,
     CompileOptions,
     DiffOptions,
@@ -41,7 +41,11 @@ from ansor_mlflow.options import (
     ShowRecordsOptions,
     TuneOptions,
     VerifyRecordsOptions,
+    mlproject,
 )
+
+ENTRY_POINTS = ("main", "tune", "compile", "evaluate", "promote")
+"""The commands that `mlflow run` starts, too."""
 
 
 class _Commands(click.Group):
@@ -281,11 +285,13 @@ def networks() -> None:
 
 
 @cli.command("parameters")
-def parameters() -> None:
+@click.option("--mlproject", "is_mlproject", is_flag=True, help="Print the file MLproject instead.")
+def parameters(is_mlproject: bool) -> None:
     """Print the reference of all parameters as Markdown."""
     from ansor_mlflow.cli.reference import parameters_markdown
 
-    click.echo(parameters_markdown(COMMANDS), nl=False)
+    entry_points = {name: COMMANDS[name] for name in ENTRY_POINTS}
+    click.echo(mlproject(entry_points) if is_mlproject else parameters_markdown({**entry_points, **COMMANDS}), nl=False)
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.foreign import Report, Reported, Table
 from ansor_mlflow.model import require_linker
-from ansor_mlflow.options import FleetOptions, FleetTestOptions
+from ansor_mlflow.parameters import FleetOptions, FleetTestOptions
 from ansor_mlflow.tuning import (
     FleetSettings,
     HostPort,

@@ -18,13 +18,14 @@ from ansor_mlflow.errors import INTERRUPTED_EXIT_CODE, AnsorMlflowError, UserInp
 from ansor_mlflow.foreign import Part, Report, Reported, Table, read_yaml
 from ansor_mlflow.measuring import choose_examples, require_examples, require_rivals
 from ansor_mlflow.model import require_pad
-from ansor_mlflow.options import (
+from ansor_mlflow.parameters import (
     CompileOptions,
     EvaluateOptions,
     Options,
     PipelineOptions,
     PromoteOptions,
     TuneOptions,
+    listed,
     load_options,
 )
 from ansor_mlflow.steps.compiling import compile_network
@@ -90,7 +91,7 @@ def has_our_entry_points(directory: Path) -> bool:
     try:
         project = read_yaml((directory / "MLproject").read_bytes())
         return all(
-            cls.model_fields.keys() <= project["entry_points"][name]["parameters"].keys()
+            set(listed(cls)) <= project["entry_points"][name]["parameters"].keys()
             for name, cls in _ENTRY_POINTS.items()
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

@@ -45,7 +45,7 @@ from ansor_mlflow.measuring import (
 )
 from ansor_mlflow.model import TunedModel, threads_here
 from ansor_mlflow.networks import read_onnx
-from ansor_mlflow.options import LatencyOptions, is_uri, load_options
+from ansor_mlflow.parameters import LatencyOptions, is_uri, load_options
 from ansor_mlflow.tensors import Arrays
 from ansor_mlflow.tracking.figures import draw_latency, save_figure
 from ansor_mlflow.tracking.outbox import rounded

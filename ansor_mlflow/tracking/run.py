@@ -21,7 +21,7 @@ from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError, ad
 from ansor_mlflow.files import path_below, translated_disk_errors
 from ansor_mlflow.foreign import read_json, typed, without_credentials
 from ansor_mlflow.gone import why_gone
-from ansor_mlflow.options import MAX_PARAM_LENGTH, Options, as_text
+from ansor_mlflow.parameters import MAX_PARAM_LENGTH, Options, as_text
 from ansor_mlflow.tracking.error_translation import translated_errors
 from ansor_mlflow.tracking.killed.runs import (
     WORK_ROOT,

@@ -35,7 +35,7 @@ from ansor_mlflow.networks import (
     read_torch_model,
     require_trust,
 )
-from ansor_mlflow.options import NetworkOptions, is_uri
+from ansor_mlflow.parameters import NetworkOptions, is_uri
 from ansor_mlflow.tracking.error_translation import translated_errors
 
 _REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)(/(?P<version>\d+|latest)|@(?P<alias>[^/@]+))(?P<path>(/[^/]+)*)")

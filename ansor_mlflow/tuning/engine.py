@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.measuring import is_disturbed
-from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.records import FAILED_RUN_S, Journal, RecordLog, RecordText, Seed
 from ansor_mlflow.trials import (

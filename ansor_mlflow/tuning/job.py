@@ -21,7 +21,7 @@ from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import write_text
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.model import require_linker
-from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.records import Journal, RecordLog, Seed, read_durations, read_journal, read_seeds, read_similar
 from ansor_mlflow.trials import TuningObserver, TuningPlan, TuningResult
 from ansor_mlflow.tuning.engine import Tuner

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from ansor_mlflow.errors import TuningError, UserInputError
-from ansor_mlflow.options import SKETCH_TRIALS_PER_TASK, TRIALS_PER_TASK, TuneOptions
+from ansor_mlflow.parameters import SKETCH_TRIALS_PER_TASK, TRIALS_PER_TASK, TuneOptions
 from ansor_mlflow.trials import StopReason, TaskState, TuningResult
 
 NOISE = 0.03

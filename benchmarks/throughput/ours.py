@@ -12,7 +12,7 @@ from pathlib import Path
 import mlflow
 
 from ansor_mlflow import names
-from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.steps.tuning import tune
 from ansor_mlflow.trials import TrialStatus, TuningPlan, TuningResult, TuningRound
 from throughput.job import Job, Outcome

@@ -22,7 +22,7 @@ from tvm.s_tir.meta_schedule.utils import cpu_count
 from ansor_mlflow import names
 from ansor_mlflow.lowering import LoweredNetwork, lower
 from ansor_mlflow.networks import load_network
-from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.trials import StopReason, TaskInfo, TaskState, Trial, TrialStatus, estimated_latency_s
 from throughput.job import Job, Outcome

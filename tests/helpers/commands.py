@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ansor_mlflow.options import (
+from ansor_mlflow.parameters import (
     CompileOptions,
     EvaluateOptions,
     Options,

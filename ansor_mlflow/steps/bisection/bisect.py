@@ -18,7 +18,7 @@ from ansor_mlflow.foreign import for_shell
 from ansor_mlflow.measuring import Deviation, choose_examples, require_examples, tolerance_for
 from ansor_mlflow.model import require_linker
 from ansor_mlflow.networks import write_onnx
-from ansor_mlflow.options import BisectOptions
+from ansor_mlflow.parameters import BisectOptions
 from ansor_mlflow.steps.bisection.cutting import CuttableGraph
 from ansor_mlflow.steps.bisection.finding import (
     INPUTS_FILE,

@@ -11,7 +11,7 @@ from ansor_mlflow.device import Device
 from ansor_mlflow.errors import RecordsError
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, TuningTask
-from ansor_mlflow.options import CompileOptions
+from ansor_mlflow.parameters import CompileOptions
 from ansor_mlflow.records import Database, RecordPair, RecordText, find_pairs, write_pair
 from ansor_mlflow.steps.records import Recorded, distill_for_device
 from ansor_mlflow.tuning import applies

@@ -27,7 +27,7 @@ from ansor_mlflow.model import (
     write_coverage,
 )
 from ansor_mlflow.networks import Network, write_onnx
-from ansor_mlflow.options import CompileOptions
+from ansor_mlflow.parameters import CompileOptions
 from ansor_mlflow.records import find_records, read_fingerprint
 from ansor_mlflow.serving import SignatureKind, get_signature
 from ansor_mlflow.settings import LoweringSettings

@@ -16,7 +16,7 @@ import mlflow
 from ansor_mlflow.device import available_cpus, cpu_quota, memory_left
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.foreign import Report, Reported
-from ansor_mlflow.options import DoctorOptions, FleetOptions, TuneOptions
+from ansor_mlflow.parameters import DoctorOptions, FleetOptions, TuneOptions
 from ansor_mlflow.steps.doctor.checks import Check, RunCheck, bounded, run_checks
 from ansor_mlflow.steps.doctor.machine import (
     check_disk,

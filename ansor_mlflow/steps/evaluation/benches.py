@@ -30,7 +30,7 @@ from ansor_mlflow.measuring import (
     turn_in_process,
 )
 from ansor_mlflow.model import LibraryEntry, Manifest, choose_for_server, choose_library, threads_here, timed_parts
-from ansor_mlflow.options import EvaluateOptions
+from ansor_mlflow.parameters import EvaluateOptions
 from ansor_mlflow.steps.evaluation.sizes import time_sizes
 from ansor_mlflow.tensors import Arrays, all_sizes
 from ansor_mlflow.tracking import StepRun, kernels_page

@@ -37,7 +37,7 @@ from ansor_mlflow.model import (
     build_in_child_process,
     verified_manifest,
 )
-from ansor_mlflow.options import EvaluateOptions, TuneOptions
+from ansor_mlflow.parameters import EvaluateOptions, TuneOptions
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.evaluation.benches import Bench, HostBench, Library, ServerBench, log_json
 from ansor_mlflow.steps.evaluation.rivals import best_of, check_rivals, rival_metrics, rival_task

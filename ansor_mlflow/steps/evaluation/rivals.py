@@ -22,7 +22,7 @@ from ansor_mlflow.measuring import (
     version_of,
 )
 from ansor_mlflow.model import LibraryEntry, Manifest, threads_here
-from ansor_mlflow.options import Rivals
+from ansor_mlflow.parameters import Rivals
 from ansor_mlflow.settings import Rival
 from ansor_mlflow.tensors import Arrays
 from ansor_mlflow.tracking import find_program

@@ -13,7 +13,7 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.measuring import Deviation, MachineNoise, MakeInference, measure_in_turns, timed_call
 from ansor_mlflow.model import Manifest
-from ansor_mlflow.options import CheckOptions
+from ansor_mlflow.parameters import CheckOptions
 from ansor_mlflow.tensors import OPEN, Arrays, NetworkShapes, TensorSpec, random_inputs
 
 _TUNED = "tuned"

@@ -29,7 +29,7 @@ from ansor_mlflow.measuring import (
 )
 from ansor_mlflow.model import LibraryEntry, Manifest, choose_library, verified_manifest
 from ansor_mlflow.names import RIVALS
-from ansor_mlflow.options import PromoteOptions
+from ansor_mlflow.parameters import PromoteOptions
 from ansor_mlflow.settings import Rival
 from ansor_mlflow.steps.evaluation import rival_task
 from ansor_mlflow.tensors import Arrays, NetworkShapes, TensorSpec, all_sizes

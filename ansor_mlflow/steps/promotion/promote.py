@@ -25,7 +25,7 @@ from ansor_mlflow.measuring import (
     what_to_do,
 )
 from ansor_mlflow.model import threads_here
-from ansor_mlflow.options import AliasOptions, PromoteOptions
+from ansor_mlflow.parameters import AliasOptions, PromoteOptions
 from ansor_mlflow.settings import LoweringSettings, Rival
 from ansor_mlflow.steps.promotion.contest import Contender, Contest, common_sizes, compete
 from ansor_mlflow.steps.promotion.decision import Promotion, PromotionOutcome

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.foreign import Report, Reported
-from ansor_mlflow.options import PromoteOptions
+from ansor_mlflow.parameters import PromoteOptions
 from ansor_mlflow.tracking import finish_moves, require_undoable, step_run, tag_version, tags_of_version, undo_moves
 
 _ROLLED_BACK = "rolled_back"

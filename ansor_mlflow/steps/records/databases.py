@@ -16,7 +16,7 @@ from ansor_mlflow.device import Device, parse_target
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.files import replace_directory, scratch_directory, translated_disk_errors, write_text
 from ansor_mlflow.foreign import Report, Reported, read_json, without_credentials
-from ansor_mlflow.options import DistillRecordsOptions, MergeRecordsOptions, ShowRecordsOptions
+from ansor_mlflow.parameters import DistillRecordsOptions, MergeRecordsOptions, ShowRecordsOptions
 from ansor_mlflow.records import (
     RECORD_FILE,
     WORKLOAD_FILE,

@@ -12,7 +12,7 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.foreign import for_shell
 from ansor_mlflow.model import verified_manifest
-from ansor_mlflow.options import NetworkOptions, RecordsOptions, is_uri
+from ansor_mlflow.parameters import NetworkOptions, RecordsOptions, is_uri
 from ansor_mlflow.records import check_copy, check_records, join_parts
 from ansor_mlflow.tracking import pinned_uri, translated_errors
 

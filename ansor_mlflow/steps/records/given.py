@@ -16,7 +16,7 @@ from ansor_mlflow.files import write_text
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, TuningTask, lower_sizes
 from ansor_mlflow.model import database_of
 from ansor_mlflow.networks import Network
-from ansor_mlflow.options import NetworkOptions, RecordsOptions
+from ansor_mlflow.parameters import NetworkOptions, RecordsOptions
 from ansor_mlflow.records import (
     Provenance,
     RecordPair,

@@ -18,7 +18,7 @@ from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.foreign import Report, Reported, microseconds
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.measuring import TOLERANCES
-from ansor_mlflow.options import VerifyRecordsOptions
+from ansor_mlflow.parameters import VerifyRecordsOptions
 from ansor_mlflow.records import (
     FAILED_RUN_S,
     Database,

@@ -15,7 +15,7 @@ from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import SlowerError
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.foreign import Mark, Report, Reported, Table, microseconds
-from ansor_mlflow.options import DiffOptions
+from ansor_mlflow.parameters import DiffOptions
 from ansor_mlflow.steps.reports.sides import Compared, Side, SideTask, load_side
 
 _log = logging.getLogger("ansor_mlflow")

@@ -17,7 +17,7 @@ from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.measuring import KernelTimes
 from ansor_mlflow.model import part_entries
-from ansor_mlflow.options import ExplainOptions
+from ansor_mlflow.parameters import ExplainOptions
 from ansor_mlflow.records import find_records
 from ansor_mlflow.steps.parts import estimated_parts
 from ansor_mlflow.steps.records import (

@@ -14,7 +14,7 @@ from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.foreign import Report, Reported, Table, microseconds
 from ansor_mlflow.graphs import PaddedLayer
 from ansor_mlflow.model import PartEntry, part_entries, what_stays
-from ansor_mlflow.options import BudgetOptions, PlanOptions, TuneOptions
+from ansor_mlflow.parameters import BudgetOptions, PlanOptions, TuneOptions
 from ansor_mlflow.steps.records import (
     NetworkTasks,
     best_records,

@@ -12,7 +12,7 @@ from mlflow.entities import Run
 from ansor_mlflow import names
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import RecordsError, UserInputError
-from ansor_mlflow.options import is_uri
+from ansor_mlflow.parameters import is_uri
 from ansor_mlflow.records import FAILED_RUN_S, find_records, open_database, read_fingerprint
 from ansor_mlflow.steps.records import fetch_run, tuning_of
 from ansor_mlflow.steps.reports.trials import TaskRow

@@ -15,7 +15,7 @@ from ansor_mlflow.files import replace_directory
 from ansor_mlflow.foreign import without_credentials
 from ansor_mlflow.lowering import LOWERING_VERSION
 from ansor_mlflow.networks import Network
-from ansor_mlflow.options import NetworkOptions, TuneOptions, as_text, load_options
+from ansor_mlflow.parameters import NetworkOptions, TuneOptions, as_text, load_options
 from ansor_mlflow.records import RecordPair, read_fingerprint, read_provenance, why_not_applicable
 from ansor_mlflow.steps.records import fetch_run
 from ansor_mlflow.tracking import params_used, translated_errors

@@ -26,7 +26,7 @@ from ansor_mlflow.foreign import PrintableFormatter, Report, Reported, Table, wi
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower_sizes
 from ansor_mlflow.model import part_entries, require_linker, what_stays
 from ansor_mlflow.networks import Network, write_onnx
-from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.records import JOURNAL_FILE, PARTS_DIR, Provenance, write_description
 from ansor_mlflow.steps.records import options_of_source
 from ansor_mlflow.steps.tuning.resume import (

@@ -11,7 +11,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 from ansor_mlflow import names
 from ansor_mlflow.foreign import for_shell, without_credentials
 from ansor_mlflow.measuring import KernelTimes
-from ansor_mlflow.options import CheckOptions, Options, TuneOptions
+from ansor_mlflow.parameters import CheckOptions, Options, TuneOptions
 from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.tracking.report.summary import STOP_REASONS, count, kernel_rows, result_rows, summary_rows
 

@@ -25,7 +25,7 @@ from ansor_mlflow.device import (
 )
 from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.foreign import read_json
-from ansor_mlflow.options import RpcOptions, TuneOptions
+from ansor_mlflow.parameters import RpcOptions, TuneOptions
 from ansor_mlflow.processes import Outcome, WorkerPool
 from ansor_mlflow.tuning.fleet.remote import DESCRIBE, MEASURE, RUN_NETWORK, ServerDescription
 from ansor_mlflow.tuning.fleet.tracker import HostPort, KeyState, ServerLease, request_server, servers_by_key

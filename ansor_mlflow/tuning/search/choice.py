@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ansor_mlflow.lowering import TuningTask
-from ansor_mlflow.options import TuneOptions
+from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.records import RecordLog, RecordText
 from ansor_mlflow.sketches import find_programs
 from ansor_mlflow.tuning.search.program_search import SpaceSearch

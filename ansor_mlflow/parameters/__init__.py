@@ -1,0 +1,42 @@
+"""Parameters: what each means, its type, default and rule, said once; options are what a user gave of them."""
+
+from ansor_mlflow.parameters.commands import (
+    BisectOptions,
+    DiffOptions,
+    DistillRecordsOptions,
+    DoctorOptions,
+    ExplainOptions,
+    FleetOptions,
+    FleetTestOptions,
+    LatencyOptions,
+    MergeRecordsOptions,
+    PlanOptions,
+    ReportOptions,
+    ServerOptions,
+    ShowRecordsOptions,
+    SourceOptions,
+    TrackerOptions,
+    VerifyRecordsOptions,
+)
+from ansor_mlflow.parameters.declaring import Options, as_text, declared, default_text, grouped, listed
+from ansor_mlflow.parameters.loading import load_options, read_settings
+from ansor_mlflow.parameters.mlproject import mlproject
+from ansor_mlflow.parameters.model import (
+    AliasOptions,
+    CheckOptions,
+    CompileOptions,
+    EvaluateOptions,
+    PipelineOptions,
+    PromoteOptions,
+    SignatureOptions,
+)
+from ansor_mlflow.parameters.network import LinkOptions, NetworkOptions, RecordsOptions, RpcOptions, SeedOptions
+from ansor_mlflow.parameters.tuning import (
+    SKETCH_TRIALS_PER_TASK,
+    TRIALS_PER_TASK,
+    BudgetOptions,
+    MeasureOptions,
+    SearchOptions,
+    TuneOptions,
+)
+from ansor_mlflow.parameters.values import MAX_PARAM_LENGTH, Rivals, is_uri

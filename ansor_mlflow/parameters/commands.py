@@ -1,0 +1,265 @@
+"""Parameters of the commands that only look, and of those that handle records and servers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from ansor_mlflow.parameters.declaring import Options, parameter
+from ansor_mlflow.parameters.model import DATA_RULE, Tolerance
+from ansor_mlflow.parameters.network import (
+    NETWORK_RULE,
+    LinkOptions,
+    NetworkOptions,
+    RecordsOptions,
+    ServersOptions,
+    Target,
+)
+from ansor_mlflow.parameters.tuning import BudgetOptions, MeasureTimeout, WorkerMemory
+from ansor_mlflow.parameters.values import Auto, PositiveFloat, PositiveInt, Share
+
+TRACKER_RULE = "host:port, such as 127.0.0.1:9190"
+SOURCE_RULE = "the ID of a tuning run, or a path or an artifact URI of records"
+
+Port = Annotated[
+    int,
+    parameter("Port to listen at; 0 for any that is free.", "a whole number from 0 to 65535", ge=0, lt=2**16),
+]
+
+
+class ReportOptions(Options):
+    """Where a command that only reports writes what it found."""
+
+    json_file: str = parameter(
+        "File that the result is written to as JSON; - for standard output, in place of the text; none by default.",
+        "a path or -",
+        default="",
+        flag="--json",
+    )
+
+
+class PlanOptions(ReportOptions, RecordsOptions, BudgetOptions):
+    """The command `plan`: what a tuning would measure, and what is known already."""
+
+
+class SourceOptions(ReportOptions, NetworkOptions):
+    """Which records of which network a command reports on."""
+
+    source: Annotated[
+        str,
+        parameter(
+            "Tuning run or records: a run's ID, a directory, a tuning-record file or an artifact URI. Records need the "
+            "network, layout, target and threads that they were made with; a run knows them.",
+            SOURCE_RULE,
+            metavar="SOURCE",
+            min_length=1,
+        ),
+    ]
+
+
+class ExplainOptions(SourceOptions):
+    """The command `explain`: which kernel of which records is explained."""
+
+    task: str = parameter(
+        "Name of the task, or its index from 0; by default the one that takes the largest share of the time, of "
+        "those that compute.",
+        "a task's name or index",
+        default="",
+    )
+
+
+class DiffOptions(ReportOptions):
+    """The command `diff`: which two tunings are compared."""
+
+    runs: Annotated[
+        tuple[str, ...],
+        parameter(
+            "Two runs: IDs of tune, compile, evaluate or main, or URIs of models.",
+            "two runs, each the ID of one of tune, compile, evaluate or main, or the URI of a model",
+            min_length=2,
+            max_length=2,
+            metavar="RUN_A RUN_B",
+        ),
+    ]
+    fail_if_slower: Annotated[Share, parameter("", ge=0, allow_inf_nan=False)] | None = parameter(
+        "Share by which the second may be slower, such as 3%; by more, or without a record of a task that the "
+        "first has, the exit code is 8.",
+        "a share such as 3% or 0.03",
+        default=None,
+    )
+    force: bool = parameter(
+        "Let fail_if_slower look at times that cannot be trusted, too; by default they are a warning.", default=False
+    )
+    html: str = parameter(
+        "File that the comparison is written to as a page of HTML; none by default.", "the path of a file", default=""
+    )
+
+
+class BisectOptions(ReportOptions, NetworkOptions):
+    """The command `bisect`: in which network the first wrong tensor is looked for."""
+
+    network: Annotated[
+        str,
+        parameter(
+            "Network: an ONNX file, or anything else that `tune` takes.", NETWORK_RULE, metavar="NETWORK", min_length=1
+        ),
+    ]
+    tolerance: Tolerance = "auto"
+    data: str = parameter(
+        "Inputs of the network, in place of seeded ones: a .npz or .parquet file with an array or a column for "
+        "each input, or a .npy file; any number of rows.",
+        DATA_RULE,
+        default="",
+    )
+    output: str = parameter(
+        "Directory of the smallest model that shows the difference, its inputs and both outputs: new, empty, or "
+        "one that this command wrote.",
+        "the path of a directory",
+        default="wrong",
+        min_length=1,
+    )
+
+
+class DoctorOptions(ServersOptions, ReportOptions):
+    """The command `doctor`: what is looked at, beside this machine."""
+
+    tracking_uri: str = parameter(
+        "Tracking server or store; by default that of MLFLOW_TRACKING_URI, or else MLflow's default.",
+        "the address of a server, or the URI of a database or a folder",
+        default="",
+    )
+    experiment: str = parameter(
+        "ID or name of the experiment; by default that of MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID, or else "
+        "MLflow's default.",
+        "an experiment's ID or name",
+        default="",
+    )
+    target: Target = "auto"
+
+
+class ShowRecordsOptions(ReportOptions):
+    """The command `records show`."""
+
+    source: Annotated[
+        str,
+        parameter(
+            "Records: a run's ID, a directory, a tuning-record file or an artifact URI.",
+            SOURCE_RULE,
+            metavar="SOURCE",
+            min_length=1,
+        ),
+    ]
+
+
+class MergeRecordsOptions(Options):
+    """The command `records merge`: which records go where."""
+
+    sources: Annotated[
+        tuple[str, ...],
+        parameter(
+            "Records, each a run's ID, a directory, a tuning-record file or an artifact URI.",
+            "one source of records at least: the ID of a tuning run, a path or an artifact URI",
+            metavar="SOURCE...",
+            min_length=1,
+        ),
+    ]
+    output: Annotated[
+        str,
+        parameter(
+            "Directory of the new database: new, empty, or one that this command wrote and nobody changed.",
+            "the path of a directory",
+            min_length=1,
+        ),
+    ]
+
+
+class DistillRecordsOptions(MergeRecordsOptions):
+    """The command `records distill`: which records are kept."""
+
+    keep: PositiveInt = parameter("Fastest records to keep of each workload and target.", default=1)
+    target: str = parameter(
+        "Targets whose records are taken: those with these attributes, such as `llvm -mcpu=znver4`, or auto for "
+        "this host; by default all, which are kept apart.",
+        "auto, a tag, JSON or `llvm -mcpu=…`",
+        default="",
+    )
+
+
+class VerifyRecordsOptions(SourceOptions):
+    """The command `records verify`: which records are replayed."""
+
+    keep: PositiveInt | Literal["all"] = parameter(
+        "Records to replay of each task: the winner of the tuning first, then the fastest.", default=1
+    )
+    measure_timeout_s: MeasureTimeout = 30.0
+    worker_memory_mib: WorkerMemory = 2048
+    repair: bool = parameter(
+        "First set damaged lines of a local database aside; without a network, nothing else. A flag without a value.",
+        default=False,
+        is_switch=True,
+    )
+
+
+class TrackerOptions(Options):
+    """The command `fleet tracker`: where it listens."""
+
+    host: str = parameter(
+        "Address to listen at: only this host by default, since TVM's RPC asks nobody who they are.",
+        default="127.0.0.1",
+    )
+    port: Port = 9190
+
+
+class ServerOptions(TrackerOptions):
+    """The command `fleet server`: where it listens, and whom it serves."""
+
+    tracker: Annotated[str, parameter("Tracker to report to, host:port.", TRACKER_RULE, min_length=1)]
+    key: Annotated[str, parameter("Key of the kind of device, one word such as pi4.", "one word", min_length=1)]
+    port: Port = 0
+    known_as: str = parameter(
+        "Host that the tracker tells tuners, where it is not the one that the tracker sees: of a tunnel, say.",
+        default="",
+    )
+
+
+class FleetOptions(ReportOptions):
+    """The command `fleet status`: whose servers are listed."""
+
+    tracker: Annotated[str, parameter("Tracker to ask, host:port.", TRACKER_RULE, min_length=1)]
+
+
+class FleetTestOptions(LinkOptions, FleetOptions):
+    """The command `fleet test`: which servers are tried."""
+
+    key: Annotated[str, parameter("Key of the servers.", "one word", min_length=1)]
+    target: str = parameter(
+        "Target of the servers; auto is what the first one says.", "auto, a tag, JSON or `llvm -mcpu=…`", default="auto"
+    )
+    wait_s: PositiveFloat = parameter(
+        "Seconds to wait for servers that somebody else has.", "a positive number of seconds", default=30.0
+    )
+
+
+class LatencyOptions(Options):
+    """The `evaluator_config` of MLflow's evaluator `ansor-latency`."""
+
+    reference: str = parameter(
+        "What the outputs are compared with: an ONNX file, or the URI or directory of another MLflow model.",
+        "an ONNX file, or the URI or directory of a model",
+        default="",
+    )
+    champion: Literal["onnxruntime", "openvino"] | None = parameter(
+        "Runtime that is timed in turns with the model, on the ONNX file that is the reference; none by default.",
+        default=None,
+    )
+    batch_size: PositiveInt | Auto = parameter(
+        "Rows in a call of predict; auto is what the model was compiled for, or else 1.", default="auto"
+    )
+    turns: PositiveInt = parameter("Turns of the measurement.", default=3)
+    warm_up_s: float = parameter(
+        "Seconds of calls before each turn that do not count.",
+        "a number of seconds, 0 or more",
+        default=0.5,
+        ge=0,
+        allow_inf_nan=False,
+    )
+    measure_s: PositiveFloat = parameter("Seconds of a turn.", "a positive number of seconds", default=1.5)

@@ -1,0 +1,164 @@
+"""Parameters of a tuning: how many programs are measured, how they are searched, and how each is measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.parameters.declaring import Options, parameter
+from ansor_mlflow.parameters.network import LinkOptions, NetworkOptions, RpcOptions
+from ansor_mlflow.parameters.values import Auto, NonEmptyList, PositiveFloat, PositiveInt
+from ansor_mlflow.settings import LoweringSettings
+
+TRIALS_PER_TASK = {"quick": 16, "standard": 64, "thorough": 256}
+"""`trials=auto` gives a task this many trials in MetaSchedule's space, by preset."""
+SKETCH_TRIALS_PER_TASK = {"quick": 2, "standard": 6, "thorough": 24}
+"""And this many among the programs of its sketch, which are good from the first on; half of it where the task is a
+further algorithm for a layer, most of which are soon known to be slower."""
+
+MeasureTimeout = Annotated[
+    PositiveFloat,
+    parameter(
+        "Seconds after which building or running a program is given up.",
+        "a positive number of seconds",
+        under="measure.timeout_s",
+    ),
+]
+WorkerMemory = Annotated[
+    int,
+    parameter(
+        "Memory in MiB that building or running one program may take, beside its arguments.",
+        under="measure.memory_mib",
+        ge=512,
+    ),
+]
+
+
+class BudgetOptions(NetworkOptions):
+    """How many programs are measured."""
+
+    trials: Annotated[int, parameter("", ge=0)] | Auto = parameter(
+        "Programs to measure in all; auto multiplies the preset's number by the number of tasks. With 0 nothing is "
+        "measured, and the network is compiled as the sketches choose.",
+        "a whole number, 0 or more, or auto",
+        default="auto",
+    )
+    preset: Literal["quick", "standard", "thorough"] = parameter(
+        "Budget that trials=auto stands for: quick 2, standard 6, thorough 24 trials for a task with a sketch, "
+        "half of it for a further algorithm for a layer, and 16, 64, 256 for one that is searched in "
+        "MetaSchedule's space.",
+        default="standard",
+    )
+    trials_per_task: PositiveInt | None = parameter(
+        "Most trials that one task may use; no limit by default.", default=None, under="search.trials_per_task"
+    )
+    space: Literal["sketches", "metaschedule", "both"] = parameter(
+        "Programs to search: those of our sketches, where one fits a task, and MetaSchedule's elsewhere; "
+        "MetaSchedule's alone; or both.",
+        default="sketches",
+        under="search.space",
+    )
+
+    @property
+    def lowering(self) -> LoweringSettings:
+        """As of any network; only sketches have programs for other algorithms of a layer than the direct one.
+
+        Raises:
+            UserInputError: Another algorithm is wanted, and no sketch.
+        """
+        settings = super().lowering
+        if self.space != "metaschedule":
+            return settings
+        if self.algorithm == "winograd":
+            raise UserInputError(
+                "algorithm=winograd and space=metaschedule: that space has no program for it; give space=sketches"
+            )
+        return replace(settings, algorithm="direct")
+
+
+class SearchOptions(Options):
+    """How programs are searched."""
+
+    patience: PositiveInt | None = parameter(
+        "Rounds without an improvement above the noise (3 %) after which a task's remaining trials go to others; "
+        "no limit by default.",
+        default=None,
+        under="search.patience",
+    )
+    num_trials_per_round: PositiveInt = parameter(
+        "Most programs measured before the cost model learns again.", default=32, under="search.trials_per_round"
+    )
+    strategy: Literal["evolutionary", "random"] = parameter(
+        "Search strategy; random is MetaSchedule's replay-trace.", default="evolutionary", under="search.strategy"
+    )
+    cost_model: Literal["xgb", "mlp", "random", "none"] = parameter(
+        "Cost model that ranks programs before they are measured; mlp needs PyTorch.",
+        default="xgb",
+        under="search.cost_model",
+    )
+    search_threads: PositiveInt | Auto = parameter(
+        "Threads of the search; auto is num_threads. With 1 the candidates of a seed repeat.",
+        default="auto",
+        under="search.threads",
+    )
+
+
+class MeasureOptions(Options):
+    """How a program is built and measured."""
+
+    number: PositiveInt = parameter(
+        "Calls averaged in one measurement; raised until min_repeat_ms is reached.", default=3, under="measure.number"
+    )
+    repeat: PositiveInt = parameter("Measurements of a program.", default=1, under="measure.repeat")
+    min_repeat_ms: int = parameter(
+        "Shortest duration of one measurement, in milliseconds.", default=50, under="measure.min_repeat_ms", ge=0
+    )
+    measure_timeout_s: MeasureTimeout = 30.0
+    worker_memory_mib: WorkerMemory = 2048
+    measure: Literal["network", "warm"] = parameter(
+        "What a program finds in the CPU's caches while it is timed: what the rest of the network leaves there "
+        "(network), or its own data (warm).",
+        default="network",
+        under="measure.caches",
+    )
+    cache_flush: bool = parameter(
+        "Flush the CPU's caches before every measurement: all is cold.", default=False, under="measure.cache_flush"
+    )
+    build_workers: PositiveInt | Auto = parameter(
+        "Programs that this host builds at a time: auto is num_threads, or every CPU with rpc_tracker.",
+        default="auto",
+        under="measure.build_workers",
+    )
+
+
+class TuneOptions(MeasureOptions, SearchOptions, RpcOptions, LinkOptions, BudgetOptions):
+    """The entry point `tune`."""
+
+    max_minutes: PositiveFloat | None = parameter(
+        "Wall-clock budget in minutes; no limit by default.", "a positive number of minutes", default=None
+    )
+    rpc_retries: int = parameter(
+        "Times that a program is measured again, on another server, when a server was lost with it.",
+        default=1,
+        under="rpc.retries",
+        ge=0,
+    )
+    warm_start: NonEmptyList = parameter(
+        "Records of earlier tunings to begin with, separated by commas: runs, models, artifact URIs, paths, or auto, "
+        "which takes what finished tuning runs of the tracking server know of the network's tasks. Those of this "
+        "device are applied; those of similar devices teach the cost model.",
+        "auto, run IDs, artifact URIs or paths, separated by commas",
+        default=(),
+    )
+    resume_run: str = parameter(
+        "ID of a tuning run that was stopped, or is to get more trials: it goes on with its own parameters, except "
+        "for those that are given now.",
+        "a run ID",
+        default="",
+    )
+
+    @property
+    def decides_network(self) -> bool:
+        """See `NetworkOptions.decides_network`."""
+        return not self.resume_run
