@@ -47,3 +47,6 @@ class Linker:
     """The compiler with its arguments; empty for the one that is named after the architecture."""
     sysroot: str = ""
     """Directory of the device's headers and libraries; empty for the compiler's own."""
+
+
+FOR_THIS_HOST = Linker()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,10 +33,20 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class NetworkShapes:
-    """Inputs and outputs of a network in one of its sizes."""
+    """Inputs and outputs of a network in one of its sizes; also of a network that has no other size."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+
+    @property
+    def sizes(self) -> tuple[NetworkShapes, ...]:
+        """See `Sized`."""
+        return ()
+
+    @property
+    def pad(self) -> Mapping[str, float]:
+        """See `Padded`."""
+        return {}
 
     def __str__(self) -> str:
         return ", ".join(f"{spec.name} {'×'.join(map(str, spec.shape)) or 'scalar'}" for spec in self.inputs)
@@ -56,6 +66,14 @@ class Sized(Protocol):
     @property
     def sizes(self) -> tuple[NetworkShapes, ...]:
         """Its sizes; empty where there is but one."""
+
+
+class Padded(Sized, Protocol):
+    """What describes a network whose inputs may be padded."""
+
+    @property
+    def pad(self) -> Mapping[str, float]:
+        """The value that an input is padded with to the next larger size, by its name."""
 
 
 def all_sizes(network: Sized) -> tuple[NetworkShapes, ...]:

@@ -14,17 +14,18 @@ import onnxruntime
 import pytest
 from helpers.commands import RunCommand
 from helpers.exports import branching
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 import ansor_mlflow as am
 from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.measuring import checking
-from ansor_mlflow.model.rebuild import BuildJob, BuiltLibrary, build
+from ansor_mlflow.model.manifest import LibraryEntry
+from ansor_mlflow.model.rebuild import BuildJob, build
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.loading import load_network
-from ansor_mlflow.steps.bisection import laboratory
-from ansor_mlflow.steps.bisection.cutting import CuttableGraph
-from ansor_mlflow.steps.bisection.laboratory import Comparison
+from ansor_mlflow.steps.bisection import search
+from ansor_mlflow.steps.bisection.search import Comparison, CuttableGraph
+from ansor_mlflow.tensors import Arrays
 
 Spoil = Callable[[onnx.GraphProto], None]
 SpoilCompiler = Callable[[Spoil], None]
@@ -40,13 +41,13 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> SpoilCompiler:
     """Lets the compiler take something else for some graphs; all of it happens in this process."""
 
     def spoil_compiler(spoil: Spoil) -> None:
-        def build_wrongly(job: BuildJob) -> BuiltLibrary:
+        def build_wrongly(job: BuildJob) -> LibraryEntry:
             model = onnx.load(job.network)
             spoil(model.graph)
             onnx.save(model, f"{job.network}.wrong")
             return build(replace(job, network=f"{job.network}.wrong"))
 
-        monkeypatch.setattr(laboratory, "build_in_child_process", build_wrongly)
+        monkeypatch.setattr(search, "build_in_child_process", build_wrongly)
         monkeypatch.setattr(checking, "call_in_process", lambda function, make_call: function(make_call))
 
     return spoil_compiler
@@ -214,10 +215,14 @@ def test_a_directory_of_somebody_else_is_left_alone(network: Path, tmp_path: Pat
 def test_where_a_tensor_is_most_wrong() -> None:
     expected = {"y": np.array([[1.0, np.inf, np.nan, 4.0]], np.float32)}
     for values, index in (([1, np.inf, np.nan, 5], 3), ([1, np.inf, 3, 9], 2), ([np.nan, np.inf, np.nan, 9], 0)):
-        comparison = Comparison.of({}, {"y": np.array([values], np.float32)}, expected)
+        comparison = compared({"y": np.array([values], np.float32)}, expected)
         assert comparison.wrong(0.1) == ["y"]
         assert comparison.largest_difference("y") == (0, index)
-    assert Comparison.of({}, expected, expected).wrong(0) == []
+    assert compared(expected, expected).wrong(0) == []
+
+
+def compared(actual: Arrays, expected: Arrays) -> Comparison:
+    return Comparison(model=onnx.ModelProto(), inputs={}, actual=actual, expected=expected)
 
 
 # -- parts of a graph ------------------------------------------------------------------------------------------------
@@ -225,18 +230,20 @@ def test_where_a_tensor_is_most_wrong() -> None:
 
 def test_beginnings_of_a_graph_end_with_what_others_need(network: Path) -> None:
     graph = CuttableGraph(load_network(str(network)).model)
-    assert graph.outputs_of_prefix(2) == ["/left/LeakyRelu"]
-    assert graph.outputs_of_prefix(3) == ["/left/LeakyRelu", "below"]
     assert set(graph.prefix_lengths()) == {*range(1, 10), 11, 12, 13}
-    model = graph.cut(["below"])
+    for length, outputs in ((2, ["/left/LeakyRelu"]), (3, ["/left/LeakyRelu", "below"])):
+        model = graph.part(range(length), graph.varying)
+        assert [value.name for value in model.graph.output] == outputs
     assert [node.op_type for node in model.graph.node] == ["Gemm", "LeakyRelu", "Less"]
     onnx.checker.check_model(model, full_check=True)
 
 
 def test_what_shapes_decide_is_no_input(network: Path) -> None:
     graph = CuttableGraph(load_network(str(network)).model)
-    assert not graph.is_varying("shape")
-    flat = graph.cut(["flat"], given=["turned"], constants={"shape": np.array([2, 6])})
+    assert "shape" not in graph.varying
+    place = graph.makers["flat"]
+    assert graph.taken_from_others([place]) == {"turned", "shape"}
+    flat = graph.part([place], ["flat"], {"shape": np.array([2, 6])})
     assert [node.op_type for node in flat.graph.node] == ["Reshape"]
     assert [value.name for value in flat.graph.input] == ["turned"]
 
@@ -261,16 +268,8 @@ def test_a_branch_keeps_what_it_takes_from_around_it() -> None:
     graph = helper.make_graph(chain, "branch", inputs, [value("y", TensorProto.FLOAT, [3])])
     model = onnx.shape_inference.infer_shapes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]))
     parts = CuttableGraph(model)
-    assert parts.taken_from_others([1]) == ["outer"]
-    alone = parts.cut(["chosen"], given=["outer"])
+    assert parts.taken_from_others([1]) == {"outer"}
+    alone = parts.part([1], ["chosen"])
     assert [node.op_type for node in alone.graph.node] == ["If"]
     assert {value.name for value in alone.graph.input} == {"condition", "outer"}
     onnx.checker.check_model(alone, full_check=True)
-
-
-def test_weights_stay_as_they_are(network: Path) -> None:
-    model = load_network(str(network)).model
-    part = CuttableGraph(model).cut(["dense"])
-    (weight,) = (weight for weight in part.graph.initializer if weight.name == "dense.weight")
-    (before,) = (weight for weight in model.graph.initializer if weight.name == "dense.weight")
-    np.testing.assert_array_equal(numpy_helper.to_array(weight), numpy_helper.to_array(before))

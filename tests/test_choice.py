@@ -27,11 +27,12 @@ from ansor_mlflow.model.choice import (
     threads_here,
 )
 from ansor_mlflow.model.loading import load_package
-from ansor_mlflow.model.manifest import Manifest
+from ansor_mlflow.model.manifest import LibraryEntry, Manifest
 from ansor_mlflow.model.package import CompiledNetwork, write_package
-from ansor_mlflow.model.rebuild import BuildJob, BuiltLibrary, build_in_child_process
+from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process
 from ansor_mlflow.model.tuned import TunedModel
 from ansor_mlflow.records.store import RECORD_FILE
+from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import random_inputs
 
 CPUS = available_cpus()
@@ -276,7 +277,7 @@ def test_records_of_no_task_here_leave_an_untuned_library(
     """Layers may be padded otherwise here, so that their tasks are others."""
     directory, manifest = make("newer")
 
-    def build(job: BuildJob) -> BuiltLibrary:
+    def build(job: BuildJob) -> LibraryEntry:
         built = build_in_child_process(replace(job, records=""))
         coverage = {"num_covered": 0, "num_tasks": 4, "task_share": 0.0}
         return replace(built, coverage=coverage) if job.records else built
@@ -302,12 +303,11 @@ def test_a_network_that_cannot_be_built(tmp_path: Path, host: DeviceFingerprint)
     job = BuildJob(
         network=str(tmp_path / "network.onnx"),
         records="",
-        target=host.target,
-        num_threads=1,
-        lowering={},
+        device=host,
+        lowering=LoweringSettings(),
         library=str(tmp_path / "model.so"),
     )
     with pytest.raises(UserInputError, match="not a valid ONNX file"):
         build_in_child_process(job)
     with pytest.raises(MachineError, match=r"the library cannot be built .+; compile the network for this"):
-        build_in_child_process(replace(job, target={"kind": "llvm", "mcpu": 1}))
+        build_in_child_process(replace(job, device=None))

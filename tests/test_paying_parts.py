@@ -24,9 +24,8 @@ from ansor_mlflow.model.parts import PartEntry, part_entries, timed_parts, what_
 from ansor_mlflow.networks.loading import Network, load_network
 from ansor_mlflow.parameters import EvaluateOptions
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.steps.compiling.paying import FASTER_THERE, losing_parts, measure_parts
 from ansor_mlflow.steps.evaluation.evaluate import evaluate
-from ansor_mlflow.steps.parts import estimated_parts
+from ansor_mlflow.steps.parts import FASTER_THERE, estimated_parts, losing_parts, measure_parts
 
 if TYPE_CHECKING:
     from tvm.target import Target

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from ansor_mlflow.errors import UserInputError, one_line
-from ansor_mlflow.tensors import Arrays
+from ansor_mlflow.tensors import Arrays, Padded
 
 if TYPE_CHECKING:
-    from ansor_mlflow.model import LibraryEntry, Manifest
+    from ansor_mlflow.model import LibraryEntry
 
 Inference = Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]
 """Runs a network once: inputs by name to outputs by name."""
@@ -73,8 +73,8 @@ def explained(runtime: str, load: Callable[[], Inference], advice: str = "") -> 
     return run_explained
 
 
-def library_inference(library: Path, manifest: Manifest, entry: LibraryEntry) -> Inference:
+def library_inference(library: Path, network: Padded, entry: LibraryEntry) -> Inference:
     """A library whose digest was checked, or that was just built."""
     from ansor_mlflow.model import open_library
 
-    return open_library(library, manifest, entry).run
+    return open_library(library, network, entry).run

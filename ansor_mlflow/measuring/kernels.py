@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from ansor_mlflow.measuring.parts import Examples, timed_model
+from ansor_mlflow.measuring.parts import Examples
 from ansor_mlflow.measuring.timing import call_once
 from ansor_mlflow.processes import call_in_process
-from ansor_mlflow.tensors import Sized
+from ansor_mlflow.tensors import Padded
 
 if TYPE_CHECKING:
     from ansor_mlflow.model import LibraryEntry, TunedModel
@@ -79,14 +79,16 @@ class KernelTimes:
         }
 
 
-def time_kernels(library: Path, network: Sized, entry: LibraryEntry, examples: Examples) -> KernelTimes:
+def time_kernels(library: Path, network: Padded, entry: LibraryEntry, examples: Examples) -> KernelTimes:
     """Times the kernels of a library in a process of its own; for arguments and errors see `time_parts`."""
     times: KernelTimes = call_in_process(call_once, partial(_call, library, network, entry, examples))
     return times
 
 
-def _call(library: Path, network: Sized, entry: LibraryEntry, examples: Examples) -> Callable[[], KernelTimes]:
-    model = timed_model(library, network, entry)
+def _call(library: Path, network: Padded, entry: LibraryEntry, examples: Examples) -> Callable[[], KernelTimes]:
+    from ansor_mlflow.model import open_library
+
+    model = open_library(library, network, entry)
     return lambda: _time(model, examples)
 
 

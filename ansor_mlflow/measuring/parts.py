@@ -13,11 +13,11 @@ import numpy.typing as npt
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.measuring.timing import call_once
 from ansor_mlflow.processes import call_in_process
-from ansor_mlflow.tensors import NetworkShapes, Sized, all_sizes, random_inputs
+from ansor_mlflow.tensors import NetworkShapes, Padded, Sized, all_sizes, random_inputs
 
 if TYPE_CHECKING:
     from ansor_mlflow.lowering import LoweredNetwork
-    from ansor_mlflow.model import LibraryEntry, PartEntry, TunedModel
+    from ansor_mlflow.model import LibraryEntry, PartEntry
 
 Examples = Sequence[Mapping[str, npt.NDArray[Any]]]
 """An input of each size of a network."""
@@ -25,7 +25,7 @@ Examples = Sequence[Mapping[str, npt.NDArray[Any]]]
 _NUM_CALLS = 9
 
 
-def time_parts(library: Path, network: Sized, entry: LibraryEntry, examples: Examples) -> list[float]:
+def time_parts(library: Path, network: Padded, entry: LibraryEntry, examples: Examples) -> list[float]:
     """Median seconds of each part of a network in a process of its own, as `entry` lists them."""
     seconds: list[float] = call_in_process(call_once, partial(_library_call, library, network, entry, examples))
     return seconds
@@ -48,18 +48,10 @@ def seeded_examples(network: Sized, seed: int) -> Examples:
     return [random_inputs(size.inputs, seed) for size in all_sizes(network)]
 
 
-def timed_model(library: Path, network: Sized, entry: LibraryEntry) -> TunedModel:
-    """Loads a library to time what is in it; see `time_parts`."""
-    from ansor_mlflow.device import device_kind
-    from ansor_mlflow.model import Choice, TunedModel, threads_here
+def _library_call(library: Path, network: Padded, entry: LibraryEntry, examples: Examples) -> Callable[[], list[float]]:
+    from ansor_mlflow.model import open_library
 
-    choice = Choice(level="exact", entry=entry, reason="it is timed")
-    device = device_kind(entry.fingerprint.target)
-    return TunedModel(library, network, choice, num_threads=threads_here(entry), device=device)
-
-
-def _library_call(library: Path, network: Sized, entry: LibraryEntry, examples: Examples) -> Callable[[], list[float]]:
-    model = timed_model(library, network, entry)
+    model = open_library(library, network, entry)
     return lambda: _medians(lambda: [s for inputs in examples for s in model.seconds_of_parts(inputs)])
 
 

@@ -100,11 +100,7 @@ class Choice:
 
 
 def choose_library(directory: Path, manifest: Manifest) -> LibraryEntry:
-    """The library of a model that is loaded on this host as it is.
-
-    Raises:
-        ModelError: None of them runs here.
-    """
+    """The library of a model that is loaded on this host as it is; it is a `ModelError` if none of them runs here."""
     choice, rejected = find_library(directory, manifest, LoadOptions(device=manifest.device))
     if choice is None:
         raise nothing_runs(directory, rejected)
@@ -112,12 +108,7 @@ def choose_library(directory: Path, manifest: Manifest) -> LibraryEntry:
 
 
 def choose_for_server(directory: Path, manifest: Manifest, server: DeviceFingerprint | None) -> LibraryEntry:
-    """The library of a model that is run on a server.
-
-    Args:
-        directory: The model's.
-        manifest: The model.
-        server: What the server runs on; None where it does not say, which is enough for a model of one library.
+    """The library of a model that is run on a server; where the server does not say what it is, the only one.
 
     Raises:
         ModelError: None of them runs there, or it is not known which.
@@ -151,11 +142,7 @@ def nothing_runs(directory: Path, reasons: Sequence[str]) -> ModelError:
 
 
 def find_library(directory: Path, manifest: Manifest, options: LoadOptions) -> tuple[Choice | None, tuple[str, ...]]:
-    """The best library that needs not be built, if there is one, and why not each that is better or does not run.
-
-    Raises:
-        ModelError: The model has no library for the kind of device.
-    """
+    """The best library that needs not be built, if there is one, and why not each that is better or does not run."""
     entries = _entries_for(options.device, directory, manifest)
     if options.device != "cpu":
         return _find_for_gpu(entries, options)

@@ -40,11 +40,7 @@ def verify_package(directory: Path, manifest: Manifest) -> None:
 
 
 def verified_manifest(directory: Path) -> Manifest:
-    """The description of a model whose files were checked.
-
-    Raises:
-        ModelError: The model is not of this flavor, its description is damaged, or see `verify_package`.
-    """
+    """The description of a model whose files were checked; see `Manifest.read` and `verify_package`."""
     manifest = Manifest.read(directory)
     verify_package(directory, manifest)
     return manifest

@@ -19,7 +19,7 @@ from ansor_mlflow.files import write_text
 from ansor_mlflow.model.parts import PartEntry, write_parts
 from ansor_mlflow.records import Database as RecordDatabase
 from ansor_mlflow.records import RecordPair, require_whole
-from ansor_mlflow.settings import Linker
+from ansor_mlflow.settings import FOR_THIS_HOST, Linker
 from ansor_mlflow.sketches import find_programs, is_made_of_blocks, schedule_for_gpu, unbound_kernels
 from ansor_mlflow.trials import DIRECT, TaskInfo
 
@@ -94,7 +94,7 @@ def compile_tuned(
     library: Path,
     *,
     max_bytes: int | None = None,
-    linker: Linker | None = None,
+    linker: Linker = FOR_THIS_HOST,
 ) -> Coverage:
     """Builds the network with the fastest record of each layer; beside the library is what stays with ONNX Runtime.
 
@@ -103,16 +103,15 @@ def compile_tuned(
     Args:
         lowered: Network, lowered for `target` exactly as it was for tuning.
         target: Device to generate code for.
-        best_records: Directory of a database with one record for each workload; see `records.distill`. None for none.
+        best_records: Directory of a database with one record for each workload; see `records.distill`.
         library: Path of the shared library to write.
         max_bytes: Size that all constants together may have, as far as ways to compute a layer decide it.
         linker: What links, where the target has another architecture.
 
     Raises:
         RecordsError: A record's schedule does not apply to its task, or the database cannot be read.
-        MachineError: There is no compiler to link with.
-        UserInputError: The linker that is given does not link for the target, or there is no schedule for a GPU of a
-            function.
+        MachineError: There is no compiler to link with; see `require_linker`.
+        UserInputError: There is no schedule for a GPU of a function.
     """
     import tvm
     from tvm import relax
@@ -226,11 +225,7 @@ def _choose(task: TuningTask, target: Target, database: Database) -> bool:
 
 
 def _scheduled_for_gpu(mod: IRModule, target: Target) -> IRModule:
-    """A network whose kernels all run in threads of a GPU.
-
-    Raises:
-        UserInputError: There is no schedule of that kind.
-    """
+    """A network whose kernels all run in threads of a GPU."""
     with target:
         scheduled = schedule_for_gpu(mod)
     if unbound := unbound_kernels(scheduled):
@@ -241,24 +236,14 @@ def _scheduled_for_gpu(mod: IRModule, target: Target) -> IRModule:
     return scheduled
 
 
-def compile_untuned(lowered: LoweredNetwork, target: Target, library: Path, linker: Linker | None = None) -> None:
-    """Builds the network as TVM does without records: the baseline that tuning is compared with.
-
-    Raises:
-        MachineError: There is no compiler to link with.
-        UserInputError: The linker that is given does not link for the target, or there is no schedule for a GPU of a
-            function.
-    """
+def compile_untuned(lowered: LoweredNetwork, target: Target, library: Path, linker: Linker = FOR_THIS_HOST) -> None:
+    """Builds the network as TVM does without records: the baseline that tuning is compared with."""
     _export(_scheduled_for_gpu(lowered.mod, target) if is_gpu(target) else lowered.mod, target, library, linker)
     write_parts(lowered, library.parent)
 
 
-def require_linker(machine: str = "", linker: Linker | None = None) -> tuple[str, ...]:
-    """Checks that libraries can be linked here.
-
-    Args:
-        machine: Architecture of the libraries; this host's by default.
-        linker: What links those for another architecture.
+def require_linker(machine: str = "", linker: Linker = FOR_THIS_HOST) -> tuple[str, ...]:
+    """Checks that libraries for an architecture, by default this host's, can be linked here.
 
     Returns:
         The command that links, where the architecture is another or one is given; else it is empty, and TVM finds one.
@@ -267,7 +252,6 @@ def require_linker(machine: str = "", linker: Linker | None = None) -> tuple[str
         MachineError: There is no C++ compiler for it.
         UserInputError: The compiler that is given is not here, or no command, or there is no such sysroot.
     """
-    linker = linker or Linker()
     sysroot = [f"--sysroot={_directory(linker.sysroot)}"] if linker.sysroot else []
     if linker.cc:
         return (*_given_command(linker.cc), *sysroot)
@@ -306,7 +290,7 @@ def _given_command(cc: str) -> list[str]:
     return words
 
 
-def _export(mod: IRModule, target: Target, library: Path, linker: Linker | None) -> None:
+def _export(mod: IRModule, target: Target, library: Path, linker: Linker) -> None:
     import tvm
     from tvm import relax
     from tvm.ir.transform import PassContext

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +27,7 @@ from ansor_mlflow.model.tuned import TunedModel
 from ansor_mlflow.names import NETWORK_FILE
 from ansor_mlflow.records import RecordPair
 from ansor_mlflow.settings import LoweringSettings
+from ansor_mlflow.tensors import Padded
 
 _OF_ANOTHER_DEVICE = ("estimated_latency_ms", "target", "num_threads", "host", "target_mismatch")
 """Entries of a provenance that say on which device its library was tuned."""
@@ -46,39 +47,27 @@ def load_package(directory: Path, manifest: Manifest, options: LoadOptions | Non
         model = open_library(directory / choice.entry.path, manifest, choice.entry, choice, options)
     else:
         model = _build(directory, manifest, options, rejected)
-    report_choice(model.choice)
+    _log.log(logging.INFO if model.choice.level == "exact" else logging.WARNING, "%s", model.choice)
     return model
-
-
-def report_choice(choice: Choice) -> None:
-    """Logs which library was taken; one that may be slow is a warning."""
-    _log.log(logging.INFO if choice.level == "exact" else logging.WARNING, "%s", choice)
 
 
 def open_library(
     library: Path,
-    manifest: Manifest,
+    network: Padded,
     entry: LibraryEntry,
     choice: Choice | None = None,
     options: LoadOptions | None = None,
 ) -> TunedModel:
-    """Loads a library whose digest was checked, or that was just built.
-
-    Args:
-        library: The shared library.
-        manifest: The model that it belongs to.
-        entry: Its device; its kernels run on so many threads, unless `options` name a number.
-        choice: Why it was taken.
-        options: Where it is to run.
+    """Loads a library whose digest was checked, or that was just built. Its kernels run on as many threads as it was
+    made for, unless `options` name a number.
     """
     options = options or LoadOptions()
     num_threads = options.num_threads or threads_here(entry)
     choice = choice or Choice(level="exact", entry=entry, reason="it was asked for")
     return TunedModel(
         library,
-        manifest,
+        network,
         choice,
-        pad=manifest.pad,
         num_threads=num_threads,
         device=device_kind(entry.fingerprint.target),
         huge_pages=options.huge_pages,
@@ -147,8 +136,7 @@ def _build_library(
         network=str(directory / NETWORK_FILE),
         sizes=manifest.sizes,
         records=str(attempt.records or ""),
-        target=host.target,
-        num_threads=host.num_threads,
+        device=host,
         lowering=LoweringSettings.among(provenance),
         library=str(library),
     )
@@ -156,13 +144,7 @@ def _build_library(
     if attempt.records and not built.coverage["num_covered"]:
         raise RecordsError("the network has other tasks here, and none has a record")
     kept = {name: value for name, value in provenance.items() if name not in _OF_ANOTHER_DEVICE}
-    return LibraryEntry(
-        path=attempt.entry.path,
-        fingerprint=host,
-        coverage=built.coverage,
-        provenance={**kept, "built_from": attempt.entry.path},
-        parts=built.parts,
-    )
+    return replace(built, path=attempt.entry.path, provenance={**kept, "built_from": attempt.entry.path})
 
 
 def _outcome(attempt: _Attempt, entry: LibraryEntry) -> str:

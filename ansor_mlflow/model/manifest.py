@@ -34,7 +34,6 @@ def records_path(device: DeviceFingerprint) -> str:
 
 
 def _damaged(err: Exception) -> ModelError:
-    """The error that says that a model's description cannot be read."""
     return ModelError(f"the model's MLmodel file is damaged ({err}); log the model again")
 
 
@@ -116,11 +115,7 @@ class Manifest:
 
 
 def _check_values(manifest: Manifest) -> None:
-    """Looks at what types do not say.
-
-    Raises:
-        ValueError: A value is none that `compile` writes.
-    """
+    """Raises a ValueError for what types allow and `compile` never writes."""
     shapes = [NetworkShapes(manifest.inputs, manifest.outputs), *manifest.sizes]
     if not manifest.outputs:
         raise ValueError("the network has no outputs")

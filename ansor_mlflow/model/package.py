@@ -65,11 +65,7 @@ class CompiledNetwork:
 
 
 def write_package(compiled: CompiledNetwork | Sequence[CompiledNetwork], directory: Path) -> Manifest:
-    """Copies a compiled network into `directory` and describes it.
-
-    Args:
-        compiled: The network; of several, compiled for several devices, the first one's ONNX file is taken.
-        directory: Where to.
+    """Copies a compiled network into `directory` and describes it; of several, the first one's ONNX file is taken.
 
     Raises:
         UserInputError: Two are for the same device, or have other inputs or outputs.

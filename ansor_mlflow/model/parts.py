@@ -172,7 +172,7 @@ class PartRunner:
         parts: What runs.
         functions: The library's functions by name.
         sessions: What `open_sessions` returned.
-        network: The network's inputs and outputs, in order.
+        network: Names the inputs and outputs, in order.
         device: TVM's device; None where ONNX Runtime runs all parts.
     """
 

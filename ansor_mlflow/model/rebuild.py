@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, one_line
-from ansor_mlflow.model.parts import PartEntry, part_entries
+from ansor_mlflow.model.manifest import LibraryEntry
+from ansor_mlflow.model.parts import part_entries
 from ansor_mlflow.processes import call_in_process
-from ansor_mlflow.settings import Linker, LoweringSettings
+from ansor_mlflow.settings import FOR_THIS_HOST, Linker, LoweringSettings
 from ansor_mlflow.tensors import NetworkShapes
 
 
@@ -31,31 +33,16 @@ class BuildJob:
     """Directory of the records to apply; empty for none."""
     plain: bool = False
     """Whether it is the library that TVM builds by itself, which others are compared with."""
-    target: dict[str, Any]
-    num_threads: int
+    device: DeviceFingerprint
     lowering: LoweringSettings
     library: str
     """Path of the library to write."""
-    linker: Linker | None = None
+    linker: Linker = FOR_THIS_HOST
     """What links it, where the target has another architecture."""
 
 
-@dataclass(frozen=True)
-class BuiltLibrary:
-    """What is known of a library that was built."""
-
-    coverage: dict[str, Any]
-    """See `Coverage.to_dict`; empty for a plain library."""
-    parts: tuple[PartEntry, ...]
-    """Parts of its network, if ONNX Runtime computes some of it: a model's own may be others, by what was measured."""
-
-
 def require_builder() -> None:
-    """Checks that libraries can be built here.
-
-    Raises:
-        MachineError: There is no C++ compiler, or a package is missing.
-    """
+    """Checks that libraries can be built here; what is missing is a `MachineError`."""
     for package in ("onnx", "onnxruntime"):
         if importlib.util.find_spec(package) is None:
             raise MachineError(
@@ -67,8 +54,11 @@ def require_builder() -> None:
     require_linker()
 
 
-def build_in_child_process(job: BuildJob) -> BuiltLibrary:
+def build_in_child_process(job: BuildJob) -> LibraryEntry:
     """Builds a library in a process of its own, which ends with this one.
+
+    The coverage of a plain library is empty. Its parts may be others than those of a model, which leaves to ONNX
+    Runtime what was measured to be faster there.
 
     Raises:
         AnsorMlflowError: The records do not apply, or the network cannot be compiled here.
@@ -83,20 +73,26 @@ def build_in_child_process(job: BuildJob) -> BuiltLibrary:
         raise MachineError(f"the library cannot be built ({one_line(err)}); {advice}") from err
 
 
-def build(job: BuildJob) -> BuiltLibrary:
+def build(job: BuildJob) -> LibraryEntry:
     """Builds a library; see `build_in_child_process`."""
     from ansor_mlflow.device import resolve_target
     from ansor_mlflow.lowering import lower_sizes
     from ansor_mlflow.model.library import compile_tuned, compile_untuned
     from ansor_mlflow.networks import models_of_sizes, read_whole
 
-    target = resolve_target(json.dumps(job.target), job.num_threads)
+    target = resolve_target(json.dumps(job.device.target), job.device.num_threads)
     models = models_of_sizes(read_whole(Path(job.network)), job.network, job.sizes)
     lowered = lower_sizes(models, target, job.lowering, job.network)
-    parts = part_entries(lowered)
+    coverage: dict[str, Any] = {}
     if job.plain:
         compile_untuned(lowered, target, Path(job.library), job.linker)
-        return BuiltLibrary({}, parts)
-    records = Path(job.records) if job.records else None
-    coverage = compile_tuned(lowered, target, records, Path(job.library), linker=job.linker)
-    return BuiltLibrary(coverage.to_dict(), parts)
+    else:
+        records = Path(job.records) if job.records else None
+        coverage = compile_tuned(lowered, target, records, Path(job.library), linker=job.linker).to_dict()
+    return LibraryEntry(
+        path=job.library,
+        fingerprint=job.device,
+        coverage=coverage,
+        provenance=asdict(job.lowering),
+        parts=part_entries(lowered),
+    )

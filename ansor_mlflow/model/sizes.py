@@ -19,12 +19,7 @@ Place = tuple[int, int]
 
 
 class SizeChoice:
-    """Takes the smallest size that fits.
-
-    Args:
-        sizes: The sizes of a network, one at least.
-        pad: The value that an input is padded with at its end, by its name; others must have exactly a size's shape.
-    """
+    """Takes the smallest size that fits. Only inputs with a value to pad with may be smaller than a size's."""
 
     def __init__(self, sizes: Sequence[NetworkShapes], pad: Mapping[str, float]) -> None:
         self._sizes = sizes
@@ -52,13 +47,7 @@ class SizeChoice:
         raise UserInputError(self._message(given))
 
     def cropped(self, outputs: Sequence[Array], arrays: Sequence[Array], size: int) -> list[Array]:
-        """Outputs without what stands for padding: along dimensions that have the size of one of an input's.
-
-        Args:
-            outputs: What was computed.
-            arrays: The inputs as they were given.
-            size: The size they were padded to.
-        """
+        """Outputs without what stands for padding: along dimensions that have the size of one of an input's."""
         if tuple(array.shape for array in arrays) == self._shapes[size]:
             return list(outputs)
         cropped = []
@@ -88,16 +77,7 @@ class SizeChoice:
 
 
 def require_pad(pad: Mapping[str, float], called: str, network: Sized) -> None:
-    """Checks that a network can be padded.
-
-    Args:
-        pad: The value that an input is padded with, by its name.
-        called: What messages call the network.
-        network: Its inputs and sizes.
-
-    Raises:
-        UserInputError: It has but one size, or no such input.
-    """
+    """Checks that a network has several sizes and the inputs that are to be padded; else it is a `UserInputError`."""
     if not pad:
         return
     if not network.sizes:

@@ -15,29 +15,18 @@ from ansor_mlflow.model.choice import Choice
 from ansor_mlflow.model.manifest import LibraryEntry
 from ansor_mlflow.model.sizes import SizeChoice
 from ansor_mlflow.model.virtual_machines import VirtualMachines
-from ansor_mlflow.tensors import OPEN, Arrays, NetworkShapes, Sized, all_sizes
+from ansor_mlflow.tensors import OPEN, Arrays, NetworkShapes, Padded, all_sizes
 
 
 class TunedModel:
-    """A compiled network in memory. Safe to call from several threads; see `VirtualMachines`.
-
-    Args:
-        library: The shared library, whose digest was checked.
-        network: The network's inputs and outputs, in the order of the function's parameters and results, and its sizes.
-        choice: Which library it is, and why.
-        pad: The value that an input is padded with to the next larger size, by its name.
-        num_threads: Threads that kernels run on.
-        device: Where the library runs: cpu or cuda.
-        huge_pages: Whether weights and activations are put into huge pages, where the system has them.
-    """
+    """A compiled network in memory. Safe to call from several threads; see `VirtualMachines`."""
 
     def __init__(
         self,
         library: Path,
-        network: Sized,
+        network: Padded,
         choice: Choice,
         *,
-        pad: Mapping[str, float] = {},
         num_threads: int,
         device: str = "cpu",
         huge_pages: bool = True,
@@ -49,7 +38,7 @@ class TunedModel:
         """What it was compiled for."""
         self.choice = choice
         self._dtypes = {spec.name: np.dtype(spec.dtype) for spec in self.inputs}
-        self._size_choice = SizeChoice(self.sizes, pad)
+        self._size_choice = SizeChoice(self.sizes, network.pad)
         self._machines = VirtualMachines(
             library, self.sizes, choice.entry.parts, num_threads, device, huge_pages=huge_pages
         )
@@ -83,20 +72,12 @@ class TunedModel:
         return {spec.name: array for spec, array in zip(self.outputs, outputs, strict=True)}
 
     def seconds_of_parts(self, inputs: Mapping[str, npt.ArrayLike]) -> list[float]:
-        """How long each part of the network takes in a call, in the order in which `entry.parts` has those of the size.
-
-        Raises:
-            UserInputError: See `run`.
-        """
+        """How long each part of the network takes in a call, in the order of `entry.parts`."""
         size, padded = self._size_choice.choose(self._checked(inputs))
         return self._machines.seconds_of_parts(padded, size)
 
     def seconds_of_kernels(self, inputs: Mapping[str, npt.ArrayLike]) -> list[tuple[str, float]]:
-        """The names of the library's functions that a call runs, TVM's own among them, and how long each takes.
-
-        Raises:
-            UserInputError: See `run`.
-        """
+        """The names of the library's functions that a call runs, TVM's own among them, and how long each takes."""
         size, padded = self._size_choice.choose(self._checked(inputs))
         return self._machines.seconds_of_kernels(padded, size)
 

@@ -47,9 +47,6 @@ class VirtualMachines:
         num_threads: Threads of a kernel.
         device: Name of the device: cpu or cuda.
         huge_pages: Whether weights and activations are put into huge pages.
-
-    Raises:
-        ModelError: TVM cannot load the library.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,13 +79,11 @@ def _built(model: Path, manifest: Manifest, entry: LibraryEntry, directory: Path
         sizes=manifest.sizes,
         records="",
         plain=plain,
-        target=entry.fingerprint.target,
-        num_threads=entry.fingerprint.num_threads,
+        device=entry.fingerprint,
         lowering=LoweringSettings.among(entry.provenance),
         library=str(library),
     )
-    built = build_in_child_process(job)
-    return partial(_open, library, manifest, replace(entry, parts=built.parts))
+    return partial(_open, library, manifest, build_in_child_process(job))
 
 
 def _open(library: Path, manifest: Manifest, entry: LibraryEntry) -> Inference:

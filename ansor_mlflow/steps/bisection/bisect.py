@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 
 from ansor_mlflow.device import Device
-from ansor_mlflow.errors import AnsorMlflowError, UserInputError
+from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.foreign import for_shell
 from ansor_mlflow.measuring import Deviation, choose_examples, require_examples, tolerance_for
 from ansor_mlflow.model import require_linker
 from ansor_mlflow.networks import write_onnx
 from ansor_mlflow.parameters import BisectOptions
-from ansor_mlflow.steps.bisection.cutting import CuttableGraph
 from ansor_mlflow.steps.bisection.finding import (
     INPUTS_FILE,
     MODEL_FILE,
@@ -29,8 +28,8 @@ from ansor_mlflow.steps.bisection.finding import (
     save,
     save_report,
 )
-from ansor_mlflow.steps.bisection.laboratory import Comparison, Laboratory
-from ansor_mlflow.tensors import Arrays, all_sizes
+from ansor_mlflow.steps.bisection.search import Comparison, CuttableGraph, Laboratory, Search
+from ansor_mlflow.tensors import all_sizes
 from ansor_mlflow.tracking import describe_environment, network_of
 
 _log = logging.getLogger("ansor_mlflow")
@@ -80,11 +79,10 @@ def bisect_network(options: BisectOptions) -> Bisection:
         first = next((comparison for comparison in whole if comparison.wrong(tolerance)), None)
         if first is None:
             return bisection
-        nodes = network.model.graph.node
-        search = _Search(CuttableGraph(network.model), laboratory, tolerance, first.inputs)
-        shown, tensor = search.smallest(_Shown(network.model, first))
-    save(directory, shown.model, shown.comparison.inputs, shown.comparison.expected, shown.comparison.actual)
-    bisection = replace(bisection, wrong=_described(shown, tensor, nodes, directory, _command(options, directory)))
+        shown, tensor = Search(CuttableGraph(network.model), laboratory, tolerance, first.inputs).smallest(first)
+    save(directory, shown.model, shown.inputs, shown.expected, shown.actual)
+    wrong = _described(shown, tensor, network.model.graph.node, directory, _command(options, directory))
+    bisection = replace(bisection, wrong=wrong)
     save_report(directory, bisection, describe_environment(device.fingerprint))
     return bisection
 
@@ -103,102 +101,12 @@ def _command(options: BisectOptions, directory: Path) -> str:
     return f"ansor-mlflow bisect {shlex.quote(str(directory / MODEL_FILE))} {' '.join(flags)}"
 
 
-@dataclass(frozen=True)
-class _Shown:
-    """A model whose outputs differ, and how."""
-
-    model: onnx.ModelProto
-    comparison: Comparison
-
-
-@dataclass(frozen=True)
-class _Search:
-    """Takes parts of a network that is wrong until the smallest is found."""
-
-    graph: CuttableGraph
-    laboratory: Laboratory
-    tolerance: float
-    example: Arrays
-
-    def smallest(self, whole: _Shown) -> tuple[_Shown, str]:
-        """The smallest model that shows a difference, and the first tensor that differs."""
-        prefix, right = self._shortest_prefix(whole)
-        wrong = sorted(prefix.comparison.wrong(self.tolerance), key=self.graph.place_of)
-        tensor = next((name for name in wrong if self.graph.place_of(name) >= right), wrong[0])
-        _log.info("the first wrong tensor is %s", tensor)
-        return self._fewest_ancestors(tensor) or prefix, tensor
-
-    def _shortest_prefix(self, whole: _Shown) -> tuple[_Shown, int]:
-        """The shortest beginning that differs, and the number of nodes up to which nothing does."""
-        lengths = [0, *self.graph.prefix_lengths()]
-        shown = {lengths[-1]: whole}
-
-        def differs(position: int) -> bool:
-            length = lengths[position]
-            outputs = self.graph.outputs_of_prefix(length)
-            found = self._try(self.graph.cut(outputs), self.example, f"the first {length} nodes") if outputs else None
-            if found:
-                shown[length] = found
-            return found is not None
-
-        last = _first(differs, 0, len(lengths) - 1)
-        return shown[lengths[last]], lengths[last - 1]
-
-    def _fewest_ancestors(self, tensor: str) -> _Shown | None:
-        """A model of as few of the nodes before a tensor as show that it differs; None where they do not."""
-        ancestors = self.graph.ancestors(tensor)
-        shown: dict[int, _Shown] = {}
-
-        def differs(number: int) -> bool:
-            found = self._try_alone(tensor, ancestors[:number])
-            if found:
-                shown[number] = found
-            return found is not None
-
-        number, right = 1, 0
-        while not differs(number):
-            if number == len(ancestors):
-                return None
-            number, right = min(2 * number, len(ancestors)), number
-        return shown[_first(differs, right, number)]
-
-    def _try_alone(self, tensor: str, nodes: Sequence[int]) -> _Shown | None:
-        """A model of some nodes with the inputs that ONNX Runtime computes, if it differs."""
-        taken = self.graph.taken_from_others(nodes)
-        if not all(map(self.graph.has_static_shape, taken)):
-            return None
-        values = self.laboratory.reference(self.graph.cut(taken), self.example) if taken else {}
-        given = [name for name in taken if self.graph.is_varying(name)]
-        constants = {name: value for name, value in values.items() if name not in given}
-        model = self.graph.cut([tensor], given, constants)
-        return self._try(model, {**self.example, **values}, f"the last {len(nodes)} of them alone")
-
-    def _try(self, model: onnx.ModelProto, example: Arrays, called: str) -> _Shown | None:
-        """The model, if its outputs differ; one that cannot be compiled alone shows nothing."""
-        try:
-            (comparison,) = self.laboratory.compare(model, [example])
-        except AnsorMlflowError as err:
-            _log.info("%s: not comparable (%s)", called, err)
-            return None
-        _log.info("%s: largest relative error %.3g", called, comparison.worst.max_rel_error)
-        return _Shown(model, comparison) if comparison.wrong(self.tolerance) else None
-
-
-def _first(is_true: Callable[[int], bool], low: int, high: int) -> int:
-    """A number that something is true of, and not of the one before it, by bisection: true of `high`, not of `low`."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_true(middle) else (middle, high)
-    return high
-
-
 def _described(
-    shown: _Shown, tensor: str, nodes: Sequence[onnx.NodeProto], directory: Path, command: str
+    shown: Comparison, tensor: str, nodes: Sequence[onnx.NodeProto], directory: Path, command: str
 ) -> WrongTensor:
-    comparison = shown.comparison
-    actual, expected = comparison.actual[tensor], comparison.expected[tensor]
+    actual, expected, deviation = shown.actual[tensor], shown.expected[tensor], shown.deviation(tensor)
     is_of_same_shape = actual.shape == expected.shape
-    index = comparison.largest_difference(tensor) if is_of_same_shape else ()
+    index = shown.largest_difference(tensor) if is_of_same_shape else ()
     place, node = next((place, node) for place, node in enumerate(nodes) if tensor in node.output)
     return WrongTensor(
         tensor=tensor,
@@ -208,8 +116,8 @@ def _described(
         shape=expected.shape,
         actual_shape=actual.shape,
         dtype=str(expected.dtype),
-        max_abs_error=comparison.deviations[tensor].max_abs_error,
-        max_rel_error=comparison.deviations[tensor].max_rel_error,
+        max_abs_error=deviation.max_abs_error,
+        max_rel_error=deviation.max_rel_error,
         index=index,
         actual=float(actual[index]) if is_of_same_shape else None,
         expected=float(expected[index]) if is_of_same_shape else None,

@@ -33,7 +33,7 @@ from ansor_mlflow.serving import SignatureKind, get_signature
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.compiling.applying import LostRecords, write_records
 from ansor_mlflow.steps.compiling.exactness import loses_digits
-from ansor_mlflow.steps.compiling.paying import measure_parts
+from ansor_mlflow.steps.parts import measure_parts
 from ansor_mlflow.steps.records import Recorded, find_recorded, load_recorded_network
 from ansor_mlflow.tracking import StepRun, step_run, translated_errors
 

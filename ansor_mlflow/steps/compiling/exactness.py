@@ -15,7 +15,7 @@ from ansor_mlflow.measuring import (
     seeded_inputs,
     tolerance_for,
 )
-from ansor_mlflow.model import CompiledNetwork, Coverage, Manifest, threads_here
+from ansor_mlflow.model import CompiledNetwork, Coverage, threads_here
 from ansor_mlflow.tensors import all_sizes
 
 _SEEDS = range(4)
@@ -30,22 +30,10 @@ def loses_digits(compiled: CompiledNetwork, coverage: Coverage) -> bool:
 
     A library that does not run here, or a network that ONNX Runtime cannot compute from random inputs, is not checked:
     `evaluate` does it where the model runs.
-
-    Args:
-        compiled: The network, of which some inputs of each size are computed.
-        coverage: Which ways were taken; where there is no other than the direct one, nothing is computed.
     """
     if not coverage.has_other_ways or why_not_runnable(compiled.fingerprint):
         return False
-    manifest = Manifest(
-        network=compiled.name,
-        inputs=compiled.inputs,
-        outputs=compiled.outputs,
-        libraries=(compiled.entry,),
-        files={},
-        sizes=compiled.sizes,
-    )
-    runs = {"ways": partial(library_inference, compiled.library, manifest, compiled.entry)}
+    runs = {"ways": partial(library_inference, compiled.library, compiled, compiled.entry)}
     threads = threads_here(compiled.entry)
     examples = seeded_inputs(compiled.network, all_sizes(compiled), _SEEDS)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -219,10 +219,7 @@ def _check(
 
 
 def _build_baselines(options: EvaluateOptions, bench: Bench, scratch: Path) -> dict[str, Library]:
-    """Builds the same network as TVM does by itself, and, where it is asked for, as sketches choose without trials.
-
-    Their parts may be others than those of the model, which leaves to ONNX Runtime what was faster there.
-    """
+    """Builds the same network as TVM does by itself, and, where it is asked for, as sketches choose without trials."""
     libraries, entry = {}, bench.entry
     for name in (_UNTUNED, _INSTANT) if options.instant else (_UNTUNED,):
         _log.info("building the baseline: %s", name)
@@ -233,14 +230,12 @@ def _build_baselines(options: EvaluateOptions, bench: Bench, scratch: Path) -> d
             sizes=bench.manifest.sizes,
             records="",
             plain=name == _UNTUNED,
-            target=entry.fingerprint.target,
-            num_threads=entry.fingerprint.num_threads,
+            device=entry.fingerprint,
             lowering=LoweringSettings.among(entry.provenance),
             library=str(library),
             linker=options.linker,
         )
-        built = build_in_child_process(job)
-        libraries[name] = library, replace(entry, parts=built.parts)
+        libraries[name] = library, build_in_child_process(job)
     return libraries
 
 
