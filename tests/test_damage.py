@@ -152,8 +152,8 @@ def test_the_command_that_is_named_mends(
     (command,) = re.findall("`(.*)`", warning)
     assert run_here(*command.split()[1:]) == 0
     out = capsys.readouterr().out
-    assert out.endswith("\nevery line that is left is whole\n")
-    assert re.search(r"^\d+ damaged lines are in records/\S+\.quarantine", out)
+    assert out.startswith("every line that is left is whole\n")
+    assert re.search(r"(?m)^\d+ damaged lines are in records/\S+\.quarantine", out)
     assert f"changed after {names.MANIFEST_FILE} was written, which is removed" in out
     warnings()
     assert run_here("records", "show", "records", "--json", "-") == 0
@@ -208,8 +208,8 @@ def test_a_change_that_no_line_shows(
     capsys.readouterr()
     assert run_here("records", "verify", "records", "--repair") == 0
     assert capsys.readouterr().out == (
-        f"{path.name} changed after {names.MANIFEST_FILE} was written, which is removed\n"
         "every line that is left is whole\n"
+        f"{path.name} changed after {names.MANIFEST_FILE} was written, which is removed\n"
     )
     assert run_here("records", "show", "records") == 0
     assert warnings() == []
