@@ -285,7 +285,6 @@ def test_a_tuning_of_ours_does_not_go_on_from_other_tasks(
     tune_tir(tmp_path / "work")
     run_id = the_run(new_experiment).info.run_id
     assert run_here("compile", "--tune-run", run_id) == 5
-    assert run_here("pool", "push", "pool", run_id) == 0
     assert "lowering version 0" in capsys.readouterr().err
 
 

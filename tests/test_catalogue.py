@@ -33,7 +33,7 @@ def test_sizes_are_those_of_the_networks(name: str) -> None:
 
 def test_networks_and_operators_are_listed() -> None:
     output = CliRunner().invoke(cli, ["networks"]).output
-    table, _, _ = output.partition("\n\n")
+    table = output.split("\n\n")[1]
     listed = [line.split()[0] for line in table.splitlines()[1:]]
     assert listed == list(BUILTIN_NETWORKS)
     for form in OPERATORS.values():

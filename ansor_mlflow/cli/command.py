@@ -88,7 +88,5 @@ def _param(options_class: type[Options], name: str, info: FieldInfo) -> click.Pa
     if extra["is_switch"]:
         return click.Option(flags, is_flag=True, default=None, help=info.description)
     # A boolean that is given alone is true.
-    alone = "true" if info.annotation is bool else None
-    return click.Option(
-        flags, default="", metavar="VALUE", help=text, hidden=is_hidden, is_flag=False, flag_value=alone
-    )
+    alone: dict[str, Any] = {"is_flag": False, "flag_value": "true"} if info.annotation is bool else {}
+    return click.Option(flags, default="", metavar="VALUE", help=text, hidden=is_hidden, **alone)

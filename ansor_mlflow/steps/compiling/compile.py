@@ -109,6 +109,7 @@ def _device_of(recorded: Recorded, options: CompileOptions) -> Device:
         if made_for is None:
             run = recorded.options.tune_run
             raise RecordsError(f"run {run} does not say which device its records are for; compile it alone")
+        require_linker(made_for.machine, options.linker)  # before LLVM is asked, which may not know the machine
         return Device.elsewhere(made_for)
     if options.allow_target_mismatch:
         return Device.resolve(recorded.options.target, recorded.options.num_threads)

@@ -106,7 +106,8 @@ def _from_tune_run(options: RecordsOptions, scratch: Path, *, any_lowering: bool
     """The records of a tuning run, with the options that it used."""
     records = fetch_run(options.tune_run, scratch)
     provenance = read_provenance(records)
-    if provenance.lowering_version != LOWERING_VERSION and not any_lowering:
+    is_ours = provenance.lowering_version > 0  # a script's tasks are of its own program
+    if provenance.lowering_version != LOWERING_VERSION and not (any_lowering and is_ours):
         raise RecordsError(
             f"run {options.tune_run} was tuned with lowering version {provenance.lowering_version}, this is "
             f"{LOWERING_VERSION}: its records do not fit today's tasks; tune again"
