@@ -535,8 +535,8 @@ def test_the_report_shows_the_decision(client: mlflow.MlflowClient, of_target: s
         f"Version 1 of contested is not {of_target}",
         "after 4 turns",
         "Version 2 is another network: speed was compared, not accuracy.",
-        f'<data value="{promotion.contests[0].ratio.estimate}">',
-        f'<data value="{promotion.contests[0].candidate_ms[3]}">',
+        f">{promotion.contests[0].ratio.estimate:.3f}<",
+        f">{promotion.contests[0].candidate_ms[3]:.4g}<",
         "wrong in at most 0.1 % of such comparisons",
         "ansor-mlflow promote --min-improvement 0.0 --model contested --candidate 1",
     ):

@@ -488,7 +488,7 @@ def test_the_command_ends_with_the_code_of_records(
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
     written = json.loads(path.read_text())
-    assert len(lines) == len(written["records"]) + 2
+    assert len(lines) == len(written["records"]) + 1
     (wrong,) = [line for line in lines if line.startswith("wrong answer ")]
     assert conv.info.name in wrong
     assert lines[-1].endswith(f"{len(written['records']) - 1} pass, 1 wrong answer") or "1 wrong answer, " in lines[-1]

@@ -183,7 +183,8 @@ def test_a_record_gives_its_program_again(single: LoweredNetwork, host_target: T
     """The very same, after postprocessing, so that its hash tells that it is known."""
     from tvm.s_tir.meta_schedule.utils import shash2hex
 
-    from ansor_mlflow.tuning.search.candidates import log_lines, replay
+    from ansor_mlflow.tuning.search.candidates import log_lines
+    from ansor_mlflow.tuning.search.space import candidate_of
 
     (task,) = single.tasks
     log = RecordLog(tmp_path, host_target.export())
@@ -200,7 +201,7 @@ def test_a_record_gives_its_program_again(single: LoweredNetwork, host_target: T
     candidates = search.propose(8)
     log.append(*log_lines(task.mod, host_target, candidates, [(1e-3,)] * 8))
     records = RecordLog(tmp_path, host_target.export()).earlier(task.info.workload_hash)
-    again = [replay(record, task.mod, search._random_search()) for record in records]
+    again = [candidate_of(record, task, host_target) for record in records]
     search.close()
     assert [shash2hex(c.sch.mod) for c in again] == [shash2hex(c.sch.mod) for c in candidates]
     assert [c.args_info[0].as_json() for c in again] == [c.args_info[0].as_json() for c in candidates]
