@@ -131,6 +131,18 @@ def test_a_number_that_is_computed_before_its_maximum(host_target: Target) -> No
     assert np.isnan(actual).all()
 
 
+@pytest.mark.filterwarnings("ignore:.*encountered in")
+def test_a_chain_of_rectifiers_is_compiled_in_the_time_of_its_links(host_target: Target) -> None:
+    """TVM's simplifier once saw the inner ones three times for each link: this chain would take years."""
+    model = one_operator("LeakyRelu", X)
+    result = model.graph.node[0].output[0]
+    for number, op_type in enumerate(["Elu", "LeakyRelu", "Selu", "LeakyRelu"] * 5):
+        model.graph.node[-1].output[0] = f"link {number}"
+        model.graph.node.append(helper.make_node(op_type, [f"link {number}"], [result]))
+    (actual,) = run_lowered(lower(model, host_target), host_target, X)
+    assert_same_numbers(actual, run_onnxruntime(model, X)[0], rtol=1e-4)
+
+
 def clip(length: int = 64, lanes: int = 16) -> Any:
     """A vectorised min(max(x, 0), 6)."""
     import tvm

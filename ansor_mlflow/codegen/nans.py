@@ -24,7 +24,7 @@ def with_nans_kept(func: Any, _mod: Any, _context: Any) -> Any:
     from tvm.tirx import BufferStore, Max, Min
     from tvm_ffi import structural_mutate
 
-    keep = _intrinsic if _is_for_arm(func) else _Choices(func.body)
+    keep = _intrinsic if _is_for_arm(func) else _Choices(func)
     running: list[Any] = []
 
     def store(node: Any, mutator: Any) -> Any:
@@ -59,22 +59,31 @@ def _intrinsic(node: Any, *, is_max: bool) -> Any:
 class _Choices:
     """Makes choices that give a NaN of either operand."""
 
-    def __init__(self, body: Any) -> None:
+    def __init__(self, func: Any) -> None:
         from tvm.tirx import AllocBuffer
         from tvm_ffi import structural_walk
 
+        from ansor_mlflow.device import is_cpu
+
         self._own: list[Any] = []
         """Buffers of the function itself."""
-        structural_walk(body, lambda node: self._own.append(node.buffer) if isinstance(node, AllocBuffer) else None)
+        self._is_for_cpu = is_cpu(func.attrs["target"])
+        structural_walk(
+            func.body, lambda node: self._own.append(node.buffer) if isinstance(node, AllocBuffer) else None
+        )
 
     def __call__(self, node: Any, *, is_max: bool) -> Any:
-        from tvm.tirx import Let, Select, Var
+        from tvm.tirx import Let, Max, Min, Select, Var
 
         first, second = (node.b, node.a) if self._rank(node.b) > self._rank(node.a) else (node.a, node.b)
-        b = Var("b", second.ty)
+        a, b = Var("a", first.ty), Var("b", second.ty)
         if self._rank(first) > self._rank(second):
+            if self._is_for_cpu:
+                # LLVM's code generator gives the second operand where either is NaN. A choice with a `Let` would do the
+                # same, but TVM's simplifier puts values of `Let` into the conditions above them, again and again: a
+                # chain of a few rectifiers took minutes.
+                return Max(first, second) if is_max else Min(first, second)
             return Let(b, second, Select(first > b if is_max else first < b, first, b))
-        a = Var("a", first.ty)
         chosen = Select(a.equal(a), Select(a > b if is_max else a < b, a, b), a)
         return Let(a, first, Let(b, second, chosen))
 
