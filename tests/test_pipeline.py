@@ -78,8 +78,10 @@ def steps_of(experiment_id: str) -> dict[str, Run]:
 
 
 def params_of(run: Run) -> dict[str, str]:
-    """As they were given: `mlflow run` logs them as words of a shell, and knows of a configuration file."""
-    params = {name: "".join(shlex.split(value)) for name, value in run.data.params.items() if name != "config"}
+    """As they were given: `mlflow run` logs them as words of a shell, and knows of files and settings."""
+    params = {
+        name: "".join(shlex.split(value)) for name, value in run.data.params.items() if name not in ("config", "set")
+    }
     return {name: value for name, value in params.items() if name not in ("tune_run", "model_uri")}
 
 
