@@ -242,7 +242,7 @@ def test_records_of_other_tasks_are_not_taken(
         ("nowhere", 2, r"warm_start='nowhere' is neither a run's ID .* nor a file or directory of records; give one"),
         ("runs:/" + "0" * 32, 2, "cannot read the records of run 0+: .*not found"),
         ("models:/nothing/1", 2, "cannot read warm_start=models:/nothing/1: .*not found"),
-        (",", 2, r"warm_start=',': it must be run IDs, artifact URIs or paths, separated by commas"),
+        (",", 2, r"warm_start=',': it must be auto, run IDs, artifact URIs or paths, separated by commas"),
         ("small.onnx", 2, "records=small.onnx: the workload file small.onnx is missing beside small.onnx"),
     ],
 )
