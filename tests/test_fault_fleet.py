@@ -56,13 +56,13 @@ def tuning_on(
     return tuning(network, cwd, environment(store), **{"trials": TRIALS, **SHORT, **fleet.flags, **parameters})
 
 
-def assert_whole(finished: Finished, store: str, least_ok: int = TRIALS) -> dict[str, float]:
+def assert_whole(finished: Finished, store: str, num_trials: int = TRIALS) -> dict[str, float]:
     """Checks that every trial of the budget was measured, and returns the run's metrics."""
     assert finished.exit_code == 0, finished.stderr
     client = mlflow.MlflowClient(store)
     (found,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
-    assert found.data.metrics[names.TRIALS_MEASURED] == TRIALS
-    assert found.data.metrics["trials/ok"] >= least_ok
+    assert found.data.metrics[names.TRIALS_MEASURED] == num_trials
+    assert found.data.metrics["trials/ok"] >= num_trials
     return dict(found.data.metrics)
 
 
@@ -92,12 +92,12 @@ def test_all_servers_are_killed_and_another_one_comes(
 
 
 def test_a_server_that_hangs(fleet: Fleet, small_onnx: Path, short_path: Path, store: str) -> None:
-    with tuning_on(fleet, small_onnx, short_path / "cwd", store) as tuner:
+    with tuning_on(fleet, small_onnx, short_path / "cwd", store, min_repeat_ms=300, trials=120) as tuner:
         tuner.wait_for_rounds(2)
-        wait_for(lambda: bool(fleet.servers[0].sessions()))
+        wait_for(fleet.servers[0].is_measuring)  # one that hangs without a program may never be given another
         fleet.servers[0].hang()
         finished = tuner.wait()
-    assert_whole(finished, store)
+    assert_whole(finished, store, num_trials=120)
     assert re.search(rf"server {fleet.servers[0].address}.* killed after \d+ s", finished.stderr), finished.stderr
 
 

@@ -51,6 +51,12 @@ class FleetProcess:
             return [session.pid for process in listening for session in process.children()]
         return []
 
+    def is_measuring(self) -> bool:
+        """Whether a session of it runs a program right now."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return any(psutil.Process(session).cpu_percent(0.02) > 50 for session in self.sessions())
+        return False
+
     def _descendants(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             return psutil.Process(self.process.pid).children(recursive=True)
