@@ -16,7 +16,7 @@ _VALUES = {
     ("build_workers", "ray"): "candidates are built on this host, and no longer on a Ray cluster; give auto, or how "
     "many are built at a time, and start whole tunings on the cluster's nodes instead",
 }
-"""By a parameter and the beginning of its value."""
+"""What to use instead of a value, which is given by its parameter and its beginning."""
 
 
 def why_gone(name: str, value: object) -> str:

@@ -71,7 +71,7 @@ LIBRARY_GROWTH_MIB = "library_growth_mib"
 """By how much the weights are larger than they would be with all layers computed directly."""
 
 RECORDS_LOST = "records_lost"
-"""With allow_missing: workloads whose records do not apply any more, or that the network has no more."""
+"""Number of workloads that `allow_missing` left out: their records do not apply, or the network has them no more."""
 
 # -- metrics of an evaluate run and of the pipeline's parent
 LATENCY_MS = "latency_ms"
@@ -218,7 +218,7 @@ def part_file(number: int) -> str:
 
 
 LOST_RECORDS_FILE = "lost_records.json"
-"""With allow_missing: the workloads whose records do not apply any more."""
+"""File with the workloads that `allow_missing` left out."""
 WARM_START_FILE = "warm_start.json"
 """What was taken of which source."""
 PARAMS_FILE = "params.json"

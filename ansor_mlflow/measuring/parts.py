@@ -32,7 +32,7 @@ def time_parts(library: Path, network: Padded, entry: LibraryEntry, examples: Ex
 
 
 def time_parts_in_onnxruntime(lowered: LoweredNetwork, network: Sized, num_threads: int, seed: int) -> list[float]:
-    """As `time_parts`, with ONNX Runtime for TVM's parts, too, on seeded inputs."""
+    """Median seconds of each part where ONNX Runtime computes TVM's parts, too, on seeded inputs."""
     from ansor_mlflow.model import write_all_parts
 
     sizes = all_sizes(network)

@@ -30,7 +30,7 @@ class TorchModel:
     module: Any
     """A `torch.nn.Module`."""
     shapes: Mapping[str, DeclaredShape]
-    """By the names of its inputs, in their order."""
+    """Shapes of the inputs by name, in their order."""
     dtypes: Sequence[Any]
     """Their types, of `torch.dtype`."""
     in_spec: Any = None

@@ -11,10 +11,8 @@ from ansor_mlflow.parameters.commands import (
     LatencyOptions,
     MergeRecordsOptions,
     PlanOptions,
-    ReportOptions,
     ServerOptions,
     ShowRecordsOptions,
-    SourceOptions,
     TrackerOptions,
     VerifyRecordsOptions,
 )
@@ -28,15 +26,12 @@ from ansor_mlflow.parameters.model import (
     EvaluateOptions,
     PipelineOptions,
     PromoteOptions,
-    SignatureOptions,
 )
-from ansor_mlflow.parameters.network import LinkOptions, NetworkOptions, RecordsOptions, RpcOptions, SeedOptions
+from ansor_mlflow.parameters.network import LinkOptions, NetworkOptions, RecordsOptions, RpcOptions
 from ansor_mlflow.parameters.tuning import (
     SKETCH_TRIALS_PER_TASK,
     TRIALS_PER_TASK,
     BudgetOptions,
-    MeasureOptions,
-    SearchOptions,
     TuneOptions,
 )
 from ansor_mlflow.parameters.values import MAX_PARAM_LENGTH, Rivals, is_uri

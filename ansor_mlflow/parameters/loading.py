@@ -90,7 +90,7 @@ def _by_name(cls: type[Options], given: Mapping[str, Any], source: str) -> dict[
             _check_names([name], cls.model_fields, source)
             values[name] = value
         elif value:
-            raise UserInputError(f"{name}={value}: there is no such parameter any more; {PARAMETERS[name]}")
+            raise UserInputError(f"{name} is gone: {PARAMETERS[name]}")
     return values
 
 
