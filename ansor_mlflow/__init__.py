@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ansor_mlflow.api import bisect, compile, diff, evaluate, pipeline, plan, promote, tune
     from ansor_mlflow.autologging import autolog
+    from ansor_mlflow.commands.trial_table import load_trials
     from ansor_mlflow.flavor import add_library, explain_load, load_model, log_model, save_model
-    from ansor_mlflow.steps.reports import load_trials
 
 __all__ = [
     "add_library",
@@ -34,7 +34,7 @@ __all__ = [
 
 _HOMES = {
     "autolog": "ansor_mlflow.autologging",
-    "load_trials": "ansor_mlflow.steps.reports",
+    "load_trials": "ansor_mlflow.commands.trial_table",
     **dict.fromkeys(["add_library", "explain_load", "load_model", "log_model", "save_model"], "ansor_mlflow.flavor"),
 }
 """The modules of those that are not in `ansor_mlflow.api`; a model is loaded where most of it is missing."""

@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeAlias, TypeVar, cast, overload
 
 from ansor_mlflow.cli import checked_options, progress_observers, write_json
+from ansor_mlflow.commands.bisect import Bisection, bisect_network
+from ansor_mlflow.commands.diff import TuningDifference, diff_runs
+from ansor_mlflow.commands.pipeline import PipelineResult, run_pipeline
+from ansor_mlflow.commands.plan import Plan, plan_tuning
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.networks import PROGRAM_SUFFIX, write_onnx
@@ -29,14 +33,11 @@ from ansor_mlflow.parameters import (
     TuneOptions,
     load_options,
 )
-from ansor_mlflow.steps.bisection import Bisection, bisect_network
 from ansor_mlflow.steps.compiling import CompileResult, compile_network
 from ansor_mlflow.steps.evaluation import EvaluateResult
 from ansor_mlflow.steps.evaluation import evaluate as evaluate_step
-from ansor_mlflow.steps.pipeline import PipelineResult, run_pipeline
 from ansor_mlflow.steps.promotion import Promotion, Rollback, roll_back
 from ansor_mlflow.steps.promotion import promote as promote_step
-from ansor_mlflow.steps.reports import Plan, TuningDifference, diff_runs, plan_tuning
 from ansor_mlflow.steps.tuning import TuneResult
 from ansor_mlflow.steps.tuning import tune as tune_step
 

@@ -46,7 +46,7 @@ _CHILD = "import sys; sys.path[:] = sys.argv[3:]; from ansor_mlflow.processes im
 """Program of a process for one call: its path is that of this one, so that it finds the same code, and none in its
 directory."""
 _PR_SET_PDEATHSIG = 1
-_PRELOAD = ["ansor_mlflow.tuning.workers.preload"]
+_PRELOAD = ["ansor_mlflow.workers.preload"]
 _MAX_ATTEMPTS = 3
 _POLL_S = 0.1
 _MAX_OVERDUE_S = 90.0
@@ -72,7 +72,7 @@ def die_with_parent(parent: int | None = None) -> None:
 # -- one call in a process of its own ----------------------------------------------------------------------------------
 
 
-def call_in_process(
+def in_child_process(
     function: Callable[[In], Out],
     argument: In,
     *,

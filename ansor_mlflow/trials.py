@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Protocol
 
 DIRECT = "direct"
-"""The way to compute a layer as it is defined."""
+"""The algorithm for a layer as it is defined."""
 
 
 class TrialStatus(str, Enum):
@@ -60,16 +60,16 @@ class TaskInfo:
     flops: float
     """Floating point operations of one call."""
     workload_hash: str
-    way: str = DIRECT
-    """How it is computed: directly, or in another way with fewer operations."""
+    algorithm: str = DIRECT
+    """How it is computed: directly, or by another algorithm with fewer operations."""
     layer: str = ""
-    """Structural hash of the direct way; empty for the direct way itself."""
+    """Structural hash of the direct algorithm; empty for the direct algorithm itself."""
     max_rel_error: float | None = None
-    """Largest error over the largest output, against float64; None for the direct way."""
+    """Largest error over the largest output, against float64; None for the direct algorithm."""
 
     @property
     def layer_hash(self) -> str:
-        """What the ways to compute the same have in common."""
+        """What the algorithms to compute the same have in common."""
         return self.layer or self.workload_hash
 
 
@@ -212,7 +212,7 @@ class TuningResult:
     stop_reason: str
     probe_spread: float = 0.0
     """How quiet the machine was; see `names.PROBE_SPREAD`."""
-    distrust: str = ""
+    unreliable: str = ""
     """Why the times cannot be trusted, as a clause; empty where they can."""
 
     @property
@@ -228,18 +228,18 @@ class TuningResult:
 
     @property
     def uncovered(self) -> tuple[TaskState, ...]:
-        """The tasks with work to do of which no trial was valid, in no way to compute them."""
-        tasks = fastest_ways(self.tasks)
+        """The tasks with work to do of which no trial was valid, with no algorithm."""
+        tasks = fastest_algorithms(self.tasks)
         return tuple(task for task in tasks if task.best_s is None and task.stop_reason != StopReason.NOTHING_TO_TUNE)
 
 
 def estimated_latency_s(tasks: Sequence[TaskState]) -> float | None:
     """Σ weight × best task latency: the network's estimated time; None while a task that was not given up has none.
 
-    Of several ways to compute a layer the fastest counts.
+    Of several algorithms for a layer the fastest counts.
     """
     total = 0.0
-    for task in fastest_ways(tasks):
+    for task in fastest_algorithms(tasks):
         if task.best_s is not None:
             total += task.info.weight * task.best_s
         elif task.stop_reason != StopReason.NOTHING_TO_TUNE:
@@ -247,8 +247,8 @@ def estimated_latency_s(tasks: Sequence[TaskState]) -> float | None:
     return total
 
 
-def fastest_ways(tasks: Sequence[TaskState]) -> list[TaskState]:
-    """Of each layer the way that is fastest so far, the first one where none was measured."""
+def fastest_algorithms(tasks: Sequence[TaskState]) -> list[TaskState]:
+    """Of each layer the algorithm that is fastest so far, the first one where none was measured."""
     fastest: dict[str, TaskState] = {}
     for task in tasks:
         known = fastest.setdefault(task.info.layer_hash, task)
@@ -270,8 +270,8 @@ class StopReason:
     """Every program of the search space was measured."""
     NOTHING_TO_TUNE = "nothing_to_tune"
     """The task computes nothing (it moves data, at most), and the search has no program for it."""
-    OUTRUN = "outrun"
-    """Another way to compute the layer is faster beyond the noise."""
+    DOMINATED = "dominated"
+    """Another algorithm for the layer is faster beyond the noise."""
     KNOWN = "known"
     """Earlier tunings know enough of the task already."""
     INTERRUPTED = "interrupted"

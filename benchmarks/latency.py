@@ -33,7 +33,7 @@ from ansor_mlflow.measuring import (
 )
 from ansor_mlflow.model import Manifest
 from ansor_mlflow.names import NETWORK_FILE, RIVALS
-from ansor_mlflow.processes import call_in_process
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import Arrays, random_inputs
 
@@ -103,7 +103,7 @@ def _measure(network: str, model: Path, turns: int, scratch: Path, work_director
     settings = LoweringSettings.among(entry.provenance)
     device = Device.resolve("auto", num_threads)
     roofline = measure_roofline(device)
-    flops, bound_s = call_in_process(call_once, partial(_cost, model / NETWORK_FILE, num_threads, settings, roofline))
+    flops, bound_s = in_child_process(call_once, partial(_cost, model / NETWORK_FILE, num_threads, settings, roofline))
     (expected,) = expected_of(model / NETWORK_FILE, num_threads, [inputs])
     timed: dict[str, MakeInference] = {}
     absent: dict[str, str] = {}
@@ -136,7 +136,7 @@ def _measure(network: str, model: Path, turns: int, scratch: Path, work_director
         "contenders": figures,
         "absent": absent,
         "probe_spread": noise.spread,
-        "distrust": noise.distrust,
+        "unreliable": noise.unreliable,
     }
 
 
@@ -187,7 +187,7 @@ def _cost(
         import onnx
 
         from ansor_mlflow.lowering import lower
-        from ansor_mlflow.tuning import argument_bytes
+        from ansor_mlflow.workers import argument_bytes
 
         target, directly = Device.resolve("auto", num_threads).target, replace(settings, algorithm="direct")
         tasks = lower(onnx.load(network), target, directly).tasks
@@ -222,8 +222,8 @@ def _show(result: Mapping[str, Any]) -> None:
     console.print(table)
     for name, reason in result["absent"].items():
         console.print(f"{_called(name)} is not timed: {reason}", markup=False)
-    if result["distrust"]:
-        console.print(f"the times cannot be trusted: {result['distrust']}", markup=False)
+    if result["unreliable"]:
+        console.print(f"the times cannot be trusted: {result['unreliable']}", markup=False)
 
 
 def _called(name: str) -> str:

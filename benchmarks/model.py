@@ -23,7 +23,7 @@ from rich.table import Table
 
 from ansor_mlflow.measuring import call_once
 from ansor_mlflow.model import Manifest
-from ansor_mlflow.processes import call_in_process
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import random_inputs
 
 _LOADS = 7
@@ -48,9 +48,9 @@ def main(networks: str, models: tuple[str, ...], json_file: Path | None) -> None
         places = dict(_places([name for name in networks.split(",") if name], models, Path(scratch)))
         for name, directory in places.items():
             figures[name] = {
-                **call_in_process(call_once, partial(_loading, directory)),
-                **call_in_process(call_once, partial(_calling, directory)),
-                "clients": [call_in_process(call_once, partial(_serving, directory, n)) for n in _CLIENTS],
+                **in_child_process(call_once, partial(_loading, directory)),
+                **in_child_process(call_once, partial(_calling, directory)),
+                "clients": [in_child_process(call_once, partial(_serving, directory, n)) for n in _CLIENTS],
             }
     _print(figures)
     if json_file is not None:
@@ -62,7 +62,7 @@ def _places(networks: list[str], models: tuple[str, ...], scratch: Path) -> Iter
     from mlflow.artifacts import download_artifacts
 
     for name in networks:
-        call_in_process(call_once, partial(_saving, name, scratch / name))
+        in_child_process(call_once, partial(_saving, name, scratch / name))
         yield f"{name}, untuned", scratch / name / "model"
     for number, uri in enumerate(models):
         directory = scratch / f"tuned-{number}"

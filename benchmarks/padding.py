@@ -23,7 +23,7 @@ from rich.table import Table
 from ansor_mlflow.device import Device, resolve_num_threads, set_num_threads
 from ansor_mlflow.measuring import call_once, measure_in_turns
 from ansor_mlflow.networks import load_network
-from ansor_mlflow.processes import call_in_process
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import random_inputs
 
@@ -53,7 +53,7 @@ def main(trials: int, seeds: str, turns: int, json_file: Path | None) -> None:
             for seed in numbers:
                 click.echo(f"tuning: {name}, seed {seed}", err=True)
                 library = Path(directory) / f"{len(calls)}" / "model.so"
-                call_in_process(call_once, partial(_tuning, channels, padding, trials, seed, library))
+                in_child_process(call_once, partial(_tuning, channels, padding, trials, seed, library))
                 calls[f"{name}, {seed}"] = partial(_call, channels, seed, library)
         latencies = measure_in_turns(calls, turns)
     tuned_ms = {name: [latencies[f"{name}, {seed}"].median_ms for seed in numbers] for name in _VARIANTS}

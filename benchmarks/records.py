@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ansor_mlflow.measuring import call_once
-from ansor_mlflow.processes import call_in_process
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.records import RecordPair, distill
 
 _NETWORK = "resnet-18"
@@ -42,12 +42,12 @@ def main(records: int, keep: int, compiled: int, seed: int, json_file: Path | No
     """Time the record store on a large database."""
     with tempfile.TemporaryDirectory(prefix="records-") as scratch:
         directory = Path(scratch)
-        call_in_process(call_once, partial(_making, directory / "real", seed))
+        in_child_process(call_once, partial(_making, directory / "real", seed))
         size = _repeat(directory / "real", directory / "large", records, seed)
-        distilled = call_in_process(call_once, partial(_distilling, directory / "large", directory / "best", keep))
+        distilled = in_child_process(call_once, partial(_distilling, directory / "large", directory / "best", keep))
         _repeat(directory / "real", directory / "log", compiled, seed, fresh_workloads=False)
         compiling = {
-            name: call_in_process(call_once, partial(_compiling, directory / "log", name == "distilled"))
+            name: in_child_process(call_once, partial(_compiling, directory / "log", name == "distilled"))
             for name in ("log", "distilled", "log", "distilled")
         }
     figures = {

@@ -21,7 +21,7 @@ from serving_parts.process import measurement, prediction
 from serving_parts.server import measure_server
 
 from ansor_mlflow.measuring import call_once, compare_outputs
-from ansor_mlflow.processes import call_in_process
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import Arrays, random_inputs
 
 _SEED = 0
@@ -77,7 +77,7 @@ def main(
             directory.mkdir(parents=True, exist_ok=True)
             tuned = tuned_model(network, trials, directory)
         models = comparable_models(tuned, Path(scratch))
-        expected = _predictions(call_in_process(call_once, partial(prediction, models.onnx, models.inputs, _SEED)))
+        expected = _predictions(in_child_process(call_once, partial(prediction, models.onnx, models.inputs, _SEED)))
         figures: Figures = {"tvm": defaultdict(list), "onnx": defaultdict(list)}
         for turn in range(turns):
             for side in ("tvm", "onnx") if turn % 2 == 0 else ("onnx", "tvm"):
@@ -99,7 +99,7 @@ def _measure(models: Models, side: str, num_requests: int, expected: Arrays, scr
     """
     inputs = random_inputs(models.inputs, _SEED)
     directory = models.tuned if side == "tvm" else models.onnx
-    figures: dict[str, float] = call_in_process(call_once, partial(measurement, directory, models.inputs, _SEED))
+    figures: dict[str, float] = in_child_process(call_once, partial(measurement, directory, models.inputs, _SEED))
     served = measure_server(directory, inputs, ["json", "lists"], num_requests, scratch)
     figures |= served.figures
     answers = dict(served.answers)

@@ -26,10 +26,11 @@ from ansor_mlflow.lowering import TuningTask, lower
 from ansor_mlflow.networks import load_network
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.sketches import find_programs
-from ansor_mlflow.tuning import Builder, LocalBuilder, Outcome, RunJob, measure_roofline
-from ansor_mlflow.tuning.workers.arguments import arg_info
-from ansor_mlflow.tuning.workers.runner import LocalRunner
-from ansor_mlflow.tuning.workers.timing import MeasureSettings
+from ansor_mlflow.tuning import Outcome, measure_roofline
+from ansor_mlflow.workers import Builder, LocalBuilder, RunJob
+from ansor_mlflow.workers.arguments import arg_info
+from ansor_mlflow.workers.measure import MeasureSettings
+from ansor_mlflow.workers.runner import LocalRunner
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.database import JSONDatabase

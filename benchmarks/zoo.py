@@ -1,7 +1,7 @@
 """The zoo: every built-in network and operator is lowered in both layouts, run untuned, and compared with ONNX Runtime.
 
     python benchmarks/zoo.py --json result.json --markdown table.md
-    python benchmarks/zoo.py --catalogue ansor_mlflow/networks/catalogue.json
+    python benchmarks/zoo.py --catalogue ansor_mlflow/networks/families/catalogue.json
 
 Some are tuned as well, with a few trials for each task, and compared again. With `--catalogue` the built-in networks
 are only counted: parameters, floating point operations and tasks, which `ansor-mlflow networks` lists.
@@ -24,7 +24,7 @@ from rich.console import Console
 from ansor_mlflow.device import Device, resolve_num_threads
 from ansor_mlflow.measuring import TOLERANCES, call_once, compare_outputs
 from ansor_mlflow.networks import BUILTIN_NETWORKS, Network, load_network
-from ansor_mlflow.processes import call_in_process
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.settings import LoweringSettings
 
 OPERATORS = (
@@ -62,7 +62,7 @@ def main(
     """Check networks and operators against ONNX Runtime."""
     console = Console()
     if catalogue is not None:
-        counts = {name: call_in_process(call_once, partial(_counting, name)) for name in BUILTIN_NETWORKS}
+        counts = {name: in_child_process(call_once, partial(_counting, name)) for name in BUILTIN_NETWORKS}
         catalogue.write_text(json.dumps(counts, indent=1) + "\n")
         return
     rows: list[dict[str, Any]] = []
@@ -81,15 +81,15 @@ def main(
 
 def _row(name: str, trials_per_task: int, dtypes: Sequence[str]) -> dict[str, Any]:
     """Checks one network or operator, each way in a process of its own."""
-    row: dict[str, Any] = {"name": name, **call_in_process(call_once, partial(_counting, name))}
+    row: dict[str, Any] = {"name": name, **in_child_process(call_once, partial(_counting, name))}
     for dtype in dtypes:
         for layout in _LAYOUTS:
-            way = call_in_process(call_once, partial(_untuned, name, layout, dtype))
+            way = in_child_process(call_once, partial(_untuned, name, layout, dtype))
             row[f"{layout}/{dtype}"] = way
             row["equal"] = row.get("equal", True) and way["max_rel_error"] <= TOLERANCES[dtype]
     row["tuned"] = None
     if trials_per_task:
-        row["tuned"] = call_in_process(call_once, partial(_tuned, name, trials_per_task))
+        row["tuned"] = in_child_process(call_once, partial(_tuned, name, trials_per_task))
         row["equal"] &= row["tuned"]["max_rel_error"] <= TOLERANCES["float32"]
     return row
 
@@ -131,7 +131,7 @@ def _untuned(name: str, layout: Literal["NHWC", "NCHW"], dtype: Any) -> Callable
             library = Path(directory) / "model.so"
             compile_untuned(lowered, target, library)
             error = _max_rel_error(network, library, num_threads)
-        return {"tasks": len(lowered.tasks) - lowered.num_ways, "lowering_s": lowering_s, "max_rel_error": error}
+        return {"tasks": len(lowered.tasks) - lowered.num_algorithms, "lowering_s": lowering_s, "max_rel_error": error}
 
     return check
 

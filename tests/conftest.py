@@ -24,11 +24,12 @@ from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.fingerprints import fingerprint
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.device.threads import available_cpus
-from ansor_mlflow.lowering.lower import LoweredNetwork, lower
+from ansor_mlflow.lowering.lower import lower
+from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.model.library import compile_tuned
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.networks.loading import Network, load_network
+from ansor_mlflow.networks.load import Network, load_network
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.records.store import RecordPair, distill
 from ansor_mlflow.tuning.job import TuningJob, tune_job

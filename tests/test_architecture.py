@@ -24,10 +24,13 @@ FLOORS = [
     ["lowering", "sketches"],
     ["model"],
     ["measuring"],
+    ["workers"],
+    ["fleet"],
     ["tuning"],
     ["testing"],
     ["autologging", "flavor", "serving", "tracking"],
     ["steps"],
+    ["commands"],
     ["cli"],
     ["api"],
     ["pipelines"],
@@ -37,6 +40,9 @@ FLOORS = [
 FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 MLFLOW_FLOOR = FLOOR["tracking"]
 MAX_FILES = 12
+MAX_MODULES = 249
+MAX_ROOMS = 22
+MAX_SHARED_NAMES = 5
 
 
 def module_names() -> dict[str, Path]:
@@ -57,9 +63,9 @@ def part_of(module: str) -> str | None:
 
 
 def room_of(module: str) -> str | None:
-    """As `part_of`, but the wings of the steps are rooms of their own."""
+    """As `part_of`, but each step and each command is a room of its own."""
     below = module.split(".")[1:]
-    if below[:1] == ["steps"] and len(below) > 1:
+    if below[:1] in (["steps"], ["commands"]) and len(below) > 1:
         return ".".join(below[:2])
     return part_of(module)
 
@@ -119,6 +125,30 @@ def test_no_two_rooms_import_each_other() -> None:
             others = {room_of(name) for name, _ in IMPORTS[module]} - {None, room}
             rooms.setdefault(room, set()).update(other for other in others if other)
     TopologicalSorter(rooms).prepare()
+
+
+def test_no_modules_import_each_other() -> None:
+    """Neither directly nor around a corner, within a room or for type checking."""
+    doors = {module for module, path in MODULES.items() if path.name == "__init__.py"}
+    modules = {
+        module: {name for name, _ in imports if name in MODULES and name != module and name not in doors}
+        for module, imports in IMPORTS.items()
+        if module not in doors
+    }
+    TopologicalSorter(modules).prepare()
+
+
+def test_few_files_share_a_name() -> None:
+    names = Counter(
+        path.name for path in MODULES.values() if path.name != "__init__.py" and "pipelines" not in path.parts
+    )
+    assert len([name for name, number in names.items() if number > 1]) <= MAX_SHARED_NAMES
+
+
+def test_the_house_is_small_enough_to_know() -> None:
+    assert len(MODULES) <= MAX_MODULES
+    rooms = [path for path in (ROOT / PACKAGE).iterdir() if path.is_dir() and path.name != "__pycache__"]
+    assert len(rooms) <= MAX_ROOMS
 
 
 def test_only_the_upper_floors_know_mlflow() -> None:

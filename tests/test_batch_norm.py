@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from ansor_mlflow.graphs.batch_norm import fold_batch_norms
+from ansor_mlflow.graphs.simplify import fold_batch_norms
 
 RNG = np.random.default_rng(0)
 

@@ -17,14 +17,14 @@ from helpers.exports import branching
 from onnx import TensorProto, helper
 
 import ansor_mlflow as am
+from ansor_mlflow.commands.bisect import search
+from ansor_mlflow.commands.bisect.search import Comparison, CuttableGraph
 from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.measuring import checking
 from ansor_mlflow.model.manifest import LibraryEntry
 from ansor_mlflow.model.rebuild import BuildJob, build
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.networks.loading import load_network
-from ansor_mlflow.steps.bisection import search
-from ansor_mlflow.steps.bisection.search import Comparison, CuttableGraph
+from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.tensors import Arrays
 
 Spoil = Callable[[onnx.GraphProto], None]
@@ -48,7 +48,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> SpoilCompiler:
             return build(replace(job, network=f"{job.network}.wrong"))
 
         monkeypatch.setattr(search, "build_in_child_process", build_wrongly)
-        monkeypatch.setattr(checking, "call_in_process", lambda function, make_call: function(make_call))
+        monkeypatch.setattr(checking, "in_child_process", lambda function, make_call: function(make_call))
 
     return spoil_compiler
 

@@ -8,8 +8,8 @@ from click.testing import CliRunner
 from ansor_mlflow.cli.main import cli
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS, NetworkSize, read_catalogue
-from ansor_mlflow.networks.loading import load_network
+from ansor_mlflow.networks.families.builtin import BUILTIN_NETWORKS, NetworkSize, read_catalogue
+from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.networks.operators import OPERATORS
 from ansor_mlflow.settings import LoweringSettings
 
@@ -28,7 +28,7 @@ def test_sizes_are_those_of_the_networks(name: str) -> None:
         parameters=network.num_parameters,
         flops=sum(task.weight * task.flops for task in tasks),
         tasks=len(tasks),
-    ), "run: python benchmarks/zoo.py --catalogue ansor_mlflow/networks/catalogue.json"
+    ), "run: python benchmarks/zoo.py --catalogue ansor_mlflow/networks/families/catalogue.json"
 
 
 def test_networks_and_operators_are_listed() -> None:

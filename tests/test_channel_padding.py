@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from ansor_mlflow.graphs.channel_padding import best_padding, layers_to_pad, pad_output_channels
-from ansor_mlflow.networks.loading import load_network
+from ansor_mlflow.networks.load import load_network
 
 LANES = 16
 FLOAT = TensorProto.FLOAT

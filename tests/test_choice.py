@@ -26,11 +26,10 @@ from ansor_mlflow.model.choice import (
     find_library,
     threads_here,
 )
-from ansor_mlflow.model.loading import load_package
+from ansor_mlflow.model.loading import TunedModel, load_package
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest
 from ansor_mlflow.model.package import CompiledNetwork, write_package
 from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process
-from ansor_mlflow.model.tuned import TunedModel
 from ansor_mlflow.records.store import RECORD_FILE
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import random_inputs

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from ansor_mlflow.codegen import PREFETCH, prefetch, tir_pipeline
+from ansor_mlflow.codegen import PREFETCH, tir_pipeline
+from ansor_mlflow.codegen import passes as codegen_passes
 from ansor_mlflow.device.targets import resolve_target
 
 if TYPE_CHECKING:
@@ -107,13 +108,13 @@ def test_the_next_panel_is_fetched_by_all_passes_together(
     from tvm.tirx.analysis import undefined_vars
 
     places: list[Any] = []
-    fetch = prefetch._fetch
+    fetch = codegen_passes._fetch
 
     def note(buffer: Any, place: Any) -> Any:
         places.append(place)
         return fetch(buffer, place)
 
-    monkeypatch.setattr(prefetch, "_fetch", note)
+    monkeypatch.setattr(codegen_passes, "_fetch", note)
     passes = -(-50 // columns)
     library = built(
         sums_in_tiles(columns, channels, unroll=unroll, passes=passes), host_target, tir_pipeline(host_target)

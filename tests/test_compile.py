@@ -24,16 +24,17 @@ from ansor_mlflow.device.fingerprints import fingerprint
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.device.tvm_import import import_tensor_intrin
 from ansor_mlflow.errors import MachineError, RecordsError, UserInputError
-from ansor_mlflow.lowering.lower import LoweredNetwork, lower
+from ansor_mlflow.lowering.lower import lower
+from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.measuring.reference import ReferenceSession
 from ansor_mlflow.model.library import Coverage, compile_tuned, compile_untuned, require_linker, write_coverage
 from ansor_mlflow.model.package import CompiledNetwork
-from ansor_mlflow.networks.loading import Network
+from ansor_mlflow.networks.load import Network
 from ansor_mlflow.parameters import CompileOptions
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair, distill
 from ansor_mlflow.settings import Linker
 from ansor_mlflow.steps.compiling.compile import provenance_of
-from ansor_mlflow.steps.records.given import Recorded
+from ansor_mlflow.steps.recorded import Recorded
 from ansor_mlflow.tensors import random_inputs
 from ansor_mlflow.trials import TaskInfo
 
@@ -198,7 +199,7 @@ def test_coverage_weighs_tasks_by_their_operations(tmp_path: Path) -> None:
         "flops_share": coverage.flops_share,
         "num_covered": 1,
         "num_tasks": 3,
-        "ways": {"direct": 3},
+        "algorithms": {"direct": 3},
         "growth_mib": 0,
         "kernels_us": {},
         "missing": [asdict(info) for info in coverage.missing],

@@ -13,7 +13,7 @@ from tvm.target import Target
 
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.sketches.choice import find_programs
+from ansor_mlflow.sketches.sketch import find_programs
 
 CHANNELS, LENGTH = 16, 50
 CASES: dict[str, dict[str, Any]] = {

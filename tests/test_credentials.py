@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ansor_mlflow.cli.command import write_json
 from ansor_mlflow.cli.console import console, say, say_marked, show
-from ansor_mlflow.cli.json_file import write_json
+from ansor_mlflow.commands.doctor import Check
 from ansor_mlflow.errors import MachineError, one_line
 from ansor_mlflow.foreign import (
     Code,
@@ -26,9 +27,8 @@ from ansor_mlflow.foreign import (
     without_credentials,
 )
 from ansor_mlflow.parameters import TuneOptions
-from ansor_mlflow.steps.doctor import Check
-from ansor_mlflow.tracking.report.addresses import server_command, ui_address
 from ansor_mlflow.tracking.report.note import command_lines
+from ansor_mlflow.tracking.report.pages import server_command, ui_address
 
 SECRET = "S3cr3tP"
 PLACES = [

@@ -16,13 +16,13 @@ from helpers.commands import RunCommand, flags
 from helpers.runs_here import QUICK, artifacts_of, newest_run, tune_here
 
 from ansor_mlflow import names
+from ansor_mlflow.commands.trial_table import load_trials
 from ansor_mlflow.device.fingerprints import fingerprint
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import RecordsError
 from ansor_mlflow.records.damage import check_copy, check_records, warn_of_damage
 from ansor_mlflow.records.pieces import write_manifest
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair
-from ansor_mlflow.steps.reports.trials import load_trials
 
 if TYPE_CHECKING:
     from tvm.target import Target

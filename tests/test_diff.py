@@ -15,10 +15,10 @@ from helpers.finished import FinishedWork
 from helpers.runs_here import artifacts_of, tune_here
 
 from ansor_mlflow import names
+from ansor_mlflow.commands.diff import TuningDifference, diff_runs
 from ansor_mlflow.parameters import DiffOptions
 from ansor_mlflow.records.pieces import write_manifest
 from ansor_mlflow.records.store import RECORD_FILE
-from ansor_mlflow.steps.reports.diff import TuningDifference, diff_runs
 
 pytestmark = pytest.mark.system  # whole pipelines
 
@@ -28,8 +28,8 @@ def tuned(finished_work: FinishedWork) -> str:
     """ID of a tuning run of a network from a file."""
     run_id = finished_work.tuned
     set_error(run_id, 0.01)  # these tasks take microseconds, and are noisy
-    if names.TAG_DISTRUST in mlflow.get_run(run_id).data.tags:  # the machine may be busy
-        mlflow.MlflowClient().delete_tag(run_id, names.TAG_DISTRUST)
+    if names.TAG_UNRELIABLE in mlflow.get_run(run_id).data.tags:  # the machine may be busy
+        mlflow.MlflowClient().delete_tag(run_id, names.TAG_UNRELIABLE)
     return run_id
 
 
@@ -113,15 +113,15 @@ def test_times_that_cannot_be_trusted_are_compared_with_a_word_and_fail_only_whe
     change_times(other, 1.5)
     gate = ("diff", tuned, other, "--fail-if-slower", "3%")
     assert run_here(*gate) == 8
-    mlflow.MlflowClient().set_tag(other, names.TAG_DISTRUST, "other programs used the CPUs")
+    mlflow.MlflowClient().set_tag(other, names.TAG_UNRELIABLE, "other programs used the CPUs")
     capsys.readouterr()
     assert run_here(*gate) == 0
     said = " ".join("".join(capsys.readouterr()).split())
     assert f"the times cannot be trusted: {other}: other programs used the CPUs" in said
     assert "% slower than" in caplog.text
     assert run_here(*gate, "--force") == 8
-    assert diff(tuned, other).distrust == f"{other}: other programs used the CPUs"
-    assert diff(tuned, tuned).distrust == ""
+    assert diff(tuned, other).unreliable == f"{other}: other programs used the CPUs"
+    assert diff(tuned, tuned).unreliable == ""
     assert "the times cannot be trusted" in caplog.text
 
 

@@ -30,13 +30,8 @@ from mlflow.store.artifact.artifact_repository_registry import (
 )
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 
-from ansor_mlflow.device.cgroups import cpu_quota, memory_left
-from ansor_mlflow.device.threads import available_cpus
-from ansor_mlflow.errors import MachineError
-from ansor_mlflow.parameters import TuneOptions
-from ansor_mlflow.steps.doctor.checks import Check, bounded, run_checks
-from ansor_mlflow.steps.doctor.examination import Diagnosis, warn_of_the_machine
-from ansor_mlflow.steps.doctor.machine import (
+from ansor_mlflow.commands.doctor.examination import Diagnosis, warn_of_the_machine
+from ansor_mlflow.commands.doctor.machine import (
     check_disk,
     check_kernel,
     check_memory,
@@ -46,7 +41,11 @@ from ansor_mlflow.steps.doctor.machine import (
     check_versions,
     start_kernel,
 )
-from ansor_mlflow.steps.doctor.servers import TrackingStore, check_store, check_version
+from ansor_mlflow.commands.doctor.servers import TrackingStore, check_store, check_version
+from ansor_mlflow.commands.doctor.verdicts import Check, bounded, run_checks
+from ansor_mlflow.device.threads import available_cpus, cpu_quota, memory_left
+from ansor_mlflow.errors import MachineError
+from ansor_mlflow.parameters import TuneOptions
 
 PASSWORD = "password-of-the-tests"
 
@@ -343,7 +342,7 @@ ON_A_SMALL_DISK = """
 mount -t tmpfs -o size=1g tmpfs "$1" && exec "$2" -c "
 import os
 from pathlib import Path
-from ansor_mlflow.steps.doctor.machine import check_disk
+from ansor_mlflow.commands.doctor.machine import check_disk
 with Path('$1', 'large').open('wb') as file:
     for size in (0, 900 * 2**20, 2**30):
         os.posix_fallocate(file.fileno(), 0, size) if size else None

@@ -28,7 +28,7 @@ from ansor_mlflow.measuring.timing import Latency, call_once, measure_in_turns
 from ansor_mlflow.model.library import compile_untuned
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.processes import call_in_process
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def test_summary_of_samples() -> None:
 
 
 def test_a_call_runs_in_another_process() -> None:
-    assert call_in_process(call_once, make_pid_call) != os.getpid()
+    assert in_child_process(call_once, make_pid_call) != os.getpid()
 
 
 @pytest.mark.parametrize("make_call", [die, die_when_called])
@@ -227,7 +227,7 @@ def test_a_process_that_dies_is_an_error_of_the_machine(make_call: Callable[[], 
 
 def test_an_exception_in_the_process_is_raised_here() -> None:
     with pytest.raises(ValueError, match="the network cannot be prepared"):
-        call_in_process(call_once, prepare_badly)
+        in_child_process(call_once, prepare_badly)
 
 
 def test_a_slow_call_is_timed_when_it_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:

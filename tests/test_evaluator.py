@@ -26,7 +26,7 @@ from ansor_mlflow import flavor, names
 from ansor_mlflow.measuring.reference import ReferenceSession
 from ansor_mlflow.model import Manifest
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.serving.signature import get_signature
+from ansor_mlflow.serving.pyfunc import get_signature
 
 if TYPE_CHECKING:
     from tvm.target import Target

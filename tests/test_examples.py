@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.measuring.examples import choose_examples, read_examples
+from ansor_mlflow.measuring.inputs import choose_examples, read_examples
 from ansor_mlflow.tensors import NetworkShapes, TensorSpec, random_inputs
 
 IMAGE = TensorSpec("image", (2, 3), "float32")

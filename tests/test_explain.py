@@ -16,16 +16,16 @@ import pytest
 from helpers.commands import ANSOR_MLFLOW, FAST, RunCommand, environment
 from threadpoolctl import threadpool_limits
 
+from ansor_mlflow.commands import explain
+from ansor_mlflow.commands.explain import Explanation, explain_task
+from ansor_mlflow.commands.plan import plan_tuning
 from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import RecordsError, UserInputError
-from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.parameters import ExplainOptions, PlanOptions, TuneOptions, load_options
 from ansor_mlflow.records.lines import workload_hash
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
-from ansor_mlflow.steps.reports import explain
-from ansor_mlflow.steps.reports.explain import Explanation, explain_task
-from ansor_mlflow.steps.reports.plan import plan_tuning
 from ansor_mlflow.steps.tuning.tune import tune
 from ansor_mlflow.tuning.roofline import Roofline, last_level_cache_bytes, measure_roofline
 

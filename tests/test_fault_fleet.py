@@ -21,10 +21,10 @@ from helpers.tuner_process import Tuning, assert_gone, tuning
 from test_measuring import TENSORS, local_builder, settings
 
 from ansor_mlflow import names
-from ansor_mlflow.tuning.fleet.reference_kernel import build_reference_kernel
-from ansor_mlflow.tuning.fleet.runner import RpcRunner
-from ansor_mlflow.tuning.fleet.session import FleetSettings
-from ansor_mlflow.tuning.workers.timing import RunJob
+from ansor_mlflow.fleet.reference_kernel import build_reference_kernel
+from ansor_mlflow.fleet.runner import RpcRunner
+from ansor_mlflow.fleet.session import FleetSettings
+from ansor_mlflow.workers.measure import RunJob
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

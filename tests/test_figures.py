@@ -14,13 +14,17 @@ from helpers.tuning_histories import TaskRound, history_of, large_history
 from numpy.testing import assert_allclose
 
 from ansor_mlflow import names
-from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.processes import Outcome
-from ansor_mlflow.testing.fakes import FakeRunner
+from ansor_mlflow.testing import FakeRunner
 from ansor_mlflow.tracking import observer
-from ansor_mlflow.tracking.figures.bars import draw_failures, draw_gain, draw_task_share
-from ansor_mlflow.tracking.figures.convergence import draw_convergence
-from ansor_mlflow.tracking.figures.roofline import draw_roofline
+from ansor_mlflow.tracking.figures.plots import (
+    draw_convergence,
+    draw_failures,
+    draw_gain,
+    draw_roofline,
+    draw_task_share,
+)
 from ansor_mlflow.tracking.figures.style import save_figure
 from ansor_mlflow.tracking.observer import MlflowObserver
 from ansor_mlflow.tracking.outbox import Message, Outbox

@@ -17,9 +17,9 @@ from onnx import TensorProto, helper, numpy_helper
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.files import path_below, replace_directory, require_stored, write_text
+from ansor_mlflow.fleet.remote import read_arrays
 from ansor_mlflow.networks import load_network
 from ansor_mlflow.tracking import work_directory
-from ansor_mlflow.tuning.fleet.remote import read_arrays
 
 BAD_NAMES = (
     "",

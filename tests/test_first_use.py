@@ -17,7 +17,7 @@ FIRST_COMMAND = """
 import sys, time
 from pathlib import Path
 import alembic.command, mlflow.store.tracking.sqlalchemy_store
-import ansor_mlflow.steps.reports
+import ansor_mlflow.commands.trial_table
 from ansor_mlflow.cli import main
 Path(sys.argv[1]).touch()
 while not Path("go").exists():

@@ -28,10 +28,10 @@ from ansor_mlflow.errors import ModelError
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.measuring.reference import ReferenceSession
 from ansor_mlflow.model import Manifest
+from ansor_mlflow.model.loading import TunedModel
 from ansor_mlflow.model.package import CompiledNetwork
-from ansor_mlflow.model.tuned import TunedModel
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.networks.loading import load_network
+from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.tensors import random_inputs
 
 if TYPE_CHECKING:

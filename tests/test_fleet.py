@@ -19,21 +19,21 @@ from test_measuring import TENSORS, add, local_builder, settings
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import MachineError, UserInputError
-from ansor_mlflow.parameters import TuneOptions
-from ansor_mlflow.records.description import read_provenance
-from ansor_mlflow.trials import ServerState, TrialStatus, utilisation
-from ansor_mlflow.tuning.fleet.health import Health
-from ansor_mlflow.tuning.fleet.reference_kernel import build_reference_kernel
-from ansor_mlflow.tuning.fleet.runner import RpcRunner
-from ansor_mlflow.tuning.fleet.session import (
+from ansor_mlflow.fleet.health import Health
+from ansor_mlflow.fleet.reference_kernel import build_reference_kernel
+from ansor_mlflow.fleet.runner import RpcRunner
+from ansor_mlflow.fleet.session import (
     FleetSettings,
     LeaseExpiredError,
     ServerSession,
     device_of_fleet,
     fleet_settings,
 )
-from ansor_mlflow.tuning.fleet.tracker import HostPort, ServerLease, request_server, servers_by_key
-from ansor_mlflow.tuning.workers.timing import RunJob
+from ansor_mlflow.fleet.tracker import HostPort, ServerLease, request_server, servers_by_key
+from ansor_mlflow.parameters import TuneOptions
+from ansor_mlflow.records.summary import read_provenance
+from ansor_mlflow.trials import ServerState, TrialStatus, utilisation
+from ansor_mlflow.workers.measure import RunJob
 
 if TYPE_CHECKING:
     from tvm.target import Target

@@ -19,13 +19,13 @@ from helpers.untuned import compiled_untuned
 from ansor_mlflow import flavor, names
 from ansor_mlflow.device import fingerprint, resolve_target
 from ansor_mlflow.errors import MachineError, ModelError
+from ansor_mlflow.fleet import NetworkReply, NetworkWork, ServerSession, run_network
+from ansor_mlflow.fleet.remote import read_arrays, write_arrays
 from ansor_mlflow.lowering import lower
 from ansor_mlflow.model import Manifest
 from ansor_mlflow.model.choice import choose_for_server
-from ansor_mlflow.networks.loading import load_network
+from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.steps.evaluation import benches
-from ansor_mlflow.tuning import NetworkReply, NetworkWork, ServerSession, run_network
-from ansor_mlflow.tuning.fleet.remote import read_arrays, write_arrays
 
 if TYPE_CHECKING:
     from tvm.target import Target

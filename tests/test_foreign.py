@@ -22,17 +22,17 @@ from ansor_mlflow import names
 from ansor_mlflow.cli.main import cli, main
 from ansor_mlflow.device import parse_target, resolve_target
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, ModelError, RecordsError, UserInputError
+from ansor_mlflow.fleet import HostPort, servers_by_key
+from ansor_mlflow.fleet.remote import ServerDescription
+from ansor_mlflow.fleet.tracker import request_server
 from ansor_mlflow.foreign import read_json, read_yaml, typed
 from ansor_mlflow.model import Manifest, verified_manifest
 from ansor_mlflow.parameters import DistillRecordsOptions, TuneOptions, load_options
-from ansor_mlflow.records.description import read_fingerprint, read_provenance
 from ansor_mlflow.records.journal import JOURNAL_FILE, read_durations, read_journal, read_seeds
 from ansor_mlflow.records.pieces import changed_files
 from ansor_mlflow.records.store import Database, RecordPair, write_pair
+from ansor_mlflow.records.summary import read_fingerprint, read_provenance
 from ansor_mlflow.trials import Durations
-from ansor_mlflow.tuning import HostPort, servers_by_key
-from ansor_mlflow.tuning.fleet.remote import ServerDescription
-from ansor_mlflow.tuning.fleet.tracker import request_server
 
 SCALARS = (
     st.none()
@@ -76,7 +76,7 @@ ENTRY: dict[str, Any] = {
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every value below a value."""
+    """The algorithm to every value below a value."""
     for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         yield (*path, key)
         yield from places(item, (*path, key))
@@ -298,7 +298,7 @@ def message(value: Any) -> bytes:
 
 
 def test_a_tracker_that_dribbles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ansor_mlflow.tuning.fleet.tracker._ANSWER_S", 0.5)
+    monkeypatch.setattr("ansor_mlflow.fleet.tracker._ANSWER_S", 0.5)
     with tracker_that_sends(message([0, {}]) * 1000, 0.1) as address:
         started = time.monotonic()
         with pytest.raises(MachineError, match="no tracker can be reached"):

@@ -9,10 +9,10 @@ import mlflow
 import pytest
 
 from ansor_mlflow import load_trials, names
+from ansor_mlflow.commands.diff import diff_runs
 from ansor_mlflow.errors import RecordsError
 from ansor_mlflow.measuring import KernelTimes
 from ansor_mlflow.parameters import DiffOptions, TuneOptions
-from ansor_mlflow.steps.reports.diff import diff_runs
 from ansor_mlflow.tracking import params_used, read_artifact
 
 ANYTHING: list[Any] = [[], {}, 5, None, "text", [5], [[]], [{}], {"a": 1}]

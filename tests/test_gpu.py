@@ -22,12 +22,12 @@ from ansor_mlflow.device.gpu import why_no_compiler
 from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.lowering import lower
 from ansor_mlflow.model.library import compile_tuned
-from ansor_mlflow.networks.loading import Network
+from ansor_mlflow.networks.load import Network
 from ansor_mlflow.records.applicability import why_not_applicable
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.sketches import gpu_program, schedule_for_gpu, unbound_kernels
-from ansor_mlflow.tuning import LocalBuilder
 from ansor_mlflow.tuning.search.space import make_space_generator
+from ansor_mlflow.workers import LocalBuilder
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

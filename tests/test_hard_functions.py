@@ -11,7 +11,8 @@ from helpers.one_operator import one_operator
 from helpers.programs import assert_same, first_program, random_candidates
 from onnx import TensorProto, helper, numpy_helper
 
-from ansor_mlflow.lowering.lower import TuningTask, lower
+from ansor_mlflow.lowering.lower import lower
+from ansor_mlflow.lowering.network import TuningTask
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

@@ -17,7 +17,7 @@ from helpers.one_operator import (
 )
 from onnx import TensorProto, helper, numpy_helper
 
-from ansor_mlflow.graphs import raise_opset, reasons_to_stay, rewrite_operators, without_numbers
+from ansor_mlflow.graphs import fallback_reasons, raise_opset, rewrite_operators, without_numbers
 from ansor_mlflow.lowering.lower import lower
 
 if TYPE_CHECKING:
@@ -380,12 +380,12 @@ def test_a_model_without_such_operators_stays() -> None:
     ids=lambda value: value.graph.name if isinstance(value, onnx.ModelProto) else None,
 )
 def test_what_tvm_would_compute_wrongly_is_known(model: onnx.ModelProto, reason: str | None) -> None:
-    assert reasons_to_stay(rewrite_operators(model)) == ({} if reason is None else {0: reason})
+    assert fallback_reasons(rewrite_operators(model)) == ({} if reason is None else {0: reason})
 
 
 def test_a_sequence_that_is_too_long_is_known() -> None:
     data = {"X": np.zeros((65, 1, 4), np.float32)}
     weights = {"W": np.zeros((1, 12, 4)), "R": np.zeros((1, 12, 3))}
     model = one_operator("LSTM", data, weights, hidden_size=3)
-    assert reasons_to_stay(rewrite_operators(model)) == {0: "more than 64 steps"}
+    assert fallback_reasons(rewrite_operators(model)) == {0: "more than 64 steps"}
     assert helper.get_attribute_value(model.graph.node[0].attribute[0]) == 3

@@ -18,8 +18,8 @@ from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.measuring.timing import call_once
 from ansor_mlflow.networks.families.bert import VOCABULARY_SIZE
-from ansor_mlflow.networks.loading import load_network
-from ansor_mlflow.processes import call_in_process
+from ansor_mlflow.networks.load import load_network
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import random_inputs
 
 FAR = 2**40
@@ -44,7 +44,7 @@ def untuned_calls(cases: list[tuple[onnx.ModelProto, list[Inputs]]]) -> Callable
 
 def run_in_child(cases: list[tuple[onnx.ModelProto, list[Inputs]]]) -> list[list[Inputs]]:
     """A process that reads foreign memory may crash."""
-    return call_in_process(call_once, partial(untuned_calls, cases))
+    return in_child_process(call_once, partial(untuned_calls, cases))
 
 
 def run_onnxruntime(model: onnx.ModelProto, inputs: Inputs) -> Inputs:

@@ -15,7 +15,7 @@ from helpers.small_networks import small_shapes
 from onnx import TensorProto, helper, numpy_helper
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.networks.loading import load_network
+from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.tensors import TensorSpec, random_inputs
 
 # -- dynamic axes ----------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from ansor_mlflow.tracking import kernels_page
 from ansor_mlflow.tracking.report.note import evaluation_note
 
 if TYPE_CHECKING:
-    from ansor_mlflow.lowering.lower import LoweredNetwork
+    from ansor_mlflow.lowering.network import LoweredNetwork
 
 TIMES = KernelTimes(
     latency_us=100.0,

@@ -18,7 +18,7 @@ from ansor_mlflow.errors import MachineError, notes_of
 from ansor_mlflow.parameters import CompileOptions, TuneOptions
 from ansor_mlflow.records import RECORD_FILE
 from ansor_mlflow.tracking import step_run
-from ansor_mlflow.tracking.killed.runs import LOCK_FILE, WORK_ROOT
+from ansor_mlflow.tracking.killed import LOCK_FILE, WORK_ROOT
 
 
 def leave_directory(run_id: str, *, with_records: bool) -> None:
@@ -66,7 +66,7 @@ def test_the_next_step_ends_an_autologged_tuning_that_was_killed_and_no_run_of_a
     program = """
 import os, mlflow
 from ansor_mlflow import names
-from ansor_mlflow.autologging.run import open_run
+from ansor_mlflow.autologging.tuning_run import open_run
 
 with mlflow.start_run() as mine, open_run({}):
     mlflow.set_tag(names.TAG_STEP, "tune")

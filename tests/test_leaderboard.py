@@ -57,7 +57,7 @@ def test_every_column_of_the_row_is_filled(steps: Steps) -> None:
     kinds = {"metrics": row.data.metrics, "params": row.data.params, "tags": row.data.tags}
     for column in LEADERBOARD["selectedColumns"]:
         kind, _, name = column.partition(".")
-        if name.strip("`") == names.TAG_DISTRUST:  # absent where times can be trusted
+        if name.strip("`") == names.TAG_UNRELIABLE:  # absent where times can be trusted
             continue
         assert name.strip("`") in kinds[kind], column
 

@@ -12,17 +12,16 @@ import pytest
 from helpers.faulty_disk import FAULTS, Fault, FaultyDisk, KilledError
 
 from ansor_mlflow import names
-from ansor_mlflow.cli.json_file import write_output
+from ansor_mlflow.cli.command import write_output
+from ansor_mlflow.commands.databases import distill_records, merge_records
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.files import append, end_last_line, replace_directory, translated_disk_errors, write_text
 from ansor_mlflow.parameters import DistillRecordsOptions, MergeRecordsOptions, PromoteOptions
 from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE, PartWriter
 from ansor_mlflow.steps.promotion import roll_back
-from ansor_mlflow.steps.records import distill_records, merge_records
 from ansor_mlflow.tracking import registry
-from ansor_mlflow.tracking.killed.runs import OUTBOX_DIR
-from ansor_mlflow.tracking.mirror import whole_records
-from ansor_mlflow.tracking.outbox import Message, _left, _read, _write, leave_message
+from ansor_mlflow.tracking.killed import OUTBOX_DIR
+from ansor_mlflow.tracking.outbox import Message, _left, _read, _write, leave_message, whole_records
 
 TARGET = {"kind": "llvm", "keys": ["cpu"]}
 Write = Callable[[Path], object]

@@ -14,10 +14,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.lowering.lower import LoweredNetwork, lower
-from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS
+from ansor_mlflow.lowering.lower import lower
+from ansor_mlflow.lowering.network import LoweredNetwork
+from ansor_mlflow.networks.families.builtin import BUILTIN_NETWORKS
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.networks.loading import Network, load_network
+from ansor_mlflow.networks.load import Network, load_network
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import random_inputs
 

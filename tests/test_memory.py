@@ -13,7 +13,7 @@ import psutil
 import pytest
 from helpers.fake_tuning import Notebook, tune
 
-from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.trials import TuningRound
 from ansor_mlflow.tuning import engine
 from ansor_mlflow.tuning.search.program_search import release_memory

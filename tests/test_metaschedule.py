@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ansor_mlflow.device.tvm_import import import_tensor_intrin
-from ansor_mlflow.tuning.workers.builder import LocalBuilder, as_metaschedule_builder
+from ansor_mlflow.workers.builder import LocalBuilder, as_metaschedule_builder
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

@@ -12,8 +12,7 @@ import pytest
 from ansor_mlflow import names
 from ansor_mlflow.records.pieces import PARTS_DIR, changed_files, join_parts
 from ansor_mlflow.records.store import RECORD_FILE
-from ansor_mlflow.tracking.mirror import RecordMirror, whole_records
-from ansor_mlflow.tracking.outbox import Message
+from ansor_mlflow.tracking.outbox import Message, RecordMirror, whole_records
 from ansor_mlflow.trials import TuningPlan, TuningRound
 
 PLAN = TuningPlan(network="net", target="host", tasks=(), num_trials=64)

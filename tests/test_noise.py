@@ -19,14 +19,14 @@ from helpers.runs_here import newest_run
 
 from ansor_mlflow import names
 from ansor_mlflow.device.threads import available_cpus
-from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.measuring.noise import DISTURBED, MachineNoise, ProbeTime, probe_noise, time_probe, watched
 from ansor_mlflow.processes import Outcome
-from ansor_mlflow.testing.fakes import FakeRunner
-from ansor_mlflow.tuning.workers.arguments import arg_info
-from ansor_mlflow.tuning.workers.builder import LocalBuilder
-from ansor_mlflow.tuning.workers.runner import LocalRunner
-from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob
+from ansor_mlflow.testing import FakeRunner
+from ansor_mlflow.workers.arguments import arg_info
+from ansor_mlflow.workers.builder import LocalBuilder
+from ansor_mlflow.workers.measure import MeasureSettings, RunJob
+from ansor_mlflow.workers.runner import LocalRunner
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -115,7 +115,7 @@ def test_a_disturbed_turn_is_measured_again_and_the_quietest_counts() -> None:
     assert noise.measure(turns) == [1.5]
     assert turns.num_turns == 2
     assert noise.num_disturbed == 1
-    assert "other programs used the CPUs during 1 of 1 measurements" in noise.distrust
+    assert "other programs used the CPUs during 1 of 1 measurements" in noise.unreliable
 
 
 def test_no_more_than_half_of_all_measurements_are_repeated() -> None:
@@ -180,14 +180,14 @@ def test_a_tuning_on_a_busy_machine_is_not_trusted(dense: LoweredNetwork, host_t
     notebook = Notebook(tmp_path)
     result = tune(dense, host_target, tmp_path, runner=DisturbedRunner(), observers=[notebook], trials=8)
     assert result.probe_spread == pytest.approx(3.0)
-    assert result.distrust == (
+    assert result.unreliable == (
         "other programs used the CPUs during 8 of 8 trials and the second measurements of 2 of 2 tasks; "
         "tune again on a quiet machine"
     )
 
 
 def test_a_tuning_on_a_quiet_machine_is_trusted(dense: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:
-    assert tune(dense, host_target, tmp_path, runner=FakeRunner(), trials=8).distrust == ""
+    assert tune(dense, host_target, tmp_path, runner=FakeRunner(), trials=8).unreliable == ""
 
 
 @pytest.mark.system
@@ -205,6 +205,6 @@ def test_runs_on_a_busy_machine_say_that_they_are_not_to_be_trusted(
     for run in (tuned, newest_run()):
         assert run.info.status == "FINISHED"
         assert run.data.metrics[names.PROBE_SPREAD] > 0.5
-        assert "other programs used the CPUs" in run.data.tags[names.TAG_DISTRUST]
+        assert "other programs used the CPUs" in run.data.tags[names.TAG_UNRELIABLE]
         assert mlflow.get_run(run.info.run_id).data.tags[names.TAG_STEP] in ("tune", "evaluate")
     assert capsys.readouterr().err.count("the times cannot be trusted: other programs used the CPUs") == 2

@@ -15,9 +15,9 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ansor_mlflow import names
 from ansor_mlflow.cli.main import cli
-from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.parameters import PipelineOptions, TuneOptions
-from ansor_mlflow.testing.fakes import FakeRunner
+from ansor_mlflow.testing import FakeRunner
 from ansor_mlflow.tracking.observer import MlflowObserver
 from ansor_mlflow.tracking.outbox import Message, Outbox
 from ansor_mlflow.tracking.report.history import TuningHistory

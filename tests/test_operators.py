@@ -21,7 +21,7 @@ from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.model.library import compile_untuned
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.networks.loading import Network, load_network
+from ansor_mlflow.networks.load import Network, load_network
 from ansor_mlflow.networks.operators import NETWORKS, OPERATORS, is_operator
 from ansor_mlflow.tensors import random_inputs
 

@@ -13,9 +13,9 @@ from helpers.commands import RunCommand
 from helpers.servers import free_port
 
 from ansor_mlflow import names
+from ansor_mlflow.commands import sync
 from ansor_mlflow.records.store import RECORD_FILE
-from ansor_mlflow.steps import sync
-from ansor_mlflow.tracking.killed.runs import LOCK_FILE, OUTBOX_DIR, has_messages, is_held
+from ansor_mlflow.tracking.killed import LOCK_FILE, OUTBOX_DIR, has_messages, is_held
 from ansor_mlflow.tracking.outbox import (
     Message,
     Outbox,

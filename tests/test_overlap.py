@@ -15,12 +15,13 @@ import onnx
 import pytest
 from helpers.fake_tuning import Notebook, read_records, tune
 
-from ansor_mlflow.lowering.lower import LoweredNetwork, lower
+from ansor_mlflow.lowering.lower import lower
+from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.processes import Outcome
-from ansor_mlflow.testing.fakes import FakeBuilder, FakeRunner
+from ansor_mlflow.testing import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import StopReason
-from ansor_mlflow.tuning.workers.timing import RunJob
+from ansor_mlflow.workers.measure import RunJob
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

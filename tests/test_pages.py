@@ -22,9 +22,9 @@ from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering import lower
 from ansor_mlflow.model import LoadOptions
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.networks.loading import load_network
+from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.tensors import Arrays
-from ansor_mlflow.tuning.workers.arguments import random_arguments
+from ansor_mlflow.workers.arguments import random_arguments
 
 if TYPE_CHECKING:
     from tvm.target import Target

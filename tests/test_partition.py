@@ -22,14 +22,15 @@ from ansor_mlflow import flavor
 from ansor_mlflow.errors import MachineError, ModelError, UserInputError
 from ansor_mlflow.graphs import value_infos
 from ansor_mlflow.graphs.partition import MIN_FLOPS, partition
-from ansor_mlflow.lowering.lower import LoweredNetwork, lower
+from ansor_mlflow.lowering.lower import lower
+from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.measuring.reference import ReferenceSession
 from ansor_mlflow.model.library import Coverage, write_coverage
 from ansor_mlflow.model.loading import load_package
 from ansor_mlflow.model.manifest import Manifest
 from ansor_mlflow.model.package import CompiledNetwork, write_package
-from ansor_mlflow.networks.loading import Network, load_network
-from ansor_mlflow.serving.signature import get_signature
+from ansor_mlflow.networks.load import Network, load_network
+from ansor_mlflow.serving.pyfunc import get_signature
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import OPEN, random_inputs
 

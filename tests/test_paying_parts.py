@@ -18,14 +18,15 @@ from helpers.untuned import compiled_untuned
 from ansor_mlflow import flavor, names
 from ansor_mlflow.device import Device
 from ansor_mlflow.foreign import typed
-from ansor_mlflow.lowering.lower import LoweredNetwork, lower, lower_sizes
+from ansor_mlflow.lowering.lower import lower, lower_sizes
+from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.model.package import CompiledNetwork
-from ansor_mlflow.model.parts import PartEntry, part_entries, timed_parts, what_stays
-from ansor_mlflow.networks.loading import Network, load_network
+from ansor_mlflow.model.parts import PartEntry, fallback_clauses, part_entries, timed_parts
+from ansor_mlflow.networks.load import Network, load_network
 from ansor_mlflow.parameters import EvaluateOptions
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.evaluation.evaluate import evaluate
-from ansor_mlflow.steps.parts import FASTER_THERE, estimated_parts, losing_parts, measure_parts
+from ansor_mlflow.steps.part_times import FASTER_THERE, estimated_parts, losing_parts, measure_parts
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -136,7 +137,7 @@ def test_before_it_is_compiled_what_stays_has_a_time(
     assert (first.latency_share, last.latency_share) == (None, None)
     assert staying.latency_ms is not None
     assert staying.latency_share == pytest.approx(staying.latency_ms / (1000 + staying.latency_ms))
-    (clause,) = what_stays([first, staying, last])
+    (clause,) = fallback_clauses([first, staying, last])
     assert clause.startswith("ONNX Runtime computes If (control flow): 0.3% of the operations, ")
     assert clause.endswith("% of the time")
 

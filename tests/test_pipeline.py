@@ -13,8 +13,8 @@ from helpers.commands import ANSOR_MLFLOW, BRIEF, FAST, ROOT, Finished, environm
 from mlflow.entities import Run
 
 from ansor_mlflow import names
+from ansor_mlflow.commands.pipeline import has_our_entry_points
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
-from ansor_mlflow.steps.pipeline import has_our_entry_points
 
 OF_SOMEBODY_ELSE = """
 name: training

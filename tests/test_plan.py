@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, save
 
+from ansor_mlflow.commands.plan import plan_tuning, share_trials
 from ansor_mlflow.errors import RecordsError, UserInputError
-from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.parameters import PlanOptions
 from ansor_mlflow.records.lines import FAILED_RUN_S
 from ansor_mlflow.records.store import RECORD_FILE
-from ansor_mlflow.steps.reports.plan import plan_tuning, share_trials
 from ansor_mlflow.tuning.stopping import SECONDS_PER_TRIAL
 
 

@@ -13,7 +13,7 @@ from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.measuring.checking import TOLERANCES, compare_outputs
 from ansor_mlflow.measuring.reference import ReferenceSession
 from ansor_mlflow.model.library import compile_untuned
-from ansor_mlflow.networks.loading import Network
+from ansor_mlflow.networks.load import Network
 from ansor_mlflow.settings import Dtype, LoweringSettings
 from ansor_mlflow.tensors import random_inputs
 

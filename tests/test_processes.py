@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from ansor_mlflow.errors import MachineError, UserInputError
-from ansor_mlflow.processes import call_in_process
+from ansor_mlflow.processes import in_child_process
 
 _PARENT = """
 import os, sys, time
-from ansor_mlflow.processes import call_in_process
+from ansor_mlflow.processes import in_child_process
 
 def hang(path):
     with open(path, "w") as file:
@@ -25,12 +25,12 @@ def hang(path):
     time.sleep(600)
 
 if __name__ == "__main__":
-    call_in_process(hang, sys.argv[1])
+    in_child_process(hang, sys.argv[1])
 """
 _UNGUARDED = """
-from ansor_mlflow.processes import call_in_process
+from ansor_mlflow.processes import in_child_process
 
-print(call_in_process(abs, -3))
+print(in_child_process(abs, -3))
 """
 
 
@@ -82,7 +82,7 @@ def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ansor_mlflow.processes.TIME_LIMIT_S", 0.5)
     started_s = time.monotonic()
     with pytest.raises(MachineError, match=r"took longer than 0.5 s, which is the limit, and was ended"):
-        call_in_process(time.sleep, 600)
+        in_child_process(time.sleep, 600)
     assert time.monotonic() - started_s < 200
 
 
@@ -95,9 +95,9 @@ def test_a_script_without_a_guard_may_call_functions_of_modules(tmp_path: Path) 
 
 def test_a_child_that_dies_says_its_last_words() -> None:
     with pytest.raises(MachineError, match=r"^the process that dies died \(no memory\); look away$"):
-        call_in_process(die, "no memory", work="dies", advice="look away", is_quiet=True)
+        in_child_process(die, "no memory", work="dies", advice="look away", is_quiet=True)
     with pytest.raises(MachineError, match=r"died \(SIGSEGV\)"):
-        call_in_process(die, "")
+        in_child_process(die, "")
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_a_child_that_dies_says_its_last_words() -> None:
 )
 def test_an_error_of_the_child_is_raised_here(kind: str, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text) as raised:
-        call_in_process(fail, kind)
+        in_child_process(fail, kind)
     assert "in fail" in str(raised.value.__cause__)
 
 
 def test_a_long_answer_comes_whole() -> None:
-    assert len(call_in_process(bytes, 10**8)) == 10**8
+    assert len(in_child_process(bytes, 10**8)) == 10**8

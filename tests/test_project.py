@@ -24,7 +24,7 @@ from mlflow.entities import Run
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ansor_mlflow import names
-from ansor_mlflow.networks.loading import Network
+from ansor_mlflow.networks.load import Network
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.tensors import random_inputs
 

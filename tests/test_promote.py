@@ -1,4 +1,4 @@
-"""A version becomes the champion on evidence only, and every way that this can end is told apart."""
+"""A version becomes the champion on evidence only, and every algorithm that this can end is told apart."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from helpers.commands import ROOT, RunCommand
 from helpers.served import compiled
 
 from ansor_mlflow import flavor, names
+from ansor_mlflow.commands import pipeline
 from ansor_mlflow.errors import (
     AnsorMlflowError,
     CorrectnessError,
@@ -34,7 +35,6 @@ from ansor_mlflow.model import Manifest
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.parameters import PipelineOptions, PromoteOptions
-from ansor_mlflow.steps import pipeline
 from ansor_mlflow.steps.promotion import contest
 from ansor_mlflow.steps.promotion.contest import Contender
 from ansor_mlflow.steps.promotion.decision import Promotion, PromotionOutcome
@@ -124,7 +124,7 @@ def set_times(monkeypatch: pytest.MonkeyPatch) -> SetTimes:
 
     Takes milliseconds by version. Returns the versions in the order in which they are timed.
     """
-    monkeypatch.setattr(checking, "call_in_process", lambda function, make_call: function(make_call))
+    monkeypatch.setattr(checking, "in_child_process", lambda function, make_call: function(make_call))
 
     def set_(times_ms: Mapping[str, float]) -> list[str]:
         rng = np.random.default_rng(0)

@@ -13,7 +13,7 @@ import pytest
 from helpers.programs import random_candidates
 
 from ansor_mlflow.errors import MachineError
-from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.records.log import RecordLog, RecordText
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
 from ansor_mlflow.tuning.search.candidates import log_lines, memory_database

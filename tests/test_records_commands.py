@@ -19,10 +19,13 @@ import pytest
 from helpers.commands import FAST, RunCommand
 
 from ansor_mlflow import names
+from ansor_mlflow.commands.databases import distill_records, merge_records, show_records
+from ansor_mlflow.commands.verify import Verification, verify_records
 from ansor_mlflow.device.device import Device
 from ansor_mlflow.errors import MachineError, RecordsError, UserInputError
-from ansor_mlflow.lowering.lower import LoweredNetwork, TuningTask, lower
-from ansor_mlflow.networks.loading import load_network
+from ansor_mlflow.lowering.lower import lower
+from ansor_mlflow.lowering.network import LoweredNetwork, TuningTask
+from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.parameters import (
     DistillRecordsOptions,
     MergeRecordsOptions,
@@ -32,8 +35,6 @@ from ansor_mlflow.parameters import (
     load_options,
 )
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair
-from ansor_mlflow.steps.records.databases import distill_records, merge_records, show_records
-from ansor_mlflow.steps.records.verify import Verification, verify_records
 from ansor_mlflow.steps.tuning.tune import tune
 from ansor_mlflow.tuning.replay import Replayer
 from ansor_mlflow.tuning.search.candidates import log_lines

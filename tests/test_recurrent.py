@@ -14,7 +14,7 @@ from onnx import TensorProto
 
 from ansor_mlflow.graphs import rewrite_operators
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.networks.loading import load_network
+from ansor_mlflow.networks.load import load_network
 
 if TYPE_CHECKING:
     from tvm.target import Target

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.records.damage import Repair, repair
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair
 

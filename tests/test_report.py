@@ -19,13 +19,13 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 from ansor_mlflow import names
 from ansor_mlflow.device.device import Device
 from ansor_mlflow.errors import MachineError
-from ansor_mlflow.lowering.lower import LoweredNetwork
-from ansor_mlflow.networks.loading import load_network
+from ansor_mlflow.lowering.network import LoweredNetwork
+from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.steps.tuning import tuning_report as report
 from ansor_mlflow.steps.tuning.tune import tune
 from ansor_mlflow.steps.tuning.tuning_report import TuningReport
-from ansor_mlflow.tracking.figures.bars import draw_gain
+from ansor_mlflow.tracking.figures.plots import draw_gain
 from ansor_mlflow.tracking.figures.style import save_figure
 from ansor_mlflow.tracking.outbox import Outbox
 from ansor_mlflow.tracking.report.history import TuningHistory

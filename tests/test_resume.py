@@ -12,17 +12,17 @@ import pytest
 from helpers.fake_tuning import Notebook, read_records, tune
 
 from ansor_mlflow import names
-from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.records.damage import repair
 from ansor_mlflow.records.journal import JOURNAL_FILE, Journal, read_durations, read_journal
 from ansor_mlflow.records.log import RecordLog
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair
-from ansor_mlflow.testing.fakes import FakeRunner
+from ansor_mlflow.testing import FakeRunner
 from ansor_mlflow.trials import Durations, StopReason, TrialStatus, TuningRound
 from ansor_mlflow.tuning.search.program_search import make_cost_model
 from ansor_mlflow.tuning.search.task_search import TaskSearch
-from ansor_mlflow.tuning.workers.timing import RunJob
+from ansor_mlflow.workers.measure import RunJob
 
 if TYPE_CHECKING:
     from tvm.target import Target

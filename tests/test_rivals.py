@@ -23,7 +23,7 @@ from ansor_mlflow import flavor, names
 from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.measuring import Latency, RivalTask, deviation_of, expected_of, rival_inference
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.networks.loading import load_network
+from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.settings import Rival
 from ansor_mlflow.steps.evaluation.rivals import CheckedRival, best_of, check_rivals
 from ansor_mlflow.tensors import random_inputs

@@ -17,7 +17,7 @@ from ansor_mlflow.trials import (
     TuningResult,
     TuningRound,
 )
-from ansor_mlflow.tuning.round_log import RoundLog
+from ansor_mlflow.tuning.ledger import RoundLog
 
 CRASH = Trial(step=2, task="conv", status=TrialStatus.CRASHED, error="no\nmemory")
 

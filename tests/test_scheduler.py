@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from ansor_mlflow.trials import StopReason, TaskInfo, TaskState
-from ansor_mlflow.tuning.scheduler import GradientScheduler
+from ansor_mlflow.tuning.stopping import GradientScheduler
 
 
 def make_tasks(*weights: int, names: tuple[str, ...] = ()) -> list[TaskState]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ansor_mlflow.lowering.lower import LoweredNetwork, lower
+from ansor_mlflow.lowering.lower import lower
+from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.records.log import RecordLog
 from ansor_mlflow.tuning.search.program_search import is_untrained, make_cost_model

@@ -30,7 +30,7 @@ from packaging.utils import canonicalize_name
 from ansor_mlflow import flavor
 from ansor_mlflow.model import Manifest
 from ansor_mlflow.model.package import CompiledNetwork
-from ansor_mlflow.serving.signature import SignatureKind, get_signature
+from ansor_mlflow.serving.pyfunc import SignatureKind, get_signature
 
 if TYPE_CHECKING:
     from tvm.target import Target

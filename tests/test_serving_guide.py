@@ -21,7 +21,7 @@ from helpers.served import compiled, image_classifier, model_server
 
 from ansor_mlflow import flavor
 from ansor_mlflow.parameters import PipelineOptions, load_options
-from ansor_mlflow.serving.signature import get_signature
+from ansor_mlflow.serving.pyfunc import get_signature
 
 if TYPE_CHECKING:
     from tvm.target import Target

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ansor_mlflow.measuring.significance import Ratio, SequentialTest, Verdict
+from ansor_mlflow.measuring.compare import Ratio, SequentialTest, Verdict
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 """Latencies of turns."""

@@ -23,24 +23,24 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from ansor_mlflow import flavor, names
+from ansor_mlflow.commands.bisect.bisect import bisect_network
 from ansor_mlflow.errors import CorrectnessError, UserInputError
-from ansor_mlflow.lowering.lower import LoweredNetwork, lower, lower_sizes
+from ansor_mlflow.lowering.lower import lower, lower_sizes
+from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.measuring.checking import Deviation, compare_outputs
 from ansor_mlflow.measuring.reference import ReferenceSession
 from ansor_mlflow.model.choice import LoadOptions
-from ansor_mlflow.model.loading import load_package
+from ansor_mlflow.model.loading import TunedModel, load_package
 from ansor_mlflow.model.manifest import Manifest
 from ansor_mlflow.model.package import CompiledNetwork, write_package
 from ansor_mlflow.model.parts import part_entries
 from ansor_mlflow.model.sizes import SizeChoice, require_pad
-from ansor_mlflow.model.tuned import TunedModel
-from ansor_mlflow.networks.loading import Network, load_network
+from ansor_mlflow.networks.load import Network, load_network
 from ansor_mlflow.networks.shapes import GivenShape, split_sizes
 from ansor_mlflow.parameters import BisectOptions, PromoteOptions
 from ansor_mlflow.serving.pyfunc import PyfuncModel
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.steps.bisection.bisect import bisect_network
-from ansor_mlflow.steps.evaluation.sizes import require_harmless_padding
+from ansor_mlflow.steps.evaluation.benches import require_harmless_padding
 from ansor_mlflow.steps.promotion.contest import Contender, common_sizes
 from ansor_mlflow.steps.promotion.promote import _errors
 from ansor_mlflow.tensors import OPEN, Arrays, NetworkShapes, TensorSpec, random_inputs

@@ -11,15 +11,16 @@ import pytest
 
 import ansor_mlflow
 from ansor_mlflow import names
+from ansor_mlflow.commands.explain import explain_task
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.lowering.lower import LoweredNetwork, lower
-from ansor_mlflow.networks.loading import load_network
+from ansor_mlflow.lowering.lower import lower
+from ansor_mlflow.lowering.network import LoweredNetwork
+from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.parameters import ExplainOptions, TuneOptions
 from ansor_mlflow.records.log import RecordLog
-from ansor_mlflow.sketches.choice import ANNOTATION
-from ansor_mlflow.steps.reports import explain_task
-from ansor_mlflow.tuning.search.choice import ProgramSearch, SearchInBoth, make_search
+from ansor_mlflow.sketches.sketch import ANNOTATION
 from ansor_mlflow.tuning.search.program_search import make_cost_model
+from ansor_mlflow.tuning.search.select import ProgramSearch, SearchInBoth, make_search
 from ansor_mlflow.tuning.search.sketch_search import MIN_LEARNED, SketchSearch
 from ansor_mlflow.tuning.search.task_search import TaskSearch
 

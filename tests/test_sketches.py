@@ -14,19 +14,20 @@ from hypothesis import strategies as st
 from ansor_mlflow.codegen import tir_pipeline
 from ansor_mlflow.device import available_cpus, fingerprint
 from ansor_mlflow.device.targets import resolve_target
-from ansor_mlflow.lowering.lower import TuningTask, lower
+from ansor_mlflow.lowering.lower import lower
+from ansor_mlflow.lowering.network import TuningTask
 from ansor_mlflow.measuring.checking import compare_outputs
 from ansor_mlflow.measuring.reference import ReferenceSession
 from ansor_mlflow.model.library import compile_tuned
 from ansor_mlflow.model.loading import open_library
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest
-from ansor_mlflow.networks.loading import load_network
+from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.networks.onnx_file import write_onnx
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.sketches.choice import ANNOTATION, decision_text, find_programs
 from ansor_mlflow.sketches.contraction import find_contraction
 from ansor_mlflow.sketches.estimate import Machine
 from ansor_mlflow.sketches.register_tile import RegisterTiling
+from ansor_mlflow.sketches.sketch import ANNOTATION, decision_text, find_programs
 from ansor_mlflow.tensors import random_inputs
 
 if TYPE_CHECKING:

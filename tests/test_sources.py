@@ -27,7 +27,7 @@ from ansor_mlflow.errors import MachineError, ModelError, UserInputError
 from ansor_mlflow.model import Manifest
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.networks.loading import Network, load_network
+from ansor_mlflow.networks.load import Network, load_network
 from ansor_mlflow.networks.onnx_file import digest, external_files, write_onnx
 from ansor_mlflow.parameters import CompileOptions, TuneOptions
 from ansor_mlflow.steps.compiling import compile_network

@@ -11,13 +11,13 @@ import pytest
 from helpers.servers import free_port
 
 from ansor_mlflow import names
+from ansor_mlflow.commands.sync import sync
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError, notes_of
 from ansor_mlflow.parameters import EvaluateOptions, Options, PipelineOptions, TuneOptions, load_options
-from ansor_mlflow.steps.sync import sync
-from ansor_mlflow.tracking.error_translation import translated_errors
+from ansor_mlflow.tracking.environment import translated_errors
 from ansor_mlflow.tracking.outbox import Message, UndeliveredError, open_outbox
-from ansor_mlflow.tracking.report.addresses import ui_address
 from ansor_mlflow.tracking.report.note import pipeline_note
+from ansor_mlflow.tracking.report.pages import ui_address
 from ansor_mlflow.tracking.run import StepRun, params_used, step_run
 
 OPTIONS = EvaluateOptions(model_uri="models:/small/1")

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from ansor_mlflow.device.device import Device
 from ansor_mlflow.errors import TuningError, UserInputError
-from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.processes import Outcome
-from ansor_mlflow.testing.fakes import FakeBuilder, FakeRunner
+from ansor_mlflow.testing import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import Durations, StopReason, TaskInfo, TaskState, Trial, TrialStatus, TuningResult
 from ansor_mlflow.tuning.job import TuningJob, tune_job
 from ansor_mlflow.tuning.stopping import (
@@ -27,7 +27,7 @@ from ansor_mlflow.tuning.stopping import (
     require_valid_trials,
     resolve_num_trials,
 )
-from ansor_mlflow.tuning.workers.timing import RunJob
+from ansor_mlflow.workers.measure import RunJob
 
 if TYPE_CHECKING:
     from tvm.target import Target

@@ -30,13 +30,13 @@ from ansor_mlflow import names
 from ansor_mlflow.device.device import Device
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import ScratchDirectory
-from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.processes import Outcome, WorkerPool
 from ansor_mlflow.tuning.job import TuningJob, directory_lock, tune_job
-from ansor_mlflow.tuning.workers.builder import LocalBuilder
-from ansor_mlflow.tuning.workers.runner import LocalRunner
-from ansor_mlflow.tuning.workers.timing import MeasureSettings, RunJob, _shortest_ms
+from ansor_mlflow.workers.builder import LocalBuilder
+from ansor_mlflow.workers.measure import MeasureSettings, RunJob, _shortest_ms
+from ansor_mlflow.workers.runner import LocalRunner
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

@@ -16,8 +16,8 @@ from helpers.commands import run as run_command
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import NotFasterError, UndecidedError, UserInputError
-from ansor_mlflow.networks.loading import Network, load_network
-from ansor_mlflow.processes import call_in_process
+from ansor_mlflow.networks.load import Network, load_network
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import Arrays
 from ansor_mlflow.tracking import sources
 
@@ -93,7 +93,7 @@ def test_a_program_is_a_rival_when_it_is_compiled(programs: Path) -> None:
     from helpers import torch_models
 
     inputs, expected = example(programs / "nested-fixed.npz")
-    outputs = call_in_process(torch_models.compute_as_rival, (programs / "nested.pt2", inputs))
+    outputs = in_child_process(torch_models.compute_as_rival, (programs / "nested.pt2", inputs))
     for actual, wanted in zip(outputs.values(), expected, strict=True):
         np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
 

@@ -15,10 +15,10 @@ from helpers.fake_tuning import Notebook, plan_for, read_records, tune
 from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import MachineError, TuningError
-from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.processes import Outcome
-from ansor_mlflow.testing.fakes import FakeBuilder, FakeRunner
+from ansor_mlflow.testing import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import (
     StopReason,
     TaskInfo,

@@ -25,7 +25,7 @@ from ansor_mlflow.model.library import compile_tuned, compile_untuned
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.records.store import RecordPair, distill
 from ansor_mlflow.tuning.job import TuningJob, tune_job
-from ansor_mlflow.tuning.workers.builder import LocalBuilder
+from ansor_mlflow.workers.builder import LocalBuilder
 
 if TYPE_CHECKING:
     from tvm.runtime import Module
@@ -113,7 +113,7 @@ def test_no_result_is_outside_of_the_function_s_range(name: str, host_target: Ta
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_16_bits_are_the_nearest_to_the_exact_result(name: str, dtype: type, host_target: Target) -> None:
-    """Nearly always: what is computed in float32 may be rounded a second time the other way, by one step."""
+    """Nearly always: what is computed in float32 may be rounded a second time the other algorithm, by one step."""
     data = np.arange(2**16, dtype=np.uint16).view(dtype)
     result = call(elementwise(name, len(data), host_target, np.dtype(dtype).name), data)
     with np.errstate(all="ignore"):

@@ -133,7 +133,7 @@ def test_what_they_show_is_what_is_logged() -> None:
         "tags.`ansor.network`",
         "tags.`ansor.best_rival`",
         "params.`strategy`",
-        "tags.`ansor.distrust`",
+        "tags.`ansor.unreliable`",
     ]
     assert (state["orderByKey"], state["orderByAsc"]) == ("metrics.`latency_ms`", True)
     charts = CHARTS.state["compareRunCharts"]

@@ -20,13 +20,13 @@ from ansor_mlflow import names
 from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.fingerprints import fingerprint
 from ansor_mlflow.device.threads import available_cpus
-from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.records.journal import read_seeds
 from ansor_mlflow.records.log import RecordLog
 from ansor_mlflow.records.pieces import write_manifest
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
-from ansor_mlflow.testing.fakes import FakeRunner
+from ansor_mlflow.testing import FakeRunner
 from ansor_mlflow.trials import StopReason
 from ansor_mlflow.tuning.job import TuningJob, tune_job
 from ansor_mlflow.tuning.search.program_search import make_cost_model

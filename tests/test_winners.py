@@ -16,15 +16,15 @@ from ansor_mlflow import names
 from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.fingerprints import fingerprint
 from ansor_mlflow.device.threads import available_cpus
-from ansor_mlflow.lowering.lower import LoweredNetwork
+from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair, distill, find_records
-from ansor_mlflow.testing.fakes import FakeBuilder, FakeRunner
+from ansor_mlflow.testing import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import Trial, TrialStatus, TuningResult
 from ansor_mlflow.tuning.job import TuningJob, tune_job
 from ansor_mlflow.tuning.winners import Winners
-from ansor_mlflow.tuning.workers.timing import RunJob
+from ansor_mlflow.workers.measure import RunJob
 
 if TYPE_CHECKING:
     from tvm.target import Target

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx
 import pytest
+from helpers.algorithms import ERRORS, conv, conv3d, layer_of, output_error
 from helpers.programs import compiled_examples
-from helpers.ways import ERRORS, conv, conv3d, layer_of, output_error
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,16 +18,15 @@ from ansor_mlflow.codegen import PREFETCH, tir_pipeline
 from ansor_mlflow.device import available_cpus
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.lowering.algorithms import NoAlgorithmError, find_algorithms
+from ansor_mlflow.lowering.algorithms.accuracy import error_of
+from ansor_mlflow.lowering.algorithms.winograd import TILES, transform_weights, transforms
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.lowering.ways import NoOtherWayError, find_alternatives
-from ansor_mlflow.lowering.ways.cook_toom import TILES, transforms
-from ansor_mlflow.lowering.ways.errors import error_of
-from ansor_mlflow.lowering.ways.winograd import transform_weights
 from ansor_mlflow.model.library import compile_tuned
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.networks.loading import load_network
+from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.sketches.choice import find_programs
+from ansor_mlflow.sketches.sketch import find_programs
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -90,8 +89,8 @@ def test_the_transforms_filter_exactly(outputs: int) -> None:
     ],
 )
 def test_other_layers_have_no_other_way(network: str, reason: str, host_target: Target) -> None:
-    with pytest.raises(NoOtherWayError, match=reason):
-        find_alternatives(layer_of(network, host_target).mod)
+    with pytest.raises(NoAlgorithmError, match=reason):
+        find_algorithms(layer_of(network, host_target).mod)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +98,8 @@ def test_other_layers_have_no_other_way(network: str, reason: str, host_target: 
     [({"dtype": "float16"}, "it is not in float32"), ({"layout": "NCHW"}, "it is no convolution|its kernel")],
 )
 def test_other_types_and_layouts_have_no_other_way(lowering: dict[str, str], reason: str, host_target: Target) -> None:
-    with pytest.raises(NoOtherWayError, match=reason):
-        find_alternatives(layer_of(conv(9, 9, 16, 16), host_target, **lowering).mod)
+    with pytest.raises(NoAlgorithmError, match=reason):
+        find_algorithms(layer_of(conv(9, 9, 16, 16), host_target, **lowering).mod)
 
 
 def test_weights_that_are_no_constants_have_no_other_way(host_target: Target) -> None:
@@ -109,8 +108,8 @@ def test_weights_that_are_no_constants_have_no_other_way(host_target: Target) ->
     output = builder.node("Conv", "output", data, weights, pads=[1, 1, 1, 1])
     lowered = lower(builder.build("conv", {output: (1, 16, 9, 9)}), host_target)
     task = max(lowered.tasks, key=lambda task: task.info.flops)
-    with pytest.raises(NoOtherWayError, match="its weights are no constants"):
-        find_alternatives(task.mod)
+    with pytest.raises(NoAlgorithmError, match="its weights are no constants"):
+        find_algorithms(task.mod)
 
 
 def test_what_comes_before_a_convolution_is_no_padding(host_target: Target) -> None:
@@ -119,11 +118,11 @@ def test_what_comes_before_a_convolution_is_no_padding(host_target: Target) -> N
 
     mod = layer_of(conv(9, 9, 16, 16), host_target).mod
     text = mod.script()
-    assert find_alternatives(from_source(text))
+    assert find_algorithms(from_source(text))
     first, last = text.index("T.if_then_else("), text.index("T.float32(0.0))") + len("T.float32(0.0))")
     other = from_source(f"{text[:first]}T.max({text[first:last]}, T.float32(0.0)){text[last:]}")
-    with pytest.raises(NoOtherWayError, match="its input is not padded with zeros alone"):
-        find_alternatives(other)
+    with pytest.raises(NoAlgorithmError, match="its input is not padded with zeros alone"):
+        find_algorithms(other)
 
 
 def test_a_network_without_such_a_layer_cannot_be_forced(host_target: Target) -> None:
@@ -197,9 +196,9 @@ def test_every_program_of_every_volume_is_right(
 
 
 def check_program(network: str, outputs: int, index: int, host_target: Target) -> None:
-    """Against the direct way in float32, whose own error is a part of what is allowed."""
+    """Against the direct algorithm in float32, whose own error is a part of what is allowed."""
     task = layer_of(network, host_target)
-    other = next(other for other in find_alternatives(task.mod) if other.outputs == outputs)
+    other = next(other for other in find_algorithms(task.mod) if other.outputs == outputs)
     programs = find_programs(other.mod, host_target)
     assert programs is not None
     program = programs.program(programs.tiles[index % len(programs.tiles)])
@@ -232,7 +231,7 @@ def test_weights_are_transformed_in_float64() -> None:
 def test_weights_are_packed_as_they_are_read(height: int, width: int, channels: int, host_target: Target) -> None:
     from tvm.s_tir.transform import RemoveWeightLayoutRewriteBlock
 
-    for alternative in find_alternatives(layer_of(conv(height, width, channels, channels), host_target).mod):
+    for alternative in find_algorithms(layer_of(conv(height, width, channels, channels), host_target).mod):
         programs = find_programs(alternative.mod, host_target)
         assert programs is not None
         for tile in programs.tiles[:: max(1, len(programs.tiles) // 16)]:
@@ -250,7 +249,7 @@ def test_weights_are_fetched_ahead_where_a_panel_waits_for_memory(
     size: int, channels: int, is_fetched: bool, host_target: Target
 ) -> None:
     """A panel that is read for few tiles, or one of many."""
-    *_, other = find_alternatives(layer_of(conv(size, size, channels, channels), host_target).mod)
+    *_, other = find_algorithms(layer_of(conv(size, size, channels, channels), host_target).mod)
     programs = find_programs(other.mod, host_target)
     assert programs is not None
     tile = next(tile for tile in programs.tiles if tile.tile_rows == max(other.tile_rows for other in programs.tiles))
@@ -277,9 +276,9 @@ def test_a_residual_block_is_right_on_every_machine(target: str, tmp_path: Path)
     resolved = resolve_target(target, available_cpus())
     lowered = lower(residual_block(), resolved, LoweringSettings(algorithm="winograd"))
     coverage = compile_tuned(lowered, resolved, None, tmp_path / "model.so")
-    ways = [task.way for task in coverage.missing if "conv2d" in task.name]
-    assert len(ways) == 2
-    assert all(way.startswith("winograd") for way in ways)
+    algorithms = [task.algorithm for task in coverage.missing if "conv2d" in task.name]
+    assert len(algorithms) == 2
+    assert all(algorithm.startswith("winograd") for algorithm in algorithms)
     assert not coverage.unscheduled
     assert output_error(tmp_path / "model.so", residual_block()) <= ERRORS[4]
 
@@ -291,7 +290,7 @@ def test_padding_may_differ_on_every_side(host_target: Target, tmp_path: Path) -
     model = builder.build("uneven", {output: (1, 24, 10, 14)})
     lowered = lower(model, host_target, LoweringSettings(algorithm="winograd"))
     coverage = compile_tuned(lowered, host_target, None, tmp_path / "model.so")
-    assert coverage.has_other_ways
+    assert coverage.has_other_algorithms
     assert output_error(tmp_path / "model.so", model) <= ERRORS[4]
 
 
@@ -300,7 +299,7 @@ def test_programs_compile_for_other_machines() -> None:
     from tvm.driver import build
 
     target = resolve_target("llvm -mcpu=neoverse-n1 -mtriple=aarch64-linux-gnu", 4)
-    for other in find_alternatives(layer_of(conv(14, 14, 32, 32), target).mod):
+    for other in find_algorithms(layer_of(conv(14, 14, 32, 32), target).mod):
         programs = find_programs(other.mod, target)
         assert programs is not None
         program = programs.first()
@@ -312,7 +311,7 @@ def test_traces_replay_in_stock_tvm(host_target: Target) -> None:
     """Records have plain instructions: none is drawn, and none needs this package."""
     from tvm.s_tir import Schedule
 
-    for other in find_alternatives(layer_of(conv(13, 14, 32, 16), host_target).mod):
+    for other in find_algorithms(layer_of(conv(13, 14, 32, 16), host_target).mod):
         programs = find_programs(other.mod, host_target)
         assert programs is not None
         program = programs.first()

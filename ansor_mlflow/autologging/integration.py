@@ -18,8 +18,8 @@ from mlflow.utils.autologging_utils import (
 from mlflow.utils.import_hooks import register_post_import_hook
 
 from ansor_mlflow.autologging.call import TuneCall
-from ansor_mlflow.autologging.run import INTEGRATION
-from ansor_mlflow.autologging.session import logged_tuning
+from ansor_mlflow.autologging.logged import logged_tuning
+from ansor_mlflow.autologging.tuning_run import INTEGRATION
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule import TaskScheduler

@@ -1,15 +1,28 @@
-"""Makes commands from option classes."""
+"""What becomes of an error that is none of our kinds: one line, and a file for whoever mends it."""
 
 from __future__ import annotations
 
+import errno
+import os
+import platform
+import shlex
+import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, get_type_hints
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import click
+import pydantic_core
 from click.core import ParameterSource
 from pydantic.fields import FieldInfo
 
-from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.cli.console import show
+from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, add_note, notes_of, one_line, shortened
+from ansor_mlflow.files import translated_disk_errors, write_text
+from ansor_mlflow.foreign import printable, printable_json, without_credentials
 from ansor_mlflow.parameters import (
     NetworkOptions,
     Options,
@@ -20,6 +33,106 @@ from ansor_mlflow.parameters import (
     load_options,
     read_settings,
 )
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_OF_USER = {errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR}
+"""What the system says of a path that was given."""
+_PACKAGES = ("ansor_mlflow", "apache-tvm", "mlflow", "numpy", "onnx")
+
+
+def known_error(err: Exception) -> AnsorMlflowError:
+    """The error to end a command with: that of the system or of the machine's memory in our kinds, or a crash."""
+    if isinstance(err, MemoryError):
+        return MachineError("there is not enough memory; give a smaller network or batch, or take a larger machine")
+    if isinstance(err, OSError) and err.errno in _OF_USER:
+        name = shortened(str(err.filename or "a file"), 100)
+        return UserInputError(f"{name}: {err.strerror}; give another name")
+    found = AnsorMlflowError(
+        f"{type(err).__name__}: {one_line(err)}: this is a bug; to have it mended, report it with the file "
+        f"{_written(err)}, which says where it happened"
+    )
+    for note in notes_of(err):
+        add_note(found, note)
+    return found
+
+
+def _written(err: Exception) -> str:
+    """The path of a file with the traceback, the versions and the command, as they may be shown."""
+    installed = {found.name.lower(): found.version for found in distributions()}
+    versions = ", ".join(f"{name} {installed.get(name, 'is missing')}" for name in _PACKAGES)
+    head = f"{shlex.join(sys.argv)}\n{versions}, Python {platform.python_version()}, {platform.platform()}\n\n"
+    text = printable(head + "".join(traceback.format_exception(err)))
+    try:
+        number, path = tempfile.mkstemp(prefix="ansor-mlflow-", suffix=".txt")
+        with os.fdopen(number, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError:  # no place for it
+        sys.stderr.write(text)
+        return "above"
+    return path
+
+
+STANDARD_OUTPUT = "-"
+"""The path that means standard output."""
+
+
+def report(result: Any, json_file: str) -> None:
+    """Prints a result's report, and writes its fields to a file; to standard output they go in place of the text.
+
+    Raises:
+        UserInputError: The file cannot be written.
+    """
+    if json_file != STANDARD_OUTPUT:
+        show(result.report())
+    write_json(json_file, result)
+
+
+def write_json(path: str, result: DataclassInstance) -> None:
+    """Writes the fields of a result, with null for a number that is not finite; nothing where `path` is empty.
+
+    Raises:
+        UserInputError: The file cannot be written.
+    """
+    if not path:
+        return
+    plain = _without_credentials(pydantic_core.to_jsonable_python(result))
+    text = printable_json(pydantic_core.to_json(plain, indent=1, inf_nan_mode="null").decode())
+    if path == STANDARD_OUTPUT:
+        click.echo(text)
+        return
+    write_output("json_file", path, text)
+
+
+def write_output(parameter: str, path: str, text: str) -> None:
+    """Writes a file that the user named, whole or not at all.
+
+    A pipe or a device, and a file in a folder that may not be written, is written to as it is.
+
+    Raises:
+        UserInputError: The path cannot be that of a file.
+        MachineError: The disk is full, or may not be written.
+    """
+    file = Path(path)
+    try:
+        with translated_disk_errors():
+            if file.exists() and not (file.is_file() and os.access(file.resolve().parent, os.W_OK)):
+                file.write_text(text, encoding="utf-8")
+            else:
+                write_text(file.resolve(), text)  # a link stays one
+    except OSError as err:
+        raise UserInputError(f"{parameter}={path}: it cannot be written ({err.strerror}); give another path") from err
+
+
+def _without_credentials(value: Any) -> Any:
+    """Plain JSON with its texts, names among them, as they may be shown."""
+    if isinstance(value, dict):
+        return {without_credentials(key): _without_credentials(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_credentials(item) for item in value]
+    return without_credentials(value) if isinstance(value, str) else value
+
 
 _CONFIG_HELP = "YAML file with values for any of these parameters; what is given here wins over the file."
 _SET_HELP = "Parameters for experts, such as measure.repeat=3; several are separated by commas: {keys}."

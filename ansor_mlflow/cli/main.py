@@ -17,11 +17,9 @@ from typing import Any
 import click
 
 from ansor_mlflow import gone
-from ansor_mlflow.cli.command import COMMANDS, command
+from ansor_mlflow.cli.command import COMMANDS, STANDARD_OUTPUT, command, known_error, report, write_output
 from ansor_mlflow.cli.console import say, say_marked, show
-from ansor_mlflow.cli.crash import known_error
-from ansor_mlflow.cli.fleet import fleet
-from ansor_mlflow.cli.json_file import STANDARD_OUTPUT, report, write_output
+from ansor_mlflow.cli.fleet_commands import fleet
 from ansor_mlflow.cli.s3 import suit_other_s3_servers
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError, notes_of
 from ansor_mlflow.files import translated_disk_errors
@@ -42,6 +40,7 @@ from ansor_mlflow.parameters import (
     TuneOptions,
     VerifyRecordsOptions,
     mlproject,
+    parameters_markdown,
 )
 
 ENTRY_POINTS = ("main", "tune", "compile", "evaluate", "promote")
@@ -69,7 +68,7 @@ def pipeline(options: PipelineOptions) -> None:
     In a folder whose MLproject file has these steps as entry points, each is run as one, in a process of its own.
     """
     from ansor_mlflow.cli.progress import progress_observers
-    from ansor_mlflow.steps.pipeline import has_our_entry_points, run_pipeline
+    from ansor_mlflow.commands.pipeline import has_our_entry_points, run_pipeline
 
     if has_our_entry_points(Path.cwd()):
         show(run_pipeline(options, Path.cwd()).report())
@@ -130,7 +129,7 @@ def plan(options: PlanOptions) -> None:
 
     Nothing is measured, and no run is started.
     """
-    from ansor_mlflow.steps.reports import plan_tuning
+    from ansor_mlflow.commands.plan import plan_tuning
 
     report(plan_tuning(options), options.json_file)
 
@@ -142,7 +141,7 @@ def bisect(options: BisectOptions) -> None:
     NETWORK is compiled without tuning, whole and in parts. The model is saved with its inputs, for a bug report, and
     the exit code is then 7; it is 0 where nothing differs.
     """
-    from ansor_mlflow.steps.bisection import bisect_network
+    from ansor_mlflow.commands.bisect import bisect_network
 
     bisection = bisect_network(options)
     report(bisection, options.json_file)
@@ -156,7 +155,7 @@ def explain(options: ExplainOptions) -> None:
     SOURCE is the ID of a tuning run, or a directory, a tuning-record file or an artifact URI; then give the network,
     layout, target and threads that the records were made with.
     """
-    from ansor_mlflow.steps.reports import explain_task
+    from ansor_mlflow.commands.explain import explain_task
 
     report(explain_task(options), options.json_file)
 
@@ -167,7 +166,7 @@ def diff(options: DiffOptions) -> None:
 
     RUN_A and RUN_B are runs of tune, compile, evaluate or main, or models.
     """
-    from ansor_mlflow.steps.reports import diff_runs
+    from ansor_mlflow.commands.diff import diff_runs
     from ansor_mlflow.tracking import html_page
 
     difference = diff_runs(options)
@@ -189,7 +188,7 @@ def records() -> None:
 @command(records, "show")
 def records_show(options: ShowRecordsOptions) -> None:
     """Count the records of a database, by target and workload."""
-    from ansor_mlflow.steps.records import show_records
+    from ansor_mlflow.commands.databases import show_records
 
     report(show_records(options), options.json_file)
 
@@ -197,7 +196,7 @@ def records_show(options: ShowRecordsOptions) -> None:
 @command(records, "merge")
 def records_merge(options: MergeRecordsOptions) -> None:
     """Write the records of several databases to a new one, each once."""
-    from ansor_mlflow.steps.records import merge_records
+    from ansor_mlflow.commands.databases import merge_records
 
     show(merge_records(options).report())
 
@@ -205,7 +204,7 @@ def records_merge(options: MergeRecordsOptions) -> None:
 @command(records, "distill")
 def records_distill(options: DistillRecordsOptions) -> None:
     """Write the fastest records of each workload and target to a new database."""
-    from ansor_mlflow.steps.records import distill_records
+    from ansor_mlflow.commands.databases import distill_records
 
     show(distill_records(options).report())
 
@@ -217,7 +216,7 @@ def records_verify(options: VerifyRecordsOptions) -> None:
     With another SOURCE than a tuning run, give the network, layout, target and threads that the records were made with.
     With --repair and no network, damaged lines are set aside and nothing is replayed.
     """
-    from ansor_mlflow.steps.records import repair_records, verify_records
+    from ansor_mlflow.commands.verify import repair_records, verify_records
 
     if options.repair and "network" not in options.model_fields_set:
         report(repair_records(options.source), options.json_file)
@@ -237,7 +236,7 @@ def doctor(options: DoctorOptions) -> None:
 
     Red means that a tuning would fail or measure nonsense, and ends with exit code 3. Nothing is left anywhere.
     """
-    from ansor_mlflow.steps.doctor import examine
+    from ansor_mlflow.commands.doctor import examine
 
     is_text = options.json_file != STANDARD_OUTPUT
     diagnosis = examine(options, (lambda check: say_marked(check.status, str(check))) if is_text else lambda _: None)
@@ -249,7 +248,7 @@ def doctor(options: DoctorOptions) -> None:
 @click.option("--drop", default="", metavar="RUN_ID", help="Remove what is left here of this run, records and all.")
 def sync(drop: str) -> None:
     """Tell MLflow what earlier steps in this directory could not, because a server was away."""
-    from ansor_mlflow.steps import sync as sync_step
+    from ansor_mlflow.commands import sync as sync_step
 
     if drop:
         sync_step.drop(drop)
@@ -288,8 +287,6 @@ def networks() -> None:
 @click.option("--mlproject", "is_mlproject", is_flag=True, help="Print the file MLproject instead.")
 def parameters(is_mlproject: bool) -> None:
     """Print the reference of all parameters as Markdown."""
-    from ansor_mlflow.cli.reference import parameters_markdown
-
     entry_points = {name: COMMANDS[name] for name in ENTRY_POINTS}
     click.echo(mlproject(entry_points) if is_mlproject else parameters_markdown({**entry_points, **COMMANDS}), nl=False)
 

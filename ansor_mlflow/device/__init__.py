@@ -1,6 +1,5 @@
 """Devices: targets, threads, and the fingerprints that tell one device from another."""
 
-from ansor_mlflow.device.cgroups import cpu_quota, memory_left
 from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.fingerprints import DeviceFingerprint, fingerprint, missing_instructions, why_not_runnable
 from ansor_mlflow.device.gpu import architecture_here, describe_gpus, why_no_compiler, why_no_gpu, why_not_on_gpu
@@ -20,8 +19,10 @@ from ansor_mlflow.device.targets import (
 )
 from ansor_mlflow.device.threads import (
     available_cpus,
+    cpu_quota,
     has_num_threads,
     measuring_cpus,
+    memory_left,
     resolve_num_threads,
     set_num_threads,
 )

@@ -1,12 +1,99 @@
-"""What may be shown of a text: to a terminal, and to a shell that a command is given to."""
+"""How text from elsewhere is shown: without credentials and without control characters."""
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shlex
+from collections.abc import Iterator
+from urllib.parse import parse_qsl, quote, unquote
 
-from ansor_mlflow.foreign.credentials import without_credentials
+_HIDDEN = "…"
+_KEY = (
+    r"(?:(?:passw(?:or)?d|passphrase|pwd|secret)[\w.-]{0,40}|token|connection[_-]?string"
+    r"|(?:api|access|account|private|storage|encryption)[_-]?key(?:[_-]?id)?)"
+)
+"""How names of secrets end, or go on; `tokens`, `token_type_ids` and `rpc_key` are none."""
+_OF_A_QUERY = r"(?:user(?:name)?|uid|key|code|sig|signature|auth|jwt|x-amz-[\w-]+|odbc_connect)"
+"""Names that are those of credentials in a query, and ordinary words elsewhere."""
+_DATABASE = r"\b(?:postgres(?:ql)?|mysql|mariadb|mssql|oracle|sqlite|cockroachdb|snowflake|redshift)(?:\+\w+)?"
+
+_USER = r"[^\s:/]{0,200}:"  # with "@", as in the user@server of Azure
+_USER_INFO = (
+    # a database's user and password, as SQLAlchemy reads them: with blanks, and the latter with "/"
+    re.compile(rf"(?i)({_DATABASE}://)[^\n:/]{{0,200}}:(?:(?!://)[^\n]){{0,500}}@"),
+    # as urllib reads it, if it is no port that is meant, of a host that the sentence goes on behind
+    re.compile(rf"(://){_USER}(?!\d{{1,5}}(?:[/?#]|\W*\s|\W*$))(?! )(?:(?!://)[^\n\"'`]){{0,500}}@"),
+    re.compile(rf"(://){_USER}(?:(?!://)\S){{0,500}}@"),
+    re.compile(r"(://)[^\s/]{1,500}@"),
+)
+_QUOTED = re.compile(rf"""(?ix)({_KEY}["']\s*:\s*)(["'])(?:\\.|(?!\2).)*""")
+"""A secret as JSON and Python's dictionaries print it: a quoted text behind its name."""
+_QUOTED_VALUE = re.compile(rf"""(?i)({_KEY}\s*[=:]\s*)(["'])(?:\\.|(?!\2).)+""")
+_NAMED = re.compile(
+    rf"(?i)((?:{_KEY}|[?&]{_OF_A_QUERY}|X-Amz-(?:Signature|Credential)|\bCredential)(?:\s?=\s?|%3D)"
+    rf"|{_KEY}:\s*|--[\w-]*{_KEY}\s+|[,?& ]Signature=(?=\S{{16}}))([^\s&]+)"
+)
+_HEADER = re.compile(r"""(?i)((?:authorization|cookie)["']?\s*[:=]\s*)(?:(["'])(?:(?!\2).)+|[^\s"'][^\n]*)""")
+_BEARER = re.compile(r"\b(Bearer\s+)[\w.~+/=-]{8,}")
+_ELEMENT = re.compile(
+    r"(<\w*(?:AccessKeyId|SignatureProvided|StringToSign\w*|CanonicalRequest\w*|Token|Secret\w*)>)[^<]+"
+)
+_SHAPED = re.compile(r"\b(?:A[KS]IA[A-Z0-9]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)")
+"""Key IDs of AWS, and JSON web tokens."""
+
+_OF_ENVIRONMENT = re.compile(
+    r"(?i)(?:password|passwd|passphrase|_pwd|_pass|secret|token|[a-z]_?key|connection_string)$"
+)
+_MIN_CHARS = 6
+"""Length from which the value of a variable is looked for in other texts."""
+_ORDINARY = {"ansor", "mlflow", "ansor_mlflow", "ansor-mlflow", "password", "postgres", "secret", "tracking"}
+"""Passwords that would hide half of a message."""
+
+
+def without_credentials(text: str) -> str:
+    """Hides the credentials in a text: those of URIs and queries, of headers, and what the environment keeps secret."""
+    for secret in _secrets_of_environment():
+        text = text.replace(secret, _HIDDEN)
+    for pattern in _USER_INFO:
+        text = pattern.sub(rf"\1{_HIDDEN}@", text)
+    for pattern in (_QUOTED, _QUOTED_VALUE):
+        text = pattern.sub(rf"\1\2{_HIDDEN}", text)
+    text = _HEADER.sub(lambda found: f"{found[1]}{found[2] or ''}{_HIDDEN}", text)
+    text = _NAMED.sub(_without_value, text)
+    for pattern in (_BEARER, _ELEMENT):
+        text = pattern.sub(rf"\1{_HIDDEN}", text)
+    return _SHAPED.sub(_HIDDEN, text)
+
+
+def _without_value(found: re.Match[str]) -> str:
+    """The name alone, and what closes a sentence or a quotation behind its value."""
+    name, value = found.groups()
+    closing = value[len(value.rstrip(")]}>\"'`,;.:")) :]
+    return found[0] if value == closing else f"{name}{_HIDDEN}{closing}"
+
+
+def _secrets_of_environment() -> list[str]:
+    """The values of variables that are called secret, and the passwords in those that are URIs; the longest first."""
+    found = {secret for name, value in os.environ.items() for secret in _secrets_of(name, value)}
+    spelled = {form for secret in found for form in (secret, quote(secret), quote(secret, safe=""), unquote(secret))}
+    return sorted((s for s in spelled if len(s) >= _MIN_CHARS and s.lower() not in _ORDINARY), key=len, reverse=True)
+
+
+def _secrets_of(name: str, value: str) -> Iterator[str]:
+    if _OF_ENVIRONMENT.search(name):
+        yield value
+    scheme, is_uri, rest = value.partition("://")
+    if not is_uri or not scheme.replace("+", "").isalnum():
+        return
+    user_info, at, _ = rest.rpartition("@")
+    if at and ":" in user_info:
+        yield user_info.partition(":")[2]
+    for key, secret in parse_qsl(rest.partition("?")[2]):
+        if re.search(rf"(?i){_KEY}$|^sig$", key):
+            yield secret
+
 
 _UNSEEN = re.compile(
     "[\0-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb]"

@@ -56,31 +56,33 @@ def partition(model: onnx.ModelProto, reasons: Mapping[int, str], values: ValueI
     those that would be parts too small to pay for handing tensors over.
     """
     flops = [_num_flops(node, values) for node in model.graph.node]
-    stays = dict(reasons)
+    fallback = dict(reasons)
     bundles = _bundles(model.graph, values)
-    stays.update({index: stays.get(index, _WITH_OTHERS) for bundle in bundles for index in bundle})
-    turns = _turns(model.graph, stays, bundles)
-    while (small := _smallest(turns, stays, flops)) is not None:
-        stays.update({index: _WITH_OTHERS for index, turn in enumerate(turns) if turn == small})
-        turns = _turns(model.graph, stays, bundles)
+    fallback.update({index: fallback.get(index, _WITH_OTHERS) for bundle in bundles for index in bundle})
+    turns = _turns(model.graph, fallback, bundles)
+    while (small := _smallest(turns, fallback, flops)) is not None:
+        fallback.update({index: _WITH_OTHERS for index, turn in enumerate(turns) if turn == small})
+        turns = _turns(model.graph, fallback, bundles)
     members: dict[int, list[int]] = defaultdict(list)
     for index, turn in enumerate(turns):
         members[turn].append(index)
-    return [_part(model, indices, stays, values, flops) for _, indices in sorted(members.items())]
+    return [_part(model, indices, fallback, values, flops) for _, indices in sorted(members.items())]
 
 
 def _part(
-    model: onnx.ModelProto, indices: list[int], stays: Mapping[int, str], values: ValueInfos, flops: list[float]
+    model: onnx.ModelProto, indices: list[int], fallback: Mapping[int, str], values: ValueInfos, flops: list[float]
 ) -> GraphPart:
     return GraphPart(
-        runs_in="onnxruntime" if indices[0] in stays else "tvm",
+        runs_in="onnxruntime" if indices[0] in fallback else "tvm",
         model=model if len(indices) == len(model.graph.node) else extract(model, indices, values),
         flops=sum(flops[index] for index in indices),
-        reasons={model.graph.node[index].op_type: stays[index] for index in reversed(indices) if stays.get(index)},
+        reasons={
+            model.graph.node[index].op_type: fallback[index] for index in reversed(indices) if fallback.get(index)
+        },
     )
 
 
-def _turns(graph: onnx.GraphProto, stays: Mapping[int, str], bundles: Sequence[set[int]]) -> list[int]:
+def _turns(graph: onnx.GraphProto, fallback: Mapping[int, str], bundles: Sequence[set[int]]) -> list[int]:
     """The turn of each node: even ones are TVM's. Nodes of a bundle wait for each other."""
     producer = producers_of(graph)
     waits: dict[int, int] = {}
@@ -88,7 +90,7 @@ def _turns(graph: onnx.GraphProto, stays: Mapping[int, str], bundles: Sequence[s
         turns: list[int] = []
         for index, node in enumerate(graph.node):
             earliest = max((turns[producer[name]] for name in inputs_of(node) if name in producer), default=-1)
-            side = 1 if index in stays else 0
+            side = 1 if index in fallback else 0
             turns.append(max(earliest if earliest % 2 == side else earliest + 1, waits.get(index, -1)))
         last = {index: max(turns[other] for other in bundle) for bundle in bundles for index in bundle}
         if all(turns[index] == turn for index, turn in last.items()):
@@ -123,13 +125,13 @@ def _bundles(graph: onnx.GraphProto, values: ValueInfos) -> list[set[int]]:
     return [bundle for bundle in bundles.values() if len(bundle) > 1]
 
 
-def _smallest(turns: list[int], stays: Mapping[int, str], flops: list[float]) -> int | None:
+def _smallest(turns: list[int], fallback: Mapping[int, str], flops: list[float]) -> int | None:
     """TVM's turn that computes least, if it is too little and not the only one."""
-    if not stays:
+    if not fallback:
         return None
     totals: dict[int, float] = defaultdict(float)
     for index, turn in enumerate(turns):
-        if index not in stays:
+        if index not in fallback:
             totals[turn] += flops[index]
     smallest = min(totals, key=lambda turn: totals[turn], default=None)
     return smallest if smallest is not None and len(totals) > 1 and totals[smallest] < MIN_FLOPS else None

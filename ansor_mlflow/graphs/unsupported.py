@@ -21,7 +21,7 @@ from ansor_mlflow.graphs.walk import attributes_of, input_of
 WhyNot = Callable[[onnx.NodeProto, GraphEditor], "str | None"]
 
 
-def reasons_to_stay(model: onnx.ModelProto) -> dict[int, str]:
+def fallback_reasons(model: onnx.ModelProto) -> dict[int, str]:
     """Why TVM would compute a node wrongly or not at all, in a few words, by its place in the graph."""
     graph = GraphEditor(model)
     reasons = {place: why_not(node, graph) for place, node in enumerate(model.graph.node)}

@@ -7,10 +7,8 @@ functions, these are as if they had not been tuned.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,7 +17,6 @@ import onnx
 from ansor_mlflow.device import is_cpu, vector_lanes
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.graphs import (
-    GraphPart,
     PaddedLayer,
     best_padding,
     fold_batch_norms,
@@ -30,8 +27,9 @@ from ansor_mlflow.graphs import (
     rewrite_operators,
     simplify,
 )
-from ansor_mlflow.lowering.parts import LoweredPart, describe, lower_parts
-from ansor_mlflow.lowering.pipeline import lower_graph, lower_node
+from ansor_mlflow.lowering.fallback import LoweredPart, describe, lower_parts
+from ansor_mlflow.lowering.lower_graph import lower_graph, lower_node
+from ansor_mlflow.lowering.network import LoweredNetwork, NetworkPart, TuningTask, short_name
 from ansor_mlflow.settings import Algorithm, LoweringSettings, Padding
 from ansor_mlflow.trials import TaskInfo
 
@@ -39,72 +37,11 @@ if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.target import Target
 
-    from ansor_mlflow.lowering.ways import Alternative
 
-CONSTANTS = "layout_free_buffers"
-"""TVM's attribute of a fused function: the numbers of the parameters that are constants of the network."""
 LOWERING_VERSION = 6
 """Provenance of records: two lowerings with different versions may give different tasks for one network."""
 
 _DEFAULTS = LoweringSettings()
-_MAX_NAME = 100
-"""Characters of a task's name: it is a part of a metric's, of which MLflow takes 250."""
-
-
-@dataclass(frozen=True)
-class TuningTask:
-    """A distinct fused function of a network, as the search takes it."""
-
-    info: TaskInfo
-    mod: IRModule
-    """Module with one unscheduled PrimFunc, "main"."""
-    alternative: Alternative | None = None
-    """How the network is changed to compute it so; None for the direct way."""
-
-    @property
-    def constants(self) -> tuple[int, ...]:
-        """Numbers of the function's parameters that are constants of the network."""
-        return tuple(map(int, self.mod["main"].attrs.get(CONSTANTS, ())))
-
-
-@dataclass(frozen=True)
-class NetworkPart:
-    """A part of a network."""
-
-    graph: GraphPart
-    function: str
-    """Name of its function in the module; empty for a part that ONNX Runtime runs."""
-    size: int = 0
-    """Which of the network's sizes it is of."""
-
-
-@dataclass(frozen=True)
-class LoweredNetwork:
-    """A network as fused functions; weights are constants."""
-
-    mod: IRModule
-    """Module whose function "main" takes the network's inputs alone. Of a network in parts, or of several sizes, it has
-    one for each part of TVM's."""
-    tasks: tuple[TuningTask, ...]
-    """A layer that may be computed in several ways has a task for each, after each other."""
-    parts: tuple[NetworkPart, ...] = ()
-    """The parts in the order in which they run, size after size; empty where "main" is the only one."""
-    hard_to_tile: tuple[PaddedLayer, ...] = ()
-    """Layers with channels that `pad_channels=auto` pads."""
-
-    @property
-    def constant_bytes(self) -> int:
-        """Size of the weights and other constants that a call reads; of several sizes of the network the largest."""
-        functions = [(part.size, part.function) for part in self.parts if part.function] or [(0, "main")]
-        by_size: dict[int, int] = {}
-        for size, function in functions:
-            by_size[size] = by_size.get(size, 0) + _constant_bytes(self.mod[function])
-        return max(by_size.values())
-
-    @property
-    def num_ways(self) -> int:
-        """Tasks that are further ways to compute a layer."""
-        return len(self.tasks) - len({task.info.layer_hash for task in self.tasks})
 
 
 def lower(
@@ -119,19 +56,21 @@ def lower_sizes(
     target: Target,
     settings: LoweringSettings,
     called: str,
-    stays: Mapping[int, Mapping[str, str]] = {},
+    fallback: Mapping[int, Mapping[str, str]] = {},
 ) -> LoweredNetwork:
     """Lowers a network in each of its sizes. Tasks that are the same in several sizes are one.
 
-    `stays` says for a size, by its number, why a node stays with ONNX Runtime though TVM may know it, by an output of
-    it as the parts of an earlier lowering name it.
+    `fallback` says for a size, by its number, why a node stays with ONNX Runtime though TVM may know it, by an output
+    of it as the parts of an earlier lowering name it.
 
     Raises:
         UserInputError: ONNX Runtime cannot load a model, TVM can compute no part of it, or not all where it must.
     """
     from ansor_mlflow.lowering.joining import join_modules
 
-    sizes = [_lower_size(model, target, settings, called, stays.get(number, {})) for number, model in enumerate(models)]
+    sizes = [
+        _lower_size(model, target, settings, called, fallback.get(number, {})) for number, model in enumerate(models)
+    ]
     parts = [(size, *part) for size, (lowered, _) in enumerate(sizes) for part in lowered]
     modules = {f"part{number}": mod for number, (_, _, mod) in enumerate(parts) if mod is not None}
     named = [
@@ -149,7 +88,7 @@ def lower_sizes(
 
 
 def _lower_size(
-    model: onnx.ModelProto, target: Target, settings: LoweringSettings, called: str, stays: Mapping[str, str]
+    model: onnx.ModelProto, target: Target, settings: LoweringSettings, called: str, fallback: Mapping[str, str]
 ) -> tuple[list[LoweredPart], list[PaddedLayer]]:
     """The parts of a network in one size, and its layers that `pad_channels=auto` pads."""
     graph = rewrite_operators(fold_batch_norms(simplify(raise_opset(model), called)))
@@ -160,7 +99,7 @@ def _lower_size(
     if (padding := _padding(settings.pad_channels, target)) is not None:
         graph = pad_output_channels(graph, padding)
     lower_whole = partial(lower_graph, target=target, settings=settings)
-    parts = lower_parts(graph, lower_whole, partial(lower_node, target=target), stays)
+    parts = lower_parts(graph, lower_whole, partial(lower_node, target=target), fallback)
     reasons = {operator: reason for part, _ in parts for operator, reason in part.reasons.items()}
     any_lowered = any(mod is not None for _, mod in parts)
     if not any_lowered or (reasons and settings.partition == "off"):
@@ -186,13 +125,13 @@ def _padding(pad_channels: Padding, target: Target) -> Callable[[int], int] | No
 
 
 def _find_tasks(mod: IRModule, target: Target, algorithm: Algorithm, called: str) -> tuple[TuningTask, ...]:
-    """The tasks of a network, of layers that may be computed in several ways one for each."""
+    """The tasks of a network, of layers that may be computed by several algorithms one for each."""
     tasks = _extract_tasks(mod, target)
     if algorithm == "direct" or not is_cpu(target):  # no sketch knows them elsewhere
         return tasks
-    from ansor_mlflow.lowering.ways import with_other_ways
+    from ansor_mlflow.lowering.algorithms import with_algorithms
 
-    return with_other_ways(mod, tasks, algorithm, called)
+    return with_algorithms(mod, tasks, algorithm, called)
 
 
 def _extract_tasks(mod: IRModule, target: Target) -> tuple[TuningTask, ...]:
@@ -201,7 +140,7 @@ def _extract_tasks(mod: IRModule, target: Target) -> tuple[TuningTask, ...]:
     from tvm.s_tir.meta_schedule.utils import shash2hex
 
     from ansor_mlflow.codegen.concatenations import count_written_in_place  # the door would load TVM
-    from ansor_mlflow.lowering.ways import hash_of  # so would this one
+    from ansor_mlflow.lowering.algorithms import hash_of  # so would this one
 
     gone: Counter[str] = Counter()
     for name, num_calls in count_written_in_place(mod).items():
@@ -222,22 +161,3 @@ def _extract_tasks(mod: IRModule, target: Target) -> tuple[TuningTask, ...]:
         )
         tasks.append(TuningTask(info=info, mod=function))
     return tuple(tasks)
-
-
-def _constant_bytes(function: object) -> int:
-    from tvm import relax
-    from tvm.ir import GenericConst
-
-    sizes: dict[int, int] = {}
-
-    def visit(expr: object) -> None:
-        if isinstance(expr, GenericConst):
-            sizes[expr.value.data_ptr()] = math.prod(expr.value.shape) * expr.value.dtype.itemsize
-
-    relax.analysis.post_order_visit(function, visit)
-    return sum(sizes.values())
-
-
-def short_name(name: str, workload_hash: str) -> str:
-    """A task's name; one that lists dozens of operators is cut, and stays the only one of its kind by the hash."""
-    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 9]}_{workload_hash.removeprefix('0x')[:8]}"

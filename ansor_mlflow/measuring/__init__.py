@@ -14,16 +14,26 @@ from ansor_mlflow.measuring.checking import (
     tolerance_for,
     what_to_do,
 )
-from ansor_mlflow.measuring.contenders import (
+from ansor_mlflow.measuring.compare import (
     Inference,
     MakeInference,
+    Ratio,
+    SequentialTest,
+    Verdict,
     library_inference,
     reference_inference,
     timed_call,
     tuned_inference,
 )
-from ansor_mlflow.measuring.examples import choose_examples, require_examples
-from ansor_mlflow.measuring.kernels import KernelTime, KernelTimes, time_kernels
+from ansor_mlflow.measuring.inputs import choose_examples, require_examples, same_for_all, seeded_inputs
+from ansor_mlflow.measuring.kernels import (
+    KernelTime,
+    KernelTimes,
+    seeded_examples,
+    time_kernels,
+    time_parts,
+    time_parts_in_onnxruntime,
+)
 from ansor_mlflow.measuring.noise import (
     MachineNoise,
     ProbeTime,
@@ -34,10 +44,9 @@ from ansor_mlflow.measuring.noise import (
     time_probe,
     watched,
 )
-from ansor_mlflow.measuring.parts import seeded_examples, time_parts, time_parts_in_onnxruntime
 from ansor_mlflow.measuring.reference import ReferenceSession, is_quantized
-from ansor_mlflow.measuring.rivals.rival import RivalTask, choose_rivals, require_rivals, rival_inference, version_of
-from ansor_mlflow.measuring.significance import Ratio, SequentialTest, Verdict
+from ansor_mlflow.measuring.rivals.rival import choose_rivals, require_rivals, rival_inference, version_of
+from ansor_mlflow.measuring.rivals.task import RivalTask
 from ansor_mlflow.measuring.timing import (
     Latency,
     call_once,
@@ -48,4 +57,3 @@ from ansor_mlflow.measuring.timing import (
     take_turns,
     turn_in_process,
 )
-from ansor_mlflow.measuring.varied_inputs import same_for_all, seeded_inputs

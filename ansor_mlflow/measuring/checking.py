@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ansor_mlflow.errors import AnsorMlflowError, CorrectnessError
-from ansor_mlflow.measuring.contenders import MakeInference, outputs_call, reference_inference
+from ansor_mlflow.measuring.compare import MakeInference, outputs_call, reference_inference
 from ansor_mlflow.measuring.reference import is_quantized, operators_of, random_operators
 from ansor_mlflow.measuring.timing import call_once
-from ansor_mlflow.processes import call_in_process
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import Arrays
 
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
@@ -118,7 +118,7 @@ def deviation_of(make_inference: MakeInference, examples: Sequence[Arrays], expe
 
 def outputs_of(make_inference: MakeInference, examples: Sequence[Arrays]) -> list[Arrays]:
     """The outputs of a model for several inputs, computed in a process of its own."""
-    found: list[Arrays] = call_in_process(call_once, partial(outputs_call, make_inference, examples))
+    found: list[Arrays] = in_child_process(call_once, partial(outputs_call, make_inference, examples))
     return found
 
 

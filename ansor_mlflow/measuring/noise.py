@@ -120,7 +120,7 @@ class MachineNoise:
         return max(0.0, float(np.percentile(self._elapsed_s, 90)) / self._undisturbed_s - 1) if self._elapsed_s else 0.0
 
     @property
-    def distrust(self) -> str:
+    def unreliable(self) -> str:
         """Why what `measure` returned cannot be trusted, as a clause; empty where it can."""
         if not is_disturbed(self.num_disturbed, self.num_measured):
             return ""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ansor_mlflow.measuring.noise import MachineNoise, Turn, watched
-from ansor_mlflow.processes import call_in_process
+from ansor_mlflow.processes import in_child_process
 
 MakeCall = Callable[[], Callable[[], Any]]
 """Prepares a contender and returns the call to time. Must be picklable: it is called in the child process."""
@@ -66,7 +66,7 @@ def take_turns(contenders: Mapping[str, Turn], turns: int, noise: MachineNoise) 
 
 def turn_in_process(make_call: MakeCall, measure_s: float) -> tuple[list[float], float]:
     """Times one contender for one turn, in a fresh process; see `Turn`."""
-    return call_in_process(partial(measure_turn, measure_s=measure_s), make_call)
+    return in_child_process(partial(measure_turn, measure_s=measure_s), make_call)
 
 
 def call_once(make_call: MakeCall) -> Any:

@@ -1,7 +1,6 @@
 """A tuned model as a directory of libraries, records and the network, with the digest of every file."""
 
 from ansor_mlflow.model.choice import Choice, LoadOptions, choose_for_server, choose_library, threads_here
-from ansor_mlflow.model.digests import verified_manifest
 from ansor_mlflow.model.library import (
     Coverage,
     compile_tuned,
@@ -10,18 +9,17 @@ from ansor_mlflow.model.library import (
     require_linker,
     write_coverage,
 )
-from ansor_mlflow.model.loading import load_package, open_library
-from ansor_mlflow.model.manifest import LIBRARY_FILE, LibraryEntry, Manifest
+from ansor_mlflow.model.loading import TunedModel, load_package, open_library
+from ansor_mlflow.model.manifest import LIBRARY_FILE, LibraryEntry, Manifest, verified_manifest
 from ansor_mlflow.model.package import CompiledNetwork, read_package, with_libraries, write_package
 from ansor_mlflow.model.parts import (
     PartEntry,
     PartRunner,
+    fallback_clauses,
     open_sessions,
     part_entries,
     timed_parts,
-    what_stays,
     write_all_parts,
 )
 from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process
 from ansor_mlflow.model.sizes import require_pad
-from ansor_mlflow.model.tuned import TunedModel

@@ -20,7 +20,7 @@ from ansor_mlflow.device import (
 )
 from ansor_mlflow.errors import ModelError, UserInputError
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest
-from ansor_mlflow.model.parts import what_stays
+from ansor_mlflow.model.parts import fallback_clauses
 
 Level = Literal["exact", "compatible", "rebuilt", "untuned"]
 
@@ -96,7 +96,7 @@ class Choice:
     def __str__(self) -> str:
         device = self.entry.fingerprint
         clauses = [f"{self.level} library for {device.description} on {device.cpu_model}: {self.reason}"]
-        return "; ".join([*clauses, *self.rejected, *what_stays(self.entry.parts)])
+        return "; ".join([*clauses, *self.rejected, *fallback_clauses(self.entry.parts)])
 
 
 def choose_library(directory: Path, manifest: Manifest) -> LibraryEntry:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
     from ansor_mlflow.lowering import LoweredNetwork, TuningTask
-    from ansor_mlflow.lowering.ways import ChosenWay  # for a type alone
+    from ansor_mlflow.lowering.algorithms import ChosenAlgorithm  # for a type alone
 
 _LINK_ERROR = "Compilation error:"
 """Begins what TVM says of a compiler that failed, whose output is in the lines after it."""
@@ -63,14 +63,14 @@ class Coverage:
         return covered / (covered + missing) if covered + missing else self.task_share
 
     @property
-    def ways(self) -> dict[str, int]:
-        """Number of layers by the way in which they are computed."""
-        return dict(Counter(task.way for task in (*self.covered, *self.missing)))
+    def algorithms(self) -> dict[str, int]:
+        """Number of layers by the algorithm that computes them."""
+        return dict(Counter(task.algorithm for task in (*self.covered, *self.missing)))
 
     @property
-    def has_other_ways(self) -> bool:
+    def has_other_algorithms(self) -> bool:
         """Whether some layer is not computed as it is defined."""
-        return bool(self.ways.keys() - {DIRECT})
+        return bool(self.algorithms.keys() - {DIRECT})
 
     def to_dict(self) -> dict[str, Any]:
         """The figures and the tasks by name, for `coverage.json`."""
@@ -79,7 +79,7 @@ class Coverage:
             "flops_share": self.flops_share,
             "num_covered": len(self.covered),
             "num_tasks": len(self.covered) + len(self.missing),
-            "ways": self.ways,
+            "algorithms": self.algorithms,
             "growth_mib": self.growth_bytes / 2**20,
             "kernels_us": self.kernels_us,
             "missing": [asdict(task) for task in self.missing],
@@ -105,7 +105,7 @@ def compile_tuned(
         target: Device to generate code for.
         best_records: Directory of a database with one record for each workload; see `records.distill`.
         library: Path of the shared library to write.
-        max_bytes: Size that all constants together may have, as far as ways to compute a layer decide it.
+        max_bytes: Size that all constants together may have, as far as algorithms for a layer decide it.
         linker: What links, where the target has another architecture.
 
     Raises:
@@ -119,18 +119,18 @@ def compile_tuned(
 
     from ansor_mlflow.codegen.concatenations import write_in_place  # the door would load TVM
     from ansor_mlflow.device import import_tensor_intrin
-    from ansor_mlflow.lowering.ways import choose_ways, replace_layers  # so would this one
+    from ansor_mlflow.lowering.algorithms import choose_algorithms, replace_layers  # so would this one
 
     import_tensor_intrin(target.kind.name)
     chosen = MemoryDatabase()
     try:
         database = database_of(best_records, lowered.tasks) if best_records else MemoryDatabase()
-        ways = choose_ways(lowered, database, target, max_bytes)
-        covered = [way.task.info for way in ways if way.is_recorded]
-        missing = [way.task for way in ways if not way.is_recorded]
+        algorithms = choose_algorithms(lowered, database, target, max_bytes)
+        covered = [algorithm.task.info for algorithm in algorithms if algorithm.is_recorded]
+        missing = [algorithm.task for algorithm in algorithms if not algorithm.is_recorded]
         unscheduled = [task.info for task in missing if not (is_gpu(target) or _choose(task, target, chosen))]
-        tasks = [way.task for way in ways]
-        others = {task.info.layer_hash: task.alternative for task in tasks if task.alternative is not None}
+        tasks = [algorithm.task for algorithm in algorithms]
+        others = {task.info.layer_hash: task.algorithm for task in tasks if task.algorithm is not None}
         replaced = replace_layers(lowered.mod, others)
         with target, OrderedUnionDatabase(database, chosen):
             scheduled = relax.transform.MetaScheduleApplyDatabase()(replaced)
@@ -154,8 +154,8 @@ def compile_tuned(
         covered=tuple(covered),
         missing=tuple(task.info for task in missing),
         unscheduled=tuple(unscheduled),
-        growth_bytes=sum(way.growth_bytes for way in ways),
-        kernels_us=_kernels_us(replaced, ways),
+        growth_bytes=sum(algorithm.growth_bytes for algorithm in algorithms),
+        kernels_us=_kernels_us(replaced, algorithms),
     )
 
 
@@ -195,13 +195,15 @@ def _with_roots(mod: IRModule) -> IRModule:
     return changed
 
 
-def _kernels_us(mod: IRModule, ways: Sequence[ChosenWay]) -> dict[str, float | None]:
+def _kernels_us(mod: IRModule, algorithms: Sequence[ChosenAlgorithm]) -> dict[str, float | None]:
     """See `Coverage.kernels_us`."""
     from tvm.tirx import PrimFunc
 
-    from ansor_mlflow.lowering.ways import hash_of  # the door would load TVM
+    from ansor_mlflow.lowering.algorithms import hash_of  # the door would load TVM
 
-    recorded = {way.task.info.workload_hash: way.seconds * 1e6 for way in ways if way.is_recorded}
+    recorded = {
+        algorithm.task.info.workload_hash: algorithm.seconds * 1e6 for algorithm in algorithms if algorithm.is_recorded
+    }
     return {
         var.name_hint: recorded.get(hash_of(function))
         for var, function in mod.functions_items()

@@ -21,8 +21,7 @@ from typing import Any
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import path_below
-from ansor_mlflow.model.digests import sha256_of
-from ansor_mlflow.model.manifest import LibraryEntry, Manifest, library_path, records_path
+from ansor_mlflow.model.manifest import LibraryEntry, Manifest, library_path, records_path, sha256_of
 from ansor_mlflow.model.parts import PartEntry
 from ansor_mlflow.names import NETWORK_FILE
 from ansor_mlflow.tensors import OPEN, NetworkShapes, TensorSpec

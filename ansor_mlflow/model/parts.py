@@ -73,7 +73,7 @@ def _nodes(number: int) -> str:
     return f"{number} node{'s' if number > 1 else ''}"
 
 
-def what_stays(parts: Sequence[PartEntry]) -> list[str]:
+def fallback_clauses(parts: Sequence[PartEntry]) -> list[str]:
     """What ONNX Runtime computes and why, in a clause for each part that differs from the others."""
     return list(dict.fromkeys(str(part) for part in parts if part.runs_in == "onnxruntime"))
 

@@ -16,7 +16,7 @@ from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, one_line
 from ansor_mlflow.model.manifest import LibraryEntry
 from ansor_mlflow.model.parts import part_entries
-from ansor_mlflow.processes import call_in_process
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.settings import FOR_THIS_HOST, Linker, LoweringSettings
 from ansor_mlflow.tensors import NetworkShapes
 
@@ -31,7 +31,7 @@ class BuildJob:
     """Its sizes; empty where it has one."""
     records: str
     """Directory of the records to apply; empty for none."""
-    plain: bool = False
+    untuned: bool = False
     """Whether it is the library that TVM builds by itself, which others are compared with."""
     device: DeviceFingerprint
     lowering: LoweringSettings
@@ -57,7 +57,7 @@ def require_builder() -> None:
 def build_in_child_process(job: BuildJob) -> LibraryEntry:
     """Builds a library in a process of its own, which ends with this one.
 
-    The coverage of a plain library is empty. Its parts may be others than those of a model, which leaves to ONNX
+    The coverage of an untuned library is empty. Its parts may be others than those of a model, which leaves to ONNX
     Runtime what was measured to be faster there.
 
     Raises:
@@ -66,7 +66,7 @@ def build_in_child_process(job: BuildJob) -> LibraryEntry:
     """
     advice = "compile the network for this host on another one"
     try:
-        return call_in_process(build, job, work="builds the library", advice=advice, is_quiet=True)
+        return in_child_process(build, job, work="builds the library", advice=advice, is_quiet=True)
     except AnsorMlflowError:
         raise
     except Exception as err:  # of TVM, which has errors of its own
@@ -84,7 +84,7 @@ def build(job: BuildJob) -> LibraryEntry:
     models = models_of_sizes(read_whole(Path(job.network)), job.network, job.sizes)
     lowered = lower_sizes(models, target, job.lowering, job.network)
     coverage: dict[str, Any] = {}
-    if job.plain:
+    if job.untuned:
         compile_untuned(lowered, target, Path(job.library), job.linker)
     else:
         records = Path(job.records) if job.records else None

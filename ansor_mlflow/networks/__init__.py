@@ -1,7 +1,7 @@
 """Networks as ONNX graphs: built-in ones, and those of users."""
 
-from ansor_mlflow.networks.builtin import BUILTIN_NETWORKS, read_catalogue
-from ansor_mlflow.networks.loading import (
+from ansor_mlflow.networks.families.builtin import BUILTIN_NETWORKS, read_catalogue
+from ansor_mlflow.networks.load import (
     Network,
     load_network,
     models_of_sizes,

@@ -38,9 +38,8 @@ from ansor_mlflow.graphs import (
 )
 from ansor_mlflow.networks.checks import require_data, require_sizes, require_sound, require_tensor
 from ansor_mlflow.networks.external_data import data_path, find_data, location_of, read_data
-from ansor_mlflow.networks.inputs.branches import take_known_branches
-from ansor_mlflow.networks.inputs.values import fix_values, require_shape, typed_values
 from ansor_mlflow.networks.shapes import DeclaredShape, resolve_shapes
+from ansor_mlflow.networks.values import fix_values, require_shape, take_known_branches, typed_values
 from ansor_mlflow.tensors import OPEN, Arrays, TensorSpec, random_inputs
 
 _log = logging.getLogger("ansor_mlflow")

@@ -15,7 +15,7 @@ from typing import Any
 
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, one_line
 from ansor_mlflow.networks.shapes import DeclaredShape, resolve_shapes
-from ansor_mlflow.processes import call_in_process
+from ansor_mlflow.processes import in_child_process
 
 PROGRAM_SUFFIX = ".pt2"
 _OPSET = 18
@@ -93,7 +93,7 @@ def export_model(
     """
     job = _Export(load, network, path, input_shapes, batch_size)
     advice = "free memory, or export the model to ONNX where it can be loaded (torch.onnx.export)"
-    for note in call_in_process(_export, job, work="exports the model of PyTorch", advice=advice, is_quiet=True):
+    for note in in_child_process(_export, job, work="exports the model of PyTorch", advice=advice, is_quiet=True):
         _log.warning(note)
 
 

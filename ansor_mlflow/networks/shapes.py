@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.networks.inputs.axes import (
+from ansor_mlflow.networks.axes import (
     NO_NAME,
     USUAL_SHAPE,
     NamedShape,

@@ -16,9 +16,19 @@ from ansor_mlflow.parameters.commands import (
     TrackerOptions,
     VerifyRecordsOptions,
 )
-from ansor_mlflow.parameters.declaring import Options, as_text, declared, default_text, grouped, listed
-from ansor_mlflow.parameters.loading import load_options, read_settings
-from ansor_mlflow.parameters.mlproject import mlproject
+from ansor_mlflow.parameters.config import load_options, read_settings
+from ansor_mlflow.parameters.declaring import (
+    MAX_PARAM_LENGTH,
+    Options,
+    Rivals,
+    as_text,
+    declared,
+    default_text,
+    grouped,
+    is_uri,
+    listed,
+)
+from ansor_mlflow.parameters.generated import mlproject, parameters_markdown
 from ansor_mlflow.parameters.model import (
     AliasOptions,
     CheckOptions,
@@ -27,11 +37,10 @@ from ansor_mlflow.parameters.model import (
     PipelineOptions,
     PromoteOptions,
 )
-from ansor_mlflow.parameters.network import LinkOptions, NetworkOptions, RecordsOptions, RpcOptions
+from ansor_mlflow.parameters.networks import LinkOptions, NetworkOptions, RecordsOptions, RpcOptions
 from ansor_mlflow.parameters.tuning import (
     SKETCH_TRIALS_PER_TASK,
     TRIALS_PER_TASK,
     BudgetOptions,
     TuneOptions,
 )
-from ansor_mlflow.parameters.values import MAX_PARAM_LENGTH, Rivals, is_uri

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from ansor_mlflow.parameters.declaring import Options, parameter
+from ansor_mlflow.parameters.declaring import Auto, Options, PositiveFloat, PositiveInt, Share, parameter
 from ansor_mlflow.parameters.model import DATA_RULE, Tolerance
-from ansor_mlflow.parameters.network import (
+from ansor_mlflow.parameters.networks import (
     NETWORK_RULE,
     LinkOptions,
     NetworkOptions,
@@ -15,7 +15,6 @@ from ansor_mlflow.parameters.network import (
     Target,
 )
 from ansor_mlflow.parameters.tuning import BudgetOptions, MeasureTimeout, WorkerMemory
-from ansor_mlflow.parameters.values import Auto, PositiveFloat, PositiveInt, Share
 
 TRACKER_RULE = "host:port, such as 127.0.0.1:9190"
 SOURCE_RULE = "the ID of a tuning run, or a path or an artifact URI of records"

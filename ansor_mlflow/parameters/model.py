@@ -6,20 +6,21 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from ansor_mlflow.parameters.declaring import Options, parameter
-from ansor_mlflow.parameters.network import LinkOptions, RecordsOptions, RpcOptions, SeedOptions, Trust
-from ansor_mlflow.parameters.tuning import TuneOptions
-from ansor_mlflow.parameters.values import (
+from ansor_mlflow.parameters.declaring import (
     AliasName,
     Auto,
     ModelAddress,
     ModelName,
     NumberByName,
+    Options,
     PositiveFloat,
     PositiveInt,
     Rivals,
     Share,
+    parameter,
 )
+from ansor_mlflow.parameters.networks import LinkOptions, RecordsOptions, RpcOptions, SeedOptions, Trust
+from ansor_mlflow.parameters.tuning import TuneOptions
 from ansor_mlflow.settings import Rival
 
 Tolerance = Annotated[

@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.parameters.declaring import Options, parameter
-from ansor_mlflow.parameters.network import LinkOptions, NetworkOptions, RpcOptions
-from ansor_mlflow.parameters.values import Auto, NonEmptyList, PositiveFloat, PositiveInt
+from ansor_mlflow.parameters.declaring import Auto, NonEmptyList, Options, PositiveFloat, PositiveInt, parameter
+from ansor_mlflow.parameters.networks import LinkOptions, NetworkOptions, RpcOptions
 from ansor_mlflow.settings import LoweringSettings
 
 TRIALS_PER_TASK = {"quick": 16, "standard": 64, "thorough": 256}

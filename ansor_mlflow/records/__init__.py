@@ -9,7 +9,6 @@ from ansor_mlflow.records.applicability import (
     why_not_applicable,
 )
 from ansor_mlflow.records.damage import check_copy, check_records, repair, warn_of_damage
-from ansor_mlflow.records.description import Provenance, read_fingerprint, read_provenance, write_description
 from ansor_mlflow.records.journal import (
     JOURNAL_FILE,
     Journal,
@@ -34,4 +33,14 @@ from ansor_mlflow.records.store import (
     search_directories,
     write_pair,
 )
-from ansor_mlflow.records.summary import DatabaseSummary, WorkloadSummary, open_database, require_whole, summarize
+from ansor_mlflow.records.summary import (
+    DatabaseSummary,
+    Provenance,
+    WorkloadSummary,
+    open_database,
+    read_fingerprint,
+    read_provenance,
+    require_whole,
+    summarize,
+    write_description,
+)

@@ -1,7 +1,5 @@
 """Which programs a task may become: schedules of our own, each good before anything is measured."""
 
-from ansor_mlflow.sketches.choice import ANNOTATION, Programs, Tile, find_decision, find_programs
-from ansor_mlflow.sketches.compilable import why_not_compilable
 from ansor_mlflow.sketches.contraction import (
     MAX_EPILOGUE,
     Contraction,
@@ -10,3 +8,4 @@ from ansor_mlflow.sketches.contraction import (
     is_made_of_blocks,
 )
 from ansor_mlflow.sketches.gpu import gpu_program, schedule_for_gpu, unbound_kernels
+from ansor_mlflow.sketches.sketch import ANNOTATION, Programs, Tile, find_decision, find_programs, why_not_compilable

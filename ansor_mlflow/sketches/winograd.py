@@ -1,6 +1,6 @@
 """Winograd's convolution, tile row by tile row in the caches.
 
-From the outside in, for the blocks that `lowering.ways` makes:
+From the outside in, for the blocks that `lowering.algorithms` makes:
 
     parallel over rows of tiles, and blocks of channels           jobs
       the padded input of a job                                   vectorised

@@ -1,10 +1,9 @@
 """What a run in MLflow shows: params, tags, metrics, artifacts, and what went wrong."""
 
-from ansor_mlflow.tracking.environment import describe_environment
-from ansor_mlflow.tracking.error_translation import translated_errors
-from ansor_mlflow.tracking.figures.roofline import draw_roofline
+from ansor_mlflow.tracking.environment import describe_environment, translated_errors
+from ansor_mlflow.tracking.figures.plots import draw_roofline
 from ansor_mlflow.tracking.figures.style import save_figure
-from ansor_mlflow.tracking.killed.runs import (
+from ansor_mlflow.tracking.killed import (
     WORK_ROOT,
     ended,
     has_messages,
@@ -14,16 +13,17 @@ from ansor_mlflow.tracking.killed.runs import (
     remove_directory,
 )
 from ansor_mlflow.tracking.memory import EarlierTuning, best_source, find_tunings, memory_tags
-from ansor_mlflow.tracking.mirror import RecordMirror, whole_records
 from ansor_mlflow.tracking.observer import MlflowObserver, latency_metrics
 from ansor_mlflow.tracking.outbox import (
     GRACE_AFTER_ERROR_S,
     GRACE_S,
     Message,
     Outbox,
+    RecordMirror,
     UndeliveredError,
     deliver_left,
     open_outbox,
+    whole_records,
 )
 from ansor_mlflow.tracking.registry import (
     aliases_of,
@@ -36,14 +36,20 @@ from ansor_mlflow.tracking.registry import (
     tags_of_version,
     undo_moves,
 )
-from ansor_mlflow.tracking.report.addresses import run_page, server_command, ui_address
 from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.tracking.report.note import command_lines, evaluation_note, pipeline_note, tuning_note
-from ansor_mlflow.tracking.report.pages import html_page, kernels_page
-from ansor_mlflow.tracking.report.summary import kernel_rows, summary_rows
+from ansor_mlflow.tracking.report.pages import (
+    html_page,
+    kernel_rows,
+    kernels_page,
+    run_page,
+    server_command,
+    summary_rows,
+    ui_address,
+)
 from ansor_mlflow.tracking.report.tuning_page import KernelNote, ScheduleText, tuning_page
 from ansor_mlflow.tracking.run import StepRun, fail_project_run, params_used, read_artifact, step_run, work_directory
 from ansor_mlflow.tracking.sources import find_program, network_of, pinned_uri
-from ansor_mlflow.tracking.stores.sqlite import open_in_turn
+from ansor_mlflow.tracking.sqlite import open_in_turn
 
 open_in_turn()

@@ -123,8 +123,8 @@ def _evaluate(options: LatencyOptions, dataset: Any, model: Any) -> tuple[Latenc
             turn_in_process, partial(timed_call, champion, [first]), options.measure_s
         )
     latencies = take_turns(turns, options.turns, noise)
-    if noise.distrust:
-        _log.warning("the times cannot be trusted: %s", noise.distrust)
+    if noise.unreliable:
+        _log.warning("the times cannot be trusted: %s", noise.unreliable)
     latency = latencies[MODEL_TYPE]
     metrics = {
         names.LATENCY_MS: latency.median_ms,

@@ -16,7 +16,7 @@ from mlflow.entities import Run
 from ansor_mlflow import names
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.records import Provenance, device_key
-from ansor_mlflow.tracking.error_translation import translated_errors
+from ansor_mlflow.tracking.environment import translated_errors
 
 _HASH_DIGITS = 8
 _HASHES_PER_TAG = 5000 // (_HASH_DIGITS + 1)

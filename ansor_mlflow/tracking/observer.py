@@ -100,7 +100,7 @@ class MlflowObserver:
             Message(
                 metrics=_final_metrics(result),
                 step=result.total_trials,
-                tags={names.TAG_STOP_REASON: result.stop_reason, **_TRIALS_ARE_A_TABLE, **_distrust(result)},
+                tags={names.TAG_STOP_REASON: result.stop_reason, **_TRIALS_ARE_A_TABLE, **_unreliable(result)},
                 artifacts=[(name, "") for name in (*tables, *figures)],
                 note=tuning_note(self.history, self._commands),
             )
@@ -162,8 +162,8 @@ def latency_metrics(result: TuningResult) -> dict[str, float]:
     return values
 
 
-def _distrust(result: TuningResult) -> dict[str, str]:
-    return {names.TAG_DISTRUST: result.distrust} if result.distrust else {}
+def _unreliable(result: TuningResult) -> dict[str, str]:
+    return {names.TAG_UNRELIABLE: result.unreliable} if result.unreliable else {}
 
 
 def _final_metrics(result: TuningResult) -> dict[str, float]:
@@ -192,7 +192,7 @@ def _durations(durations: Durations) -> dict[str, float]:
 def _task_row(task: TaskState) -> dict[str, Any]:
     return {
         "task": task.info.name,
-        "way": task.info.way,
+        "algorithm": task.info.algorithm,
         "weight": task.info.weight,
         "flops": task.info.flops,
         "latency_us": task.best_s * 1e6 if task.best_s is not None else None,

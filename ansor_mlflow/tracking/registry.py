@@ -11,7 +11,7 @@ import mlflow
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import MachineError, UndecidedError, UserInputError
-from ansor_mlflow.tracking.error_translation import translated_errors
+from ansor_mlflow.tracking.environment import translated_errors
 
 _MAX_MOVES = 50
 """Moves of an alias that are remembered; the tag of a registered model has 5000 characters."""

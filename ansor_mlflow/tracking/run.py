@@ -22,8 +22,8 @@ from ansor_mlflow.files import path_below, translated_disk_errors
 from ansor_mlflow.foreign import read_json, typed, without_credentials
 from ansor_mlflow.gone import why_gone
 from ansor_mlflow.parameters import MAX_PARAM_LENGTH, Options, as_text
-from ansor_mlflow.tracking.error_translation import translated_errors
-from ansor_mlflow.tracking.killed.runs import (
+from ansor_mlflow.tracking.environment import translated_errors
+from ansor_mlflow.tracking.killed import (
     WORK_ROOT,
     end_killed_steps,
     ended,
@@ -39,8 +39,8 @@ from ansor_mlflow.tracking.outbox import (
     leave_message,
     rounded,
 )
-from ansor_mlflow.tracking.report.addresses import run_page, server_command, ui_address
 from ansor_mlflow.tracking.report.note import resuming_lines
+from ansor_mlflow.tracking.report.pages import run_page, server_command, ui_address
 from ansor_mlflow.tracking.views import ensure_views
 
 T = TypeVar("T")
@@ -115,11 +115,11 @@ class StepRun:
             safe = [RunTag(name, without_credentials(value)) for name, value in tags.items()]
             mlflow.MlflowClient().log_batch(self.run_id, tags=safe)
 
-    def log_distrust(self, reason: str) -> None:
+    def log_unreliable(self, reason: str) -> None:
         """Warns that what was measured cannot be trusted, and tags the run; an empty reason does nothing."""
         if reason:
             _log.warning("the times cannot be trusted: %s", reason)
-            self.log_tags({names.TAG_DISTRUST: reason})
+            self.log_tags({names.TAG_UNRELIABLE: reason})
 
     def log_note(self, text: str) -> None:
         """Describes the run, as Markdown, unless a user has edited the description."""

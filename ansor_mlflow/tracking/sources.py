@@ -36,7 +36,7 @@ from ansor_mlflow.networks import (
     require_trust,
 )
 from ansor_mlflow.parameters import NetworkOptions, is_uri
-from ansor_mlflow.tracking.error_translation import translated_errors
+from ansor_mlflow.tracking.environment import translated_errors
 
 _REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)(/(?P<version>\d+|latest)|@(?P<alias>[^/@]+))(?P<path>(/[^/]+)*)")
 _LOGGED = re.compile(r"models:/m-[0-9a-f]+")

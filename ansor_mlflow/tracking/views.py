@@ -239,7 +239,7 @@ _LEADERBOARD = _state(
         _tag(names.TAG_NETWORK): 101,
         _tag(names.TAG_BEST_RIVAL): 101,
         _param("strategy"): 101,
-        _tag(names.TAG_DISTRUST): 101,
+        _tag(names.TAG_UNRELIABLE): 101,
     },
 )
 _TUNING_CHARTS = _state(

@@ -31,17 +31,13 @@ from ansor_mlflow.trials import (
 )
 from ansor_mlflow.tuning.interrupt import Interrupts, deferred_interrupts
 from ansor_mlflow.tuning.ledger import Announcer, Ledger
-from ansor_mlflow.tuning.scheduler import GradientScheduler
 from ansor_mlflow.tuning.search.candidates import make_trial, run_jobs, runner_result
-from ansor_mlflow.tuning.search.choice import ProgramSearch, make_search
 from ansor_mlflow.tuning.search.program_search import make_cost_model, release_memory
+from ansor_mlflow.tuning.search.select import ProgramSearch, make_search
 from ansor_mlflow.tuning.search.space import candidate_of
-from ansor_mlflow.tuning.stopping import StoppingRules, outrun_tasks, seemingly_faster
+from ansor_mlflow.tuning.stopping import GradientScheduler, StoppingRules, dominated_tasks, seemingly_faster
 from ansor_mlflow.tuning.winners import MAX_FINALISTS, Winners
-from ansor_mlflow.tuning.workers.build_queue import BuildQueue
-from ansor_mlflow.tuning.workers.builder import Builder
-from ansor_mlflow.tuning.workers.runner import Runner
-from ansor_mlflow.tuning.workers.timing import RunJob
+from ansor_mlflow.workers import Builder, BuildQueue, RunJob, Runner
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
@@ -274,7 +270,7 @@ class Tuner:
         """Lets the scheduler and the stopping rules know of a round."""
         self._scheduler.round_finished(state)
         state.stop_reason = self._rules.stop_reason_of(state)
-        self._stop_outrun()
+        self._stop_dominated()
 
     def _plant(self, seeds: Sequence[Seed]) -> None:
         """Lets the tasks begin with what records say; those of which enough is known get no trials."""
@@ -283,7 +279,7 @@ class Tuner:
             if seed := by_hash.get(state.info.workload_hash):
                 self._ledger.begin_with(state, seed.best_s)
                 state.stop_reason = StopReason.KNOWN if seed.is_enough else ""
-        self._stop_outrun()
+        self._stop_dominated()
 
     def _restore(self, past: Sequence[Trial]) -> Iterator[TuningRound]:
         """The rounds of an earlier process; scheduler and stopping rules get to know what they knew then."""
@@ -292,10 +288,10 @@ class Tuner:
             yield self._round(state, trials)
         self._num_proposed = self._ledger.total_trials
 
-    def _stop_outrun(self) -> None:
-        """Gives no more trials to ways that lost against another one of their layer."""
-        for state in outrun_tasks(self._states):
-            state.stop_reason = state.stop_reason or StopReason.OUTRUN
+    def _stop_dominated(self) -> None:
+        """Gives no more trials to algorithms that lost against another one of their layer."""
+        for state in dominated_tasks(self._states):
+            state.stop_reason = state.stop_reason or StopReason.DOMINATED
 
     def _round(self, state: TaskState, trials: Sequence[Trial]) -> TuningRound:
         return self._ledger.round(state, trials, self._runner.noise.spread, self._runner.servers)
@@ -329,7 +325,7 @@ class Tuner:
             with self._ledger.timed("build_s"):
                 self._offer_earlier()
         with self._ledger.timed("confirm_s"):
-            self._measure_again(interrupts, without=outrun_tasks(self._states, in_the_end=True))
+            self._measure_again(interrupts, without=dominated_tasks(self._states, in_the_end=True))
             # a slower host makes what was measured once look faster than what was measured again
             if faster := seemingly_faster(self._states):
                 self._measure_again(interrupts, without=[state for state in self._states if state not in faster])
@@ -363,13 +359,13 @@ class Tuner:
 
     def _finish(self, stop_reason: str) -> TuningResult:
         """Tells the observers how it ended."""
-        spread, distrust = self._runner.noise.spread, self._distrust()
-        result = self._ledger.result(stop_reason, spread, distrust)
+        spread, unreliable = self._runner.noise.spread, self._unreliable()
+        result = self._ledger.result(stop_reason, spread, unreliable)
         self._announcer.tell(lambda observer: observer.tuning_finished(result))
         self._announcer.wait()
         return result
 
-    def _distrust(self) -> str:
+    def _unreliable(self) -> str:
         """Why the times cannot be trusted."""
         num_trials = self._ledger.total_trials - sum(len(round_.trials) for round_ in self._past_rounds)
         num_disturbed, num_winners = self._winners.num_disturbed

@@ -19,22 +19,24 @@ from ansor_mlflow import names
 from ansor_mlflow.device import Device, available_cpus, device_kind, is_cpu, is_gpu
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import write_text
+from ansor_mlflow.fleet import RpcRunner, build_reference_kernel, fleet_settings
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.model import require_linker
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.records import Journal, RecordLog, Seed, read_durations, read_journal, read_seeds, read_similar
 from ansor_mlflow.trials import TuningObserver, TuningPlan, TuningResult
 from ansor_mlflow.tuning.engine import Tuner
-from ansor_mlflow.tuning.fleet.reference_kernel import build_reference_kernel
-from ansor_mlflow.tuning.fleet.runner import RpcRunner
-from ansor_mlflow.tuning.fleet.session import fleet_settings
 from ansor_mlflow.tuning.search.space import applies
 from ansor_mlflow.tuning.stopping import resolve_num_trials
-from ansor_mlflow.tuning.workers.arguments import argument_bytes
-from ansor_mlflow.tuning.workers.builder import Builder, LocalBuilder
-from ansor_mlflow.tuning.workers.runner import LocalRunner, Runner
-from ansor_mlflow.tuning.workers.surroundings import RestOfNetwork
-from ansor_mlflow.tuning.workers.timing import MeasureSettings
+from ansor_mlflow.workers import (
+    Builder,
+    LocalBuilder,
+    LocalRunner,
+    MeasureSettings,
+    RestOfNetwork,
+    Runner,
+    argument_bytes,
+)
 
 _FLOPS_OF_A_THREAD = 1e11
 """Floating point operations of a thread with vectors in a second, about."""
@@ -94,7 +96,7 @@ def tune_job(
             len(job.lowered.tasks),
             num_sketched=job.num_sketched,
             num_known=sum(seed.is_enough for seed in seeds),
-            num_ways=job.lowered.num_ways,
+            num_algorithms=job.lowered.num_algorithms,
         )
         host_threads = available_cpus() if options.rpc_tracker else job.device.num_threads
         tuner = Tuner(

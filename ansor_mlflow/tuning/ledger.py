@@ -1,8 +1,9 @@
-"""What a tuning keeps account of: trials, rounds and time, in its records, in its journal and for its observers."""
+"""Writes one line per round to the log."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from ansor_mlflow.trials import (
     TaskState,
     Trial,
     TuningObserver,
+    TuningPlan,
     TuningResult,
     TuningRound,
 )
@@ -27,6 +29,63 @@ if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
     from tvm.target import Target
+
+_BUSY = 1.0
+"""Probe spread from which the machine is said to be busy: the fixed computation took twice as long."""
+_log = logging.getLogger("ansor_mlflow")
+
+
+class RoundLog:
+    """A `TuningObserver` that logs to the logger `ansor_mlflow`."""
+
+    def __init__(self) -> None:
+        self._was_busy = False
+
+    def tuning_started(self, plan: TuningPlan) -> None:
+        """Says what is tuned."""
+        _log.info("tuning %s · %s: %d tasks, %d trials", plan.network, plan.target, len(plan.tasks), plan.num_trials)
+
+    def round_finished(self, round_: TuningRound) -> None:
+        """Says what the round brought."""
+        best_s, total_s = round_.task.best_s, round_.estimated_latency_s
+        _log.info(
+            "%5d trials %6.1f s  %s: %s  network: %s  %.1f/min%s%s",
+            round_.total_trials,
+            round_.elapsed_s,
+            round_.task.info.name,
+            f"{best_s * 1e6:.1f} µs" if best_s is not None else "no valid trial",
+            f"{total_s * 1e3:.3f} ms" if total_s is not None else "not all tasks measured",
+            round_.trials_per_minute,
+            f"  ended by: {round_.task.stop_reason}" if round_.task.stop_reason else "",
+            _failures(round_.trials),
+        )
+        if round_.probe_spread > _BUSY and not self._was_busy:
+            self._was_busy = True
+            _log.warning("other programs use the CPUs: what they disturb is measured again, which takes longer")
+
+    def tuning_finished(self, result: TuningResult) -> None:
+        """Says how it ended, and what the second measurements of the winners say."""
+        _log.info(
+            "%d trials in %.1f s, stopped by: %s%s",
+            result.total_trials,
+            result.elapsed_s,
+            result.stop_reason,
+            _confirmation(result),
+        )
+
+
+def _confirmation(result: TuningResult) -> str:
+    estimated_s, confirmed_s = result.estimated_latency_s, result.confirmed_latency_s
+    if not (estimated_s and confirmed_s):
+        return ""
+    return f"; confirmed: {confirmed_s * 1e3:.3f} ms, optimism {confirmed_s / estimated_s:.3g}"
+
+
+def _failures(trials: Sequence[Trial]) -> str:
+    failed = [trial for trial in trials if trial.error]
+    if not failed:
+        return ""
+    return f"  ({len(failed)} failed, first {failed[0].status.value}: {' '.join(failed[0].error.split())[:160]})"
 
 
 class Ledger:
@@ -122,7 +181,7 @@ class Ledger:
             servers=tuple(servers),
         )
 
-    def result(self, stop_reason: str, probe_spread: float = 0.0, distrust: str = "") -> TuningResult:
+    def result(self, stop_reason: str, probe_spread: float = 0.0, unreliable: str = "") -> TuningResult:
         """How the tuning ended; a task that nothing else ended, ended with it."""
         if self._journal is not None:
             self._journal.append((), self.durations)
@@ -133,7 +192,7 @@ class Ledger:
             durations=replace(self.durations),
             stop_reason=stop_reason,
             probe_spread=probe_spread,
-            distrust=distrust,
+            unreliable=unreliable,
         )
 
     def _count(self, state: TaskState, trials: Sequence[Trial]) -> None:

@@ -20,7 +20,7 @@ from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.measuring import compare_tensors
 from ansor_mlflow.processes import Outcome, WorkerPool
 from ansor_mlflow.tensors import TensorSpec, random_inputs
-from ansor_mlflow.tuning.workers.arguments import arg_info
+from ansor_mlflow.workers import arg_info
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

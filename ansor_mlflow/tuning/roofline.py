@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ansor_mlflow.device import Device, set_num_threads, vector_lanes
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.measuring import call_once
-from ansor_mlflow.processes import WorkerPool, call_in_process
+from ansor_mlflow.processes import WorkerPool, in_child_process
 
 if TYPE_CHECKING:
     from tvm.runtime import Module
@@ -121,7 +121,7 @@ def measure_roofline(device: Device) -> Roofline:
       kernel whose loops read them several times from memory moves more bytes than are counted.
     - On CPUs with a very large cache a part of the copy comes from it.
     """
-    roofline: Roofline = call_in_process(call_once, partial(_prepare, device, device.cpus))
+    roofline: Roofline = in_child_process(call_once, partial(_prepare, device, device.cpus))
     return roofline
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import random
+import re
+from collections.abc import Container, Iterable, Sequence
 
 from ansor_mlflow.errors import TuningError, UserInputError
 from ansor_mlflow.parameters import SKETCH_TRIALS_PER_TASK, TRIALS_PER_TASK, TuneOptions
-from ansor_mlflow.trials import StopReason, TaskState, TuningResult
+from ansor_mlflow.trials import DIRECT, StopReason, TaskInfo, TaskState, TuningResult
 
 NOISE = 0.03
 """Relative difference below which two measurements count as equal.
 
 Repeated measurements of one program differ by 3 to 5 % (median, `min_repeat_ms` from 20 to 100).
 """
-_OUTRUN = ((2, 2.0), (8, 1.4), (math.inf, 1.1))
-"""Time of a way to compute a layer over the fastest one's beyond which it gets no more trials: after fewer trials than
+_DOMINATED = ((2, 2.0), (8, 1.4), (math.inf, 1.1))
+"""Time of an algorithm for a layer over the fastest one's beyond which it gets no more trials: after fewer trials than
 that, and after more. Few programs of a sketch are that much faster than its first ones; a single trial may have been
 disturbed."""
 MAX_BARREN_ROUNDS = 4
@@ -28,29 +30,29 @@ SECONDS_PER_TRIAL = 0.25
 
 
 def resolve_num_trials(
-    options: TuneOptions, num_tasks: int, *, num_sketched: int = 0, num_known: int = 0, num_ways: int = 0
+    options: TuneOptions, num_tasks: int, *, num_sketched: int = 0, num_known: int = 0, num_algorithms: int = 0
 ) -> int:
     """The budget in trials.
 
     Args:
         options: The budget for the whole network.
-        num_tasks: Tasks of the network, all ways to compute a layer among them.
+        num_tasks: Tasks of the network, all algorithms for a layer among them.
         num_sketched: Those that are searched among the programs of a sketch.
         num_known: Those that get no trials; their share of the budget is not spent.
-        num_ways: Those that are other ways to compute a layer, with sketches, and need no trial.
+        num_algorithms: Those that are other algorithms for a layer, with sketches, and need no trial.
 
     Raises:
         UserInputError: It is smaller than the number of tasks, so that some would stay untuned.
     """
     if options.trials == "auto":
         of_task = SKETCH_TRIALS_PER_TASK[options.preset]
-        sketched_ways = min(num_ways, num_sketched)
-        num_trials = of_task * (num_sketched - sketched_ways) + of_task // 2 * sketched_ways
+        sketched_algorithms = min(num_algorithms, num_sketched)
+        num_trials = of_task * (num_sketched - sketched_algorithms) + of_task // 2 * sketched_algorithms
         num_trials += TRIALS_PER_TASK[options.preset] * (num_tasks - num_sketched)
-    elif 0 < options.trials < num_tasks - num_ways:
+    elif 0 < options.trials < num_tasks - num_algorithms:
         raise UserInputError(
-            f"trials={options.trials}, but the network has {num_tasks - num_ways} tasks and each needs a trial; "
-            f"give at least {num_tasks - num_ways}, or auto, or 0 to measure nothing"
+            f"trials={options.trials}, but the network has {num_tasks - num_algorithms} tasks and each needs a trial; "
+            f"give at least {num_tasks - num_algorithms}, or auto, or 0 to measure nothing"
         )
     else:
         num_trials = options.trials
@@ -106,7 +108,11 @@ class StoppingRules:
         """Why the tuning ends; empty where it goes on."""
         reasons = {task.stop_reason for task in tasks}
         # before the budgets: a tuning that measures nothing has not spent them
-        if StopReason.KNOWN in reasons and reasons <= {StopReason.KNOWN, StopReason.OUTRUN, StopReason.NOTHING_TO_TUNE}:
+        if StopReason.KNOWN in reasons and reasons <= {
+            StopReason.KNOWN,
+            StopReason.DOMINATED,
+            StopReason.NOTHING_TO_TUNE,
+        }:
             return StopReason.KNOWN
         if total_trials >= self._num_trials:
             return StopReason.TRIALS
@@ -133,30 +139,30 @@ class StoppingRules:
         return self._rounds_without_gain[index] >= patience
 
 
-def outrun_tasks(tasks: Iterable[TaskState], *, in_the_end: bool = False) -> list[TaskState]:
-    """The tasks that another way to compute their layer has beaten; in the end with the margin for many trials."""
-    ways: dict[str, list[TaskState]] = {}
+def dominated_tasks(tasks: Iterable[TaskState], *, in_the_end: bool = False) -> list[TaskState]:
+    """The tasks that another algorithm for their layer has beaten; in the end with the margin for many trials."""
+    algorithms: dict[str, list[TaskState]] = {}
     for task in tasks:
         if task.best_s is not None:
-            ways.setdefault(task.info.layer_hash, []).append(task)
-    fastest_s = {layer: min(task.best_s or math.inf for task in group) for layer, group in ways.items()}
+            algorithms.setdefault(task.info.layer_hash, []).append(task)
+    fastest_s = {layer: min(task.best_s or math.inf for task in group) for layer, group in algorithms.items()}
     return [
         task
-        for layer, group in ways.items()
+        for layer, group in algorithms.items()
         for task in group
         if (task.best_s or 0.0) > fastest_s[layer] * _lead(math.inf if in_the_end else task.total_trials)
     ]
 
 
 def _lead(total_trials: float) -> float:
-    """See `_OUTRUN`."""
-    return next((ratio for most, ratio in _OUTRUN if total_trials < most), _OUTRUN[-1][1])
+    """See `_DOMINATED`."""
+    return next((ratio for most, ratio in _DOMINATED if total_trials < most), _DOMINATED[-1][1])
 
 
 def seemingly_faster(tasks: Sequence[TaskState]) -> list[TaskState]:
-    """Tasks without a second measurement whose first is below what another way to compute their layer was confirmed at.
+    """Tasks without a second measurement whose first is below what another algorithm for their layer was confirmed at.
 
-    Where this host became slower in between, ways that were behind look faster than they are.
+    Where this host became slower in between, algorithms that were behind look faster than they are.
     """
     confirmed_s: dict[str, float] = {}
     for task in tasks:
@@ -181,3 +187,72 @@ def require_valid_trials(result: TuningResult) -> None:
         f"{task.total_trials} trials ({reason}); give more trials, more time (max_minutes, measure_timeout_s) or "
         "another target"
     )
+
+
+_ALPHA = 0.2
+"""Trust in the gain of recent rounds against the optimistic guess."""
+_BETA = 2.0
+"""How much slower per FLOP than the best similar task a task is still believed to stay."""
+_WINDOW = 3
+"""Rounds over which the recent gain is taken."""
+_EPSILON = 0.05
+"""Share of rounds that go to a random task."""
+
+
+class GradientScheduler:
+    """Gives every task one round, the one with the most operations first; then picks the steepest expected gain.
+
+    Of several algorithms for a layer only what one of them gains over the fastest counts.
+    """
+
+    def __init__(self, num_tasks: int, seed: int) -> None:
+        self._history: list[list[float]] = [[] for _ in range(num_tasks)]
+        self._rounds = [0] * num_tasks
+        self._random = random.Random(seed)
+
+    def round_finished(self, task: TaskState) -> None:
+        """Takes note of a round of `task`."""
+        index = task.info.index
+        self._rounds[index] += 1
+        if task.best_s is not None:
+            self._history[index].append(task.best_s)
+
+    def next_task(self, tasks: Sequence[TaskState], busy: Container[int] = ()) -> int | None:
+        """The index of the task to work on; None when every task has a stop reason or is busy."""
+        open_tasks = [task.info.index for task in tasks if not task.stop_reason and task.info.index not in busy]
+        if not open_tasks:
+            return None
+        waiting = [index for index in open_tasks if self._rounds[index] == 0]
+        if waiting:
+            begun = {task.info.layer_hash for task in tasks if self._rounds[task.info.index] or task.info.index in busy}
+            return max(waiting, key=lambda index: self._urgency(tasks[index].info, begun))
+        if self._random.random() < _EPSILON:
+            return self._random.choice(open_tasks)
+        return max(open_tasks, key=lambda index: self._gain(tasks, index))
+
+    def _urgency(self, task: TaskInfo, begun: Container[str]) -> tuple[bool, bool, float]:
+        """Layers of which nothing is known come first, each by the direct algorithm."""
+        return task.layer_hash not in begun, task.algorithm == DIRECT, task.weight * task.flops
+
+    def _gain(self, tasks: Sequence[TaskState], index: int) -> float:
+        """Expected decrease of the network's latency, in seconds, by one more round of a task."""
+        task, history, rounds = tasks[index], self._history[index], self._rounds[index]
+        if task.best_s is None:
+            return float("inf") if rounds < MAX_BARREN_ROUNDS else 0.0
+        recent = (history[-1 - _WINDOW] - history[-1]) / _WINDOW if len(history) > _WINDOW else 0.0
+        optimistic = task.best_s / rounds
+        peers = [peer.gflops for peer in tasks if peer.gflops and _operator(peer) == _operator(task)]
+        if peers:
+            optimistic = max(optimistic, task.best_s - _BETA * task.info.flops / (max(peers) * 1e9))
+        fastest_s = min(
+            algorithm.best_s
+            for algorithm in tasks
+            if algorithm.best_s and algorithm.info.layer_hash == task.info.layer_hash
+        )
+        gain = _ALPHA * recent + (1 - _ALPHA) * optimistic - (task.best_s - fastest_s)
+        return task.info.weight * max(0.0, gain)
+
+
+def _operator(task: TaskState) -> str:
+    """The first operator of a fused task: "conv2d" of "fused_conv2d3_add1_relu"."""
+    return re.sub(r"\d+$", "", task.info.name.removeprefix("fused_").split("_")[0])

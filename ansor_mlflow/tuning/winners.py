@@ -19,8 +19,7 @@ from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.records import RecordLog, RecordText, write_pair
 from ansor_mlflow.trials import Trial
 from ansor_mlflow.tuning.search.candidates import log_lines
-from ansor_mlflow.tuning.workers.runner import Runner
-from ansor_mlflow.tuning.workers.timing import RunJob
+from ansor_mlflow.workers import RunJob, Runner
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate

@@ -13,7 +13,7 @@ import time
 from functools import partial
 
 from ansor_mlflow.cli.main import main
-from ansor_mlflow.tuning.fleet import remote
+from ansor_mlflow.fleet import remote
 
 _CALLS = 50
 """Calls of a program that the time would be the mean of."""

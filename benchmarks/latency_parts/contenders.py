@@ -21,7 +21,7 @@ from ansor_mlflow.measuring import (
 )
 from ansor_mlflow.model import LIBRARY_FILE, BuildJob, LibraryEntry, Manifest, build_in_child_process, open_library
 from ansor_mlflow.names import NETWORK_FILE
-from ansor_mlflow.processes import call_in_process
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import Arrays
 
@@ -51,7 +51,7 @@ def contenders_of(model: Path, scratch: Path) -> Iterator[tuple[str, MakeInferen
     """
     manifest = Manifest.read(model)
     (entry,) = manifest.libraries
-    yield "untuned", _built(model, manifest, entry, scratch / "untuned", plain=True)
+    yield "untuned", _built(model, manifest, entry, scratch / "untuned", untuned=True)
     yield "no trials", _built(model, manifest, entry, scratch / "instant", plain=False)
     yield OURS, partial(tuned_inference, model)
     task = RivalTask(
@@ -66,7 +66,7 @@ def contenders_of(model: Path, scratch: Path) -> Iterator[tuple[str, MakeInferen
 
 def time_turn(make_inference: MakeInference, inputs: Arrays) -> Turn:
     """Times a contender in a process of its own."""
-    turn: Turn = call_in_process(call_once, partial(_turn, make_inference, inputs))
+    turn: Turn = in_child_process(call_once, partial(_turn, make_inference, inputs))
     return turn
 
 

@@ -13,12 +13,12 @@ from ansor_mlflow.tensors import TensorSpec
 
 
 def measurement(directory: Path, inputs: tuple[TensorSpec, ...], seed: int) -> Callable[[], dict[str, float]]:
-    """A call that loads and runs a model; for `evaluate.call_in_process`."""
+    """A call that loads and runs a model; for `evaluate.in_child_process`."""
     return partial(_measure, directory, inputs, seed)
 
 
 def prediction(directory: Path, inputs: tuple[TensorSpec, ...], seed: int) -> Callable[[], Any]:
-    """A call that returns what `predict` returns; for `evaluate.call_in_process`."""
+    """A call that returns what `predict` returns; for `evaluate.in_child_process`."""
     return lambda: _load(directory).predict(_inputs(inputs, seed))
 
 

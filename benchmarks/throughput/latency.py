@@ -15,7 +15,7 @@ from ansor_mlflow import names
 from ansor_mlflow.device import fingerprint
 from ansor_mlflow.measuring import Inference, call_once, measure_in_turns, timed_call
 from ansor_mlflow.model import LibraryEntry, Manifest
-from ansor_mlflow.processes import call_in_process
+from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import random_inputs
 from throughput.job import Job
 
@@ -50,7 +50,7 @@ def compile_records(job: Job, directory: Path) -> Compiled:
         job: The tuning, which is done.
         directory: Directory of the tuning; the library is written there.
     """
-    compiled: Compiled = call_in_process(call_once, partial(_compilation, job, directory))
+    compiled: Compiled = in_child_process(call_once, partial(_compilation, job, directory))
     return compiled
 
 
@@ -74,7 +74,7 @@ def measure_libraries(libraries: Mapping[str, Compiled], turns: int, seed: int) 
 
 def host_environment(num_threads: int) -> dict[str, Any]:
     """The machine and the versions, as `ansor-mlflow tune` logs them."""
-    environment: dict[str, Any] = call_in_process(call_once, partial(_description, num_threads))
+    environment: dict[str, Any] = in_child_process(call_once, partial(_description, num_threads))
     return environment
 
 

@@ -17,11 +17,12 @@ from typing import Any
 from helpers.fake_tuning import tune
 
 from ansor_mlflow.device.targets import resolve_target
-from ansor_mlflow.lowering.lower import LoweredNetwork, lower
+from ansor_mlflow.lowering.lower import lower
+from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.processes import Outcome, WorkerPool, start_fork_server
-from ansor_mlflow.testing.fakes import FakeRunner
-from ansor_mlflow.tuning.workers.timing import RunJob
+from ansor_mlflow.testing import FakeRunner
+from ansor_mlflow.workers.measure import RunJob
 
 HOUR_S = 3600
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 from helpers.commands import ANSOR_MLFLOW, ROOT, TESTS
 
-from ansor_mlflow.tuning.fleet.tracker import HostPort, servers_by_key
+from ansor_mlflow.fleet.tracker import HostPort, servers_by_key
 
 KEY = "here"
 BOARD = ROOT / ".board"

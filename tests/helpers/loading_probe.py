@@ -10,7 +10,7 @@ from pathlib import Path
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.errors import AnsorMlflowError
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.networks.loading import load_network
+from ansor_mlflow.networks.load import load_network
 
 
 def virtual_bytes() -> int:

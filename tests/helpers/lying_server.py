@@ -13,7 +13,7 @@ import tvm
 from tvm.rpc import server
 
 from ansor_mlflow.cli.main import main
-from ansor_mlflow.tuning.fleet import remote
+from ansor_mlflow.fleet import remote
 
 _WRONG = """
 @I.ir_module

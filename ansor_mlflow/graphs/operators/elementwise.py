@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from ansor_mlflow.graphs.editor import GraphEditor, Rewritings
 from ansor_mlflow.graphs.types import FLOATS
@@ -78,3 +81,101 @@ REWRITINGS: Rewritings = {
     ("", "Swish"): _swish,
     ("com.microsoft", "QuickGelu"): _swish,
 }
+
+
+def _reduce(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    """The first value where it is NaN, else the largest of those that are none."""
+    data, shape, worst = node.input[0], graph.shape(node.input[0]), _worst(node, graph)
+    places = graph.reduced_axes(node)
+    if worst is None or not shape or places is None or 0 in shape:
+        return False
+    first = graph.slice(data, [0] * len(places), [1] * len(places), places)
+    numbers = graph.emit("Where", graph.emit("IsNaN", data), graph.constant(worst), data)
+    largest = graph.reduce(node.op_type, numbers, places)
+    is_beyond = graph.emit("Greater" if node.op_type == "ReduceMax" else "Less", largest, graph.constant(_least(worst)))
+    stays = graph.emit("Or", graph.emit("IsNaN", first), graph.emit("Not", is_beyond))  # TVM begins with that number
+    keeps = attributes_of(node).get("keepdims", 1)
+    result = graph.emit("Where", stays, first, largest, output=node.output[0] if keeps else None)
+    if not keeps:
+        graph.reshape(result, [size for axis, size in enumerate(shape) if axis not in places], output=node.output[0])
+    return True
+
+
+def _extremum(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    """NaN where a single number is, which the machine code takes for a bound that is none."""
+    shapes = [graph.shape(name) for name in node.input]
+    sizes = [math.prod(shape) if shape is not None else 0 for shape in shapes]
+    constants = map(graph.value, node.input)
+    single = [
+        name
+        for name, size, constant in zip(node.input, sizes, constants, strict=True)
+        if size == 1 and (constant is None or np.isnan(constant).any())
+    ]
+    if graph.dtype(node.input[0]) not in FLOATS or not single:
+        return False
+    result = graph.emit(node.op_type, *node.input)
+    for name in single[:-1]:
+        result = graph.emit("Where", graph.emit("IsNaN", name), name, result)
+    graph.emit("Where", graph.emit("IsNaN", single[-1]), single[-1], result, output=node.output[0])
+    return True
+
+
+def _last_place(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    """The last place in finite numbers, but for an infinity where the first value is NaN; TVM turns data around."""
+    data, shape, worst = node.input[0], graph.shape(node.input[0]), _worst(node, graph)
+    attributes = attributes_of(node)
+    if not attributes.get("select_last_index") or worst is None or not shape or 0 in shape:
+        return False
+    axis, least = attributes.get("axis", 0) % len(shape), _least(worst)
+    instead = np.full([size if place == axis else 1 for place, size in enumerate(shape)], least)
+    instead[(0,) * len(shape)] = -worst
+    limits = sorted([least, -least])
+    finite = graph.emit("Clip", data, *map(graph.constant, limits))
+    numbers = graph.emit("Where", graph.emit("IsNaN", data), graph.constant(instead), finite)
+    graph.emit(node.op_type, numbers, output=node.output[0], **attributes)
+    return True
+
+
+def _sign(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    """TVM's sign of NaN is 0, as is ONNX Runtime's of 16 bits."""
+    data = node.input[0]
+    if graph.dtype(data) not in (TensorProto.FLOAT, TensorProto.DOUBLE):
+        return False
+    graph.emit("Where", graph.emit("IsNaN", data), data, graph.emit("Sign", data), output=node.output[0])
+    return True
+
+
+def _thresholded_relu(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    """TVM multiplies by 0, which makes a NaN of NaN and of minus infinity."""
+    data, dtype = node.input[0], graph.dtype(node.input[0])
+    if not dtype:
+        return False
+    alpha, zero = (graph.constant(value, dtype) for value in (attributes_of(node).get("alpha", 1.0), 0))
+    graph.emit("Where", graph.emit("Greater", data, alpha), data, zero, output=node.output[0])
+    return True
+
+
+EXTREMA: Rewritings = {
+    ("", "ArgMax"): _last_place,
+    ("", "ArgMin"): _last_place,
+    ("", "Max"): _extremum,
+    ("", "Min"): _extremum,
+    ("", "ReduceMax"): _reduce,
+    ("", "ReduceMin"): _reduce,
+    ("", "Sign"): _sign,
+    ("", "ThresholdedRelu"): _thresholded_relu,
+}
+
+
+def _worst(node: onnx.NodeProto, graph: GraphEditor) -> np.ndarray[Any, Any] | None:
+    """The infinity that is chosen last; None for data that are no floats."""
+    dtype = graph.dtype(node.input[0])
+    if dtype not in FLOATS:
+        return None
+    return np.asarray(-np.inf if node.op_type.endswith("Max") else np.inf, helper.tensor_dtype_to_np_dtype(dtype))
+
+
+def _least(worst: np.ndarray[Any, Any]) -> Any:
+    """The finite number that is next to an infinity."""
+    info = np.finfo(worst.dtype)
+    return np.asarray(info.min if worst < 0 else info.max, worst.dtype)

@@ -6,11 +6,8 @@ import onnx
 
 from ansor_mlflow.graphs.editor import Rewritings, rewrite
 from ansor_mlflow.graphs.operators import (
-    conv_transpose,
     convolution,
-    cumulative,
     elementwise,
-    extrema,
     indexing,
     normalization,
     quantized,
@@ -18,12 +15,10 @@ from ansor_mlflow.graphs.operators import (
     resize,
 )
 
-_FIRST: Rewritings = {**extrema.REWRITINGS, **quantized.REWRITINGS}
+_FIRST: Rewritings = {**elementwise.EXTREMA, **quantized.REWRITINGS}
 """Quantisation takes extrema of its own, whose NaN become integers."""
 _OTHERS: Rewritings = {
-    **conv_transpose.REWRITINGS,
     **convolution.REWRITINGS,
-    **cumulative.REWRITINGS,
     **elementwise.REWRITINGS,
     **indexing.REWRITINGS,
     **normalization.REWRITINGS,

@@ -12,8 +12,8 @@ import openvino
 from ansor_mlflow.tensors import Arrays
 
 if TYPE_CHECKING:
-    from ansor_mlflow.measuring.contenders import Inference
-    from ansor_mlflow.measuring.rivals.rival import RivalTask
+    from ansor_mlflow.measuring.compare import Inference
+    from ansor_mlflow.measuring.rivals.task import RivalTask
 
 
 _WHERE = re.compile(r"(Exception from|Check '[^']*' failed at) \S+:\d+:\s*")

@@ -4,39 +4,20 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 from ansor_mlflow.errors import MachineError
-from ansor_mlflow.measuring.contenders import Inference, explained
+from ansor_mlflow.measuring.compare import Inference, explained
+from ansor_mlflow.measuring.rivals.task import RivalTask
 from ansor_mlflow.names import RIVALS
 from ansor_mlflow.settings import Rival
-from ansor_mlflow.tensors import TensorSpec
 
 _TO_INSTALL: dict[Rival, str] = {
     "onnxruntime": "onnxruntime",
     "openvino": "openvino",
     "torch": "torch onnxscript",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class RivalTask:
-    """What a rival is to compute, and how."""
-
-    network: Path
-    """The user's ONNX file."""
-    outputs: tuple[str, ...]
-    """Names, in their order."""
-    num_threads: int
-    program: Path | None = None
-    """The exported program of PyTorch that the file came from, if there is one."""
-    inputs: tuple[TensorSpec, ...] = ()
-    """With the sizes that a program is compiled for."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where it runs."""
 
 
 def version_of(rival: Rival) -> str | None:

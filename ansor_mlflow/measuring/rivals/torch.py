@@ -13,8 +13,8 @@ from ansor_mlflow.networks import load_program
 from ansor_mlflow.tensors import Arrays, random_inputs
 
 if TYPE_CHECKING:
-    from ansor_mlflow.measuring.contenders import Inference
-    from ansor_mlflow.measuring.rivals.rival import RivalTask
+    from ansor_mlflow.measuring.compare import Inference
+    from ansor_mlflow.measuring.rivals.task import RivalTask
 
 
 def torch_inference(task: RivalTask) -> Inference:

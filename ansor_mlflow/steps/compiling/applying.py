@@ -1,23 +1,73 @@
-"""The records that a network is compiled with, and those that do not apply to it any more."""
+"""Whether a network may have layers by other algorithms than the direct one: it must stay within the tolerance."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ansor_mlflow.device import Device
-from ansor_mlflow.errors import RecordsError
+from ansor_mlflow.device import Device, why_not_runnable
+from ansor_mlflow.errors import AnsorMlflowError, CorrectnessError, RecordsError
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, TuningTask
+from ansor_mlflow.measuring import (
+    compare_with_reference,
+    library_inference,
+    outputs_of,
+    require_broken_stays_broken,
+    seeded_inputs,
+    tolerance_for,
+)
+from ansor_mlflow.model import CompiledNetwork, Coverage, threads_here
 from ansor_mlflow.parameters import CompileOptions
 from ansor_mlflow.records import Database, RecordPair, RecordText, find_pairs, write_pair
-from ansor_mlflow.steps.records import Recorded, distill_for_device
+from ansor_mlflow.steps.recorded import Recorded, distill_for_device
+from ansor_mlflow.tensors import all_sizes
 from ansor_mlflow.tuning import applies
 
 if TYPE_CHECKING:
     from tvm.target import Target
+
+_SEEDS = range(4)
+_MARGIN = 0.75
+"""Share of the tolerance that these inputs may take. The largest error differs between inputs: of eight random ones it
+was up to 1.6 times as large for one as for another, and a fifth more than the largest of the first four."""
+_log = logging.getLogger("ansor_mlflow")
+
+
+def loses_digits(compiled: CompiledNetwork, coverage: Coverage) -> bool:
+    """Whether a network with layers by other algorithms is off by more than `evaluate` lets pass, or nearly.
+
+    A library that does not run here, or a network that ONNX Runtime cannot compute from random inputs, is not checked:
+    `evaluate` does it where the model runs.
+    """
+    if not coverage.has_other_algorithms or why_not_runnable(compiled.fingerprint):
+        return False
+    runs = {"algorithms": partial(library_inference, compiled.library, compiled, compiled.entry)}
+    threads = threads_here(compiled.entry)
+    examples = seeded_inputs(compiled.network, all_sizes(compiled), _SEEDS)
+    try:
+        found = compare_with_reference(runs, compiled.network, threads, examples)["algorithms"]
+        require_broken_stays_broken(partial(outputs_of, runs["algorithms"]), compiled.network, threads, examples[0])
+    except CorrectnessError as err:
+        _log.warning("with Winograd's convolutions, %s: all layers are direct", err)
+        return True
+    except AnsorMlflowError as err:
+        _log.warning("the outputs of %s are not checked: %s", compiled.name, err)
+        return False
+    tolerance = tolerance_for("auto", compiled.network, str(compiled.provenance.get("dtype", "float32")))
+    if found.max_rel_error <= _MARGIN * tolerance:
+        return False
+    _log.warning(
+        "max_rel_error %.2g with Winograd's convolutions, near or above the %.2g allowed: all layers are direct",
+        found.max_rel_error,
+        tolerance,
+    )
+    return True
+
 
 _MAX_CANDIDATES = 8
 """Records of a workload that are tried, beside its winner."""

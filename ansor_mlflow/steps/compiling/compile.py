@@ -31,10 +31,9 @@ from ansor_mlflow.parameters import CompileOptions
 from ansor_mlflow.records import find_records, read_fingerprint
 from ansor_mlflow.serving import SignatureKind, get_signature
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.steps.compiling.applying import LostRecords, write_records
-from ansor_mlflow.steps.compiling.exactness import loses_digits
-from ansor_mlflow.steps.parts import measure_parts
-from ansor_mlflow.steps.records import Recorded, find_recorded, load_recorded_network
+from ansor_mlflow.steps.compiling.applying import LostRecords, loses_digits, write_records
+from ansor_mlflow.steps.part_times import measure_parts
+from ansor_mlflow.steps.recorded import Recorded, find_recorded, load_recorded_network
 from ansor_mlflow.tracking import StepRun, step_run, translated_errors
 
 _log = logging.getLogger("ansor_mlflow")
@@ -188,9 +187,9 @@ def _build_library(
         provenance = {**recipe.provenance, "algorithm": "direct"}
         directly_computed = replace(recipe, lowering=directly, provenance=provenance)
         return (*_build_library(network, directly_computed, options, run)[:2], lost)
-    compiled, stays = measure_parts(compiled, lowered)
-    if stays:
-        lowered = lower_sizes(network.models(), device.target, recipe.lowering, network.name, stays)
+    compiled, fallback = measure_parts(compiled, lowered)
+    if fallback:
+        lowered = lower_sizes(network.models(), device.target, recipe.lowering, network.name, fallback)
         compiled, coverage = compile_in(lowered)
         compiled, _ = measure_parts(compiled, lowered)
     return compiled, coverage, lost

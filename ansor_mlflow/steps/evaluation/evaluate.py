@@ -16,6 +16,7 @@ from mlflow.exceptions import MlflowException
 from ansor_mlflow import names
 from ansor_mlflow.errors import CorrectnessError, one_line
 from ansor_mlflow.files import scratch_directory
+from ansor_mlflow.fleet import ServerSession, fleet_settings, open_session
 from ansor_mlflow.foreign import Report, Reported, Table
 from ansor_mlflow.measuring import (
     Latency,
@@ -39,9 +40,15 @@ from ansor_mlflow.model import (
 )
 from ansor_mlflow.parameters import EvaluateOptions, TuneOptions
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.steps.evaluation.benches import Bench, HostBench, Library, ServerBench, log_json
+from ansor_mlflow.steps.evaluation.benches import (
+    Bench,
+    HostBench,
+    Library,
+    ServerBench,
+    log_json,
+    require_harmless_padding,
+)
 from ansor_mlflow.steps.evaluation.rivals import best_of, check_rivals, rival_metrics, rival_task
-from ansor_mlflow.steps.evaluation.sizes import require_harmless_padding
 from ansor_mlflow.tensors import Arrays, NetworkShapes, all_sizes
 from ansor_mlflow.tracking import (
     Message,
@@ -54,7 +61,6 @@ from ansor_mlflow.tracking import (
     summary_rows,
     translated_errors,
 )
-from ansor_mlflow.tuning import ServerSession, fleet_settings, open_session
 
 _log = logging.getLogger("ansor_mlflow")
 
@@ -143,7 +149,7 @@ def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path, server: S
     tags = {names.TAG_TARGET: device.description, **({names.TAG_BEST_RIVAL: best} if best else {})}
     run.log_tags(tags)
     run.log_note(evaluation_note(manifest.network, command_lines("evaluate", options), tags, metrics, kernels))
-    run.log_distrust(bench.noise.distrust)
+    run.log_unreliable(bench.noise.unreliable)
     return EvaluateResult(run_id=run.run_id, network=manifest.network, target=device.description, metrics=metrics)
 
 
@@ -229,7 +235,7 @@ def _build_baselines(options: EvaluateOptions, bench: Bench, scratch: Path) -> d
             network=str(bench.network),
             sizes=bench.manifest.sizes,
             records="",
-            plain=name == _UNTUNED,
+            untuned=name == _UNTUNED,
             device=entry.fingerprint,
             lowering=LoweringSettings.among(entry.provenance),
             library=str(library),

@@ -146,7 +146,7 @@ class Contest:
     """Whether both were compiled from the same ONNX file; if not, this compares nothing but their speed."""
     probe_spread: float
     """How quiet the machine was: `MachineNoise.spread`."""
-    distrust: str
+    unreliable: str
     """Why the times cannot be trusted; empty where they can."""
 
     @property
@@ -202,7 +202,7 @@ def compete(candidate: Contender, champion: Contender, options: PromoteOptions) 
         champion_ms=tuple(times[champion.version]),
         same_network=candidate.has_network_of(champion),
         probe_spread=noise.spread,
-        distrust=noise.distrust,
+        unreliable=noise.unreliable,
     )
 
 

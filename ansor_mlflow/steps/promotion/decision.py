@@ -86,9 +86,9 @@ class Promotion(Reported):
         return f"{to} is {'' if is_it else 'not '}{' and '.join(self.aliases)}"
 
     @property
-    def distrust(self) -> str:
+    def unreliable(self) -> str:
         """Why the times cannot be trusted; empty where they can."""
-        return "; ".join(contest.distrust for contest in self.contests if contest.distrust)
+        return "; ".join(contest.unreliable for contest in self.contests if contest.unreliable)
 
     def require_won(self) -> None:
         """Checks that the candidate is the champion.
@@ -129,8 +129,8 @@ class Promotion(Reported):
             ratios = (f"{c.ratio.estimate:.4f} [{c.ratio.lower:.4f}, {c.ratio.upper:.4f}]" for c in self.contests)
             tags[names.TAG_PROMOTION_RATIO] = "; ".join(ratios)
             tags[names.TAG_PROMOTION_CHAMPION] = " ".join(contest.champion for contest in self.contests)
-        if self.distrust:
-            tags[names.TAG_PROMOTION_DISTRUST] = self.distrust
+        if self.unreliable:
+            tags[names.TAG_PROMOTION_UNRELIABLE] = self.unreliable
         return tags
 
     def to_json(self) -> str:
@@ -169,8 +169,8 @@ class Promotion(Reported):
 
     def _notes(self) -> list[str]:
         notes = ["This was a dry run: no alias was moved."] if self.dry_run else []
-        if self.distrust:
-            notes.append(f"The times cannot be trusted: {self.distrust}.")
+        if self.unreliable:
+            notes.append(f"The times cannot be trusted: {self.unreliable}.")
         for contest in self.contests:
             error = self.errors.get(contest.champion)
             if not contest.same_network:

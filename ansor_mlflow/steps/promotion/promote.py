@@ -102,7 +102,7 @@ def _promote(options: PromoteOptions, version: str, run: StepRun) -> Promotion:
         confidence=options.confidence,
         **vars(decision),
     )
-    run.log_distrust(promotion.distrust)
+    run.log_unreliable(promotion.unreliable)
     _log_evidence(promotion, device, options, run)  # before an alias moves, so that none does without
     settled = promotion if options.dry_run else _carry_out(promotion)
     if settled is not promotion:
@@ -230,7 +230,7 @@ def _carry_out(promotion: Promotion) -> Promotion:
             move_aliases(promotion.model, promotion.candidate, promotion.aliases, promotion.run_id)
         except UndecidedError as err:
             promotion = replace(promotion, outcome=PromotionOutcome.OVERTAKEN, reason=str(err))
-    of_contest = (names.TAG_PROMOTION_RATIO, names.TAG_PROMOTION_CHAMPION, names.TAG_PROMOTION_DISTRUST)
+    of_contest = (names.TAG_PROMOTION_RATIO, names.TAG_PROMOTION_CHAMPION, names.TAG_PROMOTION_UNRELIABLE)
     without_contest = dict.fromkeys(of_contest, "")
     tags = {**without_contest, **promotion.tags(), names.TAG_PROMOTION_RUN: promotion.run_id}
     tag_version(promotion.model, promotion.candidate, tags)

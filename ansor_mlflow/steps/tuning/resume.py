@@ -17,7 +17,7 @@ from ansor_mlflow.lowering import LOWERING_VERSION
 from ansor_mlflow.networks import Network
 from ansor_mlflow.parameters import NetworkOptions, TuneOptions, as_text, load_options
 from ansor_mlflow.records import RecordPair, read_fingerprint, read_provenance, why_not_applicable
-from ansor_mlflow.steps.records import fetch_run
+from ansor_mlflow.steps.fetching import fetch_run
 from ansor_mlflow.tracking import params_used, translated_errors
 
 _MEASURED_FOR = (*(name for name in NetworkOptions.model_fields if name not in ("seed", "trust")), "warm_start")

@@ -22,13 +22,14 @@ from ansor_mlflow.device import (
 )
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import write_text
+from ansor_mlflow.fleet import device_of_fleet, fleet_settings
 from ansor_mlflow.foreign import PrintableFormatter, Report, Reported, Table, without_credentials
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower_sizes
-from ansor_mlflow.model import part_entries, require_linker, what_stays
+from ansor_mlflow.model import fallback_clauses, part_entries, require_linker
 from ansor_mlflow.networks import Network, write_onnx
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.records import JOURNAL_FILE, PARTS_DIR, Provenance, write_description
-from ansor_mlflow.steps.records import options_of_source
+from ansor_mlflow.steps.fetching import options_of_source
 from ansor_mlflow.steps.tuning.resume import (
     copy_of_network,
     fetch_what_was_measured,
@@ -57,8 +58,6 @@ from ansor_mlflow.trials import StopReason, TuningObserver, TuningResult
 from ansor_mlflow.tuning import (
     RoundLog,
     TuningJob,
-    device_of_fleet,
-    fleet_settings,
     make_cost_model,
     require_valid_trials,
     resolve_num_trials,
@@ -149,8 +148,10 @@ class TuningWork:
     @property
     def num_trials(self) -> int:
         """The budget in trials."""
-        num_tasks, num_ways = len(self.lowered.tasks), self.lowered.num_ways
-        return resolve_num_trials(self.options, num_tasks, num_sketched=len(self.sketched), num_ways=num_ways)
+        num_tasks, num_algorithms = len(self.lowered.tasks), self.lowered.num_algorithms
+        return resolve_num_trials(
+            self.options, num_tasks, num_sketched=len(self.sketched), num_algorithms=num_algorithms
+        )
 
 
 def prepare_tuning(options: TuneOptions) -> TuningWork:
@@ -174,11 +175,11 @@ def prepare_tuning(options: TuneOptions) -> TuningWork:
         start_fork_server()  # it loads TVM while the network is lowered
     _log.info("lowering %s for %s", network.name, device.description)
     lowered = lower_sizes(network.models(), device.target, options.lowering, options.network)
-    for clause in what_stays(part_entries(lowered)):
+    for clause in fallback_clauses(part_entries(lowered)):
         _log.info("%s", clause)
     if not lowered.tasks:
         raise UserInputError(f"network={options.network}: it has no task to tune; give a network that computes")
-    resolve_num_trials(options, len(lowered.tasks), num_ways=lowered.num_ways)
+    resolve_num_trials(options, len(lowered.tasks), num_algorithms=lowered.num_algorithms)
     sketched = sketched_workloads(lowered.tasks, device.target, options.space) if options.trials else frozenset()
     return TuningWork(options=options, network=network, device=device, lowered=lowered, sketched=sketched)
 
@@ -244,8 +245,8 @@ def _tune(work: TuningWork, run: StepRun, outbox: Outbox, observers: Sequence[Tu
     if options.trials:
         require_valid_trials(result)
         _warn_of_missing(result, options, run.run_id)
-    if result.distrust:
-        _log.warning("the times cannot be trusted: %s", result.distrust)
+    if result.unreliable:
+        _log.warning("the times cannot be trusted: %s", result.unreliable)
     return TuneResult(
         run_id=run.run_id,
         network=network.name,

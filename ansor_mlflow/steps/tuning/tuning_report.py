@@ -13,10 +13,10 @@ from ansor_mlflow.device import import_tensor_intrin, is_cpu
 from ansor_mlflow.errors import one_line, only_warn
 from ansor_mlflow.files import write_text
 from ansor_mlflow.lowering import TuningTask
-from ansor_mlflow.model import PartEntry, part_entries, what_stays
+from ansor_mlflow.model import PartEntry, fallback_clauses, part_entries
 from ansor_mlflow.records import Database, RecordPair
-from ansor_mlflow.steps.parts import estimated_parts
-from ansor_mlflow.steps.records import sketch_uses
+from ansor_mlflow.steps.part_times import estimated_parts
+from ansor_mlflow.steps.recorded import sketch_uses
 from ansor_mlflow.tensors import Sized
 from ansor_mlflow.tracking import (
     KernelNote,
@@ -29,7 +29,8 @@ from ansor_mlflow.tracking import (
     tuning_note,
     tuning_page,
 )
-from ansor_mlflow.tuning import Roofline, TuningJob, argument_bytes, quick_roofline
+from ansor_mlflow.tuning import Roofline, TuningJob, quick_roofline
+from ansor_mlflow.workers import argument_bytes
 
 _NUM_SCHEDULES = 3
 _log = logging.getLogger("ansor_mlflow")
@@ -85,7 +86,7 @@ class TuningReport:
             commands=self.commands,
             kernels=kernels,
             schedules=schedules,
-            stays=what_stays(self._parts(may_measure=may_measure)),
+            fallback=fallback_clauses(self._parts(may_measure=may_measure)),
         )
         write_text(self.directory / names.REPORT_FILE, page)
         self.outbox.put(Message(artifacts=artifacts))

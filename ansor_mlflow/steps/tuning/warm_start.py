@@ -30,7 +30,7 @@ from ansor_mlflow.records import (
     why_not_applicable,
 )
 from ansor_mlflow.sketches import ANNOTATION
-from ansor_mlflow.steps.records import fetch_databases, fetch_winners
+from ansor_mlflow.steps.fetching import fetch_databases, fetch_winners
 from ansor_mlflow.tracking import EarlierTuning, StepRun, best_source, find_tunings
 
 AUTO = "auto"

@@ -1,8 +1,13 @@
 """Figures of a tuning, drawn from its history, and of a latency; `save_figure` writes one as PNG."""
 
-from ansor_mlflow.tracking.figures.bars import draw_failures, draw_gain, draw_latency, draw_task_share
-from ansor_mlflow.tracking.figures.convergence import draw_convergence
-from ansor_mlflow.tracking.figures.roofline import draw_roofline
+from ansor_mlflow.tracking.figures.plots import (
+    draw_convergence,
+    draw_failures,
+    draw_gain,
+    draw_latency,
+    draw_roofline,
+    draw_task_share,
+)
 from ansor_mlflow.tracking.figures.style import save_figure
 
 __all__ = [

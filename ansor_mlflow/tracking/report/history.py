@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from ansor_mlflow.trials import TaskState, Trial, TrialStatus, TuningPlan, TuningResult, TuningRound, fastest_ways
+from ansor_mlflow.trials import TaskState, Trial, TrialStatus, TuningPlan, TuningResult, TuningRound, fastest_algorithms
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class TaskHistory:
     began_s: float | None = None
     """Seconds per call of the fastest earlier record; without one, of the first valid trial."""
     layer_began_s: float | None = None
-    """The same of the way to compute its layer that was measured first."""
+    """The same of the algorithm for its layer that was measured first."""
     is_taken: bool = True
-    """Whether no other way to compute its layer is faster."""
+    """Whether no other algorithm for its layer is faster."""
     measured: list[tuple[int, float]] = field(default_factory=list)
     """Position in the run and seconds per call of every valid trial."""
 
@@ -39,12 +39,12 @@ class TaskHistory:
 
     @property
     def before_s(self) -> float:
-        """The layer's time in the network, with what it began with; 0 where nothing is known, or it has another way."""
+        """The layer's time in the network, as it began; 0 where that is unknown, or another algorithm is taken."""
         return self.state.info.weight * (self.layer_began_s or 0.0) * self.is_taken
 
     @property
     def after_s(self) -> float:
-        """The task's time in the network, with the best; 0 where nothing is known, or another way is taken."""
+        """The task's time in the network, with the best; 0 where nothing is known, or another algorithm is taken."""
         return self.state.info.weight * (self.state.best_s or 0.0) * self.is_taken
 
     @property
@@ -121,7 +121,7 @@ class TuningHistory:
         self.tasks = [
             TaskHistory(state=TaskState(info=info), began_s=plan.earlier_s.get(info.index)) for info in plan.tasks
         ]
-        self._compare_ways()
+        self._compare_algorithms()
         for round_ in plan.past:
             self.add(round_)
 
@@ -130,7 +130,7 @@ class TuningHistory:
         self.trials += round_.trials
         self._set_states(round_.tasks)
         self.tasks[round_.task.info.index].add(round_)
-        self._compare_ways()
+        self._compare_algorithms()
         if round_.estimated_latency_s is not None:
             self.curve.append(CurvePoint(round_.total_trials, round_.elapsed_s, round_.estimated_latency_s))
 
@@ -138,7 +138,7 @@ class TuningHistory:
         """Takes the result."""
         self.result = result
         self._set_states(result.tasks)
-        self._compare_ways()
+        self._compare_algorithms()
 
     def slowest(self) -> list[TaskHistory]:
         """The tasks with a valid trial, those that take most of the network's time first."""
@@ -158,9 +158,9 @@ class TuningHistory:
         for task, state in zip(self.tasks, states, strict=True):
             task.state = state
 
-    def _compare_ways(self) -> None:
-        """Of several ways to compute a layer one is taken, and all began with the first that was measured."""
-        taken = {id(state) for state in fastest_ways([task.state for task in self.tasks])}
+    def _compare_algorithms(self) -> None:
+        """Of several algorithms for a layer one is taken, and all began with the first that was measured."""
+        taken = {id(state) for state in fastest_algorithms([task.state for task in self.tasks])}
         began_s: dict[str, float] = {}
         for task in self.tasks:
             if task.began_s is not None:

@@ -13,7 +13,7 @@ from ansor_mlflow.foreign import for_shell, without_credentials
 from ansor_mlflow.measuring import KernelTimes
 from ansor_mlflow.parameters import CheckOptions, Options, TuneOptions
 from ansor_mlflow.tracking.report.history import TuningHistory
-from ansor_mlflow.tracking.report.summary import STOP_REASONS, count, kernel_rows, result_rows, summary_rows
+from ansor_mlflow.tracking.report.pages import STOP_REASONS, count, kernel_rows, result_rows, summary_rows
 
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>#|~])")
 _MAX_CHARS = 7500

@@ -12,8 +12,7 @@ from typing import Any
 from ansor_mlflow import names
 from ansor_mlflow.foreign import Code, Image, Part, Report, Table, figure
 from ansor_mlflow.tracking.report.history import FailureClass, TaskHistory, TuningHistory
-from ansor_mlflow.tracking.report.pages import html_page
-from ansor_mlflow.tracking.report.summary import result_rows
+from ansor_mlflow.tracking.report.pages import html_page, result_rows
 from ansor_mlflow.trials import TrialStatus
 
 _CAPTIONS = {
@@ -70,7 +69,7 @@ def tuning_page(
     commands: Sequence[str] = (),
     kernels: Mapping[str, KernelNote] = {},
     schedules: Sequence[ScheduleText] = (),
-    stays: Sequence[str] = (),
+    fallback: Sequence[str] = (),
 ) -> str:
     """Makes the page of a tuning that has ended.
 
@@ -81,7 +80,7 @@ def tuning_page(
         commands: Command lines that do the tuning again.
         kernels: What is known of the tasks' fastest programs, by the hash of the workload.
         schedules: Schedules of the slowest tasks.
-        stays: What ONNX Runtime computes beside the tasks, in clauses.
+        fallback: What ONNX Runtime computes beside the tasks, in clauses.
     """
     plan = history.plan
     assert plan is not None  # it has ended
@@ -96,7 +95,7 @@ def tuning_page(
         Table([_task_row(task, history) for task in tasks], _TASK_HEADERS, "Tasks"),
         Table([_kernel_row(task, kernels) for task in tasks], _KERNEL_HEADERS, "Fastest programs"),
         "Without trials: time of the program that the sketch chooses by itself, over that of the fastest one.",
-        *(f"{clause}." for clause in stays),
+        *(f"{clause}." for clause in fallback),
         *(Image(base64.b64encode((directory / name).read_bytes()).decode(), text) for name, text in images.items()),
         *(_failed(failure, history.total_trials) for failure in history.failures()),
         *_warm_start(_read_json(directory / names.WARM_START_FILE, [])),

@@ -13,8 +13,7 @@ from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.records import FAILED_RUN_S, RecordText, fields_of
 from ansor_mlflow.trials import Trial, TrialStatus
-from ansor_mlflow.tuning.workers.arguments import arg_info
-from ansor_mlflow.tuning.workers.timing import RunJob
+from ansor_mlflow.workers import RunJob, arg_info
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

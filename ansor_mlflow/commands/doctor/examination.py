@@ -1,0 +1,128 @@
+"""Runs the checks: all of them for `doctor`, the quick ones for `main`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import mlflow
+
+from ansor_mlflow.commands.doctor.machine import (
+    check_disk,
+    check_kernel,
+    check_memory,
+    check_noise,
+    check_target,
+    check_threads,
+    check_versions,
+    start_kernel,
+)
+from ansor_mlflow.commands.doctor.servers import TrackingStore, impatience
+from ansor_mlflow.commands.doctor.verdicts import Check, RunCheck, bounded, run_checks
+from ansor_mlflow.commands.fleet import fleet_status
+from ansor_mlflow.device import available_cpus, cpu_quota, memory_left
+from ansor_mlflow.errors import MachineError
+from ansor_mlflow.foreign import Report, Reported
+from ansor_mlflow.parameters import DoctorOptions, FleetOptions, TuneOptions
+from ansor_mlflow.tracking import WORK_ROOT
+
+_NETWORK_TIMEOUT_S = 15.0
+"""Time after which whoever has not answered counts as away. MLflow's and boto3's own limits are for each request."""
+_KERNEL_TIMEOUT_S = 120.0
+_log = logging.getLogger("ansor_mlflow")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis(Reported):
+    """What the checks found."""
+
+    checks: tuple[Check, ...]
+    elapsed_s: float
+
+    def report(self) -> Report:
+        """How many checks ended how; each has had a line of its own."""
+        counts = Counter(check.status for check in self.checks)
+        listed = ", ".join(f"{number} {status}" for status in ("green", "yellow", "red") if (number := counts[status]))
+        return Report(f"{listed}, in {self.elapsed_s:.0f} s")
+
+    def require_no_red(self) -> None:
+        """Ends the command that printed the checks.
+
+        Raises:
+            MachineError: A check is red.
+        """
+        red = [check.name for check in self.checks if check.status == "red"]
+        if red:
+            raise MachineError(
+                f"{len(red)} of {len(self.checks)} checks are red: {', '.join(red)}; their lines say what to do"
+            )
+
+
+def examine(options: DoctorOptions, tell: Callable[[Check], None] = lambda _: None) -> Diagnosis:
+    """Checks this machine, the tracking server and its store. Leaves nothing there, and makes no run or experiment.
+
+    Args:
+        options: What is looked at.
+        tell: Called with each check as soon as it is done.
+    """
+    started, checks = time.monotonic(), []
+    with impatience():
+        for check in _all_checks(options):
+            tell(check)
+            checks.append(check)
+    return Diagnosis(checks=tuple(checks), elapsed_s=time.monotonic() - started)
+
+
+def warn_of_the_machine(options: TuneOptions) -> None:
+    """Warns of what is wrong with this machine as far as that shows at once; asks no server, and stops nothing.
+
+    Where other devices measure, target and threads are theirs.
+    """
+    target, num_threads = ("auto", "auto") if options.rpc_tracker else (options.target, options.num_threads)
+    for check in run_checks(_local_checks(target, num_threads, options.worker_memory_mib)):
+        if check.status != "green":
+            _log.warning("%s: %s; %s", check.name, check.message, check.fix)
+
+
+def _local_checks(target: str, num_threads: int | Literal["auto"], worker_memory_mib: int) -> dict[str, RunCheck]:
+    threads = available_cpus() if num_threads == "auto" else num_threads
+    return {
+        "target": partial(check_target, target, threads),
+        "threads": partial(check_threads, threads, cpu_quota()),
+        "memory": partial(check_memory, threads, worker_memory_mib, memory_left()),
+        "disk": partial(check_disk, WORK_ROOT if WORK_ROOT.is_dir() else Path()),
+    }
+
+
+def _all_checks(options: DoctorOptions) -> Iterator[Check]:
+    # the noise first and alone, as the other checks are noise, too
+    yield from run_checks({"noise": partial(check_noise, available_cpus()), "versions": check_versions})
+    # another process compiles and runs a kernel meanwhile: where versions do not fit, it crashes
+    kernel = start_kernel(options.target)
+    here = TuneOptions()
+    yield from run_checks(_local_checks(options.target, here.num_threads, here.worker_memory_mib))
+    store = TrackingStore(options.tracking_uri or mlflow.get_tracking_uri(), options.experiment)
+    waiting: dict[str, RunCheck] = {
+        "tracking": store.check_server,
+        "artifact store": store.check_artifacts,
+        "RPC tracker": partial(_check_fleet, options.rpc_tracker, options.rpc_key),
+    }
+    yield from run_checks({name: bounded(name, run, _NETWORK_TIMEOUT_S) for name, run in waiting.items()})
+    yield from run_checks({"kernel": partial(check_kernel, kernel, _KERNEL_TIMEOUT_S)})
+
+
+def _check_fleet(tracker: str, key: str) -> Check | None:
+    if not tracker:
+        return None
+    name, known = "RPC tracker", fleet_status(FleetOptions(tracker=tracker)).keys
+    servers = [f"{len(state.servers)} of key {found}" for found, state in known.items() if state.servers]
+    if not servers or (key and not (key in known and known[key].servers)):
+        asked = f"no server of key {key}" if key else "no server"
+        return Check(name, "red", f"{asked} has reported to {tracker}", "start one: ansor-mlflow fleet server")
+    return Check(name, "green", f"{tracker} has servers: {', '.join(servers)}; ansor-mlflow fleet test tries them")

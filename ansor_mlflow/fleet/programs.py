@@ -1,0 +1,239 @@
+"""What is run in a session: programs of tasks, and whole networks. On our own servers by the functions of `remote`, on
+TVM's with what every TVM runtime has.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from io import BytesIO
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from ansor_mlflow.errors import MachineError
+from ansor_mlflow.files import scratch_directory
+from ansor_mlflow.fleet.remote import MEASURE, RUN_NETWORK, MeasureRequest, read_arrays, write_arrays
+from ansor_mlflow.fleet.session import Connection, ServerSession, this_connection
+from ansor_mlflow.foreign import typed
+from ansor_mlflow.measuring import ProbeTime
+from ansor_mlflow.model import LibraryEntry, Manifest
+from ansor_mlflow.processes import Outcome
+from ansor_mlflow.records import is_time
+from ansor_mlflow.tensors import Arrays, all_sizes
+
+_FLUSH = "cache_flush_cpu_non_first_arg"
+_FASTEST_S = 1e-8
+"""Calls that are said to be shorter are repeated as often as if they took this long."""
+_MIN_CALLS, _MAX_CALLS = 10, 1000
+_INPUTS, _OUTPUTS = "inputs.npz", "outputs.npz"
+
+
+# -- programs of tasks -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MeasuredProgram:
+    """What a server said of a program."""
+
+    run_s: tuple[float, ...]
+    """Seconds per call."""
+    waited: float = 0.0
+    """Share of the time that other programs took, where the server knows it."""
+    probe: ProbeTime | None = None
+    """Time of the probe of the server's CPUs, where it probed them before."""
+
+
+def measure_in_session(work: MeasureRequest) -> Outcome[MeasuredProgram]:
+    """Measures a program in the session of this process. It `crashed` where nobody knows what became of it: the session
+    ended, or the times are none.
+    """
+    from tvm.error import RPCError
+
+    connection = this_connection()
+    try:
+        with connection.uploaded([work.job.path]):
+            found = _measured(connection, work)
+    except RPCError as err:  # the server lives and says so
+        return Outcome(failure="failed", error=_without_stack(err))
+    except Exception as err:  # noqa: BLE001 - TVM has no kind of its own for a connection that is gone
+        return Outcome(failure="crashed", error=f"the session ended ({_without_stack(err)})")
+    if not found.run_s or not all(map(is_time, found.run_s)):
+        said = ", ".join(f"{seconds:g} s" for seconds in found.run_s[:5]) or "no time"
+        return Outcome(failure="crashed", error=f"it says that a call takes {said}")
+    return Outcome(found)
+
+
+def _measured(connection: Connection, work: MeasureRequest) -> MeasuredProgram:
+    if MEASURE not in connection.functions:
+        return MeasuredProgram(_measured_by_tvm(connection.session, work))
+    request = asdict(replace(work, job=replace(work.job, path=Path(work.job.path.name))))
+    del request["settings"]["device"]  # it is a CPU
+    found = typed(MeasuredProgram, connection.ask(MEASURE, request))
+    if found.probe and not (is_time(found.probe.elapsed_s) and is_time(found.probe.cpu_s)):
+        raise ValueError(f"it says that a probe took {found.probe}")
+    return found
+
+
+def _without_stack(err: Exception) -> str:
+    """What an error says; TVM puts the caller's stack behind it."""
+    text = str(err).removeprefix("RPCError: ").removeprefix("Error caught from RPC call:").strip()
+    return text.partition("\n")[0] or type(err).__name__
+
+
+def _measured_by_tvm(session: Any, work: MeasureRequest) -> tuple[float, ...]:
+    """Measures with what every TVM runtime has. As the network runs them: with all but the first input cold."""
+    settings, device = work.settings, session.cpu(0)
+    session.get_function("runtime.config_threadpool")(1, settings.num_threads)
+    module = session.load_module(work.job.path.name)
+    arguments = [_argument(session, device, dtype, shape) for _, dtype, shape in work.job.args_info]
+    is_cold = settings.cache_flush or settings.rest is not None
+
+    def timed(number: int, repeat: int, min_repeat_ms: int) -> list[float]:
+        timer = module.time_evaluator(
+            "main",
+            device,
+            number=number,
+            repeat=repeat,
+            min_repeat_ms=min_repeat_ms,
+            f_preproc=_FLUSH if is_cold else "",
+        )
+        return [float(seconds) for seconds in timer(*arguments).results]
+
+    if not is_cold:
+        return tuple(timed(settings.number, settings.repeat, settings.min_repeat_ms))
+    (first_s,) = timed(1, 1, 0)  # only the first of several calls would be cold
+    num_calls = max(settings.number, math.ceil(settings.min_repeat_ms / 1e3 / max(first_s, _FASTEST_S)))
+    return tuple(median(timed(1, min(num_calls, _MAX_CALLS), 0)) for _ in range(settings.repeat))
+
+
+def _argument(session: Any, device: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    """Random numbers, made there; indices are zero, as `random_arguments` has them."""
+    import tvm
+
+    if dtype in ("int32", "int64"):
+        return tvm.runtime.tensor(np.zeros(shape, dtype), device)
+    tensor = tvm.runtime.empty(shape, dtype, device)
+    session.get_function("tvm.contrib.random.random_fill_for_measure")(tensor)
+    return tensor
+
+
+# -- networks ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkWork:
+    """A network to be run in a session."""
+
+    library: Path
+    """On this host; what stays with ONNX Runtime lies beside it."""
+    network: Manifest
+    entry: LibraryEntry
+    examples: tuple[Arrays, ...]
+    """Its inputs; of a network that is timed, one of each of its sizes."""
+    measure_s: float | None = None
+    """For how many seconds it is timed; None for not at all."""
+
+
+@dataclass(frozen=True)
+class NetworkReply:
+    """What a network did."""
+
+    outputs: tuple[Arrays, ...] = ()
+    """Outputs for each example, where it was not timed."""
+    samples_s: tuple[float, ...] = ()
+    """Seconds of single calls, where it was."""
+    waited: float = 0.0
+    """Share of the time that other programs took, where the server knows it."""
+
+
+def run_network(session: ServerSession, work: NetworkWork) -> NetworkReply:
+    """Runs a network on a server.
+
+    Raises:
+        MachineError: The server is lost, or cannot run it.
+    """
+    found = session.call(_run, work, session.fleet.session_s)
+    if found.value is None:
+        raise MachineError(
+            f"server {session.server} did not run the network: {found.error}; look at it, or give a larger "
+            f"rpc_session_s than {session.fleet.session_s:g}"
+        )
+    return found.value
+
+
+def _run(work: NetworkWork) -> NetworkReply:
+    connection = this_connection()
+    if RUN_NETWORK not in connection.functions:
+        return _run_by_tvm(connection.session, work)
+    parts = sorted({part.name for part in work.entry.parts if part.runs_in == "onnxruntime"})
+    request = {
+        "library": work.library.name,
+        "network": work.network.to_dict(),
+        "entry": asdict(work.entry),
+        "inputs": _INPUTS,
+        "outputs": _OUTPUTS,
+        "measure_s": work.measure_s,
+    }
+    with scratch_directory() as scratch:
+        inputs = Path(scratch, _INPUTS)
+        write_arrays(work.examples, inputs)
+        with connection.uploaded([work.library, inputs, *map(work.library.with_name, parts)]):
+            found = connection.ask(RUN_NETWORK, request)
+            if work.measure_s is not None:
+                samples_s = typed(tuple[float, ...], found["samples_s"])
+                if not samples_s or not all(map(is_time, samples_s)):
+                    raise ValueError("it says that calls take times that none can take")
+                return NetworkReply(samples_s=samples_s, waited=typed(float, found["waited"]))
+            outputs = tuple(read_arrays(BytesIO(bytes(connection.session.download(_OUTPUTS)))))
+            return _checked_outputs(outputs, len(work.examples))
+
+
+def _checked_outputs(outputs: tuple[Arrays, ...], num_calls: int) -> NetworkReply:
+    if len(outputs) != num_calls:
+        raise ValueError(f"it answers {len(outputs)} calls, and {num_calls} were asked for")
+    if odd := {array.dtype for arrays in outputs for array in arrays.values() if array.dtype.kind not in "biuf"}:
+        raise ValueError(f"it answers with {odd.pop()}, which are no numbers")
+    return NetworkReply(outputs=outputs)
+
+
+def _run_by_tvm(session: Any, work: NetworkWork) -> NetworkReply:
+    """Runs a network in the virtual machine of every TVM runtime, which takes all of a network in one size.
+
+    Raises:
+        MachineError: The network is in parts.
+    """
+    import tvm
+    from tvm import relax
+
+    if work.entry.parts or work.network.sizes:
+        raise MachineError(
+            "it is one of TVM's own, and the network has several sizes, or parts in ONNX Runtime; start it with "
+            "`ansor-mlflow fleet server`"
+        )
+    device = session.cpu(0)
+    session.get_function("runtime.config_threadpool")(1, work.entry.fingerprint.num_threads)
+    session.upload(str(work.library))
+    machine = relax.VirtualMachine(session.load_module(work.library.name), device)
+    session.remove(work.library.name)
+    shapes = all_sizes(work.network)[0]
+
+    def call(example: Arrays) -> Arrays:
+        arrays = (np.ascontiguousarray(example[spec.name]) for spec in shapes.inputs)
+        machine.set_input("main", *(tvm.runtime.tensor(array, device) for array in arrays))
+        machine.invoke_stateful("main")
+        found = machine.get_outputs("main")
+        tensors = found if isinstance(found, tuple) else (found,)
+        return {spec.name: tensor.numpy() for spec, tensor in zip(shapes.outputs, tensors, strict=True)}
+
+    def timed(num_calls: int) -> tuple[float, ...]:
+        timer = machine.time_evaluator("invoke_stateful", device, number=1, repeat=num_calls)
+        return tuple(float(seconds) for seconds in timer("main").results)
+
+    if work.measure_s is None:
+        return NetworkReply(outputs=tuple(map(call, work.examples)))
+    call(work.examples[0])  # it takes its memory
+    (first_s,) = timed(1)
+    return NetworkReply(samples_s=timed(min(_MAX_CALLS, max(_MIN_CALLS, int(work.measure_s / max(first_s, 1e-9))))))

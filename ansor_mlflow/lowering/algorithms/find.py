@@ -1,0 +1,196 @@
+"""Finds what of a fused function can be computed by another algorithm, and makes the function that does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tvm import s_tir, tirx
+from tvm.ir import GenericConst, IRModule, TensorLoad, Var
+from tvm.s_tir import Schedule
+from tvm.sym import detect_linear_equation
+from tvm_ffi import structural_mutate
+
+from ansor_mlflow.lowering.algorithms.accuracy import error_of
+from ansor_mlflow.lowering.algorithms.winograd import (
+    KERNEL,
+    TILES,
+    Convolution,
+    Depth,
+    faces_of,
+    transform_weights,
+    winograd,
+)
+from ansor_mlflow.lowering.network import CONSTANTS
+from ansor_mlflow.sketches import MAX_EPILOGUE, Contraction, find_contraction
+
+_FLOAT32_BYTES = 4
+
+
+class NoAlgorithmError(Exception):
+    """Says in a few words why a function has no other algorithm."""
+
+
+@dataclass(frozen=True)
+class WinogradLayer:
+    """A fused function with another algorithm to compute its convolution; all else is the same."""
+
+    outputs: int
+    """m of F(m × m, 3 × 3)."""
+    mod: IRModule
+    """Module with one function, "main"."""
+    weights: int
+    """Number of the parameter that this function takes transformed."""
+    flops: float
+    """Floating point operations of the convolution."""
+
+    @property
+    def algorithm(self) -> str:
+        """The name that users read."""
+        return f"winograd {self.outputs}x{self.outputs}"
+
+    @property
+    def suffix(self) -> str:
+        """The word that is added to the name of the function without this algorithm."""
+        return f"winograd{self.outputs}"
+
+    @property
+    def growth_bytes(self) -> int:
+        """Bytes by which the weights of a call are larger than by the direct algorithm."""
+        points = (self.outputs + KERNEL - 1) ** 2
+        num_transformed = prod(int(extent) for extent in self.mod["main"].params[self.weights].shape)
+        return _FLOAT32_BYTES * num_transformed * (points - KERNEL**2) // points
+
+    def max_rel_error(self, calls: Sequence[Sequence[GenericConst | None]]) -> float:
+        """The largest error against float64 over the largest output, with the constant arguments of each call."""
+        found = [weights.value.numpy() for call in calls if (weights := call[self.weights]) is not None]
+        return max(error_of(faces_of(weights), self.outputs) for weights in found)
+
+    def transform(self, weights: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The weights that take the place of those of the function without this algorithm."""
+        return transform_weights(faces_of(weights), self.outputs)
+
+
+def find_algorithms(mod: IRModule) -> list[WinogradLayer]:
+    """Other algorithms to compute the function of a task's module.
+
+    Raises:
+        NoAlgorithmError: There is none.
+    """
+    found = find_contraction(mod)
+    if found is None:
+        raise NoAlgorithmError("it is no convolution")
+    layer = _layer(mod, found)
+    return [_alternative(mod, found, layer, outputs) for outputs in TILES]
+
+
+def _layer(mod: IRModule, found: Contraction) -> Convolution:
+    """The convolution of a function, if it is one of 3 × 3 with stride 1."""
+    function = mod["main"]
+    num_axes = len(found.reduction) - 1
+    num_dims = [len(found.spatial), *(len(operand.shape) for operand in found.operands)]
+    if num_axes not in (2, 3) or num_dims != [num_axes + 2] * 3:
+        raise NoAlgorithmError("it is no convolution in two or three dimensions with channels last")
+    data, weights = found.operands
+    if (kernel := found.reduction[-3:-1]) != (KERNEL, KERNEL):
+        raise NoAlgorithmError(f"its kernel is {kernel[0]}x{kernel[1]}, not 3x3")
+    iterators = np.eye(len(found.spatial) + len(found.reduction), dtype=int)
+    (image, *places, channel), (*taps, summed) = iterators[: num_axes + 2], iterators[num_axes + 2 :]
+    is_whole = np.array_equal(weights.strides, [*taps, summed, channel]) and np.array_equal(data.strides[-1], summed)
+    if found.group != found.spatial[-1] or not is_whole:
+        raise NoAlgorithmError("it is a convolution in groups")
+    stride, dilation = (int(data.strides[1] @ one[0]) for one in (places, taps))
+    through = [stride * places[0] + dilation * taps[0]] if num_axes == 3 else []
+    if not np.array_equal(data.strides, [image, *through, *np.add(places, taps)[-2:], summed]):
+        raise NoAlgorithmError("its stride or dilation is not 1")
+    if _parameter(function, weights.buffer) not in map(int, function.attrs.get(CONSTANTS, ())):
+        raise NoAlgorithmError("its weights are no constants")
+    if any(str(parameter.dtype) != "float32" for parameter in function.params):
+        raise NoAlgorithmError("it is not in float32")
+    if len(found.epilogue) > MAX_EPILOGUE:
+        raise NoAlgorithmError("too much follows it to be computed as it is written")
+    if not found.producers:
+        raise NoAlgorithmError("its input is not padded by a block of its own")
+    shape, before = _padding(mod, found.producers[-1])
+    depth = None
+    if num_axes == 3:
+        depth = Depth(
+            inputs=shape[1],
+            outputs=found.spatial[1],
+            taps=found.reduction[0],
+            stride=stride,
+            dilation=dilation,
+            front=before[1],
+        )
+    return Convolution(
+        batch=found.spatial[0],
+        height=shape[-3],
+        width=shape[-2],
+        channels_in=found.reduction[-1],
+        channels_out=found.spatial[-1],
+        rows=found.spatial[-3],
+        columns=found.spatial[-2],
+        top=before[-3],
+        left=before[-2],
+        depth=depth,
+    )
+
+
+def _padding(mod: IRModule, name: str) -> tuple[list[int], list[int]]:
+    """The shape of what a block pads, and how many zeros are before it along each axis."""
+    sch = Schedule(mod)
+    block = sch.get(sch.get_sblock(name))
+    variables = [var.var for var in block.iter_vars]
+    load = _padded_load(block.body.value)
+    shifts = [] if load is None else [detect_linear_equation(index, variables) for index in load.indices]
+    identity = np.eye(len(variables), dtype=int).tolist()
+    if load is None or [[int(coefficient) for coefficient in shift[:-1]] for shift in shifts] != identity:
+        raise NoAlgorithmError("its input is not padded with zeros alone")
+    return [int(extent) for extent in load.source.shape], [-int(shift[-1]) for shift in shifts]
+
+
+def _padded_load(value: Any) -> Any:
+    """What an element of a padded array is read from: as it is, or where there is no zero; None for other elements."""
+    if str(getattr(getattr(value, "op", None), "name", "")).endswith("if_then_else"):
+        _, value, otherwise = value.args
+        if getattr(otherwise, "value", None) != 0:
+            return None
+    return value if isinstance(value, TensorLoad) else None
+
+
+def _alternative(mod: IRModule, found: Contraction, layer: Convolution, outputs: int) -> WinogradLayer:
+    function = mod["main"]
+    number = _parameter(function, found.operands[1].buffer)
+    sch = Schedule(mod)
+    pad, convolution = (sch.get(sch.get_sblock(name)) for name in (found.producers[-1], found.block))
+    algorithm = winograd(layer, outputs, found.block)
+    data, weights, result = algorithm.params
+    new_of = {data: pad.reads[0].source, result: convolution.writes[0].source}
+    body = structural_mutate(
+        algorithm.body, (Var, lambda var, _: next((n for o, n in new_of.items() if o.same_as(var)), var))
+    )
+    parameters = [weights if place == number else old for place, old in enumerate(function.params)]
+    root, blocks = function.body.block, list(function.body.block.body.seq)
+    place = len(found.producers) - 1
+    padded = pad.writes[0].source
+    new_root = s_tir.SBlock(
+        root.iter_vars,
+        root.reads,
+        root.writes,
+        root.name_hint,
+        tirx.SeqStmt([*blocks[:place], *body.block.body.seq, *blocks[place + 2 :]]),
+        alloc_buffers=[*(b for b in root.alloc_buffers if not b.same_as(padded)), *body.block.alloc_buffers],
+        annotations=root.annotations,
+    )
+    body = s_tir.SBlockRealize(function.body.iter_values, function.body.predicate, new_root)
+    new = tirx.PrimFunc(parameters, body, function.ret_type, function.attrs)
+    return WinogradLayer(outputs=outputs, mod=IRModule({"main": new}), weights=number, flops=layer.flops(outputs))
+
+
+def _parameter(function: Any, buffer: str) -> int:
+    """Number of the parameter with that name; -1 where none has it."""
+    return next((number for number, each in enumerate(function.params) if str(each.name) == buffer), -1)

@@ -1,0 +1,189 @@
+"""VGG, SqueezeNet, MobileNet and DenseNet."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from ansor_mlflow.networks.families.family import NUM_CLASSES, append_pooled_logits, image_classifier
+from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.networks.shapes import Shape
+
+STAGE_CHANNELS = (64, 128, 256, 512, 512)
+HIDDEN_UNITS = 4096
+CONVOLUTIONS = {
+    11: (1, 1, 2, 2, 2),
+    13: (2, 2, 2, 2, 2),
+    16: (2, 2, 3, 3, 3),
+    19: (2, 2, 4, 4, 4),
+}
+"""3×3 convolutions of each stage, by depth."""
+
+
+def _append_vgg(convolutions: tuple[int, ...], builder: GraphBuilder, input_shape: Shape) -> None:
+    """The first dense layer takes what the five poolings leave of the image, 7×7 of 224×224."""
+    data = builder.input("data", input_shape)
+    in_channels = 3
+    for stage, (channels, num_convolutions) in enumerate(zip(STAGE_CHANNELS, convolutions, strict=True)):
+        for index in range(num_convolutions):
+            name = f"stage{stage}.conv{index}"
+            data = builder.conv(name, data, (channels, in_channels, 3, 3), padding=1, bias=True)
+            data = builder.relu(f"{name}.relu", data)
+            in_channels = channels
+        data = builder.pool("MaxPool", f"stage{stage}.pool", data, (2, 2), stride=2)
+    data = builder.node("Flatten", "head.flatten", data, axis=1)
+    in_units = in_channels * (input_shape[2] // 32) * (input_shape[3] // 32)
+    for index in range(2):
+        data = builder.dense(f"head.dense{index}", data, units=HIDDEN_UNITS, in_units=in_units)
+        data = builder.relu(f"head.relu{index}", data)
+        in_units = HIDDEN_UNITS
+    builder.dense("logits", data, units=NUM_CLASSES, in_units=in_units)
+
+
+SQUEEZED_CHANNELS = ((16, 16), (32, 32), (48, 48, 64, 64))
+"""Squeezed channels of the fire modules between the poolings; a module returns eight times as many."""
+
+
+def _append_squeezenet(builder: GraphBuilder, input_shape: Shape) -> None:
+    data = _conv_relu(builder, "stem", builder.input("data", input_shape), 64, 3, 3, stride=2)
+    channels = 64
+    for stage, modules in enumerate(SQUEEZED_CHANNELS):
+        # Caffe's pooling, which the network was made with, rounds sizes up.
+        data = builder.pool("MaxPool", f"stage{stage}.pool", data, (3, 3), stride=2, ceil_mode=1)
+        for index, squeezed in enumerate(modules):
+            data = _fire(builder, f"stage{stage}.fire{index}", data, channels, squeezed)
+            channels = 8 * squeezed
+    data = _conv_relu(builder, "head", data, NUM_CLASSES, channels, 1)
+    builder.node("Flatten", "logits", builder.node("GlobalAveragePool", "head.pool", data), axis=1)
+
+
+def _fire(builder: GraphBuilder, name: str, data: str, in_channels: int, squeezed: int) -> str:
+    """Squeezes with 1×1 kernels, expands with as many 1×1 as 3×3 kernels."""
+    data = _conv_relu(builder, f"{name}.squeeze", data, squeezed, in_channels, 1)
+    parts = [_conv_relu(builder, f"{name}.expand{kernel}", data, 4 * squeezed, squeezed, kernel) for kernel in (1, 3)]
+    return builder.node("Concat", f"{name}.concat", *parts, axis=1)
+
+
+def _conv_relu(
+    builder: GraphBuilder, name: str, data: str, channels: int, in_channels: int, kernel: int, *, stride: int = 1
+) -> str:
+    """Convolution with bias, without padding where it has a stride, and relu."""
+    padding = kernel // 2 if stride == 1 else 0
+    shape = (channels, in_channels, kernel, kernel)
+    data = builder.conv(name, data, shape, stride=stride, padding=padding, bias=True)
+    return builder.relu(f"{name}.relu", data)
+
+
+SEPARABLE_BLOCKS = (
+    (64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *[(512, 1)] * 5, (1024, 2), (1024, 1)
+)  # fmt: skip
+"""Output channels and stride of each depthwise separable block of MobileNet."""
+
+INVERTED_STAGES = (
+    (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)
+)  # fmt: skip
+"""Expansion, output channels, number of blocks and stride of the first of them, for each stage of MobileNetV2."""
+
+
+def _append_mobilenet(builder: GraphBuilder, input_shape: Shape) -> None:
+    def layer(name: str, data: str, channels: int, in_channels: int, kernel: int, *, stride: int = 1) -> str:
+        data = _conv_norm(builder, name, data, channels, in_channels, kernel, stride=stride)
+        return builder.relu(f"{name}.relu", data)
+
+    data = layer("stem", builder.input("data", input_shape), 32, 3, 3, stride=2)
+    in_channels = 32
+    for block, (channels, stride) in enumerate(SEPARABLE_BLOCKS):
+        data = layer(f"block{block}.depthwise", data, in_channels, 1, 3, stride=stride)
+        data = layer(f"block{block}.pointwise", data, channels, in_channels, 1)
+        in_channels = channels
+    append_pooled_logits(builder, data, channels=in_channels)
+
+
+def _append_mobilenet_v2(builder: GraphBuilder, input_shape: Shape) -> None:
+    bounds = builder.weight("zero", np.zeros(())), builder.weight("six", np.full((), 6))
+
+    def layer(name: str, data: str, channels: int, in_channels: int, kernel: int, *, stride: int = 1) -> str:
+        data = _conv_norm(builder, name, data, channels, in_channels, kernel, stride=stride)
+        return builder.node("Clip", f"{name}.relu6", data, *bounds)
+
+    def block(name: str, data: str, channels: int, in_channels: int, expansion: int, stride: int) -> str:
+        """Widens, filters each channel, narrows without relu6, and adds its input where the shape is the same."""
+        hidden, branch = in_channels * expansion, data
+        if expansion > 1:
+            branch = layer(f"{name}.expand", branch, hidden, in_channels, 1)
+        branch = layer(f"{name}.depthwise", branch, hidden, 1, 3, stride=stride)
+        branch = _conv_norm(builder, f"{name}.project", branch, channels, hidden, 1)
+        return builder.node("Add", f"{name}.add", branch, data) if (stride, in_channels) == (1, channels) else branch
+
+    data = layer("stem", builder.input("data", input_shape), 32, 3, 3, stride=2)
+    in_channels = 32
+    for stage, (expansion, channels, num_blocks, first_stride) in enumerate(INVERTED_STAGES):
+        for index in range(num_blocks):
+            stride = first_stride if index == 0 else 1
+            data = block(f"stage{stage}.block{index}", data, channels, in_channels, expansion, stride)
+            in_channels = channels
+    data = layer("head", data, 1280, in_channels, 1)
+    append_pooled_logits(builder, data, channels=1280)
+
+
+def _conv_norm(
+    builder: GraphBuilder, name: str, data: str, channels: int, in_channels: int, kernel: int, *, stride: int = 1
+) -> str:
+    """Convolution, depthwise if its kernel has one input channel, and batch norm."""
+    groups = channels if in_channels == 1 else 1
+    shape = (channels, in_channels, kernel, kernel)
+    data = builder.conv(name, data, shape, stride=stride, padding=kernel // 2, groups=groups)
+    return builder.batch_norm(f"{name}.bn", data, channels, gain=1)
+
+
+GROWTH_RATE = 32
+BOTTLENECK_CHANNELS = 4 * GROWTH_RATE
+BLOCK_LAYERS = (6, 12, 24, 16)
+
+
+def _append_densenet(builder: GraphBuilder, input_shape: Shape) -> None:
+    channels = 64
+    data = builder.conv("stem.conv", builder.input("data", input_shape), (channels, 3, 7, 7), stride=2, padding=3)
+    data = _norm_relu(builder, "stem", data, channels)
+    data = builder.pool("MaxPool", "stem.pool", data, (3, 3), stride=2, padding=1)
+    for block, num_layers in enumerate(BLOCK_LAYERS):
+        for layer in range(num_layers):
+            data = _dense_layer(builder, f"block{block}.layer{layer}", data, channels)
+            channels += GROWTH_RATE
+        if block < len(BLOCK_LAYERS) - 1:
+            data = _transition(builder, f"transition{block}", data, channels)
+            channels //= 2
+    append_pooled_logits(builder, _norm_relu(builder, "head", data, channels), channels=channels)
+
+
+def _dense_layer(builder: GraphBuilder, name: str, data: str, channels: int) -> str:
+    """Adds `GROWTH_RATE` channels, which a 1×1 and a 3×3 convolution compute from all that there are."""
+    new = _norm_relu(builder, f"{name}.first", data, channels)
+    new = builder.conv(f"{name}.conv0", new, (BOTTLENECK_CHANNELS, channels, 1, 1))
+    new = _norm_relu(builder, f"{name}.second", new, BOTTLENECK_CHANNELS)
+    new = builder.conv(f"{name}.conv1", new, (GROWTH_RATE, BOTTLENECK_CHANNELS, 3, 3), padding=1)
+    return builder.node("Concat", f"{name}.concat", data, new, axis=1)
+
+
+def _transition(builder: GraphBuilder, name: str, data: str, channels: int) -> str:
+    """Halves channels, height and width."""
+    data = _norm_relu(builder, name, data, channels)
+    data = builder.conv(f"{name}.conv", data, (channels // 2, channels, 1, 1))
+    return builder.pool("AveragePool", f"{name}.pool", data, (2, 2), stride=2)
+
+
+def _norm_relu(builder: GraphBuilder, name: str, data: str, channels: int) -> str:
+    return builder.relu(f"{name}.relu", builder.batch_norm(f"{name}.bn", data, channels, gain=1))
+
+
+NETWORKS = {
+    **{
+        f"vgg-{depth}": image_classifier(f"vgg-{depth}", partial(_append_vgg, convolutions))
+        for depth, convolutions in CONVOLUTIONS.items()
+    },
+    "squeezenet_v1.1": image_classifier("squeezenet_v1.1", _append_squeezenet),
+    "mobilenet": image_classifier("mobilenet", _append_mobilenet),
+    "mobilenet_v2": image_classifier("mobilenet_v2", _append_mobilenet_v2),
+    "densenet-121": image_classifier("densenet-121", _append_densenet),
+}

@@ -1,0 +1,225 @@
+"""Takes the branches that are decided before a network is called: `If` whose condition is known.
+
+ONNX Runtime does so, too, and may crash over it where a branch holds others (version 1.31).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from ansor_mlflow.errors import UserInputError, shortened
+from ansor_mlflow.tensors import Arrays, TensorSpec
+
+_MAX_ANCESTORS = 64
+"""A condition that takes more nodes than these is left as it is."""
+
+
+def take_known_branches(model: onnx.ModelProto) -> None:
+    """Puts the nodes of the branch that is taken in the place of every `If` whose condition is known. Changes `model`.
+
+    Known is what follows from initializers and constants alone.
+    """
+    graph = model.graph
+    weights = {weight.name: weight for weight in graph.initializer}
+    makers = {output: index for index, node in enumerate(graph.node) for output in node.output}
+    taken: dict[str, onnx.GraphProto] = {}
+    for node in graph.node:
+        if node.op_type == "If" and node.input and node.output:
+            condition = _known_value(model, weights, makers, node.input[0])
+            branch = None if condition is None or condition.size != 1 else _branch(node, is_true=bool(condition.item()))
+            if branch is not None:
+                taken[node.output[0]] = branch
+    if not taken:
+        return
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.node:
+        branch = taken.get(node.output[0]) if node.op_type == "If" and node.output else None
+        nodes.extend([node] if branch is None else _inlined(model, node, branch))
+    del graph.node[:]
+    graph.node.extend(nodes)
+    take_known_branches(model)  # those within
+
+
+def _branch(node: onnx.NodeProto, *, is_true: bool) -> onnx.GraphProto | None:
+    """The branch of an `If` that is taken; None where the node is damaged, which shape inference reports."""
+    wanted = "then_branch" if is_true else "else_branch"
+    branch = next((attribute.g for attribute in node.attribute if attribute.name == wanted), None)
+    return branch if branch is not None and len(branch.output) == len(node.output) else None
+
+
+def _inlined(model: onnx.ModelProto, node: onnx.NodeProto, branch: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
+    """The nodes of a branch with names that are its own, and what hands its outputs over; its weights go to `model`."""
+    inner = onnx.GraphProto()
+    inner.CopyFrom(branch)
+    names = {name: f"{node.output[0]}/{name}" for name in _own_names(inner)}
+    for weight in inner.initializer:
+        weight.name = names[weight.name]
+    add_weights(model, inner.initializer)
+    for node_ in inner.node:
+        _rename(node_, names)
+    identities = (
+        onnx.helper.make_node("Identity", [names.get(value.name, value.name)], [output], name=f"{node.name}/{output}")
+        for value, output in zip(inner.output, node.output, strict=True)
+        if output
+    )
+    return [*inner.node, *identities]
+
+
+def _rename(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
+    """Renames the tensors of a node, and those that its branches take from outside."""
+    for tensors in (node.input, node.output):
+        renamed = [names.get(name, name) for name in tensors]
+        del tensors[:]
+        tensors.extend(renamed)
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            own = set(_own_names(attribute.g))
+            from_outside = {name: other for name, other in names.items() if name not in own}
+            for inner in attribute.g.node:
+                _rename(inner, from_outside)
+            for output in attribute.g.output:
+                output.name = from_outside.get(output.name, output.name)
+
+
+def _own_names(graph: onnx.GraphProto) -> Iterator[str]:
+    """The tensors of a branch that do not come from outside."""
+    yield from (value.name for value in (*graph.input, *graph.initializer))
+    yield from (name for node in graph.node for name in node.output if name)
+
+
+def _known_value(
+    model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], makers: Mapping[str, int], name: str
+) -> npt.NDArray[Any] | None:
+    """The value of a tensor that follows from initializers and constants alone.
+
+    Args:
+        model: The model.
+        weights: Its initializers by name.
+        makers: The index of the node that each tensor comes from.
+        name: The tensor.
+    """
+    needed = set[int]()
+    wanted, seen = [name], {name}
+    while wanted:
+        tensor = wanted.pop()
+        if tensor in weights:
+            continue
+        if tensor not in makers or len(needed) == _MAX_ANCESTORS:
+            return None
+        needed.add(makers[tensor])
+        others = {other for other in model.graph.node[makers[tensor]].input if other} - seen
+        seen |= others
+        wanted.extend(others)
+    graph = onnx.helper.make_graph(
+        [model.graph.node[index] for index in sorted(needed)],
+        "condition",
+        [],
+        [onnx.helper.make_empty_tensor_value_info(name)],
+        [weights[tensor] for tensor in seen if tensor in weights],
+    )
+    try:
+        (value,) = ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=model.opset_import)).run(None, {})
+    except Exception:  # noqa: BLE001 - the evaluator has no error class of its own
+        return None
+    return np.asarray(value)
+
+
+_IR_VERSION_OF_UNLISTED_WEIGHTS = 4
+
+
+def typed_values(network: str, dtypes: Mapping[str, str], values: Mapping[str, Any]) -> Arrays:
+    """Values in the dtypes of their inputs.
+
+    Args:
+        network: What messages call it.
+        dtypes: NumPy's name of the dtype of every input.
+        values: Numbers or nested lists of them, by the names of the inputs.
+
+    Raises:
+        UserInputError: There is no such input, none is left, or a value is not one of its dtype.
+    """
+    for name in values:
+        if name not in dtypes:
+            raise UserInputError(
+                f"input_values names {name!r}, which is not an input of {network}; its inputs are {', '.join(dtypes)}"
+            )
+    if values and len(values) == len(dtypes):
+        raise UserInputError(
+            f"input_values gives all inputs of {network} a value; leave out one that differs between calls"
+        )
+    return {name: _typed(network, name, dtypes[name], value) for name, value in values.items()}
+
+
+def require_shape(network: str, name: str, array: npt.NDArray[Any], shape: Sequence[int | str] | None) -> None:
+    """Checks that a value can be repeated to the shape of its input, whose dynamic dimensions take any size.
+
+    Raises:
+        UserInputError: It cannot.
+    """
+    if shape is None:
+        return
+    pairs = zip(reversed(shape), reversed(array.shape), strict=False)
+    if array.ndim > len(shape) or not all(size in (1, dim) or isinstance(dim, str) for dim, size in pairs):
+        raise UserInputError(
+            f"input_values gives {name!r} of {network} a value of shape {list(array.shape)}; it must be a number, or "
+            f"of shape ({', '.join(map(str, shape))})"
+        )
+
+
+def fix_values(model: onnx.ModelProto, network: str, specs: Sequence[TensorSpec], values: Arrays) -> None:
+    """Makes inputs initializers.
+
+    Args:
+        model: Changed.
+        network: What messages call it.
+        specs: Its inputs.
+        values: Values for some of them, which are repeated to their shapes as NumPy does.
+
+    Raises:
+        UserInputError: A value does not have the shape of its input.
+    """
+    kept = [value for value in model.graph.input if value.name not in values]
+    del model.graph.input[:]
+    model.graph.input.extend(kept)
+    for spec in specs:
+        if spec.name in values:
+            require_shape(network, spec.name, values[spec.name], spec.shape)
+            array = np.broadcast_to(values[spec.name], spec.shape).copy()
+            add_weights(model, [numpy_helper.from_array(array, spec.name)])
+
+
+def add_weights(model: onnx.ModelProto, weights: Iterable[onnx.TensorProto]) -> None:
+    """Adds initializers to a model, and to the inputs that they are listed among before IR version 4."""
+    for weight in weights:
+        model.graph.initializer.append(weight)
+        if model.ir_version < _IR_VERSION_OF_UNLISTED_WEIGHTS:
+            model.graph.input.append(helper.make_tensor_value_info(weight.name, weight.data_type, weight.dims))
+
+
+def _typed(network: str, name: str, dtype: str, value: Any) -> npt.NDArray[Any]:
+    given = f"input_values gives {name!r} of {network} {shortened(str(value), 60)}"
+    numbers = np.array(value, dtype=object)
+    if not all(isinstance(number, bool | int | float) for number in numbers.flat):
+        raise UserInputError(f"{given}; it must be a number, or lists of numbers that form an array")
+    with np.errstate(over="ignore", invalid="ignore"):
+        try:
+            array = numbers.astype(dtype)
+        except (OverflowError, ValueError):
+            raise UserInputError(f"{given}, which is no {dtype}; give values of that type") from None
+    if not all(_is_kept(number, kept.item()) for number, kept in zip(numbers.flat, array.flat, strict=True)):
+        raise UserInputError(f"{given}, which is no {dtype}; give values of that type")
+    return array
+
+
+def _is_kept(number: bool | int | float, kept: bool | int | float) -> bool:
+    """Whether a dtype has a number; a float may be rounded, but not to infinity."""
+    if isinstance(kept, float):
+        return bool(np.isfinite(kept)) or not np.isfinite(float(number))
+    return number == kept

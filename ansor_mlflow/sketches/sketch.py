@@ -1,0 +1,202 @@
+"""Whether LLVM's code generator knows what is in functions: the operations of each type that were not tried before."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ansor_mlflow.codegen import pass_config, tir_pipeline
+from ansor_mlflow.device import is_cpu
+from ansor_mlflow.errors import first_line
+from ansor_mlflow.sketches.contraction import find_contraction, has_sums, is_made_of_blocks
+from ansor_mlflow.sketches.estimate import Machine
+from ansor_mlflow.sketches.register_tile import RegisterTiling
+from ansor_mlflow.sketches.rows import RowTiling
+from ansor_mlflow.sketches.winograd import WinogradTiling
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
+    from tvm.s_tir import Schedule
+    from tvm.target import Target
+
+_Operation = tuple[str, ...]
+"""A kind of expression, its operator, and the types of its result and operands."""
+
+_OPERATOR = re.compile(r"ir\.Op\(.*?name=\"([^\"]*)\".*\)")
+"""How TVM writes an operator in its messages; of all that only the name says something."""
+
+_known: dict[str, set[_Operation]] = {}
+"""Operations for which code was generated, by target. A network of convolutions has some twenty."""
+
+
+def why_not_compilable(mod: IRModule, target: Target) -> str:
+    """Says in a few words why LLVM can make no code of unscheduled functions for a CPU; nothing, if it can.
+
+    A function is compiled as it would be without a trial, for vectors are another matter than single elements, and only
+    if it has an operation that was in none before.
+    """
+    from tvm.tirx import PrimFunc
+
+    known = _known.setdefault(str(target), set())
+    for _, function in mod.functions_items():
+        if not isinstance(function, PrimFunc) or not (new := _operations(function) - known):
+            continue
+        try:
+            _compile(function.with_attr("global_symbol", "main"), target)
+        except Exception as err:  # noqa: BLE001 - code generation raises errors of every kind
+            return _OPERATOR.sub(r"\1", first_line(err))
+        known |= new
+    return ""
+
+
+def _operations(function: Any) -> set[_Operation]:
+    from tvm.ir import Expr
+    from tvm_ffi import structural_walk
+
+    found: set[_Operation] = set()
+
+    def note(expr: Any) -> None:
+        operands = [getattr(expr, name, None) for name in ("a", "b", "value")]
+        operands += list(getattr(expr, "args", ()))
+        types = (str(getattr(getattr(each, "ty", None), "dtype", "")) for each in (expr, *operands))
+        found.add((type(expr).__name__, getattr(getattr(expr, "op", None), "name", ""), *types))
+
+    structural_walk(function.body, (Expr, note))
+    return found
+
+
+def _compile(function: Any, target: Target) -> None:
+    import tvm
+
+    mod = tvm.IRModule({"main": function})
+    programs = find_programs(mod, target)
+    program = programs and programs.first()
+    quick = tvm.target.Target({**target.export(), "opt-level": 0})
+    with tvm.transform.PassContext(config=pass_config(target)):
+        tvm.tirx.build(program.mod if program else mod, target=quick, pipeline=tir_pipeline(target))
+
+
+Tile = Any
+"""The decisions of a sketch: a frozen dataclass of numbers and words."""
+ANNOTATION = "ansor.sketch"
+"""Annotation of a program's outermost block: the sketch and its decisions, as `decision_text` has them."""
+_IN_RECORD = re.compile(rf'"Annotate",\s*\[\s*"b\d+",\s*"\\"([^"\\]*)\\""\s*\],\s*\[\s*"{re.escape(ANNOTATION)}"\s*\]')
+"""The instruction in the JSON of a trace, whose value is a string in quotes."""
+_NUM_TRIED = 3
+"""How many of the first programs TVM may refuse before the sketch counts as unfit."""
+
+
+class Sketch(Protocol):
+    """One algorithm to compute a function, which leaves a few decisions open."""
+
+    name: str
+    """The name that users read."""
+
+    def tiles(self) -> list[Tile]:
+        """All decisions that are worth a trial, the one that is taken without any first."""
+
+    def kind(self, tile: Tile) -> object:
+        """The part of a decision that matters most for the speed."""
+
+    def cycles(self, tile: Tile) -> float:
+        """Estimated cycles of a call; infinite where nothing is known of them."""
+
+    def is_fast(self, tile: Tile) -> bool:
+        """Whether the program of a decision is near what the machine can do, as far as its structure tells."""
+
+    def schedule(self, tile: Tile) -> Schedule:
+        """The program of a decision, as a schedule whose trace has plain instructions alone."""
+
+
+class Programs:
+    """The programs of a task's sketch, in the order in which they are worth a trial."""
+
+    def __init__(self, sketch: Sketch, *, packs: bool) -> None:
+        self._sketch = sketch
+        self._packs = packs
+        self.tiles = sketch.tiles()
+
+    def program(self, tile: Tile) -> Schedule | None:
+        """A program as it is measured and recorded; None if TVM refuses it."""
+        from tvm.s_tir.meta_schedule.postproc import RewriteLayout, RewriteReductionBlock
+
+        try:
+            sch = self._sketch.schedule(tile)
+            sch.annotate(sch.get_sblock("root"), ANNOTATION, decision_text(self._sketch.name, tile))
+            sch.enter_postproc()
+            postprocs = (RewriteReductionBlock(), *([RewriteLayout()] if self._packs else ()))
+            is_valid = all(postproc.apply(sch) for postproc in postprocs)
+        except (RuntimeError, ValueError):  # TVM's error for what it refuses is one of the first
+            return None
+        return sch if is_valid else None
+
+    def first(self) -> Schedule | None:
+        """The program that is taken without a trial."""
+        return next(filter(None, map(self.program, self.tiles)), None)
+
+    @property
+    def estimated_cycles(self) -> float:
+        """Estimated cycles of a call of the program that is taken without a trial."""
+        return self._sketch.cycles(self.tiles[0])
+
+    @property
+    def first_decision(self) -> str:
+        """The annotation of the program that is taken without a trial."""
+        tile = next(tile for tile in self.tiles if self.program(tile) is not None)
+        return decision_text(self._sketch.name, tile)
+
+    def kind(self, tile: Tile) -> object:
+        """The part of a decision that matters most for the speed."""
+        return self._sketch.kind(tile)
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether there is no need to look for faster ones in another space."""
+        return self._sketch.is_fast(self.tiles[0])
+
+    def tile_of(self, sch: Schedule) -> Tile | None:
+        """The decision that a program says that it is made of; None if it is none of these."""
+        annotations = sch.get(sch.get_sblock("root")).annotations
+        decision = str(annotations[ANNOTATION]) if ANNOTATION in annotations else ""
+        if not decision:
+            return None
+        return next((tile for tile in self.tiles if decision_text(self._sketch.name, tile) == decision), None)
+
+
+def find_programs(mod: IRModule, target: Target) -> Programs | None:
+    """The programs of our own for a task's function; None where there are none, or the target is no CPU."""
+    if not is_cpu(target) or not is_made_of_blocks(mod["main"]):
+        return None
+    programs = Programs(_find_sketch(mod, Machine.of(target)), packs=has_sums(mod))
+    return programs if any(programs.program(tile) is not None for tile in programs.tiles[:_NUM_TRIED]) else None
+
+
+def _find_sketch(mod: IRModule, machine: Machine) -> Sketch:
+    if (winograd := WinogradTiling.find(mod, machine)) is not None:
+        return winograd
+    contraction = find_contraction(mod)
+    return RowTiling(mod, machine) if contraction is None else RegisterTiling(mod, contraction, machine)
+
+
+def decision_text(sketch: str, tile: Tile) -> str:
+    """A sketch's decision in words, such as "register tile: lanes 16, vectors 2, columns 7, rows 1, parallel".
+
+    There are no quotes in it: TVM prints a schedule's annotations as they are.
+    """
+    words = [_words(field.name.replace("_", " "), getattr(tile, field.name)) for field in fields(tile)]
+    return f"{sketch}: {', '.join(filter(None, words))}"
+
+
+def _words(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return name if value else ""
+    if value is None:
+        return ""
+    return f"{name} {value}"
+
+
+def find_decision(record: str) -> str:
+    """The annotation in the JSON of a record; empty where the program is of no sketch."""
+    found = _IN_RECORD.search(record)
+    return found[1] if found else ""

@@ -1,4 +1,0 @@
-"""The command `doctor`: is this machine, and what it talks to, fit for tuning; and the part that `main` begins with."""
-
-from ansor_mlflow.steps.doctor.checks import Check
-from ansor_mlflow.steps.doctor.examination import Diagnosis, examine, warn_of_the_machine

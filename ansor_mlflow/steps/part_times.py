@@ -1,0 +1,118 @@
+"""What the parts of a network take in TVM and in ONNX Runtime, and which of TVM's pay.
+
+The first partition is an estimate, because it decides what is tuned. Once there are records, it is measured.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ansor_mlflow.device import Device, why_not_runnable
+from ansor_mlflow.errors import AnsorMlflowError
+from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.measuring import seeded_examples, time_parts, time_parts_in_onnxruntime
+from ansor_mlflow.model import CompiledNetwork, PartEntry, part_entries, threads_here, timed_parts
+from ansor_mlflow.tensors import Sized
+
+_SEED = 0
+_TURNS = 2
+MIN_SLOWDOWN = 1.1
+"""A part of TVM's that takes so many times as long as in ONNX Runtime does not pay; less is noise."""
+FASTER_THERE = "faster than in TVM"
+_log = logging.getLogger("ansor_mlflow")
+
+FallbackReasons = Mapping[int, Mapping[str, str]]
+"""Why nodes stay with ONNX Runtime, as `lowering.lower_sizes` takes it."""
+
+
+def estimated_parts(
+    lowered: LoweredNetwork, network: Sized, device: Device, estimated_s: float
+) -> tuple[PartEntry, ...]:
+    """The parts of a network before it is compiled; ONNX Runtime's with their measured times.
+
+    Args:
+        lowered: The network.
+        network: Its inputs and outputs. Of one with several sizes nothing is measured.
+        device: Where it runs. Of another machine nothing is measured.
+        estimated_s: What its tasks take together, in seconds, of which the shares of the time are.
+    """
+    parts = part_entries(lowered)
+    beside = [number for number, part in enumerate(parts) if part.runs_in == "onnxruntime"]
+    if not beside or network.sizes or why_not_runnable(device.fingerprint):
+        return parts
+    try:
+        seconds = time_parts_in_onnxruntime(lowered, network, device.num_threads, _SEED)
+    except AnsorMlflowError as err:
+        _log.warning("what stays with ONNX Runtime is not timed: %s", err)
+        return parts
+    total = estimated_s + sum(seconds[number] for number in beside)
+    return tuple(
+        replace(part, latency_ms=seconds[number] * 1e3, latency_share=seconds[number] / total)
+        if number in beside
+        else part
+        for number, part in enumerate(parts)
+    )
+
+
+def measure_parts(compiled: CompiledNetwork, lowered: LoweredNetwork) -> tuple[CompiledNetwork, FallbackReasons]:
+    """Times the parts of a network that is partly ONNX Runtime's, if its library runs here.
+
+    Returns:
+        The network with the times of its parts, and what had better stay with ONNX Runtime. It is never all.
+    """
+    sides = {part.runs_in for part in compiled.parts}
+    if "onnxruntime" not in sides or why_not_runnable(compiled.fingerprint):
+        return compiled, {}
+    try:
+        here, there = _seconds(compiled, lowered)
+    except AnsorMlflowError as err:
+        _log.warning("the parts of %s are not timed: %s", compiled.name, err)
+        return compiled, {}
+    losing = losing_parts(compiled.parts, here, there)
+    fallback: dict[int, dict[str, str]] = defaultdict(dict)
+    for number in losing:
+        part = lowered.parts[number]
+        fallback[part.size].update(
+            {output: FASTER_THERE for node in part.graph.model.graph.node for output in node.output if output}
+        )
+        _log.info("a part takes %.3g ms in TVM, %.3g in ONNX Runtime, and stays there", *_ms(here, there, number))
+    return replace(compiled, parts=timed_parts(compiled.parts, here)), fallback
+
+
+def _seconds(compiled: CompiledNetwork, lowered: LoweredNetwork) -> tuple[list[float], list[float]]:
+    """The shortest median of each part in TVM and in ONNX Runtime, in turns."""
+    num_threads = threads_here(compiled.entry)
+    examples = seeded_examples(compiled, _SEED)
+    here: list[list[float]] = []
+    there: list[list[float]] = []
+    for _ in range(_TURNS):
+        here.append(time_parts(compiled.library, compiled, compiled.entry, examples))
+        there.append(time_parts_in_onnxruntime(lowered, compiled, num_threads, _SEED))
+    return list(map(min, *here)), list(map(min, *there))
+
+
+def losing_parts(parts: Sequence[PartEntry], here: Sequence[float], there: Sequence[float]) -> list[int]:
+    """The places of TVM's parts that do not pay. The largest of each size does, because there is no model without."""
+    mine: dict[int, list[int]] = defaultdict(list)
+    for number, part in enumerate(parts):
+        if part.runs_in == "tvm":
+            mine[part.size].append(number)
+    losing = []
+    for numbers in mine.values():
+        slow = [number for number in numbers if here[number] > MIN_SLOWDOWN * there[number]]
+        if len(slow) == len(numbers):
+            kept = max(slow, key=lambda number: parts[number].flops_share)
+            slow.remove(kept)
+            _log.warning(
+                "what TVM computes takes %.3g ms, in ONNX Runtime it would take %.3g: tune for longer",
+                *_ms(here, there, kept),
+            )
+        losing += slow
+    return losing
+
+
+def _ms(here: Sequence[float], there: Sequence[float], number: int) -> tuple[float, float]:
+    return here[number] * 1e3, there[number] * 1e3

@@ -1,1 +1,0 @@
-"""What processes that were killed left, here and in MLflow."""

@@ -1,1 +1,0 @@
-"""MLflow's stores of runs and registered models."""

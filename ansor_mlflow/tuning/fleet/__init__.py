@@ -1,1 +1,0 @@
-"""Fleets: candidates measured on other machines, through TVM's RPC tracker."""

@@ -1,1 +1,0 @@
-"""Worker processes that build and measure candidate programs."""

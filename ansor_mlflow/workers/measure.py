@@ -1,0 +1,204 @@
+"""Times one built program, in the process that calls: a worker of this host, or a session of an RPC server."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ansor_mlflow.device import set_num_threads
+from ansor_mlflow.measuring import watched
+from ansor_mlflow.workers.arguments import ArgInfo, num_bytes, random_arguments
+from ansor_mlflow.workers.interference import CacheInterference, RestOfNetwork
+
+if TYPE_CHECKING:
+    import tvm
+
+_TOO_SLOW = 5.0
+"""A program that many times slower than the best of its task needs no exact time."""
+_CLOSE = 1.5
+"""A program that many times slower than the best is measured for `min_repeat_ms`; beyond, for less in proportion."""
+_WORTH_CUTTING_S = 1e-3
+"""A call that is shorter is always measured in full: Python's own time is a part of it."""
+_SAFETY = 1.1
+"""Calls beyond those that just reach `min_repeat_ms`, because a measurement that falls short starts again."""
+_SETUP_S = 3.0
+"""Time to load a library, on a busy machine."""
+_GPU_SETUP_S = 20.0
+"""Time in which a process may first use a GPU."""
+_BROKEN_EXIT = 102
+"""Exit code of a worker whose GPU does nothing more for it."""
+_FILL_S_PER_BYTE = 2e-8
+"""Time to fill arguments with random numbers: 7e-9 measured for 16-bit floats, less for others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureSettings:
+    """How a candidate is timed; see the parameters of the same names."""
+
+    number: int
+    repeat: int
+    min_repeat_ms: int
+    cache_flush: bool
+    num_threads: int
+    timeout_s: float
+    rest: RestOfNetwork | None = None
+    """What passes between two calls of a kernel; None calls it again at once."""
+    device: str = "cpu"
+    """Kind of TVM's device that runs it: cpu or cuda."""
+
+
+@dataclass(frozen=True)
+class RunJob:
+    """A library whose function "main" is to be timed on random arguments."""
+
+    path: Path
+    args_info: tuple[ArgInfo, ...]
+    task: str = ""
+    """Name of the task; programs of one task compute the same."""
+    constants: tuple[int, ...] = ()
+    """Numbers of the arguments that are constants of the network."""
+    best_s: float | None = None
+    """Seconds per call of the task's best program before this round; a far slower one is not measured in full."""
+
+
+def timeout_s_of(job: RunJob, settings: MeasureSettings) -> float:
+    """Time for one program: two calls at `_TOO_SLOW` times the best, or a full measurement of one that is faster."""
+    if job.best_s is None:
+        return settings.timeout_s
+    passing_bytes, passing_s = (settings.rest.passing_bytes, settings.rest.passing_s) if settings.rest else (0, 0.0)
+    setup_s = (
+        _SETUP_S
+        + (0.0 if settings.device == "cpu" else _GPU_SETUP_S)
+        + _FILL_S_PER_BYTE * (num_bytes(job.args_info) + passing_bytes)
+    )
+    slowest_s = _TOO_SLOW * job.best_s + passing_s
+    full_s = (2 + settings.repeat) * (settings.number * slowest_s + 2 * settings.min_repeat_ms / 1e3)
+    return min(settings.timeout_s, setup_s + full_s)
+
+
+def measure_program(work: tuple[RunJob, MeasureSettings]) -> tuple[tuple[float, ...], float]:
+    """Times one library.
+
+    Returns:
+        Seconds per call, and the share of the time that the worker waited for a CPU.
+    """
+    import tvm
+
+    job, settings = work
+    used = set_num_threads(settings.num_threads)
+    if used != settings.num_threads:
+        raise RuntimeError(f"TVM runs on {used} threads in the measuring process, not on {settings.num_threads}")
+    library = tvm.runtime.load_module(str(job.path))
+    device = tvm.device(settings.device)
+    around = None if settings.rest is None else _interference(settings.rest, settings.num_threads)
+    with _ends_with(device):
+        arguments = random_arguments(job.args_info, device)
+        with watched() as waiting:
+            if around is None:
+                run_s = _time_alone(library, arguments, job, settings, device)
+            else:
+                run_s = _time_in_network(library, arguments, job, settings, around)
+    return run_s, waiting.share
+
+
+@contextmanager
+def _ends_with(device: Any) -> Iterator[None]:
+    """Ends the process where a program leaves the GPU unusable for it, as one does that writes to a wrong address."""
+    try:
+        yield
+    except Exception:
+        if device.type != "cpu":
+            try:
+                device.sync()
+            except Exception:  # noqa: BLE001 - whatever it says, all programs after this one would fail, too
+                os._exit(_BROKEN_EXIT)
+        raise
+
+
+def _time_in_network(
+    library: tvm.runtime.Module,
+    arguments: Sequence[Any],
+    job: RunJob,
+    settings: MeasureSettings,
+    interference: CacheInterference,
+) -> tuple[float, ...]:
+    """Times single calls, between which the rest of the network passes by. Python adds half a microsecond to each."""
+    activations = interference.memory_of([a for place, a in enumerate(arguments) if place not in job.constants])
+    function = library["main"]
+
+    def call_s() -> float:
+        interference.run(activations)
+        started = time.perf_counter()
+        function(*arguments)
+        return time.perf_counter() - started
+
+    first_s, started, samples = call_s(), time.perf_counter(), [call_s()]
+    fastest_s = min(first_s, *samples)
+    if _is_too_slow(fastest_s, job.best_s):
+        return (fastest_s,)
+    run_s = []
+    for _ in range(settings.repeat):
+        until = started + _shortest_ms(settings.min_repeat_ms, fastest_s, job.best_s) / 1e3
+        while len(samples) < settings.number or time.perf_counter() < until:
+            samples.append(call_s())
+        run_s.append(median(samples))  # what disturbs one of them does not count
+        started, samples = time.perf_counter(), []
+    return tuple(run_s)
+
+
+@cache
+def _interference(rest: RestOfNetwork, num_threads: int) -> CacheInterference:
+    """Those of the network that this worker measures for."""
+    return CacheInterference(rest, num_threads)
+
+
+def _time_alone(
+    library: tvm.runtime.Module, arguments: Sequence[Any], job: RunJob, settings: MeasureSettings, device: Any
+) -> tuple[float, ...]:
+    """Times calls one after the other, all on the same arguments."""
+    call_s = _call_s(library["main"], arguments, device)
+    if _is_too_slow(call_s, job.best_s):
+        return (call_s,)
+    shortest_ms = _shortest_ms(settings.min_repeat_ms, call_s, job.best_s)
+    # TVM calls three times and guesses from these cold calls how many are enough; it often starts again
+    enough = math.ceil(_SAFETY * shortest_ms / 1e3 / call_s)
+    timer = library.time_evaluator(
+        "main",
+        device,
+        number=max(settings.number, enough),
+        repeat=settings.repeat,
+        min_repeat_ms=shortest_ms,
+        f_preproc="cache_flush_cpu_non_first_arg" if settings.cache_flush else "",
+    )
+    return tuple(float(seconds) for seconds in timer(*arguments).results)
+
+
+def _is_too_slow(call_s: float, best_s: float | None) -> bool:
+    """Whether a program is so far from the best that its exact time does not matter."""
+    return best_s is not None and call_s > max(_TOO_SLOW * best_s, _WORTH_CUTTING_S)
+
+
+def _shortest_ms(min_repeat_ms: int, call_s: float, best_s: float | None) -> int:
+    """The shortest time for one measurement: the slower a program is than the best, the less its exact time matters."""
+    if best_s is None:
+        return min_repeat_ms
+    return round(min_repeat_ms * min(1.0, _CLOSE * best_s / call_s))
+
+
+def _call_s(function: Callable[..., object], arguments: Sequence[object], device: Any) -> float:
+    """Seconds of the faster of two calls; the first one also pays for cold caches and for starting the threads."""
+    seconds = []
+    for _ in range(2):
+        started = time.perf_counter()
+        function(*arguments)
+        device.sync()  # a GPU may only have begun
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)

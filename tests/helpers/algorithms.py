@@ -1,0 +1,55 @@
+"""Layers that may be computed by several algorithms."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx
+import onnxruntime
+
+from ansor_mlflow.lowering.lower import lower
+from ansor_mlflow.lowering.network import LoweredNetwork, TuningTask
+from ansor_mlflow.networks.load import load_network
+from ansor_mlflow.settings import LoweringSettings
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+ERRORS = {2: 2e-6, 4: 2e-5}
+"""Largest error of a layer over its largest output, by the outputs of a tile: what docs/tuning.md states."""
+
+
+def conv(height: int, width: int, filters: int, channels: int, rest: str = "3,3,1,1,bias,relu", batch: int = 1) -> str:
+    return f"conv2d:{batch},{height},{width},{filters},{channels},{rest}"
+
+
+def conv3d(shape: str, filters: int, channels: int, rest: str = "3,3,3,1,1,bias,relu", batch: int = 1) -> str:
+    """Of depth, height and width `shape`, such as "4,7,7"."""
+    return f"conv3d:{batch},{shape},{filters},{channels},{rest}"
+
+
+def layer_of(network: str, target: Target, **lowering: object) -> TuningTask:
+    settings_ = LoweringSettings(algorithm="direct", pad_channels="off", **lowering)  # type: ignore[arg-type]
+    return max(lower(load_network(network).model, target, settings_).tasks, key=lambda task: task.info.flops)
+
+
+def layers_of(lowered: LoweredNetwork) -> list[list[TuningTask]]:
+    by_layer = itertools.groupby(lowered.tasks, key=lambda task: task.info.layer_hash)
+    return [algorithms for _, group in by_layer if len(algorithms := list(group)) > 1]
+
+
+def output_error(library: Path, model: onnx.ModelProto) -> float:
+    """The largest error of a library's output over the largest output, against ONNX Runtime's."""
+    import tvm
+    from tvm import relax
+
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    rng = np.random.default_rng(0)
+    feeds = {each.name: rng.normal(size=each.shape).astype("float32") for each in session.get_inputs()}
+    (expected,) = session.run(None, feeds)
+    machine = relax.VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
+    actual = machine["main"](*map(tvm.runtime.tensor, feeds.values())).numpy()
+    return float(abs(actual - expected).max() / abs(expected).max())
