@@ -3,7 +3,7 @@ PYTHON ?= python3
 RUN := PATH="$(CURDIR)/.venv/bin:$$PATH"
 # How long each test of a lane took goes to .durations/<lane>, the longest first. Files with the longest timeouts begin,
 # so that no worker is alone with one of them at the end.
-PYTEST = $(RUN) python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations-file .durations/$@
+PYTEST = $(RUN) python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations-file=.durations/$@
 # What needs PyTorch, in the environment that has it.
 TORCH_TESTS := tests/test_torch_program.py tests/test_gallery.py::test_exported_models
 
