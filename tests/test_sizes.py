@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from ansor_mlflow import flavor, names
-from ansor_mlflow.commands.bisect.bisect import bisect_network
+from ansor_mlflow.commands.bisect import bisect_network
 from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.lowering.lower import lower, lower_sizes
 from ansor_mlflow.lowering.network import LoweredNetwork

@@ -79,22 +79,14 @@ STANDARD_OUTPUT = "-"
 
 
 def report(result: Any, json_file: str) -> None:
-    """Prints a result's report, and writes its fields to a file; to standard output they go in place of the text.
-
-    Raises:
-        UserInputError: The file cannot be written.
-    """
+    """Prints a result's report, and writes its fields to a file; to standard output they go in place of the text."""
     if json_file != STANDARD_OUTPUT:
         show(result.report())
     write_json(json_file, result)
 
 
 def write_json(path: str, result: DataclassInstance) -> None:
-    """Writes the fields of a result, with null for a number that is not finite; nothing where `path` is empty.
-
-    Raises:
-        UserInputError: The file cannot be written.
-    """
+    """Writes the fields of a result, with null for a number that is not finite; nothing where `path` is empty."""
     if not path:
         return
     plain = _without_credentials(pydantic_core.to_jsonable_python(result))
@@ -109,10 +101,6 @@ def write_output(parameter: str, path: str, text: str) -> None:
     """Writes a file that the user named, whole or not at all.
 
     A pipe or a device, and a file in a folder that may not be written, is written to as it is.
-
-    Raises:
-        UserInputError: The path cannot be that of a file.
-        MachineError: The disk is full, or may not be written.
     """
     file = Path(path)
     try:
@@ -143,11 +131,7 @@ COMMANDS: dict[str, type[Options]] = {}
 
 
 def checked_options(cls: type[OptionsT], given: Mapping[str, Any], config: str | None = None) -> OptionsT:
-    """Does what `load_options` does, and checks the network, too: before TVM and MLflow, which take seconds to load.
-
-    Raises:
-        UserInputError: A value breaks its rule, or there is no such network; what MLflow would fetch is not asked for.
-    """
+    """Does what `load_options` does, and checks the network, too: before TVM and MLflow, which take seconds to load."""
     options = load_options(cls, given, config)
     if isinstance(options, NetworkOptions) and options.decides_network and not is_uri(options.network):
         from ansor_mlflow.networks import require_network  # ONNX, which --help can do without

@@ -120,12 +120,7 @@ class TuningView(JupyterMixin):
 
 
 class ProgressDisplay:
-    """A `TuningObserver` that redraws a display after every round, but at most twice a second.
-
-    Args:
-        show: Takes a view, and whether to draw it now. What it draws on must not refresh by itself: while a candidate
-            is measured nothing else of ours may compute, and rounds are told only when nothing is measured.
-    """
+    """A `TuningObserver` that redraws a display after every round, but at most twice a second."""
 
     def __init__(self, show: Callable[[TuningView, bool], None]) -> None:
         self._draw = show

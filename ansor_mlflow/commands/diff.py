@@ -124,15 +124,7 @@ class TuningDifference(Reported):
         return "; ".join(f"{side.given}: {side.unreliable}" for side in sides if side.unreliable)
 
     def require_not_slower(self, tolerance: float, *, force: bool = False) -> None:
-        """Checks the second against the first. Times that cannot be trusted are a warning.
-
-        Args:
-            tolerance: Share by which it may be slower.
-            force: Whether times that cannot be trusted are checked, too.
-
-        Raises:
-            SlowerError: It is slower by more than the tolerance, or lacks tasks that the first has.
-        """
+        """Checks the second against the first. Times that cannot be trusted are a warning."""
         lost = [task for task in self.tasks if task.verdict == "only_first"]
         if lost:
             raise SlowerError(
@@ -169,13 +161,7 @@ def _cells(task: TaskDifference) -> tuple[str, ...]:
 
 
 def diff_runs(options: DiffOptions) -> TuningDifference:
-    """Compares two tunings task by task.
-
-    Raises:
-        UserInputError: There is no such run or model version, or it comes from no tuning.
-        RecordsError: The records of one are damaged, or the tuning did not end.
-        MachineError: A server is away.
-    """
+    """Compares two tunings task by task."""
     with scratch_directory() as scratch:
         first, second = (load_side(given, Path(scratch, name)) for name, given in zip("ab", options.runs, strict=True))
     common = first.tasks.keys() & second.tasks.keys()

@@ -181,13 +181,7 @@ def _roof(explanation: Explanation, roofline: Roofline, bound: Bound) -> list[tu
 
 
 def explain_task(options: ExplainOptions) -> Explanation:
-    """Explains the fastest record of a task.
-
-    Raises:
-        UserInputError: There is no such run, no such file, or no such task.
-        RecordsError: The records are damaged, for another target or network, or have none of the task.
-        MachineError: A server is away.
-    """
+    """Explains the fastest record of a task."""
     with scratch_directory() as scratch:
         recorded = find_recorded(options_of_source(options.source, options), Path(scratch))
         network = lower_recorded(recorded)
@@ -207,11 +201,7 @@ def explain_task(options: ExplainOptions) -> Explanation:
 
 
 def _find_kernels(run_id: str) -> tuple[str, KernelTimes | None]:
-    """See `Explanation.evaluated` and `Explanation.kernels`.
-
-    Args:
-        run_id: ID of a tuning run; empty where records are from a path.
-    """
+    """See `Explanation.evaluated` and `Explanation.kernels`."""
     if not run_id:
         return "", None
     with translated_errors(f"look for evaluations of run {run_id}"):

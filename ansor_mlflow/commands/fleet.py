@@ -60,12 +60,7 @@ class FleetStatus(Reported):
 
 
 def fleet_status(options: FleetOptions) -> FleetStatus:
-    """Asks a tracker.
-
-    Raises:
-        UserInputError: That is no address.
-        MachineError: There is no tracker.
-    """
+    """Asks a tracker."""
     tracker = HostPort.parse(options.tracker, "tracker")
     return FleetStatus(str(tracker), servers_by_key(tracker))
 
@@ -116,23 +111,14 @@ class FleetTest(Reported):
         return Report("; ".join(parts))
 
     def require_pass(self) -> None:
-        """Checks that every server that was tried can measure.
-
-        Raises:
-            MachineError: One cannot.
-        """
+        """Checks that every server that was tried can measure."""
         failed = [server for server in self.servers if server.error]
         if failed:
             raise MachineError(f"{len(failed)} of {len(self.servers)} servers cannot measure; the lines above say why")
 
 
 def self_test(options: FleetTestOptions, tell: Callable[[TestedServer], None] = lambda _: None) -> FleetTest:
-    """Runs the reference kernel on every server of a key that is free in time, and tells about each.
-
-    Raises:
-        UserInputError: That is no address, or no target.
-        MachineError: There is no tracker, no server, or no compiler for them here.
-    """
+    """Runs the reference kernel on every server of a key that is free in time, and tells about each."""
     fleet = FleetSettings(
         tracker=HostPort.parse(options.tracker, "tracker"),
         key=options.key,

@@ -105,18 +105,7 @@ RunStep = Callable[[str, Mapping[str, str]], Run]
 def run_pipeline(
     options: PipelineOptions, project: Path | None = None, observers: Sequence[TuningObserver] = ()
 ) -> PipelineResult:
-    """Runs the steps one after the other, each in a run of its own.
-
-    Args:
-        options: Parameters of all steps.
-        project: Directory of an `MLproject` file: its entry points are run, each in a process of its own. Without one
-            the steps are called here.
-        observers: Told about every round of a tuning that happens here, besides MLflow.
-
-    Raises:
-        AnsorMlflowError: A step failed; the error is of its kind and has its message.
-        UserInputError: `promote` is given without `register_as`, or a parameter is not usable.
-    """
+    """Runs the steps one after the other, each in a run of its own."""
     if options.promote and not options.register_as:
         raise UserInputError("promote=true: only a registered model has a champion; give register_as, too")
     tuning = load_options(TuneOptions, _only(options, TuneOptions))

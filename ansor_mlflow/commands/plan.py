@@ -92,9 +92,6 @@ def plan_tuning(options: PlanOptions) -> Plan:
 
     The suggestion is a forecast: the tuner itself gives every task its first pass, and then each round to the task
     whose next trials promise the largest gain.
-
-    Raises:
-        AnsorMlflowError: The options are not usable, the records are for another target, or a server is away.
     """
     with scratch_directory() as scratch:
         network, known_s = _network_tasks(options, Path(scratch))
@@ -118,17 +115,7 @@ def plan_tuning(options: PlanOptions) -> Plan:
 
 
 def share_trials(shares: Sequence[float], num_trials: int, *, least: int, most: int) -> list[int]:
-    """Shares trials among tasks: one after the other goes to the task that has the fewest for its share.
-
-    Args:
-        shares: Each task's share of the network's FLOPs. Tasks without any get what no other task may take.
-        num_trials: The budget, from `least` to `most` times the number of tasks.
-        least: Fewest trials of a task.
-        most: Most trials of a task.
-
-    Returns:
-        The trials of each task.
-    """
+    """Shares trials among tasks: one after the other goes to the task that has the fewest for its share."""
     trials = [least] * len(shares)
     queue = [_need(share, least, index) for index, share in enumerate(shares) if least < most]
     heapq.heapify(queue)

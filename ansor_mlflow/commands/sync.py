@@ -58,11 +58,7 @@ def sync() -> Iterator[Delivered]:
 
 
 def drop(run_id: str) -> None:
-    """Removes what a run has on this machine, delivered or not, with its records.
-
-    Raises:
-        UserInputError: It has nothing here, or still goes on.
-    """
+    """Removes what a run has on this machine, delivered or not, with its records."""
     known = sorted(directory.name for directory in WORK_ROOT.glob("*/"))
     if run_id not in known:
         raise UserInputError(
@@ -73,11 +69,7 @@ def drop(run_id: str) -> None:
 
 
 def require_all_delivered(delivered: list[Delivered]) -> None:
-    """Checks that every run was told everything.
-
-    Raises:
-        AnsorMlflowError: Some were not; of the kind of the first, or a MachineError if a server is away.
-    """
+    """Checks that every run was told everything."""
     errors = [one.error for one in delivered if one.error]
     errors.sort(key=lambda err: not isinstance(err, MachineError))
     if errors:

@@ -168,12 +168,7 @@ def repair_records(source: str) -> MendedRecords:
 def verify_records(
     options: VerifyRecordsOptions, on_replayed: Callable[[ReplayedRecord], None] = lambda _: None
 ) -> Verification:
-    """Replays the best records of each task of a network.
-
-    Args:
-        options: Which records, of which network.
-        on_replayed: Called with each record as soon as it was replayed.
-    """
+    """Replays the best records of each task of a network."""
     if options.repair:
         repair_records(options.source)
     with scratch_directory() as scratch:

@@ -25,14 +25,6 @@ def load_options(cls: type[OptionsT], given: Mapping[str, Any], config: str | No
 
     A value that is empty or equal to the parameter's default counts as not given (MLflow passes every parameter of an
     entry point, given or not), so that the configuration file decides it.
-
-    Args:
-        cls: Option class to make.
-        given: Values from the command line by parameter name; a group's name has a mapping: {"measure": {"number": 5}}.
-        config: Path of a YAML file with values for any of the class's parameters.
-
-    Raises:
-        UserInputError: A value breaks its rule, or a name is unknown.
     """
     values = _read_config(cls, config) if config else {}
     for name, value in _by_name(cls, given, "parameters").items():
@@ -48,11 +40,7 @@ def load_options(cls: type[OptionsT], given: Mapping[str, Any], config: str | No
 
 
 def read_settings(cls: type[Options], text: str) -> dict[str, str]:
-    """Reads `--set`: "measure.number=5,search.threads=1" is {"number": "5", "search_threads": "1"}.
-
-    Raises:
-        UserInputError: A part of it is of another form, or a key is unknown.
-    """
+    """Reads `--set`: "measure.number=5,search.threads=1" is {"number": "5", "search_threads": "1"}."""
     by_key = grouped(cls)
     settings = {}
     for part in re.split(r",(?=[a-z_]+\.[a-z_]+=)", text) if text else []:

@@ -110,19 +110,7 @@ def parameter(
     is_switch: bool = False,
     **constraints: Any,
 ) -> Any:
-    """Declares a parameter.
-
-    Args:
-        help_: What it is for, as `--help` says it.
-        rule: Completes the sentence "NAME is …; it must be …"; by default what the type says.
-        default: Its default; without one it must be given, or its class says the default.
-        under: Group and key, such as "measure.number", of a parameter for experts. It is given as `--set
-            measure.number=5` or in a mapping of a configuration file, and `--help` and `MLproject` leave it out.
-        flag: Its flag, where that is not its name.
-        metavar: What it is called where it is given without a flag.
-        is_switch: Whether its flag has no value.
-        constraints: Of pydantic.
-    """
+    """Declares a parameter."""
     extra: dict[str, Any] = {"rule": rule, "under": under, "flag": flag, "metavar": metavar, "is_switch": is_switch}
     return Field(default=default, description=help_, json_schema_extra=extra, **constraints)
 

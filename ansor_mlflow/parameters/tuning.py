@@ -61,11 +61,7 @@ class BudgetOptions(NetworkOptions):
 
     @property
     def lowering(self) -> LoweringSettings:
-        """As of any network; only sketches have programs for other algorithms of a layer than the direct one.
-
-        Raises:
-            UserInputError: Another algorithm is wanted, and no sketch.
-        """
+        """As of any network; only sketches have programs for other algorithms of a layer than the direct one."""
         settings = super().lowering
         if self.space != "metaschedule":
             return settings

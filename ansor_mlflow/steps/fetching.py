@@ -20,13 +20,7 @@ _RUN_ID = re.compile("[0-9a-f]{32}")
 
 
 def options_of_source(source: str, options: NetworkOptions, parameter: str = "source") -> RecordsOptions:
-    """The tuning run or the records that `source` means; `runs:/<ID>` and `runs:/<ID>/records` are a run, too.
-
-    Args:
-        source: What the user gave.
-        options: The network that records from a path are for.
-        parameter: What messages call it.
-    """
+    """The tuning run or the records that `source` means; `runs:/<ID>` and `runs:/<ID>/records` are a run, too."""
     shared = options.model_dump(include=set(NetworkOptions.model_fields))
     if Path(source).exists():
         return RecordsOptions(**shared, records=source)

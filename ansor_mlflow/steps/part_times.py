@@ -31,14 +31,7 @@ FallbackReasons = Mapping[int, Mapping[str, str]]
 def estimated_parts(
     lowered: LoweredNetwork, network: Sized, device: Device, estimated_s: float
 ) -> tuple[PartEntry, ...]:
-    """The parts of a network before it is compiled; ONNX Runtime's with their measured times.
-
-    Args:
-        lowered: The network.
-        network: Its inputs and outputs. Of one with several sizes nothing is measured.
-        device: Where it runs. Of another machine nothing is measured.
-        estimated_s: What its tasks take together, in seconds, of which the shares of the time are.
-    """
+    """The parts of a network before it is compiled; ONNX Runtime's with their measured times."""
     parts = part_entries(lowered)
     beside = [number for number, part in enumerate(parts) if part.runs_in == "onnxruntime"]
     if not beside or network.sizes or why_not_runnable(device.fingerprint):
@@ -58,11 +51,7 @@ def estimated_parts(
 
 
 def measure_parts(compiled: CompiledNetwork, lowered: LoweredNetwork) -> tuple[CompiledNetwork, FallbackReasons]:
-    """Times the parts of a network that is partly ONNX Runtime's, if its library runs here.
-
-    Returns:
-        The network with the times of its parts, and what had better stay with ONNX Runtime. It is never all.
-    """
+    """Times the parts of a network that is partly ONNX Runtime's, if its library runs here."""
     sides = {part.runs_in for part in compiled.parts}
     if "onnxruntime" not in sides or why_not_runnable(compiled.fingerprint):
         return compiled, {}

@@ -92,13 +92,7 @@ class NetworkTasks:
 
 
 def find_recorded(options: RecordsOptions, scratch: Path, *, any_lowering: bool = False) -> Recorded:
-    """Finds the records that the options name; what is in MLflow is copied to `scratch`.
-
-    Args:
-        options: The records.
-        scratch: Directory for copies.
-        any_lowering: Whether another version of the lowering may have made the tasks of a tuning run.
-    """
+    """Finds the records that the options name; what is in MLflow is copied to `scratch`."""
     if bool(options.tune_run) == bool(options.records):
         given = "both were" if options.tune_run else "neither was"
         raise UserInputError(f"tune_run and records: {given} given; give the ID of a tuning run, or records=…")
@@ -156,18 +150,7 @@ def lower_for_device(network: Network, options: NetworkOptions, device: Device) 
 def distill_for_device(
     records: Path, device: DeviceFingerprint, best: Path, *, keep: int = 1, allow_mismatch: bool = False
 ) -> str:
-    """Writes a database with the fastest records of each workload that may be applied on a device.
-
-    Args:
-        records: Directory or file of records.
-        device: Where they are to be applied.
-        best: Directory of the new database.
-        keep: Records of a workload.
-        allow_mismatch: Whether those of another device may be taken.
-
-    Returns:
-        For which device the records are, in one clause, where it is another.
-    """
+    """Writes a database with the fastest records of each workload that may be applied on a device."""
     pair = find_records(records)
     made_for = read_fingerprint(pair.root)
     reason = why_not_applicable(made_for, device) if made_for else ""
@@ -231,13 +214,7 @@ class SketchUse:
 
 
 def sketch_uses(pair: RecordPair, tasks: Sequence[TuningTask], target: Target) -> dict[str, SketchUse]:
-    """The sketches of those tasks that have a valid record, by the hash of their workload.
-
-    Args:
-        pair: All records; winners are looked for beside them. Times are compared as they were first measured.
-        tasks: Tasks of a network.
-        target: What they were tuned for.
-    """
+    """The sketches of those tasks that have a valid record, by the hash of their workload."""
     hashes = {task.info.workload_hash for task in tasks}
     times = _times(pair, hashes)
     winners = RecordPair.in_directory(pair.root / names.BEST_DIR)

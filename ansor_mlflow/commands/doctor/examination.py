@@ -52,11 +52,7 @@ class Diagnosis(Reported):
         return Report(f"{listed}, in {self.elapsed_s:.0f} s")
 
     def require_no_red(self) -> None:
-        """Ends the command that printed the checks.
-
-        Raises:
-            MachineError: A check is red.
-        """
+        """Ends the command that printed the checks."""
         red = [check.name for check in self.checks if check.status == "red"]
         if red:
             raise MachineError(
@@ -65,12 +61,7 @@ class Diagnosis(Reported):
 
 
 def examine(options: DoctorOptions, tell: Callable[[Check], None] = lambda _: None) -> Diagnosis:
-    """Checks this machine, the tracking server and its store. Leaves nothing there, and makes no run or experiment.
-
-    Args:
-        options: What is looked at.
-        tell: Called with each check as soon as it is done.
-    """
+    """Checks this machine, the tracking server and its store. Leaves nothing there, and makes no run or experiment."""
     started, checks = time.monotonic(), []
     with impatience():
         for check in _all_checks(options):

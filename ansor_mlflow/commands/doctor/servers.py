@@ -55,13 +55,7 @@ def impatience() -> Iterator[None]:
 
 
 class TrackingStore:
-    """A tracking server or database, and where an experiment of it keeps artifacts; to be checked in this order.
-
-    Args:
-        uri: URI of the server or of the database.
-        experiment: Name or ID of the experiment, which is not made if it is missing; empty for the one that a step
-            would take.
-    """
+    """A tracking server or database, and where an experiment of it keeps artifacts; to be checked in this order."""
 
     def __init__(self, uri: str, experiment: str) -> None:
         self._uri = uri

@@ -88,15 +88,7 @@ class LostRecords:
 def write_records(
     recorded: Recorded, lowered: LoweredNetwork, device: Device, best: Path, options: CompileOptions
 ) -> tuple[str, list[LostRecords]]:
-    """Writes a database with the fastest record of each task.
-
-    Returns:
-        For which device the records are, in one clause, where it is another; and those that do not apply any more,
-        which are looked for only where they may be missing.
-
-    Raises:
-        RecordsError: They are damaged, for another device, or another version of the lowering made their tasks.
-    """
+    """Writes a database with the fastest record of each task."""
     may_mismatch = options.allow_target_mismatch
     if not options.allow_missing:
         mismatch = distill_for_device(recorded.records, device.fingerprint, best, allow_mismatch=may_mismatch)

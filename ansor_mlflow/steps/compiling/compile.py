@@ -65,12 +65,7 @@ class _Recipe:
 
 
 def compile_network(options: CompileOptions) -> CompileResult:
-    """Compiles a network with records and logs the model.
-
-    Raises:
-        AnsorMlflowError: The options are not usable, the records are for another target or network, or a server is
-            away.
-    """
+    """Compiles a network with records and logs the model."""
     with scratch_directory() as scratch:
         recipes = _recipes(options, Path(scratch))
         recorded = recipes[0].recorded
@@ -141,11 +136,7 @@ def _digest_of(recorded: Recorded) -> str:
 def _build_libraries(
     network: Network, recipes: Sequence[_Recipe], options: CompileOptions, run: StepRun
 ) -> tuple[list[CompiledNetwork], Coverage]:
-    """Compiles a network in the run's scratch directory, and says in the run what it is and what is covered.
-
-    Returns:
-        A library for each recipe, and the coverage of the one that is covered least.
-    """
+    """Compiles a network in the run's scratch directory, and says in the run what it is and what is covered."""
     require_pad(options.pad, network.name, network)
     _describe_run(run, network.name, [recipe.device for recipe in recipes])
     write_onnx(network.model, run.directory / names.NETWORK_FILE)

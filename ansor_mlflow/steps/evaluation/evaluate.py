@@ -84,14 +84,7 @@ class EvaluateResult(Reported):
 
 
 def evaluate(options: EvaluateOptions) -> EvaluateResult:
-    """Checks a model against ONNX Runtime, and measures its latency beside its rivals and its untuned build.
-
-    Raises:
-        CorrectnessError: The outputs differ by more than the tolerance. The metrics are logged all the same.
-        AnsorMlflowError: The model cannot be read, or does not run here, or on the server.
-        MachineError: A rival that is asked for is not installed, no server is free for too long, or it is lost.
-        UserInputError: `data` or the tracker is not usable.
-    """
+    """Checks a model against ONNX Runtime, and measures its latency beside its rivals and its untuned build."""
     require_examples(options.data)
     require_rivals("rivals", options.rivals)
     with scratch_directory() as scratch:

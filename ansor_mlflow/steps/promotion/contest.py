@@ -52,12 +52,7 @@ class Contender:
 
     @staticmethod
     def of_version(name: str, version: str, scratch: Path) -> Contender:
-        """Downloads a version into a directory and checks it.
-
-        Raises:
-            ModelError: It is not of our flavor, was changed, or has no library that runs here.
-            MachineError: A server is away.
-        """
+        """Downloads a version into a directory and checks it."""
         scratch = scratch / version
         scratch.mkdir(parents=True)
         with translated_errors(f"read version {version} of {name}"):
@@ -68,13 +63,7 @@ class Contender:
         return Contender(version=version, directory=directory, manifest=manifest, entry=entry)
 
     def as_rival(self, rival: Rival, scratch: Path, *, trust: bool) -> Contender:
-        """A rival in the place of the library, with as many threads.
-
-        Args:
-            rival: The rival.
-            scratch: Where an exported program of PyTorch is downloaded to.
-            trust: Whether such a program may be read.
-        """
+        """A rival in the place of the library, with as many threads."""
         task = rival_task((rival,), self.directory, self.manifest, self.entry, scratch, trust=trust)
         return replace(self, version=rival, rival_task=task)
 
@@ -100,11 +89,7 @@ class Contender:
         return {name: digest for name, digest in self.manifest.files.items() if not name.startswith(own)}
 
     def require_interface_of(self, champion: Contender) -> None:
-        """Checks that this version could take another one's place: only then can their times be compared.
-
-        Raises:
-            UserInputError: Its inputs or outputs have other names, shapes or dtypes.
-        """
+        """Checks that this version could take another one's place: only then can their times be compared."""
         for kind in ("inputs", "outputs"):
             given, wanted = _described(getattr(self.manifest, kind)), _described(getattr(champion.manifest, kind))
             if given != wanted:
@@ -170,9 +155,6 @@ def compete(candidate: Contender, champion: Contender, options: PromoteOptions) 
     """Times both in turns until it is clear which one is faster, or the turns are used up.
 
     Every turn starts both once, in processes of their own, one after the other; who is first alternates.
-
-    Raises:
-        MachineError: A process died.
     """
     noise = MachineNoise()
     test = SequentialTest(confidence=options.confidence, margin=options.min_improvement, max_turns=options.max_turns)

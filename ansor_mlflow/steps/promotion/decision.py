@@ -91,11 +91,7 @@ class Promotion(Reported):
         return "; ".join(contest.unreliable for contest in self.contests if contest.unreliable)
 
     def require_won(self) -> None:
-        """Checks that the candidate is the champion.
-
-        Raises:
-            AnsorMlflowError: It is not; the exit code tells the outcomes apart.
-        """
+        """Checks that the candidate is the champion."""
         kind = _ERRORS.get(self.outcome)
         if kind is not None:
             raise kind(f"{self.headline} ({self.outcome.value}): {self.reason}")

@@ -56,14 +56,6 @@ def promote(options: PromoteOptions) -> Promotion:
 
     The aliases are `champion-<target>` and the one that `options` names. The candidate must win against each version
     that loses an alias, and against the rival that `options` names as champion.
-
-    Returns:
-        The decision; losing is no error, see `Promotion.require_won`.
-
-    Raises:
-        UserInputError: There is no such model or version, its inputs are not the champion's, or `data` is not usable.
-        ModelError: The candidate was changed, or has no library for this host.
-        MachineError: A server is away, a process died, or the rival is not installed.
     """
     if not options.candidate:
         raise UserInputError("candidate='': it must be the number of a version, or an alias; or give rollback")
@@ -159,11 +151,7 @@ def _decide(options: PromoteOptions, candidate: Contender, seen: Mapping[str, st
 
 
 def _compare(options: PromoteOptions, candidate: Contender, champions: Sequence[Contender]) -> _Decision:
-    """Checks what the candidate computes, and measures it against each champion until it does not win.
-
-    Raises:
-        ModelError: A library cannot be loaded.
-    """
+    """Checks what the candidate computes, and measures it against each champion until it does not win."""
     dtype = LoweringSettings.among(candidate.entry.provenance).dtype
     tolerance = tolerance_for(options.tolerance, candidate.network, dtype)
     errors = _errors(options, candidate, champions)

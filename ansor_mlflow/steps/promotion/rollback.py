@@ -37,11 +37,6 @@ def roll_back(options: PromoteOptions) -> Rollback:
     """Lets the aliases that the last promotion moved point to where they pointed before. Nothing is measured.
 
     Can be done again, for the promotion before that one; after one that was killed it does the rest of that, no more.
-
-    Raises:
-        UserInputError: No promotion moved the alias, or there is no version to go back to; nothing is changed then. Or
-            what only a comparison takes is given.
-        MachineError: A server is away.
     """
     if options.dry_run or options.candidate:
         given = "dry_run=true" if options.dry_run else f"candidate={options.candidate}"

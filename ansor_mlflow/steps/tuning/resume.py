@@ -54,12 +54,7 @@ def copy_of_network(run_id: str) -> str:
 
 
 def fetch_what_was_measured(run_id: str, records: Path) -> None:
-    """Brings the records of a run to this machine, unless it still has as many.
-
-    Args:
-        run_id: The run.
-        records: Directory for them, in which an earlier process may have left some.
-    """
+    """Brings the records of a run to this machine, unless it still has as many."""
     records.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetched-", dir=records.parent) as scratch:
         with translated_errors(f"read the records of run {run_id}"):

@@ -90,16 +90,7 @@ class TuneResult(Reported):
 
 
 def tune(options: TuneOptions, observers: Sequence[TuningObserver] = (), work: TuningWork | None = None) -> TuneResult:
-    """Tunes a network.
-
-    Args:
-        options: What and how.
-        observers: Told about every round, besides MLflow.
-        work: What `resolved_options` and `prepare_tuning` made of the options, where they were called before.
-
-    Raises:
-        AnsorMlflowError: The options are not usable, a server is away, or a task has no valid trial.
-    """
+    """Tunes a network."""
     work = work or prepare_tuning(resolved_options(options))
     with (
         step_run("tune", options, f"tune {work.options.network}", resume=options.resume_run) as run,
@@ -116,12 +107,7 @@ def tune(options: TuneOptions, observers: Sequence[TuningObserver] = (), work: T
 
 
 def resolved_options(options: TuneOptions) -> TuneOptions:
-    """The parameters of a tuning, those of a run that goes on included, as far as they can be checked without TVM.
-
-    Raises:
-        UserInputError: There is no such run, file or kind of URI, the target cannot be read, or there are fewer CPUs.
-        MachineError: The server of the run that goes on is away.
-    """
+    """The parameters of a tuning, those of a run that goes on included, as far as they can be checked without TVM."""
     options = resumed_options(options) if options.resume_run else options
     parsed = parse_target(options.target)
     is_of_this_host = "mtriple" not in parsed if isinstance(parsed, dict) else parsed == "auto"
@@ -155,14 +141,7 @@ class TuningWork:
 
 
 def prepare_tuning(options: TuneOptions) -> TuningWork:
-    """Does all that can show that parameters are not usable, so that there is no run of those that are not.
-
-    Args:
-        options: What `resolved_options` returned.
-
-    Raises:
-        AnsorMlflowError: They are not, or something is missing here.
-    """
+    """Does all that can show that parameters are not usable, so that there is no run of those that are not."""
     network = network_of(options, copy_of_network(options.resume_run) if options.resume_run else "")
     device = _device_of(options)
     if options.cache_flush and not is_cpu(device.target):

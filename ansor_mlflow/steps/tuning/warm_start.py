@@ -61,12 +61,7 @@ class TakenRecords:
 
 
 class WarmStart:
-    """Collects the records that a tuning begins with.
-
-    Args:
-        device: What is tuned for.
-        hashes: Structural hashes of the network's tasks.
-    """
+    """Collects the records that a tuning begins with."""
 
     def __init__(self, device: DeviceFingerprint, hashes: Collection[str]) -> None:
         self.device = device
@@ -78,16 +73,7 @@ class WarmStart:
     def take(
         self, source: str, directories: Sequence[Path], hashes: Collection[str] | None = None
     ) -> dict[str, list[str]]:
-        """Chooses among the records of a source.
-
-        Args:
-            source: What the user gave.
-            directories: Its databases, or record files; they are read again by `write`.
-            hashes: The tasks that they are wanted for; all of the network by default.
-
-        Returns:
-            The valid records that the tuning begins with, as JSON, by the hash of their workload.
-        """
+        """Chooses among the records of a source."""
         hashes = self.hashes if hashes is None else hashes
         applied: list[Database] = []
         transferred: list[Database] = []
@@ -150,19 +136,7 @@ def begin_with_records(
     trials_per_task: float,
     run: StepRun,
 ) -> frozenset[str]:
-    """Fetches the records that a tuning begins with, and says in the run what was taken.
-
-    Args:
-        sources: What the user gave as `warm_start`.
-        device: What is tuned for.
-        tasks: What is tuned.
-        sketched: Structural hashes of those that are searched among the programs of a sketch.
-        trials_per_task: Trials that a task would get, on average.
-        run: The tuning's run; the records are written into its directory.
-
-    Returns:
-        Structural hashes, in hexadecimal digits, of the workloads that earlier tunings know enough of.
-    """
+    """Fetches the records that a tuning begins with, and says in the run what was taken."""
     if not sources:
         return frozenset()
     start, known = WarmStart(device, [task.info.workload_hash for task in tasks]), frozenset[str]()
@@ -179,13 +153,7 @@ def begin_with_records(
 
 
 def _remember(start: WarmStart, sketched: frozenset[str], trials_per_task: float, scratch: Path) -> frozenset[str]:
-    """Takes what finished tuning runs know of the tasks; a run that cannot be read is a warning.
-
-    Returns:
-        Structural hashes of the workloads that were tuned enough: by a tuning that was ready to give a task as many
-        trials, with a valid program, and where a sketch has programs, with one of them, since hundreds of others may be
-        slower than its first.
-    """
+    """Takes what finished tuning runs know of the tasks; a run that cannot be read is a warning."""
     tunings, missing, enough = find_tunings(start.device, start.hashes), set(start.hashes), set[str]()
     num_unread = 0
     while num_unread < _MAX_UNREAD and (source := best_source(tunings, missing, trials_per_task)):
