@@ -30,8 +30,9 @@ from mlflow.store.artifact.artifact_repository_registry import (
 )
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 
-from ansor_mlflow.commands.doctor.examination import Diagnosis, warn_of_the_machine
+from ansor_mlflow.commands.doctor.examination import Diagnosis, bounded, run_checks, warn_of_the_machine
 from ansor_mlflow.commands.doctor.machine import (
+    Check,
     check_disk,
     check_kernel,
     check_memory,
@@ -42,7 +43,6 @@ from ansor_mlflow.commands.doctor.machine import (
     start_kernel,
 )
 from ansor_mlflow.commands.doctor.servers import TrackingStore, check_store, check_version
-from ansor_mlflow.commands.doctor.verdicts import Check, bounded, run_checks
 from ansor_mlflow.device.threads import available_cpus, cpu_quota, memory_left
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.parameters import TuneOptions
@@ -160,7 +160,11 @@ def test_json_on_standard_output_and_servers_that_are_away(
 
 
 def test_the_error_names_what_is_red() -> None:
-    checks = (Check("a", "green", "fine"), Check("b", "red", "gone", "mend it"), Check("c", "yellow", "slow", "hurry"))
+    checks = (
+        Check("green", "fine", name="a"),
+        Check("red", "gone", "mend it", "b"),
+        Check("yellow", "slow", "hurry", "c"),
+    )
     with pytest.raises(MachineError, match=r"^1 of 3 checks are red: b; their lines say what to do$"):
         Diagnosis(checks=checks, elapsed_s=1.0).require_no_red()
     Diagnosis(checks=(checks[0], checks[2]), elapsed_s=1.0).require_no_red()
@@ -168,9 +172,9 @@ def test_the_error_names_what_is_red() -> None:
 
 def test_a_check_that_never_ends_is_red_and_is_not_waited_for() -> None:
     never = threading.Event()
-    check = made(bounded("it", never.wait, 0.2))  # type: ignore[arg-type]
+    check = made(bounded(never.wait, 0.2))  # type: ignore[arg-type]
     never.set()
-    assert (check.name, check.status, check.message) == ("it", "red", "no answer within 0 s")
+    assert (check.status, check.message) == ("red", "no answer within 0 s")
 
 
 def test_whatever_a_check_raises_is_red() -> None:

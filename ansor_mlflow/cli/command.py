@@ -133,7 +133,8 @@ COMMANDS: dict[str, type[Options]] = {}
 def checked_options(cls: type[OptionsT], given: Mapping[str, Any], config: str | None = None) -> OptionsT:
     """Does what `load_options` does, and checks the network, too: before TVM and MLflow, which take seconds to load."""
     options = load_options(cls, given, config)
-    if isinstance(options, NetworkOptions) and options.decides_network and not is_uri(options.network):
+    has_own = bool(getattr(options, "tune_run", "") or getattr(options, "resume_run", ""))  # a run knows its network
+    if isinstance(options, NetworkOptions) and not has_own and not is_uri(options.network):
         from ansor_mlflow.networks import require_network  # ONNX, which --help can do without
 
         require_network(options.network, trust=options.trust)

@@ -120,10 +120,7 @@ class FleetTest(Reported):
 def self_test(options: FleetTestOptions, tell: Callable[[TestedServer], None] = lambda _: None) -> FleetTest:
     """Runs the reference kernel on every server of a key that is free in time, and tells about each."""
     fleet = FleetSettings(
-        tracker=HostPort.parse(options.tracker, "tracker"),
-        key=options.key,
-        wait_s=options.wait_s,
-        session_s=_SESSION_S,
+        tracker=HostPort.parse(options.tracker, "tracker"), key=options.key, wait_s=options.wait_s, session_s=_SESSION_S
     )
     until_s = time.monotonic() + options.wait_s
     start_fork_server()

@@ -155,9 +155,6 @@ def _tasks(rows: list[TaskRow], records: Path, device: DeviceFingerprint) -> dic
         run_s, layer = best_s.get(row.workload_hash, FAILED_RUN_S), row.layer or row.workload_hash
         if run_s < FAILED_RUN_S and (layer not in found or run_s < found[layer].run_s):
             found[layer] = SideTask(
-                name=row.task,
-                weight=row.weight,
-                run_s=run_s,
-                error=row.confirmed_error or _SINGLE_ERROR,
+                name=row.task, weight=row.weight, run_s=run_s, error=row.confirmed_error or _SINGLE_ERROR
             )
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from ansor_mlflow.parameters.declaring import Auto, Options, PositiveFloat, PositiveInt, Share, parameter
+from ansor_mlflow.parameters.declaring import Auto, NonEmpty, Options, PositiveFloat, PositiveInt, Share, parameter
 from ansor_mlflow.parameters.model import DATA_RULE, Tolerance
 from ansor_mlflow.parameters.networks import (
     NETWORK_RULE,
@@ -18,10 +18,10 @@ from ansor_mlflow.parameters.tuning import BudgetOptions, MeasureTimeout, Worker
 
 TRACKER_RULE = "host:port, such as 127.0.0.1:9190"
 SOURCE_RULE = "the ID of a tuning run, or a path or an artifact URI of records"
+DIRECTORY_RULE = "the path of a directory"
 
 Port = Annotated[
-    int,
-    parameter("Port to listen at; 0 for any that is free.", "a whole number from 0 to 65535", ge=0, lt=2**16),
+    int, parameter("Port to listen at; 0 for any that is free.", "a whole number from 0 to 65535", ge=0, lt=2**16)
 ]
 
 
@@ -30,7 +30,6 @@ class ReportOptions(Options):
 
     json_file: str = parameter(
         "File that the result is written to as JSON; - for standard output, in place of the text; none by default.",
-        "a path or -",
         default="",
         flag="--json",
     )
@@ -43,25 +42,19 @@ class PlanOptions(ReportOptions, RecordsOptions, BudgetOptions):
 class SourceOptions(ReportOptions, NetworkOptions):
     """Which records of which network a command reports on."""
 
-    source: Annotated[
-        str,
-        parameter(
-            "Tuning run or records: a run's ID, a directory, a tuning-record file or an artifact URI. Records need the "
-            "network, layout, target and threads that they were made with; a run knows them.",
-            SOURCE_RULE,
-            metavar="SOURCE",
-            min_length=1,
-        ),
-    ]
+    source: NonEmpty = parameter(
+        "Tuning run or records: a run's ID, a directory, a tuning-record file or an artifact URI. Records need the "
+        "network, layout, target and threads that they were made with; a run knows them.",
+        SOURCE_RULE,
+        metavar="SOURCE",
+    )
 
 
 class ExplainOptions(SourceOptions):
     """The command `explain`: which kernel of which records is explained."""
 
     task: str = parameter(
-        "Name of the task, or its index from 0; by default the one that takes the largest share of the time, of "
-        "those that compute.",
-        "a task's name or index",
+        "Name or index of the task; by default that with the largest share of the time, of those that compute.",
         default="",
     )
 
@@ -88,9 +81,7 @@ class DiffOptions(ReportOptions):
     force: bool = parameter(
         "Let fail_if_slower look at times that cannot be trusted, too; by default they are a warning.", default=False
     )
-    html: str = parameter(
-        "File that the comparison is written to as a page of HTML; none by default.", "the path of a file", default=""
-    )
+    html: str = parameter("File that the comparison is written to as a page of HTML; none by default.", default="")
 
 
 class BisectOptions(ReportOptions, NetworkOptions):
@@ -109,12 +100,11 @@ class BisectOptions(ReportOptions, NetworkOptions):
         DATA_RULE,
         default="",
     )
-    output: str = parameter(
+    output: NonEmpty = parameter(
         "Directory of the smallest model that shows the difference, its inputs and both outputs: new, empty, or "
         "one that this command wrote.",
-        "the path of a directory",
+        DIRECTORY_RULE,
         default="wrong",
-        min_length=1,
     )
 
 
@@ -122,14 +112,11 @@ class DoctorOptions(ServersOptions, ReportOptions):
     """The command `doctor`: what is looked at, beside this machine."""
 
     tracking_uri: str = parameter(
-        "Tracking server or store; by default that of MLFLOW_TRACKING_URI, or else MLflow's default.",
-        "the address of a server, or the URI of a database or a folder",
-        default="",
+        "Tracking server or store; by default that of MLFLOW_TRACKING_URI, or else MLflow's default.", default=""
     )
     experiment: str = parameter(
         "ID or name of the experiment; by default that of MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID, or else "
         "MLflow's default.",
-        "an experiment's ID or name",
         default="",
     )
     target: Target = "auto"
@@ -138,37 +125,23 @@ class DoctorOptions(ServersOptions, ReportOptions):
 class ShowRecordsOptions(ReportOptions):
     """The command `records show`."""
 
-    source: Annotated[
-        str,
-        parameter(
-            "Records: a run's ID, a directory, a tuning-record file or an artifact URI.",
-            SOURCE_RULE,
-            metavar="SOURCE",
-            min_length=1,
-        ),
-    ]
+    source: NonEmpty = parameter(
+        "Records: a run's ID, a directory, a tuning-record file or an artifact URI.", SOURCE_RULE, metavar="SOURCE"
+    )
 
 
 class MergeRecordsOptions(Options):
     """The command `records merge`: which records go where."""
 
-    sources: Annotated[
-        tuple[str, ...],
-        parameter(
-            "Records, each a run's ID, a directory, a tuning-record file or an artifact URI.",
-            "one source of records at least: the ID of a tuning run, a path or an artifact URI",
-            metavar="SOURCE...",
-            min_length=1,
-        ),
-    ]
-    output: Annotated[
-        str,
-        parameter(
-            "Directory of the new database: new, empty, or one that this command wrote and nobody changed.",
-            "the path of a directory",
-            min_length=1,
-        ),
-    ]
+    sources: tuple[str, ...] = parameter(
+        "Records, each a run's ID, a directory, a tuning-record file or an artifact URI.",
+        "one source of records at least: the ID of a tuning run, a path or an artifact URI",
+        metavar="SOURCE...",
+        min_length=1,
+    )
+    output: NonEmpty = parameter(
+        "Directory of the new database: new, empty, or one that this command wrote and nobody changed.", DIRECTORY_RULE
+    )
 
 
 class DistillRecordsOptions(MergeRecordsOptions):
@@ -178,7 +151,6 @@ class DistillRecordsOptions(MergeRecordsOptions):
     target: str = parameter(
         "Targets whose records are taken: those with these attributes, such as `llvm -mcpu=znver4`, or auto for "
         "this host; by default all, which are kept apart.",
-        "auto, a tag, JSON or `llvm -mcpu=…`",
         default="",
     )
 
@@ -211,8 +183,8 @@ class TrackerOptions(Options):
 class ServerOptions(TrackerOptions):
     """The command `fleet server`: where it listens, and whom it serves."""
 
-    tracker: Annotated[str, parameter("Tracker to report to, host:port.", TRACKER_RULE, min_length=1)]
-    key: Annotated[str, parameter("Key of the kind of device, one word such as pi4.", "one word", min_length=1)]
+    tracker: NonEmpty = parameter("Tracker to report to, host:port.", TRACKER_RULE)
+    key: NonEmpty = parameter("Key of the kind of device, one word such as pi4.", "one word")
     port: Port = 0
     known_as: str = parameter(
         "Host that the tracker tells tuners, where it is not the one that the tracker sees: of a tunnel, say.",
@@ -223,28 +195,22 @@ class ServerOptions(TrackerOptions):
 class FleetOptions(ReportOptions):
     """The command `fleet status`: whose servers are listed."""
 
-    tracker: Annotated[str, parameter("Tracker to ask, host:port.", TRACKER_RULE, min_length=1)]
+    tracker: NonEmpty = parameter("Tracker to ask, host:port.", TRACKER_RULE)
 
 
 class FleetTestOptions(LinkOptions, FleetOptions):
     """The command `fleet test`: which servers are tried."""
 
-    key: Annotated[str, parameter("Key of the servers.", "one word", min_length=1)]
-    target: str = parameter(
-        "Target of the servers; auto is what the first one says.", "auto, a tag, JSON or `llvm -mcpu=…`", default="auto"
-    )
-    wait_s: PositiveFloat = parameter(
-        "Seconds to wait for servers that somebody else has.", "a positive number of seconds", default=30.0
-    )
+    key: NonEmpty = parameter("Key of the servers.", "one word")
+    target: str = parameter("Target of the servers; auto is what the first one says.", default="auto")
+    wait_s: PositiveFloat = parameter("Seconds to wait for servers that somebody else has.", default=30.0)
 
 
 class LatencyOptions(Options):
     """The `evaluator_config` of MLflow's evaluator `ansor-latency`."""
 
     reference: str = parameter(
-        "What the outputs are compared with: an ONNX file, or the URI or directory of another MLflow model.",
-        "an ONNX file, or the URI or directory of a model",
-        default="",
+        "What the outputs are compared with: an ONNX file, or the URI or directory of another MLflow model.", default=""
     )
     champion: Literal["onnxruntime", "openvino"] | None = parameter(
         "Runtime that is timed in turns with the model, on the ONNX file that is the reference; none by default.",
@@ -261,4 +227,4 @@ class LatencyOptions(Options):
         ge=0,
         allow_inf_nan=False,
     )
-    measure_s: PositiveFloat = parameter("Seconds of a turn.", "a positive number of seconds", default=1.5)
+    measure_s: PositiveFloat = parameter("Seconds of a turn.", default=1.5)

@@ -30,8 +30,12 @@ def load_options(cls: type[OptionsT], given: Mapping[str, Any], config: str | No
     for name, value in _by_name(cls, given, "parameters").items():
         if value not in (None, "", ()) and not (name in values and value == default_text(cls, name)):
             values[name] = value
-    _check_texts(values)
-    _check_values(values)
+    for name, value in values.items():
+        if why := why_gone(name, value):
+            raise UserInputError(f"{name}={value!r}: {why}")
+        for text in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(text, str) and ("\0" in text or (not text.isascii() and _HALF.search(text))):
+                raise UserInputError(f"{name}={text!r}: it has characters that UTF-8 lacks, or NUL; leave them out")
     try:
         return cls(**values)
     except ValidationError as err:
@@ -88,17 +92,3 @@ def _check_names(given: Iterable[str], known: Iterable[str], source: str) -> Non
             near = difflib.get_close_matches(str(name), known, n=1)
             hint = f"perhaps you meant {near[0]}" if near else f"known are {', '.join(known)}"
             raise UserInputError(f"{source}: unknown key {name!r}; {hint}")
-
-
-def _check_texts(values: Mapping[str, Any]) -> None:
-    """Refuses texts that are no path, no name in MLflow and no word of a command line."""
-    for name, value in values.items():
-        for text in [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else ():
-            if isinstance(text, str) and ("\0" in text or (not text.isascii() and _HALF.search(text))):
-                raise UserInputError(f"{name}={text!r}: it has characters that UTF-8 lacks, or NUL; leave them out")
-
-
-def _check_values(values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if why := why_gone(name, value):
-            raise UserInputError(f"{name}={value!r}: {why}")

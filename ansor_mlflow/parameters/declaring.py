@@ -37,10 +37,6 @@ def _parse_list(value: Any) -> Any:
     return tuple(item.strip() for item in value.split(",")) if isinstance(value, str) else value
 
 
-def _parse_rivals(value: Any) -> Any:
-    return value if value in ("auto", "none") else _parse_list(value)
-
-
 def _parse_json(value: Any) -> Any:
     return read_json(value) if isinstance(value, str) else value
 
@@ -82,18 +78,18 @@ def _plain_numbers(value: Any) -> Any:
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonEmpty = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, BeforeValidator(_parse_share)]
 """A number, or a percentage such as 3%."""
-Dimension = Annotated[int, Field(gt=0)]
-Shape = list[Dimension | list[Dimension]]
-Shapes = Annotated[dict[str, Shape], BeforeValidator(_parse_json)]
-InputValue = Annotated[Any, AfterValidator(_plain_numbers)]
-InputValues = Annotated[dict[str, InputValue], BeforeValidator(_parse_json), AfterValidator(_check_length)]
-NumberByName = Annotated[dict[str, float], BeforeValidator(_parse_json)]
-NonEmptyList = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_parse_list)]
-Rivals = Annotated[
-    Literal["auto", "none"] | Annotated[tuple[Rival, ...], Field(min_length=1)], BeforeValidator(_parse_rivals)
+Shapes = Annotated[dict[str, list[PositiveInt | list[PositiveInt]]], BeforeValidator(_parse_json)]
+InputValues = Annotated[
+    dict[str, Annotated[Any, AfterValidator(_plain_numbers)]],
+    BeforeValidator(_parse_json),
+    AfterValidator(_check_length),
 ]
+NumberByName = Annotated[dict[str, float], BeforeValidator(_parse_json)]
+NonEmptyList = Annotated[tuple[NonEmpty, ...], BeforeValidator(_parse_list)]
+Rivals = Literal["auto", "none"] | Annotated[tuple[Rival, ...], BeforeValidator(_parse_list), Field(min_length=1)]
 AliasName = Annotated[str, AfterValidator(_check_alias)]
 ModelName = Annotated[str, AfterValidator(_check_model_name)]
 ModelAddress = Annotated[str, AfterValidator(_check_model)]
@@ -110,7 +106,12 @@ def parameter(
     is_switch: bool = False,
     **constraints: Any,
 ) -> Any:
-    """Declares a parameter."""
+    """Declares a parameter; `constraints` are pydantic's.
+
+    `help_` says what it is for, and `rule` completes the sentence "NAME is …; it must be …", where the type does not
+    say enough. With `under`, a group and key such as "measure.number", it is one for experts, which `--help` and
+    `MLproject` leave out. `metavar` is what it is called where it is given without a flag.
+    """
     extra: dict[str, Any] = {"rule": rule, "under": under, "flag": flag, "metavar": metavar, "is_switch": is_switch}
     return Field(default=default, description=help_, json_schema_extra=extra, **constraints)
 
@@ -146,17 +147,18 @@ def grouped(cls: type[Options]) -> dict[str, str]:
 
 
 def _rule_of_type(field: FieldInfo) -> str:
-    """What a value must be, of a type with closed choices, or of a whole number with a lower bound."""
+    """What a value must be, of a type with closed choices, of a number with a lower bound, or of a text."""
     kinds = get_args(field.annotation) if get_origin(field.annotation) in (Union, UnionType) else [field.annotation]
     words = [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
     words = ["true", "false"] if field.annotation is bool else words
     choices = " or ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
-    numbers = (get_args(kind)[1].metadata for kind in kinds if get_origin(kind) is Annotated)
-    bounds = next(numbers, field.metadata)
-    least = next((bound.ge if hasattr(bound, "ge") else bound.gt + 1 for bound in bounds), None)
-    if least is None:
-        return choices
-    return f"a whole number of at least {least}" + (f", or {choices}" if choices else "")
+    numbers = (get_args(kind) for kind in kinds if get_origin(kind) is Annotated)
+    base, bounds = next(((base, info.metadata) for base, info in numbers), (field.annotation, field.metadata))
+    if base not in (int, float):
+        return choices or "a text"
+    least = next(bound.ge if hasattr(bound, "ge") else bound.gt + 1 for bound in bounds)
+    number = "a positive number" if base is float else f"a whole number of at least {least}"
+    return number + (f", or {choices}" if choices else "")
 
 
 def default_text(cls: type[Options], name: str) -> str:

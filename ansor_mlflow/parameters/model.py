@@ -28,7 +28,6 @@ Tolerance = Annotated[
     parameter(
         "Largest max_rel_error that passes: max |output - reference| / max |reference|, the latter at least 0.01; "
         "auto is 0.0001, with float16 0.02, and with bfloat16 and of quantised networks 0.1.",
-        "a positive number, or auto",
     ),
 ]
 DATA_RULE = "the path of a .npz, .npy or .parquet file"
@@ -42,9 +41,7 @@ Data = Annotated[
 ]
 MeasureSeconds = Annotated[
     PositiveFloat,
-    parameter(
-        "Seconds that each contender is timed in a turn.", "a positive number of seconds", under="evaluate.measure_s"
-    ),
+    parameter("Seconds that each contender is timed in a turn.", under="evaluate.measure_s"),
 ]
 
 
@@ -67,11 +64,6 @@ class SignatureOptions(Options):
         default=None,
     )
 
-    @property
-    def max_library_bytes(self) -> int | None:
-        """The limit in bytes."""
-        return None if self.max_library_mib is None else self.max_library_mib * 2**20
-
 
 class CompileOptions(SignatureOptions, LinkOptions, RecordsOptions):
     """Which records a network is compiled with, and where they may come from."""
@@ -79,7 +71,6 @@ class CompileOptions(SignatureOptions, LinkOptions, RecordsOptions):
     tune_run: str = parameter(
         "ID of the tuning run whose records are taken; its network, layout, target and threads are used. Several, "
         "separated by commas, make one model with a library for the device of each.",
-        "run IDs, separated by commas",
         default="",
     )
     allow_target_mismatch: bool = parameter(
@@ -167,7 +158,6 @@ class PromoteOptions(AliasOptions, SeedOptions):
     model: Annotated[str, parameter("Name of the registered model.", "a model name", min_length=1)]
     candidate: Annotated[str, BeforeValidator(str)] = parameter(
         "Version that may become the champion: its number or an alias.",
-        "the number of a version, or an alias",
         default="",
     )
     confidence: Share = parameter(

@@ -103,11 +103,6 @@ class NetworkOptions(SeedOptions):
     )
 
     @property
-    def decides_network(self) -> bool:
-        """Whether `network` is what is loaded; a run that goes on, or whose records are taken, has its own."""
-        return True
-
-    @property
     def lowering(self) -> LoweringSettings:
         """What decides which tasks the network has."""
         return LoweringSettings.among(vars(self))
@@ -119,20 +114,17 @@ class LinkOptions(Options):
     cc: str = parameter(
         "Compiler, with its arguments, that links libraries for another architecture, such as "
         "aarch64-linux-gnu-g++; by default the one that has its name.",
-        "a command, such as aarch64-linux-gnu-g++",
         default="",
         under="link.cc",
     )
     sysroot: str = parameter(
         "Directory with the device's headers and libraries, for a compiler that does not have its own: --sysroot.",
-        "the path of a directory",
         default="",
         under="link.sysroot",
     )
 
     @property
     def linker(self) -> Linker:
-        """Compiler and sysroot as one value."""
         return Linker(cc=self.cc, sysroot=self.sysroot)
 
 
@@ -145,7 +137,7 @@ class ServersOptions(Options):
         "host:port, such as 127.0.0.1:9190",
         default="",
     )
-    rpc_key: str = parameter("Key of the servers at the tracker, which are all of one kind.", "one word", default="")
+    rpc_key: str = parameter("Key of the servers at the tracker, which are all of one kind.", default="")
 
 
 class RpcOptions(ServersOptions):
@@ -153,14 +145,12 @@ class RpcOptions(ServersOptions):
 
     rpc_wait_s: PositiveFloat = parameter(
         "Seconds without a free server after which the tuning, or the evaluation, ends.",
-        "a positive number of seconds",
         default=600.0,
         under="rpc.wait_s",
     )
     rpc_session_s: PositiveFloat = parameter(
         "Seconds for which a server is taken at a time; it ends a longer session itself, so that a tuner that is "
         "gone does not keep it.",
-        "a positive number of seconds",
         default=300.0,
         under="rpc.session_s",
     )
@@ -171,16 +161,9 @@ class RecordsOptions(NetworkOptions):
 
     tune_run: str = parameter(
         "ID of the tuning run whose records are taken; its network, layout, target and threads are used.",
-        "a run ID",
         default="",
     )
     records: str = parameter(
         "Records to take instead of a tuning run's: a directory, a tuning-record file or an artifact URI.",
-        "a path or an artifact URI",
         default="",
     )
-
-    @property
-    def decides_network(self) -> bool:
-        """See `NetworkOptions.decides_network`."""
-        return not self.tune_run

@@ -20,7 +20,6 @@ MeasureTimeout = Annotated[
     PositiveFloat,
     parameter(
         "Seconds after which building or running a program is given up.",
-        "a positive number of seconds",
         under="measure.timeout_s",
     ),
 ]
@@ -130,9 +129,7 @@ class MeasureOptions(Options):
 class TuneOptions(MeasureOptions, SearchOptions, RpcOptions, LinkOptions, BudgetOptions):
     """The entry point `tune`."""
 
-    max_minutes: PositiveFloat | None = parameter(
-        "Wall-clock budget in minutes; no limit by default.", "a positive number of minutes", default=None
-    )
+    max_minutes: PositiveFloat | None = parameter("Wall-clock budget in minutes; no limit by default.", default=None)
     rpc_retries: int = parameter(
         "Times that a program is measured again, on another server, when a server was lost with it.",
         default=1,
@@ -149,11 +146,5 @@ class TuneOptions(MeasureOptions, SearchOptions, RpcOptions, LinkOptions, Budget
     resume_run: str = parameter(
         "ID of a tuning run that was stopped, or is to get more trials: it goes on with its own parameters, except "
         "for those that are given now.",
-        "a run ID",
         default="",
     )
-
-    @property
-    def decides_network(self) -> bool:
-        """See `NetworkOptions.decides_network`."""
-        return not self.resume_run

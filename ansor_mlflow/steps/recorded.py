@@ -246,8 +246,4 @@ def _use_of(task: TuningTask, target: Target, times: dict[str, float], won: dict
     best = min(won.keys() & times.keys() or times, key=lambda decision: times[decision])
     programs = find_programs(task.mod, target)
     own_s = times.get(programs.first_decision) if programs else None
-    return SketchUse(
-        sketch=best,
-        best_s=times[best],
-        own_ratio=own_s / times[best] if own_s is not None else None,
-    )
+    return SketchUse(sketch=best, best_s=times[best], own_ratio=own_s / times[best] if own_s is not None else None)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, TimeoutError
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
+from unittest.mock import patch
 
 import mlflow
 
 from ansor_mlflow.commands.doctor.machine import (
+    Check,
     check_disk,
     check_kernel,
     check_memory,
@@ -21,10 +26,10 @@ from ansor_mlflow.commands.doctor.machine import (
     check_target,
     check_threads,
     check_versions,
+    failed,
     start_kernel,
 )
-from ansor_mlflow.commands.doctor.servers import TrackingStore, impatience
-from ansor_mlflow.commands.doctor.verdicts import Check, RunCheck, bounded, run_checks
+from ansor_mlflow.commands.doctor.servers import TrackingStore
 from ansor_mlflow.commands.fleet import fleet_status
 from ansor_mlflow.device import available_cpus, cpu_quota, memory_left
 from ansor_mlflow.errors import MachineError
@@ -35,6 +40,19 @@ from ansor_mlflow.tracking import WORK_ROOT
 _NETWORK_TIMEOUT_S = 15.0
 """Time after which whoever has not answered counts as away. MLflow's and boto3's own limits are for each request."""
 _KERNEL_TIMEOUT_S = 120.0
+_IMPATIENCE = {
+    # MLflow alone would wait for minutes for a server that is away
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "8",
+    "AWS_MAX_ATTEMPTS": "2",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    # the large probe is sent in parts by boto3; so it is to a server that signs uploads for its clients
+    "MLFLOW_MULTIPART_UPLOAD_MINIMUM_FILE_SIZE": str(8 * 2**20),
+    "MLFLOW_MULTIPART_UPLOAD_CHUNK_SIZE": str(5 * 2**20),
+}
+"""The environment while checks are made."""
+RunCheck = Callable[[], Check | None]
+"""Looks at one thing; returns None where there is nothing to look at."""
 _log = logging.getLogger("ansor_mlflow")
 
 
@@ -46,13 +64,12 @@ class Diagnosis(Reported):
     elapsed_s: float
 
     def report(self) -> Report:
-        """How many checks ended how; each has had a line of its own."""
         counts = Counter(check.status for check in self.checks)
         listed = ", ".join(f"{number} {status}" for status in ("green", "yellow", "red") if (number := counts[status]))
         return Report(f"{listed}, in {self.elapsed_s:.0f} s")
 
     def require_no_red(self) -> None:
-        """Ends the command that printed the checks."""
+        """Raises a MachineError, which ends the command that printed the checks, if one is red."""
         red = [check.name for check in self.checks if check.status == "red"]
         if red:
             raise MachineError(
@@ -62,12 +79,12 @@ class Diagnosis(Reported):
 
 def examine(options: DoctorOptions, tell: Callable[[Check], None] = lambda _: None) -> Diagnosis:
     """Checks this machine, the tracking server and its store. Leaves nothing there, and makes no run or experiment."""
-    started, checks = time.monotonic(), []
-    with impatience():
+    started_s, checks = time.monotonic(), []
+    with patch.dict(os.environ, _IMPATIENCE):
         for check in _all_checks(options):
             tell(check)
             checks.append(check)
-    return Diagnosis(checks=tuple(checks), elapsed_s=time.monotonic() - started)
+    return Diagnosis(checks=tuple(checks), elapsed_s=time.monotonic() - started_s)
 
 
 def warn_of_the_machine(options: TuneOptions) -> None:
@@ -79,6 +96,32 @@ def warn_of_the_machine(options: TuneOptions) -> None:
     for check in run_checks(_local_checks(target, num_threads, options.worker_memory_mib)):
         if check.status != "green":
             _log.warning("%s: %s; %s", check.name, check.message, check.fix)
+
+
+def run_checks(checks: Mapping[str, RunCheck]) -> Iterator[Check]:
+    """Makes checks one after the other; one that ends with an error is red."""
+    for name, run in checks.items():
+        try:
+            found = run()
+        except Exception as err:  # noqa: BLE001 - whatever goes wrong in a check is what it found
+            found = failed(err)
+        if found is not None:
+            yield replace(found, name=name)
+
+
+def bounded(run: RunCheck, timeout_s: float) -> RunCheck:
+    """A check that waits for others than this machine: in a thread, which is left alone if it takes too long."""
+
+    def run_bounded() -> Check | None:
+        found: Future[list[Check]] = Future()
+        threading.Thread(target=lambda: found.set_result(list(run_checks({"": run}))), daemon=True).start()
+        try:
+            return next(iter(found.result(timeout_s)), None)
+        except TimeoutError:
+            fix = "check the address, the network and what is in between"
+            return Check("red", f"no answer within {timeout_s:.0f} s", fix)
+
+    return run_bounded
 
 
 def _local_checks(target: str, num_threads: int | Literal["auto"], worker_memory_mib: int) -> dict[str, RunCheck]:
@@ -104,16 +147,16 @@ def _all_checks(options: DoctorOptions) -> Iterator[Check]:
         "artifact store": store.check_artifacts,
         "RPC tracker": partial(_check_fleet, options.rpc_tracker, options.rpc_key),
     }
-    yield from run_checks({name: bounded(name, run, _NETWORK_TIMEOUT_S) for name, run in waiting.items()})
+    yield from run_checks({name: bounded(run, _NETWORK_TIMEOUT_S) for name, run in waiting.items()})
     yield from run_checks({"kernel": partial(check_kernel, kernel, _KERNEL_TIMEOUT_S)})
 
 
 def _check_fleet(tracker: str, key: str) -> Check | None:
     if not tracker:
         return None
-    name, known = "RPC tracker", fleet_status(FleetOptions(tracker=tracker)).keys
+    known = fleet_status(FleetOptions(tracker=tracker)).keys
     servers = [f"{len(state.servers)} of key {found}" for found, state in known.items() if state.servers]
     if not servers or (key and not (key in known and known[key].servers)):
         asked = f"no server of key {key}" if key else "no server"
-        return Check(name, "red", f"{asked} has reported to {tracker}", "start one: ansor-mlflow fleet server")
-    return Check(name, "green", f"{tracker} has servers: {', '.join(servers)}; ansor-mlflow fleet test tries them")
+        return Check("red", f"{asked} has reported to {tracker}", "start one: ansor-mlflow fleet server")
+    return Check("green", f"{tracker} has servers: {', '.join(servers)}; ansor-mlflow fleet test tries them")

@@ -193,9 +193,8 @@ def _compile(
     device, directory = recipe.device, root / recipe.device.fingerprint.name
     library, best = directory / LIBRARY_FILE, directory / names.BEST_DIR
     _log.info("compiling %s for %s", network.name, device.description)
-    coverage = compile_tuned(
-        lowered, device.target, best, library, max_bytes=options.max_library_bytes, linker=options.linker
-    )
+    max_bytes = options.max_library_mib * 2**20 if options.max_library_mib else None
+    coverage = compile_tuned(lowered, device.target, best, library, max_bytes=max_bytes, linker=options.linker)
     if is_gpu(device.target) and (reason := why_not_runnable(device.fingerprint)):
         _log.warning("the library for %s is compiled and was not run: %s", device.description, reason)
     compiled = CompiledNetwork(

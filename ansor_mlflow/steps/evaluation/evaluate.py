@@ -32,12 +32,7 @@ from ansor_mlflow.measuring import (
     turn_in_process,
     what_to_do,
 )
-from ansor_mlflow.model import (
-    BuildJob,
-    LibraryEntry,
-    build_in_child_process,
-    verified_manifest,
-)
+from ansor_mlflow.model import BuildJob, LibraryEntry, build_in_child_process, verified_manifest
 from ansor_mlflow.parameters import EvaluateOptions, TuneOptions
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.evaluation.benches import (

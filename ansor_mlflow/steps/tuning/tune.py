@@ -257,9 +257,7 @@ def _at_the_end(provenance: Provenance, trials_per_task: float, result: TuningRe
     if result.stop_reason == StopReason.MINUTES:
         trials_per_task = result.total_trials / len(result.tasks)
     return replace(
-        provenance,
-        estimated_latency_ms=estimated_s * 1e3 if estimated_s else None,
-        trials_per_task=trials_per_task,
+        provenance, estimated_latency_ms=estimated_s * 1e3 if estimated_s else None, trials_per_task=trials_per_task
     )
 
 
