@@ -28,7 +28,7 @@ from ansor_mlflow.foreign import (
 )
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.tracking.report.note import command_lines
-from ansor_mlflow.tracking.report.pages import server_command, ui_address
+from ansor_mlflow.tracking.report.pages import run_address, server_command
 
 SECRET = "S3cr3tP"
 PLACES = [
@@ -174,7 +174,7 @@ def test_a_word_of_a_command_is_one_word(text: str) -> None:
 
 def test_the_address_of_a_page_has_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlflow.get_tracking_uri", lambda: f"http://u:a/{SECRET}@host:5000")
-    assert ui_address("x") == "http://host:5000/#/x"
+    assert run_address("1", "2") == "http://host:5000/#/experiments/1/runs/2"
 
 
 @dataclass

@@ -18,16 +18,16 @@ from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.testing import FakeRunner
 from ansor_mlflow.tracking import observer
-from ansor_mlflow.tracking.figures.plots import (
+from ansor_mlflow.tracking.observer import MlflowObserver
+from ansor_mlflow.tracking.outbox import Message, Outbox
+from ansor_mlflow.tracking.report.figures import (
     draw_convergence,
     draw_failures,
     draw_gain,
     draw_roofline,
     draw_task_share,
+    save_figure,
 )
-from ansor_mlflow.tracking.figures.style import save_figure
-from ansor_mlflow.tracking.observer import MlflowObserver
-from ansor_mlflow.tracking.outbox import Message, Outbox
 from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.trials import TrialStatus
 from ansor_mlflow.tuning.roofline import Roofline

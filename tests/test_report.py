@@ -25,11 +25,10 @@ from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.steps.tuning import tuning_report as report
 from ansor_mlflow.steps.tuning.tune import tune
 from ansor_mlflow.steps.tuning.tuning_report import TuningReport
-from ansor_mlflow.tracking.figures.plots import draw_gain
-from ansor_mlflow.tracking.figures.style import save_figure
 from ansor_mlflow.tracking.outbox import Outbox
+from ansor_mlflow.tracking.report.figures import draw_gain, save_figure
 from ansor_mlflow.tracking.report.history import TuningHistory
-from ansor_mlflow.tracking.report.tuning_page import KernelNote, ScheduleText, tuning_page
+from ansor_mlflow.tracking.report.pages import KernelNote, ScheduleText, tuning_page
 from ansor_mlflow.trials import StopReason, TrialStatus
 from ansor_mlflow.tuning.job import TuningJob
 

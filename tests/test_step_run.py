@@ -17,7 +17,7 @@ from ansor_mlflow.parameters import EvaluateOptions, Options, PipelineOptions, T
 from ansor_mlflow.tracking.environment import translated_errors
 from ansor_mlflow.tracking.outbox import Message, UndeliveredError, open_outbox
 from ansor_mlflow.tracking.report.note import pipeline_note
-from ansor_mlflow.tracking.report.pages import ui_address
+from ansor_mlflow.tracking.report.pages import run_address
 from ansor_mlflow.tracking.run import StepRun, params_used, step_run
 
 OPTIONS = EvaluateOptions(model_uri="models:/small/1")
@@ -140,7 +140,7 @@ def test_a_run_that_begins_says_its_id_and_its_address(caplog: pytest.LogCapture
 
 def test_an_address_is_that_of_the_server_without_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://bob:hunter2@mlflow.example.com:5000/team/")
-    assert ui_address("experiments/1") == "https://mlflow.example.com:5000/team/#/experiments/1"
+    assert run_address("1", "2") == "https://mlflow.example.com:5000/team/#/experiments/1/runs/2"
 
 
 def fail(step: str, options: Options, error: BaseException, *, with_records: bool = True) -> tuple[StepRun, list[str]]:

@@ -39,12 +39,11 @@ from ansor_mlflow.tracking import (
     command_lines,
     pipeline_note,
     register,
-    run_page,
+    run_address,
     server_command,
     step_run,
     summary_rows,
     translated_errors,
-    ui_address,
     work_directory,
 )
 from ansor_mlflow.trials import TuningObserver
@@ -82,7 +81,7 @@ class PipelineResult(Reported):
         where = {"run": self.run_id, "model": self.model_uri}
         if start := server_command():
             where["start"] = start
-        where["open"] = ui_address(run_page(self.experiment_id, self.run_id))
+        where["open"] = run_address(self.experiment_id, self.run_id)
         return Report(f"{self.network} for {self.target}", parts, where)
 
 

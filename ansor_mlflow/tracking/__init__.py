@@ -1,8 +1,6 @@
 """What a run in MLflow shows: params, tags, metrics, artifacts, and what went wrong."""
 
 from ansor_mlflow.tracking.environment import describe_environment, translated_errors
-from ansor_mlflow.tracking.figures.plots import draw_roofline
-from ansor_mlflow.tracking.figures.style import save_figure
 from ansor_mlflow.tracking.killed import (
     WORK_ROOT,
     ended,
@@ -31,23 +29,25 @@ from ansor_mlflow.tracking.registry import (
     finish_moves,
     move_aliases,
     register,
-    require_undoable,
     tag_version,
     tags_of_version,
     undo_moves,
+    undoable_moves,
 )
+from ansor_mlflow.tracking.report.figures import draw_roofline, save_figure
 from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.tracking.report.note import command_lines, evaluation_note, pipeline_note, tuning_note
 from ansor_mlflow.tracking.report.pages import (
+    KernelNote,
+    ScheduleText,
     html_page,
     kernel_rows,
     kernels_page,
-    run_page,
+    run_address,
     server_command,
     summary_rows,
-    ui_address,
+    tuning_page,
 )
-from ansor_mlflow.tracking.report.tuning_page import KernelNote, ScheduleText, tuning_page
 from ansor_mlflow.tracking.run import StepRun, fail_project_run, params_used, read_artifact, step_run, work_directory
 from ansor_mlflow.tracking.sources import find_program, network_of, pinned_uri
 from ansor_mlflow.tracking.sqlite import open_in_turn

@@ -54,16 +54,7 @@ _MISSING = {"RESOURCE_DOES_NOT_EXIST", "NOT_FOUND"}
 
 @contextmanager
 def translated_errors(action: str) -> Iterator[None]:
-    """Translates errors of the tracking server and the artifact store that happen inside.
-
-    Args:
-        action: What is being done, for the message: "log metrics".
-
-    Raises:
-        MachineError: A server cannot be reached, refused the request, a bucket does not exist, or a package is missing.
-        UserInputError: MLflow knows no such run, model or experiment.
-        ExecutionException: A project's step failed; this passes as it is.
-    """
+    """Translates errors of the tracking server and the artifact store that happen inside."""
     try:
         yield
     except (AnsorMlflowError, ExecutionException):

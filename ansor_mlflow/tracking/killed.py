@@ -28,11 +28,7 @@ _log = logging.getLogger("ansor_mlflow")
 
 @contextlib.contextmanager
 def held(run_id: str, directory: Path) -> Iterator[None]:
-    """Holds a directory of a run, which is made if need be; the system lets go of it when the process ends.
-
-    Raises:
-        UserInputError: Another process holds it.
-    """
+    """Holds a directory of a run, which is made if need be; the system lets go of it when the process ends."""
     directory.mkdir(parents=True, exist_ok=True)
     lock = FileLock(directory / LOCK_FILE)
     try:
@@ -49,11 +45,7 @@ def held(run_id: str, directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ended(run_id: str, directory: Path) -> Iterator[None]:
-    """Keeps every process from a run that none is at: whoever has worked in its directory has left a lock there.
-
-    Raises:
-        UserInputError: One is at it.
-    """
+    """Keeps every process from a run that none is at: whoever has worked in its directory has left a lock there."""
     with contextlib.ExitStack() as locks:
         for folder in (directory, directory / OUTBOX_DIR):
             if (folder / LOCK_FILE).exists():

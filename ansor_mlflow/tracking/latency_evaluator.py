@@ -47,8 +47,8 @@ from ansor_mlflow.model import TunedModel, threads_here
 from ansor_mlflow.networks import read_onnx
 from ansor_mlflow.parameters import LatencyOptions, is_uri, load_options
 from ansor_mlflow.tensors import Arrays
-from ansor_mlflow.tracking.figures import draw_latency, save_figure
 from ansor_mlflow.tracking.outbox import rounded
+from ansor_mlflow.tracking.report.figures import draw_latency, save_figure
 
 EVALUATOR_NAME = "ansor-latency"
 MODEL_TYPE = "tvm"
@@ -78,19 +78,7 @@ class LatencyEvaluator(ModelEvaluator):
         model_id: str | None = None,
         **kwargs: Any,  # noqa: ARG002 - MLflow passes what other evaluators need
     ) -> EvaluationResult:
-        """Measures a model, and logs the metrics and artifacts to a run.
-
-        Args:
-            dataset: MLflow's data set; its columns hold the input tensors of a row each.
-            run_id: The run.
-            evaluator_config: See `options.LatencyOptions`.
-            model: The loaded model, or the wrapper of a function.
-            model_id: The logged model that the metrics belong to, too.
-            kwargs: Not used.
-
-        Raises:
-            MlflowException: The configuration, the data or the reference is not usable.
-        """
+        """Measures a model, and logs the metrics and artifacts to a run."""
         try:
             options = load_options(LatencyOptions, evaluator_config)
             latency, metrics = _evaluate(options, dataset, model)

@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING, Any
 from ansor_mlflow import names
 from ansor_mlflow.errors import only_warn
 from ansor_mlflow.files import write_text
-from ansor_mlflow.tracking.figures import draw_convergence, draw_failures, draw_gain, draw_task_share, save_figure
 from ansor_mlflow.tracking.outbox import Message, Outbox
+from ansor_mlflow.tracking.report.figures import (
+    draw_convergence,
+    draw_failures,
+    draw_gain,
+    draw_task_share,
+    save_figure,
+)
 from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.tracking.report.note import tuning_note
 from ansor_mlflow.trials import (
@@ -48,13 +54,7 @@ _log = logging.getLogger("ansor_mlflow")
 
 
 class MlflowObserver:
-    """A `TuningObserver` that tells one MLflow run, in one request per round.
-
-    Args:
-        outbox: Delivers to the run.
-        directory: The run's directory, where tables and figures are written before they are uploaded.
-        commands: Command lines that do the tuning again, for the run's description.
-    """
+    """A `TuningObserver` that tells one MLflow run, in one request per round."""
 
     def __init__(self, outbox: Outbox, directory: Path, commands: Sequence[str] = ()) -> None:
         self._outbox = outbox

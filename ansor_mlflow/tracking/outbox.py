@@ -93,15 +93,7 @@ class UndeliveredError(MachineError):
 
 
 class Outbox:
-    """Delivers the messages of one run, from a thread of its own. To be closed.
-
-    Args:
-        run_id: The run.
-        directory: The run's directory, below which the messages and their artifacts are.
-
-    Raises:
-        UserInputError: Another process is at the run.
-    """
+    """Delivers the messages of one run, from a thread of its own. To be closed."""
 
     def __init__(self, run_id: str, directory: Path) -> None:
         self._run_id = run_id
@@ -133,21 +125,13 @@ class Outbox:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until everything is delivered; returns at once while the server is away.
-
-        Returns:
-            Whether nothing is left.
-        """
+        """Waits until everything is delivered; returns at once while the server is away."""
         with self._changed:
             self._changed.wait_for(lambda: not self._names or self._failure, timeout_s)
             return not self._names
 
     def close(self, timeout_s: float) -> None:
-        """Tries for a while to deliver the rest.
-
-        Raises:
-            UndeliveredError: Messages are left.
-        """
+        """Tries for a while to deliver the rest."""
         with self._changed:
             self._changed.wait_for(lambda: not self._names, timeout_s)
             self._closing.set()
@@ -200,11 +184,7 @@ class Outbox:
 
 @contextlib.contextmanager
 def open_outbox(run_id: str, directory: Path) -> Iterator[Outbox]:
-    """An outbox that is closed at the end, and given the time that a server takes to come back.
-
-    Raises:
-        UndeliveredError: The tuning is whole, but messages are left.
-    """
+    """An outbox that is closed at the end, and given the time that a server takes to come back."""
     outbox = Outbox(run_id, directory)
     try:
         yield outbox
@@ -286,9 +266,6 @@ def whole_records(directory: Path) -> list[tuple[str, str]]:
 
     The manifest comes last, when what it describes is there. Before that, an empty one takes the place of an older one,
     so that an upload which is cut short leaves no manifest of other files.
-
-    Args:
-        directory: The run's directory.
     """
     empty = directory / _EMPTY_DIR
     empty.mkdir(exist_ok=True)
@@ -302,12 +279,7 @@ def whole_records(directory: Path) -> list[tuple[str, str]]:
 
 
 class RecordMirror:
-    """A `TuningObserver` that sends what was recorded, in parts: see `records.PartWriter`.
-
-    Args:
-        outbox: Delivers to the run.
-        directory: The run's directory, with the records in it.
-    """
+    """A `TuningObserver` that sends what was recorded, in parts: see `records.PartWriter`."""
 
     def __init__(self, outbox: Outbox, directory: Path) -> None:
         self._outbox = outbox

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import mlflow
 
@@ -20,27 +20,27 @@ _MOVE = re.compile(r"(?P<before>\d*)>(?P<after>\d+)@(?P<run_id>\w+)")
 _log = logging.getLogger("ansor_mlflow")
 
 
+class Move(NamedTuple):
+    """What a promotion did to an alias."""
+
+    before: str
+    """Version that the alias pointed to; empty where there was no such alias."""
+    after: str
+    run_id: str
+    """ID of the promotion's run."""
+
+    def __str__(self) -> str:
+        return f"{self.before}>{self.after}@{self.run_id}"
+
+
 def register(model_uri: str, name: str, tags: Mapping[str, str]) -> str:
-    """Registers a model.
-
-    Args:
-        model_uri: Logged model.
-        name: Registered name; made if it does not exist.
-        tags: Tags of the new version.
-
-    Returns:
-        The version.
-    """
+    """Registers a logged model under a name, with tags of the new version, whose number is returned."""
     with translated_errors(f"register the model as {name}"):
         return str(mlflow.register_model(model_uri, name, tags=dict(tags)).version)
 
 
 def find_version(name: str, given: str) -> str:
-    """The number of a version, which is given as a number or an alias.
-
-    Raises:
-        UserInputError: There is no such registered model, version or alias.
-    """
+    """The number of a version, which is given as a number or an alias."""
     with translated_errors(f"read candidate={given} of the registered model {name}"):
         client = mlflow.MlflowClient()
         found = client.get_model_version if given.isdigit() else client.get_model_version_by_alias
@@ -58,92 +58,54 @@ def tag_version(name: str, version: str, tags: Mapping[str, str]) -> None:
                 client.delete_model_version_tag(name, version, key)
 
 
-def aliases_of(name: str) -> dict[str, str]:
-    """The versions of a registered model that have an alias, by alias.
+def tags_of_version(name: str, version: str) -> dict[str, str]:
+    """The tags of a version."""
+    with translated_errors(f"read version {version} of {name}"):
+        return dict(mlflow.MlflowClient().get_model_version(name, version).tags)
 
-    Raises:
-        UserInputError: There is no such registered model.
-    """
+
+def aliases_of(name: str) -> dict[str, str]:
+    """The versions of a registered model that have an alias, by alias."""
     with translated_errors(f"read the registered model {name}"):
         aliases = mlflow.MlflowClient().get_registered_model(name).aliases
     return {alias: _number(version) for alias, version in aliases.items()}
 
 
 def _number(version: object) -> str:
-    """The number of a version that a server gave: it names a directory, too.
-
-    Raises:
-        MachineError: It is none.
-    """
+    """Checks the number of a version that a server gave: it names a directory, too."""
     if not re.fullmatch("[0-9]+", str(version)):
         raise MachineError(f"the model registry calls a version {version!r:.100}; ask who runs that server")
     return str(version)
 
 
-@dataclass(frozen=True)
-class Move:
-    """What a promotion did to an alias."""
-
-    before: str
-    """Version that the alias pointed to; empty where there was no such alias."""
-    after: str
-    run_id: str
-    """ID of the promotion's run."""
-
-    def __str__(self) -> str:
-        return f"{self.before}>{self.after}@{self.run_id}"
-
-
-def tags_of_version(name: str, version: str) -> dict[str, str]:
-    """The tags of a version.
-
-    Raises:
-        UserInputError: There is no such version.
-    """
-    with translated_errors(f"read version {version} of {name}"):
-        return dict(mlflow.MlflowClient().get_model_version(name, version).tags)
-
-
 def move_aliases(name: str, version: str, seen: Mapping[str, str], run_id: str) -> None:
-    """Lets aliases point to a version, and remembers where those that move pointed to.
+    """Lets aliases point to a version, and remembers where those that move pointed to. None moves, and it is an
+    `UndecidedError`, where one points elsewhere than it was seen to; empty stands for an alias that there was not.
 
     The registry cannot compare and set: another promotion may come in between reading and setting, which takes
     milliseconds, but not while the models are measured, which takes minutes.
-
-    Args:
-        name: Registered model.
-        version: The new champion.
-        seen: The aliases, with the versions that it was compared with; empty for an alias that there was not.
-        run_id: ID of the promotion's run.
-
-    Raises:
-        UndecidedError: An alias points elsewhere now. None was moved.
     """
     now = aliases_of(name)
     for alias, before in seen.items():
         if now.get(alias, "") != before:
+            then, here = (f"version {number}" if number else "no version" for number in (before, now.get(alias, "")))
             raise UndecidedError(
-                f"{alias} of {name} pointed to {_called(before)} when the comparison began and points to "
-                f"{_called(now.get(alias, ''))} now; nothing was moved, promote again"
+                f"{alias} of {name} pointed to {then} when the comparison began and points to {here} now; nothing was "
+                "moved, promote again"
             )
     moving = {alias: Move(before, version, run_id) for alias, before in seen.items() if before != version}
     _carry_out(name, moving, is_undone=False)
 
 
 def finish_moves(name: str) -> dict[str, Move]:
-    """Ends what a promotion or a rollback had begun to do to aliases when it was killed, and says so.
-
-    An alias that somebody moved elsewhere meanwhile stays there.
-
-    Returns:
-        What is taken back now, by alias, if it was a rollback.
-
-    Raises:
-        UserInputError: There is no such registered model.
+    """Ends what a promotion or a rollback had begun to do to aliases when it was killed, and says so; returns what is
+    taken back now, if it was a rollback. An alias that somebody moved elsewhere meanwhile stays there.
     """
-    with translated_errors(f"read the registered model {name}"):
-        words = mlflow.MlflowClient().get_registered_model(name).tags.get(names.TAG_MOVING, "").split()
-    begun = {alias: Move(**match.groupdict()) for alias, match in _begun(words)}
+    words = _tags(name).get(names.TAG_MOVING, "").split()
+    begun = {}
+    for alias, _, move in (word.rpartition("=") for word in words):
+        if match := _MOVE.fullmatch(move):
+            begun[alias] = Move(**match.groupdict())
     is_undone = words[:1] == [_UNDO]
     if moved := _carry_out(name, begun, is_undone=is_undone):
         _log.warning("a promotion or rollback of %s was killed; %s moved now, as it had begun", name, ", ".join(moved))
@@ -153,20 +115,13 @@ def finish_moves(name: str) -> dict[str, Move]:
     return {alias: move for alias, move in begun.items() if now.get(alias, "") == move.before}
 
 
-def _begun(words: Iterable[str]) -> Iterator[tuple[str, re.Match[str]]]:
-    for word in words:
-        alias, _, move = word.rpartition("=")
-        if match := _MOVE.fullmatch(move):
-            yield alias, match
-
-
-def _carry_out(name: str, moving: Mapping[str, Move], *, is_undone: bool) -> tuple[str, ...]:
-    """Moves aliases, or takes their last moves back, and remembers it.
+def _carry_out(name: str, moving: Mapping[str, Move], *, is_undone: bool) -> list[str]:
+    """Moves aliases, or takes their last moves back, and remembers it; returns those that moved.
 
     What is to be done is written down first: it can be ended later, whenever the process is killed.
     """
     if not moving:
-        return ()
+        return []
     moved = []
     words = ([_UNDO] if is_undone else []) + [f"{alias}={move}" for alias, move in moving.items()]
     with translated_errors(f"move aliases of {name}"):
@@ -176,57 +131,39 @@ def _carry_out(name: str, moving: Mapping[str, Move], *, is_undone: bool) -> tup
         for alias, move in moving.items():
             start, end = (move.after, move.before) if is_undone else (move.before, move.after)
             known = moves[alias]
-            if not is_undone and known[-1:] != [move]:
+            if not is_undone and known[-1:] != [move]:  # before the alias moves, so that it can be undone
                 _remember(name, alias, [*known, move])
             if now.get(alias, "") == start:
-                _set_alias(client, name, alias, end)
+                if end:
+                    client.set_registered_model_alias(name, alias, end)
+                else:
+                    client.delete_registered_model_alias(name, alias)
                 moved.append(alias)
             if is_undone and move in known:
                 _remember(name, alias, known[: len(known) - 1 - known[::-1].index(move)])
         client.delete_registered_model_tag(name, names.TAG_MOVING)
-    return tuple(moved)
-
-
-def _set_alias(client: mlflow.MlflowClient, name: str, alias: str, version: str) -> None:
-    if version:
-        client.set_registered_model_alias(name, alias, version)
-    else:
-        client.delete_registered_model_alias(name, alias)
+    return moved
 
 
 def undo_moves(name: str, alias: str) -> dict[str, Move]:
-    """Takes back the promotion that moved an alias last, with the other aliases that it moved.
-
-    Args:
-        name: Registered model.
-        alias: One of its aliases; may be empty if one promotion moved all of them last.
-
-    Returns:
-        What was taken back, by alias. An alias that this promotion made is removed again, but for `alias` itself.
-
-    Raises:
-        UserInputError: As `require_undoable`.
+    """Takes back the promotion that moved an alias last, with the other aliases that it moved; returns what was taken
+    back. The alias may be empty if one promotion moved all of them last.
     """
-    undone = {moved: found[-1] for moved, found in _undoable(name, alias).items()}
+    undone = undoable_moves(name, alias)
     _carry_out(name, undone, is_undone=True)
     return undone
 
 
-def require_undoable(name: str, alias: str) -> None:
-    """Checks that there is a promotion that `undo_moves` can take back.
-
-    Raises:
-        UserInputError: No promotion moved the alias where it points to, there was no such alias before, or the version
-            that it pointed to is deleted.
+def undoable_moves(name: str, alias: str) -> dict[str, Move]:
+    """What `undo_moves` would take back. It is a `UserInputError` if no promotion moved the alias where it points to,
+    there was no such alias before, or the version that it pointed to is deleted.
     """
-    _undoable(name, alias)
-
-
-def _undoable(name: str, alias: str) -> dict[str, list[Move]]:
-    """The moves of the aliases that one promotion moved last, up to that promotion."""
     now = aliases_of(name)
-    moves = {moved: _until(found, now[moved]) for moved, found in _moves(name, now).items()}
-    last = {moved: found[-1] for moved, found in moves.items() if found}
+    last = {}
+    for moved, moves in _moves(name, now).items():
+        # what came after the last move to this version was taken back by hand, or did not happen
+        if here := [move for move in moves if move.after == now[moved]]:
+            last[moved] = here[-1]
     if not alias:
         if len({move.run_id for move in last.values()}) > 1:
             raise UserInputError(f"alias='': promotions moved {', '.join(sorted(last))}; give one of them")
@@ -241,25 +178,24 @@ def _undoable(name: str, alias: str) -> dict[str, list[Move]]:
             f"alias={alias}: no version of {name} had it before version {last[alias].after}, so there is none to go "
             "back to; nothing was moved"
         )
-    undone = {moved: moves[moved] for moved, move in last.items() if move.run_id == last[alias].run_id}
-    for moved, (*_, move) in undone.items():
+    undone = {moved: move for moved, move in last.items() if move.run_id == last[alias].run_id}
+    for moved, move in undone.items():
         if move.before:
             with translated_errors(f"go back to version {move.before} of {name}, which {moved} pointed to before"):
                 mlflow.MlflowClient().get_model_version(name, move.before)  # it may be deleted
     return undone
 
 
-def _until(moves: list[Move], version: str) -> list[Move]:
-    """The moves up to the last one to a version: what came later was taken back by hand, or did not happen."""
-    return next((moves[:end] for end in range(len(moves), 0, -1) if moves[end - 1].after == version), [])
+def _tags(name: str) -> dict[str, str]:
+    with translated_errors(f"read the registered model {name}"):
+        return dict(mlflow.MlflowClient().get_registered_model(name).tags)
 
 
 def _moves(name: str, aliases: Iterable[str]) -> dict[str, list[Move]]:
-    with translated_errors(f"read the registered model {name}"):
-        tags = mlflow.MlflowClient().get_registered_model(name).tags
+    """The moves of aliases that are remembered. A tag may hold some from a version to itself, which are none."""
+    tags = _tags(name)
     texts = {alias: tags.get(f"{names.MOVES_PREFIX}{alias}", "") for alias in aliases}
     moves = {alias: [Move(**match.groupdict()) for match in _MOVE.finditer(text)] for alias, text in texts.items()}
-    # a tag may hold moves from a version to itself: there is nothing to take back
     return {alias: [move for move in found if move.before != move.after] for alias, found in moves.items()}
 
 
@@ -270,7 +206,3 @@ def _remember(name: str, alias: str, moves: list[Move]) -> None:
         client.set_registered_model_tag(name, key, " ".join(map(str, moves[-_MAX_MOVES:])))
     else:
         client.delete_registered_model_tag(name, key)
-
-
-def _called(version: str) -> str:
-    return f"version {version}" if version else "no version"

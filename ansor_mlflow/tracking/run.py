@@ -40,7 +40,7 @@ from ansor_mlflow.tracking.outbox import (
     rounded,
 )
 from ansor_mlflow.tracking.report.note import resuming_lines
-from ansor_mlflow.tracking.report.pages import run_page, server_command, ui_address
+from ansor_mlflow.tracking.report.pages import run_address, server_command
 from ansor_mlflow.tracking.views import ensure_views
 
 T = TypeVar("T")
@@ -51,11 +51,7 @@ _open_runs: dict[str, StepRun] = {}
 
 
 def work_directory(run_id: str) -> Path:
-    """Where the step of a run keeps files until MLflow has them.
-
-    Raises:
-        MachineError: The ID that a server gave is none.
-    """
+    """Where the step of a run keeps files until MLflow has them."""
     try:
         return path_below(WORK_ROOT, run_id)
     except ValueError as err:
@@ -142,12 +138,6 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
     On success the run ends FINISHED. On an error it ends FAILED with the message as tag `ansor.error`, on Ctrl-C
     KILLED; the error goes on to the caller, with a note that says which run it was and which command goes on. The
     scratch directory stays if records are in it.
-
-    Args:
-        step: Name of the entry point.
-        options: Logged as params.
-        run_name: Name that the UI shows.
-        resume: ID of a run that ended, and is opened again; its name and params stay.
     """
     run_name = without_credentials(run_name)
     made_for_this = os.environ.get(_PROJECT_RUN_VARIABLE, "")  # MLflow forgets it when the run is opened
@@ -208,7 +198,7 @@ class _Place:
         """Logs the ID of the run, and where the UI shows it."""
         if not self.is_child and (command := server_command()):
             _log.info("start  %s", command)
-        address = ui_address(run_page(self.experiment_id, self.run.run_id))
+        address = run_address(self.experiment_id, self.run.run_id)
         _log.info("%s run %s  %s", self.step, self.run.run_id, address)
 
     def lines(self, err: BaseException) -> Iterator[str]:
@@ -295,9 +285,6 @@ def params_used(run: Run, cls: type[Options]) -> dict[str, str]:
     """The params of a run that belong to an option class, as text, with the values that were used in the end.
 
     MLflow cuts long ones, which are whole in an artifact. Values that are gone are left out: the default takes over.
-
-    Raises:
-        MachineError: That cannot be read.
     """
     params = run.data.params
     used = {name: _unquoted(params.get(f"{name}_used", params[name])) for name in cls.model_fields if name in params}
@@ -314,16 +301,7 @@ def params_used(run: Run, cls: type[Options]) -> dict[str, str]:
 
 
 def read_artifact(run_id: str, name: str, kind: type[T]) -> T:
-    """The value of a JSON file among the artifacts of a run.
-
-    Args:
-        run_id: ID of the run.
-        name: The file.
-        kind: What it is: see `typed`.
-
-    Raises:
-        RecordsError: It is damaged, or something else.
-    """
+    """The value of a JSON file among the artifacts of a run."""
     try:
         return typed(kind, read_json(mlflow.artifacts.load_text(f"runs:/{run_id}/{name}")))
     except ValueError as err:

@@ -61,25 +61,6 @@ def fetch_network(
 
     A model must have the flavor `onnx` or `pytorch`, or be one that `compile` logged. What is downloaded is removed
     again before this returns.
-
-    Args:
-        network: A name or file that `networks.load_network` takes, the directory of an MLflow model, or the URI of a
-            model, of an ONNX file or of an exported program of PyTorch (.pt2).
-        batch_size: Batch size of a built-in network, or of a file where it is dynamic.
-        input_shapes: Shapes that replace those of the inputs.
-        input_values: Numbers, or nested lists of them, that inputs are fixed to.
-        seed: Seed of the weights of a network that is generated.
-        trust: Whether a model of PyTorch may be read, which can run code of its author.
-
-    Returns:
-        The network. One that was downloaded is called by the name it is registered under, or else by the last part of
-        its URI.
-
-    Raises:
-        UserInputError: There is no such network, model or run, the model has no such file or may not be read, or the
-            shapes do not fit it.
-        MachineError: A server cannot be reached, or the network needs PyTorch, which is not installed.
-        ModelError: A model that `compile` logged was changed.
     """
     options: dict[str, Any] = {
         "batch_size": batch_size,
@@ -104,16 +85,7 @@ def fetch_network(
 
 
 def network_of(options: NetworkOptions, copy: str = "") -> Network:
-    """The network that options name, called as users know it.
-
-    Args:
-        options: The network with its shapes.
-        copy: URI of a copy of it, which is read instead. It has these values already, and these shapes but for several
-            sizes.
-
-    Raises:
-        See `fetch_network`.
-    """
+    """The network that options name, called as users know it."""
     if copy:
         sizes = options.input_shapes if has_several_sizes(options.input_shapes) else {}
         return replace(fetch_network(copy, input_shapes=sizes), name=display_name(options.network))
@@ -131,13 +103,6 @@ def find_program(network: str, directory: Path) -> Path | None:
     """The exported program of PyTorch that a network was when it was tuned.
 
     It is read again from where the tuning read it, and nothing says that it is the same: compare its outputs.
-
-    Args:
-        network: The parameter of the tuning.
-        directory: Where it is put if it has to be downloaded.
-
-    Returns:
-        The file; None where the network was something else, or, with a warning, where it is not to be had any more.
     """
     called = without_credentials(network)
     path = Path(network)
@@ -169,16 +134,7 @@ def display_name(network: str) -> str:
 
 
 def pinned_uri(uri: str, parameter: str = "network") -> str:
-    """Checks a URI, and puts a version in the place of an alias or `latest`.
-
-    Args:
-        uri: URI of a model or an artifact.
-        parameter: What messages call it.
-
-    Raises:
-        UserInputError: The URI is of no known form, or there is no such model, alias or version.
-        MachineError: The registry cannot be reached.
-    """
+    """Checks a URI, and puts a version in the place of an alias or `latest`."""
     uri = uri.rstrip("/")
     given = f"{parameter}={without_credentials(uri)}"
     _check_form(uri, given)
@@ -264,11 +220,7 @@ def _model_file(directory: Path, flavors: Mapping[str, Mapping[str, Any]], calle
 
 
 def _load_module(directory: Path, called: str) -> TorchModel:
-    """Loads a pickled module as MLflow does; only for a child process.
-
-    Raises:
-        UserInputError: Its signature does not say which tensors it takes.
-    """
+    """Loads a pickled module as MLflow does; only for a child process."""
     import mlflow.pytorch
     import torch
     from mlflow.models import Model

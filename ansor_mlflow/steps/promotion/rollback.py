@@ -8,7 +8,7 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.foreign import Report, Reported
 from ansor_mlflow.parameters import PromoteOptions
-from ansor_mlflow.tracking import finish_moves, require_undoable, step_run, tag_version, tags_of_version, undo_moves
+from ansor_mlflow.tracking import finish_moves, step_run, tag_version, tags_of_version, undo_moves, undoable_moves
 
 _ROLLED_BACK = "rolled_back"
 
@@ -47,7 +47,7 @@ def roll_back(options: PromoteOptions) -> Rollback:
     moves = finish_moves(options.model)
     is_done = bool(moves) and options.alias in ("", *moves)  # this is the rollback that was killed, given again
     if not is_done:
-        require_undoable(options.model, options.alias)  # before there is a run of what cannot be done
+        undoable_moves(options.model, options.alias)  # before there is a run of what cannot be done
     with step_run("promote", options, f"roll back {options.model}") as run:
         if not is_done:
             moves = undo_moves(options.model, options.alias)

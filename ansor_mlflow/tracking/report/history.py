@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from typing import NamedTuple
 
 from ansor_mlflow.trials import TaskState, Trial, TrialStatus, TuningPlan, TuningResult, TuningRound, fastest_algorithms
 
 
-@dataclass(frozen=True)
-class CurvePoint:
+class CurvePoint(NamedTuple):
     """What was best after a round."""
 
     num_trials: int
@@ -38,6 +38,11 @@ class TaskHistory:
         return self.state.info.name
 
     @property
+    def num_trials(self) -> int:
+        """Failed ones included."""
+        return self.state.total_trials
+
+    @property
     def before_s(self) -> float:
         """The layer's time in the network, as it began; 0 where that is unknown, or another algorithm is taken."""
         return self.state.info.weight * (self.layer_began_s or 0.0) * self.is_taken
@@ -52,26 +57,8 @@ class TaskHistory:
         """By how much the network got faster through this task."""
         return self.before_s - self.after_s
 
-    @property
-    def num_trials(self) -> int:
-        """Failed ones included."""
-        return self.state.total_trials
 
-    def best_so_far(self) -> list[tuple[int, float]]:
-        """Position in the run of every valid trial, and the fastest measurement until then."""
-        best = accumulate((seconds for _, seconds in self.measured), min)
-        return [(step, seconds) for (step, _), seconds in zip(self.measured, best, strict=True)]
-
-    def add(self, round_: TuningRound) -> None:
-        """Takes a round of this task."""
-        measured = [(trial.step, trial.latency_s) for trial in round_.trials if trial.latency_s is not None]
-        if self.began_s is None and measured:
-            self.began_s = measured[0][1]
-        self.measured += measured
-
-
-@dataclass(frozen=True, kw_only=True)
-class FailureClass:
+class FailureClass(NamedTuple):
     """The trials that failed in one way."""
 
     status: TrialStatus
@@ -102,10 +89,6 @@ class TuningHistory:
         return " · ".join(filter(None, parts))
 
     @property
-    def total_trials(self) -> int:
-        return len(self.trials)
-
-    @property
     def before_s(self) -> float:
         """Estimated latency of the network, with what the tasks began with."""
         return sum(task.before_s for task in self.tasks)
@@ -121,24 +104,25 @@ class TuningHistory:
         self.tasks = [
             TaskHistory(state=TaskState(info=info), began_s=plan.earlier_s.get(info.index)) for info in plan.tasks
         ]
-        self._compare_algorithms()
+        self._take_states([task.state for task in self.tasks])
         for round_ in plan.past:
             self.add(round_)
 
     def add(self, round_: TuningRound) -> None:
         """Takes a round."""
         self.trials += round_.trials
-        self._set_states(round_.tasks)
-        self.tasks[round_.task.info.index].add(round_)
-        self._compare_algorithms()
+        task = self.tasks[round_.task.info.index]
+        task.measured += [(trial.step, trial.latency_s) for trial in round_.trials if trial.latency_s is not None]
+        if task.began_s is None and task.measured:
+            task.began_s = task.measured[0][1]
+        self._take_states(round_.tasks)
         if round_.estimated_latency_s is not None:
             self.curve.append(CurvePoint(round_.total_trials, round_.elapsed_s, round_.estimated_latency_s))
 
     def finish(self, result: TuningResult) -> None:
         """Takes the result."""
         self.result = result
-        self._set_states(result.tasks)
-        self._compare_algorithms()
+        self._take_states(result.tasks)
 
     def slowest(self) -> list[TaskHistory]:
         """The tasks with a valid trial, those that take most of the network's time first."""
@@ -151,20 +135,16 @@ class TuningHistory:
         for status, number in counts.most_common():
             of_class = [trial for trial in self.trials if trial.status is status]
             first = next((trial for trial in of_class if trial.error), of_class[0])
-            classes.append(FailureClass(status=status, num_trials=number, task=first.task, error=first.error))
+            classes.append(FailureClass(status, number, first.task, first.error))
         return classes
 
-    def _set_states(self, states: tuple[TaskState, ...]) -> None:
-        for task, state in zip(self.tasks, states, strict=True):
-            task.state = state
-
-    def _compare_algorithms(self) -> None:
+    def _take_states(self, states: Sequence[TaskState]) -> None:
         """Of several algorithms for a layer one is taken, and all began with the first that was measured."""
-        taken = {id(state) for state in fastest_algorithms([task.state for task in self.tasks])}
+        taken = {id(state) for state in fastest_algorithms(states)}
         began_s: dict[str, float] = {}
-        for task in self.tasks:
+        for task, state in zip(self.tasks, states, strict=True):
+            task.state, task.is_taken = state, id(state) in taken
             if task.began_s is not None:
-                began_s.setdefault(task.state.info.layer_hash, task.began_s)
+                began_s.setdefault(state.info.layer_hash, task.began_s)
         for task in self.tasks:
-            task.is_taken = id(task.state) in taken
             task.layer_began_s = began_s.get(task.state.info.layer_hash)

@@ -18,42 +18,31 @@ from ansor_mlflow.tracking.report.pages import STOP_REASONS, count, kernel_rows,
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>#|~])")
 _MAX_CHARS = 7500
 """Length at which a description is cut: a tag has 8000 characters at most."""
-_NOT_AGAIN = {"resume_run"}
-"""Parameters that a command line for a new tuning leaves out."""
 
 
 def note_tags(tags: Mapping[str, str], note: str) -> dict[str, str]:
-    """The tags that describe a run; none where a user has written or edited the description.
-
-    Args:
-        tags: Those of the run.
-        note: The new description.
-    """
+    """The tags that describe a run with such tags; none where a user has written or edited the description."""
     current = tags.get(MLFLOW_RUN_NOTE)
     if current is not None and _digest(current) != tags.get(names.TAG_NOTE_SHA256):
         return {}
     return {MLFLOW_RUN_NOTE: note, names.TAG_NOTE_SHA256: _digest(note)}
 
 
-def command_lines(entry_point: str, options: Options) -> tuple[str, str]:
-    """The command lines that do a step again, with the parameters that differ from their defaults.
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
-    Args:
-        entry_point: Name of the step.
-        options: Its parameters.
-    """
-    again = {name: text for name, text in options.changed().items() if name not in _NOT_AGAIN}
+
+def command_lines(entry_point: str, options: Options) -> tuple[str, str]:
+    """The command lines that do a step again, with the parameters that differ from their defaults."""
+    again = {name: text for name, text in options.changed().items() if name != "resume_run"}
     return _command_lines(entry_point, again)
 
 
 def resuming_lines(entry_point: str, options: Options, tuning: str, experiment_id: str) -> tuple[str, str]:
-    """The command lines, as those of `command_lines`, that do a step again, but let its tuning go on.
+    """The command lines, as those of `command_lines`, that do `tune` or `main` again, but let a tuning run go on.
 
-    Args:
-        entry_point: Name of the step, `tune` or `main`.
-        options: Its parameters. Those of a tuning are in its run, unless it has gone on with others already.
-        tuning: ID of the tuning run.
-        experiment_id: The experiment, which `mlflow run` is told and a shell knows.
+    Its parameters are in that run, unless it has gone on with others already. `mlflow run` is told the experiment,
+    which a shell knows.
     """
     given = options.changed()
     known = set() if "resume_run" in given else TuneOptions.model_fields.keys() - CheckOptions.model_fields.keys()
@@ -70,13 +59,7 @@ def _command_lines(entry_point: str, parameters: Mapping[str, str], experiment: 
 
 
 def tuning_note(history: TuningHistory, commands: Sequence[str], error: str = "") -> str:
-    """Describes a tuning that goes on, or has ended.
-
-    Args:
-        history: What the tuning did.
-        commands: Command lines that do it again.
-        error: What ended it, if it was an error.
-    """
+    """Describes a tuning that goes on, or has ended, maybe with an error; the commands do it again."""
     plan = history.plan
     assert plan is not None  # there is nothing to describe before
     subject = f"**{_inline(plan.network)}** for {_inline(plan.target)}: {count(len(plan.tasks), 'task')}"
@@ -92,14 +75,7 @@ def tuning_note(history: TuningHistory, commands: Sequence[str], error: str = ""
 def pipeline_note(
     network: str, commands: Sequence[str], tags: Mapping[str, str] = {}, metrics: Mapping[str, float] = {}
 ) -> str:
-    """Describes a run of the pipeline: before, or with its tags and metrics afterwards.
-
-    Args:
-        network: What is tuned.
-        commands: Command lines that do it again.
-        tags: Tags of the device and the tuning.
-        metrics: The summary metrics.
-    """
+    """Describes a run of the pipeline: before, or with its tags and metrics afterwards."""
     if not metrics:
         lines = [f"**{_inline(network)}**: to be tuned, compiled and evaluated, each in a run below this one."]
         return _with_commands(lines, commands)
@@ -119,15 +95,7 @@ def evaluation_note(
     metrics: Mapping[str, float],
     kernels: KernelTimes | None = None,
 ) -> str:
-    """Describes a run that has evaluated a model.
-
-    Args:
-        network: What the model computes.
-        commands: Command lines that do it again.
-        tags: Tags of the device and the best rival.
-        metrics: The summary metrics.
-        kernels: Where the time goes.
-    """
+    """Describes a run that has evaluated a model, with where the time goes if that is known."""
     line = f"**{_inline(network)}** for {_inline(tags.get(names.TAG_TARGET, ''))}: checked and timed."
     where = ["", "Where the time goes:", "", *_items(kernel_rows(kernels))] if kernels else []
     return _with_commands([line, "", *_items(_figures(metrics, tags)), *where], commands)
@@ -156,7 +124,3 @@ def _with_commands(lines: Sequence[str], commands: Sequence[str]) -> str:
 def _inline(text: str) -> str:
     """A text within a line of Markdown, as it is."""
     return _MARKDOWN.sub(r"\\\1", " ".join(text.split()))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

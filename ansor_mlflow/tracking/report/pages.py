@@ -1,86 +1,43 @@
-"""Where the MLflow UI shows something."""
+"""The pages that show a tuning and where the time of a network goes, and where the MLflow UI shows a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import base64
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import mlflow
 
 from ansor_mlflow import names
-from ansor_mlflow.foreign import Report, Table, figure, for_shell, html_of, printable, without_credentials
+from ansor_mlflow.foreign import (
+    Code,
+    Image,
+    Part,
+    Report,
+    Table,
+    figure,
+    for_shell,
+    html_of,
+    printable,
+    without_credentials,
+)
 from ansor_mlflow.measuring import KernelTimes
-from ansor_mlflow.tracking.report.history import TuningHistory
-from ansor_mlflow.trials import StopReason
+from ansor_mlflow.tracking.report.history import TaskHistory, TuningHistory
+from ansor_mlflow.trials import StopReason, TrialStatus
 
-_OWN_SERVER = "http://127.0.0.1:5000"
-"""Where `mlflow server` listens by itself."""
-
-
-def run_page(experiment_id: str, run_id: str) -> str:
-    """Address of a run within the UI, behind `#/`."""
-    return f"experiments/{experiment_id}/runs/{run_id}"
-
-
-def ui_address(page: str) -> str:
-    """Address of a page; where no server runs, of the one that `server_command` starts.
-
-    Args:
-        page: Address within the UI, behind `#/`.
-    """
-    uri = mlflow.get_tracking_uri()
-    server = without_credentials(uri).replace("…@", "").rstrip("/") if _is_served(uri) else _OWN_SERVER
-    return f"{server}/#/{page}"
-
-
-def server_command() -> str:
-    """The command that starts a server for the store; empty where one runs."""
-    uri = mlflow.get_tracking_uri()
-    return "" if _is_served(uri) else f"mlflow server --backend-store-uri {for_shell(uri, 'MLFLOW_TRACKING_URI')}"
-
-
-def _is_served(tracking_uri: str) -> bool:
-    return tracking_uri.startswith(("http://", "https://"))
-
-
-def html_page(report: Report) -> str:
-    """A report as a page of its own."""
-    page = files("ansor_mlflow.tracking.report").joinpath("page.html").read_text("utf-8")
-    content = html_of(report, level=1)
-    return page.replace("{{ title }}", escape(printable(report.title)), 1).replace("{{ content }}", content, 1)
-
-
-def kernels_page(network: str, target: str, kernels: KernelTimes) -> str:
-    """A page that says where the time of a network goes, the kernel that is furthest from its record first."""
-    sums = [
-        ("a call", f"{kernels.latency_us:.4g} µs"),
-        ("between kernels", f"{kernels.between_us:.4g} µs"),
-        ("without a record", f"{kernels.without_record_us:.4g} µs"),
-    ]
-    rows = [
-        (
-            kernel.name,
-            str(kernel.num_calls),
-            f"{kernel.us / kernels.latency_us:.1%}",
-            figure(kernel.us),
-            figure(kernel.estimated_us),
-            figure(None if kernel.estimated_us is None else kernel.difference_us, "{:+.4g}"),
-        )
-        for kernel in kernels.furthest
-    ]
-    headers = ("kernel", ">calls", ">share", ">in the network (µs)", ">in its record (µs)", ">difference (µs)")
-    note = "All calls of a kernel within one call of the network, and the same calls as its record promised them."
-    return html_page(Report(f"Kernels of {network}", [target, Table(sums), note, Table(rows, headers)]))
-
-
-_LATENCIES = (
+_MAX_KERNELS = 5
+_MAX_LINES = 80
+"""Lines of a schedule that are shown."""
+_FIGURES = (
     ("untuned", names.UNTUNED_LATENCY_MS, "{:.4g} ms"),
     ("without trials", names.INSTANT_LATENCY_MS, "{:.4g} ms"),
     *((title, names.rival_latency_ms(rival), "{:.4g} ms") for rival, title in names.RIVALS.items()),
     ("tuned", names.LATENCY_MS, "{:.4g} ms"),
-)
-_OTHERS = (
     ("tuned, 90th percentile", names.LATENCY_P90_MS, "{:.4g} ms"),
     ("tuned, as estimated by the tuning", names.BEST_LATENCY_MS, "{:.4g} ms"),
     ("and as its second measurements say", names.CONFIRMED_LATENCY_MS, "{:.4g} ms"),
@@ -93,8 +50,6 @@ _OTHERS = (
     ("coverage of tasks", names.COVERAGE_TASKS, "{:.0%}"),
     ("trials", names.TRIALS_MEASURED, "{:.0f}"),
 )
-
-_MAX_KERNELS = 5
 STOP_REASONS = {
     StopReason.TRIALS: "the budget of trials was spent",
     StopReason.MINUTES: "the budget of time was spent",
@@ -105,20 +60,41 @@ STOP_REASONS = {
     StopReason.INTERRUPTED: "it was interrupted",
 }
 """What the values of `StopReason` mean."""
+_CAPTIONS = {
+    names.CONVERGENCE_FIGURE: "How the network and its tasks got faster, over trials and over time.",
+    names.TASK_SHARE_FIGURE: "Each task's share of the network's time, before and after the tuning.",
+    names.GAIN_FIGURE: "The trials spent on each task, and the time that they saved in the network.",
+    names.ROOFLINE_FIGURE: "What each task reaches, below what this host can do. The area of a point is the task's "
+    "share of the time; a task whose arguments stay in the caches may lie above the slope.",
+    names.FAILURES_FIGURE: "Failed trials by task and class.",
+}
+_TASK_HEADERS = (
+    *("task", ">weight", ">share of time", ">best (µs)", ">GFLOP/s", ">trials", ">failed", ">gain (ms)"),
+    "stopped",
+)
+_WARM_START_HEADERS = ("source", ">records", ">applied", ">for the cost model", "note")
+
+
+def run_address(experiment_id: str, run_id: str) -> str:
+    """Address of a run in the UI; where no server runs, in that of the one that `server_command` starts."""
+    uri = mlflow.get_tracking_uri()
+    server = without_credentials(uri).replace("…@", "").rstrip("/") if _is_served(uri) else "http://127.0.0.1:5000"
+    return f"{server}/#/experiments/{experiment_id}/runs/{run_id}"
+
+
+def server_command() -> str:
+    """The command that starts a server for the store; empty where one runs."""
+    uri = mlflow.get_tracking_uri()
+    return "" if _is_served(uri) else f"mlflow server --backend-store-uri {for_shell(uri, 'MLFLOW_TRACKING_URI')}"
+
+
+def _is_served(tracking_uri: str) -> bool:
+    return tracking_uri.startswith(("http://", "https://"))
 
 
 def summary_rows(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Labels and figures, of the metrics that there are; those of `latency_rows` first."""
-    return [*latency_rows(metrics), *_rows(_OTHERS, metrics)]
-
-
-def latency_rows(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The latencies of what was compared; that of the model last."""
-    return _rows(_LATENCIES, metrics)
-
-
-def _rows(rows: Sequence[tuple[str, str, str]], metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    return [(label, form.format(metrics[name])) for label, name, form in rows if name in metrics]
+    """Labels and figures, of the metrics that there are: the latencies of what was compared first."""
+    return [(label, form.format(metrics[name])) for label, name, form in _FIGURES if name in metrics]
 
 
 def result_rows(history: TuningHistory) -> list[tuple[str, str]]:
@@ -155,3 +131,140 @@ def kernel_rows(kernels: KernelTimes) -> list[tuple[str, str]]:
 def count(number: int, noun: str) -> str:
     """A number with its noun."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def html_page(report: Report) -> str:
+    """A report as a page of its own."""
+    page = files("ansor_mlflow.tracking.report").joinpath("page.html").read_text("utf-8")
+    content = html_of(report, level=1)
+    return page.replace("{{ title }}", escape(printable(report.title)), 1).replace("{{ content }}", content, 1)
+
+
+def kernels_page(network: str, target: str, kernels: KernelTimes) -> str:
+    """A page that says where the time of a network goes, the kernel that is furthest from its record first."""
+    sums = [
+        ("a call", f"{kernels.latency_us:.4g} µs"),
+        ("between kernels", f"{kernels.between_us:.4g} µs"),
+        ("without a record", f"{kernels.without_record_us:.4g} µs"),
+    ]
+    rows = [
+        (
+            kernel.name,
+            str(kernel.num_calls),
+            f"{kernel.us / kernels.latency_us:.1%}",
+            figure(kernel.us),
+            figure(kernel.estimated_us),
+            figure(None if kernel.estimated_us is None else kernel.difference_us, "{:+.4g}"),
+        )
+        for kernel in kernels.furthest
+    ]
+    headers = ("kernel", ">calls", ">share", ">in the network (µs)", ">in its record (µs)", ">difference (µs)")
+    note = "All calls of a kernel within one call of the network, and the same calls as its record promised them."
+    return html_page(Report(f"Kernels of {network}", [target, Table(sums), note, Table(rows, headers)]))
+
+
+class ScheduleText(NamedTuple):
+    """The schedule of a task, as TVM prints it."""
+
+    task: str
+    lines: Sequence[str]
+
+    @property
+    def text(self) -> str:
+        """The first lines of it."""
+        num_more = len(self.lines) - _MAX_LINES
+        more = [f"# … {num_more} more lines: see ansor-mlflow explain"] if num_more > 0 else []
+        return "\n".join([*self.lines[:_MAX_LINES], *more])
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelNote:
+    """What is known of a task's fastest program besides its time."""
+
+    sketch: str = ""
+    """The sketch and its decisions, in words; empty for a program of MetaSchedule's space."""
+    own_ratio: float | None = None
+    """Time of the program that the sketch chooses without a trial, over that of the fastest one."""
+    roof_share: float | None = None
+    """Least time that the host's roofs allow, over that of the fastest program."""
+    limit: str = ""
+    """What bounds that least time: "arithmetic" or "memory"."""
+
+
+def tuning_page(
+    history: TuningHistory,
+    directory: Path,
+    *,
+    run_id: str,
+    commands: Sequence[str] = (),
+    kernels: Mapping[str, KernelNote] = {},
+    schedules: Sequence[ScheduleText] = (),
+    fallback: Sequence[str] = (),
+) -> str:
+    """Makes the page of a tuning that has ended: what is known of the fastest programs is by the hash of the workload,
+    what ONNX Runtime computes in clauses, and all else in the run's directory.
+    """
+    plan = history.plan
+    assert plan is not None  # it has ended
+    environment = _read_json(directory / names.ENVIRONMENT_FILE, {})
+    warm_start = [
+        [str(source[column]) for column in ("source", "num_records", "num_applied", "num_transferred", "note")]
+        for source in _read_json(directory / names.WARM_START_FILE, [])
+    ]
+    tasks = sorted(history.tasks, key=lambda task: -task.after_s)
+    programs = []
+    for task in tasks:
+        kernel = kernels.get(task.state.info.workload_hash, KernelNote())
+        ratios = figure(kernel.roof_share, "{:.0%}"), kernel.limit, figure(kernel.own_ratio, "{:.2f}")
+        programs.append((task.name, kernel.sketch, *ratios))
+    failures = []
+    for failed in history.failures():
+        number = f"{failed.num_trials} of {len(history.trials)} trials, the first of {failed.task}"
+        title = f"Failed trials, {failed.status.value.replace('_', ' ')}: {number}"
+        failures.append(Code(failed.error or "no message", title))
+    images = {name: text for name, text in _CAPTIONS.items() if (directory / name).exists()}
+    parts: list[Part] = [
+        " · ".join(filter(None, [plan.target, environment.get("cpu_model"), f"run {run_id}"])),
+        Table(result_rows(history)),
+        "The latency is an estimate: Σ weight × best time of each task, measured one by one. ansor-mlflow compile and "
+        "evaluate build and measure the network as a whole.",
+        Table([_task_row(task, history) for task in tasks], _TASK_HEADERS, "Tasks"),
+        Table(programs, ("task", "sketch", ">of the roof", "limited by", ">without trials (×)"), "Fastest programs"),
+        "Without trials: time of the program that the sketch chooses by itself, over that of the fastest one.",
+        *(f"{clause}." for clause in fallback),
+        *(Image(base64.b64encode((directory / name).read_bytes()).decode(), text) for name, text in images.items()),
+        *failures,
+        *([Table(warm_start, _WARM_START_HEADERS, "Earlier records")] if warm_start else []),
+        *(Code(schedule.text, f"Schedule of {schedule.task}") for schedule in schedules),
+        Table(list(_flat(environment)), title="Environment"),
+        *(Code(command, "" if index else "Again") for index, command in enumerate(commands)),
+    ]
+    return html_page(Report(plan.network, parts))
+
+
+def _task_row(task: TaskHistory, history: TuningHistory) -> tuple[str, ...]:
+    state, is_known = task.state, task.state.best_s is not None
+    return (
+        state.info.name,
+        str(state.info.weight),
+        figure(task.after_s / (history.after_s or 1) if is_known else None, "{:.1%}"),
+        figure(state.best_s * 1e6 if state.best_s is not None else None),
+        figure(state.gflops or None),
+        str(state.total_trials),
+        str(state.total_trials - state.num_trials[TrialStatus.OK]),
+        figure(task.gain_s * 1e3 if is_known else None, "{:.3g}"),
+        state.stop_reason,
+    )
+
+
+def _read_json(path: Path, default: Any) -> Any:
+    return json.loads(path.read_text()) if path.exists() else default
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Names and values; of what is nested, with the names of both."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,318 @@
+"""The figures of a tuning run and of a latency: opaque white, for MLflow's light and dark theme, in colours that the
+colour-blind tell apart.
+
+The palette is that of Okabe and Ito, "Color Universal Design", 2008, https://jfly.uni-koeln.de/color/.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from ansor_mlflow.files import new_file
+from ansor_mlflow.measuring import Latency
+from ansor_mlflow.tracking.report.history import CurvePoint, TaskHistory, TuningHistory
+from ansor_mlflow.trials import TrialStatus
+from ansor_mlflow.tuning import Roofline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9"
+_COLORS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)
+_GREY = "#8c8c8c"
+_CLASSES = tuple(status for status in TrialStatus if status is not TrialStatus.OK)
+_NUM_NAMED = 5
+"""Tasks with a colour of their own: those that take most of the time."""
+_MAX_BARS = 15
+"""Tasks that have a bar of their own; the others share one."""
+_MAX_RATIO = 30.0
+"""Time over the best time of the task beyond which trials lie outside of the figure."""
+_MAX_DOTS = 4000
+"""Trials that are drawn; of more, every second, third and so on is."""
+_LAYOUT = {"left": 0.085, "right": 0.985, "bottom": 0.175, "top": 0.91, "hspace": 0.26, "wspace": 0.06}
+"""Fixed: looking for the best layout doubles the time that drawing takes, and this is drawn while a tuning goes on."""
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes a figure as PNG. A reader finds the whole of the old file or of the new one."""
+    with new_file(path) as file:
+        figure.savefig(file, format="png")
+
+
+def draw_convergence(history: TuningHistory) -> Figure:
+    """Draws the best estimated latency of the network against trials and against time, and below it every trial and
+    every task's best, relative to the best that the task has now; empty frames where nothing is known yet.
+    """
+    figure = _new_figure(history.title, 7.5, is_laid_out=True)
+    grid = figure.add_gridspec(2, 2, **_LAYOUT)
+    by_trials = figure.add_subplot(grid[0, 0])
+    by_time = figure.add_subplot(grid[0, 1], sharey=by_trials)
+    tasks = figure.add_subplot(grid[1, :])
+    _draw_network(by_trials, [point.num_trials for point in history.curve], history.curve)
+    _draw_network(by_time, [point.elapsed_s / 60 for point in history.curve], history.curve)
+    by_time.tick_params(labelleft=False)
+    by_trials.set(xlabel="trials", ylabel="best latency, estimated (ms)")
+    by_time.set(xlabel="time (minutes)")
+    _draw_tasks(tasks, history)
+    tasks.set(xlabel="trials", ylabel="time of a task / its best time")
+    for axes in (by_trials, by_time, tasks):
+        axes.set_xlim(left=0)
+        _few_ticks(axes)
+        _set_grid(axes)
+    return figure
+
+
+def _draw_network(axes: Axes, x: list[float], curve: list[CurvePoint]) -> None:
+    latency_ms = [point.latency_s * 1e3 for point in curve]
+    axes.step(x, latency_ms, where="post", color=BLUE, linewidth=2)
+    if not latency_ms:
+        return
+    axes.plot(x[-1], latency_ms[-1], "o", color=BLUE, markersize=5)
+    axes.set_title(f"{latency_ms[-1]:.4g} ms", loc="right", fontsize=10)  # outside, where no curve runs through it
+    if max(latency_ms) > 3 * min(latency_ms):
+        axes.set_yscale("log")
+
+
+def _draw_tasks(axes: Axes, history: TuningHistory) -> None:
+    tasks = [task for task in history.slowest() if task.measured]
+    best_s = {task.name: task.state.best_s or 0.0 for task in tasks}
+    dots = [(t.step, t.latency_s / best_s[t.task]) for t in history.trials if t.latency_s and t.task in best_s]
+    if not dots:
+        return
+    dots = dots[:: 1 + len(dots) // _MAX_DOTS]
+    axes.plot(*zip(*dots, strict=True), ".", color="black", alpha=0.25, markersize=3, label="a valid trial", zorder=1)
+    for rank, task in enumerate(tasks):
+        is_named = rank < _NUM_NAMED
+        axes.step(
+            *_best_over_trials(task, history),
+            where="post",
+            color=_COLORS[rank] if is_named else _GREY,
+            linewidth=1.8 if is_named else 0.7,
+            label=_legend_label(plain(task.name), rank),
+            zorder=3 if is_named else 2,
+        )
+    axes.set_yscale("log")
+    axes.set_ylim(0.93, min(_MAX_RATIO, max(2.2, 1.1 * max(ratio for _, ratio in dots))))
+    ticks = [1, 2, 5, 10, 20]
+    axes.set_yticks(ticks, [f"{tick} ×" for tick in ticks])
+    axes.set_yticks([], minor=True)
+    axes.figure.legend(*axes.get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=9)
+
+
+def _best_over_trials(task: TaskHistory, history: TuningHistory) -> tuple[list[float], list[float]]:
+    """The steps at which a task got faster, up to now, and its best from then on, relative to the best there is."""
+    best_s = task.state.best_s or min(seconds for _, seconds in task.measured)
+    steps: list[float] = []
+    ratios: list[float] = []
+    for step, seconds in task.measured:
+        if not ratios or seconds / best_s < ratios[-1]:
+            steps.append(float(step))
+            ratios.append(seconds / best_s)
+    return [*steps, float(len(history.trials))], [*ratios, ratios[-1]]
+
+
+def draw_failures(history: TuningHistory) -> Figure:
+    """Draws the failed trials of each task by class; a class has the same colour in every tuning."""
+
+    def num_failed(task: TaskHistory) -> int:
+        return sum(task.state.num_trials[status] for status in _CLASSES)
+
+    bars = _bars_of([task for task in history.tasks if num_failed(task)], num_failed)
+    figure = _new_figure(history.title, _height_of(bars, 0.32))
+    axes = figure.subplots()
+    left = [0] * len(bars)
+    for status, color in zip(_CLASSES, _COLORS, strict=False):
+        widths = [sum(task.state.num_trials[status] for task in bar.tasks) for bar in bars]
+        if any(widths):
+            label = f"{status.value.replace('_', ' ')}: {sum(widths)} of {len(history.trials)} trials"
+            axes.barh(range(len(bars)), widths, 0.7, left=left, color=color, label=label)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+    _label_bars(axes, bars)
+    axes.set_xlabel("failed trials")
+    axes.set_xlim(0, 1.05 * max([*left, 1]))
+    _few_ticks(axes)
+    _add_legend(figure)
+    _set_grid(axes, "x")
+    return figure
+
+
+def draw_gain(history: TuningHistory) -> Figure:
+    """Draws for every task the trials spent on it, beside the time by which they made the network faster."""
+    bars = _bars_of([task for task in history.tasks if task.num_trials], lambda task: task.gain_s)
+    figure = _new_figure(history.title, _height_of(bars, 0.32))
+    trials, gains = figure.subplots(1, 2, sharey=True)
+    columns = [
+        (trials, [bar.total(lambda task: task.num_trials) for bar in bars], BLUE, "{:.0f}"),
+        (gains, [bar.total(lambda task: task.gain_s) * 1e3 for bar in bars], GREEN, "{:.3g}"),
+    ]
+    for axes, values, color, form in columns:
+        drawn = axes.barh(range(len(bars)), values, 0.7, color=color)
+        axes.bar_label(drawn, [form.format(value) for value in values], padding=3, fontsize=9)
+        axes.set_xlim(0, 1.2 * max([*values, 0]) or 1)
+        _set_grid(axes, "x")
+    _few_ticks(trials)
+    _label_bars(trials, bars)
+    trials.set_xlabel("trials, failed ones included")
+    gains.set_xlabel("gain: estimated time saved in the network (ms)")
+    return figure
+
+
+def draw_task_share(history: TuningHistory) -> Figure:
+    """Draws every task's share of the network's time: before is the first valid measurement of each task, or the record
+    that it began with; after is its best. Both times its weight.
+    """
+    before_s, after_s = history.before_s or 1.0, history.after_s or 1.0
+    tasks = [task for task in history.tasks if task.after_s]
+    bars = _bars_of(tasks, lambda task: max(task.before_s / before_s, task.after_s / after_s))
+    before = [bar.total(lambda task: task.before_s) for bar in bars]
+    after = [bar.total(lambda task: task.after_s) for bar in bars]
+    before_percent = [100 * seconds / before_s for seconds in before]
+    after_percent = [100 * seconds / after_s for seconds in after]
+
+    figure = _new_figure(history.title, _height_of(bars, 0.42))
+    axes = figure.subplots()
+    height = 0.38  # of a bar; a task has two, in a row that is 1 high
+    for percents, offset, color, label in (
+        (before_percent, -height / 2, ORANGE, f"before: {history.before_s * 1e3:.4g} ms in all"),
+        (after_percent, height / 2, BLUE, f"after: {history.after_s * 1e3:.4g} ms in all"),
+    ):
+        axes.barh([row + offset for row in range(len(bars))], percents, height, color=color, label=label)
+    ends = [max(shares) for shares in zip(before_percent, after_percent, strict=True)]
+    for row, end in enumerate(ends):
+        text = f"{before[row] * 1e3:.3g} → {after[row] * 1e3:.3g} ms"
+        axes.annotate(text, (end, row), (4, 0), textcoords="offset points", va="center", fontsize=9)
+    _label_bars(axes, bars)
+    axes.set_xlabel("share of the network's estimated time (%)")
+    axes.set_xlim(0, 1.25 * max(ends, default=80))
+    _add_legend(figure)
+    _set_grid(axes, "x")
+    return figure
+
+
+def draw_latency(title: str, latency: Latency) -> Figure:
+    """Draws how many calls took how long, with the median and the 90th percentile."""
+    figure = _new_figure(title, 4.0)
+    axes = figure.subplots()
+    axes.hist(latency.samples_ms, bins=60, color=BLUE)
+    axes.axvline(latency.median_ms, color=GREEN, linewidth=2, label=f"median, {latency.median_ms:.4g} ms")
+    axes.axvline(latency.p90_ms, color=VERMILION, linewidth=2, label=f"90th percentile, {latency.p90_ms:.4g} ms")
+    axes.set(xlabel="time of a call (ms)", ylabel="calls")
+    _few_ticks(axes)
+    _set_grid(axes, "y")
+    _add_legend(figure)
+    return figure
+
+
+def draw_roofline(history: TuningHistory, roofline: Roofline, argument_bytes: Mapping[str, int]) -> Figure:
+    """Draws what each task reaches against its intensity, below the host's two roofs; the arguments' sizes are by the
+    hash of the workload. Tasks that compute nothing are left out.
+    """
+    sizes = {task.name: argument_bytes.get(task.state.info.workload_hash) for task in history.tasks}
+    tasks = [task for task in history.slowest() if task.state.gflops and sizes[task.name]]
+    intensities = [task.state.info.flops / (sizes[task.name] or 1) for task in tasks]
+    figure = _new_figure(history.title, 6)
+    axes = figure.subplots()
+    peak, bandwidth = roofline.peak_flops_per_s / 1e9, roofline.bandwidth_bytes_per_s / 1e9
+    ridge = peak / bandwidth
+    low, high = min([*intensities, ridge]) / 3, max([*intensities, ridge]) * 3
+    roofs = f"roof of this host: {peak:.4g} GFLOP/s of float32, {bandwidth:.3g} GB/s"
+    axes.plot([low, ridge, high], [low * bandwidth, peak, peak], color="black", linewidth=1.5, label=roofs)
+    axes.set_xlim(low, high)
+    for rank, (task, intensity) in enumerate(zip(tasks, intensities, strict=True)):
+        share = task.after_s / history.after_s
+        axes.plot(
+            intensity,
+            task.state.gflops or 0.0,
+            marker="o",
+            markersize=6 + 20 * math.sqrt(share),
+            color=_COLORS[rank] if rank < _NUM_NAMED else _GREY,
+            markeredgecolor="black",
+            markeredgewidth=0.5,
+            label=_legend_label(f"{plain(task.name)}, {share:.0%} of the time", rank),
+            linestyle="none",
+        )
+    axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP/byte of arguments)", ylabel="GFLOP/s")
+    _set_grid(axes)
+    _add_legend(figure)
+    return figure
+
+
+# -- how they look -----------------------------------------------------------------------------------------------------
+
+
+def _new_figure(title: str, height_in: float, *, is_laid_out: bool = False) -> Figure:
+    """A figure ten inches wide. Matplotlib finds out what fits where, unless the caller lays everything out."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(
+        figsize=(10.0, height_in), dpi=110, layout=None if is_laid_out else "constrained", facecolor="white"
+    )
+    figure.suptitle(plain(title, 100), fontsize=12)
+    return figure
+
+
+def plain(text: str, limit: int = 34) -> str:
+    """A text that Matplotlib shows as it is, on one line; what is too long loses its middle."""
+    line = " ".join(text.split())
+    if len(line) > limit:
+        head = (limit - 1) * 2 // 3
+        line = f"{line[:head]}…{line[head + 1 - limit :]}"
+    return line.replace("$", r"\$")  # it would begin a formula
+
+
+def _legend_label(text: str, rank: int) -> str:
+    """The text of a task in a legend, whose first tasks have a colour and a line of their own."""
+    if rank < _NUM_NAMED:
+        return text
+    return "other tasks" if rank == _NUM_NAMED else "_"  # which keeps a curve out of the legend
+
+
+def _set_grid(axes: Axes, which: Literal["both", "x", "y"] = "both") -> None:
+    axes.grid(visible=True, axis=which, alpha=0.3)
+    axes.set_axisbelow(True)
+
+
+def _few_ticks(axes: Axes) -> None:
+    """Leaves room between the numbers of the x axis, which may have many digits."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+
+
+def _add_legend(figure: Figure) -> None:
+    """Puts the legend below everything, where it hides nothing."""
+    if any(axes.get_legend_handles_labels()[0] for axes in figure.axes):
+        figure.legend(loc="outside lower center", ncols=2, fontsize=9)
+
+
+class _Bar(NamedTuple):
+    """What a bar stands for: a task, or the small ones together."""
+
+    label: str
+    tasks: Sequence[TaskHistory]
+
+    def total(self, value: Callable[[TaskHistory], float]) -> float:
+        return sum(value(task) for task in self.tasks)
+
+
+def _bars_of(tasks: Sequence[TaskHistory], size: Callable[[TaskHistory], float]) -> list[_Bar]:
+    """The largest tasks, and one bar for the others."""
+    ranked = sorted(tasks, key=size, reverse=True)
+    num_alone = _MAX_BARS if len(ranked) <= _MAX_BARS else _MAX_BARS - 1
+    bars = [_Bar(plain(task.name), (task,)) for task in ranked[:num_alone]]
+    others = ranked[num_alone:]
+    return [*bars, _Bar(f"{len(others)} others", others)] if others else bars
+
+
+def _label_bars(axes: Axes, bars: Sequence[_Bar]) -> None:
+    """Names horizontal bars, the first on top."""
+    axes.set_yticks(range(len(bars)), [bar.label for bar in bars], fontsize=9)
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+
+
+def _height_of(bars: Sequence[_Bar], per_bar_in: float) -> float:
+    return 1.7 + per_bar_in * max(len(bars), 2)
