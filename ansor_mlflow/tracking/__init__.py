@@ -1,6 +1,6 @@
 """What a run in MLflow shows: params, tags, metrics, artifacts, and what went wrong."""
 
-from ansor_mlflow.tracking.environment import describe_environment, translated_errors
+from ansor_mlflow.tracking.environment import describe_environment, open_in_turn, translated_errors
 from ansor_mlflow.tracking.killed import (
     WORK_ROOT,
     ended,
@@ -50,6 +50,5 @@ from ansor_mlflow.tracking.report.pages import (
 )
 from ansor_mlflow.tracking.run import StepRun, fail_project_run, params_used, read_artifact, step_run, work_directory
 from ansor_mlflow.tracking.sources import find_program, network_of, pinned_uri
-from ansor_mlflow.tracking.sqlite import open_in_turn
 
 open_in_turn()

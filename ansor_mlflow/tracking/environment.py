@@ -1,25 +1,34 @@
-"""The machine and the versions behind a run's numbers."""
+"""What a run depends on: the machine and versions behind its numbers, and a store that may be away or newly opened."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import functools
 import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import mlflow
 import psutil
 import requests
 from mlflow.exceptions import ExecutionException, MlflowException
+from mlflow.tracking._model_registry import utils as registry_stores
+from mlflow.tracking._tracking_service import utils as tracking_stores
+from sqlalchemy.engine import make_url
 
 from ansor_mlflow.device import CPU_KIND, DeviceFingerprint, available_cpus, describe_gpus, try_huge_pages
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, one_line
 from ansor_mlflow.foreign import without_credentials
 from ansor_mlflow.names import RIVALS
 
+_SQLITE = "sqlite"
+_MISSING = {"RESOURCE_DOES_NOT_EXIST", "NOT_FOUND"}
+_USER_ERRORS = {"INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS", *_MISSING}
 _PACKAGES = ("ansor_mlflow", "apache-tvm", "apache-tvm-ffi", "mlflow", "numpy", "onnx", *RIVALS, "xgboost")
 
 
@@ -48,13 +57,11 @@ def _version(name: str) -> str | None:
         return None
 
 
-_USER_ERRORS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "NOT_FOUND"}
-_MISSING = {"RESOURCE_DOES_NOT_EXIST", "NOT_FOUND"}
-
-
-@contextmanager
+@contextlib.contextmanager
 def translated_errors(action: str) -> Iterator[None]:
-    """Translates errors of the tracking server and the artifact store that happen inside."""
+    """Translates errors of the tracking server and the artifact store that happen inside, while it does something, such
+    as "log metrics". That of a project's step passes as it is.
+    """
     try:
         yield
     except (AnsorMlflowError, ExecutionException):
@@ -99,3 +106,32 @@ def _s3_failure(action: str, err: Exception) -> MachineError:
         f"cannot {action}: the S3 artifact store answered: {one_line(err)}; check the bucket, "
         "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and MLFLOW_S3_ENDPOINT_URL"
     )
+
+
+def open_in_turn() -> None:
+    """Lets this process open a sqlite store of MLflow, however it does so, only while no other one opens it.
+
+    Who opens a store makes the tables of a new file, and MLflow does not look whether another process is at it: one of
+    the two then fails in the middle of MLflow's migrations.
+    """
+    for stores in (tracking_stores._tracking_store_registry, registry_stores._get_store_registry()):
+        stores.register(_SQLITE, _in_turn(stores.get_store_builder(f"{_SQLITE}://")))
+
+
+def _in_turn(build: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(build)
+    def build_in_turn(store_uri: str, **others: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            # the folder, which needs no right to write and leaves no lock file behind; where it cannot be held, as on
+            # some network file systems, nobody waits
+            with contextlib.suppress(OSError):
+                database = make_url(store_uri).database
+                if database and database != ":memory:":
+                    folder = Path(database).resolve().parent
+                    folder.mkdir(parents=True, exist_ok=True)  # as MLflow does
+                    descriptor = os.open(folder, os.O_RDONLY)
+                    stack.callback(os.close, descriptor)
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+            return build(store_uri=store_uri, **others)
+
+    return build_in_turn

@@ -21,8 +21,6 @@ WORK_ROOT = Path(".ansor")
 """Where steps keep files until MLflow has them, below the current directory. A failed run leaves its records there."""
 LOCK_FILE = ".lock"
 OUTBOX_DIR = "outbox"
-_KILLED_EXIT_CODE = 137
-"""What a shell says of a process that SIGKILL ended."""
 _log = logging.getLogger("ansor_mlflow")
 
 
@@ -45,7 +43,9 @@ def held(run_id: str, directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ended(run_id: str, directory: Path) -> Iterator[None]:
-    """Keeps every process from a run that none is at: whoever has worked in its directory has left a lock there."""
+    """Keeps every process from a run that none is at; else it is a `UserInputError`. Whoever has worked in its
+    directory has left a lock there.
+    """
     with contextlib.ExitStack() as locks:
         for folder in (directory, directory / OUTBOX_DIR):
             if (folder / LOCK_FILE).exists():
@@ -120,7 +120,7 @@ def _end_run(run_id: str) -> None:
     client = mlflow.MlflowClient()
     if client.get_run(run_id).info.status == "RUNNING":
         client.set_tag(run_id, names.TAG_ERROR, "the process was killed")
-        client.set_tag(run_id, names.TAG_EXIT_CODE, str(_KILLED_EXIT_CODE))
+        client.set_tag(run_id, names.TAG_EXIT_CODE, "137")  # what a shell says of a process that SIGKILL ended
         client.set_terminated(run_id, "KILLED")
         _log.warning("the run %s was killed, and is marked KILLED now", run_id)
     fail_pending_models(run_id)

@@ -55,8 +55,6 @@ MODEL_TYPE = "tvm"
 """The `model_type` that asks for this evaluator; with others, MLflow's own are asked."""
 _SPIN_S = 0.1
 """How long idle threads of a model spin; a probe meanwhile would take them for another program."""
-_log = logging.getLogger("ansor_mlflow")
-
 Predict = Callable[[Any], Any]
 
 
@@ -65,7 +63,6 @@ class LatencyEvaluator(ModelEvaluator):
 
     @classmethod
     def can_evaluate(cls, *, model_type: str, evaluator_config: dict[str, Any], **kwargs: Any) -> bool:  # noqa: ARG003
-        """Whether it is asked for."""
         return model_type == MODEL_TYPE
 
     def evaluate(
@@ -78,7 +75,7 @@ class LatencyEvaluator(ModelEvaluator):
         model_id: str | None = None,
         **kwargs: Any,  # noqa: ARG002 - MLflow passes what other evaluators need
     ) -> EvaluationResult:
-        """Measures a model, and logs the metrics and artifacts to a run."""
+        """Measures a model, or the wrapper of a function, and logs the metrics and artifacts to a run and a model."""
         try:
             options = load_options(LatencyOptions, evaluator_config)
             latency, metrics = _evaluate(options, dataset, model)
@@ -112,7 +109,7 @@ def _evaluate(options: LatencyOptions, dataset: Any, model: Any) -> tuple[Latenc
         )
     latencies = take_turns(turns, options.turns, noise)
     if noise.unreliable:
-        _log.warning("the times cannot be trusted: %s", noise.unreliable)
+        logging.getLogger("ansor_mlflow").warning("the times cannot be trusted: %s", noise.unreliable)
     latency = latencies[MODEL_TYPE]
     metrics = {
         names.LATENCY_MS: latency.median_ms,
@@ -151,10 +148,8 @@ def _champion(options: LatencyOptions, model: Any) -> MakeInference | None:
 def _batch_size(model: Any) -> int:
     """The rows that a tuned model, or an ONNX model with a fixed batch, takes at once; 1 for others."""
     raw = _raw_model(model)
-    if isinstance(raw, TunedModel):
-        shape: Any = raw.inputs[0].shape
-    else:
-        shape = raw.get_inputs()[0].shape if hasattr(raw, "get_inputs") else ()
+    inputs = raw.inputs if isinstance(raw, TunedModel) else raw.get_inputs() if hasattr(raw, "get_inputs") else None
+    shape = inputs[0].shape if inputs else ()
     return shape[0] if shape and isinstance(shape[0], int) else 1
 
 
@@ -168,12 +163,10 @@ def _raw_model(model: Any) -> Any:
 
 def _differences(dataset: Any, model: Any, reference: Predict | None, size: int) -> Iterator[Deviation]:
     """Compares the outputs for all rows, batch by batch; the last batch is filled up with the first rows."""
-    num_rows = len(dataset.features_data)
-    for start in range(0, num_rows, size):
+    for start in range(0, len(dataset.features_data), size):
         indices = np.arange(start, start + size)
         data = _model_input(_take(dataset.features_data, indices), model)
-        targets = None if dataset.labels_data is None else _take(dataset.labels_data, indices)
-        expected = _arrays(targets if reference is None else reference(data))
+        expected = _arrays(_take(dataset.labels_data, indices) if reference is None else reference(data))
         actual = _arrays(model.predict(data))
         if len(actual) == len(expected) == 1:  # some models name a single output, others do not
             actual = dict(zip(expected, actual.values(), strict=True))
@@ -187,14 +180,17 @@ def _take(rows: Any, indices: npt.NDArray[np.intp]) -> Any:
 
 
 def _model_input(rows: Any, model: Any) -> Any:
-    """What `predict` gets for rows of the data.
-
-    A function gets the rows as they are, and so does a model of plain columns. Columns of tensors become arrays by
-    name, or one array for a model whose input has no name.
+    """What `predict` gets for rows of the data: a function, or a model of plain columns, the rows as they are; columns
+    of tensors become arrays by name, or one array for a model whose input has no name.
     """
     if not isinstance(model, PyFuncModel):
         return rows
-    specs = _input_specs(model)
+    raw = _raw_model(model)
+    specs: list[TensorSpec] = []
+    if isinstance(raw, TunedModel):  # its signature may say no more than that columns hold objects
+        specs = [TensorSpec(np.dtype(spec.dtype), spec.shape, spec.name) for spec in raw.inputs]
+    elif (schema := model.metadata.get_input_schema()) is not None and schema.is_tensor_spec():
+        specs = schema.inputs
     by_name = {spec.name: spec for spec in specs if spec.name is not None}
     if isinstance(rows, np.ndarray):
         return {name: rows.astype(spec.type) for name, spec in by_name.items()} if len(by_name) == 1 else rows
@@ -202,18 +198,6 @@ def _model_input(rows: Any, model: Any) -> Any:
         return rows
     arrays = {column: _stacked(rows[column], by_name.get(column)) for column in rows}
     return next(iter(arrays.values())) if specs and not by_name else arrays
-
-
-def _input_specs(model: PyFuncModel) -> list[TensorSpec]:
-    """The tensors that a model takes; none for a model of plain columns.
-
-    A tuned model says it itself, since its signature may say no more than that columns hold objects.
-    """
-    raw = _raw_model(model)
-    if isinstance(raw, TunedModel):
-        return [TensorSpec(np.dtype(spec.dtype), spec.shape, spec.name) for spec in raw.inputs]
-    schema = model.metadata.get_input_schema()
-    return schema.inputs if schema is not None and schema.is_tensor_spec() else []
 
 
 def _stacked(column: pd.Series, spec: TensorSpec | None) -> npt.NDArray[Any]:
@@ -260,12 +244,8 @@ def _reference(reference: str) -> Predict:
 def _arrays(outputs: Any) -> Arrays:
     """Outputs by name; a single one without a name gets an empty one."""
     named = outputs if isinstance(outputs, Mapping | pd.DataFrame) else {"": outputs}
-    return {str(name): _array(values) for name, values in named.items()}
-
-
-def _array(values: Any) -> npt.NDArray[Any]:
-    array = np.asarray(values)
-    return np.stack([np.asarray(cell) for cell in values]) if array.dtype == object else array
+    arrays = {str(name): np.asarray(values) for name, values in named.items()}
+    return {name: np.stack(list(array)) if array.dtype == object else array for name, array in arrays.items()}
 
 
 def _log_artifacts(latency: Latency, run_id: str) -> dict[str, EvaluationArtifact]:

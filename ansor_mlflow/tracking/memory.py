@@ -51,23 +51,21 @@ class EarlierTuning:
 
 def memory_tags(device: DeviceFingerprint, provenance: Provenance, workload_hashes: Iterable[str]) -> dict[str, str]:
     """The tags that a later tuning finds a run by."""
-    hashes = sorted(set(map(short_hash, workload_hashes)))
-    starts = range(0, len(hashes), _HASHES_PER_TAG)
-    return {
+    tags = {
         names.TAG_DEVICE: device_key(device),
         names.TAG_TVM_VERSION: provenance.tvm_version,
         names.TAG_LOWERING_VERSION: str(provenance.lowering_version),
-        **{_workloads_tag(i): " ".join(hashes[start : start + _HASHES_PER_TAG]) for i, start in enumerate(starts)},
     }
+    hashes = sorted(set(map(short_hash, workload_hashes)))
+    for number, start in enumerate(range(0, len(hashes), _HASHES_PER_TAG), 1):
+        name = f"{names.TAG_WORKLOADS}.{number}" if number > 1 else names.TAG_WORKLOADS
+        tags[name] = " ".join(hashes[start : start + _HASHES_PER_TAG])
+    return tags
 
 
 def short_hash(workload_hash: str) -> str:
     """The first digits of a structural hash in hexadecimal digits: few enough for a tag, as records have all of it."""
     return workload_hash.removeprefix("0x")[:_HASH_DIGITS]
-
-
-def _workloads_tag(number: int) -> str:
-    return f"{names.TAG_WORKLOADS}.{number + 1}" if number else names.TAG_WORKLOADS
 
 
 def find_tunings(device: DeviceFingerprint, workload_hashes: Iterable[str]) -> list[EarlierTuning]:
@@ -108,14 +106,13 @@ def _described(run: Run) -> EarlierTuning:
     return EarlierTuning(
         run_id=run.info.run_id,
         workloads=frozenset(" ".join(hashes).split()),
-        versions=tuple(_numbers(tags.get(name, "")) for name in (names.TAG_TVM_VERSION, names.TAG_LOWERING_VERSION)),
+        versions=tuple(
+            tuple(map(int, re.findall(r"\d{1,9}", tags.get(name, ""))))
+            for name in (names.TAG_TVM_VERSION, names.TAG_LOWERING_VERSION)
+        ),
         trials_per_task=float(trials[0]) if trials else 0.0,
         started_ms=run.info.start_time,
     )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d{1,9}", version)))
 
 
 def best_source(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,6 @@ from ansor_mlflow.tracking.report.figures import (
 from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.tracking.report.note import tuning_note
 from ansor_mlflow.trials import (
-    Durations,
     ServerState,
     TaskState,
     Trial,
@@ -50,11 +48,10 @@ _FIGURES: dict[str, Callable[[TuningHistory], Figure]] = {
     names.FAILURES_FIGURE: draw_failures,
 }
 """Figures that need nothing but the history."""
-_log = logging.getLogger("ansor_mlflow")
 
 
 class MlflowObserver:
-    """A `TuningObserver` that tells one MLflow run, in one request per round."""
+    """A `TuningObserver` that tells one MLflow run, in one request per round; the commands do the tuning again."""
 
     def __init__(self, outbox: Outbox, directory: Path, commands: Sequence[str] = ()) -> None:
         self._outbox = outbox
@@ -96,11 +93,12 @@ class MlflowObserver:
             write_text(self._directory / name, json.dumps(table))
         wanted = [name for name in _FIGURES if name != names.FAILURES_FIGURE or self.history.failures()]
         figures = [name for name in wanted if self._draw(name)]
+        unreliable = {names.TAG_UNRELIABLE: result.unreliable} if result.unreliable else {}
         self._outbox.put(
             Message(
                 metrics=_final_metrics(result),
                 step=result.total_trials,
-                tags={names.TAG_STOP_REASON: result.stop_reason, **_TRIALS_ARE_A_TABLE, **_unreliable(result)},
+                tags={names.TAG_STOP_REASON: result.stop_reason, **_TRIALS_ARE_A_TABLE, **unreliable},
                 artifacts=[(name, "") for name in (*tables, *figures)],
                 note=tuning_note(self.history, self._commands),
             )
@@ -133,7 +131,13 @@ def _round_metrics(round_: TuningRound) -> dict[str, float]:
         values[names.task_gflops(task.info.name)] = task.gflops
     values[names.TRIALS_PER_MINUTE] = round_.trials_per_minute
     values[names.PROBE_SPREAD] = round_.probe_spread
-    return values | _durations(round_.durations) | _fleet_metrics(round_.servers)
+    durations = {
+        names.TIME_SEARCH_S: round_.durations.search_s,
+        names.TIME_BUILD_S: round_.durations.build_s,
+        names.TIME_RUN_S: round_.durations.run_s,
+        names.TIME_LOG_S: round_.durations.log_s,
+    }
+    return values | durations | _fleet_metrics(round_.servers)
 
 
 def _fleet_metrics(servers: Sequence[ServerState]) -> dict[str, float]:
@@ -147,9 +151,8 @@ def _fleet_metrics(servers: Sequence[ServerState]) -> dict[str, float]:
             "utilisation": utilisation([server]),
             "calibration_ms": None if server.calibration_s is None else server.calibration_s * 1e3,
         }
-        values |= {
-            names.server_metric(server.name, figure): value for figure, value in figures.items() if value is not None
-        }
+        known = {figure: value for figure, value in figures.items() if value is not None}
+        values |= {names.server_metric(server.name, figure): value for figure, value in known.items()}
     return values
 
 
@@ -160,10 +163,6 @@ def latency_metrics(result: TuningResult) -> dict[str, float]:
     if estimated_s and confirmed_s:
         values |= {names.CONFIRMED_LATENCY_MS: confirmed_s * 1e3, names.OPTIMISM: confirmed_s / estimated_s}
     return values
-
-
-def _unreliable(result: TuningResult) -> dict[str, str]:
-    return {names.TAG_UNRELIABLE: result.unreliable} if result.unreliable else {}
 
 
 def _final_metrics(result: TuningResult) -> dict[str, float]:
@@ -178,15 +177,6 @@ def _final_metrics(result: TuningResult) -> dict[str, float]:
     else:
         values[names.TRIALS_MEASURED] = 0
     return values
-
-
-def _durations(durations: Durations) -> dict[str, float]:
-    return {
-        names.TIME_SEARCH_S: durations.search_s,
-        names.TIME_BUILD_S: durations.build_s,
-        names.TIME_RUN_S: durations.run_s,
-        names.TIME_LOG_S: durations.log_s,
-    }
 
 
 def _task_row(task: TaskState) -> dict[str, Any]:
@@ -210,14 +200,6 @@ def _task_row(task: TaskState) -> dict[str, Any]:
 
 def _trials_table(trials: Sequence[Trial]) -> dict[str, list[Any]]:
     """A table as `mlflow.load_table` reads it: that of `log_table`, which would add to what is there."""
-    rows = [
-        [
-            trial.step,
-            trial.task,
-            trial.status.value,
-            trial.latency_s * 1e6 if trial.latency_s is not None else None,
-            trial.error,
-        ]
-        for trial in trials
-    ]
+    latencies_us = [None if trial.latency_s is None else trial.latency_s * 1e6 for trial in trials]
+    rows = [[t.step, t.task, t.status.value, us, t.error] for t, us in zip(trials, latencies_us, strict=True)]
     return {"columns": ["step", "task", "status", "latency_us", "error"], "data": rows}

@@ -31,10 +31,17 @@ from ansor_mlflow.tracking.report.note import note_tags
 from ansor_mlflow.trials import TuningPlan, TuningResult, TuningRound
 
 _MAX_PAUSE_S = 30.0
-"""Longest pause between two attempts."""
+"""Longest pause between two attempts: a server that is back is noticed within half a minute, and many runs that wait
+for one do not keep it from coming back."""
 GRACE_S = float(os.environ.get(names.GRACE_VARIABLE, "60"))
 """How long a server that is away is waited for at the end of a step."""
 GRACE_AFTER_ERROR_S = 10.0
+"""The same after an error or Ctrl-C: whoever waits for the prompt is told what failed, and `sync` does the rest."""
+_MAX_TRIALS = 64
+_MAX_S = float(os.environ.get(names.UPLOADS_VARIABLE, "60"))
+"""Seconds that pass, or `_MAX_TRIALS` that are measured, until the next part of the records is sent: that much is lost
+with the machine, and a part costs an upload."""
+_EMPTY_DIR = "no_records"
 _log = logging.getLogger("ansor_mlflow")
 
 
@@ -93,11 +100,10 @@ class UndeliveredError(MachineError):
 
 
 class Outbox:
-    """Delivers the messages of one run, from a thread of its own. To be closed."""
+    """Delivers the messages of one run, from a thread of its own; one process is at a run. To be closed."""
 
     def __init__(self, run_id: str, directory: Path) -> None:
         self._run_id = run_id
-        self._directory = directory
         self._folder = directory / OUTBOX_DIR
         self._held = contextlib.ExitStack()
         self._held.enter_context(held(run_id, self._folder))
@@ -125,13 +131,13 @@ class Outbox:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until everything is delivered; returns at once while the server is away."""
+        """Waits until everything is delivered, and returns whether it is; at once while the server is away."""
         with self._changed:
             self._changed.wait_for(lambda: not self._names or self._failure, timeout_s)
             return not self._names
 
     def close(self, timeout_s: float) -> None:
-        """Tries for a while to deliver the rest."""
+        """Tries for a while to deliver the rest; what is left then is an `UndeliveredError`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._names, timeout_s)
             self._closing.set()
@@ -160,7 +166,7 @@ class Outbox:
     def _wait_for_message(self) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._names or self._closing.is_set())
-            return bool(self._names) and not self._closing.is_set()
+            return not self._closing.is_set()
 
     def _deliver_next(self) -> None:
         _deliver(self._folder / self._names[0], self._run_id)
@@ -179,7 +185,7 @@ class Outbox:
             if not self._failure:
                 _log.warning("the MLflow run cannot be reached and will be told later: %s", one_line(error))
             self._failure = one_line(error)
-            self._changed.notify_all()
+            self._changed.notify_all()  # who waits in `flush` need not wait for a server that is away
 
 
 @contextlib.contextmanager
@@ -227,12 +233,10 @@ def _left(directory: Path) -> list[Path]:
 
 
 def _write(path: Path, message: Message) -> None:
-    safe = replace(
-        message,
-        params=_without_credentials(message.params),
-        tags=_without_credentials(message.tags),
-        note=without_credentials(message.note),
+    params, tags = (
+        {key: without_credentials(value) for key, value in texts.items()} for texts in (message.params, message.tags)
     )
+    safe = replace(message, params=params, tags=tags, note=without_credentials(message.note))
     write_text(path, json.dumps(asdict(safe)))
 
 
@@ -249,16 +253,6 @@ def _read(path: Path) -> Message:
         return message
     except (ValueError, TypeError) as err:
         raise RecordsError(f"{path}: the message is damaged; remove it, and the others are delivered") from err
-
-
-def _without_credentials(texts: Mapping[str, str]) -> dict[str, str]:
-    return {key: without_credentials(value) for key, value in texts.items()}
-
-
-_MAX_TRIALS = 64
-_MAX_S = float(os.environ.get(names.UPLOADS_VARIABLE, "60"))
-"""Seconds that pass, or `_MAX_TRIALS` that are measured, until the next part."""
-_EMPTY_DIR = "no_records"
 
 
 def whole_records(directory: Path) -> list[tuple[str, str]]:

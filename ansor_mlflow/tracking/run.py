@@ -32,13 +32,7 @@ from ansor_mlflow.tracking.killed import (
     held,
     remove_directory,
 )
-from ansor_mlflow.tracking.outbox import (
-    Message,
-    UndeliveredError,
-    forget_end,
-    leave_message,
-    rounded,
-)
+from ansor_mlflow.tracking.outbox import Message, UndeliveredError, forget_end, leave_message, rounded
 from ansor_mlflow.tracking.report.note import resuming_lines
 from ansor_mlflow.tracking.report.pages import run_address, server_command
 from ansor_mlflow.tracking.views import ensure_views
@@ -51,7 +45,7 @@ _open_runs: dict[str, StepRun] = {}
 
 
 def work_directory(run_id: str) -> Path:
-    """Where the step of a run keeps files until MLflow has them."""
+    """Where the step of a run keeps files until MLflow has them; a server may give an ID that is none."""
     try:
         return path_below(WORK_ROOT, run_id)
     except ValueError as err:
@@ -74,7 +68,6 @@ class StepRun:
         return has_records(self.directory)
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Logs scalars."""
         with translated_errors("log metrics"):
             mlflow.log_metrics(rounded(metrics), run_id=self.run_id)
 
@@ -83,14 +76,10 @@ class StepRun:
         or a tuning run decided it) is logged under a second name, `<name>_used`.
         """
         with translated_errors("log params"):
-            logged = mlflow.get_run(self.run_id).data.params
-            params = []
+            logged, params = mlflow.get_run(self.run_id).data.params, []
             texts = {name: without_credentials(as_text(value)) for name, value in options}
             if any(len(text) >= MAX_PARAM_LENGTH for text in texts.values()):
-                path = self.directory / names.PARAMS_FILE
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(texts), encoding="utf-8")
-                mlflow.log_artifact(str(path), run_id=self.run_id)
+                mlflow.MlflowClient().log_text(self.run_id, json.dumps(texts), names.PARAMS_FILE)
             for name, text in texts.items():
                 if name not in logged:
                     params.append(Param(name, text))
@@ -106,7 +95,6 @@ class StepRun:
                 client.delete_tag(self.run_id, tag)
 
     def log_tags(self, tags: Mapping[str, str]) -> None:
-        """Sets tags."""
         with translated_errors("set tags"):
             safe = [RunTag(name, without_credentials(value)) for name, value in tags.items()]
             mlflow.MlflowClient().log_batch(self.run_id, tags=safe)
@@ -133,7 +121,8 @@ class StepRun:
 
 @contextlib.contextmanager
 def step_run(step: str, options: Options, run_name: str, *, resume: str = "") -> Iterator[StepRun]:
-    """Opens the run of a step: the one that `mlflow run` made for this process, or a new one, nested in an active run.
+    """Opens the run of a step: the one that `mlflow run` made for this process, a new one, nested in an active run, or
+    one that ended and goes on (`resume`), whose name and params stay.
 
     On success the run ends FINISHED. On an error it ends FAILED with the message as tag `ansor.error`, on Ctrl-C
     KILLED; the error goes on to the caller, with a note that says which run it was and which command goes on. The
@@ -147,14 +136,18 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
     with translated_errors("start a run"):
         active = mlflow.active_run()
         info = mlflow.start_run(resume or None, run_name=run_name, nested=active is not None).info
-        is_child = active is not None or _has_parent(made_for_this)
+        is_child = active is not None or (
+            bool(made_for_this) and MLFLOW_PARENT_RUN_ID in mlflow.get_run(made_for_this).data.tags
+        )
     run = StepRun(info.run_id, work_directory(info.run_id))
     outer = _open_runs.get(active.info.run_id) if active else None
     place = _Place(run, step, options, info.experiment_id, is_project=bool(made_for_this), is_child=is_child)
     with _named_in_errors(place, outer), contextlib.ExitStack() as held_directory:
         try:
             with translated_disk_errors():
-                place.log()
+                if not is_child and (command := server_command()):
+                    _log.info("start  %s", command)
+                _log.info("%s run %s  %s", step, run.run_id, run_address(info.experiment_id, run.run_id))
                 held_directory.enter_context(held(run.run_id, run.directory))
                 if not is_child:
                     end_killed_steps()  # of which one that goes on here is none: it is held
@@ -183,7 +176,7 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an open run is, for users."""
+    """Where an open run is, and who opened it."""
 
     run: StepRun
     step: str
@@ -193,13 +186,6 @@ class _Place:
     """Whether `mlflow run` started this process."""
     is_child: bool
     """Whether there is a run above it, which has said where the UI is, and says how it goes on."""
-
-    def log(self) -> None:
-        """Logs the ID of the run, and where the UI shows it."""
-        if not self.is_child and (command := server_command()):
-            _log.info("start  %s", command)
-        address = run_address(self.experiment_id, self.run.run_id)
-        _log.info("%s run %s  %s", self.step, self.run.run_id, address)
 
     def lines(self, err: BaseException) -> Iterator[str]:
         """Which run an error ended, and the command with which its tuning goes on."""
@@ -225,11 +211,6 @@ def _named_in_errors(place: _Place, outer: StepRun | None) -> Iterator[None]:
         raise
     finally:
         del _open_runs[run.run_id]
-
-
-def _has_parent(run_id: str) -> bool:
-    """Whether a run, if there is one, is nested in another."""
-    return bool(run_id) and MLFLOW_PARENT_RUN_ID in mlflow.get_run(run_id).data.tags
 
 
 def _point_to(run_id: str, step: str) -> None:
@@ -301,7 +282,7 @@ def params_used(run: Run, cls: type[Options]) -> dict[str, str]:
 
 
 def read_artifact(run_id: str, name: str, kind: type[T]) -> T:
-    """The value of a JSON file among the artifacts of a run."""
+    """The value of a JSON file among the artifacts of a run; see `typed`. A damaged one is a `RecordsError`."""
     try:
         return typed(kind, read_json(mlflow.artifacts.load_text(f"runs:/{run_id}/{name}")))
     except ValueError as err:

@@ -26,7 +26,6 @@ from ansor_mlflow.model import verified_manifest
 from ansor_mlflow.networks import (
     BUILTIN_NETWORKS,
     PROGRAM_SUFFIX,
-    GivenShape,
     Network,
     TorchModel,
     external_files,
@@ -39,38 +38,31 @@ from ansor_mlflow.parameters import NetworkOptions, is_uri
 from ansor_mlflow.tracking.environment import translated_errors
 
 _REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)(/(?P<version>\d+|latest)|@(?P<alias>[^/@]+))(?P<path>(/[^/]+)*)")
-_LOGGED = re.compile(r"models:/m-[0-9a-f]+")
-_OF_A_RUN = re.compile(r"runs:/[^/]+(/[^/]+)+")
-_ONNX_FLAVOR = "onnx"
-_PYTORCH_FLAVOR = "pytorch"
-_PYTORCH_PROGRAM = f"model{PROGRAM_SUFFIX}"
-"""What MLflow calls an exported program; it calls a pickle model.pth."""
+_ONNX_FLAVOR, _PYTORCH_FLAVOR = "onnx", "pytorch"
 _log = logging.getLogger("ansor_mlflow")
 
 
-def fetch_network(
-    network: str,
-    *,
-    batch_size: int = 1,
-    input_shapes: Mapping[str, GivenShape] = {},
-    input_values: Mapping[str, Any] = {},
-    seed: int = 0,
-    trust: bool = False,
-) -> Network:
-    """Does what `networks.load_network` does, and also takes MLflow models and URIs of artifacts.
-
-    A model must have the flavor `onnx` or `pytorch`, or be one that `compile` logged. What is downloaded is removed
-    again before this returns.
+def network_of(options: NetworkOptions, copy: str = "") -> Network:
+    """The network that options name, called as users know it; or what is at the URI of a copy of it, which has these
+    values already, and these shapes but for several sizes.
     """
-    options: dict[str, Any] = {
-        "batch_size": batch_size,
-        "input_shapes": input_shapes,
-        "input_values": input_values,
-    }
+    if copy:
+        sizes = options.input_shapes if has_several_sizes(options.input_shapes) else {}
+        return replace(fetch_network(copy, input_shapes=sizes), name=display_name(options.network))
+    shapes = {name: getattr(options, name) for name in ("batch_size", "input_shapes", "input_values")}
+    return fetch_network(options.network, seed=options.seed, trust=options.trust, **shapes)
+
+
+def fetch_network(network: str, *, seed: int = 0, trust: bool = False, **shapes: Any) -> Network:
+    """Does what `networks.load_network` does, with its arguments, and also takes MLflow models and URIs of artifacts.
+
+    A model must have the flavor `onnx` or `pytorch`, or be one that `compile` logged. What is downloaded is called by
+    the name it is registered under, or else by the last part of its URI, and removed again before this returns.
+    """
     if not is_uri(network):
         if network in BUILTIN_NETWORKS or not Path(network, names.MODEL_FILE).is_file():
-            return networks.load_network(network, **options, seed=seed, trust=trust)
-        return replace(_read_model(Path(network), network, options, trust=trust), name=display_name(network))
+            return networks.load_network(network, seed=seed, trust=trust, **shapes)
+        return replace(_read_model(Path(network), network, shapes, trust=trust), name=display_name(network))
     uri = pinned_uri(network)
     called = without_credentials(network)
     with scratch_directory() as scratch:
@@ -78,29 +70,15 @@ def fetch_network(
         if artifact.is_file():
             if artifact.suffix != PROGRAM_SUFFIX:
                 _download_weights(artifact, uri, called, Path(scratch))
-            read = read_network(artifact, called, **options, trust=trust)
+            read = read_network(artifact, called, trust=trust, **shapes)
         else:
-            read = _read_model(artifact, called, options, trust=trust)
+            read = _read_model(artifact, called, shapes, trust=trust)
         return replace(read, name=display_name(uri), source=uri)
 
 
-def network_of(options: NetworkOptions, copy: str = "") -> Network:
-    """The network that options name, called as users know it."""
-    if copy:
-        sizes = options.input_shapes if has_several_sizes(options.input_shapes) else {}
-        return replace(fetch_network(copy, input_shapes=sizes), name=display_name(options.network))
-    return fetch_network(
-        options.network,
-        batch_size=options.batch_size,
-        input_shapes=options.input_shapes,
-        input_values=options.input_values,
-        seed=options.seed,
-        trust=options.trust,
-    )
-
-
 def find_program(network: str, directory: Path) -> Path | None:
-    """The exported program of PyTorch that a network was when it was tuned.
+    """The exported program of PyTorch that a network was when it was tuned, downloaded to a directory if need be; None
+    where it was something else, or, with a warning, where it is not to be had any more.
 
     It is read again from where the tuning read it, and nothing says that it is the same: compare its outputs.
     """
@@ -134,7 +112,7 @@ def display_name(network: str) -> str:
 
 
 def pinned_uri(uri: str, parameter: str = "network") -> str:
-    """Checks a URI, and puts a version in the place of an alias or `latest`."""
+    """Checks a URI of a model or an artifact, and puts a version in the place of an alias or `latest`."""
     uri = uri.rstrip("/")
     given = f"{parameter}={without_credentials(uri)}"
     _check_form(uri, given)
@@ -156,12 +134,12 @@ def pinned_uri(uri: str, parameter: str = "network") -> str:
 def _check_form(uri: str, given: str) -> None:
     """Refuses what MLflow would report as an error of the server."""
     scheme = uri.partition(":")[0]
-    if scheme == "models" and not (_REGISTERED.fullmatch(uri) or _LOGGED.fullmatch(uri)):
+    if scheme == "models" and not (_REGISTERED.fullmatch(uri) or re.fullmatch("models:/m-[0-9a-f]+", uri)):
         raise UserInputError(
             f"{given}: no URI of a model; write models:/name/version, models:/name@alias, or models:/m-… with the ID "
             "of a logged model"
         )
-    if scheme == "runs" and not _OF_A_RUN.fullmatch(uri):
+    if scheme == "runs" and not re.fullmatch("runs:/[^/]+(/[^/]+)+", uri):
         raise UserInputError(f"{given}: no URI of an artifact; write runs:/<run ID>/<path>")
     # Behind "http" MLflow expects its own server, which "mlflow-artifacts" is for.
     known = sorted(get_registered_artifact_repositories().keys() - {"", "http", "https"})
@@ -188,9 +166,7 @@ def _download_weights(path: Path, uri: str, called: str, scratch: Path) -> None:
 
 
 def _read_model(directory: Path, called: str, options: Mapping[str, Any], *, trust: bool) -> Network:
-    """Reads the network in the directory of an MLflow model."""
-    flavors = _flavors(directory, called)
-    path = _model_file(directory, flavors, called)
+    path = _model_file(directory, _flavors(directory, called), called)
     if path.is_dir():
         require_trust(called, trust=trust)
         return read_torch_model(partial(_load_module, directory, called), called, **options)
@@ -205,7 +181,7 @@ def _model_file(directory: Path, flavors: Mapping[str, Mapping[str, Any]], calle
     if _ONNX_FLAVOR in flavors:
         file = str(flavors[_ONNX_FLAVOR].get("data", ""))
     elif _PYTORCH_FLAVOR in flavors:
-        file = f"{flavors[_PYTORCH_FLAVOR].get('model_data', '')}/{_PYTORCH_PROGRAM}"
+        file = f"{flavors[_PYTORCH_FLAVOR].get('model_data', '')}/model{PROGRAM_SUFFIX}"  # a pickle is model.pth
     else:
         raise UserInputError(
             f"network={called}: the model has the flavors {', '.join(flavors)}; give one with the flavor "
