@@ -80,7 +80,7 @@ def _tune(channels: int, padding: Literal["auto", "off"], trials: int, seed: int
     from ansor_mlflow.device import resolve_target
     from ansor_mlflow.lowering import lower
     from ansor_mlflow.model import compile_tuned
-    from ansor_mlflow.parameters import TuneOptions
+    from ansor_mlflow.parameters import MeasureOptions, SearchOptions
     from ansor_mlflow.tuning import TuningJob, tune_job
 
     num_threads = resolve_num_threads("auto")
@@ -90,7 +90,7 @@ def _tune(channels: int, padding: Literal["auto", "off"], trials: int, seed: int
     records = library.parent / names.RECORDS_DIR
     records.mkdir(parents=True)
     job = TuningJob(network=network.name, lowered=lowered, device=Device.of(target, num_threads), records=records)
-    tune_job(job, TuneOptions(trials=trials, seed=seed))
+    tune_job(job, SearchOptions(trials=trials, seed=seed), MeasureOptions())
     compile_tuned(lowered, target, records / names.BEST_DIR, library)
 
 

@@ -142,7 +142,7 @@ def _tuned(name: str, trials_per_task: int) -> Callable[[], dict[str, Any]]:
         from ansor_mlflow.device import resolve_target
         from ansor_mlflow.lowering import lower
         from ansor_mlflow.model import compile_tuned
-        from ansor_mlflow.parameters import TuneOptions
+        from ansor_mlflow.parameters import MeasureOptions, SearchOptions
         from ansor_mlflow.tuning import TuningJob, tune_job
 
         num_threads = resolve_num_threads("auto")
@@ -156,8 +156,9 @@ def _tuned(name: str, trials_per_task: int) -> Callable[[], dict[str, Any]]:
                 network=network.name, lowered=lowered, device=Device.of(target, num_threads), records=records
             )
             trials = trials_per_task * len(lowered.tasks)
+            search = SearchOptions(trials=trials, trials_per_task=trials_per_task, seed=_SEED)
             started_s = time.monotonic()
-            result = tune_job(job, TuneOptions(trials=trials, trials_per_task=trials_per_task, seed=_SEED))
+            result = tune_job(job, search, MeasureOptions())
             tuning_s = time.monotonic() - started_s
             coverage = compile_tuned(lowered, target, records / names.BEST_DIR, library)
             error = _max_rel_error(network, library, num_threads)

@@ -179,7 +179,7 @@ def tuned_records(small_lowered: LoweredNetwork, host_target: Target, made_once:
     def fill(directory: Path) -> None:
         device = Device.of(host_target, available_cpus())
         job = TuningJob(network="small", lowered=small_lowered, device=device, records=directory)
-        require_valid_trials(tune_job(job, options))
+        require_valid_trials(tune_job(job, options, options))
 
     return made_once("tuned", fill)
 

@@ -26,7 +26,7 @@ from ansor_mlflow.networks.load import Network
 from ansor_mlflow.records.applicability import why_not_applicable
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.sketches import gpu_program, schedule_for_gpu, unbound_kernels
-from ansor_mlflow.tuning.search.space import make_space_generator
+from ansor_mlflow.tuning.candidates import make_space_generator
 from ansor_mlflow.workers import LocalBuilder
 
 if TYPE_CHECKING:

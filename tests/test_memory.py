@@ -16,7 +16,7 @@ from helpers.fake_tuning import Notebook, tune
 from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.trials import TuningRound
 from ansor_mlflow.tuning import engine
-from ansor_mlflow.tuning.search.program_search import release_memory
+from ansor_mlflow.tuning.program_search import release_memory
 
 if TYPE_CHECKING:
     from tvm.target import Target

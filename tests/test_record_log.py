@@ -16,7 +16,7 @@ from ansor_mlflow.errors import MachineError
 from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.records.log import RecordLog, RecordText
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
-from ansor_mlflow.tuning.search.candidates import log_lines, memory_database
+from ansor_mlflow.tuning.candidates import log_lines, memory_database
 
 if TYPE_CHECKING:
     from tvm.target import Target

@@ -36,8 +36,8 @@ from ansor_mlflow.parameters import (
 )
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair
 from ansor_mlflow.steps.tuning.tune import tune
+from ansor_mlflow.tuning.candidates import log_lines
 from ansor_mlflow.tuning.replay import Replayer
-from ansor_mlflow.tuning.search.candidates import log_lines
 
 if TYPE_CHECKING:
     from tvm.s_tir import Schedule

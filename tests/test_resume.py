@@ -20,8 +20,7 @@ from ansor_mlflow.records.log import RecordLog
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair
 from ansor_mlflow.testing import FakeRunner
 from ansor_mlflow.trials import Durations, StopReason, TrialStatus, TuningRound
-from ansor_mlflow.tuning.search.program_search import make_cost_model
-from ansor_mlflow.tuning.search.task_search import TaskSearch
+from ansor_mlflow.tuning.program_search import TaskSearch, make_cost_model
 from ansor_mlflow.workers.measure import RunJob
 
 if TYPE_CHECKING:
@@ -183,8 +182,7 @@ def test_a_record_gives_its_program_again(single: LoweredNetwork, host_target: T
     """The very same, after postprocessing, so that its hash tells that it is known."""
     from tvm.s_tir.meta_schedule.utils import shash2hex
 
-    from ansor_mlflow.tuning.search.candidates import log_lines
-    from ansor_mlflow.tuning.search.space import candidate_of
+    from ansor_mlflow.tuning.candidates import candidate_of, log_lines
 
     (task,) = single.tasks
     log = RecordLog(tmp_path, host_target.export())

@@ -12,8 +12,7 @@ from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.records.log import RecordLog
-from ansor_mlflow.tuning.search.program_search import is_untrained, make_cost_model
-from ansor_mlflow.tuning.search.task_search import TaskSearch
+from ansor_mlflow.tuning.program_search import TaskSearch, is_untrained, make_cost_model
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.cost_model import CostModel

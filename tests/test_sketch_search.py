@@ -19,10 +19,8 @@ from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.parameters import ExplainOptions, TuneOptions
 from ansor_mlflow.records.log import RecordLog
 from ansor_mlflow.sketches.sketch import ANNOTATION
-from ansor_mlflow.tuning.search.program_search import make_cost_model
-from ansor_mlflow.tuning.search.select import ProgramSearch, SearchInBoth, make_search
-from ansor_mlflow.tuning.search.sketch_search import MIN_LEARNED, SketchSearch
-from ansor_mlflow.tuning.search.task_search import TaskSearch
+from ansor_mlflow.tuning.program_search import TaskSearch, make_cost_model
+from ansor_mlflow.tuning.sketch_search import MIN_LEARNED, ProgramSearch, SearchInBoth, SketchSearch, make_search
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate

@@ -9,7 +9,7 @@ import pytest
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.device.tvm_import import import_tensor_intrin
 from ansor_mlflow.lowering.network import LoweredNetwork
-from ansor_mlflow.tuning.search.space import make_space_generator
+from ansor_mlflow.tuning.candidates import make_space_generator
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

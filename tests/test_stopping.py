@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ansor_mlflow.device.device import Device
 from ansor_mlflow.errors import TuningError, UserInputError
 from ansor_mlflow.lowering.network import LoweredNetwork
-from ansor_mlflow.parameters import TuneOptions
+from ansor_mlflow.parameters import MeasureOptions, SearchOptions
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.testing import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import Durations, StopReason, TaskInfo, TaskState, Trial, TrialStatus, TuningResult
@@ -55,14 +55,14 @@ def test_a_budget_below_the_number_of_tasks_says_how_much_is_needed(
     job = TuningJob(network="dense", lowered=dense, device=Device.of(host_target, 1), records=tmp_path)
     message = "trials=1, but the network has 2 tasks and each needs a trial; give at least 2, or auto"
     with pytest.raises(UserInputError, match=message):
-        tune_job(job, TuneOptions(trials=1))
+        tune_job(job, SearchOptions(trials=1), MeasureOptions())
 
 
 @pytest.mark.parametrize(
     ("preset", "of_sketch", "of_metaschedule"), [("quick", 2, 16), ("standard", 6, 64), ("thorough", 24, 256)]
 )
 def test_auto_is_the_presets_number_for_every_task(preset: str, of_sketch: int, of_metaschedule: int) -> None:
-    options = TuneOptions(trials="auto", preset=preset)
+    options = SearchOptions(trials="auto", preset=preset)
     assert resolve_num_trials(options, 10) == 10 * of_metaschedule
     assert resolve_num_trials(options, 10, num_sketched=10) == 10 * of_sketch
     assert resolve_num_trials(options, 10, num_sketched=4) == 4 * of_sketch + 6 * of_metaschedule
@@ -76,9 +76,9 @@ def test_the_budget_of_a_task(dense: LoweredNetwork, host_target: Target, tmp_pa
 
 
 def test_a_limit_for_each_task_limits_the_whole() -> None:
-    assert resolve_num_trials(TuneOptions(trials=100, trials_per_task=6), 2) == 12
-    assert resolve_num_trials(TuneOptions(trials=10, trials_per_task=6), 2) == 10
-    assert resolve_num_trials(TuneOptions(trials_per_task=6), 2) == 12
+    assert resolve_num_trials(SearchOptions(trials=100, trials_per_task=6), 2) == 12
+    assert resolve_num_trials(SearchOptions(trials=10, trials_per_task=6), 2) == 10
+    assert resolve_num_trials(SearchOptions(trials_per_task=6), 2) == 12
 
 
 def test_the_budget_of_time(dense: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_the_budget_of_time(dense: LoweredNetwork, host_target: Target, tmp_path
 
 def test_with_a_limit_of_time_the_first_pass_takes_its_share_of_the_time() -> None:
     """Of 2,000 trials a quarter among four tasks is 125; of twelve seconds it is three trials each."""
-    stopping = StoppingRules(TuneOptions(trials=2000, max_minutes=0.2), num_trials=2000, num_tasks=4)
+    stopping = StoppingRules(SearchOptions(trials=2000, max_minutes=0.2), num_trials=2000, num_tasks=4)
     state = TaskState(info=TaskInfo(index=0, name="t", weight=1, flops=1e6, workload_hash="t"))
     assert stopping.round_limit(state, 4, total_trials=0, elapsed_s=0) == 3
     assert stopping.round_limit(state, 3, total_trials=3, elapsed_s=4) == 2  # the workers took their time to start
@@ -102,7 +102,7 @@ def test_with_a_limit_of_time_the_first_pass_takes_its_share_of_the_time() -> No
 
 
 def test_with_a_limit_of_time_a_round_is_no_longer_than_what_is_left() -> None:
-    stopping = StoppingRules(TuneOptions(trials=2000, max_minutes=1), num_trials=2000, num_tasks=1)
+    stopping = StoppingRules(SearchOptions(trials=2000, max_minutes=1), num_trials=2000, num_tasks=1)
     state = TaskState(info=TaskInfo(index=0, name="t", weight=1, flops=1e6, workload_hash="t"))
     state.add(Trial(step=1, task="t", status=TrialStatus.OK, run_s=(1.0,)))
     assert stopping.round_limit(state, 0, total_trials=20, elapsed_s=10) == 32
@@ -200,7 +200,7 @@ HIDDEN, LOGITS = (4, 32), (4, 16)
 
 
 def rules(**options: Any) -> StoppingRules:
-    return StoppingRules(TuneOptions(**options), num_trials=1000, num_tasks=1)
+    return StoppingRules(SearchOptions(**options), num_trials=1000, num_tasks=1)
 
 
 def reasons(stopping: StoppingRules, best_s: Sequence[float | None]) -> list[str]:

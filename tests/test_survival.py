@@ -345,12 +345,12 @@ def test_two_tuners_in_one_directory(single: LoweredNetwork, host_target: Target
     options = TuneOptions(trials=1, strategy="random", cost_model="none", min_repeat_ms=0)
     with another_tuner(records) as first:
         with pytest.raises(UserInputError, match=refusal(records, first)):
-            tune_job(tuning_job, options)
+            tune_job(tuning_job, options, options)
         with directory_lock(tmp_path / "another"):
             pass
         first.kill()
         first.wait()
-        assert tune_job(tuning_job, options).total_trials == 1
+        assert tune_job(tuning_job, options, options).total_trials == 1
     with (
         directory_lock(records),
         pytest.raises(UserInputError, match=f"process {os.getpid()} on"),

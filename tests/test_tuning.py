@@ -16,7 +16,7 @@ from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import MachineError, TuningError
 from ansor_mlflow.lowering.network import LoweredNetwork
-from ansor_mlflow.parameters import TuneOptions
+from ansor_mlflow.parameters import MeasureOptions, SearchOptions
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.testing import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import (
@@ -307,7 +307,7 @@ def test_a_network_is_tuned_on_this_host(dense: LoweredNetwork, host_target: Tar
     """The default search, with real builds and real measurements."""
     notebook = Notebook(tmp_path)
     job = TuningJob(network="dense", lowered=dense, device=Device.of(host_target, available_cpus()), records=tmp_path)
-    result = tune_job(job, TuneOptions(trials=4, num_trials_per_round=2, min_repeat_ms=1), [notebook])
+    result = tune_job(job, SearchOptions(trials=4, num_trials_per_round=2), MeasureOptions(min_repeat_ms=1), [notebook])
     require_valid_trials(result)
     assert result.total_trials == 4
     assert notebook.counts[-1] == dict.fromkeys(("told", "total", "of tasks", "on disk"), 4)

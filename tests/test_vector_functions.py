@@ -275,7 +275,8 @@ def test_tuned_and_untuned_libraries_call_no_function(
     compile_untuned(lowered, host_target, tmp_path / "untuned.so")
     device = Device.of(host_target, 1)
     options = TuneOptions(trials=16, trials_per_task=4, strategy="random", cost_model="none", min_repeat_ms=0)
-    tune_job(TuningJob(network="attention", lowered=lowered, device=device, records=tmp_path / "records"), options)
+    job = TuningJob(network="attention", lowered=lowered, device=device, records=tmp_path / "records")
+    tune_job(job, options, options)
     distill(RecordPair.in_directory(tmp_path / "records"), tmp_path / "best", device.fingerprint.target)
     coverage = compile_tuned(lowered, host_target, tmp_path / "best", tmp_path / "tuned.so")
     assert coverage.task_share == 1

@@ -21,7 +21,7 @@ from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.fingerprints import fingerprint
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.lowering.network import LoweredNetwork
-from ansor_mlflow.parameters import TuneOptions
+from ansor_mlflow.parameters import MeasureOptions, SearchOptions, TuneOptions
 from ansor_mlflow.records.journal import read_seeds
 from ansor_mlflow.records.log import RecordLog
 from ansor_mlflow.records.pieces import write_manifest
@@ -29,8 +29,7 @@ from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
 from ansor_mlflow.testing import FakeRunner
 from ansor_mlflow.trials import StopReason
 from ansor_mlflow.tuning.job import TuningJob, tune_job
-from ansor_mlflow.tuning.search.program_search import make_cost_model
-from ansor_mlflow.tuning.search.task_search import TaskSearch
+from ansor_mlflow.tuning.program_search import TaskSearch, make_cost_model
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -84,7 +83,7 @@ def test_of_tasks_that_are_known_nothing_is_measured(
     copy_database(tuned_records, tmp_path)
     before = (tmp_path / RECORD_FILE).read_bytes()
     job = job_for(small_lowered, host_target, tmp_path, frozenset(hashes_of(small_lowered)))
-    result = tune_job(job, TuneOptions(**NO_MODEL))
+    result = tune_job(job, SearchOptions(**NO_MODEL), MeasureOptions())
     assert (result.total_trials, result.stop_reason) == (0, StopReason.KNOWN)
     assert {task.stop_reason for task in result.tasks} == {StopReason.KNOWN}
     assert result.estimated_latency_s
@@ -99,13 +98,13 @@ def test_the_budget_of_known_tasks_is_not_spent(
     others = hashes_of(small_lowered)[1:]
     job = job_for(small_lowered, host_target, tmp_path, frozenset(others))
     options = TuneOptions(**NO_MODEL, trials=2 * len(small_lowered.tasks), min_repeat_ms=0)
-    result = tune_job(job, options)
+    result = tune_job(job, options, options)
     assert result.total_trials == 2
     assert [task.total_trials for task in result.tasks] == [2] + [0] * len(others)
     num_earlier, seeds = read_seeds(tmp_path)
     assert num_earlier == len(read_records(tuned_records))
     assert {seed.workload_hash for seed in seeds if seed.is_enough} == set(others)
-    resumed = tune_job(job_for(small_lowered, host_target, tmp_path), options, resume=True)
+    resumed = tune_job(job_for(small_lowered, host_target, tmp_path), options, options, resume=True)
     assert [task.total_trials for task in resumed.tasks] == [2] + [0] * len(others)
 
 
@@ -123,7 +122,7 @@ def test_a_record_whose_schedule_does_not_apply_is_left_out(
         file.write(json.dumps([records[0][0], [foreign[1][0], [2e-9], *records[0][1][2:]]]) + "\n")
     job = job_for(small_lowered, host_target, tmp_path, frozenset(hashes_of(small_lowered)))
     with caplog.at_level(logging.WARNING, "ansor_mlflow"):
-        result = tune_job(job, TuneOptions(**NO_MODEL))
+        result = tune_job(job, SearchOptions(**NO_MODEL), MeasureOptions())
     assert "does not apply to the task, and is left out" in caplog.text
     assert result.total_trials == 0
     assert 2e-9 not in [record[1][1][0] for record in read_records(tmp_path / names.BEST_DIR)]

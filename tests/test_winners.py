@@ -333,7 +333,7 @@ def test_winners_of_a_real_tuning_replace_older_ones(
     (best / "of a tuning before").touch()
     job = TuningJob(network="single", lowered=single, device=Device.of(host_target, available_cpus()), records=tmp_path)
     options = TuneOptions(trials=3, strategy="random", cost_model="none", min_repeat_ms=1)
-    result = tune_job(job, options)
+    result = tune_job(job, options, options)
     assert result.tasks[0].confirmed_s is not None
     assert {path.name for path in best.iterdir()} == {WORKLOAD_FILE, RECORD_FILE}
     (record,) = read_records(best)

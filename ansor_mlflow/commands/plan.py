@@ -14,7 +14,7 @@ from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.foreign import Report, Reported, Table, microseconds
 from ansor_mlflow.graphs import PaddedLayer
 from ansor_mlflow.model import PartEntry, fallback_clauses, part_entries
-from ansor_mlflow.parameters import BudgetOptions, PlanOptions, TuneOptions
+from ansor_mlflow.parameters import BudgetOptions, PlanOptions, SearchOptions
 from ansor_mlflow.steps.recorded import (
     NetworkTasks,
     best_records,
@@ -146,7 +146,7 @@ def _network_tasks(options: PlanOptions, scratch: Path) -> tuple[NetworkTasks, d
 def _planned(
     options: PlanOptions, tasks: Sequence[TaskInfo], num_sketched: int, known_s: dict[int, float]
 ) -> tuple[PlannedTask, ...]:
-    budget = TuneOptions(**options.model_dump(include=set(BudgetOptions.model_fields)))
+    budget = SearchOptions(**options.model_dump(include=set(BudgetOptions.model_fields)))
     num_layers = len({task.layer_hash for task in tasks})
     num_trials = resolve_num_trials(
         budget, len(tasks), num_sketched=num_sketched, num_algorithms=len(tasks) - num_layers

@@ -27,7 +27,7 @@ from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.fleet.remote import DESCRIBE, MEASURE, RUN_NETWORK, ServerDescription
 from ansor_mlflow.fleet.tracker import HostPort, KeyState, ServerLease, request_server, servers_by_key
 from ansor_mlflow.foreign import read_json
-from ansor_mlflow.parameters import RpcOptions, TuneOptions
+from ansor_mlflow.parameters import MeasureOptions, RpcOptions
 from ansor_mlflow.processes import Outcome, WorkerPool
 
 In = TypeVar("In")
@@ -75,7 +75,7 @@ def fleet_settings(options: RpcOptions) -> FleetSettings | None:
         wait_s=options.rpc_wait_s,
         session_s=options.rpc_session_s,
     )
-    if not isinstance(options, TuneOptions):
+    if not isinstance(options, MeasureOptions):
         return fleet
     if options.rpc_session_s < 2 * options.measure_timeout_s:
         raise UserInputError(

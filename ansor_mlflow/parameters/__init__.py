@@ -38,4 +38,11 @@ from ansor_mlflow.parameters.model import (
     PromoteOptions,
 )
 from ansor_mlflow.parameters.networks import LinkOptions, NetworkOptions, RecordsOptions, RpcOptions
-from ansor_mlflow.parameters.tuning import SKETCH_TRIALS_PER_TASK, TRIALS_PER_TASK, BudgetOptions, TuneOptions
+from ansor_mlflow.parameters.tuning import (
+    SKETCH_TRIALS_PER_TASK,
+    TRIALS_PER_TASK,
+    BudgetOptions,
+    MeasureOptions,
+    SearchOptions,
+    TuneOptions,
+)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.parameters.declaring import Auto, NonEmptyList, Options, PositiveFloat, PositiveInt, parameter
+from ansor_mlflow.parameters.declaring import Auto, NonEmptyList, PositiveFloat, PositiveInt, parameter
 from ansor_mlflow.parameters.networks import LinkOptions, NetworkOptions, RpcOptions
 from ansor_mlflow.settings import LoweringSettings
 
@@ -71,9 +71,10 @@ class BudgetOptions(NetworkOptions):
         return replace(settings, algorithm="direct")
 
 
-class SearchOptions(Options):
-    """How programs are searched."""
+class SearchOptions(BudgetOptions):
+    """How programs are searched, and for how long."""
 
+    max_minutes: PositiveFloat | None = parameter("Wall-clock budget in minutes; no limit by default.", default=None)
     patience: PositiveInt | None = parameter(
         "Rounds without an improvement above the noise (3 %) after which a task's remaining trials go to others; "
         "no limit by default.",
@@ -98,8 +99,8 @@ class SearchOptions(Options):
     )
 
 
-class MeasureOptions(Options):
-    """How a program is built and measured."""
+class MeasureOptions(RpcOptions, LinkOptions):
+    """How a program is built and measured, and where."""
 
     number: PositiveInt = parameter(
         "Calls averaged in one measurement; raised until min_repeat_ms is reached.", default=3, under="measure.number"
@@ -124,18 +125,17 @@ class MeasureOptions(Options):
         default="auto",
         under="measure.build_workers",
     )
-
-
-class TuneOptions(MeasureOptions, SearchOptions, RpcOptions, LinkOptions, BudgetOptions):
-    """The entry point `tune`."""
-
-    max_minutes: PositiveFloat | None = parameter("Wall-clock budget in minutes; no limit by default.", default=None)
     rpc_retries: int = parameter(
         "Times that a program is measured again, on another server, when a server was lost with it.",
         default=1,
         under="rpc.retries",
         ge=0,
     )
+
+
+class TuneOptions(MeasureOptions, SearchOptions):
+    """The entry point `tune`."""
+
     warm_start: NonEmptyList = parameter(
         "Records of earlier tunings to begin with, separated by commas: runs, models, artifact URIs, paths, or auto, "
         "which takes what finished tuning runs of the tracking server know of the network's tasks. Those of this "

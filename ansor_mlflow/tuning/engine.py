@@ -8,14 +8,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.measuring import is_disturbed
-from ansor_mlflow.parameters import TuneOptions
+from ansor_mlflow.parameters import SearchOptions
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.records import FAILED_RUN_S, Journal, RecordLog, RecordText, Seed
 from ansor_mlflow.trials import (
@@ -29,12 +29,11 @@ from ansor_mlflow.trials import (
     TuningResult,
     TuningRound,
 )
+from ansor_mlflow.tuning.candidates import candidate_of, make_trial, run_jobs
 from ansor_mlflow.tuning.interrupt import Interrupts, deferred_interrupts
 from ansor_mlflow.tuning.ledger import Announcer, Ledger
-from ansor_mlflow.tuning.search.candidates import make_trial, run_jobs, runner_result
-from ansor_mlflow.tuning.search.program_search import make_cost_model, release_memory
-from ansor_mlflow.tuning.search.select import ProgramSearch, make_search
-from ansor_mlflow.tuning.search.space import candidate_of
+from ansor_mlflow.tuning.program_search import make_cost_model, release_memory
+from ansor_mlflow.tuning.sketch_search import ProgramSearch, make_search
 from ansor_mlflow.tuning.stopping import GradientScheduler, StoppingRules, dominated_tasks, seemingly_faster
 from ansor_mlflow.tuning.winners import MAX_FINALISTS, Winners
 from ansor_mlflow.workers import Builder, BuildQueue, RunJob, Runner
@@ -68,16 +67,10 @@ class _Batch:
 
 
 class Tuner:
-    """Tunes a list of tasks within one budget. Not safe for use from several threads.
+    """Tunes a list of tasks within one budget of trials, failed ones included. Not safe for use from several threads.
 
-    Args:
-        tasks: The `index` of each is its position.
-        num_trials: Number of candidates to measure, failed ones included.
-        journal: Takes what the records do not say; None keeps none.
-        past: Trials of the same tuning that was interrupted, whose records are in the log. They count.
-        durations: Where the time of that tuning went.
-        seeds: What the records say that the tuning began with.
-        similar: Records of similar devices, by the hash of their workload and the device.
+    `past` are trials of the same tuning that was interrupted, whose records are in the log, and `durations` is where
+    their time went; they count. `similar` are records by the hash of their workload and the device.
     """
 
     def __init__(
@@ -85,7 +78,7 @@ class Tuner:
         tasks: Sequence[TuningTask],
         *,
         target: Target,
-        options: TuneOptions,
+        options: SearchOptions,
         num_trials: int,
         search_threads: int,
         log: RecordLog,
@@ -122,13 +115,9 @@ class Tuner:
         self._past_rounds = tuple(self._restore(past))
 
     def tune(self, plan: TuningPlan) -> TuningResult:
-        """Spends the budget, then measures the winners again.
+        """Spends the budget, then measures the winners again. A task may have no valid trial: `require_valid_trials`.
 
-        Returns:
-            The result, in which a task may have no valid trial: see `require_valid_trials`.
-
-        Raises:
-            KeyboardInterrupt: SIGINT or SIGTERM came; the round in hand was finished and recorded.
+        A KeyboardInterrupt comes after the round in hand was finished and recorded.
         """
         self._ledger.start()
         plan = replace(plan, past=self._past_rounds, earlier_s=self._ledger.earlier_s)
@@ -139,7 +128,10 @@ class Tuner:
                     stop_reason = self._run_rounds(interrupts)
                     self._confirm_winners(interrupts)
             except KeyboardInterrupt:
-                self._finish_interrupted()
+                try:
+                    self._finish(StopReason.INTERRUPTED)
+                except Exception as err:  # noqa: BLE001 - the interrupt is what ends the tuning
+                    _log.warning("the end of the tuning was not told: %s", err)
                 raise
             return self._finish(stop_reason)
         finally:
@@ -158,27 +150,30 @@ class Tuner:
         While a remote runner measures, the next batches are searched and built. A local one has the host for itself.
         """
         in_flight: list[_Batch] = []
-        with _background_threads(self._runner.num_batches + 1) as executor:  # one builds while the others measure
-            try:
-                while True:
-                    # what was proposed counts, measured or not: trials under way must not exceed the budget
-                    reason = self._rules.run_stop_reason(self._ledger.elapsed_s, self._num_proposed, self._states)
-                    may_start = not (reason or interrupts.received) and (self._runner.is_remote or not in_flight)
-                    batch = self._start_round(executor, in_flight, interrupts) if may_start else None
-                    in_flight += [batch] if batch is not None else []
-                    # without a new batch something must end before another one can begin
-                    if in_flight and (batch is None or self._has_enough(in_flight)):
-                        in_flight.remove(finished := self._next_finished(in_flight))
-                        self._finish_round(finished)
-                    if not in_flight:
-                        interrupts.raise_if_received()
-                        if reason:
-                            return reason
-            except Exception:
-                for batch in in_flight:  # what was measured is not to be lost
-                    with suppress(Exception):
-                        self._finish_round(batch)
-                raise
+        # one builds while the others measure
+        executor = ThreadPoolExecutor(self._runner.num_batches + 1, thread_name_prefix="runner")
+        try:
+            while True:
+                # what was proposed counts, measured or not: trials under way must not exceed the budget
+                reason = self._rules.run_stop_reason(self._ledger.elapsed_s, self._num_proposed, self._states)
+                may_start = not (reason or interrupts.received) and (self._runner.is_remote or not in_flight)
+                batch = self._start_round(executor, in_flight, interrupts) if may_start else None
+                in_flight += [batch] if batch is not None else []
+                # without a new batch something must end before another one can begin
+                if in_flight and (batch is None or self._has_enough(in_flight)):
+                    in_flight.remove(finished := self._next_finished(in_flight))
+                    self._finish_round(finished)
+                if not in_flight:
+                    interrupts.raise_if_received()
+                    if reason:
+                        return reason
+        except Exception:
+            for batch in in_flight:  # what was measured is not to be lost
+                with suppress(Exception):
+                    self._finish_round(batch)
+            raise
+        finally:
+            executor.shutdown(wait=False, cancel_futures=True)  # an error or a second Ctrl-C waits for nobody
 
     def _has_enough(self, in_flight: Sequence[_Batch]) -> bool:
         """Whether the devices have so much to measure that a batch can be waited for.
@@ -209,8 +204,10 @@ class Tuner:
         if index is None:
             return None
         state = self._states[index]
+        num_waiting = sum(not state.total_trials and not state.stop_reason for state in self._states)
+        limit = self._rules.round_limit(state, num_waiting, self._num_proposed, self._ledger.elapsed_s)
         with self._ledger.timed("search_s"), interrupts.in_tvm():
-            candidates = self._search(index).propose(self._round_limit(state))
+            candidates = self._search(index).propose(limit)
         if not candidates:
             has_work = state.total_trials or state.info.flops  # a reshape has neither, and that is no failure
             state.stop_reason = StopReason.SPACE_EXHAUSTED if has_work else StopReason.NOTHING_TO_TUNE
@@ -231,13 +228,11 @@ class Tuner:
             batch.outcomes = self._runner.run(batch.jobs)
         batch.log_s, batch.run_s = started_s - waited_s, time.monotonic() - started_s
 
-    def _round_limit(self, task: TaskState) -> int:
-        num_waiting = sum(not state.total_trials and not state.stop_reason for state in self._states)
-        return self._rules.round_limit(task, num_waiting, self._num_proposed, self._ledger.elapsed_s)
-
     def _finish_round(self, batch: _Batch) -> None:
         """Waits for the measurements, records them, learns from them and tells the observers."""
         batch.measured.result()
+        from tvm.s_tir.meta_schedule.runner import RunnerResult
+
         state, ledger, num_before = batch.state, self._ledger, self._ledger.total_trials
         ledger.durations.build_s += batch.build_s
         ledger.durations.log_s += batch.log_s
@@ -247,7 +242,8 @@ class Tuner:
         trials = self._make_trials(batch)
         ledger.record(state, trials, batch.task.mod, self._target, batch.candidates)
         with ledger.timed("search_s"):
-            self._search(state.info.index).learn(batch.candidates, [runner_result(trial) for trial in trials])
+            results = [RunnerResult(list(trial.run_s) or None, trial.error or None) for trial in trials]
+            self._search(state.info.index).learn(batch.candidates, results)
             if ledger.total_trials // _TRIALS_PER_RELEASE > num_before // _TRIALS_PER_RELEASE:
                 release_memory()
         self._round_finished(state)
@@ -331,7 +327,6 @@ class Tuner:
                 self._measure_again(interrupts, without=[state for state in self._states if state not in faster])
 
     def _measure_again(self, interrupts: Interrupts, *, without: Sequence[TaskState]) -> None:
-        """Measures the finalists of all tasks but some, and says in the states what their winners were confirmed at."""
         indices = {state.info.index for state in without}
         self._winners.measure_again(self._runner, interrupts.raise_if_received, indices)
         for state in self._states:
@@ -358,15 +353,7 @@ class Tuner:
                 self._winners.offer(state.info.index, trial, candidate, job)
 
     def _finish(self, stop_reason: str) -> TuningResult:
-        """Tells the observers how it ended."""
-        spread, unreliable = self._runner.noise.spread, self._unreliable()
-        result = self._ledger.result(stop_reason, spread, unreliable)
-        self._announcer.tell(lambda observer: observer.tuning_finished(result))
-        self._announcer.wait()
-        return result
-
-    def _unreliable(self) -> str:
-        """Why the times cannot be trusted."""
+        """Tells the observers how it ended, and whether the times can be trusted."""
         num_trials = self._ledger.total_trials - sum(len(round_.trials) for round_ in self._past_rounds)
         num_disturbed, num_winners = self._winners.num_disturbed
         found = []
@@ -374,23 +361,8 @@ class Tuner:
             found.append(f"{self._num_disturbed} of {num_trials} trials")
         if is_disturbed(num_disturbed, num_winners):
             found.append(f"the second measurements of {num_disturbed} of {num_winners} tasks")
-        if not found:
-            return ""
-        return f"other programs used the CPUs during {' and '.join(found)}; tune again on a quiet machine"
-
-    def _finish_interrupted(self) -> None:
-        """As `_finish`, but an observer that fails does not hide that the tuning was interrupted."""
-        try:
-            self._finish(StopReason.INTERRUPTED)
-        except Exception as err:  # noqa: BLE001 - the interrupt is what ends the tuning
-            _log.warning("the end of the tuning was not told: %s", err)
-
-
-@contextmanager
-def _background_threads(number: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads to build and measure in; nobody waits for them when an error or a second Ctrl-C ends the tuning."""
-    executor = ThreadPoolExecutor(number, thread_name_prefix="runner")
-    try:
-        yield executor
-    finally:
-        executor.shutdown(wait=False, cancel_futures=True)
+        disturbed = f"other programs used the CPUs during {' and '.join(found)}; tune again on a quiet machine"
+        result = self._ledger.result(stop_reason, self._runner.noise.spread, disturbed if found else "")
+        self._announcer.tell(lambda observer: observer.tuning_finished(result))
+        self._announcer.wait()
+        return result

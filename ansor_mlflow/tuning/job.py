@@ -22,11 +22,11 @@ from ansor_mlflow.files import write_text
 from ansor_mlflow.fleet import RpcRunner, build_reference_kernel, fleet_settings
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.model import require_linker
-from ansor_mlflow.parameters import TuneOptions
+from ansor_mlflow.parameters import MeasureOptions, SearchOptions
 from ansor_mlflow.records import Journal, RecordLog, Seed, read_durations, read_journal, read_seeds, read_similar
 from ansor_mlflow.trials import TuningObserver, TuningPlan, TuningResult
+from ansor_mlflow.tuning.candidates import candidate_of
 from ansor_mlflow.tuning.engine import Tuner
-from ansor_mlflow.tuning.search.space import applies
 from ansor_mlflow.tuning.stopping import resolve_num_trials
 from ansor_mlflow.workers import (
     Builder,
@@ -61,26 +61,20 @@ class TuningJob:
 
 
 def tune_job(
-    job: TuningJob, options: TuneOptions, observers: Sequence[TuningObserver] = (), *, resume: bool = False
+    job: TuningJob,
+    search: SearchOptions,
+    measure: MeasureOptions,
+    observers: Sequence[TuningObserver] = (),
+    *,
+    resume: bool = False,
 ) -> TuningResult:
     """Tunes a network with builds on this host, and measurements on it or on a fleet.
 
-    Args:
-        job: What is tuned.
-        options: Budgets and search.
-        observers: Told about every round.
-        resume: Whether the trials in the records directory belong to this tuning and count; otherwise they are those
-            of earlier ones, whose fastest programs the search starts from.
-
-    Records of similar devices may be in `similar/` of the records directory: the cost model learns from them. The
-    records directory gets, at the end, the winners'
-    records in `best/`, with their second measurements.
-
-    Raises:
-        UserInputError: The budget is smaller than the number of tasks, or another tuner works in the directory.
-        MachineError: The cost model's package is missing, a disk is full, or no server was free for too long.
+    With `resume` the trials in the records directory belong to this tuning and count; otherwise they are those of
+    earlier ones, whose fastest programs the search starts from. `similar/` of that directory may have records of
+    similar devices, which teach the cost model; `best/` gets the winners' records with their second measurements.
     """
-    with directory_lock(job.records), _workers(job, options) as (builder, runner):
+    with directory_lock(job.records), _workers(job, measure) as (builder, runner):
         best = job.records / names.BEST_DIR
         shutil.rmtree(best, ignore_errors=True)  # a killed tuning would leave that of the one before
         log, journal = RecordLog(job.records, job.device.target.export()), Journal(job.records)
@@ -89,22 +83,25 @@ def tune_job(
         if resume:
             journal.resume()
         else:
-            journal.begin(log.num_earlier, _seeds(job, log))
+            hashes = [task.info.workload_hash for task in job.lowered.tasks]
+            fastest = {hash_: records[0].run_s for hash_ in hashes if (records := log.best(hash_))}
+            known = [Seed(workload_hash=h, best_s=s, is_enough=h in job.known) for h, s in fastest.items()]
+            journal.begin(log.num_earlier, known)
         _, seeds = read_seeds(job.records)
         num_trials = resolve_num_trials(
-            options,
+            search,
             len(job.lowered.tasks),
             num_sketched=job.num_sketched,
             num_known=sum(seed.is_enough for seed in seeds),
             num_algorithms=job.lowered.num_algorithms,
         )
-        host_threads = available_cpus() if options.rpc_tracker else job.device.num_threads
+        host_threads = available_cpus() if measure.rpc_tracker else job.device.num_threads
         tuner = Tuner(
             job.lowered.tasks,
             target=job.device.target,
-            options=options,
+            options=search,
             num_trials=num_trials,
-            search_threads=host_threads if options.search_threads == "auto" else options.search_threads,
+            search_threads=host_threads if search.search_threads == "auto" else search.search_threads,
             log=log,
             journal=journal,
             past=read_journal(job.records) if resume else (),
@@ -115,12 +112,13 @@ def tune_job(
             runner=runner,
             observers=observers,
         )
+        changed = {name: text for name, text in search.changed().items() if name in names.SEARCH_PARAMS}
         plan = TuningPlan(
             network=job.network,
             target=job.device.description,
             tasks=tuple(task.info for task in job.lowered.tasks),
             num_trials=num_trials,
-            search=_search(options),
+            search=" · ".join(f"{name.replace('_', ' ')} {text}" for name, text in changed.items()),
         )
         try:
             result = tuner.tune(plan)
@@ -147,8 +145,12 @@ def directory_lock(directory: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout as err:
+        holder = "another process"
+        with contextlib.suppress(OSError, ValueError, KeyError):  # it has only just begun, or is about to end
+            fields = json.loads(owner.read_text())
+            holder = f"process {fields['process']} on {fields['host']} (since {fields['started']})"
         raise UserInputError(
-            f"{directory}: {_holder(owner)} tunes in this directory; wait until it ends, or give another directory"
+            f"{directory}: {holder} tunes in this directory; wait until it ends, or give another directory"
         ) from err
     try:
         started = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -159,44 +161,29 @@ def directory_lock(directory: Path) -> Iterator[None]:
         lock.release()
 
 
-def _holder(owner: Path) -> str:
-    try:
-        fields = json.loads(owner.read_text())
-        return f"process {fields['process']} on {fields['host']} (since {fields['started']})"
-    except (OSError, ValueError, KeyError):  # it has only just begun, or is about to end
-        return "another process"
-
-
 def _drop_inapplicable(job: TuningJob, log: RecordLog) -> None:
     """Leaves out records of others whose schedules do not apply: the search would end with an error."""
     for task in job.lowered.tasks:
         for record in log.best(task.info.workload_hash):
-            if not applies(record, task, job.device.target):
+            if candidate_of(record, task, job.device.target) is None:
                 _log.warning("a record of %s does not apply to the task, and is left out", task.info.name)
                 log.drop(task.info.workload_hash, record)
 
 
-def _seeds(job: TuningJob, log: RecordLog) -> list[Seed]:
-    """What the fastest record of each task says that has one."""
-    hashes = [task.info.workload_hash for task in job.lowered.tasks]
-    return [
-        Seed(workload_hash=hash_, best_s=best[0].run_s, is_enough=hash_ in job.known)
-        for hash_ in hashes
-        if (best := log.best(hash_))
-    ]
-
-
-def _search(options: TuneOptions) -> str:
-    """See `TuningPlan.search`."""
-    changed = options.changed()
-    return " · ".join(f"{name.replace('_', ' ')} {changed[name]}" for name in names.SEARCH_PARAMS if name in changed)
-
-
 @contextlib.contextmanager
-def _workers(job: TuningJob, options: TuneOptions) -> Iterator[tuple[Builder, Runner]]:
+def _workers(job: TuningJob, options: MeasureOptions) -> Iterator[tuple[Builder, Runner]]:
     """Builder and runner with their bounds of memory; arguments and stacks of a program come on top of the runner's."""
     memory_bytes = options.worker_memory_mib * 2**20
-    with contextlib.closing(_builder(job, options, memory_bytes)) as builder:
+    num_workers = available_cpus() if options.rpc_tracker else job.device.num_threads
+    builder = LocalBuilder(
+        job.device.target,
+        max_workers=num_workers if options.build_workers == "auto" else options.build_workers,
+        timeout_s=options.measure_timeout_s,
+        memory_bytes=memory_bytes,
+        as_in_models=True,
+        compiler=require_linker(job.device.fingerprint.machine, options.linker),
+    )
+    with contextlib.closing(builder):
         most_bytes = max(argument_bytes(task.mod) for task in job.lowered.tasks)
         settings = _measure_settings(options, job)
         bound_bytes = (
@@ -216,20 +203,15 @@ def _workers(job: TuningJob, options: TuneOptions) -> Iterator[tuple[Builder, Ru
             yield builder, runner
 
 
-def _builder(job: TuningJob, options: TuneOptions, memory_bytes: int) -> Builder:
-    num_workers = available_cpus() if options.rpc_tracker else job.device.num_threads
-    return LocalBuilder(
-        job.device.target,
-        max_workers=num_workers if options.build_workers == "auto" else options.build_workers,
-        timeout_s=options.measure_timeout_s,
-        memory_bytes=memory_bytes,
-        as_in_models=True,
-        compiler=require_linker(job.device.fingerprint.machine, options.linker),
-    )
-
-
-def _measure_settings(options: TuneOptions, job: TuningJob) -> MeasureSettings:
-    is_in_network = options.measure == "network" and not options.cache_flush and is_cpu(job.device.target)
+def _measure_settings(options: MeasureOptions, job: TuningJob) -> MeasureSettings:
+    rest = None
+    if options.measure == "network" and not options.cache_flush and is_cpu(job.device.target):
+        tasks = job.lowered.tasks
+        # tensors are passed on in about as much memory as the input and output that need most of it together
+        activation_bytes = max(argument_bytes(task.mod, besides=task.constants) for task in tasks)
+        flops = sum(task.info.weight * task.info.flops for task in tasks if not task.info.layer)
+        seconds = flops / (job.device.num_threads * _FLOPS_OF_A_THREAD)
+        rest = RestOfNetwork(num_bytes=job.lowered.constant_bytes + activation_bytes, seconds=seconds)
     return MeasureSettings(
         number=options.number,
         repeat=options.repeat,
@@ -237,17 +219,6 @@ def _measure_settings(options: TuneOptions, job: TuningJob) -> MeasureSettings:
         cache_flush=options.cache_flush,
         num_threads=job.device.num_threads,
         timeout_s=options.measure_timeout_s,
-        rest=_rest_of_network(job.lowered, job.device.num_threads) if is_in_network else None,
+        rest=rest,
         device=device_kind(job.device.fingerprint.target),
-    )
-
-
-def _rest_of_network(lowered: LoweredNetwork, num_threads: int) -> RestOfNetwork:
-    """What lies between two calls of a kernel. The memory that tensors are passed on in is about as large as the input
-    and output that need most of it together.
-    """
-    activation_bytes = max(argument_bytes(task.mod, besides=task.constants) for task in lowered.tasks)
-    flops = sum(task.info.weight * task.info.flops for task in lowered.tasks if not task.info.layer)
-    return RestOfNetwork(
-        num_bytes=lowered.constant_bytes + activation_bytes, seconds=flops / (num_threads * _FLOPS_OF_A_THREAD)
     )

@@ -1,4 +1,4 @@
-"""Writes one line per round to the log."""
+"""The bookkeeping of a tuning, and those who are told of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ansor_mlflow.trials import (
     TuningResult,
     TuningRound,
 )
-from ansor_mlflow.tuning.search.candidates import log_lines
+from ansor_mlflow.tuning.candidates import log_lines
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -48,6 +48,10 @@ class RoundLog:
     def round_finished(self, round_: TuningRound) -> None:
         """Says what the round brought."""
         best_s, total_s = round_.task.best_s, round_.estimated_latency_s
+        failures = ""
+        if failed := [trial for trial in round_.trials if trial.error]:
+            first = f"{failed[0].status.value}: {' '.join(failed[0].error.split())[:160]}"
+            failures = f"  ({len(failed)} failed, first {first})"
         _log.info(
             "%5d trials %6.1f s  %s: %s  network: %s  %.1f/min%s%s",
             round_.total_trials,
@@ -57,7 +61,7 @@ class RoundLog:
             f"{total_s * 1e3:.3f} ms" if total_s is not None else "not all tasks measured",
             round_.trials_per_minute,
             f"  ended by: {round_.task.stop_reason}" if round_.task.stop_reason else "",
-            _failures(round_.trials),
+            failures,
         )
         if round_.probe_spread > _BUSY and not self._was_busy:
             self._was_busy = True
@@ -65,27 +69,11 @@ class RoundLog:
 
     def tuning_finished(self, result: TuningResult) -> None:
         """Says how it ended, and what the second measurements of the winners say."""
-        _log.info(
-            "%d trials in %.1f s, stopped by: %s%s",
-            result.total_trials,
-            result.elapsed_s,
-            result.stop_reason,
-            _confirmation(result),
-        )
-
-
-def _confirmation(result: TuningResult) -> str:
-    estimated_s, confirmed_s = result.estimated_latency_s, result.confirmed_latency_s
-    if not (estimated_s and confirmed_s):
-        return ""
-    return f"; confirmed: {confirmed_s * 1e3:.3f} ms, optimism {confirmed_s / estimated_s:.3g}"
-
-
-def _failures(trials: Sequence[Trial]) -> str:
-    failed = [trial for trial in trials if trial.error]
-    if not failed:
-        return ""
-    return f"  ({len(failed)} failed, first {failed[0].status.value}: {' '.join(failed[0].error.split())[:160]})"
+        estimated_s, confirmed_s, confirmation = result.estimated_latency_s, result.confirmed_latency_s, ""
+        if estimated_s and confirmed_s:
+            confirmation = f"; confirmed: {confirmed_s * 1e3:.3f} ms, optimism {confirmed_s / estimated_s:.3g}"
+        how = (result.total_trials, result.elapsed_s, result.stop_reason, confirmation)
+        _log.info("%d trials in %.1f s, stopped by: %s%s", *how)
 
 
 class Ledger:
@@ -139,11 +127,7 @@ class Ledger:
         target: Target,
         candidates: Sequence[MeasureCandidate],
     ) -> None:
-        """Counts a round of trials, failed ones too, and writes them.
-
-        Raises:
-            MachineError: The disk is full.
-        """
+        """Counts a round of trials, failed ones too, and writes them."""
         self._count(state, trials)
         # the records come first: the journal says that its trials have one each
         self._log.append(*log_lines(mod, target, candidates, [trial.run_s for trial in trials]))
@@ -215,7 +199,12 @@ class Announcer:
 
     def tell(self, call: Callable[[TuningObserver], None]) -> None:
         """Makes a call to every observer, soon."""
-        self._pending.append(self._executor.submit(self._tell, call))
+
+        def tell_all() -> None:
+            for observer in self._observers:
+                call(observer)
+
+        self._pending.append(self._executor.submit(tell_all))
 
     def wait(self) -> None:
         """Returns when the observers know everything; raises what one of them raised."""
@@ -226,7 +215,3 @@ class Announcer:
     def close(self) -> None:
         """Ends the thread; what was not told yet is dropped."""
         self._executor.shutdown(cancel_futures=True)
-
-    def _tell(self, call: Callable[[TuningObserver], None]) -> None:
-        for observer in self._observers:
-            call(observer)

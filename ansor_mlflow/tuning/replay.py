@@ -30,7 +30,7 @@ COPIES_OF_ARGUMENTS = 20
 """Memory in a process that comparing takes, in sizes of the kernel's arguments: most of it is for float64."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Job:
     """A kernel to run, for a worker."""
 
@@ -40,8 +40,7 @@ class _Job:
     seed: int
     reference: Path
     """NumPy file with the arguments that the unscheduled kernel changes, by position, as float64."""
-    trace: str = ""
-    """JSON of the schedule."""
+    trace: str
 
 
 class Replayer:
@@ -55,28 +54,13 @@ class Replayer:
         self._pool = WorkerPool(1, max_tasks=1, memory_bytes=memory_bytes)
 
     def replay(self, task: TuningTask, trace: str) -> Outcome[float]:
-        """Applies a schedule to a task and runs the kernel.
+        """Applies a schedule, which is JSON as records have it, to a task; the `max_rel_error` of the kernel's results.
 
-        Args:
-            task: The task.
-            trace: JSON of the schedule, as records have it.
-
-        Returns:
-            The `max_rel_error` of the kernel's results (see `measuring.Deviation`). Where the unscheduled kernel's are
-            not finite, the scheduled one's must be the same.
-
-        Raises:
-            MachineError: The unscheduled kernel does not run.
+        Where the unscheduled kernel's are not finite, the scheduled one's must be the same.
         """
-        job = _Job(
-            mod=task.mod,
-            target=self._device.target,
-            num_threads=self._device.num_threads,
-            seed=self._seed,
-            reference=Path(self._references.path, f"{task.info.index}.npz"),
-            trace=trace,
-        )
-        if not job.reference.exists():
+        reference = Path(self._references.path, f"{task.info.index}.npz")
+        job = _Job(task.mod, self._device.target, self._device.num_threads, self._seed, reference, trace)
+        if not reference.exists():
             (outcome,) = self._pool.map(_write_reference, [job], self._timeout_s)
             if outcome.failure:
                 raise MachineError(
@@ -106,11 +90,12 @@ def _write_reference(job: Any) -> None:
 
 def _max_rel_error(job: Any) -> float:
     """Compares every argument, so that a schedule that overwrites an input is found, too."""
+    import tvm_ffi
     from tvm.s_tir import Schedule
     from tvm.s_tir.schedule import Trace
 
     schedule = Schedule(job.mod)
-    Trace.apply_json_to_schedule(_parse(job.trace), schedule)
+    Trace.apply_json_to_schedule(tvm_ffi.get_global_func("ffi.json.Parse")(job.trace), schedule)
     before = _arguments(job)
     after = _run(schedule.mod, before, job)
     with np.load(job.reference) as reference:
@@ -118,12 +103,6 @@ def _max_rel_error(job: Any) -> float:
             compare_tensors(value, reference[name] if name in reference.files else _wide(before[name])).max_rel_error
             for name, value in after.items()
         )
-
-
-def _parse(text: str) -> Any:
-    import tvm_ffi
-
-    return tvm_ffi.get_global_func("ffi.json.Parse")(text)
 
 
 def _arguments(job: _Job) -> dict[str, Any]:

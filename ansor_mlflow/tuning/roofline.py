@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ansor_mlflow.device import Device, set_num_threads, vector_lanes
 from ansor_mlflow.errors import MachineError
-from ansor_mlflow.measuring import call_once
 from ansor_mlflow.processes import WorkerPool, in_child_process
 
 if TYPE_CHECKING:
@@ -106,31 +103,21 @@ def measure_roofline(device: Device) -> Roofline:
     """Measures peak and bandwidth in a process of its own, on the CPUs on which candidates are measured, too.
 
     The peak is that of float32 multiply-adds on registers, in independent chains, with the vectors that LLVM uses for
-    the target. The bandwidth is that of copying an array four times as large as the last-level cache, but not larger
-    than 512 MiB. The fastest of many repetitions counts: what disturbs only slows down.
-
-    How that can be wrong:
-
-    - On a host that is busy with something else all the time, both are too low.
-    - Other types than float32 have other peaks, and so have matrix units, which are not used here.
-    - A CPU with more than twelve multiply-adds under way (four units of four cycles) shows less than its peak.
-    - A short burst may run at a clock that a longer computation does not hold.
-    - Most CPUs read a line of the copy before they write it; these bytes are not counted, so that a kernel that mostly
-      reads can move more.
-    - Kernels are timed with warm caches: arguments that fit a cache are faster than this memory roof allows, and a
-      kernel whose loops read them several times from memory moves more bytes than are counted.
-    - On CPUs with a very large cache a part of the copy comes from it.
+    the target; other types and matrix units have others, and a short burst may run at a clock that a longer computation
+    does not hold. The bandwidth is that of copying an array four times as large as the last-level cache. Most CPUs read
+    a line of the copy before they write it; these bytes are not counted, so that a kernel that mostly reads can move
+    more. The fastest of many repetitions counts: what disturbs only slows down.
     """
-    roofline: Roofline = in_child_process(call_once, partial(_prepare, device, device.cpus))
-    return roofline
+    return in_child_process(_measure, (device, _NUM_PEAK_REPEATS, _MAX_COPY_BYTES))
 
 
 def quick_roofline(device: Device) -> Roofline:
-    """Measures as `measure_roofline` does, but in a second or two: with fewer repetitions, and with an array of 128 MiB
-    at most, of which a larger cache holds a part. In a worker that has loaded TVM already.
+    """Measures as `measure_roofline` does, but in a second or two, in a worker that has loaded TVM already.
+
+    It takes fewer repetitions, and an array of 128 MiB at most, of which a larger cache holds a part.
     """
     with contextlib.closing(WorkerPool(1)) as pool:
-        (outcome,) = pool.map(_measure_quickly, [(device, device.cpus)], _QUICK_TIMEOUT_S)
+        (outcome,) = pool.map(_measure, [(device, _QUICK_PEAK_REPEATS, _QUICK_COPY_BYTES)], _QUICK_TIMEOUT_S)
     if outcome.value is None:
         raise MachineError(f"the roofs of this host were not measured ({outcome.failure}); free CPUs and memory")
     return outcome.value
@@ -143,29 +130,18 @@ def last_level_cache_bytes(cache_root: Path = _CACHE_ROOT) -> int:
     return max(sizes, default=_DEFAULT_CACHE_BYTES)
 
 
-def _measure_quickly(where: tuple[Device, frozenset[int]]) -> Roofline:
-    return _prepare(*where, _Effort(_QUICK_PEAK_REPEATS, _QUICK_COPY_BYTES))()
-
-
-@dataclass(frozen=True)
-class _Effort:
-    """How long measuring takes."""
-
-    num_peak_repeats: int = _NUM_PEAK_REPEATS
-    max_copy_bytes: int = _MAX_COPY_BYTES
-
-
-def _prepare(device: Device, cpus: frozenset[int], effort: _Effort = _Effort()) -> Callable[[], Roofline]:
-    """A call that measures both roofs. Runs in the child process, as everything below."""
-    os.sched_setaffinity(0, cpus)
+def _measure(work: tuple[Device, int, int]) -> Roofline:
+    """Measures both roofs, with so many repetitions of the peak and so large a copy. Runs in the child process."""
+    device, num_peak_repeats, max_copy_bytes = work
+    os.sched_setaffinity(0, device.cpus)
     set_num_threads(device.num_threads)
-    return lambda: Roofline(
-        peak_flops_per_s=_peak_flops_per_s(device.target, device.num_threads, effort),
-        bandwidth_bytes_per_s=_bandwidth_bytes_per_s(device.target, device.num_threads, effort),
+    return Roofline(
+        peak_flops_per_s=_peak_flops_per_s(device.target, device.num_threads, num_peak_repeats),
+        bandwidth_bytes_per_s=_bandwidth_bytes_per_s(device.target, device.num_threads, max_copy_bytes),
     )
 
 
-def _peak_flops_per_s(target: Target, num_threads: int, effort: _Effort) -> float:
+def _peak_flops_per_s(target: Target, num_threads: int, num_repeats: int) -> float:
     import numpy as np
     import tvm
 
@@ -175,29 +151,22 @@ def _peak_flops_per_s(target: Target, num_threads: int, effort: _Effort) -> floa
     factors = tvm.runtime.tensor(np.repeat(np.array([[0.5], [1.0]], np.float32), lanes, axis=1))
     chains = tvm.runtime.tensor(np.ones((num_threads, _NUM_CHAINS, lanes), np.float32))
     flops = 2.0 * num_threads * _NUM_CHAINS * lanes * _NUM_STEPS
-    library = _compile(_PEAK_PROGRAM.format(**sizes), target)
-    return flops / _fastest_s(library, effort.num_peak_repeats, factors, chains)
+    library = tvm.compile(tvm.script.from_source(_PEAK_PROGRAM.format(**sizes)), target).jit()
+    return flops / _fastest_s(library, num_repeats, factors, chains)
 
 
-def _bandwidth_bytes_per_s(target: Target, num_threads: int, effort: _Effort) -> float:
+def _bandwidth_bytes_per_s(target: Target, num_threads: int, max_copy_bytes: int) -> float:
     import tvm
 
     lanes = vector_lanes(target)
-    num_bytes = min(4 * last_level_cache_bytes(), effort.max_copy_bytes)
+    num_bytes = min(4 * last_level_cache_bytes(), max_copy_bytes)
     num_vectors = num_bytes // (4 * lanes * num_threads)
     program = _COPY_PROGRAM.format(lanes=lanes, num_threads=num_threads, num_vectors=num_vectors)
-    library = _compile(program, target)
+    library = tvm.compile(tvm.script.from_source(program), target).jit()
     source, copy = (tvm.runtime.empty((num_threads, num_vectors, lanes), "float32") for _ in range(2))
     # memory that nobody wrote to is a single page of zeros, which a cache holds: this gives `source` pages of its own
     library["main"](copy, source)
     return 2.0 * 4 * lanes * num_vectors * num_threads / _fastest_s(library, _NUM_COPY_REPEATS, source, copy)
-
-
-def _compile(program: str, target: Target) -> Module:
-    """Compiles a TVMScript program in memory."""
-    import tvm
-
-    return tvm.compile(tvm.script.from_source(program), target).jit()
 
 
 def _fastest_s(library: Module, num_repeats: int, *arguments: Any) -> float:

@@ -8,8 +8,8 @@ import re
 from collections.abc import Container, Iterable, Sequence
 
 from ansor_mlflow.errors import TuningError, UserInputError
-from ansor_mlflow.parameters import SKETCH_TRIALS_PER_TASK, TRIALS_PER_TASK, TuneOptions
-from ansor_mlflow.trials import DIRECT, StopReason, TaskInfo, TaskState, TuningResult
+from ansor_mlflow.parameters import SKETCH_TRIALS_PER_TASK, TRIALS_PER_TASK, BudgetOptions, SearchOptions
+from ansor_mlflow.trials import DIRECT, StopReason, TaskState, TuningResult
 
 NOISE = 0.03
 """Relative difference below which two measurements count as equal.
@@ -30,19 +30,11 @@ SECONDS_PER_TRIAL = 0.25
 
 
 def resolve_num_trials(
-    options: TuneOptions, num_tasks: int, *, num_sketched: int = 0, num_known: int = 0, num_algorithms: int = 0
+    options: BudgetOptions, num_tasks: int, *, num_sketched: int = 0, num_known: int = 0, num_algorithms: int = 0
 ) -> int:
-    """The budget in trials.
+    """The budget in trials, without the share of those `num_known` tasks that get none.
 
-    Args:
-        options: The budget for the whole network.
-        num_tasks: Tasks of the network, all algorithms for a layer among them.
-        num_sketched: Those that are searched among the programs of a sketch.
-        num_known: Those that get no trials; their share of the budget is not spent.
-        num_algorithms: Those that are other algorithms for a layer, with sketches, and need no trial.
-
-    Raises:
-        UserInputError: It is smaller than the number of tasks, so that some would stay untuned.
+    Tasks that are other algorithms for a layer have sketches, and need no trial.
     """
     if options.trials == "auto":
         of_task = SKETCH_TRIALS_PER_TASK[options.preset]
@@ -63,7 +55,7 @@ def resolve_num_trials(
 class StoppingRules:
     """Keeps the budgets of one tuning."""
 
-    def __init__(self, options: TuneOptions, num_trials: int, num_tasks: int) -> None:
+    def __init__(self, options: SearchOptions, num_trials: int, num_tasks: int) -> None:
         self._options = options
         self._num_trials = num_trials
         self._num_tasks = num_tasks
@@ -81,7 +73,11 @@ class StoppingRules:
         if is_first:  # nobody knows yet which task is worth its trials
             limits.append(math.ceil(self._num_trials * _FIRST_PASS_SHARE / self._num_tasks))
         if self._options.max_minutes is not None:
-            budget_s, trial_s = self._options.max_minutes * 60, self._trial_s(total_trials, elapsed_s)
+            if total_trials and not self._began_trials:
+                self._began_trials, self._began_s = total_trials, elapsed_s
+            num_timed = total_trials - self._began_trials  # in the first round the worker processes start
+            trial_s = (elapsed_s - self._began_s) / num_timed if num_timed else SECONDS_PER_TRIAL
+            budget_s = self._options.max_minutes * 60
             left_s = budget_s - elapsed_s
             if is_first:
                 left_s = (left_s - (1 - _FIRST_PASS_SHARE) * (budget_s - self._began_s)) / num_waiting
@@ -89,13 +85,6 @@ class StoppingRules:
         if self._options.trials_per_task is not None:
             limits.append(self._options.trials_per_task - task.total_trials)
         return max(0, min(limits))
-
-    def _trial_s(self, total_trials: int, elapsed_s: float) -> float:
-        """Time of a trial. In the first round the worker processes start, so that it does not count."""
-        if total_trials and not self._began_trials:
-            self._began_trials, self._began_s = total_trials, elapsed_s
-        num_trials = total_trials - self._began_trials
-        return (elapsed_s - self._began_s) / num_trials if num_trials else SECONDS_PER_TRIAL
 
     def stop_reason_of(self, task: TaskState) -> str:
         """Why a task ends after the round that it just had; empty where it goes on."""
@@ -108,11 +97,8 @@ class StoppingRules:
         """Why the tuning ends; empty where it goes on."""
         reasons = {task.stop_reason for task in tasks}
         # before the budgets: a tuning that measures nothing has not spent them
-        if StopReason.KNOWN in reasons and reasons <= {
-            StopReason.KNOWN,
-            StopReason.DOMINATED,
-            StopReason.NOTHING_TO_TUNE,
-        }:
+        without_trials = {StopReason.KNOWN, StopReason.DOMINATED, StopReason.NOTHING_TO_TUNE}
+        if StopReason.KNOWN in reasons and reasons <= without_trials:
             return StopReason.KNOWN
         if total_trials >= self._num_trials:
             return StopReason.TRIALS
@@ -139,24 +125,15 @@ class StoppingRules:
         return self._rounds_without_gain[index] >= patience
 
 
-def dominated_tasks(tasks: Iterable[TaskState], *, in_the_end: bool = False) -> list[TaskState]:
+def dominated_tasks(tasks: Sequence[TaskState], *, in_the_end: bool = False) -> list[TaskState]:
     """The tasks that another algorithm for their layer has beaten; in the end with the margin for many trials."""
-    algorithms: dict[str, list[TaskState]] = {}
-    for task in tasks:
-        if task.best_s is not None:
-            algorithms.setdefault(task.info.layer_hash, []).append(task)
-    fastest_s = {layer: min(task.best_s or math.inf for task in group) for layer, group in algorithms.items()}
-    return [
-        task
-        for layer, group in algorithms.items()
-        for task in group
-        if (task.best_s or 0.0) > fastest_s[layer] * _lead(math.inf if in_the_end else task.total_trials)
-    ]
+    fastest_s = _fastest_s((task.info.layer_hash, task.best_s) for task in tasks)
 
+    def lead(task: TaskState) -> float:
+        ratios = (ratio for most, ratio in _DOMINATED if not in_the_end and task.total_trials < most)
+        return next(ratios, _DOMINATED[-1][1])
 
-def _lead(total_trials: float) -> float:
-    """See `_DOMINATED`."""
-    return next((ratio for most, ratio in _DOMINATED if total_trials < most), _DOMINATED[-1][1])
+    return [task for task in tasks if (task.best_s or 0.0) > fastest_s.get(task.info.layer_hash, 0.0) * lead(task)]
 
 
 def seemingly_faster(tasks: Sequence[TaskState]) -> list[TaskState]:
@@ -164,15 +141,21 @@ def seemingly_faster(tasks: Sequence[TaskState]) -> list[TaskState]:
 
     Where this host became slower in between, algorithms that were behind look faster than they are.
     """
-    confirmed_s: dict[str, float] = {}
-    for task in tasks:
-        if task.confirmed_s is not None:
-            confirmed_s[task.info.layer_hash] = min(task.confirmed_s, confirmed_s.get(task.info.layer_hash, math.inf))
+    confirmed_s = _fastest_s((task.info.layer_hash, task.confirmed_s) for task in tasks)
     return [
         task
         for task in tasks
         if task.confirmed_s is None and (task.best_s or math.inf) < confirmed_s.get(task.info.layer_hash, 0.0)
     ]
+
+
+def _fastest_s(times_s: Iterable[tuple[str, float | None]]) -> dict[str, float]:
+    """The shortest time of each layer that has one."""
+    fastest_s: dict[str, float] = {}
+    for layer, seconds in times_s:
+        if seconds is not None:
+            fastest_s[layer] = min(seconds, fastest_s.get(layer, math.inf))
+    return fastest_s
 
 
 def require_valid_trials(result: TuningResult) -> None:
@@ -225,14 +208,16 @@ class GradientScheduler:
         waiting = [index for index in open_tasks if self._rounds[index] == 0]
         if waiting:
             begun = {task.info.layer_hash for task in tasks if self._rounds[task.info.index] or task.info.index in busy}
-            return max(waiting, key=lambda index: self._urgency(tasks[index].info, begun))
+
+            def urgency(index: int) -> tuple[bool, bool, float]:
+                """Layers of which nothing is known come first, each by the direct algorithm."""
+                task = tasks[index].info
+                return task.layer_hash not in begun, task.algorithm == DIRECT, task.weight * task.flops
+
+            return max(waiting, key=urgency)
         if self._random.random() < _EPSILON:
             return self._random.choice(open_tasks)
         return max(open_tasks, key=lambda index: self._gain(tasks, index))
-
-    def _urgency(self, task: TaskInfo, begun: Container[str]) -> tuple[bool, bool, float]:
-        """Layers of which nothing is known come first, each by the direct algorithm."""
-        return task.layer_hash not in begun, task.algorithm == DIRECT, task.weight * task.flops
 
     def _gain(self, tasks: Sequence[TaskState], index: int) -> float:
         """Expected decrease of the network's latency, in seconds, by one more round of a task."""

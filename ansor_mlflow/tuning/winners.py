@@ -18,7 +18,7 @@ from ansor_mlflow.files import replace_directory
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.records import RecordLog, RecordText, write_pair
 from ansor_mlflow.trials import Trial
-from ansor_mlflow.tuning.search.candidates import log_lines
+from ansor_mlflow.tuning.candidates import log_lines
 from ansor_mlflow.workers import RunJob, Runner
 
 if TYPE_CHECKING:
@@ -54,23 +54,16 @@ class Finalist:
         return self.again_s or ([min(self.disturbed_s)] if self.disturbed_s else [])
 
     @property
-    def is_disturbed(self) -> bool:
-        """Whether every later measurement was disturbed."""
-        return bool(self.disturbed_s) and not self.again_s
-
-    @property
     def confirmed_s(self) -> float | None:
         """Median of the later measurements; None where there is none, or most failed."""
         return median(self.later_s) if self.later_s and math.isfinite(median(self.later_s)) else None
 
     @property
     def first_s(self) -> float:
-        """Seconds per call in the first measurement."""
         return self.trial.latency_s or math.inf
 
     @property
     def latency_s(self) -> float:
-        """Median of the later measurements, else the first."""
         return median(self.later_s) if self.later_s else self.first_s
 
 
@@ -109,7 +102,7 @@ class Winners:
     def num_disturbed(self) -> tuple[int, int]:
         """Tasks whose winner was disturbed whenever it was measured again, and tasks with a winner."""
         winners = [winner for index in range(len(self._finalists)) if (winner := self.of_task(index))]
-        return sum(winner.is_disturbed for winner in winners), len(winners)
+        return sum(bool(winner.disturbed_s) and not winner.again_s for winner in winners), len(winners)
 
     def standard_error(self, winner: Finalist) -> float | None:
         """Relative standard error of a winner's confirmed time; None where nothing tells how far measurements differ.
@@ -136,7 +129,12 @@ class Winners:
                 times.append(fmean(outcome.value) if outcome.value else math.inf)
             after_pass()
             noise = self._noise()
-            undecided = [finalists for finalists in undecided if not _is_settled(finalists, noise)]
+            undecided = [
+                finalists
+                for finalists in undecided
+                if (num_passes := min(len(finalist.again_s) for finalist in finalists)) < _MIN_PASSES
+                or (num_passes < _MAX_PASSES and not _is_decided(finalists, noise, num_passes))
+            ]
 
     def write(self, directory: Path, tasks: Sequence[TuningTask], target: Target, log: RecordLog) -> None:
         """Writes a database with one record per task: the winner, with its second measurement where it had one.
@@ -144,24 +142,26 @@ class Winners:
         A record of an earlier tuning that is faster than the winner takes its place. The directory is replaced as a
         whole; nothing is written where no task has a record.
         """
-        lines = [line for task in tasks if (line := self._best_line(task, target, log))]
-        if not lines:
+        workloads: list[str] = []
+        records: list[str] = []
+        for task in tasks:
+            earlier = next(iter(log.best(task.info.workload_hash)), None)
+            winner = self.of_task(task.info.index, earlier)
+            if winner is not None:
+                run_s = [value for value in winner.later_s if math.isfinite(value)] or winner.trial.run_s
+                workload, (record,) = log_lines(task.mod, target, [winner.candidate], [run_s])
+            elif earlier is not None:
+                workload, record = log_lines(task.mod, target, [], [])[0], earlier
+            else:
+                continue
+            records.append(record.line(len(workloads)))
+            workloads.append(workload)
+        if not workloads:
             return
         new = directory.with_name(f".{directory.name}.new")
         shutil.rmtree(new, ignore_errors=True)
-        workloads = [workload for workload, _ in lines]
-        write_pair(new, workloads, [record.line(index) for index, (_, record) in enumerate(lines)])
+        write_pair(new, workloads, records)
         replace_directory(new, directory)
-
-    def _best_line(self, task: TuningTask, target: Target, log: RecordLog) -> tuple[str, RecordText] | None:
-        """The workload's line and its record; None where the task has no valid one."""
-        earlier = next(iter(log.best(task.info.workload_hash)), None)
-        winner = self.of_task(task.info.index, earlier)
-        if winner is None:
-            return None if earlier is None else (log_lines(task.mod, target, [], [])[0], earlier)
-        run_s = [value for value in winner.later_s if math.isfinite(value)] or winner.trial.run_s
-        workload, (record,) = log_lines(task.mod, target, [winner.candidate], [run_s])
-        return workload, record
 
     def _noise(self) -> float:
         """Standard deviation of the logarithm of one measurement, pooled over all finalists."""
@@ -174,16 +174,9 @@ class Winners:
         return math.sqrt(squares / degrees) if degrees else 0.0
 
 
-def _is_settled(finalists: Sequence[Finalist], noise: float) -> bool:
-    """Whether more measurements are not needed, or not allowed."""
-    num_passes = min(len(finalist.again_s) for finalist in finalists)
-    return num_passes >= _MAX_PASSES or (num_passes >= _MIN_PASSES and _is_decided(finalists, noise))
-
-
-def _is_decided(finalists: Sequence[Finalist], noise: float) -> bool:
+def _is_decided(finalists: Sequence[Finalist], noise: float, num_passes: int) -> bool:
     """Whether the fastest is ahead of the runner-up by two standard errors of the difference."""
     first, *others = sorted(finalist.latency_s for finalist in finalists)
     if not others or not math.isfinite(others[0]):  # whatever failed again is no rival
         return True
-    num_passes = min(len(finalist.again_s) for finalist in finalists)
     return math.log(others[0] / first) > 2 * noise * math.sqrt(2 / num_passes)

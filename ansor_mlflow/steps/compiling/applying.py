@@ -26,7 +26,7 @@ from ansor_mlflow.parameters import CompileOptions
 from ansor_mlflow.records import Database, RecordPair, RecordText, find_pairs, write_pair
 from ansor_mlflow.steps.recorded import Recorded, distill_for_device
 from ansor_mlflow.tensors import all_sizes
-from ansor_mlflow.tuning import applies
+from ansor_mlflow.tuning import candidate_of
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -138,7 +138,7 @@ def _write_applying(
     lost = []
     for hash_, records in by_hash.items():
         task = tasks_by_hash.get(hash_)
-        found = next((record for record in records if task and applies(record, task, target)), None)
+        found = next((record for record in records if task and candidate_of(record, task, target)), None)
         if found:
             applied[hash_] = found
             continue

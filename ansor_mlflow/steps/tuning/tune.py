@@ -217,7 +217,7 @@ def _tune(work: TuningWork, run: StepRun, outbox: Outbox, observers: Sequence[Tu
     )
     observers = [RoundLog(), logger, RecordMirror(outbox, run.directory), *observers]
     with report.at_the_end():
-        result = tune_job(job, options, observers, resume=is_resumed)
+        result = tune_job(job, options, options, observers, resume=is_resumed)
     provenance = _at_the_end(provenance, trials_per_task, result)
     write_description(records, device.fingerprint, provenance)
     outbox.put(Message(tags={names.TAG_TRIALS_PER_TASK: str(provenance.trials_per_task)}))

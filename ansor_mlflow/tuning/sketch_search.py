@@ -1,16 +1,18 @@
-"""The search of a task among the programs of our own sketches."""
+"""The search of a task among the programs of our sketches, and in which space a task is searched."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
 from ansor_mlflow.lowering import TuningTask
-from ansor_mlflow.records import FAILED_RUN_S, RecordText
-from ansor_mlflow.sketches import Programs, Tile
-from ansor_mlflow.tuning.search.program_search import SpaceSearch, is_untrained
+from ansor_mlflow.parameters import SearchOptions
+from ansor_mlflow.records import FAILED_RUN_S, RecordLog, RecordText
+from ansor_mlflow.sketches import Programs, Tile, find_programs
+from ansor_mlflow.tuning.program_search import SpaceSearch, TaskSearch, is_untrained
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.cost_model import CostModel
@@ -53,7 +55,10 @@ class SketchSearch(SpaceSearch):
         self._seconds: dict[Tile, float] = {}
 
     def _new_programs(self, limit: int) -> list[MeasureCandidate]:
-        model = self._taught_model()
+        model = None
+        if self._cost_model is not None and self._num_learned >= MIN_LEARNED:
+            self._teach()  # only now: a training takes as long as a few trials
+            model = None if is_untrained(self._cost_model) else self._cost_model
         if model is None:
             limit = min(limit, _MAX_UNTAUGHT)
         found = self._programs_in_order(limit * _RANKED_PER_TRIAL if model else limit)
@@ -81,13 +86,6 @@ class SketchSearch(SpaceSearch):
                 self._waiting.remove(tile)
                 if record.run_s < FAILED_RUN_S:
                     self._seconds[tile] = record.run_s
-
-    def _taught_model(self) -> CostModel | None:
-        """The cost model, with all that was measured; None before it has learned enough."""
-        if self._cost_model is None or self._num_learned < MIN_LEARNED:
-            return None
-        self._teach()  # only now: a training takes as long as a few trials
-        return None if is_untrained(self._cost_model) else self._cost_model
 
     def _programs_in_order(self, limit: int) -> list[tuple[Tile, str, MeasureCandidate]]:
         """At most `limit` programs that were not proposed yet, with their decisions and hashes."""
@@ -131,9 +129,95 @@ class SketchSearch(SpaceSearch):
             else:
                 new[kind] = tile
         known.sort(key=lambda tile: best[self._programs.kind(tile)])
-        fresh, tried = list(new.values()), iter(known)
-        for tile in fresh:
+        tried = iter(known)
+        for tile in list(new.values()):
             yield tile
             yield from (other for other in [next(tried, None)] if other is not None)
         yield from tried
         yield from others
+
+
+class SearchInBoth:
+    """Proposes programs of both spaces in each round, of the first one no more than half."""
+
+    def __init__(self, first: SpaceSearch, second: SpaceSearch) -> None:
+        self._searches = (first, second)
+        self._from_first: set[int] = set()
+
+    def propose(self, limit: int) -> list[MeasureCandidate]:
+        """See `SpaceSearch`."""
+        first, second = self._searches
+        mine = first.propose(-(-limit // 2))
+        others = second.propose(limit - len(mine)) if len(mine) < limit else []
+        if len(mine) + len(others) < limit:
+            mine = [*mine, *first.propose(limit - len(mine) - len(others))]
+        self._from_first = {id(candidate) for candidate in mine}
+        return [*mine, *others]
+
+    def learn(self, candidates: Sequence[MeasureCandidate], results: Sequence[RunnerResult]) -> None:
+        """See `SpaceSearch`."""
+        pairs = list(zip(candidates, results, strict=True))
+        for search, is_first in zip(self._searches, (True, False), strict=True):
+            own = [pair for pair in pairs if (id(pair[0]) in self._from_first) is is_first]
+            if own:
+                search.learn([candidate for candidate, _ in own], [result for _, result in own])
+
+    def remember(self, records: Sequence[RecordText]) -> None:
+        """See `SpaceSearch`."""
+        for search in self._searches:
+            search.remember(records)
+
+    def transfer(self, records: Sequence[RecordText], device: str) -> None:
+        """See `SpaceSearch`."""
+        for search in self._searches:
+            search.transfer(records, device)
+
+    def close(self) -> None:
+        """See `SpaceSearch`."""
+        for search in self._searches:
+            search.close()
+
+
+ProgramSearch = SpaceSearch | SearchInBoth
+
+
+def sketched_workloads(tasks: Sequence[TuningTask], target: Target, space: str) -> frozenset[str]:
+    """Structural hashes of the tasks that are searched among the programs of a sketch, and nowhere else."""
+    if space != "sketches":
+        return frozenset()
+    found = [(task.info.workload_hash, find_programs(task.mod, target)) for task in tasks]
+    return frozenset(hash_ for hash_, programs in found if programs and programs.are_enough)
+
+
+def make_search(
+    task: TuningTask,
+    *,
+    target: Target,
+    options: SearchOptions,
+    num_threads: int,
+    seed: int,
+    log: RecordLog,
+    cost_model: CostModel,
+) -> ProgramSearch:
+    """The search of a task in the space that the options name.
+
+    With "sketches" it is in MetaSchedule's where no sketch fits, and in both where the sketch's programs are not fast.
+    """
+    in_metaschedule = partial(
+        TaskSearch,
+        task,
+        target=target,
+        strategy=options.strategy,
+        num_trials_per_round=options.num_trials_per_round,
+        num_threads=num_threads,
+        seed=seed,
+        log=log,
+        cost_model=cost_model,
+    )
+    programs = None if options.space == "metaschedule" else find_programs(task.mod, target)
+    if not programs:
+        return in_metaschedule()
+    taught = cost_model if options.strategy == "evolutionary" else None
+    in_sketches = SketchSearch(task, target, num_threads, seed, taught, programs)
+    in_both = options.space == "both" or not programs.are_enough
+    return SearchInBoth(in_sketches, in_metaschedule()) if in_both else in_sketches

@@ -1,1 +1,0 @@
-"""The search of one task: the space, proposals, and what becomes of them."""
