@@ -139,7 +139,7 @@ def save_model(
         python_env=_PYTHON_ENV_FILE_NAME,
         code=code,
         # MLflow lets the keys that are here be overridden, and no others
-        model_config=asdict(LoadOptions(device=manifest.device)),
+        model_config=asdict(LoadOptions(device=manifest.platform.name)),
     )
     mlflow_model.add_flavor(names.FLAVOR_NAME, code=code, **manifest.to_dict())
     mlflow_model.model_size_bytes = get_total_file_size(path)

@@ -17,8 +17,8 @@ from helpers.commands import RunCommand, flags
 from helpers.runs_here import newest_run
 
 from ansor_mlflow import names
-from ansor_mlflow.device import Device, describe_gpus, fingerprint, is_cpu, is_gpu, resolve_target, why_not_on_gpu
-from ansor_mlflow.device.gpu import why_no_compiler
+from ansor_mlflow.device import Device, describe_gpus, fingerprint, platform_of, resolve_target, why_not_on_gpu
+from ansor_mlflow.device.cuda import why_no_compiler
 from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.lowering import lower
 from ansor_mlflow.model.library import compile_tuned
@@ -59,7 +59,8 @@ def _no_gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_targets_that_say_which_gpu_need_none(spec: str, architecture: str) -> None:
     target = resolve_target(spec, 2)
-    assert (is_gpu(target), is_cpu(target)) == (True, False)
+    platform = platform_of(target)
+    assert (platform.name, platform.binds_threads, platform.in_process) == ("cuda", True, False)
     assert target.attrs["arch"] == architecture
     assert int(target.attrs["max_threads_per_block"]) == 1024
     assert int(target.attrs["max_shared_memory_per_block"]) >= 48 * 1024
@@ -155,7 +156,7 @@ def test_gpus_that_cannot_be_described(
     script: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say(tmp_path, monkeypatch, script)
-    monkeypatch.setattr("ansor_mlflow.device.gpu._SMI_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("ansor_mlflow.device.cuda._SMI_TIMEOUT_S", 1.0)
     described = describe_gpus()
     assert isinstance(described, str)
     assert re.match(f"not known: nvidia-smi {reason}", described)

@@ -43,10 +43,10 @@ def with_nans_kept(func: Any, _mod: Any, _context: Any) -> Any:
 
 
 def _is_for_arm(func: Any) -> bool:
-    from ansor_mlflow.device import is_cpu, machine_of
+    from ansor_mlflow.device import machine_of, platform_of
 
     target = func.attrs["target"]
-    return is_cpu(target) and machine_of(target) == _ARM
+    return platform_of(target).by_llvm and machine_of(target) == _ARM
 
 
 def _intrinsic(node: Any, *, is_max: bool) -> Any:
@@ -63,11 +63,11 @@ class _Choices:
         from tvm.tirx import AllocBuffer
         from tvm_ffi import structural_walk
 
-        from ansor_mlflow.device import is_cpu
+        from ansor_mlflow.device import platform_of
 
         self._own: list[Any] = []
         """Buffers of the function itself."""
-        self._is_for_cpu = is_cpu(func.attrs["target"])
+        self._by_llvm = platform_of(func.attrs["target"]).by_llvm
         structural_walk(
             func.body, lambda node: self._own.append(node.buffer) if isinstance(node, AllocBuffer) else None
         )
@@ -78,7 +78,7 @@ class _Choices:
         first, second = (node.b, node.a) if self._rank(node.b) > self._rank(node.a) else (node.a, node.b)
         a, b = Var("a", first.ty), Var("b", second.ty)
         if self._rank(first) > self._rank(second):
-            if self._is_for_cpu:
+            if self._by_llvm:
                 # LLVM's code generator gives the second operand where either is NaN. A choice with a `Let` would do the
                 # same, but TVM's simplifier puts values of `Let` into the conditions above them, again and again: a
                 # chain of a few rectifiers took minutes.

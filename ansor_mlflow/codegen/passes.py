@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.codegen.nans import with_nans_kept
-from ansor_mlflow.device import is_cpu
+from ansor_mlflow.device import platform_of
 
 if TYPE_CHECKING:
     from tvm.ir.transform import Pass
@@ -144,7 +144,7 @@ def pass_config(target: Target) -> dict[str, bool]:
     For CPUs, functions such as exp become vector arithmetic; see `codegen.functions`. Other devices have instructions
     for them. A candidate has to be measured as it will be compiled, so that both take this.
     """
-    if not is_cpu(target):
+    if not platform_of(target).by_llvm:
         return {}
     from ansor_mlflow.codegen.functions import RULES_FOR
 
@@ -158,14 +158,14 @@ def tir_pipeline(target: Target) -> str:
     """
     from tvm.tirx.compilation_pipeline import PIPELINE_MAP, register_tir_pipeline
 
-    is_for_cpu = is_cpu(target)
-    name = _NAME if is_for_cpu else _NAME_FOR_GPU
+    by_llvm = platform_of(target).by_llvm
+    name = _NAME if by_llvm else _NAME_FOR_GPU
     if name not in PIPELINE_MAP:
-        register_tir_pipeline(name, functools.partial(_make, is_for_cpu=is_for_cpu))
+        register_tir_pipeline(name, functools.partial(_make, by_llvm=by_llvm))
     return name
 
 
-def _make(*, is_for_cpu: bool) -> tuple[Pass, Any, Any]:
+def _make(*, by_llvm: bool) -> tuple[Pass, Any, Any]:
     """TVM's default passes, and the makers of those that follow for host and device; kernels are in one of these."""
     from tvm.ir.transform import Sequential
     from tvm.s_tir.pipeline import default_s_tir_pipeline
@@ -173,7 +173,7 @@ def _make(*, is_for_cpu: bool) -> tuple[Pass, Any, Any]:
 
     passes, of_host, of_device = default_s_tir_pipeline()
     nans = prim_func_pass(with_nans_kept, opt_level=0, name="ansor.nans")
-    if not is_for_cpu:
+    if not by_llvm:
         return passes, of_host, lambda: Sequential([nans, of_device()])
     arrays = prim_func_pass(_with_arrays, opt_level=0, name="ansor.local_arrays")
     fetches = prim_func_pass(with_prefetches, opt_level=0, name="ansor.prefetch")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import mlflow
 
 from ansor_mlflow import names
-from ansor_mlflow.device import Device, available_cpus, is_cpu, why_not_runnable
+from ansor_mlflow.device import Device, available_cpus, why_not_runnable
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.foreign import Code, Part, Report, Reported, Table, microseconds
@@ -276,7 +276,7 @@ def _explain(
     device = network.device
     this_host = Device.of(device.target, min(device.num_threads, available_cpus()))
     is_here = device == this_host and not why_not_runnable(device.fingerprint)
-    roofline = measure_roofline(device) if is_cpu(device.target) and is_here else None
+    roofline = measure_roofline(device) if device.platform.in_process and is_here else None
     return Explanation(
         network=network.network,
         target=device.description,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ansor_mlflow import names
-from ansor_mlflow.device import is_cpu
 from ansor_mlflow.errors import RecordsError, UserInputError, first_line
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.foreign import Report, Reported, microseconds
@@ -176,7 +175,7 @@ def verify_records(
         databases = [open_database(pair) for pair in find_pairs(recorded.records)]
         lowered = lower_recorded(recorded)
         device = lowered.device
-        if not is_cpu(device.target):
+        if not device.platform.in_process:
             raise UserInputError(
                 f"source={options.source}: its records are for a GPU, and only those for CPUs are replayed"
             )

@@ -1,22 +1,12 @@
 """Devices: targets, threads, and the fingerprints that tell one device from another."""
 
+from ansor_mlflow.device.cpu import CPU, cpu_features, has_arithmetic, missing_instructions, vector_lanes
+from ansor_mlflow.device.cuda import CUDA, architecture_here, describe_gpus, why_no_compiler, why_no_gpu, why_not_on_gpu
 from ansor_mlflow.device.device import Device
-from ansor_mlflow.device.fingerprints import DeviceFingerprint, fingerprint, missing_instructions, why_not_runnable
-from ansor_mlflow.device.gpu import architecture_here, describe_gpus, why_no_compiler, why_no_gpu, why_not_on_gpu
+from ansor_mlflow.device.fingerprints import DeviceFingerprint, fingerprint, why_not_runnable
 from ansor_mlflow.device.pages import HugePages, NewMemory, return_freed_memory, try_huge_pages
-from ansor_mlflow.device.targets import (
-    CPU_KIND,
-    attributes_of,
-    cpu_features,
-    device_kind,
-    has_arithmetic,
-    is_cpu,
-    is_gpu,
-    machine_of,
-    parse_target,
-    resolve_target,
-    vector_lanes,
-)
+from ansor_mlflow.device.platform import Platform, attributes_of
+from ansor_mlflow.device.targets import PLATFORMS, machine_of, parse_target, platform_of, resolve_target
 from ansor_mlflow.device.threads import (
     available_cpus,
     cpu_quota,

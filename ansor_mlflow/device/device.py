@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from ansor_mlflow.device.cpu import CPU
 from ansor_mlflow.device.fingerprints import DeviceFingerprint, fingerprint, why_not_runnable
-from ansor_mlflow.device.targets import CPU_KIND, is_gpu, machine_of, resolve_target
+from ansor_mlflow.device.platform import Platform
+from ansor_mlflow.device.targets import machine_of, resolve_target
 from ansor_mlflow.device.threads import measuring_cpus, resolve_num_threads
 from ansor_mlflow.errors import MachineError, UserInputError
 
@@ -56,11 +58,16 @@ class Device:
         attributes = dict(made_for.target)
         if made_for.machine != platform.machine():
             triple = f"{made_for.machine}-linux-gnu"
-            if attributes["kind"] == CPU_KIND:
+            if made_for.platform is CPU:
                 attributes.setdefault("mtriple", triple)
             else:
-                attributes.setdefault("host", {"kind": CPU_KIND, "mtriple": triple})
+                attributes.setdefault("host", {"kind": CPU.kind, "mtriple": triple})
         return Device(resolve_target(json.dumps(attributes), made_for.num_threads), made_for)
+
+    @property
+    def platform(self) -> Platform:
+        """The kind of device."""
+        return self.fingerprint.platform
 
     @property
     def num_threads(self) -> int:
@@ -84,7 +91,7 @@ class Device:
             MachineError: It cannot.
         """
         if reason := why_not_runnable(self.fingerprint):
-            other = " or, to compile without measuring, trials=0" if is_gpu(self.target) else ""
+            other = " or, to compile without measuring, trials=0" if self.platform.binds_threads else ""
             raise MachineError(
                 f"target {self.target!s} cannot be measured on this host: {reason}; use target=auto{other}"
             )

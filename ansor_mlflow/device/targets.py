@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
-import json
 import platform
 import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ansor_mlflow.device.gpu import names_no_architecture, with_architecture_of_host, with_features
+from ansor_mlflow.device.cpu import CPU, architecture_of, host_cpu
+from ansor_mlflow.device.cuda import CUDA, names_no_architecture, with_architecture_of_host
+from ansor_mlflow.device.platform import Platform
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.foreign import read_json
 
 if TYPE_CHECKING:
     from tvm.target import Target
 
-CPU_KIND = "llvm"
-"""Kind of the targets of CPUs."""
-_OPT_LEVEL = 2
-"""LLVM's optimisation level. With 3, TVM's default, candidates take longer to compile and are no faster: see
-docs/adr/0009-cost-of-a-candidate.md."""
 _LIST_ATTRIBUTES = {"keys", "libs", "mattr"}
-_TRIPLE_ALIASES = {
-    "amd64": "x86_64",
-    "x86-64": "x86_64",
-    "i686": "i386",
-    "arm64": "aarch64",
-    "armv7a": "arm",
-    "armv7l": "arm",
-    "armv8l": "arm",
-}
-"""Architectures of triples that LLVM's list of code generators spells otherwise."""
-
-_ARITHMETIC = {"float16": {"avx512fp16", "fullfp16"}, "bfloat16": {"avx512bf16", "amx-bf16", "bf16"}}
-"""LLVM's names of the instruction sets that compute in 16-bit floats, one of which is enough."""
-
-_X86_LANES = {"avx512f": 16, "avx": 8, "sse2": 4}
-"""Elements of 32 bits in a vector register with a feature of x86, the widest first."""
+PLATFORMS = {each.kind: each for each in (CPU, CUDA)}
+"""The kinds of devices that more is known of, by the kind of their targets."""
 
 
 def parse_target(spec: str) -> str | dict[str, Any]:
@@ -107,7 +88,7 @@ def resolve_target(spec: str, num_threads: int) -> Target:
 
     parsed = parse_target(spec)
     if parsed == "auto":
-        parsed = {"kind": CPU_KIND, "mcpu": host_cpu()}
+        parsed = {"kind": CPU.kind, "mcpu": host_cpu()}
     elif names_no_architecture(parsed):
         parsed = with_architecture_of_host(spec, parsed)
     try:
@@ -117,114 +98,20 @@ def resolve_target(spec: str, num_threads: int) -> Target:
         raise UserInputError(
             f"target={spec!r} is unknown to TVM: {reason}; use auto, a tag, JSON or `llvm -mcpu=…`"
         ) from err
-    if target.kind.name == "cuda":
-        return tvm.target.Target(with_features(spec, attributes_of(target)))
-    if not is_cpu(target):
-        return target
-    attributes = {"num-cores": num_threads, "opt-level": _OPT_LEVEL, **attributes_of(target)}
-    if attributes["num-cores"] < 1:
-        raise UserInputError(f"target={spec!r}: num-cores is {attributes['num-cores']}; it must be at least 1")
-    _check_architecture(spec, attributes)
-    _check_cpu(spec, attributes)
-    return tvm.target.Target(attributes)
+    return platform_of(target).complete(spec, target, num_threads)
 
 
-def is_cpu(target: Target) -> bool:
-    """Whether code for a target runs on a CPU. Only for these there are sketches, packed weights and huge pages."""
-    return bool(target.kind.name == CPU_KIND)
-
-
-def is_gpu(target: Target) -> bool:
-    """Whether code for a target runs on a GPU: every loop of it must be bound to threads."""
-    return "gpu" in target.keys
-
-
-def host_cpu() -> str:
-    """LLVM's name of this host's CPU."""
-    import tvm
-
-    return str(tvm.get_global_func("target.llvm_get_system_cpu")())
-
-
-def attributes_of(target: Target) -> dict[str, Any]:
-    """The target as plain JSON, without empty entries."""
-    return {key: value for key, value in json.loads(str(target)).items() if value not in ("", [])}
-
-
-def _check_architecture(spec: str, attributes: dict[str, Any]) -> None:
-    """Refuses a triple that LLVM has no code generator for: asking LLVM about it ends the process."""
-    import tvm
-
-    if "mtriple" not in attributes:
-        return
-    architecture = architecture_of(attributes["mtriple"])
-    known = [str(name) for name in tvm.get_global_func("target.llvm_get_targets")()]
-    if architecture not in known:
-        raise UserInputError(
-            f"target={spec!r}: LLVM generates no code for {architecture!r}; the triple must begin with one of "
-            f"{', '.join(sorted({*known, *_TRIPLE_ALIASES}))}"
-        )
-
-
-def architecture_of(triple: str) -> str:
-    """The architecture of a triple such as `aarch64-linux-gnu`, as LLVM calls it."""
-    architecture = triple.partition("-")[0].lower()
-    return _TRIPLE_ALIASES.get(architecture, architecture)
-
-
-def device_kind(target: Mapping[str, Any]) -> str:
-    """TVM's name of the kind of device that runs code for a target with these attributes, such as cpu or cuda."""
-    return "cpu" if target["kind"] == CPU_KIND else str(target["kind"])
+def platform_of(target: Target | Mapping[str, Any]) -> Platform:
+    """The kind of device that runs code for a target, or for one with these attributes."""
+    kind, keys = (
+        (target["kind"], target.get("keys", ())) if isinstance(target, Mapping) else (target.kind.name, target.keys)
+    )
+    return PLATFORMS.get(kind) or Platform(kind=kind, name=kind, binds_threads="gpu" in keys)
 
 
 def machine_of(target: Target) -> str:
     """The architecture of the machine that runs the code, or that calls a GPU's kernels: this host's unless the target
     names a triple.
     """
-    attributes = (target if is_cpu(target) or target.host is None else target.host).attrs
+    attributes = (target if platform_of(target) is CPU or target.host is None else target.host).attrs
     return architecture_of(str(attributes.get("mtriple", ""))) or platform.machine()
-
-
-def _check_cpu(spec: str, attributes: dict[str, Any]) -> None:
-    import tvm
-
-    cpu = attributes.get("mcpu")
-    if cpu is None:
-        return
-    kind = {key: attributes[key] for key in ("kind", "mtriple") if key in attributes}
-    known = [str(name) for name in tvm.get_global_func("target.llvm_get_cpu_archlist")(tvm.target.Target(kind))]
-    if cpu not in known:
-        near = difflib.get_close_matches(cpu, known, n=3)
-        hint = f"perhaps you meant {', '.join(near)}" if near else "use target=auto for this host"
-        raise UserInputError(f"target={spec!r}: LLVM knows no CPU {cpu!r}; {hint}")
-
-
-def cpu_features(target: Target) -> tuple[str, ...]:
-    """The names of the CPU features that LLVM may use for `target`, sorted; empty for targets other than LLVM."""
-    import tvm
-
-    if not is_cpu(target):
-        return ()
-    return tuple(sorted(str(name) for name in tvm.get_global_func("target.llvm_get_cpu_features")(target)))
-
-
-def has_arithmetic(target: Target, dtype: str) -> bool:
-    """Whether a CPU computes in `dtype` itself; otherwise every operation converts to float32 and back."""
-    needed = _ARITHMETIC.get(dtype)
-    return needed is None or not is_cpu(target) or not needed.isdisjoint(cpu_features(target))
-
-
-def vector_lanes(target: Target) -> int:
-    """Elements of 32 bits in a vector register that LLVM uses for `target`; 1 for targets other than LLVM.
-
-    TVM says 16 for every x86-64, hence the features are asked.
-    """
-    import tvm
-
-    if not is_cpu(target):
-        return 1
-    features = cpu_features(target)
-    for feature, lanes in _X86_LANES.items():
-        if feature in features:
-            return lanes
-    return int(tvm.get_global_func("target.llvm_get_vector_width")(target)) // 32

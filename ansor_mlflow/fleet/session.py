@@ -19,8 +19,8 @@ from ansor_mlflow.device import (
     attributes_of,
     cpu_features,
     fingerprint,
-    is_cpu,
     missing_instructions,
+    platform_of,
     resolve_target,
 )
 from ansor_mlflow.errors import MachineError, UserInputError
@@ -210,7 +210,7 @@ def device_of_fleet(fleet: FleetSettings, target: str, num_threads: int | Litera
         UserInputError: TVM knows no such target, or the server does not say what it is and the user does not either.
         MachineError: No server is free for too long, or it cannot run code for the target.
     """
-    if target != "auto" and not is_cpu(resolve_target(target, 1)):
+    if target != "auto" and not platform_of(resolve_target(target, 1)).in_process:
         raise UserInputError(
             f"target={target!r} is no CPU, and programs are measured on the CPUs of servers only; tune on a host with "
             "such a device, without rpc_tracker"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import onnx
 
-from ansor_mlflow.device import is_cpu, vector_lanes
+from ansor_mlflow.device import platform_of, vector_lanes
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.graphs import (
     PaddedLayer,
@@ -95,7 +95,8 @@ def _lower_size(
     if not graph.graph.node:
         raise UserInputError(f"network={called}: its outputs do not depend on its inputs, so there is nothing to tune")
     give_outputs_nodes(graph)
-    hard_to_tile = list(layers_to_pad(graph, vector_lanes(target))) if is_cpu(target) else []
+    has_sketches = platform_of(target).has_sketches
+    hard_to_tile = list(layers_to_pad(graph, vector_lanes(target))) if has_sketches else []
     if (padding := _padding(settings.pad_channels, target)) is not None:
         graph = pad_output_channels(graph, padding)
     lower_whole = partial(lower_graph, target=target, settings=settings)
@@ -116,7 +117,7 @@ def _refusal(reasons: dict[str, str], *, any_lowered: bool) -> str:
 
 def _padding(pad_channels: Padding, target: Target) -> Callable[[int], int] | None:
     """The function that `pad_output_channels` takes; None where nothing is to be padded."""
-    if pad_channels == "off" or (pad_channels == "auto" and not is_cpu(target)):
+    if pad_channels == "off" or (pad_channels == "auto" and not platform_of(target).has_sketches):
         return None
     if pad_channels == "auto":
         lanes = vector_lanes(target)
@@ -127,7 +128,7 @@ def _padding(pad_channels: Padding, target: Target) -> Callable[[int], int] | No
 def _find_tasks(mod: IRModule, target: Target, algorithm: Algorithm, called: str) -> tuple[TuningTask, ...]:
     """The tasks of a network, of layers that may be computed by several algorithms one for each."""
     tasks = _extract_tasks(mod, target)
-    if algorithm == "direct" or not is_cpu(target):  # no sketch knows them elsewhere
+    if algorithm == "direct" or not platform_of(target).has_sketches:
         return tasks
     from ansor_mlflow.lowering.algorithms import with_algorithms
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import onnx
 
-from ansor_mlflow.device import is_cpu
+from ansor_mlflow.device import platform_of
 from ansor_mlflow.errors import first_line
 from ansor_mlflow.settings import Layout, LoweringSettings
 from ansor_mlflow.sketches import why_not_compilable
@@ -156,7 +156,7 @@ def _lowered(model: onnx.ModelProto, target: Target, passes: Sequence[Pass]) -> 
         raise NotLoweredError(f"TVM's passes: {first_line(err)}") from err
     if left := sorted(set(_not_lowered(mod))):
         raise NotLoweredError(f"TVM has no kernel for {', '.join(left)}")
-    if is_cpu(target) and (reason := why_not_compilable(mod, target)):
+    if platform_of(target).by_llvm and (reason := why_not_compilable(mod, target)):
         raise NotLoweredError(f"TVM's code generator: {reason}")
     return mod
 

@@ -48,7 +48,7 @@ def tuned_inference(directory: Path) -> Inference:
     from ansor_mlflow.model import LoadOptions, Manifest, load_package
 
     manifest = Manifest.read(directory)
-    return load_package(directory, manifest, LoadOptions(device=manifest.device)).run
+    return load_package(directory, manifest, LoadOptions(device=manifest.platform.name)).run
 
 
 def reference_inference(network: Path, num_threads: int, *, exact: bool = False) -> Inference:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from ansor_mlflow.device import CPU, Platform
 from ansor_mlflow.tensors import Arrays
 
 if TYPE_CHECKING:
@@ -35,9 +36,7 @@ class ReferenceSession:
         RuntimeError: It has nothing to run there with.
     """
 
-    def __init__(
-        self, network: Path, num_threads: int, *, exact: bool = False, device: Literal["cpu", "cuda"] = "cpu"
-    ) -> None:
+    def __init__(self, network: Path, num_threads: int, *, exact: bool = False, platform: Platform = CPU) -> None:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -47,8 +46,7 @@ class ReferenceSession:
         if exact:
             options.add_session_config_entry("session.x64quantprecision", "1")
             options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # float32
-        provider = "CPUExecutionProvider" if device == "cpu" else "CUDAExecutionProvider"
-        settings = {} if device == "cpu" else {"use_tf32": "0"}  # products of float32 in float32
+        provider, settings = platform.provider, dict(platform.provider_settings)
         self._session = onnxruntime.InferenceSession(str(network), options, providers=[(provider, settings)])
         if provider not in self._session.get_providers():  # it takes the CPU instead, and only warns
             raise RuntimeError(f"this build has no {provider}; pip install onnxruntime-gpu in its place")

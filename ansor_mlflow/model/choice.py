@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ansor_mlflow.device import (
-    CPU_KIND,
+    CPU,
+    PLATFORMS,
     Device,
     DeviceFingerprint,
     architecture_here,
@@ -24,7 +25,6 @@ from ansor_mlflow.model.parts import fallback_clauses
 
 Level = Literal["exact", "compatible", "rebuilt", "untuned"]
 
-_KINDS = {"cpu": CPU_KIND, "cuda": "cuda"}
 """Kind of the target that a kind of device has."""
 
 
@@ -46,8 +46,8 @@ class LoadOptions:
     """Put weights and activations into huge pages, where the system has them."""
 
     def __post_init__(self) -> None:
-        if self.device not in _KINDS:
-            raise UserInputError(f"device={self.device!r} is unknown; it must be {' or '.join(_KINDS)}")
+        if self.device not in (known := [platform.name for platform in PLATFORMS.values()]):
+            raise UserInputError(f"device={self.device!r} is unknown; it must be {' or '.join(known)}")
         for name in ("allow_compatible", "allow_rebuild", "allow_untuned", "huge_pages"):
             if not isinstance(getattr(self, name), bool):
                 raise UserInputError(f"{name}={getattr(self, name)!r} is neither true nor false; give one of them")
@@ -101,7 +101,7 @@ class Choice:
 
 def choose_library(directory: Path, manifest: Manifest) -> LibraryEntry:
     """The library of a model that is loaded on this host as it is; it is a `ModelError` if none of them runs here."""
-    choice, rejected = find_library(directory, manifest, LoadOptions(device=manifest.device))
+    choice, rejected = find_library(directory, manifest, LoadOptions(device=manifest.platform.name))
     if choice is None:
         raise nothing_runs(directory, rejected)
     return choice.entry
@@ -124,7 +124,7 @@ def choose_for_server(directory: Path, manifest: Manifest, server: DeviceFingerp
     rejected = []
     for entry in sorted(entries, key=lambda entry: _distance(entry.fingerprint, server)):
         reason = why_not_runnable(entry.fingerprint, server)
-        if reason is None:
+        if not reason:
             return entry
         rejected.append(_why_not(entry, reason))
     raise ModelError(
@@ -151,10 +151,10 @@ def find_library(directory: Path, manifest: Manifest, options: LoadOptions) -> t
     for entry in sorted(entries, key=lambda entry: _distance(entry.fingerprint, host)):
         reason = why_not_runnable(entry.fingerprint)
         difference = _difference(entry.fingerprint, host)
-        if reason is None and not difference:
+        if not reason and not difference:
             reason = f"it was made for this CPU and {host.num_threads} threads"
             return Choice(level="exact", entry=entry, reason=reason), ()
-        if reason is None and options.allow_compatible:
+        if not reason and options.allow_compatible:
             return Choice(level="compatible", entry=entry, reason=difference, rejected=tuple(rejected)), ()
         rejected.append(_why_not(entry, reason or f"{difference}, and allow_compatible is off"))
     return None, tuple(rejected)
@@ -171,7 +171,7 @@ def entries_to_rebuild(manifest: Manifest, options: LoadOptions) -> list[Library
     same = [
         entry
         for entry in manifest.libraries
-        if (entry.fingerprint.machine, entry.fingerprint.target["kind"]) == (host.machine, CPU_KIND)
+        if (entry.fingerprint.machine, entry.fingerprint.platform) == (host.machine, CPU)
     ]
     return sorted(same, key=lambda entry: _distance(entry.fingerprint, host))
 
@@ -182,7 +182,7 @@ def host_fingerprint(options: LoadOptions) -> DeviceFingerprint:
 
 
 def _entries_for(device: str, directory: Path, manifest: Manifest) -> list[LibraryEntry]:
-    entries = [entry for entry in manifest.libraries if entry.fingerprint.target["kind"] == _KINDS[device]]
+    entries = [entry for entry in manifest.libraries if entry.fingerprint.platform.name == device]
     if not entries:
         raise ModelError(
             f"model {directory}: device={device!r}, but its libraries are for {_names_of(manifest.libraries)}, which "

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.codegen import pass_config, tir_pipeline
-from ansor_mlflow.device import is_gpu, machine_of, why_no_compiler
+from ansor_mlflow.device import CUDA, machine_of, platform_of, why_no_compiler
 from ansor_mlflow.errors import MachineError, RecordsError, UserInputError, first_line
 from ansor_mlflow.files import write_text
 from ansor_mlflow.model.parts import PartEntry, write_parts
@@ -121,14 +121,15 @@ def compile_tuned(
     from ansor_mlflow.device import import_tensor_intrin
     from ansor_mlflow.lowering.algorithms import choose_algorithms, replace_layers  # so would this one
 
-    import_tensor_intrin(target.kind.name)
+    platform = platform_of(target)
+    import_tensor_intrin(platform.kind)
     chosen = MemoryDatabase()
     try:
         database = database_of(best_records, lowered.tasks) if best_records else MemoryDatabase()
         algorithms = choose_algorithms(lowered, database, target, max_bytes)
         covered = [algorithm.task.info for algorithm in algorithms if algorithm.is_recorded]
         missing = [algorithm.task for algorithm in algorithms if not algorithm.is_recorded]
-        unscheduled = [task.info for task in missing if not (is_gpu(target) or _choose(task, target, chosen))]
+        unscheduled = [task.info for task in missing if not (platform.binds_threads or _choose(task, target, chosen))]
         tasks = [algorithm.task for algorithm in algorithms]
         others = {task.info.layer_hash: task.algorithm for task in tasks if task.algorithm is not None}
         replaced = replace_layers(lowered.mod, others)
@@ -146,9 +147,7 @@ def compile_tuned(
             f"{best_records}: the records do not apply ({first_line(err)}); tune the network again, or leave out what "
             "does not apply (compile with allow_missing=true)"
         ) from err
-    if is_gpu(target):
-        mod = _scheduled_for_gpu(mod, target)
-    _export(write_in_place(mod), target, library, linker)
+    _export(write_in_place(_with_schedules(mod, target)), target, library, linker)
     write_parts(lowered, library.parent)
     return Coverage(
         covered=tuple(covered),
@@ -226,8 +225,10 @@ def _choose(task: TuningTask, target: Target, database: Database) -> bool:
     return True
 
 
-def _scheduled_for_gpu(mod: IRModule, target: Target) -> IRModule:
-    """A network whose kernels all run in threads of a GPU."""
+def _with_schedules(mod: IRModule, target: Target) -> IRModule:
+    """The network; where every loop must be bound to threads, with a schedule for each kernel that has none."""
+    if not platform_of(target).binds_threads:
+        return mod
     with target:
         scheduled = schedule_for_gpu(mod)
     if unbound := unbound_kernels(scheduled):
@@ -240,7 +241,7 @@ def _scheduled_for_gpu(mod: IRModule, target: Target) -> IRModule:
 
 def compile_untuned(lowered: LoweredNetwork, target: Target, library: Path, linker: Linker = FOR_THIS_HOST) -> None:
     """Builds the network as TVM does without records: the baseline that tuning is compared with."""
-    _export(_scheduled_for_gpu(lowered.mod, target) if is_gpu(target) else lowered.mod, target, library, linker)
+    _export(_with_schedules(lowered.mod, target), target, library, linker)
     write_parts(lowered, library.parent)
 
 
@@ -307,7 +308,7 @@ def _export(mod: IRModule, target: Target, library: Path, linker: Linker) -> Non
             pipeline = relax.get_pipeline("default")
             compiled = tvm.compile(mod, target, relax_pipeline=pipeline, tir_pipeline=tir_pipeline(target))
         except RuntimeError as err:
-            if is_gpu(target) and tvm.runtime.enabled("cuda") and (reason := why_no_compiler()):
+            if platform_of(target) is CUDA and tvm.runtime.enabled("cuda") and (reason := why_no_compiler()):
                 raise MachineError(f"code for {target.kind.name} cannot be compiled here: {reason}") from err
             raise
         try:

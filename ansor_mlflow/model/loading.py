@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ansor_mlflow.device import HugePages, device_kind
+from ansor_mlflow.device import CPU, HugePages, Platform
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError, UserInputError
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.model.choice import (
@@ -72,7 +72,7 @@ def open_library(
         network,
         choice,
         num_threads=num_threads,
-        device=device_kind(entry.fingerprint.target),
+        platform=entry.fingerprint.platform,
         huge_pages=options.huge_pages,
     )
 
@@ -169,7 +169,7 @@ class TunedModel:
         choice: Choice,
         *,
         num_threads: int,
-        device: str = "cpu",
+        platform: Platform = CPU,
         huge_pages: bool = True,
     ) -> None:
         self.inputs = network.inputs
@@ -181,7 +181,7 @@ class TunedModel:
         self._dtypes = {spec.name: np.dtype(spec.dtype) for spec in self.inputs}
         self._size_choice = SizeChoice(self.sizes, network.pad)
         self._machines = VirtualMachines(
-            library, self.sizes, choice.entry.parts, num_threads, device, huge_pages=huge_pages
+            library, self.sizes, choice.entry.parts, num_threads, platform, huge_pages=huge_pages
         )
 
     @property

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any
 
-from ansor_mlflow.device import DeviceFingerprint, available_cpus, device_kind
+from ansor_mlflow.device import CPU, DeviceFingerprint, Platform, available_cpus
 from ansor_mlflow.errors import ModelError
 from ansor_mlflow.files import path_below
 from ansor_mlflow.foreign import read_yaml, typed
@@ -152,10 +152,10 @@ class Manifest:
     """Whether rows of a batch are "independent" or "dependent"; empty where the network does not tell."""
 
     @property
-    def device(self) -> Literal["cpu", "cuda"]:
-        """Kind of device that the model is measured on: cuda where it has libraries for nothing else."""
-        kinds = {device_kind(entry.fingerprint.target) for entry in self.libraries}
-        return "cuda" if kinds == {"cuda"} else "cpu"
+    def platform(self) -> Platform:
+        """The kind of device that the model is measured on: a CPU, unless it has libraries for one other kind alone."""
+        first, *others = [entry.fingerprint.platform for entry in self.libraries] or [CPU]
+        return CPU if any(other != first for other in others) else first
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, for the file `MLmodel`."""

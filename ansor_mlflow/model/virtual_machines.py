@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ansor_mlflow.device import HugePages, NewMemory, available_cpus, has_num_threads, set_num_threads
+from ansor_mlflow.device import HugePages, NewMemory, Platform, available_cpus, has_num_threads, set_num_threads
 from ansor_mlflow.errors import ModelError, first_line
 from ansor_mlflow.model.parts import (
     EXPORTED_KINDS,
@@ -55,14 +55,14 @@ class VirtualMachines:
         sizes: Sequence[NetworkShapes],
         parts: Sequence[PartEntry],
         num_threads: int,
-        device: str,
+        platform: Platform,
         *,
         huge_pages: bool,
     ) -> None:
         import tvm
 
         self._num_threads = num_threads
-        num_machines = max(1, available_cpus() // num_threads) if device == "cpu" else 1
+        num_machines = max(1, available_cpus() // num_threads) if platform.in_process else 1
         self._loaded_in = threading.get_ident()
         self._threads = ThreadPoolExecutor(
             num_machines, "ansor-mlflow-model", initializer=set_num_threads, initargs=(num_threads,)
@@ -71,13 +71,13 @@ class VirtualMachines:
         self._idle: list[VirtualMachine] = []
         self._instrumented: VirtualMachine | None = None
         self._timing = threading.Lock()  # of the one that is instrumented
-        self._memory = NewMemory() if huge_pages and device == "cpu" else None
+        self._memory = NewMemory() if huge_pages and platform.in_process else None
         self.huge_pages = HugePages()
         """The memory that is in huge pages: that of the weights, and after a call also that of activations."""
         try:
             module = tvm.runtime.load_module(str(library))
             sessions = open_sessions(library.parent, parts, num_threads)
-            self._make = partial(VirtualMachine, module, tvm.device(device), sizes, parts, sessions)
+            self._make = partial(VirtualMachine, module, tvm.device(platform.name), sizes, parts, sessions)
             self._idle.append(self._make())  # what cannot be run is known now
             self._collapse()
         except (OSError, RuntimeError, ValueError, AttributeError) as err:

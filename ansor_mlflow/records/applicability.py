@@ -22,7 +22,7 @@ _MAX_FEATURES = 5
 
 def why_not_applicable(made_for: DeviceFingerprint, device: DeviceFingerprint) -> str:
     """Why records of one device may not be applied on another, in one clause; empty where they may."""
-    if "cuda" == made_for.target["kind"] == device.target["kind"]:
+    if made_for.platform == device.platform and not device.platform.counts_threads:
         # its kernels do not know the CPU's threads; records for a GPU that is not here may be compiled for it
         cpu_model = made_for.cpu_model if "" in (made_for.cpu_model, device.cpu_model) else device.cpu_model
         device = replace(device, num_threads=made_for.num_threads, cpu_model=cpu_model)
@@ -39,7 +39,7 @@ def why_not_applicable(made_for: DeviceFingerprint, device: DeviceFingerprint) -
 def device_key(device: DeviceFingerprint) -> str:
     """A digest of what `why_not_applicable` compares: records of devices with other digests are never applied."""
     facts: list[Any] = [code_attributes(device.target), device.machine, sorted(device.features)]
-    if device.target["kind"] != "cuda":
+    if device.platform.counts_threads:
         facts += [device.num_threads, device.cpu_model]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 

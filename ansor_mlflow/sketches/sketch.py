@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ansor_mlflow.codegen import pass_config, tir_pipeline
-from ansor_mlflow.device import is_cpu
+from ansor_mlflow.device import platform_of
 from ansor_mlflow.errors import first_line
 from ansor_mlflow.sketches.contraction import find_contraction, has_sums, is_made_of_blocks
 from ansor_mlflow.sketches.estimate import Machine
@@ -166,7 +166,7 @@ class Programs:
 
 def find_programs(mod: IRModule, target: Target) -> Programs | None:
     """The programs of our own for a task's function; None where there are none, or the target is no CPU."""
-    if not is_cpu(target) or not is_made_of_blocks(mod["main"]):
+    if not platform_of(target).has_sketches or not is_made_of_blocks(mod["main"]):
         return None
     programs = Programs(_find_sketch(mod, Machine.of(target)), packs=has_sums(mod))
     return programs if any(programs.program(tile) is not None for tile in programs.tiles[:_NUM_TRIED]) else None

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from ansor_mlflow import names
-from ansor_mlflow.device import CPU_KIND, Device, DeviceFingerprint, import_tensor_intrin
+from ansor_mlflow.device import CPU, Device, DeviceFingerprint, import_tensor_intrin
 from ansor_mlflow.errors import RecordsError, UserInputError, first_line
 from ansor_mlflow.files import write_text
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, TuningTask, lower_sizes
@@ -65,7 +65,7 @@ class Recorded:
             raise RecordsError(
                 f"run {self.options.tune_run} does not say which device of a fleet its records are for; tune again"
             )
-        if self.provenance and made_for and (self.provenance.rpc_key or made_for.target["kind"] != CPU_KIND):
+        if self.provenance and made_for and (self.provenance.rpc_key or made_for.platform is not CPU):
             return Device.elsewhere(made_for)
         return Device.resolve(self.options.target, self.options.num_threads)
 
@@ -176,7 +176,7 @@ def _measured_nothing(records: Path) -> bool:
 
 def best_records(records: Path, network: NetworkTasks, scratch: Path) -> dict[int, TuningRecord]:
     """The fastest record of each layer that has one, by the index of the task that is the algorithm of the record."""
-    import_tensor_intrin(network.device.target.kind.name)  # reading a record applies it
+    import_tensor_intrin(network.device.platform.kind)  # reading a record applies it
     best = scratch / names.BEST_DIR
     distill(find_records(records), best, network.device.fingerprint.target)
     try:

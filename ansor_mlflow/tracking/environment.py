@@ -21,7 +21,7 @@ from mlflow.tracking._model_registry import utils as registry_stores
 from mlflow.tracking._tracking_service import utils as tracking_stores
 from sqlalchemy.engine import make_url
 
-from ansor_mlflow.device import CPU_KIND, DeviceFingerprint, available_cpus, describe_gpus, try_huge_pages
+from ansor_mlflow.device import DeviceFingerprint, available_cpus, try_huge_pages
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, one_line
 from ansor_mlflow.foreign import without_credentials
 from ansor_mlflow.names import RIVALS
@@ -46,7 +46,7 @@ def describe_environment(device: DeviceFingerprint) -> dict[str, Any]:
         "load_average": os.getloadavg(),
         "target": device.target,
         "num_threads": device.num_threads,
-        **({} if device.target["kind"] == CPU_KIND else {"gpus": describe_gpus()}),
+        **device.platform.describe(),
     }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from ansor_mlflow.device import import_tensor_intrin, is_cpu, is_gpu
+from ansor_mlflow.device import import_tensor_intrin, platform_of
 from ansor_mlflow.errors import first_line
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.processes import Outcome
@@ -71,11 +71,11 @@ def make_space_generator(mod: IRModule, target: Target) -> PostOrderApply:
     # only a generator that belongs to a context knows the rules for its target
     default = TuneContext(mod=mod, target=target, space_generator="post-order-apply").space_generator
     rules, postprocs = list(default.sch_rules), list(default.postprocs)
-    if is_gpu(target) and "float32" in mod.script():
+    if platform_of(target).binds_threads and "float32" in mod.script():
         rules = [rule for rule in rules if not isinstance(rule, MultiLevelTilingTensorCore)]
         postprocs = [each for each in postprocs if not isinstance(each, RewriteTensorize)]
     return PostOrderApply(
-        sch_rules=[limited(rule) for rule in rules] if is_cpu(target) else rules,
+        sch_rules=[limited(rule) for rule in rules] if platform_of(target).has_sketches else rules,
         postprocs=[each for each in postprocs if has_sums(mod) or not isinstance(each, RewriteLayout)],
         mutator_probs=dict(default.mutator_probs),
     )
@@ -102,7 +102,7 @@ def design_spaces(context: TuneContext, task: TuningTask) -> list[Schedule]:
     try:
         return list(context.generate_design_space())
     except RuntimeError as err:
-        program = gpu_program(task.mod["main"], context.target) if is_gpu(context.target) else None
+        program = gpu_program(task.mod["main"], context.target) if platform_of(context.target).binds_threads else None
         instead = "it is measured as it is" if program is None else "DLight's is measured"
         _log.warning("%s: TVM's rules make no program of it (%s); %s", task.info.name, first_line(err), instead)
         return [program or Schedule(task.mod)]

@@ -16,7 +16,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ansor_mlflow import names
-from ansor_mlflow.device import Device, available_cpus, device_kind, is_cpu, is_gpu
+from ansor_mlflow.device import Device, available_cpus
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import write_text
 from ansor_mlflow.fleet import RpcRunner, build_reference_kernel, fleet_settings
@@ -196,8 +196,8 @@ def _workers(job: TuningJob, options: MeasureOptions) -> Iterator[tuple[Builder,
         if fleet := fleet_settings(options):
             runner = RpcRunner(settings, fleet, build_reference_kernel(builder), memory_bytes=bound_bytes)
         else:
-            # CUDA's driver maps more memory than it uses
-            bound = None if is_gpu(job.device.target) else bound_bytes
+            # the driver of a device maps more memory than it uses
+            bound = bound_bytes if job.device.platform.in_process else None
             runner = LocalRunner(settings, memory_bytes=bound, cpus=job.device.cpus)
         with contextlib.closing(runner):
             yield builder, runner
@@ -205,7 +205,7 @@ def _workers(job: TuningJob, options: MeasureOptions) -> Iterator[tuple[Builder,
 
 def _measure_settings(options: MeasureOptions, job: TuningJob) -> MeasureSettings:
     rest = None
-    if options.measure == "network" and not options.cache_flush and is_cpu(job.device.target):
+    if options.measure == "network" and not options.cache_flush and job.device.platform.in_process:
         tasks = job.lowered.tasks
         # tensors are passed on in about as much memory as the input and output that need most of it together
         activation_bytes = max(argument_bytes(task.mod, besides=task.constants) for task in tasks)
@@ -220,5 +220,5 @@ def _measure_settings(options: MeasureOptions, job: TuningJob) -> MeasureSetting
         num_threads=job.device.num_threads,
         timeout_s=options.measure_timeout_s,
         rest=rest,
-        device=device_kind(job.device.fingerprint.target),
+        platform=job.device.platform,
     )

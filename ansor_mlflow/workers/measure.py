@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ansor_mlflow.device import set_num_threads
+from ansor_mlflow.device import CPU, Platform, set_num_threads
 from ansor_mlflow.measuring import watched
 from ansor_mlflow.workers.arguments import ArgInfo, num_bytes, random_arguments
 from ansor_mlflow.workers.interference import CacheInterference, RestOfNetwork
@@ -31,8 +31,6 @@ _SAFETY = 1.1
 """Calls beyond those that just reach `min_repeat_ms`, because a measurement that falls short starts again."""
 _SETUP_S = 3.0
 """Time to load a library, on a busy machine."""
-_GPU_SETUP_S = 20.0
-"""Time in which a process may first use a GPU."""
 _BROKEN_EXIT = 102
 """Exit code of a worker whose GPU does nothing more for it."""
 _FILL_S_PER_BYTE = 2e-8
@@ -51,8 +49,8 @@ class MeasureSettings:
     timeout_s: float
     rest: RestOfNetwork | None = None
     """What passes between two calls of a kernel; None calls it again at once."""
-    device: str = "cpu"
-    """Kind of TVM's device that runs it: cpu or cuda."""
+    platform: Platform = CPU
+    """The kind of device that runs it."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +72,7 @@ def timeout_s_of(job: RunJob, settings: MeasureSettings) -> float:
     if job.best_s is None:
         return settings.timeout_s
     passing_bytes, passing_s = (settings.rest.passing_bytes, settings.rest.passing_s) if settings.rest else (0, 0.0)
-    setup_s = (
-        _SETUP_S
-        + (0.0 if settings.device == "cpu" else _GPU_SETUP_S)
-        + _FILL_S_PER_BYTE * (num_bytes(job.args_info) + passing_bytes)
-    )
+    setup_s = _SETUP_S + settings.platform.setup_s + _FILL_S_PER_BYTE * (num_bytes(job.args_info) + passing_bytes)
     slowest_s = _TOO_SLOW * job.best_s + passing_s
     full_s = (2 + settings.repeat) * (settings.number * slowest_s + 2 * settings.min_repeat_ms / 1e3)
     return min(settings.timeout_s, setup_s + full_s)
@@ -97,7 +91,7 @@ def measure_program(work: tuple[RunJob, MeasureSettings]) -> tuple[tuple[float, 
     if used != settings.num_threads:
         raise RuntimeError(f"TVM runs on {used} threads in the measuring process, not on {settings.num_threads}")
     library = tvm.runtime.load_module(str(job.path))
-    device = tvm.device(settings.device)
+    device = tvm.device(settings.platform.name)
     around = None if settings.rest is None else _interference(settings.rest, settings.num_threads)
     with _ends_with(device):
         arguments = random_arguments(job.args_info, device)

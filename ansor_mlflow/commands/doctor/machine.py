@@ -17,7 +17,7 @@ from typing import Literal
 import psutil
 from packaging.requirements import Requirement
 
-from ansor_mlflow.device import Device, is_cpu
+from ansor_mlflow.device import Device
 from ansor_mlflow.errors import AnsorMlflowError, one_line
 from ansor_mlflow.measuring import probe_noise
 from ansor_mlflow.model import require_linker
@@ -31,7 +31,7 @@ try:
     import ansor_mlflow.workers.preload
     import numpy as np
     import tvm
-    from ansor_mlflow.device import Device, is_cpu
+    from ansor_mlflow.device import Device
     from ansor_mlflow.errors import AnsorMlflowError
     from tvm import te
     from tvm.s_tir.meta_schedule import TuneContext
@@ -49,7 +49,7 @@ try:
     TuneContext(mod=mod, target=device.target, space_generator="post-order-apply", search_strategy="evolutionary")
     step = "compile"
     schedule = tvm.s_tir.Schedule(mod)
-    if not is_cpu(device.target):
+    if device.platform.binds_threads:
         schedule.bind(schedule.get_loops("b")[0], "threadIdx.x")
     compiled = tvm.compile(schedule.mod, device.target)
     with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +58,7 @@ try:
         step = "load"
         kernel = tvm.runtime.load_module(folder + "/kernel.so")
     step = "run"
-    where = tvm.cpu() if is_cpu(device.target) else tvm.device(device.target.kind.name)
+    where = tvm.device(device.platform.name)
     data, result = np.arange(64, dtype="float32"), tvm.runtime.empty((64,), "float32", where)
     kernel["main"](tvm.runtime.tensor(data, where), result)
     np.testing.assert_array_equal(result.numpy(), 2 * data)
@@ -168,7 +168,7 @@ def check_target(target: str, num_threads: int) -> Check:
     device = Device.resolve(target, num_threads)
     device.require_measurable_here()
     found = f"{device.description} on {device.fingerprint.cpu_model}"
-    if not is_cpu(device.target):
+    if not device.platform.by_llvm:
         return Check("green", found)
     has = set(Device.resolve("auto", num_threads).fingerprint.features)
     if unused := sorted(_FAST_INSTRUCTIONS & has - set(device.fingerprint.features)):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 import openvino
 
+from ansor_mlflow.device import CPU
 from ansor_mlflow.tensors import Arrays
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ _WHERE = re.compile(r"(Exception from|Check '[^']*' failed at) \S+:\d+:\s*")
 
 def openvino_inference(task: RivalTask) -> Inference:
     """The network in one stream, in its own precision."""
-    if task.device != "cpu":
-        raise ValueError(f"it does not run on {task.device}")
+    if task.platform != CPU:
+        raise ValueError(f"it does not run on {task.platform.name}")
     config: dict[str, Any] = {
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": 1,

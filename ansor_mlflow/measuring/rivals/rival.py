@@ -56,7 +56,7 @@ def _load(rival: Rival, task: RivalTask) -> Inference:
     if rival == "onnxruntime":
         from ansor_mlflow.measuring.reference import ReferenceSession
 
-        return ReferenceSession(task.network, task.num_threads, device=task.device).run
+        return ReferenceSession(task.network, task.num_threads, platform=task.platform).run
     if rival == "openvino":
         from ansor_mlflow.measuring.rivals.openvino import openvino_inference
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from ansor_mlflow.device import CPU, Platform
 from ansor_mlflow.tensors import TensorSpec
 
 
@@ -22,5 +22,5 @@ class RivalTask:
     """The exported program of PyTorch that the file came from, if there is one."""
     inputs: tuple[TensorSpec, ...] = ()
     """With the sizes that a program is compiled for."""
-    device: Literal["cpu", "cuda"] = "cpu"
+    platform: Platform = CPU
     """Where it runs."""

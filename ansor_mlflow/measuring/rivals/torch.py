@@ -21,7 +21,8 @@ def torch_inference(task: RivalTask) -> Inference:
     """The exported program, compiled by Inductor; reading it can run its author's code, so only in a child process."""
     if task.program is None:
         raise ValueError("there is no exported program of PyTorch that it came from, or trust=true is not given")
-    if task.device == "cuda" and not torch.cuda.is_available():
+    device = task.platform.name
+    if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("this PyTorch sees no GPU")
     torch.set_num_threads(task.num_threads)
     torch.set_float32_matmul_precision("highest")
@@ -29,10 +30,10 @@ def torch_inference(task: RivalTask) -> Inference:
     model = load_program(task.program, str(task.program))
     if not {spec.name for spec in task.inputs} >= model.shapes.keys():
         raise ValueError("the program takes inputs that have a value for good in the model")
-    module = torch.compile(model.module.to(task.device))
+    module = torch.compile(model.module.to(device))
 
     def run(arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        args, kwargs = model.arguments([torch.from_numpy(arrays[name]).to(task.device) for name in model.shapes])
+        args, kwargs = model.arguments([torch.from_numpy(arrays[name]).to(device) for name in model.shapes])
         with torch.inference_mode():
             outputs = tree_leaves(module(*args, **kwargs))
         return {name: output.cpu().numpy() for name, output in zip(task.outputs, outputs, strict=True)}

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from ansor_mlflow import flavor, names
-from ansor_mlflow.device import Device, is_gpu, why_not_runnable
+from ansor_mlflow.device import Device, why_not_runnable
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.files import scratch_directory, write_text
 from ansor_mlflow.foreign import Report, Reported, without_credentials
@@ -195,7 +195,7 @@ def _compile(
     _log.info("compiling %s for %s", network.name, device.description)
     max_bytes = options.max_library_mib * 2**20 if options.max_library_mib else None
     coverage = compile_tuned(lowered, device.target, best, library, max_bytes=max_bytes, linker=options.linker)
-    if is_gpu(device.target) and (reason := why_not_runnable(device.fingerprint)):
+    if not device.platform.in_process and (reason := why_not_runnable(device.fingerprint)):
         _log.warning("the library for %s is compiled and was not run: %s", device.description, reason)
     compiled = CompiledNetwork(
         name=network.name,

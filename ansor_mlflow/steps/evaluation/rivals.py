@@ -69,7 +69,7 @@ def rival_task(
         num_threads=threads_here(entry),
         program=find_program(network, scratch / "program") if trust and "torch" in choose_rivals(given) else None,
         inputs=manifest.inputs,
-        device=manifest.device,
+        platform=manifest.platform,
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ansor_mlflow import names
-from ansor_mlflow.device import Device, DeviceFingerprint
+from ansor_mlflow.device import CPU, Device, DeviceFingerprint
 from ansor_mlflow.errors import ModelError, UndecidedError, UserInputError
 from ansor_mlflow.files import write_text
 from ansor_mlflow.measuring import (
@@ -112,8 +112,8 @@ def host_of(contender: Contender) -> DeviceFingerprint:
 
     For a library for a GPU it is the GPU of this host.
     """
-    if contender.manifest.device != "cpu":
-        return Device.resolve(contender.manifest.device, 1).fingerprint
+    if contender.manifest.platform != CPU:
+        return Device.resolve(contender.manifest.platform.kind, 1).fingerprint
     return Device.resolve("auto", threads_here(contender.entry)).fingerprint
 
 

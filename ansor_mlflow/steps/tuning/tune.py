@@ -14,9 +14,7 @@ from ansor_mlflow import names
 from ansor_mlflow.device import (
     Device,
     DeviceFingerprint,
-    describe_gpus,
     has_arithmetic,
-    is_cpu,
     parse_target,
     resolve_num_threads,
 )
@@ -144,7 +142,7 @@ def prepare_tuning(options: TuneOptions) -> TuningWork:
     """Does all that can show that parameters are not usable, so that there is no run of those that are not."""
     network = network_of(options, copy_of_network(options.resume_run) if options.resume_run else "")
     device = _device_of(options)
-    if options.cache_flush and not is_cpu(device.target):
+    if options.cache_flush and not device.platform.in_process:
         raise UserInputError(
             f"cache_flush=true flushes the caches of a CPU, and target={options.target} is none; leave it out"
         )
@@ -299,7 +297,8 @@ def _provenance(options: TuneOptions, network: Network, device: Device) -> Prove
         host=platform.node(),
         measure={
             **options.model_dump(include={"number", "repeat", "min_repeat_ms", "measure", "cache_flush"}),
-            **({} if is_cpu(device.target) else {"measure": "warm", "gpus": describe_gpus()}),
+            **({} if device.platform.in_process else {"measure": "warm"}),
+            **device.platform.describe(),
             **({"rpc_key": options.rpc_key} if options.rpc_tracker else {"cpus": sorted(device.cpus)}),
         },
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ansor_mlflow import names
-from ansor_mlflow.device import import_tensor_intrin, is_cpu
+from ansor_mlflow.device import import_tensor_intrin
 from ansor_mlflow.errors import one_line, only_warn
 from ansor_mlflow.files import write_text
 from ansor_mlflow.lowering import TuningTask
@@ -100,7 +100,7 @@ class TuningReport:
 
     def _roofline(self) -> Roofline | None:
         """Measures the roofs: no program is measured any more. Those of a GPU are not."""
-        if not is_cpu(self.job.device.target):
+        if not self.job.device.platform.in_process:
             return None
         with only_warn("the run gets no roofline"):
             return quick_roofline(self.job.device)
@@ -135,7 +135,7 @@ class TuningReport:
         pair = RecordPair.in_directory(self.job.records / names.BEST_DIR)
         if not pair.records.exists():
             return []
-        import_tensor_intrin(self.job.device.target.kind.name)  # reading a record applies it
+        import_tensor_intrin(self.job.device.platform.kind)  # reading a record applies it
         database = Database(pair)
         records = {database.hashes[record.workload]: database.fields(record) for record in database.records}
         tasks = {task.info.workload_hash: task for task in self.job.lowered.tasks}

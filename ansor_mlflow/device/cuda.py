@@ -11,11 +11,15 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ansor_mlflow.device.platform import Platform, attributes_of
 from ansor_mlflow.errors import UserInputError
+
+if TYPE_CHECKING:
+    from tvm.target import Target
 
 _ARCHITECTURE = re.compile(r"sm_(?P<major>\d+)(?P<minor>\d)(?P<only>[af]?)")
 """Compute capability; code for one with "a" runs on that alone, with "f" on its family."""
@@ -32,6 +36,44 @@ _SMI_FIELDS = {
 }
 """What `nvidia-smi` is asked for, and what it is called here."""
 _SMI_TIMEOUT_S = 10.0
+
+
+class _Cuda(Platform):
+    def complete(self, spec: str, target: Target, num_threads: int) -> Target:  # noqa: ARG002
+        """What a block may take keeps the search to what a GPU can run."""
+        import tvm
+
+        attributes = attributes_of(target)
+        architecture = str(attributes.get("arch"))
+        if not _ARCHITECTURE.fullmatch(architecture):
+            raise UserInputError(
+                f"target={spec!r}: {architecture!r} is no architecture of CUDA; write one such as sm_90"
+            )
+        return tvm.target.Target({**_FEATURES, **attributes})
+
+    def model(self, target: Mapping[str, Any]) -> str:
+        """The name of this host's first GPU, if it is of the architecture."""
+        import tvm
+
+        here = architecture_here()
+        return str(tvm.cuda(0).device_name) if here and target["arch"].rstrip("af") == here else ""
+
+    def why_not_here(self, target: Mapping[str, Any], features: Iterable[str]) -> str:  # noqa: ARG002
+        if reason := why_no_gpu() or why_no_compiler():
+            return f"it is made for cuda, and {reason}"
+        return why_not_on_gpu(str(target.get("arch")), str(architecture_here()))
+
+    def describe(self) -> dict[str, Any]:
+        return {"gpus": describe_gpus()}
+
+
+CUDA = _Cuda(
+    kind="cuda",
+    name="cuda",
+    binds_threads=True,
+    provider="CUDAExecutionProvider",
+    provider_settings={"use_tf32": "0"},  # products of float32 in float32
+)
 
 
 def names_no_architecture(parsed: str | Mapping[str, Any]) -> bool:
@@ -65,18 +107,6 @@ def with_architecture_of_host(spec: str, parsed: str | Mapping[str, Any]) -> dic
         "max_shared_memory_per_block": int(gpu.max_shared_memory_per_block),
     }
     return {**found, **({"kind": parsed} if isinstance(parsed, str) else parsed)}
-
-
-def with_features(spec: str, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of CUDA's target with what a block may take, by which the search keeps to what a GPU can run.
-
-    Raises:
-        UserInputError: The architecture is none.
-    """
-    architecture = str(attributes.get("arch"))
-    if not _ARCHITECTURE.fullmatch(architecture):
-        raise UserInputError(f"target={spec!r}: {architecture!r} is no architecture of CUDA; write one such as sm_90")
-    return {**_FEATURES, **attributes}
 
 
 def architecture_here() -> str | None:
@@ -132,14 +162,6 @@ def why_not_on_gpu(made_for: str, here: str) -> str:
         if is_same or (theirs["only"] != "a" and int(theirs["minor"]) < int(ours["minor"])):
             return ""
     return f"it was made for {made_for}, this is {here}"
-
-
-def gpu_model(architecture: str) -> str:
-    """The name of this host's first GPU, if it is of an architecture; else empty: that of a target is not known."""
-    import tvm
-
-    here = architecture_here()
-    return str(tvm.cuda(0).device_name) if here and architecture.rstrip("af") == here else ""
 
 
 def describe_gpus() -> list[dict[str, str]] | str:

@@ -1,0 +1,176 @@
+"""CPUs: what LLVM knows of them, and which of its code runs on this host's."""
+
+from __future__ import annotations
+
+import difflib
+import platform
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ansor_mlflow.device.platform import Platform, attributes_of
+from ansor_mlflow.errors import UserInputError
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+KIND = "llvm"
+_OPT_LEVEL = 2
+"""LLVM's optimisation level. With 3, TVM's default, candidates take longer to compile and are no faster: see
+docs/adr/0009-cost-of-a-candidate.md."""
+_TRIPLE_ALIASES = {
+    "amd64": "x86_64",
+    "x86-64": "x86_64",
+    "i686": "i386",
+    "arm64": "aarch64",
+    "armv7a": "arm",
+    "armv7l": "arm",
+    "armv8l": "arm",
+}
+"""Architectures of triples that LLVM's list of code generators spells otherwise."""
+
+_ARITHMETIC = {"float16": {"avx512fp16", "fullfp16"}, "bfloat16": {"avx512bf16", "amx-bf16", "bf16"}}
+"""LLVM's names of the instruction sets that compute in 16-bit floats, one of which is enough."""
+
+_X86_LANES = {"avx512f": 16, "avx": 8, "sse2": 4}
+"""Elements of 32 bits in a vector register with a feature of x86, the widest first."""
+_INSTRUCTION_SETS = re.compile(
+    # x86: what LLVM generates for arithmetic, moves and vectors
+    r"64bit|cmov|cx(8|16)|x87|mmx|s?sse[\w.]*|avx[\w.]*|amx-\w+|fma4?|f16c|bmi2?|lzcnt|popcnt|adx|movbe|xop|tbm"
+    r"|v?aes|v?pclmul(qdq)?|gfni|sha\d*|sm[34]|egpr|ndd|nf|ccmp|zu"
+    # Arm
+    r"|neon|fp-armv8|fullfp16|fp16fml|bf16|i8mm|dotprod|sve[\w-]*|sme[\w-]*|lse2?|rdm|complxnum|jsconv|crc|faminmax"
+    r"|fp8\w*|v\d+(\.\d+)?[ar]"
+)
+"""LLVM's CPU features that are instructions. The others are scheduling hints, or belong to the operating system."""
+_MAX_SHOWN = 5
+
+
+class _Cpu(Platform):
+    def complete(self, spec: str, target: Target, num_threads: int) -> Target:
+        """The search splits parallel loops by `num-cores`."""
+        import tvm
+
+        attributes = {"num-cores": num_threads, "opt-level": _OPT_LEVEL, **attributes_of(target)}
+        if attributes["num-cores"] < 1:
+            raise UserInputError(f"target={spec!r}: num-cores is {attributes['num-cores']}; it must be at least 1")
+        _check_architecture(spec, attributes)
+        _check_cpu(spec, attributes)
+        return tvm.target.Target(attributes)
+
+    def model(self, target: Mapping[str, Any]) -> str:  # noqa: ARG002
+        try:
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+        except OSError:
+            return platform.processor()
+        models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        return next(models, platform.processor())
+
+    def why_not_here(self, target: Mapping[str, Any], features: Iterable[str]) -> str:
+        import tvm
+
+        cpu = host_cpu()
+        available = cpu_features(tvm.target.Target({"kind": KIND, "mcpu": cpu}))
+        return why_lacking(target, features, cpu, available, "this host")
+
+
+CPU = _Cpu(
+    kind=KIND,
+    name="cpu",
+    by_llvm=True,
+    has_sketches=True,
+    in_process=True,
+    counts_threads=True,
+    setup_s=0.0,
+    provider="CPUExecutionProvider",
+)
+
+
+def why_lacking(
+    target: Mapping[str, Any], needed: Iterable[str], cpu: str, available: Iterable[str], where: str
+) -> str:
+    """Why a CPU with some features cannot run code that needs others, in one clause; empty where it can."""
+    missing = missing_instructions(needed, available)
+    if not missing:
+        return ""
+    made_for = target.get("mcpu", "its CPU")
+    return f"it needs instructions of {made_for} that {where} ({cpu}) lacks: {', '.join(missing[:_MAX_SHOWN])}"
+
+
+def missing_instructions(needed: Iterable[str], available: Iterable[str]) -> list[str]:
+    """The instruction sets among LLVM's CPU features `needed` that are not `available`, sorted."""
+    return sorted(name for name in set(needed) - set(available) if _INSTRUCTION_SETS.fullmatch(name))
+
+
+def host_cpu() -> str:
+    """LLVM's name of this host's CPU."""
+    import tvm
+
+    return str(tvm.get_global_func("target.llvm_get_system_cpu")())
+
+
+def _check_architecture(spec: str, attributes: dict[str, Any]) -> None:
+    """Refuses a triple that LLVM has no code generator for: asking LLVM about it ends the process."""
+    import tvm
+
+    if "mtriple" not in attributes:
+        return
+    architecture = architecture_of(attributes["mtriple"])
+    known = [str(name) for name in tvm.get_global_func("target.llvm_get_targets")()]
+    if architecture not in known:
+        raise UserInputError(
+            f"target={spec!r}: LLVM generates no code for {architecture!r}; the triple must begin with one of "
+            f"{', '.join(sorted({*known, *_TRIPLE_ALIASES}))}"
+        )
+
+
+def architecture_of(triple: str) -> str:
+    """The architecture of a triple such as `aarch64-linux-gnu`, as LLVM calls it."""
+    architecture = triple.partition("-")[0].lower()
+    return _TRIPLE_ALIASES.get(architecture, architecture)
+
+
+def _check_cpu(spec: str, attributes: dict[str, Any]) -> None:
+    import tvm
+
+    cpu = attributes.get("mcpu")
+    if cpu is None:
+        return
+    kind = {key: attributes[key] for key in ("kind", "mtriple") if key in attributes}
+    known = [str(name) for name in tvm.get_global_func("target.llvm_get_cpu_archlist")(tvm.target.Target(kind))]
+    if cpu not in known:
+        near = difflib.get_close_matches(cpu, known, n=3)
+        hint = f"perhaps you meant {', '.join(near)}" if near else "use target=auto for this host"
+        raise UserInputError(f"target={spec!r}: LLVM knows no CPU {cpu!r}; {hint}")
+
+
+def cpu_features(target: Target) -> tuple[str, ...]:
+    """The names of the CPU features that LLVM may use for `target`, sorted; empty for targets other than LLVM."""
+    import tvm
+
+    if target.kind.name != KIND:
+        return ()
+    return tuple(sorted(str(name) for name in tvm.get_global_func("target.llvm_get_cpu_features")(target)))
+
+
+def has_arithmetic(target: Target, dtype: str) -> bool:
+    """Whether a CPU computes in `dtype` itself; otherwise every operation converts to float32 and back."""
+    needed = _ARITHMETIC.get(dtype)
+    return needed is None or target.kind.name != KIND or not needed.isdisjoint(cpu_features(target))
+
+
+def vector_lanes(target: Target) -> int:
+    """Elements of 32 bits in a vector register that LLVM uses for `target`; 1 for targets other than LLVM.
+
+    TVM says 16 for every x86-64, hence the features are asked.
+    """
+    import tvm
+
+    if target.kind.name != KIND:
+        return 1
+    features = cpu_features(target)
+    for feature, lanes in _X86_LANES.items():
+        if feature in features:
+            return lanes
+    return int(tvm.get_global_func("target.llvm_get_vector_width")(target)) // 32
