@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from ansor_mlflow.settings import Rival
-from ansor_mlflow.trials import TrialStatus
+from collections.abc import Collection
 
-# -- rivals
-RIVALS: dict[Rival, str] = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "torch": "torch.compile"}
-"""The runtimes that a model is compared with, and what people call them."""
+from ansor_mlflow.trials import TrialStatus
 
 # -- metrics of a tuning run; the step is the number of trials measured so far
 BEST_LATENCY_MS = "best_latency_ms"
@@ -112,22 +109,25 @@ LATENCY_RATIO_LOWER = "latency_ratio_lower"
 LATENCY_RATIO_UPPER = "latency_ratio_upper"
 NUM_TURNS = "num_turns"
 
-SUMMARY_METRICS = (
-    LATENCY_MS,
-    LATENCY_P90_MS,
-    LATENCY_STD_MS,
-    THROUGHPUT_PER_S,
-    UNTUNED_LATENCY_MS,
-    INSTANT_LATENCY_MS,
-    *map(rival_latency_ms, RIVALS),
-    SPEEDUP_VS_UNTUNED,
-    *map(speedup_vs, RIVALS),
-    SPEEDUP_VS_BEST,
-    MAX_ABS_ERROR,
-    MAX_REL_ERROR,
-    ESTIMATE_RATIO,
-)
-"""What a model is judged by; those of a rival only where it was timed."""
+
+def summary_metrics(rivals: Collection[str]) -> tuple[str, ...]:
+    """What a model is judged by; those of a rival are there only where it was timed."""
+    return (
+        LATENCY_MS,
+        LATENCY_P90_MS,
+        LATENCY_STD_MS,
+        THROUGHPUT_PER_S,
+        UNTUNED_LATENCY_MS,
+        INSTANT_LATENCY_MS,
+        *map(rival_latency_ms, rivals),
+        SPEEDUP_VS_UNTUNED,
+        *map(speedup_vs, rivals),
+        SPEEDUP_VS_BEST,
+        MAX_ABS_ERROR,
+        MAX_REL_ERROR,
+        ESTIMATE_RATIO,
+    )
+
 
 # -- tags
 TAG_STEP = "ansor.step"

@@ -11,8 +11,6 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 Padding = int | Literal["auto", "off"]
 Partition = Literal["auto", "off"]
 Algorithm = Literal["auto", "direct", "winograd"]
-Rival = Literal["onnxruntime", "openvino", "torch"]
-"""A runtime that could be taken instead."""
 
 
 @dataclass(frozen=True, kw_only=True)

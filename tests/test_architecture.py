@@ -16,8 +16,8 @@ from helpers.commands import ROOT
 PACKAGE = "ansor_mlflow"
 FLOORS = [
     ["foreign"],
-    ["errors", "gone"],
-    ["files", "names", "parameters", "processes", "settings", "tensors", "trials"],
+    ["errors"],
+    ["files", "names", "parameters", "plugins", "processes", "settings", "tensors", "trials"],
     ["codegen", "device"],
     ["graphs"],
     ["networks", "records"],

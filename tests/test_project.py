@@ -24,12 +24,13 @@ from mlflow.entities import Run
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ansor_mlflow import names
+from ansor_mlflow.measuring import RIVALS
 from ansor_mlflow.networks.load import Network
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.tensors import random_inputs
 
 NUM_TRIALS = 12
-EVALUATED = [name for name in names.SUMMARY_METRICS if "torch" not in name and name != names.INSTANT_LATENCY_MS]
+EVALUATED = [name for name in names.summary_metrics(RIVALS) if "torch" not in name and name != names.INSTANT_LATENCY_MS]
 """The summary of a network that did not come from PyTorch."""
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 

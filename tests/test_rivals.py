@@ -21,10 +21,9 @@ from onnx import helper, numpy_helper
 import ansor_mlflow as am
 from ansor_mlflow import flavor, names
 from ansor_mlflow.errors import MachineError, UserInputError
-from ansor_mlflow.measuring import Latency, RivalTask, deviation_of, expected_of, rival_inference
+from ansor_mlflow.measuring import Latency, RivalTask, deviation_of, expected_of, require_rivals, rival_inference
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.load import load_network
-from ansor_mlflow.settings import Rival
 from ansor_mlflow.steps.evaluation.rivals import CheckedRival, best_of, check_rivals
 from ansor_mlflow.tensors import random_inputs
 from ansor_mlflow.tracking import find_program
@@ -48,7 +47,7 @@ def written(builder: GraphBuilder, path: Path, outputs: Mapping[str, tuple[int, 
 
 
 @pytest.mark.parametrize("rival", ["onnxruntime", "openvino"])
-def test_a_rival_computes_in_float32(rival: Rival, tmp_path: Path) -> None:
+def test_a_rival_computes_in_float32(rival: str, tmp_path: Path) -> None:
     """Sums of a thousand products, on which a CPU that has instructions for 16 bits would be off by more than 1e-3."""
     builder = GraphBuilder(seed=0)
     builder.dense("y", builder.input("x", (64, 1024)), units=256, in_units=1024)
@@ -232,3 +231,11 @@ def test_a_program_among_the_artifacts_of_a_run(tmp_path: Path, caplog: pytest.L
     assert found.read_text() == "a program"
     assert find_program("runs:/0123456789abcdef0123456789abcdef/model.pt2", tmp_path / "scratch") is None
     assert "what the network came from cannot be read any more: " in caplog.text
+
+
+@pytest.mark.parametrize("given", [("all",), ("none", "torch"), ("auto", "torch")])
+def test_a_runtime_that_nobody_knows_is_refused(given: tuple[str, ...]) -> None:
+    with pytest.raises(
+        UserInputError, match=r"is no runtime that is known here; these are onnxruntime, openvino, torch$"
+    ):
+        require_rivals("rivals", given)

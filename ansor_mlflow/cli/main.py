@@ -16,7 +16,6 @@ from typing import Any
 
 import click
 
-from ansor_mlflow import gone
 from ansor_mlflow.cli.command import COMMANDS, STANDARD_OUTPUT, command, known_error, report, write_output
 from ansor_mlflow.cli.console import say, say_marked, show
 from ansor_mlflow.cli.fleet_commands import fleet
@@ -39,6 +38,7 @@ from ansor_mlflow.parameters import (
     ShowRecordsOptions,
     TuneOptions,
     VerifyRecordsOptions,
+    gone,
     mlproject,
     parameters_markdown,
 )
@@ -267,7 +267,7 @@ def sync(drop: str) -> None:
 @cli.command("networks")
 def networks() -> None:
     """List the built-in networks and operators."""
-    from ansor_mlflow.networks import OPERATORS, read_catalogue
+    from ansor_mlflow.networks import BUILTIN_NETWORKS, OPERATORS, read_catalogue
 
     rows = [
         (
@@ -279,6 +279,7 @@ def networks() -> None:
         )
         for name, size in read_catalogue().items()
     ]
+    rows += [(name, "", "", "", "") for name in BUILTIN_NETWORKS.plugins]
     sizes = Table(rows, ["network", "~input", ">parameters", ">GFLOP", ">tasks"])
     show(Report("Networks", [sizes, Code("\n".join(OPERATORS.values()), "Operators")]))
 

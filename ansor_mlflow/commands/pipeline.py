@@ -17,7 +17,7 @@ from ansor_mlflow import names
 from ansor_mlflow.commands.doctor import warn_of_the_machine
 from ansor_mlflow.errors import INTERRUPTED_EXIT_CODE, AnsorMlflowError, UserInputError, error_for_exit_code
 from ansor_mlflow.foreign import Part, Report, Reported, Table, read_yaml
-from ansor_mlflow.measuring import choose_examples, require_examples, require_rivals
+from ansor_mlflow.measuring import RIVALS, choose_examples, require_examples, require_rivals
 from ansor_mlflow.model import require_pad
 from ansor_mlflow.parameters import (
     CompileOptions,
@@ -141,7 +141,7 @@ def run_pipeline(
         metrics = {
             **_pick(tuned, names.TUNING_METRICS),
             **_pick(compiled, _FROM_COMPILE),
-            **_pick(evaluated, (*names.SUMMARY_METRICS, names.ONNXRUNTIME_SHARE, names.PROBE_SPREAD)),
+            **_pick(evaluated, (*names.summary_metrics(RIVALS), names.ONNXRUNTIME_SHARE, names.PROBE_SPREAD)),
         }
         run.log_metrics(metrics)
         reasons = [step.data.tags.get(names.TAG_UNRELIABLE, "") for step in (tuned, evaluated)]
@@ -155,7 +155,7 @@ def run_pipeline(
         run.log_note(pipeline_note(tags[names.TAG_NETWORK], commands, told, metrics))
         version = None
         if options.register_as:
-            evidence = {name: f"{metrics[name]:.6g}" for name in names.SUMMARY_METRICS if name in metrics}
+            evidence = {name: f"{metrics[name]:.6g}" for name in names.summary_metrics(RIVALS) if name in metrics}
             version = register(model_uri, options.register_as, {**evidence, **tags})
         promotion = _promote(options, version) if options.promote and version else None
         return PipelineResult(

@@ -45,7 +45,14 @@ from ansor_mlflow.measuring.noise import (
     watched,
 )
 from ansor_mlflow.measuring.reference import ReferenceSession, is_quantized
-from ansor_mlflow.measuring.rivals.rival import choose_rivals, require_rivals, rival_inference, version_of
+from ansor_mlflow.measuring.rivals.table import (
+    RIVALS,
+    choose_rivals,
+    require_rivals,
+    rival_inference,
+    rival_titles,
+    version_of,
+)
 from ansor_mlflow.measuring.rivals.task import RivalTask
 from ansor_mlflow.measuring.timing import (
     Latency,

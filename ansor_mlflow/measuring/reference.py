@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
 from ansor_mlflow.device import CPU, Platform
+from ansor_mlflow.measuring.rivals.task import Rival, RivalTask
 from ansor_mlflow.tensors import Arrays
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class ReferenceSession:
         exact: Whether sums of products of 8 bits are exact, and nothing is rounded that the network does not round:
             ONNX Runtime's fastest kernels for CPUs without VNNI saturate in 16 bits, and those for weights of 4 bits
             round what they are multiplied with to 8.
-        device: Where it runs.
+        platform: The kind of device that it runs on.
 
     Raises:
         RuntimeError: It has nothing to run there with.
@@ -55,6 +56,13 @@ class ReferenceSession:
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Runs the network once; returns the outputs by name."""
         return dict(zip(self._outputs, self._session.run(None, dict(inputs)), strict=True))
+
+
+def _load(task: RivalTask) -> Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]:
+    return ReferenceSession(task.network, task.num_threads, platform=task.platform).run
+
+
+ONNXRUNTIME = Rival(title="ONNX Runtime", package="onnxruntime", load=_load)
 
 
 def is_quantized(network: Path) -> bool:

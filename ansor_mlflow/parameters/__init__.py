@@ -29,6 +29,7 @@ from ansor_mlflow.parameters.declaring import (
     listed,
 )
 from ansor_mlflow.parameters.generated import mlproject, parameters_markdown
+from ansor_mlflow.parameters.gone import why_gone
 from ansor_mlflow.parameters.model import (
     AliasOptions,
     CheckOptions,

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.foreign import read_yaml
-from ansor_mlflow.gone import PARAMETERS, why_gone
 from ansor_mlflow.parameters.declaring import Options, declared, default_text, grouped
+from ansor_mlflow.parameters.gone import PARAMETERS, why_gone
 
 _HALF = re.compile("[\ud800-\udfff]")
 """Halves of characters, which stand for bytes that are not UTF-8."""

@@ -13,7 +13,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from ansor_mlflow.foreign import plain_value, read_json
-from ansor_mlflow.settings import Rival
 
 MAX_PARAM_LENGTH = 6000
 """Characters of a param that MLflow keeps."""
@@ -89,7 +88,10 @@ InputValues = Annotated[
 ]
 NumberByName = Annotated[dict[str, float], BeforeValidator(_parse_json)]
 NonEmptyList = Annotated[tuple[NonEmpty, ...], BeforeValidator(_parse_list)]
-Rivals = Literal["auto", "none"] | Annotated[tuple[Rival, ...], BeforeValidator(_parse_list), Field(min_length=1)]
+Rivals = (
+    Literal["auto", "none"]
+    | Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_parse_list), Field(min_length=1)]
+)
 AliasName = Annotated[str, AfterValidator(_check_alias)]
 ModelName = Annotated[str, AfterValidator(_check_model_name)]
 ModelAddress = Annotated[str, AfterValidator(_check_model)]

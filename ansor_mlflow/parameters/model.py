@@ -21,7 +21,6 @@ from ansor_mlflow.parameters.declaring import (
 )
 from ansor_mlflow.parameters.networks import LinkOptions, RecordsOptions, RpcOptions, SeedOptions, Trust
 from ansor_mlflow.parameters.tuning import TuneOptions
-from ansor_mlflow.settings import Rival
 
 Tolerance = Annotated[
     PositiveFloat | Auto,
@@ -145,7 +144,7 @@ class AliasOptions(Options):
         ge=0,
         lt=1,
     )
-    champion: Rival | None = parameter(
+    champion: str | None = parameter(
         "Runtime that the candidate must beat, too, on its own network and threads: what is served today, where "
         "that is no version; none by default.",
         default=None,

@@ -125,6 +125,14 @@ class MeasureOptions(RpcOptions, LinkOptions):
         default="auto",
         under="measure.build_workers",
     )
+    runner: str = parameter(
+        "What measures programs: local, rpc, or the name of a plugin's (docs/extend.md); auto is rpc with "
+        "rpc_tracker, else local.",
+        "auto, or the name of a runner",
+        default="auto",
+        under="measure.runner",
+        min_length=1,
+    )
     rpc_retries: int = parameter(
         "Times that a program is measured again, on another server, when a server was lost with it.",
         default=1,

@@ -8,4 +8,13 @@ from ansor_mlflow.sketches.contraction import (
     is_made_of_blocks,
 )
 from ansor_mlflow.sketches.gpu import gpu_program, schedule_for_gpu, unbound_kernels
-from ansor_mlflow.sketches.sketch import ANNOTATION, Programs, Tile, find_decision, find_programs, why_not_compilable
+from ansor_mlflow.sketches.sketch import (
+    ANNOTATION,
+    SKETCHES,
+    Programs,
+    Sketch,
+    Tile,
+    find_decision,
+    find_programs,
+    why_not_compilable,
+)

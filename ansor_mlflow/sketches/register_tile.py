@@ -23,7 +23,7 @@ from math import ceil, prod
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from ansor_mlflow.sketches.contraction import MAX_EPILOGUE, Contraction
+from ansor_mlflow.sketches.contraction import MAX_EPILOGUE, Contraction, find_contraction
 from ansor_mlflow.sketches.estimate import LAUNCH_CYCLES, Estimate, Machine
 from ansor_mlflow.sketches.tile import PadAt, RegisterTile, TiledAxes, divisors, power_of_two
 
@@ -64,6 +64,12 @@ class RegisterTiling:
         self._machine = machine
         self._axes = TiledAxes.of(contraction)
         self._estimate = Estimate(contraction, self._axes, machine)
+
+    @classmethod
+    def find(cls, mod: IRModule, machine: Machine) -> RegisterTiling | None:
+        """The sketch for a task's function; None where it is no contraction."""
+        contraction = find_contraction(mod)
+        return None if contraction is None else cls(mod, contraction, machine)
 
     def tiles(self) -> list[RegisterTile]:
         """All tiles that are worth a trial, the one that is taken without any first."""

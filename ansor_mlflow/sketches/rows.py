@@ -68,6 +68,11 @@ class RowTiling:
         self._mod = mod
         self._machine = machine
 
+    @classmethod
+    def find(cls, mod: IRModule, machine: Machine) -> RowTiling:
+        """The sketch for any task's function."""
+        return cls(mod, machine)
+
     def tiles(self) -> list[RowTile]:
         """All tiles that are worth a trial, the one that is taken without any first."""
         from tvm.s_tir import Schedule

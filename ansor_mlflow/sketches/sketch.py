@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ansor_mlflow.codegen import pass_config, tir_pipeline
 from ansor_mlflow.device import platform_of
 from ansor_mlflow.errors import first_line
-from ansor_mlflow.sketches.contraction import find_contraction, has_sums, is_made_of_blocks
+from ansor_mlflow.plugins import PluginTable
+from ansor_mlflow.sketches.contraction import has_sums, is_made_of_blocks
 from ansor_mlflow.sketches.estimate import Machine
 from ansor_mlflow.sketches.register_tile import RegisterTiling
 from ansor_mlflow.sketches.rows import RowTiling
@@ -93,6 +94,10 @@ class Sketch(Protocol):
     name: str
     """The name that users read."""
 
+    @classmethod
+    def find(cls, mod: IRModule, machine: Machine) -> Sketch | None:
+        """The sketch for the function "main" of a task's module; None where it knows no program of it."""
+
     def tiles(self) -> list[Tile]:
         """All decisions that are worth a trial, the one that is taken without any first."""
 
@@ -107,6 +112,14 @@ class Sketch(Protocol):
 
     def schedule(self, tile: Tile) -> Schedule:
         """The program of a decision, as a schedule whose trace has plain instructions alone."""
+
+
+SKETCHES: PluginTable[type[Sketch]] = PluginTable(
+    "sketches",
+    {"winograd": WinogradTiling, "register tile": RegisterTiling, "rows": RowTiling},
+    lambda found: hasattr(found, "find"),
+)
+"""The sketches by name, in the order in which they are asked; the last takes what no other does."""
 
 
 class Programs:
@@ -173,10 +186,8 @@ def find_programs(mod: IRModule, target: Target) -> Programs | None:
 
 
 def _find_sketch(mod: IRModule, machine: Machine) -> Sketch:
-    if (winograd := WinogradTiling.find(mod, machine)) is not None:
-        return winograd
-    contraction = find_contraction(mod)
-    return RowTiling(mod, machine) if contraction is None else RegisterTiling(mod, contraction, machine)
+    names = (*SKETCHES.plugins, *SKETCHES.own)  # whoever adds one means it to be taken
+    return next(found for name in names if (found := SKETCHES[name].find(mod, machine)) is not None)
 
 
 def decision_text(sketch: str, tile: Tile) -> str:

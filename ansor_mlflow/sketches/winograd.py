@@ -133,11 +133,11 @@ class WinogradTiling:
         self._shape = shape
         self._machine = machine
 
-    @staticmethod
-    def find(mod: IRModule, machine: Machine) -> WinogradTiling | None:
+    @classmethod
+    def find(cls, mod: IRModule, machine: Machine) -> WinogradTiling | None:
         """The sketch for a task's function; None where it is no such convolution."""
         shape = _Shape.of(mod)
-        return None if shape is None else WinogradTiling(mod, shape, machine)
+        return None if shape is None else cls(mod, shape, machine)
 
     def tiles(self) -> list[WinogradTile]:
         """All tiles that are worth a trial, the one that is taken without any first."""

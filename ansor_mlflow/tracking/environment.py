@@ -24,12 +24,21 @@ from sqlalchemy.engine import make_url
 from ansor_mlflow.device import DeviceFingerprint, available_cpus, try_huge_pages
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, one_line
 from ansor_mlflow.foreign import without_credentials
-from ansor_mlflow.names import RIVALS
+from ansor_mlflow.measuring import RIVALS
 
 _SQLITE = "sqlite"
 _MISSING = {"RESOURCE_DOES_NOT_EXIST", "NOT_FOUND"}
 _USER_ERRORS = {"INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS", *_MISSING}
-_PACKAGES = ("ansor_mlflow", "apache-tvm", "apache-tvm-ffi", "mlflow", "numpy", "onnx", *RIVALS, "xgboost")
+_PACKAGES = (
+    "ansor_mlflow",
+    "apache-tvm",
+    "apache-tvm-ffi",
+    "mlflow",
+    "numpy",
+    "onnx",
+    *(rival.package for rival in RIVALS.own.values()),
+    "xgboost",
+)
 
 
 def describe_environment(device: DeviceFingerprint) -> dict[str, Any]:

@@ -20,8 +20,7 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError, add_note, one_line, only_warn
 from ansor_mlflow.files import path_below, translated_disk_errors
 from ansor_mlflow.foreign import read_json, typed, without_credentials
-from ansor_mlflow.gone import why_gone
-from ansor_mlflow.parameters import MAX_PARAM_LENGTH, Options, as_text
+from ansor_mlflow.parameters import MAX_PARAM_LENGTH, Options, as_text, why_gone
 from ansor_mlflow.tracking.environment import translated_errors
 from ansor_mlflow.tracking.killed import (
     WORK_ROOT,

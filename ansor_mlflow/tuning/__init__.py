@@ -2,7 +2,7 @@
 
 from ansor_mlflow.processes import Outcome, start_fork_server
 from ansor_mlflow.tuning.candidates import candidate_of, log_lines
-from ansor_mlflow.tuning.job import TuningJob, directory_lock, tune_job
+from ansor_mlflow.tuning.job import RunnerTask, TuningJob, directory_lock, runner_name, tune_job
 from ansor_mlflow.tuning.ledger import Ledger, RoundLog
 from ansor_mlflow.tuning.program_search import TaskSearch, make_cost_model
 from ansor_mlflow.tuning.replay import COPIES_OF_ARGUMENTS, Replayer

@@ -8,7 +8,7 @@ import logging
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +23,7 @@ from ansor_mlflow.fleet import RpcRunner, build_reference_kernel, fleet_settings
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.model import require_linker
 from ansor_mlflow.parameters import MeasureOptions, SearchOptions
+from ansor_mlflow.plugins import PluginTable
 from ansor_mlflow.records import Journal, RecordLog, Seed, read_durations, read_journal, read_seeds, read_similar
 from ansor_mlflow.trials import TuningObserver, TuningPlan, TuningResult
 from ansor_mlflow.tuning.candidates import candidate_of
@@ -170,6 +171,47 @@ def _drop_inapplicable(job: TuningJob, log: RecordLog) -> None:
                 log.drop(task.info.workload_hash, record)
 
 
+@dataclass(frozen=True)
+class RunnerTask:
+    """What a runner of a tuning is made of."""
+
+    settings: MeasureSettings
+    device: Device
+    options: MeasureOptions
+    builder: Builder
+    """Builds programs for the device, such as one to compare servers with."""
+    memory_bytes: int
+    """What a process that measures may take."""
+
+
+def _local_runner(task: RunnerTask) -> Runner:
+    # the driver of a device maps more memory than it uses
+    bound = task.memory_bytes if task.device.platform.in_process else None
+    return LocalRunner(task.settings, memory_bytes=bound, cpus=task.device.cpus)
+
+
+def _rpc_runner(task: RunnerTask) -> Runner:
+    fleet = fleet_settings(task.options)
+    if fleet is None:
+        raise UserInputError("runner=rpc, but rpc_tracker is empty; give the address of a tracker")
+    return RpcRunner(task.settings, fleet, build_reference_kernel(task.builder), memory_bytes=task.memory_bytes)
+
+
+RUNNERS: PluginTable[Callable[[RunnerTask], Runner]] = PluginTable(
+    "runners", {"local": _local_runner, "rpc": _rpc_runner}, callable
+)
+"""What makes the runner of a tuning, by the name that users give."""
+
+
+def runner_name(options: MeasureOptions) -> str:
+    """The name of what measures programs; a `UserInputError` where there is none of that name."""
+    if options.runner == "auto":
+        return "rpc" if options.rpc_tracker else "local"
+    if options.runner not in RUNNERS:
+        raise UserInputError(f"runner={options.runner}: there is none of that name; give auto, {', '.join(RUNNERS)}")
+    return options.runner
+
+
 @contextlib.contextmanager
 def _workers(job: TuningJob, options: MeasureOptions) -> Iterator[tuple[Builder, Runner]]:
     """Builder and runner with their bounds of memory; arguments and stacks of a program come on top of the runner's."""
@@ -192,14 +234,8 @@ def _workers(job: TuningJob, options: MeasureOptions) -> Iterator[tuple[Builder,
             + (settings.rest.passing_bytes if settings.rest else 0)
             + job.device.num_threads * _STACK_BYTES
         )
-        runner: Runner
-        if fleet := fleet_settings(options):
-            runner = RpcRunner(settings, fleet, build_reference_kernel(builder), memory_bytes=bound_bytes)
-        else:
-            # the driver of a device maps more memory than it uses
-            bound = bound_bytes if job.device.platform.in_process else None
-            runner = LocalRunner(settings, memory_bytes=bound, cpus=job.device.cpus)
-        with contextlib.closing(runner):
+        make_runner = RUNNERS[runner_name(options)]
+        with contextlib.closing(make_runner(RunnerTask(settings, job.device, options, builder, bound_bytes))) as runner:
             yield builder, runner
 
 

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy.typing as npt
-import openvino
 
 from ansor_mlflow.device import CPU
+from ansor_mlflow.measuring.rivals.task import Rival, RivalTask
 from ansor_mlflow.tensors import Arrays
-
-if TYPE_CHECKING:
-    from ansor_mlflow.measuring.compare import Inference
-    from ansor_mlflow.measuring.rivals.task import RivalTask
-
 
 _WHERE = re.compile(r"(Exception from|Check '[^']*' failed at) \S+:\d+:\s*")
 """The lines of C++ that an error has passed, which come before what it says."""
 
 
-def openvino_inference(task: RivalTask) -> Inference:
-    """The network in one stream, in its own precision."""
+def _load(task: RivalTask) -> Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]:
+    """Compiles the network for one stream, in its own precision."""
+    import openvino
+
     if task.platform != CPU:
         raise ValueError(f"it does not run on {task.platform.name}")
     config: dict[str, Any] = {
@@ -42,3 +39,6 @@ def openvino_inference(task: RivalTask) -> Inference:
         return {name: values[index] for index, name in enumerate(task.outputs)}
 
     return run
+
+
+OPENVINO = Rival(title="OpenVINO", package="openvino", load=_load)

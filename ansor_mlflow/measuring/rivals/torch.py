@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy.typing as npt
-import torch
-from torch.utils._pytree import tree_leaves
 
-from ansor_mlflow.networks import load_program
+from ansor_mlflow.measuring.rivals.task import Rival, RivalTask
 from ansor_mlflow.tensors import Arrays, random_inputs
 
-if TYPE_CHECKING:
-    from ansor_mlflow.measuring.compare import Inference
-    from ansor_mlflow.measuring.rivals.task import RivalTask
 
-
-def torch_inference(task: RivalTask) -> Inference:
+def _load(task: RivalTask) -> Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]:
     """The exported program, compiled by Inductor; reading it can run its author's code, so only in a child process."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    from ansor_mlflow.networks import load_program
+
     if task.program is None:
         raise ValueError("there is no exported program of PyTorch that it came from, or trust=true is not given")
     device = task.platform.name
@@ -40,3 +39,6 @@ def torch_inference(task: RivalTask) -> Inference:
 
     run(random_inputs(task.inputs, seed=0))  # the first call compiles, which takes seconds
     return run
+
+
+TORCH = Rival(title="torch.compile", package="torch", load=_load, to_install="torch onnxscript", needs_program=True)

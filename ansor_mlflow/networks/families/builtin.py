@@ -14,15 +14,20 @@ from ansor_mlflow.networks import operators
 from ansor_mlflow.networks.families import bert, convolutional, inception, mlp, resnet
 from ansor_mlflow.networks.families.family import BuiltinNetwork
 from ansor_mlflow.networks.shapes import resolve_shapes
+from ansor_mlflow.plugins import PluginTable
 
-BUILTIN_NETWORKS: dict[str, BuiltinNetwork] = {
-    **resnet.NETWORKS,
-    **convolutional.NETWORKS,
-    **inception.NETWORKS,
-    **mlp.NETWORKS,
-    **bert.NETWORKS,
-    **operators.NETWORKS,
-}
+BUILTIN_NETWORKS: PluginTable[BuiltinNetwork] = PluginTable(
+    "networks",
+    {
+        **resnet.NETWORKS,
+        **convolutional.NETWORKS,
+        **inception.NETWORKS,
+        **mlp.NETWORKS,
+        **bert.NETWORKS,
+        **operators.NETWORKS,
+    },
+    lambda found: isinstance(found, BuiltinNetwork),
+)
 
 
 def build_builtin(

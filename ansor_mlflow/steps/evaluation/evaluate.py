@@ -71,7 +71,7 @@ class EvaluateResult(Reported):
     target: str
     """Short description of the library that ran, such as "llvm znver4 ×2"."""
     metrics: dict[str, float]
-    """The metrics of `names.SUMMARY_METRICS` that were measured."""
+    """The metrics of `names.summary_metrics` that were measured."""
 
     def report(self) -> Report:
         """Latencies, speedups and errors."""

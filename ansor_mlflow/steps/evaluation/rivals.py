@@ -12,6 +12,7 @@ from typing import Any
 from ansor_mlflow import names
 from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.measuring import (
+    RIVALS,
     Deviation,
     Latency,
     MakeInference,
@@ -23,7 +24,6 @@ from ansor_mlflow.measuring import (
 )
 from ansor_mlflow.model import LibraryEntry, Manifest, threads_here
 from ansor_mlflow.parameters import Rivals
-from ansor_mlflow.settings import Rival
 from ansor_mlflow.tensors import Arrays
 from ansor_mlflow.tracking import find_program
 
@@ -34,7 +34,7 @@ _log = logging.getLogger("ansor_mlflow")
 class CheckedRival:
     """A rival that has run a network, or could not."""
 
-    name: Rival
+    name: str
     make_inference: MakeInference
     deviation: Deviation | None = None
     """How far its outputs are from the reference; None where it cannot run the network."""
@@ -63,11 +63,12 @@ def rival_task(
 ) -> RivalTask:
     """What rivals compute in the place of a model, on the same device and with as many threads."""
     network = str(entry.provenance.get("network", ""))
+    needs_program = any(RIVALS[name].needs_program for name in choose_rivals(given))
     return RivalTask(
         network=directory / names.NETWORK_FILE,
         outputs=tuple(spec.name for spec in manifest.outputs),
         num_threads=threads_here(entry),
-        program=find_program(network, scratch / "program") if trust and "torch" in choose_rivals(given) else None,
+        program=find_program(network, scratch / "program") if needs_program and trust else None,
         inputs=manifest.inputs,
         platform=manifest.platform,
     )
@@ -85,40 +86,41 @@ def check_rivals(
 
     One that cannot run the network, or computes something else, is a warning.
     """
-    chosen = [rival for rival in choose_rivals(given) if given != "auto" or rival != "torch" or task.program]
+    is_auto = given == "auto"
+    chosen = [each for each in choose_rivals(given) if task.program or not (is_auto and RIVALS[each].needs_program)]
     if not chosen:
         return []
     if why_absent:
-        _log.info("%s not timed: %s", " and ".join(names.RIVALS[rival] for rival in chosen), why_absent)
+        _log.info("%s not timed: %s", " and ".join(RIVALS[rival].title for rival in chosen), why_absent)
         return [
             CheckedRival(name=rival, make_inference=partial(rival_inference, rival, task), absent=why_absent)
             for rival in chosen
         ]
-    _log.info("comparing the outputs of %s", ", ".join(names.RIVALS[rival] for rival in chosen))
+    _log.info("comparing the outputs of %s", ", ".join(RIVALS[rival].title for rival in chosen))
     return [_check(rival, task, examples, expected, tolerance) for rival in chosen]
 
 
 def _check(
-    rival: Rival, task: RivalTask, examples: Sequence[Arrays], expected: Sequence[Arrays], tolerance: float
+    rival: str, task: RivalTask, examples: Sequence[Arrays], expected: Sequence[Arrays], tolerance: float
 ) -> CheckedRival:
     make_inference = partial(rival_inference, rival, task)
     try:
         deviation = deviation_of(make_inference, examples, expected)
     except (MachineError, UserInputError) as err:
-        _log.warning("%s is not timed: %s", names.RIVALS[rival], err)
+        _log.warning("%s is not timed: %s", RIVALS[rival].title, err)
         return CheckedRival(name=rival, make_inference=make_inference, absent=str(err))
     is_right = deviation.max_rel_error <= tolerance
     if not is_right:
         _log.warning(
             "%s computes something else, max_rel_error=%.3g, allowed is %g; it is timed, but is not the best rival",
-            names.RIVALS[rival],
+            RIVALS[rival].title,
             deviation.max_rel_error,
             tolerance,
         )
     return CheckedRival(name=rival, make_inference=make_inference, deviation=deviation, is_right=is_right)
 
 
-def best_of(rivals: Sequence[CheckedRival], latencies: Mapping[str, Latency]) -> Rival | None:
+def best_of(rivals: Sequence[CheckedRival], latencies: Mapping[str, Latency]) -> str | None:
     """The fastest rival whose outputs are right; None where there is none."""
     right = [rival.name for rival in rivals if rival.is_right]
     return min(right, key=lambda name: latencies[name].median_ms, default=None)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import mlflow
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.measuring import (
+    RIVALS,
     MachineNoise,
     MakeInference,
     Ratio,
@@ -28,9 +28,7 @@ from ansor_mlflow.measuring import (
     turn_in_process,
 )
 from ansor_mlflow.model import LibraryEntry, Manifest, choose_library, verified_manifest
-from ansor_mlflow.names import RIVALS
 from ansor_mlflow.parameters import PromoteOptions
-from ansor_mlflow.settings import Rival
 from ansor_mlflow.steps.evaluation import rival_task
 from ansor_mlflow.tensors import Arrays, NetworkShapes, TensorSpec, all_sizes
 from ansor_mlflow.tracking import translated_errors
@@ -62,7 +60,7 @@ class Contender:
         entry = choose_library(directory, manifest)
         return Contender(version=version, directory=directory, manifest=manifest, entry=entry)
 
-    def as_rival(self, rival: Rival, scratch: Path, *, trust: bool) -> Contender:
+    def as_rival(self, rival: str, scratch: Path, *, trust: bool) -> Contender:
         """A rival in the place of the library, with as many threads."""
         task = rival_task((rival,), self.directory, self.manifest, self.entry, scratch, trust=trust)
         return replace(self, version=rival, rival_task=task)
@@ -76,7 +74,7 @@ class Contender:
     def make_inference(self) -> MakeInference:
         """What is run in a child process."""
         if self.rival_task:
-            return partial(rival_inference, cast("Rival", self.version), self.rival_task)
+            return partial(rival_inference, self.version, self.rival_task)
         return partial(library_inference, self.directory / self.entry.path, self.manifest, self.entry)
 
     def has_network_of(self, other: Contender) -> bool:
@@ -110,7 +108,7 @@ def _described(specs: tuple[TensorSpec, ...]) -> str:
 
 def _called(version: str) -> str:
     """A version, or a rival, as a part of a sentence."""
-    return f"version {version}" if version.isdigit() else RIVALS[cast("Rival", version)]
+    return f"version {version}" if version.isdigit() else RIVALS[version].title
 
 
 @dataclass(frozen=True, kw_only=True)

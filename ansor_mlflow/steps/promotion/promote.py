@@ -26,7 +26,7 @@ from ansor_mlflow.measuring import (
 )
 from ansor_mlflow.model import threads_here
 from ansor_mlflow.parameters import AliasOptions, PromoteOptions
-from ansor_mlflow.settings import LoweringSettings, Rival
+from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.promotion.contest import Contender, Contest, common_sizes, compete
 from ansor_mlflow.steps.promotion.decision import Promotion, PromotionOutcome
 from ansor_mlflow.tensors import NetworkShapes, all_sizes
@@ -102,7 +102,7 @@ def _promote(options: PromoteOptions, version: str, run: StepRun) -> Promotion:
     return settled
 
 
-def rivals_of(options: AliasOptions) -> tuple[Rival, ...]:
+def rivals_of(options: AliasOptions) -> tuple[str, ...]:
     """The rival that a candidate must beat, if there is one."""
     return (options.champion,) if options.champion else ()
 

@@ -59,6 +59,7 @@ from ansor_mlflow.tuning import (
     make_cost_model,
     require_valid_trials,
     resolve_num_trials,
+    runner_name,
     sketched_workloads,
     start_fork_server,
     tune_job,
@@ -147,6 +148,7 @@ def prepare_tuning(options: TuneOptions) -> TuningWork:
             f"cache_flush=true flushes the caches of a CPU, and target={options.target} is none; leave it out"
         )
     require_linker(device.fingerprint.machine, options.linker)
+    runner_name(options)
     make_cost_model(options.cost_model, device.num_threads, options.seed)
     if options.trials:
         start_fork_server()  # it loads TVM while the network is lowered

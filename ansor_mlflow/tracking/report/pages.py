@@ -26,30 +26,13 @@ from ansor_mlflow.foreign import (
     printable,
     without_credentials,
 )
-from ansor_mlflow.measuring import KernelTimes
+from ansor_mlflow.measuring import KernelTimes, rival_titles
 from ansor_mlflow.tracking.report.history import TaskHistory, TuningHistory
 from ansor_mlflow.trials import StopReason, TrialStatus
 
 _MAX_KERNELS = 5
 _MAX_LINES = 80
 """Lines of a schedule that are shown."""
-_FIGURES = (
-    ("untuned", names.UNTUNED_LATENCY_MS, "{:.4g} ms"),
-    ("without trials", names.INSTANT_LATENCY_MS, "{:.4g} ms"),
-    *((title, names.rival_latency_ms(rival), "{:.4g} ms") for rival, title in names.RIVALS.items()),
-    ("tuned", names.LATENCY_MS, "{:.4g} ms"),
-    ("tuned, 90th percentile", names.LATENCY_P90_MS, "{:.4g} ms"),
-    ("tuned, as estimated by the tuning", names.BEST_LATENCY_MS, "{:.4g} ms"),
-    ("and as its second measurements say", names.CONFIRMED_LATENCY_MS, "{:.4g} ms"),
-    ("measured / second measurements", names.ESTIMATE_RATIO, "{:.2f}"),
-    ("speedup over untuned", names.SPEEDUP_VS_UNTUNED, "{:.1f} ×"),
-    *((f"speedup over {title}", names.speedup_vs(rival), "{:.2f} ×") for rival, title in names.RIVALS.items()),
-    ("speedup over the best of them", names.SPEEDUP_VS_BEST, "{:.2f} ×"),
-    ("share of ONNX Runtime's parts", names.ONNXRUNTIME_SHARE, "{:.1%}"),
-    ("largest relative error", names.MAX_REL_ERROR, "{:.1e}"),
-    ("coverage of tasks", names.COVERAGE_TASKS, "{:.0%}"),
-    ("trials", names.TRIALS_MEASURED, "{:.0f}"),
-)
 STOP_REASONS = {
     StopReason.TRIALS: "the budget of trials was spent",
     StopReason.MINUTES: "the budget of time was spent",
@@ -75,6 +58,28 @@ _TASK_HEADERS = (
 _WARM_START_HEADERS = ("source", ">records", ">applied", ">for the cost model", "note")
 
 
+def _figures() -> list[tuple[str, str, str]]:
+    """What is shown of a model: titles, metrics and formats."""
+    titles = rival_titles()
+    return [
+        ("untuned", names.UNTUNED_LATENCY_MS, "{:.4g} ms"),
+        ("without trials", names.INSTANT_LATENCY_MS, "{:.4g} ms"),
+        *((title, names.rival_latency_ms(rival), "{:.4g} ms") for rival, title in titles.items()),
+        ("tuned", names.LATENCY_MS, "{:.4g} ms"),
+        ("tuned, 90th percentile", names.LATENCY_P90_MS, "{:.4g} ms"),
+        ("tuned, as estimated by the tuning", names.BEST_LATENCY_MS, "{:.4g} ms"),
+        ("and as its second measurements say", names.CONFIRMED_LATENCY_MS, "{:.4g} ms"),
+        ("measured / second measurements", names.ESTIMATE_RATIO, "{:.2f}"),
+        ("speedup over untuned", names.SPEEDUP_VS_UNTUNED, "{:.1f} ×"),
+        *((f"speedup over {title}", names.speedup_vs(rival), "{:.2f} ×") for rival, title in titles.items()),
+        ("speedup over the best of them", names.SPEEDUP_VS_BEST, "{:.2f} ×"),
+        ("share of ONNX Runtime's parts", names.ONNXRUNTIME_SHARE, "{:.1%}"),
+        ("largest relative error", names.MAX_REL_ERROR, "{:.1e}"),
+        ("coverage of tasks", names.COVERAGE_TASKS, "{:.0%}"),
+        ("trials", names.TRIALS_MEASURED, "{:.0f}"),
+    ]
+
+
 def run_address(experiment_id: str, run_id: str) -> str:
     """Address of a run in the UI; where no server runs, in that of the one that `server_command` starts."""
     uri = mlflow.get_tracking_uri()
@@ -94,7 +99,7 @@ def _is_served(tracking_uri: str) -> bool:
 
 def summary_rows(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """Labels and figures, of the metrics that there are: the latencies of what was compared first."""
-    return [(label, form.format(metrics[name])) for label, name, form in _FIGURES if name in metrics]
+    return [(label, form.format(metrics[name])) for label, name, form in _figures() if name in metrics]
 
 
 def result_rows(history: TuningHistory) -> list[tuple[str, str]]:

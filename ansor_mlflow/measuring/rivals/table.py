@@ -1,0 +1,68 @@
+"""The rivals by name, which are here, and the call of one in a child process."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal
+
+from ansor_mlflow.errors import MachineError, UserInputError
+from ansor_mlflow.measuring.compare import Inference, explained
+from ansor_mlflow.measuring.reference import ONNXRUNTIME
+from ansor_mlflow.measuring.rivals.openvino import OPENVINO
+from ansor_mlflow.measuring.rivals.task import Rival, RivalTask
+from ansor_mlflow.measuring.rivals.torch import TORCH
+from ansor_mlflow.plugins import PluginTable
+
+RIVALS = PluginTable(
+    "rivals", {"onnxruntime": ONNXRUNTIME, "openvino": OPENVINO, "torch": TORCH}, lambda found: isinstance(found, Rival)
+)
+
+
+def rival_titles() -> dict[str, str]:
+    """What users read, by name; of plugins, which are not loaded for this, the names of their entry points."""
+    return {name: RIVALS[name].title if name in RIVALS.own else name for name in RIVALS}
+
+
+def version_of(rival: str) -> str | None:
+    """The version that is installed here; None where it is not."""
+    try:
+        return importlib.metadata.version(RIVALS[rival].package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def require_rivals(parameter: str, given: Sequence[str] | Literal["auto", "none"]) -> None:
+    """Checks that the rivals that a user named in a parameter are known and installed.
+
+    Raises:
+        UserInputError: One is not known.
+        MachineError: One is not installed, or is a plugin that cannot be loaded.
+    """
+    if given in ("auto", "none"):
+        return
+    if unknown := [rival for rival in given if rival not in RIVALS]:
+        raise UserInputError(
+            f"{parameter}={','.join(given)}: {unknown[0]} is no runtime that is known here; these are "
+            f"{', '.join(RIVALS)}"
+        )
+    missing = [rival for rival in choose_rivals(given) if version_of(rival) is None]
+    if missing:
+        to_install = " ".join(RIVALS[rival].to_install or RIVALS[rival].package for rival in missing)
+        raise MachineError(
+            f"{parameter}={','.join(given)}: {' and '.join(missing)} must be installed here; pip install {to_install}, "
+            "or leave it out"
+        )
+
+
+def choose_rivals(given: Sequence[str] | Literal["auto", "none"]) -> tuple[str, ...]:
+    """The rivals that a parameter means; auto is those that are installed here."""
+    if given == "none":
+        return ()
+    return tuple(rival for rival in RIVALS if (version_of(rival) if given == "auto" else rival in given))
+
+
+def rival_inference(rival: str, task: RivalTask) -> Inference:
+    """A rival, whose packages only this process loads; see `explained`."""
+    return explained(RIVALS[rival].title, partial(RIVALS[rival].load, task))
