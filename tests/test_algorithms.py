@@ -299,7 +299,7 @@ def test_each_way_says_what_it_loses(host_target: Target) -> None:
 def test_a_way_that_loses_too_much_is_not_offered(host_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     (algorithms,) = layers_of(lower(load_network(conv(28, 28, 32, 32)).model, host_target))
     between = ((algorithms[1].info.max_rel_error or 0) + (algorithms[2].info.max_rel_error or 0)) / 2
-    monkeypatch.setattr("ansor_mlflow.lowering.algorithms.tasks._MAX_REL_ERROR", between)
+    monkeypatch.setattr("ansor_mlflow.lowering.algorithms.find._MAX_REL_ERROR", between)
     (left,) = layers_of(lower(load_network(conv(28, 28, 32, 32)).model, host_target))
     assert [task.info.algorithm for task in left] == ["direct", "winograd 2x2"]
 

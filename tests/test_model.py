@@ -32,8 +32,8 @@ from ansor_mlflow.model.manifest import LibraryEntry, Manifest, verify_package
 from ansor_mlflow.model.package import CompiledNetwork, read_package, write_package
 from ansor_mlflow.model.parts import as_array
 from ansor_mlflow.names import NETWORK_FILE
+from ansor_mlflow.networks import input_specs
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.networks.onnx_file import input_specs
 from ansor_mlflow.records.store import RECORD_FILE
 from ansor_mlflow.tensors import TensorSpec, random_inputs
 

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from ansor_mlflow.measuring import ReferenceSession, is_quantized, same_for_all, seeded_inputs, what_to_do
-from ansor_mlflow.networks.onnx_file import input_specs, output_specs
+from ansor_mlflow.networks import input_specs, output_specs
 from ansor_mlflow.tensors import Arrays, NetworkShapes
 
 F, INTEGER = TensorProto.FLOAT, TensorProto.INT64

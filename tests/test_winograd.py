@@ -19,8 +19,7 @@ from ansor_mlflow.device import available_cpus
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering.algorithms import NoAlgorithmError, find_algorithms
-from ansor_mlflow.lowering.algorithms.accuracy import error_of
-from ansor_mlflow.lowering.algorithms.winograd import TILES, transform_weights, transforms
+from ansor_mlflow.lowering.algorithms.winograd import TILES, error_of, transform_weights, transforms
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.model.library import compile_tuned
 from ansor_mlflow.networks.graph import GraphBuilder

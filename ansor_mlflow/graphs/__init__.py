@@ -1,9 +1,8 @@
 """ONNX graphs, rewritten before TVM sees them."""
 
 from ansor_mlflow.graphs.channel_padding import PaddedLayer, best_padding, layers_to_pad, pad_output_channels
-from ansor_mlflow.graphs.extract import ancestors, extract
-from ansor_mlflow.graphs.operators.rewritings import rewrite_operators
-from ansor_mlflow.graphs.partition import GraphPart, Side, partition
+from ansor_mlflow.graphs.operators.rewritings import fallback_reasons, rewrite_operators
+from ansor_mlflow.graphs.partition import GraphPart, ancestors, extract, partition
 from ansor_mlflow.graphs.row_dependence import rows_of
 from ansor_mlflow.graphs.simplify import fold_batch_norms, give_outputs_nodes, raise_opset, simplify
 from ansor_mlflow.graphs.types import (
@@ -15,6 +14,15 @@ from ansor_mlflow.graphs.types import (
     static_shape,
     value_infos,
 )
-from ansor_mlflow.graphs.unsupported import fallback_reasons
-from ansor_mlflow.graphs.walk import branches_of, constants_of, inputs_of, nodes_of, producers_of, tensors_of, uses
-from ansor_mlflow.graphs.weights import MAX_SHAPE_ELEMENTS, with_weights, without_numbers
+from ansor_mlflow.graphs.walk import (
+    MAX_SHAPE_ELEMENTS,
+    branches_of,
+    constants_of,
+    inputs_of,
+    nodes_of,
+    producers_of,
+    tensors_of,
+    uses,
+    with_weights,
+    without_numbers,
+)

@@ -14,8 +14,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from ansor_mlflow.graphs.walk import attributes_of, opset_version, uses
-from ansor_mlflow.graphs.weights import remove_unused_initializers
+from ansor_mlflow.graphs.walk import attributes_of, opset_version, remove_unused_initializers, uses
 
 _MIN_GAIN = 2.0
 """Predicted speedup above which a layer is padded: the prediction is optimistic."""
@@ -44,20 +43,24 @@ class PaddedLayer:
 def layers_to_pad(model: onnx.ModelProto, lanes: int) -> list[PaddedLayer]:
     """The layers that `pad_output_channels` would pad for vectors of so many elements, in the order of the graph."""
     constants = {initializer.name: initializer for initializer in model.graph.initializer}
-    found = ((node, layer) for node in model.graph.node if (layer := _layer(node, constants)) is not None)
     return [
         PaddedLayer(node.name or node.output[0], layer.channels, padded)
-        for node, layer in found
-        if (padded := best_padding(layer.channels, lanes)) != layer.channels
+        for node in model.graph.node
+        if (layer := _layer(node, constants)) is not None
+        and (padded := best_padding(layer.channels, lanes)) != layer.channels
     ]
 
 
 def best_padding(channels: int, lanes: int) -> int:
     """The number of channels to compute instead of `channels`: the same where padding promises too little."""
+
+    def efficiency(size: int) -> float:
+        """Useful share of the vector lanes; vectors of sketches are powers of two, as LLVM does badly with others."""
+        return min(size & -size, lanes) / lanes * channels / size
+
     candidates = range(channels, int(channels * _MAX_GROWTH) + 1)
-    best = max(candidates, key=lambda size: (_efficiency(size, channels, lanes), -size))
-    gain = _efficiency(best, channels, lanes) / _efficiency(channels, channels, lanes)
-    return best if gain > _MIN_GAIN else channels
+    best = max(candidates, key=lambda size: (efficiency(size), -size))
+    return best if efficiency(best) / efficiency(channels) > _MIN_GAIN else channels
 
 
 def pad_output_channels(model: onnx.ModelProto, padding: Callable[[int], int]) -> onnx.ModelProto:
@@ -76,21 +79,11 @@ def pad_output_channels(model: onnx.ModelProto, padding: Callable[[int], int]) -
     del graph.node[:]
     graph.node.extend(nodes)
     used = set(uses(graph))
-    for node in [node for node in nodes if rewriter.is_slice(node) and node.output[0] not in used]:
-        graph.node.remove(node)
+    for node in [node for node in nodes if node.op_type == "Slice" and node.output[0] in rewriter.padded]:
+        if node.output[0] not in used:  # all that follow work on the padded tensor
+            graph.node.remove(node)
     remove_unused_initializers(graph)
     return padded
-
-
-def _efficiency(size: int, channels: int, lanes: int) -> float:
-    """Useful share of the vector lanes when `size` channels are computed of which `channels` are needed.
-
-    Vectors of sketches are powers of two. LLVM does badly with others.
-    """
-    return min(size & -size, lanes) / lanes * channels / size
-
-
-# -- rewriting -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -100,9 +93,8 @@ class _WeightedLayer:
     weight: onnx.TensorProto
     bias: onnx.TensorProto | None
     out_axis: int
-    """Axis of the weight's output channels."""
+    """Axis of the weight's output channels; `in_axis` is that of the input channels."""
     in_axis: int
-    """Axis of the weight's input channels."""
     channel_axis: int
     """Axis of the channels in the data, before and after the layer, from the end: -1 is the last."""
 
@@ -113,8 +105,6 @@ class _WeightedLayer:
 
 @dataclass(frozen=True)
 class _Padding:
-    """How a tensor is padded."""
-
     axis: int
     """Axis of the channels, from the end: -1 is the last."""
     channels: int
@@ -147,28 +137,23 @@ class _Rewriter:
         self._opset = opset_version(model)
         self._padding = padding
         self._constants = {initializer.name: initializer for initializer in model.graph.initializer}
-        self._padded: dict[str, _Padding] = {}
+        self.padded: dict[str, _Padding] = {}
         """Padding of each padded tensor, by the name of the tensor with the true channels."""
 
     def rewrite(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         """The node, or what takes its place; a `Slice` after it gives the tensor of the old name."""
         if (layer := _layer(node, self._constants)) is not None:
             return self._rewrite_layer(node, layer)
-        padding = self._common_padding(node)
-        if padding is None:
+        if (padding := self._common_padding(node)) is None:
             return [node]
         inputs = [self._padded_input(node, position, padding) for position in range(len(node.input))]
         return self._sliced(_with_inputs(node, inputs), padding)
 
-    def is_slice(self, node: onnx.NodeProto) -> bool:
-        """Whether the node was put in to give back the true channels of a tensor."""
-        return node.op_type == "Slice" and node.output[0] in self._padded
-
     def _rewrite_layer(self, node: onnx.NodeProto, layer: _WeightedLayer) -> list[onnx.NodeProto]:
         inputs, weight, bias = list(node.input), layer.weight, layer.bias
-        before = self._padded.get(node.input[0])
+        before = self.padded.get(node.input[0])
         if before is not None and before.axis == layer.channel_axis:
-            inputs[0] = _padded_name(node.input[0])
+            inputs[0] = f"{node.input[0]}.padded"
             weight = _grown(weight, layer.in_axis, before.padded_channels)
         after = _Padding(layer.channel_axis, layer.channels, self._padding(layer.channels))
         weight = _grown(weight, layer.out_axis, after.padded_channels)
@@ -183,7 +168,7 @@ class _Rewriter:
         if len(node.output) != 1 or node.op_type not in _POOLS | _ELEMENTWISE:
             return None
         tensors = [name for name in node.input if name and name not in self._constants]
-        paddings = {self._padded.get(name) for name in tensors}
+        paddings = {self.padded.get(name) for name in tensors}
         padding = paddings.pop() if len(paddings) == 1 else None
         if padding is None or (node.op_type in _POOLS and padding.axis == -1):
             return None
@@ -196,7 +181,7 @@ class _Rewriter:
         name = node.input[position]
         constant = self._constants.get(name)
         if constant is None:
-            return _padded_name(str(name)) if name else ""
+            return f"{name}.padded" if name else ""
         if len(constant.dims) < -padding.axis or constant.dims[padding.axis] == 1:
             return str(name)  # it is the same for all channels
         grown = _grown(constant, len(constant.dims) + padding.axis, padding.padded_channels)
@@ -204,16 +189,17 @@ class _Rewriter:
 
     def _sliced(self, node: onnx.NodeProto, padding: _Padding) -> list[onnx.NodeProto]:
         name = node.output[0]
-        node.output[0] = _padded_name(name)
-        self._padded[name] = padding
+        node.output[0] = f"{name}.padded"
+        self.padded[name] = padding
         ranges: dict[str, Any] = {"starts": [0], "ends": [padding.channels], "axes": [padding.axis]}
-        if self._opset < _FIRST_OPSET_WITH_SLICE_INPUTS:
-            return [node, helper.make_node("Slice", [node.output[0]], [name], name=f"{name}.slice", **ranges)]
-        inputs = [
-            self._constant(f"{name}.slice_{key}", numpy_helper.from_array(np.array(values, np.int64)))
-            for key, values in ranges.items()
-        ]
-        return [node, helper.make_node("Slice", [node.output[0], *inputs], [name], name=f"{name}.slice")]
+        inputs = []
+        if self._opset >= _FIRST_OPSET_WITH_SLICE_INPUTS:
+            inputs = [
+                self._constant(f"{name}.slice_{key}", numpy_helper.from_array(np.array(values, np.int64)))
+                for key, values in ranges.items()
+            ]
+            ranges = {}
+        return [node, helper.make_node("Slice", [node.output[0], *inputs], [name], name=f"{name}.slice", **ranges)]
 
     def _constant(self, name: str, tensor: onnx.TensorProto) -> str:
         if tensor.name in self._constants:  # as it was
@@ -221,10 +207,6 @@ class _Rewriter:
         tensor.name = name
         self._graph.initializer.append(tensor)
         return name
-
-
-def _padded_name(name: str) -> str:
-    return f"{name}.padded"
 
 
 def _with_inputs(node: onnx.NodeProto, inputs: list[str]) -> onnx.NodeProto:

@@ -10,14 +10,19 @@ import onnx
 from onnx import helper, numpy_helper
 
 from ansor_mlflow.graphs.types import static_shape, value_infos
-from ansor_mlflow.graphs.walk import attributes_of, input_of, inputs_of, opset_version, uses
-from ansor_mlflow.graphs.weights import remove_unused_initializers
+from ansor_mlflow.graphs.walk import (
+    attributes_of,
+    input_of,
+    inputs_of,
+    opset_version,
+    remove_unused_initializers,
+    uses,
+)
 
 _FIRST_OPSET = 11
 """Slices and pads have their ranges as inputs from here on."""
-_FIRST_OPSET_WITH_SPLIT_INPUT = 13
-_FIRST_OPSET_WITH_SUMMED_INPUT = 13
-_FIRST_OPSET_WITH_REDUCED_INPUT = 18
+_FIRST_OPSET_WITH_INPUT = {"Split": 13, "ReduceSum": 13}
+"""Version from which sizes or axes of an operator are an input; from 18 on, those of all reductions are."""
 
 
 class GraphEditor:
@@ -97,32 +102,27 @@ class GraphEditor:
 
     def emit_all(self, op_type: str, inputs: Sequence[str], outputs: list[str], **attributes: Any) -> list[str]:
         """Does what `emit` does, for a node with any number of outputs, whose names are given."""
-        self._nodes.append(
-            helper.make_node(op_type, list(inputs), outputs, name=f"{outputs[0]}.{op_type}", **attributes)
-        )
+        name = f"{outputs[0]}.{op_type}"
+        self._nodes.append(helper.make_node(op_type, list(inputs), outputs, name=name, **attributes))
         return outputs
 
     def reshape(self, data: str, shape: Sequence[int], output: str | None = None) -> str:
-        """Puts in a reshape to a static shape."""
         return self.emit("Reshape", data, self.constant(list(shape), np.int64), output=output)
 
     def slice(self, data: str, starts: list[int], ends: list[int], axes: list[int], output: str | None = None) -> str:
-        """Puts in a slice."""
         ranges = (self.constant(values, np.int64) for values in (starts, ends, axes))
         return self.emit("Slice", data, *ranges, output=output)
 
     def split(self, data: str, num_parts: int, size: int, axis: int) -> list[str]:
         """Puts in a split into parts of the same size."""
         names = [self._new_name("split") for _ in range(num_parts)]
-        sizes = [size] * num_parts
-        if self.opset < _FIRST_OPSET_WITH_SPLIT_INPUT:
-            return self.emit_all("Split", (data,), names, axis=axis, split=sizes)
-        return self.emit_all("Split", (data, self.constant(sizes, np.int64)), names, axis=axis)
+        if self.opset < _FIRST_OPSET_WITH_INPUT["Split"]:
+            return self.emit_all("Split", (data,), names, axis=axis, split=[size] * num_parts)
+        return self.emit_all("Split", (data, self.constant([size] * num_parts, np.int64)), names, axis=axis)
 
     def reduce(self, op_type: str, data: str, axes: list[int], output: str | None = None) -> str:
         """Puts in a reduction over some axes, which keep the size 1."""
-        is_sum = op_type == "ReduceSum"
-        if self.opset < (_FIRST_OPSET_WITH_SUMMED_INPUT if is_sum else _FIRST_OPSET_WITH_REDUCED_INPUT):
+        if self.opset < _FIRST_OPSET_WITH_INPUT.get(op_type, 18):
             return self.emit(op_type, data, axes=axes, output=output)
         return self.emit(op_type, data, self.constant(axes, np.int64), output=output)
 
@@ -152,21 +152,16 @@ def rewrite(model: onnx.ModelProto, rewritings: Rewritings) -> onnx.ModelProto:
     rewritten.CopyFrom(model)
     graph = rewritten.graph
     nodes = [node for old, new in zip(model.graph.node, replaced, strict=True) for node in new or [old]]
-    del graph.node[:]
-    graph.node.extend(_used(nodes, graph))
-    graph.initializer.extend(editor.new_constants)
-    remove_unused_initializers(graph)
-    return rewritten
-
-
-def _used(nodes: Sequence[onnx.NodeProto], graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """The nodes that an output of the graph needs."""
     needed, used = {output.name for output in graph.output}, []
     for node in reversed(nodes):
         if not needed.isdisjoint(node.output):
             used.append(node)
             needed.update(inputs_of(node))
-    return used[::-1]
+    del graph.node[:]
+    graph.node.extend(used[::-1])
+    graph.initializer.extend(editor.new_constants)
+    remove_unused_initializers(graph)
+    return rewritten
 
 
 def _operator(node: onnx.NodeProto) -> tuple[str, str]:

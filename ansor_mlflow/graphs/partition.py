@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 import onnx
+from onnx import helper
 
-from ansor_mlflow.graphs.extract import extract
 from ansor_mlflow.graphs.types import ValueInfos, is_tensor, static_shape
-from ansor_mlflow.graphs.walk import attributes_of, inputs_of, producers_of
+from ansor_mlflow.graphs.walk import attributes_of, inputs_of, producers_of, uses
 
 MIN_FLOPS = 2e6
 """The least that a part in TVM has to compute. Handing a tensor over twice and calling ONNX Runtime once more takes
@@ -63,23 +63,14 @@ def partition(model: onnx.ModelProto, reasons: Mapping[int, str], values: ValueI
     while (small := _smallest(turns, fallback, flops)) is not None:
         fallback.update({index: _WITH_OTHERS for index, turn in enumerate(turns) if turn == small})
         turns = _turns(model.graph, fallback, bundles)
-    members: dict[int, list[int]] = defaultdict(list)
-    for index, turn in enumerate(turns):
-        members[turn].append(index)
-    return [_part(model, indices, fallback, values, flops) for _, indices in sorted(members.items())]
-
-
-def _part(
-    model: onnx.ModelProto, indices: list[int], fallback: Mapping[int, str], values: ValueInfos, flops: list[float]
-) -> GraphPart:
-    return GraphPart(
-        runs_in="onnxruntime" if indices[0] in fallback else "tvm",
-        model=model if len(indices) == len(model.graph.node) else extract(model, indices, values),
-        flops=sum(flops[index] for index in indices),
-        reasons={
-            model.graph.node[index].op_type: fallback[index] for index in reversed(indices) if fallback.get(index)
-        },
-    )
+    parts = []
+    for turn in sorted(set(turns)):
+        indices = [index for index, other in enumerate(turns) if other == turn]
+        kept = {model.graph.node[index].op_type: fallback[index] for index in indices[::-1] if fallback.get(index)}
+        part = model if len(indices) == len(turns) else extract(model, indices, values)
+        side: Side = "onnxruntime" if indices[0] in fallback else "tvm"
+        parts.append(GraphPart(side, part, sum(flops[index] for index in indices), kept))
+    return parts
 
 
 def _turns(graph: onnx.GraphProto, fallback: Mapping[int, str], bundles: Sequence[set[int]]) -> list[int]:
@@ -145,14 +136,14 @@ def _num_flops(node: onnx.NodeProto, values: ValueInfos) -> float:
     """
     shapes = [static_shape(values.get(name)) for name in (*node.input[:3], *node.output[:1])]
     output = shapes.pop()
-    weight = shapes[1] if len(shapes) > 1 else None
-    if node.op_type in _GATES and shapes and shapes[0] and weight:
+    weight = shapes[1] if len(shapes) > 1 else None  # then there are both
+    if node.op_type in _GATES and weight and shapes[0]:
         length, batch, num_inputs = shapes[0]
         directions, gates = weight[0], weight[1]
         return 2.0 * length * batch * directions * gates * (num_inputs + gates // _GATES[node.op_type])
     if output is None or node.op_type in _FREE:
         return 0.0
-    if shapes and shapes[0] and weight:
+    if weight and shapes[0]:
         if node.op_type in ("Conv", "ConvInteger"):
             return 2.0 * math.prod(output) * math.prod(weight[1:])
         if node.op_type == "ConvTranspose":
@@ -161,3 +152,52 @@ def _num_flops(node: onnx.NodeProto, values: ValueInfos) -> float:
             inner = shapes[0][0 if attributes_of(node).get("transA", 0) else -1]
             return 2.0 * math.prod(output) * inner
     return float(math.prod(output))
+
+
+def extract(
+    model: onnx.ModelProto,
+    indices: Sequence[int],
+    values: ValueInfos,
+    outputs: Sequence[str] | None = None,
+    num_uses: Counter[str] | None = None,
+) -> onnx.ModelProto:
+    """The model of some nodes of a graph, given by their places, which takes what they need of the others.
+
+    It returns `outputs`, by default all that others need of these nodes. `num_uses` spares counting how often each
+    tensor is taken.
+    """
+    graph = model.graph
+    nodes = [graph.node[index] for index in indices]
+    constants = {weight.name: weight for weight in graph.initializer}
+    produced = {name for node in nodes for name in node.output if name}
+    needed = dict.fromkeys(name for node in nodes for name in inputs_of(node) if name and name not in produced)
+    if outputs is None:
+        total = Counter(uses(graph)) if num_uses is None else num_uses
+        inside = Counter(name for node in nodes for name in inputs_of(node))
+        outputs = [name for node in nodes for name in node.output if name and total[name] > inside[name]]
+    return helper.make_model(
+        helper.make_graph(
+            nodes,
+            graph.name,
+            [values[name] for name in needed if name in values and name not in constants],  # a branch has names, too
+            [values.get(name) or onnx.ValueInfoProto(name=name) for name in outputs],
+            [constants[name] for name in needed if name in constants],
+            value_info=[values[name] for name in sorted(produced - set(outputs)) if name in values],
+        ),
+        opset_imports=model.opset_import,
+        ir_version=max(model.ir_version, 4),
+        functions=model.functions,
+    )
+
+
+def ancestors(graph: onnx.GraphProto, tensors: Iterable[str], given: Collection[str] = ()) -> list[int]:
+    """Places of the nodes that compute tensors, in order; those that are given need not be computed."""
+    producers = producers_of(graph)
+    indices: set[int] = set()
+    left = [name for name in tensors if name not in given]
+    while left:
+        index = producers.get(left.pop())
+        if index is not None and index not in indices:
+            indices.add(index)
+            left += [name for name in inputs_of(graph.node[index]) if name not in given]
+    return sorted(indices)

@@ -20,12 +20,12 @@ Rows = Literal["independent", "dependent", ""]
 """Empty where the graph does not decide it."""
 
 
-class _Mixed(Exception):  # noqa: N818 - it is no error
-    """Rows meet."""
+class _Mixed(Exception):  # noqa: N818 - rows meet, which is no error
+    pass
 
 
-class _Unknown(Exception):  # noqa: N818 - it is no error
-    """Whether rows meet is not known."""
+class _Unknown(Exception):  # noqa: N818 - whether rows meet is not known
+    pass
 
 
 _ELEMENTWISE = {
@@ -59,6 +59,7 @@ _MIXING = {
 }
 """Operators whose shapes or branches depend on values, that round with one scale for all rows, or that draw numbers."""
 _OPSET_OF_ONE_AXIS = 13
+"""Before it, Softmax and its like work on all axes from theirs on."""
 
 
 def rows_of(model: onnx.ModelProto) -> Rows:
@@ -85,7 +86,7 @@ class _Graph:
         self._infos = value_infos(model)
         self._weights = {weight.name: weight for weight in model.graph.initializer}
         self._outputs = [output.name for output in model.graph.output]
-        self._opset = opset_version(model)
+        self.opset = opset_version(model)
         inputs = [value.name for value in model.graph.input if value.name not in self._weights]
         self.size = self.shape(inputs[0])[0]
         self._axes: dict[str, int] = dict.fromkeys(inputs, 0)
@@ -106,7 +107,10 @@ class _Graph:
             raise _Mixed(node.op_type)
         if node.op_type in _NO_BATCH or not any(name in self._axes for name in node.input):
             return
-        found = _rule(node.op_type)(self, node)
+        rule = _reduce if node.op_type.startswith("Reduce") else _RULES.get(node.op_type)
+        if rule is None:
+            raise _Unknown(node.op_type)
+        found = rule(self, node)
         axes = found if isinstance(found, list) else [found] * len(node.output)
         for name, axis in zip(node.output, axes, strict=False):
             if name:
@@ -129,9 +133,7 @@ class _Graph:
         if axis < 0 or shape[axis] == 1:
             return True
         weight = self._weights.get(name)
-        if weight is None or math.prod(weight.dims) == 0:
-            return False
-        if shape[axis] % self.size:
+        if weight is None or math.prod(weight.dims) == 0 or shape[axis] % self.size:
             return False
         values = numpy_helper.to_array(weight).reshape(*shape[:axis], self.size, -1)
         return bool((values == values.take([0], axis)).all())
@@ -149,7 +151,6 @@ class _Graph:
         return axis
 
     def constant(self, name: str) -> list[Any]:
-        """The numbers of an initializer."""
         if name not in self._weights:
             raise _Unknown(name)
         return list(numpy_helper.to_array(self._weights[name]).ravel().tolist())
@@ -161,10 +162,6 @@ class _Graph:
             return list(value) if hasattr(value, "__len__") else [value]
         given = input_of(node, place)
         return self.constant(given) if given else None
-
-    def has_old_axis(self) -> bool:
-        """Whether Softmax and its like work on all axes from theirs on."""
-        return self._opset < _OPSET_OF_ONE_AXIS
 
     def only_first(self, node: onnx.NodeProto) -> int:
         """The batch axis of the first input, if the others have none."""
@@ -182,7 +179,6 @@ class _Graph:
         return axis if keeps else axis - sum(number < axis for number in mixed)
 
     def rank(self, node: onnx.NodeProto) -> int:
-        """The number of axes of the first input."""
         return len(self.shape(node.input[0]))
 
 
@@ -197,7 +193,7 @@ def _elementwise(graph: _Graph, node: onnx.NodeProto) -> int:
 def _of_first(graph: _Graph, node: onnx.NodeProto) -> int:
     if node.op_type == "Dropout" and input_of(node, 2):
         raise _Mixed
-    return graph.only_first(node) + len(graph.shape(node.output[0])) - len(graph.shape(node.input[0]))
+    return graph.only_first(node) + len(graph.shape(node.output[0])) - graph.rank(node)
 
 
 def _reshape(graph: _Graph, node: onnx.NodeProto) -> int:
@@ -211,11 +207,9 @@ def _reshape(graph: _Graph, node: onnx.NodeProto) -> int:
 
 
 def _of_samples(graph: _Graph, node: onnx.NodeProto) -> int:
-    is_training = attributes_of(node).get("training_mode", 0) or (
-        node.op_type == "BatchNormalization" and len([name for name in node.output if name]) > 1
-    )
-    has_places = node.op_type == "MaxPool" and len([name for name in node.output if name]) > 1  # in the whole tensor
-    if graph.only_first(node) != 0 or is_training or has_places:
+    # Other outputs are statistics of the batch, or of a MaxPool places in the whole tensor.
+    has_others = node.op_type in ("BatchNormalization", "MaxPool") and len(list(filter(None, node.output))) > 1
+    if graph.only_first(node) != 0 or attributes_of(node).get("training_mode", 0) or has_others:
         raise _Mixed
     return 0
 
@@ -225,9 +219,8 @@ def _resize(graph: _Graph, node: onnx.NodeProto) -> int:
     axes = [number % len(shape) for number in attributes.get("axes", range(len(shape)))]
     scales = graph.numbers(node, "scales", 1 if len(node.input) == 2 else 2)
     scale = scales[axes.index(axis)] if scales and axis in axes else 1
-    if attributes.get("coordinate_transformation_mode") == "tf_crop_and_resize":
-        raise _Unknown(node.op_type)
-    if attributes.get("keep_aspect_ratio_policy", "stretch") != "stretch":
+    is_crop = attributes.get("coordinate_transformation_mode") == "tf_crop_and_resize"
+    if is_crop or attributes.get("keep_aspect_ratio_policy", "stretch") != "stretch":
         raise _Unknown(node.op_type)
     if scale != 1 or graph.shape(node.output[0])[axis] != shape[axis]:
         raise _Mixed
@@ -242,7 +235,7 @@ def _reduce(graph: _Graph, node: onnx.NodeProto) -> int:
 
 
 def _one_axis(graph: _Graph, node: onnx.NodeProto) -> int:
-    is_old = node.op_type in ("Softmax", "LogSoftmax", "Hardmax") and graph.has_old_axis()
+    is_old = node.op_type in ("Softmax", "LogSoftmax", "Hardmax") and graph.opset < _OPSET_OF_ONE_AXIS
     given = graph.numbers(node, "axis", 1 if node.op_type == "CumSum" else len(node.input))
     axis = given[0] if given else 1 if is_old else _ONE_AXIS[node.op_type]
     if is_old:
@@ -256,20 +249,12 @@ def _from_axis(graph: _Graph, node: onnx.NodeProto) -> int:
     return _elementwise(graph, node)  # scales may have as many axes
 
 
-def _mean_variance(graph: _Graph, node: onnx.NodeProto) -> int:
-    return graph.along(node, attributes_of(node).get("axes", [0, 2, 3]))
-
-
 def _transpose(graph: _Graph, node: onnx.NodeProto) -> int:
     return list(attributes_of(node).get("perm", range(graph.rank(node))[::-1])).index(graph.only_first(node))
 
 
 def _concat(graph: _Graph, node: onnx.NodeProto) -> int:
     return graph.along(node, [attributes_of(node)["axis"]], axis=graph.aligned((name, 0) for name in node.input))
-
-
-def _split(graph: _Graph, node: onnx.NodeProto) -> int:
-    return graph.along(node, [attributes_of(node).get("axis", 0)])
 
 
 def _slice(graph: _Graph, node: onnx.NodeProto) -> int:
@@ -347,10 +332,8 @@ def _mat_mul(graph: _Graph, node: onnx.NodeProto) -> int:
 def _gemm(graph: _Graph, node: onnx.NodeProto) -> int:
     if graph.only_first(node) != (1 if attributes_of(node).get("transA", 0) else 0):
         raise _Mixed
-    if len(node.input) > 2 and node.input[2]:
-        bias = node.input[2]
-        if not graph.is_uniform(bias, len(graph.shape(bias)) - 2):
-            raise _Mixed
+    if (bias := input_of(node, 2)) and not graph.is_uniform(bias, len(graph.shape(bias)) - 2):
+        raise _Mixed
     return 0
 
 
@@ -360,15 +343,14 @@ def _einsum(graph: _Graph, node: onnx.NodeProto) -> int:
         raise _Unknown(node.op_type)
     left, right = equation.split("->")
     terms = left.split(",")
-    labels = {
-        term[axis] for term, name in zip(terms, node.input, strict=True) if (axis := graph.axis(name)) is not None
-    }
+    named = list(zip(terms, node.input, strict=True))
+    labels = {term[axis] for term, name in named if (axis := graph.axis(name)) is not None}
     if len(labels) != 1 or not labels <= set(right):
         raise _Mixed
     (label,) = labels
     if any(term.count(label) > 1 for term in terms):  # a diagonal
         raise _Mixed
-    for term, name in zip(terms, node.input, strict=True):
+    for term, name in named:
         if graph.axis(name) is None and not graph.is_uniform(name, term.find(label)):
             raise _Mixed
     return int(right.index(label))
@@ -387,10 +369,6 @@ def _recurrent(graph: _Graph, node: onnx.NodeProto) -> list[int]:
     return [2, 1, 1]
 
 
-def _unknown(graph: _Graph, node: onnx.NodeProto) -> int:  # noqa: ARG001 - as other rules
-    raise _Unknown(node.op_type)
-
-
 _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys(_OF_FIRST, _of_first),
@@ -399,12 +377,12 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(_ONE_AXIS, _one_axis),
     **dict.fromkeys(_FROM_AXIS, _from_axis),
     **dict.fromkeys(_RECURRENT, _recurrent),
-    "MeanVarianceNormalization": _mean_variance,
+    "MeanVarianceNormalization": lambda graph, node: graph.along(node, attributes_of(node).get("axes", [0, 2, 3])),
     "Resize": _resize,
     "Upsample": _resize,
     "Transpose": _transpose,
     "Concat": _concat,
-    "Split": _split,
+    "Split": lambda graph, node: graph.along(node, [attributes_of(node).get("axis", 0)]),
     "Slice": _slice,
     "Pad": _pad,
     "Tile": _tile,
@@ -419,7 +397,3 @@ _RULES: Mapping[str, _Rule] = {
     "Gemm": _gemm,
     "Einsum": _einsum,
 }
-
-
-def _rule(op_type: str) -> _Rule:
-    return _reduce if op_type.startswith("Reduce") else _RULES.get(op_type, _unknown)

@@ -1,9 +1,4 @@
-"""Folds batch normalisation into the convolution, or transposed convolution, before it.
-
-With fixed statistics, normalising the output of a convolution is scaling its weights and shifting its bias:
-γ (W∗x + b − μ) / √(σ² + ε) + β = (γ/√(σ²+ε) W)∗x + (b − μ) γ/√(σ²+ε) + β. TVM then makes simpler functions, and
-need not evaluate the constants operation by operation, which takes longer than all other lowering.
-"""
+"""Simplifies graphs: raises old operators, computes what is constant, and folds batch normalisations."""
 
 from __future__ import annotations
 
@@ -18,15 +13,36 @@ from onnx import helper, numpy_helper, version_converter
 from ansor_mlflow.errors import UserInputError, one_line
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.graphs.types import types_as_before
-from ansor_mlflow.graphs.walk import attributes_of, opset_version, uses
-from ansor_mlflow.graphs.weights import remove_unused_initializers, without_numbers, without_weights
+from ansor_mlflow.graphs.walk import (
+    attributes_of,
+    opset_version,
+    remove_unused_initializers,
+    uses,
+    without_numbers,
+    without_weights,
+)
 
 _DEFAULT_EPSILON = 1e-5
 """Epsilon of ONNX's operator BatchNormalization where a node has none."""
+_MAX_ROUNDS = 5
+"""A constant may show a shape that the next round needs; real exports need two."""
+_MAX_CONSTANT_BYTES = str(2**26)
+"""ONNX Runtime's own limit leaves the tables of relative positions of a transformer to be computed at each call."""
+_ERROR = 3
+"""Severity of ONNX Runtime's messages from which they are shown."""
+_OLDEST_OPSET = 11
+"""Version from which slices, pads and bounds of Clip are inputs, and Upsample is Resize."""
+_COUNTING = {"coordinate_transformation_mode": "asymmetric"}
+"""How Upsample, and Resize before version 11, count positions. ONNX Runtime rounds them up where a tensor shrinks."""
 
 
 def fold_batch_norms(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of the model without those batch normalisations that follow a convolution with constant weights."""
+    """A copy of the model without batch normalisations that follow a (transposed) convolution with constant weights.
+
+    With fixed statistics, normalising the output of a convolution is scaling its weights and shifting its bias:
+    γ (W∗x + b − μ) / √(σ² + ε) + β = (γ/√(σ²+ε) W)∗x + (b − μ) γ/√(σ²+ε) + β. TVM then makes simpler functions, and
+    need not evaluate the constants operation by operation, which takes longer than all other lowering.
+    """
     folded = onnx.ModelProto()
     folded.CopyFrom(model)
     graph = folded.graph
@@ -37,7 +53,8 @@ def fold_batch_norms(model: onnx.ModelProto) -> onnx.ModelProto:
         conv = producers.get(norm.input[0])
         if conv is None or conv.op_type not in ("Conv", "ConvTranspose") or num_uses[conv.output[0]] != 1:
             continue
-        if _is_training(norm) or not {*conv.input[1:], *norm.input[1:]} <= constants.keys():
+        is_training = attributes_of(norm).get("training_mode", 0) or len(list(filter(None, norm.output))) > 1
+        if is_training or not {*conv.input[1:], *norm.input[1:]} <= constants.keys():
             continue
         weight, bias = _folded(conv, norm, constants)
         names = [f"{norm.output[0]}.folded_weight", f"{norm.output[0]}.folded_bias"]
@@ -68,22 +85,6 @@ def _folded(
     return scaled.astype(weight.dtype), bias.astype(weight.dtype)
 
 
-def _is_training(norm: onnx.NodeProto) -> bool:
-    return bool(attributes_of(norm).get("training_mode", 0)) or len([name for name in norm.output if name]) > 1
-
-
-_MAX_ROUNDS = 5
-"""A constant may show a shape that the next round needs; real exports need two."""
-_MAX_CONSTANT_BYTES = str(2**26)
-"""ONNX Runtime's own limit leaves the tables of relative positions of a transformer to be computed at each call."""
-_ERROR = 3
-"""Severity of ONNX Runtime's messages from which they are shown."""
-_OLDEST_OPSET = 11
-"""Version from which slices, pads and bounds of Clip are inputs, and Upsample is Resize."""
-_COUNTING = {"coordinate_transformation_mode": "asymmetric"}
-"""How Upsample, and Resize before version 11, count positions. ONNX Runtime rounds them up where a tensor shrinks."""
-
-
 def raise_opset(model: onnx.ModelProto) -> onnx.ModelProto:
     """A model with operators of version 11 at least; the model itself where it is new enough, or cannot be converted.
 
@@ -110,19 +111,21 @@ def raise_opset(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def simplify(model: onnx.ModelProto, called: str) -> onnx.ModelProto:
-    """A copy of a model with static inputs, without what follows from their shapes.
-
-    Raises:
-        UserInputError: ONNX Runtime cannot load the model.
-    """
+    """A copy of a model with static inputs, without what follows from their shapes."""
     simple, weights = without_weights(model)  # they need not pass through a file
     for _ in range(_MAX_ROUNDS):
         num_nodes = len(simple.graph.node)
         simple = _optimized(simple, called)
         if len(simple.graph.node) == num_nodes:
             break
-    simple.graph.value_info.extend(types_as_before(simple, model))
-    _put_back(simple, weights)
+    graph = simple.graph
+    graph.value_info.extend(types_as_before(simple, model))
+    used, domains = set(uses(graph)), {node.domain for node in graph.node} | {""}
+    for value in [value for value in graph.input if value.name in weights]:
+        graph.input.remove(value)
+    graph.initializer.extend(weight for name, weight in weights.items() if name in used)
+    for opset in [opset for opset in simple.opset_import if opset.domain not in domains]:
+        simple.opset_import.remove(opset)
     return simple
 
 
@@ -155,14 +158,3 @@ def _optimized(model: onnx.ModelProto, called: str) -> onnx.ModelProto:
                 f"network={called}: ONNX Runtime cannot load it ({one_line(err)}); export it again"
             ) from err
         return onnx.load(optimized, format="protobuf")
-
-
-def _put_back(model: onnx.ModelProto, weights: dict[str, onnx.TensorProto]) -> None:
-    graph = model.graph
-    used = set(uses(graph))
-    for value in [value for value in graph.input if value.name in weights]:
-        graph.input.remove(value)
-    graph.initializer.extend(weight for name, weight in weights.items() if name in used)
-    domains = {node.domain for node in graph.node} | {""}
-    for opset in [opset for opset in model.opset_import if opset.domain not in domains]:
-        model.opset_import.remove(opset)

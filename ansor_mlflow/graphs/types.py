@@ -16,7 +16,7 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper
 
-from ansor_mlflow.graphs.weights import is_large, with_inputs_for, without_weights
+from ansor_mlflow.graphs.walk import is_large, with_inputs_for, without_weights
 from ansor_mlflow.tensors import Arrays, TensorSpec, random_inputs
 
 FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16}
@@ -89,7 +89,11 @@ def _inferred(
     model: onnx.ModelProto, known: Iterable[onnx.ValueInfoProto]
 ) -> tuple[list[onnx.ValueInfoProto], dict[str, _Shape]]:
     """The types that ONNX has to be told beside those that are known, and the shapes of all tensors that have one."""
-    light = _without_types(model)
+    # Large weights are inputs of it, and it has neither types nor shapes of what it computes.
+    light = with_inputs_for(model, {weight.name for weight in model.graph.initializer if is_large(weight)})
+    for output in light.graph.output:
+        output.ClearField("type")
+    del light.graph.value_info[:]
     types = list(known)
     light.graph.value_info.extend(types)
     theirs = _onnxruntimes_types(light)
@@ -100,29 +104,13 @@ def _inferred(
         shapes = {
             v.name: s for v in (*graph.input, *graph.value_info, *graph.output) if (s := static_shape(v)) is not None
         }
-        told = {value.name for value in types}
-        differ = {
-            name for name, value in theirs.items() if name not in told and shapes.get(name) != static_shape(value)
-        }
-        first = [
-            theirs[name]
-            for node in graph.node
-            if differ.isdisjoint(node.input)
-            for name in node.output
-            if name in differ
-        ]
+        differ = {name for name, value in theirs.items() if shapes.get(name) != static_shape(value)}
+        differ -= {value.name for value in types}
+        unaffected = (node for node in graph.node if differ.isdisjoint(node.input))
+        first = [theirs[name] for node in unaffected for name in node.output if name in differ]
         if not first:
             return types, shapes | {weight.name: tuple(weight.dims) for weight in graph.initializer}
         types += first
-
-
-def _without_types(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A model whose large weights are inputs, with neither types nor shapes of what it computes."""
-    light = with_inputs_for(model, {weight.name for weight in model.graph.initializer if is_large(weight)})
-    del light.graph.value_info[:]
-    for output in light.graph.output:
-        output.ClearField("type")
-    return light
 
 
 def _onnxruntimes_types(model: onnx.ModelProto) -> Mapping[str, onnx.ValueInfoProto]:
@@ -131,7 +119,8 @@ def _onnxruntimes_types(model: onnx.ModelProto) -> Mapping[str, onnx.ValueInfoPr
     A shape without axes is left out: ONNX Runtime writes what it does not know in the same way.
     """
     try:
-        session = start_session(_with_outputs(model, _produced(model)).SerializeToString(), None, optimized=False)
+        produced = (name for node in model.graph.node for name in node.output if name)
+        session = start_session(_with_outputs(model, produced).SerializeToString(), None, optimized=False)
     except Exception:  # noqa: BLE001 - ONNX Runtime has an error class for each of its status codes, protobuf its own
         return {}
     return {
@@ -155,10 +144,6 @@ def _measured(
         for name, array in zip(names, arrays, strict=False)  # none of a run that is too long
         if isinstance(array, np.ndarray)
     ]
-
-
-def _produced(model: onnx.ModelProto) -> list[str]:
-    return [name for node in model.graph.node for name in node.output if name]
 
 
 def _with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:

@@ -7,7 +7,6 @@ that it only looks at, so that it is left out where nothing is left to fold.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -17,47 +16,13 @@ from tvm import relax, tirx
 from tvm.ir import GenericConst, IRModule, Op
 from tvm.ir.transform import Pass, PassContext, Sequential, module_pass
 
-from ansor_mlflow.lowering.relax_passes import rewrite_main
-
-
-def _permute_dims(call: relax.Call, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    axes = call.attrs.axes
-    return np.transpose(data, None if axes is None else [int(axis) for axis in axes])
-
-
-def _reshape(call: relax.Call, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return data.reshape([int(size) for size in call.ty.shape])
-
-
-def _astype(call: relax.Call, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return data.astype(str(call.attrs.dtype))
-
-
-def _is_static(shape: relax.ShapeType) -> bool:
-    return shape.values is not None and all(isinstance(extent, tirx.IntImm) for extent in shape.values)
-
-
-def _shape_to_tensor(call: relax.Call) -> np.ndarray[Any, Any] | None:
-    shape = call.args[0].ty
-    return np.asarray([int(extent) for extent in shape.values], "int64") if _is_static(shape) else None
-
+from ansor_mlflow.lowering.relax_passes import bound, rewrite_main
 
 _TAKE_MODES: dict[str, Literal["raise", "wrap", "clip"]] = {"fast": "clip", "clip": "clip", "wrap": "wrap"}
 """NumPy's name of what becomes of an index beyond the end; what "fast" reads there is not defined."""
-
-
-def _take(call: relax.Call, data: np.ndarray[Any, Any], indices: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
-    axis, mode = call.attrs.axis, _TAKE_MODES.get(call.attrs.mode)
-    return np.take(data, indices, None if axis is None else int(axis), mode=mode) if mode else None
-
-
-_BY_CALL: dict[str, Callable[..., Any]] = {
-    "relax.astype": _astype,
-    "relax.expand_dims": _reshape,
-    "relax.permute_dims": _permute_dims,
-    "relax.reshape": _reshape,
-    "relax.shape_to_tensor": _shape_to_tensor,
-    "relax.take": _take,
+_BY_CALL = {
+    *("relax.astype", "relax.expand_dims", "relax.permute_dims", "relax.reshape", "relax.shape_to_tensor"),
+    "relax.take",
 }
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "relax.add": np.add,
@@ -69,7 +34,31 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "relax.subtract": np.subtract,
     "relax.where": np.where,
 }
-"""Operators that NumPy computes to the same bits as a compiled kernel; None: not with these attributes."""
+"""Operators that NumPy computes to the same bits as a compiled kernel."""
+
+
+def _is_static(shape: relax.ShapeType) -> bool:
+    return shape.values is not None and all(isinstance(extent, tirx.IntImm) for extent in shape.values)
+
+
+def _computed(name: str, call: relax.Call, args: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any] | None:
+    """The result of a call; None where NumPy does not compute it with these attributes."""
+    match name:
+        case "relax.astype":
+            return args[0].astype(str(call.attrs.dtype))
+        case "relax.expand_dims" | "relax.reshape":
+            return args[0].reshape([int(size) for size in call.ty.shape])
+        case "relax.permute_dims":
+            axes = call.attrs.axes
+            return np.transpose(args[0], None if axes is None else [int(axis) for axis in axes])
+        case "relax.shape_to_tensor":
+            shape = call.args[0].ty
+            return np.asarray([int(extent) for extent in shape.values], "int64") if _is_static(shape) else None
+        case "relax.take":
+            axis, mode = call.attrs.axis, _TAKE_MODES.get(call.attrs.mode)
+            return np.take(args[0], args[1], None if axis is None else int(axis), mode=mode) if mode else None
+    result: np.ndarray[Any, Any] = _ELEMENTWISE[name](*args)
+    return result
 
 
 @relax.expr_functor.mutator
@@ -81,21 +70,14 @@ class _Folder(relax.PyExprMutator):  # type: ignore[misc]
             return relax.ShapeExpr(call.ty.values)
         if name not in _BY_CALL and name not in _ELEMENTWISE:
             return call
-        args = [self._value(arg) for arg in call.args if not isinstance(arg.ty, relax.ShapeType)]
-        if any(arg is None for arg in args):
+        args = [bound(self, arg) for arg in call.args if not isinstance(arg.ty, relax.ShapeType)]
+        if not all(isinstance(arg, GenericConst) for arg in args):
             return call
-        function = _ELEMENTWISE.get(name) or functools.partial(_BY_CALL[name], call)
         with np.errstate(all="ignore"):
-            result = function(*args)
+            result = _computed(name, call, [arg.value.numpy() for arg in args])
         if result is None or str(result.dtype) != str(call.ty.dtype):
             return call
         return relax.const(np.asarray(result, order="C"), str(result.dtype))  # else float64 becomes float32
-
-    def _value(self, arg: relax.Expr) -> np.ndarray[Any, Any] | None:
-        """A constant's elements; None for what only a run of the network knows."""
-        if isinstance(arg, relax.Var):
-            arg = self.lookup_binding(arg)
-        return arg.value.numpy() if isinstance(arg, GenericConst) else None
 
 
 def fold_constants_in_numpy() -> Pass:

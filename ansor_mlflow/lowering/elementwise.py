@@ -16,7 +16,7 @@ from tvm import relax, tirx
 from tvm.ir import GenericConst, IRModule
 from tvm.ir.transform import Pass, Sequential
 
-from ansor_mlflow.lowering.relax_passes import rewrite_main
+from ansor_mlflow.lowering.relax_passes import bound, op_name, rewrite_main
 
 _BOUNDS: dict[str, Callable[..., relax.Expr]] = {"maximum": relax.op.maximum, "minimum": relax.op.minimum}
 """What takes the place of the functions as which TVM imports the bounds of Clip, by their names."""
@@ -42,14 +42,17 @@ class _Expander(relax.PyExprMutator):  # type: ignore[misc]
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = self.visit_expr_post_order(call)
-        match getattr(call.op, "name", ""):
+        match op_name(call):
             case "relax.call_tir":
                 call = self._bounded(call)
             case "relax.clip":
                 data, low, high = call.args
                 call = _clipped(data, float(low.value), float(high.value), _dtype(data))
             case "relax.nn.leakyrelu":
-                call = _leaky_relu(call)
+                data, dtype = call.args[0], _dtype(call.args[0])
+                zero, slope = relax.const(0, dtype), relax.const(call.attrs.alpha, dtype)
+                negative = relax.op.multiply(slope, relax.op.minimum(data, zero))
+                call = relax.op.add(relax.op.maximum(data, zero), negative)
             case "relax.dequantize" if _dtype(call.args[0]) in _QUANTIZED:
                 call = self._dequantized(call)
             case "relax.quantize" if call.attrs.out_dtype in _QUANTIZED:
@@ -60,14 +63,13 @@ class _Expander(relax.PyExprMutator):  # type: ignore[misc]
 
     def _pairwise(self, call: relax.Call) -> relax.Expr:
         """Operations on two of the tensors that the importer gave one shape and stacked; no other operator stacks."""
-        stack = _bound(self, call.args[0])
-        if getattr(getattr(stack, "op", None), "name", "") != "relax.stack":
+        stack = bound(self, call.args[0])
+        if op_name(stack) != "relax.stack":
             return call
-        fields = _bound(self, stack.args[0])
-        operands = [_bound(self, field) for field in fields]
+        fields = bound(self, stack.args[0])
         tensors = [
-            operand.args[0] if getattr(getattr(operand, "op", None), "name", "") == "relax.broadcast_to" else field
-            for operand, field in zip(operands, fields, strict=True)
+            operand.args[0] if op_name(operand := bound(self, field)) == "relax.broadcast_to" else field
+            for field in fields
         ]
         combine = _VARIADIC[call.op.name]
         result = functools.reduce(lambda first, second: self.builder_.normalize(combine(first, second)), tensors)
@@ -120,9 +122,7 @@ class _Expander(relax.PyExprMutator):  # type: ignore[misc]
 
 
 def expand_elementwise() -> Pass:
-    """The pass that replaces bounds, leaky rectifiers and quantisations by arithmetic, and functions that nothing calls
-    any more by nothing.
-    """
+    """The pass that replaces bounds, leaky rectifiers and quantisations by arithmetic, and drops what nothing calls."""
     expand = rewrite_main("ExpandElementwise", _Expander)
     return Sequential([expand, relax.transform.DeadCodeElimination(["main"])])
 
@@ -131,7 +131,7 @@ def expand_elementwise() -> Pass:
 class _ConstantsSecond(relax.PyExprMutator):  # type: ignore[misc]
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = self.visit_expr_post_order(call)
-        name = getattr(call.op, "name", "")
+        name = op_name(call)
         if name not in _SYMMETRIC | _ORDERED or call.ty.ndim < _MIN_RANK:
             return call
         first, second = call.args
@@ -148,7 +148,7 @@ class _ConstantsSecond(relax.PyExprMutator):  # type: ignore[misc]
 
     def _of_rank(self, operand: relax.Expr, rank: int) -> relax.Expr | None:
         """A constant with ones before its shape, or as it is where it is a number; None for what is no constant."""
-        constant = _bound(self, operand)
+        constant = bound(self, operand)
         if not isinstance(constant, GenericConst):
             return None
         values = constant.value.numpy()
@@ -164,18 +164,6 @@ def constants_second() -> Pass:
 
 def _clipped(data: relax.Expr, low: float, high: float, dtype: str) -> relax.Expr:
     return relax.op.minimum(relax.op.maximum(data, relax.const(low, dtype)), relax.const(high, dtype))
-
-
-def _leaky_relu(call: relax.Call) -> relax.Expr:
-    data, dtype = call.args[0], _dtype(call.args[0])
-    zero, slope = relax.const(0, dtype), relax.const(call.attrs.alpha, dtype)
-    return relax.op.add(relax.op.maximum(data, zero), relax.op.multiply(slope, relax.op.minimum(data, zero)))
-
-
-def _bound(mutator: relax.PyExprMutator, expr: relax.Expr) -> relax.Expr:
-    """The expression that a variable stands for."""
-    value = mutator.lookup_binding(expr) if isinstance(expr, relax.Var) else None
-    return expr if value is None else value
 
 
 def _dtype(tensor: relax.Expr) -> str:

@@ -36,7 +36,6 @@ LoweredPart = tuple[GraphPart, "IRModule | None"]
 
 _DOMAINS = ("", "ai.onnx", "com.microsoft")
 """Domains of the operators that TVM knows."""
-_MAX_SHOWN = 3
 
 
 def lower_parts(
@@ -48,7 +47,9 @@ def lower_parts(
     ONNX Runtime, whatever TVM could do, by an output of it.
     """
     values = value_infos(model)
-    reasons = {**_asked_for(model, fallback), **fallback_reasons(model), **_known_reasons(model, values)}
+    places = producers_of(model.graph)
+    reasons = {places[output]: reason for output, reason in fallback.items() if output in places}
+    reasons |= {**fallback_reasons(model), **_known_reasons(model, values)}
     if not reasons:
         with contextlib.suppress(NotLoweredError):
             return [(part, lower_whole(part.model)) for part in partition(model, {}, values)]
@@ -60,26 +61,10 @@ def lower_parts(
                 lowered.append((part, lower_whole(part.model) if part.runs_in == "tvm" else None))
             except NotLoweredError as err:
                 culprit = part.model.graph.node[_first_that_fails(part.model, lower_whole)]
-                reasons[producers_of(model.graph)[next(filter(None, culprit.output))]] = str(err)
+                reasons[places[next(filter(None, culprit.output))]] = str(err)
                 break
         else:
             return lowered
-
-
-def describe(reasons: Mapping[str, str]) -> str:
-    """Operators with what stands in their way, in one clause."""
-    clauses = [f"{operator} ({reason})" for operator, reason in reasons.items()]
-    more = len(clauses) - _MAX_SHOWN
-    return ", ".join(clauses[:_MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def _asked_for(model: onnx.ModelProto, fallback: Mapping[str, str]) -> dict[int, str]:
-    return {
-        index: fallback[output]
-        for index, node in enumerate(model.graph.node)
-        for output in node.output
-        if output in fallback
-    }
 
 
 def _known_reasons(model: onnx.ModelProto, values: ValueInfos) -> dict[int, str]:
@@ -140,10 +125,9 @@ def _without_names(model: onnx.ModelProto) -> bytes:
 
 def _first_that_fails(model: onnx.ModelProto, lower_whole: LowerGraph) -> int:
     """Place of the node with which the graph up to it cannot be lowered any more, by bisection."""
-    values = value_infos(model)
-    return bisect.bisect_left(
-        range(len(model.graph.node)),
-        True,
-        hi=len(model.graph.node) - 1,
-        key=lambda last: bool(_why_not(extract(model, range(last + 1), values), lower_whole)),
-    )
+    values, num_nodes = value_infos(model), len(model.graph.node)
+
+    def fails(last: int) -> bool:
+        return bool(_why_not(extract(model, range(last + 1), values), lower_whole))
+
+    return bisect.bisect_left(range(num_nodes), True, hi=num_nodes - 1, key=fails)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,45 +18,31 @@ def join_modules(modules: Mapping[str, IRModule]) -> IRModule:
     """
     joined = IRModule()
     for name, mod in modules.items():
-        _add(joined, name, mod)
+        variables: dict[str, GlobalVar] = {}
+        for var, function in mod.functions_items():
+            if var.name_hint != "main":
+                variables[var.name_hint] = _added(joined, var, function)
+        joined[name] = _Renamer(variables).visit_expr(mod["main"]).with_attr("global_symbol", name)
     return joined
 
 
-def _add(joined: IRModule, name: str, mod: IRModule) -> None:
-    variables: dict[str, GlobalVar] = {}
-    for var, function in mod.functions_items():
-        if var.name_hint == "main":
-            continue
-        new = _free_name(joined, var.name_hint, function)
-        if new in _names(joined):
-            variables[var.name_hint] = joined.get_global_var(new)
-            continue
-        variables[var.name_hint] = GlobalVar(new)
-        relax.expr._update_type(variables[var.name_hint], var.ty)
-        joined[variables[var.name_hint]] = _renamed(function, new)
-    joined[name] = _Renamer(variables).visit_expr(mod["main"]).with_attr("global_symbol", name)
-
-
-def _renamed(function: Any, name: str) -> Any:
-    """A function under its new name. One that has no symbol gets none: that would change the hash of its records."""
+def _added(joined: IRModule, var: GlobalVar, function: Any) -> GlobalVar:
+    """The variable of a function under its name or with a number: the first that is free, or that of the same one."""
+    name = var.name_hint
+    there = {other.name_hint: other for other in joined.get_global_vars()}
+    for number in itertools.count(1):
+        if name not in there:
+            break
+        other, same = (each.without_attr("global_symbol") for each in (joined[name], function))
+        if structural_equal(other, same, map_free_vars=True):
+            return there[name]
+        name = f"{var.name_hint}_{number}"
+    new = GlobalVar(name)
+    relax.expr._update_type(new, var.ty)
+    # One that has no symbol gets none: that would change the hash of its records.
     has_symbol = function.attrs is not None and "global_symbol" in function.attrs
-    return function.with_attr("global_symbol", name) if has_symbol else function
-
-
-def _names(mod: IRModule) -> set[str]:
-    return {var.name_hint for var in mod.get_global_vars()}
-
-
-def _free_name(joined: IRModule, name: str, function: Any) -> str:
-    """The name itself or with a number: the first that is not taken, or taken by the same function."""
-    candidate, number = name, 0
-    while candidate in _names(joined):
-        there, here = (other.without_attr("global_symbol") for other in (joined[candidate], function))
-        if structural_equal(there, here, map_free_vars=True):
-            return candidate
-        number += 1
-        candidate = f"{name}_{number}"
-    return candidate
+    joined[new] = function.with_attr("global_symbol", name) if has_symbol else function
+    return new
 
 
 @relax.expr_functor.mutator

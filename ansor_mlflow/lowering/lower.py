@@ -27,10 +27,10 @@ from ansor_mlflow.graphs import (
     rewrite_operators,
     simplify,
 )
-from ansor_mlflow.lowering.fallback import LoweredPart, describe, lower_parts
+from ansor_mlflow.lowering.fallback import LoweredPart, lower_parts
 from ansor_mlflow.lowering.lower_graph import lower_graph, lower_node
 from ansor_mlflow.lowering.network import LoweredNetwork, NetworkPart, TuningTask, short_name
-from ansor_mlflow.settings import Algorithm, LoweringSettings, Padding
+from ansor_mlflow.settings import LoweringSettings, Padding
 from ansor_mlflow.trials import TaskInfo
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 LOWERING_VERSION = 6
 """Provenance of records: two lowerings with different versions may give different tasks for one network."""
+_MAX_SHOWN = 3
 
 _DEFAULTS = LoweringSettings()
 
@@ -62,29 +63,29 @@ def lower_sizes(
 
     `fallback` says for a size, by its number, why a node stays with ONNX Runtime though TVM may know it, by an output
     of it as the parts of an earlier lowering name it.
-
-    Raises:
-        UserInputError: ONNX Runtime cannot load a model, TVM can compute no part of it, or not all where it must.
     """
     from ansor_mlflow.lowering.joining import join_modules
 
     sizes = [
         _lower_size(model, target, settings, called, fallback.get(number, {})) for number, model in enumerate(models)
     ]
-    parts = [(size, *part) for size, (lowered, _) in enumerate(sizes) for part in lowered]
-    modules = {f"part{number}": mod for number, (_, _, mod) in enumerate(parts) if mod is not None}
-    named = [
-        NetworkPart(graph, name if (name := f"part{number}") in modules else "", size)
-        for number, (size, graph, _) in enumerate(parts)
-    ]
+    parts: list[NetworkPart] = []
+    modules: dict[str, IRModule] = {}
+    for size, (lowered, _) in enumerate(sizes):
+        for graph, part in lowered:
+            name = f"part{len(parts)}" if part is not None else ""
+            parts.append(NetworkPart(graph, name, size))
+            if part is not None:
+                modules[name] = part
     is_whole = len(parts) == 1
     mod = modules["part0"] if is_whole else join_modules(modules)
-    return LoweredNetwork(
-        mod=mod,
-        tasks=_find_tasks(mod, target, settings.algorithm, called),
-        parts=() if is_whole else tuple(named),
-        hard_to_tile=tuple(dict.fromkeys(layer for _, layers in sizes for layer in layers)),
-    )
+    tasks = _extract_tasks(mod, target)
+    if settings.algorithm != "direct" and platform_of(target).has_sketches:
+        from ansor_mlflow.lowering.algorithms import with_algorithms
+
+        tasks = with_algorithms(mod, tasks, settings.algorithm, called)
+    hard_to_tile = tuple(dict.fromkeys(layer for _, layers in sizes for layer in layers))
+    return LoweredNetwork(mod, tasks, () if is_whole else tuple(parts), hard_to_tile)
 
 
 def _lower_size(
@@ -102,17 +103,19 @@ def _lower_size(
     lower_whole = partial(lower_graph, target=target, settings=settings)
     parts = lower_parts(graph, lower_whole, partial(lower_node, target=target), fallback)
     reasons = {operator: reason for part, _ in parts for operator, reason in part.reasons.items()}
-    any_lowered = any(mod is not None for _, mod in parts)
-    if not any_lowered or (reasons and settings.partition == "off"):
-        raise UserInputError(f"network={called}: {_refusal(reasons, any_lowered=any_lowered)}")
+    more = len(reasons) - _MAX_SHOWN
+    shown = ", ".join(f"{operator} ({reason})" for operator, reason in list(reasons.items())[:_MAX_SHOWN])
+    shown += f" and {more} more" if more > 0 else ""
+    if all(mod is None for _, mod in parts):
+        raise UserInputError(
+            f"network={called}: TVM can compute no part of the network: {shown}; ONNX Runtime alone is the runtime for "
+            "it"
+        )
+    if reasons and settings.partition == "off":
+        raise UserInputError(
+            f"network={called}: TVM cannot compute {shown}; partition=auto leaves that to ONNX Runtime"
+        )
     return parts, hard_to_tile
-
-
-def _refusal(reasons: dict[str, str], *, any_lowered: bool) -> str:
-    found = describe(reasons)
-    if any_lowered:
-        return f"TVM cannot compute {found}; partition=auto leaves that to ONNX Runtime"
-    return f"TVM can compute no part of the network: {found}; ONNX Runtime alone is the runtime for it"
 
 
 def _padding(pad_channels: Padding, target: Target) -> Callable[[int], int] | None:
@@ -123,16 +126,6 @@ def _padding(pad_channels: Padding, target: Target) -> Callable[[int], int] | No
         lanes = vector_lanes(target)
         return lambda channels: best_padding(channels, lanes)
     return lambda channels: -(-channels // pad_channels) * pad_channels
-
-
-def _find_tasks(mod: IRModule, target: Target, algorithm: Algorithm, called: str) -> tuple[TuningTask, ...]:
-    """The tasks of a network, of layers that may be computed by several algorithms one for each."""
-    tasks = _extract_tasks(mod, target)
-    if algorithm == "direct" or not platform_of(target).has_sketches:
-        return tasks
-    from ansor_mlflow.lowering.algorithms import with_algorithms
-
-    return with_algorithms(mod, tasks, algorithm, called)
 
 
 def _extract_tasks(mod: IRModule, target: Target) -> tuple[TuningTask, ...]:

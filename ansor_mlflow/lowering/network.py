@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -59,8 +60,6 @@ class TuningTask:
 
 @dataclass(frozen=True)
 class NetworkPart:
-    """A part of a network."""
-
     graph: GraphPart
     function: str
     """Name of its function in the module; empty for a part that ONNX Runtime runs."""
@@ -85,10 +84,9 @@ class LoweredNetwork:
     @property
     def constant_bytes(self) -> int:
         """Size of the weights and other constants that a call reads; of several sizes of the network the largest."""
-        functions = [(part.size, part.function) for part in self.parts if part.function] or [(0, "main")]
-        by_size: dict[int, int] = {}
-        for size, function in functions:
-            by_size[size] = by_size.get(size, 0) + _constant_bytes(self.mod[function])
+        by_size: Counter[int] = Counter()
+        for size, function in [(part.size, part.function) for part in self.parts if part.function] or [(0, "main")]:
+            by_size[size] += _constant_bytes(self.mod[function])
         return max(by_size.values())
 
     @property

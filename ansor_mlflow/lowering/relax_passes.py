@@ -1,4 +1,4 @@
-"""Passes over Relax: a mutator of "main", the places of extrema, and what functions are fused with."""
+"""Passes over Relax: indices kept inside of tensors, places of extrema, and what functions are fused with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from tvm import relax, te, tirx, topi
-from tvm.ir import IRModule
+from tvm.ir import GenericConst, IRModule
 from tvm.ir.transform import Pass, PassContext, module_pass
 from tvm.tirx import PrimFunc
 
@@ -18,6 +18,10 @@ _INJECTIVE, _OPAQUE = 2, 8
 and the last is fused with nothing."""
 _MAX_FUSED_PARTS = 6
 """Parts of a concatenation; those of image networks have no more."""
+_ALONG_AXIS = {"relax.gather_elements", "relax.scatter_elements"}
+_COORDINATES = {"relax.gather_nd", "relax.scatter_nd"}
+_FROM_THE_END = {"relax.scatter_elements"}
+"""Operators that take negative indices; for the others TVM's importer makes them positive."""
 
 
 def rewrite_main(name: str, mutator: type[relax.PyExprMutator]) -> Pass:
@@ -30,6 +34,17 @@ def rewrite_main(name: str, mutator: type[relax.PyExprMutator]) -> Pass:
         return rewritten
 
     return rewrite
+
+
+def bound(mutator: relax.PyExprMutator, expr: relax.Expr) -> relax.Expr:
+    """The expression that a variable stands for."""
+    value = mutator.lookup_binding(expr) if isinstance(expr, relax.Var) else None
+    return expr if value is None else value
+
+
+def op_name(expr: relax.Expr) -> str:
+    """The name of the operator that an expression calls; empty where it calls none."""
+    return str(getattr(getattr(expr, "op", None), "name", ""))
 
 
 def _call(builder: relax.BlockBuilder, call: relax.Call, *, find: Callable[..., te.Tensor], sign: int) -> relax.Expr:
@@ -71,6 +86,90 @@ PLACES = {
 TVM begins with the smallest number of a type at place -1, and forgets what came before a NaN. As ONNX Runtime, this
 begins with the first value, which stays where it is NaN, and passes over any other NaN.
 """
+
+
+@relax.expr_functor.mutator
+class _Bounder(relax.PyExprMutator):  # type: ignore[misc]
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        call = self.visit_expr_post_order(call)
+        name = op_name(call)
+        if name == "relax.take" and call.attrs.mode == "fast":
+            data, indices = call.args
+            sizes = _sizes(call)
+            if sizes is not None and self._are_within(indices, 0, sizes - 1):
+                return call
+            return relax.op.take(data, indices, call.attrs.axis, "nan" if "float" in str(data.ty.dtype) else "clip")
+        if name in _ALONG_AXIS | _COORDINATES and (sizes := _sizes(call)) is not None:
+            return self._clamped(call, sizes)
+        return call
+
+    def _clamped(self, call: relax.Call, sizes: np.ndarray[Any, Any]) -> relax.Expr:
+        data, indices, *rest = call.args
+        lowest, highest = -sizes if call.op.name in _FROM_THE_END else 0 * sizes, sizes - 1
+        if self._are_within(indices, lowest, highest):
+            return call
+        dtype = str(indices.ty.dtype)
+        nearest = relax.op.minimum(relax.op.maximum(indices, relax.const(lowest, dtype)), relax.const(highest, dtype))
+        return relax.Call(call.op, [data, self.builder_.normalize(nearest), *rest], call.attrs)
+
+    def _are_within(self, indices: relax.Expr, lowest: Any, highest: Any) -> bool:
+        """Whether they are constants, and these are."""
+        constant = bound(self, indices)
+        if not isinstance(constant, GenericConst):
+            return False
+        values = constant.value.numpy()
+        return bool(((lowest <= values) & (values <= highest)).all())
+
+
+def bound_indices() -> Pass:
+    """The pass that makes an index outside of a tensor harmless, wherever indices are no constants inside of it.
+
+    ONNX makes such an index an error; TVM's kernels read, and for a scatter write, whatever memory it points to.
+    Gather gives NaN for it, everything else takes the nearest inside. A tensor that does not hold floats has no NaN, so
+    Gather takes the nearest there, too.
+    """
+    return rewrite_main("BoundIndices", _Bounder)
+
+
+def _sizes(call: relax.Call) -> np.ndarray[Any, Any] | None:
+    """Sizes of the axes that indices point along: a number, or one for each coordinate; None where they are dynamic."""
+    data, indices, *_ = call.args
+    if data.ty.shape is None or not all(isinstance(size, tirx.IntImm) for size in data.ty.shape):
+        return None
+    sizes = np.array([int(size) for size in data.ty.shape])
+    if call.op.name not in _COORDINATES:
+        return sizes[call.attrs.axis]  # type: ignore[no-any-return]
+    first = getattr(call.attrs, "batch_dims", 0)
+    return sizes[first : first + int(indices.ty.shape[-1])]
+
+
+@relax.expr_functor.mutator
+class _Squeezes(relax.PyExprMutator):  # type: ignore[misc]
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        call = self.visit_expr_post_order(call)
+        if op_name(call) != "relax.squeeze" or call.attrs.axis is None:
+            return call
+        data = call.args[0]
+        return relax.op.squeeze(data, [int(axis) % data.ty.ndim for axis in call.attrs.axis])
+
+
+def positive_squeeze_axes() -> Pass:
+    """The pass that gives every squeeze axes from the front: ConvertLayout crashes on those from the end."""
+    return rewrite_main("PositiveSqueezeAxes", _Squeezes)
+
+
+@relax.expr_functor.mutator
+class _Bfloat16Casts(relax.PyExprMutator):  # type: ignore[misc]
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        call = self.visit_expr_post_order(call)
+        if op_name(call) == "relax.astype" and call.attrs.dtype == "float16":
+            return relax.op.astype(call.args[0], "bfloat16")
+        return call
+
+
+def float16_to_bfloat16() -> Pass:
+    """The pass that casts to bfloat16 wherever a module casts to float16, which is all that TVM's own pass knows."""
+    return rewrite_main("Float16ToBfloat16", _Bfloat16Casts)
 
 
 # TVM takes a slice that begins at zero for an elementwise operation, since it reads what it writes, and fuses it into a

@@ -49,9 +49,6 @@ def require_sound(model: onnx.ModelProto, network: str) -> onnx.ModelProto:
 
     The model that is returned has no functions of its own, which are inlined, and its nodes in topological order: some
     tools that rewrite graphs add nodes at the end, and ONNX Runtime does not mind.
-
-    Raises:
-        UserInputError: It cannot be what an exporter wrote, or takes a newer version or an operator that nobody knows.
     """
     _check_texts(model, network)
     _check_versions(model, network)
@@ -65,12 +62,19 @@ def require_sound(model: onnx.ModelProto, network: str) -> onnx.ModelProto:
 
 def require_data(model: onnx.ModelProto, network: str) -> None:
     """Checks that weights and constants are as large as they say; those in other files only that they are no giants."""
-    if model.graph.sparse_initializer:
-        name = model.graph.sparse_initializer[0].values.name
-        raise _error(network, f"the weight {_shown(name)} is sparse, and only dense ones are read")
     for tensor in tensors_of(model.graph):
         size = require_tensor(tensor, network)
-        _check_data(tensor, size, network)
+        if external_data_helper.uses_external_data(tensor):
+            continue
+        if tensor.HasField("raw_data"):
+            wanted, found, unit = size, len(tensor.raw_data), "bytes"
+        elif tensor.data_type in _FIELDS:
+            wanted, found, unit = math.prod(tensor.dims), len(getattr(tensor, _FIELDS[tensor.data_type])), "elements"
+        else:
+            continue
+        if wanted != found:
+            dims = list(tensor.dims)
+            raise _error(network, f"{_called(tensor)} has {found} {unit}, and its shape {dims} takes {wanted}")
 
 
 def require_sizes(model: onnx.ModelProto, network: str) -> None:
@@ -109,9 +113,8 @@ def _check_versions(model: onnx.ModelProto, network: str) -> None:
         domain = "" if opset.domain == "ai.onnx" else opset.domain
         if versions.setdefault(domain, opset.version) != opset.version:
             raise _error(network, f"it names two versions of the operators of {domain or 'ONNX'}")
-    for domain, version in versions.items():
-        if not 1 <= version <= _MAX_VERSION:
-            raise _error(network, f"it is of opset {version} of {domain or 'ONNX'}")
+        if not 1 <= opset.version <= _MAX_VERSION:
+            raise _error(network, f"it is of opset {opset.version} of {domain or 'ONNX'}")
     latest = onnx.defs.onnx_opset_version()
     if versions.get("", 1) > latest:
         raise _error(
@@ -196,8 +199,10 @@ def _sort(graph: onnx.GraphProto) -> None:
 
 def _check_names(graph: onnx.GraphProto, network: str, around: frozenset[str] = frozenset()) -> None:
     """Checks that every tensor is made once, before it is used, also in branches."""
+    if graph.sparse_initializer:
+        name = graph.sparse_initializer[0].values.name
+        raise _error(network, f"the weight {_shown(name)} is sparse, and only dense ones are read")
     weights = [weight.name for weight in graph.initializer]
-    weights += [weight.values.name for weight in graph.sparse_initializer]
     inputs = [value.name for value in graph.input]
     if "" in inputs:
         raise _error(network, "one of its inputs has no name")
@@ -228,19 +233,6 @@ def require_tensor(tensor: TensorProto, network: str) -> int:
     if any(dim < 0 for dim in tensor.dims):
         raise _error(network, f"{_called(tensor)} has the shape {list(tensor.dims)}")
     return _check_size(tensor.name, tensor.dims, tensor.data_type, network)
-
-
-def _check_data(tensor: TensorProto, size: int, network: str) -> None:
-    if external_data_helper.uses_external_data(tensor):
-        return
-    if tensor.HasField("raw_data"):
-        wanted, found, unit = size, len(tensor.raw_data), "bytes"
-    elif tensor.data_type in _FIELDS:
-        wanted, found, unit = math.prod(tensor.dims), len(getattr(tensor, _FIELDS[tensor.data_type])), "elements"
-    else:
-        return
-    if wanted != found:
-        raise _error(network, f"{_called(tensor)} has {found} {unit}, and its shape {list(tensor.dims)} takes {wanted}")
 
 
 def _check_size(name: str, dims: Iterable[int], data_type: int, network: str) -> int:

@@ -125,7 +125,6 @@ class GraphBuilder:
         return self.node("BatchNormalization", name, data, *names, epsilon=1e-5)
 
     def relu(self, name: str, data: str) -> str:
-        """Appends max(x, 0)."""
         return self.node("Relu", name, data)
 
     def dense(self, name: str, data: str, *, units: int, in_units: int) -> str:

@@ -6,7 +6,6 @@ import difflib
 import logging
 import math
 import os
-import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,20 +16,12 @@ import onnx
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import scratch_directory
-from ansor_mlflow.networks.external_data import data_root
 from ansor_mlflow.networks.families.builtin import BUILTIN_NETWORKS, build_builtin
-from ansor_mlflow.networks.onnx_file import (
-    digest,
-    fix_shapes,
-    input_specs,
-    load_weights,
-    open_shapes,
-    output_specs,
-    read_onnx,
-)
+from ansor_mlflow.networks.onnx_file import data_root, digest, load_weights, read_onnx
 from ansor_mlflow.networks.operators import build_operator, check_operator, is_operator
 from ansor_mlflow.networks.pytorch import PROGRAM_SUFFIX, TorchModel, export_model, load_program, require_trust
 from ansor_mlflow.networks.shapes import GivenShape, split_sizes
+from ansor_mlflow.networks.static_shapes import fix_shapes, input_specs, open_shapes, output_specs
 from ansor_mlflow.tensors import NetworkShapes, TensorSpec, open_where_different
 
 _log = logging.getLogger("ansor_mlflow")
@@ -81,17 +72,18 @@ def require_network(name: str, *, trust: bool = False) -> None:
     """Checks what can be said of a network before anything of it is loaded: that there is such a name, form or file.
 
     A directory passes, as it may be an MLflow model.
-
-    Raises:
-        UserInputError: There is none, or it may not be read.
     """
     if name in BUILTIN_NETWORKS:
         return
     if is_operator(name):
         check_operator(name)
         return
-    if not _is_path(name):
-        raise UserInputError(f"network={name!r} is neither a built-in network nor a file; {_hint(name)}")
+    is_there = name != "" and Path(name).exists()
+    if not (is_there or os.sep in name or name.endswith((".onnx", PROGRAM_SUFFIX, *_PICKLE_SUFFIXES))):
+        near = difflib.get_close_matches(name.lower(), BUILTIN_NETWORKS, cutoff=0.65)
+        known = f"built-in are {', '.join(BUILTIN_NETWORKS)}; a file ends in .onnx or .pt2"
+        hint = f"perhaps you meant {', '.join(near)}" if near else known
+        raise UserInputError(f"network={name!r} is neither a built-in network nor a file; {hint}")
     _refuse_pickle(Path(name), name)
     try:
         Path(name).stat()
@@ -113,21 +105,10 @@ def load_network(
     seed: int = 0,
     trust: bool = False,
 ) -> Network:
-    """Generates a built-in network or a single operator, or reads a file.
+    """Generates a built-in network or a single operator (see `operators.OPERATORS`), or reads a file.
 
-    Args:
-        name: A built-in name, an operator with its sizes (see `operators.OPERATORS`), or the path of an ONNX file or of
-            an exported program of PyTorch (.pt2).
-        batch_size: Batch size of a built-in network, or of a file where it is dynamic.
-        input_shapes: Shapes that replace those of the inputs; the other shapes follow from them. A dimension of a file
-            may be a list of sizes; see `shapes.split_sizes`.
-        input_values: Numbers, or nested lists of them, that inputs are fixed to.
-        seed: Seed of the weights of a network that is generated.
-        trust: Whether an exported program may be read, which can run code of its author.
-
-    Raises:
-        UserInputError: There is no such network, it cannot or may not be read, or the shapes do not fit it.
-        MachineError: It needs PyTorch, which is not installed.
+    `input_shapes` replaces the shapes of inputs, from which the others follow; a dimension of a file may be a list of
+    sizes (see `split_sizes`). Inputs with `input_values` are fixed to them, and `seed` is that of generated weights.
     """
     require_network(name, trust=trust)
     if name in BUILTIN_NETWORKS or is_operator(name):
@@ -154,23 +135,13 @@ def read_network(
     input_values: Mapping[str, Any] = {},
     trust: bool = False,
 ) -> Network:
-    """Reads an ONNX file or an exported program of PyTorch, which messages call `called`; see `load_network`.
-
-    Raises:
-        UserInputError: The file cannot or may not be read, or the shapes or values do not fit it.
-        MachineError: It needs PyTorch, which is not installed.
-    """
+    """Reads an ONNX file or an exported program of PyTorch, which messages call `called`; see `load_network`."""
     _refuse_pickle(path, called)
     if path.suffix == PROGRAM_SUFFIX:
         require_trust(called, trust=trust)
-        network = read_torch_model(
-            partial(load_program, path, called),
-            called,
-            batch_size=batch_size,
-            input_shapes=input_shapes,
-            input_values=input_values,
-        )
-        return replace(network, name=path.stem, path=path)
+        load = partial(load_program, path, called)
+        sizes: dict[str, Any] = {"batch_size": batch_size, "input_shapes": input_shapes, "input_values": input_values}
+        return replace(read_torch_model(load, called, **sizes), name=path.stem, path=path)
     shapes, *others = split_sizes(called, input_shapes)
     if others:
         return _read_sizes(path, called, [shapes, *others], batch_size=batch_size, values=input_values)
@@ -243,28 +214,3 @@ def _read_sizes(path: Path, called: str, given: Sequence[Mapping[str, tuple[int,
 
 def _network(name: str, model: onnx.ModelProto, path: Path | None = None) -> Network:
     return Network(name=name, model=model, inputs=input_specs(model), outputs=output_specs(model), path=path)
-
-
-def _is_path(name: str) -> bool:
-    is_there = name != "" and Path(name).exists()
-    return is_there or os.sep in name or name.endswith((".onnx", PROGRAM_SUFFIX, *_PICKLE_SUFFIXES))
-
-
-def _hint(name: str) -> str:
-    near = _nearest_numbers(name) or difflib.get_close_matches(name.lower(), BUILTIN_NETWORKS, n=3, cutoff=0.7)
-    if near:
-        return f"perhaps you meant {', '.join(near)}"
-    return f"built-in are {', '.join(BUILTIN_NETWORKS)}; a file ends in .onnx or .pt2"
-
-
-def _nearest_numbers(name: str) -> list[str]:
-    """The two networks of the same family with the nearest numbers: resnet-18 and resnet-34 for resnet-17."""
-    family, number = _split_number(name)
-    numbers = {other: _split_number(other)[1] for other in BUILTIN_NETWORKS if _split_number(other)[0] == family}
-    return sorted(numbers, key=lambda other: abs(numbers[other] - number))[:2]
-
-
-def _split_number(name: str) -> tuple[str, int]:
-    """A network's family and number: ("vgg", 16) of "vgg-16", ("inception", 3) of "inception_v3"; else 0."""
-    rest = name.lower().rstrip(string.digits)
-    return rest.rstrip("v").rstrip("-_"), int(name[len(rest) :] or 0)

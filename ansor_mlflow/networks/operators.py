@@ -31,7 +31,6 @@ class _Spec:
     """An operator with its sizes, which are checked when they are read."""
 
     text: str
-    """The operator as the user wrote it."""
     given: Mapping[str, str]
     """Sizes and options by name; an option without a value has an empty one."""
 
@@ -62,7 +61,6 @@ class _Spec:
             raise self.error(f"its weights {list(shape)} take more than 2 GiB, the limit of an ONNX message")
 
     def error(self, message: str) -> UserInputError:
-        """An error about this operator."""
         return UserInputError(f"network={self.text!r}: {message}")
 
 
@@ -84,20 +82,14 @@ def is_operator(name: str) -> bool:
 
 
 def check_operator(name: str) -> None:
-    """Checks an operator with its sizes and options; none of its weights are drawn.
+    """Checks an operator with its sizes and options; none of its weights are drawn."""
 
-    Raises:
-        UserInputError: There is no such operator, or its sizes or options are not possible.
-    """
+    class NoGraph:  # the sizes are checked where the graph is built
+        def __getattr__(self, method: str) -> Callable[..., str]:
+            return lambda *_, **__: method
+
     operator, spec = _parse(name)
-    operator.build(spec, cast("GraphBuilder", _NoGraph()))
-
-
-class _NoGraph:
-    """Stands for a `GraphBuilder` and keeps nothing: the sizes are checked where the graph is built."""
-
-    def __getattr__(self, method: str) -> Callable[..., str]:
-        return lambda *_, **__: method
+    operator.build(spec, cast("GraphBuilder", NoGraph()))
 
 
 def build_operator(
@@ -107,9 +99,6 @@ def build_operator(
 
     Its input is "data", for convolutions float32 (N, CI, H, W). The inputs of `batch_matmul` are "a", float32
     (B, M, K), and "b", float32 (B, K, N).
-
-    Raises:
-        UserInputError: There is no such operator, its sizes or options are not possible, or others are given beside it.
     """
     operator, spec = _parse(name)
     if batch_size != 1 or input_shapes:
@@ -158,19 +147,11 @@ def _conv(spec: _Spec, builder: GraphBuilder) -> tuple[str, Shape]:
     out_image = tuple(
         _out_size(spec, *along) for along in zip(axes, image, kernel, stride, padding, dilation, strict=True)
     )
-    weight_shape = (out_channels, in_channels // groups, *kernel)
-    spec.check_weight(weight_shape)
+    weights = (out_channels, in_channels // groups, *kernel)
+    spec.check_weight(weights)
     data = builder.input("data", (batch, in_channels, *image))
-    output = builder.conv(
-        "conv",
-        data,
-        weight_shape,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        bias="bias" in spec.given,
-    )
+    axes_options = {"stride": stride, "padding": padding, "dilation": dilation}
+    output = builder.conv("conv", data, weights, groups=groups, bias="bias" in spec.given, **axes_options)
     return _with_relu(spec, builder, output), (batch, out_channels, *out_image)
 
 
@@ -187,7 +168,6 @@ def _out_size(spec: _Spec, axis: str, size: int, kernel: int, stride: int, paddi
 
 
 def _depthwise_conv(spec: _Spec, builder: GraphBuilder) -> tuple[str, Shape]:
-    """A convolution with a kernel for each channel."""
     (channels,) = spec.numbers("C")
     same = dict.fromkeys(("CI", "CO", "groups"), str(channels))
     return _conv(replace(spec, given={**spec.given, **same}), builder)
@@ -206,14 +186,12 @@ def _dense(spec: _Spec, builder: GraphBuilder) -> tuple[str, Shape]:
 
 
 def _batch_matmul(spec: _Spec, builder: GraphBuilder) -> tuple[str, Shape]:
-    """The products of B pairs of matrices."""
     batch, rows, columns, inner = spec.numbers("B", "M", "N", "K")
     a, b = builder.input("a", (batch, rows, inner)), builder.input("b", (batch, inner, columns))
     return builder.node("MatMul", "batch_matmul", a, b), (batch, rows, columns)
 
 
 def _softmax(spec: _Spec, builder: GraphBuilder) -> tuple[str, Shape]:
-    """The softmax of each row."""
     shape = spec.numbers("M", "N")
     return builder.node("Softmax", "softmax", builder.input("data", shape), axis=-1), shape
 
@@ -232,23 +210,13 @@ _OPERATORS = {
 }
 
 
-def _form(name: str) -> str:
-    operator = _OPERATORS[name]
-    options = [f"[,{option}…]" if option.endswith("=") else f"[,{option}]" for option in operator.options]
-    return f"{name}:{operator.numbers}{''.join(options)}"
-
-
-OPERATORS: dict[str, str] = {name: _form(name) for name in _OPERATORS}
+OPERATORS: dict[str, str] = {
+    name: f"{name}:{operator.numbers}"
+    + "".join(f"[,{option}…]" if option.endswith("=") else f"[,{option}]" for option in operator.options)
+    for name, operator in _OPERATORS.items()
+}
 """Syntax of each operator, in brackets what may be left out."""
-
-
-# -- a residual block ------------------------------------------------------------------------------------------------
-
 _BLOCK_CHANNELS = 64
-
-
-def _block_shapes(batch_size: int) -> dict[str, Shape]:
-    return {"data": (batch_size, _BLOCK_CHANNELS, 56, 56)}
 
 
 def _build_block(input_shapes: dict[str, Shape], seed: int) -> onnx.ModelProto:
@@ -268,4 +236,8 @@ def _build_block(input_shapes: dict[str, Shape], seed: int) -> onnx.ModelProto:
     return builder.build("resnet-block", {output: shape})
 
 
-NETWORKS = {"resnet-block": BuiltinNetwork(default_shapes=_block_shapes, build=_build_block)}
+NETWORKS = {
+    "resnet-block": BuiltinNetwork(
+        default_shapes=lambda batch_size: {"data": (batch_size, _BLOCK_CHANNELS, 56, 56)}, build=_build_block
+    )
+}

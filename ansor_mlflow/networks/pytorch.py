@@ -46,23 +46,8 @@ class TorchModel:
         return args, kwargs
 
 
-@dataclass(frozen=True)
-class _Export:
-    """What the child is to do."""
-
-    load: Callable[[], TorchModel]
-    network: str
-    path: Path
-    input_shapes: Mapping[str, Sequence[int]]
-    batch_size: int
-
-
 def require_trust(network: str, *, trust: bool) -> None:
-    """Checks that the user trusts whoever made a model of PyTorch.
-
-    Raises:
-        UserInputError: They have not said so.
-    """
+    """Checks that the user trusts whoever made a model of PyTorch."""
     if not trust:
         raise UserInputError(
             f"network={network}: reading a model of PyTorch can run any code that its author put into it; pass "
@@ -78,35 +63,26 @@ def export_model(
     input_shapes: Mapping[str, Sequence[int]],
     batch_size: int,
 ) -> None:
-    """Writes a model as an ONNX file with static shapes.
-
-    Args:
-        load: Loads the model; it is called in a child process.
-        network: What messages call it.
-        path: File to write.
-        input_shapes: Shapes that dynamic dimensions get.
-        batch_size: Size of a dynamic batch.
-
-    Raises:
-        UserInputError: The model cannot be read or exported, or the shapes do not fit it.
-        MachineError: PyTorch or its exporter is not installed, or the child died.
-    """
-    job = _Export(load, network, path, input_shapes, batch_size)
+    """Writes a model, which `load` loads in a child process, as an ONNX file with static shapes."""
+    job = (load, network, path, input_shapes, batch_size)
     advice = "free memory, or export the model to ONNX where it can be loaded (torch.onnx.export)"
     for note in in_child_process(_export, job, work="exports the model of PyTorch", advice=advice, is_quiet=True):
         _log.warning(note)
 
 
 def load_program(path: Path, network: str) -> TorchModel:
-    """Loads an exported program, which may run any code; only for a child process.
-
-    Raises:
-        UserInputError: It was exported in training mode, or takes something else than tensors.
-    """
+    """Loads an exported program, which may run any code; only for a child process."""
     import torch
 
     program = torch.export.load(path)
-    if _is_training(program):
+    flags = (
+        value
+        for node in program.graph.nodes
+        for argument, value in zip(getattr(getattr(node.target, "_schema", None), "arguments", ()), node.args)  # noqa: B905
+        if argument.name in ("train", "training")
+    )
+    # It updates its statistics, or has an operator that computes as in training.
+    if program.graph_signature.buffers_to_mutate or any(flag is True for flag in flags):
         raise UserInputError(
             f"network={network}: it was exported in training mode; call model.eval() before torch.export.export"
         )
@@ -122,27 +98,17 @@ def load_program(path: Path, network: str) -> TorchModel:
     return TorchModel(program.module(), shapes, dtypes, program.call_spec.in_spec)
 
 
-def _is_training(program: Any) -> bool:
-    """Whether a program updates its statistics, or has an operator that computes as in training."""
-    flags = (
-        value
-        for node in program.graph.nodes
-        for argument, value in zip(getattr(getattr(node.target, "_schema", None), "arguments", ()), node.args)  # noqa: B905
-        if argument.name in ("train", "training")
-    )
-    return bool(program.graph_signature.buffers_to_mutate) or any(flag is True for flag in flags)
-
-
-def _export(job: _Export) -> list[str]:
+def _export(job: tuple[Callable[[], TorchModel], str, Path, Mapping[str, Sequence[int]], int]) -> list[str]:
     """The child: writes the file, and returns what the user is to know."""
-    model = _loaded(job)
+    load, network, path, input_shapes, batch_size = job
+    model = _loaded(load, network)
     import torch
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
     notes: list[str] = []
     integers = {name for name, dtype in zip(model.shapes, model.dtypes, strict=True) if not dtype.is_floating_point}
     shapes = resolve_shapes(
-        job.network, model.shapes, job.input_shapes, batch_size=job.batch_size, integers=integers, note=notes.append
+        network, model.shapes, input_shapes, batch_size=batch_size, integers=integers, note=notes.append
     )
     # Only the shapes of these count. They are checked against those that a program was exported for.
     examples = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes.values(), model.dtypes, strict=True)]
@@ -151,29 +117,29 @@ def _export(job: _Export) -> list[str]:
     try:
         exported = torch.onnx.export(model.module, args, kwargs=kwargs, **options)
     except Exception as err:  # its decompositions may raise anything
-        raise UserInputError(_refused(job.network, err)) from err
+        raise UserInputError(_refused(network, err)) from err
     # Notes on where nodes come from would make another file of the same program in another folder.
     ClearMetadataAndDocStringPass()(exported.model)
-    exported.save(job.path, external_data=True)
+    exported.save(path, external_data=True)
     return notes
 
 
-def _loaded(job: _Export) -> TorchModel:
+def _loaded(load: Callable[[], TorchModel], network: str) -> TorchModel:
     try:
         import onnxscript  # noqa: F401 (the exporter needs it)
         import torch  # noqa: F401
     except ImportError as err:
         raise MachineError(
-            f"network={job.network}: a model of PyTorch needs PyTorch and its exporter: pip install torch onnxscript, "
+            f"network={network}: a model of PyTorch needs PyTorch and its exporter: pip install torch onnxscript, "
             "or export the model to ONNX"
         ) from err
     try:
-        return job.load()
+        return load()
     except AnsorMlflowError:
         raise
     except Exception as err:  # what a file may do when it is loaded has no bounds
         raise UserInputError(
-            f"network={job.network}: PyTorch {sys.modules['torch'].__version__} cannot read it ({one_line(err)}); save "
+            f"network={network}: PyTorch {sys.modules['torch'].__version__} cannot read it ({one_line(err)}); save "
             "it again with this version"
         ) from err
 

@@ -1,10 +1,11 @@
-"""Takes the branches that are decided before a network is called: `If` whose condition is known.
+"""Gives inputs values for good, and takes the branches that are decided then: those of `If` whose condition is known.
 
-ONNX Runtime does so, too, and may crash over it where a branch holds others (version 1.31).
+ONNX Runtime takes them, too, and may crash over it where a branch holds others (version 1.31).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from ansor_mlflow.tensors import Arrays, TensorSpec
 
 _MAX_ANCESTORS = 64
 """A condition that takes more nodes than these is left as it is."""
+_IR_VERSION_OF_UNLISTED_WEIGHTS = 4
 
 
 def take_known_branches(model: onnx.ModelProto) -> None:
@@ -29,27 +31,26 @@ def take_known_branches(model: onnx.ModelProto) -> None:
     graph = model.graph
     weights = {weight.name: weight for weight in graph.initializer}
     makers = {output: index for index, node in enumerate(graph.node) for output in node.output}
-    taken: dict[str, onnx.GraphProto] = {}
-    for node in graph.node:
-        if node.op_type == "If" and node.input and node.output:
-            condition = _known_value(model, weights, makers, node.input[0])
-            branch = None if condition is None or condition.size != 1 else _branch(node, is_true=bool(condition.item()))
-            if branch is not None:
-                taken[node.output[0]] = branch
-    if not taken:
-        return
     nodes: list[onnx.NodeProto] = []
+    is_taken = False
     for node in graph.node:
-        branch = taken.get(node.output[0]) if node.op_type == "If" and node.output else None
+        branch = _known_branch(model, weights, makers, node) if node.op_type == "If" and node.input else None
+        is_taken |= branch is not None
         nodes.extend([node] if branch is None else _inlined(model, node, branch))
-    del graph.node[:]
-    graph.node.extend(nodes)
-    take_known_branches(model)  # those within
+    if is_taken:
+        del graph.node[:]
+        graph.node.extend(nodes)
+        take_known_branches(model)  # those within
 
 
-def _branch(node: onnx.NodeProto, *, is_true: bool) -> onnx.GraphProto | None:
+def _known_branch(
+    model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], makers: Mapping[str, int], node: onnx.NodeProto
+) -> onnx.GraphProto | None:
     """The branch of an `If` that is taken; None where the node is damaged, which shape inference reports."""
-    wanted = "then_branch" if is_true else "else_branch"
+    condition = _known_value(model, weights, makers, node.input[0])
+    if condition is None or condition.size != 1 or not node.output:
+        return None
+    wanted = "then_branch" if condition.item() else "else_branch"
     branch = next((attribute.g for attribute in node.attribute if attribute.name == wanted), None)
     return branch if branch is not None and len(branch.output) == len(node.output) else None
 
@@ -61,11 +62,11 @@ def _inlined(model: onnx.ModelProto, node: onnx.NodeProto, branch: onnx.GraphPro
     names = {name: f"{node.output[0]}/{name}" for name in _own_names(inner)}
     for weight in inner.initializer:
         weight.name = names[weight.name]
-    add_weights(model, inner.initializer)
-    for node_ in inner.node:
-        _rename(node_, names)
+    _add_weights(model, inner.initializer)
+    for inner_node in inner.node:
+        _rename(inner_node, names)
     identities = (
-        onnx.helper.make_node("Identity", [names.get(value.name, value.name)], [output], name=f"{node.name}/{output}")
+        helper.make_node("Identity", [names.get(value.name, value.name)], [output], name=f"{node.name}/{output}")
         for value, output in zip(inner.output, node.output, strict=True)
         if output
     )
@@ -75,9 +76,7 @@ def _inlined(model: onnx.ModelProto, node: onnx.NodeProto, branch: onnx.GraphPro
 def _rename(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
     """Renames the tensors of a node, and those that its branches take from outside."""
     for tensors in (node.input, node.output):
-        renamed = [names.get(name, name) for name in tensors]
-        del tensors[:]
-        tensors.extend(renamed)
+        tensors[:] = [names.get(name, name) for name in tensors]
     for attribute in node.attribute:
         if attribute.HasField("g"):
             own = set(_own_names(attribute.g))
@@ -97,14 +96,7 @@ def _own_names(graph: onnx.GraphProto) -> Iterator[str]:
 def _known_value(
     model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], makers: Mapping[str, int], name: str
 ) -> npt.NDArray[Any] | None:
-    """The value of a tensor that follows from initializers and constants alone.
-
-    Args:
-        model: The model.
-        weights: Its initializers by name.
-        makers: The index of the node that each tensor comes from.
-        name: The tensor.
-    """
+    """The value of a tensor that follows from initializers and constants alone; `makers` has the place of each node."""
     needed = set[int]()
     wanted, seen = [name], {name}
     while wanted:
@@ -117,34 +109,18 @@ def _known_value(
         others = {other for other in model.graph.node[makers[tensor]].input if other} - seen
         seen |= others
         wanted.extend(others)
-    graph = onnx.helper.make_graph(
-        [model.graph.node[index] for index in sorted(needed)],
-        "condition",
-        [],
-        [onnx.helper.make_empty_tensor_value_info(name)],
-        [weights[tensor] for tensor in seen if tensor in weights],
-    )
+    nodes = [model.graph.node[index] for index in sorted(needed)]
+    constants = [weights[tensor] for tensor in seen if tensor in weights]
+    graph = helper.make_graph(nodes, "condition", [], [helper.make_empty_tensor_value_info(name)], constants)
     try:
-        (value,) = ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=model.opset_import)).run(None, {})
+        (value,) = ReferenceEvaluator(helper.make_model(graph, opset_imports=model.opset_import)).run(None, {})
     except Exception:  # noqa: BLE001 - the evaluator has no error class of its own
         return None
     return np.asarray(value)
 
 
-_IR_VERSION_OF_UNLISTED_WEIGHTS = 4
-
-
 def typed_values(network: str, dtypes: Mapping[str, str], values: Mapping[str, Any]) -> Arrays:
-    """Values in the dtypes of their inputs.
-
-    Args:
-        network: What messages call it.
-        dtypes: NumPy's name of the dtype of every input.
-        values: Numbers or nested lists of them, by the names of the inputs.
-
-    Raises:
-        UserInputError: There is no such input, none is left, or a value is not one of its dtype.
-    """
+    """Values in the dtypes of their inputs."""
     for name in values:
         if name not in dtypes:
             raise UserInputError(
@@ -158,11 +134,7 @@ def typed_values(network: str, dtypes: Mapping[str, str], values: Mapping[str, A
 
 
 def require_shape(network: str, name: str, array: npt.NDArray[Any], shape: Sequence[int | str] | None) -> None:
-    """Checks that a value can be repeated to the shape of its input, whose dynamic dimensions take any size.
-
-    Raises:
-        UserInputError: It cannot.
-    """
+    """Checks that a value can be repeated to the shape of its input, whose dynamic dimensions take any size."""
     if shape is None:
         return
     pairs = zip(reversed(shape), reversed(array.shape), strict=False)
@@ -174,17 +146,7 @@ def require_shape(network: str, name: str, array: npt.NDArray[Any], shape: Seque
 
 
 def fix_values(model: onnx.ModelProto, network: str, specs: Sequence[TensorSpec], values: Arrays) -> None:
-    """Makes inputs initializers.
-
-    Args:
-        model: Changed.
-        network: What messages call it.
-        specs: Its inputs.
-        values: Values for some of them, which are repeated to their shapes as NumPy does.
-
-    Raises:
-        UserInputError: A value does not have the shape of its input.
-    """
+    """Makes inputs initializers with their values, which are repeated to their shapes as NumPy does."""
     kept = [value for value in model.graph.input if value.name not in values]
     del model.graph.input[:]
     model.graph.input.extend(kept)
@@ -192,10 +154,10 @@ def fix_values(model: onnx.ModelProto, network: str, specs: Sequence[TensorSpec]
         if spec.name in values:
             require_shape(network, spec.name, values[spec.name], spec.shape)
             array = np.broadcast_to(values[spec.name], spec.shape).copy()
-            add_weights(model, [numpy_helper.from_array(array, spec.name)])
+            _add_weights(model, [numpy_helper.from_array(array, spec.name)])
 
 
-def add_weights(model: onnx.ModelProto, weights: Iterable[onnx.TensorProto]) -> None:
+def _add_weights(model: onnx.ModelProto, weights: Iterable[onnx.TensorProto]) -> None:
     """Adds initializers to a model, and to the inputs that they are listed among before IR version 4."""
     for weight in weights:
         model.graph.initializer.append(weight)
@@ -208,14 +170,11 @@ def _typed(network: str, name: str, dtype: str, value: Any) -> npt.NDArray[Any]:
     numbers = np.array(value, dtype=object)
     if not all(isinstance(number, bool | int | float) for number in numbers.flat):
         raise UserInputError(f"{given}; it must be a number, or lists of numbers that form an array")
-    with np.errstate(over="ignore", invalid="ignore"):
-        try:
-            array = numbers.astype(dtype)
-        except (OverflowError, ValueError):
-            raise UserInputError(f"{given}, which is no {dtype}; give values of that type") from None
-    if not all(_is_kept(number, kept.item()) for number, kept in zip(numbers.flat, array.flat, strict=True)):
-        raise UserInputError(f"{given}, which is no {dtype}; give values of that type")
-    return array
+    with np.errstate(over="ignore", invalid="ignore"), contextlib.suppress(OverflowError, ValueError):
+        array = numbers.astype(dtype)
+        if all(_is_kept(number, kept.item()) for number, kept in zip(numbers.flat, array.flat, strict=True)):
+            return array
+    raise UserInputError(f"{given}, which is no {dtype}; give values of that type")
 
 
 def _is_kept(number: bool | int | float, kept: bool | int | float) -> bool:

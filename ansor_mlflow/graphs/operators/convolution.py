@@ -49,11 +49,7 @@ def _conv(node: onnx.NodeProto, graph: GraphEditor) -> bool:
 
 
 def pads_of(
-    sizes: Sequence[int],
-    kernel: Sequence[int],
-    strides: Sequence[int],
-    dilations: Sequence[int],
-    attributes: dict[str, Any],
+    sizes: Sequence[int], kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int], attributes: Any
 ) -> list[tuple[int, int]]:
     """Zeros before and after the input along each axis, as ONNX's specification of Conv and MaxPool has them."""
     rank, auto_pad = len(sizes), attributes.get("auto_pad", "NOTSET")
@@ -100,14 +96,13 @@ class _Axis:
     """A transposed convolution along one axis."""
 
     size: int
-    """Elements of the input."""
+    """Elements of the input; `output` are those of the output."""
     kernel: int
     """Taps, those between dilated ones included."""
     stride: int
     first: int
     """Position of the output's first element in what the kernel reaches without any padding."""
     output: int
-    """Elements of the output."""
 
     @property
     def taps(self) -> int:
@@ -140,41 +135,36 @@ def _conv_transpose(node: onnx.NodeProto, graph: GraphEditor) -> bool:
         return False
     attributes = attributes_of(node)
     groups = attributes.get("group", 1)
-    dilated = _dilated(weight, attributes.get("dilations", [1] * (weight.ndim - 2)))
+    dilations = attributes.get("dilations", [1] * (weight.ndim - 2))
+    extents = [(size - 1) * dilation + 1 for size, dilation in zip(weight.shape[2:], dilations, strict=True)]
+    dilated = np.zeros((*weight.shape[:2], *extents), weight.dtype)  # the zeros between its taps are written down
+    dilated[(slice(None), slice(None), *(slice(None, None, dilation) for dilation in dilations))] = weight
     axes = _axes(shape[2:], dilated.shape[2:], attributes)
     strides = [axis.stride for axis in axes]
     channels = groups * weight.shape[1]
     phases_first = groups == 1  # channels next to each other stay so when they are the last axis
     kernel = _phase_kernels(dilated, groups, axes, phases_first=phases_first)
-    inputs = [_without_margins(data, axes, graph), graph.constant(kernel)]
+    if cut := [(place, axis) for place, axis in enumerate(axes, start=2) if min(axis.pads) < 0]:
+        # what only elements in the padding would need is left out
+        starts = [max(0, -axis.pads[0]) for _, axis in cut]
+        ends = [axis.size - max(0, -axis.pads[1]) for _, axis in cut]
+        data = graph.slice(data, starts, ends, [place for place, _ in cut])
+    inputs = [data, graph.constant(kernel)]
     if bias is not None:
         repeat = np.tile if phases_first else np.repeat
         inputs.append(graph.constant(repeat(bias, int(np.prod(strides)))))
     pads = [max(0, axis.pads[side]) for side in (0, 1) for axis in axes]
-    needs_crop = any(axis.crop != (0, axis.positions * axis.stride) for axis in axes)
     if all(stride == 1 for stride in strides):
         graph.emit("Conv", *inputs, group=groups, pads=pads, output=node.output[0])
         return True
     phases = graph.emit("Conv", *inputs, group=groups, pads=pads)
     interleaved = _interleaved(phases, shape[0], channels, axes, graph, phases_first=phases_first)
-    if needs_crop:
-        begins, ends = zip(*(axis.crop for axis in axes), strict=True)
-        spatial = list(range(2, 2 + len(axes)))
-        graph.slice(interleaved, list(begins), list(ends), spatial, output=node.output[0])
+    if any(axis.crop != (0, axis.positions * axis.stride) for axis in axes):
+        begins, ends = map(list, zip(*(axis.crop for axis in axes), strict=True))
+        graph.slice(interleaved, begins, ends, list(range(2, 2 + len(axes))), output=node.output[0])
     else:
         graph.emit("Identity", interleaved, output=node.output[0])
     return True
-
-
-REWRITINGS: Rewritings = {("", "Conv"): _conv, ("", "ConvTranspose"): _conv_transpose}
-
-
-def _dilated(weight: np.ndarray[Any, Any], dilations: Sequence[int]) -> np.ndarray[Any, Any]:
-    """The kernel with the zeros between its taps written down."""
-    sizes = [(size - 1) * dilation + 1 for size, dilation in zip(weight.shape[2:], dilations, strict=True)]
-    dilated = np.zeros((*weight.shape[:2], *sizes), weight.dtype)
-    dilated[(slice(None), slice(None), *(slice(None, None, dilation) for dilation in dilations))] = weight
-    return dilated
 
 
 def _axes(sizes: Sequence[int], kernel: Sequence[int], attributes: dict[str, Any]) -> list[_Axis]:
@@ -211,24 +201,13 @@ def _phase_kernels(
     taps, strides = [axis.taps for axis in axes], [axis.stride for axis in axes]
     padded = np.zeros((in_channels, out_channels, *(t * s for t, s in zip(taps, strides, strict=True))), weight.dtype)
     padded[tuple(slice(size) for size in weight.shape)] = weight
-    split = padded.reshape(
-        groups, in_channels // groups, out_channels, *itertools.chain(*zip(taps, strides, strict=True))
-    )
-    split = np.flip(split, tuple(3 + 2 * axis for axis in range(len(axes))))
-    phase_axes = [4 + 2 * axis for axis in range(len(axes))]
+    in_group = in_channels // groups
+    split = padded.reshape(groups, in_group, out_channels, *itertools.chain(*zip(taps, strides, strict=True)))
     tap_axes = [3 + 2 * axis for axis in range(len(axes))]
+    phase_axes = [4 + 2 * axis for axis in range(len(axes))]
+    split = np.flip(split, tuple(tap_axes))
     order = [*phase_axes, 0, 2] if phases_first else [0, 2, *phase_axes]
-    return np.ascontiguousarray(split.transpose(*order, 1, *tap_axes)).reshape(-1, in_channels // groups, *taps)
-
-
-def _without_margins(data: str, axes: Sequence[_Axis], graph: GraphEditor) -> str:
-    """The input without what only elements in the padding would need."""
-    cut = [(index, axis) for index, axis in enumerate(axes) if min(axis.pads) < 0]
-    if not cut:
-        return data
-    starts = [max(0, -axis.pads[0]) for _, axis in cut]
-    ends = [axis.size - max(0, -axis.pads[1]) for _, axis in cut]
-    return graph.slice(data, starts, ends, [2 + index for index, _ in cut])
+    return np.ascontiguousarray(split.transpose(*order, 1, *tap_axes)).reshape(-1, in_group, *taps)
 
 
 def _interleaved(
@@ -243,3 +222,6 @@ def _interleaved(
     pairs = [(2 + rank + axis, first_stride + axis) for axis in range(rank)]
     moved = graph.emit("Transpose", split, perm=[0, channel_axis, *itertools.chain(*pairs)])
     return graph.reshape(moved, [batch, channels, *(axis.positions * axis.stride for axis in axes)])
+
+
+REWRITINGS: Rewritings = {("", "Conv"): _conv, ("", "ConvTranspose"): _conv_transpose}

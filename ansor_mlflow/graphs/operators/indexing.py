@@ -1,4 +1,4 @@
-"""Sums along an axis, for which TVM has no kernel on CPUs, and means of integers."""
+"""Operators that sum along, choose among or move elements, where TVM's own is wrong, slow or not there."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import onnx
+from onnx import TensorProto, helper
 
 from ansor_mlflow.graphs.editor import GraphEditor, Rewritings
 from ansor_mlflow.graphs.operators.convolution import pads_of
@@ -14,6 +15,8 @@ from ansor_mlflow.graphs.walk import attributes_of
 
 _MAX_LENGTH = 1024
 """Longer axes stay: the product with a triangular matrix takes the square of the length."""
+_FIRST_OPSET_WITH_HALF_PIXEL = 16
+"""Regions are shifted by half a pixel from here on, unless they say otherwise."""
 
 
 def _cum_sum(node: onnx.NodeProto, graph: GraphEditor) -> bool:
@@ -50,24 +53,16 @@ def _mean(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     return True
 
 
-_FIRST_OPSET_WITH_HALF_PIXEL = 16
-"""Regions are shifted by half a pixel from here on, unless they say otherwise."""
-
-
 def _one_hot(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     """Comparison with 0, 1, …; an index outside of the depth matches none."""
     indices, depth, values = node.input[0], graph.value(node.input[1]), graph.value(node.input[2])
     shape, dtype = graph.shape(indices), graph.dtype(indices)
-    if (
-        shape is None
-        or depth is None
-        or values is None
-        or dtype not in (onnx.TensorProto.INT32, onnx.TensorProto.INT64)
-    ):
+    is_known = dtype in (TensorProto.INT32, TensorProto.INT64)
+    if shape is None or depth is None or values is None or not is_known:
         return False
     size, rank = int(depth.item()), len(shape) + 1
     axis = attributes_of(node).get("axis", -1) % rank
-    np_dtype = onnx.helper.tensor_dtype_to_np_dtype(dtype)
+    np_dtype = helper.tensor_dtype_to_np_dtype(dtype)
     broadcast = [size if index == axis else 1 for index in range(rank)]
     levels = graph.constant(np.arange(size).reshape(broadcast), np_dtype)
     is_negative = graph.emit("Less", indices, graph.constant(0, np_dtype))
@@ -87,9 +82,8 @@ def _max_pool(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     strides, dilations = (attributes.get(name, [1] * (len(shape) - 2)) for name in ("strides", "dilations"))
     pads = pads_of(shape[2:], attributes["kernel_shape"], strides, dilations, attributes)
     kept = {name: value for name, value in attributes.items() if name != "auto_pad"}
-    graph.emit_all(
-        "MaxPool", node.input, list(node.output), pads=[pad[side] for side in (0, 1) for pad in pads], **kept
-    )
+    kept["pads"] = [pad[side] for side in (0, 1) for pad in pads]
+    graph.emit_all("MaxPool", node.input, list(node.output), **kept)
     return True
 
 

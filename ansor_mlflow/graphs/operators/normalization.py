@@ -17,9 +17,7 @@ def _layer_norm(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     """Over several axes TVM's layout pass mistakes them, other outputs are empty, and scales do not broadcast."""
     data, scale, bias = node.input[0], node.input[1], input_of(node, 2)
     shape, attributes = graph.shape(data), attributes_of(node)
-    if shape is None or graph.dtype(data) != TensorProto.FLOAT:
-        return False
-    if is_plain_layer_norm(node, graph):
+    if shape is None or graph.dtype(data) != TensorProto.FLOAT or is_plain_layer_norm(node, graph):
         return False
     axes = list(range(attributes.get("axis", -1) % len(shape), len(shape)))
     mean_output, inverse_output = (node.output[output] if graph.is_used(node, output) else None for output in (1, 2))
@@ -121,6 +119,11 @@ def _square_of(name: str, graph: GraphEditor) -> str:
     return str(first) if is_square else ""
 
 
+def _inverse_root(variance: str, epsilon: float, graph: GraphEditor, output: str | None = None) -> str:
+    shifted = graph.emit("Add", variance, graph.constant(epsilon, np.float32))
+    return graph.emit("Reciprocal", graph.emit("Sqrt", shifted), output=output)
+
+
 REWRITINGS: Rewritings = {
     ("", "LayerNormalization"): _layer_norm,
     ("", "LpNormalization"): _lp_norm,
@@ -130,8 +133,3 @@ REWRITINGS: Rewritings = {
     ("", "SimplifiedLayerNormalization"): _rms_norm,
     ("com.microsoft", "SimplifiedLayerNormalization"): _rms_norm,
 }
-
-
-def _inverse_root(variance: str, epsilon: float, graph: GraphEditor, output: str | None = None) -> str:
-    shifted = graph.emit("Add", variance, graph.constant(epsilon, np.float32))
-    return graph.emit("Reciprocal", graph.emit("Sqrt", shifted), output=output)

@@ -23,11 +23,11 @@ _EXACT = 2**24
 """Integers up to here are exact in float32."""
 _MAX_FACTOR = 255
 """Largest difference of two numbers of 8 bits."""
+_POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
+_Compute = Callable[[onnx.NodeProto, GraphEditor, list[str]], "str | None"]
 
 
-def _quantized(
-    compute: Callable[[onnx.NodeProto, GraphEditor, list[str]], str | None], starts: Sequence[int], result: int
-) -> Rewriting:
+def _quantized(compute: _Compute, starts: Sequence[int], result: int) -> Rewriting:
     """A rewriting of an operator whose inputs are tensors, each followed by its scale and zero point.
 
     The tensors are at the positions `starts`, and the scale of the output, which its zero point follows, at `result`.
@@ -45,12 +45,14 @@ def _quantized(
     return rewriting
 
 
-def _same(op_type: str, *kept: str) -> Callable[[onnx.NodeProto, GraphEditor, list[str]], str]:
-    """The operator of that name, with those of the node's attributes that are named."""
+def _same(op_type: str, *kept: str) -> _Compute:
+    """The operator of that name, with those of the node's attributes that are named; channels are not the last axis."""
 
-    def compute(node: onnx.NodeProto, graph: GraphEditor, tensors: list[str]) -> str:
-        attributes = {name: value for name, value in attributes_of(node).items() if name in kept}
-        return graph.emit(op_type, *tensors, **attributes)
+    def compute(node: onnx.NodeProto, graph: GraphEditor, tensors: list[str]) -> str | None:
+        attributes = attributes_of(node)
+        if attributes.get("channels_last"):
+            return None
+        return graph.emit(op_type, *tensors, **{name: value for name, value in attributes.items() if name in kept})
 
     return compute
 
@@ -102,15 +104,6 @@ def _concat(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     return True
 
 
-def _pooled(op_type: str) -> Callable[[onnx.NodeProto, GraphEditor, list[str]], str | None]:
-    pool = _same(op_type, *("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides"))
-
-    def compute(node: onnx.NodeProto, graph: GraphEditor, tensors: list[str]) -> str | None:
-        return None if attributes_of(node).get("channels_last") else pool(node, graph, tensors)
-
-    return compute
-
-
 def _reduced(node: onnx.NodeProto, graph: GraphEditor, tensors: list[str]) -> str | None:
     axes, keepdims = attributes_of(node).get("axes"), attributes_of(node).get("keepdims", 1)
     return graph.emit("ReduceMean", *tensors, axes=axes, keepdims=keepdims) if graph.opset < 18 else None
@@ -132,8 +125,10 @@ def _integer_product(node: onnx.NodeProto, graph: GraphEditor) -> bool:
         return False
     is_conv = node.op_type == "ConvInteger"
     num_products = math.prod(weight_shape[1:]) if is_conv else weight_shape[max(0, len(weight_shape) - 2)]
-    exact = num_products * _MAX_FACTOR**2 < _EXACT
-    dtype = TensorProto.FLOAT if exact or _is_made_float(node, graph) else TensorProto.DOUBLE
+    users = graph.consumers(node.output[0])
+    casts_alone = all(u.op_type == "Cast" and attributes_of(u)["to"] == TensorProto.FLOAT for u in users)
+    is_enough = num_products * _MAX_FACTOR**2 < _EXACT or (users and casts_alone)
+    dtype = TensorProto.FLOAT if is_enough else TensorProto.DOUBLE
     factors = []
     for position, axis in ((0, rank - 2), (1, 0 if is_conv else len(weight_shape) - 1)):
         factor = graph.emit("Cast", node.input[position], to=dtype)
@@ -141,24 +136,14 @@ def _integer_product(node: onnx.NodeProto, graph: GraphEditor) -> bool:
             shape, factor_rank = graph.shape(zero_point), rank if position == 0 else len(weight_shape)
             if shape is None or len(shape) > 1:
                 return False
-            if len(shape) == 1 and shape[0] > 1:
-                broadcast = [1] * factor_rank
-                broadcast[axis] = shape[0]
-                zero_point = graph.reshape(zero_point, broadcast)
-            else:
-                zero_point = graph.reshape(zero_point, ())
+            is_vector = max(shape, default=1) > 1
+            broadcast = [shape[0] if place == axis else 1 for place in range(factor_rank)] if is_vector else []
+            zero_point = graph.reshape(zero_point, broadcast)
             factor = graph.emit("Sub", factor, graph.emit("Cast", zero_point, to=dtype))
         factors.append(factor)
     product = graph.emit("Conv", *factors, **attributes_of(node)) if is_conv else graph.emit("MatMul", *factors)
     graph.emit("Cast", product, to=TensorProto.INT32, output=node.output[0])
     return True
-
-
-def _is_made_float(node: onnx.NodeProto, graph: GraphEditor) -> bool:
-    users = graph.consumers(node.output[0])
-    return bool(users) and all(
-        user.op_type == "Cast" and attributes_of(user)["to"] == TensorProto.FLOAT for user in users
-    )
 
 
 def _dynamic_quantize(node: onnx.NodeProto, graph: GraphEditor) -> bool:
@@ -185,10 +170,10 @@ REWRITINGS: Rewritings = {
     ("", "QLinearMatMul"): _quantized(_same("MatMul"), (0, 3), 6),
     (_MICROSOFT, "QGemm"): _gemm,
     (_MICROSOFT, "QLinearAdd"): _quantized(_same("Add"), (0, 3), 6),
-    (_MICROSOFT, "QLinearAveragePool"): _quantized(_pooled("AveragePool"), (0,), 3),
+    (_MICROSOFT, "QLinearAveragePool"): _quantized(_same("AveragePool", *_POOL), (0,), 3),
     (_MICROSOFT, "QLinearConcat"): _concat,
     (_MICROSOFT, "QLinearConv"): _conv,
-    (_MICROSOFT, "QLinearGlobalAveragePool"): _quantized(_pooled("GlobalAveragePool"), (0,), 3),
+    (_MICROSOFT, "QLinearGlobalAveragePool"): _quantized(_same("GlobalAveragePool"), (0,), 3),
     (_MICROSOFT, "QLinearLeakyRelu"): _quantized(_same("LeakyRelu", "alpha"), (0,), 3),
     (_MICROSOFT, "QLinearMul"): _quantized(_same("Mul"), (0, 3), 6),
     (_MICROSOFT, "QLinearReduceMean"): _quantized(_reduced, (0,), 3),

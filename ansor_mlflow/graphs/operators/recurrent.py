@@ -69,7 +69,10 @@ def _unroll(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     for index, reverse in enumerate(directions):
         cell = _Cell.of(node, graph, index, batch, activations[index * per_direction :][:per_direction])
         outputs, h, c = cell.run(flat, steps, reverse=reverse)
-        sequences.append(_stacked(outputs, (batch, cell.units), graph))
+        while len(outputs) > 1:
+            groups = [outputs[start : start + _MAX_CONCAT] for start in range(0, len(outputs), _MAX_CONCAT)]
+            outputs = [group[0] if len(group) == 1 else graph.emit("Concat", *group, axis=0) for group in groups]
+        sequences.append(graph.reshape(outputs[0], (steps, 1, batch, cell.units)))
         last_hs.append(h)
         last_cs.append(c)
     units, num = cell.units, len(directions)
@@ -85,9 +88,6 @@ def _unroll(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     return True
 
 
-REWRITINGS: Rewritings = {("", "GRU"): _unroll, ("", "LSTM"): _unroll, ("", "RNN"): _unroll}
-
-
 @dataclass(frozen=True)
 class _Cell:
     """One direction of a recurrent operator. Gates are in ONNX's order."""
@@ -97,13 +97,10 @@ class _Cell:
     units: int
     batch: int
     weights: np.ndarray[Any, Any]
-    """[in_units, gates · units]."""
+    """[in_units, gates · units]; `recurrent` is [units, gates · units], and the biases are [gates · units]."""
     recurrent: np.ndarray[Any, Any]
-    """[units, gates · units]."""
     input_bias: np.ndarray[Any, Any]
-    """[gates · units]."""
     recurrent_bias: np.ndarray[Any, Any]
-    """[gates · units]."""
     initial_h: str
     initial_c: str
     activations: list[str]
@@ -111,7 +108,6 @@ class _Cell:
 
     @classmethod
     def of(cls, node: onnx.NodeProto, graph: GraphEditor, index: int, batch: int, activations: list[str]) -> _Cell:
-        """The cell of a node's direction."""
         weights, recurrent = (graph.value(node.input[position]) for position in (_WEIGHTS, _RECURRENT))
         assert weights is not None, "else it is not unrolled"
         assert recurrent is not None
@@ -162,14 +158,13 @@ class _Cell:
         """The bias that is added to all steps at once, and what puts in a step: of gates of the input, and states."""
         if self.kind == "GRU":
             return self._gru_step()
-        recurrent = self.graph.constant(self.recurrent)
-        step = self._lstm_step if self.kind == "LSTM" else self._rnn_step
-        return self.input_bias + self.recurrent_bias, lambda gates, h, c: step(
-            self.graph.emit("Add", self.graph.emit("MatMul", h, recurrent), gates), c
-        )
+        emit, recurrent = self.graph.emit, self.graph.constant(self.recurrent)
 
-    def _rnn_step(self, gates: str, c: str) -> tuple[str, str]:
-        return self.graph.emit(self.activations[0], gates), c
+        def step(gates: str, h: str, c: str) -> tuple[str, str]:
+            gates = emit("Add", emit("MatMul", h, recurrent), gates)
+            return self._lstm_step(gates, c) if self.kind == "LSTM" else (emit(self.activations[0], gates), c)
+
+        return self.input_bias + self.recurrent_bias, step
 
     def _lstm_step(self, gates: str, c: str) -> tuple[str, str]:
         """Gates i, o, f, c: C = f ⊙ C + i ⊙ c and H = o ⊙ h(C)."""
@@ -222,18 +217,11 @@ def _directions(direction: str) -> list[bool]:
     return {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[direction]
 
 
-def _stacked(outputs: list[str], shape: tuple[int, int], graph: GraphEditor) -> str:
-    """States of all steps as [steps, 1, batch, units]."""
-    batch, units = shape
-    count, joined = len(outputs), outputs
-    while len(joined) > 1:
-        groups = [joined[start : start + _MAX_CONCAT] for start in range(0, len(joined), _MAX_CONCAT)]
-        joined = [group[0] if len(group) == 1 else graph.emit("Concat", *group, axis=0) for group in groups]
-    return graph.reshape(joined[0], (count, 1, batch, units))
-
-
 def _finish(graph: GraphEditor, tensor: str, perm: list[int] | None, output: str) -> None:
     if perm is None:
         graph.emit("Identity", tensor, output=output)
     else:
         graph.emit("Transpose", tensor, perm=perm, output=output)
+
+
+REWRITINGS: Rewritings = {("", "GRU"): _unroll, ("", "LSTM"): _unroll, ("", "RNN"): _unroll}

@@ -7,6 +7,7 @@ knows neither `axes` nor the policies that keep the aspect ratio nor "half_pixel
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,12 @@ from ansor_mlflow.graphs.walk import attributes_of, input_of
 
 Array = np.ndarray[Any, Any]
 
+_NEAREST: dict[str, Callable[[Array], Array]] = {
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "round_prefer_ceil": lambda position: np.floor(position + 0.5),
+    "round_prefer_floor": lambda position: np.ceil(position - 0.5),
+}
 _UNKNOWN_TO_TVM = "half_pixel_symmetric"
 _RANKS = (3, 4, 5)
 """Ranks of what TVM resizes, over all axes but the first two."""
@@ -29,10 +36,8 @@ def why_not_resized(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
     attributes = attributes_of(node)
     if attributes.get("antialias"):
         return "antialiasing"
-    if attributes.get("mode", "nearest") != "nearest" and graph.dtype(node.input[0]) not in {
-        *FLOATS,
-        TensorProto.UNDEFINED,
-    }:
+    is_integer = graph.dtype(node.input[0]) not in {*FLOATS, TensorProto.UNDEFINED}
+    if is_integer and attributes.get("mode", "nearest") != "nearest":
         return "values between integers"
     cropped = attributes.get("coordinate_transformation_mode") == "tf_crop_and_resize"
     return "a crop of some axes" if cropped and "axes" in attributes else None
@@ -48,7 +53,12 @@ def _resize(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     if sizes is None or coordinates == "tf_crop_and_resize":
         return False
     if _is_right_in_tvm(attributes, shape, sizes, coordinates):
-        return _without_empty_inputs(node, graph)
+        # Exporters write scales without elements beside sizes, which TVM's importer takes for both.
+        inputs = ["" if (value := graph.value(name)) is not None and not value.size else name for name in node.input]
+        if inputs == list(node.input):
+            return False
+        graph.emit("Resize", *inputs, output=node.output[0], **attributes)
+        return True
     result = data
     for axis, (scale, size) in enumerate(sizes):
         if scale != 1 or size != shape[axis]:
@@ -57,18 +67,6 @@ def _resize(node: onnx.NodeProto, graph: GraphEditor) -> bool:
             result = _chosen(result, axis, len(shape), indices, typed, graph)
     graph.emit("Identity", result, output=node.output[0])
     return True
-
-
-def _without_empty_inputs(node: onnx.NodeProto, graph: GraphEditor) -> bool:
-    """Exporters write scales without elements beside sizes, which TVM's importer takes for both."""
-    inputs = ["" if (value := graph.value(name)) is not None and not value.size else name for name in node.input]
-    if inputs == list(node.input):
-        return False
-    graph.emit("Resize", *inputs, output=node.output[0], **attributes_of(node))
-    return True
-
-
-REWRITINGS: Rewritings = {("", "Resize"): _resize}
 
 
 def _is_right_in_tvm(
@@ -133,7 +131,7 @@ def _taps(size: int, new_size: int, scale: float, coordinates: str, attributes: 
             offsets = np.array([-1, 0, 1, 2])
             weights = _cubic(old - np.floor(old), attributes.get("cubic_coeff_a", -0.75))
         case _:
-            nearest = _rounded(old, attributes.get("nearest_mode", "round_prefer_floor"))
+            nearest = _NEAREST[attributes.get("nearest_mode", "round_prefer_floor")](old)
             return np.clip(nearest, 0, size - 1).astype(np.int64)[None], np.ones((1, new_size), np.float32)
     indices = np.floor(old).astype(np.int64) + offsets[:, None]
     if attributes.get("exclude_outside"):
@@ -150,18 +148,6 @@ def _cubic(ratio: Array, a: float) -> Array:
     return np.stack([outer[0], inner[0], inner[1], outer[1]])
 
 
-def _rounded(position: Array, mode: str) -> Array:
-    match mode:
-        case "floor":
-            return np.floor(position)
-        case "ceil":
-            return np.ceil(position)
-        case "round_prefer_ceil":
-            return np.floor(position + 0.5)
-        case _:
-            return np.ceil(position - 0.5)
-
-
 def _chosen(data: str, axis: int, rank: int, indices: Array, weights: Array, graph: GraphEditor) -> str:
     """Sums the taps along an axis."""
     if len(indices) == 1:
@@ -175,3 +161,6 @@ def _chosen(data: str, axis: int, rank: int, indices: Array, weights: Array, gra
     for term in terms[1:]:
         result = graph.emit("Add", result, term)
     return result
+
+
+REWRITINGS: Rewritings = {("", "Resize"): _resize}

@@ -1,10 +1,16 @@
-"""All rewritings of operators that TVM imports wrongly, slowly, or not at all."""
+"""All rewritings of operators that TVM imports wrongly, slowly, or not at all, and what stays with ONNX Runtime.
+
+That is what TVM would compute wrongly; an operator that it cannot import or lower is found by trying.
+"""
 
 from __future__ import annotations
 
-import onnx
+from collections.abc import Callable, Mapping
 
-from ansor_mlflow.graphs.editor import Rewritings, rewrite
+import onnx
+from onnx import helper
+
+from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, rewrite
 from ansor_mlflow.graphs.operators import (
     convolution,
     elementwise,
@@ -14,6 +20,8 @@ from ansor_mlflow.graphs.operators import (
     recurrent,
     resize,
 )
+from ansor_mlflow.graphs.types import FLOATS
+from ansor_mlflow.graphs.walk import attributes_of, input_of
 
 _FIRST: Rewritings = {**elementwise.EXTREMA, **quantized.REWRITINGS}
 """Quantisation takes extrema of its own, whose NaN become integers."""
@@ -25,6 +33,7 @@ _OTHERS: Rewritings = {
     **recurrent.REWRITINGS,
     **resize.REWRITINGS,
 }
+_WhyNot = Callable[[onnx.NodeProto, GraphEditor], "str | None"]
 
 
 def rewrite_operators(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -33,3 +42,68 @@ def rewrite_operators(model: onnx.ModelProto) -> onnx.ModelProto:
     Its constants are initializers.
     """
     return rewrite(rewrite(model, _FIRST), _OTHERS)
+
+
+def fallback_reasons(model: onnx.ModelProto) -> dict[int, str]:
+    """Why TVM would compute a node wrongly or not at all, in a few words, by its place in the graph."""
+    graph = GraphEditor(model)
+    reasons = {place: _why_not(node, graph) for place, node in enumerate(model.graph.node)}
+    return {place: reason for place, reason in reasons.items() if reason is not None}
+
+
+def _why_not(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
+    # A constant of a Resize may be empty.
+    data = [name for name in (*node.input, *node.output) if name and graph.value(name) is None]
+    if any(0 in (graph.shape(name) or ()) for name in data):
+        return "a tensor without elements"
+    if node.op_type.startswith("Reduce") and attributes_of(node).get("noop_with_empty_axes"):
+        return "a reduction over no axis" if graph.reduced_axes(node) is None else None
+    return _WHY_NOT[node.op_type](node, graph) if node.op_type in _WHY_NOT else None
+
+
+def _attribute(name: str, value: object, reason: str) -> _WhyNot:
+    """The reason, where a node has an attribute of that value."""
+    return lambda node, _graph: reason if attributes_of(node).get(name) == value else None
+
+
+def _wrapped_pad(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
+    pads = graph.value(input_of(node, 1))
+    wrong = attributes_of(node).get("mode") == "wrap" and (pads is None or pads.min() < 0)
+    return "a cropped tensor that is continued" if wrong else None
+
+
+def _signed_shift(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
+    """Shifts by more than the width, and by less than nothing, are defined by ONNX, and by no processor."""
+    dtype = graph.dtype(node.input[0])
+    is_signed = dtype and helper.tensor_dtype_to_np_dtype(dtype).kind == "i"
+    return "a shift of signed integers" if is_signed else None
+
+
+def _floored_remainder(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
+    is_float = graph.dtype(node.input[0]) in FLOATS and not attributes_of(node).get("fmod")
+    return "a remainder of floats with the divisor's sign" if is_float else None
+
+
+def _layer_norm(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
+    reason = "statistics, several axes or a scale that is broadcast, in another type than float32"
+    return None if normalization.is_plain_layer_norm(node, graph) else reason
+
+
+def _regions(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
+    if attributes_of(node).get("mode") == "max":
+        return "maxima of regions"
+    return "regions that may be empty" if indexing.may_have_empty_regions(node, graph) else None
+
+
+_WHY_NOT: Mapping[str, _WhyNot] = {
+    **dict.fromkeys(("GRU", "LSTM", "RNN"), recurrent.why_not_unrolled),
+    "BatchNormalization": _attribute("training_mode", 1, "statistics of the batch"),
+    "BitShift": _signed_shift,
+    "LayerNormalization": _layer_norm,
+    "LpPool": _attribute("ceil_mode", 1, "windows beyond the end"),
+    "Mod": _floored_remainder,
+    "Pad": _wrapped_pad,
+    "Resize": resize.why_not_resized,
+    "RoiAlign": _regions,
+    "SpaceToDepth": _attribute("mode", "CRD", "depth before blocks"),
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -12,23 +12,32 @@ from numpy.typing import NDArray
 from tvm import s_tir, tirx
 from tvm.ir import GenericConst, IRModule, TensorLoad, Var
 from tvm.s_tir import Schedule
+from tvm.s_tir.meta_schedule.utils import shash2hex
 from tvm.sym import detect_linear_equation
 from tvm_ffi import structural_mutate
 
-from ansor_mlflow.lowering.algorithms.accuracy import error_of
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.lowering.algorithms.choose import constants_of
 from ansor_mlflow.lowering.algorithms.winograd import (
     KERNEL,
     TILES,
     Convolution,
     Depth,
+    error_of,
     faces_of,
     transform_weights,
     winograd,
 )
-from ansor_mlflow.lowering.network import CONSTANTS
+from ansor_mlflow.lowering.network import CONSTANTS, TuningTask, short_name
+from ansor_mlflow.settings import Algorithm
 from ansor_mlflow.sketches import MAX_EPILOGUE, Contraction, find_contraction
 
 _FLOAT32_BYTES = 4
+_MAX_REL_ERROR = 1e-4
+"""Largest error of a layer by another algorithm: that which the outputs of a network may have."""
+_MIN_FLOPS = 1e7
+"""Operations of a layer for which other algorithms get trials; smaller ones take microseconds in any case."""
+_MAX_SHOWN = 3
 
 
 class NoAlgorithmError(Exception):
@@ -55,7 +64,6 @@ class WinogradLayer:
 
     @property
     def suffix(self) -> str:
-        """The word that is added to the name of the function without this algorithm."""
         return f"winograd{self.outputs}"
 
     @property
@@ -75,12 +83,50 @@ class WinogradLayer:
         return transform_weights(faces_of(weights), self.outputs)
 
 
-def find_algorithms(mod: IRModule) -> list[WinogradLayer]:
-    """Other algorithms to compute the function of a task's module.
+def with_algorithms(
+    mod: IRModule, tasks: Sequence[TuningTask], algorithm: Algorithm, called: str
+) -> tuple[TuningTask, ...]:
+    """Adds to each task those of the other algorithms to compute it, as far as they are exact enough.
 
-    Raises:
-        NoAlgorithmError: There is none.
+    With algorithm=winograd, the direct algorithm is left out where there is another.
     """
+    constants = constants_of(mod)
+    found: list[TuningTask] = []
+    reasons = []
+    for task in tasks:
+        others: list[TuningTask] = []
+        try:
+            if algorithm == "winograd" or task.info.flops >= _MIN_FLOPS:
+                calls = constants[task.info.workload_hash]
+                errors = [(each, each.max_rel_error(calls)) for each in find_algorithms(task.mod)]
+                others = [_task_of(task, each, error) for each, error in errors if error <= _MAX_REL_ERROR]
+        except NoAlgorithmError as err:
+            reasons.append(f"{task.info.name}: {err}")
+        found += others if algorithm == "winograd" and others else [task, *others]
+    if algorithm == "winograd" and len(found) == len(tasks) == len(reasons):
+        raise UserInputError(
+            f"network={called}: algorithm=winograd, but no layer can be computed so: "
+            f"{', '.join(reasons[:_MAX_SHOWN])}; give auto or direct"
+        )
+    return tuple(replace(task, info=replace(task.info, index=index)) for index, task in enumerate(found))
+
+
+def _task_of(task: TuningTask, algorithm: WinogradLayer, max_rel_error: float) -> TuningTask:
+    workload_hash = shash2hex(algorithm.mod)
+    info = replace(
+        task.info,
+        name=short_name(f"{task.info.name}_{algorithm.suffix}", workload_hash),
+        flops=algorithm.flops,
+        workload_hash=workload_hash,
+        algorithm=algorithm.algorithm,
+        layer=task.info.workload_hash,
+        max_rel_error=max_rel_error,
+    )
+    return TuningTask(info=info, mod=algorithm.mod, algorithm=algorithm)
+
+
+def find_algorithms(mod: IRModule) -> list[WinogradLayer]:
+    """Other algorithms to compute the function of a task's module; a NoAlgorithmError where there are none."""
     found = find_contraction(mod)
     if found is None:
         raise NoAlgorithmError("it is no convolution")
@@ -118,14 +164,7 @@ def _layer(mod: IRModule, found: Contraction) -> Convolution:
     shape, before = _padding(mod, found.producers[-1])
     depth = None
     if num_axes == 3:
-        depth = Depth(
-            inputs=shape[1],
-            outputs=found.spatial[1],
-            taps=found.reduction[0],
-            stride=stride,
-            dilation=dilation,
-            front=before[1],
-        )
+        depth = Depth(shape[1], found.spatial[1], found.reduction[0], stride, dilation, front=before[1])
     return Convolution(
         batch=found.spatial[0],
         height=shape[-3],

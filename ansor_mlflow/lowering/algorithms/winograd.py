@@ -29,6 +29,9 @@ TILES = tuple(_POINTS)
 """Outputs of a tile along each of its axes for which there are points."""
 KERNEL = 3
 """Taps of the filter along each axis."""
+_NUM_TILES = 32
+_MAX_CHANNELS = 64
+"""Output channels of which errors are looked at; each is a sum over all input channels."""
 
 
 @dataclass(frozen=True)
@@ -139,17 +142,49 @@ def transform_weights(weights: NDArray[np.float32], outputs: int) -> NDArray[np.
     """
     matrix = np.array(transforms(outputs).weights, np.float64)
     transformed = np.einsum("ea,abio,ub->euio", matrix, weights.astype(np.float64), matrix, optimize=True)
-    result: NDArray[np.float32] = transformed.astype(np.float32)
-    return result
+    return np.asarray(transformed, np.float32)
 
 
 def faces_of(weights: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The weights of a convolution in two dimensions, or in three with shape (slices, 3, 3, channels in, channels out),
-    as (3, 3, summed channels, channels out).
-    """
+    """Weights as (3, 3, summed channels, channels out); of three dimensions they are (slices, 3, 3, in, out)."""
     if weights.ndim == 4:
         return weights
     return np.moveaxis(weights, 0, 2).reshape(KERNEL, KERNEL, -1, weights.shape[-1])
+
+
+def error_of(weights: NDArray[np.float32], outputs: int) -> float:
+    """The largest error of F(m × m, 3 × 3) in float32, over the largest output, of random tiles of normal data.
+
+    The weights have the shape (3, 3, channels in, channels out).
+    """
+    size = outputs + KERNEL - 1
+    weights = weights[..., :: max(1, weights.shape[-1] // _MAX_CHANNELS)]
+    data = np.random.default_rng(0).standard_normal((_NUM_TILES, size, size, weights.shape[2]), np.float32)
+    expected = np.zeros((_NUM_TILES, outputs, outputs, weights.shape[3]))
+    for row in range(KERNEL):
+        for column in range(KERNEL):
+            window = data[:, row : row + outputs, column : column + outputs].astype(np.float64)
+            expected += window @ weights[row, column].astype(np.float64)
+    scale = np.abs(expected).max()
+    # As the kernel computes them, in its order: columns before rows, there and back.
+    into, back = (np.array(matrix, np.float32) for matrix in (transforms(outputs).data, transforms(outputs).output))
+    points = _along(into, _along(into, data, 1), 2)
+    product = np.einsum("teuk,eukc->teuc", points, transform_weights(weights, outputs), optimize=True)
+    found = _along(back, _along(back, product, 1), 2)
+    return float(np.abs(found - expected).max() / scale) if scale else 0.0
+
+
+def _along(matrix: NDArray[np.float32], values: NDArray[Any], axis: int) -> NDArray[np.float32]:
+    """A transform along an axis, summed term by term as the kernel does it."""
+    moved = np.moveaxis(values, axis, 0)
+    rows = []
+    for row in matrix:
+        total = np.zeros(moved.shape[1:], np.float32)
+        for coefficient, value in zip(row, moved, strict=True):
+            if coefficient:
+                total = total + coefficient * value
+        rows.append(total)
+    return np.moveaxis(np.stack(rows), 0, axis)
 
 
 def winograd(layer: Convolution, outputs: int, name: str) -> Any:
@@ -179,7 +214,6 @@ def winograd(layer: Convolution, outputs: int, name: str) -> Any:
     )
 
     def element(t: Any, row: Any, column: Any, c: Any) -> Any:
-        """An element of a tile of the input."""
         y, x = t // across % down * outputs + row, t % across * outputs + column
         return pad[t // (across * down), y, x, c]
 
@@ -218,10 +252,9 @@ def winograd(layer: Convolution, outputs: int, name: str) -> Any:
 
 def _combine(index: Any, matrix: Matrix, term: Callable[[Any], Any]) -> Any:
     """The sum of terms with the coefficients in that row of a matrix."""
-    result = None
-    for number, row in reversed(list(enumerate(matrix))):
-        value = _sum(row, term)
-        result = value if result is None else tirx.Select(index == number, value, result)
+    *others, result = [_sum(row, term) for row in matrix]
+    for number, value in reversed(list(enumerate(others))):
+        result = tirx.Select(index == number, value, result)
     return result
 
 

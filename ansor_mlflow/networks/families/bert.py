@@ -28,10 +28,6 @@ DEFAULT_SEQUENCE = 128
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
-def _default_shapes(batch_size: int) -> dict[str, Shape]:
-    return dict.fromkeys(INPUTS, (batch_size, DEFAULT_SEQUENCE))
-
-
 def _build(input_shapes: dict[str, Shape], seed: int) -> onnx.ModelProto:
     """Inputs are int64 (N, S); outputs are "last_hidden_state", float32 (N, S, 128), and "pooled", float32 (N, 128)."""
     if len(set(input_shapes.values())) > 1 or input_shapes[INPUTS[0]][1] > MAX_SEQUENCE:
@@ -49,7 +45,7 @@ def _build(input_shapes: dict[str, Shape], seed: int) -> onnx.ModelProto:
         data = _encoder_layer(builder, f"layer{layer}", data, bias, shape)
     hidden = _reshape(builder, "last_hidden_state", data, (*shape, HIDDEN_UNITS))
     first = builder.node("Gather", "pooler.first", hidden, builder.constant("pooler.index", np.array(0)), axis=1)
-    builder.node("Tanh", "pooled", _dense(builder, "pooler.dense", first))
+    builder.node("Tanh", "pooled", builder.dense("pooler.dense", first, units=HIDDEN_UNITS, in_units=HIDDEN_UNITS))
     return builder.build("bert-tiny", {hidden: (*shape, HIDDEN_UNITS), "pooled": (shape[0], HIDDEN_UNITS)})
 
 
@@ -78,10 +74,12 @@ def _mask_bias(builder: GraphBuilder, attention_mask: str) -> str:
 
 def _encoder_layer(builder: GraphBuilder, name: str, data: str, bias: str, shape: Shape) -> str:
     """Attention and a feed-forward network, each added to its input and normalised; data is (N·S, 128)."""
-    attended = _dense(builder, f"{name}.output", _attention(builder, f"{name}.attention", data, bias, shape))
+    attended = _attention(builder, f"{name}.attention", data, bias, shape)
+    attended = builder.dense(f"{name}.output", attended, units=HIDDEN_UNITS, in_units=HIDDEN_UNITS)
     data = _layer_norm(builder, f"{name}.norm0", builder.node("Add", f"{name}.add0", attended, data))
-    wide = _gelu(builder, f"{name}.gelu", _dense(builder, f"{name}.wide", data, units=FEED_FORWARD_UNITS))
-    narrow = _dense(builder, f"{name}.narrow", wide, in_units=FEED_FORWARD_UNITS)
+    wide = builder.dense(f"{name}.wide", data, units=FEED_FORWARD_UNITS, in_units=HIDDEN_UNITS)
+    wide = _gelu(builder, f"{name}.gelu", wide)
+    narrow = builder.dense(f"{name}.narrow", wide, units=HIDDEN_UNITS, in_units=FEED_FORWARD_UNITS)
     return _layer_norm(builder, f"{name}.norm1", builder.node("Add", f"{name}.add1", narrow, data))
 
 
@@ -90,7 +88,7 @@ def _attention(builder: GraphBuilder, name: str, data: str, bias: str, shape: Sh
 
     def heads(role: str, axes: list[int]) -> str:
         """Projects and splits into heads: (N·S, 128) -> (N, S, heads, 64), transposed to `axes`."""
-        projected = _dense(builder, f"{name}.{role}.dense", data)
+        projected = builder.dense(f"{name}.{role}.dense", data, units=HIDDEN_UNITS, in_units=HIDDEN_UNITS)
         split = _reshape(builder, f"{name}.{role}.split", projected, (*shape, NUM_HEADS, HEAD_UNITS))
         return builder.node("Transpose", f"{name}.{role}", split, perm=axes)
 
@@ -106,19 +104,13 @@ def _attention(builder: GraphBuilder, name: str, data: str, bias: str, shape: Sh
 
 def _gelu(builder: GraphBuilder, name: str, data: str) -> str:
     """Gelu: x (1 + erf(x / √2)) / 2 ("Gaussian Error Linear Units", Hendrycks and Gimpel, 2016)."""
-    erf = builder.node("Erf", f"{name}.erf", _scale(builder, f"{name}.scaled", data, math.sqrt(0.5)))
+
+    def scale(name: str, data: str, factor: float) -> str:
+        return builder.node("Mul", name, data, builder.weight(f"{name}.factor", np.array(factor)))
+
+    erf = builder.node("Erf", f"{name}.erf", scale(f"{name}.scaled", data, math.sqrt(0.5)))
     above = builder.node("Add", f"{name}.above", erf, builder.weight(f"{name}.one", np.ones(())))
-    return _scale(builder, name, builder.node("Mul", f"{name}.double", data, above), 0.5)
-
-
-def _scale(builder: GraphBuilder, name: str, data: str, factor: float) -> str:
-    return builder.node("Mul", name, data, builder.weight(f"{name}.factor", np.array(factor)))
-
-
-def _dense(
-    builder: GraphBuilder, name: str, data: str, *, units: int = HIDDEN_UNITS, in_units: int = HIDDEN_UNITS
-) -> str:
-    return builder.dense(name, data, units=units, in_units=in_units)
+    return scale(name, builder.node("Mul", f"{name}.double", data, above), 0.5)
 
 
 def _reshape(builder: GraphBuilder, name: str, data: str, shape: Shape) -> str:
@@ -132,4 +124,8 @@ def _layer_norm(builder: GraphBuilder, name: str, data: str) -> str:
     return builder.node("LayerNormalization", name, data, scale, bias, axis=-1, epsilon=1e-12)
 
 
-NETWORKS = {"bert-tiny": BuiltinNetwork(default_shapes=_default_shapes, build=_build)}
+NETWORKS = {
+    "bert-tiny": BuiltinNetwork(
+        default_shapes=lambda batch_size: dict.fromkeys(INPUTS, (batch_size, DEFAULT_SEQUENCE)), build=_build
+    )
+}

@@ -33,11 +33,7 @@ BUILTIN_NETWORKS: PluginTable[BuiltinNetwork] = PluginTable(
 def build_builtin(
     name: str, *, batch_size: int, input_shapes: Mapping[str, Sequence[int]], seed: int
 ) -> onnx.ModelProto:
-    """Generates a network of `BUILTIN_NETWORKS`.
-
-    Raises:
-        UserInputError: The network cannot take the shapes, or they contradict `batch_size`.
-    """
+    """Generates a network of `BUILTIN_NETWORKS`."""
     network = BUILTIN_NETWORKS[name]
     shapes = resolve_shapes(name, network.default_shapes(batch_size), input_shapes)
     for input_name in input_shapes:

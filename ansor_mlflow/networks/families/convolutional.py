@@ -12,12 +12,7 @@ from ansor_mlflow.networks.shapes import Shape
 
 STAGE_CHANNELS = (64, 128, 256, 512, 512)
 HIDDEN_UNITS = 4096
-CONVOLUTIONS = {
-    11: (1, 1, 2, 2, 2),
-    13: (2, 2, 2, 2, 2),
-    16: (2, 2, 3, 3, 3),
-    19: (2, 2, 4, 4, 4),
-}
+CONVOLUTIONS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 """3×3 convolutions of each stage, by depth."""
 
 

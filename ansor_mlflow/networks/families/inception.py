@@ -51,66 +51,52 @@ def _append_inception(builder: GraphBuilder, input_shape: Shape) -> None:
 
 def _block_a(builder: GraphBuilder, name: str, data: _Features, pool_channels: int) -> _Features:
     """Figure 5 of the paper, with one 5×5 kernel kept."""
-    return _concat(
-        builder,
-        name,
-        _chain(builder, f"{name}.one", data, _Layer(64)),
-        _chain(builder, f"{name}.five", data, _Layer(48), _Layer(64, (5, 5))),
-        _chain(builder, f"{name}.three", data, _Layer(64), _Layer(96, (3, 3)), _Layer(96, (3, 3))),
-        _pool_chain(builder, f"{name}.pool", data, _Layer(pool_channels)),
-    )
+    branches = {
+        "one": [_Layer(64)],
+        "five": [_Layer(48), _Layer(64, (5, 5))],
+        "three": [_Layer(64), _Layer(96, (3, 3)), _Layer(96, (3, 3))],
+    }
+    chains = _chains(builder, name, data, branches)
+    return _concat(builder, name, *chains, _pool_chain(builder, f"{name}.pool", data, _Layer(pool_channels)))
 
 
 def _block_b(builder: GraphBuilder, name: str, data: _Features) -> _Features:
     """Halves height and width, as in figure 10."""
-    return _concat(
-        builder,
-        name,
-        _chain(builder, f"{name}.three", data, _halving(384)),
-        _chain(builder, f"{name}.double", data, _Layer(64), _Layer(96, (3, 3)), _halving(96)),
-        _max_pool(builder, f"{name}.pool", data),
-    )
+    branches = {"three": [_halving(384)], "double": [_Layer(64), _Layer(96, (3, 3)), _halving(96)]}
+    return _concat(builder, name, *_chains(builder, name, data, branches), _max_pool(builder, f"{name}.pool", data))
 
 
 def _block_c(builder: GraphBuilder, name: str, data: _Features, channels: int) -> _Features:
     """Figure 6: 7×7 kernels as rows and columns."""
     row, column = _Layer(channels, (1, 7)), _Layer(channels, (7, 1))
-    return _concat(
-        builder,
-        name,
-        _chain(builder, f"{name}.one", data, _Layer(192)),
-        _chain(builder, f"{name}.seven", data, _Layer(channels), row, _Layer(192, (7, 1))),
-        _chain(builder, f"{name}.double", data, _Layer(channels), column, row, column, _Layer(192, (1, 7))),
-        _pool_chain(builder, f"{name}.pool", data, _Layer(192)),
-    )
+    branches = {
+        "one": [_Layer(192)],
+        "seven": [_Layer(channels), row, _Layer(192, (7, 1))],
+        "double": [_Layer(channels), column, row, column, _Layer(192, (1, 7))],
+    }
+    chains = _chains(builder, name, data, branches)
+    return _concat(builder, name, *chains, _pool_chain(builder, f"{name}.pool", data, _Layer(192)))
 
 
 def _block_d(builder: GraphBuilder, name: str, data: _Features) -> _Features:
     """Halves height and width."""
-    return _concat(
-        builder,
-        name,
-        _chain(builder, f"{name}.three", data, _Layer(192), _halving(320)),
-        _chain(builder, f"{name}.seven", data, _Layer(192), _Layer(192, (1, 7)), _Layer(192, (7, 1)), _halving(192)),
-        _max_pool(builder, f"{name}.pool", data),
-    )
+    seven = [_Layer(192), _Layer(192, (1, 7)), _Layer(192, (7, 1)), _halving(192)]
+    chains = _chains(builder, name, data, {"three": [_Layer(192), _halving(320)], "seven": seven})
+    return _concat(builder, name, *chains, _max_pool(builder, f"{name}.pool", data))
 
 
 def _block_e(builder: GraphBuilder, name: str, data: _Features) -> _Features:
     """Figure 7: rows and columns side by side."""
-    three = _chain(builder, f"{name}.three", data, _Layer(384))
-    double = _chain(builder, f"{name}.double", data, _Layer(448), _Layer(384, (3, 3)))
-    return _concat(
-        builder,
-        name,
-        _chain(builder, f"{name}.one", data, _Layer(320)),
-        *(
-            _chain(builder, f"{branch.tensor}.{side}", branch, _Layer(384, kernel))
-            for branch in (three, double)
-            for side, kernel in {"row": (1, 3), "column": (3, 1)}.items()
-        ),
-        _pool_chain(builder, f"{name}.pool", data, _Layer(192)),
-    )
+    branches = {"three": [_Layer(384)], "double": [_Layer(448), _Layer(384, (3, 3))]}
+    wide = _chains(builder, name, data, branches)
+    one = _chain(builder, f"{name}.one", data, _Layer(320))
+    sides = {"row": [_Layer(384, (1, 3))], "column": [_Layer(384, (3, 1))]}
+    chains = [chain for branch in wide for chain in _chains(builder, branch.tensor, branch, sides)]
+    return _concat(builder, name, one, *chains, _pool_chain(builder, f"{name}.pool", data, _Layer(192)))
+
+
+def _chains(builder: GraphBuilder, name: str, data: _Features, branches: dict[str, list[_Layer]]) -> list[_Features]:
+    return [_chain(builder, f"{name}.{branch}", data, *layers) for branch, layers in branches.items()]
 
 
 def _chain(builder: GraphBuilder, name: str, data: _Features, *layers: _Layer) -> _Features:
@@ -140,6 +126,4 @@ def _concat(builder: GraphBuilder, name: str, *parts: _Features) -> _Features:
     return _Features(tensor, sum(part.channels for part in parts))
 
 
-NETWORKS = {
-    "inception_v3": image_classifier("inception_v3", _append_inception, image=(3, 299, 299), min_size=75),
-}
+NETWORKS = {"inception_v3": image_classifier("inception_v3", _append_inception, image=(3, 299, 299), min_size=75)}

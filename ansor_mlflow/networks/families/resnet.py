@@ -9,7 +9,7 @@ change the shape are projections ("type B" of https://github.com/kenshohara/3D-R
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 
 from ansor_mlflow.networks.families.family import NUM_CLASSES, append_pooled_logits, image_classifier
@@ -21,76 +21,39 @@ NUM_VIDEO_CLASSES = 400
 """Classes of Kinetics."""
 
 
-@dataclass(frozen=True)
-class Variant:
-    """How many blocks each of the four stages has, and of which kind."""
-
-    blocks: tuple[int, int, int, int]
-    bottleneck: bool
-
-    @property
-    def expansion(self) -> int:
-        """Output channels of a block over those of its 3×3 convolution."""
-        return 4 if self.bottleneck else 1
+BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+"""Blocks of each of the four stages, by depth."""
+FIRST_DEPTH_WITH_BOTTLENECKS = 50
 
 
-VARIANTS = {
-    18: Variant((2, 2, 2, 2), bottleneck=False),
-    34: Variant((3, 4, 6, 3), bottleneck=False),
-    50: Variant((3, 4, 6, 3), bottleneck=True),
-    101: Variant((3, 4, 23, 3), bottleneck=True),
-    152: Variant((3, 8, 36, 3), bottleneck=True),
-}
-
-
-def append_resnet(
-    variant: Variant,
-    builder: GraphBuilder,
-    input_shape: Shape,
-    *,
-    stem_stride: PerAxis = 2,
-    num_classes: int = NUM_CLASSES,
+def _append_resnet(
+    depth: int, builder: GraphBuilder, input_shape: Shape, *, stem_stride: PerAxis = 2, num_classes: int = NUM_CLASSES
 ) -> None:
-    """Appends a ResNet with as many spatial axes as its input has.
-
-    Args:
-        variant: Its blocks.
-        builder: Receives the input "data" and the layers up to "logits".
-        input_shape: (N, 3, H, W), or (N, 3, D, H, W) for video.
-        stem_stride: Stride of the first convolution.
-        num_classes: Number of logits.
-    """
-    rank = len(input_shape) - 2
+    """Appends a ResNet with as many spatial axes as its input has."""
+    rank, has_bottlenecks = len(input_shape) - 2, depth >= FIRST_DEPTH_WITH_BOTTLENECKS
     data = builder.input("data", input_shape)
     data = builder.conv("stem.conv", data, (64, 3, *[7] * rank), stride=stem_stride, padding=3)
     data = builder.relu("stem.relu", builder.batch_norm("stem.bn", data, 64))
     data = builder.pool("MaxPool", "stem.pool", data, (3,) * rank, stride=2, padding=1)
     in_channels = 64
-    for stage, (channels, num_blocks) in enumerate(zip(STAGE_CHANNELS, variant.blocks, strict=True)):
+    for stage, (channels, num_blocks) in enumerate(zip(STAGE_CHANNELS, BLOCKS[depth], strict=True)):
         for block in range(num_blocks):
             block_name = f"stage{stage}.block{block}"
             stride = 2 if block == 0 and stage > 0 else 1
-            data = _residual_block(builder, block_name, data, variant, in_channels, channels, stride, rank)
-            in_channels = channels * variant.expansion
+            if has_bottlenecks:
+                layers = [(channels, 1, 1), (channels, 3, stride), (4 * channels, 1, 1)]
+            else:
+                layers = [(channels, 3, stride), (channels, 3, 1)]
+            data = _residual_block(builder, block_name, data, in_channels, layers, rank)
+            in_channels = layers[-1][0]
     append_pooled_logits(builder, data, channels=in_channels, num_classes=num_classes)
 
 
 def _residual_block(
-    builder: GraphBuilder,
-    name: str,
-    data: str,
-    variant: Variant,
-    in_channels: int,
-    channels: int,
-    stride: int,
-    rank: int,
+    builder: GraphBuilder, name: str, data: str, in_channels: int, layers: Sequence[tuple[int, int, int]], rank: int
 ) -> str:
-    """Two 3×3 convolutions, or 1×1, 3×3, 1×1 for a bottleneck, added to the (projected) input."""
-    out_channels = channels * variant.expansion
-    if variant.bottleneck:
-        layers = [(channels, 1, 1), (channels, 3, stride), (out_channels, 1, 1)]
-    else:
-        layers = [(channels, 3, stride), (channels, 3, 1)]
+    """Convolutions of so many channels, kernel size and stride, added to the (projected) input."""
+    out_channels, stride = layers[-1][0], max(stride for *_, stride in layers)
     branch, branch_channels = data, in_channels
     for index, (layer_channels, kernel, layer_stride) in enumerate(layers):
         shape = (layer_channels, branch_channels, *[kernel] * rank)
@@ -109,12 +72,11 @@ def _residual_block(
 
 
 NETWORKS = {
-    f"resnet-{depth}": image_classifier(f"resnet-{depth}", partial(append_resnet, variant))
-    for depth, variant in VARIANTS.items()
+    f"resnet-{depth}": image_classifier(f"resnet-{depth}", partial(_append_resnet, depth)) for depth in BLOCKS
 } | {
     f"resnet3d-{depth}": image_classifier(
         f"resnet3d-{depth}",
-        partial(append_resnet, VARIANTS[depth], stem_stride=(1, 2, 2), num_classes=NUM_VIDEO_CLASSES),
+        partial(_append_resnet, depth, stem_stride=(1, 2, 2), num_classes=NUM_VIDEO_CLASSES),
         image=(3, 16, 112, 112),
         num_classes=NUM_VIDEO_CLASSES,
     )
