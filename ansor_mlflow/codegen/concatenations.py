@@ -24,15 +24,12 @@ _NAME = "concatenate"
 """Names a function that does nothing else, before a number."""
 INTO = "_into"
 """Follows the name of a function that writes a part of a whole, before a number."""
-_CALL = "relax.call_tir"
 _PATTERN, _OPAQUE = "op_pattern", 8
 """TVM's attribute of a function that says with what it may be fused, and its value for nothing."""
 
 
 @dataclass(frozen=True)
 class _PlaceInWhole:
-    """Where in a whole a part belongs."""
-
     shape: tuple[int, ...]
     """Shape of the whole."""
     axis: int
@@ -41,8 +38,6 @@ class _PlaceInWhole:
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a whole, which a function computes."""
-
     whole: relax.Var
     place: _PlaceInWhole
     into: relax.Var
@@ -88,14 +83,22 @@ def _relax_functions(mod: IRModule) -> Iterator[tuple[GlobalVar, relax.Function]
 
 def _concatenations(mod: IRModule, function: relax.Function) -> Iterator[tuple[relax.Call, dict[relax.Var, _Part]]]:
     """Concatenations whose parts nothing else needs, and where each part belongs, in the order of their computation."""
-    uses = _num_uses(function)
+    # The number of bindings that need a variable, or the result that is one.
+    uses: Counter[relax.Var] = Counter(relax.analysis.free_vars(function.body.body))
+    for block in function.body.blocks:
+        for binding in block.bindings:
+            uses.update(relax.analysis.free_vars(binding.value))
     wholes: set[relax.Var] = set()
     for block in _dataflow_blocks(function):
-        calls = {binding.var: binding.value for binding in block.bindings if _is_call_tir(binding.value)}
+        calls = {
+            binding.var: binding.value
+            for binding in block.bindings
+            if isinstance(binding.value, relax.Call) and getattr(binding.value.op, "name", "") == "relax.call_tir"
+        }
         for whole, call in calls.items():
             parts = list(call.args[1])
             if (
-                _concatenates(call)
+                call.args[0].name_hint.rstrip("0123456789") == _NAME
                 and len(set(parts)) == len(parts)
                 and all(part in calls and uses[part] == 1 and part not in wholes for part in parts)
                 and not any(relax.analysis.has_reshape_pattern(mod[calls[part].args[0].name_hint]) for part in parts)
@@ -106,24 +109,6 @@ def _concatenations(mod: IRModule, function: relax.Function) -> Iterator[tuple[r
 
 def _dataflow_blocks(function: relax.Function) -> list[relax.DataflowBlock]:
     return [block for block in function.body.blocks if isinstance(block, relax.DataflowBlock)]
-
-
-def _num_uses(function: relax.Function) -> Counter[relax.Var]:
-    """The number of bindings that need a variable, or the result that is one."""
-    found: Counter[relax.Var] = Counter(relax.analysis.free_vars(function.body.body))
-    for block in function.body.blocks:
-        for binding in block.bindings:
-            found.update(relax.analysis.free_vars(binding.value))
-    return found
-
-
-def _is_call_tir(value: object) -> bool:
-    return isinstance(value, relax.Call) and getattr(value.op, "name", "") == _CALL
-
-
-def _concatenates(call: relax.Call) -> bool:
-    """Whether a function does nothing but concatenate."""
-    return bool(call.args[0].name_hint.rstrip("0123456789") == _NAME)
 
 
 def _parts(whole: relax.Var, call: relax.Call, computed: list[relax.Var]) -> dict[relax.Var, _Part]:
@@ -155,7 +140,12 @@ def _rewritten(
             part = parts.get(binding.var)
             if part is not None:
                 name, arguments = binding.value.args[0].name_hint, list(binding.value.args[1])
-                yield relax.VarBinding(part.into, _call(writer(name, part.place), arguments, part))
+                into, ty = writer(name, part.place), part.whole.ty
+                if part.before is None:
+                    call = relax.call_tir(into, arguments, ty)
+                else:
+                    call = relax.call_tir_inplace(into, [*arguments, part.before], len(arguments), ty)
+                yield relax.VarBinding(part.into, call)
             elif binding.var not in wholes:
                 yield binding
 
@@ -163,12 +153,6 @@ def _rewritten(
     blocks = [relax.DataflowBlock(list(bindings(each))) if each in found else each for each in function.body.blocks]
     body = relax.SeqExpr(blocks, function.body.body)
     return relax.Function(function.params, body, function.ret_ty, function.is_pure, function.attrs)
-
-
-def _call(writer: GlobalVar, arguments: list[relax.Expr], part: _Part) -> relax.Call:
-    if part.before is None:
-        return relax.call_tir(writer, arguments, part.whole.ty)
-    return relax.call_tir_inplace(writer, [*arguments, part.before], len(arguments), part.whole.ty)
 
 
 def _writing_into(function: tirx.PrimFunc, place: _PlaceInWhole) -> tirx.PrimFunc:

@@ -21,6 +21,7 @@ our own: least maximal relative error by weighted least squares (C. L. Lawson, 1
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -68,7 +69,6 @@ class _Bindings:
         self._bound: list[tuple[tirx.Var, tirx.Expr]] = []
 
     def let(self, value: tirx.Expr) -> tirx.Var:
-        """A variable for a value."""
         variable = tirx.Var("v", value.ty)
         self._bound.append((variable, value))
         return variable
@@ -109,18 +109,6 @@ def _log(x: tirx.Var, bindings: _Bindings) -> tirx.Expr:
     result = _select(x < float("inf"), small + f + k * _LN_2_HIGH, x)
     result = _select(x.equal(0.0), float("-inf"), result)
     return _select(x < 0.0, float("nan"), result)
-
-
-def _tanh(x: tirx.Var, bindings: _Bindings) -> tirx.Expr:
-    return _odd_rational(x, bindings, _TANH, _TANH_SQUARED_END)
-
-
-def _erf(x: tirx.Var, bindings: _Bindings) -> tirx.Expr:
-    return _odd_rational(x, bindings, _ERF, _ERF_SQUARED_END)
-
-
-def _sigmoid(x: tirx.Var, bindings: _Bindings) -> tirx.Expr:
-    return 1.0 / (_exp(bindings.let(0.0 - x), bindings) + 1.0)
 
 
 def _odd_rational(
@@ -186,10 +174,13 @@ def _lower_power(call: tirx.Expr) -> tirx.Expr:
     return _lower(call, lambda x, _bindings: x * x * x if value == _POWERS[1] else x * x)
 
 
-def _register(name: str, function: _Function) -> None:
-    register_intrin_lowering(f"tirx.{name}", target="llvm.fastmath", f=lambda call: _lower(call, function))
-
-
-for _name, _function in {"erf": _erf, "exp": _exp, "log": _log, "sigmoid": _sigmoid, "tanh": _tanh}.items():
-    _register(_name, _function)
+_FUNCTIONS: dict[str, _Function] = {
+    "erf": lambda x, bindings: _odd_rational(x, bindings, _ERF, _ERF_SQUARED_END),
+    "exp": _exp,
+    "log": _log,
+    "sigmoid": lambda x, bindings: 1.0 / (_exp(bindings.let(0.0 - x), bindings) + 1.0),
+    "tanh": lambda x, bindings: _odd_rational(x, bindings, _TANH, _TANH_SQUARED_END),
+}
+for _name, _function in _FUNCTIONS.items():
+    register_intrin_lowering(f"tirx.{_name}", target="llvm.fastmath", f=functools.partial(_lower, function=_function))
 register_intrin_lowering("tirx.pow", target="llvm.fastmath", f=_lower_power)

@@ -1,19 +1,13 @@
-"""Weights are fetched while the ones before them are multiplied.
-
-A program of a sketch reads packed weights panel after panel: all sums of some output channels, once for each tile of
-the image. The first tile waits for memory, the others find the panel in a cache. A loop over sums that says how many
-tiles there are (`PREFETCH`) gets instructions that fetch the next panel, a share of it with each tile, so that memory
-is read all the time. To fetch what is beyond the last panel has no effect.
-"""
+"""How TVM's passes are asked for, and those of our own between them: arrays, prefetches, and maxima that keep NaN."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ansor_mlflow.codegen.nans import with_nans_kept
-from ansor_mlflow.device import platform_of
+from ansor_mlflow.device import machine_of, platform_of
 
 if TYPE_CHECKING:
     from tvm.ir.transform import Pass
@@ -26,111 +20,7 @@ _MAX_FETCHES = 8
 """Lines that are fetched in an iteration."""
 _KEPT = 3
 """LLVM's number for a `prefetch` into all caches."""
-
-
-def with_prefetches(func: Any, _mod: Any, _context: Any) -> Any:
-    """A lowered function whose annotated loops fetch the next panel."""
-    return func.with_body(_Fetcher(func.body).mutate(func.body))
-
-
-class _Fetcher:
-    def __init__(self, body: Any) -> None:
-        from tvm.tirx import Bind
-        from tvm_ffi import structural_walk
-
-        self._values: dict[Any, Any] = {}
-        """Values that variables stand for."""
-        self._around: Any = None
-        """The next loop around."""
-        self._num_loops = 0
-        """Annotated loops before this one."""
-
-        def note(node: Any) -> None:
-            if isinstance(node, Bind):
-                self._values[node.var] = node.value
-
-        structural_walk(body, note)
-
-    def mutate(self, body: Any) -> Any:
-        from tvm.tirx import For
-        from tvm_ffi import structural_mutate
-
-        return structural_mutate(body, (For, self._visit))
-
-    def _visit(self, loop: Any, mutator: Any) -> Any:
-        if PREFETCH in loop.annotations:
-            return self._with_fetches(loop, int(loop.annotations[PREFETCH]))
-        outer, self._around = self._around, loop
-        loop = mutator.default_mutate(loop)
-        self._around = outer
-        return loop
-
-    def _with_fetches(self, loop: Any, num_passes: int) -> Any:
-        from tvm import DataType, tirx
-
-        found = self._vectors(loop)
-        number, self._num_loops = self._num_loops, self._num_loops + 1
-        if found is None:
-            return loop
-        buffer, start, stride = found
-        of_pass = self._around.loop_var if self._is_pass(start, num_passes) else number % num_passes
-        num_sums, step = int(loop.extent), -(-stride // num_passes)
-        place = start + num_sums * stride + (of_pass * num_sums + loop.loop_var) * step
-        line = 8 * _LINE_BYTES // DataType(str(buffer.dtype)).bits
-        fetches = [_fetch(buffer, place + offset) for offset in range(0, min(step, _MAX_FETCHES * line), line)]
-        body = tirx.SeqStmt([loop.body, *fetches])
-        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body, None, loop.annotations)
-
-    def _vectors(self, loop: Any) -> tuple[Any, Any, int] | None:
-        """What a loop reads vector after vector: the buffer, the first element, and the elements of an iteration."""
-        from tvm.ir import TensorLoad
-        from tvm.sym import detect_linear_equation
-        from tvm.tirx import For, Ramp
-        from tvm_ffi import structural_walk
-
-        inside = []
-        structural_walk(loop.body, lambda node: inside.append(node.loop_var) if isinstance(node, For) else None)
-        found = []
-
-        def note(node: Any) -> None:
-            if isinstance(node, TensorLoad) and isinstance(node.indices[0], Ramp):
-                terms = detect_linear_equation(self._expanded(node.indices[0].base), [loop.loop_var])
-                if len(terms) and int(terms[0]) > 0 and not _uses(terms[1], inside):
-                    found.append((node.source, terms[1], int(terms[0])))
-
-        structural_walk(loop.body, note)
-        return found[0] if found else None
-
-    def _expanded(self, index: Any) -> Any:
-        """An index without the variables that TVM has put for common terms."""
-        from tvm.tirx import Var
-        from tvm_ffi import structural_mutate
-
-        def value_of(var: Any, _mutator: Any) -> Any:
-            return self._expanded(self._values[var]) if var in self._values else var
-
-        return structural_mutate(index, (Var, value_of))
-
-    def _is_pass(self, start: Any, num_passes: int) -> bool:
-        """Whether the loop around goes over the tiles for which a panel is read; else they are written out."""
-        around = self._around
-        return around is not None and int(around.extent) == num_passes and not _uses(start, [around.loop_var])
-
-
-def _uses(index: Any, variables: Sequence[Any]) -> bool:
-    from tvm.tirx.analysis import undefined_vars
-
-    return any(var.same_as(other) for var in undefined_vars(index) for other in variables)
-
-
-def _fetch(buffer: Any, place: Any) -> Any:
-    from tvm import tirx
-
-    address = tirx.address_of(tirx.BufferLoad(buffer, [place]))
-    arguments = (tirx.const(value, "int32") for value in (0, _KEPT, 1))  # to read, how long, and data
-    return tirx.Evaluate(tirx.call_intrin("void", "tirx.prefetch", address, *arguments))
-
-
+_ARM = "aarch64"
 _NAME, _NAME_FOR_GPU = "ansor_mlflow", "ansor_mlflow.gpu"
 _MAX_STACK_BYTES = 8192
 """Size of a buffer that becomes an array of the function: twice the sums that the largest register files hold."""
@@ -172,11 +62,11 @@ def _make(*, by_llvm: bool) -> tuple[Pass, Any, Any]:
     from tvm.tirx.transform import prim_func_pass
 
     passes, of_host, of_device = default_s_tir_pipeline()
-    nans = prim_func_pass(with_nans_kept, opt_level=0, name="ansor.nans")
+    nans = prim_func_pass(_with_nans_kept, opt_level=0, name="ansor.nans")
     if not by_llvm:
         return passes, of_host, lambda: Sequential([nans, of_device()])
     arrays = prim_func_pass(_with_arrays, opt_level=0, name="ansor.local_arrays")
-    fetches = prim_func_pass(with_prefetches, opt_level=0, name="ansor.prefetch")
+    fetches = prim_func_pass(_with_prefetches, opt_level=0, name="ansor.prefetch")
     return passes, lambda: Sequential([arrays, fetches, nans, of_host()]), of_device
 
 
@@ -186,6 +76,14 @@ def _with_arrays(func: Any, _mod: Any, _context: Any) -> Any:
     from tvm_ffi import structural_mutate
 
     return func.with_body(structural_mutate(func.body, (AllocBuffer, _as_array)))
+
+
+def _with_prefetches(func: Any, _mod: Any, _context: Any) -> Any:
+    """A lowered function whose annotated loops fetch the next panel."""
+    from tvm.tirx import For
+    from tvm_ffi import structural_mutate
+
+    return func.with_body(structural_mutate(func.body, (For, _Fetcher(func.body).visit)))
 
 
 def _as_array(alloc: Any, _mutator: Any) -> Any:
@@ -201,3 +99,203 @@ def _as_array(alloc: Any, _mutator: Any) -> Any:
     if buffer.scope() != "local" or num_bits > 8 * _MAX_STACK_BYTES:
         return alloc
     return tirx.AllocBuffer(buffer, {**dict(alloc.annotations), _IS_ARRAY: tirx.IntImm("int32", 1)})
+
+
+class _Fetcher:
+    """Fetches weights while the ones before them are multiplied.
+
+    A program of a sketch reads packed weights panel after panel: all sums of some output channels, once for each tile
+    of the image. The first tile waits for memory, the others find the panel in a cache. A loop over sums that says how
+    many tiles there are (`PREFETCH`) gets instructions that fetch the next panel, a share of it with each tile, so that
+    memory is read all the time. To fetch what is beyond the last panel has no effect.
+    """
+
+    def __init__(self, body: Any) -> None:
+        from tvm.tirx import Bind
+        from tvm_ffi import structural_walk
+
+        self._values: dict[Any, Any] = {}
+        """Values that variables stand for."""
+        self._around: Any = None
+        """The next loop around."""
+        self._num_loops = 0
+        """Annotated loops before this one."""
+
+        def note(node: Any) -> None:
+            if isinstance(node, Bind):
+                self._values[node.var] = node.value
+
+        structural_walk(body, note)
+
+    def visit(self, loop: Any, mutator: Any) -> Any:
+        if PREFETCH in loop.annotations:
+            return self._with_fetches(loop, int(loop.annotations[PREFETCH]))
+        outer, self._around = self._around, loop
+        loop = mutator.default_mutate(loop)
+        self._around = outer
+        return loop
+
+    def _with_fetches(self, loop: Any, num_passes: int) -> Any:
+        from tvm import DataType, tirx
+
+        found = self._vectors(loop)
+        number, self._num_loops = self._num_loops, self._num_loops + 1
+        if found is None:
+            return loop
+        buffer, start, stride = found
+        around = self._around
+        # The loop around goes over the tiles for which a panel is read, or else these are written out.
+        is_pass = around is not None and int(around.extent) == num_passes and not _uses(start, [around.loop_var])
+        of_pass = around.loop_var if is_pass else number % num_passes
+        num_sums, step = int(loop.extent), -(-stride // num_passes)
+        place = start + num_sums * stride + (of_pass * num_sums + loop.loop_var) * step
+        line = 8 * _LINE_BYTES // DataType(str(buffer.dtype)).bits
+        fetches = [_fetch(buffer, place + offset) for offset in range(0, min(step, _MAX_FETCHES * line), line)]
+        body = tirx.SeqStmt([loop.body, *fetches])
+        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body, None, loop.annotations)
+
+    def _vectors(self, loop: Any) -> tuple[Any, Any, int] | None:
+        """What a loop reads vector after vector: the buffer, the first element, and the elements of an iteration."""
+        from tvm.ir import TensorLoad
+        from tvm.sym import detect_linear_equation
+        from tvm.tirx import For, Ramp
+        from tvm_ffi import structural_walk
+
+        inside = []
+        structural_walk(loop.body, lambda node: inside.append(node.loop_var) if isinstance(node, For) else None)
+        found = []
+
+        def note(node: Any) -> None:
+            if isinstance(node, TensorLoad) and isinstance(node.indices[0], Ramp):
+                terms = detect_linear_equation(self._expanded(node.indices[0].base), [loop.loop_var])
+                if len(terms) and int(terms[0]) > 0 and not _uses(terms[1], inside):
+                    found.append((node.source, terms[1], int(terms[0])))
+
+        structural_walk(loop.body, note)
+        return found[0] if found else None
+
+    def _expanded(self, index: Any) -> Any:
+        """An index without the variables that TVM has put for common terms."""
+        from tvm.tirx import Var
+        from tvm_ffi import structural_mutate
+
+        def value_of(var: Any, _mutator: Any) -> Any:
+            return self._expanded(self._values[var]) if var in self._values else var
+
+        return structural_mutate(index, (Var, value_of))
+
+
+def _uses(index: Any, variables: Sequence[Any]) -> bool:
+    from tvm.tirx.analysis import undefined_vars
+
+    return any(var.same_as(other) for var in undefined_vars(index) for other in variables)
+
+
+def _fetch(buffer: Any, place: Any) -> Any:
+    from tvm import tirx
+
+    address = tirx.address_of(tirx.BufferLoad(buffer, [place]))
+    arguments = (tirx.const(value, "int32") for value in (0, _KEPT, 1))  # to read, how long, and data
+    return tirx.Evaluate(tirx.call_intrin("void", "tirx.prefetch", address, *arguments))
+
+
+def _with_nans_kept(func: Any, _mod: Any, _context: Any) -> Any:
+    """A lowered function whose maxima and minima of floats keep NaN, as IEEE 754's `maximum` and ONNX Runtime do.
+
+    TVM's code generator for LLVM chooses `a > b ? a : b`, which is b where either is NaN: max(x, 0), which is what a
+    rectifier is in TVM, would make an ordinary number of it. With the operands in the other order, 0 > x ? 0 : x, a
+    comparison with a constant keeps NaN in as many instructions. So does one with a single element that is an argument,
+    as which bounds of a Clip arrive. Where both operands may be NaN the first one is looked at, too. Arm has
+    instructions that keep NaN, which only LLVM's intrinsics ask for.
+
+    A running maximum is left as it is, so that the loops of a pooling layer cost what they did: as in ONNX Runtime's
+    kernels, it is that of what comes after a NaN, and NaN where that is the last; on a GPU, NaN is passed over.
+    `graphs.operators.elementwise` does what ReduceMax and its like need beyond that, and a softmax has a sum that keeps
+    NaN.
+    """
+    from tvm.tirx import BufferStore, Max, Min
+    from tvm_ffi import structural_mutate
+
+    target = func.attrs["target"]
+    keep = _intrinsic if platform_of(target).by_llvm and machine_of(target) == _ARM else _Choices(func)
+    running: list[Any] = []
+
+    def store(node: Any, mutator: Any) -> Any:
+        if _is_running(node):
+            running.append(node.value)
+        return mutator.default_mutate(node)
+
+    def visit(node: Any, mutator: Any) -> Any:
+        is_running = any(node.same_as(value) for value in running)
+        node = mutator.default_mutate(node)
+        if is_running or "float" not in str(node.ty.dtype):
+            return node
+        return keep(node, is_max=isinstance(node, Max))
+
+    return func.with_body(structural_mutate(func.body, [(BufferStore, store), (Max, visit), (Min, visit)]))
+
+
+def _intrinsic(node: Any, *, is_max: bool) -> Any:
+    """The instruction that gives a NaN of either operand."""
+    from tvm.tirx import call_llvm_pure_intrin
+
+    return call_llvm_pure_intrin(str(node.ty.dtype), "llvm.maximum" if is_max else "llvm.minimum", node.a, node.b)
+
+
+class _Choices:
+    """Makes choices that give a NaN of either operand."""
+
+    def __init__(self, func: Any) -> None:
+        from tvm.tirx import AllocBuffer
+        from tvm_ffi import structural_walk
+
+        self._own: list[Any] = []
+        """Buffers of the function itself."""
+        self._by_llvm = platform_of(func.attrs["target"]).by_llvm
+        structural_walk(
+            func.body, lambda node: self._own.append(node.buffer) if isinstance(node, AllocBuffer) else None
+        )
+
+    def __call__(self, node: Any, *, is_max: bool) -> Any:
+        from tvm.tirx import Let, Max, Min, Select, Var
+
+        first, second = (node.b, node.a) if self._rank(node.b) > self._rank(node.a) else (node.a, node.b)
+        a, b = Var("a", first.ty), Var("b", second.ty)
+        if self._rank(first) > self._rank(second):
+            if self._by_llvm:
+                # LLVM's code generator gives the second operand where either is NaN. A choice with a `Let` would do the
+                # same, but TVM's simplifier puts values of `Let` into the conditions above them, again and again: a
+                # chain of a few rectifiers took minutes.
+                return Max(first, second) if is_max else Min(first, second)
+            return Let(b, second, Select(first > b if is_max else first < b, first, b))
+        chosen = Select(a.equal(a), Select(a > b if is_max else a < b, a, b), a)
+        return Let(a, first, Let(b, second, chosen))
+
+    def _rank(self, value: Any) -> int:
+        """Two for a constant other than NaN, one for a bound that is an argument of one element, none for others.
+
+        `graphs.operators.elementwise` puts NaN behind the maximum where such an argument is one.
+        """
+        from tvm.ir import TensorLoad
+        from tvm.tirx import Broadcast, FloatImm
+
+        value = value.value if isinstance(value, Broadcast) else value
+        if isinstance(value, FloatImm):
+            return 0 if math.isnan(value.value) else 2
+        if not isinstance(value, TensorLoad) or any(getattr(size, "value", 0) != 1 for size in value.source.shape):
+            return 0
+        return int(not any(value.source.same_as(buffer) for buffer in self._own))
+
+
+def _is_running(store: Any) -> bool:
+    """Whether a statement replaces an element by the maximum of it and another value."""
+    from tvm.ir import TensorLoad
+    from tvm.tirx import Max, Min
+    from tvm_ffi import structural_equal
+
+    return isinstance(store.value, (Max, Min)) and any(
+        isinstance(operand, TensorLoad)
+        and operand.source.same_as(store.buffer)
+        and structural_equal(operand.indices, store.indices)
+        for operand in (store.value.a, store.value.b)
+    )

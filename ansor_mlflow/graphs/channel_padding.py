@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
 
-from ansor_mlflow.graphs.walk import attributes_of, opset_version, remove_unused_initializers, uses
+from ansor_mlflow.graphs.editor import GraphEditor, Unchanged, rewrite
+from ansor_mlflow.graphs.walk import attributes_of
 
 _MIN_GAIN = 2.0
 """Predicted speedup above which a layer is padded: the prediction is optimistic."""
@@ -28,7 +28,6 @@ _ELEMENTWISE = {
     *("Sigmoid", "Sub", "Tanh"),
 }
 """Operators that make a finite number of zeros, so that what they do to channels that nobody needs is harmless."""
-_FIRST_OPSET_WITH_SLICE_INPUTS = 10
 
 
 @dataclass(frozen=True)
@@ -71,19 +70,8 @@ def pad_output_channels(model: onnx.ModelProto, padding: Callable[[int], int]) -
     Grouped convolutions are left alone, as are layers whose weights are no initializers. `padding` takes a number of
     output channels, and returns how many to compute.
     """
-    padded = onnx.ModelProto()
-    padded.CopyFrom(model)
-    graph = padded.graph
-    rewriter = _Rewriter(padded, padding)
-    nodes = [rewritten for node in model.graph.node for rewritten in rewriter.rewrite(node)]
-    del graph.node[:]
-    graph.node.extend(nodes)
-    used = set(uses(graph))
-    for node in [node for node in nodes if node.op_type == "Slice" and node.output[0] in rewriter.padded]:
-        if node.output[0] not in used:  # all that follow work on the padded tensor
-            graph.node.remove(node)
-    remove_unused_initializers(graph)
-    return padded
+    padder = _Padder({initializer.name: initializer for initializer in model.graph.initializer}, padding)
+    return rewrite(model, {("", op_type): padder.pad for op_type in _LAYERS | _POOLS | _ELEMENTWISE})
 
 
 @dataclass(frozen=True)
@@ -129,97 +117,68 @@ def _layer(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto]) -> _Wei
     return layer if bias is None or list(bias.dims) == [layer.channels] else None
 
 
-class _Rewriter:
-    """Rewrites the nodes of a graph one after the other, and keeps in mind which tensors are there padded."""
+class _Padder:
+    """Rewrites nodes one after the other, and keeps in mind which tensors are there padded."""
 
-    def __init__(self, model: onnx.ModelProto, padding: Callable[[int], int]) -> None:
-        self._graph = model.graph
-        self._opset = opset_version(model)
-        self._padding = padding
-        self._constants = {initializer.name: initializer for initializer in model.graph.initializer}
-        self.padded: dict[str, _Padding] = {}
+    def __init__(self, constants: dict[str, onnx.TensorProto], padding: Callable[[int], int]) -> None:
+        self._constants, self._padding = constants, padding
+        self._padded: dict[str, _Padding] = {}
         """Padding of each padded tensor, by the name of the tensor with the true channels."""
 
-    def rewrite(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        """The node, or what takes its place; a `Slice` after it gives the tensor of the old name."""
-        if (layer := _layer(node, self._constants)) is not None:
-            return self._rewrite_layer(node, layer)
-        if (padding := self._common_padding(node)) is None:
-            return [node]
-        inputs = [self._padded_input(node, position, padding) for position in range(len(node.input))]
-        return self._sliced(_with_inputs(node, inputs), padding)
+    def pad(self, node: onnx.NodeProto, graph: GraphEditor) -> None:
+        """Puts in a node on padded tensors; a `Slice` after it gives the tensor of the old name."""
+        name, attributes = node.output[0], attributes_of(node)
+        if (layer := _layer(node, self._constants)) is None:
+            padding = self._common_padding(node)
+            inputs = [self._padded_input(each, padding, graph) for each in node.input]
+        else:
+            padding = _Padding(layer.channel_axis, layer.channels, self._padding(layer.channels))
+            inputs = self._inputs_of_layer(node, layer, padding, graph)
+        if padding.padded_channels == padding.channels:
+            graph.emit(node.op_type, *inputs, output=name, **attributes)
+            return
+        self._padded[name] = padding
+        whole = graph.emit(node.op_type, *inputs, output=f"{name}.padded", **attributes)
+        graph.slice(whole, [0], [padding.channels], [padding.axis], output=name)
 
-    def _rewrite_layer(self, node: onnx.NodeProto, layer: _WeightedLayer) -> list[onnx.NodeProto]:
-        inputs, weight, bias = list(node.input), layer.weight, layer.bias
-        before = self.padded.get(node.input[0])
+    def _inputs_of_layer(
+        self, node: onnx.NodeProto, layer: _WeightedLayer, after: _Padding, graph: GraphEditor
+    ) -> list[str]:
+        inputs, weight = list(node.input), graph.value(node.input[1])
+        before = self._padded.get(node.input[0])
         if before is not None and before.axis == layer.channel_axis:
             inputs[0] = f"{node.input[0]}.padded"
             weight = _grown(weight, layer.in_axis, before.padded_channels)
-        after = _Padding(layer.channel_axis, layer.channels, self._padding(layer.channels))
         weight = _grown(weight, layer.out_axis, after.padded_channels)
-        inputs[1] = self._constant(f"{node.output[0]}.padded_weight", weight)
-        if bias is not None:
-            inputs[2] = self._constant(f"{node.output[0]}.padded_bias", _grown(bias, 0, after.padded_channels))
-        rewritten = _with_inputs(node, inputs)
-        return [rewritten] if after.padded_channels == after.channels else self._sliced(rewritten, after)
+        if list(weight.shape) == list(layer.weight.dims):
+            raise Unchanged
+        inputs[1] = graph.constant(weight)
+        if layer.bias is not None:
+            inputs[2] = graph.constant(_grown(graph.value(node.input[2]), 0, after.padded_channels))
+        return inputs
 
-    def _common_padding(self, node: onnx.NodeProto) -> _Padding | None:
+    def _common_padding(self, node: onnx.NodeProto) -> _Padding:
         """How all inputs of a node are padded, if it can work on them so."""
         if len(node.output) != 1 or node.op_type not in _POOLS | _ELEMENTWISE:
-            return None
-        tensors = [name for name in node.input if name and name not in self._constants]
-        paddings = {self.padded.get(name) for name in tensors}
+            raise Unchanged
+        paddings = {self._padded.get(name) for name in node.input if name and name not in self._constants}
         padding = paddings.pop() if len(paddings) == 1 else None
         if padding is None or (node.op_type in _POOLS and padding.axis == -1):
-            return None
+            raise Unchanged
         constants = [self._constants[name].dims for name in node.input if name in self._constants]
         if any(dims[padding.axis] not in (1, padding.channels) for dims in constants if len(dims) >= -padding.axis):
-            return None  # it repeats a single channel
+            raise Unchanged  # it repeats a single channel
         return padding
 
-    def _padded_input(self, node: onnx.NodeProto, position: int, padding: _Padding) -> str:
-        name = node.input[position]
+    def _padded_input(self, name: str, padding: _Padding, graph: GraphEditor) -> str:
         constant = self._constants.get(name)
         if constant is None:
             return f"{name}.padded" if name else ""
         if len(constant.dims) < -padding.axis or constant.dims[padding.axis] == 1:
-            return str(name)  # it is the same for all channels
-        grown = _grown(constant, len(constant.dims) + padding.axis, padding.padded_channels)
-        return self._constant(f"{node.output[0]}.padded_input{position}", grown)
-
-    def _sliced(self, node: onnx.NodeProto, padding: _Padding) -> list[onnx.NodeProto]:
-        name = node.output[0]
-        node.output[0] = f"{name}.padded"
-        self.padded[name] = padding
-        ranges: dict[str, Any] = {"starts": [0], "ends": [padding.channels], "axes": [padding.axis]}
-        inputs = []
-        if self._opset >= _FIRST_OPSET_WITH_SLICE_INPUTS:
-            inputs = [
-                self._constant(f"{name}.slice_{key}", numpy_helper.from_array(np.array(values, np.int64)))
-                for key, values in ranges.items()
-            ]
-            ranges = {}
-        return [node, helper.make_node("Slice", [node.output[0], *inputs], [name], name=f"{name}.slice", **ranges)]
-
-    def _constant(self, name: str, tensor: onnx.TensorProto) -> str:
-        if tensor.name in self._constants:  # as it was
-            return str(tensor.name)
-        tensor.name = name
-        self._graph.initializer.append(tensor)
-        return name
+            return name  # it is the same for all channels
+        return graph.constant(_grown(graph.value(name), len(constant.dims) + padding.axis, padding.padded_channels))
 
 
-def _with_inputs(node: onnx.NodeProto, inputs: list[str]) -> onnx.NodeProto:
-    changed = onnx.NodeProto()
-    changed.CopyFrom(node)
-    changed.input[:] = inputs
-    return changed
-
-
-def _grown(tensor: onnx.TensorProto, axis: int, size: int) -> onnx.TensorProto:
-    """The tensor with zeros at the end of an axis, and then without a name; itself where it has that size."""
-    if tensor.dims[axis] == size:
-        return tensor
-    values = numpy_helper.to_array(tensor)
-    widths = [(0, size - dim if index == axis else 0) for index, dim in enumerate(values.shape)]
-    return numpy_helper.from_array(np.pad(values, widths))
+def _grown(values: np.ndarray[Any, Any], axis: int, size: int) -> np.ndarray[Any, Any]:
+    """An array with zeros at the end of an axis."""
+    return np.pad(values, [(0, size - dim if index == axis else 0) for index, dim in enumerate(values.shape)])

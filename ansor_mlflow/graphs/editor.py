@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -19,14 +20,22 @@ from ansor_mlflow.graphs.walk import (
     uses,
 )
 
+_T = TypeVar("_T")
 _FIRST_OPSET = 11
 """Slices and pads have their ranges as inputs from here on."""
 _FIRST_OPSET_WITH_INPUT = {"Split": 13, "ReduceSum": 13}
 """Version from which sizes or axes of an operator are an input; from 18 on, those of all reductions are."""
 
 
+class Unchanged(Exception):  # noqa: N818 - it is no error
+    """A node stays as it is: a rewriting does not apply to it, or too little is known of its tensors."""
+
+
 class GraphEditor:
-    """What a rewriting asks of a graph, and where it puts its nodes and new initializers."""
+    """What a rewriting asks of a graph, and where it puts its nodes and new initializers.
+
+    What is not known of a tensor raises `Unchanged`, so that the node stays as it is.
+    """
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self.opset = opset_version(model)
@@ -46,39 +55,48 @@ class GraphEditor:
     def rewrite(self, node: onnx.NodeProto, rewriting: Rewriting | None) -> list[onnx.NodeProto] | None:
         """The nodes that take the place of one; None if there is no rewriting or it does not apply."""
         self._nodes, self._prefix, self._num_names = [], next(filter(None, node.output), ""), 0
-        return self._nodes if rewriting is not None and rewriting(node, self) else None
+        if rewriting is not None:
+            with contextlib.suppress(Unchanged):
+                rewriting(node, self)
+                return self._nodes
+        return None
 
-    def shape(self, name: str) -> tuple[int, ...] | None:
+    def find_shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of a tensor; None where it is not known, or not static."""
         if name in self._constants:
             return tuple(self._constants[name].dims)
         return static_shape(self._values.get(name))
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return _known(self.find_shape(name))
+
     def dtype(self, name: str) -> int:
-        """Element type of a tensor as ONNX numbers it; 0 where it is not known."""
+        """Element type of a tensor as ONNX numbers it."""
         if name in self._constants:
             return int(self._constants[name].data_type)
         value = self._values.get(name)
-        return int(value.type.tensor_type.elem_type) if value else onnx.TensorProto.UNDEFINED
+        return _known(int(value.type.tensor_type.elem_type) or None if value else None)
 
-    def value(self, name: str) -> np.ndarray | None:
-        """A constant; None for a tensor that is none."""
-        return numpy_helper.to_array(self._constants[name]) if name in self._constants else None
+    def is_constant(self, name: str) -> bool:
+        return name in self._constants
+
+    def value(self, name: str) -> np.ndarray[Any, Any]:
+        """The value of a constant."""
+        return numpy_helper.to_array(_known(self._constants.get(name)))
 
     def consumers(self, name: str) -> list[onnx.NodeProto]:
-        """The nodes that take a tensor."""
         return self._consumers.get(name, [])
 
     def producer(self, name: str) -> onnx.NodeProto | None:
         """The node that a tensor comes from; None for an input, a constant, and what this rewriting put in."""
         return self._producers.get(name)
 
-    def reduced_axes(self, node: onnx.NodeProto) -> list[int] | None:
-        """The axes of a reduction, from the front; None where they are not known, or there are none."""
+    def reduced_axes(self, node: onnx.NodeProto) -> list[int]:
+        """The axes of a reduction, from the front, of which there is one at least."""
         shape, given, attributes = self.shape(node.input[0]), input_of(node, 1), attributes_of(node)
         axes = self.value(given) if given else attributes.get("axes", ())
-        if shape is None or axes is None or (not len(axes) and attributes.get("noop_with_empty_axes")):
-            return None
+        if not len(axes) and attributes.get("noop_with_empty_axes"):
+            raise Unchanged
         return [int(axis) % len(shape) for axis in axes] or list(range(len(shape)))
 
     def is_used(self, node: onnx.NodeProto, output: int) -> bool:
@@ -131,8 +149,8 @@ class GraphEditor:
         return f"{self._prefix}.{kind}{self._num_names}"
 
 
-Rewriting = Callable[[onnx.NodeProto, GraphEditor], bool]
-"""Puts in what takes the place of a node, or says that the node stays as it is."""
+Rewriting = Callable[[onnx.NodeProto, GraphEditor], None]
+"""Puts in what takes the place of a node, or raises `Unchanged`."""
 Rewritings = Mapping[tuple[str, str], Rewriting]
 """A rewriting for each operator: its domain, empty for ONNX's own, and its name."""
 
@@ -162,6 +180,12 @@ def rewrite(model: onnx.ModelProto, rewritings: Rewritings) -> onnx.ModelProto:
     graph.initializer.extend(editor.new_constants)
     remove_unused_initializers(graph)
     return rewritten
+
+
+def _known(value: _T | None) -> _T:
+    if value is None:
+        raise Unchanged
+    return value
 
 
 def _operator(node: onnx.NodeProto) -> tuple[str, str]:

@@ -107,7 +107,7 @@ class _Graph:
             raise _Mixed(node.op_type)
         if node.op_type in _NO_BATCH or not any(name in self._axes for name in node.input):
             return
-        rule = _reduce if node.op_type.startswith("Reduce") else _RULES.get(node.op_type)
+        rule = _Graph._reduce if node.op_type.startswith("Reduce") else _RULES.get(node.op_type)
         if rule is None:
             raise _Unknown(node.op_type)
         found = rule(self, node)
@@ -181,219 +181,197 @@ class _Graph:
     def rank(self, node: onnx.NodeProto) -> int:
         return len(self.shape(node.input[0]))
 
+    def _elementwise(self, node: onnx.NodeProto) -> int:
+        rank = len(self.shape(node.output[0]))
+        return self.aligned((name, rank - len(self.shape(name))) for name in node.input if name)
 
-_Rule = Callable[[_Graph, onnx.NodeProto], Any]
-
-
-def _elementwise(graph: _Graph, node: onnx.NodeProto) -> int:
-    rank = len(graph.shape(node.output[0]))
-    return graph.aligned((name, rank - len(graph.shape(name))) for name in node.input if name)
-
-
-def _of_first(graph: _Graph, node: onnx.NodeProto) -> int:
-    if node.op_type == "Dropout" and input_of(node, 2):
-        raise _Mixed
-    return graph.only_first(node) + len(graph.shape(node.output[0])) - graph.rank(node)
-
-
-def _reshape(graph: _Graph, node: onnx.NodeProto) -> int:
-    axis = graph.only_first(node)
-    before, after = graph.shape(node.input[0]), graph.shape(node.output[0])
-    outer = math.prod(before[:axis])
-    for place, size in enumerate(after):
-        if math.prod(after[:place]) == outer and size % graph.size == 0:
-            return place
-    raise _Unknown(node.op_type)
-
-
-def _of_samples(graph: _Graph, node: onnx.NodeProto) -> int:
-    # Other outputs are statistics of the batch, or of a MaxPool places in the whole tensor.
-    has_others = node.op_type in ("BatchNormalization", "MaxPool") and len(list(filter(None, node.output))) > 1
-    if graph.only_first(node) != 0 or attributes_of(node).get("training_mode", 0) or has_others:
-        raise _Mixed
-    return 0
-
-
-def _resize(graph: _Graph, node: onnx.NodeProto) -> int:
-    axis, shape, attributes = graph.only_first(node), graph.shape(node.input[0]), attributes_of(node)
-    axes = [number % len(shape) for number in attributes.get("axes", range(len(shape)))]
-    scales = graph.numbers(node, "scales", 1 if len(node.input) == 2 else 2)
-    scale = scales[axes.index(axis)] if scales and axis in axes else 1
-    is_crop = attributes.get("coordinate_transformation_mode") == "tf_crop_and_resize"
-    if is_crop or attributes.get("keep_aspect_ratio_policy", "stretch") != "stretch":
-        raise _Unknown(node.op_type)
-    if scale != 1 or graph.shape(node.output[0])[axis] != shape[axis]:
-        raise _Mixed
-    return axis
-
-
-def _reduce(graph: _Graph, node: onnx.NodeProto) -> int:
-    attributes = attributes_of(node)
-    every = [] if attributes.get("noop_with_empty_axes", 0) else range(graph.rank(node))
-    axes = graph.numbers(node, "axes", 1) or every
-    return graph.along(node, axes, keeps=attributes.get("keepdims", 1))
-
-
-def _one_axis(graph: _Graph, node: onnx.NodeProto) -> int:
-    is_old = node.op_type in ("Softmax", "LogSoftmax", "Hardmax") and graph.opset < _OPSET_OF_ONE_AXIS
-    given = graph.numbers(node, "axis", 1 if node.op_type == "CumSum" else len(node.input))
-    axis = given[0] if given else 1 if is_old else _ONE_AXIS[node.op_type]
-    if is_old:
-        return graph.along(node, range(axis % graph.rank(node), graph.rank(node)))
-    return graph.along(node, [axis], keeps=not node.op_type.startswith("Arg") or attributes_of(node).get("keepdims", 1))
-
-
-def _from_axis(graph: _Graph, node: onnx.NodeProto) -> int:
-    rank = graph.rank(node)
-    graph.along(node, range(attributes_of(node).get("axis", -1) % rank, rank))
-    return _elementwise(graph, node)  # scales may have as many axes
-
-
-def _transpose(graph: _Graph, node: onnx.NodeProto) -> int:
-    return list(attributes_of(node).get("perm", range(graph.rank(node))[::-1])).index(graph.only_first(node))
-
-
-def _concat(graph: _Graph, node: onnx.NodeProto) -> int:
-    return graph.along(node, [attributes_of(node)["axis"]], axis=graph.aligned((name, 0) for name in node.input))
-
-
-def _slice(graph: _Graph, node: onnx.NodeProto) -> int:
-    axis = graph.only_first(node)
-    starts = graph.numbers(node, "starts", 1) or []
-    axes = graph.numbers(node, "axes", 3) or list(range(len(starts)))
-    is_whole = graph.shape(node.output[0])[axis] == graph.shape(node.input[0])[axis]
-    is_in_order = min(graph.numbers(node, "steps", 4) or [1]) > 0
-    return axis if is_whole and is_in_order else graph.along(node, axes)
-
-
-def _pad(graph: _Graph, node: onnx.NodeProto) -> int:
-    pads, axes = graph.numbers(node, "pads", 1), graph.numbers(node, "axes", 3) or range(graph.rank(node))
-    if pads is None or len(pads) != 2 * len(axes):
-        raise _Unknown(node.op_type)
-    return graph.along(node, [axis for place, axis in enumerate(axes) if pads[place] or pads[place + len(axes)]])
-
-
-def _tile(graph: _Graph, node: onnx.NodeProto) -> int:
-    return graph.along(node, [axis for axis, times in enumerate(graph.constant(node.input[1])) if times != 1])
-
-
-def _gather(graph: _Graph, node: onnx.NodeProto) -> int:
-    data, indices = (graph.axis(name) for name in node.input[:2])
-    along = attributes_of(node).get("axis", 0) % graph.rank(node)
-    if data is None and indices is not None:
-        return int(along + indices)
-    if data is not None and indices is not None and data == along:
-        raise _Mixed
-    if data is None or indices is not None:
-        raise _Unknown(node.op_type)
-    more = len(graph.shape(node.input[1])) - 1
-    return graph.along(node, [along], axis=data) + (more if data > along else 0)
-
-
-def _gather_elements(graph: _Graph, node: onnx.NodeProto) -> int:
-    axis = graph.aligned((name, 0) for name in node.input[:2])
-    data, indices = (graph.shape(name) for name in node.input[:2])
-    if data[axis] != indices[axis]:  # the first of all rows are taken, not the first of each
-        raise _Mixed
-    return graph.along(node, [attributes_of(node).get("axis", 0)], axis=axis)
-
-
-def _one_hot(graph: _Graph, node: onnx.NodeProto) -> int:
-    axis, rank = graph.only_first(node), len(graph.shape(node.output[0]))
-    return int(axis + (attributes_of(node).get("axis", -1) % rank <= axis))
-
-
-def _quantize(graph: _Graph, node: onnx.NodeProto) -> int:
-    axis, shape = graph.only_first(node), graph.shape(node.input[1])
-    if math.prod(shape) != 1 and axis == attributes_of(node).get("axis", 1) % graph.rank(node):
-        raise _Mixed
-    return axis if len(shape) < 2 else _elementwise(graph, node)  # of blocks, which have all axes
-
-
-def _mat_mul(graph: _Graph, node: onnx.NodeProto) -> int:
-    places = (0, 3) if node.op_type == "QLinearMatMul" else (0, 1)
-    names = [node.input[place] for place in places]
-    others = [name for place, name in enumerate(node.input) if name and place not in places]
-    ranks, rank = [len(graph.shape(name)) for name in names], len(graph.shape(node.output[0]))
-    if min(ranks) < 2 or any(graph.axis(name) is not None for name in others):
-        raise _Unknown(node.op_type)
-    if graph.axis(names[1]) is not None and any(math.prod(graph.shape(name)) != 1 for name in others):
-        raise _Unknown(node.op_type)  # a scale for each column
-    for name, contracted, kept, other in ((names[0], -1, -2, names[1]), (names[1], -2, -1, names[0])):
-        axis = graph.axis(name)
-        if axis is None or axis < len(graph.shape(name)) - 2:
-            continue
-        if axis == len(graph.shape(name)) + contracted or graph.axis(other) is not None:
+    def _of_first(self, node: onnx.NodeProto) -> int:
+        if node.op_type == "Dropout" and input_of(node, 2):
             raise _Mixed
-        return rank + kept
-    return graph.aligned((name, rank - own) for name, own in zip(names, ranks, strict=True))
+        return self.only_first(node) + len(self.shape(node.output[0])) - self.rank(node)
 
-
-def _gemm(graph: _Graph, node: onnx.NodeProto) -> int:
-    if graph.only_first(node) != (1 if attributes_of(node).get("transA", 0) else 0):
-        raise _Mixed
-    if (bias := input_of(node, 2)) and not graph.is_uniform(bias, len(graph.shape(bias)) - 2):
-        raise _Mixed
-    return 0
-
-
-def _einsum(graph: _Graph, node: onnx.NodeProto) -> int:
-    equation = attributes_of(node)["equation"].replace(" ", "")
-    if "." in equation or "->" not in equation:
+    def _reshape(self, node: onnx.NodeProto) -> int:
+        axis = self.only_first(node)
+        before, after = self.shape(node.input[0]), self.shape(node.output[0])
+        outer = math.prod(before[:axis])
+        for place, size in enumerate(after):
+            if math.prod(after[:place]) == outer and size % self.size == 0:
+                return place
         raise _Unknown(node.op_type)
-    left, right = equation.split("->")
-    terms = left.split(",")
-    named = list(zip(terms, node.input, strict=True))
-    labels = {term[axis] for term, name in named if (axis := graph.axis(name)) is not None}
-    if len(labels) != 1 or not labels <= set(right):
-        raise _Mixed
-    (label,) = labels
-    if any(term.count(label) > 1 for term in terms):  # a diagonal
-        raise _Mixed
-    for term, name in named:
-        if graph.axis(name) is None and not graph.is_uniform(name, term.find(label)):
-            raise _Mixed
-    return int(right.index(label))
 
-
-def _recurrent(graph: _Graph, node: onnx.NodeProto) -> list[int]:
-    expected = {0: 1, 4: 0, 5: 1, 6: 1}
-    for place, name in enumerate(node.input):
-        axis = graph.axis(name) if name else None
-        if axis is not None and axis != expected.get(place):
+    def _of_samples(self, node: onnx.NodeProto) -> int:
+        # Other outputs are statistics of the batch, or of a MaxPool places in the whole tensor.
+        has_others = node.op_type in ("BatchNormalization", "MaxPool") and len(list(filter(None, node.output))) > 1
+        if self.only_first(node) != 0 or attributes_of(node).get("training_mode", 0) or has_others:
             raise _Mixed
-        if name and axis is None and place in expected and not graph.is_uniform(name, expected[place]):
+        return 0
+
+    def _resize(self, node: onnx.NodeProto) -> int:
+        axis, shape, attributes = self.only_first(node), self.shape(node.input[0]), attributes_of(node)
+        axes = [number % len(shape) for number in attributes.get("axes", range(len(shape)))]
+        scales = self.numbers(node, "scales", 1 if len(node.input) == 2 else 2)
+        scale = scales[axes.index(axis)] if scales and axis in axes else 1
+        is_crop = attributes.get("coordinate_transformation_mode") == "tf_crop_and_resize"
+        if is_crop or attributes.get("keep_aspect_ratio_policy", "stretch") != "stretch":
             raise _Unknown(node.op_type)
-    if attributes_of(node).get("layout", 0) or graph.axis(node.input[0]) is None:
-        raise _Unknown(node.op_type)
-    return [2, 1, 1]
+        if scale != 1 or self.shape(node.output[0])[axis] != shape[axis]:
+            raise _Mixed
+        return axis
+
+    def _reduce(self, node: onnx.NodeProto) -> int:
+        attributes = attributes_of(node)
+        every = [] if attributes.get("noop_with_empty_axes", 0) else range(self.rank(node))
+        axes = self.numbers(node, "axes", 1) or every
+        return self.along(node, axes, keeps=attributes.get("keepdims", 1))
+
+    def _one_axis(self, node: onnx.NodeProto) -> int:
+        is_old = node.op_type in ("Softmax", "LogSoftmax", "Hardmax") and self.opset < _OPSET_OF_ONE_AXIS
+        given = self.numbers(node, "axis", 1 if node.op_type == "CumSum" else len(node.input))
+        axis = given[0] if given else 1 if is_old else _ONE_AXIS[node.op_type]
+        if is_old:
+            return self.along(node, range(axis % self.rank(node), self.rank(node)))
+        return self.along(
+            node, [axis], keeps=not node.op_type.startswith("Arg") or attributes_of(node).get("keepdims", 1)
+        )
+
+    def _from_axis(self, node: onnx.NodeProto) -> int:
+        rank = self.rank(node)
+        self.along(node, range(attributes_of(node).get("axis", -1) % rank, rank))
+        return self._elementwise(node)  # scales may have as many axes
+
+    def _transpose(self, node: onnx.NodeProto) -> int:
+        return list(attributes_of(node).get("perm", range(self.rank(node))[::-1])).index(self.only_first(node))
+
+    def _concat(self, node: onnx.NodeProto) -> int:
+        return self.along(node, [attributes_of(node)["axis"]], axis=self.aligned((name, 0) for name in node.input))
+
+    def _slice(self, node: onnx.NodeProto) -> int:
+        axis = self.only_first(node)
+        starts = self.numbers(node, "starts", 1) or []
+        axes = self.numbers(node, "axes", 3) or list(range(len(starts)))
+        is_whole = self.shape(node.output[0])[axis] == self.shape(node.input[0])[axis]
+        is_in_order = min(self.numbers(node, "steps", 4) or [1]) > 0
+        return axis if is_whole and is_in_order else self.along(node, axes)
+
+    def _pad(self, node: onnx.NodeProto) -> int:
+        pads, axes = self.numbers(node, "pads", 1), self.numbers(node, "axes", 3) or range(self.rank(node))
+        if pads is None or len(pads) != 2 * len(axes):
+            raise _Unknown(node.op_type)
+        return self.along(node, [axis for place, axis in enumerate(axes) if pads[place] or pads[place + len(axes)]])
+
+    def _tile(self, node: onnx.NodeProto) -> int:
+        return self.along(node, [axis for axis, times in enumerate(self.constant(node.input[1])) if times != 1])
+
+    def _gather(self, node: onnx.NodeProto) -> int:
+        data, indices = (self.axis(name) for name in node.input[:2])
+        along = attributes_of(node).get("axis", 0) % self.rank(node)
+        if data is None and indices is not None:
+            return int(along + indices)
+        if data is not None and indices is not None and data == along:
+            raise _Mixed
+        if data is None or indices is not None:
+            raise _Unknown(node.op_type)
+        more = len(self.shape(node.input[1])) - 1
+        return self.along(node, [along], axis=data) + (more if data > along else 0)
+
+    def _gather_elements(self, node: onnx.NodeProto) -> int:
+        axis = self.aligned((name, 0) for name in node.input[:2])
+        data, indices = (self.shape(name) for name in node.input[:2])
+        if data[axis] != indices[axis]:  # the first of all rows are taken, not the first of each
+            raise _Mixed
+        return self.along(node, [attributes_of(node).get("axis", 0)], axis=axis)
+
+    def _one_hot(self, node: onnx.NodeProto) -> int:
+        axis, rank = self.only_first(node), len(self.shape(node.output[0]))
+        return int(axis + (attributes_of(node).get("axis", -1) % rank <= axis))
+
+    def _quantize(self, node: onnx.NodeProto) -> int:
+        axis, shape = self.only_first(node), self.shape(node.input[1])
+        if math.prod(shape) != 1 and axis == attributes_of(node).get("axis", 1) % self.rank(node):
+            raise _Mixed
+        return axis if len(shape) < 2 else self._elementwise(node)  # of blocks, which have all axes
+
+    def _mat_mul(self, node: onnx.NodeProto) -> int:
+        places = (0, 3) if node.op_type == "QLinearMatMul" else (0, 1)
+        names = [node.input[place] for place in places]
+        others = [name for place, name in enumerate(node.input) if name and place not in places]
+        ranks, rank = [len(self.shape(name)) for name in names], len(self.shape(node.output[0]))
+        if min(ranks) < 2 or any(self.axis(name) is not None for name in others):
+            raise _Unknown(node.op_type)
+        if self.axis(names[1]) is not None and any(math.prod(self.shape(name)) != 1 for name in others):
+            raise _Unknown(node.op_type)  # a scale for each column
+        for name, contracted, kept, other in ((names[0], -1, -2, names[1]), (names[1], -2, -1, names[0])):
+            axis = self.axis(name)
+            if axis is None or axis < len(self.shape(name)) - 2:
+                continue
+            if axis == len(self.shape(name)) + contracted or self.axis(other) is not None:
+                raise _Mixed
+            return rank + kept
+        return self.aligned((name, rank - own) for name, own in zip(names, ranks, strict=True))
+
+    def _gemm(self, node: onnx.NodeProto) -> int:
+        if self.only_first(node) != (1 if attributes_of(node).get("transA", 0) else 0):
+            raise _Mixed
+        if (bias := input_of(node, 2)) and not self.is_uniform(bias, len(self.shape(bias)) - 2):
+            raise _Mixed
+        return 0
+
+    def _einsum(self, node: onnx.NodeProto) -> int:
+        equation = attributes_of(node)["equation"].replace(" ", "")
+        if "." in equation or "->" not in equation:
+            raise _Unknown(node.op_type)
+        left, right = equation.split("->")
+        terms = left.split(",")
+        named = list(zip(terms, node.input, strict=True))
+        labels = {term[axis] for term, name in named if (axis := self.axis(name)) is not None}
+        if len(labels) != 1 or not labels <= set(right):
+            raise _Mixed
+        (label,) = labels
+        if any(term.count(label) > 1 for term in terms):  # a diagonal
+            raise _Mixed
+        for term, name in named:
+            if self.axis(name) is None and not self.is_uniform(name, term.find(label)):
+                raise _Mixed
+        return int(right.index(label))
+
+    def _recurrent(self, node: onnx.NodeProto) -> list[int]:
+        expected = {0: 1, 4: 0, 5: 1, 6: 1}
+        for place, name in enumerate(node.input):
+            axis = self.axis(name) if name else None
+            if axis is not None and axis != expected.get(place):
+                raise _Mixed
+            if name and axis is None and place in expected and not self.is_uniform(name, expected[place]):
+                raise _Unknown(node.op_type)
+        if attributes_of(node).get("layout", 0) or self.axis(node.input[0]) is None:
+            raise _Unknown(node.op_type)
+        return [2, 1, 1]
 
 
-_RULES: Mapping[str, _Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, _elementwise),
-    **dict.fromkeys(_OF_FIRST, _of_first),
-    **dict.fromkeys(_RESHAPES, _reshape),
-    **dict.fromkeys(_OF_SAMPLES, _of_samples),
-    **dict.fromkeys(_ONE_AXIS, _one_axis),
-    **dict.fromkeys(_FROM_AXIS, _from_axis),
-    **dict.fromkeys(_RECURRENT, _recurrent),
+_RULES: Mapping[str, Callable[[_Graph, onnx.NodeProto], Any]] = {
+    **dict.fromkeys(_ELEMENTWISE, _Graph._elementwise),
+    **dict.fromkeys(_OF_FIRST, _Graph._of_first),
+    **dict.fromkeys(_RESHAPES, _Graph._reshape),
+    **dict.fromkeys(_OF_SAMPLES, _Graph._of_samples),
+    **dict.fromkeys(_ONE_AXIS, _Graph._one_axis),
+    **dict.fromkeys(_FROM_AXIS, _Graph._from_axis),
+    **dict.fromkeys(_RECURRENT, _Graph._recurrent),
     "MeanVarianceNormalization": lambda graph, node: graph.along(node, attributes_of(node).get("axes", [0, 2, 3])),
-    "Resize": _resize,
-    "Upsample": _resize,
-    "Transpose": _transpose,
-    "Concat": _concat,
+    "Resize": _Graph._resize,
+    "Upsample": _Graph._resize,
+    "Transpose": _Graph._transpose,
+    "Concat": _Graph._concat,
     "Split": lambda graph, node: graph.along(node, [attributes_of(node).get("axis", 0)]),
-    "Slice": _slice,
-    "Pad": _pad,
-    "Tile": _tile,
-    "Gather": _gather,
-    "GatherElements": _gather_elements,
-    "OneHot": _one_hot,
-    "QuantizeLinear": _quantize,
-    "DequantizeLinear": _quantize,
-    "MatMul": _mat_mul,
-    "MatMulInteger": _mat_mul,
-    "QLinearMatMul": _mat_mul,
-    "Gemm": _gemm,
-    "Einsum": _einsum,
+    "Slice": _Graph._slice,
+    "Pad": _Graph._pad,
+    "Tile": _Graph._tile,
+    "Gather": _Graph._gather,
+    "GatherElements": _Graph._gather_elements,
+    "OneHot": _Graph._one_hot,
+    "QuantizeLinear": _Graph._quantize,
+    "DequantizeLinear": _Graph._quantize,
+    "MatMul": _Graph._mat_mul,
+    "MatMulInteger": _Graph._mat_mul,
+    "QLinearMatMul": _Graph._mat_mul,
+    "Gemm": _Graph._gemm,
+    "Einsum": _Graph._einsum,
 }

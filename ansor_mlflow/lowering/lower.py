@@ -64,7 +64,7 @@ def lower_sizes(
     `fallback` says for a size, by its number, why a node stays with ONNX Runtime though TVM may know it, by an output
     of it as the parts of an earlier lowering name it.
     """
-    from ansor_mlflow.lowering.joining import join_modules
+    from ansor_mlflow.lowering.relax_passes import join_modules
 
     sizes = [
         _lower_size(model, target, settings, called, fallback.get(number, {})) for number, model in enumerate(models)
@@ -98,7 +98,8 @@ def _lower_size(
     give_outputs_nodes(graph)
     has_sketches = platform_of(target).has_sketches
     hard_to_tile = list(layers_to_pad(graph, vector_lanes(target))) if has_sketches else []
-    if (padding := _padding(settings.pad_channels, target)) is not None:
+    padding = _padding(settings.pad_channels, target)
+    if padding is not None and (hard_to_tile or settings.pad_channels != "auto"):
         graph = pad_output_channels(graph, padding)
     lower_whole = partial(lower_graph, target=target, settings=settings)
     parts = lower_parts(graph, lower_whole, partial(lower_node, target=target), fallback)

@@ -1,16 +1,18 @@
-"""Passes over Relax: indices kept inside of tensors, places of extrema, and what functions are fused with."""
+"""Passes over Relax: indices kept inside of tensors, places of extrema, what functions are fused with; and joining."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 from tvm import relax, te, tirx, topi
-from tvm.ir import GenericConst, IRModule
+from tvm.ir import GenericConst, GlobalVar, IRModule
 from tvm.ir.transform import Pass, PassContext, module_pass
 from tvm.tirx import PrimFunc
+from tvm_ffi import structural_equal
 
 _PATTERN = "op_pattern"
 _INJECTIVE, _OPAQUE = 2, 8
@@ -198,3 +200,47 @@ def _least_pattern(name: str, function: PrimFunc) -> int:
     if name.startswith("concatenate") and len(function.params) - 1 > _MAX_FUSED_PARTS:
         return _OPAQUE
     return 0
+
+
+def join_modules(modules: Mapping[str, IRModule]) -> IRModule:
+    """Puts the functions of several modules into one; the "main" of each gets the name that it is given by.
+
+    Functions of two modules that are the same become one; others of the same name get a number.
+    """
+    joined = IRModule()
+    for name, mod in modules.items():
+        variables: dict[str, GlobalVar] = {}
+        for var, function in mod.functions_items():
+            if var.name_hint != "main":
+                variables[var.name_hint] = _added(joined, var, function)
+        joined[name] = _Renamer(variables).visit_expr(mod["main"]).with_attr("global_symbol", name)
+    return joined
+
+
+def _added(joined: IRModule, var: GlobalVar, function: Any) -> GlobalVar:
+    """The variable of a function under its name or with a number: the first that is free, or that of the same one."""
+    name = var.name_hint
+    there = {other.name_hint: other for other in joined.get_global_vars()}
+    for number in itertools.count(1):
+        if name not in there:
+            break
+        other, same = (each.without_attr("global_symbol") for each in (joined[name], function))
+        if structural_equal(other, same, map_free_vars=True):
+            return there[name]
+        name = f"{var.name_hint}_{number}"
+    new = GlobalVar(name)
+    relax.expr._update_type(new, var.ty)
+    # One that has no symbol gets none: that would change the hash of its records.
+    has_symbol = function.attrs is not None and "global_symbol" in function.attrs
+    joined[new] = function.with_attr("global_symbol", name) if has_symbol else function
+    return new
+
+
+@relax.expr_functor.mutator
+class _Renamer(relax.PyExprMutator):  # type: ignore[misc]
+    def __init__(self, variables: Mapping[str, GlobalVar]) -> None:
+        super().__init__()
+        self._variables = variables
+
+    def visit_global_var_(self, var: GlobalVar) -> GlobalVar:
+        return self._variables[var.name_hint]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -104,6 +104,7 @@ def has_sums(mod: IRModule) -> bool:
 
 def find_contraction(mod: IRModule) -> Contraction | None:
     """The sum that a task's function is; None where it is something else."""
+    import tvm
     from tvm.s_tir import Schedule
 
     if not is_made_of_blocks(mod["main"]):
@@ -124,7 +125,14 @@ def find_contraction(mod: IRModule) -> Contraction | None:
         return None
     group = _group(block, num_spatial - 1)
     operands = _operands(block, num_spatial - 1)
-    if operands is None or not _are_vectors(operands, num_spatial - 1) or not _has_one_end(sch, blocks[place:]):
+    if operands is None:
+        return None
+    # Along the vectors, elements of each operand follow each other, or are the same one; the last block alone writes
+    # what no other block reads.
+    strides = [operand.stride(num_spatial - 1) for operand in operands]
+    are_vectors = 1 in strides and set(strides) <= {0, 1} and strides.count(0) <= 1
+    is_read = [bool(sch.get_consumers(block)) for block in blocks[place:]]
+    if not are_vectors or is_read != [True] * (len(is_read) - 1) + [False]:
         return None
     # A block before the sum that does not feed it, such as the other term of an addition, belongs to the epilogue.
     feeding = _names_feeding(sch, blocks[place])
@@ -143,7 +151,7 @@ def find_contraction(mod: IRModule) -> Contraction | None:
         has_padding=has_padding,
         unpadded=_shape(pad.reads[0]) if pad is not None and has_padding else (),
         epilogue=(*beside, *names[place + 1 :]),
-        num_bytes=_num_bytes(str(block.body.value.ty)),
+        num_bytes=(int(tvm.DataType(str(block.body.value.ty)).bits) + 7) // 8,
         group=group,
     )
 
@@ -162,47 +170,36 @@ def _kinds(block: Any) -> list[int]:
     return [int(var.iter_type) for var in block.iter_vars]
 
 
-def _has_one_end(sch: Schedule, blocks: Sequence[SBlockRV]) -> bool:
-    """Whether the last block alone writes what no other block reads."""
-    return [bool(sch.get_consumers(block)) for block in blocks] == [True] * (len(blocks) - 1) + [False]
-
-
-def _are_vectors(operands: Sequence[Operand], axis: int) -> bool:
-    """Whether along an iterator the elements of each operand follow each other, or are the same one."""
-    strides = [operand.stride(axis) for operand in operands]
-    return 1 in strides and set(strides) <= {0, 1} and strides.count(0) <= 1
-
-
 def _group(block: Any, axis: int) -> int:
     """The number by which an iterator is divided to give the group that it belongs to; its extent without groups."""
+    from tvm import tirx
+    from tvm_ffi import structural_walk
+
     variable, extent = block.iter_vars[axis].var, int(block.iter_vars[axis].dom.extent)
-    sizes = {size for load in _reads(block) for index in load.indices for size in _group_sizes(index, variable)}
+    sizes: set[int] = set()
+    for index in (index for load in _reads(block) for index in load.indices):
+        structural_walk(
+            index, (tirx.FloorDiv, lambda node: sizes.add(int(node.b)) if _is_group(node, variable) else None)
+        )
     return sizes.pop() if len(sizes) == 1 else extent
-
-
-def _group_sizes(index: Any, variable: Any) -> Iterator[int]:
-    """Yields the constants by which an index divides a variable."""
-    if _is_group(index, variable):
-        yield int(index.b)
-    for inner in _terms(index):
-        yield from _group_sizes(inner, variable)
 
 
 def _is_group(index: Any, variable: Any) -> bool:
     from tvm import tirx
 
-    return isinstance(index, tirx.FloorDiv) and index.a.same_as(variable) and isinstance(index.b, tirx.IntImm)
+    return index.a.same_as(variable) and isinstance(index.b, tirx.IntImm)
 
 
 def _in_first_group(index: Any, variable: Any) -> Any:
     """An index with 0 for the group of a variable."""
     from tvm import tirx
+    from tvm_ffi import structural_mutate
 
-    if _is_group(index, variable):
-        return tirx.IntImm(str(index.b.ty), 0)
-    if isinstance(index, (tirx.Add, tirx.Sub, tirx.Mul)):
-        return type(index)(_in_first_group(index.a, variable), _in_first_group(index.b, variable))
-    return index
+    def first(node: Any, mutator: Any) -> Any:
+        is_group = _is_group(node, variable)
+        return tirx.IntImm(str(node.b.ty), 0) if is_group else mutator.default_mutate(node)
+
+    return structural_mutate(index, (tirx.FloorDiv, first))
 
 
 def _reads(block: Any) -> list[Any]:
@@ -217,14 +214,16 @@ def _operands(block: Any, axis: int) -> tuple[Operand, ...] | None:
 
     Where it depends on the group of the iterator of the vectors, it is seen inside of a group.
     """
+    from tvm.sym import detect_linear_equation
+
     variables = [var.var for var in block.iter_vars]
-    vectors = variables[axis]
+
+    def strides(index: Any) -> tuple[int, ...]:
+        terms = detect_linear_equation(_in_first_group(index, variables[axis]), variables)
+        return tuple(int(coefficient) for coefficient in list(terms)[:-1])
+
     operands = tuple(
-        Operand(
-            buffer=str(load.source.name),
-            shape=_shape(load),
-            strides=tuple(_coefficients([_in_first_group(i, vectors) for i in load.indices], variables)),
-        )
+        Operand(buffer=str(load.source.name), shape=_shape(load), strides=tuple(map(strides, load.indices)))
         for load in _reads(block)
         if not load.source.same_as(block.body.buffer)
     )
@@ -239,26 +238,6 @@ def _loads(expr: Any) -> Iterator[Any]:
     if isinstance(expr, TensorLoad):
         yield expr
         return
-    for inner in _terms(expr):
-        yield from _loads(inner)
-
-
-def _terms(expr: Any) -> Iterator[Any]:
-    """Yields the operands of an operation."""
-    for name in ("a", "b", "value"):
-        inner = getattr(expr, name, None)
+    for inner in (getattr(expr, name, None) for name in ("a", "b", "value")):
         if hasattr(inner, "ty"):
-            yield inner
-
-
-def _coefficients(indices: Sequence[Any], variables: Sequence[Any]) -> Iterator[tuple[int, ...]]:
-    from tvm.sym import detect_linear_equation
-
-    for index in indices:
-        yield tuple(int(coefficient) for coefficient in list(detect_linear_equation(index, variables))[:-1])
-
-
-def _num_bytes(dtype: str) -> int:
-    import tvm
-
-    return (int(tvm.DataType(dtype).bits) + 7) // 8
+            yield from _loads(inner)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ansor_mlflow.sketches.contraction import Contraction, Operand
     from ansor_mlflow.sketches.tile import RegisterTile, TiledAxes
 
-_L1_BYTES, _L2_BYTES = 24 * 1024, 384 * 1024
+L1_BYTES, L2_BYTES = 24 * 1024, 384 * 1024
 """Bytes of weights that stay in a cache: three quarters of the smallest ones that servers have, as the input passes
 through them, too."""
 
@@ -49,8 +49,8 @@ _BYTES_PER_CYCLE = {"l2": 32.0, "memory": 8.0, "copy": 12.0}
 _STALL, _STALL_AGAIN = 0.5, 0.3
 """Share of the time to read that a core waits, the first time and later: prefetching hides the rest."""
 
-_NUM_REGISTERS = {"avx512f": 32, "neon": 32, "v": 32}
-"""Number of vector registers with a feature; 16 without any of them."""
+_MANY_REGISTERS = {"avx512f", "neon", "v"}
+"""Features with which there are 32 vector registers; 16 without any of them."""
 
 
 @dataclass(frozen=True)
@@ -60,22 +60,17 @@ class Machine:
     vector_bytes: int
     """Width of a vector register."""
     num_registers: int
-    """Vector registers."""
     broadcasts_operands: bool
     """Whether a multiply-add reads an element from memory for all lanes."""
     num_threads: int
-    """Threads of a kernel."""
 
     @staticmethod
     def of(target: Target) -> Machine:
-        """The CPU that a target describes."""
         features = set(cpu_features(target))
-        is_x86 = "sse2" in features
-        num_registers = [number for feature, number in _NUM_REGISTERS.items() if feature in features]
         return Machine(
             vector_bytes=4 * vector_lanes(target),
-            num_registers=num_registers[0] if num_registers else 16,
-            broadcasts_operands=not is_x86 or "avx512f" in features,
+            num_registers=16 if features.isdisjoint(_MANY_REGISTERS) else 32,
+            broadcasts_operands="sse2" not in features or "avx512f" in features,  # Arm's and RISC-V's all do
             num_threads=int(target.attrs.get("num-cores", 1)),
         )
 
@@ -88,21 +83,17 @@ class Estimate:
     """Estimates the cycles of a function's tiles on a CPU."""
 
     def __init__(self, contraction: Contraction, axes: TiledAxes, machine: Machine) -> None:
-        self._contraction = contraction
-        self._axes = axes
-        self._machine = machine
+        self._contraction, self._axes, self._machine = contraction, axes, machine
         self.cycles_of_sums = cache(self._count_cycles)
         """Cycles of all sums for lanes, vectors, columns and rows of a tile in registers, on one thread; many tiles
         that differ in their jobs share it."""
 
     def cycles(self, tile: RegisterTile) -> float:
-        """Estimated cycles of a call."""
         num_jobs, threads = self._axes.num_jobs(tile), self._num_threads(tile)
         micro = (tile.lanes, tile.vectors, tile.columns, tile.rows)
         asks = self._contraction.has_padding and tile.pad_at == "inline"
-        job = (
-            self.cycles_of_sums(micro, asks) / num_jobs + self._cycles_of_weights(tile) + self._cycles_of_padding(tile)
-        )
+        job = self.cycles_of_sums(micro, asks) / num_jobs
+        job = job + self._cycles_of_weights(tile) + self._cycles_of_padding(tile)
         if not tile.parallel:
             return num_jobs * job + self._cycles_to_read(tile)
         # TVM gives every thread as many jobs before it starts: all wait for the one with the most.
@@ -123,9 +114,10 @@ class Estimate:
         inner = (self._axes.num_spatial_jobs(tile), found.broadcast)
         if not tile.channels_outside:
             outer, inner = inner, outer
-        num_bytes = _num_elements(outer[1]) / min(outer[0], threads)
-        num_bytes += _num_elements(inner[1]) / min(inner[0], ceil(threads / outer[0]))
-        return _STALL * num_bytes * found.num_bytes / _BYTES_PER_CYCLE["memory"]
+        shares = (min(outer[0], threads), min(inner[0], ceil(threads / outer[0])))
+        operands = zip((outer[1], inner[1]), shares, strict=True)
+        num_elements = sum(prod(operand.shape) / share for operand, share in operands if operand is not None)
+        return _STALL * num_elements * found.num_bytes / _BYTES_PER_CYCLE["memory"]
 
     def _cycles_of_weights(self, tile: RegisterTile) -> float:
         """Cycles that a job waits for weights: less where they stay in a cache for all of its rows and columns."""
@@ -135,8 +127,8 @@ class Estimate:
         num_bytes = tile.lanes * tile.vectors * prod(axes.sums) * self._contraction.num_bytes
         columns = tile.column_tiles or ceil(axes.columns / tile.columns)
         # What the first cache holds is read once for all tiles of a job, what it does not once for each of them.
-        times = 1 if num_bytes <= _L1_BYTES else tile.row_tiles * columns
-        level = "l2" if num_bytes <= _L2_BYTES else "memory"
+        times = 1 if num_bytes <= L1_BYTES else tile.row_tiles * columns
+        level = "l2" if num_bytes <= L2_BYTES else "memory"
         return _STALL_AGAIN * times * tile.channel_tiles * num_bytes / _BYTES_PER_CYCLE[level]
 
     def _cycles_of_padding(self, tile: RegisterTile) -> float:
@@ -209,7 +201,3 @@ class Estimate:
         if self._machine.broadcasts_operands:
             return cycles
         return cycles + _BROADCAST_CYCLES + (_CONDITION_CYCLES if asks else 0)
-
-
-def _num_elements(operand: Operand | None) -> int:
-    return 0 if operand is None else prod(operand.shape)

@@ -25,12 +25,21 @@ from typing import TYPE_CHECKING
 
 from ansor_mlflow.sketches.contraction import MAX_EPILOGUE, Contraction, find_contraction
 from ansor_mlflow.sketches.estimate import LAUNCH_CYCLES, Estimate, Machine
-from ansor_mlflow.sketches.tile import PadAt, RegisterTile, TiledAxes, divisors, power_of_two
+from ansor_mlflow.sketches.tile import (
+    PadAt,
+    RegisterTile,
+    TiledAxes,
+    divisors,
+    inside,
+    power_of_two,
+    vectorize_innermost,
+    write_out,
+)
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.s_tir import Schedule
-    from tvm.s_tir.schedule import LoopRV, SBlockRV
+    from tvm.s_tir.schedule import LoopRV
 
 _MAX_COLUMNS, _MAX_ROWS, _MAX_VECTORS = 30, 8, 6
 """Largest tile in registers that is looked at; libraries take vectors × columns of 4 × 6, 2 × 12 or 2 × 7."""
@@ -59,10 +68,9 @@ class RegisterTiling:
     name = "register tile"
 
     def __init__(self, mod: IRModule, contraction: Contraction, machine: Machine) -> None:
-        self._mod = mod
-        self._contraction = contraction
-        self._machine = machine
+        self._mod, self._contraction, self._machine = mod, contraction, machine
         self._axes = TiledAxes.of(contraction)
+        self._widest = machine.lanes(contraction.num_bytes)
         self._estimate = Estimate(contraction, self._axes, machine)
 
     @classmethod
@@ -72,7 +80,6 @@ class RegisterTiling:
         return None if contraction is None else cls(mod, contraction, machine)
 
     def tiles(self) -> list[RegisterTile]:
-        """All tiles that are worth a trial, the one that is taken without any first."""
         micro = sorted(self._micro_tiles(), key=self._estimate.cycles_of_sums)[:_NUM_MICRO]
         cycles = self._estimate.cycles
         found = [(cycles(tile), tile) for first in micro for tile in self._jobs(first)]
@@ -83,7 +90,10 @@ class RegisterTiling:
     def _micro_tiles(self) -> Iterator[tuple[int, int, int, int]]:
         """Lanes, vectors, columns and rows of sums that fit into the registers."""
         axes, registers = self._axes, self._machine.num_registers
-        for lanes in self._lanes():
+        # The two widest vectors that divide the channels of a group, as powers of two: with others LLVM does badly, 24
+        # lanes reached 11 to 16 % of the peak.
+        widest = power_of_two(self._contraction.group, self._widest)
+        for lanes in sorted({widest, max(1, widest // 2)}, reverse=True):
             for vectors, columns in itertools.product(range(1, _MAX_VECTORS + 1), range(1, _MAX_COLUMNS + 1)):
                 for rows in divisors(axes.rows, _MAX_ROWS):
                     # the sums, a vector of weights for each vector of channels, and one element of the input
@@ -93,12 +103,6 @@ class RegisterTiling:
                     in_group = self._contraction.group % (vectors * lanes) == 0
                     if fits and is_even and in_group and columns <= axes.columns:
                         yield lanes, vectors, columns, rows
-
-    def _lanes(self) -> list[int]:
-        """Widths of vectors that divide the channels of a group, the two widest."""
-        # LLVM does badly with other vectors than powers of two: 24 lanes reached 11 to 16 % of the peak.
-        widest = power_of_two(self._contraction.group, self._machine.lanes(self._contraction.num_bytes))
-        return [widest] if widest == 1 else [widest, widest // 2]
 
     def _jobs(self, micro: tuple[int, int, int, int]) -> Iterator[RegisterTile]:
         """The ways to share a tile in registers among jobs."""
@@ -123,7 +127,7 @@ class RegisterTiling:
                     channels_outside=channels_outside,
                     parallel=self._machine.num_threads > 1,
                 )
-                if self._axes.num_jobs(tile) <= _MAX_JOBS_PER_THREAD * self._machine.num_threads:
+                if axes.num_jobs(tile) <= _MAX_JOBS_PER_THREAD * self._machine.num_threads:
                     yield tile
 
     def _pad_places(self, rows: int) -> list[PadAt]:
@@ -139,21 +143,18 @@ class RegisterTiling:
         return ["job", "row"]
 
     def cycles(self, tile: RegisterTile) -> float:
-        """Estimated cycles of a call."""
         return self._estimate.cycles(tile)
 
     def kind(self, tile: RegisterTile) -> object:
-        """The tile in registers."""
         return tile.lanes, tile.vectors, tile.columns, tile.rows
 
     def is_fast(self, tile: RegisterTile) -> bool:
         """Whether its vectors fill half of a register, or there is little to compute."""
         num_sums = self._axes.outer * self._axes.rows * self._axes.columns * self._axes.channels
         is_small = num_sums * prod(self._axes.sums) < _SMALL_WORK
-        return is_small or 2 * tile.lanes >= self._machine.lanes(self._contraction.num_bytes)
+        return is_small or 2 * tile.lanes >= self._widest
 
     def schedule(self, tile: RegisterTile) -> Schedule:
-        """The function with a tile."""
         from tvm.s_tir import Schedule
 
         found = self._contraction
@@ -183,19 +184,26 @@ class RegisterTiling:
         job = sch.fuse(*jobs)
         if tile.parallel:
             sch.parallel(job)
-        if is_long:
-            self._place_epilogue(sch, job)
+        if is_long:  # after all tiles of a job, in a loop that is there once
+            last = sch.get_sblock(found.epilogue[-1])
+            sch.reverse_compute_at(last, job)
+            vectorize_innermost(sch, last, self._widest)
         if found.producers:
-            self._place_padding(sch, tile, {"job": job, "row": tiles[0] if tiles else job})
+            pad = sch.get_sblock(found.producers[-1])
+            if tile.pad_at == "inline":
+                sch.compute_inline(pad)
+            else:
+                sch.compute_at(pad, tiles[0] if tile.pad_at == "row" and tiles else job)
+                vectorize_innermost(sch, pad, self._widest)
         # Unrolled, each sum of a tile is a register of its own.
         for loop in (*(sums if self._is_short(tile) else ()), *inner, vector):
             sch.unroll(loop)
         sch.vectorize(lane)
         # Sums are cleared before the first term: a condition in the loop would be asked for each.
         init = sch.decompose_reduction(block, sums[0])
-        depth = len(sch.get_loops(write)) - self._num_inside(sch, write, innermost_tile)
-        for inside in (sch.get_loops(init)[depth:], sch.get_loops(write)[depth:]):
-            self._vectorize_tile(sch, list(inside), tile)
+        depth = len(sch.get_loops(write)) - len(inside(sch, write, innermost_tile))
+        for loops in (sch.get_loops(init)[depth:], sch.get_loops(write)[depth:]):
+            write_out(sch, loops, tile.lanes)
         return sch
 
     def _is_short(self, tile: RegisterTile) -> bool:
@@ -225,38 +233,3 @@ class RegisterTiling:
             tiles.append(tile_loop)
             inner.append(inside)
         return jobs, tiles, inner
-
-    def _place_padding(self, sch: Schedule, tile: RegisterTile, places: dict[str, object]) -> None:
-        pad = sch.get_sblock(self._contraction.producers[-1])
-        if tile.pad_at == "inline":
-            sch.compute_inline(pad)
-            return
-        sch.compute_at(pad, places[tile.pad_at])
-        self._vectorize_innermost(sch, pad)
-
-    def _place_epilogue(self, sch: Schedule, job: LoopRV) -> None:
-        """Computes what follows the sums after all tiles of a job, in a loop that is there once."""
-        last = sch.get_sblock(self._contraction.epilogue[-1])
-        sch.reverse_compute_at(last, job)
-        self._vectorize_innermost(sch, last)
-
-    def _vectorize_innermost(self, sch: Schedule, block: SBlockRV) -> None:
-        loop = sch.get_loops(block)[-1]
-        lanes = power_of_two(int(sch.get(loop).extent), self._machine.lanes(self._contraction.num_bytes))
-        sch.vectorize(sch.split(loop, [None, lanes])[1])
-
-    def _num_inside(self, sch: Schedule, block: object, loop: object) -> int:
-        """How many loops around a block are inside of a loop."""
-        loops = [sch.get(other) for other in sch.get_loops(block)]
-        outside = next(number for number, other in enumerate(loops) if other.same_as(sch.get(loop)))
-        return len(loops) - outside - 1
-
-    def _vectorize_tile(self, sch: Schedule, loops: list[LoopRV], tile: RegisterTile) -> None:
-        """Unrolls the loops over a tile; the last one is split into vectors. Loops of one iteration may be gone."""
-        if not loops:
-            return
-        if int(sch.get(loops[-1]).extent) != tile.lanes:
-            loops[-1:] = sch.split(loops[-1], [None, tile.lanes])
-        for loop in loops[:-1]:
-            sch.unroll(loop)
-        sch.vectorize(loops[-1])

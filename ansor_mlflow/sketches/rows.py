@@ -65,8 +65,7 @@ class RowTiling:
     name = "rows"
 
     def __init__(self, mod: IRModule, machine: Machine) -> None:
-        self._mod = mod
-        self._machine = machine
+        self._mod, self._machine = mod, machine
 
     @classmethod
     def find(cls, mod: IRModule, machine: Machine) -> RowTiling:
@@ -74,7 +73,6 @@ class RowTiling:
         return cls(mod, machine)
 
     def tiles(self) -> list[RowTile]:
-        """All tiles that are worth a trial, the one that is taken without any first."""
         from tvm.s_tir import Schedule
 
         sch = Schedule(self._mod)
@@ -106,7 +104,6 @@ class RowTiling:
         return all(_reads_once(sch.get(block)) for block in _blocks(sch))
 
     def schedule(self, tile: RowTile) -> Schedule:
-        """The function with a tile."""
         from tvm.s_tir import Schedule
 
         sch = Schedule(self._mod)
@@ -117,7 +114,11 @@ class RowTiling:
             return sch
         if len(blocks) > 1 and not any(map(sch.get_consumers, blocks)):  # one for each result, as of a split
             for block in blocks:
-                _schedule_alone(sch, block, tile)
+                loops = list(sch.get_loops(block))
+                num_rows = min(_num_leading(sch.get(block)), len(loops) - 1)
+                if num_rows > 0 and tile.parallel:
+                    sch.parallel(sch.fuse(*loops[:num_rows]))
+                _vectorize(sch, block, tile.lanes, num_rows)
             return sch
         *others, last = blocks
         num_rows = min([_num_rows(sch.get(block), sch.get(last)) for block in others or [last]])
@@ -143,15 +144,6 @@ class RowTiling:
                 _vectorize(sch, block, tile.lanes, num_rows)
         _vectorize(sch, last, tile.lanes, num_rows)
         return sch
-
-
-def _schedule_alone(sch: Schedule, block: SBlockRV, tile: RowTile) -> None:
-    """Schedules a block that shares its rows with no other one."""
-    loops = list(sch.get_loops(block))
-    num_rows = min(_num_leading(sch.get(block)), len(loops) - 1)
-    if num_rows > 0 and tile.parallel:
-        sch.parallel(sch.fuse(*loops[:num_rows]))
-    _vectorize(sch, block, tile.lanes, num_rows)
 
 
 def _blocked(sch: Schedule, num_columns: int, lanes: Sequence[int]) -> list[RowTile]:
@@ -207,9 +199,7 @@ def _num_leading(block: Any) -> int:
 
 
 def _num_rows(block: Any, last: Any) -> int:
-    """Leading iterators that a block shares with the last one: not the axis of a sum that is kept. One that is no sum
-    leaves the last iterator for vectors.
-    """
+    """Leading iterators that a block shares with the last one; one that is no sum leaves the last for vectors."""
     pairs = zip(block.iter_vars[: _num_leading(block)], last.iter_vars, strict=False)
     shared = itertools.takewhile(lambda pair: int(pair[0].dom.extent) == int(pair[1].dom.extent), pairs)
     return min(len(list(shared)), len(last.iter_vars) - (not _is_sum(block)))
@@ -228,21 +218,17 @@ def _reads_once(block: Any) -> bool:
 
 def _inline(sch: Schedule) -> None:
     """Computes elements where they are read: in one place, or in several if nothing is computed."""
+    from tvm.ir import TensorLoad
+
     for block in _blocks(sch)[:-1]:
         consumers = [sch.get(consumer) for consumer in sch.get_consumers(block)]
         if _is_sum(sch.get(block)) or not consumers or any(map(_is_sum, consumers)):
             continue
-        if len(consumers) > 1 and not _only_moves(sch.get(block)):
+        only_moves = isinstance(getattr(sch.get(block).body, "value", None), TensorLoad)
+        if len(consumers) > 1 and not only_moves:
             continue
         if _num_functions(sch.get(block)) <= _MAX_NESTED or not any(map(_num_functions, consumers)):
             sch.compute_inline(block)
-
-
-def _only_moves(block: Any) -> bool:
-    """Whether the elements of a block are others as they are."""
-    from tvm.ir import TensorLoad
-
-    return isinstance(getattr(block.body, "value", None), TensorLoad)
 
 
 def _num_functions(block: Any) -> int:
@@ -290,14 +276,11 @@ def _chooses_along(block: Any) -> bool:
     last = block.iter_vars[-1].var
     conditions: list[Any] = []
     uses: list[Any] = []
-    structural_walk(block.body, (ir.Call, lambda call: conditions.append(call) if _is_choice(call) else None))
+    structural_walk(block.body, (ir.Call, conditions.append))
     for call in conditions:
-        structural_walk(call.args[0], (tirx.Var, lambda var: uses.append(var) if var.same_as(last) else None))
+        if _op_name(call).endswith("if_then_else"):
+            structural_walk(call.args[0], (tirx.Var, lambda var: uses.append(var) if var.same_as(last) else None))
     return bool(uses)
-
-
-def _is_choice(call: Any) -> bool:
-    return _op_name(call).endswith("if_then_else")
 
 
 def _op_name(call: Any) -> str:

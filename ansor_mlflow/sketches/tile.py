@@ -1,12 +1,16 @@
-"""The decisions of the register tile, and the axes that it divides."""
+"""The decisions of the register tile, the axes that it divides, and what schedules do to the loops of a tile."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from tvm.s_tir import Schedule
+    from tvm.s_tir.schedule import LoopRV, SBlockRV
+
     from ansor_mlflow.sketches.contraction import Contraction
 
 PadAt = Literal["inline", "job", "row"]
@@ -64,7 +68,6 @@ class TiledAxes:
         )
 
     def num_jobs(self, tile: RegisterTile) -> int:
-        """Number of jobs that a tile makes."""
         return self.num_channel_jobs(tile) * self.num_spatial_jobs(tile)
 
     def num_channel_jobs(self, tile: RegisterTile) -> int:
@@ -85,3 +88,29 @@ def divisors(number: int, most: int | None = None) -> list[int]:
 def power_of_two(extent: int, most: int) -> int:
     """The largest power of two that divides an extent, and is not above `most`."""
     return min(extent & -extent, most)
+
+
+def inside(sch: Schedule, block: SBlockRV, loop: LoopRV) -> list[LoopRV]:
+    """The loops around a block that are inside of a loop."""
+    loops = list(sch.get_loops(block))
+    outside = next(number for number, other in enumerate(loops) if sch.get(other).same_as(sch.get(loop)))
+    return loops[outside + 1 :]
+
+
+def write_out(sch: Schedule, loops: Sequence[LoopRV], lanes: int | None = None) -> None:
+    """Unrolls loops but for the last one, which is a vector, or several; loops of one iteration may be gone.
+
+    Unrolled, each sum of a tile is a register of its own, and what its indices decide is known to the compiler.
+    """
+    if loops and lanes is not None and int(sch.get(loops[-1]).extent) != lanes:
+        loops = [*loops[:-1], *sch.split(loops[-1], [None, lanes])]
+    for loop in loops[:-1]:
+        sch.unroll(loop)
+    for loop in loops[-1:]:
+        sch.vectorize(loop)
+
+
+def vectorize_innermost(sch: Schedule, block: SBlockRV, most: int) -> None:
+    """Makes vectors of a block's last loop, as wide as divides it up to `most`."""
+    loop = sch.get_loops(block)[-1]
+    sch.vectorize(sch.split(loop, [None, power_of_two(int(sch.get(loop).extent), most)])[1])

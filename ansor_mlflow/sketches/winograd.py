@@ -25,13 +25,13 @@ from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.codegen import PREFETCH
-from ansor_mlflow.sketches.estimate import LAUNCH_CYCLES, Machine
-from ansor_mlflow.sketches.tile import divisors, power_of_two
+from ansor_mlflow.sketches.estimate import L1_BYTES, L2_BYTES, LAUNCH_CYCLES, Machine
+from ansor_mlflow.sketches.tile import divisors, inside, power_of_two, vectorize_innermost, write_out
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.s_tir import Schedule
-    from tvm.s_tir.schedule import LoopRV, SBlockRV
+    from tvm.s_tir.schedule import SBlockRV
 
 _PAD, _COLUMNS, _DATA, _PRODUCT, _ROWS = (f"winograd_{name}" for name in ("pad", "columns", "data", "product", "rows"))
 _FLOAT32_BYTES = 4
@@ -50,8 +50,6 @@ _MAX_JOB_BYTES = 8 * 2**20
 """Largest size of what a job keeps between its steps: beyond, it goes through memory, as without jobs."""
 _MAX_PROGRAMS = 256
 """How many tiles a search may try."""
-_L1_BYTES, _L2_BYTES = 24 * 1024, 384 * 1024
-"""Bytes of weights that stay in a cache; see `estimate`."""
 _AGAIN_FROM_L2 = 2.0
 """How many times longer a vector of weights takes from the second cache than from the first."""
 _TERMS = 4.0
@@ -129,9 +127,7 @@ class WinogradTiling:
     name = "winograd"
 
     def __init__(self, mod: IRModule, shape: _Shape, machine: Machine) -> None:
-        self._mod = mod
-        self._shape = shape
-        self._machine = machine
+        self._mod, self._shape, self._machine = mod, shape, machine
 
     @classmethod
     def find(cls, mod: IRModule, machine: Machine) -> WinogradTiling | None:
@@ -140,7 +136,6 @@ class WinogradTiling:
         return None if shape is None else cls(mod, shape, machine)
 
     def tiles(self) -> list[WinogradTile]:
-        """All tiles that are worth a trial, the one that is taken without any first."""
         return sorted(self._possible(), key=self.cycles)[:_MAX_PROGRAMS]
 
     def kind(self, tile: WinogradTile) -> object:
@@ -152,7 +147,6 @@ class WinogradTiling:
         return True
 
     def cycles(self, tile: WinogradTile) -> float:
-        """Estimated cycles of a call."""
         shape, threads = self._shape, self._machine.num_threads if tile.parallel else 1
         per_thread = ceil(self._num_jobs(tile) / threads)
         num_tiles = tile.tile_rows * shape.across
@@ -167,7 +161,7 @@ class WinogradTiling:
         # Jobs of the same channels follow each other on a thread, so that only the first of them waits for memory.
         num_reads = ceil(tile.channel_jobs / threads)
         weights = weight_bytes * num_reads / _BYTES_PER_CYCLE["memory"]
-        if weight_bytes > _L2_BYTES:
+        if weight_bytes > L2_BYTES:
             weights += weight_bytes * (per_thread - num_reads) / _BYTES_PER_CYCLE["shared"]
         # Fetched ahead, weights arrive while others are multiplied: the longer of both decides.
         short, long = sorted((per_thread * product, weights))
@@ -178,11 +172,10 @@ class WinogradTiling:
         """Cycles of the sums in registers for one input channel."""
         element = 0.5 if self._machine.broadcasts_operands else 1.0
         panel_bytes = _FLOAT32_BYTES * tile.lanes * tile.vectors * self._shape.channels_in
-        weights = tile.vectors * width * (1.0 if panel_bytes <= _L1_BYTES else _AGAIN_FROM_L2)
+        weights = tile.vectors * width * (1.0 if panel_bytes <= L1_BYTES else _AGAIN_FROM_L2)
         return max(tile.vectors * tiles * width, weights + tiles * element, 4.0)  # 4: until a sum is there again
 
     def schedule(self, tile: WinogradTile) -> Schedule:
-        """The function with a tile."""
         from tvm.s_tir import Schedule
 
         sch, shape = Schedule(self._mod), self._shape
@@ -203,16 +196,16 @@ class WinogradTiling:
         if tile.parallel:
             sch.parallel(job)
         # Written out, the choice among coefficients is made by the compiler: terms with zero and one are gone.
-        self._finish(sch, [in_y, in_x, lane])
+        write_out(sch, [in_y, in_x, lane])
         sch.compute_at(rows, vector, preserve_unit_loops=True)
         sch.set_scope(rows, 0, "local")
-        self._finish(sch, _inside(sch, rows, vector))
+        write_out(sch, inside(sch, rows, vector))
         sch.compute_at(product, job, preserve_unit_loops=True)
         self._multiply(sch, product, tile)
         sch.compute_at(data, job, preserve_unit_loops=True)
         self._transform(sch, data, columns)
         sch.compute_at(pad, job, preserve_unit_loops=True)
-        self._vectorize(sch, pad)
+        vectorize_innermost(sch, pad, self._machine.lanes(_FLOAT32_BYTES))
         return sch
 
     def _multiply(self, sch: Schedule, product: SBlockRV, tile: WinogradTile) -> None:
@@ -225,7 +218,7 @@ class WinogradTiling:
         sch.reverse_compute_at(write, tiles, preserve_unit_loops=True)
         if num_tiles % tile.tiles:
             sch.unroll(tiles)  # of its copies only the last has a rest, which is known then
-        self._finish_vectors(sch, _inside(sch, write, tiles), tile)
+        write_out(sch, inside(sch, write, tiles), tile.lanes)
         for loop in (inner, vector):
             sch.unroll(loop)
         sch.vectorize(lane)
@@ -235,32 +228,16 @@ class WinogradTiling:
             sch.annotate(k, PREFETCH, num_passes)
         # Sums are cleared before the first channel: a condition in the loop would be asked for each.
         init = sch.decompose_reduction(product, k)
-        self._finish_vectors(sch, _inside(sch, init, tiles), tile)
+        write_out(sch, inside(sch, init, tiles), tile.lanes)
 
     def _transform(self, sch: Schedule, data: SBlockRV, columns: SBlockRV) -> None:
         e, u, t, c = sch.get_loops(data)[1:]
         vector, lane = sch.split(c, [None, self._lanes(self._shape.channels_in)])
         sch.reorder(t, vector, e, u, lane)
-        self._finish(sch, [e, u, lane])
+        write_out(sch, [e, u, lane])
         sch.compute_at(columns, vector, preserve_unit_loops=True)
         sch.set_scope(columns, 0, "local")
-        self._finish(sch, _inside(sch, columns, vector))
-
-    def _vectorize(self, sch: Schedule, block: SBlockRV) -> None:
-        loop = sch.get_loops(block)[-1]
-        sch.vectorize(sch.split(loop, [None, self._lanes(int(sch.get(loop).extent))])[1])
-
-    def _finish(self, sch: Schedule, loops: list[LoopRV]) -> None:
-        """Writes loops out; the last one is a vector."""
-        for loop in loops[:-1]:
-            sch.unroll(loop)
-        sch.vectorize(loops[-1])
-
-    def _finish_vectors(self, sch: Schedule, loops: list[LoopRV], tile: WinogradTile) -> None:
-        """Does what `_finish` does, where the last loop is over several vectors."""
-        if int(sch.get(loops[-1]).extent) != tile.lanes:
-            loops = [*loops[:-1], *sch.split(loops[-1], [None, tile.lanes])]
-        self._finish(sch, loops)
+        write_out(sch, inside(sch, columns, vector))
 
     def _lanes(self, extent: int) -> int:
         """Elements of the widest vector that divides an extent."""
@@ -296,13 +273,6 @@ class WinogradTiling:
         shape = self._shape
         num_channels = shape.channels_in + shape.channels_out // tile.channel_jobs
         return _FLOAT32_BYTES * shape.size**2 * tile.tile_rows * shape.across * num_channels
-
-
-def _inside(sch: Schedule, block: SBlockRV, loop: LoopRV) -> list[LoopRV]:
-    """The loops around a block that are inside of a loop."""
-    loops = list(sch.get_loops(block))
-    outside = next(number for number, other in enumerate(loops) if sch.get(other).same_as(sch.get(loop)))
-    return loops[outside + 1 :]
 
 
 def _extents(block: Any) -> list[int]:

@@ -15,23 +15,20 @@ from typing import Any
 import numpy as np
 import onnx
 
-from ansor_mlflow.graphs.editor import GraphEditor, Rewritings
+from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, Unchanged
 from ansor_mlflow.graphs.walk import attributes_of, input_of
 
 
-def _conv(node: onnx.NodeProto, graph: GraphEditor) -> bool:
-    sizes, kernel = (shape and shape[2:] for shape in map(graph.shape, node.input[:2]))
-    if not sizes or not kernel:
-        return False
+def _conv(node: onnx.NodeProto, graph: GraphEditor) -> None:
+    sizes, kernel = (shape[2:] for shape in map(graph.shape, node.input[:2]))
     attributes, rank = attributes_of(node), len(sizes)
     strides = attributes.get("strides", [1] * rank)
     dilations = attributes.get("dilations", [1] * rank)
     pads = pads_of(sizes, kernel, strides, dilations, attributes)
     trimmed = [_trimmed(*axis) for axis in zip(sizes, kernel, strides, dilations, pads, strict=True)]
     if all(len(taps) == size for (taps, _), size in zip(trimmed, kernel, strict=True)):
-        return False
-    if (weight := graph.value(node.input[1])) is None:
-        return False
+        raise Unchanged
+    weight = graph.value(node.input[1])
     whole = slice(None)
     kept = weight[(whole, whole, *(slice(taps.start, taps.stop) for taps, _ in trimmed))]
     graph.emit(
@@ -45,7 +42,6 @@ def _conv(node: onnx.NodeProto, graph: GraphEditor) -> bool:
         dilations=[d if len(taps) > 1 else 1 for d, (taps, _) in zip(dilations, trimmed, strict=True)],
         pads=[pad[side] for side in (0, 1) for _, pad in trimmed],
     )
-    return True
 
 
 def pads_of(
@@ -127,12 +123,9 @@ class _Axis:
         return self.size + sum(self.pads) - self.taps + 1
 
 
-def _conv_transpose(node: onnx.NodeProto, graph: GraphEditor) -> bool:
-    data, weight_name, bias_name = node.input[0], node.input[1], input_of(node, 2)
-    shape, weight = graph.shape(data), graph.value(weight_name)
-    bias = graph.value(bias_name) if bias_name else None
-    if shape is None or weight is None or (bias_name and bias is None):
-        return False
+def _conv_transpose(node: onnx.NodeProto, graph: GraphEditor) -> None:
+    data, bias = node.input[0], input_of(node, 2)
+    shape, weight = graph.shape(data), graph.value(node.input[1])
     attributes = attributes_of(node)
     groups = attributes.get("group", 1)
     dilations = attributes.get("dilations", [1] * (weight.ndim - 2))
@@ -150,13 +143,13 @@ def _conv_transpose(node: onnx.NodeProto, graph: GraphEditor) -> bool:
         ends = [axis.size - max(0, -axis.pads[1]) for _, axis in cut]
         data = graph.slice(data, starts, ends, [place for place, _ in cut])
     inputs = [data, graph.constant(kernel)]
-    if bias is not None:
+    if bias:
         repeat = np.tile if phases_first else np.repeat
-        inputs.append(graph.constant(repeat(bias, int(np.prod(strides)))))
+        inputs.append(graph.constant(repeat(graph.value(bias), int(np.prod(strides)))))
     pads = [max(0, axis.pads[side]) for side in (0, 1) for axis in axes]
     if all(stride == 1 for stride in strides):
         graph.emit("Conv", *inputs, group=groups, pads=pads, output=node.output[0])
-        return True
+        return
     phases = graph.emit("Conv", *inputs, group=groups, pads=pads)
     interleaved = _interleaved(phases, shape[0], channels, axes, graph, phases_first=phases_first)
     if any(axis.crop != (0, axis.positions * axis.stride) for axis in axes):
@@ -164,7 +157,6 @@ def _conv_transpose(node: onnx.NodeProto, graph: GraphEditor) -> bool:
         graph.slice(interleaved, begins, ends, list(range(2, 2 + len(axes))), output=node.output[0])
     else:
         graph.emit("Identity", interleaved, output=node.output[0])
-    return True
 
 
 def _axes(sizes: Sequence[int], kernel: Sequence[int], attributes: dict[str, Any]) -> list[_Axis]:

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from ansor_mlflow.graphs.editor import GraphEditor, Rewritings
+from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, Unchanged
 from ansor_mlflow.graphs.types import FLOATS
 from ansor_mlflow.graphs.walk import attributes_of, input_of
 
@@ -17,60 +17,47 @@ _QUICK_GELU_ALPHA = 1.702
 """Default of ONNX Runtime's operator QuickGelu."""
 
 
-def _dropout(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _dropout(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """Nothing is dropped at inference; TVM makes a tuple of it, on which its layout pass stops."""
-    training = input_of(node, 2)
-    if training and ((is_training := graph.value(training)) is None or is_training.any()):
-        return False
+    if (training := input_of(node, 2)) and graph.value(training).any():
+        raise Unchanged
     if graph.is_used(node, 1):
-        if (shape := graph.shape(node.input[0])) is None:
-            return False
-        graph.emit("Identity", graph.constant(np.ones(shape, np.bool_)), output=node.output[1])
+        graph.emit("Identity", graph.constant(np.ones(graph.shape(node.input[0]), np.bool_)), output=node.output[1])
     graph.emit("Identity", node.input[0], output=node.output[0])
-    return True
 
 
-def _power(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _power(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """TVM knows powers of one type alone."""
     base, exponent = node.input
     dtype = graph.dtype(base)
-    if dtype not in FLOATS or graph.dtype(exponent) in (dtype, TensorProto.UNDEFINED):
-        return False
+    if dtype not in FLOATS or graph.dtype(exponent) == dtype:
+        raise Unchanged
     graph.emit("Pow", base, graph.emit("Cast", exponent, to=dtype), output=node.output[0])
-    return True
 
 
-def _is_infinite(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _is_infinite(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """TVM overlooks which sign is asked for."""
     attributes, data = attributes_of(node), node.input[0]
     positive, negative = (attributes.get(f"detect_{sign}", 1) for sign in ("positive", "negative"))
-    dtype = graph.dtype(data)
-    if (positive and negative) or not dtype:
-        return False
+    if positive and negative:
+        raise Unchanged
     infinity = np.inf if positive else -np.inf if negative else np.nan  # which equals nothing
-    graph.emit("Equal", data, graph.constant(infinity, dtype), output=node.output[0])
-    return True
+    graph.emit("Equal", data, graph.constant(infinity, graph.dtype(data)), output=node.output[0])
 
 
-def _celu(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _celu(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """α Elu(x / α)."""
-    data, dtype = node.input[0], graph.dtype(node.input[0])
-    if not dtype:
-        return False
-    alpha = graph.constant(attributes_of(node).get("alpha", 1.0), dtype)
+    data = node.input[0]
+    alpha = graph.constant(attributes_of(node).get("alpha", 1.0), graph.dtype(data))
     graph.emit("Mul", graph.emit("Elu", graph.emit("Div", data, alpha)), alpha, output=node.output[0])
-    return True
 
 
-def _swish(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _swish(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """Swish of x: x σ(α x)."""
-    data, dtype = node.input[0], graph.dtype(node.input[0])
-    if not dtype:
-        return False
-    default = _QUICK_GELU_ALPHA if node.op_type == "QuickGelu" else 1.0
-    scaled = graph.emit("Mul", data, graph.constant(attributes_of(node).get("alpha", default), dtype))
+    data, default = node.input[0], _QUICK_GELU_ALPHA if node.op_type == "QuickGelu" else 1.0
+    alpha = graph.constant(attributes_of(node).get("alpha", default), graph.dtype(data))
+    scaled = graph.emit("Mul", data, alpha)
     graph.emit("Mul", data, graph.emit("Sigmoid", scaled), output=node.output[0])
-    return True
 
 
 REWRITINGS: Rewritings = {
@@ -83,12 +70,9 @@ REWRITINGS: Rewritings = {
 }
 
 
-def _reduce(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _reduce(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """The first value where it is NaN, else the largest of those that are none."""
-    data, shape, worst = node.input[0], graph.shape(node.input[0]), _worst(node, graph)
-    places = graph.reduced_axes(node)
-    if worst is None or not shape or places is None or 0 in shape:
-        return False
+    data, shape, worst, places = *_filled(node, graph), graph.reduced_axes(node)
     first = graph.slice(data, [0] * len(places), [1] * len(places), places)
     numbers = graph.emit("Where", graph.emit("IsNaN", data), graph.constant(worst), data)
     largest = graph.reduce(node.op_type, numbers, places)
@@ -98,34 +82,33 @@ def _reduce(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     result = graph.emit("Where", stays, first, largest, output=node.output[0] if keeps else None)
     if not keeps:
         graph.reshape(result, [size for axis, size in enumerate(shape) if axis not in places], output=node.output[0])
-    return True
 
 
-def _extremum(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _extremum(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """NaN where a single number is, which the machine code takes for a bound that is none."""
-    shapes = [graph.shape(name) for name in node.input]
-    sizes = [math.prod(shape) if shape is not None else 0 for shape in shapes]
-    constants = map(graph.value, node.input)
+    if graph.dtype(node.input[0]) not in FLOATS:
+        raise Unchanged
     single = [
         name
-        for name, size, constant in zip(node.input, sizes, constants, strict=True)
-        if size == 1 and (constant is None or np.isnan(constant).any())
+        for name in node.input
+        if (shape := graph.find_shape(name)) is not None
+        and math.prod(shape) == 1
+        and (not graph.is_constant(name) or np.isnan(graph.value(name)).any())
     ]
-    if graph.dtype(node.input[0]) not in FLOATS or not single:
-        return False
+    if not single:
+        raise Unchanged
     result = graph.emit(node.op_type, *node.input)
     for name in single[:-1]:
         result = graph.emit("Where", graph.emit("IsNaN", name), name, result)
     graph.emit("Where", graph.emit("IsNaN", single[-1]), single[-1], result, output=node.output[0])
-    return True
 
 
-def _last_place(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _last_place(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """The last place in finite numbers, but for an infinity where the first value is NaN; TVM turns data around."""
-    data, shape, worst = node.input[0], graph.shape(node.input[0]), _worst(node, graph)
+    data, shape, worst = _filled(node, graph)
     attributes = attributes_of(node)
-    if not attributes.get("select_last_index") or worst is None or not shape or 0 in shape:
-        return False
+    if not attributes.get("select_last_index"):
+        raise Unchanged
     axis, least = attributes.get("axis", 0) % len(shape), _least(worst)
     instead = np.full([size if place == axis else 1 for place, size in enumerate(shape)], least)
     instead[(0,) * len(shape)] = -worst
@@ -133,26 +116,36 @@ def _last_place(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     finite = graph.emit("Clip", data, *map(graph.constant, limits))
     numbers = graph.emit("Where", graph.emit("IsNaN", data), graph.constant(instead), finite)
     graph.emit(node.op_type, numbers, output=node.output[0], **attributes)
-    return True
 
 
-def _sign(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _sign(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """TVM's sign of NaN is 0, as is ONNX Runtime's of 16 bits."""
     data = node.input[0]
     if graph.dtype(data) not in (TensorProto.FLOAT, TensorProto.DOUBLE):
-        return False
+        raise Unchanged
     graph.emit("Where", graph.emit("IsNaN", data), data, graph.emit("Sign", data), output=node.output[0])
-    return True
 
 
-def _thresholded_relu(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _thresholded_relu(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """TVM multiplies by 0, which makes a NaN of NaN and of minus infinity."""
     data, dtype = node.input[0], graph.dtype(node.input[0])
-    if not dtype:
-        return False
     alpha, zero = (graph.constant(value, dtype) for value in (attributes_of(node).get("alpha", 1.0), 0))
     graph.emit("Where", graph.emit("Greater", data, alpha), data, zero, output=node.output[0])
-    return True
+
+
+def _filled(node: onnx.NodeProto, graph: GraphEditor) -> tuple[str, tuple[int, ...], np.ndarray[Any, Any]]:
+    """Data that are floats, with their shape, which has elements, and the infinity that is chosen last."""
+    data, shape, dtype = node.input[0], graph.shape(node.input[0]), graph.dtype(node.input[0])
+    if dtype not in FLOATS or not math.prod(shape) or not shape:
+        raise Unchanged
+    worst = np.asarray(-np.inf if node.op_type.endswith("Max") else np.inf, helper.tensor_dtype_to_np_dtype(dtype))
+    return data, shape, worst
+
+
+def _least(worst: np.ndarray[Any, Any]) -> Any:
+    """The finite number that is next to an infinity."""
+    info = np.finfo(worst.dtype)
+    return np.asarray(info.min if worst < 0 else info.max, worst.dtype)
 
 
 EXTREMA: Rewritings = {
@@ -165,17 +158,3 @@ EXTREMA: Rewritings = {
     ("", "Sign"): _sign,
     ("", "ThresholdedRelu"): _thresholded_relu,
 }
-
-
-def _worst(node: onnx.NodeProto, graph: GraphEditor) -> np.ndarray[Any, Any] | None:
-    """The infinity that is chosen last; None for data that are no floats."""
-    dtype = graph.dtype(node.input[0])
-    if dtype not in FLOATS:
-        return None
-    return np.asarray(-np.inf if node.op_type.endswith("Max") else np.inf, helper.tensor_dtype_to_np_dtype(dtype))
-
-
-def _least(worst: np.ndarray[Any, Any]) -> Any:
-    """The finite number that is next to an infinity."""
-    info = np.finfo(worst.dtype)
-    return np.asarray(info.min if worst < 0 else info.max, worst.dtype)

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from ansor_mlflow.graphs.editor import GraphEditor, Rewritings
+from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, Unchanged
 from ansor_mlflow.graphs.operators.convolution import pads_of
 from ansor_mlflow.graphs.types import FLOATS
 from ansor_mlflow.graphs.walk import attributes_of
@@ -19,11 +19,11 @@ _FIRST_OPSET_WITH_HALF_PIXEL = 16
 """Regions are shifted by half a pixel from here on, unless they say otherwise."""
 
 
-def _cum_sum(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _cum_sum(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """The product with a triangular matrix of ones, in the dtype itself, so that integers wrap as they should."""
     data, axis, shape = node.input[0], graph.value(node.input[1]), graph.shape(node.input[0])
-    if not shape or axis is None or shape[(place := int(axis.item()))] > _MAX_LENGTH:
-        return False
+    if not shape or shape[(place := int(axis.item()))] > _MAX_LENGTH:
+        raise Unchanged
     length, dtype, attributes = shape[place], graph.dtype(data), attributes_of(node)
     ones = np.triu(np.ones((length, length)), 1 if attributes.get("exclusive") else 0)
     if attributes.get("reverse"):
@@ -34,15 +34,14 @@ def _cum_sum(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     summed = graph.emit("MatMul", graph.reshape(last, (-1, length)), triangle)
     restored = graph.reshape(summed, [shape[index] for index in order])
     graph.emit("Transpose", restored, perm=[order.index(index) for index in range(len(shape))], output=node.output[0])
-    return True
 
 
-def _mean(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _mean(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """The sum over the number of elements; TVM's mean of integers is of int64."""
     data = node.input[0]
     shape, dtype, axes = graph.shape(data), graph.dtype(data), graph.reduced_axes(node)
-    if shape is None or not dtype or dtype in FLOATS or axes is None:
-        return False
+    if dtype in FLOATS:
+        raise Unchanged
     total = graph.reduce("ReduceSum", data, axes)
     count = graph.constant(math.prod(shape[axis] for axis in axes), dtype)
     mean = graph.emit("Div", total, count)
@@ -50,16 +49,14 @@ def _mean(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     if not attributes_of(node).get("keepdims", 1):
         kept = [size for place, size in enumerate(shape) if place not in axes]
     graph.reshape(mean, kept, output=node.output[0])
-    return True
 
 
-def _one_hot(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _one_hot(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """Comparison with 0, 1, …; an index outside of the depth matches none."""
     indices, depth, values = node.input[0], graph.value(node.input[1]), graph.value(node.input[2])
     shape, dtype = graph.shape(indices), graph.dtype(indices)
-    is_known = dtype in (TensorProto.INT32, TensorProto.INT64)
-    if shape is None or depth is None or values is None or not is_known:
-        return False
+    if dtype not in (TensorProto.INT32, TensorProto.INT64):
+        raise Unchanged
     size, rank = int(depth.item()), len(shape) + 1
     axis = attributes_of(node).get("axis", -1) % rank
     np_dtype = helper.tensor_dtype_to_np_dtype(dtype)
@@ -71,33 +68,31 @@ def _one_hot(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     spread = graph.reshape(wrapped, (*shape[:axis], 1, *shape[axis:]))
     off, on = (graph.constant(value) for value in values)
     graph.emit("Where", graph.emit("Equal", spread, levels), on, off, output=node.output[0])
-    return True
 
 
-def _max_pool(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _max_pool(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """TVM loses a window at the end with SAME_LOWER, unless the stride divides the size; pads say it without doubt."""
     attributes, shape = attributes_of(node), graph.shape(node.input[0])
-    if shape is None or attributes.get("auto_pad") != "SAME_LOWER":
-        return False
+    if attributes.get("auto_pad") != "SAME_LOWER":
+        raise Unchanged
     strides, dilations = (attributes.get(name, [1] * (len(shape) - 2)) for name in ("strides", "dilations"))
     pads = pads_of(shape[2:], attributes["kernel_shape"], strides, dilations, attributes)
     kept = {name: value for name, value in attributes.items() if name != "auto_pad"}
     kept["pads"] = [pad[side] for side in (0, 1) for pad in pads]
     graph.emit_all("MaxPool", node.input, list(node.output), **kept)
-    return True
 
 
-def _roi_align(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _roi_align(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """TVM takes half a pixel off before it scales regions, and reads whatever image the index of one points to."""
     data, regions, images = node.input
     attributes, shape, dtype = attributes_of(node), graph.shape(data), graph.dtype(regions)
-    if shape is None or not dtype or may_have_empty_regions(node, graph):
-        return False
+    if may_have_empty_regions(node, graph):
+        raise Unchanged
     scale = attributes.get("spatial_scale", 1.0) if _is_shifted(node, graph) else 1.0
-    numbers = graph.value(images)
-    are_within = numbers is not None and bool(((numbers >= 0) & (numbers < shape[0])).all())
+    numbers = graph.value(images) if graph.is_constant(images) else np.array(-1)
+    are_within = bool(((numbers >= 0) & (numbers < shape[0])).all())
     if scale == 1 and are_within:
-        return False
+        raise Unchanged
     if not are_within:
         lowest, highest = (graph.constant(number, np.int64) for number in (0, shape[0] - 1))
         images = graph.emit("Min", graph.emit("Max", images, lowest), highest)
@@ -105,7 +100,6 @@ def _roi_align(node: onnx.NodeProto, graph: GraphEditor) -> bool:
         regions = graph.emit("Mul", regions, graph.constant(scale, dtype))
         attributes["spatial_scale"] = 1.0
     graph.emit("RoiAlign", data, regions, images, output=node.output[0], **attributes)
-    return True
 
 
 def may_have_empty_regions(node: onnx.NodeProto, graph: GraphEditor) -> bool:
@@ -118,36 +112,31 @@ def _is_shifted(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     return bool(attributes_of(node).get("coordinate_transformation_mode", counting) == "half_pixel")
 
 
-def _tile(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _tile(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """TVM's function takes remainders by three axes at once; with AVX-512, some of its elements are wrong."""
     data, repeats, shape = node.input[0], graph.value(node.input[1]), graph.shape(node.input[0])
-    if shape is None or repeats is None:
-        return False
     pairs = list(zip(repeats.tolist(), shape, strict=True))
     spread = graph.reshape(data, [size for _, old in pairs for size in (1, old)])
     repeated = graph.emit("Expand", spread, graph.constant([size for pair in pairs for size in pair], np.int64))
     graph.reshape(repeated, [times * old for times, old in pairs], output=node.output[0])
-    return True
 
 
-def _concat(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _concat(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """Exporters write a roll by zero as parts one of which is empty; TVM's slices are never."""
-    full = [name for name in node.input if 0 not in (graph.shape(name) or ())]
+    full = [name for name in node.input if 0 not in (graph.find_shape(name) or ())]
     if not full or len(full) == len(node.input):
-        return False
+        raise Unchanged
     if len(full) == 1:
         graph.emit("Identity", full[0], output=node.output[0])
     else:
         graph.emit("Concat", *full, output=node.output[0], **attributes_of(node))
-    return True
 
 
-def _split(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _split(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """One part is the tensor itself; TVM makes a tuple of it, at which ConvertLayout stops."""
     if len(node.output) != 1:
-        return False
+        raise Unchanged
     graph.emit("Identity", node.input[0], output=node.output[0])
-    return True
 
 
 REWRITINGS: Rewritings = {

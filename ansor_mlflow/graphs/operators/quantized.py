@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from ansor_mlflow.graphs.editor import GraphEditor, Rewriting, Rewritings
+from ansor_mlflow.graphs.editor import GraphEditor, Rewriting, Rewritings, Unchanged
 from ansor_mlflow.graphs.walk import attributes_of, input_of
 
 _MICROSOFT = "com.microsoft"
@@ -24,23 +24,20 @@ _EXACT = 2**24
 _MAX_FACTOR = 255
 """Largest difference of two numbers of 8 bits."""
 _POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
-_Compute = Callable[[onnx.NodeProto, GraphEditor, list[str]], "str | None"]
+_Compute = Callable[[onnx.NodeProto, GraphEditor, list[str]], str]
 
 
 def _quantized(compute: _Compute, starts: Sequence[int], result: int) -> Rewriting:
     """A rewriting of an operator whose inputs are tensors, each followed by its scale and zero point.
 
     The tensors are at the positions `starts`, and the scale of the output, which its zero point follows, at `result`.
-    `compute` puts in the operator on floats, and returns its output, or None if it cannot.
+    `compute` puts in the operator on floats, and returns its output.
     """
 
-    def rewriting(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    def rewriting(node: onnx.NodeProto, graph: GraphEditor) -> None:
         tensors = [graph.emit("DequantizeLinear", *_present(node, start, 3)) for start in starts]
         output = compute(node, graph, tensors)
-        if output is None:
-            return False
         graph.emit("QuantizeLinear", output, *_present(node, result, 2), output=node.output[0])
-        return True
 
     return rewriting
 
@@ -48,81 +45,74 @@ def _quantized(compute: _Compute, starts: Sequence[int], result: int) -> Rewriti
 def _same(op_type: str, *kept: str) -> _Compute:
     """The operator of that name, with those of the node's attributes that are named; channels are not the last axis."""
 
-    def compute(node: onnx.NodeProto, graph: GraphEditor, tensors: list[str]) -> str | None:
+    def compute(node: onnx.NodeProto, graph: GraphEditor, tensors: list[str]) -> str:
         attributes = attributes_of(node)
         if attributes.get("channels_last"):
-            return None
+            raise Unchanged
         return graph.emit(op_type, *tensors, **{name: value for name, value in attributes.items() if name in kept})
 
     return compute
 
 
-def _conv(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _conv(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """Weights are quantised by their first axis, and the bias with the product of both scales."""
     attributes = attributes_of(node)
     if attributes.pop("channels_last", 0):  # which ONNX Runtime's own operator has
-        return False
+        raise Unchanged
     data = graph.emit("DequantizeLinear", *_present(node, 0, 3))
     weight = graph.emit("DequantizeLinear", *_present(node, 3, 3), axis=0)
     inputs = [data, weight]
     if bias := input_of(node, 8):
         values, scale, weight_scale = (graph.value(name) for name in (bias, node.input[1], node.input[4]))
-        if values is None or scale is None or weight_scale is None:
-            return False
         inputs.append(graph.constant((values * np.float64(scale) * weight_scale).astype(np.float32)))
     output = graph.emit("Conv", *inputs, **attributes)
     graph.emit("QuantizeLinear", output, *_present(node, 6, 2), output=node.output[0])
-    return True
 
 
-def _gemm(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _gemm(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """ONNX Runtime's Gemm: the bias is quantised with α and both scales; without an output's scale it gives floats."""
     attributes = attributes_of(node)
     alpha, transposed = attributes.get("alpha", 1.0), attributes.get("transB", 0)
     a_scale, b_scale = graph.value(node.input[1]), graph.value(node.input[4])
-    if a_scale is None or b_scale is None:
-        return False
     a = graph.emit("DequantizeLinear", *_present(node, 0, 3))
     b = graph.emit("DequantizeLinear", *_present(node, 3, 3), axis=0 if transposed else 1)
     inputs = [a, b]
     if bias := input_of(node, 6):
-        if (values := graph.value(bias)) is None:
-            return False
-        inputs.append(graph.constant((values * (alpha * np.float64(a_scale) * b_scale)).astype(np.float32)))
+        inputs.append(graph.constant((graph.value(bias) * (alpha * np.float64(a_scale) * b_scale)).astype(np.float32)))
     output = graph.emit("Gemm", *inputs, alpha=alpha, transA=attributes.get("transA", 0), transB=transposed)
     if input_of(node, 7):
         graph.emit("QuantizeLinear", output, *_present(node, 7, 2), output=node.output[0])
     else:
         graph.emit("Identity", output, output=node.output[0])
-    return True
 
 
-def _concat(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _concat(node: onnx.NodeProto, graph: GraphEditor) -> None:
     parts = [graph.emit("DequantizeLinear", *node.input[at : at + 3]) for at in range(2, len(node.input), 3)]
     output = graph.emit("Concat", *parts, axis=attributes_of(node)["axis"])
     graph.emit("QuantizeLinear", output, *node.input[:2], output=node.output[0])
-    return True
 
 
-def _reduced(node: onnx.NodeProto, graph: GraphEditor, tensors: list[str]) -> str | None:
+def _reduced(node: onnx.NodeProto, graph: GraphEditor, tensors: list[str]) -> str:
     axes, keepdims = attributes_of(node).get("axes"), attributes_of(node).get("keepdims", 1)
-    return graph.emit("ReduceMean", *tensors, axes=axes, keepdims=keepdims) if graph.opset < 18 else None
+    if graph.opset >= 18:
+        raise Unchanged
+    return graph.emit("ReduceMean", *tensors, axes=axes, keepdims=keepdims)
 
 
-def _softmax(node: onnx.NodeProto, graph: GraphEditor, tensors: list[str]) -> str | None:
+def _softmax(node: onnx.NodeProto, graph: GraphEditor, tensors: list[str]) -> str:
     """Before version 13 of ONNX's operators, all axes from the given one on are one."""
     attributes, shape = attributes_of(node), graph.shape(node.input[0])
     axis = attributes.get("axis", -1)
-    if attributes.get("opset", graph.opset) < 13 and (shape is None or axis % len(shape) != len(shape) - 1):
-        return None
+    if attributes.get("opset", graph.opset) < 13 and axis % len(shape) != len(shape) - 1:
+        raise Unchanged
     return graph.emit("Softmax", *tensors, axis=axis)
 
 
-def _integer_product(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _integer_product(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """MatMulInteger and ConvInteger: the products of what is left of the zero points, as int32."""
-    weight_shape, rank = graph.shape(node.input[1]), len(graph.shape(node.input[0]) or ())
-    if weight_shape is None or not rank:
-        return False
+    weight_shape, rank = graph.shape(node.input[1]), len(graph.shape(node.input[0]))
+    if not rank:
+        raise Unchanged
     is_conv = node.op_type == "ConvInteger"
     num_products = math.prod(weight_shape[1:]) if is_conv else weight_shape[max(0, len(weight_shape) - 2)]
     users = graph.consumers(node.output[0])
@@ -134,8 +124,8 @@ def _integer_product(node: onnx.NodeProto, graph: GraphEditor) -> bool:
         factor = graph.emit("Cast", node.input[position], to=dtype)
         if zero_point := input_of(node, position + 2):
             shape, factor_rank = graph.shape(zero_point), rank if position == 0 else len(weight_shape)
-            if shape is None or len(shape) > 1:
-                return False
+            if len(shape) > 1:
+                raise Unchanged
             is_vector = max(shape, default=1) > 1
             broadcast = [shape[0] if place == axis else 1 for place in range(factor_rank)] if is_vector else []
             zero_point = graph.reshape(zero_point, broadcast)
@@ -143,10 +133,9 @@ def _integer_product(node: onnx.NodeProto, graph: GraphEditor) -> bool:
         factors.append(factor)
     product = graph.emit("Conv", *factors, **attributes_of(node)) if is_conv else graph.emit("MatMul", *factors)
     graph.emit("Cast", product, to=TensorProto.INT32, output=node.output[0])
-    return True
 
 
-def _dynamic_quantize(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _dynamic_quantize(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """Saturate(round(x / scale) + zero point), both of the range of x and 0; the scale of zeros alone is 1."""
     emit, data = graph.emit, node.input[0]
     y, scale_output, zero_point_output = node.output
@@ -159,7 +148,6 @@ def _dynamic_quantize(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     zero_point = emit("Round", emit("Div", emit("Neg", lowest), scale))
     zero_point = emit("Cast", zero_point, to=TensorProto.UINT8, output=zero_point_output)
     emit("QuantizeLinear", data, scale, zero_point, output=y)
-    return True
 
 
 REWRITINGS: Rewritings = {

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from ansor_mlflow.graphs.editor import GraphEditor, Rewritings
+from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, Unchanged
 from ansor_mlflow.graphs.walk import attributes_of, input_of
 
 MAX_STEPS = 64
@@ -31,33 +31,30 @@ def why_not_unrolled(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
     """Why a recurrent operator is not written out; None if it is."""
     attributes = attributes_of(node)
     shape = graph.shape(node.input[0])
-    if shape is None:
-        return "a sequence whose length is not known"
     steps = shape[1] if attributes.get("layout", 0) else shape[0]
     constants = [name for name in (*node.input[1:3], input_of(node, _BIAS)) if name]
     lengths, peepholes = input_of(node, _LENGTHS), input_of(node, _PEEPHOLES)
     obstacles = {
         f"more than {MAX_STEPS} steps": steps > MAX_STEPS,
-        "weights that are no constants": any(graph.value(name) is None for name in constants),
-        "sequences of different lengths": bool(lengths) and not _is_all(graph.value(lengths), steps),
-        "peepholes": bool(peepholes) and not _is_all(graph.value(peepholes), 0),
+        "weights that are no constants": not all(map(graph.is_constant, constants)),
+        "sequences of different lengths": bool(lengths) and not _is_all(lengths, steps, graph),
+        "peepholes": bool(peepholes) and not _is_all(peepholes, 0, graph),
         "clipped or coupled gates": bool(attributes.get("clip") or attributes.get("input_forget")),
         "activations of its own": not set(_activations(node, attributes)) <= _KNOWN_ACTIVATIONS,
     }
     return next((reason for reason, applies in obstacles.items() if applies), None)
 
 
-def _is_all(values: np.ndarray[Any, Any] | None, number: int) -> bool:
-    return values is not None and bool((values == number).all())
+def _is_all(name: str, number: int, graph: GraphEditor) -> bool:
+    return graph.is_constant(name) and bool((graph.value(name) == number).all())
 
 
-def _unroll(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _unroll(node: onnx.NodeProto, graph: GraphEditor) -> None:
     if why_not_unrolled(node, graph) is not None:
-        return False
+        raise Unchanged
     attributes = attributes_of(node)
     batch_first = bool(attributes.get("layout", 0))
     data, shape = node.input[0], graph.shape(node.input[0])
-    assert shape is not None  # else it is not unrolled
     if batch_first:
         data, shape = graph.emit("Transpose", data, perm=[1, 0, 2]), (shape[1], shape[0], shape[2])
     steps, batch, in_units = shape
@@ -85,7 +82,6 @@ def _unroll(node: onnx.NodeProto, graph: GraphEditor) -> bool:
             parts = [graph.reshape(state, (1, batch, units)) for state in states]
             state = parts[0] if num == 1 else graph.emit("Concat", *parts, axis=0)
             _finish(graph, state, [1, 0, 2] if batch_first else None, node.output[position])
-    return True
 
 
 @dataclass(frozen=True)
@@ -109,13 +105,10 @@ class _Cell:
     @classmethod
     def of(cls, node: onnx.NodeProto, graph: GraphEditor, index: int, batch: int, activations: list[str]) -> _Cell:
         weights, recurrent = (graph.value(node.input[position]) for position in (_WEIGHTS, _RECURRENT))
-        assert weights is not None, "else it is not unrolled"
-        assert recurrent is not None
         units = recurrent.shape[2]
         size = _NUM_GATES[node.op_type] * units
-        bias_name = input_of(node, _BIAS)
-        bias = graph.value(bias_name) if bias_name else None
-        both = np.zeros(2 * size, weights.dtype) if bias is None else bias[index]
+        bias = input_of(node, _BIAS)
+        both = graph.value(bias)[index] if bias else np.zeros(2 * size, weights.dtype)
 
         def initial(position: int) -> str:
             name = input_of(node, position)

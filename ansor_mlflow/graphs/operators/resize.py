@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import helper
 
-from ansor_mlflow.graphs.editor import GraphEditor, Rewritings
+from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, Unchanged
 from ansor_mlflow.graphs.types import FLOATS
 from ansor_mlflow.graphs.walk import attributes_of, input_of
 
@@ -36,29 +36,29 @@ def why_not_resized(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
     attributes = attributes_of(node)
     if attributes.get("antialias"):
         return "antialiasing"
-    is_integer = graph.dtype(node.input[0]) not in {*FLOATS, TensorProto.UNDEFINED}
-    if is_integer and attributes.get("mode", "nearest") != "nearest":
+    if attributes.get("mode", "nearest") != "nearest" and graph.dtype(node.input[0]) not in FLOATS:
         return "values between integers"
     cropped = attributes.get("coordinate_transformation_mode") == "tf_crop_and_resize"
     return "a crop of some axes" if cropped and "axes" in attributes else None
 
 
-def _resize(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+def _resize(node: onnx.NodeProto, graph: GraphEditor) -> None:
     data, shape = node.input[0], graph.shape(node.input[0])
-    if shape is None or why_not_resized(node, graph) is not None:
-        return False
+    if why_not_resized(node, graph) is not None:
+        raise Unchanged
     attributes = attributes_of(node)
     coordinates = attributes.get("coordinate_transformation_mode", "half_pixel")
     sizes = _sizes(node, graph, shape)
-    if sizes is None or coordinates == "tf_crop_and_resize":
-        return False
+    if coordinates == "tf_crop_and_resize":
+        raise Unchanged
     if _is_right_in_tvm(attributes, shape, sizes, coordinates):
         # Exporters write scales without elements beside sizes, which TVM's importer takes for both.
-        inputs = ["" if (value := graph.value(name)) is not None and not value.size else name for name in node.input]
-        if inputs == list(node.input):
-            return False
+        is_empty = [graph.is_constant(name) and not graph.value(name).size for name in node.input]
+        if not any(is_empty):
+            raise Unchanged
+        inputs = ["" if empty else name for name, empty in zip(node.input, is_empty, strict=True)]
         graph.emit("Resize", *inputs, output=node.output[0], **attributes)
-        return True
+        return
     result = data
     for axis, (scale, size) in enumerate(sizes):
         if scale != 1 or size != shape[axis]:
@@ -66,7 +66,6 @@ def _resize(node: onnx.NodeProto, graph: GraphEditor) -> bool:
             typed = weights.astype(helper.tensor_dtype_to_np_dtype(graph.dtype(data)))
             result = _chosen(result, axis, len(shape), indices, typed, graph)
     graph.emit("Identity", result, output=node.output[0])
-    return True
 
 
 def _is_right_in_tvm(
@@ -82,17 +81,17 @@ def _is_right_in_tvm(
     return known and whole and kept
 
 
-def _sizes(node: onnx.NodeProto, graph: GraphEditor, shape: tuple[int, ...]) -> list[tuple[float, int]] | None:
-    """Scale and new size of each axis; None where they are no constants."""
+def _sizes(node: onnx.NodeProto, graph: GraphEditor, shape: tuple[int, ...]) -> list[tuple[float, int]]:
+    """Scale and new size of each axis."""
     attributes = attributes_of(node)
     axes = [axis % len(shape) for axis in attributes.get("axes", range(len(shape)))]
     result: list[tuple[float, int]] = [(1.0, size) for size in shape]
-    given = [graph.value(name) if (name := input_of(node, position)) else None for position in (2, 3)]
-    scales, sizes = (values if values is not None and values.size else None for values in given)
-    if scales is not None:
+    names = [input_of(node, position) for position in (2, 3)]
+    scales, sizes = (graph.value(name) if graph.is_constant(name) else np.array([]) for name in names)
+    if scales.size:
         for axis, scale in zip(axes, scales.tolist(), strict=True):
             result[axis] = (scale, math.floor(np.float32(scale) * np.float32(shape[axis])))
-    elif sizes is not None:
+    elif sizes.size:
         ratios = [size / shape[axis] for axis, size in zip(axes, sizes.tolist(), strict=True)]
         policy = attributes.get("keep_aspect_ratio_policy", "stretch")
         common = {"not_larger": min, "not_smaller": max}.get(policy)
@@ -100,7 +99,7 @@ def _sizes(node: onnx.NodeProto, graph: GraphEditor, shape: tuple[int, ...]) -> 
             scale = common(ratios) if common else ratio
             result[axis] = (scale, math.floor(scale * shape[axis] + 0.5) if common else size)
     else:
-        return None
+        raise Unchanged
     return result
 
 

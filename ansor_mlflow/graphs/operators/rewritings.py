@@ -5,12 +5,13 @@ That is what TVM would compute wrongly; an operator that it cannot import or low
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 
 import onnx
 from onnx import helper
 
-from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, rewrite
+from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, Unchanged, rewrite
 from ansor_mlflow.graphs.operators import (
     convolution,
     elementwise,
@@ -46,18 +47,24 @@ def rewrite_operators(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def fallback_reasons(model: onnx.ModelProto) -> dict[int, str]:
     """Why TVM would compute a node wrongly or not at all, in a few words, by its place in the graph."""
-    graph = GraphEditor(model)
-    reasons = {place: _why_not(node, graph) for place, node in enumerate(model.graph.node)}
-    return {place: reason for place, reason in reasons.items() if reason is not None}
+    graph, reasons = GraphEditor(model), {}
+    for place, node in enumerate(model.graph.node):
+        with contextlib.suppress(Unchanged):  # shapes that are not known are a reason of their own
+            if reason := _why_not(node, graph):
+                reasons[place] = reason
+    return reasons
 
 
 def _why_not(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
     # A constant of a Resize may be empty.
-    data = [name for name in (*node.input, *node.output) if name and graph.value(name) is None]
-    if any(0 in (graph.shape(name) or ()) for name in data):
+    data = [name for name in (*node.input, *node.output) if name and not graph.is_constant(name)]
+    if any(0 in (graph.find_shape(name) or ()) for name in data):
         return "a tensor without elements"
     if node.op_type.startswith("Reduce") and attributes_of(node).get("noop_with_empty_axes"):
-        return "a reduction over no axis" if graph.reduced_axes(node) is None else None
+        with contextlib.suppress(Unchanged):
+            graph.reduced_axes(node)
+            return None
+        return "a reduction over no axis"
     return _WHY_NOT[node.op_type](node, graph) if node.op_type in _WHY_NOT else None
 
 
@@ -67,15 +74,14 @@ def _attribute(name: str, value: object, reason: str) -> _WhyNot:
 
 
 def _wrapped_pad(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
-    pads = graph.value(input_of(node, 1))
-    wrong = attributes_of(node).get("mode") == "wrap" and (pads is None or pads.min() < 0)
-    return "a cropped tensor that is continued" if wrong else None
+    pads = input_of(node, 1)
+    crops = not graph.is_constant(pads) or graph.value(pads).min() < 0
+    return "a cropped tensor that is continued" if crops and attributes_of(node).get("mode") == "wrap" else None
 
 
 def _signed_shift(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
     """Shifts by more than the width, and by less than nothing, are defined by ONNX, and by no processor."""
-    dtype = graph.dtype(node.input[0])
-    is_signed = dtype and helper.tensor_dtype_to_np_dtype(dtype).kind == "i"
+    is_signed = helper.tensor_dtype_to_np_dtype(graph.dtype(node.input[0])).kind == "i"
     return "a shift of signed integers" if is_signed else None
 
 

@@ -46,14 +46,12 @@ class NoAlgorithmError(Exception):
 
 @dataclass(frozen=True)
 class WinogradLayer:
-    """A fused function with another algorithm to compute its convolution; all else is the same."""
+    """A fused function with another algorithm to compute its convolution, as `LayerAlgorithm` says."""
 
     outputs: int
     """m of F(m × m, 3 × 3)."""
     mod: IRModule
-    """Module with one function, "main"."""
     weights: int
-    """Number of the parameter that this function takes transformed."""
     flops: float
     """Floating point operations of the convolution."""
 
@@ -68,7 +66,6 @@ class WinogradLayer:
 
     @property
     def growth_bytes(self) -> int:
-        """Bytes by which the weights of a call are larger than by the direct algorithm."""
         points = (self.outputs + KERNEL - 1) ** 2
         num_transformed = prod(int(extent) for extent in self.mod["main"].params[self.weights].shape)
         return _FLOAT32_BYTES * num_transformed * (points - KERNEL**2) // points
@@ -79,7 +76,6 @@ class WinogradLayer:
         return max(error_of(faces_of(weights), self.outputs) for weights in found)
 
     def transform(self, weights: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The weights that take the place of those of the function without this algorithm."""
         return transform_weights(faces_of(weights), self.outputs)
 
 
