@@ -98,6 +98,7 @@ def _as_array(alloc: Any, _mutator: Any) -> Any:
         num_bits *= int(extent)
     if buffer.scope() != "local" or num_bits > 8 * _MAX_STACK_BYTES:
         return alloc
+    # Else it is memory from TVM's pool, to which LLVM writes the sums, too: programs take 7 to 13 % longer.
     return tirx.AllocBuffer(buffer, {**dict(alloc.annotations), _IS_ARRAY: tirx.IntImm("int32", 1)})
 
 

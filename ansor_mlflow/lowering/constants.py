@@ -14,9 +14,9 @@ import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
 import numpy as np
 from tvm import relax, tirx
 from tvm.ir import GenericConst, IRModule, Op
-from tvm.ir.transform import Pass, PassContext, Sequential, module_pass
+from tvm.ir.transform import PassContext, Sequential, module_pass
 
-from ansor_mlflow.lowering.relax_passes import bound, rewrite_main
+from ansor_mlflow.lowering.relax_passes import bound, call_pass, op_name
 
 _TAKE_MODES: dict[str, Literal["raise", "wrap", "clip"]] = {"fast": "clip", "clip": "clip", "wrap": "wrap"}
 """NumPy's name of what becomes of an index beyond the end; what "fast" reads there is not defined."""
@@ -61,38 +61,31 @@ def _computed(name: str, call: relax.Call, args: list[np.ndarray[Any, Any]]) -> 
     return result
 
 
-@relax.expr_functor.mutator
-class _Folder(relax.PyExprMutator):  # type: ignore[misc]
-    def visit_call_(self, call: relax.Call) -> relax.Expr:
-        call = self.visit_expr_post_order(call)
-        name = getattr(call.op, "name", "")
-        if name == "relax.shape_of" and _is_static(call.ty):
-            return relax.ShapeExpr(call.ty.values)
-        if name not in _BY_CALL and name not in _ELEMENTWISE:
-            return call
-        args = [bound(self, arg) for arg in call.args if not isinstance(arg.ty, relax.ShapeType)]
-        if not all(isinstance(arg, GenericConst) for arg in args):
-            return call
-        with np.errstate(all="ignore"):
-            result = _computed(name, call, [arg.value.numpy() for arg in args])
-        if result is None or str(result.dtype) != str(call.ty.dtype):
-            return call
-        return relax.const(np.asarray(result, order="C"), str(result.dtype))  # else float64 becomes float32
+@call_pass("FoldConstantInNumPy")
+def fold_constants_in_numpy(mutator: Any, call: relax.Call) -> relax.Expr:
+    """Evaluates the simplest calls with constant arguments."""
+    name = op_name(call)
+    if name == "relax.shape_of" and _is_static(call.ty):
+        return relax.ShapeExpr(call.ty.values)
+    if name not in _BY_CALL and name not in _ELEMENTWISE:
+        return call
+    args = [bound(mutator, arg) for arg in call.args if not isinstance(arg.ty, relax.ShapeType)]
+    if not all(isinstance(arg, GenericConst) for arg in args):
+        return call
+    with np.errstate(all="ignore"):
+        result = _computed(name, call, [arg.value.numpy() for arg in args])
+    if result is None or str(result.dtype) != str(call.ty.dtype):
+        return call
+    return relax.const(np.asarray(result, order="C"), str(result.dtype))  # else float64 becomes float32
 
 
-def fold_constants_in_numpy() -> Pass:
-    """The pass that evaluates the simplest calls with constant arguments."""
-    return rewrite_main("FoldConstantInNumPy", _Folder)
+@module_pass(opt_level=0, name="FoldConstantsThatAreLeft")  # type: ignore[untyped-decorator]
+def _fold_others(mod: IRModule, _context: PassContext) -> IRModule:
+    return relax.transform.FoldConstant()(mod) if _has_constant_call(mod["main"]) else mod
 
 
-def fold_constants() -> Pass:
-    """The pass that evaluates calls with constant arguments: the simplest in NumPy, the others with FoldConstant."""
-
-    @module_pass(opt_level=0, name="FoldConstantsThatAreLeft")  # type: ignore[untyped-decorator]
-    def fold_others(mod: IRModule, _context: PassContext) -> IRModule:
-        return relax.transform.FoldConstant()(mod) if _has_constant_call(mod["main"]) else mod
-
-    return Sequential([fold_constants_in_numpy(), fold_others])
+FOLD_CONSTANTS = Sequential([fold_constants_in_numpy, _fold_others])
+"""Evaluates calls with constant arguments: the simplest in NumPy, the others with FoldConstant."""
 
 
 def _has_constant_call(function: relax.Function) -> bool:

@@ -48,21 +48,21 @@ def lower_graph(model: onnx.ModelProto, target: Target, settings: LoweringSettin
     """Lowers a simplified graph with static shapes to fused functions, which the Relax function "main" calls."""
     from tvm import relax
 
-    from ansor_mlflow.lowering.constants import fold_constants
+    from ansor_mlflow.lowering.constants import FOLD_CONSTANTS
     from ansor_mlflow.lowering.elementwise import constants_second
-    from ansor_mlflow.lowering.relax_passes import PLACES, CorrectPatterns, bound_indices
+    from ansor_mlflow.lowering.relax_passes import PLACES, bound_indices, correct_patterns
 
     passes = [
         *_first_passes(),
-        constants_second(),
-        bound_indices(),
+        constants_second,
+        bound_indices,
         relax.transform.ConvertLayout(_LAYOUTS[settings.layout]),
         *_compute_in(settings.dtype),
-        fold_constants(),
+        FOLD_CONSTANTS,
         # TVM's pipeline "zero", with more to say of what is fused
         relax.transform.LegalizeOps(PLACES),
         relax.transform.AnnotateTIROpPattern(),
-        CorrectPatterns(),
+        correct_patterns,
         relax.transform.FoldConstant(),
         relax.transform.FuseOps(),
         relax.transform.FuseTIR(),
@@ -82,16 +82,16 @@ def _first_passes() -> list[Pass]:
     """Passes that the importer's output needs whatever comes next."""
     from tvm import relax
 
-    from ansor_mlflow.lowering.constants import fold_constants
-    from ansor_mlflow.lowering.elementwise import expand_elementwise
+    from ansor_mlflow.lowering.constants import FOLD_CONSTANTS
+    from ansor_mlflow.lowering.elementwise import EXPAND_ELEMENTWISE
     from ansor_mlflow.lowering.relax_passes import positive_squeeze_axes
 
     return [
-        positive_squeeze_axes(),
+        positive_squeeze_axes,
         relax.transform.DecomposeOpsForInference(),
-        expand_elementwise(),
+        EXPAND_ELEMENTWISE,
         relax.transform.CanonicalizeBindings(),
-        fold_constants(),
+        FOLD_CONSTANTS,
     ]
 
 
@@ -108,7 +108,7 @@ def _compute_in(dtype: Literal["float32", "float16", "bfloat16"]) -> list[Pass]:
     if dtype == "float32":
         return []
     mixed: list[Pass] = [relax.transform.ConvertToDataflow(), relax.transform.ToMixedPrecision(out_dtype="float32")]
-    return mixed if dtype == "float16" else [*mixed, float16_to_bfloat16()]
+    return mixed if dtype == "float16" else [*mixed, float16_to_bfloat16]
 
 
 def _lowered(model: onnx.ModelProto, target: Target, passes: Sequence[Pass]) -> IRModule:

@@ -26,19 +26,31 @@ _FROM_THE_END = {"relax.scatter_elements"}
 """Operators that take negative indices; for the others TVM's importer makes them positive."""
 
 
-def rewrite_main(name: str, mutator: type[relax.PyExprMutator]) -> Pass:
-    """A pass that rewrites "main" by a mutator (`relax.expr_functor.mutator`), which is made with the module."""
+def call_pass(name: str) -> Callable[[Callable[[Any, relax.Call], relax.Expr]], Pass]:
+    """Makes a pass over "main" of what rewrites a call, whose arguments are rewritten; it gets the mutator, too."""
 
-    @module_pass(opt_level=0, name=name)  # type: ignore[untyped-decorator]
-    def rewrite(mod: IRModule, _context: PassContext) -> IRModule:
-        rewritten = mod.clone()
-        rewritten.update_func(mod.get_global_var("main"), mutator(mod).visit_expr(mod["main"]))
-        return rewritten
+    def make(rewrite: Callable[[Any, relax.Call], relax.Expr]) -> Pass:
+        @relax.expr_functor.mutator
+        class Calls(relax.PyExprMutator):  # type: ignore[misc]
+            def __init__(self, mod: IRModule) -> None:
+                super().__init__(mod)
+                self.mod = mod
 
-    return rewrite
+            def visit_call_(self, call: relax.Call) -> relax.Expr:
+                return rewrite(self, self.visit_expr_post_order(call))
+
+        @module_pass(opt_level=0, name=name)  # type: ignore[untyped-decorator]
+        def rewrite_main(mod: IRModule, _context: PassContext) -> IRModule:
+            rewritten = mod.clone()
+            rewritten.update_func(mod.get_global_var("main"), Calls(mod).visit_expr(mod["main"]))
+            return rewritten
+
+        return rewrite_main
+
+    return make
 
 
-def bound(mutator: relax.PyExprMutator, expr: relax.Expr) -> relax.Expr:
+def bound(mutator: Any, expr: relax.Expr) -> relax.Expr:
     """The expression that a variable stands for."""
     value = mutator.lookup_binding(expr) if isinstance(expr, relax.Var) else None
     return expr if value is None else value
@@ -90,47 +102,32 @@ begins with the first value, which stays where it is NaN, and passes over any ot
 """
 
 
-@relax.expr_functor.mutator
-class _Bounder(relax.PyExprMutator):  # type: ignore[misc]
-    def visit_call_(self, call: relax.Call) -> relax.Expr:
-        call = self.visit_expr_post_order(call)
-        name = op_name(call)
-        if name == "relax.take" and call.attrs.mode == "fast":
-            data, indices = call.args
-            sizes = _sizes(call)
-            if sizes is not None and self._are_within(indices, 0, sizes - 1):
-                return call
-            return relax.op.take(data, indices, call.attrs.axis, "nan" if "float" in str(data.ty.dtype) else "clip")
-        if name in _ALONG_AXIS | _COORDINATES and (sizes := _sizes(call)) is not None:
-            return self._clamped(call, sizes)
-        return call
-
-    def _clamped(self, call: relax.Call, sizes: np.ndarray[Any, Any]) -> relax.Expr:
-        data, indices, *rest = call.args
-        lowest, highest = -sizes if call.op.name in _FROM_THE_END else 0 * sizes, sizes - 1
-        if self._are_within(indices, lowest, highest):
-            return call
-        dtype = str(indices.ty.dtype)
-        nearest = relax.op.minimum(relax.op.maximum(indices, relax.const(lowest, dtype)), relax.const(highest, dtype))
-        return relax.Call(call.op, [data, self.builder_.normalize(nearest), *rest], call.attrs)
-
-    def _are_within(self, indices: relax.Expr, lowest: Any, highest: Any) -> bool:
-        """Whether they are constants, and these are."""
-        constant = bound(self, indices)
-        if not isinstance(constant, GenericConst):
-            return False
-        values = constant.value.numpy()
-        return bool(((lowest <= values) & (values <= highest)).all())
-
-
-def bound_indices() -> Pass:
-    """The pass that makes an index outside of a tensor harmless, wherever indices are no constants inside of it.
+@call_pass("BoundIndices")
+def bound_indices(mutator: Any, call: relax.Call) -> relax.Expr:
+    """Makes an index outside of a tensor harmless, wherever indices are no constants inside of it.
 
     ONNX makes such an index an error; TVM's kernels read, and for a scatter write, whatever memory it points to.
     Gather gives NaN for it, everything else takes the nearest inside. A tensor that does not hold floats has no NaN, so
     Gather takes the nearest there, too.
     """
-    return rewrite_main("BoundIndices", _Bounder)
+    name, is_gather = op_name(call), op_name(call) == "relax.take" and call.attrs.mode == "fast"
+    if not is_gather and name not in _ALONG_AXIS | _COORDINATES:
+        return call
+    data, indices, *rest = call.args
+    if (sizes := _sizes(call)) is not None:
+        lowest, highest = -sizes if name in _FROM_THE_END else 0 * sizes, sizes - 1
+        constant = bound(mutator, indices)
+        if isinstance(constant, GenericConst):
+            values = constant.value.numpy()
+            if ((lowest <= values) & (values <= highest)).all():
+                return call
+    if is_gather:
+        return relax.op.take(data, indices, call.attrs.axis, "nan" if "float" in str(data.ty.dtype) else "clip")
+    if sizes is None:
+        return call
+    dtype = str(indices.ty.dtype)
+    nearest = relax.op.minimum(relax.op.maximum(indices, relax.const(lowest, dtype)), relax.const(highest, dtype))
+    return relax.Call(call.op, [data, mutator.builder_.normalize(nearest), *rest], call.attrs)
 
 
 def _sizes(call: relax.Call) -> np.ndarray[Any, Any] | None:
@@ -145,33 +142,20 @@ def _sizes(call: relax.Call) -> np.ndarray[Any, Any] | None:
     return sizes[first : first + int(indices.ty.shape[-1])]
 
 
-@relax.expr_functor.mutator
-class _Squeezes(relax.PyExprMutator):  # type: ignore[misc]
-    def visit_call_(self, call: relax.Call) -> relax.Expr:
-        call = self.visit_expr_post_order(call)
-        if op_name(call) != "relax.squeeze" or call.attrs.axis is None:
-            return call
-        data = call.args[0]
-        return relax.op.squeeze(data, [int(axis) % data.ty.ndim for axis in call.attrs.axis])
-
-
-def positive_squeeze_axes() -> Pass:
-    """The pass that gives every squeeze axes from the front: ConvertLayout crashes on those from the end."""
-    return rewrite_main("PositiveSqueezeAxes", _Squeezes)
-
-
-@relax.expr_functor.mutator
-class _Bfloat16Casts(relax.PyExprMutator):  # type: ignore[misc]
-    def visit_call_(self, call: relax.Call) -> relax.Expr:
-        call = self.visit_expr_post_order(call)
-        if op_name(call) == "relax.astype" and call.attrs.dtype == "float16":
-            return relax.op.astype(call.args[0], "bfloat16")
+@call_pass("PositiveSqueezeAxes")
+def positive_squeeze_axes(_mutator: Any, call: relax.Call) -> relax.Expr:
+    """Gives every squeeze axes from the front: ConvertLayout crashes on those from the end."""
+    if op_name(call) != "relax.squeeze" or call.attrs.axis is None:
         return call
+    return relax.op.squeeze(call.args[0], [int(axis) % call.args[0].ty.ndim for axis in call.attrs.axis])
 
 
-def float16_to_bfloat16() -> Pass:
-    """The pass that casts to bfloat16 wherever a module casts to float16, which is all that TVM's own pass knows."""
-    return rewrite_main("Float16ToBfloat16", _Bfloat16Casts)
+@call_pass("Float16ToBfloat16")
+def float16_to_bfloat16(_mutator: Any, call: relax.Call) -> relax.Expr:
+    """Casts to bfloat16 wherever a module casts to float16, which is all that TVM's own pass knows."""
+    if op_name(call) == "relax.astype" and call.attrs.dtype == "float16":
+        return relax.op.astype(call.args[0], "bfloat16")
+    return call
 
 
 # TVM takes a slice that begins at zero for an elementwise operation, since it reads what it writes, and fuses it into a
@@ -180,26 +164,19 @@ def float16_to_bfloat16() -> Pass:
 # It fuses a concatenation with what computes any of its parts. With many parts, as those of the steps of a recurrent
 # layer, the last step would be a function of its own kind, whose every element asks which step it belongs to: LLVM
 # takes a minute for it.
-@module_pass(opt_level=0, name="CorrectPatterns")
-class CorrectPatterns:
+@module_pass(opt_level=0, name="CorrectPatterns")  # type: ignore[untyped-decorator]
+def correct_patterns(mod: IRModule, _context: PassContext) -> IRModule:
     """Says what slices and concatenations are; to be run on what AnnotateTIROpPattern annotated."""
-
-    def transform_module(self, mod: IRModule, _context: PassContext) -> IRModule:
-        """Rewrites the attributes of these functions."""
-        annotated = mod.clone()
-        for name, function in mod.functions_items():
-            if isinstance(function, PrimFunc) and (least := _least_pattern(name.name_hint, function)):
-                pattern = int(function.attrs[_PATTERN])
-                annotated.update_func(name, function.with_attr(_PATTERN, max(pattern, least)))
-        return annotated
-
-
-def _least_pattern(name: str, function: PrimFunc) -> int:
-    if name.startswith("strided_slice"):
-        return _INJECTIVE
-    if name.startswith("concatenate") and len(function.params) - 1 > _MAX_FUSED_PARTS:
-        return _OPAQUE
-    return 0
+    annotated = mod.clone()
+    for var, function in mod.functions_items():
+        if isinstance(function, PrimFunc):
+            least, name = int(function.attrs[_PATTERN]), var.name_hint
+            if name.startswith("strided_slice"):
+                least = max(least, _INJECTIVE)
+            elif name.startswith("concatenate") and len(function.params) - 1 > _MAX_FUSED_PARTS:
+                least = _OPAQUE
+            annotated.update_func(var, function.with_attr(_PATTERN, least))
+    return annotated
 
 
 def join_modules(modules: Mapping[str, IRModule]) -> IRModule:

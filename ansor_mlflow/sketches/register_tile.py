@@ -229,7 +229,9 @@ class RegisterTiling:
             else:
                 tile_loop, inside = sch.split(spatial[axis], [None, size])
             if self._contraction.spatial[axis] % size:
-                sch.unroll(tile_loop)  # only the last of its copies has a rest, which is known then
+                # Only the last of its copies has a rest, which is known then; for TVM's `LoopPartition` a build needs
+                # an option, which records could not say.
+                sch.unroll(tile_loop)
             tiles.append(tile_loop)
             inner.append(inside)
         return jobs, tiles, inner

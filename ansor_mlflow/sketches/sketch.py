@@ -1,4 +1,4 @@
-"""Whether LLVM's code generator knows what is in functions: the operations of each type that were not tried before."""
+"""The sketch of a task's function and its programs, and whether LLVM's code generator knows what is in functions."""
 
 from __future__ import annotations
 
@@ -111,7 +111,10 @@ class Sketch(Protocol):
         """Whether the program of a decision is near what the machine can do, as far as its structure tells."""
 
     def schedule(self, tile: Tile) -> Schedule:
-        """The program of a decision, as a schedule whose trace has plain instructions alone."""
+        """The program of a decision, as a schedule whose trace has plain instructions alone.
+
+        Numbers that are drawn within a trace could not depend on one another, and the order of trials would be TVM's.
+        """
 
 
 SKETCHES: PluginTable[type[Sketch]] = PluginTable(
@@ -126,8 +129,7 @@ class Programs:
     """The programs of a task's sketch, in the order in which they are worth a trial."""
 
     def __init__(self, sketch: Sketch, *, packs: bool) -> None:
-        self._sketch = sketch
-        self._packs = packs
+        self._sketch, self._packs = sketch, packs
         self.tiles = sketch.tiles()
 
     def program(self, tile: Tile) -> Schedule | None:
@@ -160,7 +162,7 @@ class Programs:
         return decision_text(self._sketch.name, tile)
 
     def kind(self, tile: Tile) -> object:
-        """The part of a decision that matters most for the speed."""
+        """See `Sketch.kind`."""
         return self._sketch.kind(tile)
 
     @property
@@ -171,9 +173,7 @@ class Programs:
     def tile_of(self, sch: Schedule) -> Tile | None:
         """The decision that a program says that it is made of; None if it is none of these."""
         annotations = sch.get(sch.get_sblock("root")).annotations
-        decision = str(annotations[ANNOTATION]) if ANNOTATION in annotations else ""
-        if not decision:
-            return None
+        decision = str(annotations.get(ANNOTATION, ""))
         return next((tile for tile in self.tiles if decision_text(self._sketch.name, tile) == decision), None)
 
 

@@ -7,7 +7,6 @@ elementwise operations. All steps are the same functions, so that they are tuned
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ MAX_STEPS = 64
 """Longest sequence that is written out."""
 _ACTIVATIONS = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "RNN": ["Tanh"]}
 _KNOWN_ACTIVATIONS = {"Relu", "Sigmoid", "Tanh"}
-_NUM_GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 _MAX_CONCAT = 8
 """Tensors that TVM joins at once: it asks for each element where it comes from, one tensor after the other."""
 _WEIGHTS, _RECURRENT, _BIAS, _LENGTHS, _INITIAL_H, _INITIAL_C, _PEEPHOLES = 1, 2, 3, 4, 5, 6, 7
@@ -52,10 +50,8 @@ def _is_all(name: str, number: int, graph: GraphEditor) -> bool:
 def _unroll(node: onnx.NodeProto, graph: GraphEditor) -> None:
     if why_not_unrolled(node, graph) is not None:
         raise Unchanged
-    attributes = attributes_of(node)
-    batch_first = bool(attributes.get("layout", 0))
-    data, shape = node.input[0], graph.shape(node.input[0])
-    if batch_first:
+    attributes, data, shape = attributes_of(node), node.input[0], graph.shape(node.input[0])
+    if batch_first := bool(attributes.get("layout", 0)):
         data, shape = graph.emit("Transpose", data, perm=[1, 0, 2]), (shape[1], shape[0], shape[2])
     steps, batch, in_units = shape
     flat = graph.reshape(data, (steps * batch, in_units))
@@ -64,7 +60,7 @@ def _unroll(node: onnx.NodeProto, graph: GraphEditor) -> None:
     per_direction = len(activations) // len(directions)
     sequences, last_hs, last_cs = [], [], []
     for index, reverse in enumerate(directions):
-        cell = _Cell.of(node, graph, index, batch, activations[index * per_direction :][:per_direction])
+        cell = _Cell(node, graph, index, batch, activations[index * per_direction :][:per_direction])
         outputs, h, c = cell.run(flat, steps, reverse=reverse)
         while len(outputs) > 1:
             groups = [outputs[start : start + _MAX_CONCAT] for start in range(0, len(outputs), _MAX_CONCAT)]
@@ -75,8 +71,7 @@ def _unroll(node: onnx.NodeProto, graph: GraphEditor) -> None:
     units, num = cell.units, len(directions)
     joined = sequences[0] if num == 1 else graph.emit("Concat", *sequences, axis=1)  # [steps, directions, batch, units]
     if graph.is_used(node, 0):
-        perm = [2, 0, 1, 3] if batch_first else None
-        _finish(graph, joined, perm, node.output[0])
+        _finish(graph, joined, [2, 0, 1, 3] if batch_first else None, node.output[0])
     for position, states in ((1, last_hs), (2, last_cs)):
         if graph.is_used(node, position):
             parts = [graph.reshape(state, (1, batch, units)) for state in states]
@@ -84,53 +79,29 @@ def _unroll(node: onnx.NodeProto, graph: GraphEditor) -> None:
             _finish(graph, state, [1, 0, 2] if batch_first else None, node.output[position])
 
 
-@dataclass(frozen=True)
 class _Cell:
     """One direction of a recurrent operator. Gates are in ONNX's order."""
 
-    graph: GraphEditor
-    kind: str
-    units: int
-    batch: int
-    weights: np.ndarray[Any, Any]
-    """[in_units, gates · units]; `recurrent` is [units, gates · units], and the biases are [gates · units]."""
-    recurrent: np.ndarray[Any, Any]
-    input_bias: np.ndarray[Any, Any]
-    recurrent_bias: np.ndarray[Any, Any]
-    initial_h: str
-    initial_c: str
-    activations: list[str]
-    linear_before_reset: bool
-
-    @classmethod
-    def of(cls, node: onnx.NodeProto, graph: GraphEditor, index: int, batch: int, activations: list[str]) -> _Cell:
-        weights, recurrent = (graph.value(node.input[position]) for position in (_WEIGHTS, _RECURRENT))
-        units = recurrent.shape[2]
-        size = _NUM_GATES[node.op_type] * units
-        bias = input_of(node, _BIAS)
-        both = graph.value(bias)[index] if bias else np.zeros(2 * size, weights.dtype)
+    def __init__(
+        self, node: onnx.NodeProto, graph: GraphEditor, index: int, batch: int, activations: list[str]
+    ) -> None:
+        self.graph, self.kind, self.batch, self.activations = graph, node.op_type, batch, activations
+        attributes, bias = attributes_of(node), input_of(node, _BIAS)
+        self.weights = graph.value(node.input[_WEIGHTS])[index].T  # [in_units, gates · units]
+        self.recurrent = graph.value(node.input[_RECURRENT])[index].T  # [units, gates · units]
+        self.units, size = self.recurrent.shape
+        both = graph.value(bias)[index] if bias else np.zeros(2 * size, self.weights.dtype)
+        self.input_bias, self.recurrent_bias = both[:size], both[size:]
+        self.linear_before_reset = bool(attributes.get("linear_before_reset", 0))
 
         def initial(position: int) -> str:
-            name = input_of(node, position)
-            if not name:
-                return graph.constant(np.zeros((batch, units), weights.dtype))
-            axis = 1 if attributes_of(node).get("layout", 0) else 0
-            return graph.reshape(graph.slice(name, [index], [index + 1], [axis]), (batch, units))
+            if not (name := input_of(node, position)):
+                return graph.constant(np.zeros((batch, self.units), self.weights.dtype))
+            axis = 1 if attributes.get("layout", 0) else 0
+            return graph.reshape(graph.slice(name, [index], [index + 1], [axis]), (batch, self.units))
 
-        return cls(
-            graph=graph,
-            kind=node.op_type,
-            units=units,
-            batch=batch,
-            weights=weights[index].T,
-            recurrent=recurrent[index].T,
-            input_bias=both[:size],
-            recurrent_bias=both[size:],
-            initial_h=initial(_INITIAL_H),
-            initial_c=initial(_INITIAL_C) if node.op_type == "LSTM" else "",
-            activations=activations,
-            linear_before_reset=bool(attributes_of(node).get("linear_before_reset", 0)),
-        )
+        self.initial_h = initial(_INITIAL_H)
+        self.initial_c = initial(_INITIAL_C) if self.kind == "LSTM" else ""
 
     def run(self, flat: str, steps: int, *, reverse: bool) -> tuple[list[str], str, str]:
         """Puts in all steps of the inputs [steps · batch, in_units]; reversed, the last step comes first.

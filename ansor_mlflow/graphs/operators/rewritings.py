@@ -27,12 +27,9 @@ from ansor_mlflow.graphs.walk import attributes_of, input_of
 _FIRST: Rewritings = {**elementwise.EXTREMA, **quantized.REWRITINGS}
 """Quantisation takes extrema of its own, whose NaN become integers."""
 _OTHERS: Rewritings = {
-    **convolution.REWRITINGS,
-    **elementwise.REWRITINGS,
-    **indexing.REWRITINGS,
-    **normalization.REWRITINGS,
-    **recurrent.REWRITINGS,
-    **resize.REWRITINGS,
+    operator: rewriting
+    for family in (convolution, elementwise, indexing, normalization, recurrent, resize)
+    for operator, rewriting in family.REWRITINGS.items()
 }
 _WhyNot = Callable[[onnx.NodeProto, GraphEditor], "str | None"]
 
