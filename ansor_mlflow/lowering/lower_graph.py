@@ -54,11 +54,11 @@ def lower_graph(model: onnx.ModelProto, target: Target, settings: LoweringSettin
 
     passes = [
         *_first_passes(),
-        constants_second,
+        constants_second,  # layouts are those of the first operands
         bound_indices,
         relax.transform.ConvertLayout(_LAYOUTS[settings.layout]),
         *_compute_in(settings.dtype),
-        FOLD_CONSTANTS,
+        FOLD_CONSTANTS,  # weights in their layout and type
         # TVM's pipeline "zero", with more to say of what is fused
         relax.transform.LegalizeOps(PLACES),
         relax.transform.AnnotateTIROpPattern(),

@@ -169,13 +169,11 @@ def correct_patterns(mod: IRModule, _context: PassContext) -> IRModule:
     """Says what slices and concatenations are; to be run on what AnnotateTIROpPattern annotated."""
     annotated = mod.clone()
     for var, function in mod.functions_items():
-        if isinstance(function, PrimFunc):
-            least, name = int(function.attrs[_PATTERN]), var.name_hint
-            if name.startswith("strided_slice"):
-                least = max(least, _INJECTIVE)
-            elif name.startswith("concatenate") and len(function.params) - 1 > _MAX_FUSED_PARTS:
-                least = _OPAQUE
-            annotated.update_func(var, function.with_attr(_PATTERN, least))
+        name, is_kernel = var.name_hint, isinstance(function, PrimFunc)
+        is_long = is_kernel and name.startswith("concatenate") and len(function.params) - 1 > _MAX_FUSED_PARTS
+        if is_long or (is_kernel and name.startswith("strided_slice")):
+            pattern = max(int(function.attrs[_PATTERN]), _OPAQUE if is_long else _INJECTIVE)
+            annotated.update_func(var, function.with_attr(_PATTERN, pattern))
     return annotated
 
 

@@ -40,37 +40,24 @@ def _rules() -> Sequence[ScheduleRule]:
 
 def unbound_kernels(mod: IRModule) -> list[str]:
     """Names of the functions with a loop that no thread of a GPU runs: TVM makes no code of them."""
-    from tvm.tirx import PrimFunc
-
-    return [
-        var.name_hint
-        for var, function in mod.functions_items()
-        if isinstance(function, PrimFunc) and not all(map(_is_bound, _statements(function)))
-    ]
-
-
-def _statements(function: Any) -> list[Any]:
-    """The statements of a function, each of which becomes a kernel."""
     from tvm.s_tir import SBlockRealize
-    from tvm.tirx import SeqStmt
+    from tvm.tirx import PrimFunc, SeqStmt
 
-    body = function.body.block.body if isinstance(function.body, SBlockRealize) else function.body
-    return list(body.seq) if isinstance(body, SeqStmt) else [body]
+    names = []
+    for var, function in mod.functions_items():
+        if isinstance(function, PrimFunc):
+            body = function.body.block.body if isinstance(function.body, SBlockRealize) else function.body
+            kernels = body.seq if isinstance(body, SeqStmt) else [body]
+            if not all(map(_is_bound, kernels)):
+                names.append(var.name_hint)
+    return names
 
 
-def _is_bound(statement: Any) -> bool:
+def _is_bound(kernel: Any) -> bool:
     from tvm.tirx import AttrStmt, For, ForKind
     from tvm_ffi import structural_walk
 
-    found: list[Any] = []
-
-    def visit_loop(node: Any) -> None:
-        if node.kind == ForKind.THREAD_BINDING:
-            found.append(node)
-
-    def visit_attribute(node: Any) -> None:
-        if node.attr_key == "thread_extent":
-            found.append(node)
-
-    structural_walk(statement, [(For, visit_loop), (AttrStmt, visit_attribute)], order="post")
-    return bool(found)
+    found: list[bool] = []
+    structural_walk(kernel, (For, lambda loop: found.append(loop.kind == ForKind.THREAD_BINDING)))
+    structural_walk(kernel, (AttrStmt, lambda statement: found.append(statement.attr_key == "thread_extent")))
+    return any(found)
