@@ -53,7 +53,7 @@ from ansor_mlflow.measuring.rivals.table import (
     rival_titles,
     version_of,
 )
-from ansor_mlflow.measuring.rivals.task import RivalTask
+from ansor_mlflow.measuring.rivals.task import Rival, RivalTask
 from ansor_mlflow.measuring.timing import (
     Latency,
     call_once,

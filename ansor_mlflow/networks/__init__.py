@@ -1,6 +1,7 @@
 """Networks as ONNX graphs: built-in ones, and those of users."""
 
 from ansor_mlflow.networks.families.builtin import BUILTIN_NETWORKS, read_catalogue
+from ansor_mlflow.networks.families.family import BuiltinNetwork
 from ansor_mlflow.networks.load import (
     Network,
     load_network,

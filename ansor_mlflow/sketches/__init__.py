@@ -7,6 +7,7 @@ from ansor_mlflow.sketches.contraction import (
     has_sums,
     is_made_of_blocks,
 )
+from ansor_mlflow.sketches.estimate import Machine
 from ansor_mlflow.sketches.gpu import gpu_program, schedule_for_gpu, unbound_kernels
 from ansor_mlflow.sketches.sketch import (
     ANNOTATION,

@@ -1,0 +1,1 @@
+"""What `pyproject.toml` offers to ansor_mlflow: a rival and a sketch."""
