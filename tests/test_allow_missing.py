@@ -53,6 +53,7 @@ def outputs(run: mlflow.entities.Run) -> np.ndarray:
     return np.asarray(next(iter(model.run(inputs).values())))
 
 
+@pytest.mark.nightly
 def test_a_winner_that_does_not_apply_leaves_the_other_records(
     tuned: str, compile_: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +107,7 @@ def test_records_that_are_lost_are_named(
     np.testing.assert_allclose(outputs(run), outputs(before), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_records_of_another_device(tuned: str, compile_: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = records_of(tuned) / names.FINGERPRINT_FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), "cpu_model": "a faster one"}))

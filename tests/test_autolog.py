@@ -536,6 +536,7 @@ def test_a_run_says_the_threads_that_the_runner_has(
 @pytest.mark.parametrize(
     ("given", "num_threads"), [("1", 1), (" 2,1", min(2, CPUS)), (str(CPUS + 7), CPUS), ("0", 1), ("all", None)]
 )
+@pytest.mark.nightly
 def test_the_threads_of_another_runner_are_those_that_tvm_takes(
     given: str, num_threads: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -549,6 +550,7 @@ def test_the_threads_of_another_runner_are_those_that_tvm_takes(
     assert int(said) == runtime_num_threads()
 
 
+@pytest.mark.nightly
 def test_tvm_may_be_imported_later() -> None:
     code = (
         "import sys, ansor_mlflow; ansor_mlflow.autolog(); assert 'tvm' not in sys.modules\n"
@@ -582,6 +584,7 @@ def quick_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.system
 @pytest.mark.usefixtures("quick_workers")
+@pytest.mark.nightly
 def test_the_script_in_the_documentation_runs_as_it_stands(new_experiment: str, tmp_path: Path) -> None:
     builder = GraphBuilder(seed=0)
     builder.relu("relu", builder.dense("dense", builder.input("data", (1, 32)), units=16, in_units=32))

@@ -406,6 +406,7 @@ def test_the_command_ends_with_one_line_and_its_exit_code(elsewhere: RunCommand)
     assert failed.finished.stdout == ""
 
 
+@pytest.mark.nightly
 def test_the_scripts_of_the_project_do_too(elsewhere: RunCommand, new_experiment: str) -> None:
     opened = mlflow.MlflowClient().create_run(new_experiment).info.run_id
     command = [sys.executable, "-m", "pipelines.tune", "--trials", "abc"]
@@ -431,6 +432,7 @@ def test_tracking_server_that_cannot_be_reached(elsewhere: RunCommand) -> None:
     assert "a-password" not in failed.finished.stderr
 
 
+@pytest.mark.nightly
 def test_store_whose_driver_is_not_installed(elsewhere: RunCommand) -> None:
     uri = "mssql+pymssql://someone:a-password@127.0.0.1/mlflow"
     failed = elsewhere(ANSOR_MLFLOW, "tune", "--network", "dense:4,32,16", MLFLOW_TRACKING_URI=uri)

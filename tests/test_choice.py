@@ -253,6 +253,7 @@ def test_a_library_is_rebuilt_with_the_records_of_a_similar_cpu(
     assert warnings[-1] == str(model.choice)
 
 
+@pytest.mark.nightly
 def test_records_that_do_not_apply_leave_an_untuned_library(make: MakeModel, small_onnx: Path, scratch: Path) -> None:
     directory, manifest = make("newer")
     records = directory / "records" / manifest.libraries[0].fingerprint.name / RECORD_FILE

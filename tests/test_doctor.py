@@ -142,6 +142,7 @@ def test_what_is_said_has_no_secret_and_nothing_is_left_anywhere(examined: Exami
     assert client.search_runs(["0"]) == []
 
 
+@pytest.mark.nightly
 def test_json_on_standard_output_and_servers_that_are_away(
     run_here: RunCommand, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +364,7 @@ def can_mount() -> bool:
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs user namespaces")
+@pytest.mark.nightly
 def test_a_disk_that_gets_full(tmp_path: Path) -> None:
     command = ["unshare", "-rm", "sh", "-c", ON_A_SMALL_DISK, "sh", str(tmp_path), sys.executable]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)

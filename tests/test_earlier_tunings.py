@@ -218,6 +218,7 @@ def test_a_network_that_was_tuned_before_needs_no_trial(
 
 
 @pytest.mark.system
+@pytest.mark.nightly
 def test_a_run_that_cannot_be_read_is_a_warning_and_another_takes_its_place(
     here: Path, run_here: RunCommand, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -236,6 +237,7 @@ def test_a_run_that_cannot_be_read_is_a_warning_and_another_takes_its_place(
 
 
 @pytest.mark.system
+@pytest.mark.nightly
 def test_a_tuning_that_goes_on_has_the_tags(here: Path, run_here: RunCommand) -> None:
     run_id = tune_here(run_here).info.run_id
     client = mlflow.MlflowClient()

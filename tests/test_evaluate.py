@@ -130,6 +130,7 @@ def right_for_small_values(
     return directory / "model"
 
 
+@pytest.mark.nightly
 def test_outputs_are_checked_on_all_rows_of_the_user(
     right_for_small_values: Path, new_experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

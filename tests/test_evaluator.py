@@ -278,6 +278,7 @@ def test_other_model_types_are_left_to_other_evaluators(tuned: str, frame: pd.Da
         mlflow.models.evaluate(tuned, frame, model_type="classification", evaluators="ansor-latency")
 
 
+@pytest.mark.nightly
 def test_mlflow_loads_it_only_to_evaluate() -> None:
     code = (
         "import sys, mlflow.models; loaded = 'ansor_mlflow' in sys.modules;"

@@ -151,6 +151,7 @@ def test_the_measured_roofs_are_those_of_a_cpu(host_target: Target) -> None:
     assert 1e8 < roofline.bandwidth_bytes_per_s < 1e12
 
 
+@pytest.mark.nightly
 def test_the_peak_is_above_what_a_product_of_matrices_reaches(host_target: Target) -> None:
     """In turns and on one thread, the best of each, since other tests run beside this one."""
     size = 1024
@@ -199,6 +200,7 @@ def tune_run(_mlflow_store: tuple[str, str], small_onnx: Path, tmp_path_factory:
 
 @pytest.mark.usefixtures("experiment_id")
 @pytest.mark.parametrize("form", ["{}", "runs:/{}/records"])
+@pytest.mark.nightly
 def test_a_run_knows_its_network_and_threads(tune_run: str, form: str) -> None:
     explanation = explain_task(ExplainOptions(source=form.format(tune_run)))
     assert explanation.network == "small"
@@ -295,6 +297,7 @@ def test_the_command_prints_sections(
     assert f"limited by {written['bound']['limit']}" in output
 
 
+@pytest.mark.nightly
 def test_the_command_can_be_piped_into_one_that_reads_a_line(
     tuned_records: Path, small_onnx: Path, tmp_path: Path
 ) -> None:

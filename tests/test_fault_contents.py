@@ -15,6 +15,7 @@ from ansor_mlflow import names
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 
+@pytest.mark.nightly
 def test_a_secret_key_that_is_replaced_in_the_middle(
     small_onnx: Path, site: Site, tmp_path: Path, short_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ def test_a_server_that_is_killed_while_it_measures(
     assert f"server {fleet.servers[0].address}" in finished.stderr
 
 
+@pytest.mark.nightly
 def test_all_servers_are_killed_and_another_one_comes(
     fleet: Fleet, small_onnx: Path, short_path: Path, store: str
 ) -> None:
@@ -91,6 +92,7 @@ def test_all_servers_are_killed_and_another_one_comes(
     assert_whole(finished, store)
 
 
+@pytest.mark.nightly
 def test_a_server_that_hangs(fleet: Fleet, small_onnx: Path, short_path: Path, store: str) -> None:
     with tuning_on(fleet, small_onnx, short_path / "cwd", store, min_repeat_ms=300, trials=120) as tuner:
         tuner.wait_for_rounds(2)
@@ -104,7 +106,7 @@ def test_a_server_that_hangs(fleet: Fleet, small_onnx: Path, short_path: Path, s
 @pytest.mark.parametrize(
     ("lie", "message"),
     [
-        ("times", "it says that a call takes 0 s"),
+        pytest.param("times", "it says that a call takes 0 s", marks=pytest.mark.nightly),
         ("results", "it computes wrong results, max_rel_error="),
     ],
 )
@@ -122,6 +124,7 @@ def test_a_server_that_lies(
     assert metrics.get(f"fleet/127.0.0.1_{liar.address.port}/trials", 0) == 0
 
 
+@pytest.mark.nightly
 def test_a_tracker_that_is_started_again(fleet: Fleet, small_onnx: Path, short_path: Path, store: str) -> None:
     """Sessions are short, so that the tracker is needed again and again."""
     with tuning_on(fleet, small_onnx, short_path / "cwd", store, measure_timeout_s=7, rpc_session_s=14) as tuner:

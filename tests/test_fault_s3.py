@@ -32,6 +32,7 @@ def test_an_s3_server_that_is_away_for_a_while_gets_everything(
     assert site.parts() == []
 
 
+@pytest.mark.nightly
 def test_what_an_s3_server_that_stays_away_was_not_given_is_delivered_by_sync(
     small_onnx: Path, site: Site, tmp_path: Path, short_path: Path
 ) -> None:

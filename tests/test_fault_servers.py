@@ -14,6 +14,7 @@ from test_faults import assert_complete
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
 
+@pytest.mark.nightly
 def test_a_tracking_server_that_comes_back_knows_everything(
     small_onnx: Path, site: Site, tmp_path: Path, short_path: Path
 ) -> None:

@@ -28,7 +28,13 @@ main(["diff", "0" * 32, "1" * 32])
 NOT_FOUND = f"Error: cannot read {0:032}: Run with id={0:032} not found"
 
 
-@pytest.mark.parametrize("uris", [["sqlite:///mlflow.db"] * NUM_PROCESSES, ["", "sqlite:///{here}/mlflow.db"]])
+@pytest.mark.parametrize(
+    "uris",
+    [
+        ["sqlite:///mlflow.db"] * NUM_PROCESSES,
+        pytest.param(["", "sqlite:///{here}/mlflow.db"], marks=pytest.mark.nightly),
+    ],
+)
 def test_first_commands_at_once(tmp_path: Path, uris: list[str]) -> None:
     """However they call the file; without a URI it is MLflow's default."""
     started = []
@@ -50,6 +56,7 @@ def test_first_commands_at_once(tmp_path: Path, uris: list[str]) -> None:
     assert left == {"go", "mlflow.db"}
 
 
+@pytest.mark.nightly
 def test_a_folder_that_cannot_be_written_to_can_be_read(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FIRST_COMMAND, "/dev/null"]
     env = environment("sqlite:///store/mlflow.db")

@@ -384,6 +384,7 @@ def test_a_row_of_a_dataframe_is_an_element_of_the_batch(two_heads: CompiledNetw
 # -- another process -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_mlflow_scores_the_input_example_with_the_code_inside_the_model(
     saved: Path, compiled_network: CompiledNetwork, small_onnx: Path, tmp_path: Path
 ) -> None:

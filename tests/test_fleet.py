@@ -199,6 +199,7 @@ def test_a_lease_that_ran_out_is_no_lost_server(fleet: Fleet) -> None:
         assert session.description.is_here
 
 
+@pytest.mark.nightly
 def test_no_server_is_an_error_that_says_what_the_tracker_has(
     fleet: Fleet, host_target: Target, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -144,6 +144,7 @@ def test_a_pipeline_that_is_interrupted(
     assert f"--network {NETWORK} " in done.data.tags["mlflow.note.content"]
 
 
+@pytest.mark.nightly
 def test_a_tuning_that_ends_with_an_error(env: dict[str, str], short_path: Path) -> None:
     """Of any kind: a file is where the winners' records are to be written."""
     cwd = short_path / "cwd"

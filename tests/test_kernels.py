@@ -82,6 +82,7 @@ def test_the_page_says_it_of_every_kernel() -> None:
     assert "15 µs" in page
 
 
+@pytest.mark.nightly
 def test_an_evaluation_says_it_and_the_tuning_explains_it(
     run_here: RunCommand, finished_work: FinishedWork, capsys: pytest.CaptureFixture[str]
 ) -> None:

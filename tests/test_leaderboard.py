@@ -78,6 +78,7 @@ def test_the_names_tell_what_differs_in_the_search(steps: Steps) -> None:
     assert steps.evaluated.info.run_name == f"evaluate {title}"
 
 
+@pytest.mark.nightly
 def test_a_model_from_another_server_is_evaluated_all_the_same(steps: Steps, tmp_path: Path) -> None:
     """Where its tuning run is not to be found."""
     uri = steps.evaluated.data.tags[names.TAG_MODEL_URI]
@@ -94,6 +95,7 @@ def test_a_model_from_another_server_is_evaluated_all_the_same(steps: Steps, tmp
     assert names.TAG_TUNE_RUN not in run.data.tags
 
 
+@pytest.mark.nightly
 def test_a_tuning_run_that_a_user_named_keeps_its_name_to_itself(steps: Steps, tmp_path: Path) -> None:
     run_id = steps.tuned.info.run_id
     mlflow.MlflowClient().update_run(run_id, name="tune the fast one")

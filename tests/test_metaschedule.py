@@ -42,6 +42,7 @@ def builder(host_target: Target) -> Iterator[LocalBuilder]:
         yield builder
 
 
+@pytest.mark.nightly
 def test_tvms_own_tuner_builds_with_it(builder: LocalBuilder, host_target: Target, tmp_path: Path) -> None:
     from tvm.s_tir import meta_schedule as ms
 

@@ -192,6 +192,7 @@ def test_a_tuning_on_a_quiet_machine_is_trusted(dense: LoweredNetwork, host_targ
 
 @pytest.mark.system
 @pytest.mark.usefixtures("new_experiment")
+@pytest.mark.nightly
 def test_runs_on_a_busy_machine_say_that_they_are_not_to_be_trusted(
     run_here: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

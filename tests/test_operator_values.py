@@ -30,6 +30,7 @@ def test_operators_are_the_same_on_all_values(tmp_path: Path) -> None:
     assert sum(int(row["own"] or 0) for row in rows) > 1500
 
 
+@pytest.mark.nightly
 def test_one_operator_of_each_kind_is_the_same_on_all_values(tmp_path: Path) -> None:
     rows = compared(tmp_path, "--processes", "1", "--only", ",".join(KINDS))
     assert {row["operator"] for row in rows} == set(KINDS)

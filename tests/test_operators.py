@@ -306,6 +306,7 @@ def test_sizes_are_given_in_one_place(arguments: dict[str, Any]) -> None:
 
 
 @pytest.mark.system
+@pytest.mark.nightly
 def test_an_operator_is_tuned_and_built_from_its_records(
     experiment_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,7 @@ def tags_of(run: Run) -> set[str]:
 
 @pytest.mark.system
 @pytest.mark.timeout(900)
+@pytest.mark.nightly
 def test_a_pipeline_leaves_the_same_wherever_it_runs(experiment_id: str, tmp_path: Path) -> None:
     found = {}
     for kind in ("foreign", "checkout"):
@@ -116,6 +117,7 @@ def test_a_pipeline_leaves_the_same_wherever_it_runs(experiment_id: str, tmp_pat
 
 @pytest.mark.system
 @pytest.mark.timeout(900)
+@pytest.mark.nightly
 def test_a_step_that_fails_ends_both_in_the_same_way(small_onnx: Path, experiment_id: str, tmp_path: Path) -> None:
     """A new tuning, and one that goes on, whose run is another than the one that `mlflow run` makes."""
     no_records = tmp_path / "no records"

@@ -348,6 +348,7 @@ def test_the_champion_itself_may_be_slower_than_a_rival(
 
 
 @pytest.mark.system
+@pytest.mark.nightly
 def test_a_rival_is_really_timed(client: mlflow.MlflowClient, of_target: str) -> None:
     """An untuned network with many operations is no match for it."""
     promotion = decide(SLOW, champion="openvino", measure_s=0.2, max_turns=8)

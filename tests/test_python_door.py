@@ -38,6 +38,7 @@ def page_blocks() -> list[str]:
 
 
 @pytest.mark.system
+@pytest.mark.nightly
 def test_the_page_of_the_documentation_works(
     new_experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -229,6 +229,7 @@ def test_a_tuning_ends_with_a_report(
     assert "Tuned **small**" in run.data.tags[MLFLOW_RUN_NOTE]
 
 
+@pytest.mark.nightly
 def test_a_report_that_cannot_be_made_is_a_warning(
     small_onnx: Path,
     new_experiment: str,

@@ -194,6 +194,7 @@ def test_an_evaluation_says_what_the_best_one_could_have_had_does(
 
 
 @pytest.mark.usefixtures("new_experiment")
+@pytest.mark.nightly
 def test_without_rivals_the_outputs_are_checked_all_the_same(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

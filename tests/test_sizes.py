@@ -465,6 +465,7 @@ def test_a_contest_is_held_in_the_sizes_that_both_have(compiled: CompiledNetwork
         small.require_interface_of(large)
 
 
+@pytest.mark.nightly
 def test_outputs_of_a_champion_are_compared_in_its_sizes(
     compiled: CompiledNetwork, directory: Path, host_target: Target, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def test_later_trials_are_also_of_the_kind_that_was_fastest(
 @pytest.mark.parametrize(
     ("options", "num_rounds"), [({"strategy": "random"}, 4), ({"strategy": "evolutionary"}, 16), ({"space": "both"}, 2)]
 )
+@pytest.mark.nightly
 def test_no_program_is_proposed_twice(
     conv: LoweredNetwork, host_target: Target, tmp_path: Path, options: dict[str, Any], num_rounds: int
 ) -> None:
@@ -123,6 +124,7 @@ def test_a_small_space_ends_and_failures_have_a_second_chance(host_target: Targe
 
 
 @pytest.mark.usefixtures("experiment_id")
+@pytest.mark.nightly
 def test_records_of_sketches_are_resumed_and_compiled(tmp_path: Path) -> None:
     """Real trials: tuned, gone on with in MetaSchedule's space, explained and compiled."""
     quick = {"cost_model": "xgb", "min_repeat_ms": 0, "number": 1}

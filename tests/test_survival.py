@@ -280,6 +280,7 @@ def can_mount() -> bool:
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs user namespaces")
+@pytest.mark.nightly
 def test_a_full_disk_of_temporary_files_ends_the_run_with_one_line_and_its_records(
     small_onnx: Path, experiment_id: str, tmp_path: Path, short_path: Path
 ) -> None:

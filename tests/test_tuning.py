@@ -267,6 +267,7 @@ SEARCHES = [("evolutionary", "xgb"), ("evolutionary", "random"), ("evolutionary"
 
 
 @pytest.mark.parametrize(("strategy", "cost_model"), SEARCHES)
+@pytest.mark.nightly
 def test_a_seed_gives_the_same_candidates_again(
     single: LoweredNetwork, host_target: Target, tmp_path: Path, strategy: str, cost_model: str
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 COMPARE = """
 import inspect, tvm
 original, calls = inspect.getmodule, []
@@ -20,6 +22,7 @@ print(len(calls), len(set(calls)))
 """
 
 
+@pytest.mark.nightly
 def test_every_file_is_looked_up_once() -> None:
     result = subprocess.run([sys.executable, "-c", COMPARE], capture_output=True, text=True, check=True)
     calls, files = map(int, result.stdout.split())
@@ -40,5 +43,6 @@ from tvm.s_tir.tensor_intrin.cuda import get_wmma_load_intrin
 """
 
 
+@pytest.mark.nightly
 def test_a_process_that_worked_for_a_cpu_can_work_for_a_gpu() -> None:
     subprocess.run([sys.executable, "-c", ONE_AFTER_THE_OTHER], check=True)
