@@ -28,8 +28,7 @@ from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.sketches import find_programs
 from ansor_mlflow.tuning import Outcome, measure_roofline
 from ansor_mlflow.workers import Builder, LocalBuilder, RunJob
-from ansor_mlflow.workers.arguments import arg_info
-from ansor_mlflow.workers.measure import MeasureSettings
+from ansor_mlflow.workers.measure import MeasureSettings, arg_info
 from ansor_mlflow.workers.runner import LocalRunner
 
 if TYPE_CHECKING:

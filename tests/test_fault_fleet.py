@@ -21,7 +21,7 @@ from helpers.tuner_process import Tuning, assert_gone, tuning
 from test_measuring import TENSORS, local_builder, settings
 
 from ansor_mlflow import names
-from ansor_mlflow.fleet.reference_kernel import build_reference_kernel
+from ansor_mlflow.fleet.programs import build_reference_kernel
 from ansor_mlflow.fleet.runner import RpcRunner
 from ansor_mlflow.fleet.session import FleetSettings
 from ansor_mlflow.workers.measure import RunJob

@@ -20,7 +20,7 @@ from test_measuring import TENSORS, add, local_builder, settings
 from ansor_mlflow import names
 from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.fleet.health import Health
-from ansor_mlflow.fleet.reference_kernel import build_reference_kernel
+from ansor_mlflow.fleet.programs import build_reference_kernel
 from ansor_mlflow.fleet.runner import RpcRunner
 from ansor_mlflow.fleet.session import (
     FleetSettings,

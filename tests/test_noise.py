@@ -23,9 +23,8 @@ from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.measuring.noise import DISTURBED, MachineNoise, ProbeTime, probe_noise, time_probe, watched
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.testing import FakeRunner
-from ansor_mlflow.workers.arguments import arg_info
 from ansor_mlflow.workers.builder import LocalBuilder
-from ansor_mlflow.workers.measure import MeasureSettings, RunJob
+from ansor_mlflow.workers.measure import MeasureSettings, RunJob, arg_info
 from ansor_mlflow.workers.runner import LocalRunner
 
 if TYPE_CHECKING:

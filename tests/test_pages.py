@@ -24,7 +24,7 @@ from ansor_mlflow.model import LoadOptions
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.tensors import Arrays
-from ansor_mlflow.workers.arguments import random_arguments
+from ansor_mlflow.workers.measure import random_arguments
 
 if TYPE_CHECKING:
     from tvm.target import Target

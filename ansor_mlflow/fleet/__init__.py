@@ -1,7 +1,13 @@
 """Devices behind TVM's RPC tracker: leases of servers, measurements on them, and servers of our own."""
 
-from ansor_mlflow.fleet.programs import NetworkReply, NetworkWork, run_network
-from ansor_mlflow.fleet.reference_kernel import ReferenceKernel, build_reference_kernel, run_reference_kernel
+from ansor_mlflow.fleet.programs import (
+    NetworkReply,
+    NetworkWork,
+    ReferenceKernel,
+    build_reference_kernel,
+    run_network,
+    run_reference_kernel,
+)
 from ansor_mlflow.fleet.runner import RpcRunner
 from ansor_mlflow.fleet.server import run_server, run_tracker
 from ansor_mlflow.fleet.session import (

@@ -76,13 +76,8 @@ class Health:
         record.aside_until_s = self._clock() + aside_s
         record.known_s = self._known_s(record)
         record.since_s = None
-        _log.warning(
-            "server %s is set aside for %.0f s after %d failures in a row, the last: %s",
-            server,
-            aside_s,
-            _MAX_FAILURES,
-            reason,
-        )
+        told = "server %s is set aside for %.0f s after %d failures in a row, the last: %s"
+        _log.warning(told, server, aside_s, _MAX_FAILURES, reason)
 
     def is_set_aside(self, server: HostPort) -> bool:
         """Whether it gets no work for now."""
@@ -101,9 +96,7 @@ class Health:
             _log.warning(
                 "server %s takes %.2f times as long as %s for the same program: it is busy, throttled or another kind "
                 "of device, and its times are not comparable",
-                server,
-                ratio,
-                fastest,
+                *(server, ratio, fastest),
             )
         record.disagrees = ratio > _DISAGREES
 

@@ -1,10 +1,12 @@
-"""What is run in a session: programs of tasks, and whole networks. On our own servers by the functions of `remote`, on
-TVM's with what every TVM runtime has.
+"""What is run in a session: programs of tasks, whole networks, and the reference kernel.
+
+On our own servers the functions of `remote` do it, on TVM's what every TVM runtime has.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import asdict, dataclass, replace
 from io import BytesIO
 from pathlib import Path
@@ -16,19 +18,40 @@ import numpy as np
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.fleet.remote import MEASURE, RUN_NETWORK, MeasureRequest, read_arrays, write_arrays
-from ansor_mlflow.fleet.session import Connection, ServerSession, this_connection
+from ansor_mlflow.fleet.session import ServerSession, this_connection
 from ansor_mlflow.foreign import typed
 from ansor_mlflow.measuring import ProbeTime
 from ansor_mlflow.model import LibraryEntry, Manifest
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.records import is_time
 from ansor_mlflow.tensors import Arrays, all_sizes
+from ansor_mlflow.workers import Builder
 
 _FLUSH = "cache_flush_cpu_non_first_arg"
 _FASTEST_S = 1e-8
 """Calls that are said to be shorter are repeated as often as if they took this long."""
 _MIN_CALLS, _MAX_CALLS = 10, 1000
 _INPUTS, _OUTPUTS = "inputs.npz", "outputs.npz"
+_RUN_S = 30.0
+"""Time to upload and run the reference kernel."""
+_MAX_REL_ERROR = 1e-5
+_NUM_ELEMENTS = 4096
+_NUM_STEPS = 256
+_PROGRAM = f"""
+@I.ir_module
+class Module:
+    @T.prim_func(s_tir=True)
+    def main(data: T.Buffer(({_NUM_ELEMENTS},), "float32"), result: T.Buffer(({_NUM_ELEMENTS},), "float32")):
+        T.func_attr({{"global_symbol": "main", "tirx.noalias": True}})
+        for i in T.serial({_NUM_ELEMENTS}):
+            with T.sblock("first"):
+                v_i = T.axis.spatial({_NUM_ELEMENTS}, i)
+                result[v_i] = data[v_i]
+        for step, i in T.grid({_NUM_STEPS}, {_NUM_ELEMENTS}):
+            with T.sblock("next"):
+                v_step, v_i = T.axis.remap("RS", [step, i])
+                result[v_i] = result[v_i] * T.float32(0.5) + data[v_i]
+"""
 
 
 # -- programs of tasks -------------------------------------------------------------------------------------------------
@@ -55,7 +78,14 @@ def measure_in_session(work: MeasureRequest) -> Outcome[MeasuredProgram]:
     connection = this_connection()
     try:
         with connection.uploaded([work.job.path]):
-            found = _measured(connection, work)
+            if MEASURE in connection.functions:
+                request = asdict(replace(work, job=replace(work.job, path=Path(work.job.path.name))))
+                del request["settings"]["device"]  # it is a CPU
+                found = typed(MeasuredProgram, connection.ask(MEASURE, request))
+            else:
+                found = MeasuredProgram(_measured_by_tvm(connection.session, work))
+        if found.probe and not (is_time(found.probe.elapsed_s) and is_time(found.probe.cpu_s)):
+            raise ValueError(f"it says that a probe took {found.probe}")
     except RPCError as err:  # the server lives and says so
         return Outcome(failure="failed", error=_without_stack(err))
     except Exception as err:  # noqa: BLE001 - TVM has no kind of its own for a connection that is gone
@@ -64,17 +94,6 @@ def measure_in_session(work: MeasureRequest) -> Outcome[MeasuredProgram]:
         said = ", ".join(f"{seconds:g} s" for seconds in found.run_s[:5]) or "no time"
         return Outcome(failure="crashed", error=f"it says that a call takes {said}")
     return Outcome(found)
-
-
-def _measured(connection: Connection, work: MeasureRequest) -> MeasuredProgram:
-    if MEASURE not in connection.functions:
-        return MeasuredProgram(_measured_by_tvm(connection.session, work))
-    request = asdict(replace(work, job=replace(work.job, path=Path(work.job.path.name))))
-    del request["settings"]["device"]  # it is a CPU
-    found = typed(MeasuredProgram, connection.ask(MEASURE, request))
-    if found.probe and not (is_time(found.probe.elapsed_s) and is_time(found.probe.cpu_s)):
-        raise ValueError(f"it says that a probe took {found.probe}")
-    return found
 
 
 def _without_stack(err: Exception) -> str:
@@ -150,11 +169,7 @@ class NetworkReply:
 
 
 def run_network(session: ServerSession, work: NetworkWork) -> NetworkReply:
-    """Runs a network on a server.
-
-    Raises:
-        MachineError: The server is lost, or cannot run it.
-    """
+    """Runs a network on a server."""
     found = session.call(_run, work, session.fleet.session_s)
     if found.value is None:
         raise MachineError(
@@ -188,23 +203,15 @@ def _run(work: NetworkWork) -> NetworkReply:
                     raise ValueError("it says that calls take times that none can take")
                 return NetworkReply(samples_s=samples_s, waited=typed(float, found["waited"]))
             outputs = tuple(read_arrays(BytesIO(bytes(connection.session.download(_OUTPUTS)))))
-            return _checked_outputs(outputs, len(work.examples))
-
-
-def _checked_outputs(outputs: tuple[Arrays, ...], num_calls: int) -> NetworkReply:
-    if len(outputs) != num_calls:
-        raise ValueError(f"it answers {len(outputs)} calls, and {num_calls} were asked for")
+    if len(outputs) != len(work.examples):
+        raise ValueError(f"it answers {len(outputs)} calls, and {len(work.examples)} were asked for")
     if odd := {array.dtype for arrays in outputs for array in arrays.values() if array.dtype.kind not in "biuf"}:
         raise ValueError(f"it answers with {odd.pop()}, which are no numbers")
     return NetworkReply(outputs=outputs)
 
 
 def _run_by_tvm(session: Any, work: NetworkWork) -> NetworkReply:
-    """Runs a network in the virtual machine of every TVM runtime, which takes all of a network in one size.
-
-    Raises:
-        MachineError: The network is in parts.
-    """
+    """Runs a network in the virtual machine of every TVM runtime, which takes all of a network in one size."""
     import tvm
     from tvm import relax
 
@@ -237,3 +244,80 @@ def _run_by_tvm(session: Any, work: NetworkWork) -> NetworkReply:
     call(work.examples[0])  # it takes its memory
     (first_s,) = timed(1)
     return NetworkReply(samples_s=timed(min(_MAX_CALLS, max(_MIN_CALLS, int(work.measure_s / max(first_s, 1e-9))))))
+
+
+# -- the reference kernel ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReferenceKernel:
+    """A program whose results and whose time are known, by which servers are checked and compared.
+
+    It halves and adds, a million times, in the first cache of a core.
+    """
+
+    path: Path
+    """Its library."""
+    num_calls: int = 20
+    """Calls whose median counts."""
+    upload_bytes: int = 0
+    """Bytes that are uploaded at least, to time it."""
+
+
+@dataclass(frozen=True)
+class ReferenceTimes:
+    """How long a server took for the reference kernel."""
+
+    calls_s: tuple[float, ...]
+    upload_s: float
+    """Seconds to upload `upload_bytes`."""
+    upload_bytes: int
+    max_rel_error: float
+    """Largest error of its results over the largest of them."""
+
+    @property
+    def median_s(self) -> float:
+        return median(self.calls_s)
+
+
+def build_reference_kernel(builder: Builder, *, num_calls: int = 20, upload_bytes: int = 0) -> ReferenceKernel:
+    """Builds the reference kernel, as candidates are built."""
+    import tvm
+
+    (outcome,) = builder.build([tvm.script.from_source(_PROGRAM)])
+    if outcome.value is None:
+        raise MachineError(f"no program can be built for the fleet: {outcome.error}")
+    return ReferenceKernel(outcome.value, num_calls, upload_bytes)
+
+
+def run_reference_kernel(session: ServerSession, kernel: ReferenceKernel) -> ReferenceTimes:
+    """Runs the reference kernel on a server."""
+    ran = session.call(_run_reference_kernel, kernel, _RUN_S)
+    if ran.value is None:
+        raise MachineError(f"a known program cannot be run: {ran.error}")
+    if not ran.value.max_rel_error <= _MAX_REL_ERROR:
+        raise MachineError(f"it computes wrong results, max_rel_error={ran.value.max_rel_error:.2g} of a known program")
+    return ran.value
+
+
+def _run_reference_kernel(kernel: ReferenceKernel) -> ReferenceTimes:
+    import tvm
+
+    session = this_connection().session
+    blob = bytearray(kernel.path.read_bytes())
+    blob += bytes(max(0, kernel.upload_bytes - len(blob)))  # zeros after the end of a library do no harm
+    started_s = time.perf_counter()
+    session.upload(blob, kernel.path.name)
+    upload_s = time.perf_counter() - started_s
+    module, device = session.load_module(kernel.path.name), session.cpu(0)
+    session.remove(kernel.path.name)  # the next upload must not write into a library that is in use
+    data = np.linspace(-1, 1, _NUM_ELEMENTS, dtype=np.float32)
+    expected = data.copy()
+    for _ in range(_NUM_STEPS):
+        expected = expected * np.float32(0.5) + data
+    given, found = tvm.runtime.tensor(data, device), tvm.runtime.tensor(np.zeros_like(data), device)
+    module["main"](given, found)
+    error = np.abs(found.numpy() - expected).max() / np.abs(expected).max()
+    timer = module.time_evaluator("main", device, number=1, repeat=kernel.num_calls)
+    calls_s = tuple(float(seconds) for seconds in timer(given, found).results)
+    return ReferenceTimes(calls_s, upload_s, len(blob), float(error))

@@ -11,7 +11,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from io import BytesIO
@@ -33,7 +33,9 @@ DESCRIBE = "ansor_mlflow.fleet.describe_1"
 MEASURE = "ansor_mlflow.fleet.measure_1"
 RUN_NETWORK = "ansor_mlflow.fleet.run_network_1"
 """Names of the functions, with the version of what they take and return."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _IDLE_S = 0.2
+"""Time without work after which the CPUs are probed again."""
 _busy_until_s = [-math.inf]
 """When the last measurement of this process ended."""
 
@@ -61,11 +63,7 @@ class ServerDescription:
 
     @staticmethod
     def from_json(text: str) -> ServerDescription:
-        """Reads what `DESCRIBE` returns.
-
-        Raises:
-            MachineError: It is none, so that what answered is no server of ours.
-        """
+        """Reads what `DESCRIBE` returns."""
         try:
             return typed(ServerDescription, read_json(text))
         except ValueError as err:
@@ -74,11 +72,7 @@ class ServerDescription:
     @property
     def is_here(self) -> bool:
         """Whether the server runs on this machine."""
-        return self.boot_id == _boot_id()
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return self.boot_id == _BOOT_ID.read_text().strip()
 
 
 def write_arrays(examples: Sequence[Arrays], file: Path) -> None:
@@ -88,11 +82,7 @@ def write_arrays(examples: Sequence[Arrays], file: Path) -> None:
 
 
 def read_arrays(file: Path | BytesIO) -> list[Arrays]:
-    """Reads what `write_arrays` wrote.
-
-    Raises:
-        ValueError: It is something else, or would unpack to more than it is.
-    """
+    """Reads what `write_arrays` wrote; a ValueError where it is something else, or would unpack to more than it is."""
     with np.load(file, allow_pickle=False) as arrays:
         require_stored(arrays.zip, file.stat().st_size if isinstance(file, Path) else file.getbuffer().nbytes)
         keys = [key.partition("/") for key in arrays.files]
@@ -108,8 +98,7 @@ def register_functions() -> None:
     """Makes the functions known to the sessions of this process's server."""
     import tvm_ffi
 
-    functions: dict[str, Callable[..., str]] = {DESCRIBE: _describe, MEASURE: _measure, RUN_NETWORK: _run_network}
-    for name, function in functions.items():
+    for name, function in ((DESCRIBE, _describe), (MEASURE, _measure), (RUN_NETWORK, _run_network)):
         tvm_ffi.register_global_func(name, function, override=True)
 
 
@@ -118,7 +107,7 @@ def _describe() -> str:
 
     cpu = str(tvm.get_global_func("target.llvm_get_system_cpu")())
     target = tvm.target.Target({"kind": "llvm", "mcpu": cpu})
-    return json.dumps(asdict(ServerDescription(fingerprint(target, available_cpus()), _boot_id())))
+    return json.dumps(asdict(ServerDescription(fingerprint(target, available_cpus()), _BOOT_ID.read_text().strip())))
 
 
 def _measure(request: str) -> str:
@@ -155,8 +144,7 @@ def _run_network(request: str) -> str:
 
 
 def _uploaded(name: str) -> Path:
-    """A file of the session; nothing outside of the session's own directory."""
-    return path_below(Path.cwd(), name)
+    return path_below(Path.cwd(), name)  # nothing outside of the session's own directory
 
 
 @cache

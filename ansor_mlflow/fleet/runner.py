@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from ansor_mlflow.fleet.health import Health
-from ansor_mlflow.fleet.programs import MeasuredProgram, measure_in_session
-from ansor_mlflow.fleet.reference_kernel import ReferenceKernel, run_reference_kernel
+from ansor_mlflow.fleet.programs import MeasuredProgram, ReferenceKernel, measure_in_session, run_reference_kernel
 from ansor_mlflow.fleet.remote import MeasureRequest
 from ansor_mlflow.fleet.session import FleetSettings, LeaseExpiredError, ServerSession
 from ansor_mlflow.fleet.tracker import HostPort, ServerLease
@@ -48,19 +47,11 @@ class _PendingMeasurement:
     num_gone: int = 0
     """How many of them are gone."""
 
-    def was_lost_on(self, server: HostPort) -> bool:
-        """Whether that server is one of them."""
-        return any(server == other for other, _ in self.lost)
-
 
 class RpcRunner(Runner):
     """A `Runner` on the servers of a key. To be closed. `run` may be called from several threads.
 
-    Args:
-        settings: How programs are timed.
-        fleet: Where.
-        kernel: The reference kernel, built for the devices.
-        memory_bytes: Data memory that a program may take, its arguments included; None for no bound.
+    `memory_bytes` is the data memory that a program may take, its arguments included; None for no bound.
     """
 
     num_batches = _MAX_BATCHES
@@ -103,11 +94,7 @@ class RpcRunner(Runner):
             return self._health.states()
 
     def run(self, jobs: Sequence[RunJob]) -> list[Outcome[tuple[float, ...]]]:
-        """See `Runner.run`.
-
-        Raises:
-            MachineError: No server was free for too long.
-        """
+        """See `Runner.run`."""
         waiting = [_PendingMeasurement(job) for job in jobs]
         with self._changed:
             if self._is_closed:
@@ -133,22 +120,25 @@ class RpcRunner(Runner):
 
     def _find_servers(self) -> None:
         """Asks for servers as long as there is work that waits."""
-        while self._waits_for_work():
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or self._queue)
+                if self._is_closed:
+                    return
             try:
                 session = self._spare_session()
                 lease = session.find(self._is_alone)
             except Exception as err:  # noqa: BLE001 - whatever it is, `run` raises it
                 self._give_up(err)
                 continue
-            if self._take(lease, session):
-                args = (lease, session)
-                threading.Thread(target=self._serve, args=args, name=f"server {lease.server}", daemon=True).start()
-
-    def _waits_for_work(self) -> bool:
-        """Sleeps until a program waits for a server; returns False when the runner is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._queue)
-            return not self._is_closed
+            with self._changed:
+                # one that is set aside is not connected with: it reports to the tracker again
+                if self._is_closed or lease.server in self._held or self._health.is_set_aside(lease.server):
+                    continue
+                self._held[lease.server] = session
+                self._spare = None
+            args = (lease, session)
+            threading.Thread(target=self._serve, args=args, name=f"server {lease.server}", daemon=True).start()
 
     def _is_alone(self) -> bool:
         """Whether work waits for the first server."""
@@ -163,15 +153,6 @@ class RpcRunner(Runner):
                 return session
         session.close()
         raise RuntimeError("the fleet was closed")
-
-    def _take(self, lease: ServerLease, session: ServerSession) -> bool:
-        """Notes a server. One that is set aside is not connected with: it reports to the tracker again."""
-        with self._changed:
-            if self._is_closed or lease.server in self._held or self._health.is_set_aside(lease.server):
-                return False
-            self._held[lease.server] = session
-            self._spare = None
-            return True
 
     def _give_up(self, err: Exception) -> None:
         """Ends the wait of all programs that no server has."""
@@ -228,7 +209,11 @@ class RpcRunner(Runner):
         """What to measure next; one that was lost here goes to another server where there is one."""
 
         def find() -> _PendingMeasurement | None:
-            return next((program for program in self._queue if self._may_measure(program, server)), None)
+            for program in self._queue:
+                lost_on = {other for other, _ in program.lost}
+                if server not in lost_on or self._held.keys() <= lost_on:
+                    return program
+            return None
 
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or find() is not None, _IDLE_S)
@@ -237,13 +222,14 @@ class RpcRunner(Runner):
                 self._queue.remove(program)
             return program
 
-    def _may_measure(self, program: _PendingMeasurement, server: HostPort) -> bool:
-        """Whether a program was not lost on a server, or on all that there are."""
-        return not program.was_lost_on(server) or all(program.was_lost_on(other) for other in self._held)
-
     def _measure(self, program: _PendingMeasurement, session: ServerSession) -> bool:
         """Measures a program; returns whether the session goes on."""
-        work = self._request(program.job)
+        with self._changed:
+            known_s = [s for s in (program.job.best_s, self._best_s.get(program.job.task)) if s is not None]
+        job = replace(program.job, best_s=min(known_s, default=None))
+        # what disturbs a server's host slows down more than the kernel, as `LocalRunner` knows, too
+        limit_s = min(self.noise.slowdown * timeout_s_of(job, self._settings), self._longest_s)
+        work = MeasureRequest(job=job, settings=self._settings, memory_bytes=self._memory_bytes, limit_s=limit_s)
         started_s = time.monotonic()
         try:
             called = session.call(measure_in_session, work, work.limit_s + _GRACE_S)
@@ -277,18 +263,10 @@ class RpcRunner(Runner):
                     self.noise.add(measured.probe)
                 best_s = self._best_s.get(program.job.task, measured.run_s[0])
                 self._best_s[program.job.task] = min(best_s, fmean(measured.run_s))
-        outcome: Outcome[tuple[float, ...]] = Outcome(failure=found.failure, error=found.error)
-        if measured is not None:
-            outcome = Outcome(measured.run_s, disturbance=measured.waited)
-        program.done.set_result(outcome)
-
-    def _request(self, job: RunJob) -> MeasureRequest:
-        with self._changed:
-            known_s = [s for s in (job.best_s, self._best_s.get(job.task)) if s is not None]
-        job = replace(job, best_s=min(known_s, default=None))
-        # what disturbs a server's host slows down more than the kernel, as `LocalRunner` knows, too
-        limit_s = min(self.noise.slowdown * timeout_s_of(job, self._settings), self._longest_s)
-        return MeasureRequest(job=job, settings=self._settings, memory_bytes=self._memory_bytes, limit_s=limit_s)
+        if measured is None:
+            program.done.set_result(Outcome(failure=found.failure, error=found.error))
+        else:
+            program.done.set_result(Outcome(measured.run_s, disturbance=measured.waited))
 
     @property
     def _longest_s(self) -> float:

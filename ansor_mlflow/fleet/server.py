@@ -25,15 +25,7 @@ _log = logging.getLogger("ansor_mlflow")
 
 
 def run_tracker(host: str, port: int) -> None:
-    """Runs TVM's tracker in this process, until an interrupt.
-
-    Args:
-        host: Where it listens.
-        port: 0 for any port that is free.
-
-    Raises:
-        MachineError: It cannot listen there.
-    """
+    """Runs TVM's tracker in this process, until an interrupt."""
     from tvm.rpc.tracker import PopenTrackerServerState
 
     _warn_of_strangers(host)
@@ -44,19 +36,10 @@ def run_tracker(host: str, port: int) -> None:
 
 
 def run_server(host: str, port: int, tracker: HostPort, key: str, *, known_as: str = "") -> None:
-    """Runs TVM's server with our functions in a process of its own, and starts it again when it ends, until an
-    interrupt: its thread that listens ends as soon as a program has crashed in a session.
+    """Runs TVM's server with our functions in a process of its own, until an interrupt.
 
-    Args:
-        host: Where it listens.
-        port: 0 for any port that is free.
-        tracker: Where it reports to.
-        key: Its kind of device.
-        known_as: Host that the tracker tells others, where that is another one than the tracker sees.
-
-    Raises:
-        MachineError: It cannot listen there.
-        UserInputError: The key has blanks, which TVM's protocol cannot carry.
+    It is started again when it ends: its thread that listens ends as soon as a program has crashed in a session. With
+    `known_as` the tracker tells others that host, and not the one that it sees; the port 0 is any one that is free.
     """
     if not key or key.split() != [key]:
         raise UserInputError(f"key={key!r}: it must be one word, such as pi4")
@@ -73,9 +56,8 @@ def run_server(host: str, port: int, tracker: HostPort, key: str, *, known_as: s
         started_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="sessions-", ignore_cleanup_errors=True) as scratch:
             told = f"the server listens at {address} for {tracker}, key {key}; Ctrl-C ends it" if number == 0 else ""
-            process = multiprocessing.get_context("fork").Process(
-                target=_serve, args=(os.getpid(), address, tracker, key, known_as, scratch, told)
-            )
+            args = (os.getpid(), address, tracker, key, known_as, scratch, told)
+            process = multiprocessing.get_context("fork").Process(target=_serve, args=args)
             process.start()
             try:
                 process.join()
@@ -102,14 +84,8 @@ def _serve(parent: int, address: HostPort, tracker: HostPort, key: str, known_as
         "%s; the server is started again", one_line(ended.exc_value or RuntimeError("the server ended"))
     )
     try:
-        state = PopenRPCServerState(
-            address.host,
-            address.port,
-            address.port + 1,
-            tracker_addr=(tracker.host, tracker.port),
-            key=key,
-            custom_addr=known_as or None,
-        )
+        at, to = (address.host, address.port, address.port + 1), (tracker.host, tracker.port)
+        state = PopenRPCServerState(*at, tracker_addr=to, key=key, custom_addr=known_as or None)
     except (OSError, ValueError) as err:  # the latter is how TVM says that a port is taken
         _log.warning("nothing can listen at %s (%s); it is tried again", address, one_line(err))
     else:
@@ -121,11 +97,6 @@ def _serve(parent: int, address: HostPort, tracker: HostPort, key: str, known_as
 
 
 def _free_address(host: str, port: int) -> HostPort:
-    """Where something can listen.
-
-    Raises:
-        MachineError: Nothing can.
-    """
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
             return HostPort(host, int(found.getsockname()[1]))

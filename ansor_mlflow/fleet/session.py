@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeVar
 
 from ansor_mlflow.device import (
     Device,
-    DeviceFingerprint,
     attributes_of,
     cpu_features,
     fingerprint,
@@ -58,11 +57,7 @@ class FleetSettings:
 
 
 def fleet_settings(options: RpcOptions) -> FleetSettings | None:
-    """The fleet that a step measures on; None where it is this host.
-
-    Raises:
-        UserInputError: The tracker is no address, its key is missing, or sessions are too short for a program.
-    """
+    """The fleet that a step measures on; None where it is this host. Its sessions are long enough for a program."""
     if not options.rpc_tracker:
         if options.rpc_key:
             raise UserInputError(f"rpc_key={options.rpc_key!r}, but no rpc_tracker; give its address, host:port")
@@ -110,13 +105,9 @@ class ServerSession:
         return None if self.description is None else self.description.fingerprint
 
     def find(self, is_alone: Callable[[], bool] = lambda: True) -> ServerLease:
-        """Waits for a free server: with a word in the log when none comes, and an end.
+        """Waits for a free server, with a word in the log when none comes.
 
-        Args:
-            is_alone: Whether there is no other server that works meanwhile; else nothing is said, and it has no end.
-
-        Raises:
-            MachineError: None became free for as long as may be.
+        The wait has an end, and is told of, only where no other server works meanwhile: `is_alone`.
         """
         fleet, since_s, was_told = self.fleet, time.monotonic(), False
         while True:
@@ -131,18 +122,18 @@ class ServerSession:
                 since_s = time.monotonic()
             alone_s = time.monotonic() - since_s
             if alone_s >= fleet.wait_s:
-                raise MachineError(problem or _no_server(fleet))
+                raise MachineError(
+                    problem
+                    or f"no server was free for {fleet.wait_s:g} s (rpc_wait_s): {_what_there_is(fleet)}; start one "
+                    f"with `ansor-mlflow fleet server --tracker {shlex.quote(str(fleet.tracker))} --key "
+                    f"{shlex.quote(fleet.key)}`"
+                )
             if alone_s >= _MESSAGE_S and not was_told:
                 was_told = True
                 _log.warning("%s; waiting for %.0f s more", problem or _what_there_is(fleet), fleet.wait_s - alone_s)
 
     def open(self, lease: ServerLease) -> None:
-        """Connects with a server.
-
-        Raises:
-            LeaseExpiredError: It is too late.
-            MachineError: The server does not answer.
-        """
+        """Connects with a server; a `LeaseExpiredError` where it is too late."""
         self.server = lease.server
         opened = self.call(_connect, (lease, self.fleet.session_s), _OPEN_S)
         if opened.value is None:
@@ -162,11 +153,7 @@ class ServerSession:
 
 
 def open_session(fleet: FleetSettings) -> ServerSession:
-    """A session with the first free server.
-
-    Raises:
-        MachineError: No server is free for too long, or one does not answer.
-    """
+    """A session with the first free server."""
     session = ServerSession(fleet)
     try:
         while True:
@@ -176,13 +163,6 @@ def open_session(fleet: FleetSettings) -> ServerSession:
     except BaseException:
         session.close()
         raise
-
-
-def _no_server(fleet: FleetSettings) -> str:
-    return (
-        f"no server was free for {fleet.wait_s:g} s (rpc_wait_s): {_what_there_is(fleet)}; start one with "
-        f"`ansor-mlflow fleet server --tracker {shlex.quote(str(fleet.tracker))} --key {shlex.quote(fleet.key)}`"
-    )
 
 
 def _what_there_is(fleet: FleetSettings) -> str:
@@ -199,17 +179,7 @@ def _what_there_is(fleet: FleetSettings) -> str:
 
 
 def device_of_fleet(fleet: FleetSettings, target: str, num_threads: int | Literal["auto"]) -> Device:
-    """The device behind a key, as the first free server describes it.
-
-    Args:
-        fleet: Where it is.
-        target: What the user says it is; auto is what the server says.
-        num_threads: Threads of a kernel; auto is every CPU that the server may use.
-
-    Raises:
-        UserInputError: TVM knows no such target, or the server does not say what it is and the user does not either.
-        MachineError: No server is free for too long, or it cannot run code for the target.
-    """
+    """The device behind a key: what the user says it is, or, with auto, what the first free server says."""
     if target != "auto" and not platform_of(resolve_target(target, 1)).in_process:
         raise UserInputError(
             f"target={target!r} is no CPU, and programs are measured on the CPUs of servers only; tune on a host with "
@@ -231,7 +201,11 @@ def device_of_fleet(fleet: FleetSettings, target: str, num_threads: int | Litera
             f"num_threads={num_threads}, but server {server} may use {found.num_threads} CPUs; give at most "
             f"{found.num_threads}, or auto"
         )
-    chosen = resolve_target(_spec_of(found) if target == "auto" else target, number)
+    if target == "auto":
+        spec = {key: value for key, value in found.target.items() if key in ("kind", "mcpu")}
+        if found.machine != platform.machine():
+            spec["mtriple"] = f"{found.machine}-linux-gnu"
+    chosen = resolve_target(json.dumps(spec) if target == "auto" else target, number)
     features = cpu_features(chosen)
     if missing := missing_instructions(features, found.features):
         raise MachineError(
@@ -240,14 +214,6 @@ def device_of_fleet(fleet: FleetSettings, target: str, num_threads: int | Litera
         )
     made_for = replace(found, target=attributes_of(chosen), features=features, num_threads=number)
     return Device(chosen, made_for)
-
-
-def _spec_of(found: DeviceFingerprint) -> str:
-    """The target that generates code for a server."""
-    spec = {key: value for key, value in found.target.items() if key in ("kind", "mcpu")}
-    if found.machine != platform.machine():
-        spec["mtriple"] = f"{found.machine}-linux-gnu"
-    return json.dumps(spec)
 
 
 # -- in the process of a session ---------------------------------------------------------------------------------------
@@ -275,7 +241,6 @@ class Connection:
 
 
 _open: list[Connection] = []
-"""The connection of this process."""
 
 
 def this_connection() -> Connection:

@@ -38,11 +38,7 @@ class HostPort:
 
     @staticmethod
     def parse(text: str, name: str) -> HostPort:
-        """Reads `host:port`, or `[host]:port`, which the user gave for the parameter `name`.
-
-        Raises:
-            UserInputError: It is none.
-        """
+        """Reads `host:port`, or `[host]:port`, which the user gave for the parameter `name`."""
         host, colon, port = text.strip().rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
         is_port = port.isdecimal() and len(port) <= _PORT_DIGITS and 0 < int(port) < 2**16
@@ -86,25 +82,25 @@ class ServerLease:
 
 
 def servers_by_key(tracker: HostPort) -> dict[str, KeyState]:
-    """The servers that a tracker knows; keys that nobody serves or waits for are left out.
-
-    Raises:
-        MachineError: There is no tracker.
-    """
+    """The servers that a tracker knows; keys that nobody serves or waits for are left out."""
     with _refusing(tracker):
         summary = _ask(tracker, [_SUMMARY], _ANSWER_S)
         try:
-            return _key_states(summary)
+            servers: dict[str, list[HostPort]] = {}
+            for info in summary["server_info"]:
+                host, port = info["addr"]
+                servers.setdefault(str(info["key"]).partition(":")[2], []).append(HostPort(str(host), int(port)))
+            queues: Mapping[str, Mapping[str, int]] = summary["queue_info"]
+            free = Counter({key: int(queue["free"]) for key, queue in queues.items()})
+            waiting = Counter({key: int(queue["pending"]) for key, queue in queues.items()})
         except (KeyError, TypeError, AttributeError) as err:
             raise ValueError(summary) from err
+    keys = sorted({*servers, *(+free), *(+waiting)})
+    return {key: KeyState(tuple(sorted(servers.get(key, ()))), free[key], waiting[key]) for key in keys}
 
 
 def request_server(tracker: HostPort, key: str, wait_s: float) -> ServerLease | None:
-    """A server of a key; None where none became free in time.
-
-    Raises:
-        MachineError: There is no tracker.
-    """
+    """A server of a key; None where none became free in time."""
     with _refusing(tracker):
         try:
             found = _ask(tracker, [_REQUEST, key, "", 1], wait_s)
@@ -134,12 +130,7 @@ def _refusing(tracker: HostPort) -> Iterator[None]:
 
 
 def _ask(tracker: HostPort, message: list[Any], wait_s: float) -> Any:
-    """The value that a tracker answers with, however slowly it comes.
-
-    Raises:
-        OSError: Nothing listens there, it closed the connection, or not all came in time (a `TimeoutError`).
-        ValueError: What listens is no tracker.
-    """
+    """The value that a tracker answers with, however slowly it comes."""
     with socket.create_connection((tracker.host, tracker.port), _ANSWER_S) as connection:
         connection.sendall(_MAGIC)
         try:
@@ -173,15 +164,3 @@ def _received(connection: socket.socket, num_bytes: int, until_s: float) -> byte
             raise ConnectionResetError("the connection was closed")
         found += part
     return found
-
-
-def _key_states(summary: Mapping[str, Any]) -> dict[str, KeyState]:
-    servers: dict[str, list[HostPort]] = {}
-    for info in summary["server_info"]:
-        host, port = info["addr"]
-        servers.setdefault(str(info["key"]).partition(":")[2], []).append(HostPort(str(host), int(port)))
-    queues: Mapping[str, Mapping[str, int]] = summary["queue_info"]
-    free = Counter({key: int(queue["free"]) for key, queue in queues.items()})
-    waiting = Counter({key: int(queue["pending"]) for key, queue in queues.items()})
-    keys = sorted({*servers, *(+free), *(+waiting)})
-    return {key: KeyState(tuple(sorted(servers.get(key, ()))), free[key], waiting[key]) for key in keys}

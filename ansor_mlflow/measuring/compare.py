@@ -120,11 +120,6 @@ class SequentialTest:
     looks therefore uses the error (1 - confidence) / k; by Bonferroni's inequality one of them is wrong in at most
     1 - confidence of the cases, on either side, wherever the test stops. Times that are not normal do no harm: as both
     programs run on the same machine, the noise of a logarithm is symmetric, and rare outliers widen the interval.
-
-    Args:
-        confidence: How sure a verdict must be, between 0.5 and 1.
-        margin: Share of the champion's latency that the candidate must save, from 0.
-        max_turns: Turns after which the test ends, decided or not.
     """
 
     confidence: float

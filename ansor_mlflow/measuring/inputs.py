@@ -46,17 +46,7 @@ def require_examples(data: str) -> None:
 
 
 def read_examples(path: str, inputs: tuple[TensorSpec, ...]) -> list[Arrays]:
-    """Reads inputs from a file. Nothing is unpickled.
-
-    Args:
-        path: A NumPy file: .npz with an array for each input, or, for a network with one input, .npy. Or a Parquet
-            file with a column for each input, and a row of it, as bytes or as a list of numbers, in each cell. There
-            may be any number of rows along the first dimension; the last example is filled up with the first rows.
-        inputs: The network's.
-
-    Raises:
-        UserInputError: The file cannot be read, or its arrays are not inputs of the network.
-    """
+    """Reads inputs from a file. Nothing is unpickled."""
     expected = ", ".join(f"{spec.name}: {spec.dtype} {spec.shape}" for spec in inputs)
     arrays = _read(path, inputs)
     if set(arrays) != {spec.name for spec in inputs}:

@@ -138,11 +138,7 @@ class MachineNoise:
         return self.slowdown
 
     def measure(self, turn: Turn) -> list[float]:
-        """Measures between two probes; what is disturbed again, but in total no more than half of all measurements.
-
-        Returns:
-            The seconds of the turn that was disturbed least.
-        """
+        """Measures between two probes; what is disturbed again, but in total no more than half of all measurements."""
         disturbance, samples = self._measure(turn)
         while disturbance > DISTURBED and self._num_repeats < max(1, self.num_measured / 2):
             self._num_repeats += 1
@@ -170,11 +166,7 @@ def lost_share(before: float, after: float) -> float:
 
 
 def probe_noise(num_threads: int, seconds: float) -> float:
-    """Probes the machine for a while.
-
-    Returns:
-        `MachineNoise.spread`.
-    """
+    """Probes the machine for a while."""
     noise, until_s = MachineNoise(), time.monotonic() + seconds
     while time.monotonic() < until_s:
         noise.add(time_probe(num_threads))

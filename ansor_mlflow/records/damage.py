@@ -43,11 +43,7 @@ class Damage:
 
 
 def check_records(path: Path) -> None:
-    """Warns of damage in records that a user has on this machine: what is whole is used.
-
-    Args:
-        path: A directory or a tuning-record file. Where there is no database, whoever reads it says so.
-    """
+    """Warns of damage in records that a user has on this machine: what is whole is used."""
     pairs = _pairs_in(path)
     if pairs:
         warn_of_damage(pairs, path)
@@ -62,14 +58,7 @@ def warn_of_damage(pairs: Sequence[RecordPair], path: Path) -> None:
 
 
 def check_copy(path: Path, called: str, download: str, parts: Collection[str] = ()) -> None:
-    """Checks records that were just copied from a run or an artifact store; warns of damaged lines.
-
-    Args:
-        path: The copy.
-        called: What messages call it.
-        download: The command that brings the user a copy into the working directory, under the name of `path`.
-        parts: Files and folders that were copied; all of them by default.
-    """
+    """Checks records that were just copied from a run or an artifact store; warns of damaged lines."""
     pairs = _pairs_in(path)
     damage = _find_damage(pairs) if pairs else Damage(lines={}, changed=changed_files(path))
     if parts:
@@ -130,10 +119,6 @@ def repair(pair: RecordPair, *, thorough: bool = False) -> Repair:
 
     Nobody else may write to the database meanwhile. Whole files take the place of the damaged ones, so that a repair
     that is interrupted is done by the next one.
-
-    Args:
-        pair: The database; a file that is missing counts as empty.
-        thorough: Whether every line is parsed as a whole, instead of looked at from both ends.
     """
     for path in (pair.workloads, pair.records):
         path.touch()

@@ -51,12 +51,7 @@ class Journal:
         self._path = directory / JOURNAL_FILE
 
     def begin(self, num_earlier: int, seeds: Sequence[Seed] = ()) -> None:
-        """Begins a new journal.
-
-        Args:
-            num_earlier: Records in the database that belong to earlier tunings.
-            seeds: What they say.
-        """
+        """Begins a new journal."""
         write_text(self._path, json.dumps(asdict(_Header(num_earlier, tuple(seeds)))) + "\n")
 
     def resume(self) -> None:
@@ -64,12 +59,7 @@ class Journal:
         end_last_line(self._path)
 
     def append(self, trials: Sequence[Trial], durations: Durations | None = None) -> None:
-        """Appends trials, whose records are on the disk already.
-
-        Args:
-            trials: The trials; none at the end of the tuning.
-            durations: Where the time of the tuning went until now, as far as that is known.
-        """
+        """Appends trials, whose records are on the disk already."""
         lines = [asdict(trial) for trial in trials]
         for line in lines:
             del line["task"]  # names are those of one lowering; the hash tells tasks apart
@@ -100,9 +90,6 @@ def read_journal(directory: Path) -> list[Trial]:
     """The trials of a tuning, one for each record, in their order.
 
     Where the tuner died before it wrote the last ones, or a line is damaged, what the record says has to do.
-
-    Args:
-        directory: Directory of the records. Without a database there, there are none.
     """
     pair = RecordPair.in_directory(directory)
     if not pair.exists():

@@ -58,12 +58,7 @@ class DamagedLine:
 
 
 def scan_records(path: Path, *, thorough: bool = False) -> Iterator[RecordLine | DamagedLine]:
-    """Yields what every line of a record file is.
-
-    Args:
-        path: The record file.
-        thorough: Whether every line is parsed as a whole, schedule and all, instead of looked at from both ends.
-    """
+    """Yields what every line of a record file is."""
     offset = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -86,11 +81,7 @@ def numbered(lines: Sequence[int]) -> str:
 
 
 def parse_record(line: bytes) -> tuple[int, float, dict[str, Any]]:
-    """Workload index, mean seconds and target of a record line, which is parsed as a whole.
-
-    Raises:
-        ValueError: It is no record.
-    """
+    """Workload index, mean seconds and target of a record line, which is parsed as a whole."""
     try:
         index, (trace, run_secs, target, args_info) = read_json(line)
         if any(isinstance(seconds, bool) for seconds in run_secs):
@@ -106,11 +97,7 @@ def parse_record(line: bytes) -> tuple[int, float, dict[str, Any]]:
 
 
 def mean_time(run_secs: Sequence[float]) -> float:
-    """Mean of the times of a record, which is `FAILED_RUN_S` or more for a failed trial.
-
-    Raises:
-        ValueError: They are no times that a kernel can take.
-    """
+    """Mean of the times of a record, which is `FAILED_RUN_S` or more for a failed trial."""
     mean_s = fmean(run_secs)
     if not math.isfinite(mean_s) or (mean_s < FAILED_RUN_S and not all(map(is_time, run_secs))):
         raise ValueError(f"no call of a kernel takes {mean_s} s")
@@ -128,11 +115,7 @@ def fields_of(line: str) -> str:
 
 
 def workload_hash(line: str) -> str:
-    """The structural hash in a workload line, in hexadecimal digits as TVM shows it: "0x" and sixteen.
-
-    Raises:
-        ValueError: It is no workload line.
-    """
+    """The structural hash in a workload line, in hexadecimal digits as TVM shows it: "0x" and sixteen."""
     try:
         hash_, module = read_json(line)
         base64.b64decode(module, validate=True)

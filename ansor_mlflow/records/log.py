@@ -40,12 +40,7 @@ class RecordText:
 
 
 class RecordLog:
-    """Appends trials to a database; knows the fastest ones of each workload. Not safe for use from several threads.
-
-    Args:
-        directory: Where the pair is, or will be. Damaged lines in it are set aside.
-        target: Attributes of the target that is tuned for; records of others are not among the fastest.
-    """
+    """Appends trials to a database; knows the fastest ones of each workload. Not safe for use from several threads."""
 
     def __init__(self, directory: Path, target: Mapping[str, Any]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -64,11 +59,7 @@ class RecordLog:
                     self._keep(workload, RecordText(record.run_s, database.fields(record)))
 
     def best(self, workload_hash: str) -> Sequence[RecordText]:
-        """The fastest records of a workload, fastest first.
-
-        Args:
-            workload_hash: Its structural hash in hexadecimal digits.
-        """
+        """The fastest records of a workload, fastest first."""
         index = self._indices.get(workload_hash)
         return () if index is None else tuple(self._best.get(index, ()))
 
@@ -92,12 +83,7 @@ class RecordLog:
         return records
 
     def append(self, workload: str, records: Sequence[RecordText]) -> None:
-        """Appends records of a workload; they are on the disk when this returns, and none if it is full.
-
-        Args:
-            workload: Its line in the workload file: the JSON text `[structural hash, module in base64]`.
-            records: Its new records.
-        """
+        """Appends records of a workload; they are on the disk when this returns, and none if it is full."""
         if is_full(self._pair.records.parent):
             raise disk_full(self._pair.records)
         hash_ = workload_hash(workload)

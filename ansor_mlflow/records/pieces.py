@@ -32,12 +32,7 @@ _log = logging.getLogger("ansor_mlflow")
 
 
 class PartWriter:
-    """Writes what is new since the last part. What is there at the beginning is in no part.
-
-    Args:
-        records: Directory of the records.
-        destination: Directory of the parts.
-    """
+    """Writes what is new since the last part. What is there at the beginning is in no part."""
 
     def __init__(self, records: Path, destination: Path) -> None:
         self._records = records
@@ -64,12 +59,6 @@ def join_parts(records: Path) -> int:
     """Appends the parts in a directory of records to its files.
 
     Behind a part that is damaged or missing nothing is taken: its workloads would be numbered otherwise.
-
-    Args:
-        records: Directory of the records, with the parts in a folder of it.
-
-    Returns:
-        The number of parts that were taken.
     """
     num_taken = 0
     for path in sorted((records / PARTS_DIR).glob(f"*{_SUFFIX}")):
@@ -130,10 +119,6 @@ def write_manifest(records: Path, path: Path) -> None:
     """Writes the SHA-256 and the length of every file of a tuning's records.
 
     Parts are left out, which are named by their digests.
-
-    Args:
-        records: Directory of the records.
-        path: The manifest.
     """
     files = {}
     for file in sorted(records.rglob("*")):

@@ -25,15 +25,6 @@ def matching_records(
     """The records for a target that a tuning may begin with, of some workloads.
 
     The winner of an earlier tuning was measured twice. Its first measurement is left out, and so is what seemed faster.
-
-    Args:
-        database: All records; every line was looked into.
-        winners: The winners among them, if they are known; the same.
-        target: Attributes of the target.
-        hashes: Structural hashes of the workloads.
-
-    Returns:
-        Databases to be merged: the winners', where there are any, and the others'.
     """
     wanted = code_attributes(target)
 
@@ -61,14 +52,7 @@ def matching_records(
 
 
 def similar_records(database: Database, target: Mapping[str, Any], hashes: Collection[str], *, all_: bool) -> Database:
-    """The records of similar devices, which teach a cost model: those for other targets of the same kind.
-
-    Args:
-        database: All records.
-        target: Attributes of the target that is tuned for.
-        hashes: Structural hashes of the workloads.
-        all_: Whether records for the same target are another device's, too.
-    """
+    """The records of similar devices, which teach a cost model: those for other targets of the same kind."""
     wanted = code_attributes(target)
     records = [
         record

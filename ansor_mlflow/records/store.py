@@ -63,10 +63,6 @@ def find_records(path: Path, *, prefer_winners: bool = True) -> RecordPair:
     A directory may be a work directory of TVM, or one that holds such a directory as `records/`. Where the winners of a
     tuning are beside its records, in `best/`, they are meant: they were measured twice. The workload file that belongs
     to a record file is beside it, with "workload" for "tuning_record" in its name.
-
-    Args:
-        path: What the user gave.
-        prefer_winners: Whether winners come before the records that they are beside, or after them.
     """
     if path.is_dir():
         directories = search_directories(path)
@@ -95,12 +91,7 @@ def find_pairs(path: Path) -> list[RecordPair]:
 
 
 class Database:
-    """What is in a pair: workloads as text, records without their schedules. Damaged lines are left out.
-
-    Args:
-        pair: The files.
-        thorough: Whether every line is parsed as a whole; else damage in the middle of a line is found by `fields`.
-    """
+    """What is in a pair: workloads as text, records without their schedules. Damaged lines are left out."""
 
     def __init__(self, pair: RecordPair, *, thorough: bool = False) -> None:
         self.pair = pair
@@ -136,11 +127,7 @@ class Database:
             return file.read(line.length)
 
     def fields(self, record: RecordLine) -> str:
-        """JSON `[trace, run_secs, target, args_info]` of a record.
-
-        Raises:
-            ValueError: The line is damaged where the first look did not see it.
-        """
+        """JSON `[trace, run_secs, target, args_info]` of a record."""
         text = self.text(record)
         parse_record(text)
         return fields_of(text.decode())
@@ -187,18 +174,6 @@ def distill(
     """Writes the fastest valid records of each workload to a new database.
 
     Damaged lines are left out.
-
-    Args:
-        source: Database to read.
-        destination: Directory of the new pair; existing files are replaced.
-        target: Attributes of the target that the records must be for. TVM's own queries ignore it and would return
-            the fastest record of any device.
-        keep: Records of a workload.
-        any_target: Whether a workload without such records gets those of another target of the same kind.
-        may_be_none: Whether it is no error that there are none.
-
-    Returns:
-        The number of records written.
     """
     database = Database(source)
     if any_target:
@@ -250,15 +225,6 @@ def merge(
     """Writes the records of several databases to a new one; what is there several times is written once.
 
     Damaged lines are left out.
-
-    Args:
-        databases: What to read.
-        destination: Directory of the new pair; existing files are replaced.
-        target: Attributes of the target that the records must be for; None takes those of all.
-        keep: Fastest valid records of each workload and target; None keeps all, failed trials too, in their order.
-
-    Returns:
-        The number of records written. Without any, nothing is written.
     """
     wanted = None if target is None else code_attributes(target)
     workloads: dict[str, str] = {}

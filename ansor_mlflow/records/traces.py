@@ -85,11 +85,7 @@ _INDEX_MAP_NODES = frozenset(
 
 
 def check_trace(trace: Any) -> None:
-    """Checks that a trace holds nothing but what a tuning writes. What has not the form of one, TVM itself refuses.
-
-    Raises:
-        ValueError, TypeError, LookupError: It holds something else.
-    """
+    """Checks that a trace holds nothing but what a tuning writes. What has not the form of one, TVM itself refuses."""
     if not (isinstance(trace, list) and len(trace) == 2 and isinstance(trace[0], list)):
         return
     instructions, decisions = trace
@@ -105,11 +101,7 @@ def check_trace(trace: Any) -> None:
 
 
 def _plain_values(kind: Any, inputs: Any, attributes: Any) -> list[Any]:
-    """What is left of an instruction's values without those that may be more than numbers and names, and are sound.
-
-    Raises:
-        ValueError: They are not, or no tuning writes that instruction.
-    """
+    """What is left of an instruction's values without those that may be more than numbers and names, and are sound."""
     if kind == "Annotate":
         target, value = inputs
         (key,) = attributes

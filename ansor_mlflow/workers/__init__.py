@@ -1,7 +1,13 @@
 """Candidates are built and measured in processes of their own, behind TVM's interfaces of builders and runners."""
 
-from ansor_mlflow.workers.arguments import arg_info, argument_bytes
 from ansor_mlflow.workers.builder import Builder, BuildQueue, LocalBuilder, as_metaschedule_builder
 from ansor_mlflow.workers.interference import RestOfNetwork
-from ansor_mlflow.workers.measure import MeasureSettings, RunJob, measure_program, timeout_s_of
+from ansor_mlflow.workers.measure import (
+    MeasureSettings,
+    RunJob,
+    arg_info,
+    argument_bytes,
+    measure_program,
+    timeout_s_of,
+)
 from ansor_mlflow.workers.runner import LocalRunner, Runner

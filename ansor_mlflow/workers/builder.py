@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
 _TASKS_PER_WORKER = 64
-_PASS_CONFIG = {"tirx.disable_assert": True}
 
 
 class Builder(Protocol):
@@ -48,14 +48,8 @@ class _CandidateJob:
 class LocalBuilder:
     """A `Builder` on this host's CPUs.
 
-    Args:
-        target: Target of the candidates.
-        max_workers: Number of builds at a time.
-        timeout_s: Seconds after which a build is given up.
-        memory_bytes: Data memory that a build may take; None for no bound.
-        as_in_models: Whether candidates are compiled as the libraries of models are, see `codegen`; else they are as
-            TVM's own compiler makes them.
-        compiler: The command that links libraries for another architecture, see `require_linker`.
+    With `as_in_models` candidates are compiled as the libraries of models are, see `codegen`; else they are as TVM's
+    own compiler makes them. `compiler` is the command that links for another architecture, see `require_linker`.
     """
 
     def __init__(
@@ -74,15 +68,15 @@ class LocalBuilder:
         self._timeout_s = timeout_s
         self._scratch = ScratchDirectory()
         self._pool = WorkerPool(max_workers, max_tasks=_TASKS_PER_WORKER, memory_bytes=memory_bytes)
-        self._num_built = 0
+        self._numbers = count(1)
 
     def build(self, mods: Sequence[IRModule]) -> list[Outcome[Path]]:
-        """See `Builder.build`. The libraries live until `close`, or until the caller removes them.
-
-        Raises:
-            MachineError: The disk is full.
-        """
-        jobs = [_CandidateJob(mod, self._target, self._next_path(), self._as_in_models, self._compiler) for mod in mods]
+        """See `Builder.build`. The libraries live until `close`, or until the caller removes them."""
+        paths = [self._scratch.path / f"candidate-{next(self._numbers)}.so" for _ in mods]
+        jobs = [
+            _CandidateJob(mod, self._target, path, self._as_in_models, self._compiler)
+            for mod, path in zip(mods, paths, strict=True)
+        ]
         outcomes = self._pool.map(_build, jobs, self._timeout_s)
         if errors := [outcome.error for outcome in outcomes if outcome.failure]:
             self._scratch.require_space(errors)
@@ -93,19 +87,12 @@ class LocalBuilder:
         self._pool.close()
         self._scratch.close()
 
-    def _next_path(self) -> Path:
-        self._num_built += 1
-        return self._scratch.path / f"candidate-{self._num_built}.so"
-
 
 def as_metaschedule_builder(builder: Builder) -> Any:
-    """A MetaSchedule `PyBuilder` over a `Builder`: pass it as `builder=`.
+    """A MetaSchedule `PyBuilder` over a `Builder`, which stays the caller's: pass it as `builder=`.
 
     MetaSchedule's own `LocalBuilder` starts new processes in every round, which import TVM for half a minute. Modules
     are built for the builder's target; the target of a `BuilderInput` and its parameters are not looked at.
-
-    Args:
-        builder: Stays the caller's, who closes it after tuning.
     """
     from tvm.ir.utils import derived_object
     from tvm.s_tir.meta_schedule.builder import BuilderInput, BuilderResult, PyBuilder
@@ -113,37 +100,30 @@ def as_metaschedule_builder(builder: Builder) -> Any:
     @derived_object
     class _Adapter(PyBuilder):  # type: ignore[misc]
         def build(self, build_inputs: list[BuilderInput]) -> list[BuilderResult]:
-            outcomes = builder.build([build_input.mod for build_input in build_inputs])
-            return [_result(outcome) for outcome in outcomes]
+            results = []
+            for outcome in builder.build([build_input.mod for build_input in build_inputs]):
+                if outcome.value is None:
+                    results.append(BuilderResult(None, f"{outcome.failure}: {outcome.error}"))
+                    continue
+                directory = outcome.value.with_suffix("")  # MetaSchedule's callbacks remove the whole directory
+                directory.mkdir()
+                results.append(BuilderResult(str(outcome.value.rename(directory / outcome.value.name)), None))
+            return results
 
     return _Adapter()
-
-
-def _result(outcome: Outcome[Path]) -> Any:
-    """An outcome as MetaSchedule takes it, whose callbacks remove the whole directory that an artifact is in."""
-    from tvm.s_tir.meta_schedule.builder import BuilderResult
-
-    if outcome.value is None:
-        return BuilderResult(None, f"{outcome.failure}: {outcome.error}")
-    directory = outcome.value.with_suffix("")
-    directory.mkdir()
-    return BuilderResult(str(outcome.value.rename(directory / outcome.value.name)), None)
 
 
 # -- in the worker -----------------------------------------------------------------------------------------------------
 
 
 def _build(job: Any) -> Path:
-    """Builds and links one candidate. Runs in a worker.
-
-    The runner makes the arguments by the candidate's own description, so the code that checks each of them is left out.
-    """
     from tvm.driver import build
     from tvm.ir.transform import PassContext
     from tvm.s_tir.transform import RemoveWeightLayoutRewriteBlock
 
     mod = RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(job.mod)
-    config = {**_PASS_CONFIG, **(pass_config(job.target) if job.as_in_models else {})}
+    # the runner makes the arguments by the candidate's own description: no code is needed that checks each of them
+    config = {"tirx.disable_assert": True, **(pass_config(job.target) if job.as_in_models else {})}
     passes = tir_pipeline(job.target) if job.as_in_models else "default"
     # TVM's own directory of object files would outlive a build that is killed
     scratch = tempfile.TemporaryDirectory(dir=job.path.parent)
@@ -157,9 +137,8 @@ def _build(job: Any) -> Path:
 def _link(library: str, objects: list[str], *, compiler: tuple[str, ...], **_: Any) -> None:
     """Links with the linker itself, where there is one: the compiler around it takes ten times as long.
 
-    Libraries for another architecture are linked with its compiler.
-
-    What a kernel needs of the C and the math library, the process that loads it has.
+    What a kernel needs of the C and the math library, the process that loads it has. For another architecture only its
+    compiler can link.
     """
     from tvm.support import cc
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,8 +90,14 @@ class CacheInterference:
         return int(self._sums.numpy().sum(dtype="int64"))
 
     def memory_of(self, tensors: Sequence[Any]) -> list[Any]:
-        """The same memory as `run` takes it, of tensors that it may write to: those of floats in 16, 32 or 64 bits."""
-        return [view for tensor in tensors if (view := self._signs_of(tensor)) is not None]
+        """The memory of those tensors that hold floats, as integers of 32 bits whose signs `run` turns."""
+        views = []
+        for tensor in tensors:
+            num_bytes = tensor.dtype.bits // 8 * math.prod(int(extent) for extent in tensor.shape)
+            num_vectors = num_bytes // (4 * _LANES * self._num_threads)
+            if "float" in str(tensor.dtype) and num_vectors:
+                views.append(tensor._create_view((self._num_threads, num_vectors, _LANES), "int32"))
+        return views
 
     def run(self, activations: Sequence[Any]) -> None:
         """Lets the rest of the network pass by."""
@@ -101,16 +108,6 @@ class CacheInterference:
             self._read(self._rest, self._sums)  # last, so that all threads are awake
         for memory in reversed(activations):  # the output's before the input's
             self._write(memory)
-
-    def _signs_of(self, tensor: Any) -> Any | None:
-        """A tensor as integers of 32 bits; None where its numbers are none that a sign makes no difference to."""
-        if "float" not in str(tensor.dtype):
-            return None  # indices must be what they are
-        num_bytes = tensor.dtype.bits // 8
-        for extent in tensor.shape:
-            num_bytes *= int(extent)
-        num_vectors = num_bytes // (4 * _LANES * self._num_threads)
-        return tensor._create_view((self._num_threads, num_vectors, _LANES), "int32") if num_vectors else None
 
 
 def _compile(program: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -13,13 +13,21 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ansor_mlflow.device import CPU, Platform, set_num_threads
+import numpy as np
+
+from ansor_mlflow.device import CPU, NewMemory, Platform, set_num_threads
 from ansor_mlflow.measuring import watched
-from ansor_mlflow.workers.arguments import ArgInfo, num_bytes, random_arguments
 from ansor_mlflow.workers.interference import CacheInterference, RestOfNetwork
 
 if TYPE_CHECKING:
     import tvm
+    from tvm.ir import IRModule
+
+ArgInfo = tuple[str, str, tuple[int, ...]]
+"""How TVM describes an argument: ("TENSOR", dtype, shape)."""
+
+_filled: dict[tuple[int, str, int], Any] = {}
+"""The last task's tensors, in one dimension, by position, dtype and number of elements; all on one device."""
 
 _TOO_SLOW = 5.0
 """A program that many times slower than the best of its task needs no exact time."""
@@ -35,6 +43,9 @@ _BROKEN_EXIT = 102
 """Exit code of a worker whose GPU does nothing more for it."""
 _FILL_S_PER_BYTE = 2e-8
 """Time to fill arguments with random numbers: 7e-9 measured for 16-bit floats, less for others."""
+
+
+_interference = cache(CacheInterference)  # a worker measures for one network
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +90,7 @@ def timeout_s_of(job: RunJob, settings: MeasureSettings) -> float:
 
 
 def measure_program(work: tuple[RunJob, MeasureSettings]) -> tuple[tuple[float, ...], float]:
-    """Times one library.
-
-    Returns:
-        Seconds per call, and the share of the time that the worker waited for a CPU.
-    """
+    """Times one library: seconds per call, and the share of the time that the worker waited for a CPU."""
     import tvm
 
     job, settings = work
@@ -148,12 +155,6 @@ def _time_in_network(
     return tuple(run_s)
 
 
-@cache
-def _interference(rest: RestOfNetwork, num_threads: int) -> CacheInterference:
-    """Those of the network that this worker measures for."""
-    return CacheInterference(rest, num_threads)
-
-
 def _time_alone(
     library: tvm.runtime.Module, arguments: Sequence[Any], job: RunJob, settings: MeasureSettings, device: Any
 ) -> tuple[float, ...]:
@@ -196,3 +197,53 @@ def _call_s(function: Callable[..., object], arguments: Sequence[object], device
         device.sync()  # a GPU may only have begun
         seconds.append(time.perf_counter() - started)
     return min(seconds)
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def arg_info(info: Any) -> ArgInfo:
+    """MetaSchedule's description of an argument as plain values."""
+    kind, dtype, shape = info.as_json()
+    return str(kind), str(dtype), tuple(int(extent) for extent in shape)
+
+
+def num_bytes(args_info: tuple[ArgInfo, ...]) -> int:
+    """Size of all arguments."""
+    return sum(math.prod(shape) * np.dtype(dtype).itemsize for _, dtype, shape in args_info)
+
+
+def argument_bytes(mod: IRModule, besides: Collection[int] = ()) -> int:
+    """Size of the arguments of a task's function, but for those at some positions."""
+    from tvm.s_tir.meta_schedule.arg_info import ArgInfo as TvmArgInfo
+
+    found = enumerate(TvmArgInfo.from_entry_func(mod, remove_preproc=True))
+    return num_bytes(tuple(arg_info(info) for position, info in found if position not in besides))
+
+
+def random_arguments(args_info: tuple[ArgInfo, ...], device: Any = None) -> list[Any]:
+    """Tensors of random numbers: zeros would let denormals and branches distort the time.
+
+    Programs of one task differ in the layout of their weights but not in the number of elements, so that they share
+    the numbers, which take longer to make than a fast program to measure. Indices, which ONNX has in 32 and 64 bits,
+    are zero: TVM fills integers with any bits, and kernels do not check the indices that they read with. The device, by
+    default the CPU, is the same in all calls of a process.
+    """
+    keys = [(position, dtype, math.prod(shape)) for position, (_, dtype, shape) in enumerate(args_info)]
+    if _filled.keys() != set(keys):
+        _filled.clear()  # before the new ones take memory
+        memory = NewMemory()
+        _filled.update({key: _fill(*key[1:], device) for key in keys})
+        memory.collapse()  # as in a model that is loaded
+    return [_filled[key]._create_view(shape, dtype) for key, (_, dtype, shape) in zip(keys, args_info, strict=True)]
+
+
+def _fill(dtype: str, num_elements: int, device: Any) -> Any:
+    import tvm
+
+    device = device or tvm.cpu(0)
+    if dtype in ("int32", "int64"):
+        return tvm.runtime.tensor(np.zeros(num_elements, dtype), device)
+    filled = tvm.runtime.empty((num_elements,), dtype, device)
+    tvm.get_global_func("tvm.contrib.random.random_fill_for_measure")(filled)
+    return filled
