@@ -28,11 +28,10 @@ from ansor_mlflow.autologging.tuning_run import open_run
 from ansor_mlflow.device.tvm_import import import_tensor_intrin
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.processes import Outcome
-from ansor_mlflow.records.applicability import device_key
-from ansor_mlflow.records.journal import read_journal
+from ansor_mlflow.records.applicability import device_key, read_fingerprint, read_provenance
+from ansor_mlflow.records.log import read_journal
 from ansor_mlflow.records.pieces import changed_files
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
-from ansor_mlflow.records.summary import read_fingerprint, read_provenance
 from ansor_mlflow.testing import FakeBuilder
 from ansor_mlflow.tracking.memory import short_hash
 from ansor_mlflow.workers.builder import as_metaschedule_builder

@@ -26,8 +26,8 @@ from ansor_mlflow.model.loading import TunedModel, load_package
 from ansor_mlflow.model.manifest import Manifest
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.load import Network
+from ansor_mlflow.records.applicability import Provenance, write_description
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
-from ansor_mlflow.records.summary import Provenance, write_description
 from ansor_mlflow.steps.fetching import tuning_of
 from ansor_mlflow.tensors import random_inputs
 

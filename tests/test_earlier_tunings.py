@@ -19,9 +19,8 @@ from mlflow.entities import Run, RunTag
 from ansor_mlflow import names
 from ansor_mlflow.device.fingerprints import DeviceFingerprint
 from ansor_mlflow.lowering.network import LoweredNetwork
-from ansor_mlflow.records.applicability import device_key, why_not_applicable
+from ansor_mlflow.records.applicability import Provenance, device_key, why_not_applicable
 from ansor_mlflow.records.store import RECORD_FILE
-from ansor_mlflow.records.summary import Provenance
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tracking.memory import EarlierTuning, best_source, find_tunings, memory_tags, short_hash
 

@@ -31,7 +31,7 @@ from ansor_mlflow.fleet.session import (
 )
 from ansor_mlflow.fleet.tracker import HostPort, ServerLease, request_server, servers_by_key
 from ansor_mlflow.parameters import TuneOptions
-from ansor_mlflow.records.summary import read_provenance
+from ansor_mlflow.records.applicability import read_provenance
 from ansor_mlflow.trials import ServerState, TrialStatus, utilisation
 from ansor_mlflow.workers.measure import RunJob
 

@@ -28,10 +28,10 @@ from ansor_mlflow.fleet.tracker import request_server
 from ansor_mlflow.foreign import read_json, read_yaml, typed
 from ansor_mlflow.model import Manifest, verified_manifest
 from ansor_mlflow.parameters import DistillRecordsOptions, TuneOptions, load_options
-from ansor_mlflow.records.journal import JOURNAL_FILE, read_durations, read_journal, read_seeds
+from ansor_mlflow.records.applicability import read_fingerprint, read_provenance
+from ansor_mlflow.records.log import read_durations, read_journal, read_seeds
 from ansor_mlflow.records.pieces import changed_files
-from ansor_mlflow.records.store import Database, RecordPair, write_pair
-from ansor_mlflow.records.summary import read_fingerprint, read_provenance
+from ansor_mlflow.records.store import JOURNAL_FILE, Database, RecordPair, write_pair
 from ansor_mlflow.trials import Durations
 
 SCALARS = (

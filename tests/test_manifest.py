@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ansor_mlflow import names
-from ansor_mlflow.records.journal import JOURNAL_FILE
 from ansor_mlflow.records.pieces import PARTS_DIR, changed_files, write_manifest
-from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
+from ansor_mlflow.records.store import JOURNAL_FILE, RECORD_FILE, WORKLOAD_FILE
 
 CONTENTS = {
     WORKLOAD_FILE: b"workloads",

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from ansor_mlflow.errors import RecordsError
-from ansor_mlflow.records.journal import JOURNAL_FILE
 from ansor_mlflow.records.pieces import PARTS_DIR, PartWriter, join_parts
-from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
+from ansor_mlflow.records.store import JOURNAL_FILE, RECORD_FILE, WORKLOAD_FILE
 
 FILES = (WORKLOAD_FILE, RECORD_FILE, JOURNAL_FILE)
 

@@ -19,9 +19,9 @@ from ansor_mlflow import names
 from ansor_mlflow.device.fingerprints import DeviceFingerprint, fingerprint
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering.network import LoweredNetwork
+from ansor_mlflow.records.applicability import Provenance, read_provenance, write_description
 from ansor_mlflow.records.damage import check_records
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, Database, RecordPair, distill, find_records, merge
-from ansor_mlflow.records.summary import Provenance, read_provenance, write_description
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.database import JSONDatabase

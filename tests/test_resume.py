@@ -15,9 +15,8 @@ from ansor_mlflow import names
 from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.records.damage import repair
-from ansor_mlflow.records.journal import JOURNAL_FILE, Journal, read_durations, read_journal
-from ansor_mlflow.records.log import RecordLog
-from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair
+from ansor_mlflow.records.log import Journal, RecordLog, read_durations, read_journal
+from ansor_mlflow.records.store import JOURNAL_FILE, RECORD_FILE, WORKLOAD_FILE, RecordPair
 from ansor_mlflow.testing import FakeRunner
 from ansor_mlflow.trials import Durations, StopReason, TrialStatus, TuningRound
 from ansor_mlflow.tuning.program_search import TaskSearch, make_cost_model

@@ -13,9 +13,8 @@ from helpers.finished import FinishedWork
 from helpers.runs_here import artifacts_of, newest_run
 
 from ansor_mlflow import names
-from ansor_mlflow.records.journal import JOURNAL_FILE
 from ansor_mlflow.records.pieces import write_manifest
-from ansor_mlflow.records.store import RECORD_FILE
+from ansor_mlflow.records.store import JOURNAL_FILE, RECORD_FILE
 
 pytestmark = pytest.mark.system  # whole pipelines
 

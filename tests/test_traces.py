@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ansor_mlflow.records.journal import JOURNAL_FILE, read_journal, read_seeds
 from ansor_mlflow.records.lines import RecordLine, parse_record, scan_records
-from ansor_mlflow.records.store import RecordPair, write_pair
+from ansor_mlflow.records.log import read_journal, read_seeds
+from ansor_mlflow.records.store import JOURNAL_FILE, RecordPair, write_pair
 
 IR = 'module asm ".globl evil"\n'
 INDEX_MAP = [

@@ -22,8 +22,7 @@ from ansor_mlflow.device.fingerprints import fingerprint
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.parameters import MeasureOptions, SearchOptions, TuneOptions
-from ansor_mlflow.records.journal import read_seeds
-from ansor_mlflow.records.log import RecordLog
+from ansor_mlflow.records.log import RecordLog, read_seeds
 from ansor_mlflow.records.pieces import write_manifest
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
 from ansor_mlflow.testing import FakeRunner

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from ansor_mlflow.device import (
     Device,
+    DeviceFingerprint,
     attributes_of,
     cpu_features,
     fingerprint,

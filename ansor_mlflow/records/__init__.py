@@ -1,27 +1,24 @@
 """Tuning records on disk: TVM's own pair of JSON-lines files, read without TVM, and what describes them."""
 
 from ansor_mlflow.records.applicability import (
+    Provenance,
     code_attributes,
     device_key,
     has_target,
+    read_fingerprint,
+    read_provenance,
     target_key,
     target_name,
     why_not_applicable,
+    write_description,
 )
 from ansor_mlflow.records.damage import check_copy, check_records, repair, warn_of_damage
-from ansor_mlflow.records.journal import (
-    JOURNAL_FILE,
-    Journal,
-    Seed,
-    read_durations,
-    read_journal,
-    read_seeds,
-)
 from ansor_mlflow.records.lines import FAILED_RUN_S, RecordLine, fields_of, is_time, target_attributes, workload_hash
-from ansor_mlflow.records.log import RecordLog, RecordText
+from ansor_mlflow.records.log import Journal, RecordLog, RecordText, Seed, read_durations, read_journal, read_seeds
 from ansor_mlflow.records.pieces import GROWING_FILES, PARTS_DIR, PartWriter, changed_files, join_parts, write_manifest
 from ansor_mlflow.records.selection import matching_records, open_winners, read_similar, schedule_of, similar_records
 from ansor_mlflow.records.store import (
+    JOURNAL_FILE,
     RECORD_FILE,
     WORKLOAD_FILE,
     Database,
@@ -35,12 +32,8 @@ from ansor_mlflow.records.store import (
 )
 from ansor_mlflow.records.summary import (
     DatabaseSummary,
-    Provenance,
     WorkloadSummary,
     open_database,
-    read_fingerprint,
-    read_provenance,
     require_whole,
     summarize,
-    write_description,
 )

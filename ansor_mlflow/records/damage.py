@@ -43,7 +43,10 @@ class Damage:
 
 
 def check_records(path: Path) -> None:
-    """Warns of damage in records that a user has on this machine: what is whole is used."""
+    """Warns of damage in records that a user has on this machine: what is whole is used.
+
+    Where there is no database, whoever reads it says so.
+    """
     pairs = _pairs_in(path)
     if pairs:
         warn_of_damage(pairs, path)
@@ -58,7 +61,11 @@ def warn_of_damage(pairs: Sequence[RecordPair], path: Path) -> None:
 
 
 def check_copy(path: Path, called: str, download: str, parts: Collection[str] = ()) -> None:
-    """Checks records that were just copied from a run or an artifact store; warns of damaged lines."""
+    """Checks records that were just copied from a run or an artifact store; warns of damaged lines.
+
+    Messages call the copy `called`, and `download` is the command that brings the user one. Where `parts` are given,
+    only these files and folders were copied.
+    """
     pairs = _pairs_in(path)
     damage = _find_damage(pairs) if pairs else Damage(lines={}, changed=changed_files(path))
     if parts:
@@ -157,15 +164,8 @@ def _drop_damaged(database: Database) -> None:
 
 def _replace_lost(database: Database) -> None:
     """Puts another workload in the place of a lost one, of which no record is left: the others keep their numbers."""
-    valid = [line for line, hash_ in zip(database.workloads, database.hashes, strict=True) if hash_ is not None]
-    lines = (
-        [
-            line if hash_ is not None else valid[0]
-            for line, hash_ in zip(database.workloads, database.hashes, strict=True)
-        ]
-        if valid
-        else []
-    )
-    while lines and database.hashes[len(lines) - 1] is None:
-        lines.pop()
+    is_whole = [hash_ is not None for hash_ in database.hashes]
+    num_lines = max((number for number, whole in enumerate(is_whole, start=1) if whole), default=0)
+    instead = next((line for line, whole in zip(database.workloads, is_whole, strict=True) if whole), "")
+    lines = [database.workloads[i] if is_whole[i] else instead for i in range(num_lines)]
     write_text(database.pair.workloads, "".join(f"{line}\n" for line in lines))

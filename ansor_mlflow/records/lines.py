@@ -53,12 +53,10 @@ class DamagedLine:
     number: int
     offset: int
     length: int
-    is_torn: bool
-    """Whether it is the last line and has no end: its writer died."""
 
 
 def scan_records(path: Path, *, thorough: bool = False) -> Iterator[RecordLine | DamagedLine]:
-    """Yields what every line of a record file is."""
+    """What every line of a record file is; `thorough` parses them as a whole, instead of looking at both ends."""
     offset = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -69,7 +67,7 @@ def scan_records(path: Path, *, thorough: bool = False) -> Iterator[RecordLine |
                         parse_record(line)
                     yield RecordLine(number, offset, length, *(_quick_look(line) or _parsed(line)))
                 except ValueError:
-                    yield DamagedLine(number, offset, length, not line.endswith(b"\n"))
+                    yield DamagedLine(number, offset, length)
             offset += length
 
 
@@ -81,7 +79,7 @@ def numbered(lines: Sequence[int]) -> str:
 
 
 def parse_record(line: bytes) -> tuple[int, float, dict[str, Any]]:
-    """Workload index, mean seconds and target of a record line, which is parsed as a whole."""
+    """Workload index, mean seconds and target of a record line, parsed as a whole; a ValueError if it is none."""
     try:
         index, (trace, run_secs, target, args_info) = read_json(line)
         if any(isinstance(seconds, bool) for seconds in run_secs):
@@ -97,7 +95,7 @@ def parse_record(line: bytes) -> tuple[int, float, dict[str, Any]]:
 
 
 def mean_time(run_secs: Sequence[float]) -> float:
-    """Mean of the times of a record, which is `FAILED_RUN_S` or more for a failed trial."""
+    """Mean time of a record, `FAILED_RUN_S` or more for a failed trial; a ValueError if no kernel takes such times."""
     mean_s = fmean(run_secs)
     if not math.isfinite(mean_s) or (mean_s < FAILED_RUN_S and not all(map(is_time, run_secs))):
         raise ValueError(f"no call of a kernel takes {mean_s} s")

@@ -17,22 +17,19 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import RecordsError
 from ansor_mlflow.files import append, new_file, path_below, write_text
 from ansor_mlflow.foreign import read_json
-from ansor_mlflow.records.journal import JOURNAL_FILE
-from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
+from ansor_mlflow.records.store import JOURNAL_FILE, RECORD_FILE, WORKLOAD_FILE
 
 PARTS_DIR = "parts"
 GROWING_FILES = (WORKLOAD_FILE, RECORD_FILE, JOURNAL_FILE)
 """Files of a tuning that only grow."""
 _DIGEST_LENGTH = 32
 _SUFFIX = ".part"
-_FORMAT_VERSION = 1
-"""Of the manifest."""
 _CHUNK_BYTES = 2**20
 _log = logging.getLogger("ansor_mlflow")
 
 
 class PartWriter:
-    """Writes what is new since the last part. What is there at the beginning is in no part."""
+    """Writes what is new in a directory of records since the last part. What is there at first is in no part."""
 
     def __init__(self, records: Path, destination: Path) -> None:
         self._records = records
@@ -41,7 +38,13 @@ class PartWriter:
 
     def write(self) -> Path | None:
         """Writes a part; None where nothing is new."""
-        pieces = {name: _read_from(self._records / name, start) for name, start in self._sizes.items()}
+        pieces = {}
+        for name, start in self._sizes.items():
+            pieces[name] = b""
+            if (self._records / name).exists():
+                with (self._records / name).open("rb") as grown:
+                    grown.seek(start)
+                    pieces[name] = grown.read()
         if not any(pieces.values()):
             return None
         header = {name: [self._sizes[name], len(piece)] for name, piece in pieces.items()}
@@ -56,7 +59,7 @@ class PartWriter:
 
 
 def join_parts(records: Path) -> int:
-    """Appends the parts in a directory of records to its files.
+    """Appends the parts in a directory of records to its files; returns how many were taken.
 
     Behind a part that is damaged or missing nothing is taken: its workloads would be numbered otherwise.
     """
@@ -107,19 +110,8 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _read_from(path: Path, start: int) -> bytes:
-    if not path.exists():
-        return b""
-    with path.open("rb") as file:
-        file.seek(start)
-        return file.read()
-
-
 def write_manifest(records: Path, path: Path) -> None:
-    """Writes the SHA-256 and the length of every file of a tuning's records.
-
-    Parts are left out, which are named by their digests.
-    """
+    """Writes the SHA-256 and the length of every file of a tuning's records, but for parts, whose names have them."""
     files = {}
     for file in sorted(records.rglob("*")):
         name = file.relative_to(records)
@@ -127,7 +119,7 @@ def write_manifest(records: Path, path: Path) -> None:
         if file.is_file() and is_described and not file.name.startswith("."):
             size = file.stat().st_size
             files[name.as_posix()] = {"bytes": size, "sha256": _sha256(file, size)}
-    write_text(path, json.dumps({"format_version": _FORMAT_VERSION, "files": files}, indent=1))
+    write_text(path, json.dumps({"format_version": 1, "files": files}, indent=1))
 
 
 def changed_files(records: Path) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ def matching_records(
     """The records for a target that a tuning may begin with, of some workloads.
 
     The winner of an earlier tuning was measured twice. Its first measurement is left out, and so is what seemed faster.
+    The databases are to be merged: the winners', where there are any, and the others'.
     """
     wanted = code_attributes(target)
 
@@ -52,7 +53,10 @@ def matching_records(
 
 
 def similar_records(database: Database, target: Mapping[str, Any], hashes: Collection[str], *, all_: bool) -> Database:
-    """The records of similar devices, which teach a cost model: those for other targets of the same kind."""
+    """The records of similar devices, which teach a cost model: those for other targets of the same kind.
+
+    With `all_`, records for the same target are another device's, too.
+    """
     wanted = code_attributes(target)
     records = [
         record

@@ -27,6 +27,8 @@ from ansor_mlflow.records.lines import (
 
 WORKLOAD_FILE = "database_workload.json"
 RECORD_FILE = "database_tuning_record.json"
+JOURNAL_FILE = "trials.jsonl"
+"""Name of what a tuning keeps beside its records; see `Journal`."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,8 @@ def find_records(path: Path, *, prefer_winners: bool = True) -> RecordPair:
     """The pair that a user means by a directory or by a tuning-record file.
 
     A directory may be a work directory of TVM, or one that holds such a directory as `records/`. Where the winners of a
-    tuning are beside its records, in `best/`, they are meant: they were measured twice. The workload file that belongs
-    to a record file is beside it, with "workload" for "tuning_record" in its name.
+    tuning are beside its records, in `best/`, they come first by default: they were measured twice. The workload file
+    that belongs to a record file is beside it, with "workload" for "tuning_record" in its name.
     """
     if path.is_dir():
         directories = search_directories(path)
@@ -91,25 +93,43 @@ def find_pairs(path: Path) -> list[RecordPair]:
 
 
 class Database:
-    """What is in a pair: workloads as text, records without their schedules. Damaged lines are left out."""
+    """What is in a pair: workloads as text, records without their schedules. Damaged lines are left out.
+
+    With `thorough` every line is parsed as a whole; else damage in the middle of one is found by `fields`.
+    """
 
     def __init__(self, pair: RecordPair, *, thorough: bool = False) -> None:
         self.pair = pair
-        self.workloads: list[str] = []
-        """Lines of the workload file."""
         self.hashes: list[str | None] = []
         """Structural hashes of these lines; None for a damaged one."""
         self.records: list[RecordLine] = []
         self.damaged: list[DamagedLine] = []
         """Lines of the record file that are no records, or of a workload that is not there."""
-        self._read_workloads()
-        for line in scan_records(pair.records, thorough=thorough):
-            if isinstance(line, DamagedLine):
-                self.damaged.append(line)
-            elif line.workload < len(self.hashes) and self.hashes[line.workload] is not None:
-                self.records.append(line)
+        content = pair.workloads.read_bytes()
+        # Bytes that are no text are kept as they are: a damaged line costs no other one.
+        text = content.decode(errors="surrogateescape").removesuffix("\n")
+        self.workloads: list[str] = [line.strip() for line in text.split("\n")] if text else []
+        """Lines of the workload file."""
+        for line in self.workloads:
+            try:
+                self.hashes.append(workload_hash(line))
+            except ValueError:
+                self.hashes.append(None)
+        if not any(self.hashes):
+            try:
+                content.decode()
+            except UnicodeDecodeError as err:
+                raise RecordsError(
+                    f"{pair.workloads}: this is not a workload file of TVM, but perhaps a compressed one; give the "
+                    "file that TVM wrote"
+                ) from err
+        for record in scan_records(pair.records, thorough=thorough):
+            if isinstance(record, DamagedLine):
+                self.damaged.append(record)
+            elif record.workload < len(self.hashes) and self.hashes[record.workload] is not None:
+                self.records.append(record)
             else:
-                self.damaged.append(DamagedLine(line.number, line.offset, line.length, is_torn=False))
+                self.damaged.append(DamagedLine(record.number, record.offset, record.length))
 
     def by_workload(self, target: Mapping[str, Any]) -> dict[int, list[RecordLine]]:
         """The valid records for a target, by the index of their workload."""
@@ -127,7 +147,7 @@ class Database:
             return file.read(line.length)
 
     def fields(self, record: RecordLine) -> str:
-        """JSON `[trace, run_secs, target, args_info]` of a record."""
+        """JSON `[trace, run_secs, target, args_info]` of a record; a ValueError where the first look missed damage."""
         text = self.text(record)
         parse_record(text)
         return fields_of(text.decode())
@@ -142,25 +162,6 @@ class Database:
         """Numbers of the lines in the workload file that are no workloads."""
         return tuple(number for number, hash_ in enumerate(self.hashes, start=1) if hash_ is None)
 
-    def _read_workloads(self) -> None:
-        content = self.pair.workloads.read_bytes()
-        # Bytes that are no text are kept as they are: a damaged line costs no other one.
-        text = content.decode(errors="surrogateescape").removesuffix("\n")
-        self.workloads = [line.strip() for line in text.split("\n")] if text else []
-        for line in self.workloads:
-            try:
-                self.hashes.append(workload_hash(line))
-            except ValueError:
-                self.hashes.append(None)
-        if not any(self.hashes):
-            try:
-                content.decode()
-            except UnicodeDecodeError as err:
-                raise RecordsError(
-                    f"{self.pair.workloads}: this is not a workload file of TVM, but perhaps a compressed one; give "
-                    "the file that TVM wrote"
-                ) from err
-
 
 def distill(
     source: RecordPair,
@@ -171,19 +172,17 @@ def distill(
     any_target: bool = False,
     may_be_none: bool = False,
 ) -> int:
-    """Writes the fastest valid records of each workload to a new database.
+    """Writes the fastest valid records of each workload for a target to a new database; returns how many.
 
-    Damaged lines are left out.
+    TVM's own queries ignore the target and would return the fastest record of any device. With `any_target` a workload
+    without such records gets those of another target of the same kind.
     """
     database = Database(source)
     if any_target:
         _take_one_target_each(database, target)
     num_written = merge([database], destination, target=None if any_target else target, keep=keep)
     if may_be_none and not database.records:
-        empty = RecordPair.in_directory(destination)
-        destination.mkdir(parents=True, exist_ok=True)
-        for path in (empty.workloads, empty.records):
-            write_text(path, "")
+        write_pair(destination, [], [])
         return 0
     if num_written:
         return num_written
@@ -222,18 +221,18 @@ def merge(
     target: Mapping[str, Any] | None = None,
     keep: int | None = None,
 ) -> int:
-    """Writes the records of several databases to a new one; what is there several times is written once.
+    """Writes the records of several databases to a new one, each once; returns how many. Without any it writes nothing.
 
-    Damaged lines are left out.
+    `keep` is the number of fastest valid records of each workload and target; None keeps all, failed trials too, in
+    their order.
     """
     wanted = None if target is None else code_attributes(target)
     workloads: dict[str, str] = {}
     groups: dict[str, dict[str, list[tuple[Database, RecordLine]]]] = {}
     for database in databases:
         for record in database.records:
-            if wanted is not None and not has_target(record, wanted):
-                continue
-            if keep is not None and record.run_s >= FAILED_RUN_S:
+            is_of_others = wanted is not None and not has_target(record, wanted)
+            if is_of_others or (keep is not None and record.run_s >= FAILED_RUN_S):
                 continue
             hash_ = database.hashes[record.workload]
             assert hash_ is not None  # or the record would be among the damaged ones
@@ -243,8 +242,7 @@ def merge(
     if not groups:
         return 0
     destination.mkdir(parents=True, exist_ok=True)
-    pair = RecordPair.in_directory(destination)
-    num_written = 0
+    pair, num_written = RecordPair.in_directory(destination), 0
     write_text(pair.workloads, "".join(f"{workloads[hash_]}\n" for hash_ in groups))
     with new_file(pair.records) as file:
         for index, group in ((index, group) for index, by in enumerate(groups.values()) for group in by.values()):

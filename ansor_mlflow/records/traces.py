@@ -85,7 +85,10 @@ _INDEX_MAP_NODES = frozenset(
 
 
 def check_trace(trace: Any) -> None:
-    """Checks that a trace holds nothing but what a tuning writes. What has not the form of one, TVM itself refuses."""
+    """Checks that a trace holds nothing but what a tuning writes; a ValueError, TypeError or LookupError if it does.
+
+    What has not the form of a trace, TVM itself refuses.
+    """
     if not (isinstance(trace, list) and len(trace) == 2 and isinstance(trace[0], list)):
         return
     instructions, decisions = trace

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.processes import Outcome
-from ansor_mlflow.records.journal import Journal, read_durations, read_journal
-from ansor_mlflow.records.log import RecordLog
+from ansor_mlflow.records.log import Journal, RecordLog, read_durations, read_journal
 from ansor_mlflow.records.store import RECORD_FILE
 from ansor_mlflow.testing import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import Trial, TuningPlan, TuningResult, TuningRound
