@@ -20,7 +20,7 @@ from helpers.runs_here import newest_run
 from ansor_mlflow import names
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.lowering.network import LoweredNetwork
-from ansor_mlflow.measuring.noise import DISTURBED, MachineNoise, ProbeTime, probe_noise, time_probe, watched
+from ansor_mlflow.measuring.timing import DISTURBED, MachineNoise, ProbeTime, probe_noise, time_probe, watched
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.testing import FakeRunner
 from ansor_mlflow.workers.builder import LocalBuilder

@@ -34,16 +34,6 @@ from ansor_mlflow.measuring.kernels import (
     time_parts,
     time_parts_in_onnxruntime,
 )
-from ansor_mlflow.measuring.noise import (
-    MachineNoise,
-    ProbeTime,
-    Turn,
-    is_disturbed,
-    lost_share,
-    probe_noise,
-    time_probe,
-    watched,
-)
 from ansor_mlflow.measuring.reference import ReferenceSession, is_quantized
 from ansor_mlflow.measuring.rivals.table import (
     RIVALS,
@@ -56,11 +46,19 @@ from ansor_mlflow.measuring.rivals.table import (
 from ansor_mlflow.measuring.rivals.task import Rival, RivalTask
 from ansor_mlflow.measuring.timing import (
     Latency,
+    MachineNoise,
+    ProbeTime,
+    Turn,
     call_once,
+    is_disturbed,
+    lost_share,
     measure_call,
     measure_in_turns,
     measure_turn,
     measure_watched,
+    probe_noise,
     take_turns,
+    time_probe,
     turn_in_process,
+    watched,
 )
