@@ -49,10 +49,7 @@ class Deviation:
     @staticmethod
     def worst(differences: list[Deviation]) -> Deviation:
         """The largest errors of several comparisons."""
-        return Deviation(
-            max(difference.max_abs_error for difference in differences),
-            max(difference.max_rel_error for difference in differences),
-        )
+        return Deviation(max(d.max_abs_error for d in differences), max(d.max_rel_error for d in differences))
 
 
 _INFINITE = Deviation(float("inf"), float("inf"))
@@ -83,17 +80,12 @@ def _compare(
     exact = must_be_equal(expected)
     if not np.array_equal(actual[exact], expected[exact], equal_nan=True):
         return _INFINITE
-    return _difference(actual[~exact], expected[~exact])
-
-
-def _difference(actual: npt.NDArray[Any], expected: npt.NDArray[Any]) -> Deviation:
-    if expected.size == 0:
+    if exact.all():
         return Deviation(0.0, 0.0)
-    errors = np.abs(actual - expected)
+    errors = np.abs(actual[~exact] - expected[~exact])
     if not np.isfinite(errors).all():
         return _INFINITE
-    scale = float(np.max(np.abs(expected)))
-    max_abs = float(errors.max())
+    scale, max_abs = float(np.max(np.abs(expected[~exact]))), float(errors.max())
     return Deviation(max_abs, max_abs / max(scale, _SMALLEST_SCALE))
 
 
@@ -170,11 +162,16 @@ def swallowing(actual: Arrays, expected: Arrays) -> list[str]:
     tiles have it wherever one element has. The largest finite numbers, which bounds leave, are as infinities. Outputs
     whose shape depends on values, and then differs, say nothing.
     """
+
+    def with_infinities(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        info = np.finfo(array.dtype)
+        return np.where(array >= info.max, np.inf, np.where(array <= info.min, -np.inf, array.astype(np.float64)))
+
     found = []
     for name, values in expected.items():
         if values.dtype.kind != "f" or actual[name].shape != values.shape:
             continue
-        given, wanted = (_with_infinities(array) for array in (actual[name], values))
+        given, wanted = with_infinities(actual[name]), with_infinities(values)
         passes = np.isfinite(wanted) | np.isnan(given) | (given == wanted)
         if not passes.all():
             found.append(name)
@@ -207,9 +204,3 @@ def require_broken_stays_broken(
         "before the model",
         *(what, ", ".join(operators)),
     )
-
-
-def _with_infinities(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The values, with infinities in place of the largest finite numbers of their type."""
-    info = np.finfo(values.dtype)
-    return np.where(values >= info.max, np.inf, np.where(values <= info.min, -np.inf, values.astype(np.float64)))

@@ -113,6 +113,8 @@ class Ratio:
 class SequentialTest:
     """A paired t-test on the logarithms of ratios, looked at after 4, 8, 16, … turns and after the last.
 
+    A verdict is as sure as `confidence`; `margin` is the share of the champion's latency that the candidate must save.
+
     The ratio of a turn is that of two medians that were measured one after the other, so that what slows down both
     cancels out. The mean of their logarithms has the interval x̄ ± t(n-1) · s/√n (Student, Biometrika 6, 1908).
 

@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError, one_line
-from ansor_mlflow.measuring.compare import Inference, reference_inference
-from ansor_mlflow.measuring.timing import call_once
+from ansor_mlflow.measuring.compare import reference_inference
 from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import Arrays, NetworkShapes, TensorSpec, random_inputs, stack_cells
 
@@ -46,7 +44,12 @@ def require_examples(data: str) -> None:
 
 
 def read_examples(path: str, inputs: tuple[TensorSpec, ...]) -> list[Arrays]:
-    """Reads inputs from a file. Nothing is unpickled."""
+    """Reads inputs from a file. Nothing is unpickled.
+
+    A NumPy file is .npz with an array for each input, or, for a network with one input, .npy. A Parquet file has a
+    column for each input, and a row of it, as bytes or as a list of numbers, in each cell. There may be any number of
+    rows along the first dimension; the last example is filled up with the first rows.
+    """
     expected = ", ".join(f"{spec.name}: {spec.dtype} {spec.shape}" for spec in inputs)
     arrays = _read(path, inputs)
     if set(arrays) != {spec.name for spec in inputs}:
@@ -237,33 +240,31 @@ def _chosen_draw(network: Path, specs: Sequence[TensorSpec], seed: int) -> _Draw
     kinds = ("by_shape", "bits", "largest", "counts", "ones", "zeros") if has_integers else ("bits",)
     draws = [_Draw(kind, is_positive, tables) for is_positive in (False, True) for kind in kinds]  # type: ignore[arg-type]
     try:
-        shares: list[float] = in_child_process(call_once, partial(_shares_call, network, draws, specs, seed))
+        shares = in_child_process(_shares, (network, draws, specs, seed))
     except AnsorMlflowError:  # the comparison says so
         return _Draw()
     return draws[shares.index(max(shares))]
 
 
-def _shares_call(network: Path, draws: Sequence[_Draw], specs: Sequence[TensorSpec], seed: int) -> Any:
-    run = reference_inference(network, 0, exact=True)
-    return lambda: list(_shares(run, draws, specs, seed))
-
-
-def _shares(run: Inference, draws: Sequence[_Draw], specs: Sequence[TensorSpec], seed: int) -> Iterator[float]:
+def _shares(work: tuple[Path, Sequence[_Draw], Sequence[TensorSpec], int]) -> list[float]:
     """For each way to draw inputs, up to the first with which all outputs vary: the share of numbers that do, by
     outputs, or -1 where they are no inputs.
     """
+    network, draws, specs, seed = work
+    run = reference_inference(network, 0, exact=True)
     give_up = time.monotonic() + _TIME_LIMIT_S
+    shares: list[float] = []
     for draw in draws:
         try:
             outputs = [run(draw.inputs(specs, seed + index)) for index in range(2)]
         except UserInputError:
-            yield -1.0
+            shares.append(-1.0)
             continue
         varying = outputs[0].keys() - same_for_all(outputs)
-        share = sum(float(np.isfinite(outputs[0][name]).mean()) for name in varying) / len(outputs[0])
-        yield share
-        if share == 1 or time.monotonic() > give_up:
-            return
+        shares.append(sum(float(np.isfinite(outputs[0][name]).mean()) for name in varying) / len(outputs[0]))
+        if shares[-1] == 1 or time.monotonic() > give_up:
+            break
+    return shares
 
 
 def _tables(graph: onnx.GraphProto, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, int]]:

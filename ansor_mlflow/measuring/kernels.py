@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from ansor_mlflow.files import scratch_directory
-from ansor_mlflow.measuring.timing import call_once
 from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import NetworkShapes, Padded, Sized, all_sizes, random_inputs
 
@@ -29,8 +27,7 @@ _NUM_CALLS = 9
 
 def time_parts(library: Path, network: Padded, entry: LibraryEntry, examples: Examples) -> list[float]:
     """Median seconds of each part of a network in a process of its own, as `entry` lists them."""
-    seconds: list[float] = in_child_process(call_once, partial(_library_call, library, network, entry, examples))
-    return seconds
+    return in_child_process(_time_parts, (library, network, entry, examples))
 
 
 def time_parts_in_onnxruntime(lowered: LoweredNetwork, network: Sized, num_threads: int, seed: int) -> list[float]:
@@ -40,9 +37,8 @@ def time_parts_in_onnxruntime(lowered: LoweredNetwork, network: Sized, num_threa
     sizes = all_sizes(network)
     with scratch_directory() as directory:
         parts = write_all_parts(lowered, Path(directory))
-        call = partial(_onnxruntime_call, Path(directory), parts, sizes, num_threads, seeded_examples(network, seed))
-        seconds: list[float] = in_child_process(call_once, call)
-    return seconds
+        work = (Path(directory), parts, sizes, num_threads, seeded_examples(network, seed))
+        return in_child_process(_time_parts_in_onnxruntime, work)
 
 
 def seeded_examples(network: Sized, seed: int) -> Examples:
@@ -50,18 +46,20 @@ def seeded_examples(network: Sized, seed: int) -> Examples:
     return [random_inputs(size.inputs, seed) for size in all_sizes(network)]
 
 
-def _library_call(library: Path, network: Padded, entry: LibraryEntry, examples: Examples) -> Callable[[], list[float]]:
+def _time_parts(work: tuple[Path, Padded, LibraryEntry, Examples]) -> list[float]:
     from ansor_mlflow.model import open_library
 
+    library, network, entry, examples = work
     model = open_library(library, network, entry)
-    return lambda: _medians(lambda: [s for inputs in examples for s in model.seconds_of_parts(inputs)])
+    return _medians(lambda: [s for inputs in examples for s in model.seconds_of_parts(inputs)])
 
 
-def _onnxruntime_call(
-    directory: Path, parts: Sequence[PartEntry], sizes: Sequence[NetworkShapes], num_threads: int, examples: Examples
-) -> Callable[[], list[float]]:
+def _time_parts_in_onnxruntime(
+    work: tuple[Path, Sequence[PartEntry], Sequence[NetworkShapes], int, Examples],
+) -> list[float]:
     from ansor_mlflow.model import PartRunner, open_sessions
 
+    directory, parts, sizes, num_threads, examples = work
     sessions = open_sessions(directory, parts, num_threads)
     runners = [
         PartRunner([part for part in parts if part.size == number], {}, sessions, size, None)
@@ -73,7 +71,7 @@ def _onnxruntime_call(
             runner(*inputs.values())
         return [s for runner in runners for s in runner.seconds]
 
-    return lambda: _medians(seconds)
+    return _medians(seconds)
 
 
 def _medians(seconds: Callable[[], list[float]]) -> list[float]:
@@ -113,7 +111,7 @@ class KernelTimes:
     """Where the time of a network goes."""
 
     latency_us: float
-    """Of a call in each of its sizes, which nothing looks at."""
+    """Latency of one uninstrumented call per input size, in µs."""
     kernels: tuple[KernelTime, ...]
     """In the order of their first calls."""
 
@@ -143,16 +141,15 @@ class KernelTimes:
 
 
 def time_kernels(library: Path, network: Padded, entry: LibraryEntry, examples: Examples) -> KernelTimes:
-    """Times the kernels of a library in a process of its own; for arguments and errors see `time_parts`."""
-    times: KernelTimes = in_child_process(call_once, partial(_call, library, network, entry, examples))
-    return times
+    """Times the kernels of a library in a process of its own."""
+    return in_child_process(_time_kernels, (library, network, entry, examples))
 
 
-def _call(library: Path, network: Padded, entry: LibraryEntry, examples: Examples) -> Callable[[], KernelTimes]:
+def _time_kernels(work: tuple[Path, Padded, LibraryEntry, Examples]) -> KernelTimes:
     from ansor_mlflow.model import open_library
 
-    model = open_library(library, network, entry)
-    return lambda: _time(model, examples)
+    library, network, entry, examples = work
+    return _time(open_library(library, network, entry), examples)
 
 
 def _time(model: TunedModel, examples: Examples) -> KernelTimes:

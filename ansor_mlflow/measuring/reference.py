@@ -23,7 +23,12 @@ _RANDOM = {"Bernoulli", "BiasDropout", "BitmaskDropout", "Multinomial"}
 
 
 class ReferenceSession:
-    """A network in ONNX Runtime: the reference on the CPU, a rival where the model runs."""
+    """A network in ONNX Runtime: the reference on the CPU, a rival where the model runs.
+
+    With `exact`, sums of products of 8 bits are exact, and nothing is rounded that the network does not round: ONNX
+    Runtime's fastest kernels for CPUs without VNNI saturate in 16 bits, and those for weights of 4 bits round what they
+    are multiplied with to 8. A RuntimeError says that it has nothing to run there with.
+    """
 
     def __init__(self, network: Path, num_threads: int, *, exact: bool = False, platform: Platform = CPU) -> None:
         import onnxruntime

@@ -236,7 +236,10 @@ class MachineNoise:
         return self.slowdown
 
     def measure(self, turn: Turn) -> list[float]:
-        """Measures between two probes; what is disturbed again, but in total no more than half of all measurements."""
+        """Measures between two probes; what is disturbed again, but in total no more than half of all measurements.
+
+        The seconds are those of the turn that was disturbed least.
+        """
         disturbance, samples = self._measure(turn)
         while disturbance > DISTURBED and self._num_repeats < max(1, self.num_measured / 2):
             self._num_repeats += 1
@@ -264,7 +267,7 @@ def lost_share(before: float, after: float) -> float:
 
 
 def probe_noise(num_threads: int, seconds: float) -> float:
-    """Probes the machine for a while."""
+    """Probes the machine for a while; returns `MachineNoise.spread`."""
     noise, until_s = MachineNoise(), time.monotonic() + seconds
     while time.monotonic() < until_s:
         noise.add(time_probe(num_threads))
