@@ -27,8 +27,6 @@ _log = logging.getLogger("ansor_mlflow")
 
 @dataclass
 class _Record:
-    """What is known of a server."""
-
     num_measured: int = 0
     num_failures: int = 0
     num_in_row: int = 0
@@ -51,7 +49,6 @@ class Health:
         self._records: defaultdict[HostPort, _Record] = defaultdict(_Record)
 
     def found(self, server: HostPort) -> None:
-        """A session with it begins."""
         record = self._records[server]
         record.since_s = self._clock() if record.since_s is None else record.since_s
 
@@ -80,7 +77,6 @@ class Health:
         _log.warning(told, server, aside_s, _MAX_FAILURES, reason)
 
     def is_set_aside(self, server: HostPort) -> bool:
-        """Whether it gets no work for now."""
         return self._clock() < self._records[server].aside_until_s
 
     def compared(self, server: HostPort, seconds: float) -> None:
@@ -101,7 +97,6 @@ class Health:
         record.disagrees = ratio > _DISAGREES
 
     def states(self) -> tuple[ServerState, ...]:
-        """What became of each server until now."""
         return tuple(
             ServerState(
                 name=f"{server.host}_{server.port}".replace(":", "_"),

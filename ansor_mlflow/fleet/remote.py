@@ -149,7 +149,6 @@ def _uploaded(name: str) -> Path:
 
 @cache
 def _bound(memory_bytes: int | None, num_threads: int) -> None:
-    """Sets the bounds of this process, once."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a handler in Python would not be called while a kernel loops
     bound_process(memory_bytes)
     os.sched_setaffinity(0, measuring_cpus(num_threads))

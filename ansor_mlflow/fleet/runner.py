@@ -89,7 +89,6 @@ class RpcRunner(Runner):
 
     @property
     def servers(self) -> tuple[ServerState, ...]:
-        """What became of each server until now."""
         with self._changed:
             return self._health.states()
 
@@ -141,7 +140,6 @@ class RpcRunner(Runner):
             threading.Thread(target=self._serve, args=args, name=f"server {lease.server}", daemon=True).start()
 
     def _is_alone(self) -> bool:
-        """Whether work waits for the first server."""
         with self._changed:
             return bool(self._queue) and not self._held
 
@@ -155,7 +153,6 @@ class RpcRunner(Runner):
         raise RuntimeError("the fleet was closed")
 
     def _give_up(self, err: Exception) -> None:
-        """Ends the wait of all programs that no server has."""
         with self._changed:
             waiting = list(self._queue)
             self._queue.clear()

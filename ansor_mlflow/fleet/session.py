@@ -149,7 +149,6 @@ class ServerSession:
         return outcome
 
     def close(self) -> None:
-        """Ends the session; whoever waits for a server gets an error."""
         self._pool.close()
 
 

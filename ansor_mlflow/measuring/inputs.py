@@ -185,8 +185,6 @@ def _varies(values: Sequence[npt.NDArray[Any]]) -> bool:
 
 @dataclass(frozen=True)
 class _Draw:
-    """How values are drawn."""
-
     integers: Literal["bits", "by_shape", "counts", "largest", "ones", "zeros"] = "bits"
     is_positive: bool = False
     """Whether floats are absolute values."""
@@ -194,7 +192,6 @@ class _Draw:
     """By the inputs that are indices: the number of rows that they choose from."""
 
     def inputs(self, specs: Sequence[TensorSpec], seed: int) -> Arrays:
-        """Values for every tensor."""
         drawn = random_inputs(specs, seed)
         rng = np.random.default_rng(seed)
         longest = max((dim for spec in specs for dim in spec.shape[1:] or spec.shape), default=2)
@@ -208,7 +205,6 @@ class _Draw:
         return drawn
 
     def _range(self, spec: TensorSpec, longest: int) -> tuple[int, int]:
-        """The smallest and the largest integer of an input."""
         fixed = {"ones": 1, "zeros": 0}.get(self.integers)
         if fixed is not None:
             return fixed, fixed

@@ -184,7 +184,6 @@ def _time(model: TunedModel, examples: Examples) -> KernelTimes:
 
 
 def _by_name(timed: Iterable[tuple[str, float]]) -> dict[str, tuple[int, float]]:
-    """Number of calls and seconds of each kernel."""
     from ansor_mlflow.codegen.concatenations import INTO  # the door would load TVM
 
     found: dict[str, tuple[int, float]] = {}

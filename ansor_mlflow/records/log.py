@@ -131,8 +131,6 @@ class Seed:
 
 @dataclass(frozen=True)
 class _Header:
-    """The first line of a journal."""
-
     earlier_records: int
     """Records in the database that belong to earlier tunings."""
     seeds: tuple[Seed, ...] = ()
@@ -218,7 +216,6 @@ def read_journal(directory: Path) -> list[Trial]:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The readable lines of a journal."""
     lines = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):

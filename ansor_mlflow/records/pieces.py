@@ -149,7 +149,6 @@ def _is_as_described(records: Path, name: str, size: int, digest: str) -> bool:
 
 
 def _sha256(path: Path, size: int) -> str:
-    """The digest of the first bytes of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while size and (chunk := file.read(min(size, _CHUNK_BYTES))):

@@ -97,7 +97,6 @@ def schedule_of(database: Database, record: RecordLine) -> str:
 
 
 def _with(database: Database, records: list[RecordLine]) -> Database:
-    """The same files with a part of the records."""
     narrowed = copy.copy(database)
     narrowed.records = records
     return narrowed

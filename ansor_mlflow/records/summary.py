@@ -38,7 +38,6 @@ class TargetSummary:
 
     @property
     def num_records(self) -> int:
-        """Number of records, failed trials included."""
         return sum(workload.num_records for workload in self.workloads)
 
     @property
@@ -52,7 +51,6 @@ class TargetSummary:
         return sum(workload.median_s or 0.0 for workload in self.workloads)
 
     def table(self) -> Table:
-        """A row for each workload."""
         num_failed = sum(workload.num_failed for workload in self.workloads)
         counts = f"{len(self.workloads)} workloads, {self.num_records} records, {num_failed} failed"
         sums = f"best {self.best_s * 1e3:.3f} ms, median {self.median_s * 1e3:.3f} ms for one call of each"
@@ -80,11 +78,9 @@ class DatabaseSummary(Reported):
 
     @property
     def num_records(self) -> int:
-        """Number of records, failed trials included."""
         return sum(target.num_records for target in self.targets)
 
     def report(self) -> Report:
-        """A table of workloads for each target."""
         title = f"{self.records}: {self.num_records} records of {self.num_workloads} workloads"
         return Report(title, [target.table() for target in self.targets])
 

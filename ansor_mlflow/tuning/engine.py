@@ -314,7 +314,6 @@ class Tuner:
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def _confirm_winners(self, interrupts: Interrupts) -> None:
-        """Measures the best programs again."""
         with self._ledger.timed("log_s"):
             self._announcer.wait()
         if self._past_rounds:

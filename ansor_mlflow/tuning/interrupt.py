@@ -19,15 +19,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """Whether a signal came."""
-
     def __init__(self) -> None:
         self.received = False
         self._is_guarded = False
         self._is_due = False
 
     def raise_if_received(self) -> None:
-        """Raises the KeyboardInterrupt that was deferred."""
         if self.received:
             raise KeyboardInterrupt
 
@@ -43,7 +40,6 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def again(self, _: int, __: FrameType | None) -> None:
-        """Handles a second signal."""
         if not self._is_guarded:
             raise KeyboardInterrupt
         self._is_due = True

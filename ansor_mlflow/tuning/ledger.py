@@ -42,11 +42,9 @@ class RoundLog:
         self._was_busy = False
 
     def tuning_started(self, plan: TuningPlan) -> None:
-        """Says what is tuned."""
         _log.info("tuning %s · %s: %d tasks, %d trials", plan.network, plan.target, len(plan.tasks), plan.num_trials)
 
     def round_finished(self, round_: TuningRound) -> None:
-        """Says what the round brought."""
         best_s, total_s = round_.task.best_s, round_.estimated_latency_s
         failures = ""
         if failed := [trial for trial in round_.trials if trial.error]:
@@ -98,7 +96,6 @@ class Ledger:
         self._started_s: float | None = None
 
     def start(self) -> None:
-        """Starts the clock."""
         self._started_s = time.monotonic()
 
     @property
@@ -116,7 +113,6 @@ class Ledger:
             setattr(self.durations, name, getattr(self.durations, name) + time.monotonic() - started_s)
 
     def begin_with(self, state: TaskState, best_s: float) -> None:
-        """Takes the time of a task's fastest earlier record."""
         self.earlier_s[state.info.index] = state.best_s = best_s
 
     def record(

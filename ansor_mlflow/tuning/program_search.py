@@ -134,7 +134,6 @@ class SpaceSearch(ABC):
         self._num_learned += len(candidates)
 
     def close(self) -> None:
-        """Frees the state of the search."""
         self._lessons = []
 
     @cached_property
@@ -198,13 +197,11 @@ class TaskSearch(SpaceSearch):
         """Hashes of the programs that were proposed, or are in records."""
 
     def remember(self, records: Sequence[RecordText]) -> None:
-        """See `SpaceSearch`."""
         self._seed += 104729 * len(records)  # or the same random programs would come first
         self._draw = random.Random(self._seed)
         super().remember(records)
 
     def close(self) -> None:
-        """See `SpaceSearch`."""
         super().close()
         if "_context" in vars(self):
             self._context.post_tuning()

@@ -32,8 +32,6 @@ COPIES_OF_ARGUMENTS = 20
 
 @dataclass(frozen=True)
 class _Job:
-    """A kernel to run, for a worker."""
-
     mod: IRModule
     target: Target
     num_threads: int
@@ -71,7 +69,6 @@ class Replayer:
         return replayed
 
     def close(self) -> None:
-        """Ends the processes and removes the files."""
         self._pool.close()
         self._references.close()
 

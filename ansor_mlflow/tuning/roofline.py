@@ -92,7 +92,6 @@ class Roofline:
     """Bandwidth of a copy: bytes read plus bytes written."""
 
     def bound(self, flops: float, num_bytes: float) -> Bound:
-        """The least time of a kernel."""
         arithmetic_s, memory_s = flops / self.peak_flops_per_s, num_bytes / self.bandwidth_bytes_per_s
         if arithmetic_s > memory_s:
             return Bound(shortest_s=arithmetic_s, limit="arithmetic")

@@ -145,7 +145,6 @@ class SearchInBoth:
         self._from_first: set[int] = set()
 
     def propose(self, limit: int) -> list[MeasureCandidate]:
-        """See `SpaceSearch`."""
         first, second = self._searches
         mine = first.propose(-(-limit // 2))
         others = second.propose(limit - len(mine)) if len(mine) < limit else []
@@ -155,7 +154,6 @@ class SearchInBoth:
         return [*mine, *others]
 
     def learn(self, candidates: Sequence[MeasureCandidate], results: Sequence[RunnerResult]) -> None:
-        """See `SpaceSearch`."""
         pairs = list(zip(candidates, results, strict=True))
         for search, is_first in zip(self._searches, (True, False), strict=True):
             own = [pair for pair in pairs if (id(pair[0]) in self._from_first) is is_first]
@@ -163,17 +161,14 @@ class SearchInBoth:
                 search.learn([candidate for candidate, _ in own], [result for _, result in own])
 
     def remember(self, records: Sequence[RecordText]) -> None:
-        """See `SpaceSearch`."""
         for search in self._searches:
             search.remember(records)
 
     def transfer(self, records: Sequence[RecordText], device: str) -> None:
-        """See `SpaceSearch`."""
         for search in self._searches:
             search.transfer(records, device)
 
     def close(self) -> None:
-        """See `SpaceSearch`."""
         for search in self._searches:
             search.close()
 

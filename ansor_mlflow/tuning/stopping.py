@@ -194,7 +194,6 @@ class GradientScheduler:
         self._random = random.Random(seed)
 
     def round_finished(self, task: TaskState) -> None:
-        """Takes note of a round of `task`."""
         index = task.info.index
         self._rounds[index] += 1
         if task.best_s is not None:

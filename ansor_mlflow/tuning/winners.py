@@ -38,8 +38,6 @@ _MAX_REPEATS = 3
 
 @dataclass
 class Finalist:
-    """A built program and its measurements."""
-
     trial: Trial
     candidate: MeasureCandidate
     job: RunJob

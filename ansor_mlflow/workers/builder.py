@@ -83,7 +83,6 @@ class LocalBuilder:
         return outcomes
 
     def close(self) -> None:
-        """See `Builder.close`."""
         self._pool.close()
         self._scratch.close()
 

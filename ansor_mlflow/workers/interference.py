@@ -52,12 +52,10 @@ class RestOfNetwork:
 
     @property
     def passing_bytes(self) -> int:
-        """Memory that passes through the caches."""
         return min(self.num_bytes, _MAX_BYTES)
 
     @property
     def passing_s(self) -> float:
-        """Seconds that pass."""
         return min(self.seconds, _MAX_S)
 
 

@@ -177,7 +177,6 @@ def _time_alone(
 
 
 def _is_too_slow(call_s: float, best_s: float | None) -> bool:
-    """Whether a program is so far from the best that its exact time does not matter."""
     return best_s is not None and call_s > max(_TOO_SLOW * best_s, _WORTH_CUTTING_S)
 
 

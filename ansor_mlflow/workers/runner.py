@@ -112,5 +112,4 @@ class LocalRunner(Runner):
         return self.noise.slowdown if outcome.value is None else self.noise.add(outcome.value)
 
     def close(self) -> None:
-        """See `Runner.close`."""
         self._pool.close()
