@@ -17,7 +17,7 @@ import pytest
 from ansor_mlflow.device.fingerprints import DeviceFingerprint
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import MachineError, ModelError, UserInputError
-from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.measuring.compare import ReferenceSession
 from ansor_mlflow.model.choice import (
     LoadOptions,
     choose_for_gpu,

@@ -26,7 +26,7 @@ from ansor_mlflow.device.tvm_import import import_tensor_intrin
 from ansor_mlflow.errors import MachineError, RecordsError, UserInputError
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.lowering.network import LoweredNetwork
-from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.measuring.compare import ReferenceSession
 from ansor_mlflow.model.library import Coverage, compile_tuned, compile_untuned, require_linker, write_coverage
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.load import Network

@@ -21,7 +21,7 @@ from ansor_mlflow.device.fingerprints import DeviceFingerprint
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering.lower import LOWERING_VERSION
-from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.measuring.compare import ReferenceSession
 from ansor_mlflow.model.loading import TunedModel, load_package
 from ansor_mlflow.model.manifest import Manifest
 from ansor_mlflow.model.package import CompiledNetwork

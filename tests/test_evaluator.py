@@ -23,7 +23,7 @@ from mlflow.models.evaluation.validation import ModelValidationFailedException
 from numpy.testing import assert_allclose
 
 from ansor_mlflow import flavor, names
-from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.measuring.compare import ReferenceSession
 from ansor_mlflow.model import Manifest
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.serving.pyfunc import get_signature

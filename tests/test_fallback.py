@@ -19,7 +19,7 @@ from ansor_mlflow.graphs import value_infos
 from ansor_mlflow.graphs.partition import partition
 from ansor_mlflow.lowering.lower import lower, lower_sizes
 from ansor_mlflow.lowering.network import LoweredNetwork
-from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.measuring.compare import ReferenceSession
 from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import random_inputs

@@ -26,7 +26,7 @@ from ansor_mlflow import flavor
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import ModelError
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.measuring.compare import ReferenceSession
 from ansor_mlflow.model import Manifest
 from ansor_mlflow.model.loading import TunedModel
 from ansor_mlflow.model.package import CompiledNetwork

@@ -19,7 +19,7 @@ from helpers.served import model_server
 
 from ansor_mlflow import names
 from ansor_mlflow.measuring.checking import QUANTIZED_TOLERANCE, TOLERANCES
-from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.measuring.compare import ReferenceSession
 from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.tensors import random_inputs
 

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ansor_mlflow.workers.interference import CacheInterference, RestOfNetwork
+from ansor_mlflow.workers.measure import CacheInterference, RestOfNetwork
 
 MIB = 2**20
 

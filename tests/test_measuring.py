@@ -14,8 +14,7 @@ from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.testing import FakeBuilder, FakeRunner
 from ansor_mlflow.workers.builder import Builder, LocalBuilder
-from ansor_mlflow.workers.interference import RestOfNetwork
-from ansor_mlflow.workers.measure import MeasureSettings, RunJob
+from ansor_mlflow.workers.measure import MeasureSettings, RestOfNetwork, RunJob
 from ansor_mlflow.workers.runner import LocalRunner, Runner
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import ModelError, UserInputError
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.measuring.compare import ReferenceSession
 from ansor_mlflow.model.choice import LoadOptions
 from ansor_mlflow.model.library import compile_untuned
 from ansor_mlflow.model.loading import TunedModel, load_package, open_library

@@ -24,7 +24,7 @@ from ansor_mlflow.graphs import value_infos
 from ansor_mlflow.graphs.partition import MIN_FLOPS, partition
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.lowering.network import LoweredNetwork
-from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.measuring.compare import ReferenceSession
 from ansor_mlflow.model.library import Coverage, write_coverage
 from ansor_mlflow.model.loading import load_package
 from ansor_mlflow.model.manifest import Manifest

@@ -11,7 +11,7 @@ import pytest
 from ansor_mlflow.device.targets import has_arithmetic, resolve_target
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.measuring.checking import TOLERANCES, compare_outputs
-from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.measuring.compare import ReferenceSession
 from ansor_mlflow.model.library import compile_untuned
 from ansor_mlflow.networks.load import Network
 from ansor_mlflow.settings import Dtype, LoweringSettings

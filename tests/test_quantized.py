@@ -23,7 +23,7 @@ from onnxruntime.quantization import (
 from ansor_mlflow.graphs import rewrite_operators
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.lowering.network import LoweredNetwork
-from ansor_mlflow.measuring.reference import ReferenceSession, is_quantized
+from ansor_mlflow.measuring.compare import ReferenceSession, is_quantized
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.load import Network, load_network
 from ansor_mlflow.settings import Layout, LoweringSettings

@@ -28,7 +28,7 @@ from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.lowering.lower import lower, lower_sizes
 from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.measuring.checking import Deviation, compare_outputs
-from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.measuring.compare import ReferenceSession
 from ansor_mlflow.model.choice import LoadOptions
 from ansor_mlflow.model.loading import TunedModel, load_package
 from ansor_mlflow.model.manifest import Manifest

@@ -17,7 +17,7 @@ from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.lowering.network import TuningTask
 from ansor_mlflow.measuring.checking import compare_outputs
-from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.measuring.compare import ReferenceSession
 from ansor_mlflow.model.library import compile_tuned
 from ansor_mlflow.model.loading import open_library
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest

@@ -31,7 +31,7 @@ from helpers.commands import MLFLOW, ROOT, RunCommand
 import ansor_mlflow as am
 from ansor_mlflow import names
 from ansor_mlflow.device import fingerprints
-from ansor_mlflow.measuring.reference import ReferenceSession
+from ansor_mlflow.measuring.compare import ReferenceSession
 
 ARCHIVE = ROOT / "tests" / "data" / "version_before.tar.xz"
 EARLIER = "/earlier"

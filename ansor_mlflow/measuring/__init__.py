@@ -18,8 +18,10 @@ from ansor_mlflow.measuring.compare import (
     Inference,
     MakeInference,
     Ratio,
+    ReferenceSession,
     SequentialTest,
     Verdict,
+    is_quantized,
     library_inference,
     reference_inference,
     timed_call,
@@ -34,7 +36,6 @@ from ansor_mlflow.measuring.kernels import (
     time_parts,
     time_parts_in_onnxruntime,
 )
-from ansor_mlflow.measuring.reference import ReferenceSession, is_quantized
 from ansor_mlflow.measuring.rivals.table import (
     RIVALS,
     choose_rivals,

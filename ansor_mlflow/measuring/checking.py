@@ -13,8 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ansor_mlflow.errors import AnsorMlflowError, CorrectnessError
-from ansor_mlflow.measuring.compare import MakeInference, outputs_call, reference_inference
-from ansor_mlflow.measuring.reference import is_quantized, operators_of, random_operators
+from ansor_mlflow.measuring.compare import (
+    MakeInference,
+    is_quantized,
+    operators_of,
+    outputs_call,
+    random_operators,
+    reference_inference,
+)
 from ansor_mlflow.measuring.timing import call_once
 from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import Arrays

@@ -1,9 +1,9 @@
 """Candidates are built and measured in processes of their own, behind TVM's interfaces of builders and runners."""
 
 from ansor_mlflow.workers.builder import Builder, BuildQueue, LocalBuilder, as_metaschedule_builder
-from ansor_mlflow.workers.interference import RestOfNetwork
 from ansor_mlflow.workers.measure import (
     MeasureSettings,
+    RestOfNetwork,
     RunJob,
     arg_info,
     argument_bytes,

@@ -17,7 +17,6 @@ import numpy as np
 
 from ansor_mlflow.device import CPU, NewMemory, Platform, set_num_threads
 from ansor_mlflow.measuring import watched
-from ansor_mlflow.workers.interference import CacheInterference, RestOfNetwork
 
 if TYPE_CHECKING:
     import tvm
@@ -43,9 +42,53 @@ _BROKEN_EXIT = 102
 """Exit code of a worker whose GPU does nothing more for it."""
 _FILL_S_PER_BYTE = 2e-8
 """Time to fill arguments with random numbers: 7e-9 measured for 16-bit floats, less for others."""
+_MAX_BYTES = 64 * 2**20
+"""Memory that passes through the caches between two calls, at most: more than what a few cores have of the last one."""
+_MAX_S = 0.01
+"""Time that passes between two calls, at most: a tuning would take too long."""
+_LANES = 16
+_SIGNS = -(2**31)
+_READ_PROGRAM = """
+@T.prim_func(s_tir=True)
+def main(
+    rest: T.Buffer(({num_threads}, {num_vectors}, {lanes}), "int32"),
+    sums: T.Buffer(({num_threads}, {lanes}), "int32"),
+):
+    T.func_attr({{"global_symbol": "main", "tirx.noalias": True}})
+    for thread in T.parallel({num_threads}):
+        for i in T.serial({num_vectors}):
+            for lane in T.vectorized({lanes}):
+                sums[thread, lane] = sums[thread, lane] + rest[thread, i, lane]
+"""
+_WRITE_PROGRAM = """
+@T.prim_func(s_tir=True)
+def main(data: T.handle):
+    T.func_attr({{"global_symbol": "main", "tirx.noalias": True}})
+    num_vectors = T.int64()
+    signs = T.match_buffer(data, ({num_threads}, num_vectors, {lanes}), "int32")
+    for thread in T.parallel({num_threads}):
+        for i in T.serial(num_vectors):
+            for lane in T.vectorized({lanes}):
+                signs[thread, i, lane] = T.bitwise_xor(signs[thread, i, lane], T.int32({signs}))
+"""
 
 
-_interference = cache(CacheInterference)  # a worker measures for one network
+@dataclass(frozen=True, kw_only=True)
+class RestOfNetwork:
+    """What lies between two calls of a kernel, in a network."""
+
+    num_bytes: int
+    """Size of the constants and activations."""
+    seconds: float
+    """How long the network takes, about. Whoever else uses the last cache has that time to fill it."""
+
+    @property
+    def passing_bytes(self) -> int:
+        return min(self.num_bytes, _MAX_BYTES)
+
+    @property
+    def passing_s(self) -> float:
+        return min(self.seconds, _MAX_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,3 +289,63 @@ def _fill(dtype: str, num_elements: int, device: Any) -> Any:
     filled = tvm.runtime.empty((num_elements,), dtype, device)
     tvm.get_global_func("tvm.contrib.random.random_fill_for_measure")(filled)
     return filled
+
+
+# -- the rest of the network -------------------------------------------------------------------------------------------
+
+
+class CacheInterference:
+    """The other kernels of a network, as a kernel sees them.
+
+    They take their time, and read their weights, so that those of the kernel are as cold as the network leaves them.
+    The last of them wrote its input on the same threads, each a part, and not long ago what was in the memory of its
+    output.
+    """
+
+    def __init__(self, rest: RestOfNetwork, num_threads: int) -> None:
+        import tvm
+
+        self._passing_s = rest.passing_s
+        self._num_threads = num_threads
+        sizes = {"num_threads": num_threads, "lanes": _LANES}
+        num_vectors = rest.passing_bytes // (4 * _LANES * num_threads)
+        self._write = _compile(_WRITE_PROGRAM.format(**sizes, signs=_SIGNS))
+        memory = NewMemory()
+        self._rest = tvm.runtime.tensor(np.ones((num_threads, num_vectors, _LANES), np.int32)) if num_vectors else None
+        memory.collapse()  # as the weights of a model that is loaded
+        self._sums = tvm.runtime.tensor(np.zeros((num_threads, _LANES), np.int32))
+        self._read = _compile(_READ_PROGRAM.format(**sizes, num_vectors=max(1, num_vectors)))
+
+    @property
+    def num_read(self) -> int:
+        """Elements of the rest, of 4 bytes each, that were read until now."""
+        return int(self._sums.numpy().sum(dtype="int64"))
+
+    def memory_of(self, tensors: Sequence[Any]) -> list[Any]:
+        """The memory of those tensors that hold floats, as integers of 32 bits whose signs `run` turns."""
+        views = []
+        for tensor in tensors:
+            num_bytes = tensor.dtype.bits // 8 * math.prod(int(extent) for extent in tensor.shape)
+            num_vectors = num_bytes // (4 * _LANES * self._num_threads)
+            if "float" in str(tensor.dtype) and num_vectors:
+                views.append(tensor._create_view((self._num_threads, num_vectors, _LANES), "int32"))
+        return views
+
+    def run(self, activations: Sequence[Any]) -> None:
+        """Lets the rest of the network pass by."""
+        until = time.perf_counter() + self._passing_s
+        while time.perf_counter() < until:
+            pass  # a CPU that sleeps would be given to others
+        if self._rest is not None:
+            self._read(self._rest, self._sums)  # last, so that all threads are awake
+        for memory in reversed(activations):  # the output's before the input's
+            self._write(memory)
+
+
+_interference = cache(CacheInterference)  # a worker measures for one network
+
+
+def _compile(program: str) -> Any:
+    import tvm
+
+    return tvm.compile(tvm.script.from_source(program), tvm.target.Target("llvm")).jit()["main"]

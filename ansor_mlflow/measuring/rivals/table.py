@@ -8,8 +8,7 @@ from functools import partial
 from typing import Literal
 
 from ansor_mlflow.errors import MachineError, UserInputError
-from ansor_mlflow.measuring.compare import Inference, explained
-from ansor_mlflow.measuring.reference import ONNXRUNTIME
+from ansor_mlflow.measuring.compare import ONNXRUNTIME, Inference, explained
 from ansor_mlflow.measuring.rivals.openvino import OPENVINO
 from ansor_mlflow.measuring.rivals.task import Rival, RivalTask
 from ansor_mlflow.measuring.rivals.torch import TORCH
