@@ -12,7 +12,6 @@ from ansor_mlflow.fleet.runner import RpcRunner
 from ansor_mlflow.fleet.server import run_server, run_tracker
 from ansor_mlflow.fleet.session import (
     FleetSettings,
-    LeaseExpiredError,
     ServerSession,
     device_of_fleet,
     fleet_settings,

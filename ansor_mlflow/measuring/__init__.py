@@ -29,7 +29,6 @@ from ansor_mlflow.measuring.compare import (
 )
 from ansor_mlflow.measuring.inputs import choose_examples, require_examples, same_for_all, seeded_inputs
 from ansor_mlflow.measuring.kernels import (
-    KernelTime,
     KernelTimes,
     seeded_examples,
     time_kernels,
