@@ -80,7 +80,7 @@ def measure_in_session(work: MeasureRequest) -> Outcome[MeasuredProgram]:
         with connection.uploaded([work.job.path]):
             if MEASURE in connection.functions:
                 request = asdict(replace(work, job=replace(work.job, path=Path(work.job.path.name))))
-                del request["settings"]["device"]  # it is a CPU
+                del request["settings"]["platform"]  # it is a CPU
                 found = typed(MeasuredProgram, connection.ask(MEASURE, request))
             else:
                 found = MeasuredProgram(_measured_by_tvm(connection.session, work))
