@@ -20,8 +20,6 @@ from tvm import relax, tirx
 from tvm.ir import GlobalVar, IRModule, Range, TensorLoad, TensorRegion
 from tvm_ffi import structural_mutate
 
-_NAME = "concatenate"
-"""Names a function that does nothing else, before a number."""
 INTO = "_into"
 """Follows the name of a function that writes a part of a whole, before a number."""
 _PATTERN, _OPAQUE = "op_pattern", 8
@@ -98,7 +96,7 @@ def _concatenations(mod: IRModule, function: relax.Function) -> Iterator[tuple[r
         for whole, call in calls.items():
             parts = list(call.args[1])
             if (
-                call.args[0].name_hint.rstrip("0123456789") == _NAME
+                call.args[0].name_hint.rstrip("0123456789") == "concatenate"  # it does nothing else
                 and len(set(parts)) == len(parts)
                 and all(part in calls and uses[part] == 1 and part not in wholes for part in parts)
                 and not any(relax.analysis.has_reshape_pattern(mod[calls[part].args[0].name_hint]) for part in parts)

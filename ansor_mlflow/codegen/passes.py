@@ -18,9 +18,6 @@ PREFETCH = "ansor_mlflow.prefetch"
 _LINE_BYTES = 64
 _MAX_FETCHES = 8
 """Lines that are fetched in an iteration."""
-_KEPT = 3
-"""LLVM's number for a `prefetch` into all caches."""
-_ARM = "aarch64"
 _NAME, _NAME_FOR_GPU = "ansor_mlflow", "ansor_mlflow.gpu"
 _MAX_STACK_BYTES = 8192
 """Size of a buffer that becomes an array of the function: twice the sums that the largest register files hold."""
@@ -196,7 +193,7 @@ def _fetch(buffer: Any, place: Any) -> Any:
     from tvm import tirx
 
     address = tirx.address_of(tirx.BufferLoad(buffer, [place]))
-    arguments = (tirx.const(value, "int32") for value in (0, _KEPT, 1))  # to read, how long, and data
+    arguments = (tirx.const(value, "int32") for value in (0, 3, 1))  # LLVM's for: to read, into all caches, and data
     return tirx.Evaluate(tirx.call_intrin("void", "tirx.prefetch", address, *arguments))
 
 
@@ -218,7 +215,7 @@ def _with_nans_kept(func: Any, _mod: Any, _context: Any) -> Any:
     from tvm_ffi import structural_mutate
 
     target = func.attrs["target"]
-    keep = _intrinsic if platform_of(target).by_llvm and machine_of(target) == _ARM else _Choices(func)
+    keep = _intrinsic if platform_of(target).by_llvm and machine_of(target) == "aarch64" else _Choices(func)
     running: list[Any] = []
 
     def store(node: Any, mutator: Any) -> Any:

@@ -21,8 +21,6 @@ from ansor_mlflow.graphs.walk import (
 )
 
 _T = TypeVar("_T")
-_FIRST_OPSET = 11
-"""Slices and pads have their ranges as inputs from here on."""
 _FIRST_OPSET_WITH_INPUT = {"Split": 13, "ReduceSum": 13}
 """Version from which sizes or axes of an operator are an input; from 18 on, those of all reductions are."""
 
@@ -160,7 +158,8 @@ def rewrite(model: onnx.ModelProto, rewritings: Rewritings) -> onnx.ModelProto:
 
     Its constants are its initializers. What rewritings put in is not looked at again.
     """
-    if opset_version(model) < _FIRST_OPSET or not any(_operator(node) in rewritings for node in model.graph.node):
+    is_new_enough = opset_version(model) >= 11  # slices and pads have their ranges as inputs
+    if not is_new_enough or not any(_operator(node) in rewritings for node in model.graph.node):
         return model
     editor = GraphEditor(model)
     replaced = [editor.rewrite(node, rewritings.get(_operator(node))) for node in model.graph.node]

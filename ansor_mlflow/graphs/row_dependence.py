@@ -37,9 +37,6 @@ _ELEMENTWISE = {
     *("QuickGelu", "Reciprocal", "Relu", "Round", "Selu", "Shrink", "Sigmoid", "Sign", "Sin", "Sinh", "Softplus"),
     *("Softsign", "Sqrt", "Sub", "Sum", "Swish", "Tan", "Tanh", "ThresholdedRelu", "Where", "Xor"),
 }
-_OF_FIRST = {"CastLike", "Dropout", "Expand"}
-"""Elementwise ones whose other inputs say how."""
-_RESHAPES = {"Flatten", "Reshape", "Squeeze", "Unsqueeze"}
 _OF_SAMPLES = {
     *("AveragePool", "BatchNormalization", "Conv", "ConvInteger", "ConvTranspose", "DepthToSpace"),
     *("GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool", "GroupNormalization", "InstanceNormalization", "LRN"),
@@ -49,17 +46,12 @@ _OF_SAMPLES = {
 _ONE_AXIS = {"ArgMax": 0, "ArgMin": 0, "CumSum": 0, "Hardmax": -1, "LogSoftmax": -1, "LpNormalization": -1}
 _ONE_AXIS |= {"Softmax": -1, "TopK": -1}
 """Operators along one axis, with its default."""
-_FROM_AXIS = {"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"}
-_RECURRENT = {"GRU", "LSTM", "RNN"}
-_NO_BATCH = {"Shape", "Size"}
 _MIXING = {
     *("Compress", "If", "Loop", "NonMaxSuppression", "NonZero", "RoiAlign", "Scan", "Unique"),
     *("DynamicQuantizeLinear", "DynamicQuantizeLSTM", "DynamicQuantizeMatMul"),
     *("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
 }
 """Operators whose shapes or branches depend on values, that round with one scale for all rows, or that draw numbers."""
-_OPSET_OF_ONE_AXIS = 13
-"""Before it, Softmax and its like work on all axes from theirs on."""
 
 
 def rows_of(model: onnx.ModelProto) -> Rows:
@@ -105,7 +97,7 @@ class _Graph:
         """Notes where the batch is in the outputs of a node."""
         if node.op_type in _MIXING:
             raise _Mixed(node.op_type)
-        if node.op_type in _NO_BATCH or not any(name in self._axes for name in node.input):
+        if node.op_type in ("Shape", "Size") or not any(name in self._axes for name in node.input):
             return
         rule = _Graph._reduce if node.op_type.startswith("Reduce") else _RULES.get(node.op_type)
         if rule is None:
@@ -225,7 +217,8 @@ class _Graph:
         return self.along(node, axes, keeps=attributes.get("keepdims", 1))
 
     def _one_axis(self, node: onnx.NodeProto) -> int:
-        is_old = node.op_type in ("Softmax", "LogSoftmax", "Hardmax") and self.opset < _OPSET_OF_ONE_AXIS
+        # Before opset 13, these work on all axes from theirs on.
+        is_old = node.op_type in ("Softmax", "LogSoftmax", "Hardmax") and self.opset < 13
         given = self.numbers(node, "axis", 1 if node.op_type == "CumSum" else len(node.input))
         axis = given[0] if given else 1 if is_old else _ONE_AXIS[node.op_type]
         if is_old:
@@ -349,15 +342,14 @@ class _Graph:
 
 _RULES: Mapping[str, Callable[[_Graph, onnx.NodeProto], Any]] = {
     **dict.fromkeys(_ELEMENTWISE, _Graph._elementwise),
-    **dict.fromkeys(_OF_FIRST, _Graph._of_first),
-    **dict.fromkeys(_RESHAPES, _Graph._reshape),
+    **dict.fromkeys(("CastLike", "Dropout", "Expand"), _Graph._of_first),  # other inputs say how
+    **dict.fromkeys(("Flatten", "Reshape", "Squeeze", "Unsqueeze"), _Graph._reshape),
     **dict.fromkeys(_OF_SAMPLES, _Graph._of_samples),
     **dict.fromkeys(_ONE_AXIS, _Graph._one_axis),
-    **dict.fromkeys(_FROM_AXIS, _Graph._from_axis),
-    **dict.fromkeys(_RECURRENT, _Graph._recurrent),
+    **dict.fromkeys((f"{kind}Normalization" for kind in ("Layer", "RMS", "SimplifiedLayer")), _Graph._from_axis),
+    **dict.fromkeys(("GRU", "LSTM", "RNN"), _Graph._recurrent),
     "MeanVarianceNormalization": lambda graph, node: graph.along(node, attributes_of(node).get("axes", [0, 2, 3])),
-    "Resize": _Graph._resize,
-    "Upsample": _Graph._resize,
+    **dict.fromkeys(("Resize", "Upsample"), _Graph._resize),
     "Transpose": _Graph._transpose,
     "Concat": _Graph._concat,
     "Split": lambda graph, node: graph.along(node, [attributes_of(node).get("axis", 0)]),
@@ -367,11 +359,8 @@ _RULES: Mapping[str, Callable[[_Graph, onnx.NodeProto], Any]] = {
     "Gather": _Graph._gather,
     "GatherElements": _Graph._gather_elements,
     "OneHot": _Graph._one_hot,
-    "QuantizeLinear": _Graph._quantize,
-    "DequantizeLinear": _Graph._quantize,
-    "MatMul": _Graph._mat_mul,
-    "MatMulInteger": _Graph._mat_mul,
-    "QLinearMatMul": _Graph._mat_mul,
+    **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), _Graph._quantize),
+    **dict.fromkeys(("MatMul", "MatMulInteger", "QLinearMatMul"), _Graph._mat_mul),
     "Gemm": _Graph._gemm,
     "Einsum": _Graph._einsum,
 }

@@ -22,14 +22,10 @@ from ansor_mlflow.graphs.walk import (
     without_weights,
 )
 
-_DEFAULT_EPSILON = 1e-5
-"""Epsilon of ONNX's operator BatchNormalization where a node has none."""
 _MAX_ROUNDS = 5
 """A constant may show a shape that the next round needs; real exports need two."""
 _MAX_CONSTANT_BYTES = str(2**26)
 """ONNX Runtime's own limit leaves the tables of relative positions of a transformer to be computed at each call."""
-_ERROR = 3
-"""Severity of ONNX Runtime's messages from which they are shown."""
 _OLDEST_OPSET = 11
 """Version from which slices, pads and bounds of Clip are inputs, and Upsample is Resize."""
 _COUNTING = {"coordinate_transformation_mode": "asymmetric"}
@@ -74,7 +70,7 @@ def _folded(
     gamma, beta, mean, variance = (
         numpy_helper.to_array(constants[name]).astype(np.float64) for name in norm.input[1:5]
     )
-    scale = gamma / np.sqrt(variance + attributes_of(norm).get("epsilon", _DEFAULT_EPSILON))
+    scale = gamma / np.sqrt(variance + attributes_of(norm).get("epsilon", 1e-5))
     bias = (sum(biases, np.zeros(1)) - mean) * scale + beta
     if conv.op_type == "Conv":  # [O, I, …]
         scaled = weight * scale.reshape(-1, *[1] * (weight.ndim - 1))
@@ -149,7 +145,7 @@ def _optimized(model: onnx.ModelProto, called: str) -> onnx.ModelProto:
         options.optimized_model_filepath = str(optimized)
         options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", _MAX_CONSTANT_BYTES)
         options.add_session_config_entry("session.disable_quant_qdq", "1")  # it would keep them apart for its kernels
-        options.log_severity_level = _ERROR
+        options.log_severity_level = 3  # errors
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         try:
             onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -101,9 +101,8 @@ def _inferred(
         del light.graph.value_info[:]
         light.graph.value_info.extend(types)
         graph = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
-        shapes = {
-            v.name: s for v in (*graph.input, *graph.value_info, *graph.output) if (s := static_shape(v)) is not None
-        }
+        values = (*graph.input, *graph.value_info, *graph.output)
+        shapes = {value.name: shape for value in values if (shape := static_shape(value)) is not None}
         differ = {name for name, value in theirs.items() if shapes.get(name) != static_shape(value)}
         differ -= {value.name for value in types}
         unaffected = (node for node in graph.node if differ.isdisjoint(node.input))
@@ -172,10 +171,7 @@ def start_session(model: bytes, directory: Path | None, *, optimized: bool = Tru
 
 
 def run_briefly(session: onnxruntime.InferenceSession, names: Sequence[str] | None, inputs: Arrays) -> list[Any] | None:
-    """Outputs of a model, all where none is named; None where they take longer than `_MAX_RUN_S`.
-
-    It raises whatever ONNX Runtime likes.
-    """
+    """Outputs of a model, all where none is named; None where they take longer than `_MAX_RUN_S`."""
     options = onnxruntime.RunOptions()
     options.log_severity_level = _FATAL
     is_slow = threading.Event()

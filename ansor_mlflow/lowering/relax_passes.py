@@ -22,8 +22,6 @@ _MAX_FUSED_PARTS = 6
 """Parts of a concatenation; those of image networks have no more."""
 _ALONG_AXIS = {"relax.gather_elements", "relax.scatter_elements"}
 _COORDINATES = {"relax.gather_nd", "relax.scatter_nd"}
-_FROM_THE_END = {"relax.scatter_elements"}
-"""Operators that take negative indices; for the others TVM's importer makes them positive."""
 
 
 def call_pass(name: str) -> Callable[[Callable[[Any, relax.Call], relax.Expr]], Pass]:
@@ -115,7 +113,8 @@ def bound_indices(mutator: Any, call: relax.Call) -> relax.Expr:
         return call
     data, indices, *rest = call.args
     if (sizes := _sizes(call)) is not None:
-        lowest, highest = -sizes if name in _FROM_THE_END else 0 * sizes, sizes - 1
+        # This one takes negative indices; for the others TVM's importer makes them positive.
+        lowest, highest = -sizes if name == "relax.scatter_elements" else 0 * sizes, sizes - 1
         constant = bound(mutator, indices)
         if isinstance(constant, GenericConst):
             values = constant.value.numpy()

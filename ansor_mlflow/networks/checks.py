@@ -24,7 +24,6 @@ _MAX_RANK = 26
 """TVM names axes by letters (`InitialLayout`)."""
 _MAX_NODES = 1_000_000
 """Nodes of a graph whose functions are inlined: a few that call each other twice are billions."""
-_MAX_VERSION = 1000
 _MAX_NAME = 60
 """Characters of a name that messages show."""
 _DOMAINS = {
@@ -113,7 +112,7 @@ def _check_versions(model: onnx.ModelProto, network: str) -> None:
         domain = "" if opset.domain == "ai.onnx" else opset.domain
         if versions.setdefault(domain, opset.version) != opset.version:
             raise _error(network, f"it names two versions of the operators of {domain or 'ONNX'}")
-        if not 1 <= opset.version <= _MAX_VERSION:
+        if not 1 <= opset.version <= 1000:
             raise _error(network, f"it is of opset {opset.version} of {domain or 'ONNX'}")
     latest = onnx.defs.onnx_opset_version()
     if versions.get("", 1) > latest:

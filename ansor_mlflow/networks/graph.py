@@ -66,11 +66,7 @@ class GraphBuilder:
         groups: int = 1,
         bias: bool = False,
     ) -> str:
-        """Appends a convolution: (N, in channels, *image) -> (N, out channels, *smaller image).
-
-        The weights have the shape (out channels, in channels // groups, *kernel). A depthwise convolution has as many
-        groups as channels.
-        """
+        """Appends a convolution (N, in, *image) -> (N, out, *image) with weights (out, in // groups, *kernel)."""
         rank = len(shape) - 2
         parameters = [self.he_normal(f"{name}.weight", shape)]
         if bias:

@@ -69,10 +69,7 @@ class Network:
 
 
 def require_network(name: str, *, trust: bool = False) -> None:
-    """Checks what can be said of a network before anything of it is loaded: that there is such a name, form or file.
-
-    A directory passes, as it may be an MLflow model.
-    """
+    """Checks that there is such a name, form or file before anything of it is loaded; a directory may be a model."""
     if name in BUILTIN_NETWORKS:
         return
     if is_operator(name):

@@ -177,10 +177,7 @@ def _read_data(tensor: TensorProto, directory: Path, num_bytes: int) -> bytes:
 
 
 def _split_weights(model: onnx.ModelProto, max_weight_bytes: int) -> tuple[onnx.ModelProto, list[TensorProto]]:
-    """A model whose weights are in external data that has no place yet, and these weights.
-
-    Weights that take no more than `max_weight_bytes` stay where they are: the model itself, and none.
-    """
+    """A model whose weights are in external data without a place yet, and these; itself and none, if they fit."""
     weights = [weight for weight in model.graph.initializer if _raw_bytes(weight) >= _MIN_WEIGHT_BYTES]
     if sum(map(_raw_bytes, weights)) <= max_weight_bytes:
         return model, []

@@ -95,11 +95,7 @@ def check_operator(name: str) -> None:
 def build_operator(
     name: str, *, batch_size: int, input_shapes: Mapping[str, Sequence[int]], seed: int
 ) -> onnx.ModelProto:
-    """Generates a network of one operator in a form of `OPERATORS`, whose name has all sizes.
-
-    Its input is "data", for convolutions float32 (N, CI, H, W). The inputs of `batch_matmul` are "a", float32
-    (B, M, K), and "b", float32 (B, K, N).
-    """
+    """Generates a network of one operator in a form of `OPERATORS`, whose name has all sizes."""
     operator, spec = _parse(name)
     if batch_size != 1 or input_shapes:
         raise spec.error("it has its sizes in its name; change them there, and leave out batch_size and input_shapes")

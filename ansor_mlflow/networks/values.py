@@ -20,14 +20,10 @@ from ansor_mlflow.tensors import Arrays, TensorSpec
 
 _MAX_ANCESTORS = 64
 """A condition that takes more nodes than these is left as it is."""
-_IR_VERSION_OF_UNLISTED_WEIGHTS = 4
 
 
 def take_known_branches(model: onnx.ModelProto) -> None:
-    """Puts the nodes of the branch that is taken in the place of every `If` whose condition is known. Changes `model`.
-
-    Known is what follows from initializers and constants alone.
-    """
+    """Puts the nodes of the branch that is taken in place of every `If` whose condition is known. Changes `model`."""
     graph = model.graph
     weights = {weight.name: weight for weight in graph.initializer}
     makers = {output: index for index, node in enumerate(graph.node) for output in node.output}
@@ -161,7 +157,7 @@ def _add_weights(model: onnx.ModelProto, weights: Iterable[onnx.TensorProto]) ->
     """Adds initializers to a model, and to the inputs that they are listed among before IR version 4."""
     for weight in weights:
         model.graph.initializer.append(weight)
-        if model.ir_version < _IR_VERSION_OF_UNLISTED_WEIGHTS:
+        if model.ir_version < 4:
             model.graph.input.append(helper.make_tensor_value_info(weight.name, weight.data_type, weight.dims))
 
 

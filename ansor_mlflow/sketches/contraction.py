@@ -91,8 +91,7 @@ def is_made_of_blocks(function: PrimFunc) -> bool:
 def has_sums(mod: IRModule) -> bool:
     """Whether a task's function sums: only then does it pay to pack constants as they are read.
 
-    Where a function reads a part of a constant, as `gather_nd` the coordinates of an index, TVM's packing loses the
-    rest of it.
+    Of a constant that is read in part, as by `gather_nd` the coordinates of an index, TVM's packing loses the rest.
     """
     from tvm.s_tir import SBlock
     from tvm_ffi import structural_walk

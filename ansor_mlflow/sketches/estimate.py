@@ -171,9 +171,7 @@ class Estimate:
         return prod(self._axes.sums) * step + 4 * sums
 
     def _count_vectors(self, columns: int, rows: int) -> tuple[float, float]:
-        """Vectors of the input that a tile reads for a term of its sums, where no element serves for a whole vector,
-        and those among them that displace each other in the first cache. Neighbours read some in common.
-        """
+        """Vectors of the input that a tile reads for a term of its sums, and those that displace each other."""
         found = self._contraction
         data = found.operands[0]
         # Without a padded copy, distances in memory are those of the input itself.

@@ -26,6 +26,9 @@ from typing import TYPE_CHECKING
 from ansor_mlflow.sketches.contraction import MAX_EPILOGUE, Contraction, find_contraction
 from ansor_mlflow.sketches.estimate import LAUNCH_CYCLES, Estimate, Machine
 from ansor_mlflow.sketches.tile import (
+    MAX_COPIES,
+    MAX_JOBS_PER_THREAD,
+    MAX_VECTORS,
     PadAt,
     RegisterTile,
     TiledAxes,
@@ -41,14 +44,10 @@ if TYPE_CHECKING:
     from tvm.s_tir import Schedule
     from tvm.s_tir.schedule import LoopRV
 
-_MAX_COLUMNS, _MAX_ROWS, _MAX_VECTORS = 30, 8, 6
-"""Largest tile in registers that is looked at; libraries take vectors × columns of 4 × 6, 2 × 12 or 2 × 7."""
-_MAX_JOBS_PER_THREAD = 64
-"""Jobs of a thread beyond which more of them share the work no more evenly, and only cost their starts."""
+_MAX_COLUMNS, _MAX_ROWS = 30, 8
+"""Largest tile in registers that is looked at: no more sums than the largest register files hold."""
 _MAX_SERIAL = 4
 """Launches in whose time a kernel may be as fast on one thread."""
-_MAX_COPIES = 16
-"""Tiles of columns in a row whose last one is narrower: each of them is a copy of the program."""
 _MAX_UNROLLED = 1000
 """Terms of sums that are written out where each of them is a load of its own, as in depthwise convolutions and
 poolings. What is padding is known then, and so is what neighbours read in common."""
@@ -94,11 +93,11 @@ class RegisterTiling:
         # lanes reached 11 to 16 % of the peak.
         widest = power_of_two(self._contraction.group, self._widest)
         for lanes in sorted({widest, max(1, widest // 2)}, reverse=True):
-            for vectors, columns in itertools.product(range(1, _MAX_VECTORS + 1), range(1, _MAX_COLUMNS + 1)):
+            for vectors, columns in itertools.product(range(1, MAX_VECTORS + 1), range(1, _MAX_COLUMNS + 1)):
                 for rows in divisors(axes.rows, _MAX_ROWS):
                     # the sums, a vector of weights for each vector of channels, and one element of the input
                     fits = vectors * columns * rows + vectors + 1 <= registers
-                    is_even = axes.columns % columns == 0 or axes.columns // columns < _MAX_COPIES
+                    is_even = axes.columns % columns == 0 or axes.columns // columns < MAX_COPIES
                     # a tile within one group reads the same data for all of its channels
                     in_group = self._contraction.group % (vectors * lanes) == 0
                     if fits and is_even and in_group and columns <= axes.columns:
@@ -127,17 +126,16 @@ class RegisterTiling:
                     channels_outside=channels_outside,
                     parallel=self._machine.num_threads > 1,
                 )
-                if axes.num_jobs(tile) <= _MAX_JOBS_PER_THREAD * self._machine.num_threads:
+                if axes.num_jobs(tile) <= MAX_JOBS_PER_THREAD * self._machine.num_threads:
                     yield tile
 
     def _pad_places(self, rows: int) -> list[PadAt]:
-        """Where the input may be padded. In the loops there is a branch for what may be at an edge, unless all rows are
-        in the tile, so that it is known.
-        """
+        """Where the input may be padded."""
         if not self._contraction.has_padding:
             return ["inline"]
         is_vector = self._contraction.broadcast is None
         most = _MAX_ROWS_AT_EDGE if is_vector else 1
+        # In the loops there is a branch for what may be at an edge, unless the tile has all rows, so that it is known.
         if (is_vector and rows == self._axes.rows) or rows <= most:
             return ["inline", "job"] if is_vector else ["inline", "job", "row"]
         return ["job", "row"]

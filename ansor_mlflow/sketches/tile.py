@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from ansor_mlflow.sketches.contraction import Contraction
 
 PadAt = Literal["inline", "job", "row"]
+MAX_VECTORS = 6
+"""Vectors of channels of a tile in registers; libraries take vectors × columns of 4 × 6, 2 × 12 or 2 × 7."""
+MAX_COPIES = 16
+"""Tiles of columns in a row whose last one is narrower: each of them is a copy of the program."""
+MAX_JOBS_PER_THREAD = 64
+"""Jobs of a thread beyond which more of them share the work no more evenly, and only cost their starts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

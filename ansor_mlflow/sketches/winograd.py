@@ -26,7 +26,16 @@ from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.codegen import PREFETCH
 from ansor_mlflow.sketches.estimate import L1_BYTES, L2_BYTES, LAUNCH_CYCLES, Machine
-from ansor_mlflow.sketches.tile import divisors, inside, power_of_two, vectorize_innermost, write_out
+from ansor_mlflow.sketches.tile import (
+    MAX_COPIES,
+    MAX_JOBS_PER_THREAD,
+    MAX_VECTORS,
+    divisors,
+    inside,
+    power_of_two,
+    vectorize_innermost,
+    write_out,
+)
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -35,17 +44,11 @@ if TYPE_CHECKING:
 
 _PAD, _COLUMNS, _DATA, _PRODUCT, _ROWS = (f"winograd_{name}" for name in ("pad", "columns", "data", "product", "rows"))
 _FLOAT32_BYTES = 4
-_MAX_VECTORS = 6
-"""Vectors of channels of a tile in registers, as in `register_tile`."""
-_MAX_COPIES = 16
-"""Column tiles of which the last one is narrower: each of them is a copy of the program."""
 _MAX_PASSES = 8
 """Tiles that one panel of weights serves, up to which the next panel is fetched ahead: with more of them the first
 wait hardly counts."""
 _STREAMED_BYTES = 4 * 2**20
 """Size of all weights above which panels are always fetched ahead, as they come from memory in each call."""
-_MAX_JOBS_PER_THREAD = 64
-"""Jobs of a thread beyond which more of them share the work no more evenly, and only cost their starts."""
 _MAX_JOB_BYTES = 8 * 2**20
 """Largest size of what a job keeps between its steps: beyond, it goes through memory, as without jobs."""
 _MAX_PROGRAMS = 256
@@ -248,10 +251,10 @@ class WinogradTiling:
         shape, machine = self._shape, self._machine
         lanes = self._lanes(shape.channels_out)
         num_vectors = shape.channels_out // lanes
-        for vectors, tile_rows in itertools.product(divisors(num_vectors, _MAX_VECTORS), divisors(shape.down)):
+        for vectors, tile_rows in itertools.product(divisors(num_vectors, MAX_VECTORS), divisors(shape.down)):
             num_tiles = tile_rows * shape.across
             most = min(num_tiles, (machine.num_registers - vectors - 1) // vectors)
-            sizes = [n for n in range(1, most + 1) if num_tiles % n == 0 or num_tiles // n < _MAX_COPIES]
+            sizes = [n for n in range(1, most + 1) if num_tiles % n == 0 or num_tiles // n < MAX_COPIES]
             for channel_jobs, tiles in itertools.product(divisors(num_vectors // vectors), sizes):
                 tile = WinogradTile(
                     lanes=lanes,
@@ -262,7 +265,7 @@ class WinogradTiling:
                     parallel=machine.num_threads > 1,
                 )
                 is_small = tile_rows == 1 or self._job_bytes(tile) <= _MAX_JOB_BYTES
-                if is_small and self._num_jobs(tile) <= _MAX_JOBS_PER_THREAD * machine.num_threads:
+                if is_small and self._num_jobs(tile) <= MAX_JOBS_PER_THREAD * machine.num_threads:
                     yield tile
 
     def _num_jobs(self, tile: WinogradTile) -> int:

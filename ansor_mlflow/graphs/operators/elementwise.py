@@ -13,9 +13,6 @@ from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, Unchanged
 from ansor_mlflow.graphs.types import FLOATS
 from ansor_mlflow.graphs.walk import attributes_of, input_of
 
-_QUICK_GELU_ALPHA = 1.702
-"""Default of ONNX Runtime's operator QuickGelu."""
-
 
 def _dropout(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """Nothing is dropped at inference; TVM makes a tuple of it, on which its layout pass stops."""
@@ -54,7 +51,7 @@ def _celu(node: onnx.NodeProto, graph: GraphEditor) -> None:
 
 def _swish(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """Swish of x: x σ(α x)."""
-    data, default = node.input[0], _QUICK_GELU_ALPHA if node.op_type == "QuickGelu" else 1.0
+    data, default = node.input[0], 1.702 if node.op_type == "QuickGelu" else 1.0  # as ONNX Runtime's operator has it
     alpha = graph.constant(attributes_of(node).get("alpha", default), graph.dtype(data))
     scaled = graph.emit("Mul", data, alpha)
     graph.emit("Mul", data, graph.emit("Sigmoid", scaled), output=node.output[0])

@@ -15,8 +15,6 @@ from ansor_mlflow.graphs.walk import attributes_of
 
 _MAX_LENGTH = 1024
 """Longer axes stay: the product with a triangular matrix takes the square of the length."""
-_FIRST_OPSET_WITH_HALF_PIXEL = 16
-"""Regions are shifted by half a pixel from here on, unless they say otherwise."""
 
 
 def _cum_sum(node: onnx.NodeProto, graph: GraphEditor) -> None:
@@ -108,7 +106,7 @@ def may_have_empty_regions(node: onnx.NodeProto, graph: GraphEditor) -> bool:
 
 
 def _is_shifted(node: onnx.NodeProto, graph: GraphEditor) -> bool:
-    counting = "half_pixel" if graph.opset >= _FIRST_OPSET_WITH_HALF_PIXEL else "output_half_pixel"
+    counting = "half_pixel" if graph.opset >= 16 else "output_half_pixel"  # unless they say otherwise
     return bool(attributes_of(node).get("coordinate_transformation_mode", counting) == "half_pixel")
 
 

@@ -26,9 +26,6 @@ _NEAREST: dict[str, Callable[[Array], Array]] = {
     "round_prefer_ceil": lambda position: np.floor(position + 0.5),
     "round_prefer_floor": lambda position: np.ceil(position - 0.5),
 }
-_UNKNOWN_TO_TVM = "half_pixel_symmetric"
-_RANKS = (3, 4, 5)
-"""Ranks of what TVM resizes, over all axes but the first two."""
 
 
 def why_not_resized(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
@@ -73,7 +70,8 @@ def _is_right_in_tvm(
 ) -> bool:
     whole = all(math.isclose(scale * old, new, rel_tol=1e-6) for old, (scale, new) in zip(shape, sizes, strict=True))
     kept = all(size == old for old, (_, size) in zip(shape[:2], sizes[:2], strict=True))
-    known = len(shape) in _RANKS and coordinates != _UNKNOWN_TO_TVM and "axes" not in attributes
+    # TVM resizes all axes but the first two.
+    known = len(shape) in (3, 4, 5) and coordinates != "half_pixel_symmetric" and "axes" not in attributes
     if attributes.get("mode", "nearest") == "nearest":  # else ties depend on how the scale is rounded
         known = known and all(new % old == 0 for old, (_, new) in zip(shape, sizes, strict=True))
     if coordinates == "align_corners":  # TVM divides by zero

@@ -35,10 +35,7 @@ _WhyNot = Callable[[onnx.NodeProto, GraphEditor], "str | None"]
 
 
 def rewrite_operators(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A model without the operators that have a form which TVM computes better; the model itself if it has none.
-
-    Its constants are initializers.
-    """
+    """A model without the operators that have a form which TVM computes better; the model itself if it has none."""
     return rewrite(rewrite(model, _FIRST), _OTHERS)
 
 

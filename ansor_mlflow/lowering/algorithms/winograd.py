@@ -136,10 +136,7 @@ class Convolution:
 
 
 def transform_weights(weights: NDArray[np.float32], outputs: int) -> NDArray[np.float32]:
-    """The weights at the points, (m + 2, m + 2, summed channels, channels out), computed in float64.
-
-    They are given as (3, 3, summed channels, channels out); see `faces_of`.
-    """
+    """Weights (3, 3, summed channels, channels out) at the points, (m + 2, m + 2, …), computed in float64."""
     matrix = np.array(transforms(outputs).weights, np.float64)
     transformed = np.einsum("ea,abio,ub->euio", matrix, weights.astype(np.float64), matrix, optimize=True)
     return np.asarray(transformed, np.float32)
@@ -153,10 +150,7 @@ def faces_of(weights: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def error_of(weights: NDArray[np.float32], outputs: int) -> float:
-    """The largest error of F(m × m, 3 × 3) in float32, over the largest output, of random tiles of normal data.
-
-    The weights have the shape (3, 3, channels in, channels out).
-    """
+    """The largest error of F(m × m, 3 × 3) over the largest output, with weights (3, 3, in, out) and normal data."""
     size = outputs + KERNEL - 1
     weights = weights[..., :: max(1, weights.shape[-1] // _MAX_CHANNELS)]
     data = np.random.default_rng(0).standard_normal((_NUM_TILES, size, size, weights.shape[2]), np.float32)
