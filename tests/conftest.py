@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -97,6 +98,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def _fresh_log() -> None:
     """Lets a command write its log to the standard error of its own test: what an earlier one set up is of another."""
     logging.getLogger("ansor_mlflow").handlers.clear()
+
+
+@pytest.fixture(scope="module")
+def _keep_sys_path() -> Iterator[None]:
+    """Pyfunc puts a model's code first in `sys.path`, which processes of later tests would inherit."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture

@@ -41,8 +41,6 @@ from ansor_mlflow.tuning.stopping import GradientScheduler, dominated_tasks, res
 if TYPE_CHECKING:
     from tvm.target import Target
 
-# -- which algorithm is taken -----------------------------------------------------------------------------------------
-
 
 def write_record(directory: Path, seconds: dict[TuningTask, float | list[float]], target: Target) -> None:
     """Writes a database with a record of each task that says that its first program took so long."""
@@ -122,15 +120,6 @@ def test_a_library_that_may_not_grow_takes_the_smaller_way(host_target: Target, 
         (found[limit],) = [task.algorithm for task in coverage.covered]
         assert coverage.growth_bytes == {"direct": 0, "winograd 2x2": 7, "winograd 4x4": 27}[found[limit]] * 64 * 64 * 4
     assert found == {1.0: "winograd 4x4", 0.3: "winograd 2x2", 0.1: "direct", None: "winograd 4x4"}
-
-
-def test_the_constants_of_a_network_are_its_parameters(host_target: Target) -> None:
-    """Several layers of the same size among them."""
-    network = load_network("resnet-block")
-    assert lower(network.model, host_target).constant_bytes == 4 * (2 * 9 * 64 * 64 + 2 * 64)
-
-
-# -- what the loop makes of it -----------------------------------------------------------------------------------------
 
 
 def states(*best_s: float | None, trials: int = 2) -> list[TaskState]:
@@ -302,9 +291,6 @@ def test_a_way_that_loses_too_much_is_not_offered(host_target: Target, monkeypat
     monkeypatch.setattr("ansor_mlflow.lowering.algorithms.find._MAX_REL_ERROR", between)
     (left,) = layers_of(lower(load_network(conv(28, 28, 32, 32)).model, host_target))
     assert [task.info.algorithm for task in left] == ["direct", "winograd 2x2"]
-
-
-# -- what is lost ------------------------------------------------------------------------------------------------------
 
 
 def cancelling_network() -> onnx.ModelProto:

@@ -40,28 +40,27 @@ def test_an_alias_moves_to_the_new_version(client: mlflow.MlflowClient) -> None:
     assert registry.aliases_of(NAME) == {CHAMPION: "1", OF_TARGET: "3"}
 
 
-def test_an_alias_that_moved_meanwhile_stays(client: mlflow.MlflowClient) -> None:
-    promote("1", CHAMPION)
-    client.set_registered_model_alias(NAME, CHAMPION, "2")
-    with pytest.raises(
-        UndecidedError,
-        match="champion of resnet pointed to version 1 when the comparison began and points to version 2 now; nothing "
-        "was moved, promote again",
-    ):
-        registry.move_aliases(NAME, "3", {OF_TARGET: "", CHAMPION: "1"}, "run3")
-    assert registry.aliases_of(NAME) == {CHAMPION: "2"}
-
-
-def test_an_alias_that_was_made_meanwhile_stays(client: mlflow.MlflowClient) -> None:
-    promote("1", CHAMPION)
-    with pytest.raises(UndecidedError, match=r"pointed to no version when .* points to version 1 now"):
-        registry.move_aliases(NAME, "3", {CHAMPION: ""}, "run3")
-
-
-def test_an_alias_that_was_deleted_meanwhile_stays_away(client: mlflow.MlflowClient) -> None:
-    with pytest.raises(UndecidedError, match=r"pointed to version 1 when .* points to no version now"):
-        registry.move_aliases(NAME, "3", {CHAMPION: "1"}, "run3")
-    assert registry.aliases_of(NAME) == {}
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        (
+            "1",
+            "2",
+            "pointed to version 1 when the comparison began and points to version 2 now; nothing was moved",
+        ),
+        ("", "1", "pointed to no version when .* points to version 1 now"),
+        ("1", "", "pointed to version 1 when .* points to no version now"),
+    ],
+    ids=["moved", "made", "deleted"],
+)
+def test_an_alias_that_changed_meanwhile_stays(
+    client: mlflow.MlflowClient, before: str, now: str, message: str
+) -> None:
+    if now:
+        client.set_registered_model_alias(NAME, CHAMPION, now)
+    with pytest.raises(UndecidedError, match=f"champion of resnet {message}"):
+        registry.move_aliases(NAME, "3", {OF_TARGET: "", CHAMPION: before}, "run3")
+    assert registry.aliases_of(NAME) == ({CHAMPION: now} if now else {})
 
 
 def test_promotions_are_taken_back_one_after_the_other(client: mlflow.MlflowClient) -> None:

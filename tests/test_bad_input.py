@@ -22,7 +22,7 @@ from typing import Any
 import mlflow
 import onnx
 import pytest
-from helpers.commands import ANSOR_MLFLOW, FAST, ROOT, Finished, environment, flags, run
+from helpers.commands import ANSOR_MLFLOW, FAST, Finished, environment, flags, run
 from helpers.hostile import Touch
 from helpers.servers import ACCESS_KEY, SECRET_KEY, S3Server, free_port, s3_server
 from mlflow.entities import Run
@@ -103,9 +103,6 @@ def here(
     log.handlers.clear()  # it writes to a standard error that ends with the test
 
 
-# -- networks, targets and numbers -----------------------------------------------------------------------------------
-
-
 def save_nodes(path: Path, op_types: list[str], shape: list[int | str]) -> None:
     """Writes a chain of operators with one input and one output, from "x" to "y"."""
     tensors = ["x", *(f"value{index}" for index in range(1, len(op_types))), "y"]
@@ -124,14 +121,9 @@ def files(tmp_path: Path, small_onnx: Path) -> None:
     save_nodes(tmp_path / "dynamic.onnx", ["Relu"], ["batch", 3, "H", 8])
     save_nodes(tmp_path / "unknown.onnx", ["RandomNormalLike", "Relu", "RandomUniformLike"], [1, 3, 8, 8])
     save_nodes(tmp_path / "identity.onnx", ["Identity"], [1, 3, 8, 8])
-    save_nodes(tmp_path / "empty.onnx", [], [1, 3, 8, 8])
-    model = onnx.load(small_onnx)
-    onnx.save(model, tmp_path / "alone.onnx", save_as_external_data=True, location="gone.data", size_threshold=0)
-    (tmp_path / "gone.data").unlink()
     for name in ("pickle.onnx", "pickle.pt2", "pickle.pt"):
         (tmp_path / name).write_bytes(pickle.dumps(Touch(tmp_path / "unpickled")))
     (tmp_path / "typo.yaml").write_text("trails: 640\n")
-    (tmp_path / "wrong.yaml").write_text("strategy: genetic\n")
 
 
 @pytest.mark.usefixtures("files")
@@ -144,11 +136,7 @@ def files(tmp_path: Path, small_onnx: Path) -> None:
             USER,
             r"""input 'x' has dynamic H \(dimension 2\) .*; give input_shapes='\{"x": \[1, 3, 224, 8\]\}', which""",
         ),
-        ({"network": "dynamic.onnx", "input_values": '{"y": 1}'}, USER, "input_values names 'y', .* its inputs are x"),
-        ({"network": "small.onnx", "input_shapes": '{"image": [1, 3, 16, 16]}'}, USER, "its inputs are data"),
         ({"network": "small.onnx", "input_shapes": '{"data": [3, 16, 16]}'}, USER, "but it has 4, .*; give 4"),
-        ({"network": "empty.onnx"}, USER, "network=empty.onnx: the model has no nodes, so there is nothing to tune"),
-        ({"network": "alone.onnx"}, USER, r"network=alone.onnx: its external data cannot be read .*gone\.data"),
         ({"network": "pickle.onnx"}, USER, "network=pickle.onnx: (not a valid ONNX file|the file holds no ONNX model)"),
         (
             {"network": "unknown.onnx", "partition": "off"},
@@ -156,16 +144,11 @@ def files(tmp_path: Path, small_onnx: Path) -> None:
             r"network=unknown.onnx: TVM cannot compute RandomNormalLike \(.*\), RandomUniformLike \(.*; partition=auto",
         ),
         ({"network": "models:/nobody"}, USER, "network=models:/nobody: no URI of a model; write models:/name/version"),
-        ({"network": "models:/nobody/1"}, USER, "cannot read network=models:/nobody/1: .*not found"),
-        ({"network": f"runs:/{NO_RUN}/net.onnx"}, USER, f"cannot read network=runs:/{NO_RUN}/net.onnx: .*not found"),
         ({"network": "identity.onnx"}, USER, "network=identity.onnx: it has no task to tune; give a network that"),
         ({"target": "nvidia/quantum"}, USER, "target='nvidia/quantum' is unknown to TVM: .*; use auto, a tag, JSON"),
-        ({"target": '{"kind": '}, USER, "target='{\"kind\": ' is not valid JSON"),
-        ({"target": "llvm -mcpu=znver33 -num-cores 2"}, USER, "LLVM knows no CPU 'znver33'; perhaps you meant znver3"),
         ({"target": "nvidia/nvidia-h100"}, MACHINE, "cannot be measured on this host: it is made for cuda"),
         ({"num_threads": 100_000}, USER, "num_threads=100000, but this process may use [0-9]+ CPUs"),
         ({"warm_start": "nowhere"}, USER, "warm_start='nowhere' is neither a run's ID .* nor a file or directory"),
-        ({"record_pool": "s3://pool"}, USER, "record_pool is gone: .*; give warm_start=auto"),
         ({"resume_run": NO_RUN}, USER, f"cannot resume the run {NO_RUN}: .*not found"),
         ({"trials": 1}, USER, r"trials=1, but the network has \d tasks and each needs a trial; give at least \d"),
     ],
@@ -184,9 +167,6 @@ def test_what_cannot_be_tuned(here: RunCommand, parameters: dict[str, Any], exit
     [
         ({"promote": "true"}, "promote=true: only a registered model has a champion; give register_as, too"),
         ({"register_as": "small/fast"}, "register_as='small/fast': it must be a model name, without / and :"),
-        ({"target": "llvm -mcpu=znver3 two"}, "'two' is neither a flag nor a flag's value"),
-        ({"num_threads": 100_000}, "num_threads=100000, but this process may use [0-9]+ CPUs"),
-        ({"warm_start": "nowhere"}, "warm_start='nowhere' is neither a run's ID .* nor a file or directory"),
         ({"resume_run": NO_RUN}, f"cannot resume the run {NO_RUN}: .*not found"),
     ],
 )
@@ -201,21 +181,14 @@ def test_what_a_pipeline_refuses_before_it_opens_its_run(
 
 PARSE_ERRORS = [
     (["tune", "--trials", "abc"], "trials='abc': it must be a whole number, 0 or more, or auto"),
-    (["tune", "--trials", "-5"], "trials='-5': it must be a whole number, 0 or more, or auto"),
     (["tune", "--input-shapes", "[1, 3]"], "input_shapes='.*': it must be a JSON object of shapes"),
     (["tune", "--config", "typo.yaml"], "config=typo.yaml: unknown key 'trails'; perhaps you meant trials"),
-    (["tune", "--config", "wrong.yaml"], "strategy='genetic': it must be evolutionary or random"),
-    (["tune", "--config", "missing.yaml"], r"config=missing.yaml: the file cannot be read \(No such file"),
     (["tune", "--trails", "640"], "No such option '?--trails.*--trials"),
     (["tune", "640"], "unexpected extra argument"),
     (["tuna"], "No such command 'tuna'"),
     (["recompile", "--run", "7"], "the command recompile is gone: `ansor-mlflow compile --tune-run RUN --allow-m"),
-    (["runs", "--sort", "latency_ms"], "the command runs is gone: `mlflow runs list --experiment-id ID` lists runs"),
     (["evaluate"], "model_uri='': it must be models:/…, runs:/… or a model's directory"),
-    (["evaluate", "--model-uri", "missing"], "model_uri='missing': it must be models:/…, runs:/… or a model's"),
     (["tune", "--network", "resnet-17"], "network='resnet-17' is neither .*; perhaps you meant resnet-18"),
-    (["plan", "--network", "missing.onnx"], r"network=missing.onnx: the file cannot be read \(No such file"),
-    (["main", "--network", "missing.pt2"], r"network=missing.pt2: the file cannot be read \(No such file"),
     (["compile", "--network", "pickle.pt"], r"pickle.pt: pickles of PyTorch do not say .*; export the model to ONNX"),
     (["main", "--network", "pickle.pt2"], r"pickle.pt2: reading a model of PyTorch can run any code .*trust=true"),
 ]
@@ -232,7 +205,7 @@ def test_command_line_that_cannot_be_parsed(here: RunCommand, args: list[str], m
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize(
     ("args", "message"),
-    [PARSE_ERRORS[0], PARSE_ERRORS[3], PARSE_ERRORS[6], (["tune", "--network", "resnet-17"], "perhaps you meant")],
+    [PARSE_ERRORS[0], (["tune", "--network", "resnet-17"], "perhaps you meant")],
 )
 def test_the_run_that_mlflow_run_opened_carries_the_error(
     here: RunCommand, new_experiment: str, monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
@@ -249,8 +222,6 @@ def test_the_run_that_mlflow_run_opened_carries_the_error(
     assert failed.run.data.tags[names.TAG_EXIT_CODE] == "2"
     assert failed.run.data.tags[names.TAG_STEP] == "tune"
 
-
-# -- records ---------------------------------------------------------------------------------------------------------
 
 VALID_LINE = json.dumps([0, [[[], []], [0.001], {"kind": "llvm", "mcpu": "apple-m1", "num-cores": 4}, []]])
 
@@ -278,13 +249,8 @@ def record_directories(tmp_path: Path, small_onnx: Path) -> None:
     ("parameters", "exit_code", "message"),
     [
         ({}, USER, "tune_run and records: neither was given; give the ID of a tuning run, or records=…"),
-        (
-            {"tune_run": NO_RUN, "records": "foreign"},
-            USER,
-            "tune_run and records: both were given; give the ID",
-        ),
+        ({"tune_run": NO_RUN, "records": "foreign"}, USER, "tune_run and records: both were given; give the ID"),
         ({"tune_run": NO_RUN}, USER, f"cannot read the records of run {NO_RUN}: .*not found"),
-        ({"records": "missing"}, USER, "records=missing: no such file or directory; give a directory with"),
         ({"records": "empty"}, USER, f"records=empty: the directory has no {RECORD_FILE}"),
         ({"records": "alone"}, USER, f"the workload file {WORKLOAD_FILE} is missing beside {RECORD_FILE}"),
         ({"records": f"runs:/{NO_RUN}/records"}, USER, "cannot read records=runs:/.*not found"),
@@ -326,9 +292,6 @@ def test_tuning_run_whose_records_say_nothing_of_their_network(
     assert_failed(failed, RECORDS, "provenance.json of the tuning run is missing or damaged .*; give the records with")
 
 
-# -- models ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("model_uri", "exit_code", "message"),
     [
@@ -338,8 +301,6 @@ def test_tuning_run_whose_records_say_nothing_of_their_network(
             "cannot read the model models:/nobody/1: Registered Model with name=nobody not found",
         ),
         ("models:/nobody/one/two@x", USER, "model_uri=models:/nobody/one/two@x: no URI of a model; write models:/name"),
-        ("models:/nobody@champion", USER, "Registered Model with name=nobody not found"),
-        (f"models:/m-{NO_RUN}", USER, f"Logged model with ID 'm-{NO_RUN}' not found"),
         (f"runs:/{NO_RUN}/model", USER, f"Run with id={NO_RUN} not found"),
         (".", MODEL, "it has no flavor 'tvm'; give a model that compile logged"),
     ],
@@ -348,17 +309,6 @@ def test_model_that_cannot_be_found(here: RunCommand, model_uri: str, exit_code:
     failed = here("evaluate", "--model-uri", model_uri)
     assert_failed(failed, exit_code, message)
     assert (failed.run is None) == (exit_code == USER)
-
-
-@pytest.mark.parametrize("name", ["libraries/*/model.so", "network.onnx", "records/*/database_tuning_record.json"])
-def test_model_that_was_changed_after_it_was_saved(
-    here: RunCommand, compiled_network: CompiledNetwork, tmp_path: Path, name: str
-) -> None:
-    flavor.save_model(compiled_network, str(tmp_path / "model"))
-    (changed,) = tmp_path.glob(f"model/{name}")
-    changed.write_bytes(changed.read_bytes()[:-1])
-    message = f"{changed.name} does not match the SHA-256 in MLmodel, it was changed after it was logged; download"
-    assert_failed(here("evaluate", "--model-uri", "model"), MODEL, message)
 
 
 def test_model_whose_library_computes_something_else(
@@ -378,9 +328,6 @@ def test_model_whose_library_computes_something_else(
     assert failed.run is not None
     assert failed.run.data.metrics[names.MAX_REL_ERROR] > 1e-2
     assert set(failed.run.data.metrics) == {names.MAX_ABS_ERROR, names.MAX_REL_ERROR}
-
-
-# -- processes of their own, and servers -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -404,17 +351,6 @@ def test_the_command_ends_with_one_line_and_its_exit_code(elsewhere: RunCommand)
     assert failed.run is None
     assert len(failed.finished.stderr.splitlines()) == 1
     assert failed.finished.stdout == ""
-
-
-@pytest.mark.nightly
-def test_the_scripts_of_the_project_do_too(elsewhere: RunCommand, new_experiment: str) -> None:
-    opened = mlflow.MlflowClient().create_run(new_experiment).info.run_id
-    command = [sys.executable, "-m", "pipelines.tune", "--trials", "abc"]
-    failed = elsewhere(*command, MLFLOW_RUN_ID=opened, PYTHONPATH=str(ROOT))
-    assert failed.finished.exit_code == USER
-    assert failed.finished.stderr == "Error: trials='abc': it must be a whole number, 0 or more, or auto\n"
-    assert failed.run is not None
-    assert failed.run.data.tags[names.TAG_ERROR] == "trials='abc': it must be a whole number, 0 or more, or auto"
 
 
 def test_tracking_server_that_cannot_be_reached(elsewhere: RunCommand) -> None:
@@ -448,30 +384,23 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         yield server
 
 
-@pytest.mark.parametrize(
-    ("bucket", "secret_key", "message"),
-    [
-        ("no-bucket", SECRET_KEY, "NoSuchBucket"),
-        ("bucket", "another-secret-key", "SignatureDoesNotMatch"),
-    ],
-    ids=["missing-bucket", "wrong-secret-key"],
-)
 def test_artifact_store_that_refuses_files(
-    elsewhere: RunCommand, s3: S3Server, small_onnx: Path, bucket: str, secret_key: str, message: str, tmp_path: Path
+    elsewhere: RunCommand, s3: S3Server, small_onnx: Path, tmp_path: Path
 ) -> None:
     """It is said before the tuning, not after hours of it."""
-    location = f"s3://{bucket}/artifacts"
-    experiment = mlflow.MlflowClient().create_experiment(f"{tmp_path} in {bucket}", location)
+    experiment = mlflow.MlflowClient().create_experiment(f"{tmp_path} in S3", "s3://bucket/artifacts")
     command = [ANSOR_MLFLOW, "tune", *flags({**FAST, "network": small_onnx, "trials": 5})]
-    failed = elsewhere(*command, **{**s3.environment(secret_key), "MLFLOW_EXPERIMENT_ID": experiment})
+    failed = elsewhere(*command, **{**s3.environment("another-secret-key"), "MLFLOW_EXPERIMENT_ID": experiment})
     assert_failed(
-        failed, MACHINE, f"the S3 artifact store answered: .*{message}.*; check the bucket, AWS_ACCESS_KEY_ID"
+        failed,
+        MACHINE,
+        "the S3 artifact store answered: .*SignatureDoesNotMatch.*; check the bucket, AWS_ACC",
     )
     assert failed.run is not None
     assert_nothing_else_is_said(failed)
     assert "tuning small" not in failed.finished.stderr
     shown = json.dumps([failed.run.to_dictionary(), failed.finished.stdout, failed.finished.stderr])
-    assert not [secret for secret in (SECRET_KEY, secret_key, ACCESS_KEY) if secret in shown]
+    assert not [secret for secret in (SECRET_KEY, "another-secret-key", ACCESS_KEY) if secret in shown]
     assert list(s3.directory.rglob("*")) == [s3.directory / "bucket"]
 
 

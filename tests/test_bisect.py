@@ -24,7 +24,6 @@ from ansor_mlflow.measuring import checking
 from ansor_mlflow.model.manifest import LibraryEntry
 from ansor_mlflow.model.rebuild import BuildJob, build
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.tensors import Arrays
 
 Spoil = Callable[[onnx.GraphProto], None]
@@ -223,28 +222,6 @@ def test_where_a_tensor_is_most_wrong() -> None:
 
 def compared(actual: Arrays, expected: Arrays) -> Comparison:
     return Comparison(model=onnx.ModelProto(), inputs={}, actual=actual, expected=expected)
-
-
-# -- parts of a graph ------------------------------------------------------------------------------------------------
-
-
-def test_beginnings_of_a_graph_give_what_others_need(network: Path) -> None:
-    graph = CuttableGraph(load_network(str(network)).model)
-    for length, outputs in ((2, ["/left/LeakyRelu"]), (3, ["/left/LeakyRelu", "below"])):
-        model = graph.part(range(length), graph.varying)
-        assert [value.name for value in model.graph.output] == outputs
-    assert [node.op_type for node in model.graph.node] == ["Gemm", "LeakyRelu", "Less"]
-    onnx.checker.check_model(model, full_check=True)
-
-
-def test_what_shapes_decide_is_no_input(network: Path) -> None:
-    graph = CuttableGraph(load_network(str(network)).model)
-    assert "shape" not in graph.varying
-    place = graph.makers["flat"]
-    assert graph.taken_from_others([place]) == {"turned", "shape"}
-    flat = graph.part([place], ["flat"], {"shape": np.array([2, 6])})
-    assert [node.op_type for node in flat.graph.node] == ["Reshape"]
-    assert [value.name for value in flat.graph.input] == ["turned"]
 
 
 def test_a_branch_keeps_what_it_takes_from_around_it() -> None:

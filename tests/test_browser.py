@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import pytest
 from helpers.browser import MlflowPages, card, chromium, chromium_path, traces
 from helpers.commands import ROOT, environment, run_project
@@ -130,9 +129,6 @@ def number(text: str) -> float:
     return float("nan") if text.strip() in ("", "-") else float(text)
 
 
-# -- the two views -----------------------------------------------------------------------------------------------------
-
-
 def rounded(milliseconds: float) -> re.Pattern[str]:
     """A latency as a page shows it, which computed it from the same times in another order."""
     texts = {f"{milliseconds * factor:.4g} ms" for factor in (1 - 1e-9, 1 + 1e-9)}
@@ -213,9 +209,6 @@ def test_the_tuning_charts_draw_every_tuning(experiment: Experiment, pages: Mlfl
                 assert dict(zip(bars.y, bars.x, strict=True)) == failed
 
 
-# -- two runs side by side ---------------------------------------------------------------------------------------------
-
-
 def compared_metrics(page: Page) -> dict[str, list[float]]:
     """What the table of metrics shows now; more comes when it is scrolled."""
     titles = page.locator('a[title="Plot chart"]').all_inner_texts()
@@ -249,9 +242,6 @@ def test_two_tunings_are_compared(experiment: Experiment, pages: MlflowPages) ->
             assert_drawn(figure)
         figures.last.scroll_into_view_if_needed()
         pages.keep(page, "compare")
-
-
-# -- one run -----------------------------------------------------------------------------------------------------------
 
 
 def assert_drawn(image: Locator) -> None:
@@ -318,22 +308,6 @@ def test_the_report_is_a_page_within_the_page(experiment: Experiment, pages: Mlf
         wide = report.locator(".wide").first
         assert wide.evaluate("table => table.scrollWidth <= table.clientWidth"), "a column is cut off"
         pages.keep(page, "report")
-
-
-@pytest.mark.nightly
-def test_the_trials_are_a_table(experiment: Experiment, pages: MlflowPages) -> None:
-    tuning = experiment.tunings("mlp")[0]
-    trials = mlflow.artifacts.load_dict(f"{tuning.info.artifact_uri}/{names.TRIALS_TABLE}")
-    address = ARTIFACT.format(id=experiment.id, run=tuning.info.run_id, file=names.TRIALS_TABLE)
-    with pages.open(address) as page:
-        for column in trials["columns"]:
-            expect(page.get_by_role("columnheader", name=column)).to_be_visible()
-        row = page.get_by_role("row").filter(has=page.get_by_text("1", exact=True)).first
-        for value in trials["data"][0][1:3]:
-            expect(row).to_contain_text(str(value))
-
-
-# -- the pictures ------------------------------------------------------------------------------------------------------
 
 
 def test_pictures_of_the_docs_are_small() -> None:

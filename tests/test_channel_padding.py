@@ -74,9 +74,6 @@ def assert_padded(model: onnx.ModelProto, slices: int, **weights: tuple[int, ...
     return padded
 
 
-# -- how many channels -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("channels", "padded"),
     [(386, 400), (193, 208), (97, 112), (384, 384), (64, 64), (512, 512), (1000, 1000), (3, 3), (10, 10), (1, 1)],
@@ -100,9 +97,6 @@ def test_networks_with_round_numbers_stay_as_they_are() -> None:
     model = load_network("resnet-18", input_shapes={"data": [1, 3, 32, 32]}).model
     assert layers_to_pad(model, LANES) == []
     assert pad_output_channels(model, lambda channels: best_padding(channels, LANES)) == model
-
-
-# -- the same network ------------------------------------------------------------------------------------------------
 
 
 def test_a_chain_stays_padded_to_its_end() -> None:

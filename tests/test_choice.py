@@ -18,14 +18,7 @@ from ansor_mlflow.device.fingerprints import DeviceFingerprint
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import MachineError, ModelError, UserInputError
 from ansor_mlflow.measuring.compare import ReferenceSession
-from ansor_mlflow.model.choice import (
-    LoadOptions,
-    choose_for_gpu,
-    choose_library,
-    entries_to_rebuild,
-    find_library,
-    threads_here,
-)
+from ansor_mlflow.model.choice import LoadOptions, choose_for_gpu, choose_library, entries_to_rebuild, find_library
 from ansor_mlflow.model.loading import TunedModel, load_package
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest
 from ansor_mlflow.model.package import CompiledNetwork, write_package
@@ -71,8 +64,6 @@ def make(compiled_network: CompiledNetwork, devices: dict[str, DeviceFingerprint
 
     return write
 
-
-# -- the order -------------------------------------------------------------------------------------------------------
 
 ORDER = ["exact", "one thread more", "many threads more", "older", "much older"]
 """From the best for this host to the worst."""
@@ -122,13 +113,6 @@ def test_no_library_and_no_build(make: MakeModel) -> None:
         load_package(*make("newer", "foreign"), LoadOptions(allow_rebuild=False))
 
 
-def test_the_threads_of_a_library_are_those_that_are_here(make: MakeModel) -> None:
-    _, manifest = make("exact", "many threads more")
-    assert [threads_here(entry) for entry in manifest.libraries] == [CPUS, CPUS]
-    single = replace(manifest.libraries[0], fingerprint=replace(manifest.libraries[0].fingerprint, num_threads=1))
-    assert threads_here(single) == 1
-
-
 def test_the_records_for_a_gpu_build_no_library_for_a_cpu(
     make: MakeModel, devices: dict[str, DeviceFingerprint]
 ) -> None:
@@ -139,9 +123,6 @@ def test_the_records_for_a_gpu_build_no_library_for_a_cpu(
 def test_no_records_and_no_untuned_library(make: MakeModel) -> None:
     with pytest.raises(ModelError, match=f"no library runs here: {FOREIGN}; allow_untuned is off; compile the network"):
         load_package(*make("foreign"), LoadOptions(allow_untuned=False))
-
-
-# -- devices ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("device", "names"), [("cuda", ["exact", "older"]), ("cpu", ["gpu"])])
@@ -197,19 +178,13 @@ def test_a_library_for_the_gpu_of_another_kind_of_host(make: MakeModel, devices:
     assert "it is made for sparc64, this host is" in reason
 
 
-# -- options ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"device": "tpu"}, "device='tpu' is unknown; it must be cpu or cuda"),
         ({"num_threads": 0}, f"^num_threads=0: it must be a whole number from 1 to {CPUS}, the number of CPUs"),
         ({"num_threads": "2"}, "^num_threads='2': it must be a whole number from 1 to "),
-        (
-            {"num_threads": CPUS + 1},
-            f"^num_threads={CPUS + 1}: it must be a whole number from 1 to {CPUS}, ",
-        ),
+        ({"num_threads": CPUS + 1}, f"^num_threads={CPUS + 1}: it must be a whole number from 1 to {CPUS}, "),
         ({"allow_rebuild": "no"}, "allow_rebuild='no' is neither true nor false"),
         ({"threads": 2}, "model_config has no 'threads'; it has device, num_threads, allow_compatible, allow_rebuild"),
     ],
@@ -217,9 +192,6 @@ def test_a_library_for_the_gpu_of_another_kind_of_host(make: MakeModel, devices:
 def test_options_that_are_not_usable(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UserInputError, match=message):
         LoadOptions.from_config(config)
-
-
-# -- building --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

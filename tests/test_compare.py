@@ -127,9 +127,6 @@ def about(real_runs: dict[str, str], text: str) -> str:
     return text
 
 
-# -- filters ---------------------------------------------------------------------------------------------------------
-
-
 def test_every_filter_of_the_document_is_tested() -> None:
     assert FILTERS.keys() == EXPECTED.keys()
     assert len(FILTERS) == DOCUMENT.count("```sql")
@@ -160,8 +157,6 @@ def test_the_examples_run(real_runs: dict[str, str]) -> None:
             assert set(shown.run_id) == {real_runs["tuned"], real_runs["plateau"]}
             assert shown["metrics.best_latency_ms"].is_monotonic_increasing
 
-
-# -- trials ----------------------------------------------------------------------------------------------------------
 
 COLUMNS = ["step", "task", "status", "latency_us", "error", "weight", "workload_hash"]
 

@@ -6,7 +6,6 @@ import base64
 import json
 import platform
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,9 +102,6 @@ def test_without_records(
     assert_same(run(tmp_path / "lib" / "model.so", inputs), expected)
 
 
-# -- records that plain TVM wrote ------------------------------------------------------------------------------------
-
-
 def commit_with_tvm(lowered: LoweredNetwork, target: Target, work_dir: Path) -> None:
     """Commits the first schedule of every task's design space, with a time, through TVM's own classes alone."""
     from tvm.s_tir import meta_schedule as ms
@@ -131,31 +127,16 @@ def test_with_records_of_plain_tvm(
     assert_same(run(tmp_path / "model.so", inputs), expected)
 
 
-# -- records that do not fit -----------------------------------------------------------------------------------------
-
-
-def swap_workloads(line: str, other: str) -> Iterator[str]:
-    first, second = json.loads(line), json.loads(other)
-    yield json.dumps([second[0], first[1]])
-    yield json.dumps([first[0], second[1]])
-
-
 def test_schedules_of_other_tasks(
     small_lowered: LoweredNetwork, host_target: Target, best: Path, tmp_path: Path
 ) -> None:
     first, *others, last = (best / RECORD_FILE).read_text().splitlines()
-    first, last = swap_workloads(first, last)
+    (first_workload, first), (last_workload, last) = json.loads(first), json.loads(last)
+    first, last = json.dumps([last_workload, first]), json.dumps([first_workload, last])
     (best / RECORD_FILE).write_text("\n".join([first, *others, last]) + "\n")
     with pytest.raises(RecordsError, match=r"best: the records do not apply \(.+\); tune the network again") as caught:
         compile_tuned(small_lowered, host_target, best, tmp_path / "model.so")
     assert "\n" not in str(caught.value)
-
-
-def test_a_damaged_database(small_lowered: LoweredNetwork, host_target: Target, best: Path, tmp_path: Path) -> None:
-    with (best / RECORD_FILE).open("a") as file:
-        file.write("[0, [[[], []], [0.001")
-    with pytest.raises(RecordsError, match=rf"{RECORD_FILE}: line \d+ is damaged; tune again"):
-        compile_tuned(small_lowered, host_target, best, tmp_path / "model.so")
 
 
 def test_a_record_that_brings_code(
@@ -183,9 +164,6 @@ def test_workloads_of_others_are_not_read(
     assert coverage.task_share == 1.0
 
 
-# -- coverage --------------------------------------------------------------------------------------------------------
-
-
 def task(name: str, weight: int, flops: float) -> TaskInfo:
     return TaskInfo(index=0, name=name, weight=weight, flops=flops, workload_hash=name)
 
@@ -208,17 +186,11 @@ def test_coverage_weighs_tasks_by_their_operations(tmp_path: Path) -> None:
     }
 
 
-def test_coverage_without_operations_counts_tasks() -> None:
+def test_coverage_without_operations_or_tasks() -> None:
     coverage = Coverage(covered=(task("transpose", 1, 0.0),), missing=(task("reshape", 1, 0.0),))
     assert coverage.flops_share == coverage.task_share == 0.5
-
-
-def test_a_network_without_tasks_is_covered() -> None:
     empty = Coverage(covered=(), missing=())
     assert empty.flops_share == empty.task_share == 1.0
-
-
-# -- the step --------------------------------------------------------------------------------------------------------
 
 
 def test_compile_gives_the_signature_that_is_asked_for(
@@ -230,9 +202,6 @@ def test_compile_gives_the_signature_that_is_asked_for(
     signature = Model.load(run.data.tags[names.TAG_MODEL_URI]).signature
     assert signature.inputs == Schema([TensorSpec(np.dtype(object), (-1,), "data")])
     assert signature.outputs == Schema([TensorSpec(np.dtype(np.float32), (-1, 10), "logits")])
-
-
-# -- the compiler ----------------------------------------------------------------------------------------------------
 
 
 def test_without_a_compiler(

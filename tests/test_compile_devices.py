@@ -97,9 +97,6 @@ def download(model_uri: str, directory: Path) -> tuple[Path, Manifest]:
     return path, Manifest.read(path)
 
 
-# -- several tuning runs ---------------------------------------------------------------------------------------------
-
-
 def test_several_tuning_runs_make_one_model(
     log_tuning: LogTuning,
     run_here: RunCommand,
@@ -155,13 +152,6 @@ def refusal(run_here: RunCommand, capsys: pytest.CaptureFixture[str], *args: str
     return error
 
 
-def test_what_is_no_run(
-    log_tuning: LogTuning, run_here: RunCommand, elsewhere: DeviceFingerprint, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = log_tuning(elsewhere)
-    assert f"runs:/{run}" in refusal(run_here, capsys, "--tune-run", f"runs:/{run},{run}")
-
-
 def test_runs_of_other_networks(
     log_tuning: LogTuning,
     run_here: RunCommand,
@@ -207,9 +197,6 @@ def test_another_architecture_needs_its_linker(
     runs = [log_tuning(compiled_network.fingerprint), log_tuning(foreign)]
     error = refusal(run_here, capsys, "--tune-run", ",".join(reversed(runs)), exit_code=3)
     assert error.startswith("Error: libraries for sparc64 are linked with sparc64-linux-gnu-g++, which is not here;")
-
-
-# -- adding a library ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -310,9 +297,7 @@ def test_a_library_of_another_network(
 
 
 def test_a_run_without_a_model(
-    log_compiled: Callable[..., tuple[str, str]],
-    log_tuning: LogTuning,
-    compiled_network: CompiledNetwork,
+    log_compiled: Callable[..., tuple[str, str]], log_tuning: LogTuning, compiled_network: CompiledNetwork
 ) -> None:
     _, base = log_compiled(compiled_network)
     run = log_tuning(compiled_network.fingerprint)

@@ -96,8 +96,7 @@ def kernels_and_outputs(
 
 
 @pytest.mark.parametrize(
-    ("case", "layout"),
-    [(case, "NHWC") for case in IN_PLACE] + [(case, "NCHW") for case in [*IN_PLACE, RESULT]],
+    ("case", "layout"), [(case, "NHWC") for case in IN_PLACE] + [(case, "NCHW") for case in [*IN_PLACE, RESULT]]
 )
 def test_parts_are_written_to_their_places(host_target: Target, tmp_path: Path, case: str, layout: str) -> None:
     given = model(IN_PLACE.get(case, [*PARTS, concat("abc", "z")]))

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import mlflow
 import pytest
 from helpers.commands import RunCommand, flags
-from helpers.runs_here import QUICK, artifacts_of, newest_run, tune_here
+from helpers.finished import FinishedWork
+from helpers.runs_here import QUICK, artifacts_of, newest_run
 
 from ansor_mlflow import names
 from ansor_mlflow.commands.trial_table import load_trials
@@ -69,11 +70,7 @@ Damaging = Callable[[Path], str]
 
 @pytest.fixture
 def records(
-    tuned_records: Path,
-    small_onnx: Path,
-    host_target: Target,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tuned_records: Path, small_onnx: Path, host_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
     """Records as a tuning of the small network leaves them, in `records` of the working directory."""
     monkeypatch.chdir(tmp_path)
@@ -238,32 +235,14 @@ def test_files_that_a_user_put_apart(records: Path, tmp_path: Path, warnings: Ca
     )
 
 
-def test_many_lines_are_counted(records: Path, warnings: Callable[[], list[str]]) -> None:
-    num_lines = len(lines_of(records / RECORD_FILE))
-    (records / names.MANIFEST_FILE).unlink()
-    with (records / RECORD_FILE).open("a") as file:
-        file.write("no record\n" * 12)
-    check_records(records)
-    numbers = ", ".join(str(num_lines + number) for number in range(1, 11))
-    assert warnings() == [f"records/{RECORD_FILE}: lines {numbers}, … (12 in all) are damaged; {MEND}"]
-
-
-# -- runs --------------------------------------------------------------------------------------------------------------
-
-
 def test_damage_in_a_run(
-    small_onnx: Path,
-    new_experiment: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    finished_work: FinishedWork,
     run_here: RunCommand,
     warnings: Callable[[], list[str]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """What the tuning logged so is left out; what was changed since is refused, until the user takes it as it is."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(small_onnx, "small.onnx")
-    run_id = tune_here(run_here).info.run_id
+    run_id = finished_work.tuned
     logged = artifacts_of(run_id) / names.RECORDS_DIR
     garble(logged)
     write_manifest(logged, logged / names.MANIFEST_FILE)

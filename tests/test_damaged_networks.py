@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from helpers.commands import ROOT, RunCommand
+from helpers.commands import ROOT
 from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from ansor_mlflow.errors import UserInputError
@@ -102,15 +102,6 @@ def sequence(name: str) -> ValueInfoProto:
     return helper.make_tensor_sequence_value_info(name, FLOAT, [1, 4])
 
 
-def optional(name: str) -> ValueInfoProto:
-    return helper.make_value_info(name, helper.make_optional_type_proto(helper.make_tensor_type_proto(FLOAT, [1, 4])))
-
-
-def map_of_numbers(name: str) -> ValueInfoProto:
-    scores = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(FLOAT, []))
-    return helper.make_value_info(name, helper.make_sequence_type_proto(scores))
-
-
 RELU = node("Relu", ["x"], ["y"])
 LOCAL = {"": 17, "local": 1}
 TENSORS_ONLY = "is not a tensor of NumPy's floats, integers or booleans"
@@ -124,7 +115,6 @@ WRONG: dict[str, tuple[ModelProto, str]] = {
         model([node("Add", ["x", "b"], ["a"]), node("Relu", ["a"], ["b"]), node("Relu", ["b"], ["y"])]),
         "a node takes 'b', and one of its nodes depends on itself",
     ),
-    "circle_of_one": (model([node("Add", ["x", "y"], ["y"])]), "a node takes 'y', and one of its nodes depends on"),
     "no_tensor": (model([node("Add", ["x", "z"], ["y"])]), "a node takes 'z', and no node makes it"),
     "no_output": (model([node("Relu", ["x"], ["z"])]), "no node makes its output 'y'"),
     "no_outputs": (model([RELU], outputs=[]), "it has no outputs"),
@@ -132,11 +122,6 @@ WRONG: dict[str, tuple[ModelProto, str]] = {
     "no_operator": (model([node("", ["x"], ["y"])]), "a node has no operator"),
     "no_name": (model([node("Relu", [""], ["y"])], inputs=[value("", [1, 4])]), "one of its inputs has no name"),
     "double_output": (model([RELU, node("Exp", ["x"], ["y"])]), "two tensors of the name 'y'"),
-    "double_input": (model([RELU], inputs=[value("x", [1, 4])] * 2), "two tensors of the name 'x'"),
-    "double_weight": (
-        model([node("Add", ["x", "w"], ["y"])], [weight("w", np.float32(1)), weight("w", np.float32(2))]),
-        "two tensors of the name 'w'",
-    ),
     "input_again": (model([node("Exp", ["x"], ["x"]), RELU]), "two tensors of the name 'x'"),
     "shapes": (
         model([node("MatMul", ["x", "w"], ["y"])], [weight("w", np.ones((5, 4), np.float32))]),
@@ -144,11 +129,9 @@ WRONG: dict[str, tuple[ModelProto, str]] = {
     ),
     "rank": (model([RELU], inputs=[value("x", [1] * 30)], outputs=[value("y", [1] * 30)]), "has 30 dimensions, and 26"),
     "opset": (model([RELU], opsets={"": 999}), "it is of opset 999, and the package onnx .* knows them up to"),
-    "opset_zero": (model([RELU], opsets={"": 0}), "it is of opset 0 of ONNX"),
     "opset_of_others": (model([RELU], opsets={"": 17, "ai.onnx.ml": 2**40}), "is of opset 1099511627776 of ai.onnx.ml"),
     "opset_twice": (model([RELU], opsets={"": 17, "ai.onnx": 11}), "it names two versions of the operators of ONNX"),
     "format": (model([RELU], ir_version=999), "it is of version 999 of ONNX's format, and the package onnx"),
-    "no_format": (model([RELU], ir_version=0), "the file names no version of ONNX's format"),
     "custom": (
         model([node("Fast", ["x"], ["y"], domain="com.acme")], opsets={"": 17, "com.acme": 1}),
         "the operator 'com.acme.Fast' is a custom one",
@@ -156,10 +139,8 @@ WRONG: dict[str, tuple[ModelProto, str]] = {
     "attribute": (model([node("Softmax", ["x"], ["y"], axis="last")]), "'axis' of a node Softmax is of the wrong type"),
     "short": (added(claim("w", [4], raw_data=b"1234")), r"the weight 'w' has 4 bytes, and its shape \[4\] takes 16"),
     "long": (added(claim("w", [1], raw_data=b"12345678")), r"has 8 bytes, and its shape \[1\] takes 4"),
-    "few": (added(claim("w", [4], float_data=[1, 2])), r"has 2 elements, and its shape \[4\] takes 4"),
     "negative": (added(claim("w", [-4], raw_data=b"")), r"the weight 'w' has the shape \[-4\]"),
     "type": (added(claim("w", [4], 99, raw_data=bytes(16))), "the weight 'w' is of type 99"),
-    "no_type": (added(claim("w", [4], 0, raw_data=bytes(16))), "the weight 'w' is of type 0"),
     "sparse": (sparse(), "the weight 'w' is sparse, and only dense ones are read"),
     "recursive": (
         model([call("F", "x", "y")], opsets=LOCAL, functions=[function("F", [call("F", "a", "b")])]),
@@ -173,15 +154,6 @@ WRONG: dict[str, tuple[ModelProto, str]] = {
         model([node("SequenceAt", ["x", "i"], ["y"])], [weight("i", 0)], inputs=[sequence("x")]),
         f"'x' {TENSORS_ONLY}",
     ),
-    "optional": (model([node("OptionalGetElement", ["x"], ["y"])], inputs=[optional("x")]), f"'x' {TENSORS_ONLY}"),
-    "map": (
-        model(
-            [node("ZipMap", ["x"], ["y"], domain="ai.onnx.ml", classlabels_int64s=[1, 2, 3, 4])],
-            outputs=[map_of_numbers("y")],
-            opsets={"": 17, "ai.onnx.ml": 1},
-        ),
-        f"'y' {TENSORS_ONLY}",
-    ),
     "text": (
         model([RELU], inputs=[value("x", [4], TensorProto.STRING)], outputs=[value("y", [4], TensorProto.STRING)]),
         f"'x' {TENSORS_ONLY}",
@@ -190,14 +162,6 @@ WRONG: dict[str, tuple[ModelProto, str]] = {
     "overflowing_weight": (added(claim("w", [2**62, 2**62], raw_data=b"")), "its tensor 'w' .* GiB are the most"),
     "giant_input": (model([RELU], inputs=[value("x", [GIANT])], outputs=[value("y", [GIANT])]), f"'x' .*{TOO_LARGE}"),
     "giant_constant": (summed("ConstantOfShape", ["s"], [weight("s", [GIANT])]), f"'large' .*{TOO_LARGE}"),
-    "giant_repetition": (
-        summed("Tile", ["w", "s"], [weight("w", np.ones(1, np.float32)), weight("s", [GIANT])]),
-        f"'large' .*{TOO_LARGE}",
-    ),
-    "giant_padding": (
-        summed("Pad", ["w", "s"], [weight("w", np.ones(1, np.float32)), weight("s", [GIANT - 1, 0])]),
-        f"'large' .*{TOO_LARGE}",
-    ),
 }
 
 
@@ -210,15 +174,6 @@ def test_what_is_wrong_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         load_network("wrong.onnx")
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 600
-
-
-@pytest.mark.parametrize("name", ["circle", "doubling", "giant_constant"])
-def test_a_command_ends_with_the_line(
-    tmp_path: Path, run_here: RunCommand, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    onnx.save(WRONG[name][0], tmp_path / "wrong.onnx")
-    assert run_here("plan", "--network", str(tmp_path / "wrong.onnx")) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"Error: network={tmp_path / 'wrong.onnx'}: ")
 
 
 FEATURES = node("Scaler", ["x"], ["y"], domain="ai.onnx.ml", offset=[0.5] * 4, scale=[2.0] * 4)
@@ -268,9 +223,6 @@ def test_names_of_any_length_are_one_line() -> None:
     assert len(str(caught.value)) < 300
 
 
-# -- what is put in order --------------------------------------------------------------------------------------------
-
-
 def test_nodes_in_any_order_are_sorted(tmp_path: Path) -> None:
     """Converters to 16 bits append their casts."""
     branch = helper.make_graph(
@@ -289,9 +241,6 @@ def test_nodes_in_any_order_are_sorted(tmp_path: Path) -> None:
     onnx.checker.check_model(found)
 
 
-# -- functions of a model --------------------------------------------------------------------------------------------
-
-
 def test_functions_of_a_model_are_inlined(tmp_path: Path) -> None:
     given = model([call("F0", "x", "y")], opsets=LOCAL, functions=doubling_calls(3))
     onnx.save(given, tmp_path / "functions.onnx")
@@ -303,9 +252,6 @@ def test_functions_of_a_model_are_inlined(tmp_path: Path) -> None:
     np.testing.assert_array_equal(*outputs)
 
 
-# -- weights in other files ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
@@ -314,14 +260,11 @@ def test_functions_of_a_model_are_inlined(tmp_path: Path) -> None:
         ({"location": "below/../../outside.bin"}, "outside.bin.*; put that file beside"),
         ({"location": "/etc/hostname"}, "/etc/hostname.*; put that file beside"),
         ({"location": "link.bin"}, "link.bin.*; put that file beside"),
-        ({"location": "."}, "; put that file beside"),
         ({"location": "fifo.bin"}, "fifo.bin.*; put that file beside"),
         ({}, "; put that file beside"),
         ({"location": "weights.bin"}, "has 10 bytes, and its shape .* takes 16"),
         ({"location": "weights.bin", "offset": 2**40}, "exceeds file size|cannot be read|has 0 bytes"),
-        ({"location": "weights.bin", "offset": -5}, "cannot be read"),
         ({"location": "weights.bin", "length": 2**40}, "cannot be read|has 10 bytes"),
-        ({"location": "weights.bin", "offset": "two"}, "cannot be read"),
     ],
 )
 def test_weights_elsewhere(tmp_path: Path, entries: dict[str, Any], message: str) -> None:
@@ -348,9 +291,6 @@ def test_giants_elsewhere_are_not_read(tmp_path: Path) -> None:
     onnx.save(added(tensor), tmp_path / "model.onnx")
     with pytest.raises(UserInputError, match=TOO_LARGE):
         load_network(str(tmp_path / "model.onnx"))
-
-
-# -- damage ----------------------------------------------------------------------------------------------------------
 
 
 def whole_networks() -> list[ModelProto]:

@@ -49,14 +49,6 @@ PROVENANCE = Provenance(
 HASHES = [f"{0x1234567890ABCDEF * number % 2**64:#018x}" for number in range(1, 2001)]
 
 
-@pytest.fixture(scope="module")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sqlite file with MLflow's tables, which take seconds to make."""
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()
-    return path
-
-
 @pytest.fixture
 def here(empty_store: Path, small_onnx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory to tune in, with a network and a tracking server of its own."""
@@ -67,9 +59,6 @@ def here(empty_store: Path, small_onnx: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", experiment_id)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-# -- the search --------------------------------------------------------------------------------------------------------
 
 
 def add_run(hashes: list[str], *, device: DeviceFingerprint = DEVICE, status: str = "FINISHED", **tags: str) -> str:
@@ -175,9 +164,6 @@ def test_as_few_runs_as_cover_the_tasks_with_the_newest_versions_first(
 def test_devices_with_one_key_are_those_whose_records_are_applied(change: dict[str, Any]) -> None:
     other = DeviceFingerprint(**{**vars(DEVICE), **change})
     assert (device_key(other) == device_key(DEVICE)) == (why_not_applicable(DEVICE, other) == "")
-
-
-# -- tunings -----------------------------------------------------------------------------------------------------------
 
 
 def sources_of(run: Run) -> dict[str, int]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +15,7 @@ import pandas as pd
 import pytest
 from helpers.served import compiled
 from mlflow.exceptions import MlflowException
-from mlflow.models import MetricThreshold
 from mlflow.models.evaluation import EvaluationResult
-from mlflow.models.evaluation.validation import ModelValidationFailedException
 from numpy.testing import assert_allclose
 
 from ansor_mlflow import flavor, names
@@ -32,24 +28,10 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
 QUICK = {"turns": 1, "warm_up_s": 0, "measure_s": 0.01}
-TIMES = {
-    names.LATENCY_MS,
-    names.LATENCY_P90_MS,
-    names.LATENCY_STD_MS,
-    names.THROUGHPUT_PER_S,
-    names.PROBE_SPREAD,
-}
+TIMES = {names.LATENCY_MS, names.LATENCY_P90_MS, names.LATENCY_STD_MS, names.THROUGHPUT_PER_S, names.PROBE_SPREAD}
 ERRORS = {names.MAX_ABS_ERROR, names.MAX_REL_ERROR}
 
-pytestmark = pytest.mark.usefixtures("new_experiment")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _keep_sys_path() -> Iterator[None]:
-    """Pyfunc puts a model's code first in `sys.path`, which processes of later tests would inherit."""
-    before = list(sys.path)
-    yield
-    sys.path[:] = before
+pytestmark = pytest.mark.usefixtures("new_experiment", "_keep_sys_path")
 
 
 @pytest.fixture(scope="module")
@@ -81,21 +63,13 @@ def frame(images: np.ndarray) -> pd.DataFrame:
 def evaluate(model: Any, data: Any, **config: Any) -> EvaluationResult:
     targets = config.pop("targets", None)
     return mlflow.models.evaluate(
-        model,
-        data,
-        targets=targets,
-        model_type="tvm",
-        evaluators="ansor-latency",
-        evaluator_config={**QUICK, **config},
+        model, data, targets=targets, model_type="tvm", evaluators="ansor-latency", evaluator_config={**QUICK, **config}
     )
 
 
 def log_onnx(path: Path) -> str:
     """Logs an ONNX file as MLflow's own flavor, without a signature; returns its URI."""
     return mlflow.onnx.log_model(onnx.load(path), name="onnx", pip_requirements=["onnxruntime"]).model_uri
-
-
-# -- what is measured ------------------------------------------------------------------------------------------------
 
 
 def test_a_tuned_model_is_timed_and_compared_with_an_onnx_file(
@@ -127,6 +101,7 @@ def test_a_model_is_timed_in_turns_with_what_is_served_today(tuned: str, frame: 
 def test_every_call_is_in_the_artifacts(tuned: str, frame: pd.DataFrame, tmp_path: Path) -> None:
     with mlflow.start_run() as run:
         result = evaluate(tuned, frame)
+    assert set(result.metrics) == TIMES  # without a reference
     files = {file.path for file in mlflow.MlflowClient().list_artifacts(run.info.run_id)}
     assert files == {names.LATENCY_SAMPLES_FILE, names.LATENCY_FIGURE}
     samples = result.artifacts["latency_samples"].content[names.LATENCY_MS]
@@ -145,21 +120,12 @@ def test_an_onnx_model_is_measured_the_same_way(frame: pd.DataFrame, small_onnx:
     assert {metric.key for metric in logged.metrics or []} == TIMES | ERRORS
 
 
-def test_without_a_reference_there_are_only_times(tuned: str, frame: pd.DataFrame) -> None:
-    assert set(evaluate(tuned, frame).metrics) == TIMES
-
-
 def test_targets_are_the_expected_outputs(tuned: str, frame: pd.DataFrame, logits: list[np.ndarray]) -> None:
     """The second row's targets are wrong by a known amount: every row is compared."""
     right = evaluate(tuned, frame.assign(expected=logits), targets="expected")
     assert right.metrics[names.MAX_REL_ERROR] < 1e-4
     wrong = evaluate(tuned, frame.assign(expected=[logits[0], logits[1] + 0.5]), targets="expected")
     assert wrong.metrics[names.MAX_ABS_ERROR] == pytest.approx(0.5, rel=1e-3)
-
-
-def test_flat_lists_are_tensors_of_the_signature(tuned: str, images: np.ndarray, small_onnx: Path) -> None:
-    flat = pd.DataFrame({"data": [image.ravel().tolist() for image in images]})
-    assert evaluate(tuned, flat, reference=str(small_onnx)).metrics[names.MAX_REL_ERROR] < 1e-4
 
 
 def test_a_model_that_takes_base64_is_measured_too(
@@ -194,42 +160,12 @@ def test_plain_columns_and_functions_are_measured_too() -> None:
     assert result.metrics[names.MAX_ABS_ERROR] == 1
 
 
-# -- thresholds ------------------------------------------------------------------------------------------------------
-
-
-def sleeper(seconds: float) -> Callable[[pd.DataFrame], list[float]]:
-    def predict(rows: pd.DataFrame) -> list[float]:
-        time.sleep(seconds)
-        return [1.0] * len(rows)
-
-    return predict
-
-
-def test_thresholds_hold_for_the_metrics() -> None:
-    data = pd.DataFrame({"a": [1.0], "expected": [1.0]})
-    fast, slow = (evaluate(sleeper(seconds), data, targets="expected") for seconds in (0.001, 0.02))
-    faster = MetricThreshold(threshold=10, min_relative_change=0.5, greater_is_better=False)
-    same = MetricThreshold(threshold=1e-4, greater_is_better=False)
-    thresholds = {names.LATENCY_MS: faster, names.MAX_REL_ERROR: same}
-    mlflow.validate_evaluation_results(thresholds, candidate_result=fast, baseline_result=slow)
-    with pytest.raises(ModelValidationFailedException, match="latency_ms value threshold check failed") as failure:
-        mlflow.validate_evaluation_results(thresholds, candidate_result=slow, baseline_result=fast)
-    assert "minimum relative change threshold = 0.5" in str(failure.value)
-    assert "max_rel_error" not in str(failure.value)
-
-
-# -- mistakes --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"turn": 3}, "unknown key 'turn'; perhaps you meant turns"),
-        ({"turns": 0}, "turns=0: it must be a whole number of at least 1"),
-        ({"warm_up_s": "long"}, "warm_up_s='long': it must be a number of seconds, 0 or more"),
         ({"batch_size": -1}, "batch_size=-1: it must be a whole number of at least 1, or auto"),
         ({"reference": "missing.onnx"}, "reference=missing.onnx: no such file; give an ONNX file, or a model's URI"),
-        ({"reference": __file__}, "not a valid ONNX file, or cut short"),
         ({"champion": "openvino"}, "champion=openvino: it needs the network; give the model's ONNX file as reference"),
         ({"champion": "torch"}, "champion='torch': it must be onnxruntime or openvino"),
     ],
@@ -253,7 +189,7 @@ def test_cells_of_another_shape_are_refused(tuned: str, shape: tuple[int, ...]) 
 
 def test_an_onnx_reference_needs_named_tensors(small_onnx: Path) -> None:
     with pytest.raises(MlflowException, match="it needs tensors by name"):
-        evaluate(sleeper(0), pd.DataFrame({"a": [1.0]}), reference=str(small_onnx))
+        evaluate(lambda rows: [1.0] * len(rows), pd.DataFrame({"a": [1.0]}), reference=str(small_onnx))
 
 
 def test_a_reference_that_takes_other_tensors(tuned: str, frame: pd.DataFrame, tmp_path: Path) -> None:

@@ -115,9 +115,6 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         read_examples(str(tmp_path / "data.npz"), (IMAGE,))
 
 
-# -- Parquet ---------------------------------------------------------------------------------------------------------
-
-
 def written(directory: Path, **columns: list[Any]) -> str:
     pd.DataFrame(columns).to_parquet(directory / "data.parquet")
     return str(directory / "data.parquet")
@@ -128,12 +125,7 @@ CUBES = np.arange(24, dtype=np.float32).reshape(3, 2, 2, 2)
 
 
 @pytest.mark.parametrize(
-    "cells",
-    [
-        [cube.tobytes() for cube in CUBES],
-        [cube.ravel() for cube in CUBES],
-        [cube.tolist() for cube in CUBES],
-    ],
+    "cells", [[cube.tobytes() for cube in CUBES], [cube.ravel() for cube in CUBES], [cube.tolist() for cube in CUBES]]
 )
 def test_cells_are_rows_as_bytes_or_lists(tmp_path: Path, cells: list[Any]) -> None:
     found = read_examples(written(tmp_path, cube=cells, mask=[4, 5, 6]), (CUBE, MASK))
@@ -164,9 +156,6 @@ def test_a_damaged_table(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(UserInputError, match=r"data.parquet: it (is no Parquet file|cannot be read)"):
             read_examples(str(path), (IMAGE, MASK))
-
-
-# -- which of them ---------------------------------------------------------------------------------------------------
 
 
 def test_the_users_inputs_take_the_place_of_seeded_ones(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from helpers.untuned import compiled_untuned
 from onnx import TensorProto, helper, numpy_helper
 
 from ansor_mlflow import flavor
-from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.graphs import value_infos
 from ansor_mlflow.graphs.partition import partition
 from ansor_mlflow.lowering.lower import lower, lower_sizes
@@ -83,8 +82,6 @@ def stays(lowered: LoweredNetwork) -> dict[str, str]:
     return {operator: reason for part in lowered.parts for operator, reason in part.graph.reasons.items()}
 
 
-# -- what is no tensor -----------------------------------------------------------------------------------------------
-
 NO_TENSORS = {
     "split": [node("SplitToSequence", ["a", "two"], ["s"]), node("SequenceAt", ["s", "two"], ["b"])],
     "construct": [
@@ -103,10 +100,7 @@ NO_TENSORS = {
                 [node("Identity", ["go"], ["goes"]), node("SequenceInsert", ["sequence", "a"], ["longer"])],
                 "body",
                 [tensor("i", [], INT64), tensor("go", [], TensorProto.BOOL), ANY_SEQUENCE],
-                [
-                    tensor("goes", [], TensorProto.BOOL),
-                    helper.make_tensor_sequence_value_info("longer", FLOAT, None),
-                ],
+                [tensor("goes", [], TensorProto.BOOL), helper.make_tensor_sequence_value_info("longer", FLOAT, None)],
             ),
         ),
         node("ConcatFromSequence", ["t"], ["b"], axis=0),
@@ -143,17 +137,6 @@ def test_what_lies_between_those_who_share_a_sequence_stays_with_them() -> None:
     assert (before.runs_in, before.operators) == ("tvm", {"Exp": 1})
     assert after.operators["Relu"] == 1
 
-
-@pytest.mark.parametrize("side", ["input", "output"])
-def test_a_sequence_of_the_network_itself_is_refused(side: str, tmp_path: Path) -> None:
-    model = make([node("MatMul", ["x", "w"], ["y"]), node("SequenceConstruct", ["y"], ["t"])], [tensor("y")])
-    getattr(model.graph, side).append(helper.make_tensor_sequence_value_info("st"[side == "output"], FLOAT, None))
-    onnx.save(model, tmp_path / "network.onnx")
-    with pytest.raises(UserInputError, match=r"'[st]' is not a tensor of NumPy's floats, integers or booleans; export"):
-        load_network(str(tmp_path / "network.onnx"))
-
-
-# -- outputs ---------------------------------------------------------------------------------------------------------
 
 OUTPUTS: dict[str, tuple[list[onnx.NodeProto], list[onnx.ValueInfoProto]]] = {
     "constant": (
@@ -198,9 +181,6 @@ def test_outputs_that_no_layer_makes(
     assert ("Det" in stays(lowered)) == in_parts
 
 
-# -- operators -------------------------------------------------------------------------------------------------------
-
-
 def test_an_intrinsic_without_code_is_named_and_stays(host_target: Target) -> None:
     lowered = lower(between_layers(node("Cosh", ["a"], ["c"]), node("Relu", ["c"], ["b"])), host_target)
     assert stays(lowered) == {"Cosh": "TVM's code generator: unknown intrinsic tirx.cosh"}
@@ -227,8 +207,6 @@ def test_shapes_are_those_of_onnxruntime(host_target: Target, tmp_path: Path) ->
 FEATURES = {
     "Scaler": {"offset": [0.5] * 64, "scale": [2.0] * 64},
     "Normalizer": {"norm": "L2"},
-    "Imputer": {"imputed_value_floats": [0.0] * 64, "replaced_value_float": -1.0},
-    "Binarizer": {"threshold": 0.5},
 }
 
 
@@ -239,26 +217,3 @@ def test_a_network_behind_features_of_scikit_learn(op_type: str, host_target: Ta
     lowered = assert_runs(model, host_target, tmp_path)
     assert stays(lowered) == {op_type: "an operator of ai.onnx.ml"}
     assert lowered.parts[-1].graph.operators == {"MatMul": 1, "Relu": 1}
-
-
-def test_a_network_before_trees_of_scikit_learn(host_target: Target, tmp_path: Path) -> None:
-    trees = node(
-        "TreeEnsembleRegressor",
-        ["a"],
-        ["y"],
-        domain="ai.onnx.ml",
-        n_targets=1,
-        nodes_treeids=[0, 0, 0],
-        nodes_nodeids=[0, 1, 2],
-        nodes_featureids=[3, 0, 0],
-        nodes_values=[0.0, 0.0, 0.0],
-        nodes_modes=["BRANCH_LEQ", "LEAF", "LEAF"],
-        nodes_truenodeids=[1, 0, 0],
-        nodes_falsenodeids=[2, 0, 0],
-        target_treeids=[0, 0],
-        target_nodeids=[1, 2],
-        target_ids=[0, 0],
-        target_weights=[1.5, -1.5],
-    )
-    lowered = assert_runs(make([node("MatMul", ["x", "w"], ["a"]), trees], [tensor("y")]), host_target, tmp_path)
-    assert [part.graph.runs_in for part in lowered.parts] == ["tvm", "onnxruntime"]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import http.server
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing
@@ -136,20 +134,6 @@ def test_a_tracker_that_is_started_again(fleet: Fleet, small_onnx: Path, short_p
     assert_whole(finished, store)
 
 
-def test_what_is_no_tracker(small_onnx: Path, short_path: Path, store: str) -> None:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as web:
-        threading.Thread(target=web.serve_forever, daemon=True).start()
-        address = f"127.0.0.1:{web.server_address[1]}"
-        given = {"network": small_onnx, "rpc_tracker": address, "rpc_key": KEY, "rpc_wait_s": 3}
-        finished = run([ANSOR_MLFLOW, "tune", *flags(given)], short_path / "cwd", environment(store))
-        web.shutdown()
-    assert finished.exit_code == 3
-    assert finished.errors == [
-        f"Error: rpc_tracker={address}: what listens there is no RPC tracker of TVM's; give the address of one, see "
-        "`ansor-mlflow fleet tracker`"
-    ]
-
-
 def test_a_key_without_servers(fleet: Fleet, small_onnx: Path, short_path: Path, store: str) -> None:
     given = {"network": small_onnx, **fleet.flags, "rpc_key": "nobody", "rpc_wait_s": 12}
     started_s = time.monotonic()
@@ -172,9 +156,6 @@ def test_an_interrupted_tuning_gives_its_servers_back(
         assert tuner.wait().exit_code == 130
     assert_gone(descendants, 10)
     wait_for(lambda: not any(server.sessions() for server in fleet.servers), 20)
-
-
-# -- programs that crash and hang --------------------------------------------------------------------------------------
 
 
 def hostile(body: str) -> IRModule:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers.site import AWAY, Site, assert_machine_error, assert_told_once, sync, wait_until
+from helpers.site import AWAY, Site, assert_told_once, wait_until
 from helpers.tuner_process import tuning
-from test_faults import assert_complete, assert_exactly
+from test_faults import assert_exactly
 
 from ansor_mlflow import names
 
@@ -30,24 +30,3 @@ def test_an_s3_server_that_is_away_for_a_while_gets_everything(
     assert_exactly(site.only_run(), site.download(tmp_path / "run"), 64, tmp_path)
     assert_told_once(site, tuner)
     assert site.parts() == []
-
-
-@pytest.mark.nightly
-def test_what_an_s3_server_that_stays_away_was_not_given_is_delivered_by_sync(
-    small_onnx: Path, site: Site, tmp_path: Path, short_path: Path
-) -> None:
-    cwd = short_path / "cwd"
-    # What is logged after an artifact waits with it, and the last metrics are to be before the first artifact.
-    env = {**site.environment, names.UPLOADS_VARIABLE: "3600"}
-    with tuning(small_onnx, cwd, env, trials=24) as tuner:
-        tuner.wait_for_rounds(4)
-        site.s3.stop()
-        finished = tuner.wait()
-    message = assert_machine_error(finished, r"messages to the run \w+ are undelivered \(.*Could not connect")
-    run = site.only_run()
-    assert run.info.status == "FAILED"
-    assert run.data.tags[names.TAG_ERROR] == message
-    assert run.data.metrics[names.TRIALS_MEASURED] == 24  # the tracking server was told
-    site.s3.start()
-    assert sync(cwd, site.environment).exit_code == 0
-    assert_complete(site.only_run(), site.download(tmp_path / "run"), 24, tmp_path)

@@ -14,22 +14,6 @@ from test_faults import assert_complete
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
 
-@pytest.mark.nightly
-def test_a_tracking_server_that_comes_back_knows_everything(
-    small_onnx: Path, site: Site, tmp_path: Path, short_path: Path
-) -> None:
-    with tuning(small_onnx, short_path / "cwd", site.environment, trials=60, min_repeat_ms=50) as tuner:
-        tuner.wait_for_rounds(4)
-        site.tracking.stop()
-        wait_until(lambda: AWAY in tuner.stderr, tuner)
-        tuner.wait_for_rounds(tuner.num_rounds + 4)  # the tuning goes on
-        site.tracking.start()
-        finished = tuner.wait()
-    assert finished.exit_code == 0, finished.stderr
-    assert_complete(site.only_run(), site.download(tmp_path / "run"), 60, tmp_path)
-    assert_told_once(site, tuner)
-
-
 def test_what_a_tracking_server_that_stays_away_was_not_told_is_delivered_by_sync(
     small_onnx: Path, site: Site, tmp_path: Path, short_path: Path
 ) -> None:

@@ -44,9 +44,6 @@ def local_environment(store: str) -> dict[str, str]:
     return environment(store, {"MLFLOW_EXPERIMENT_ID": "1"})
 
 
-# -- the tuner -------------------------------------------------------------------------------------------------------
-
-
 def test_an_interrupt_ends_the_run_as_killed_with_its_records(
     small_onnx: Path, store: str, tmp_path: Path, short_path: Path
 ) -> None:
@@ -85,9 +82,6 @@ def test_workers_killed_from_outside_cost_their_trials_only(small_onnx: Path, st
     assert run.info.status == "FINISHED"
     assert run.data.metrics[names.TRIALS_MEASURED] == 40
     assert run.data.metrics["trials/ok"] >= 20
-
-
-# -- resuming --------------------------------------------------------------------------------------------------------
 
 
 def assert_complete(run: Run, artifacts: Path, num_trials: int, scratch: Path) -> None:
@@ -136,8 +130,6 @@ def test_a_tuning_that_is_killed_at_random_moments_and_resumed_has_exactly_its_t
     assert_exactly(only_run(store), artifacts, trials, tmp_path)
     assert not (artifacts / names.RECORDS_DIR / PARTS_DIR).exists()
 
-
-# -- the disk --------------------------------------------------------------------------------------------------------
 
 MOUNT = 'mount -t tmpfs -o size=64m tmpfs "$1" && echo mounted && exec cat'
 CHANGE_DIRECTORY = 'cd "$1" && shift && exec "$@"'

@@ -196,9 +196,6 @@ def test_a_name_is_no_formula(tmp_path: Path) -> None:
     assert len(draw_gain(history).get_suptitle()) < 110
 
 
-# -- while a tuning goes on --------------------------------------------------------------------------------------------
-
-
 class SpyOutbox(Outbox):
     """An outbox that remembers what it took."""
 

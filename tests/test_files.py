@@ -21,21 +21,7 @@ from ansor_mlflow.fleet.remote import read_arrays
 from ansor_mlflow.networks import load_network
 from ansor_mlflow.tracking import work_directory
 
-BAD_NAMES = (
-    "",
-    ".",
-    "..",
-    "/",
-    "//a",
-    "/etc/hosts",
-    "../a",
-    "a/../../b",
-    "a/..",
-    "a\0b",
-    "a\nb",
-    "\x1b[2J",
-    "a" * 256,
-)
+BAD_NAMES = ("", ".", "..", "/", "//a", "/etc/hosts", "../a", "a/../../b", "a/..", "a\0b", "a\nb", "\x1b[2J", "a" * 256)
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)

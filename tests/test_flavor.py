@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ import onnx
 import pandas as pd
 import pytest
 import yaml
+from helpers.commands import ROOT
 from helpers.untuned import compiled_untuned
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
@@ -28,7 +29,6 @@ from ansor_mlflow.errors import ModelError
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.measuring.compare import ReferenceSession
 from ansor_mlflow.model import Manifest
-from ansor_mlflow.model.loading import TunedModel
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.load import load_network
@@ -37,16 +37,8 @@ from ansor_mlflow.tensors import random_inputs
 if TYPE_CHECKING:
     from tvm.target import Target
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("_keep_sys_path")
 PINS = [f"{name}=={version(name)}" for name in ("apache-tvm", "apache-tvm-ffi", "numpy")]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _keep_sys_path() -> Iterator[None]:
-    """Pyfunc puts a model's code first in `sys.path`, which processes of later tests would inherit."""
-    before = list(sys.path)
-    yield
-    sys.path[:] = before
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +77,6 @@ def assert_same(output: Any, expected: np.ndarray) -> None:
     np.testing.assert_allclose(output, expected, rtol=0, atol=1e-4 * abs(expected).max())
 
 
-# -- what is saved ---------------------------------------------------------------------------------------------------
-
-
 def test_signature_names_every_tensor(saved: Path) -> None:
     signature = Model.load(str(saved)).signature
     assert signature.inputs == Schema([TensorSpec(np.dtype("float32"), (-1, 3, 16, 16), "data")])
@@ -107,12 +96,6 @@ def test_requirements_are_pinned_without_looking_at_the_library(saved: Path) -> 
     conda = yaml.safe_load((saved / "conda.yaml").read_text())
     assert conda["dependencies"][-1]["pip"] == requirements
     assert (saved / "python_env.yaml").is_file()
-
-
-def test_default_environment() -> None:
-    assert flavor.get_default_pip_requirements() == PINS
-    pip = flavor.get_default_conda_env()["dependencies"][-1]["pip"]
-    assert set(PINS) < set(pip)
 
 
 def test_model_carries_the_code_that_loads_it(saved: Path) -> None:
@@ -153,33 +136,17 @@ def test_arguments_replace_the_defaults(compiled_network: CompiledNetwork, tmp_p
     assert not set(PINS) & set(requirements)
 
 
-def test_extra_requirements_are_added(compiled_network: CompiledNetwork, tmp_path: Path) -> None:
-    flavor.save_model(compiled_network, str(tmp_path / "model"), extra_pip_requirements=["pillow"])
-    assert {*PINS, "pillow"} < set((tmp_path / "model" / "requirements.txt").read_text().splitlines())
-
-
-@pytest.mark.parametrize("as_file", [True, False])
-def test_conda_environment(compiled_network: CompiledNetwork, tmp_path: Path, as_file: bool) -> None:
+def test_a_file_of_a_conda_environment(compiled_network: CompiledNetwork, tmp_path: Path) -> None:
     environment = {"name": "mine", "dependencies": ["python=3.11", "pip", {"pip": ["numpy>=1.26"]}]}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(environment))
-    conda_env = str(tmp_path / "mine.yaml") if as_file else environment
-    flavor.save_model(compiled_network, str(tmp_path / "model"), conda_env=conda_env)
-    saved = yaml.safe_load((tmp_path / "model" / "conda.yaml").read_text())
-    assert saved["name"] == "mine"
+    flavor.save_model(compiled_network, str(tmp_path / "model"), conda_env=str(tmp_path / "mine.yaml"))
+    assert yaml.safe_load((tmp_path / "model" / "conda.yaml").read_text())["name"] == "mine"
     assert "numpy>=1.26" in (tmp_path / "model" / "requirements.txt").read_text().splitlines()
-
-
-def test_an_environment_is_given_once(compiled_network: CompiledNetwork, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Only one of `conda_env`, `pip_requirements`"):
-        flavor.save_model(compiled_network, str(tmp_path / "model"), conda_env={}, pip_requirements=["numpy"])
 
 
 def test_a_directory_with_files_is_not_overwritten(compiled_network: CompiledNetwork, saved: Path) -> None:
     with pytest.raises(MlflowException, match="already exists and is not empty"):
         flavor.save_model(compiled_network, str(saved))
-
-
-# -- loading ---------------------------------------------------------------------------------------------------------
 
 
 def test_native_model(saved: Path, inputs: dict[str, np.ndarray], expected: np.ndarray) -> None:
@@ -205,13 +172,10 @@ def test_logged_model_is_found_by_every_uri(
     assert (tmp_path / "MLmodel").is_file()
 
 
-def test_a_model_of_another_flavor(tmp_path: Path) -> None:
-    Model(flavors={"onnx": {"data": "model.onnx"}}).save(str(tmp_path / "MLmodel"))
-    with pytest.raises(ModelError, match="it has no flavor 'tvm'; give a model that compile logged"):
-        flavor.load_model(str(tmp_path))
-
-
-def test_a_directory_without_a_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_model", [True, False])
+def test_what_has_no_flavor_of_ours(tmp_path: Path, is_model: bool) -> None:
+    if is_model:
+        Model(flavors={"onnx": {"data": "model.onnx"}}).save(str(tmp_path / "MLmodel"))
     with pytest.raises(ModelError, match="it has no flavor 'tvm'; give a model that compile logged"):
         flavor.load_model(str(tmp_path))
 
@@ -252,14 +216,6 @@ def test_which_library_was_taken_is_explained_and_logged(
         assert str(choice).endswith(f": it was made for this CPU and {threads} threads")
 
 
-def test_a_gpu_that_the_model_is_not_for(saved: Path) -> None:
-    message = "device='cuda', but its libraries are for llvm .+, which never stand in for another kind of device"
-    with pytest.raises(ModelError, match=message):
-        flavor.load_model(str(saved), device="cuda")
-    with pytest.raises(MlflowException, match=message):
-        mlflow.pyfunc.load_model(str(saved), model_config={"device": "cuda"})
-
-
 @pytest.mark.parametrize("by", ["argument", "environment"])
 def test_pyfunc_is_told_how_to_load(saved: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     config = {"num_threads": available_cpus() + 1}
@@ -267,16 +223,6 @@ def test_pyfunc_is_told_how_to_load(saved: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("MLFLOW_PYFUNC_INFERENCE_CONFIG", json.dumps(config))
     with pytest.raises(MlflowException, match=f"num_threads={available_cpus() + 1}: it must be a whole number from 1"):
         mlflow.pyfunc.load_model(str(saved), model_config=config if by == "argument" else None)
-
-
-@pytest.mark.parametrize("text", ["", "flavors: [", "flavors: 5", "flavors: {tvm: 5}", "5", "\x00"])
-def test_a_damaged_description(tmp_path: Path, text: str) -> None:
-    (tmp_path / "MLmodel").write_text(text)
-    with pytest.raises(ModelError, match=r"the model's MLmodel file is damaged \(.+\); log the model again"):
-        flavor.load_model(str(tmp_path))
-
-
-# -- pyfunc ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -298,25 +244,6 @@ def test_predict_takes_a_data_frame_of_tensors(
     """A row for each element of the batch; MLflow gives flat tensors their shape."""
     frame = pd.DataFrame({"data": [cell(image) for image in inputs["data"]]})
     assert_same(pyfunc.predict(frame), expected)
-
-
-def test_raw_model(pyfunc: Any) -> None:
-    assert isinstance(pyfunc.get_raw_model(), TunedModel)
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (np.zeros((1, 3, 8, 8), np.float32), r"\(1, 3, 8, 8\) does not match expected shape \(-1, 3, 16, 16\)"),
-        (np.zeros((1, 3, 16, 16)), "input float64 does not match expected dtype float32"),
-        ({"image": np.zeros((1, 3, 16, 16), np.float32)}, r"missing inputs \['data'\]. Note that there were extra"),
-        ("text", r"missing inputs \['data'\]"),
-    ],
-    ids=["shape", "dtype", "name", "type"],
-)
-def test_mlflow_holds_the_data_against_the_signature(pyfunc: Any, data: Any, message: str) -> None:
-    with pytest.raises(MlflowException, match=message):
-        pyfunc.predict(data)
 
 
 @pytest.fixture(scope="module")
@@ -369,43 +296,6 @@ def test_data_that_does_not_fit_is_told_what_would(wrapper: Any, data: Any, mess
     with pytest.raises(MlflowException, match=message) as caught:
         wrapper.predict(data)
     assert caught.value.error_code == "INVALID_PARAMETER_VALUE"
-
-
-def test_a_row_of_a_dataframe_is_an_element_of_the_batch(two_heads: CompiledNetwork, tmp_path: Path) -> None:
-    """MLflow takes DataFrames for tensors whose first dimension the signature leaves open."""
-    signature = ModelSignature(inputs=Schema([TensorSpec(np.dtype("float32"), (-1, 3, 4), "data")]))
-    flavor.save_model(two_heads, str(tmp_path / "model"), signature=signature)
-    model = mlflow.pyfunc.load_model(str(tmp_path / "model"))
-    assert_two_heads(model.predict(pd.DataFrame({"data": list(DATA)})))
-    first = pd.DataFrame({"data": list(DATA[:1])})
-    np.testing.assert_array_equal(model.predict(first)["flat"], DATA[:1].reshape(1, 12))
-
-
-# -- another process -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_mlflow_scores_the_input_example_with_the_code_inside_the_model(
-    saved: Path, compiled_network: CompiledNetwork, small_onnx: Path, tmp_path: Path
-) -> None:
-    model = Path(shutil.copytree(saved, tmp_path / "model"))
-    with (model / "code" / "ansor_mlflow" / "__init__.py").open("a") as file:
-        file.write("\nimport pathlib\n\npathlib.Path('imported-from-the-model').touch()\n")
-    (tmp_path / "empty").mkdir()
-    arguments = ["-m", str(model), "-i", str(saved / "serving_input_example.json"), "--env-manager", "local"]
-    result = subprocess.run(
-        [sys.executable, "-m", "mlflow", "models", "predict", *arguments],
-        cwd=tmp_path / "empty",
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "empty" / "imported-from-the-model").exists()
-    example = flavor.default_example(compiled_network.inputs)
-    expected = ReferenceSession(small_onnx, num_threads=1).run(example)["logits"]
-    assert_same(json.loads(result.stdout)["predictions"], expected)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("no space")])

@@ -22,17 +22,11 @@ from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.fleet.health import Health
 from ansor_mlflow.fleet.programs import build_reference_kernel
 from ansor_mlflow.fleet.runner import RpcRunner
-from ansor_mlflow.fleet.session import (
-    FleetSettings,
-    LeaseExpiredError,
-    ServerSession,
-    device_of_fleet,
-    fleet_settings,
-)
+from ansor_mlflow.fleet.session import FleetSettings, LeaseExpiredError, ServerSession, device_of_fleet, fleet_settings
 from ansor_mlflow.fleet.tracker import HostPort, ServerLease, request_server, servers_by_key
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.records.applicability import read_provenance
-from ansor_mlflow.trials import ServerState, TrialStatus, utilisation
+from ansor_mlflow.trials import TrialStatus, utilisation
 from ansor_mlflow.workers.measure import RunJob
 
 if TYPE_CHECKING:
@@ -52,9 +46,6 @@ def settings_of(fleet: Fleet, *, wait_s: float = 60.0, num_retries: int = 1) -> 
     return FleetSettings(
         tracker=fleet.tracker.address, key=KEY, wait_s=wait_s, session_s=300.0, num_retries=num_retries
     )
-
-
-# -- addresses and trackers --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -90,8 +81,6 @@ def test_nothing_listens() -> None:
     with pytest.raises(MachineError, match=r"no tracker can be reached \(Connection refused\); start one there with"):
         servers_by_key(address)
 
-
-# -- health ------------------------------------------------------------------------------------------------------------
 
 A, B = HostPort("a", 1), HostPort("b", 2)
 
@@ -150,9 +139,6 @@ def test_time_for_which_a_server_is_set_aside_does_not_count_as_idle() -> None:
     assert utilisation([]) is None
 
 
-# -- measuring ---------------------------------------------------------------------------------------------------------
-
-
 def test_both_servers_measure_and_a_failure_fails_alone(fleet: Fleet, host_target: Target, tmp_path: Path) -> None:
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"no library")
@@ -199,27 +185,6 @@ def test_a_lease_that_ran_out_is_no_lost_server(fleet: Fleet) -> None:
         assert session.description.is_here
 
 
-@pytest.mark.nightly
-def test_no_server_is_an_error_that_says_what_the_tracker_has(
-    fleet: Fleet, host_target: Target, caplog: pytest.LogCaptureFixture
-) -> None:
-    nobody = FleetSettings(tracker=fleet.tracker.address, key="nobody", wait_s=12.0, session_s=60.0, num_retries=1)
-    there_is = rf"has 0 servers of key nobody, 0 of them free, and of other keys {KEY} \(2\)"
-    with closing(local_builder(host_target)) as builder:
-        (built,) = builder.build([add(1)])
-        assert built.value is not None
-        with (
-            closing(RpcRunner(settings(1), nobody, build_reference_kernel(builder))) as runner,
-            pytest.raises(MachineError, match=rf"no server was free for 12 s \(rpc_wait_s\): .*{there_is}; start one"),
-        ):
-            runner.run([RunJob(built.value, TENSORS)])
-    (warning,) = [record.message for record in caplog.records if "waiting for" in record.message]
-    assert "0 servers of key nobody" in warning
-
-
-# -- tuning ------------------------------------------------------------------------------------------------------------
-
-
 def test_the_fleet_of_this_host_is_this_host(fleet: Fleet, host_target: Target) -> None:
     device = device_of_fleet(settings_of(fleet), "auto", "auto")
     assert str(device.target) == str(host_target)
@@ -261,9 +226,6 @@ def test_parameters_that_do_not_fit_together(given: dict[str, str], message: str
         fleet_settings(TuneOptions.model_validate(given))
 
 
-# -- commands ----------------------------------------------------------------------------------------------------------
-
-
 def test_status_and_test_of_a_fleet(fleet: Fleet, run_here: RunCommand, capsys: pytest.CaptureFixture[str]) -> None:
     tracker = str(fleet.tracker.address)
     assert run_here("fleet", "status", "--tracker", tracker) == 0
@@ -274,10 +236,3 @@ def test_status_and_test_of_a_fleet(fleet: Fleet, run_here: RunCommand, capsys: 
     assert {server["server"] for server in found["servers"]} == {str(server.address) for server in fleet.servers}
     assert all(server["has_own_code"] and 0 < server["calibration_ms"] < 1e3 for server in found["servers"])
     assert run_here("fleet", "test", "--tracker", tracker, "--key", "nobody", "--wait-s", "1") == 3
-
-
-def test_a_metric_can_have_the_name_of_a_server() -> None:
-    state = ServerState(
-        name="10.0.0.3_9090", num_trials=1, num_failures=0, num_set_aside=0, busy_s=1.0, known_s=2.0, calibration_s=None
-    )
-    assert names.server_metric(state.name, "trials") == "fleet/10.0.0.3_9090/trials"

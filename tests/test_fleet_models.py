@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 from helpers.commands import RunCommand, flags
 from helpers.exports import branching
@@ -20,7 +19,6 @@ from ansor_mlflow import flavor, names
 from ansor_mlflow.device import fingerprint, resolve_target
 from ansor_mlflow.errors import MachineError, ModelError
 from ansor_mlflow.fleet import NetworkReply, NetworkWork, ServerSession, run_network
-from ansor_mlflow.fleet.remote import read_arrays, write_arrays
 from ansor_mlflow.lowering import lower
 from ansor_mlflow.model import Manifest
 from ansor_mlflow.model.choice import choose_for_server
@@ -119,13 +117,3 @@ def test_the_library_for_a_server_is_one_that_runs_there(plain: Path) -> None:
         choose_for_server(plain, both, None)
     with pytest.raises(ModelError, match=r"no library runs on the server: .* made for .*, the server is riscv64"):
         choose_for_server(plain, manifest, replace(board, machine="riscv64"))
-
-
-def test_arrays_of_several_calls_travel_in_one_file(tmp_path: Path) -> None:
-    examples = [{"data/0": np.arange(3), "b": np.zeros((1, 2), np.float32)}, {"data/0": np.arange(4)}]
-    write_arrays(examples, tmp_path / "arrays.npz")
-    found = read_arrays(tmp_path / "arrays.npz")
-    assert [list(example) for example in found] == [["data/0", "b"], ["data/0"]]
-    for example, expected in zip(found, examples, strict=True):
-        for name, array in expected.items():
-            np.testing.assert_array_equal(example[name], array)

@@ -108,16 +108,7 @@ def numbers(value: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     "document",
-    [
-        b"[" * 10_000,
-        b"a: [",
-        b"\xff\xfe\xfd",
-        b"? [a]\n: 1",
-        b"!!python/object:os.system {}",
-        b"a: 0x\nb: 1:2:x",
-        b"&a [*a]",
-    ],
-    ids=range(7),
+    [b"[" * 10_000, b"a: [", b"\xff\xfe\xfd", b"!!python/object:os.system {}", b"a: 0x", b"&a [*a]"],
 )
 def test_yaml_is_read_as_data(document: bytes) -> None:
     with contextlib.suppress(ValueError):
@@ -170,12 +161,6 @@ def test_a_journal_of_anything_says_nothing(tmp_path: Path, line: str) -> None:
     assert [(trial.round_, trial.run_s) for trial in read_journal(tmp_path)] == [(1, (0.1,))] * 2
 
 
-def test_a_description_of_a_model_is_read() -> None:
-    manifest = Manifest.from_dict(ENTRY)
-    assert json.loads(json.dumps(manifest.to_dict()["libraries"][0]["fingerprint"])) == DEVICE
-    assert manifest.sizes[0].inputs == manifest.inputs
-
-
 @given(st.data())
 def test_any_other_value_in_it_is_a_damaged_model(data: st.DataObject) -> None:
     entry = copy.deepcopy(ENTRY)
@@ -191,12 +176,6 @@ def test_any_other_value_in_it_is_a_damaged_model(data: st.DataObject) -> None:
     assert manifest.platform.name in ("cpu", "cuda")
     assert all(library.fingerprint.name and library.fingerprint.description for library in manifest.libraries)
     assert all(str(part) for library in manifest.libraries for part in library.parts)
-
-
-@given(VALUES | st.dictionaries(st.sampled_from(sorted(ENTRY)), VALUES))
-def test_an_entry_of_any_values_is_a_damaged_model(value: Any) -> None:
-    with pytest.raises(ModelError):
-        Manifest.from_dict(value)
 
 
 @pytest.mark.parametrize("text", [*DOCUMENTS, "flavors: {tvm: {format_version: [2]}}", "flavors: [tvm]", "a: &a [*a]"])
@@ -218,18 +197,11 @@ def test_files_beside_records_of_anything_are_damaged(tmp_path: Path, document: 
     changed_files(tmp_path)
 
 
-@given(st.sampled_from(["input_shapes", "input_values"]), VALUES)
+@given(st.sampled_from(["input_shapes", "input_values", "network", "target", "warm_start"]), VALUES)
 def test_a_parameter_of_any_json_is_taken_or_refused(name: str, value: Any) -> None:
     for given_ in (json.dumps(value), value):
         with contextlib.suppress(UserInputError):
             load_options(TuneOptions, {name: given_})
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-@pytest.mark.parametrize("name", ["input_shapes", "input_values", "network", "target", "warm_start"])
-def test_a_parameter_of_no_json_is_taken_or_refused(name: str, document: str) -> None:
-    with contextlib.suppress(UserInputError):
-        load_options(TuneOptions, {name: document})
 
 
 @given(VALUES | st.dictionaries(st.sampled_from(["kind", "mcpu", "host", "arch", "keys", "num-cores", "tag"]), VALUES))
@@ -239,18 +211,7 @@ def test_a_target_of_any_json_is_taken_or_refused(value: Any) -> None:
             parse_target(load_options(DistillRecordsOptions, {"sources": ["a"], "output": "b", "target": text}).target)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"kind": 5}',
-        "{}",
-        '{"kind": null}',
-        '{"tag": []}',
-        '{"kind": "llvm", "num-cores": "x"}',
-        "[1]",
-        '{"kind":"llvm","mattr":[1]}',
-    ],
-)
+@pytest.mark.parametrize("text", ['{"kind": 5}', "{}", '{"kind": "llvm", "num-cores": "x"}', "[1]"])
 def test_a_target_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(UserInputError):
         resolve_target(text, 1)
@@ -352,11 +313,9 @@ def main_exits(args: list[str], exit_code: int) -> None:
     ("error", "exit_code"),
     [
         (KeyError("a secret: password=S3cr3tP"), 1),
-        (RecursionError("too deep"), 1),
         (AssertionError(), 1),
         (MemoryError(), 3),
         (OSError(28, "No space left on device", "/x"), 3),
-        (OSError(30, "Read-only file system", "/x"), 3),
         (PermissionError(13, "Permission denied", "/x"), 3),
         (OSError(36, "File name too long", "x" * 5000), 2),
     ],

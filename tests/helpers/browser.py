@@ -75,13 +75,7 @@ class MlflowPages:
 
     @contextmanager
     def open(self, address: str, *, height: int = 1000, theme: str = "light") -> Iterator[Page]:
-        """Opens an address behind `#/`, as a user who was never there; it has a page of its own.
-
-        Args:
-            address: Within the user interface.
-            height: Of the window, in pixels; what is outside of it is not drawn.
-            theme: `light` or `dark`.
-        """
+        """Opens an address behind `#/`, as a user who was never there; it has a page of its own."""
         settings = {**_SETTINGS, "_mlflow_dark_mode_toggle_enabled": "true" if theme == "dark" else "false"}
         context = self.browser.new_context(viewport={"width": 1600, "height": height})
         context.set_default_timeout(WAIT_MS)

@@ -107,12 +107,7 @@ class CephS3(S3Service):
 
 @contextmanager
 def ceph_s3(directory: Path, *buckets: str) -> Iterator[CephS3]:
-    """Runs a cluster and its gateway.
-
-    Args:
-        directory: Where all of it is kept; made if it does not exist. Direct input and output must work there.
-        buckets: Buckets to make.
-    """
+    """Runs a cluster and its gateway. Direct input and output must work in the directory."""
     cluster, monitor_port, gateway_port = Cluster(directory), free_port(), free_port()
     fsid, disk = str(uuid.uuid4()), str(uuid.uuid4())
     monitors = str(directory / "monmap")
@@ -121,11 +116,7 @@ def ceph_s3(directory: Path, *buckets: str) -> Iterator[CephS3]:
     (directory / "keyring").write_text(keyring())
     (directory / "ceph.conf").write_text(
         CONFIG.format(
-            fsid=fsid,
-            directory=directory,
-            monitor_port=monitor_port,
-            gateway_port=gateway_port,
-            disk_bytes=DISK_BYTES,
+            fsid=fsid, directory=directory, monitor_port=monitor_port, gateway_port=gateway_port, disk_bytes=DISK_BYTES
         )
     )
     with ExitStack() as stack:

@@ -81,11 +81,8 @@ def read_records(directory: Path) -> list[Any]:
 
 
 class TaskRunner(FakeRunner):
-    """A `FakeRunner` whose times depend on the task, which it knows by the shape of its first argument.
-
-    Args:
-        run_s: For each task, by that shape: seconds of its first library, of its second, and so on; the last of them
-            holds for all that follow. A library keeps its time.
+    """A `FakeRunner` whose times depend on the task, which it knows by the shape of its first argument: seconds of the
+    first library, of the second, …, the last of which hold for all that follow. A library keeps its time.
     """
 
     def __init__(self, run_s: Mapping[tuple[int, ...], Sequence[float]]) -> None:

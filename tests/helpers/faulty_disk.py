@@ -25,13 +25,7 @@ class KilledError(BaseException):
 
 
 class FaultyDisk:
-    """Counts the steps below a folder, and lets one of them fail.
-
-    Args:
-        root: The folder.
-        fault: What happens.
-        step: At which step, from 1; 0 for none.
-    """
+    """Counts the steps below a folder, and lets one of them fail; step 0 is none."""
 
     def __init__(self, root: Path, fault: Fault, step: int) -> None:
         self._root = str(root)

@@ -21,11 +21,7 @@ from ansor_mlflow.cli.main import main
 
 Fill = Callable[[Path], None]
 MadeOnce = Callable[[str, Fill], Path]
-_PLACES = {
-    "experiments": "artifact_location",
-    "runs": "artifact_uri",
-    "logged_models": "artifact_location",
-}
+_PLACES = {"experiments": "artifact_location", "runs": "artifact_uri", "logged_models": "artifact_location"}
 """Columns of MLflow's tables with a path of the store."""
 
 

@@ -33,18 +33,8 @@ def one_operator(
     after_conv: bool = False,
     **attributes: Any,
 ) -> onnx.ModelProto:
-    """A model of one node.
-
-    Args:
-        op_type: The operator.
-        data: Example inputs of the model.
-        constants: Its initializers.
-        inputs: Names of the node's inputs; else the data, then the constants.
-        outputs: Element types of the outputs "y0", "y1", ….
-        opset: Version of ONNX's operators.
-        domain: Of the operator.
-        after_conv: The first of the data goes through a convolution, so that a layout decides on the operator.
-        attributes: The node's.
+    """A model of one node, whose inputs are the data, then the constants, unless `inputs` names them. With `after_conv`
+    the first of the data goes through a convolution, so that a layout decides on the operator.
     """
     values = dict(constants or {})
     names = list(inputs or [*data, *values])
@@ -94,14 +84,7 @@ def run_lowered(lowered: LoweredNetwork, target: Target, data: Mapping[str, np.n
 def assert_computes_the_same(
     model: onnx.ModelProto, target: Target, data: Mapping[str, np.ndarray], *, atol: float = 1e-5
 ) -> LoweredNetwork:
-    """Compares TVM with ONNX Runtime in the layout with the channels last.
-
-    Args:
-        model: The model.
-        target: Of this machine.
-        data: Its inputs.
-        atol: Largest difference of two numbers near zero; of quantised ones, of any two.
-    """
+    """Compares TVM with ONNX Runtime in the layout with the channels last."""
     lowered = lower(model, target, LoweringSettings(layout="NHWC"))
     outputs = run_lowered(lowered, target, data)
     for output, expected in zip(outputs, run_onnxruntime(model, data), strict=True):

@@ -67,16 +67,7 @@ def assert_same(
     num_results: int = 1,
     arrays: Sequence[np.ndarray] = (),
 ) -> None:
-    """Compares a program with the function as TVM compiles it by itself.
-
-    Args:
-        plain: The function.
-        mod: The program.
-        target: Of this machine.
-        tolerance: Largest difference, over the largest value.
-        num_results: Arguments at the end that are written.
-        arrays: The first arguments; others are random.
-    """
+    """Compares a program with the function as TVM compiles it by itself."""
     import tvm
     from tvm.driver import build
     from tvm.s_tir.meta_schedule.arg_info import ArgInfo

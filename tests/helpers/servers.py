@@ -67,12 +67,7 @@ class S3Server(Server):
 
 
 class Service:
-    """A server that is stopped and started again, at one address and with what it keeps.
-
-    Args:
-        url: Where it answers.
-        run: Runs it, as `mlflow_server` does.
-    """
+    """A server that is stopped and started again, at one address and with what it keeps."""
 
     def __init__(self, url: str, run: Callable[[], AbstractContextManager[Server]]) -> None:
         self.url = url
@@ -116,8 +111,7 @@ class RcloneS3(S3Service):
     def __init__(self, directory: Path, bucket: str) -> None:
         port, self._secret_key = free_port(), SECRET_KEY
         super().__init__(
-            f"http://127.0.0.1:{port}",
-            lambda: s3_server(directory, bucket, port=port, secret_key=self._secret_key),
+            f"http://127.0.0.1:{port}", lambda: s3_server(directory, bucket, port=port, secret_key=self._secret_key)
         )
 
     @contextmanager
@@ -167,14 +161,7 @@ def free_port() -> int:
 def s3_server(
     directory: Path, *buckets: str, port: int | None = None, secret_key: str = SECRET_KEY
 ) -> Iterator[S3Server]:
-    """Serves a directory as S3, with a bucket for each name; only `ACCESS_KEY` with the secret key may use it.
-
-    Args:
-        directory: Where objects are kept; made if it does not exist.
-        buckets: Buckets to make.
-        port: Where it listens; a free port by default.
-        secret_key: The key that is right.
-    """
+    """Serves a directory as S3, with a bucket for each name; only `ACCESS_KEY` with the secret key may use it."""
     for bucket in buckets:
         (directory / "data" / bucket).mkdir(parents=True, exist_ok=True)
     port = port or free_port()
@@ -202,15 +189,7 @@ def mlflow_server(
     artifact_root: str = "",
     environment: Mapping[str, str] = {},
 ) -> Iterator[Server]:
-    """Runs a tracking server. Clients talk to the artifact store themselves.
-
-    Args:
-        directory: Where the log is kept; made if it does not exist.
-        port: Where it listens; a free port by default.
-        store: URI of the database; an sqlite file in `directory` by default.
-        artifact_root: Artifact root of new experiments; a folder in `directory` by default.
-        environment: Added to the server's environment.
-    """
+    """Runs a tracking server. Clients talk to the artifact store themselves."""
     directory.mkdir(parents=True, exist_ok=True)
     port = port or free_port()
     command = [
@@ -238,16 +217,7 @@ def running(
     user: str | None = None,
     timeout_s: float = 240,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Starts a server, waits until it is ready, and ends it afterwards.
-
-    Args:
-        command: Its command line.
-        log: Gets what it writes; it is started in the log's directory.
-        is_ready: Whether it can be used.
-        environment: Added to the one of this process.
-        user: Whom it runs as; by default, as this process.
-        timeout_s: The time it may take.
-    """
+    """Starts a server, waits until it is ready, and ends it afterwards."""
     with log.open("ab") as out:
         process = subprocess.Popen(
             command,

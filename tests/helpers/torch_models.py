@@ -119,13 +119,7 @@ def write(directory: Path) -> None:
     nested = Small(lambda self, pair, *, scale: {"a": self.linear(pair[0]) * scale["s"], "b": (pair[1].sum(1),)})
     scale = {"s": torch.randn(3, 1)}
     _save(directory / "nested.pt2", nested.eval(), [x, x + 1], kwargs={"scale": scale})
-    case(
-        "nested-fixed",
-        nested,
-        {"args_0_0": x, "args_0_1": x + 1, "scale_s": scale["s"]},
-        [x, x + 1],
-        scale=scale,
-    )
+    case("nested-fixed", nested, {"args_0_0": x, "args_0_1": x + 1, "scale_s": scale["s"]}, [x, x + 1], scale=scale)
     decomposed = Small(lambda self, x: functional.gelu(getattr(self, "odd-name")(self.bn(x)))).eval()
     torch.export.save(torch.export.export(decomposed, (x,)).run_decompositions(), directory / "decomposed.pt2")
     case("decomposed-fixed", decomposed, {"args_0": x}, x)

@@ -86,16 +86,7 @@ def tuning(
     command: Sequence[str] = (),
     **parameters: object,
 ) -> Iterator[Tuning]:
-    """Starts a tuning, and ends what is left of it.
-
-    Args:
-        network: ONNX file, or the name of a network.
-        cwd: Made for the command if it does not exist; also its TMPDIR, in `short_path`.
-        env: Environment of the command.
-        wrapper: A command that runs the one given to it as arguments.
-        command: A whole command line that tunes, in place of that of `tune`.
-        parameters: Of `tune`.
-    """
+    """Starts a tuning in `cwd`, which is its TMPDIR, too, and has to be in `short_path`; ends what is left of it."""
     cwd.mkdir(exist_ok=True)
     tune = [ANSOR_MLFLOW, "tune", *flags({**SMALL_ROUNDS, "network": network, **parameters})]
     with (cwd / "stdout").open("wb") as out, (cwd / "stderr").open("wb") as err:

@@ -37,16 +37,7 @@ def history_of(
     stop_reason: str = StopReason.TRIALS,
     flops: float = 1e6,
 ) -> TuningHistory:
-    """A tuning whose rounds end a minute one after the other.
-
-    Args:
-        rounds: What happened.
-        weights: Of the tasks.
-        network: Its name.
-        known_s: Seconds of the fastest earlier records of tasks, by index.
-        stop_reason: Why it ended.
-        flops: Of a call of a task.
-    """
+    """A tuning whose rounds end a minute one after the other."""
     states = [
         TaskState(
             info=TaskInfo(index=index, name=f"task{index}", weight=weight, flops=flops, workload_hash=f"0x{index:x}"),
@@ -59,11 +50,7 @@ def history_of(
     infos = tuple(state.info for state in states)
     history.begin(
         TuningPlan(
-            network=network,
-            target="llvm znver4 ×2",
-            tasks=infos,
-            num_trials=num_trials,
-            earlier_s=known_s or {},
+            network=network, target="llvm znver4 ×2", tasks=infos, num_trials=num_trials, earlier_s=known_s or {}
         )
     )
     step = 0
