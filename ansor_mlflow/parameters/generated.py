@@ -43,42 +43,45 @@ def _type_and_default(cls: type[Options], parameter: str) -> str:
 
 _REFERENCE = """# Parameters
 
-Made by `ansor-mlflow parameters`. With `mlflow run` a parameter is given as `-P num_threads=2`, on the command line as
-`--num-threads 2`, from Python as `num_threads=2`. On the command line `json_file` is the flag `--json`; `source`,
-`sources`, the two `runs` of `diff` and the `network` of `bisect` have no flag; `repair` is a flag without a value.
+Made by `ansor-mlflow parameters`. A parameter is `-P num_threads=2` of `mlflow run`, `--num-threads 2` of a command,
+`num_threads=2` from Python. The flag of `json_file` is `--json`; `source`, `sources`, the two `runs` of `diff` and the
+`network` of `bisect` have no flag; `repair` is a flag without a value.
 
-A parameter with a key such as `measure.repeat` is one for experts, which `--help` does not list. It is given as
+A parameter with a key such as `measure.repeat` is one for experts, which `--help` does not list. Give it as
 `--set measure.repeat=3` (`-P set=measure.repeat=3,search.strategy=random`), or in a configuration file as
 `measure: {repeat: 3}`; its own name is taken, too.
 
-Every command also takes `config`, a YAML file with values for any of its parameters; an unknown name is an error.
-What is given on the command line wins over the file, unless it equals the default: MLflow passes every parameter,
-given or not.
+Every command also takes `config`, a YAML file with any of its parameters; an unknown name is an error. The command
+line wins over the file, unless it gives the default: MLflow passes every parameter, given or not.
 """
 
 
 def parameters_markdown(commands: Mapping[str, type[Options]]) -> str:
     """A table for each option class: the parameters that it adds, and the commands that take them."""
     classes = dict.fromkeys(cls for options in commands.values() for cls in reversed(options.__mro__))
-    return _REFERENCE + "".join(line for cls in classes for line in _section(cls, commands))
+    seen: set[tuple[str, ...]] = set()
+    return _REFERENCE + "".join(line for cls in classes for line in _section(cls, commands, seen))
 
 
-def _section(cls: type, commands: Mapping[str, type[Options]]) -> Iterator[str]:
+def _section(cls: type, commands: Mapping[str, type[Options]], seen: set[tuple[str, ...]]) -> Iterator[str]:
     if not issubclass(cls, Options) or not (fields := [*filter(cls.model_fields.get, cls.__annotations__)]):
         return
     title, _, _ = (cls.__doc__ or "").partition("\n")
     takers = ", ".join(f"`{name}`" for name, options in commands.items() if issubclass(options, cls))
     yield f"\n## {title.rstrip('.')}\n\n{takers}\n\n| parameter | default | meaning | must be |\n|---|---|---|---|\n"
-    yield from (_row(cls, field) for field in fields)
+    for field in fields:
+        cells = _cells(cls, field)
+        shown = (cells[0], "", "as above", "") if cells in seen else cells
+        seen.add(cells)
+        yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in shown)} |\n"
 
 
-def _row(options: type[Options], field: str) -> str:
+def _cells(options: type[Options], field: str) -> tuple[str, str, str, str]:
     default = default_text(options, field)
     extra = declared(options, field)
-    cells = [
+    return (
         f"`{field}`" + (f", `{extra['under']}`" if extra["under"] else ""),
         f"`{default}`" if default else "",
         str(options.model_fields[field].description),
-        extra["rule"],
-    ]
-    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |\n"
+        "" if extra["rule"] in ("a text", "true or false") else extra["rule"],
+    )

@@ -30,7 +30,7 @@ _MAX_SECOND_CHANCES = 4
 _POPULATION_PER_TRIAL = 3
 _MIN_POPULATION = 32
 _GENERATIONS = 2
-"""Settings of MetaSchedule's evolutionary search, by measurement: see docs/performance.md.
+"""Settings of MetaSchedule's evolutionary search, by measurement: see benchmarks/history.txt.
 
 With rounds of 32 trials, evolution begins with 96 programs and breeds 2 generations. MetaSchedule's defaults are 512
 and 4, nine times as many programs.

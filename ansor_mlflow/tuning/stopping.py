@@ -24,7 +24,7 @@ MAX_BARREN_ROUNDS = 4
 """Rounds that a task gets at least to find a first valid trial."""
 _FIRST_PASS_SHARE = 0.25
 """Most of the budget, in trials and in minutes, that the first pass may take; the rest goes where the gradient points.
-By measurement: see docs/performance.md."""
+By measurement: see benchmarks/history.txt."""
 SECONDS_PER_TRIAL = 0.25
 """Wall-clock time of a trial on two cores, of convolutions of ResNet-18: docs/tuning.md, "How long"."""
 
