@@ -30,7 +30,7 @@ from helpers.commands import MLFLOW, ROOT, RunCommand
 
 import ansor_mlflow as am
 from ansor_mlflow import names
-from ansor_mlflow.device import fingerprints
+from ansor_mlflow.device import cpu
 from ansor_mlflow.measuring.compare import ReferenceSession
 
 ARCHIVE = ROOT / "tests" / "data" / "version_before.tar.xz"
@@ -64,7 +64,7 @@ def store(restored: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{restored}/mlflow.db")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "before")
     monkeypatch.chdir(restored)
-    monkeypatch.setattr(fingerprints, "_cpu_model", lambda: "AMD EPYC")
+    monkeypatch.setattr(type(cpu.CPU), "model", lambda _cpu, _target: "AMD EPYC")
     return restored
 
 
