@@ -176,7 +176,8 @@ def _network_in_a_file(network: Network) -> Iterator[dict[str, Any]]:
     kind = type(network).__name__
     with scratch_directory() as directory:
         if kind == "ModelProto":
-            path = Path(directory, f"{_file_name(network.graph.name)}.onnx")
+            name = "".join(c if c.isalnum() or c in "-_." else "-" for c in network.graph.name).strip("-.") or "network"
+            path = Path(directory, f"{name}.onnx")
             write_onnx(network, path)
             yield {"network": str(path)}
         elif kind == "ExportedProgram":
@@ -190,8 +191,3 @@ def _network_in_a_file(network: Network) -> Iterator[dict[str, Any]]:
                 f"network={repr(network)[:60]}: it is of the type {kind}; give a name, a path, a URI, "
                 "an onnx.ModelProto or a torch.export.ExportedProgram"
             )
-
-
-def _file_name(text: str) -> str:
-    """The letters and digits of a graph's name, or else "network"."""
-    return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in text).strip("-.") or "network"

@@ -53,64 +53,49 @@ class AnsorMlflowError(Exception):
 
     exit_code = 1
 
+    def __init_subclass__(cls, exit_code: int = 0) -> None:
+        cls.exit_code = exit_code or cls.exit_code  # a kind of a kind ends with the same
+
     def __init__(self, message: str) -> None:
         if len(message) > _MAX_CHARS:  # of what was given, which stands in the middle: the end says what to do
             message = f"{message[: _MAX_CHARS // 2]}…{message[-_MAX_CHARS // 2 :]}"
         super().__init__(printable_line(message))
 
 
-class UserInputError(AnsorMlflowError):
+class UserInputError(AnsorMlflowError, exit_code=2):
     """A parameter, a file or a name that the user gave is not usable."""
 
-    exit_code = 2
 
-
-class MachineError(AnsorMlflowError):
+class MachineError(AnsorMlflowError, exit_code=3):
     """Something outside the program is missing: a package, a compiler, a server, a bucket."""
 
-    exit_code = 3
 
-
-class TuningError(AnsorMlflowError):
+class TuningError(AnsorMlflowError, exit_code=4):
     """Tuning ended without a valid trial for a task that has work to do."""
 
-    exit_code = 4
 
-
-class RecordsError(AnsorMlflowError):
+class RecordsError(AnsorMlflowError, exit_code=5):
     """Tuning records are damaged, missing, or belong to another device."""
 
-    exit_code = 5
 
-
-class ModelError(AnsorMlflowError):
+class ModelError(AnsorMlflowError, exit_code=6):
     """A tuned model was altered, is incomplete, or has no library for this machine."""
 
-    exit_code = 6
 
-
-class CorrectnessError(AnsorMlflowError):
+class CorrectnessError(AnsorMlflowError, exit_code=7):
     """The compiled network's outputs differ from the reference by more than the tolerance."""
 
-    exit_code = 7
 
-
-class SlowerError(AnsorMlflowError):
+class SlowerError(AnsorMlflowError, exit_code=8):
     """A tuning is slower than the one that it is compared with by more than the user allows."""
 
-    exit_code = 8
 
-
-class NotFasterError(AnsorMlflowError):
+class NotFasterError(AnsorMlflowError, exit_code=9):
     """A model was not promoted, because it is not faster than the champion by as much as the user wants."""
 
-    exit_code = 9
 
-
-class UndecidedError(AnsorMlflowError):
+class UndecidedError(AnsorMlflowError, exit_code=10):
     """A model was not promoted, because it was not decided which one is faster, or the champion changed meanwhile."""
-
-    exit_code = 10
 
 
 INTERRUPTED_EXIT_CODE = 130

@@ -21,30 +21,22 @@ if TYPE_CHECKING:
     from zipfile import ZipFile
 
 _RESERVE_BYTES = 8 * 2**20
-_SPARE_BYTES = 2**24
-"""Bytes that an archive may grow by: small ones may have been packed by other programs."""
-_MAX_NAME_BYTES = 255
-"""Longest name of a file on Linux."""
+_SPARE_BYTES = 2**24  # bytes that an archive may grow by: small ones may have been packed by other programs
+_MAX_NAME_BYTES = 255  # longest name of a file on Linux
 _OWNER_LOCK = ".owner.lock"
 _NEW_PREFIX = "ansor_mlflow-new-"
-_YOUNG_S = 600.0
-"""Age of a scratch directory that its owner may be about to lock."""
+_YOUNG_S = 600.0  # age of a scratch directory that its owner may be about to lock
 _MACHINE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE)
 _DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 """What the system, and others who pass it on as text, say of a full disk."""
 _UNWRITABLE = (*_DISK_FULL, os.strerror(errno.EROFS), "database or disk is full", "readonly database")
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
-_MAX_TEXT = 300
 
 
 def path_below(folder: Path, name: str) -> Path:
-    """The path below a folder that a name means which came from a file, a server or a URI.
+    """The path below a folder that a name means which came from a file, a server or a URI; a ValueError where it is no
+    plain relative path, or a link on the way leads out of the folder.
 
     Every such name passes here before anything is read or written under it.
-
-    Raises:
-        ValueError: It is no plain relative path, or a link on the way leads out of the folder.
     """
     parts = PurePosixPath(name).parts if isinstance(name, str) else ()
     is_plain = name.isprintable() and not any(p in ("/", "//", "..") for p in parts) if parts else False
@@ -57,16 +49,10 @@ def path_below(folder: Path, name: str) -> Path:
 
 
 def require_stored(archive: ZipFile, num_bytes: int) -> None:
-    """Checks that what is in an archive takes no more than the archive, before anything of it is unpacked.
+    """Checks that what is in an archive takes no more than the archive's own bytes, before anything of it is unpacked;
+    else it was packed, or has parts several times, and is a ValueError.
 
     NumPy stores files as they are. Python reads no more of one than the archive says that it has.
-
-    Args:
-        archive: The archive.
-        num_bytes: Its own length.
-
-    Raises:
-        ValueError: It takes more: it was packed, or parts of it are there several times.
     """
     size = sum(entry.file_size for entry in archive.infolist())
     if size > num_bytes + _SPARE_BYTES:
@@ -126,7 +112,8 @@ def _exchange(first: Path, second: Path) -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False
-    if not libc.renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE):
+    at_fdcwd, rename_exchange = -100, 2
+    if not libc.renameat2(at_fdcwd, os.fsencode(first), at_fdcwd, os.fsencode(second), rename_exchange):
         return True
     number = ctypes.get_errno()
     if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
@@ -136,11 +123,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 @contextmanager
 def translated_disk_errors() -> Iterator[None]:
-    """Translates what the system says of a full disk or a file that may not be written, whoever passes it on.
-
-    Raises:
-        MachineError: In the place of such an error.
-    """
+    """Translates what the system says of a full disk or a file that may not be written, whoever passes it on."""
     try:
         yield
     except MachineError:
@@ -149,7 +132,7 @@ def translated_disk_errors() -> Iterator[None]:
         is_ours = isinstance(err, OSError) and err.errno in _MACHINE_ERRNOS
         if not is_ours and not any(sign in str(err) for sign in _UNWRITABLE):
             raise
-        what = " ".join(str(err).split())[:_MAX_TEXT]
+        what = " ".join(str(err).split())[:300]
         raise MachineError(f"a file cannot be read or written ({what}); free space, or work in another folder") from err
 
 
@@ -160,11 +143,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Appends to a file, and flushes it to the disk; takes back what was written if that fails.
-
-    Raises:
-        MachineError: The disk is full.
-    """
+    """Appends to a file, and flushes it to the disk; takes back what was written if that fails."""
     path.touch()
     size = path.stat().st_size
     try:
@@ -197,7 +176,7 @@ def is_full(directory: Path) -> bool:
 
 
 def disk_full(path: Path) -> MachineError:
-    """The error that says so."""
+    """The error of a disk that has no space for records."""
     return MachineError(f"no space is left for records in {path.parent}; free some, and tune again")
 
 
@@ -205,9 +184,6 @@ class ScratchDirectory:
     """A new directory in the system's temporary directory, held by a lock as long as this process lives.
 
     Making one removes those of processes that were killed: their locks are free. To be closed.
-
-    Args:
-        prefix: Begin of its name.
     """
 
     def __init__(self, prefix: str = "ansor_mlflow-build-") -> None:
@@ -215,28 +191,19 @@ class ScratchDirectory:
 
         _remove_abandoned(Path(tempfile.gettempdir()))
         hidden = Path(tempfile.mkdtemp(prefix=_NEW_PREFIX))
-        self.path = hidden.with_name(hidden.name.replace(_NEW_PREFIX, prefix))
-        """Path of the directory."""
+        self.path = hidden.with_name(hidden.name.replace(_NEW_PREFIX, prefix))  # path of the directory
         self._lock = FileLock(hidden / _OWNER_LOCK)
         self._lock.acquire()
         hidden.rename(self.path)  # only now do others see it, and it is locked
 
     def require_space(self, errors: Iterable[str] = ()) -> None:
-        """Checks that files can be written.
-
-        Args:
-            errors: What failed meanwhile; a quota that is used up, or a lack of inodes, shows there alone.
-
-        Raises:
-            MachineError: The disk is full.
-        """
+        """Checks that files can be written; a quota that is used up, or a lack of inodes, shows in errors alone."""
         if is_full(self.path) or any(sign in error for error in errors for sign in _DISK_FULL):
             raise MachineError(
                 f"no space is left in the temporary directory {self.path.parent}; free some, or set TMPDIR to another"
             )
 
     def close(self) -> None:
-        """Removes the directory."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
 

@@ -27,17 +27,7 @@ from mlflow.models.model import ModelInfo
 from mlflow.models.utils import ModelInputExample, _save_example
 from mlflow.tracking.artifact_utils import _download_artifact_from_uri
 from mlflow.tracking.fluent import _last_logged_model_id
-from mlflow.utils.environment import (
-    _CONDA_ENV_FILE_NAME,
-    _CONSTRAINTS_FILE_NAME,
-    _PYTHON_ENV_FILE_NAME,
-    _REQUIREMENTS_FILE_NAME,
-    _mlflow_conda_env,
-    _process_conda_env,
-    _process_pip_requirements,
-    _PythonEnv,
-    _validate_env_arguments,
-)
+from mlflow.utils import environment
 from mlflow.utils.file_utils import get_total_file_size
 from mlflow.utils.model_utils import _validate_and_copy_code_paths, _validate_and_prepare_target_save_path
 
@@ -81,7 +71,7 @@ def get_default_pip_requirements(include_onnxruntime: bool = False) -> list[str]
 
 def get_default_conda_env(include_onnxruntime: bool = False) -> dict[str, Any]:
     """The Conda environment that a saved model needs; see `get_default_pip_requirements`."""
-    return dict(_mlflow_conda_env(additional_pip_deps=get_default_pip_requirements(include_onnxruntime)))
+    return dict(environment._mlflow_conda_env(additional_pip_deps=get_default_pip_requirements(include_onnxruntime)))
 
 
 def default_example(inputs: Sequence[TensorSpec]) -> Arrays:
@@ -120,7 +110,7 @@ def save_model(
         metadata: Stored in the file `MLmodel`.
         validate_serving_input: Whether MLflow calls the model with its input example once it is logged.
     """
-    _validate_env_arguments(conda_env, pip_requirements, extra_pip_requirements)
+    environment._validate_env_arguments(conda_env, pip_requirements, extra_pip_requirements)
     _validate_and_prepare_target_save_path(path)
     directory = Path(path)
     code = _validate_and_copy_code_paths([_OWN_CODE] if code_paths is None else code_paths, path)
@@ -135,8 +125,8 @@ def save_model(
     pyfunc.add_to_model(
         mlflow_model,
         loader_module="ansor_mlflow.flavor",
-        conda_env=_CONDA_ENV_FILE_NAME,
-        python_env=_PYTHON_ENV_FILE_NAME,
+        conda_env=environment._CONDA_ENV_FILE_NAME,
+        python_env=environment._PYTHON_ENV_FILE_NAME,
         code=code,
         # MLflow lets the keys that are here be overridden, and no others
         model_config=asdict(LoadOptions(device=manifest.platform.name)),
@@ -153,16 +143,16 @@ def _write_environment(
     directory: Path, defaults: list[str], conda_env: Any, pip_requirements: Any, extra_pip_requirements: Any
 ) -> None:
     if conda_env is None:
-        conda_env, requirements, constraints = _process_pip_requirements(
+        conda_env, requirements, constraints = environment._process_pip_requirements(
             defaults if pip_requirements is None else None, pip_requirements, extra_pip_requirements
         )
     else:
-        conda_env, requirements, constraints = _process_conda_env(conda_env)
-    (directory / _CONDA_ENV_FILE_NAME).write_text(yaml.safe_dump(conda_env, default_flow_style=False))
+        conda_env, requirements, constraints = environment._process_conda_env(conda_env)
+    (directory / environment._CONDA_ENV_FILE_NAME).write_text(yaml.safe_dump(conda_env, default_flow_style=False))
     if constraints:
-        (directory / _CONSTRAINTS_FILE_NAME).write_text("\n".join(constraints))
-    (directory / _REQUIREMENTS_FILE_NAME).write_text("\n".join(requirements))
-    _PythonEnv.current().to_yaml(str(directory / _PYTHON_ENV_FILE_NAME))
+        (directory / environment._CONSTRAINTS_FILE_NAME).write_text("\n".join(constraints))
+    (directory / environment._REQUIREMENTS_FILE_NAME).write_text("\n".join(requirements))
+    environment._PythonEnv.current().to_yaml(str(directory / environment._PYTHON_ENV_FILE_NAME))
 
 
 def log_model(
@@ -179,24 +169,10 @@ def log_model(
     name: str | None = None,
     **kwargs: Any,
 ) -> ModelInfo:
-    """Logs a compiled network as a model of the active run.
+    """Logs a compiled network as a model of the active run, and returns the metadata of the logged model.
 
-    Args:
-        tvm_model: See `save_model`.
-        artifact_path: Deprecated. Use `name` instead.
-        conda_env: See `save_model`.
-        code_paths: See `save_model`.
-        registered_model_name: Name to register the model under, too.
-        signature: See `save_model`.
-        input_example: See `save_model`.
-        pip_requirements: See `save_model`.
-        extra_pip_requirements: See `save_model`.
-        metadata: See `save_model`.
-        name: Name of the model.
-        kwargs: Passed to `mlflow.models.Model.log`: params, tags, model_type, step, model_id and others.
-
-    Returns:
-        The metadata of the logged model.
+    The arguments are those of `save_model`, the model's `name` (once called `artifact_path`), a name to register it
+    under, too, and what `mlflow.models.Model.log` takes: params, tags, model_type, step, model_id and others.
     """
     members = [tvm_model] if isinstance(tvm_model, CompiledNetwork) else tvm_model
     if all(why_not_runnable(member.fingerprint) for member in members):
@@ -322,9 +298,10 @@ def add_library(
         base = Model.load(str(directory))
         libraries = with_libraries(members, added)
         _require_one_tvm(libraries)
+        known = mlflow.get_logged_model(base.model_id).name if base.model_id and not name else names.MODEL_NAME
         return log_model(
             libraries,
-            name=name or _name_of(base),
+            name=name or known,
             registered_model_name=registered_model_name,
             signature=base.signature,
             input_example=base.load_input_example(str(directory)),
@@ -334,11 +311,7 @@ def add_library(
 
 
 def _require_one_tvm(libraries: Sequence[CompiledNetwork]) -> None:
-    """Refuses libraries that the environment of a model that is made here cannot run.
-
-    Raises:
-        UserInputError: They were compiled with different versions of TVM, or not with the one that is installed.
-    """
+    """Refuses libraries that the TVM which is installed, and is that of a model that is made here, cannot run."""
     installed = importlib.metadata.version("apache-tvm")
     versions = {installed, *(str(library.provenance.get("tvm_version", "")) for library in libraries)} - {""}
     if len(versions) > 1:
@@ -352,8 +325,7 @@ def _fetch_package(model_uri: str, scratch: Path) -> tuple[Path, list[CompiledNe
     """Brings a model to this machine and checks it."""
     scratch.mkdir()
     directory = Path(_download_artifact_from_uri(artifact_uri=model_uri, output_path=str(scratch)))
-    manifest = verified_manifest(directory)
-    return directory, read_package(directory, manifest)
+    return directory, read_package(directory, verified_manifest(directory))
 
 
 def _model_of(run: str) -> str:
@@ -367,10 +339,6 @@ def _model_of(run: str) -> str:
             f"ansor-mlflow compile --tune-run {run}"
         )
     return str(tags[names.TAG_MODEL_URI])
-
-
-def _name_of(model: Model) -> str:
-    return mlflow.get_logged_model(model.model_id).name if model.model_id else names.MODEL_NAME
 
 
 def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> PyfuncModel:

@@ -7,8 +7,7 @@ from collections.abc import Collection
 from ansor_mlflow.trials import TrialStatus
 
 # -- metrics of a tuning run; the step is the number of trials measured so far
-BEST_LATENCY_MS = "best_latency_ms"
-"""Estimated latency end to end: Σ weight × best task latency. Never rises."""
+BEST_LATENCY_MS = "best_latency_ms"  # estimated latency end to end: Σ weight × best task latency. Never rises
 CONFIRMED_LATENCY_MS = "confirmed_latency_ms"
 """The estimate with the winners' second measurements; at the end of the tuning."""
 OPTIMISM = "optimism"
@@ -23,8 +22,7 @@ TIME_LOG_S = "time/log_s"
 PROBE_SPREAD = "machine/probe_spread"
 """By how much the ninth decile of a fixed computation's times exceeds its undisturbed time; of evaluations, too."""
 
-FLEET_UTILISATION = "fleet/utilisation"
-"""Share of their time in which the servers of a fleet measured."""
+FLEET_UTILISATION = "fleet/utilisation"  # share of their time in which the servers of a fleet measured
 
 
 def server_metric(server: str, figure: str) -> str:
@@ -52,18 +50,13 @@ TUNING_METRICS = (BEST_LATENCY_MS, CONFIRMED_LATENCY_MS, OPTIMISM, TRIALS_MEASUR
 SEARCH_PARAMS = ("strategy", "cost_model")
 """Params that are repeated, too; the tuning run's name says those that differ from the default."""
 
-WARM_START_APPLIED = "warm_start/applied"
-"""Records of this device that a tuning began with."""
-WARM_START_TASKS = "warm_start/tasks"
-"""Tasks that had such a record to begin with."""
-WARM_START_TRANSFERRED = "warm_start/transferred"
-"""Records of similar devices that taught the cost model."""
+WARM_START_APPLIED = "warm_start/applied"  # records of this device that a tuning began with
+WARM_START_TASKS = "warm_start/tasks"  # tasks that had such a record to begin with
+WARM_START_TRANSFERRED = "warm_start/transferred"  # records of similar devices that taught the cost model
 
 # -- metrics of a compile run and of the pipeline's parent
-COVERAGE_TASKS = "coverage_tasks"
-"""Tasks with a record over all tasks, 0 to 1."""
-COVERAGE_FLOPS = "coverage_flops"
-"""The covered tasks' share of the floating point operations, 0 to 1."""
+COVERAGE_TASKS = "coverage_tasks"  # tasks with a record over all tasks, 0 to 1
+COVERAGE_FLOPS = "coverage_flops"  # the covered tasks' share of the floating point operations, 0 to 1
 LIBRARY_GROWTH_MIB = "library_growth_mib"
 """By how much the weights are larger than they would be with all layers computed directly."""
 
@@ -75,17 +68,13 @@ LATENCY_MS = "latency_ms"
 LATENCY_P90_MS = "latency_p90_ms"
 LATENCY_STD_MS = "latency_std_ms"
 THROUGHPUT_PER_S = "throughput_per_s"
-UNTUNED_LATENCY_MS = "untuned_latency_ms"
-"""Of what TVM builds by itself."""
-INSTANT_LATENCY_MS = "instant_latency_ms"
-"""Of what our sketches choose without any trial; only where it was asked for."""
+UNTUNED_LATENCY_MS = "untuned_latency_ms"  # of what TVM builds by itself
+INSTANT_LATENCY_MS = "instant_latency_ms"  # of what our sketches choose without any trial; only where it was asked for
 SPEEDUP_VS_UNTUNED = "speedup_vs_untuned"
-SPEEDUP_VS_BEST = "speedup_vs_best"
-"""Over the fastest rival whose outputs are right."""
+SPEEDUP_VS_BEST = "speedup_vs_best"  # over the fastest rival whose outputs are right
 MAX_ABS_ERROR = "max_abs_error"
 MAX_REL_ERROR = "max_rel_error"
-ESTIMATE_RATIO = "estimate_ratio"
-"""Measured over estimated latency."""
+ESTIMATE_RATIO = "estimate_ratio"  # measured over estimated latency
 ONNXRUNTIME_SHARE = "onnxruntime_share"
 """Share of the latency in parts that stay with ONNX Runtime, 0 to 1; only where there are some."""
 
@@ -103,8 +92,7 @@ def speedup_vs(rival: str) -> str:
 # -- metrics of a promote run, beside those above for the candidate
 CHAMPION_LATENCY_MS = "champion_latency_ms"
 CHAMPION_MAX_REL_ERROR = "champion_max_rel_error"
-LATENCY_RATIO = "latency_ratio"
-"""The candidate's latency over the champion's, with the interval that it lies in."""
+LATENCY_RATIO = "latency_ratio"  # the candidate's latency over the champion's, with the interval that it lies in
 LATENCY_RATIO_LOWER = "latency_ratio_lower"
 LATENCY_RATIO_UPPER = "latency_ratio_upper"
 NUM_TURNS = "num_turns"
@@ -140,17 +128,14 @@ TAG_NUM_TRIALS = "ansor.num_trials"
 TAG_STOP_REASON = "ansor.stop_reason"
 TAG_ERROR = "ansor.error"
 TAG_EXIT_CODE = "ansor.exit_code"
-END_TAGS = {TAG_ERROR, TAG_EXIT_CODE}
-"""Tags of a run that did not succeed."""
-TAG_UNRELIABLE = "ansor.unreliable"
-"""Why the measurements of a run cannot be trusted; absent where they can."""
+END_TAGS = {TAG_ERROR, TAG_EXIT_CODE}  # tags of a run that did not succeed
+TAG_UNRELIABLE = "ansor.unreliable"  # why the measurements of a run cannot be trusted; absent where they can
 TAG_UNCHECKED = "ansor.unchecked"
 """Outputs that were the same for all inputs that a model was compared on, which says little of them; absent where there
 are none."""
 TAG_NOTE_SHA256 = "ansor.note_sha256"
 """Digest of the description that we wrote: a description that a user has edited is left alone."""
-TAG_BEST_RIVAL = "ansor.best_rival"
-"""The fastest rival whose outputs are right."""
+TAG_BEST_RIVAL = "ansor.best_rival"  # the fastest rival whose outputs are right
 TAG_MODEL_URI = "ansor.model_uri"
 TAG_TUNE_RUN = "ansor.tune_run"
 TAG_DEVICE = "ansor.device"
@@ -161,55 +146,43 @@ TAG_TVM_VERSION = "ansor.tvm_version"
 TAG_LOWERING_VERSION = "ansor.lowering_version"
 TAG_TRIALS_PER_TASK = "ansor.trials_per_task"
 """Trials that a tuning was ready to give a task, on average; absent before its end."""
-TAG_WARM_START = "ansor.warm_start"
-"""How many tasks began with records of which earlier tunings."""
-TAG_EXTENDED_FROM = "ansor.extended_from"
-"""The model that this model, with more libraries, was made from."""
-TAG_TARGET_MISMATCH = "ansor.target_mismatch"
-"""Device that the applied records are for, where it is another."""
+TAG_WARM_START = "ansor.warm_start"  # how many tasks began with records of which earlier tunings
+TAG_EXTENDED_FROM = "ansor.extended_from"  # the model that this model, with more libraries, was made from
+TAG_TARGET_MISMATCH = "ansor.target_mismatch"  # device that the applied records are for, where it is another
 
 TAG_PROMOTION = "ansor.promotion"
 """How a promotion ended, in one word; on its run, and on the version that was the candidate."""
 TAG_PROMOTION_RUN = "ansor.promotion_run"
 TAG_PROMOTION_RATIO = "ansor.promotion_ratio"
-TAG_PROMOTION_CHAMPION = "ansor.promotion_champion"
-"""Version, or rival, that the candidate was compared with."""
+TAG_PROMOTION_CHAMPION = "ansor.promotion_champion"  # version, or rival, that the candidate was compared with
 TAG_PROMOTION_UNRELIABLE = "ansor.promotion_unreliable"
 """Why the times of a promotion cannot be trusted; absent where they can."""
 TAG_PROMOTION_ALIASES = "ansor.promotion_aliases"
 TAG_DRY_RUN = "ansor.dry_run"
-MOVES_PREFIX = "ansor.moves."
-"""Tag of a registered model, before an alias: the promotions that moved it."""
+MOVES_PREFIX = "ansor.moves."  # tag of a registered model, before an alias: the promotions that moved it
 TAG_MOVING = "ansor.moving"
 """Tag of a registered model: what a promotion or a rollback is about to do to aliases, until it has done it."""
 
 # -- saved views of an experiment, which are tags of it
-VIEW_PREFIX = "mlflow.sharedViewState."
-"""MLflow's name for a saved view, before the view's key."""
+VIEW_PREFIX = "mlflow.sharedViewState."  # MLflow's name for a saved view, before the view's key
 LEADERBOARD_VIEW = "ansor-leaderboard"
 TUNING_CHARTS_VIEW = "ansor-tuning-charts"
 
 # -- artifacts
 RECORDS_DIR = "records"
 BEST_DIR = "best"
-SIMILAR_DIR = "similar"
-"""Records of similar devices, which taught the cost model."""
+SIMILAR_DIR = "similar"  # records of similar devices, which taught the cost model
 FINGERPRINT_FILE = "fingerprint.json"
 PROVENANCE_FILE = "provenance.json"
-MANIFEST_FILE = "manifest.json"
-"""Digests of the files of a tuning's records."""
-SOURCES_FILE = "sources.json"
-"""What a merged or distilled database was made from."""
+MANIFEST_FILE = "manifest.json"  # digests of the files of a tuning's records
+SOURCES_FILE = "sources.json"  # what a merged or distilled database was made from
 NETWORK_FILE = "network.onnx"
-PARTS_FILE = "parts.json"
-"""The parts of a network that ONNX Runtime computes some of, with the time that each takes."""
-RIVALS_FILE = "rivals.json"
-"""The rivals of a model: versions, latencies and errors, or why one could not be timed."""
+PARTS_FILE = "parts.json"  # the parts of a network that ONNX Runtime computes some of, with the time that each takes
+RIVALS_FILE = "rivals.json"  # the rivals of a model: versions, latencies and errors, or why one could not be timed
 KERNELS_FILE = "kernels.json"
 """Each kernel's time within the network beside the one that its record promises, and the time between kernels."""
 KERNELS_REPORT_FILE = "kernels.html"
-SIZES_FILE = "sizes.json"
-"""The sizes of a network that has several, with the latency of each."""
+SIZES_FILE = "sizes.json"  # the sizes of a network that has several, with the latency of each
 
 
 def part_file(number: int) -> str:
@@ -217,12 +190,9 @@ def part_file(number: int) -> str:
     return f"part{number}.onnx"
 
 
-LOST_RECORDS_FILE = "lost_records.json"
-"""File with the workloads that `allow_missing` left out."""
-WARM_START_FILE = "warm_start.json"
-"""What was taken of which source."""
-PARAMS_FILE = "params.json"
-"""All parameters of a run with one that MLflow cuts short."""
+LOST_RECORDS_FILE = "lost_records.json"  # file with the workloads that `allow_missing` left out
+WARM_START_FILE = "warm_start.json"  # what was taken of which source
+PARAMS_FILE = "params.json"  # all parameters of a run with one that MLflow cuts short
 TRIALS_TABLE = "trials.json"
 TASKS_FILE = "tasks.json"
 CONVERGENCE_FIGURE = "convergence.png"
@@ -231,8 +201,7 @@ GAIN_FIGURE = "gain.png"
 FAILURES_FIGURE = "failures.png"
 ROOFLINE_FIGURE = "roofline.png"
 LATENCY_FIGURE = "latency.png"
-LATENCY_SAMPLES_FILE = "latency_samples.csv"
-"""Every timed call of a model."""
+LATENCY_SAMPLES_FILE = "latency_samples.csv"  # every timed call of a model
 REPORT_FILE = "report.html"
 PROMOTION_REPORT_FILE = "promotion.html"
 PROMOTION_FILE = "promotion.json"
@@ -247,5 +216,4 @@ UPLOADS_VARIABLE = "ANSOR_MLFLOW_UPLOADS_S"
 
 # -- the model flavor
 FLAVOR_NAME = "tvm"
-MODEL_FILE = "MLmodel"
-"""MLflow's description of a model, in the model's directory."""
+MODEL_FILE = "MLmodel"  # MLflow's description of a model, in the model's directory

@@ -40,8 +40,7 @@ ever."""
 DISTURBED = 0.1
 """Share of its time that a thread waited for a CPU from which a measurement is disturbed: it took 11 % too long."""
 _MAX_ERROR_CHARS = 2000
-_EXIT_S = 10
-"""Seconds that a process which has answered may take to end."""
+_EXIT_S = 10  # seconds that a process which has answered may take to end
 _CHILD = "import sys; sys.path[:] = sys.argv[3:]; from ansor_mlflow.processes import _answer; _answer(*sys.argv[1:3])"
 """Program of a process for one call: its path is that of this one, so that it finds the same code, and none in its
 directory."""
@@ -54,16 +53,11 @@ _MAX_OVERDUE_S = 90.0
 _MAX_IDLE_S = 120.0
 """Time without a call that runs or ends, though some are left, after which Pebble has lost them: a worker may die while
 it reads a call, before it says that it took it. Far more than a worker takes to start."""
-_OUT_OF_MEMORY_EXIT = 101
-"""Exit code of a worker that reached its bound of memory and could still say so."""
+_OUT_OF_MEMORY_EXIT = 101  # exit code of a worker that reached its bound of memory and could still say so
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Ends this process with the thread that started it.
-
-    Args:
-        parent: ID of the process that started it, if it is known: it may have died before this was called.
-    """
+    """Ends this process with the thread that started it; at once, if its process is known and died before this call."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent not in (None, os.getppid()):
         os._exit(1)
@@ -82,15 +76,9 @@ def in_child_process(
 ) -> Out:
     """Calls a function in a process that is started for it and ends after it, and never later than this one.
 
-    Args:
-        function: A function of a module; of the program itself only where that is guarded by `__name__`.
-        argument: Its argument, which is pickled, as is what it returns.
-        work: What it does, for the text of an error.
-        advice: What to do where the process dies, for the same.
-        is_quiet: Whether what the process prints is dropped, but for its last line where it dies.
-
-    Raises:
-        MachineError: The process died, or its time was over. What the function raises is raised here.
+    The function is one of a module; of the program itself only where that is guarded by `__name__`. What it raises is
+    raised here; a process that dies, or takes too long, is a `MachineError`, which says what it did (`work`) and what
+    to do (`advice`). A quiet one says nothing but the last line that it printed, where it dies.
     """
     with _memory_file() as given, _memory_file() as answer, _memory_file() as printed:
         _write_call(function, argument, given)
@@ -173,8 +161,7 @@ class Outcome(Generic[Out]):
     value: Out | None = None
     failure: Literal["", "failed", "timed_out", "crashed"] = ""
     error: str = ""
-    disturbance: float = 0.0
-    """Of a measurement: the share of its time that other programs took."""
+    disturbance: float = 0.0  # of a measurement: the share of its time that other programs took
 
     @property
     def is_disturbed(self) -> bool:
@@ -183,11 +170,7 @@ class Outcome(Generic[Out]):
 
 
 def start_fork_server() -> None:
-    """Starts loading TVM for the workers, in the background; the first pool finds it done or waits for it.
-
-    Raises:
-        MachineError: The path of the temporary directory is too long for a socket.
-    """
+    """Starts loading TVM for the workers, in the background; the first pool finds it done or waits for it."""
     _WorkerContext()  # names what is to be loaded
     try:
         multiprocessing.forkserver.ensure_running()
@@ -213,7 +196,6 @@ class _WorkerContext(multiprocessing.context.ForkServerContext):
         self._locks: list[multiprocessing.synchronize.RLock] = []
 
     def RLock(self) -> multiprocessing.synchronize.RLock:  # noqa: N802 - the name that Pebble calls
-        """A new lock for processes of this context."""
         self._locks.append(super().RLock())
         return self._locks[-1]
 
@@ -223,12 +205,8 @@ class WorkerPool:
 
     Workers are forked from a server that has loaded TVM once, so that a new one costs milliseconds instead of the
     seconds of that import. Timeouts are kept here and not by Pebble, whose clock is the time of day and jumps with it.
-
-    Args:
-        max_workers: Number of processes.
-        max_tasks: Tasks after which a worker is replaced by a fresh one, because builds leak; 0 keeps it.
-        memory_bytes: Data memory of a worker; one that needs more dies or fails, and is replaced. None for no bound.
-        cpus: CPUs that the workers run on; None for those of this process.
+    After `max_tasks` a worker is replaced, because builds leak; one that needs more data memory than it may fails or
+    dies, and is replaced, too.
     """
 
     def __init__(
@@ -254,18 +232,10 @@ class WorkerPool:
         self._lock = threading.Lock()
 
     def map(self, function: Callable[[In], Out], inputs: Sequence[In], timeout_s: float) -> list[Outcome[Out]]:
-        """Calls `function` in the workers, once for each input; outcomes come in the order of the inputs.
+        """Calls a function that workers can import, once for each input; outcomes come in the order of the inputs.
 
         A worker that dies between two tasks, because the system killed it, breaks Pebble's whole pool. All inputs are
         then done again in a new pool.
-
-        Args:
-            function: A function of a module that workers can import.
-            inputs: Its arguments.
-            timeout_s: Seconds that a call may take.
-
-        Raises:
-            MachineError: New pools break, too.
         """
         for _ in range(_MAX_ATTEMPTS):
             try:
@@ -284,7 +254,8 @@ class WorkerPool:
         except RuntimeError as err:
             raise BrokenProcessPool from err
         self._wait(futures, timeout_s)
-        return [_timed_out(timeout_s) if future.cancelled() else _outcome(future) for future in futures]
+        late: Outcome[Out] = Outcome(failure="timed_out", error=f"killed after {timeout_s:.3g} s")
+        return [late if future.cancelled() else _outcome(future) for future in futures]
 
     def _wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> None:
         """Waits until every call has ended; cancels those whose time is over, upon which Pebble kills the worker."""
@@ -323,10 +294,6 @@ class WorkerPool:
     def _end_workers(self) -> None:
         self._pool.stop()
         self._pool.join()
-
-
-def _timed_out(timeout_s: float) -> Outcome[Any]:
-    return Outcome(failure="timed_out", error=f"killed after {timeout_s:.3g} s")
 
 
 def _outcome(future: Future[Any]) -> Outcome[Any]:
@@ -369,7 +336,7 @@ def _start_worker(memory_bytes: int | None, cpus: frozenset[int] | None) -> None
 
 
 def bound_process(memory_bytes: int | None) -> None:
-    """Lets this process leave no core dumps, and take so much data memory at most; None for no bound."""
+    """Lets this process leave no core dumps, and take so much data memory at most."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_bytes is not None:
         hard_limit = resource.getrlimit(resource.RLIMIT_DATA)[1]

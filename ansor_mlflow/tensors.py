@@ -13,12 +13,8 @@ import numpy.typing as npt
 
 from ansor_mlflow.errors import UserInputError
 
-Arrays = dict[str, npt.NDArray[Any]]
-"""Values of a network's inputs or outputs by their names."""
-
-
-OPEN = -1
-"""A dimension that has several sizes, or, of an output, depends on values; as MLflow's signatures write it."""
+Arrays = dict[str, npt.NDArray[Any]]  # values of a network's inputs or outputs by their names
+OPEN = -1  # A dimension that has several sizes, or, of an output, depends on values; as MLflow's signatures write it
 
 
 @dataclass(frozen=True)
@@ -26,9 +22,15 @@ class TensorSpec:
     """A tensor's name, shape and NumPy dtype name such as "float32"."""
 
     name: str
-    shape: tuple[int, ...]
-    """Static, but for dimensions that are `OPEN`."""
+    shape: tuple[int, ...]  # static, but for dimensions that are `OPEN`
     dtype: str
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        """Whether an array of a shape is such a tensor."""
+        return shape == self.shape or (  # which it mostly is, and this is part of each call of a model
+            len(shape) == len(self.shape)
+            and all(dim in (size, OPEN) for size, dim in zip(shape, self.shape, strict=True))
+        )
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,10 @@ class NetworkShapes:
 
     @property
     def sizes(self) -> tuple[NetworkShapes, ...]:
-        """See `Sized`."""
         return ()
 
     @property
     def pad(self) -> Mapping[str, float]:
-        """See `Padded`."""
         return {}
 
     def __str__(self) -> str:
@@ -53,27 +53,21 @@ class NetworkShapes:
 
 
 class Sized(Protocol):
-    """What describes a network that may have several sizes."""
+    """What describes a network: with no sizes where it has but one; else dimensions that differ in them are `OPEN`."""
 
     @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """The inputs; dimensions of several sizes are `OPEN`."""
-
+    def inputs(self) -> tuple[TensorSpec, ...]: ...
     @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        """The outputs."""
-
+    def outputs(self) -> tuple[TensorSpec, ...]: ...
     @property
-    def sizes(self) -> tuple[NetworkShapes, ...]:
-        """Its sizes; empty where there is but one."""
+    def sizes(self) -> tuple[NetworkShapes, ...]: ...
 
 
 class Padded(Sized, Protocol):
-    """What describes a network whose inputs may be padded."""
+    """What describes a network whose inputs may be padded to the next larger size, with a value by their names."""
 
     @property
-    def pad(self) -> Mapping[str, float]:
-        """The value that an input is padded with to the next larger size, by its name."""
+    def pad(self) -> Mapping[str, float]: ...
 
 
 def all_sizes(network: Sized) -> tuple[NetworkShapes, ...]:
@@ -83,16 +77,12 @@ def all_sizes(network: Sized) -> tuple[NetworkShapes, ...]:
 
 def open_where_different(specs: Sequence[tuple[TensorSpec, ...]]) -> tuple[TensorSpec, ...]:
     """The tensors of several sizes of a network, with dimensions open that are not the same in all of them."""
-    return tuple(
-        TensorSpec(
-            name=same[0].name,
-            shape=tuple(
-                dims[0] if len(set(dims)) == 1 else OPEN for dims in zip(*(s.shape for s in same), strict=True)
-            ),
-            dtype=same[0].dtype,
-        )
-        for same in zip(*specs, strict=True)
-    )
+    opened = []
+    for same in zip(*specs, strict=True):
+        all_dims = zip(*(spec.shape for spec in same), strict=True)
+        shape = tuple(dims[0] if len(set(dims)) == 1 else OPEN for dims in all_dims)
+        opened.append(TensorSpec(same[0].name, shape, same[0].dtype))
+    return tuple(opened)
 
 
 def random_inputs(specs: Iterable[TensorSpec], seed: int) -> Arrays:
@@ -110,15 +100,8 @@ def random_inputs(specs: Iterable[TensorSpec], seed: int) -> Arrays:
 
 
 def stack_cells(cells: Iterable[Any], spec: TensorSpec) -> npt.NDArray[Any]:
-    """A column of tensors as one array.
-
-    Args:
-        cells: The rows of a batch, one in each cell; a single cell may also hold the whole input. Bytes are those of
-            the tensor, little-endian and in C order; text is their base64.
-        spec: The network's input.
-
-    Raises:
-        UserInputError: A cell is not such a tensor.
+    """A column of tensors as one array: a row in each cell, or all of the input in a single one. Bytes are those of the
+    tensor, little-endian and in C order, and text is their base64.
     """
     cells = list(cells)
     try:
@@ -132,11 +115,7 @@ def stack_cells(cells: Iterable[Any], spec: TensorSpec) -> npt.NDArray[Any]:
 
 
 def from_objects(array: npt.NDArray[Any], spec: TensorSpec) -> npt.NDArray[Any]:
-    """The tensor in an array of objects, which MLflow makes of JSON without knowing its dtype: numbers, or cells.
-
-    Raises:
-        UserInputError: It is neither.
-    """
+    """The tensor in an array of objects, which MLflow makes of JSON without knowing its dtype: numbers, or cells."""
     if array.ndim == 1 and len(array) and isinstance(array[0], (str, bytes, list, np.ndarray)):
         return stack_cells(array, spec)
     try:
@@ -146,11 +125,7 @@ def from_objects(array: npt.NDArray[Any], spec: TensorSpec) -> npt.NDArray[Any]:
 
 
 def _converted(values: Any, spec: TensorSpec) -> npt.NDArray[Any]:
-    """Numbers in the input's dtype. An integer is not rounded, and not taken modulo the size of its type.
-
-    Raises:
-        ValueError, TypeError, OverflowError: They are not numbers that the dtype has.
-    """
+    """Numbers in the input's dtype. An integer is not rounded, nor taken modulo the size of its type."""
     if np.dtype(spec.dtype).kind not in "iu":
         return np.asarray(values, dtype=spec.dtype)
     given = np.asarray(values)
@@ -162,11 +137,6 @@ def _converted(values: Any, spec: TensorSpec) -> npt.NDArray[Any]:
 
 
 def _rows(cell: str | bytes, spec: TensorSpec) -> npt.NDArray[Any]:
-    """The elements of one or more whole rows.
-
-    Raises:
-        UserInputError: The cell is no base64, or has another length.
-    """
     if OPEN in spec.shape[1:]:
         raise UserInputError(
             f"column {spec.name!r}: its tensors have several sizes, which bytes do not tell; give lists"
@@ -175,17 +145,15 @@ def _rows(cell: str | bytes, spec: TensorSpec) -> npt.NDArray[Any]:
         data = base64.b64decode("".join(cell.split()), validate=True) if isinstance(cell, str) else cell
     except ValueError as err:  # of which binascii.Error is one
         raise UserInputError(f"{_rule(spec)}; one is no base64 ({err})") from err
-    if not data or len(data) % (_row_bytes(spec) or 1):
+    row_bytes = math.prod(spec.shape[1:]) * np.dtype(spec.dtype).itemsize
+    if not data or len(data) % (row_bytes or 1):
         raise UserInputError(f"{_rule(spec)}; one has {len(data)} bytes")
     return np.frombuffer(data, spec.dtype)
 
 
-def _row_bytes(spec: TensorSpec) -> int:
-    return math.prod(spec.shape[1:]) * np.dtype(spec.dtype).itemsize
-
-
 def _rule(spec: TensorSpec) -> str:
+    num_bytes = math.prod(spec.shape[1:]) * np.dtype(spec.dtype).itemsize
     return (
         f"column {spec.name!r}: its cells must be tensors of one shape and {spec.dtype}, as arrays, lists, or the "
-        f"base64 of {_row_bytes(spec)} bytes, which are {spec.dtype} {spec.shape[1:]} in C order, little-endian"
+        f"base64 of {num_bytes} bytes, which are {spec.dtype} {spec.shape[1:]} in C order, little-endian"
     )

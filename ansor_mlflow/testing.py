@@ -18,24 +18,19 @@ _MARK = b"fake library"
 
 
 class FakeBuilder(Builder):
-    """A `Builder` whose libraries are small files that only a `FakeRunner` takes.
-
-    Args:
-        failures: Outcomes to give instead, by the number of the module, counted from 1 over all calls.
+    """A `Builder` whose libraries are small files that only a `FakeRunner` takes. Failures are given by the number of
+    the module, counted from 1 over all calls.
     """
 
     def __init__(self, failures: Mapping[int, Outcome[Any]] = {}) -> None:
-        self.mods: list[IRModule] = []
-        """Every module that was to be built, in order."""
+        self.mods: list[IRModule] = []  # every module that was to be built, in order
         self._failures = failures
         self._directory = tempfile.TemporaryDirectory(prefix="ansor_mlflow-fake-")
 
     def build(self, mods: Sequence[IRModule]) -> list[Outcome[Path]]:
-        """See `Builder.build`."""
         return [self._build(mod) for mod in mods]
 
     def close(self) -> None:
-        """See `Builder.close`."""
         self._directory.cleanup()
 
     def _build(self, mod: IRModule) -> Outcome[Path]:
@@ -49,13 +44,9 @@ class FakeBuilder(Builder):
 
 
 class FakeRunner(Runner):
-    """A `Runner` that answers with the times it was given. A file that no `FakeBuilder` made is a failure.
-
-    Args:
-        run_s: Seconds per call of one library after the other; after the last, the first comes again.
-        repeat: Number of values for each library.
-        failures: Outcomes to give instead, by the number of the library, counted from 1 over all calls.
-        is_remote: What it says of itself.
+    """A `Runner` that answers with the times it was given, seconds per call of one library after the other, from the
+    first again after the last. Failures are given by the number of the library; a file that no `FakeBuilder` made is
+    one.
     """
 
     def __init__(
@@ -68,18 +59,16 @@ class FakeRunner(Runner):
     ) -> None:
         self.is_remote = is_remote
         self.noise = MachineNoise()
-        self.jobs: list[RunJob] = []
-        """Every job that was to be run, in order."""
+        self.jobs: list[RunJob] = []  # every job that was to be run, in order
         self._run_s = run_s
         self._repeat = repeat
         self._failures = failures
 
     def run(self, jobs: Sequence[RunJob]) -> list[Outcome[tuple[float, ...]]]:
-        """See `Runner.run`."""
         return [self._run(job) for job in jobs]
 
     def close(self) -> None:
-        """See `Runner.close`."""
+        """Does nothing: there is nothing to close."""
 
     def _run(self, job: RunJob) -> Outcome[tuple[float, ...]]:
         self.jobs.append(job)

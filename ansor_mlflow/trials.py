@@ -8,8 +8,7 @@ from enum import Enum
 from statistics import fmean
 from typing import Protocol
 
-DIRECT = "direct"
-"""The algorithm for a layer as it is defined."""
+DIRECT = "direct"  # the algorithm for a layer as it is defined
 
 
 class TrialStatus(str, Enum):
@@ -19,29 +18,21 @@ class TrialStatus(str, Enum):
     BUILD_FAILED = "build_failed"
     RUN_FAILED = "run_failed"
     TIMED_OUT = "timed_out"
-    CRASHED = "crashed"
-    """Its worker process died: a segmentation fault, or no memory."""
+    CRASHED = "crashed"  # its worker process died: a segmentation fault, or no memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """One candidate program, built and measured."""
 
-    step: int
-    """Position in the run, counted from 1 over all tasks."""
-    task: str = ""
-    """Name of the task; empty where nothing but its workload is known, as in a journal."""
+    step: int  # position in the run, counted from 1 over all tasks
+    task: str = ""  # name of the task; empty where nothing but its workload is known, as in a journal
     status: TrialStatus
-    run_s: tuple[float, ...] = ()
-    """Seconds per call, one value per repeat; empty unless the status is OK."""
-    error: str = ""
-    """Error text, shortened; empty when the status is OK."""
-    workload_hash: str = ""
-    """Structural hash of the task's function, in hexadecimal digits."""
-    round_: int = 0
-    """Position of its round in the run, from 1."""
-    elapsed_s: float = 0.0
-    """Time of tuning until the end of its round."""
+    run_s: tuple[float, ...] = ()  # seconds per call, one value per repeat; empty unless the status is OK
+    error: str = ""  # error text, shortened; empty when the status is OK
+    workload_hash: str = ""  # structural hash of the task's function, in hexadecimal digits
+    round_: int = 0  # position of its round in the run, from 1
+    elapsed_s: float = 0.0  # time of tuning until the end of its round
 
     @property
     def latency_s(self) -> float | None:
@@ -55,15 +46,11 @@ class TaskInfo:
 
     index: int
     name: str
-    weight: int
-    """Number of times the network calls it."""
-    flops: float
-    """Floating point operations of one call."""
+    weight: int  # number of times the network calls it
+    flops: float  # floating point operations of one call
     workload_hash: str
-    algorithm: str = DIRECT
-    """How it is computed: directly, or by another algorithm with fewer operations."""
-    layer: str = ""
-    """Structural hash of the direct algorithm; empty for the direct algorithm itself."""
+    algorithm: str = DIRECT  # how it is computed: directly, or by another algorithm with fewer operations
+    layer: str = ""  # structural hash of the direct algorithm; empty for the direct algorithm itself
     max_rel_error: float | None = None
     """Largest error over the largest output, against float64; None for the direct algorithm."""
 
@@ -80,13 +67,11 @@ class TaskState:
     info: TaskInfo
     best_s: float | None = None
     """Fastest first measurement; before there is one, that of the fastest record that the tuning began with."""
-    confirmed_s: float | None = None
-    """Second measurement of the winner, at the end of the tuning."""
+    confirmed_s: float | None = None  # second measurement of the winner, at the end of the tuning
     confirmed_error: float | None = None
     """Relative standard error of `confirmed_s`, from how far repeated measurements of a program differ."""
     num_trials: dict[TrialStatus, int] = field(default_factory=lambda: dict.fromkeys(TrialStatus, 0))
-    first_error: str = ""
-    """Error text of the first failed trial."""
+    first_error: str = ""  # error text of the first failed trial
     stop_reason: str = ""
 
     @property
@@ -107,10 +92,6 @@ class TaskState:
         """A copy that later trials do not change."""
         return replace(self, num_trials=dict(self.num_trials))
 
-    def as_confirmed(self) -> TaskState:
-        """The same with the second measurement in the place of the first, where there was one."""
-        return replace(self, best_s=self.confirmed_s or self.best_s)
-
     def add(self, trial: Trial) -> None:
         """Counts a trial; keeps the best latency and the first error."""
         self.num_trials[trial.status] += 1
@@ -128,10 +109,8 @@ class Durations:
     search_s: float = 0.0
     build_s: float = 0.0
     run_s: float = 0.0
-    confirm_s: float = 0.0
-    """Time of measuring the winners again."""
-    log_s: float = 0.0
-    """Time of waiting for observers."""
+    confirm_s: float = 0.0  # time of measuring the winners again
+    log_s: float = 0.0  # time of waiting for observers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,14 +118,12 @@ class TuningPlan:
     """What is about to be tuned."""
 
     network: str
-    target: str
-    """Short description of the target, such as "llvm znver4 ×2"."""
+    target: str  # short description of the target, such as "llvm znver4 ×2"
     tasks: tuple[TaskInfo, ...]
     num_trials: int
     search: str = ""
     """What differs from the default in how it is searched, such as "strategy random"; empty where nothing does."""
-    past: tuple[TuningRound, ...] = ()
-    """Rounds of an earlier process that worked on the same tuning."""
+    past: tuple[TuningRound, ...] = ()  # rounds of an earlier process that worked on the same tuning
     earlier_s: Mapping[int, float] = field(default_factory=dict)
     """Seconds per call of the fastest record that a task began with, by its index."""
 
@@ -155,18 +132,13 @@ class TuningPlan:
 class ServerState:
     """What a server of a fleet did for a tuning."""
 
-    name: str
-    """Its host and port, as the name of a metric can have them."""
+    name: str  # its host and port, as the name of a metric can have them
     num_trials: int
-    num_failures: int
-    """Times that it gave no answer, or one that cannot be."""
+    num_failures: int  # times that it gave no answer, or one that cannot be
     num_set_aside: int
-    busy_s: float
-    """Time in which it measured, uploads included."""
-    known_s: float
-    """Seconds for which it was available to the tuning: not while it was set aside."""
-    calibration_s: float | None
-    """Seconds of a call of the reference kernel, by which servers are compared."""
+    busy_s: float  # time in which it measured, uploads included
+    known_s: float  # seconds for which it was available to the tuning: not while it was set aside
+    calibration_s: float | None  # seconds of a call of the reference kernel, by which servers are compared
 
 
 def utilisation(servers: Sequence[ServerState]) -> float | None:
@@ -181,16 +153,12 @@ class TuningRound:
 
     trials: tuple[Trial, ...]
     task: TaskState
-    tasks: tuple[TaskState, ...]
-    """State of every task of the network, this one included."""
+    tasks: tuple[TaskState, ...]  # state of every task of the network, this one included
     total_trials: int
     elapsed_s: float
-    durations: Durations
-    """Totals since the start of the tuning."""
-    probe_spread: float = 0.0
-    """How quiet the machine was until now; see `names.PROBE_SPREAD`."""
-    servers: tuple[ServerState, ...] = ()
-    """Those of a fleet until now."""
+    durations: Durations  # totals since the start of the tuning
+    probe_spread: float = 0.0  # how quiet the machine was until now; see `names.PROBE_SPREAD`
+    servers: tuple[ServerState, ...] = ()  # those of a fleet until now
 
     @property
     def estimated_latency_s(self) -> float | None:
@@ -210,10 +178,8 @@ class TuningResult:
     elapsed_s: float
     durations: Durations
     stop_reason: str
-    probe_spread: float = 0.0
-    """How quiet the machine was; see `names.PROBE_SPREAD`."""
-    unreliable: str = ""
-    """Why the times cannot be trusted, as a clause; empty where they can."""
+    probe_spread: float = 0.0  # how quiet the machine was; see `names.PROBE_SPREAD`
+    unreliable: str = ""  # why the times cannot be trusted, as a clause; empty where they can
 
     @property
     def estimated_latency_s(self) -> float | None:
@@ -224,7 +190,7 @@ class TuningResult:
         """The estimate with the winners' second measurements; None where nothing was measured again."""
         if all(task.confirmed_s is None for task in self.tasks):
             return None
-        return estimated_latency_s([task.as_confirmed() for task in self.tasks])
+        return estimated_latency_s([replace(task, best_s=task.confirmed_s or task.best_s) for task in self.tasks])
 
     @property
     def uncovered(self) -> tuple[TaskState, ...]:
@@ -258,24 +224,28 @@ def fastest_algorithms(tasks: Sequence[TaskState]) -> list[TaskState]:
 
 
 class StopReason:
-    """Why a task or a run ended (tag `ansor.stop_reason`)."""
+    """Why a task or a run ended (tag `ansor.stop_reason`); `STOP_REASONS` says what each means."""
 
     TRIALS = "trials"
-    """The budget of trials was spent."""
     MINUTES = "minutes"
-    """The budget of time was spent."""
-    PLATEAU = "plateau"
-    """`patience` rounds brought no improvement above the noise."""
+    PLATEAU = "plateau"  # `patience` rounds brought no improvement above the noise
     SPACE_EXHAUSTED = "space_exhausted"
-    """Every program of the search space was measured."""
-    NOTHING_TO_TUNE = "nothing_to_tune"
-    """The task computes nothing (it moves data, at most), and the search has no program for it."""
+    NOTHING_TO_TUNE = "nothing_to_tune"  # it moves data, at most, and the search has no program for it
     DOMINATED = "dominated"
-    """Another algorithm for the layer is faster beyond the noise."""
     KNOWN = "known"
-    """Earlier tunings know enough of the task already."""
-    INTERRUPTED = "interrupted"
-    """SIGINT or SIGTERM came."""
+    INTERRUPTED = "interrupted"  # by SIGINT or SIGTERM
+
+
+STOP_REASONS = {
+    StopReason.TRIALS: "the budget of trials was spent",
+    StopReason.MINUTES: "the budget of time was spent",
+    StopReason.PLATEAU: "no task improved any more",
+    StopReason.SPACE_EXHAUSTED: "every program of the search space was measured",
+    StopReason.NOTHING_TO_TUNE: "there is nothing to tune",
+    StopReason.DOMINATED: "another algorithm for the layer is faster beyond the noise",
+    StopReason.KNOWN: "earlier tunings know enough already",
+    StopReason.INTERRUPTED: "it was interrupted",
+}
 
 
 class TuningObserver(Protocol):

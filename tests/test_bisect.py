@@ -21,8 +21,8 @@ from ansor_mlflow.commands import bisect
 from ansor_mlflow.commands.bisect import Comparison, CuttableGraph
 from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.measuring import checking
+from ansor_mlflow.model.loading import BuildJob, build
 from ansor_mlflow.model.manifest import LibraryEntry
-from ansor_mlflow.model.rebuild import BuildJob, build
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.tensors import Arrays
 

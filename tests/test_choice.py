@@ -19,10 +19,10 @@ from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import MachineError, ModelError, UserInputError
 from ansor_mlflow.measuring.compare import ReferenceSession
 from ansor_mlflow.model.choice import LoadOptions, choose_for_gpu, choose_library, entries_to_rebuild, find_library
-from ansor_mlflow.model.loading import TunedModel, load_package
+from ansor_mlflow.model.loading import load_package
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest
 from ansor_mlflow.model.package import CompiledNetwork, write_package
-from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process
+from ansor_mlflow.model.tuned_model import TunedModel
 from ansor_mlflow.records.store import RECORD_FILE
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import random_inputs

@@ -22,9 +22,10 @@ from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering.lower import LOWERING_VERSION
 from ansor_mlflow.measuring.compare import ReferenceSession
-from ansor_mlflow.model.loading import TunedModel, load_package
+from ansor_mlflow.model.loading import load_package
 from ansor_mlflow.model.manifest import Manifest
 from ansor_mlflow.model.package import CompiledNetwork
+from ansor_mlflow.model.tuned_model import TunedModel
 from ansor_mlflow.networks.load import Network
 from ansor_mlflow.records.applicability import Provenance, write_description
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE

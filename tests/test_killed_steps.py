@@ -66,12 +66,12 @@ def test_the_next_step_ends_an_autologged_tuning_that_was_killed_and_no_run_of_a
     program = """
 import os, mlflow
 from ansor_mlflow import names
-from ansor_mlflow.autologging.tuning_run import open_run
+from ansor_mlflow.autologging.logged import open_run
 
 with mlflow.start_run() as mine, open_run({}):
     mlflow.set_tag(names.TAG_STEP, "tune")
-    with open_run({}) as own:
-        print(mine.info.run_id, own.run.info.run_id, flush=True)
+    with open_run({}) as (own, *_):
+        print(mine.info.run_id, own.info.run_id, flush=True)
         os.kill(os.getpid(), 9)
 """
     killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

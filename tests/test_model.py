@@ -27,10 +27,11 @@ from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.measuring.compare import ReferenceSession
 from ansor_mlflow.model.choice import LoadOptions
 from ansor_mlflow.model.library import compile_untuned
-from ansor_mlflow.model.loading import TunedModel, load_package, open_library
+from ansor_mlflow.model.loading import load_package, open_library
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest, verify_package
 from ansor_mlflow.model.package import CompiledNetwork, read_package, write_package
 from ansor_mlflow.model.parts import as_array
+from ansor_mlflow.model.tuned_model import TunedModel
 from ansor_mlflow.names import NETWORK_FILE
 from ansor_mlflow.networks import input_specs
 from ansor_mlflow.networks.graph import GraphBuilder

@@ -30,11 +30,11 @@ from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.measuring.checking import Deviation, compare_outputs
 from ansor_mlflow.measuring.compare import ReferenceSession
 from ansor_mlflow.model.choice import LoadOptions
-from ansor_mlflow.model.loading import TunedModel, load_package
+from ansor_mlflow.model.loading import load_package
 from ansor_mlflow.model.manifest import Manifest
 from ansor_mlflow.model.package import CompiledNetwork, write_package
 from ansor_mlflow.model.parts import part_entries
-from ansor_mlflow.model.sizes import SizeChoice, require_pad
+from ansor_mlflow.model.tuned_model import SizeChoice, TunedModel, require_pad
 from ansor_mlflow.networks.load import Network, load_network
 from ansor_mlflow.networks.shapes import GivenShape, split_sizes
 from ansor_mlflow.parameters import BisectOptions, PromoteOptions

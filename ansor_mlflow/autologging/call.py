@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 Times = Callable[[], Mapping[str, float]]
 """Seconds that parts of MetaSchedule took so far, by the names that its profiler gives them; 0 for other names."""
+# what MetaSchedule's builders and runners, and ours, say of a trial that failed
 _TIMED_OUT = re.compile(r"Timeout, killed|^timed_out:|\bTimeoutError\b")
 _CRASHED = re.compile(r"^crashed:|ChildProcessError|worker died")
-_MAX_ERROR_LENGTH = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,6 @@ class TuneCall:
 
     @property
     def target(self) -> Target:
-        """What the tasks are tuned for."""
         return self.tasks[0].target
 
     def describe_tasks(self) -> tuple[TaskInfo, ...]:
@@ -84,6 +83,14 @@ class TuneCall:
         pair = RecordPair(Path(self.database.path_workload), Path(self.database.path_tuning_record))
         return pair if pair.workloads.is_file() and pair.records.is_file() else None
 
+    def measure_settings(self) -> dict[str, Any]:
+        """Settings of the time evaluator, where the runner has them."""
+        config = getattr(self.runner, "evaluator_config", None)
+        if config is None:
+            return {}
+        settings = {name: getattr(config, name) for name in ("number", "repeat", "min_repeat_ms")}
+        return {**settings, "cache_flush": config.enable_cpu_cache_flush}
+
     def params(self) -> dict[str, str]:
         """What the user asked for, by the names that our own parameters have."""
         return {
@@ -98,27 +105,20 @@ def make_trials(
     first_step: int, task: str, built: Sequence[BuilderResult], measured: Sequence[RunnerResult]
 ) -> tuple[Trial, ...]:
     """The trials of a batch."""
-    return tuple(
-        _make_trial(first_step + position, task, *results)
-        for position, results in enumerate(zip(built, measured, strict=True))
-    )
-
-
-def _make_trial(step: int, task: str, built: BuilderResult, measured: RunnerResult) -> Trial:
-    run_s = tuple(float(seconds) for seconds in measured.run_secs or ())
-    if run_s and measured.error_msg is None:
-        return Trial(step=step, task=task, status=TrialStatus.OK, run_s=run_s)
-    error = str(built.error_msg or measured.error_msg or "")[:_MAX_ERROR_LENGTH].strip()
-    return Trial(step=step, task=task, status=_failure(error, is_build=built.error_msg is not None), error=error)
-
-
-def _failure(error: str, *, is_build: bool) -> TrialStatus:
-    """How a trial failed, by what MetaSchedule's builders and runners, and ours, say."""
-    if _TIMED_OUT.search(error):
-        return TrialStatus.TIMED_OUT
-    if _CRASHED.search(error):
-        return TrialStatus.CRASHED
-    return TrialStatus.BUILD_FAILED if is_build else TrialStatus.RUN_FAILED
+    trials = []
+    for step, (library, result) in enumerate(zip(built, measured, strict=True), first_step):
+        run_s = tuple(float(seconds) for seconds in result.run_secs or ())
+        if run_s and result.error_msg is None:
+            trials.append(Trial(step=step, task=task, status=TrialStatus.OK, run_s=run_s))
+            continue
+        error = str(library.error_msg or result.error_msg or "")[:2000].strip()
+        status = TrialStatus.RUN_FAILED if library.error_msg is None else TrialStatus.BUILD_FAILED
+        if _TIMED_OUT.search(error):
+            status = TrialStatus.TIMED_OUT
+        elif _CRASHED.search(error):
+            status = TrialStatus.CRASHED
+        trials.append(Trial(step=step, task=task, status=status, error=error))
+    return tuple(trials)
 
 
 def as_callback(function: Callable[..., None]) -> MeasureCallback:
@@ -141,9 +141,5 @@ def profiled() -> Iterator[Times]:
 
     current = Profiler.current()
     with contextlib.nullcontext(current) if current is not None else Profiler() as profiler:
-        before = _read(profiler)
-        yield lambda: defaultdict(float, {name: s - before[name] for name, s in _read(profiler).items()})
-
-
-def _read(profiler: Any) -> defaultdict[str, float]:
-    return defaultdict(float, {str(name): float(seconds) for name, seconds in profiler.get().items()})
+        before = {str(name): float(seconds) for name, seconds in profiler.get().items()}
+        yield lambda: defaultdict(float, {n: float(s) - before.get(str(n), 0.0) for n, s in profiler.get().items()})

@@ -9,15 +9,4 @@ from ansor_mlflow.foreign.showing import (
     printable_line,
     without_credentials,
 )
-from ansor_mlflow.foreign.tables import (
-    Code,
-    Image,
-    Mark,
-    Part,
-    Report,
-    Reported,
-    Table,
-    figure,
-    html_of,
-    microseconds,
-)
+from ansor_mlflow.foreign.tables import Code, Image, Mark, Part, Report, Reported, Table, figure, html_of, microseconds

@@ -14,18 +14,12 @@ _MAX_BYTES = 2**28
 _MAX_DEPTH = 64
 """Half of what Python's stack carries where each level takes a few calls, and far more than anybody writes."""
 _MAX_VALUES = 10**7
-_COLLECTIONS = (list, dict, tuple, set)
-_MAX_BITS = 64
-"""Largest size of an integer: NumPy and TVM have no larger one."""
+_MAX_BITS = 64  # largest size of an integer: NumPy and TVM have no larger one
 _TOO_DEEP = f"it is nested deeper than {_MAX_DEPTH}"
 
 
 def read_json(text: str | bytes) -> Any:
-    """The value of a JSON document.
-
-    Raises:
-        ValueError: It is no JSON, too large or nested too deep, or has a number that is not finite.
-    """
+    """The value of a JSON document; as for all functions here, what is wrong with it is a ValueError."""
     import pydantic_core  # its parser does not recurse, and keeps no more than what a document says
 
     _check_size(text)
@@ -37,11 +31,7 @@ def read_json(text: str | bytes) -> Any:
 
 
 def read_yaml(text: bytes) -> Any:
-    """The value of a YAML document. It may have infinite numbers, as YAML has.
-
-    Raises:
-        ValueError: It is no YAML, too large or nested too deep.
-    """
+    """The value of a YAML document. It may have infinite numbers, as YAML has."""
     import yaml
 
     _check_size(text)
@@ -57,9 +47,6 @@ def read_yaml(text: bytes) -> Any:
 def typed(kind: type[T], fields: Any) -> T:
     """A dataclass, with those below it, from plain values. Each must be of the type that its field says, or be what
     Pydantic converts to it without loss: "2" and 2.0 to a whole number, 1 to True, a text to what it is the value of.
-
-    Raises:
-        ValueError: One is neither, or is missing.
     """
     from pydantic import ValidationError
 
@@ -80,11 +67,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def plain_value(value: Any, *, is_finite: bool = True) -> Any:
-    """A value of lists, dictionaries, texts and numbers, once it is known to be within bounds.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """A value of lists, dictionaries, texts and numbers, once it is known to be within bounds."""
     num_values, level = 1, [value]
     for _ in range(_MAX_DEPTH):
         below: list[Any] = []
@@ -92,15 +75,17 @@ def plain_value(value: Any, *, is_finite: bool = True) -> Any:
             if isinstance(item, str):
                 if not item.isascii():
                     item.encode()  # half of a pair of surrogates: UnicodeEncodeError is a kind of ValueError
-            elif isinstance(item, _COLLECTIONS):
+            elif isinstance(item, list | dict | tuple | set):
                 num_values += len(item)
                 if num_values > _MAX_VALUES:  # before there is a list of them: a few lines of YAML stand for millions
                     raise ValueError(f"it has more than {_MAX_VALUES} values")
                 below += item
                 if isinstance(item, dict):
                     below += item.values()
-            else:
-                _check_number(item, is_finite=is_finite)
+            elif isinstance(item, float) and is_finite and not math.isfinite(item):
+                raise ValueError(f"{item} is no finite number")
+            elif isinstance(item, int) and item.bit_length() > _MAX_BITS:
+                raise ValueError(f"a whole number has more than {_MAX_BITS} bits")
         if not below:
             return value
         level = below
@@ -110,10 +95,3 @@ def plain_value(value: Any, *, is_finite: bool = True) -> Any:
 def _check_size(text: str | bytes) -> None:
     if len(text) > _MAX_BYTES:
         raise ValueError(f"it is larger than {_MAX_BYTES >> 20} MiB")
-
-
-def _check_number(item: Any, *, is_finite: bool) -> None:
-    if isinstance(item, float) and is_finite and not math.isfinite(item):
-        raise ValueError(f"{item} is no finite number")
-    if isinstance(item, int) and item.bit_length() > _MAX_BITS:
-        raise ValueError(f"a whole number has more than {_MAX_BITS} bits")

@@ -46,8 +46,7 @@ _SHAPED = re.compile(r"\b(?:A[KS]IA[A-Z0-9]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)
 _OF_ENVIRONMENT = re.compile(
     r"(?i)(?:password|passwd|passphrase|_pwd|_pass|secret|token|[a-z]_?key|connection_string)$"
 )
-_MIN_CHARS = 6
-"""Length from which the value of a variable is looked for in other texts."""
+_MIN_CHARS = 6  # length from which the value of a variable is looked for in other texts
 _ORDINARY = {"ansor", "mlflow", "ansor_mlflow", "ansor-mlflow", "password", "postgres", "secret", "tracking"}
 """Passwords that would hide half of a message."""
 
@@ -124,11 +123,8 @@ class PrintableFormatter(logging.Formatter):
 
 
 def for_shell(text: str, variable: str) -> str:
-    """A word of a command line. One with credentials is left to a variable, without which the shell says what to do.
-
-    Args:
-        text: What the command is to be given.
-        variable: Name of an environment variable that has, or is to have, this text.
+    """A word of a command line. One with credentials is left to an environment variable that has, or is to have, this
+    text, and without which the shell says what to do.
     """
     if without_credentials(text) == text:
         return shlex.quote(text)

@@ -22,8 +22,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     headers: Sequence[str] = ()
     title: str = ""
-    marks: Sequence[Mark] = ()
-    """Colours of the rows; none by default."""
+    marks: Sequence[Mark] = ()  # colours of the rows; none by default
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ class Code:
 class Image:
     """A picture, which only pages show."""
 
-    base64: str
-    """The PNG file."""
+    base64: str  # the PNG file
     caption: str
 
 
@@ -78,12 +76,7 @@ def microseconds(seconds: float | None) -> str:
 
 
 def html_of(report: Report, level: int = 3) -> str:
-    """A report as HTML; credentials are hidden and texts escaped, whatever is in them.
-
-    Args:
-        report: What is shown.
-        level: Level of the title's heading.
-    """
+    """A report as HTML; credentials are hidden and texts escaped, whatever is in them."""
     return "\n".join([_tag(f"h{level}", report.title), *_body(report, level)])
 
 
@@ -93,7 +86,8 @@ def _body(report: Report, level: int) -> Iterator[str]:
         if isinstance(part, str):
             yield _tag("p", part)
         elif isinstance(part, Image):
-            image = f'<img src="data:image/png;base64,{html.escape(part.base64)}" alt="{_escaped(part.caption)}">'
+            alt = html.escape(printable(part.caption))
+            image = f'<img src="data:image/png;base64,{html.escape(part.base64)}" alt="{alt}">'
             yield f"<figure>{image}{_tag('figcaption', part.caption)}</figure>"
         else:
             yield _tag(heading, part.title) if part.title else ""
@@ -115,8 +109,4 @@ def _row(cells: Sequence[str], numbers: Sequence[bool], tag: str, mark: str = ""
 
 
 def _tag(tag: str, text: str, kind: str = "") -> str:
-    return f"<{tag}{f' class={kind}' if kind else ''}>{_escaped(text)}</{tag}>"
-
-
-def _escaped(text: str) -> str:
-    return html.escape(printable(text))
+    return f"<{tag}{f' class={kind}' if kind else ''}>{html.escape(printable(text))}</{tag}>"

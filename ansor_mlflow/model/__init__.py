@@ -9,7 +9,7 @@ from ansor_mlflow.model.library import (
     require_linker,
     write_coverage,
 )
-from ansor_mlflow.model.loading import TunedModel, load_package, open_library
+from ansor_mlflow.model.loading import BuildJob, build_in_child_process, load_package, open_library
 from ansor_mlflow.model.manifest import LIBRARY_FILE, LibraryEntry, Manifest, verified_manifest
 from ansor_mlflow.model.package import CompiledNetwork, read_package, with_libraries, write_package
 from ansor_mlflow.model.parts import (
@@ -21,5 +21,4 @@ from ansor_mlflow.model.parts import (
     timed_parts,
     write_all_parts,
 )
-from ansor_mlflow.model.rebuild import BuildJob, build_in_child_process
-from ansor_mlflow.model.sizes import require_pad
+from ansor_mlflow.model.tuned_model import TunedModel, require_pad

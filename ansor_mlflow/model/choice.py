@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -25,25 +25,19 @@ from ansor_mlflow.model.parts import fallback_clauses
 
 Level = Literal["exact", "compatible", "rebuilt", "untuned"]
 
-"""Kind of the target that a kind of device has."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
     """Where a model is to run, and what may be done if it has no library for that."""
 
-    device: str = "cpu"
-    """Kind of device to load for: cpu or cuda."""
+    device: str = "cpu"  # kind of device to load for: cpu or cuda
     num_threads: int | None = None
     """Threads of a kernel; None prefers a library for every CPU that this process may use, and takes its number."""
-    allow_compatible: bool = True
-    """Take a library for another CPU or number of threads, if it runs here."""
+    allow_compatible: bool = True  # take a library for another CPU or number of threads, if it runs here
     allow_rebuild: bool = True
     """Build a library where none runs here: with the records for another CPU of this architecture, or untuned."""
-    allow_untuned: bool = True
-    """Build a library without records, whose schedules nothing has measured."""
-    huge_pages: bool = True
-    """Put weights and activations into huge pages, where the system has them."""
+    allow_untuned: bool = True  # build a library without records, whose schedules nothing has measured
+    huge_pages: bool = True  # put weights and activations into huge pages, where the system has them
 
     def __post_init__(self) -> None:
         if self.device not in (known := [platform.name for platform in PLATFORMS.values()]):
@@ -62,11 +56,7 @@ class LoadOptions:
 
     @staticmethod
     def from_config(config: Mapping[str, Any] | None) -> LoadOptions:
-        """Reads the `model_config` of MLflow's pyfunc.
-
-        Raises:
-            UserInputError: A key is unknown, or a value is not usable.
-        """
+        """Reads the `model_config` of MLflow's pyfunc."""
         given = dict(config or {})
         known = [field.name for field in fields(LoadOptions)]
         unknown = sorted(given.keys() - set(known))
@@ -74,24 +64,15 @@ class LoadOptions:
             raise UserInputError(f"model_config has no {unknown[0]!r}; it has {', '.join(known)}")
         return LoadOptions(**given)
 
-    @property
-    def wanted_threads(self) -> int:
-        """Threads that the best library is for."""
-        return self.num_threads or available_cpus()
-
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Which library was taken."""
+    """Which library was taken, and why."""
 
-    level: Level
-    """exact, compatible, rebuilt or untuned; each may be slower than those before it."""
-    entry: LibraryEntry
-    """The library; one that was built here has this host's fingerprint."""
-    reason: str
-    """Why this library was chosen, in one clause."""
-    rejected: tuple[str, ...] = ()
-    """Why each better library was rejected."""
+    level: Level  # exact, compatible, rebuilt or untuned; each may be slower than those before it
+    entry: LibraryEntry  # the library; one that was built here has this host's fingerprint
+    reason: str  # why this library was chosen, in one clause
+    rejected: tuple[str, ...] = ()  # why each better library was rejected
 
     def __str__(self) -> str:
         device = self.entry.fingerprint
@@ -110,8 +91,7 @@ def choose_library(directory: Path, manifest: Manifest) -> LibraryEntry:
 def choose_for_server(directory: Path, manifest: Manifest, server: DeviceFingerprint | None) -> LibraryEntry:
     """The library of a model that is run on a server; where the server does not say what it is, the only one.
 
-    Raises:
-        ModelError: None of them runs there, or it is not known which.
+    It is a `ModelError` if none of them runs there, or it is not known which.
     """
     entries = _entries_for("cpu", directory, manifest)
     if server is None:
@@ -145,18 +125,56 @@ def find_library(directory: Path, manifest: Manifest, options: LoadOptions) -> t
     """The best library that needs not be built, if there is one, and why not each that is better or does not run."""
     entries = _entries_for(options.device, directory, manifest)
     if options.device != "cpu":
-        return _find_for_gpu(entries, options)
+        if reason := why_no_gpu():
+            return None, tuple(_why_not(entry, reason) for entry in entries)
+        return choose_for_gpu(entries, str(architecture_here()), options)
     host = host_fingerprint(options)
+
+    def judge(device: DeviceFingerprint) -> tuple[Level | None, str]:
+        if reason := why_not_runnable(device):
+            return None, reason
+        if difference := _difference(device, host):
+            return "compatible", difference
+        return "exact", f"it was made for this CPU and {host.num_threads} threads"
+
+    return _first(sorted(entries, key=lambda entry: _distance(entry.fingerprint, host)), judge, options)
+
+
+def choose_for_gpu(
+    entries: Sequence[LibraryEntry], architecture: str, options: LoadOptions
+) -> tuple[Choice | None, tuple[str, ...]]:
+    """The best of the libraries for NVIDIA's GPUs, if one runs on a GPU such as "sm_90"; and why not each before it."""
+
+    def is_for_this(device: DeviceFingerprint) -> bool:
+        return str(device.target.get("arch")).rstrip("af") == architecture  # a letter says: for no later one
+
+    def judge(device: DeviceFingerprint) -> tuple[Level | None, str]:
+        made_for = str(device.target.get("arch"))
+        if device.machine != platform.machine():
+            return None, f"it is made for {device.machine}, this host is {platform.machine()}"
+        if is_for_this(device):
+            return "exact", f"it was made for {made_for}"
+        if reason := why_not_on_gpu(made_for, architecture):
+            return None, reason
+        return "compatible", f"it was made for {made_for}, this is {architecture}"
+
+    return _first(sorted(entries, key=lambda entry: not is_for_this(entry.fingerprint)), judge, options)
+
+
+def _first(
+    entries: Sequence[LibraryEntry],
+    judge: Callable[[DeviceFingerprint], tuple[Level | None, str]],
+    options: LoadOptions,
+) -> tuple[Choice | None, tuple[str, ...]]:
+    """The first library that runs here and may be taken, and why not each before it."""
     rejected: list[str] = []
-    for entry in sorted(entries, key=lambda entry: _distance(entry.fingerprint, host)):
-        reason = why_not_runnable(entry.fingerprint)
-        difference = _difference(entry.fingerprint, host)
-        if not reason and not difference:
-            reason = f"it was made for this CPU and {host.num_threads} threads"
-            return Choice(level="exact", entry=entry, reason=reason), ()
-        if not reason and options.allow_compatible:
-            return Choice(level="compatible", entry=entry, reason=difference, rejected=tuple(rejected)), ()
-        rejected.append(_why_not(entry, reason or f"{difference}, and allow_compatible is off"))
+    for entry in entries:
+        level, reason = judge(entry.fingerprint)
+        if level == "exact":
+            return Choice(level=level, entry=entry, reason=reason), ()
+        if level and options.allow_compatible:
+            return Choice(level=level, entry=entry, reason=reason, rejected=tuple(rejected)), ()
+        rejected.append(_why_not(entry, f"{reason}, and allow_compatible is off" if level else reason))
     return None, tuple(rejected)
 
 
@@ -168,17 +186,14 @@ def threads_here(entry: LibraryEntry) -> int:
 def entries_to_rebuild(manifest: Manifest, options: LoadOptions) -> list[LibraryEntry]:
     """The libraries whose records may serve to build one for this host, the nearest first."""
     host = host_fingerprint(options)
-    same = [
-        entry
-        for entry in manifest.libraries
-        if (entry.fingerprint.machine, entry.fingerprint.platform) == (host.machine, CPU)
-    ]
+    devices = [(entry, entry.fingerprint) for entry in manifest.libraries]
+    same = [entry for entry, made in devices if (made.machine, made.platform) == (host.machine, CPU)]
     return sorted(same, key=lambda entry: _distance(entry.fingerprint, host))
 
 
 def host_fingerprint(options: LoadOptions) -> DeviceFingerprint:
     """The CPU of this host with the threads that are wanted."""
-    return Device.resolve("auto", options.wanted_threads).fingerprint
+    return Device.resolve("auto", options.num_threads or available_cpus()).fingerprint
 
 
 def _entries_for(device: str, directory: Path, manifest: Manifest) -> list[LibraryEntry]:
@@ -193,39 +208,6 @@ def _entries_for(device: str, directory: Path, manifest: Manifest) -> list[Libra
 
 def _names_of(entries: Sequence[LibraryEntry]) -> str:
     return ", ".join(entry.fingerprint.description for entry in entries)
-
-
-def _find_for_gpu(entries: Sequence[LibraryEntry], options: LoadOptions) -> tuple[Choice | None, tuple[str, ...]]:
-    if reason := why_no_gpu():
-        return None, tuple(_why_not(entry, reason) for entry in entries)
-    return choose_for_gpu(entries, str(architecture_here()), options)
-
-
-def choose_for_gpu(
-    entries: Sequence[LibraryEntry], architecture: str, options: LoadOptions
-) -> tuple[Choice | None, tuple[str, ...]]:
-    """The best of the libraries for NVIDIA's GPUs, if one runs on a GPU such as "sm_90"; and why not each before it."""
-    machine = platform.machine()
-    rejected = []
-    for entry in sorted(entries, key=lambda entry: _architecture(entry) != architecture):
-        device, made_for = entry.fingerprint, str(entry.fingerprint.target.get("arch"))
-        difference = f"it was made for {made_for}, this is {architecture}"
-        if device.machine != machine:
-            rejected.append(_why_not(entry, f"it is made for {device.machine}, this host is {machine}"))
-        elif _architecture(entry) == architecture:
-            return Choice(level="exact", entry=entry, reason=f"it was made for {made_for}"), ()
-        elif reason := why_not_on_gpu(made_for, architecture):
-            rejected.append(_why_not(entry, reason))
-        elif options.allow_compatible:
-            return Choice(level="compatible", entry=entry, reason=difference, rejected=tuple(rejected)), ()
-        else:
-            rejected.append(_why_not(entry, f"{difference}, and allow_compatible is off"))
-    return None, tuple(rejected)
-
-
-def _architecture(entry: LibraryEntry) -> str:
-    """The architecture of a GPU's library, without the letter that says that code is for no later one."""
-    return str(entry.fingerprint.target.get("arch")).rstrip("af")
 
 
 def _why_not(entry: LibraryEntry, reason: str) -> str:
@@ -247,12 +229,9 @@ def _difference(device: DeviceFingerprint, host: DeviceFingerprint) -> str:
     """What a library that runs here was made for instead; empty where it is exactly for this host."""
     clauses = []
     if (device.cpu_model, device.features) != (host.cpu_model, host.features):
-        clauses.append(f"it was made for {_cpu(device)}, this is {_cpu(host)}")
+        cpus = [(made.target.get("mcpu", made.machine), made.cpu_model) for made in (device, host)]
+        there, here = (f"{cpu} ({model})" if model else str(cpu) for cpu, model in cpus)
+        clauses.append(f"it was made for {there}, this is {here}")
     if device.num_threads != host.num_threads:
         clauses.append(f"it was tuned for {device.num_threads} threads, {host.num_threads} are wanted")
     return ", ".join(clauses)
-
-
-def _cpu(device: DeviceFingerprint) -> str:
-    cpu = device.target.get("mcpu", device.machine)
-    return f"{cpu} ({device.cpu_model})" if device.cpu_model else str(cpu)

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 _LINK_ERROR = "Compilation error:"
 """Begins what TVM says of a compiler that failed, whose output is in the lines after it."""
-_NOT_MEASURED_S = 1.0
-"""The time that a record needs; nothing is compared with it."""
+_NOT_MEASURED_S = 1.0  # the time that a record needs; nothing is compared with it
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,7 @@ class Coverage:
     missing: tuple[TaskInfo, ...]
     unscheduled: tuple[TaskInfo, ...] = ()
     """Of those without a record the ones that no sketch fits: they are often a hundred times slower."""
-    growth_bytes: int = 0
-    """By how much weights are larger than they would be with all layers computed directly."""
+    growth_bytes: int = 0  # by how much weights are larger than they would be with all layers computed directly
     kernels_us: dict[str, float | None] = field(default_factory=dict)
     """Microseconds of a call as the record says, by the name of the function in the library; None without a record."""
 
@@ -99,19 +97,6 @@ def compile_tuned(
     """Builds the network with the fastest record of each layer; beside the library is what stays with ONNX Runtime.
 
     A task without a record runs as its sketch chooses without a measurement, on a GPU as DLight does.
-
-    Args:
-        lowered: Network, lowered for `target` exactly as it was for tuning.
-        target: Device to generate code for.
-        best_records: Directory of a database with one record for each workload; see `records.distill`.
-        library: Path of the shared library to write.
-        max_bytes: Size that all constants together may have, as far as algorithms for a layer decide it.
-        linker: What links, where the target has another architecture.
-
-    Raises:
-        RecordsError: A record's schedule does not apply to its task, or the database cannot be read.
-        MachineError: There is no compiler to link with; see `require_linker`.
-        UserInputError: There is no schedule for a GPU of a function.
     """
     import tvm
     from tvm import relax
@@ -159,14 +144,10 @@ def compile_tuned(
 
 
 def database_of(records: Path, tasks: Sequence[TuningTask]) -> Database:
-    """TVM's database of the records of tasks.
+    """TVM's database of the records of tasks; TVM has errors of its own for a record that does not apply to its task.
 
     The workloads are the tasks' own. Those of the files are not even read: they may come from anybody, and an object in
     TVM's JSON may be machine code.
-
-    Raises:
-        RecordsError: A record is damaged.
-        OSError, RuntimeError, ValueError, TypeError: There is no database, or a record does not apply to its task.
     """
     import tvm_ffi
     from tvm.s_tir.meta_schedule.database import MemoryDatabase, TuningRecord
@@ -195,7 +176,6 @@ def _with_roots(mod: IRModule) -> IRModule:
 
 
 def _kernels_us(mod: IRModule, algorithms: Sequence[ChosenAlgorithm]) -> dict[str, float | None]:
-    """See `Coverage.kernels_us`."""
     from tvm.tirx import PrimFunc
 
     from ansor_mlflow.lowering.algorithms import hash_of  # the door would load TVM
@@ -246,16 +226,14 @@ def compile_untuned(lowered: LoweredNetwork, target: Target, library: Path, link
 
 
 def require_linker(machine: str = "", linker: Linker = FOR_THIS_HOST) -> tuple[str, ...]:
-    """Checks that libraries for an architecture, by default this host's, can be linked here.
-
-    Returns:
-        The command that links, where the architecture is another or one is given; else it is empty, and TVM finds one.
-
-    Raises:
-        MachineError: There is no C++ compiler for it.
-        UserInputError: The compiler that is given is not here, or no command, or there is no such sysroot.
+    """Checks that libraries for an architecture, by default this host's, can be linked here. The command that links is
+    returned where the architecture is another or one is given; else it is empty, and TVM finds one.
     """
-    sysroot = [f"--sysroot={_directory(linker.sysroot)}"] if linker.sysroot else []
+    if linker.sysroot and not Path(linker.sysroot).is_dir():
+        raise UserInputError(
+            f"sysroot={linker.sysroot!r}: there is no such directory; give the root of the device's system"
+        )
+    sysroot = [f"--sysroot={Path(linker.sysroot).resolve()}"] if linker.sysroot else []
     if linker.cc:
         return (*_given_command(linker.cc), *sysroot)
     if machine and machine != platform.machine():
@@ -275,12 +253,6 @@ def require_linker(machine: str = "", linker: Linker = FOR_THIS_HOST) -> tuple[s
     if not any(shutil.which(name) for name in ("g++", "gcc", "clang++", "clang", "c++", "cc")):
         raise MachineError("no C++ compiler was found to link libraries with; install g++ (Debian: apt install g++)")
     return ()
-
-
-def _directory(sysroot: str) -> str:
-    if not Path(sysroot).is_dir():
-        raise UserInputError(f"sysroot={sysroot!r}: there is no such directory; give the root of the device's system")
-    return str(Path(sysroot).resolve())
 
 
 def _given_command(cc: str) -> list[str]:

@@ -24,15 +24,16 @@ _CHUNK_BYTES = 1 << 18
 
 
 def verify_package(directory: Path, manifest: Manifest) -> None:
-    """Checks every file of a model against its digest.
-
-    Raises:
-        ModelError: A file is missing or was changed, has no digest, or a path leads out of the directory.
+    """Checks every file of a model against its digest; what it uses are the network, its libraries, and whatever lies
+    beside these and the records.
     """
     root = directory.resolve()
     _check_paths(directory, manifest)
-    unlisted = _files_to_check(root, manifest) - manifest.files.keys()
-    if unlisted:
+    beside = [path for folder in ("libraries", "records") for path in (root / folder).rglob("*")]
+    beside += root.glob(f"{NETWORK_FILE}*")
+    used = {path.relative_to(root).as_posix() for path in beside if path.is_symlink() or not path.is_dir()}
+    used |= {NETWORK_FILE, *(entry.path for entry in manifest.libraries)}
+    if unlisted := used - manifest.files.keys():
         raise ModelError(f"model {directory}: {min(unlisted)} has no SHA-256 in MLmodel; log the model again")
     for name in manifest.files:
         if not (root / name).is_file():
@@ -83,14 +84,6 @@ def _check_paths(directory: Path, manifest: Manifest) -> None:
             )
 
 
-def _files_to_check(root: Path, manifest: Manifest) -> set[str]:
-    """What a model uses: the network, its libraries, and whatever lies beside these and the records."""
-    beside = [path for folder in ("libraries", "records") for path in (root / folder).rglob("*")]
-    beside += root.glob(f"{NETWORK_FILE}*")
-    found = {path.relative_to(root).as_posix() for path in beside if path.is_symlink() or not path.is_dir()}
-    return {NETWORK_FILE, *(entry.path for entry in manifest.libraries), *found}
-
-
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(_CHUNK_BYTES))
@@ -102,10 +95,10 @@ def _sha256(path: Path) -> str:
 
 LIBRARY_FILE = "model.so"
 FORMAT_VERSION = 2
-_READ_VERSIONS = (1, 2)
-"""Version 1 knows neither parts nor sizes."""
+_READ_VERSIONS = (1, 2)  # version 1 knows neither parts nor sizes
 _DTYPE = re.compile(r"bool|u?int\d+|b?float\d+\w*")
 _MAX_SIZE = 2**31
+_DAMAGED = "the model's MLmodel file is damaged ({}); log the model again"
 
 
 def library_path(device: DeviceFingerprint) -> str:
@@ -118,10 +111,6 @@ def records_path(device: DeviceFingerprint) -> str:
     return f"records/{device.name}"
 
 
-def _damaged(err: Exception) -> ModelError:
-    return ModelError(f"the model's MLmodel file is damaged ({err}); log the model again")
-
-
 @dataclass(frozen=True, kw_only=True)
 class LibraryEntry:
     """A library of a model and the device it is for."""
@@ -130,8 +119,7 @@ class LibraryEntry:
     fingerprint: DeviceFingerprint
     coverage: dict[str, Any]
     provenance: dict[str, Any]
-    parts: tuple[PartEntry, ...] = ()
-    """In the order in which they run; empty where TVM computes all of the network."""
+    parts: tuple[PartEntry, ...] = ()  # in the order in which they run; empty where TVM computes all of the network
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,14 +130,11 @@ class Manifest:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     libraries: tuple[LibraryEntry, ...]
-    files: dict[str, str]
-    """SHA-256 of every file by its path."""
-    sizes: tuple[NetworkShapes, ...] = ()
-    """What every library was compiled for; empty where the network has one size."""
+    files: dict[str, str]  # SHA-256 of every file by its path
+    sizes: tuple[NetworkShapes, ...] = ()  # what every library was compiled for; empty where the network has one size
     pad: dict[str, float] = field(default_factory=dict)
     """The value that an input is padded with to the next larger size, by its name."""
-    rows: str = ""
-    """Whether rows of a batch are "independent" or "dependent"; empty where the network does not tell."""
+    rows: str = ""  # whether rows of a batch are "independent" or "dependent"; empty where the network does not tell
 
     @property
     def platform(self) -> Platform:
@@ -158,17 +143,12 @@ class Manifest:
         return CPU if any(other != first for other in others) else first
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, for the file `MLmodel`."""
         entry: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return {"format_version": FORMAT_VERSION, **entry}
 
     @staticmethod
     def read(directory: Path) -> Manifest:
-        """The description of the model in a directory.
-
-        Raises:
-            ModelError: The model is not of this flavor, or its description is damaged.
-        """
+        """The description of the model in a directory."""
         try:
             entry = read_yaml((directory / MODEL_FILE).read_bytes())["flavors"][FLAVOR_NAME]
         except (OSError, KeyError) as err:
@@ -176,18 +156,14 @@ class Manifest:
                 f"model {directory}: it has no flavor {FLAVOR_NAME!r}; give a model that compile logged"
             ) from err
         except (TypeError, IndexError, ValueError) as err:
-            raise _damaged(err) from err
+            raise ModelError(_DAMAGED.format(err)) from err
         return Manifest.from_dict(entry)
 
     @staticmethod
     def from_dict(entry: dict[str, Any]) -> Manifest:
-        """Reads what `to_dict` wrote.
-
-        Raises:
-            ModelError: Entries are missing, or a newer version wrote them.
-        """
+        """Reads what `to_dict` wrote."""
         if not isinstance(entry, dict):
-            raise _damaged(TypeError(f"the flavor is a {type(entry).__name__}"))
+            raise ModelError(_DAMAGED.format(f"the flavor is a {type(entry).__name__}"))
         version = entry.get("format_version")
         if version not in _READ_VERSIONS:
             raise ModelError(f"the model has format version {version}, this package reads {FORMAT_VERSION}; update it")
@@ -195,7 +171,7 @@ class Manifest:
             manifest = typed(Manifest, entry)
             _check_values(manifest)
         except ValueError as err:
-            raise _damaged(err) from err
+            raise ModelError(_DAMAGED.format(err)) from err
         return manifest
 
 

@@ -13,6 +13,7 @@ There is a library for each device. The manifest describes them and holds the SH
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,20 +33,16 @@ class CompiledNetwork:
     """What `compile` makes: a library with everything that explains it. Saved by `ansor_mlflow.flavor.save_model`."""
 
     name: str
-    network: Path
-    """The ONNX file that was compiled."""
+    network: Path  # the ONNX file that was compiled
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     library: Path
-    records: Path
-    """Directory of the records that were applied."""
+    records: Path  # directory of the records that were applied
     fingerprint: DeviceFingerprint
-    coverage: dict[str, Any]
-    """Which tasks have a record, as `model.Coverage.to_dict` says it."""
+    coverage: dict[str, Any]  # which tasks have a record, as `model.Coverage.to_dict` says it
     parts: tuple[PartEntry, ...] = ()
     """Parts of the network; the files of those that stay with ONNX Runtime are beside the library."""
-    sizes: tuple[NetworkShapes, ...] = ()
-    """What it was compiled for; empty where the network has one size."""
+    sizes: tuple[NetworkShapes, ...] = ()  # what it was compiled for; empty where the network has one size
     pad: dict[str, float] = field(default_factory=dict)
     """The value that an input is padded with to the next larger size, by its name."""
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -53,7 +50,6 @@ class CompiledNetwork:
 
     @property
     def entry(self) -> LibraryEntry:
-        """The library as a model describes it."""
         return LibraryEntry(
             path=library_path(self.fingerprint),
             fingerprint=self.fingerprint,
@@ -64,31 +60,27 @@ class CompiledNetwork:
 
 
 def write_package(compiled: CompiledNetwork | Sequence[CompiledNetwork], directory: Path) -> Manifest:
-    """Copies a compiled network into `directory` and describes it; of several, the first one's ONNX file is taken.
-
-    Raises:
-        UserInputError: Two are for the same device, or have other inputs or outputs.
-    """
+    """Copies a compiled network into `directory` and describes it; of several, the first one's ONNX file is taken."""
     members = [compiled] if isinstance(compiled, CompiledNetwork) else list(compiled)
     first = members[0]
     _require_one_network(members)
     paths = _copy_network(first.network, directory)
     for member in members:
-        library, records = Path(library_path(member.fingerprint)), Path(records_path(member.fingerprint))
-        (directory / library).parent.mkdir(parents=True)
-        shutil.copyfile(member.library, directory / library)
-        shutil.copytree(member.records, directory / records)
-        paths += [
-            library,
-            *_copy_parts(member, (directory / library).parent, directory),
-            *sorted(path.relative_to(directory) for path in (directory / records).iterdir()),
-        ]
+        library, records = directory / library_path(member.fingerprint), directory / records_path(member.fingerprint)
+        library.parent.mkdir(parents=True)
+        shutil.copyfile(member.library, library)
+        for part in member.parts:
+            if part.runs_in == "onnxruntime":
+                for file in member.library.parent.glob(f"{part.name}*"):  # weights beyond 2 GiB are in a second one
+                    shutil.copyfile(file, library.parent / file.name)
+        shutil.copytree(member.records, records)
+        paths += [*library.parent.iterdir(), *records.iterdir()]
     return Manifest(
         network=first.name,
         inputs=first.inputs,
         outputs=first.outputs,
         libraries=tuple(member.entry for member in members),
-        files=dict(sorted(sha256_of(directory, [path.as_posix() for path in paths]).items())),
+        files=dict(sorted(sha256_of(directory, [path.relative_to(directory).as_posix() for path in paths]).items())),
         sizes=first.sizes,
         pad=first.pad,
         rows=_rows(directory / NETWORK_FILE, first),
@@ -135,11 +127,7 @@ def read_package(directory: Path, manifest: Manifest) -> list[CompiledNetwork]:
 
 
 def with_libraries(members: Sequence[CompiledNetwork], added: Sequence[CompiledNetwork]) -> list[CompiledNetwork]:
-    """A compiled network with libraries for other devices; of two for the same device the added one is taken.
-
-    Raises:
-        UserInputError: The added ones are of another network.
-    """
+    """A compiled network with libraries for other devices; of two for the same device the added one is taken."""
     from ansor_mlflow.networks import digest_of_file
 
     first = members[0]
@@ -154,7 +142,6 @@ def with_libraries(members: Sequence[CompiledNetwork], added: Sequence[CompiledN
 
 
 def _require_one_network(members: Sequence[CompiledNetwork]) -> None:
-    """Refuses libraries that cannot be in one model."""
     first = members[0]
     for member in members:
         if (member.inputs, member.outputs, member.sizes) != (first.inputs, first.outputs, first.sizes):
@@ -162,32 +149,20 @@ def _require_one_network(members: Sequence[CompiledNetwork]) -> None:
                 f"{first.name} and {member.name} have other inputs, outputs or sizes; a model holds libraries of one "
                 "network"
             )
-    devices = [member.fingerprint.name for member in members]
-    twice = next((name for name in devices if devices.count(name) > 1), None)
-    if twice:
-        raise UserInputError(f"two libraries are for {twice}; a model holds one for each device: give one of them")
-
-
-def _copy_parts(member: CompiledNetwork, to: Path, directory: Path) -> list[Path]:
-    """Copies what stays with ONNX Runtime; returns the paths in the model."""
-    copied = []
-    for part in member.parts:
-        if part.runs_in == "onnxruntime":
-            for file in sorted(member.library.parent.glob(f"{part.name}*")):  # weights beyond 2 GiB are in a second one
-                shutil.copyfile(file, to / file.name)
-                copied.append((to / file.name).relative_to(directory))
-    return copied
+    (device, number), *_ = Counter(member.fingerprint.name for member in members).most_common(1)
+    if number > 1:
+        raise UserInputError(f"two libraries are for {device}; a model holds one for each device: give one of them")
 
 
 def _copy_network(source: Path, directory: Path) -> list[Path]:
-    """Copies an ONNX file and the files that hold its weights; returns their paths in the model."""
+    """Copies an ONNX file and the files that hold its weights; returns the copies."""
     from ansor_mlflow.networks import external_files  # needs ONNX, which is not there where a model is served
 
     directory.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, directory / NETWORK_FILE)
-    weights = external_files(source, str(source))
-    for name in weights:
-        copy = path_below(directory, name)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source.parent / name, copy)
-    return [Path(NETWORK_FILE), *map(Path, weights)]
+    copies = [directory / NETWORK_FILE]
+    for name in external_files(source, str(source)):
+        copies.append(path_below(directory, name))
+        copies[-1].parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source.parent / name, copies[-1])
+    return copies

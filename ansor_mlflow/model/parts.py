@@ -24,8 +24,7 @@ from ansor_mlflow.tensors import NetworkShapes, TensorSpec
 if TYPE_CHECKING:
     from ansor_mlflow.lowering import LoweredNetwork
 
-_ALIGNMENT_BYTES = 64
-"""Alignment that generated code expects of its arguments (TVM's `kAllocAlignment`)."""
+_ALIGNMENT_BYTES = 64  # alignment that generated code expects of its arguments (TVM's `kAllocAlignment`)
 EXPORTED_KINDS = "biuf"
 """NumPy's kinds of types that it shares through DLPack; not among them are those of ml_dtypes, such as bfloat16."""
 
@@ -37,20 +36,14 @@ class PartEntry:
     """A part of a model's network, in the order in which they run."""
 
     runs_in: Literal["tvm", "onnxruntime"]
-    name: str
-    """The function in the library, or the file beside it."""
+    name: str  # the function in the library, or the file beside it
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    operators: dict[str, int]
-    """Number of nodes of each operator."""
-    flops_share: float
-    """Estimated share of the operations of the network, in this size, from 0 to 1."""
-    reasons: dict[str, str] = field(default_factory=dict)
-    """Why operators stay with ONNX Runtime."""
-    size: int = 0
-    """Which of the network's sizes it is of."""
-    latency_ms: float | None = None
-    """Median time of a call, where it was measured."""
+    operators: dict[str, int]  # number of nodes of each operator
+    flops_share: float  # estimated share of the operations of the network, in this size, from 0 to 1
+    reasons: dict[str, str] = field(default_factory=dict)  # why operators stay with ONNX Runtime
+    size: int = 0  # which of the network's sizes it is of
+    latency_ms: float | None = None  # median time of a call, where it was measured
     latency_share: float | None = None
     """Share of the time of the network, in this size, from 0 to 1, where it was measured."""
 
@@ -122,21 +115,15 @@ def write_all_parts(lowered: LoweredNetwork, directory: Path) -> tuple[PartEntry
     """Writes all parts as ONNX files, and describes them as if none were TVM's."""
     from ansor_mlflow.networks import write_onnx
 
-    for number, part in enumerate(lowered.parts):
+    entries = []
+    for number, (part, entry) in enumerate(zip(lowered.parts, part_entries(lowered), strict=True)):
         write_onnx(part.graph.model, directory / part_file(number))
-    return tuple(
-        replace(entry, runs_in="onnxruntime", name=part_file(number))
-        for number, entry in enumerate(part_entries(lowered))
-    )
+        entries.append(replace(entry, runs_in="onnxruntime", name=part_file(number)))
+    return tuple(entries)
 
 
 def open_sessions(directory: Path, parts: Sequence[PartEntry], num_threads: int) -> dict[str, Any]:
-    """Loads what stays with ONNX Runtime, by the names of the parts; safe to call from several threads.
-
-    Raises:
-        MachineError: ONNX Runtime is not installed.
-        ModelError: It cannot load a part.
-    """
+    """Loads what stays with ONNX Runtime, by the names of the parts; safe to call from several threads."""
     names = [part.name for part in parts if part.runs_in == "onnxruntime"]
     if not names:
         return {}
@@ -164,16 +151,10 @@ def open_sessions(directory: Path, parts: Sequence[PartEntry], num_threads: int)
 
 
 class PartRunner:
-    """Runs the parts of a network one after the other, for one call at a time.
+    """Runs the parts of a network one after the other, for one call at a time; the device is None where ONNX Runtime
+    runs all parts.
 
     A tensor is handed over without a copy where the memory is aligned as generated code wants it.
-
-    Args:
-        parts: What runs.
-        functions: The library's functions by name.
-        sessions: What `open_sessions` returned.
-        network: Names the inputs and outputs, in order.
-        device: TVM's device; None where ONNX Runtime runs all parts.
     """
 
     def __init__(
@@ -195,8 +176,7 @@ class PartRunner:
             for part in parts
         ]
         self._values: dict[str, Any] = {}
-        self.seconds = [0.0] * len(parts)
-        """How long each part took in the last call."""
+        self.seconds = [0.0] * len(parts)  # how long each part took in the last call
 
     def __call__(self, *tensors: Any) -> list[Any]:
         """Runs the network on TVM's tensors; an output is a tensor of TVM's or an array."""
@@ -238,12 +218,6 @@ def as_array(tensor: Any) -> Array:
             pass  # it is of a type that NumPy does not share
     array: Array = tensor.numpy()
     return array
-
-
-def owned_array(tensor: Any) -> Array:
-    """As `as_array`, in memory of the array's own."""
-    array = as_array(tensor)
-    return array if array.flags.owndata else array.copy()
 
 
 def as_tensor(array: Array, device: Any) -> Any:

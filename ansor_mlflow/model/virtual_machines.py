@@ -20,15 +20,14 @@ from ansor_mlflow.model.parts import (
     PartEntry,
     PartRunner,
     aligned_array,
+    as_array,
     is_aligned,
     open_sessions,
-    owned_array,
 )
 from ansor_mlflow.tensors import NetworkShapes, TensorSpec
 
 _Result = TypeVar("_Result")
-_ZERO_COPY_BYTES = 1 << 14
-"""Size from which an array is wrapped; a smaller one is copied sooner."""
+_ZERO_COPY_BYTES = 1 << 14  # size from which an array is wrapped; a smaller one is copied sooner
 
 
 class VirtualMachines:
@@ -39,14 +38,6 @@ class VirtualMachines:
     model each of them called first. So calls run in threads of the model's own, in the order in which they come. Only
     those of the thread that loaded the model run in it, as to pass a call on and its results back takes a tenth of a
     millisecond.
-
-    Args:
-        library: The shared library, whose digest was checked.
-        sizes: Inputs and outputs in each of the network's sizes, in the order of the function's parameters and results.
-        parts: Its parts, if "main" is not all of it; what stays with ONNX Runtime lies beside the library.
-        num_threads: Threads of a kernel.
-        device: Name of the device: cpu or cuda.
-        huge_pages: Whether weights and activations are put into huge pages.
     """
 
     def __init__(
@@ -94,27 +85,26 @@ class VirtualMachines:
 
     def seconds_of_parts(self, arrays: Sequence[npt.NDArray[Any]], size: int = 0) -> list[float]:
         """How long each part takes in a call; empty where "main" is all of the network."""
-        return self._threads.submit(self._seconds_of_parts, arrays, size).result()
+
+        def call(machine: VirtualMachine) -> list[float]:
+            machine.run(arrays, size)
+            return machine.seconds_of_parts(size)
+
+        return self._threads.submit(self._with_machine, call).result()
 
     def seconds_of_kernels(self, arrays: Sequence[npt.NDArray[Any]], size: int = 0) -> list[tuple[str, float]]:
         """The names of the functions that a call runs, in their order, and how long each takes.
 
         What is timed from outside of the kernels, by a machine of its own, is some microseconds too long.
         """
-        return self._threads.submit(self._seconds_of_kernels, arrays, size).result()
 
-    def _seconds_of_kernels(self, arrays: Sequence[npt.NDArray[Any]], size: int) -> list[tuple[str, float]]:
-        with self._timing, self._turns:
-            machine = self._instrumented = self._instrumented or self._make(is_instrumented=True)
-            self._run_on(machine, arrays, size)
-            return list(machine.seconds_of_kernels)
+        def call() -> list[tuple[str, float]]:
+            with self._timing, self._turns:
+                machine = self._instrumented = self._instrumented or self._make(is_instrumented=True)
+                self._run_on(machine, arrays, size)
+                return list(machine.seconds_of_kernels)
 
-    def _seconds_of_parts(self, arrays: Sequence[npt.NDArray[Any]], size: int) -> list[float]:
-        def call(machine: VirtualMachine) -> list[float]:
-            machine.run(arrays, size)
-            return machine.seconds_of_parts(size)
-
-        return self._with_machine(call)
+        return self._threads.submit(call).result()
 
     def _run(self, arrays: Sequence[npt.NDArray[Any]], size: int) -> list[npt.NDArray[Any]]:
         return self._with_machine(lambda machine: self._run_on(machine, arrays, size))
@@ -160,8 +150,7 @@ class VirtualMachine:
 
         functions = relax.VirtualMachine(module, device)
         self._is_on_cpu = device == runtime.cpu()
-        self.seconds_of_kernels: list[tuple[str, float]] = []
-        """Of the last call, if it is instrumented."""
+        self.seconds_of_kernels: list[tuple[str, float]] = []  # of the last call, if it is instrumented
         if is_instrumented:
             functions.set_instrument(self._instrument(device))
         runners = [
@@ -171,8 +160,7 @@ class VirtualMachine:
         self._functions: Sequence[Callable[..., Any]] = runners or [functions["main"]]
         self._from_dlpack = runtime.from_dlpack
         self._slots = [[self._slot(spec, device) for spec in size.inputs] for size in sizes]
-        self.sizes_run: set[int] = set()
-        """In which it was called before."""
+        self.sizes_run: set[int] = set()  # in which it was called before
 
     def _instrument(self, device: Any) -> Callable[..., None]:
         """What TVM calls before and after each function."""
@@ -195,11 +183,11 @@ class VirtualMachine:
         return list(function.seconds) if isinstance(function, PartRunner) else []
 
     def run(self, arrays: Sequence[npt.NDArray[Any]], size: int) -> list[npt.NDArray[Any]]:
-        """See `VirtualMachines.run`."""
         self.seconds_of_kernels.clear()
         result = self._functions[size](*map(self._argument, arrays, self._slots[size]))
         # The memory of TVM's output may be that of an input, of another output or of a weight.
-        return [owned_array(tensor) for tensor in (result if isinstance(result, Sequence) else [result])]
+        owned = map(as_array, result if isinstance(result, Sequence) else [result])
+        return [array if array.flags.owndata else array.copy() for array in owned]
 
     def _slot(self, spec: TensorSpec, device: Any) -> tuple[Any, npt.NDArray[Any] | None]:
         """A tensor for an input, and the same memory as an array, where there is such an array."""

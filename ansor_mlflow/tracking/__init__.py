@@ -1,15 +1,7 @@
 """What a run in MLflow shows: params, tags, metrics, artifacts, and what went wrong."""
 
 from ansor_mlflow.tracking.environment import describe_environment, open_in_turn, translated_errors
-from ansor_mlflow.tracking.killed import (
-    WORK_ROOT,
-    ended,
-    has_messages,
-    has_records,
-    held,
-    is_held,
-    remove_directory,
-)
+from ansor_mlflow.tracking.killed import WORK_ROOT, ended, has_messages, has_records, held, is_held, remove_directory
 from ansor_mlflow.tracking.memory import EarlierTuning, best_source, find_tunings, memory_tags
 from ansor_mlflow.tracking.observer import MlflowObserver, latency_metrics
 from ansor_mlflow.tracking.outbox import (

@@ -22,27 +22,10 @@ from mlflow.models.evaluation.artifacts import CsvEvaluationArtifact, ImageEvalu
 from mlflow.pyfunc import PyFuncModel
 from mlflow.types import TensorSpec
 
-from ansor_mlflow import names
+from ansor_mlflow import measuring, names
 from ansor_mlflow.device import available_cpus
 from ansor_mlflow.errors import MachineError, UserInputError, one_line
 from ansor_mlflow.files import scratch_directory
-from ansor_mlflow.measuring import (
-    Deviation,
-    Latency,
-    MachineNoise,
-    MakeInference,
-    ReferenceSession,
-    RivalTask,
-    Turn,
-    compare_outputs,
-    deviation_of,
-    measure_watched,
-    require_rivals,
-    rival_inference,
-    take_turns,
-    timed_call,
-    turn_in_process,
-)
 from ansor_mlflow.model import TunedModel, threads_here
 from ansor_mlflow.networks import read_onnx
 from ansor_mlflow.parameters import LatencyOptions, is_uri, load_options
@@ -51,10 +34,8 @@ from ansor_mlflow.tracking.outbox import rounded
 from ansor_mlflow.tracking.report.figures import draw_latency, save_figure
 
 EVALUATOR_NAME = "ansor-latency"
-MODEL_TYPE = "tvm"
-"""The `model_type` that asks for this evaluator; with others, MLflow's own are asked."""
-_SPIN_S = 0.1
-"""How long idle threads of a model spin; a probe meanwhile would take them for another program."""
+MODEL_TYPE = "tvm"  # the `model_type` that asks for this evaluator; with others, MLflow's own are asked
+_SPIN_S = 0.1  # how long idle threads of a model spin; a probe meanwhile would take them for another program
 Predict = Callable[[Any], Any]
 
 
@@ -85,7 +66,7 @@ class LatencyEvaluator(ModelEvaluator):
         return EvaluationResult(metrics, _log_artifacts(latency, run_id), run_id)
 
 
-def _evaluate(options: LatencyOptions, dataset: Any, model: Any) -> tuple[Latency, dict[str, float]]:
+def _evaluate(options: LatencyOptions, dataset: Any, model: Any) -> tuple[measuring.Latency, dict[str, float]]:
     if model is None:
         raise UserInputError("no model was given, so there is nothing to time; give one beside the data")
     if not len(dataset.features_data):
@@ -93,21 +74,21 @@ def _evaluate(options: LatencyOptions, dataset: Any, model: Any) -> tuple[Latenc
     size = _batch_size(model) if options.batch_size == "auto" else options.batch_size
     reference = _reference(options.reference) if options.reference else None
     first = _model_input(_take(dataset.features_data, np.arange(size)), model)
-    noise = MachineNoise()
+    noise = measuring.MachineNoise()
 
     def turn() -> tuple[list[float], float]:
-        measured = measure_watched(
+        measured = measuring.measure_watched(
             lambda: model.predict(first), warm_up_s=options.warm_up_s, measure_s=options.measure_s
         )
         time.sleep(_SPIN_S)
         return measured
 
-    turns: dict[str, Turn] = {MODEL_TYPE: turn}
+    turns: dict[str, measuring.Turn] = {MODEL_TYPE: turn}
     if champion := _champion(options, model):
         turns[str(options.champion)] = partial(
-            turn_in_process, partial(timed_call, champion, [first]), options.measure_s
+            measuring.turn_in_process, partial(measuring.timed_call, champion, [first]), options.measure_s
         )
-    latencies = take_turns(turns, options.turns, noise)
+    latencies = measuring.take_turns(turns, options.turns, noise)
     if noise.unreliable:
         logging.getLogger("ansor_mlflow").warning("the times cannot be trusted: %s", noise.unreliable)
     latency = latencies[MODEL_TYPE]
@@ -122,18 +103,20 @@ def _evaluate(options: LatencyOptions, dataset: Any, model: Any) -> tuple[Latenc
         champion_ms = latencies[options.champion].median_ms
         metrics[names.rival_latency_ms(options.champion)] = champion_ms
         metrics[names.speedup_vs(options.champion)] = champion_ms / latency.median_ms
-        metrics[names.CHAMPION_MAX_REL_ERROR] = deviation_of(champion, [first], [reference(first)]).max_rel_error
+        metrics[names.CHAMPION_MAX_REL_ERROR] = measuring.deviation_of(
+            champion, [first], [reference(first)]
+        ).max_rel_error
     if reference is not None or dataset.has_targets:
-        difference = Deviation.worst(list(_differences(dataset, model, reference, size)))
+        difference = measuring.Deviation.worst(list(_differences(dataset, model, reference, size)))
         metrics |= {names.MAX_ABS_ERROR: difference.max_abs_error, names.MAX_REL_ERROR: difference.max_rel_error}
     return latency, metrics
 
 
-def _champion(options: LatencyOptions, model: Any) -> MakeInference | None:
+def _champion(options: LatencyOptions, model: Any) -> measuring.MakeInference | None:
     """The rival that the model is timed with, in processes of its own; None where none is asked for."""
     if options.champion is None:
         return None
-    require_rivals("champion", (options.champion,))
+    measuring.require_rivals("champion", (options.champion,))
     path = Path(options.reference)
     if is_uri(options.reference) or not path.is_file():
         raise UserInputError(
@@ -142,7 +125,11 @@ def _champion(options: LatencyOptions, model: Any) -> MakeInference | None:
     raw = _raw_model(model)
     threads = threads_here(raw.choice.entry) if isinstance(raw, TunedModel) else available_cpus()
     outputs = tuple(output.name for output in read_onnx(path, options.reference).graph.output)
-    return partial(rival_inference, options.champion, RivalTask(network=path, outputs=outputs, num_threads=threads))
+    return partial(
+        measuring.rival_inference,
+        options.champion,
+        measuring.RivalTask(network=path, outputs=outputs, num_threads=threads),
+    )
 
 
 def _batch_size(model: Any) -> int:
@@ -161,7 +148,7 @@ def _raw_model(model: Any) -> Any:
         return None
 
 
-def _differences(dataset: Any, model: Any, reference: Predict | None, size: int) -> Iterator[Deviation]:
+def _differences(dataset: Any, model: Any, reference: Predict | None, size: int) -> Iterator[measuring.Deviation]:
     """Compares the outputs for all rows, batch by batch; the last batch is filled up with the first rows."""
     for start in range(0, len(dataset.features_data), size):
         indices = np.arange(start, start + size)
@@ -170,7 +157,7 @@ def _differences(dataset: Any, model: Any, reference: Predict | None, size: int)
         actual = _arrays(model.predict(data))
         if len(actual) == len(expected) == 1:  # some models name a single output, others do not
             actual = dict(zip(expected, actual.values(), strict=True))
-        yield compare_outputs(actual, expected)
+        yield measuring.compare_outputs(actual, expected)
 
 
 def _take(rows: Any, indices: npt.NDArray[np.intp]) -> Any:
@@ -223,7 +210,7 @@ def _reference(reference: str) -> Predict:
     if not path.is_file():
         raise UserInputError(f"reference={reference}: no such file; give an ONNX file, or a model's URI or directory")
     read_onnx(path, reference)
-    session = ReferenceSession(path, available_cpus(), exact=True)
+    session = measuring.ReferenceSession(path, available_cpus(), exact=True)
 
     def predict_named(data: Any) -> Arrays:
         if not isinstance(data, Mapping):
@@ -248,7 +235,7 @@ def _arrays(outputs: Any) -> Arrays:
     return {name: np.stack(list(array)) if array.dtype == object else array for name, array in arrays.items()}
 
 
-def _log_artifacts(latency: Latency, run_id: str) -> dict[str, EvaluationArtifact]:
+def _log_artifacts(latency: measuring.Latency, run_id: str) -> dict[str, EvaluationArtifact]:
     """Logs the times of all calls, as a table and as a figure."""
     table, figure = names.LATENCY_SAMPLES_FILE, names.LATENCY_FIGURE
     artifacts: dict[str, EvaluationArtifact] = {

@@ -19,10 +19,8 @@ from ansor_mlflow.records import Provenance, device_key
 from ansor_mlflow.tracking.environment import translated_errors
 
 _HASH_DIGITS = 8
-_HASHES_PER_TAG = 5000 // (_HASH_DIGITS + 1)
-"""MLflow keeps 8,000 characters of a tag, earlier servers 5,000."""
-_MAX_RUNS = 8
-"""Runs that one search returns: enough that a thorough tuning is among those of a week's quick ones."""
+_HASHES_PER_TAG = 5000 // (_HASH_DIGITS + 1)  # MLflow keeps 8,000 characters of a tag, earlier servers 5,000
+_MAX_RUNS = 8  # runs that one search returns: enough that a thorough tuning is among those of a week's quick ones
 _ORDER = [
     f"tags.`{names.TAG_TVM_VERSION}` DESC",
     f"tags.`{names.TAG_LOWERING_VERSION}` DESC",
@@ -36,16 +34,12 @@ class EarlierTuning:
     """A finished tuning run, as its tags describe it."""
 
     run_id: str
-    workloads: frozenset[str]
-    """Short hashes of its tasks' workloads: see `short_hash`."""
-    versions: tuple[tuple[int, ...], ...]
-    """TVM's version and that of the lowering, as numbers that can be compared."""
-    trials_per_task: float
-    """Trials that it was ready to give a task, on average."""
+    workloads: frozenset[str]  # short hashes of its tasks' workloads: see `short_hash`
+    versions: tuple[tuple[int, ...], ...]  # TVM's version and that of the lowering, as numbers that can be compared
+    trials_per_task: float  # trials that it was ready to give a task, on average
     started_ms: int
 
     def knows(self, workload_hash: str) -> bool:
-        """Whether the workload is among its tasks'."""
         return short_hash(workload_hash) in self.workloads
 
 

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _TRIALS_ARE_A_TABLE = {"mlflow.loggedArtifacts": json.dumps([{"path": names.TRIALS_TABLE, "type": "table"}])}
-_MAX_WAIT_S = 5.0
-"""How long a slow server is waited for."""
+_MAX_WAIT_S = 5.0  # how long a slow server is waited for
 _REFRESH_S = float(os.environ.get(names.UPLOADS_VARIABLE, "60"))
 """Least time between two uploads of the convergence while the tuning goes on."""
 _FIGURES: dict[str, Callable[[TuningHistory], Figure]] = {

@@ -55,18 +55,14 @@ class Message:
     """What is sent to a run, all of it at once or in this order."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    step: int = 0
-    """Step of the metrics."""
+    step: int = 0  # step of the metrics
     params: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
-    note: str = ""
-    """Description of the run, as Markdown; it does not replace what a user has written."""
+    note: str = ""  # description of the run, as Markdown; it does not replace what a user has written
     artifacts: Sequence[tuple[str, str]] = ()
     """File or directory below the run's directory, and the artifact path to put it, or its contents, under."""
-    remove: str = ""
-    """Artifact path of a folder that is not needed any more."""
-    status: str = ""
-    """Status that ends the run, such as "FINISHED"; empty while it goes on."""
+    remove: str = ""  # artifact path of a folder that is not needed any more
+    status: str = ""  # status that ends the run, such as "FINISHED"; empty while it goes on
     time_ms: int = field(default_factory=lambda: int(time.time() * 1000))
 
     def deliver(self, run_id: str, directory: Path) -> None:
@@ -118,7 +114,6 @@ class Outbox:
 
     @property
     def was_used(self) -> bool:
-        """Whether there was a message."""
         return self._num_put > 0
 
     def put(self, message: Message) -> None:
@@ -160,13 +155,12 @@ class Outbox:
             reraise=True,
         )
         with contextlib.suppress(Exception):  # noted; the process ends
-            while self._wait_for_message():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._names or self._closing.is_set())
+                    if self._closing.is_set():
+                        return
                 retrying(self._deliver_next)
-
-    def _wait_for_message(self) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._names or self._closing.is_set())
-            return not self._closing.is_set()
 
     def _deliver_next(self) -> None:
         _deliver(self._folder / self._names[0], self._run_id)
@@ -289,7 +283,6 @@ class RecordMirror:
         self._num_trials = plan.past[-1].total_trials if plan.past else 0
 
     def round_finished(self, round_: TuningRound) -> None:
-        """Sends a part when one is due."""
         num_new = round_.total_trials - self._num_trials
         if num_new < _MAX_TRIALS and time.monotonic() - self._last_s < _MAX_S:
             return

@@ -13,8 +13,7 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import MachineError, UndecidedError, UserInputError
 from ansor_mlflow.tracking.environment import translated_errors
 
-_MAX_MOVES = 50
-"""Moves of an alias that are remembered; the tag of a registered model has 5000 characters."""
+_MAX_MOVES = 50  # moves of an alias that are remembered; the tag of a registered model has 5000 characters
 _UNDO = "undo"
 _MOVE = re.compile(r"(?P<before>\d*)>(?P<after>\d+)@(?P<run_id>\w+)")
 _log = logging.getLogger("ansor_mlflow")
@@ -23,11 +22,9 @@ _log = logging.getLogger("ansor_mlflow")
 class Move(NamedTuple):
     """What a promotion did to an alias."""
 
-    before: str
-    """Version that the alias pointed to; empty where there was no such alias."""
+    before: str  # version that the alias pointed to; empty where there was no such alias
     after: str
-    run_id: str
-    """ID of the promotion's run."""
+    run_id: str  # ID of the promotion's run
 
     def __str__(self) -> str:
         return f"{self.before}>{self.after}@{self.run_id}"

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -39,8 +39,7 @@ from ansor_mlflow.tracking.views import ensure_views
 T = TypeVar("T")
 _log = logging.getLogger("ansor_mlflow")
 _PROJECT_RUN_VARIABLE = "MLFLOW_RUN_ID"
-_open_runs: dict[str, StepRun] = {}
-"""Those of this process, by their IDs."""
+_open_runs: dict[str, StepRun] = {}  # those of this process, by their IDs
 
 
 def work_directory(run_id: str) -> Path:
@@ -56,10 +55,8 @@ class StepRun:
     """An open run."""
 
     run_id: str
-    directory: Path
-    """Scratch directory of the run; removed at the end, unless the step fails with records in it."""
-    tuning: str = ""
-    """ID of the tuning run that can go on when the step is done again; empty where none has records."""
+    directory: Path  # scratch directory of the run; removed at the end, unless the step fails with records in it
+    tuning: str = ""  # ID of the tuning run that can go on when the step is done again; empty where none has records
 
     @property
     def has_records(self) -> bool:
@@ -140,8 +137,16 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
         )
     run = StepRun(info.run_id, work_directory(info.run_id))
     outer = _open_runs.get(active.info.run_id) if active else None
-    place = _Place(run, step, options, info.experiment_id, is_project=bool(made_for_this), is_child=is_child)
-    with _named_in_errors(place, outer), contextlib.ExitStack() as held_directory:
+
+    def describe(err: BaseException) -> str:
+        """Which run an error ended, and the command with which its tuning goes on, unless a run above says it."""
+        is_whole = step == "tune" and isinstance(err, UndeliveredError)
+        if not run.tuning or is_whole or (made_for_this and is_child):
+            return f"run    {run.run_id}"
+        project, command = resuming_lines(step, options, run.tuning, info.experiment_id)
+        return f"run    {run.run_id}\ngo on  {project if made_for_this else command}"
+
+    with _named_in_errors(run, outer, describe), contextlib.ExitStack() as held_directory:
         try:
             with translated_disk_errors():
                 if not is_child and (command := server_command()):
@@ -154,7 +159,10 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
                 if resume:
                     forget_end(run.directory)
                     run.forget_failure()
-                    _point_to(resume, step)
+                    if made_for_this not in ("", resume):
+                        name = f"{step}: goes on in {resume}"
+                        tags = {names.TAG_STEP: step, names.TAG_TUNE_RUN: resume, "mlflow.runName": name}
+                        StepRun(made_for_this, WORK_ROOT).log_tags(tags)
                 else:
                     run.log_tags({names.TAG_STEP: step, "mlflow.runName": run_name})
                     run.log_options(options)
@@ -173,32 +181,9 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
         remove_directory(run.directory)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where an open run is, and who opened it."""
-
-    run: StepRun
-    step: str
-    options: Options
-    experiment_id: str
-    is_project: bool
-    """Whether `mlflow run` started this process."""
-    is_child: bool
-    """Whether there is a run above it, which has said where the UI is, and says how it goes on."""
-
-    def lines(self, err: BaseException) -> Iterator[str]:
-        """Which run an error ended, and the command with which its tuning goes on."""
-        yield f"run    {self.run.run_id}"
-        is_whole = self.step == "tune" and isinstance(err, UndeliveredError)
-        if self.run.tuning and not is_whole and not (self.is_project and self.is_child):
-            project, command = resuming_lines(self.step, self.options, self.run.tuning, self.experiment_id)
-            yield f"go on  {project if self.is_project else command}"
-
-
 @contextlib.contextmanager
-def _named_in_errors(place: _Place, outer: StepRun | None) -> Iterator[None]:
+def _named_in_errors(run: StepRun, outer: StepRun | None, describe: Callable[[BaseException], str]) -> Iterator[None]:
     """Adds to an error inside which run it ended; of nested runs, the outer one, which is told of the tuning."""
-    run = place.run
     _open_runs[run.run_id] = run
     try:
         yield
@@ -206,18 +191,10 @@ def _named_in_errors(place: _Place, outer: StepRun | None) -> Iterator[None]:
         if outer:
             outer.tuning = run.tuning or outer.tuning
         else:
-            add_note(err, "\n".join(place.lines(err)))
+            add_note(err, describe(err))
         raise
     finally:
         del _open_runs[run.run_id]
-
-
-def _point_to(run_id: str, step: str) -> None:
-    """Says in the run that `mlflow run` made for this process, if any, that another one goes on in its place."""
-    made_for_this = os.environ.get(_PROJECT_RUN_VARIABLE)
-    if made_for_this and made_for_this != run_id:
-        tags = {names.TAG_STEP: step, names.TAG_TUNE_RUN: run_id, "mlflow.runName": f"{step}: goes on in {run_id}"}
-        StepRun(made_for_this, WORK_ROOT).log_tags(tags)
 
 
 def _end_failed(run: StepRun, err: BaseException) -> None:

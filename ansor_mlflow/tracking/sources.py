@@ -23,17 +23,6 @@ from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, 
 from ansor_mlflow.files import path_below, scratch_directory
 from ansor_mlflow.foreign import read_yaml, without_credentials
 from ansor_mlflow.model import verified_manifest
-from ansor_mlflow.networks import (
-    BUILTIN_NETWORKS,
-    PROGRAM_SUFFIX,
-    Network,
-    TorchModel,
-    external_files,
-    has_several_sizes,
-    read_network,
-    read_torch_model,
-    require_trust,
-)
 from ansor_mlflow.parameters import NetworkOptions, is_uri
 from ansor_mlflow.tracking.environment import translated_errors
 
@@ -42,25 +31,25 @@ _ONNX_FLAVOR, _PYTORCH_FLAVOR = "onnx", "pytorch"
 _log = logging.getLogger("ansor_mlflow")
 
 
-def network_of(options: NetworkOptions, copy: str = "") -> Network:
+def network_of(options: NetworkOptions, copy: str = "") -> networks.Network:
     """The network that options name, called as users know it; or what is at the URI of a copy of it, which has these
     values already, and these shapes but for several sizes.
     """
     if copy:
-        sizes = options.input_shapes if has_several_sizes(options.input_shapes) else {}
+        sizes = options.input_shapes if networks.has_several_sizes(options.input_shapes) else {}
         return replace(fetch_network(copy, input_shapes=sizes), name=display_name(options.network))
     shapes = {name: getattr(options, name) for name in ("batch_size", "input_shapes", "input_values")}
     return fetch_network(options.network, seed=options.seed, trust=options.trust, **shapes)
 
 
-def fetch_network(network: str, *, seed: int = 0, trust: bool = False, **shapes: Any) -> Network:
+def fetch_network(network: str, *, seed: int = 0, trust: bool = False, **shapes: Any) -> networks.Network:
     """Does what `networks.load_network` does, with its arguments, and also takes MLflow models and URIs of artifacts.
 
     A model must have the flavor `onnx` or `pytorch`, or be one that `compile` logged. What is downloaded is called by
     the name it is registered under, or else by the last part of its URI, and removed again before this returns.
     """
     if not is_uri(network):
-        if network in BUILTIN_NETWORKS or not Path(network, names.MODEL_FILE).is_file():
+        if network in networks.BUILTIN_NETWORKS or not Path(network, names.MODEL_FILE).is_file():
             return networks.load_network(network, seed=seed, trust=trust, **shapes)
         return replace(_read_model(Path(network), network, shapes, trust=trust), name=display_name(network))
     uri = pinned_uri(network)
@@ -68,9 +57,9 @@ def fetch_network(network: str, *, seed: int = 0, trust: bool = False, **shapes:
     with scratch_directory() as scratch:
         artifact = _download(uri, called, Path(scratch))
         if artifact.is_file():
-            if artifact.suffix != PROGRAM_SUFFIX:
+            if artifact.suffix != networks.PROGRAM_SUFFIX:
                 _download_weights(artifact, uri, called, Path(scratch))
-            read = read_network(artifact, called, trust=trust, **shapes)
+            read = networks.read_network(artifact, called, trust=trust, **shapes)
         else:
             read = _read_model(artifact, called, shapes, trust=trust)
         return replace(read, name=display_name(uri), source=uri)
@@ -93,7 +82,7 @@ def find_program(network: str, directory: Path) -> Path | None:
     except AnsorMlflowError as err:
         _log.warning("what the network came from cannot be read any more: %s", err)
         return None
-    if path.suffix != PROGRAM_SUFFIX:
+    if path.suffix != networks.PROGRAM_SUFFIX:
         return None
     if not path.is_file():
         _log.warning("the exported program network=%s is not there any more", called)
@@ -107,7 +96,7 @@ def display_name(network: str) -> str:
     if registered:
         return registered["name"]
     if is_uri(network):
-        return PurePosixPath(network).name.removesuffix(".onnx").removesuffix(PROGRAM_SUFFIX)
+        return PurePosixPath(network).name.removesuffix(".onnx").removesuffix(networks.PROGRAM_SUFFIX)
     return Path(network).resolve().stem
 
 
@@ -159,18 +148,18 @@ def _download(uri: str, called: str, directory: Path) -> Path:
 
 def _download_weights(path: Path, uri: str, called: str, scratch: Path) -> None:
     """Downloads the files that hold the weights of the ONNX file `path` from beside `uri`, where that came from."""
-    for location in external_files(path, called):
+    for location in networks.external_files(path, called):
         target = path_below(path.parent, location)
         target.parent.mkdir(parents=True, exist_ok=True)
         _download(f"{uri.rpartition('/')[0]}/{PurePosixPath(location)}", called, scratch).replace(target)
 
 
-def _read_model(directory: Path, called: str, options: Mapping[str, Any], *, trust: bool) -> Network:
+def _read_model(directory: Path, called: str, options: Mapping[str, Any], *, trust: bool) -> networks.Network:
     path = _model_file(directory, _flavors(directory, called), called)
     if path.is_dir():
-        require_trust(called, trust=trust)
-        return read_torch_model(partial(_load_module, directory, called), called, **options)
-    return read_network(path, called, **options, trust=trust)
+        networks.require_trust(called, trust=trust)
+        return networks.read_torch_model(partial(_load_module, directory, called), called, **options)
+    return networks.read_network(path, called, **options, trust=trust)
 
 
 def _model_file(directory: Path, flavors: Mapping[str, Mapping[str, Any]], called: str) -> Path:
@@ -181,7 +170,9 @@ def _model_file(directory: Path, flavors: Mapping[str, Mapping[str, Any]], calle
     if _ONNX_FLAVOR in flavors:
         file = str(flavors[_ONNX_FLAVOR].get("data", ""))
     elif _PYTORCH_FLAVOR in flavors:
-        file = f"{flavors[_PYTORCH_FLAVOR].get('model_data', '')}/model{PROGRAM_SUFFIX}"  # a pickle is model.pth
+        file = (
+            f"{flavors[_PYTORCH_FLAVOR].get('model_data', '')}/model{networks.PROGRAM_SUFFIX}"  # a pickle is model.pth
+        )
     else:
         raise UserInputError(
             f"network={called}: the model has the flavors {', '.join(flavors)}; give one with the flavor "
@@ -195,7 +186,7 @@ def _model_file(directory: Path, flavors: Mapping[str, Mapping[str, Any]], calle
     raise UserInputError(f"network={called}: the model lacks the ONNX file that {names.MODEL_FILE} names; log it again")
 
 
-def _load_module(directory: Path, called: str) -> TorchModel:
+def _load_module(directory: Path, called: str) -> networks.TorchModel:
     """Loads a pickled module as MLflow does; only for a child process."""
     import mlflow.pytorch
     import torch
@@ -216,7 +207,7 @@ def _load_module(directory: Path, called: str) -> TorchModel:
         spec.name or arguments[index]: tuple(size if size >= 0 else "?" for size in spec.shape)
         for index, spec in enumerate(specs)
     }
-    return TorchModel(module, shapes, [torch.from_numpy(np.empty(0, spec.type)).dtype for spec in specs])
+    return networks.TorchModel(module, shapes, [torch.from_numpy(np.empty(0, spec.type)).dtype for spec in specs])
 
 
 def _flavors(directory: Path, called: str) -> dict[str, dict[str, Any]]:

@@ -21,8 +21,7 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import only_warn
 from ansor_mlflow.trials import TrialStatus
 
-_MLFLOW_SERIES = "3.17."
-"""MLflow's versions that the format was checked for."""
+_MLFLOW_SERIES = "3.17."  # MLflow's versions that the format was checked for
 _RUN_NAME, _RUN_NAME_WIDTH = "attributes.`Run Name`", 279
 _log = logging.getLogger("ansor_mlflow")
 _seen: set[tuple[str, str]] = set()
@@ -34,12 +33,10 @@ class SavedView(NamedTuple):
 
     key: str
     name: str
-    state: Mapping[str, Any]
-    """State of MLflow's page: what is searched, its columns and its charts."""
+    state: Mapping[str, Any]  # state of MLflow's page: what is searched, its columns and its charts
 
     @property
     def tag(self) -> str:
-        """Name of the experiment tag."""
         return names.VIEW_PREFIX + self.key
 
 
@@ -60,14 +57,11 @@ def ensure_views(experiment_id: str) -> None:
         client = mlflow.MlflowClient()
         tags = client.get_experiment(experiment_id).tags
         for view in VIEWS if not any(view.tag in tags for view in VIEWS) else ():
-            client.set_experiment_tag(experiment_id, view.tag, _tag_value(view))
-
-
-def _tag_value(view: SavedView) -> str:
-    """MLflow takes up to 20,000 characters."""
-    state = "deflate;" + base64.b64encode(zlib.compress(json.dumps(view.state).encode(), 9)).decode()
-    now_ms = int(time.time() * 1000)
-    return json.dumps({"name": view.name, "createdAt": now_ms, "updatedAt": now_ms, "state": state})
+            # MLflow takes up to 20,000 characters
+            state = "deflate;" + base64.b64encode(zlib.compress(json.dumps(view.state).encode(), 9)).decode()
+            now_ms = int(time.time() * 1000)
+            value = {"name": view.name, "createdAt": now_ms, "updatedAt": now_ms, "state": state}
+            client.set_experiment_tag(experiment_id, view.tag, json.dumps(value))
 
 
 # -- what they show ----------------------------------------------------------------------------------------------------

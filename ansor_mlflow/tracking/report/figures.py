@@ -25,14 +25,10 @@ BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072b2", "#e69f00", "#009e73", "
 _COLORS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)
 _GREY = "#8c8c8c"
 _CLASSES = tuple(status for status in TrialStatus if status is not TrialStatus.OK)
-_NUM_NAMED = 5
-"""Tasks with a colour of their own: those that take most of the time."""
-_MAX_BARS = 15
-"""Tasks that have a bar of their own; the others share one."""
-_MAX_RATIO = 30.0
-"""Time over the best time of the task beyond which trials lie outside of the figure."""
-_MAX_DOTS = 4000
-"""Trials that are drawn; of more, every second, third and so on is."""
+_NUM_NAMED = 5  # tasks with a colour of their own: those that take most of the time
+_MAX_BARS = 15  # tasks that have a bar of their own; the others share one
+_MAX_RATIO = 30.0  # time over the best time of the task beyond which trials lie outside of the figure
+_MAX_DOTS = 4000  # trials that are drawn; of more, every second, third and so on is
 _LAYOUT = {"left": 0.085, "right": 0.985, "bottom": 0.175, "top": 0.91, "hspace": 0.26, "wspace": 0.06}
 """Fixed: looking for the best layout doubles the time that drawing takes, and this is drawn while a tuning goes on."""
 

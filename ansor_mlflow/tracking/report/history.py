@@ -22,14 +22,11 @@ class CurvePoint(NamedTuple):
 class TaskHistory:
     """What happened to a task."""
 
-    state: TaskState
-    """The task's state after the last round."""
+    state: TaskState  # the task's state after the last round
     began_s: float | None = None
     """Seconds per call of the fastest earlier record; without one, of the first valid trial."""
-    layer_began_s: float | None = None
-    """The same of the algorithm for its layer that was measured first."""
-    is_taken: bool = True
-    """Whether no other algorithm for its layer is faster."""
+    layer_began_s: float | None = None  # the same of the algorithm for its layer that was measured first
+    is_taken: bool = True  # whether no other algorithm for its layer is faster
     measured: list[tuple[int, float]] = field(default_factory=list)
     """Position in the run and seconds per call of every valid trial."""
 
@@ -63,10 +60,8 @@ class FailureClass(NamedTuple):
 
     status: TrialStatus
     num_trials: int
-    task: str
-    """Task of the first of these trials."""
-    error: str
-    """Error text of the first of these trials that has one."""
+    task: str  # task of the first of these trials
+    error: str  # error text of the first of these trials that has one
 
 
 class TuningHistory:
@@ -109,7 +104,6 @@ class TuningHistory:
             self.add(round_)
 
     def add(self, round_: TuningRound) -> None:
-        """Takes a round."""
         self.trials += round_.trials
         task = self.tasks[round_.task.info.index]
         task.measured += [(trial.step, trial.latency_s) for trial in round_.trials if trial.latency_s is not None]
@@ -120,7 +114,6 @@ class TuningHistory:
             self.curve.append(CurvePoint(round_.total_trials, round_.elapsed_s, round_.estimated_latency_s))
 
     def finish(self, result: TuningResult) -> None:
-        """Takes the result."""
         self.result = result
         self._take_states(result.tasks)
 

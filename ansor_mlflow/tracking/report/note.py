@@ -13,11 +13,11 @@ from ansor_mlflow.foreign import for_shell, without_credentials
 from ansor_mlflow.measuring import KernelTimes
 from ansor_mlflow.parameters import CheckOptions, Options, TuneOptions
 from ansor_mlflow.tracking.report.history import TuningHistory
-from ansor_mlflow.tracking.report.pages import STOP_REASONS, count, kernel_rows, result_rows, summary_rows
+from ansor_mlflow.tracking.report.pages import count, kernel_rows, result_rows, summary_rows
+from ansor_mlflow.trials import STOP_REASONS
 
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>#|~])")
-_MAX_CHARS = 7500
-"""Length at which a description is cut: a tag has 8000 characters at most."""
+_MAX_CHARS = 7500  # length at which a description is cut: a tag has 8000 characters at most
 
 
 def note_tags(tags: Mapping[str, str], note: str) -> dict[str, str]:

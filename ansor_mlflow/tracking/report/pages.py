@@ -28,21 +28,10 @@ from ansor_mlflow.foreign import (
 )
 from ansor_mlflow.measuring import KernelTimes, rival_titles
 from ansor_mlflow.tracking.report.history import TaskHistory, TuningHistory
-from ansor_mlflow.trials import StopReason, TrialStatus
+from ansor_mlflow.trials import STOP_REASONS, TrialStatus
 
 _MAX_KERNELS = 5
-_MAX_LINES = 80
-"""Lines of a schedule that are shown."""
-STOP_REASONS = {
-    StopReason.TRIALS: "the budget of trials was spent",
-    StopReason.MINUTES: "the budget of time was spent",
-    StopReason.PLATEAU: "no task improved any more",
-    StopReason.SPACE_EXHAUSTED: "every program of the search space was measured",
-    StopReason.NOTHING_TO_TUNE: "there is nothing to tune",
-    StopReason.KNOWN: "earlier tunings know enough already",
-    StopReason.INTERRUPTED: "it was interrupted",
-}
-"""What the values of `StopReason` mean."""
+_MAX_LINES = 80  # lines of a schedule that are shown
 _CAPTIONS = {
     names.CONVERGENCE_FIGURE: "How the network and its tasks got faster, over trials and over time.",
     names.TASK_SHARE_FIGURE: "Each task's share of the network's time, before and after the tuning.",
@@ -176,7 +165,6 @@ class ScheduleText(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The first lines of it."""
         num_more = len(self.lines) - _MAX_LINES
         more = [f"# … {num_more} more lines: see ansor-mlflow explain"] if num_more > 0 else []
         return "\n".join([*self.lines[:_MAX_LINES], *more])
@@ -186,14 +174,11 @@ class ScheduleText(NamedTuple):
 class KernelNote:
     """What is known of a task's fastest program besides its time."""
 
-    sketch: str = ""
-    """The sketch and its decisions, in words; empty for a program of MetaSchedule's space."""
+    sketch: str = ""  # the sketch and its decisions, in words; empty for a program of MetaSchedule's space
     own_ratio: float | None = None
     """Time of the program that the sketch chooses without a trial, over that of the fastest one."""
-    roof_share: float | None = None
-    """Least time that the host's roofs allow, over that of the fastest program."""
-    limit: str = ""
-    """What bounds that least time: "arithmetic" or "memory"."""
+    roof_share: float | None = None  # least time that the host's roofs allow, over that of the fastest program
+    limit: str = ""  # what bounds that least time: "arithmetic" or "memory"
 
 
 def tuning_page(

@@ -1,21 +1,103 @@
-"""Which of a network's sizes a call is for, and how its inputs are padded to it."""
+"""A compiled network in memory: which of its sizes a call is for, and how its inputs are padded to it."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ansor_mlflow.device import CPU, HugePages, Platform
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.tensors import NetworkShapes, Sized, TensorSpec
+from ansor_mlflow.model.choice import Choice
+from ansor_mlflow.model.manifest import LibraryEntry
+from ansor_mlflow.model.virtual_machines import VirtualMachines
+from ansor_mlflow.tensors import Arrays, NetworkShapes, Padded, Sized, TensorSpec, all_sizes
 
 Array = npt.NDArray[Any]
-Place = tuple[int, int]
-"""An input and one of its dimensions."""
+Place = tuple[int, int]  # an input and one of its dimensions
+
+
+class TunedModel:
+    """A compiled network in memory. Safe to call from several threads; see `VirtualMachines`."""
+
+    def __init__(
+        self,
+        library: Path,
+        network: Padded,
+        choice: Choice,
+        *,
+        num_threads: int,
+        platform: Platform = CPU,
+        huge_pages: bool = True,
+    ) -> None:
+        self.inputs = network.inputs  # the inputs; dimensions of several sizes are `OPEN`
+        self.outputs = network.outputs
+        self.sizes: tuple[NetworkShapes, ...] = all_sizes(network)  # what it was compiled for
+        self.choice = choice
+        self._dtypes = {spec.name: np.dtype(spec.dtype) for spec in self.inputs}
+        self._size_choice = SizeChoice(self.sizes, network.pad)
+        self._machines = VirtualMachines(
+            library, self.sizes, choice.entry.parts, num_threads, platform, huge_pages=huge_pages
+        )
+
+    @property
+    def entry(self) -> LibraryEntry:
+        return self.choice.entry
+
+    @property
+    def huge_pages(self) -> HugePages:
+        """The memory of weights, and after a call of activations, that is in huge pages."""
+        return self._machines.huge_pages
+
+    def run(self, inputs: Mapping[str, npt.ArrayLike]) -> Arrays:
+        """Runs the network once.
+
+        Args:
+            inputs: An array for each input, of exactly its dtype, and of exactly its shape in one of the sizes, but for
+                those that are padded.
+
+        Returns:
+            The outputs by name; the arrays belong to the caller.
+
+        Raises:
+            UserInputError: A name, a shape or a dtype is not as the network expects.
+        """
+        arrays = self._checked(inputs)
+        size, padded = self._size_choice.choose(arrays)
+        outputs = self._size_choice.cropped(self._machines.run(padded, size), arrays, size)
+        return {spec.name: array for spec, array in zip(self.outputs, outputs, strict=True)}
+
+    def seconds_of_parts(self, inputs: Mapping[str, npt.ArrayLike]) -> list[float]:
+        """How long each part of the network takes in a call, in the order of `entry.parts`."""
+        size, padded = self._size_choice.choose(self._checked(inputs))
+        return self._machines.seconds_of_parts(padded, size)
+
+    def seconds_of_kernels(self, inputs: Mapping[str, npt.ArrayLike]) -> list[tuple[str, float]]:
+        """The names of the library's functions that a call runs, TVM's own among them, and how long each takes."""
+        size, padded = self._size_choice.choose(self._checked(inputs))
+        return self._machines.seconds_of_kernels(padded, size)
+
+    def _checked(self, inputs: Mapping[str, npt.ArrayLike]) -> list[npt.NDArray[Any]]:
+        if not isinstance(inputs, Mapping):
+            raise UserInputError(f"inputs are of the type {type(inputs).__name__}: give {self._expected()}, by name")
+        if inputs.keys() != self._dtypes.keys():
+            raise UserInputError(f"inputs {sorted(map(str, inputs))}: the model expects {self._expected()}")
+        arrays = []
+        for spec in self.inputs:
+            array = np.asarray(inputs[spec.name])
+            if array.dtype != self._dtypes[spec.name] or not spec.takes(array.shape):
+                given = f"{array.dtype} {array.shape}"
+                raise UserInputError(f"input {spec.name!r} is {given}: the model expects {self._expected()}")
+            arrays.append(array)
+        return arrays
+
+    def _expected(self) -> str:
+        return ", ".join(f"{spec.name!r}: {spec.dtype} {spec.shape}" for spec in self.inputs)
 
 
 class SizeChoice:
@@ -24,7 +106,8 @@ class SizeChoice:
     def __init__(self, sizes: Sequence[NetworkShapes], pad: Mapping[str, float]) -> None:
         self._sizes = sizes
         self._shapes = [tuple(spec.shape for spec in size.inputs) for size in sizes]
-        self._from_small_to_large = sorted(range(len(sizes)), key=lambda number: _num_elements(self._shapes[number]))
+        num_elements = [sum(map(math.prod, shapes)) for shapes in self._shapes]
+        self._from_small_to_large = sorted(range(len(sizes)), key=num_elements.__getitem__)
         self._pad = [pad.get(spec.name) for spec in sizes[0].inputs]
         self._followed = [
             {axis: place for axis in range(len(spec.shape)) if (place := self._place_followed(number, axis))}
@@ -32,11 +115,7 @@ class SizeChoice:
         ]
 
     def choose(self, arrays: Sequence[Array]) -> tuple[int, list[Array]]:
-        """The size for some inputs, and the inputs with its shapes.
-
-        Raises:
-            UserInputError: They fit none.
-        """
+        """The size for some inputs, and the inputs with its shapes."""
         given = tuple(array.shape for array in arrays)
         if given in self._shapes:
             return self._shapes.index(given), list(arrays)
@@ -90,10 +169,6 @@ def require_pad(pad: Mapping[str, float], called: str, network: Sized) -> None:
         raise UserInputError(
             f"pad names {unknown[0]!r}, which is not an input of {called}; its inputs are {', '.join(names)}"
         )
-
-
-def _num_elements(shapes: tuple[tuple[int, ...], ...]) -> int:
-    return sum(map(math.prod, shapes))
 
 
 def _fits(given: tuple[int, ...], shape: tuple[int, ...], pad: float | None) -> bool:
