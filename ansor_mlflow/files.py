@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
+import math
 import os
 import shutil
 import stat
@@ -46,6 +48,18 @@ def path_below(folder: Path, name: str) -> Path:
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
         raise ValueError(f"{name!r:.100} is a link to something outside of its folder")
     return path
+
+
+def sha256_of_file(path: Path, num_bytes: float = math.inf) -> str:
+    """The SHA-256 of a file, or of its first bytes, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    # a few of them fit into the cache of a CPU: a larger buffer is no faster, and its pages take time to make
+    buffer = memoryview(bytearray(1 << 18))
+    with path.open("rb", buffering=0) as file:
+        while num_bytes and (size := file.readinto(buffer[: int(min(len(buffer), num_bytes))])):
+            digest.update(buffer[:size])
+            num_bytes -= size
+    return digest.hexdigest()
 
 
 def require_stored(archive: ZipFile, num_bytes: int) -> None:

@@ -19,7 +19,7 @@ from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import MachineError, ModelError, UserInputError
 from ansor_mlflow.measuring.compare import ReferenceSession
 from ansor_mlflow.model.choice import LoadOptions, choose_for_gpu, choose_library, entries_to_rebuild, find_library
-from ansor_mlflow.model.loading import load_package
+from ansor_mlflow.model.loading import BuildJob, build_in_child_process, load_package
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest
 from ansor_mlflow.model.package import CompiledNetwork, write_package
 from ansor_mlflow.model.tuned_model import TunedModel

@@ -27,7 +27,7 @@ from ansor_mlflow.measuring.compare import (
     timed_call,
     tuned_inference,
 )
-from ansor_mlflow.measuring.inputs import choose_examples, require_examples, same_for_all, seeded_inputs
+from ansor_mlflow.measuring.inputs import choose_examples, require_examples, same_for_all, seeded_inputs, stack_column
 from ansor_mlflow.measuring.kernels import (
     KernelTimes,
     seeded_examples,

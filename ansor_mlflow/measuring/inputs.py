@@ -111,12 +111,12 @@ def _read_parquet(path: str, inputs: tuple[TensorSpec, ...]) -> Arrays:
     if set(frame.columns) != set(by_name):
         return {str(name): np.empty(0) for name in frame.columns}  # which is refused, by their names
     try:
-        return {name: _stacked(frame[name], spec) for name, spec in by_name.items()}
+        return {name: stack_column(frame[name], spec) for name, spec in by_name.items()}
     except UserInputError as err:
         raise UserInputError(f"data={path}: {err}") from err
 
 
-def _stacked(column: Any, spec: TensorSpec) -> npt.NDArray[Any]:
+def stack_column(column: Any, spec: TensorSpec) -> npt.NDArray[Any]:
     """A column of tensors as one array; the lists in its cells may be flat."""
     array = stack_cells(map(_nested, column), spec)
     flat = array.ndim == 2 and array.shape[1:] == (np.prod(spec.shape[1:], dtype=int),)

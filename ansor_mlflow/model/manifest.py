@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable
@@ -13,14 +12,11 @@ from typing import Any
 
 from ansor_mlflow.device import CPU, DeviceFingerprint, Platform, available_cpus
 from ansor_mlflow.errors import ModelError
-from ansor_mlflow.files import path_below
+from ansor_mlflow.files import path_below, sha256_of_file
 from ansor_mlflow.foreign import read_yaml, typed
 from ansor_mlflow.model.parts import PartEntry
 from ansor_mlflow.names import FLAVOR_NAME, MODEL_FILE, NETWORK_FILE
 from ansor_mlflow.tensors import OPEN, NetworkShapes, TensorSpec
-
-_CHUNK_BYTES = 1 << 18
-"""A few of them fit into the cache of a CPU: a larger buffer is no faster, and its pages take time to make."""
 
 
 def verify_package(directory: Path, manifest: Manifest) -> None:
@@ -57,7 +53,9 @@ def sha256_of(root: Path, names: Iterable[str]) -> dict[str, str]:
     """The SHA-256 of files by their path below `root`, computed on all CPUs."""
     largest_first = sorted(names, key=lambda name: (root / name).stat().st_size, reverse=True)
     with ThreadPoolExecutor(available_cpus()) as threads:
-        return dict(zip(largest_first, threads.map(lambda name: _sha256(root / name), largest_first), strict=True))
+        return dict(
+            zip(largest_first, threads.map(lambda name: sha256_of_file(root / name), largest_first), strict=True)
+        )
 
 
 def _check_paths(directory: Path, manifest: Manifest) -> None:
@@ -82,15 +80,6 @@ def _check_paths(directory: Path, manifest: Manifest) -> None:
                 f"model {directory}: the library {entry.path!r} is not that of its device, {expected!r}; it was "
                 "tampered with"
             )
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while size := file.readinto(buffer):
-            digest.update(buffer[:size])
-    return digest.hexdigest()
 
 
 LIBRARY_FILE = "model.so"

@@ -15,7 +15,7 @@ from typing import Any
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import RecordsError
-from ansor_mlflow.files import append, new_file, path_below, write_text
+from ansor_mlflow.files import append, new_file, path_below, sha256_of_file, write_text
 from ansor_mlflow.foreign import read_json
 from ansor_mlflow.records.store import JOURNAL_FILE, RECORD_FILE, WORKLOAD_FILE
 
@@ -24,7 +24,6 @@ GROWING_FILES = (WORKLOAD_FILE, RECORD_FILE, JOURNAL_FILE)
 """Files of a tuning that only grow."""
 _DIGEST_LENGTH = 32
 _SUFFIX = ".part"
-_CHUNK_BYTES = 2**20
 _log = logging.getLogger("ansor_mlflow")
 
 
@@ -118,7 +117,7 @@ def write_manifest(records: Path, path: Path) -> None:
         is_described = name.parts[0] not in (PARTS_DIR, names.MANIFEST_FILE)
         if file.is_file() and is_described and not file.name.startswith("."):
             size = file.stat().st_size
-            files[name.as_posix()] = {"bytes": size, "sha256": _sha256(file, size)}
+            files[name.as_posix()] = {"bytes": size, "sha256": sha256_of_file(file, size)}
     write_text(path, json.dumps({"format_version": 1, "files": files}, indent=1))
 
 
@@ -145,13 +144,4 @@ def _is_as_described(records: Path, name: str, size: int, digest: str) -> bool:
         return False
     actual = file.stat().st_size if file.is_file() else -1
     has_length = actual >= size if name in GROWING_FILES else actual == size  # it is written after them
-    return has_length and _sha256(file, size) == digest
-
-
-def _sha256(path: Path, size: int) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while size and (chunk := file.read(min(size, _CHUNK_BYTES))):
-            digest.update(chunk)
-            size -= len(chunk)
-    return digest.hexdigest()
+    return has_length and sha256_of_file(file, size) == digest

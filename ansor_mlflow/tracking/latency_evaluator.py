@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from mlflow.exceptions import MlflowException
 from mlflow.models.evaluation import EvaluationArtifact, EvaluationResult, ModelEvaluator
 from mlflow.models.evaluation.artifacts import CsvEvaluationArtifact, ImageEvaluationArtifact
 from mlflow.pyfunc import PyFuncModel
-from mlflow.types import TensorSpec
 
 from ansor_mlflow import measuring, names
 from ansor_mlflow.device import available_cpus
@@ -29,7 +28,7 @@ from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.model import TunedModel, threads_here
 from ansor_mlflow.networks import read_onnx
 from ansor_mlflow.parameters import LatencyOptions, is_uri, load_options
-from ansor_mlflow.tensors import Arrays
+from ansor_mlflow.tensors import Arrays, TensorSpec
 from ansor_mlflow.tracking.outbox import rounded
 from ansor_mlflow.tracking.report.figures import draw_latency, save_figure
 
@@ -173,32 +172,25 @@ def _model_input(rows: Any, model: Any) -> Any:
     if not isinstance(model, PyFuncModel):
         return rows
     raw = _raw_model(model)
-    specs: list[TensorSpec] = []
+    specs: Sequence[TensorSpec] = ()
     if isinstance(raw, TunedModel):  # its signature may say no more than that columns hold objects
-        specs = [TensorSpec(np.dtype(spec.dtype), spec.shape, spec.name) for spec in raw.inputs]
+        specs = raw.inputs
     elif (schema := model.metadata.get_input_schema()) is not None and schema.is_tensor_spec():
-        specs = schema.inputs
-    by_name = {spec.name: spec for spec in specs if spec.name is not None}
+        specs = [TensorSpec(spec.name or "", spec.shape, spec.type.name) for spec in schema.inputs]
+    by_name = {spec.name: spec for spec in specs if spec.name}
     if isinstance(rows, np.ndarray):
-        return {name: rows.astype(spec.type) for name, spec in by_name.items()} if len(by_name) == 1 else rows
+        return {name: rows.astype(spec.dtype) for name, spec in by_name.items()} if len(by_name) == 1 else rows
     if not by_name and not any(isinstance(cell, np.ndarray | list) for cell in rows.iloc[0]):
         return rows
-    arrays = {column: _stacked(rows[column], by_name.get(column)) for column in rows}
+    arrays = {}
+    for column in rows:
+        try:
+            spec = by_name.get(column)
+            cells = rows[column]
+            arrays[column] = measuring.stack_column(cells, spec) if spec else np.stack(list(map(np.asarray, cells)))
+        except ValueError as err:
+            raise UserInputError(f"column {column!r}: its cells must be tensors of one shape, a row each") from err
     return next(iter(arrays.values())) if specs and not by_name else arrays
-
-
-def _stacked(column: pd.Series, spec: TensorSpec | None) -> npt.NDArray[Any]:
-    """A column of tensors as one array; a cell is the tensor of a row, without the batch dimension or flat."""
-    try:
-        array = np.stack([np.asarray(cell, dtype=spec.type if spec else None) for cell in column])
-        if spec is not None and -1 not in spec.shape[1:] and array.shape[1:] != spec.shape[1:]:
-            if array.ndim != 2:
-                raise ValueError(f"they are {array.shape[1:]}")
-            array = array.reshape(len(column), *spec.shape[1:])
-    except (ValueError, TypeError, OverflowError) as err:
-        expected = f"{spec.type} {spec.shape[1:]}" if spec else "of one shape"
-        raise UserInputError(f"column {column.name!r}: its cells must be tensors {expected}, a row each") from err
-    return array
 
 
 def _reference(reference: str) -> Predict:
