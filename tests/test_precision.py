@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 import pytest
 
-from ansor_mlflow.device.targets import has_arithmetic, resolve_target
+from ansor_mlflow.device.cpu import has_arithmetic
+from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.measuring.checking import TOLERANCES, compare_outputs
 from ansor_mlflow.measuring.compare import ReferenceSession
