@@ -29,16 +29,7 @@ from ansor_mlflow.measuring import RIVALS
 _SQLITE = "sqlite"
 _MISSING = {"RESOURCE_DOES_NOT_EXIST", "NOT_FOUND"}
 _USER_ERRORS = {"INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS", *_MISSING}
-_PACKAGES = (
-    "ansor_mlflow",
-    "apache-tvm",
-    "apache-tvm-ffi",
-    "mlflow",
-    "numpy",
-    "onnx",
-    *(rival.package for rival in RIVALS.own.values()),
-    "xgboost",
-)
+_PACKAGES = ("ansor_mlflow", "apache-tvm", "apache-tvm-ffi", "mlflow", "numpy", "onnx", "xgboost")
 
 
 def describe_environment(device: DeviceFingerprint) -> dict[str, Any]:
@@ -46,7 +37,7 @@ def describe_environment(device: DeviceFingerprint) -> dict[str, Any]:
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: _version(name) for name in (*_PACKAGES, *(rival.package for rival in RIVALS.own.values()))},
         "cpu_model": device.cpu_model,
         "cpus": os.cpu_count(),
         "available_cpus": available_cpus(),
