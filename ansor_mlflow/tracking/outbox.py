@@ -87,7 +87,7 @@ class Message:
                 client.log_artifact(run_id, str(path), artifact_path or None)
         if self.remove and any(client.list_artifacts(run_id, self.remove)):
             get_artifact_repository(client.get_run(run_id).info.artifact_uri).delete_artifacts(self.remove)
-        if self.status:
+        if self.status:  # last: a run that has ended has all that is said of it
             client.set_terminated(run_id, self.status, self.time_ms)
 
 
@@ -137,7 +137,7 @@ class Outbox:
             self._changed.wait_for(lambda: not self._names, timeout_s)
             self._closing.set()
             self._changed.notify_all()
-        self._thread.join(timeout_s)
+        self._thread.join(timeout_s)  # a delivery that is under way may still succeed
         self._held.close()
         if self._names:
             raise UndeliveredError(
@@ -148,7 +148,7 @@ class Outbox:
 
     def _deliver_all(self) -> None:
         retrying = tenacity.Retrying(
-            wait=tenacity.wait_exponential(multiplier=0.5, max=_MAX_PAUSE_S),
+            wait=tenacity.wait_exponential(multiplier=0.5, max=_MAX_PAUSE_S),  # most failures last a moment
             sleep=tenacity.sleep_using_event(self._closing),
             stop=tenacity.stop_when_event_set(self._closing),
             after=self._note_failure,
