@@ -79,7 +79,7 @@ class DiffOptions(ReportOptions):
         default=None,
     )
     force: bool = parameter(
-        "Let fail_if_slower look at times that cannot be trusted, too; by default they are a warning.", default=False
+        "Let fail_if_slower look at unreliable times, too; by default they are a warning.", default=False
     )
     html: str = parameter("File that the comparison is written to as a page of HTML; none by default.", default="")
 
@@ -95,8 +95,7 @@ class BisectOptions(ReportOptions, NetworkOptions):
     ]
     tolerance: Tolerance = "auto"
     data: str = parameter(
-        "Inputs of the network, in place of seeded ones: a .npz or .parquet file with an array or a column for "
-        "each input, or a .npy file; any number of rows.",
+        "Inputs of the network, in place of seeded ones: a .npz, .parquet or .npy file.",
         DATA_RULE,
         default="",
     )

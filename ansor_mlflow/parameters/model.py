@@ -33,8 +33,8 @@ DATA_RULE = "the path of a .npz, .npy or .parquet file"
 Data = Annotated[
     str,
     parameter(
-        "Inputs that the outputs are checked on, and the first of which is timed, in place of seeded ones: a .npz "
-        "or .parquet file with an array or a column for each input, or a .npy file; any number of rows.",
+        "Inputs to check the outputs on, the first of which is timed, in place of seeded ones: a .npz or .parquet file "
+        "with an array or a column for each input, or a .npy file; any number of rows.",
         DATA_RULE,
     ),
 ]
@@ -58,8 +58,8 @@ class SignatureOptions(Options):
         default={},
     )
     max_library_mib: PositiveInt | None = parameter(
-        "Size in MiB that the weights in the library may have: beyond it, layers are computed by algorithms with "
-        "smaller weights, as far as there are some; no limit by default.",
+        "Size in MiB that the weights in the library may have: beyond it, layers get algorithms with smaller "
+        "weights, as far as there are some; no limit by default.",
         default=None,
     )
 
@@ -73,13 +73,13 @@ class CompileOptions(SignatureOptions, LinkOptions, RecordsOptions):
         default="",
     )
     allow_target_mismatch: bool = parameter(
-        "Apply records of another device, too, where there are none of this one; they may be slow here, and the "
-        "model says so.",
+        "Apply records of another device where there are none of this one; they may be slow here, and the model "
+        "says so.",
         default=False,
     )
     allow_missing: bool = parameter(
-        "Leave out records that fit no task of this version, or of this TVM, any more; such tasks run as they are "
-        "chosen without a measurement, and the run says which they are.",
+        "Leave out records that fit no task of this version, or of this TVM, any more; the run says which tasks "
+        "have none.",
         default=False,
     )
 
@@ -102,15 +102,13 @@ class CheckOptions(SeedOptions):
     measure_s: MeasureSeconds = 1.5
     rivals: Rivals = parameter(
         "Runtimes that the model is timed against, on the same threads and inputs: onnxruntime, openvino and torch "
-        "(torch.compile, with trust=true, of networks that came from PyTorch); auto is those that are installed. "
-        "Outputs are checked against ONNX Runtime in any case.",
+        "(torch.compile, with trust=true, of networks that came from PyTorch); auto is those that are installed.",
         "auto, none, or some of onnxruntime, openvino and torch, separated by commas",
         default="auto",
     )
     trust: Trust = False
     instant: bool = parameter(
-        "Also build and time what the sketches choose without any trial: metric instant_latency_ms, which shows "
-        "what the tuning gained.",
+        "Also build and time what the sketches choose without any trial: metric instant_latency_ms.",
         default=False,
         under="evaluate.instant",
     )
@@ -145,8 +143,7 @@ class AliasOptions(Options):
         lt=1,
     )
     champion: str | None = parameter(
-        "Runtime that the candidate must beat, too, on its own network and threads: what is served today, where "
-        "that is no version; none by default.",
+        "Runtime that the candidate must beat, too, on its own network and threads; none by default.",
         default=None,
     )
 

@@ -72,8 +72,7 @@ class NetworkOptions(SeedOptions):
     trust: Trust = False
     input_shapes: Shapes = parameter(
         'Shapes that replace those of the inputs, as JSON: {"data": [1, 3, 224, 224]}. Lists of sizes in the place '
-        'of dimensions make one model for several sizes: {"ids": [1, [32, 128]]}; their first sizes belong '
-        "together, then their second ones.",
+        'of dimensions make one model for several sizes: {"ids": [1, [32, 128]]}.',
         'a JSON object of shapes, such as {"data": [1, 3, 224, 224]} or {"ids": [1, [32, 128]]}',
         default={},
     )
@@ -132,8 +131,8 @@ class ServersOptions(Options):
     """Which devices do the work, in place of this host."""
 
     rpc_tracker: str = parameter(
-        "Address of TVM's RPC tracker, host:port: programs and models are measured on the servers of rpc_key that "
-        "it knows, programs on all of them at the same time, instead of on this host.",
+        "Address of TVM's RPC tracker, host:port: programs and models are measured on its servers of rpc_key instead "
+        "of on this host, programs on all of them at the same time.",
         "host:port, such as 127.0.0.1:9190",
         default="",
     )
@@ -149,8 +148,8 @@ class RpcOptions(ServersOptions):
         under="rpc.wait_s",
     )
     rpc_session_s: PositiveFloat = parameter(
-        "Seconds for which a server is taken at a time; it ends a longer session itself, so that a tuner that is "
-        "gone does not keep it.",
+        "Seconds of a server lease; the server ends a longer session itself, so that a tuner that is gone does not "
+        "keep it.",
         default=300.0,
         under="rpc.session_s",
     )

@@ -37,15 +37,14 @@ class BudgetOptions(NetworkOptions):
     """How many programs are measured."""
 
     trials: Annotated[int, parameter("", ge=0)] | Auto = parameter(
-        "Programs to measure in all; auto multiplies the preset's number by the number of tasks. With 0 nothing is "
-        "measured, and the network is compiled as the sketches choose.",
+        "Programs to measure in all; auto is the preset's number for each task. With 0 nothing is measured, and the "
+        "network is compiled as the sketches choose.",
         "a whole number, 0 or more, or auto",
         default="auto",
     )
     preset: Literal["quick", "standard", "thorough"] = parameter(
-        "Budget that trials=auto stands for: quick 2, standard 6, thorough 24 trials for a task with a sketch, "
-        "half of it for a further algorithm for a layer, and 16, 64, 256 for one that is searched in "
-        "MetaSchedule's space.",
+        "What trials=auto stands for: quick 2, standard 6, thorough 24 trials for a task with a sketch, half of it "
+        "for a further algorithm for a layer, and 16, 64, 256 for one in MetaSchedule's space.",
         default="standard",
     )
     trials_per_task: PositiveInt | None = parameter(
@@ -145,14 +144,14 @@ class TuneOptions(MeasureOptions, SearchOptions):
     """The entry point `tune`."""
 
     warm_start: NonEmptyList = parameter(
-        "Records of earlier tunings to begin with, separated by commas: runs, models, artifact URIs, paths, or auto, "
-        "which takes what finished tuning runs of the tracking server know of the network's tasks. Those of this "
-        "device are applied; those of similar devices teach the cost model.",
+        "Earlier records to begin with: runs, models, artifact URIs, paths, or auto, which takes what finished tuning "
+        "runs of the tracking server know of the network's tasks. Those of this device are applied; those of similar "
+        "devices teach the cost model.",
         "auto, run IDs, artifact URIs or paths, separated by commas",
         default=(),
     )
     resume_run: str = parameter(
-        "ID of a tuning run that was stopped, or is to get more trials: it goes on with its own parameters, except "
-        "for those that are given now.",
+        "ID of a tuning run that was stopped, or is to get more trials: it goes on with its own parameters and those "
+        "that are given now.",
         default="",
     )
