@@ -21,20 +21,15 @@ from helpers.commands import RunCommand
 from hypothesis import settings
 
 from ansor_mlflow.cli.main import main
-from ansor_mlflow.device.device import Device
-from ansor_mlflow.device.fingerprints import fingerprint
-from ansor_mlflow.device.targets import resolve_target
-from ansor_mlflow.device.threads import available_cpus
+from ansor_mlflow.device import Device, available_cpus, fingerprint, resolve_target
+from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.lowering.network import LoweredNetwork
-from ansor_mlflow.model.library import compile_tuned
-from ansor_mlflow.model.package import CompiledNetwork
+from ansor_mlflow.model import CompiledNetwork, compile_tuned
+from ansor_mlflow.networks import Network, load_network
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.networks.load import Network, load_network
 from ansor_mlflow.parameters import TuneOptions
-from ansor_mlflow.records.store import RecordPair, distill
-from ansor_mlflow.tuning.job import TuningJob, tune_job
-from ansor_mlflow.tuning.stopping import require_valid_trials
+from ansor_mlflow.records import RecordPair, distill
+from ansor_mlflow.tuning import TuningJob, require_valid_trials, tune_job
 
 if TYPE_CHECKING:
     from helpers.finished import MadeOnce

@@ -17,15 +17,15 @@ from helpers.runs_here import artifacts_of, newest_run
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.lowering.network import TuningTask
-from ansor_mlflow.model.library import compile_tuned
+from ansor_mlflow.model import compile_tuned
+from ansor_mlflow.networks import load_network
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.sketches.sketch import find_programs
-from ansor_mlflow.tracking.report.history import TuningHistory
+from ansor_mlflow.sketches import find_programs
+from ansor_mlflow.tracking import TuningHistory
 from ansor_mlflow.trials import (
     Durations,
     TaskInfo,
@@ -36,7 +36,8 @@ from ansor_mlflow.trials import (
     TuningRound,
     estimated_latency_s,
 )
-from ansor_mlflow.tuning.stopping import GradientScheduler, dominated_tasks, resolve_num_trials, seemingly_faster
+from ansor_mlflow.tuning import resolve_num_trials
+from ansor_mlflow.tuning.stopping import GradientScheduler, dominated_tasks, seemingly_faster
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -98,11 +99,8 @@ def test_the_algorithm_decides_which_ways_are_tuned(algorithm: str, algorithms: 
     assert [task.algorithm for task in convolutions] == algorithms
     assert lowered.num_algorithms == len(algorithms) - 1
     assert len({task.layer_hash for task in convolutions}) == 1
+    assert lower(load_network(conv(7, 7, 8, 8)).model, host_target).num_algorithms == 0  # a small layer
     assert [task.info.index for task in lowered.tasks] == list(range(len(lowered.tasks)))
-
-
-def test_small_layers_get_no_other_way_by_themselves(host_target: Target) -> None:
-    assert lower(load_network(conv(7, 7, 8, 8)).model, host_target).num_algorithms == 0
 
 
 def test_a_library_that_may_not_grow_takes_the_smaller_way(host_target: Target, tmp_path: Path) -> None:
@@ -246,9 +244,6 @@ def test_a_budget_needs_a_trial_for_each_layer_not_for_each_way() -> None:
 def test_a_further_way_adds_half_a_task_to_the_budget(preset: str, num_trials: int) -> None:
     options = TuneOptions(preset=preset)
     assert resolve_num_trials(options, 7, num_sketched=7, num_algorithms=4) == num_trials
-
-
-def test_a_way_that_no_sketch_searches_adds_a_whole_task() -> None:
     assert resolve_num_trials(TuneOptions(space="both"), 7, num_sketched=0, num_algorithms=4) == 7 * 64
 
 
@@ -258,37 +253,16 @@ def test_metaschedules_space_has_the_direct_way_alone() -> None:
         _ = TuneOptions(space="metaschedule", algorithm="winograd").lowering
 
 
-@pytest.mark.usefixtures("own_directory")
-def test_a_tuned_layer_is_compiled_as_it_was_measured(run_here: RunCommand) -> None:
-    """From tuning to the model: the algorithms that were tried, and the one that was taken."""
-    parameters = {"network": conv(28, 28, 32, 32), "trials": 12, "min_repeat_ms": 0, "cost_model": "none"}
-    assert run_here("tune", *flags(parameters)) == 0
-    run = newest_run()
-    rows = json.loads((artifacts_of(run.info.run_id) / names.TASKS_FILE).read_text())
-    algorithms = [row for row in rows if "conv2d" in row["task"]]
-    assert [row["algorithm"] for row in algorithms] == ["direct", "winograd 2x2", "winograd 4x4"]
-    assert len({row["layer"] for row in algorithms}) == 1
-    assert all(sum(row["trials"].values()) for row in algorithms)
-    assert run_here("compile", *flags({"tune_run": run.info.run_id})) == 0
-    coverage = json.loads((artifacts_of(newest_run().info.run_id) / names.COVERAGE_FILE).read_text())
-    assert coverage["task_share"] == 1
-    fastest = min(algorithms, key=lambda row: row["confirmed_latency_us"] or row["latency_us"])
-    assert coverage["algorithms"][fastest["algorithm"]] >= 1
-
-
-def test_each_way_says_what_it_loses(host_target: Target) -> None:
+def test_each_way_says_what_it_loses_and_is_not_offered_if_that_is_too_much(
+    host_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (algorithms,) = layers_of(lower(load_network(conv(28, 28, 32, 32)).model, host_target))
     direct, small, large = (algorithm.info.max_rel_error for algorithm in algorithms)
     assert direct is None
     assert small is not None
     assert large is not None
     assert 0 < small < large <= ERRORS[4]
-
-
-def test_a_way_that_loses_too_much_is_not_offered(host_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    (algorithms,) = layers_of(lower(load_network(conv(28, 28, 32, 32)).model, host_target))
-    between = ((algorithms[1].info.max_rel_error or 0) + (algorithms[2].info.max_rel_error or 0)) / 2
-    monkeypatch.setattr("ansor_mlflow.lowering.algorithms.find._MAX_REL_ERROR", between)
+    monkeypatch.setattr("ansor_mlflow.lowering.algorithms.find._MAX_REL_ERROR", (small + large) / 2)
     (left,) = layers_of(lower(load_network(conv(28, 28, 32, 32)).model, host_target))
     assert [task.info.algorithm for task in left] == ["direct", "winograd 2x2"]
 

@@ -12,25 +12,20 @@ import numpy as np
 import pytest
 from helpers.commands import RunCommand
 from helpers.fake_tuning import read_records
-from helpers.runs_here import artifacts_of, newest_run, tune_here
+from helpers.finished import FinishedWork
+from helpers.runs_here import artifacts_of, newest_run
 
 from ansor_mlflow import flavor, names
-from ansor_mlflow.records.pieces import write_manifest
-from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
+from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE, write_manifest
 
 pytestmark = pytest.mark.system  # whole pipelines
 
 
 @pytest.fixture
-def tuned(
-    small_onnx: Path, new_experiment: str, run_here: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> str:
+def tuned(finished_work: FinishedWork) -> str:
     """ID of a tuning run of a network from a file, which is gone since."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(small_onnx, "small.onnx")
-    run = tune_here(run_here)
     Path("small.onnx").unlink()
-    return str(run.info.run_id)
+    return finished_work.tuned
 
 
 @pytest.fixture

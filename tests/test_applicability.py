@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ansor_mlflow.device.fingerprints import DeviceFingerprint
-from ansor_mlflow.records.applicability import why_not_applicable
+from ansor_mlflow.device import DeviceFingerprint
+from ansor_mlflow.records import why_not_applicable
 
 HERE = DeviceFingerprint(
     target={"kind": "llvm", "mcpu": "znver4", "num-cores": 2, "opt-level": 2, "keys": ["cpu"], "tag": ""},

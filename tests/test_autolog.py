@@ -24,16 +24,14 @@ import ansor_mlflow
 from ansor_mlflow import names
 from ansor_mlflow.autologging.call import make_trials
 from ansor_mlflow.autologging.logged import INTEGRATION, open_run, runtime_num_threads
-from ansor_mlflow.device.tvm_import import import_tensor_intrin
+from ansor_mlflow.device import import_tensor_intrin
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.processes import Outcome
+from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE, changed_files, read_journal
 from ansor_mlflow.records.applicability import device_key, read_fingerprint, read_provenance
-from ansor_mlflow.records.log import read_journal
-from ansor_mlflow.records.pieces import changed_files
-from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
 from ansor_mlflow.testing import FakeBuilder
 from ansor_mlflow.tracking.memory import short_hash
-from ansor_mlflow.workers.builder import as_metaschedule_builder
+from ansor_mlflow.workers import as_metaschedule_builder
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

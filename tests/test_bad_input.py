@@ -33,8 +33,8 @@ import ansor_mlflow as am
 from ansor_mlflow import flavor, names
 from ansor_mlflow.cli.main import main
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.model.package import CompiledNetwork
-from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
+from ansor_mlflow.model import CompiledNetwork
+from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE
 
 USER, MACHINE, RECORDS, MODEL, CORRECTNESS = 2, 3, 5, 6, 7
 NO_RUN = "0" * 32
@@ -204,8 +204,7 @@ def test_command_line_that_cannot_be_parsed(here: RunCommand, args: list[str], m
 
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize(
-    ("args", "message"),
-    [PARSE_ERRORS[0], (["tune", "--network", "resnet-17"], "perhaps you meant")],
+    ("args", "message"), [PARSE_ERRORS[0], (["tune", "--network", "resnet-17"], "perhaps you meant")]
 )
 def test_the_run_that_mlflow_run_opened_carries_the_error(
     here: RunCommand, new_experiment: str, monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
@@ -392,9 +391,7 @@ def test_artifact_store_that_refuses_files(
     command = [ANSOR_MLFLOW, "tune", *flags({**FAST, "network": small_onnx, "trials": 5})]
     failed = elsewhere(*command, **{**s3.environment("another-secret-key"), "MLFLOW_EXPERIMENT_ID": experiment})
     assert_failed(
-        failed,
-        MACHINE,
-        "the S3 artifact store answered: .*SignatureDoesNotMatch.*; check the bucket, AWS_ACC",
+        failed, MACHINE, "the S3 artifact store answered: .*SignatureDoesNotMatch.*; check the bucket, AWS_ACC"
     )
     assert failed.run is not None
     assert_nothing_else_is_said(failed)

@@ -21,8 +21,8 @@ from ansor_mlflow.commands import bisect
 from ansor_mlflow.commands.bisect import Comparison, CuttableGraph
 from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.measuring import checking
-from ansor_mlflow.model.loading import BuildJob, build
-from ansor_mlflow.model.manifest import LibraryEntry
+from ansor_mlflow.model import BuildJob, LibraryEntry
+from ansor_mlflow.model.loading import build
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.tensors import Arrays
 
@@ -98,10 +98,7 @@ def test_nothing_differs(network: Path) -> None:
     assert found.max_rel_error <= found.tolerance == 1e-4
     found.require_equal()
     assert not Path("wrong").exists()
-
-
-def test_nothing_differs_in_a_network_in_parts() -> None:
-    onnx.save(branching(), "branching.onnx")
+    onnx.save(branching(), "branching.onnx")  # in parts
     assert am.bisect("branching.onnx").wrong is None
 
 

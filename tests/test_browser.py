@@ -23,7 +23,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from ansor_mlflow import names
 from ansor_mlflow.parameters import CompileOptions, EvaluateOptions, TuneOptions
-from ansor_mlflow.steps.compiling.compile import compile_network
+from ansor_mlflow.steps.compiling import compile_network
 from ansor_mlflow.steps.evaluation import evaluate
 from ansor_mlflow.steps.tuning.tune import tune
 from ansor_mlflow.tracking.views import VIEWS, SavedView

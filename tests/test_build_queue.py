@@ -13,7 +13,7 @@ import pytest
 
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.processes import Outcome
-from ansor_mlflow.workers.builder import BuildQueue
+from ansor_mlflow.workers import BuildQueue
 
 TIMEOUT_S = 120.0
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from ansor_mlflow.cli.main import cli
-from ansor_mlflow.device.targets import resolve_target
+from ansor_mlflow.cli import cli
+from ansor_mlflow.device import resolve_target
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.networks.families.builtin import BUILTIN_NETWORKS, NetworkSize, read_catalogue
-from ansor_mlflow.networks.load import load_network
-from ansor_mlflow.networks.operators import OPERATORS
+from ansor_mlflow.networks import BUILTIN_NETWORKS, OPERATORS, load_network, read_catalogue
+from ansor_mlflow.networks.families.builtin import NetworkSize
 from ansor_mlflow.settings import LoweringSettings
 
 

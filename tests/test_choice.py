@@ -14,16 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ansor_mlflow.device.fingerprints import DeviceFingerprint
-from ansor_mlflow.device.threads import available_cpus
+from ansor_mlflow.device import DeviceFingerprint, available_cpus
 from ansor_mlflow.errors import MachineError, ModelError, UserInputError
-from ansor_mlflow.measuring.compare import ReferenceSession
-from ansor_mlflow.model.choice import LoadOptions, choose_for_gpu, choose_library, entries_to_rebuild, find_library
+from ansor_mlflow.measuring import ReferenceSession
+from ansor_mlflow.model import CompiledNetwork, LoadOptions, TunedModel, choose_library, write_package
+from ansor_mlflow.model.choice import choose_for_gpu, entries_to_rebuild, find_library
 from ansor_mlflow.model.loading import BuildJob, build_in_child_process, load_package
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest
-from ansor_mlflow.model.package import CompiledNetwork, write_package
-from ansor_mlflow.model.tuned_model import TunedModel
-from ansor_mlflow.records.store import RECORD_FILE
+from ansor_mlflow.records import RECORD_FILE
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import random_inputs
 
@@ -170,21 +168,11 @@ def test_the_library_for_a_gpu(
     assert bool(choose_for_gpu(entries, here, only_exact)[0]) == (level == "exact")
 
 
-def test_a_library_for_the_gpu_of_another_kind_of_host(make: MakeModel, devices: dict[str, DeviceFingerprint]) -> None:
-    _, manifest = make("gpu")
-    entry = replace(manifest.libraries[0], fingerprint=replace(devices["gpu"], machine="sparc64"))
-    choice, (reason,) = choose_for_gpu([entry], "sm_90", LoadOptions(device="cuda"))
-    assert choice is None
-    assert "it is made for sparc64, this host is" in reason
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"device": "tpu"}, "device='tpu' is unknown; it must be cpu or cuda"),
         ({"num_threads": 0}, f"^num_threads=0: it must be a whole number from 1 to {CPUS}, the number of CPUs"),
-        ({"num_threads": "2"}, "^num_threads='2': it must be a whole number from 1 to "),
-        ({"num_threads": CPUS + 1}, f"^num_threads={CPUS + 1}: it must be a whole number from 1 to {CPUS}, "),
         ({"allow_rebuild": "no"}, "allow_rebuild='no' is neither true nor false"),
         ({"threads": 2}, "model_config has no 'threads'; it has device, num_threads, allow_compatible, allow_rebuild"),
     ],

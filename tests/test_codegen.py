@@ -10,7 +10,7 @@ import pytest
 
 from ansor_mlflow.codegen import PREFETCH, tir_pipeline
 from ansor_mlflow.codegen import passes as codegen_passes
-from ansor_mlflow.device.targets import resolve_target
+from ansor_mlflow.device import resolve_target
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -137,16 +137,3 @@ def test_a_loop_around_another_fetches_nothing(host_target: Target) -> None:
     library = built(sums_in_tiles(12, 64, passes=5, is_panel=False), host_target, tir_pipeline(host_target))
     assert "prefetch" not in library.inspect_source("asm")
     call(library, 64)
-
-
-def test_a_loop_without_vectors_fetches_nothing(host_target: Target) -> None:
-    import tvm
-    from tvm import te
-
-    data = te.placeholder((64, 64), name="data")
-    k = te.reduce_axis((0, 64), "k")
-    sch = tvm.s_tir.Schedule(
-        te.create_prim_func([data, te.compute((64,), lambda i: te.sum(data[k, i], axis=k), name="sum")])
-    )
-    sch.annotate(sch.get_loops(sch.get_sblock("sum"))[1], PREFETCH, 2)
-    assert "prefetch" not in built(sch.mod, host_target, tir_pipeline(host_target)).inspect_source("asm")

@@ -22,9 +22,8 @@ from ansor_mlflow import names
 from ansor_mlflow.cli.main import main
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.parameters import EvaluateOptions
-from ansor_mlflow.records.pieces import PARTS_DIR, PartWriter, write_manifest
-from ansor_mlflow.records.store import JOURNAL_FILE, RECORD_FILE, WORKLOAD_FILE
-from ansor_mlflow.tracking.run import step_run
+from ansor_mlflow.records import JOURNAL_FILE, PARTS_DIR, RECORD_FILE, WORKLOAD_FILE, PartWriter, write_manifest
+from ansor_mlflow.tracking import step_run
 
 DOCUMENT = (ROOT / "docs" / "compare.md").read_text()
 FILTERS = dict(re.findall(r"^(\S[^\n]*):\n\n```sql\n(.+)\n```$", DOCUMENT, re.MULTILINE))

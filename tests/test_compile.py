@@ -19,18 +19,15 @@ from mlflow.models import Model
 from mlflow.types import Schema, TensorSpec
 
 from ansor_mlflow import names
-from ansor_mlflow.device.fingerprints import fingerprint
-from ansor_mlflow.device.targets import resolve_target
-from ansor_mlflow.device.tvm_import import import_tensor_intrin
+from ansor_mlflow.device import fingerprint, import_tensor_intrin, resolve_target
 from ansor_mlflow.errors import MachineError, RecordsError, UserInputError
+from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.lowering.network import LoweredNetwork
-from ansor_mlflow.measuring.compare import ReferenceSession
-from ansor_mlflow.model.library import Coverage, compile_tuned, compile_untuned, require_linker, write_coverage
-from ansor_mlflow.model.package import CompiledNetwork
-from ansor_mlflow.networks.load import Network
+from ansor_mlflow.measuring import ReferenceSession
+from ansor_mlflow.model import CompiledNetwork, Coverage, compile_tuned, compile_untuned, require_linker, write_coverage
+from ansor_mlflow.networks import Network
 from ansor_mlflow.parameters import CompileOptions
-from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair, distill
+from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE, RecordPair, distill
 from ansor_mlflow.settings import Linker
 from ansor_mlflow.steps.compiling.compile import provenance_of
 from ansor_mlflow.steps.recorded import Recorded

@@ -17,23 +17,19 @@ import pytest
 from helpers.commands import RunCommand
 
 from ansor_mlflow import flavor, names
-from ansor_mlflow.device.fingerprints import DeviceFingerprint
-from ansor_mlflow.device.threads import available_cpus
+from ansor_mlflow.device import DeviceFingerprint, available_cpus
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.lowering.lower import LOWERING_VERSION
-from ansor_mlflow.measuring.compare import ReferenceSession
-from ansor_mlflow.model.loading import load_package
-from ansor_mlflow.model.manifest import Manifest
-from ansor_mlflow.model.package import CompiledNetwork
-from ansor_mlflow.model.tuned_model import TunedModel
-from ansor_mlflow.networks.load import Network
-from ansor_mlflow.records.applicability import Provenance, write_description
-from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
+from ansor_mlflow.lowering import LOWERING_VERSION
+from ansor_mlflow.measuring import ReferenceSession
+from ansor_mlflow.model import CompiledNetwork, Manifest, TunedModel, load_package
+from ansor_mlflow.networks import Network
+from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE, Provenance, write_description
 from ansor_mlflow.steps.fetching import tuning_of
 from ansor_mlflow.tensors import random_inputs
 
 CPUS = available_cpus()
 LogTuning = Callable[..., str]
+LogCompiled = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -147,45 +143,7 @@ def test_what_a_fleet_tuned_is_for_its_device_in_every_command(
     assert {run.data.tags[names.TAG_TARGET] for run in runs} == {elsewhere.description}
 
 
-def refusal(run_here: RunCommand, capsys: pytest.CaptureFixture[str], *args: str, exit_code: int = 2) -> str:
-    assert run_here("compile", *args) == exit_code
-    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
-    return error
-
-
-def test_runs_of_other_networks(
-    log_tuning: LogTuning,
-    run_here: RunCommand,
-    elsewhere: DeviceFingerprint,
-    compiled_network: CompiledNetwork,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    runs = [log_tuning(compiled_network.fingerprint), log_tuning(elsewhere, network_sha256="0")]
-    error = refusal(run_here, capsys, "--tune-run", ",".join(runs))
-    assert re.fullmatch(
-        rf"Error: tune_run: {runs[0]} tuned .+ and {runs[1]} tuned .+, or other weights of it; .+", error
-    )
-
-
-def test_two_runs_of_one_device(
-    log_tuning: LogTuning, run_here: RunCommand, elsewhere: DeviceFingerprint, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = [log_tuning(elsewhere), log_tuning(elsewhere)]
-    error = refusal(run_here, capsys, "--tune-run", ",".join(runs))
-    assert re.fullmatch(rf"Error: tune_run: {runs[0]} and {runs[1]} are both for llvm x86-64 .+: give one of .+", error)
-
-
-def test_the_devices_of_several_runs_are_theirs(
-    log_tuning: LogTuning, run_here: RunCommand, elsewhere: DeviceFingerprint, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--tune-run", f"{log_tuning(elsewhere)},0", "--allow-target-mismatch"]
-    error = refusal(run_here, capsys, *flags)
-    assert error.startswith(
-        "Error: allow_target_mismatch with several tuning runs: each is compiled for its own device"
-    )
-
-
-def test_another_architecture_needs_its_linker(
+def test_tunings_that_make_no_model_together(
     log_tuning: LogTuning,
     run_here: RunCommand,
     elsewhere: DeviceFingerprint,
@@ -193,15 +151,25 @@ def test_another_architecture_needs_its_linker(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("PATH", "")
-    foreign = replace(elsewhere, machine="sparc64")
-    runs = [log_tuning(compiled_network.fingerprint), log_tuning(foreign)]
-    error = refusal(run_here, capsys, "--tune-run", ",".join(reversed(runs)), exit_code=3)
-    assert error.startswith("Error: libraries for sparc64 are linked with sparc64-linux-gnu-g++, which is not here;")
+    here, there, again = log_tuning(compiled_network.fingerprint), log_tuning(elsewhere), log_tuning(elsewhere)
+    other_network = log_tuning(elsewhere, network_sha256="0")
+    foreign = log_tuning(replace(elsewhere, machine="sparc64"))
+    mismatch = "allow_target_mismatch with several tuning runs: each is compiled for its own device"
+    for runs, given, exit_code, message in (
+        ((here, other_network), (), 2, f"tune_run: {here} tuned .+ and {other_network} tuned .+, or other weights of"),
+        ((there, again), (), 2, f"tune_run: {there} and {again} are both for llvm x86-64 .+: give one of"),
+        ((there, "0"), ("--allow-target-mismatch",), 2, mismatch),
+        ((foreign, here), (), 3, r"libraries for sparc64 are linked with sparc64-linux-gnu-g\+\+, which is not here"),
+    ):
+        if exit_code == 3:
+            monkeypatch.setenv("PATH", "")
+        assert run_here("compile", "--tune-run", ",".join(runs), *given) == exit_code
+        (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
+        assert re.match(f"Error: {message}", error)
 
 
 @pytest.fixture
-def log_compiled(new_experiment: str) -> Callable[..., tuple[str, str]]:
+def log_compiled(new_experiment: str) -> LogCompiled:
     """Logs a model as `compile` does; returns the ID of the run and the URI of the model."""
 
     def log(compiled: CompiledNetwork, **options: Any) -> tuple[str, str]:
@@ -214,7 +182,7 @@ def log_compiled(new_experiment: str) -> Callable[..., tuple[str, str]]:
 
 
 def test_a_library_is_added(
-    log_compiled: Callable[..., tuple[str, str]],
+    log_compiled: LogCompiled,
     compiled_network: CompiledNetwork,
     elsewhere: DeviceFingerprint,
     small_onnx: Path,
@@ -248,7 +216,7 @@ def test_a_library_is_added(
 
 
 def test_nothing_is_built_to_log_a_model_for_another_device(
-    log_compiled: Callable[..., tuple[str, str]],
+    log_compiled: LogCompiled,
     compiled_network: CompiledNetwork,
     elsewhere: DeviceFingerprint,
     caplog: pytest.LogCaptureFixture,
@@ -259,7 +227,7 @@ def test_nothing_is_built_to_log_a_model_for_another_device(
 
 
 def test_the_library_of_a_device_is_replaced(
-    log_compiled: Callable[..., tuple[str, str]], compiled_network: CompiledNetwork, tmp_path: Path
+    log_compiled: LogCompiled, compiled_network: CompiledNetwork, tmp_path: Path
 ) -> None:
     """The old one may be of an older version of TVM, for no library of it is left."""
     old = {"tvm_version": "0.20.0"}
@@ -277,7 +245,7 @@ def test_the_library_of_a_device_is_replaced(
 
 
 def test_libraries_of_two_versions_of_tvm(
-    log_compiled: Callable[..., tuple[str, str]], compiled_network: CompiledNetwork, elsewhere: DeviceFingerprint
+    log_compiled: LogCompiled, compiled_network: CompiledNetwork, elsewhere: DeviceFingerprint
 ) -> None:
     _, base = log_compiled(replace(compiled_network, fingerprint=elsewhere, provenance={"tvm_version": "0.20.0"}))
     run, _ = log_compiled(replace(compiled_network, provenance={"tvm_version": "0.21.0"}))
@@ -286,7 +254,7 @@ def test_libraries_of_two_versions_of_tvm(
 
 
 def test_a_library_of_another_network(
-    log_compiled: Callable[..., tuple[str, str]], compiled_network: CompiledNetwork, tmp_path: Path
+    log_compiled: LogCompiled, compiled_network: CompiledNetwork, tmp_path: Path
 ) -> None:
     network = onnx.load(compiled_network.network)
     network.graph.initializer[0].raw_data = bytes(len(network.graph.initializer[0].raw_data))
@@ -298,7 +266,7 @@ def test_a_library_of_another_network(
 
 
 def test_a_run_without_a_model(
-    log_compiled: Callable[..., tuple[str, str]], log_tuning: LogTuning, compiled_network: CompiledNetwork
+    log_compiled: LogCompiled, log_tuning: LogTuning, compiled_network: CompiledNetwork
 ) -> None:
     _, base = log_compiled(compiled_network)
     run = log_tuning(compiled_network.fingerprint)

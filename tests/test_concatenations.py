@@ -15,7 +15,7 @@ from tvm.target import Target
 
 from ansor_mlflow.codegen.concatenations import count_written_in_place
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.model.library import compile_tuned
+from ansor_mlflow.model import compile_tuned
 from ansor_mlflow.settings import LoweringSettings
 
 CHANNELS, SIZE = 16, 9

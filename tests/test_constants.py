@@ -38,17 +38,13 @@ def folded_value(mod: tvm.IRModule, fold: tvm.ir.transform.Pass) -> np.ndarray:
 @pytest.mark.parametrize(
     "make_call",
     [
-        pytest.param(lambda: relax.op.permute_dims(floats()), id="permute_dims, reversed"),
         pytest.param(lambda: relax.op.permute_dims(floats(), [1, 2, 0]), id="permute_dims"),
         pytest.param(lambda: relax.op.permute_dims(floats("bfloat16"), [0, 2, 1]), id="permute_dims, bfloat16"),
         pytest.param(lambda: relax.op.reshape(floats(), [6, -1]), id="reshape"),
         pytest.param(lambda: relax.op.expand_dims(floats(), [0, -1]), id="expand_dims"),
-        pytest.param(lambda: relax.op.astype(floats(), "float16"), id="float16"),
         pytest.param(lambda: relax.op.astype(floats(), "bfloat16"), id="bfloat16"),
         pytest.param(lambda: relax.op.add(floats(), floats(seed=1)), id="add"),
         pytest.param(lambda: relax.op.subtract(floats(), relax.const(1.5)), id="subtract a scalar"),
-        pytest.param(lambda: relax.op.multiply(floats(), floats(seed=1)), id="multiply"),
-        pytest.param(lambda: relax.op.divide(floats(), floats(seed=1)), id="divide"),
         pytest.param(lambda: relax.op.divide(floats(), relax.const(np.zeros(SHAPE, "float32"))), id="divide by zero"),
         pytest.param(lambda: relax.op.sqrt(floats()), id="sqrt, half of it NaN"),
         pytest.param(lambda: relax.op.isnan(relax.const(np.float32([1, np.nan]))), id="isnan"),
@@ -56,7 +52,6 @@ def folded_value(mod: tvm.IRModule, fold: tvm.ir.transform.Pass) -> np.ndarray:
             lambda: relax.op.where(relax.const(np.array([True, False])), relax.const(1.0), relax.const(2.0)), id="where"
         ),
         pytest.param(lambda: relax.op.less(floats(), floats(seed=1)), id="less"),
-        pytest.param(lambda: relax.op.take(floats(), relax.const(np.int64([2, 0])), 1), id="take"),
         pytest.param(lambda: relax.op.take(floats(), relax.const(np.int64(-1)), 2, mode="wrap"), id="take, wrapped"),
         pytest.param(
             lambda: relax.op.take(floats(), relax.const(np.int64([9, 1])), 1, mode="clip"), id="take, clipped"

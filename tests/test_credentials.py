@@ -12,23 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ansor_mlflow.cli.command import write_json
+from ansor_mlflow.cli import write_json
 from ansor_mlflow.cli.console import console, say, say_marked, show
 from ansor_mlflow.commands.doctor import Check
 from ansor_mlflow.errors import MachineError, one_line
-from ansor_mlflow.foreign import (
-    Code,
-    PrintableFormatter,
-    Report,
-    Table,
-    for_shell,
-    html_of,
-    printable,
-    without_credentials,
-)
+from ansor_mlflow.foreign import PrintableFormatter, for_shell, printable, without_credentials
+from ansor_mlflow.foreign.tables import Code, Report, Table, html_of
 from ansor_mlflow.parameters import TuneOptions
-from ansor_mlflow.tracking.report.note import command_lines
-from ansor_mlflow.tracking.report.pages import run_address, server_command
+from ansor_mlflow.tracking import command_lines, run_address, server_command
 
 SECRET = "S3cr3tP"
 PLACES = [

@@ -18,11 +18,9 @@ from helpers.runs_here import QUICK, artifacts_of, newest_run
 
 from ansor_mlflow import names
 from ansor_mlflow.commands.trial_table import load_trials
-from ansor_mlflow.device.fingerprints import fingerprint
-from ansor_mlflow.device.threads import available_cpus
+from ansor_mlflow.device import available_cpus, fingerprint
 from ansor_mlflow.errors import RecordsError
-from ansor_mlflow.records.damage import check_copy, check_records, warn_of_damage
-from ansor_mlflow.records.pieces import write_manifest
+from ansor_mlflow.records import check_copy, check_records, warn_of_damage, write_manifest
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, ValueInfoPro
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.graphs import types
+from ansor_mlflow.networks import load_network
 from ansor_mlflow.networks.checks import require_sound
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.networks.load import load_network
 
 FLOAT = TensorProto.FLOAT
 GIANT = 10 * 2**30 // 4

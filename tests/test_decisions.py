@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ansor_mlflow.records.store import RECORD_FILE
-from ansor_mlflow.sketches.sketch import decision_text, find_decision
+from ansor_mlflow.records import RECORD_FILE
+from ansor_mlflow.sketches import find_decision
+from ansor_mlflow.sketches.sketch import decision_text
 
 DECISION = "register tile: lanes 16, row tiles 2, pad at job, parallel"
 

@@ -15,7 +15,8 @@ from mlflow import environment_variables
 from mlflow.cli import cli as mlflow_cli
 
 from ansor_mlflow import names
-from ansor_mlflow.cli.main import cli, main
+from ansor_mlflow.cli import cli
+from ansor_mlflow.cli.main import main
 from ansor_mlflow.errors import INTERRUPTED_EXIT_CODE, AnsorMlflowError
 from ansor_mlflow.trials import TrialStatus
 

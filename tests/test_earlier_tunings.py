@@ -17,12 +17,12 @@ from helpers.runs_here import QUICK, artifacts_of, newest_run, tune_here
 from mlflow.entities import Run, RunTag
 
 from ansor_mlflow import names
-from ansor_mlflow.device.fingerprints import DeviceFingerprint
-from ansor_mlflow.lowering.network import LoweredNetwork
-from ansor_mlflow.records.applicability import Provenance, device_key, why_not_applicable
-from ansor_mlflow.records.store import RECORD_FILE
+from ansor_mlflow.device import DeviceFingerprint
+from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.records import RECORD_FILE, Provenance, device_key, why_not_applicable
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.tracking.memory import EarlierTuning, best_source, find_tunings, memory_tags, short_hash
+from ansor_mlflow.tracking import EarlierTuning, best_source, find_tunings, memory_tags
+from ansor_mlflow.tracking.memory import short_hash
 
 DEVICE = DeviceFingerprint(
     target={"kind": "llvm", "mcpu": "znver4", "num-cores": 2},

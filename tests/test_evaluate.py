@@ -22,11 +22,8 @@ import ansor_mlflow as am
 from ansor_mlflow import flavor, names
 from ansor_mlflow.errors import CorrectnessError, MachineError, UserInputError
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.measuring import timing
-from ansor_mlflow.measuring.checking import TOLERANCES, Deviation, compare_outputs
-from ansor_mlflow.measuring.timing import Latency, measure_in_turns
-from ansor_mlflow.model.library import compile_untuned
-from ansor_mlflow.model.package import CompiledNetwork
+from ansor_mlflow.measuring import TOLERANCES, Deviation, Latency, compare_outputs, measure_in_turns, timing
+from ansor_mlflow.model import CompiledNetwork, compile_untuned
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.tensors import TensorSpec
 

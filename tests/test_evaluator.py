@@ -19,10 +19,10 @@ from mlflow.models.evaluation import EvaluationResult
 from numpy.testing import assert_allclose
 
 from ansor_mlflow import flavor, names
-from ansor_mlflow.measuring.compare import ReferenceSession
+from ansor_mlflow.measuring import ReferenceSession
 from ansor_mlflow.model import Manifest
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.serving.pyfunc import get_signature
+from ansor_mlflow.serving import get_signature
 
 if TYPE_CHECKING:
     from tvm.target import Target

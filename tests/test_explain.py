@@ -20,13 +20,14 @@ from threadpoolctl import threadpool_limits
 from ansor_mlflow.commands import explain
 from ansor_mlflow.commands.explain import Explanation, explain_task
 from ansor_mlflow.commands.plan import plan_tuning
-from ansor_mlflow.device.device import Device
+from ansor_mlflow.device import Device
 from ansor_mlflow.errors import RecordsError, UserInputError
-from ansor_mlflow.lowering.network import LoweredNetwork
+from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.parameters import ExplainOptions, PlanOptions
+from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE
 from ansor_mlflow.records.lines import workload_hash
-from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
-from ansor_mlflow.tuning.roofline import Roofline, last_level_cache_bytes, measure_roofline
+from ansor_mlflow.tuning import Roofline, measure_roofline
+from ansor_mlflow.tuning.roofline import last_level_cache_bytes
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -109,22 +110,15 @@ def test_the_programs_are_those_of_the_task(explanation: Explanation, small_lowe
 
 def test_arguments_are_the_inputs_the_weights_and_the_result(tuned_records: Path, small_onnx: Path) -> None:
     """The convolution of the small network: (1, 3, 16, 16) by (8, 3, 3, 3) with eight biases gives (1, 8, 16, 16)."""
-    conv = explain_task(ExplainOptions(source=str(tuned_records), network=str(small_onnx), task=conv_name(small_onnx)))
+    (info,) = [
+        task.info for task in plan_tuning(PlanOptions(network=str(small_onnx))).tasks if "conv" in task.info.name
+    ]
+    given = {"source": str(tuned_records), "network": str(small_onnx)}
+    conv = explain_task(ExplainOptions(**given, task=info.name))
+    assert explain_task(ExplainOptions(**given, task=str(info.index))).task == conv.task
     assert conv.argument_bytes == 4 * (3 * 16 * 16 + 8 * 3 * 3 * 3 + 8 + 8 * 16 * 16)
     np.testing.assert_allclose(conv.flops_per_byte, conv.task.flops / conv.argument_bytes)
     assert conv.task.flops >= 2 * 8 * 16 * 16 * 3 * 3 * 3
-
-
-def conv_name(network: Path) -> str:
-    (name,) = [
-        task.info.name for task in plan_tuning(PlanOptions(network=str(network))).tasks if "conv" in task.info.name
-    ]
-    return name
-
-
-def test_a_task_is_named_by_its_index_too(tuned_records: Path, small_onnx: Path) -> None:
-    first = explain_task(ExplainOptions(source=str(tuned_records), network=str(small_onnx), task="0"))
-    assert first.task.index == 0
 
 
 @pytest.mark.parametrize(

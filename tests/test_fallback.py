@@ -16,10 +16,10 @@ from onnx import TensorProto, helper, numpy_helper
 from ansor_mlflow import flavor
 from ansor_mlflow.graphs import value_infos
 from ansor_mlflow.graphs.partition import partition
-from ansor_mlflow.lowering.lower import lower, lower_sizes
-from ansor_mlflow.lowering.network import LoweredNetwork
-from ansor_mlflow.measuring.compare import ReferenceSession
-from ansor_mlflow.networks.load import load_network
+from ansor_mlflow.lowering import LoweredNetwork, lower_sizes
+from ansor_mlflow.lowering.lower import lower
+from ansor_mlflow.measuring import ReferenceSession
+from ansor_mlflow.networks import load_network
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import random_inputs
 
@@ -204,10 +204,7 @@ def test_shapes_are_those_of_onnxruntime(host_target: Target, tmp_path: Path) ->
     assert [part.graph.runs_in for part in lowered.parts] == ["onnxruntime", "tvm"]
 
 
-FEATURES = {
-    "Scaler": {"offset": [0.5] * 64, "scale": [2.0] * 64},
-    "Normalizer": {"norm": "L2"},
-}
+FEATURES = {"Scaler": {"offset": [0.5] * 64, "scale": [2.0] * 64}, "Normalizer": {"norm": "L2"}}
 
 
 @pytest.mark.parametrize("op_type", FEATURES)

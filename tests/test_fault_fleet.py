@@ -19,10 +19,8 @@ from helpers.tuner_process import Tuning, assert_gone, tuning
 from test_measuring import TENSORS, local_builder, settings
 
 from ansor_mlflow import names
-from ansor_mlflow.fleet.programs import build_reference_kernel
-from ansor_mlflow.fleet.runner import RpcRunner
-from ansor_mlflow.fleet.session import FleetSettings
-from ansor_mlflow.workers.measure import RunJob
+from ansor_mlflow.fleet import FleetSettings, RpcRunner, build_reference_kernel
+from ansor_mlflow.workers import RunJob
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -101,24 +99,15 @@ def test_a_server_that_hangs(fleet: Fleet, small_onnx: Path, short_path: Path, s
     assert re.search(rf"server {fleet.servers[0].address}.* killed after [\d.]+ s", finished.stderr), finished.stderr
 
 
-@pytest.mark.parametrize(
-    ("lie", "message"),
-    [
-        pytest.param("times", "it says that a call takes 0 s", marks=pytest.mark.nightly),
-        ("results", "it computes wrong results, max_rel_error="),
-    ],
-)
-def test_a_server_that_lies(
-    fleet: Fleet, small_onnx: Path, short_path: Path, store: str, lie: str, message: str
-) -> None:
-    liar = fleet.add_server(lying_server(lie))
+def test_a_server_that_lies(fleet: Fleet, small_onnx: Path, short_path: Path, store: str) -> None:
+    liar = fleet.add_server(lying_server())
     fleet.servers[0].kill()
     with tuning_on(fleet, small_onnx, short_path / "cwd", store) as tuner:
         finished = tuner.wait()
     metrics = assert_whole(finished, store)
-    assert re.search(rf"server {liar.address}( is set aside .*)?: {re.escape(message)}", finished.stderr), (
-        finished.stderr
-    )
+    assert re.search(
+        rf"server {liar.address}( is set aside .*)?: it computes wrong results, max_rel_error=", finished.stderr
+    ), finished.stderr
     assert metrics.get(f"fleet/127.0.0.1_{liar.address.port}/trials", 0) == 0
 
 

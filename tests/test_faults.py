@@ -21,8 +21,7 @@ from mlflow.entities import Run
 from test_survival import can_mount
 
 from ansor_mlflow import names
-from ansor_mlflow.records.pieces import PARTS_DIR
-from ansor_mlflow.records.store import RECORD_FILE
+from ansor_mlflow.records import PARTS_DIR, RECORD_FILE
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 

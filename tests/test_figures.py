@@ -14,23 +14,11 @@ from helpers.tuning_histories import TaskRound, history_of, large_history
 from numpy.testing import assert_allclose
 
 from ansor_mlflow import names
-from ansor_mlflow.lowering.network import LoweredNetwork
-from ansor_mlflow.processes import Outcome
-from ansor_mlflow.testing import FakeRunner
-from ansor_mlflow.tracking import observer
-from ansor_mlflow.tracking.observer import MlflowObserver
-from ansor_mlflow.tracking.outbox import Message, Outbox
-from ansor_mlflow.tracking.report.figures import (
-    draw_convergence,
-    draw_failures,
-    draw_gain,
-    draw_roofline,
-    draw_task_share,
-    save_figure,
-)
-from ansor_mlflow.tracking.report.history import TuningHistory
+from ansor_mlflow.lowering import LoweredNetwork
+from ansor_mlflow.tracking import Message, MlflowObserver, Outbox, TuningHistory, draw_roofline, observer, save_figure
+from ansor_mlflow.tracking.report.figures import draw_convergence, draw_failures, draw_gain, draw_task_share
 from ansor_mlflow.trials import TrialStatus
-from ansor_mlflow.tuning.roofline import Roofline
+from ansor_mlflow.tuning import Roofline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -184,12 +172,9 @@ def test_pictures_are_small_and_opaque(
     assert [path.name for path in tmp_path.iterdir()] == ["figure.png"]
 
 
-@pytest.mark.parametrize("draw", ALL)
-def test_nothing_is_known_yet(draw: Callable[[TuningHistory], Figure], tmp_path: Path) -> None:
-    save_figure(draw(TuningHistory()), tmp_path / "figure.png")
-
-
-def test_a_name_is_no_formula(tmp_path: Path) -> None:
+def test_an_empty_history_is_drawn_and_a_name_is_no_formula(tmp_path: Path) -> None:
+    for draw in ALL:  # where nothing is known yet
+        save_figure(draw(TuningHistory()), tmp_path / "figure.png")
     history = history_of(TWO_TASKS, [2, 1], network="$\\frac{1}$\n" + "x" * 200)
     for draw in ALL:
         save_figure(draw(history), tmp_path / "figure.png")
@@ -244,11 +229,6 @@ def test_a_tuning_logs_its_figures_once(tune: TuneFake, new_experiment: str) -> 
     figures = {names.CONVERGENCE_FIGURE, names.TASK_SHARE_FIGURE, names.GAIN_FIGURE}
     assert {name for name in artifacts_of(new_experiment) if name.endswith(".png")} == figures  # nothing failed
     assert [outbox.num_uploads(name) for name in figures] == [1, 1, 1]
-
-
-def test_failed_trials_have_a_figure(tune: TuneFake, new_experiment: str) -> None:
-    tune(runner=FakeRunner(failures={2: Outcome(failure="crashed", error="signal 11")}))
-    assert names.FAILURES_FIGURE in artifacts_of(new_experiment)
 
 
 def test_convergence_is_refreshed_when_it_is_old(tune: TuneFake, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,15 +19,14 @@ from test_measuring import TENSORS, add, local_builder, settings
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import MachineError, UserInputError
+from ansor_mlflow.fleet import HostPort, RpcRunner, ServerLease, build_reference_kernel, servers_by_key
 from ansor_mlflow.fleet.health import Health
-from ansor_mlflow.fleet.programs import build_reference_kernel
-from ansor_mlflow.fleet.runner import RpcRunner
 from ansor_mlflow.fleet.session import FleetSettings, LeaseExpiredError, ServerSession, device_of_fleet, fleet_settings
-from ansor_mlflow.fleet.tracker import HostPort, ServerLease, request_server, servers_by_key
+from ansor_mlflow.fleet.tracker import request_server
 from ansor_mlflow.parameters import TuneOptions
-from ansor_mlflow.records.applicability import read_provenance
+from ansor_mlflow.records import read_provenance
 from ansor_mlflow.trials import TrialStatus, utilisation
-from ansor_mlflow.workers.measure import RunJob
+from ansor_mlflow.workers import RunJob
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -48,13 +47,10 @@ def settings_of(fleet: Fleet, *, wait_s: float = 60.0, num_retries: int = 1) -> 
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "host", "port"), [("board:9190", "board", 9190), ("127.0.0.1:1", "127.0.0.1", 1), ("[::1]:80", "::1", 80)]
-)
-def test_an_address_is_a_host_and_a_port(text: str, host: str, port: int) -> None:
-    address = HostPort.parse(text, "tracker")
-    assert (address.host, address.port) == (host, port)
-    assert str(address) == text
+def test_an_address_is_a_host_and_a_port() -> None:
+    for text, address in (("board:9190", HostPort("board", 9190)), ("[::1]:80", HostPort("::1", 80))):
+        assert HostPort.parse(text, "tracker") == address
+        assert str(address) == text
 
 
 @pytest.mark.parametrize("text", ["", "board", "board:", ":9190", "board:port", "board:0", "board:65536", "board:-1"])
@@ -185,16 +181,12 @@ def test_a_lease_that_ran_out_is_no_lost_server(fleet: Fleet) -> None:
         assert session.description.is_here
 
 
-def test_the_fleet_of_this_host_is_this_host(fleet: Fleet, host_target: Target) -> None:
-    device = device_of_fleet(settings_of(fleet), "auto", "auto")
-    assert str(device.target) == str(host_target)
-
-
 def test_a_tuning_on_a_fleet_and_what_its_run_says(
-    fleet: Fleet, small_onnx: Path, run_here: RunCommand, own_directory: Path
+    fleet: Fleet, small_onnx: Path, run_here: RunCommand, own_directory: Path, host_target: Target
 ) -> None:
     given = {"network": small_onnx, "trials": 24, **FAST, **fleet.flags}
     assert run_here("tune", *flags(given)) == 0
+    assert str(device_of_fleet(settings_of(fleet), "auto", "auto").target) == str(host_target)
     run = newest_run()
     assert run.data.metrics[names.TRIALS_MEASURED] == run.data.metrics[names.trials_with(TrialStatus.OK)] == 24
     assert 0 < run.data.metrics[names.FLEET_UTILISATION] <= 1
@@ -214,7 +206,6 @@ def test_a_tuning_on_a_fleet_and_what_its_run_says(
     [
         ({"rpc_tracker": "127.0.0.1:9190"}, "rpc_key='': give the key of the servers at 127.0.0.1:9190"),
         ({"rpc_key": "pi4"}, "rpc_key='pi4', but no rpc_tracker; give its address, host:port"),
-        ({"rpc_tracker": "nowhere", "rpc_key": "pi4"}, "rpc_tracker='nowhere': it must be host:port"),
         (
             {"rpc_tracker": "127.0.0.1:9190", "rpc_key": "pi4", "rpc_session_s": 59},
             "rpc_session_s=59: it must be at least twice measure_timeout_s, 30",

@@ -20,9 +20,8 @@ from ansor_mlflow.device import fingerprint, resolve_target
 from ansor_mlflow.errors import MachineError, ModelError
 from ansor_mlflow.fleet import NetworkReply, NetworkWork, ServerSession, run_network
 from ansor_mlflow.lowering import lower
-from ansor_mlflow.model import Manifest
-from ansor_mlflow.model.choice import choose_for_server
-from ansor_mlflow.networks.load import load_network
+from ansor_mlflow.model import Manifest, choose_for_server
+from ansor_mlflow.networks import load_network
 from ansor_mlflow.steps.evaluation import benches
 
 if TYPE_CHECKING:

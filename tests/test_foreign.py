@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ansor_mlflow import names
-from ansor_mlflow.cli.main import cli, main
+from ansor_mlflow.cli import cli
+from ansor_mlflow.cli.main import main
 from ansor_mlflow.device import parse_target, resolve_target
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, ModelError, RecordsError, UserInputError
 from ansor_mlflow.fleet import HostPort, servers_by_key
@@ -28,9 +29,8 @@ from ansor_mlflow.fleet.tracker import request_server
 from ansor_mlflow.foreign import read_json, read_yaml, typed
 from ansor_mlflow.model import Manifest, verified_manifest
 from ansor_mlflow.parameters import DistillRecordsOptions, TuneOptions, load_options
-from ansor_mlflow.records.applicability import read_fingerprint, read_provenance
+from ansor_mlflow.records import changed_files, read_fingerprint, read_provenance
 from ansor_mlflow.records.log import read_durations, read_journal, read_seeds
-from ansor_mlflow.records.pieces import changed_files
 from ansor_mlflow.records.store import JOURNAL_FILE, Database, RecordPair, write_pair
 from ansor_mlflow.trials import Durations
 
@@ -107,8 +107,7 @@ def numbers(value: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    "document",
-    [b"[" * 10_000, b"a: [", b"\xff\xfe\xfd", b"!!python/object:os.system {}", b"a: 0x", b"&a [*a]"],
+    "document", [b"[" * 10_000, b"a: [", b"\xff\xfe\xfd", b"!!python/object:os.system {}", b"a: 0x", b"&a [*a]"]
 )
 def test_yaml_is_read_as_data(document: bytes) -> None:
     with contextlib.suppress(ValueError):

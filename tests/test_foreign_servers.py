@@ -13,14 +13,14 @@ import numpy.typing as npt
 import pytest
 
 from ansor_mlflow.device import DeviceFingerprint
-from ansor_mlflow.fleet import programs, session
-from ansor_mlflow.fleet.programs import MeasuredProgram, NetworkWork, measure_in_session
+from ansor_mlflow.fleet import NetworkWork, programs, session
+from ansor_mlflow.fleet.programs import MeasuredProgram, measure_in_session
 from ansor_mlflow.fleet.remote import MEASURE, RUN_NETWORK, MeasureRequest, write_arrays
 from ansor_mlflow.measuring import ProbeTime
 from ansor_mlflow.model import LibraryEntry, Manifest
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.tensors import TensorSpec
-from ansor_mlflow.workers.measure import MeasureSettings, RunJob
+from ansor_mlflow.workers import MeasureSettings, RunJob
 
 ENTRY = LibraryEntry(
     path="libraries/x/model.so",

@@ -10,9 +10,9 @@ import numpy as np
 import onnx
 import onnxruntime
 
+from ansor_mlflow.lowering import LoweredNetwork, TuningTask
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.lowering.network import LoweredNetwork, TuningTask
-from ansor_mlflow.networks.load import load_network
+from ansor_mlflow.networks import load_network
 from ansor_mlflow.settings import LoweringSettings
 
 if TYPE_CHECKING:

@@ -9,14 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ansor_mlflow.parameters import (
-    CompileOptions,
-    EvaluateOptions,
-    Options,
-    PipelineOptions,
-    PromoteOptions,
-    TuneOptions,
-)
+from ansor_mlflow.parameters import Options, TuneOptions
+from ansor_mlflow.parameters.model import CompileOptions, EvaluateOptions, PipelineOptions, PromoteOptions
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from ansor_mlflow.networks.load import load_network
+from ansor_mlflow.networks import load_network
 
 NUM_CLASSES = 4
 

@@ -8,18 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ansor_mlflow.lowering.network import LoweredNetwork
+from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.processes import Outcome
-from ansor_mlflow.records.log import Journal, RecordLog, read_durations, read_journal
-from ansor_mlflow.records.store import RECORD_FILE
+from ansor_mlflow.records import RECORD_FILE, Journal, RecordLog, read_durations, read_journal
 from ansor_mlflow.testing import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import Trial, TuningPlan, TuningResult, TuningRound
+from ansor_mlflow.tuning import resolve_num_trials
 from ansor_mlflow.tuning.engine import Tuner
-from ansor_mlflow.tuning.stopping import resolve_num_trials
-from ansor_mlflow.workers.builder import Builder
-from ansor_mlflow.workers.measure import RunJob
-from ansor_mlflow.workers.runner import Runner
+from ansor_mlflow.workers import Builder, RunJob, Runner
 
 if TYPE_CHECKING:
     from tvm.target import Target

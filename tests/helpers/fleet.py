@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 from helpers.commands import ANSOR_MLFLOW, ROOT, TESTS
 
-from ansor_mlflow.fleet.tracker import HostPort, servers_by_key
+from ansor_mlflow.fleet import HostPort, servers_by_key
 
 KEY = "here"
 BOARD = ROOT / ".board"
@@ -151,9 +151,9 @@ def running_fleet(directory: Path, num_servers: int = 1) -> Iterator[Fleet]:
         fleet.end()
 
 
-def lying_server(lie: str) -> list[str]:
-    """The command of a server that tells lies; see `lying_server.py`."""
-    return [sys.executable, str(TESTS / "helpers" / "lying_server.py"), lie]
+def lying_server() -> list[str]:
+    """The command of a server that computes something else than it is told to."""
+    return [sys.executable, str(TESTS / "helpers" / "lying_server.py")]
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = _START_S) -> None:

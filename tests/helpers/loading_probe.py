@@ -7,10 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-from ansor_mlflow.device.targets import resolve_target
+from ansor_mlflow.device import resolve_target
 from ansor_mlflow.errors import AnsorMlflowError
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.networks.load import load_network
+from ansor_mlflow.networks import load_network
 
 
 def virtual_bytes() -> int:

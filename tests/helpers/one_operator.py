@@ -11,8 +11,8 @@ import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
 from ansor_mlflow.codegen import pass_config, tir_pipeline
+from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.settings import LoweringSettings
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from ansor_mlflow.networks.load import Network
+from ansor_mlflow.networks import Network
 from ansor_mlflow.tensors import random_inputs
 
 

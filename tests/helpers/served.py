@@ -13,9 +13,9 @@ from helpers.servers import SCRIPTS, Server, answers, free_port, running
 from helpers.untuned import compiled_untuned
 
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.model.package import CompiledNetwork
+from ansor_mlflow.model import CompiledNetwork
+from ansor_mlflow.networks import load_network
 from ansor_mlflow.networks.graph import GraphBuilder
-from ansor_mlflow.networks.load import load_network
 
 if TYPE_CHECKING:
     from tvm.target import Target

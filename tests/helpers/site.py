@@ -18,7 +18,7 @@ from helpers.tuner_process import Tuning
 from mlflow.entities import Run
 
 from ansor_mlflow import names
-from ansor_mlflow.records.pieces import PARTS_DIR
+from ansor_mlflow.records import PARTS_DIR
 
 BUCKET = "faults"
 AWAY = "the MLflow run cannot be reached and will be told later"

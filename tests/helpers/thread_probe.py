@@ -13,7 +13,7 @@ import numpy as np
 import tvm
 from tvm.script import tirx as T  # noqa: N812 - TVMScript's own name
 
-from ansor_mlflow.device.threads import set_num_threads
+from ansor_mlflow.device import set_num_threads
 
 NUM_ITERATIONS = 64
 

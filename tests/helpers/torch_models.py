@@ -16,7 +16,7 @@ from torch.export import Dim
 from torch.nn import functional
 
 from ansor_mlflow.measuring import RivalTask, rival_inference
-from ansor_mlflow.networks.load import load_network
+from ansor_mlflow.networks import load_network
 
 AUTO = {0: Dim.AUTO, 1: Dim.AUTO}
 ROWS = {0: Dim("rows", min=3, max=16)}

@@ -15,7 +15,7 @@ import psutil
 from helpers.commands import ANSOR_MLFLOW, FAST, Finished, flags
 
 from ansor_mlflow import names
-from ansor_mlflow.records.store import RecordPair, distill
+from ansor_mlflow.records import RecordPair, distill
 
 SMALL_ROUNDS = {**FAST, "space": "metaschedule", "cost_model": "none", "num_trials_per_round": 2}
 """Parameters with which a tuning of a small network has many rounds, soon."""

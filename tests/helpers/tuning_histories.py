@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ansor_mlflow.tracking.report.history import TuningHistory
+from ansor_mlflow.tracking import TuningHistory
 from ansor_mlflow.trials import (
     Durations,
     StopReason,

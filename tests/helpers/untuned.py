@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 from ansor_mlflow.device import available_cpus, fingerprint
 from ansor_mlflow.lowering import LoweredNetwork
-from ansor_mlflow.model.library import compile_untuned
-from ansor_mlflow.model.package import CompiledNetwork
-from ansor_mlflow.model.parts import part_entries
+from ansor_mlflow.model import CompiledNetwork, compile_untuned, part_entries
 from ansor_mlflow.networks import Network
 
 if TYPE_CHECKING:
