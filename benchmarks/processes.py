@@ -28,7 +28,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from ansor_mlflow.measuring import measure_call, watched
+from ansor_mlflow.measuring import measure_watched, watched
 from ansor_mlflow.model import TunedModel
 from ansor_mlflow.tensors import random_inputs
 
@@ -79,7 +79,7 @@ def _time(directory: Path, huge_pages: bool) -> dict[str, float]:
     model = _model(directory, huge_pages)
     inputs = random_inputs(model.inputs, 0)
     with watched() as waiting:
-        calls_s = measure_call(lambda: model.run(inputs), warm_up_s=_WARM_UP_S, measure_s=_MEASURE_S)
+        calls_s, _ = measure_watched(lambda: model.run(inputs), warm_up_s=_WARM_UP_S, measure_s=_MEASURE_S)
     return {
         "latency_ms": median(calls_s) * 1e3,
         "waited": waiting.share,

@@ -52,7 +52,6 @@ from ansor_mlflow.measuring.timing import (
     call_once,
     is_disturbed,
     lost_share,
-    measure_call,
     measure_in_turns,
     measure_turn,
     measure_watched,

@@ -100,27 +100,25 @@ def measure_turn(make_call: MakeCall, measure_s: float) -> tuple[list[float], fl
     return measure_watched(make_call(), warm_up_s=min(_WARM_UP_S, measure_s), measure_s=measure_s)
 
 
-def measure_watched(call: Callable[[], Any], *, warm_up_s: float, measure_s: float) -> tuple[list[float], float]:
-    """As `measure_call`, and the share of the time that this process waited for a CPU."""
-    with watched() as waiting:
-        samples = measure_call(call, warm_up_s=warm_up_s, measure_s=measure_s)
-    return samples, waiting.share
-
-
-def measure_call(
+def measure_watched(
     call: Callable[[], Any], *, warm_up_s: float = _WARM_UP_S, measure_s: float = _MEASURE_S
-) -> list[float]:
-    """Seconds of single calls in this process, after a warm-up; of a slow call only the second."""
-    if _timed(call) > _SLOW_S:
-        return [_timed(call)]
-    warm_until = time.perf_counter() + warm_up_s
-    while time.perf_counter() < warm_until:
-        call()
-    samples: list[float] = []
-    stop_at = time.perf_counter() + measure_s
-    while len(samples) < _MIN_SAMPLES or time.perf_counter() < stop_at:
-        samples.append(_timed(call))
-    return samples
+) -> tuple[list[float], float]:
+    """Seconds of single calls in this process, and the share of the time that it waited for a CPU.
+
+    A slow call is warm after the first one, and only the second counts.
+    """
+    with watched() as waiting:
+        if _timed(call) > _SLOW_S:
+            samples = [_timed(call)]
+        else:
+            samples = []
+            warm_until = time.perf_counter() + warm_up_s
+            while time.perf_counter() < warm_until:
+                call()
+            stop_at = time.perf_counter() + measure_s
+            while len(samples) < _MIN_SAMPLES or time.perf_counter() < stop_at:
+                samples.append(_timed(call))
+    return samples, waiting.share
 
 
 def _timed(call: Callable[[], Any]) -> float:

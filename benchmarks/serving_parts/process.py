@@ -25,7 +25,7 @@ def prediction(directory: Path, inputs: tuple[TensorSpec, ...], seed: int) -> Ca
 def _measure(directory: Path, specs: tuple[TensorSpec, ...], seed: int) -> dict[str, float]:
     import mlflow.pyfunc  # noqa: F401 - not a part of the load time
 
-    from ansor_mlflow.measuring import measure_call
+    from ansor_mlflow.measuring import measure_watched
 
     inputs = _inputs(specs, seed)
     began_s = time.perf_counter()
@@ -41,8 +41,8 @@ def _measure(directory: Path, specs: tuple[TensorSpec, ...], seed: int) -> dict[
         "load_s": loaded_s - began_s,
         "load_again_s": again_s - first_s,
         "first_predict_ms": (first_s - loaded_s) * 1e3,
-        "library_ms": median(measure_call(bare)) * 1e3,
-        "predict_ms": median(measure_call(partial(model.predict, inputs))) * 1e3,
+        "library_ms": median(measure_watched(bare)[0]) * 1e3,
+        "predict_ms": median(measure_watched(partial(model.predict, inputs))[0]) * 1e3,
     }
 
 
