@@ -10,11 +10,5 @@ from ansor_mlflow.fleet.programs import (
 )
 from ansor_mlflow.fleet.runner import RpcRunner
 from ansor_mlflow.fleet.server import run_server, run_tracker
-from ansor_mlflow.fleet.session import (
-    FleetSettings,
-    ServerSession,
-    device_of_fleet,
-    fleet_settings,
-    open_session,
-)
+from ansor_mlflow.fleet.session import FleetSettings, ServerSession, device_of_fleet, fleet_settings, open_session
 from ansor_mlflow.fleet.tracker import HostPort, KeyState, ServerLease, servers_by_key

@@ -30,9 +30,4 @@ from ansor_mlflow.records.store import (
     search_directories,
     write_pair,
 )
-from ansor_mlflow.records.summary import (
-    DatabaseSummary,
-    open_database,
-    require_whole,
-    summarize,
-)
+from ansor_mlflow.records.summary import DatabaseSummary, open_database, require_whole, summarize

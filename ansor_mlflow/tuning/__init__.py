@@ -8,9 +8,4 @@ from ansor_mlflow.tuning.program_search import TaskSearch, make_cost_model
 from ansor_mlflow.tuning.replay import COPIES_OF_ARGUMENTS, Replayer
 from ansor_mlflow.tuning.roofline import Bound, Roofline, measure_roofline, quick_roofline
 from ansor_mlflow.tuning.sketch_search import sketched_workloads
-from ansor_mlflow.tuning.stopping import (
-    SECONDS_PER_TRIAL,
-    StoppingRules,
-    require_valid_trials,
-    resolve_num_trials,
-)
+from ansor_mlflow.tuning.stopping import SECONDS_PER_TRIAL, StoppingRules, require_valid_trials, resolve_num_trials
