@@ -25,9 +25,8 @@ from ansor_mlflow.model import LibraryEntry, Manifest
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.records import is_time
 from ansor_mlflow.tensors import Arrays, all_sizes
-from ansor_mlflow.workers import Builder
+from ansor_mlflow.workers import Builder, random_tensor
 
-_FLUSH = "cache_flush_cpu_non_first_arg"
 _FASTEST_S = 1e-8
 """Calls that are said to be shorter are repeated as often as if they took this long."""
 _MIN_CALLS, _MAX_CALLS = 10, 1000
@@ -107,7 +106,8 @@ def _measured_by_tvm(session: Any, work: MeasureRequest) -> tuple[float, ...]:
     settings, device = work.settings, session.cpu(0)
     session.get_function("runtime.config_threadpool")(1, settings.num_threads)
     module = session.load_module(work.job.path.name)
-    arguments = [_argument(session, device, dtype, shape) for _, dtype, shape in work.job.args_info]
+    infos = work.job.args_info
+    arguments = [random_tensor(dtype, shape, device, session.get_function) for _, dtype, shape in infos]
     is_cold = settings.cache_flush or settings.rest is not None
 
     def timed(number: int, repeat: int, min_repeat_ms: int) -> list[float]:
@@ -117,7 +117,7 @@ def _measured_by_tvm(session: Any, work: MeasureRequest) -> tuple[float, ...]:
             number=number,
             repeat=repeat,
             min_repeat_ms=min_repeat_ms,
-            f_preproc=_FLUSH if is_cold else "",
+            f_preproc="cache_flush_cpu_non_first_arg" if is_cold else "",
         )
         return [float(seconds) for seconds in timer(*arguments).results]
 
@@ -126,17 +126,6 @@ def _measured_by_tvm(session: Any, work: MeasureRequest) -> tuple[float, ...]:
     (first_s,) = timed(1, 1, 0)  # only the first of several calls would be cold
     num_calls = max(settings.number, math.ceil(settings.min_repeat_ms / 1e3 / max(first_s, _FASTEST_S)))
     return tuple(median(timed(1, min(num_calls, _MAX_CALLS), 0)) for _ in range(settings.repeat))
-
-
-def _argument(session: Any, device: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-    """Random numbers, made there; indices are zero, as `random_arguments` has them."""
-    import tvm
-
-    if dtype in ("int32", "int64"):
-        return tvm.runtime.tensor(np.zeros(shape, dtype), device)
-    tensor = tvm.runtime.empty(shape, dtype, device)
-    session.get_function("tvm.contrib.random.random_fill_for_measure")(tensor)
-    return tensor
 
 
 # -- networks ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from ansor_mlflow.workers.measure import (
     arg_info,
     argument_bytes,
     measure_program,
+    random_tensor,
     timeout_s_of,
 )
 from ansor_mlflow.workers.runner import LocalRunner, Runner

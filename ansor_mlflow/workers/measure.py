@@ -271,24 +271,27 @@ def random_arguments(args_info: tuple[ArgInfo, ...], device: Any = None) -> list
     are zero: TVM fills integers with any bits, and kernels do not check the indices that they read with. The device, by
     default the CPU, is the same in all calls of a process.
     """
+    import tvm
+
     keys = [(position, dtype, math.prod(shape)) for position, (_, dtype, shape) in enumerate(args_info)]
     if _filled.keys() != set(keys):
         _filled.clear()  # before the new ones take memory
         memory = NewMemory()
-        _filled.update({key: _fill(*key[1:], device) for key in keys})
+        place = device or tvm.cpu(0)
+        _filled.update({key: random_tensor(key[1], (key[2],), place, tvm.get_global_func) for key in keys})
         memory.collapse()  # as in a model that is loaded
     return [_filled[key]._create_view(shape, dtype) for key, (_, dtype, shape) in zip(keys, args_info, strict=True)]
 
 
-def _fill(dtype: str, num_elements: int, device: Any) -> Any:
+def random_tensor(dtype: str, shape: tuple[int, ...], device: Any, function: Callable[[str], Any]) -> Any:
+    """A tensor on a device, filled there by a function that `function` finds."""
     import tvm
 
-    device = device or tvm.cpu(0)
     if dtype in ("int32", "int64"):
-        return tvm.runtime.tensor(np.zeros(num_elements, dtype), device)
-    filled = tvm.runtime.empty((num_elements,), dtype, device)
-    tvm.get_global_func("tvm.contrib.random.random_fill_for_measure")(filled)
-    return filled
+        return tvm.runtime.tensor(np.zeros(shape, dtype), device)
+    tensor = tvm.runtime.empty(shape, dtype, device)
+    function("tvm.contrib.random.random_fill_for_measure")(tensor)
+    return tensor
 
 
 # -- the rest of the network -------------------------------------------------------------------------------------------
