@@ -156,6 +156,12 @@ def test_only_the_upper_floors_know_mlflow() -> None:
     assert [module for module in lower if "mlflow" in {name.split(".")[0] for name, _ in IMPORTS[module]}] == []
 
 
+def test_lower_rooms_take_small_settings() -> None:
+    lower = [module for module in MODULES if FLOOR.get(part_of(module) or "", 0) < MLFLOW_FLOOR]
+    found = [m for m in lower if "TuneOptions" in MODULES[m].read_text() and part_of(m) != "parameters"]
+    assert found == [], "take SearchOptions or MeasureOptions"
+
+
 def test_no_two_classes_share_a_name() -> None:
     names = Counter(
         node.name.lstrip("_")
