@@ -183,13 +183,10 @@ def run_jobs(
 
 def make_trial(step: int, task: str, built: Outcome[Path], measured: Iterator[Outcome[tuple[float, ...]]]) -> Trial:
     """The trial of a candidate; takes the next of the measured outcomes if the candidate could be built."""
-    if built.value is None:
-        status = _STATUS.get(built.failure, TrialStatus.BUILD_FAILED)
-        return Trial(step=step, task=task, status=status, error=built.error)
-    outcome = next(measured)
+    outcome: Outcome[Any] = built if built.value is None else next(measured)
     if outcome.value is None:
-        status = _STATUS.get(outcome.failure, TrialStatus.RUN_FAILED)
-        return Trial(step=step, task=task, status=status, error=outcome.error)
+        failed = TrialStatus.BUILD_FAILED if outcome is built else TrialStatus.RUN_FAILED
+        return Trial(step=step, task=task, status=_STATUS.get(outcome.failure, failed), error=outcome.error)
     return Trial(step=step, task=task, status=TrialStatus.OK, run_s=outcome.value)
 
 
