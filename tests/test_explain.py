@@ -117,7 +117,6 @@ def test_arguments_are_the_inputs_the_weights_and_the_result(tuned_records: Path
     conv = explain_task(ExplainOptions(**given, task=info.name))
     assert explain_task(ExplainOptions(**given, task=str(info.index))).task == conv.task
     assert conv.argument_bytes == 4 * (3 * 16 * 16 + 8 * 3 * 3 * 3 + 8 + 8 * 16 * 16)
-    np.testing.assert_allclose(conv.flops_per_byte, conv.task.flops / conv.argument_bytes)
     assert conv.task.flops >= 2 * 8 * 16 * 16 * 3 * 3 * 3
 
 

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import mlflow
 import numpy as np
 import onnx
+import pydantic_core
 import pytest
 from helpers.commands import ROOT, RunCommand
 from helpers.served import compiled
 
-from ansor_mlflow import flavor, names
+from ansor_mlflow import flavor, measuring, names
 from ansor_mlflow.commands import pipeline
 from ansor_mlflow.errors import (
     AnsorMlflowError,
@@ -36,10 +37,8 @@ from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.parameters import PipelineOptions, PromoteOptions
 from ansor_mlflow.steps.promotion import contest
-from ansor_mlflow.steps.promotion.contest import Contender
-from ansor_mlflow.steps.promotion.decision import Promotion, PromotionOutcome
-from ansor_mlflow.steps.promotion.promote import host_of, promote, target_alias
-from ansor_mlflow.steps.promotion.rollback import roll_back
+from ansor_mlflow.steps.promotion.contest import Contender, Promotion, PromotionOutcome
+from ansor_mlflow.steps.promotion.promote import host_of, promote, roll_back, target_alias
 from ansor_mlflow.tracking import registry
 from ansor_mlflow.tracking.run import StepRun
 
@@ -249,7 +248,7 @@ def test_wrong_outputs_are_never_promoted(
 def test_an_infinite_error_is_null_in_json(client: mlflow.MlflowClient, of_target: str, set_times: SetTimes) -> None:
     set_times({})
     promotion = replace(decide(WRONG), errors={WRONG: Deviation(math.inf, math.nan)})
-    written = json.loads(promotion.to_json(), parse_constant=pytest.fail)
+    written = json.loads(pydantic_core.to_json(promotion, inf_nan_mode="null"), parse_constant=pytest.fail)
     assert written["errors"] == {WRONG: {"max_abs_error": None, "max_rel_error": None}}
     assert written["outcome"] == "wrong"
 
@@ -282,14 +281,14 @@ def test_a_champion_that_tvm_cannot_load_is_not_replaced(
     """It may be of a version of TVM whose libraries this one does not open."""
     set_champion(client, SLOW, of_target)
     set_times({})
-    real = contest.library_inference
+    real = measuring.library_inference
 
     def library_inference(library: Path, *args: Any) -> Any:
         if f"/{SLOW}/" in str(library):
             raise ModelError(f"library {library}: TVM cannot load it")
         return real(library, *args)
 
-    monkeypatch.setattr(contest, "library_inference", library_inference)
+    monkeypatch.setattr(measuring, "library_inference", library_inference)
     monkeypatch.setattr(contest, "_median_ms", lambda contender, *_: contender.make_inference() and 1.0)
     promotion = decide(FAST)
     assert promotion.outcome is PromotionOutcome.NOT_MEASURABLE

@@ -16,7 +16,7 @@ from helpers.tuning_histories import TaskRound, history_of, large_history
 from mlflow.entities import Run
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
-from ansor_mlflow import names
+from ansor_mlflow import names, tracking
 from ansor_mlflow.device.device import Device
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.lowering.network import LoweredNetwork
@@ -240,8 +240,8 @@ def test_a_report_that_cannot_be_made_is_a_warning(
     def fail(*_: object, **__: object) -> None:
         raise MachineError("no CPU is free")
 
-    for part in ("quick_roofline", "tuning_page"):
-        monkeypatch.setattr(report, part, fail)
+    monkeypatch.setattr(report, "quick_roofline", fail)
+    monkeypatch.setattr(tracking, "tuning_page", fail)
     with caplog.at_level(logging.WARNING, "ansor_mlflow"):
         run = tune_small(small_onnx, new_experiment, monkeypatch, tmp_path)
     assert run.info.status == "FINISHED"

@@ -31,7 +31,7 @@ from ansor_mlflow.networks.load import Network, load_network
 from ansor_mlflow.networks.onnx_file import digest, external_files, write_onnx
 from ansor_mlflow.parameters import CompileOptions, TuneOptions
 from ansor_mlflow.steps.compiling import compile_network
-from ansor_mlflow.steps.tuning.resume import resumed_options
+from ansor_mlflow.steps.tuning.earlier import resumed_options
 from ansor_mlflow.steps.tuning.tune import tune
 from ansor_mlflow.tensors import random_inputs
 from ansor_mlflow.tracking import sources

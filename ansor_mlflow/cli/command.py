@@ -1,4 +1,4 @@
-"""What becomes of an error that is none of our kinds: one line, and a file for whoever mends it."""
+"""Makes commands of option classes, writes their results, and makes one line of any error."""
 
 from __future__ import annotations
 
@@ -19,26 +19,19 @@ import pydantic_core
 from click.core import ParameterSource
 from pydantic.fields import FieldInfo
 
+from ansor_mlflow import parameters
 from ansor_mlflow.cli.console import show
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, add_note, notes_of, one_line, shortened
 from ansor_mlflow.files import translated_disk_errors, write_text
 from ansor_mlflow.foreign import printable, printable_json, without_credentials
-from ansor_mlflow.parameters import (
-    NetworkOptions,
-    Options,
-    declared,
-    default_text,
-    grouped,
-    is_uri,
-    load_options,
-    read_settings,
-)
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _OF_USER = {errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR}
 """What the system says of a path that was given."""
+STANDARD_OUTPUT = "-"
+"""The path that means standard output."""
 _PACKAGES = ("ansor_mlflow", "apache-tvm", "mlflow", "numpy", "onnx")
 
 
@@ -72,10 +65,6 @@ def _written(err: Exception) -> str:
         sys.stderr.write(text)
         return "above"
     return path
-
-
-STANDARD_OUTPUT = "-"
-"""The path that means standard output."""
 
 
 def report(result: Any, json_file: str) -> None:
@@ -124,17 +113,17 @@ def _without_credentials(value: Any) -> Any:
 
 _CONFIG_HELP = "YAML file with values for any of these parameters; what is given here wins over the file."
 _SET_HELP = "Parameters for experts, such as measure.repeat=3; several are separated by commas: {keys}."
-OptionsT = TypeVar("OptionsT", bound=Options)
+OptionsT = TypeVar("OptionsT", bound=parameters.Options)
 
-COMMANDS: dict[str, type[Options]] = {}
+COMMANDS: dict[str, type[parameters.Options]] = {}
 """The commands that have options, by their whole names, such as "records show"."""
 
 
 def checked_options(cls: type[OptionsT], given: Mapping[str, Any], config: str | None = None) -> OptionsT:
     """Does what `load_options` does, and checks the network, too: before TVM and MLflow, which take seconds to load."""
-    options = load_options(cls, given, config)
+    options = parameters.load_options(cls, given, config)
     has_own = bool(getattr(options, "tune_run", "") or getattr(options, "resume_run", ""))  # a run knows its network
-    if isinstance(options, NetworkOptions) and not has_own and not is_uri(options.network):
+    if isinstance(options, parameters.NetworkOptions) and not has_own and not parameters.is_uri(options.network):
         from ansor_mlflow.networks import require_network  # ONNX, which --help can do without
 
         require_network(options.network, trust=options.trust)
@@ -152,11 +141,11 @@ def command(group: click.Group, name: str) -> Callable[[Callable[[OptionsT], Non
             if source is ParameterSource.COMMANDLINE and not given["network"]:  # an unset variable of a shell
                 raise UserInputError("network='': it is empty; give the name of a network, a file or a URI")
             for settings in set_:
-                given.update(read_settings(options_class, settings))
+                given.update(parameters.read_settings(options_class, settings))
             function(checked_options(options_class, given, config or None))
 
         params = [_param(options_class, field, info) for field, info in options_class.model_fields.items()]
-        if keys := ", ".join(grouped(options_class)):
+        if keys := ", ".join(parameters.grouped(options_class)):
             help_ = _SET_HELP.format(keys=keys)
             params.append(click.Option(["--set", "set_"], multiple=True, metavar="GROUP.KEY=VALUE", help=help_))
         params.append(click.Option(["--config"], default="", help=_CONFIG_HELP))
@@ -168,21 +157,18 @@ def command(group: click.Group, name: str) -> Callable[[Callable[[OptionsT], Non
     return decorate
 
 
-def _param(options_class: type[Options], name: str, info: FieldInfo) -> click.Parameter:
-    extra = declared(options_class, name)
+def _param(options_class: type[parameters.Options], name: str, info: FieldInfo) -> click.Parameter:
+    extra = parameters.declared(options_class, name)
     if extra["metavar"]:
         num_values = -1 if info.annotation is not str else 1
         default = "" if num_values == 1 else None
         return click.Argument([name], default=default, nargs=num_values, required=False, metavar=extra["metavar"])
-    default = default_text(options_class, name)
+    default = parameters.default_text(options_class, name)
     text = f"{info.description}  [default: {default}]" if default else info.description
     # For experts; `mlflow run -P measure_timeout_s=5` passes the name with its underscores.
     is_hidden = bool(extra["under"])
-    flags = [
-        extra["flag"] or f"--{name.replace('_', '-')}",
-        name,
-        *([f"--{name}"] if is_hidden and "_" in name else []),
-    ]
+    flags = [extra["flag"] or f"--{name.replace('_', '-')}", name]
+    flags += [f"--{name}"] if is_hidden and "_" in name else []
     if extra["is_switch"]:
         return click.Option(flags, is_flag=True, default=None, help=info.description)
     # A boolean that is given alone is true.

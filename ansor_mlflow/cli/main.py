@@ -16,32 +16,29 @@ from typing import Any
 
 import click
 
+from ansor_mlflow import parameters
 from ansor_mlflow.cli.command import COMMANDS, STANDARD_OUTPUT, command, known_error, report, write_output
 from ansor_mlflow.cli.console import say, say_marked, show
-from ansor_mlflow.cli.fleet_commands import fleet
-from ansor_mlflow.cli.s3 import suit_other_s3_servers
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError, notes_of
 from ansor_mlflow.files import translated_disk_errors
 from ansor_mlflow.foreign import Code, PrintableFormatter, Report, Table
-from ansor_mlflow.parameters import (
-    BisectOptions,
-    CompileOptions,
-    DiffOptions,
-    DistillRecordsOptions,
-    DoctorOptions,
-    EvaluateOptions,
-    ExplainOptions,
-    MergeRecordsOptions,
-    PipelineOptions,
-    PlanOptions,
-    PromoteOptions,
-    ShowRecordsOptions,
-    TuneOptions,
-    VerifyRecordsOptions,
-    gone,
-    mlproject,
-    parameters_markdown,
-)
+
+_FOR_MLFLOW = {
+    # an unreachable server is an error after seconds; MLflow's default of 7 doubling waits takes minutes
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+    # a run's address is printed when it begins; MLflow prints it again at the end, with a password in the URI
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+_FOR_S3 = {
+    # boto3 adds checksums that some servers do not know, and expects them in answers to range requests
+    "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+    "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
+    # bucket.host resolves for no server that is addressed by a number or a single name
+    "MLFLOW_BOTO_CLIENT_ADDRESSING_STYLE": "path",
+    # without one boto3 signs nothing
+    "AWS_DEFAULT_REGION": os.environ.get("AWS_REGION") or "us-east-1",
+}
+"""What S3 servers other than Amazon's need."""
 
 ENTRY_POINTS = ("main", "tune", "compile", "evaluate", "promote")
 """The commands that `mlflow run` starts, too."""
@@ -49,8 +46,7 @@ ENTRY_POINTS = ("main", "tune", "compile", "evaluate", "promote")
 
 class _Commands(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Finds a command; one that is gone is an error that says what to use instead."""
-        if instead := gone.COMMANDS.get(args[0]):
+        if instead := parameters.gone.COMMANDS.get(args[0]):
             raise UserInputError(f"the command {args[0]} is gone: {instead}")
         return super().resolve_command(ctx, args)
 
@@ -62,7 +58,7 @@ def cli() -> None:
 
 
 @command(cli, "main")
-def pipeline(options: PipelineOptions) -> None:
+def pipeline(options: parameters.PipelineOptions) -> None:
     """Tune, compile, evaluate and, with --register-as, register a network; with --promote, promote it.
 
     In a folder whose MLproject file has these steps as entry points, each is run as one, in a process of its own.
@@ -79,7 +75,7 @@ def pipeline(options: PipelineOptions) -> None:
 
 
 @command(cli, "tune")
-def tune(options: TuneOptions) -> None:
+def tune(options: parameters.TuneOptions) -> None:
     """Search the best schedule for every task of a network."""
     from ansor_mlflow.cli.progress import progress_observers
     from ansor_mlflow.steps.tuning import tune as tune_step
@@ -90,7 +86,7 @@ def tune(options: TuneOptions) -> None:
 
 
 @command(cli, "compile")
-def compile_(options: CompileOptions) -> None:
+def compile_(options: parameters.CompileOptions) -> None:
     """Build a network with tuning records and log it as a model."""
     from ansor_mlflow.steps.compiling import compile_network
 
@@ -98,7 +94,7 @@ def compile_(options: CompileOptions) -> None:
 
 
 @command(cli, "evaluate")
-def evaluate(options: EvaluateOptions) -> None:
+def evaluate(options: parameters.EvaluateOptions) -> None:
     """Check a model against ONNX Runtime and measure its latency."""
     from ansor_mlflow.steps.evaluation import evaluate as evaluate_step
 
@@ -106,7 +102,7 @@ def evaluate(options: EvaluateOptions) -> None:
 
 
 @command(cli, "promote")
-def promote(options: PromoteOptions) -> None:
+def promote(options: parameters.PromoteOptions) -> None:
     """Make a version of a registered model the champion if it is right and faster than the champion on this host.
 
     Moves champion-<target>, and --alias with it. A candidate that is not promoted ends with exit code 9 if it lost, 10
@@ -124,7 +120,7 @@ def promote(options: PromoteOptions) -> None:
 
 
 @command(cli, "plan")
-def plan(options: PlanOptions) -> None:
+def plan(options: parameters.PlanOptions) -> None:
     """List the tasks that tuning a network would search, the trials that each would get, and what is known.
 
     Nothing is measured, and no run is started.
@@ -135,7 +131,7 @@ def plan(options: PlanOptions) -> None:
 
 
 @command(cli, "bisect")
-def bisect(options: BisectOptions) -> None:
+def bisect(options: parameters.BisectOptions) -> None:
     """Find the first tensor of a network that is not what ONNX Runtime computes, and the smallest model that shows it.
 
     NETWORK is compiled without tuning, whole and in parts. The model is saved with its inputs, for a bug report, and
@@ -149,7 +145,7 @@ def bisect(options: BisectOptions) -> None:
 
 
 @command(cli, "explain")
-def explain(options: ExplainOptions) -> None:
+def explain(options: parameters.ExplainOptions) -> None:
     """Show what a tuned task computes, its schedule, and how far it is from what this host can do.
 
     SOURCE is the ID of a tuning run, or a directory, a tuning-record file or an artifact URI; then give the network,
@@ -161,7 +157,7 @@ def explain(options: ExplainOptions) -> None:
 
 
 @command(cli, "diff")
-def diff(options: DiffOptions) -> None:
+def diff(options: parameters.DiffOptions) -> None:
     """Compare two tunings task by task: which is faster, by how much, and is that more than noise.
 
     RUN_A and RUN_B are runs of tune, compile, evaluate or main, or models.
@@ -186,7 +182,7 @@ def records() -> None:
 
 
 @command(records, "show")
-def records_show(options: ShowRecordsOptions) -> None:
+def records_show(options: parameters.ShowRecordsOptions) -> None:
     """Count the records of a database, by target and workload."""
     from ansor_mlflow.commands.databases import show_records
 
@@ -194,7 +190,7 @@ def records_show(options: ShowRecordsOptions) -> None:
 
 
 @command(records, "merge")
-def records_merge(options: MergeRecordsOptions) -> None:
+def records_merge(options: parameters.MergeRecordsOptions) -> None:
     """Write the records of several databases to a new one, each once."""
     from ansor_mlflow.commands.databases import merge_records
 
@@ -202,7 +198,7 @@ def records_merge(options: MergeRecordsOptions) -> None:
 
 
 @command(records, "distill")
-def records_distill(options: DistillRecordsOptions) -> None:
+def records_distill(options: parameters.DistillRecordsOptions) -> None:
     """Write the fastest records of each workload and target to a new database."""
     from ansor_mlflow.commands.databases import distill_records
 
@@ -210,7 +206,7 @@ def records_distill(options: DistillRecordsOptions) -> None:
 
 
 @command(records, "verify")
-def records_verify(options: VerifyRecordsOptions) -> None:
+def records_verify(options: parameters.VerifyRecordsOptions) -> None:
     """Replay the fastest records of each task: do they apply, build, run, and compute what the task computes.
 
     With another SOURCE than a tuning run, give the network, layout, target and threads that the records were made with.
@@ -227,11 +223,58 @@ def records_verify(options: VerifyRecordsOptions) -> None:
     result.require_pass()
 
 
-cli.add_command(fleet)
+@cli.group("fleet")
+def fleet() -> None:
+    """Run TVM's RPC tracker and servers, and see whether they are fit to measure.
+
+    A tuning measures on them with --rpc-tracker and --rpc-key.
+    """
+
+
+@command(fleet, "tracker")
+def fleet_tracker(options: parameters.TrackerOptions) -> None:
+    """Run a tracker, which servers report to and tunings ask, until an interrupt."""
+    from ansor_mlflow.fleet import run_tracker
+
+    run_tracker(options.host, options.port)
+
+
+@command(fleet, "server")
+def fleet_server(options: parameters.ServerOptions) -> None:
+    """Run a server on a device, which measures what tunings send, until an interrupt.
+
+    A program that crashes or hangs ends its session and nothing else.
+    """
+    from ansor_mlflow.fleet import HostPort, run_server
+
+    tracker = HostPort.parse(options.tracker, "tracker")
+    run_server(options.host, options.port, tracker, options.key, known_as=options.known_as)
+
+
+@command(fleet, "status")
+def fleet_status(options: parameters.FleetOptions) -> None:
+    """List the servers that a tracker knows, and who waits for them."""
+    from ansor_mlflow.commands.fleet import fleet_status as ask
+
+    report(ask(options), options.json_file)
+
+
+@command(fleet, "test")
+def fleet_test(options: parameters.FleetTestOptions) -> None:
+    """Run a known program on every server of a key: are its results right, how long does it take, how evenly.
+
+    A server that cannot measure ends it with exit code 3.
+    """
+    from ansor_mlflow.commands.fleet import self_test
+
+    is_text = options.json_file != STANDARD_OUTPUT
+    result = self_test(options, say if is_text else lambda _: None)
+    report(result, options.json_file)
+    result.require_pass()
 
 
 @command(cli, "doctor")
-def doctor(options: DoctorOptions) -> None:
+def doctor(options: parameters.DoctorOptions) -> None:
     """Check this machine, the tracking server and the stores: a line for each thing, with the fix where it needs one.
 
     Red means that a tuning would fail or measure nonsense, and ends with exit code 3. Nothing is left anywhere.
@@ -286,10 +329,15 @@ def networks() -> None:
 
 @cli.command("parameters")
 @click.option("--mlproject", "is_mlproject", is_flag=True, help="Print the file MLproject instead.")
-def parameters(is_mlproject: bool) -> None:
+def print_parameters(is_mlproject: bool) -> None:
     """Print the reference of all parameters as Markdown."""
     entry_points = {name: COMMANDS[name] for name in ENTRY_POINTS}
-    click.echo(mlproject(entry_points) if is_mlproject else parameters_markdown({**entry_points, **COMMANDS}), nl=False)
+    click.echo(
+        parameters.mlproject(entry_points)
+        if is_mlproject
+        else parameters.parameters_markdown({**entry_points, **COMMANDS}),
+        nl=False,
+    )
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -297,9 +345,8 @@ def main(args: Sequence[str] | None = None) -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a run is told how it ended
     _set_up_logging()
-    _shorten_mlflow_retries()
-    _keep_mlflow_quiet()
-    suit_other_s3_servers()
+    for name, value in {**_FOR_MLFLOW, **(_FOR_S3 if os.environ.get("MLFLOW_S3_ENDPOINT_URL") else {})}.items():
+        os.environ.setdefault(name, value)  # entry points that `main` starts inherit it
     try:
         with translated_disk_errors():
             cli.main(args=args, prog_name="ansor-mlflow", standalone_mode=False)
@@ -311,7 +358,7 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(err.exit_code)
     except click.NoSuchOption as err:
         name = err.option_name.lstrip("-").replace("-", "_")
-        why = gone.PARAMETERS.get(name)
+        why = parameters.gone.PARAMETERS.get(name)
         _fail(UserInputError(f"{name} is gone: {why}" if why else err.format_message()))
     except click.ClickException as err:
         _fail(UserInputError(err.format_message()))
@@ -344,13 +391,3 @@ def _set_up_logging() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(PrintableFormatter("%(message)s"))
         log.addHandler(handler)
-
-
-def _keep_mlflow_quiet() -> None:
-    """A run's address is printed when it begins; MLflow prints it again at the end, with a password in the URI."""
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-
-
-def _shorten_mlflow_retries() -> None:
-    """Lets an unreachable server be an error after seconds; MLflow's default of 7 doubling waits takes minutes."""
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")

@@ -48,7 +48,6 @@ class TuningView(JupyterMixin):
 
     plan: TuningPlan
     latest: TuningRound | TuningResult | None = None
-    """The last round or the result; None before the first round."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         parts = Group(self._bar(), self._status(), *self._tasks(options))
@@ -120,7 +119,11 @@ class TuningView(JupyterMixin):
 
 
 class ProgressDisplay:
-    """A `TuningObserver` that redraws a display after every round, but at most twice a second."""
+    """A `TuningObserver` that redraws a display after every round, but at most twice a second.
+
+    `show` takes a view, and whether to draw it now. What it draws on must not refresh by itself: while a candidate is
+    measured nothing else of ours may compute, and rounds are told only when nothing is measured.
+    """
 
     def __init__(self, show: Callable[[TuningView, bool], None]) -> None:
         self._draw = show
@@ -128,17 +131,14 @@ class ProgressDisplay:
         self._refreshed_s = -math.inf
 
     def tuning_started(self, plan: TuningPlan) -> None:
-        """Shows the budget and the tasks."""
         self._plan = plan
         self._show(TuningView(plan=plan))
 
     def round_finished(self, round_: TuningRound) -> None:
-        """Shows the state of every task, and which one had the round."""
         view = TuningView(plan=self._plan, latest=round_)
         self._show(view, at_once=view.search_is_over)
 
     def tuning_finished(self, result: TuningResult) -> None:
-        """Leaves the final state on the screen."""
         self._show(TuningView(plan=self._plan, latest=result), at_once=True)
 
     def _show(self, view: TuningView, at_once: bool = False) -> None:
@@ -149,30 +149,21 @@ class ProgressDisplay:
             self._refreshed_s = now_s
 
 
-class NotebookDisplay(ProgressDisplay):
-    """A `TuningObserver` that shows the same below the cell of a notebook."""
-
-    def __init__(self) -> None:
-        from IPython.display import display  # a notebook has it
-
-        handle = display(  # type: ignore[no-untyped-call]
-            "lowering the network, extracting tasks", display_id=True
-        )
-        super().__init__(lambda view, is_due: handle.update(view) if is_due else None)
-
-
 @contextmanager
 def progress_observers() -> Iterator[Sequence[TuningObserver]]:
     """A display in a notebook, or if standard error is a terminal, below the log's lines; nothing elsewhere."""
-    console = PlainConsole(stderr=True)
+    console, begin = PlainConsole(stderr=True), "lowering the network, extracting tasks"
     if console.is_jupyter:
-        yield [NotebookDisplay()]
+        from IPython.display import display  # a notebook has it
+
+        handle = display(begin, display_id=True)  # type: ignore[no-untyped-call]
+        yield [ProgressDisplay(lambda view, is_due: handle.update(view) if is_due else None)]
         return
     if not sys.stderr.isatty():
         yield []
         return
     live = Live(
-        Text("lowering the network, extracting tasks"),
+        Text(begin),
         console=console,
         auto_refresh=False,  # no thread that draws while a candidate is measured: it would disturb the measurement
         redirect_stdout=sys.stdout.isatty(),
@@ -212,7 +203,6 @@ def _rank(task: TaskState) -> tuple[int, float]:
 
 
 def _row(task: TaskState, is_marked: bool) -> dict[str, str]:
-    """A task's cells by the header of their column."""
     num_failed = task.total_trials - task.num_trials[TrialStatus.OK]
     return {
         _MARK: "▸" if is_marked else "",

@@ -18,21 +18,12 @@ import onnx
 import pydantic_core
 from onnx import helper, numpy_helper
 
+from ansor_mlflow import measuring
 from ansor_mlflow.device import Device
 from ansor_mlflow.errors import AnsorMlflowError, CorrectnessError, UserInputError
 from ansor_mlflow.files import scratch_directory, write_text
 from ansor_mlflow.foreign import Report, Reported, Table, for_shell
 from ansor_mlflow.graphs import ancestors, extract, inputs_of, producers_of, static_shape
-from ansor_mlflow.measuring import (
-    Deviation,
-    choose_examples,
-    compare_tensors,
-    library_inference,
-    outputs_of,
-    reference_inference,
-    require_examples,
-    tolerance_for,
-)
 from ansor_mlflow.model import LIBRARY_FILE, BuildJob, build_in_child_process, require_linker
 from ansor_mlflow.names import NETWORK_FILE
 from ansor_mlflow.networks import input_specs, output_specs, write_onnx
@@ -57,7 +48,6 @@ class WrongTensor:
     operator: str
     """The operator that makes it, such as "Softmax"."""
     node: str
-    """The name of its node; empty where it has none."""
     place: int
     """The number of nodes before it in the graph."""
     shape: tuple[int, ...]
@@ -72,9 +62,7 @@ class WrongTensor:
     """The value there of the compiled network."""
     expected: float | None
     operators: tuple[str, ...]
-    """The operators of the smallest model, in order."""
     directory: str
-    """Where the smallest model is, with its inputs and both outputs."""
     command: str
     """Command line that compares the smallest model."""
 
@@ -85,7 +73,6 @@ class Bisection(Reported):
 
     network: str
     target: str
-    """Short description of the target, such as "llvm znver4 ×2"."""
     num_nodes: int
     tolerance: float
     max_abs_error: float
@@ -94,7 +81,6 @@ class Bisection(Reported):
     wrong: WrongTensor | None
     """None where the outputs do not differ by more than the tolerance."""
     note: str
-    """What to know of the comparison; empty where there is nothing."""
 
     def require_equal(self) -> None:
         """Raises a CorrectnessError if an output differs."""
@@ -135,7 +121,7 @@ def bisect_network(options: BisectOptions) -> Bisection:
     searched whose outputs differ. Of its last node a model is made, with the inputs that ONNX Runtime computes; where
     that is right, of as many nodes before it as it takes. The smallest model that shows a difference is saved.
     """
-    require_examples(options.data)
+    measuring.require_examples(options.data)
     directory = Path(options.output)
     is_free = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
     if not is_free and not (directory / _REPORT_FILE).is_file():
@@ -151,8 +137,8 @@ def bisect_network(options: BisectOptions) -> Bisection:
     with scratch_directory() as scratch:
         file = Path(scratch, "network.onnx")
         write_onnx(network.model, file)
-        examples = choose_examples(options.data, all_sizes(network), options.seed, file)
-        tolerance = tolerance_for(options.tolerance, file, options.dtype)
+        examples = measuring.choose_examples(options.data, all_sizes(network), options.seed, file)
+        tolerance = measuring.tolerance_for(options.tolerance, file, options.dtype)
         search = Search(
             graph=CuttableGraph(network.model),
             device=device,
@@ -162,7 +148,7 @@ def bisect_network(options: BisectOptions) -> Bisection:
         )
         _log.info("compiling %s for %s, and comparing it on %d inputs", network.name, device.description, len(examples))
         whole = search.compare(network.model, examples)
-        error = Deviation.worst([comparison.worst for comparison in whole])
+        error = measuring.Deviation.worst([comparison.worst for comparison in whole])
         are_finite = all(np.isfinite(values).all() for found in whole for values in found.expected.values())
         infinite = "ONNX Runtime's outputs hold infinities or NaNs on these inputs; give data= for which they do not"
         bisection = Bisection(
@@ -206,16 +192,15 @@ class Comparison:
     actual: Arrays
     expected: Arrays
 
-    def deviation(self, name: str) -> Deviation:
+    def deviation(self, name: str) -> measuring.Deviation:
         """How far an output is off; NaNs and infinities that both have are equal."""
-        return compare_tensors(self.actual[name], self.expected[name])
+        return measuring.compare_tensors(self.actual[name], self.expected[name])
 
     @property
-    def worst(self) -> Deviation:
-        return Deviation.worst([self.deviation(name) for name in self.expected])
+    def worst(self) -> measuring.Deviation:
+        return measuring.Deviation.worst([self.deviation(name) for name in self.expected])
 
     def wrong(self, tolerance: float) -> list[str]:
-        """The outputs that differ."""
         return [name for name in self.expected if not self.deviation(name).max_rel_error <= tolerance]
 
     def largest_difference(self, name: str) -> tuple[int, ...]:
@@ -321,10 +306,10 @@ class Search:
             library=str(path.with_name(LIBRARY_FILE)),
         )
         shapes = NetworkShapes(input_specs(model), output_specs(model))
-        run = functools.partial(library_inference, Path(job.library), shapes, build_in_child_process(job))
+        run = functools.partial(measuring.library_inference, Path(job.library), shapes, build_in_child_process(job))
         return [
             Comparison(model=model, inputs=inputs, actual=computed, expected=right)
-            for inputs, computed, right in zip(given, outputs_of(run, given), expected, strict=True)
+            for inputs, computed, right in zip(given, measuring.outputs_of(run, given), expected, strict=True)
         ]
 
     def _reference(self, model: onnx.ModelProto, examples: Sequence[Arrays]) -> tuple[Path, list[Arrays], list[Arrays]]:
@@ -333,8 +318,8 @@ class Search:
         path.parent.mkdir()
         write_onnx(model, path)
         given = [{spec.name: example[spec.name] for spec in input_specs(model)} for example in examples]
-        run = functools.partial(reference_inference, path, self.device.num_threads, exact=True)
-        return path, given, outputs_of(run, given)
+        run = functools.partial(measuring.reference_inference, path, self.device.num_threads, exact=True)
+        return path, given, measuring.outputs_of(run, given)
 
     def smallest(self, whole: Comparison) -> tuple[Comparison, str]:
         """The smallest model that shows a difference, and the first tensor that differs."""

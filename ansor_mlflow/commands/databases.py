@@ -6,34 +6,20 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ansor_mlflow import names
+from ansor_mlflow import names, records
 from ansor_mlflow.device import Device, parse_target
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.files import replace_directory, scratch_directory, translated_disk_errors, write_text
 from ansor_mlflow.foreign import Report, Reported, read_json, without_credentials
 from ansor_mlflow.parameters import DistillRecordsOptions, MergeRecordsOptions, ShowRecordsOptions
-from ansor_mlflow.records import (
-    RECORD_FILE,
-    WORKLOAD_FILE,
-    Database,
-    DatabaseSummary,
-    code_attributes,
-    find_records,
-    merge,
-    open_database,
-    search_directories,
-    summarize,
-    target_attributes,
-)
 from ansor_mlflow.steps.fetching import fetch_source
 
 _DESCRIPTIONS = (names.FINGERPRINT_FILE, names.PROVENANCE_FILE)
-_WRITTEN = {WORKLOAD_FILE, RECORD_FILE, names.SOURCES_FILE, *_DESCRIPTIONS}
+_WRITTEN = {records.WORKLOAD_FILE, records.RECORD_FILE, names.SOURCES_FILE, *_DESCRIPTIONS}
 """The files of a database that merge or distill wrote."""
 
 
@@ -45,15 +31,14 @@ class WrittenRecords(Reported):
     num_records: int
 
     def report(self) -> Report:
-        """Where the new database is."""
         return Report(f"{self.num_records} records are in {self.output}")
 
 
-def show_records(options: ShowRecordsOptions) -> DatabaseSummary:
+def show_records(options: ShowRecordsOptions) -> records.DatabaseSummary:
     """Counts the records of a database."""
     with scratch_directory() as scratch:
         path = fetch_source(options.source, Path(scratch))
-        return summarize(open_database(find_records(path, prefer_winners=False)))
+        return records.summarize(records.open_database(records.find_records(path, prefer_winners=False)))
 
 
 def merge_records(options: MergeRecordsOptions) -> WrittenRecords:
@@ -71,18 +56,28 @@ def _write(options: MergeRecordsOptions, *, keep: int | None, target: str) -> Wr
     _require_free(output, options.output)
     with scratch_directory() as scratch:
         paths = [fetch_source(source, Path(tempfile.mkdtemp(dir=scratch))) for source in options.sources]
-        _require_apart(output, options.output, paths)
-        databases = [open_database(find_records(path, prefer_winners=False)) for path in paths]
+        for path in paths:
+            sources = records.search_directories(path) if path.is_dir() else [path.parent]
+            if output in [source.resolve() for source in sources]:
+                raise UserInputError(
+                    f"output={options.output}: that is where records are read from; give another directory"
+                )
+        databases = [records.open_database(records.find_records(path, prefer_winners=False)) for path in paths]
         if target:
             _take_target(databases, target)
         try:
             with translated_disk_errors():
                 output.parent.mkdir(parents=True, exist_ok=True)
-                with _new_directory(output.with_name(f".new-{output.name}")) as new:
-                    num_records = merge(databases, new, keep=keep)
+                new = output.with_name(f".new-{output.name}")
+                shutil.rmtree(new, ignore_errors=True)  # an earlier process may have left it
+                new.mkdir()
+                try:
+                    num_records = records.merge(databases, new, keep=keep)
                     if num_records:
                         _describe(new, databases, options.sources, keep, target)
                         replace_directory(new, output)
+                finally:
+                    shutil.rmtree(new, ignore_errors=True)
         except OSError as err:
             raise UserInputError(f"output={options.output}: it cannot be written ({err.strerror})") from err
     if not num_records:
@@ -111,7 +106,6 @@ def _require_free(output: Path, given: str) -> None:
 
 
 def _is_ours(directory: Path) -> bool:
-    """Whether merge or distill left the database of a directory as it is."""
     try:
         written = read_json((directory / names.SOURCES_FILE).read_bytes())["sha256"]
         return bool(written == _digests(directory))
@@ -119,26 +113,19 @@ def _is_ours(directory: Path) -> bool:
         return False
 
 
-def _require_apart(output: Path, given: str, paths: Iterable[Path]) -> None:
-    for path in paths:
-        directories = search_directories(path) if path.is_dir() else [path.parent]
-        if output in [directory.resolve() for directory in directories]:
-            raise UserInputError(f"output={given}: that is where records are read from; give another directory")
-
-
-def _take_target(databases: Sequence[Database], target: str) -> None:
+def _take_target(databases: Sequence[records.Database], target: str) -> None:
     """Leaves the records for targets with the attributes that the user gave.
 
     Only `auto` and a tag need TVM, which knows what they stand for.
     """
     parsed = parse_target(target)
     made_for = {record.target for database in databases for record in database.records}
-    if isinstance(parsed, str) and parsed in {target_attributes(text).get("kind") for text in made_for}:
+    if isinstance(parsed, str) and parsed in {records.target_attributes(text).get("kind") for text in made_for}:
         parsed = {"kind": parsed}
     if isinstance(parsed, str):
         parsed = Device.resolve(target, "auto").fingerprint.target
-    wanted = {name: value for name, value in code_attributes(parsed).items() if name in parsed}.items()
-    taken = {text for text in made_for if wanted <= code_attributes(target_attributes(text)).items()}
+    wanted = {name: value for name, value in records.code_attributes(parsed).items() if name in parsed}.items()
+    taken = {text for text in made_for if wanted <= records.code_attributes(records.target_attributes(text)).items()}
     if not taken:
         raise RecordsError(
             f"target={target!r}: there are no records for it; `ansor-mlflow records show` lists the targets"
@@ -148,32 +135,20 @@ def _take_target(databases: Sequence[Database], target: str) -> None:
 
 
 def _describe(
-    directory: Path, databases: Sequence[Database], given: Sequence[str], keep: int | None, target: str
+    directory: Path, databases: Sequence[records.Database], given: Sequence[str], keep: int | None, target: str
 ) -> None:
-    """Writes what the new database was made from, and the descriptions that all of its sources share."""
     for name in _DESCRIPTIONS:
-        texts = [_text(database.pair.records.with_name(name)) for database in databases]
-        if texts[0] is not None and len(set(texts)) == 1:
-            write_text(directory / name, texts[0])
+        files = [database.pair.records.with_name(name) for database in databases]
+        texts = {file.read_text() if file.is_file() else "" for file in files}
+        if len(texts) == 1 and (text := texts.pop()):
+            write_text(directory / name, text)
     made_from = {"sources": [without_credentials(source) for source in given], "keep": keep, "target": target}
     text = json.dumps({**made_from, "sha256": _digests(directory)}, indent=1)
     write_text(directory / names.SOURCES_FILE, text)
 
 
-def _text(path: Path) -> str | None:
-    return path.read_text() if path.is_file() else None
-
-
 def _digests(directory: Path) -> dict[str, str]:
-    return {name: hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in (WORKLOAD_FILE, RECORD_FILE)}
-
-
-@contextmanager
-def _new_directory(path: Path) -> Iterator[Path]:
-    """A directory that is removed at the end; what an earlier process left there goes at the beginning."""
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir()
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    return {
+        name: hashlib.sha256((directory / name).read_bytes()).hexdigest()
+        for name in (records.WORKLOAD_FILE, records.RECORD_FILE)
+    }

@@ -11,27 +11,48 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ansor_mlflow.commands.sides import Compared, Side, SideTask, load_side
+import mlflow
+from mlflow.entities import Run
+
+from ansor_mlflow import names
+from ansor_mlflow.commands.trial_table import TaskRow
 from ansor_mlflow.device import DeviceFingerprint
-from ansor_mlflow.errors import SlowerError
+from ansor_mlflow.errors import RecordsError, SlowerError, UserInputError
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.foreign import Mark, Report, Reported, Table, microseconds
-from ansor_mlflow.parameters import DiffOptions
+from ansor_mlflow.parameters import DiffOptions, is_uri
+from ansor_mlflow.records import FAILED_RUN_S, find_records, open_database, read_fingerprint
+from ansor_mlflow.steps.fetching import fetch_run, tuning_of
+from ansor_mlflow.tracking import pinned_uri, read_artifact, translated_errors
 
 _log = logging.getLogger("ansor_mlflow")
 _NUM_ERRORS = 2.0
 """Standard errors by which a difference exceeds the noise."""
-
+_SINGLE_ERROR = 0.03
+"""Relative standard error of a time that was measured once: repeated measurements differ by 3 to 5 %."""
+_EARLIER_TAG = "ansor.distrust"
+"""What earlier versions call `ansor.unreliable`."""
 _HEADERS = ("~task", ">calls", ">share", ">A µs", ">B µs", ">B/A", ">noise", "B is")
 
 TaskVerdict = Literal["faster", "slower", "same", "only_first", "only_second"]
-_MARKS: Mapping[TaskVerdict, Mark] = {
-    "faster": "green",
-    "slower": "red",
-    "same": "",
-    "only_first": "yellow",
-    "only_second": "yellow",
-}
+_MARKS: dict[str, Mark] = {"faster": "green", "slower": "red", "only_first": "yellow", "only_second": "yellow"}
+_WORDS = {"same": "", "only_first": "only A", "only_second": "only B"}
+Differing = dict[str, tuple[str | None, str | None]]
+"""What differs, by its name, with both values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One of the two tunings."""
+
+    given: str
+    run_id: str
+    name: str
+    device: str
+    estimated_ms: float
+    """Σ weight × time over the tasks that both have."""
+    latency_ms: float | None
+    unreliable: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +71,9 @@ class TaskDifference:
     noise: float
     """Relative difference that the noise of the two measurements explains."""
     verdict: TaskVerdict
-    """What the second tuning is, compared with the first."""
 
     @property
     def ratio(self) -> float | None:
-        """The second time over the first."""
         return self.second_s / self.first_s if self.first_s and self.second_s else None
 
 
@@ -65,16 +84,12 @@ class TuningDifference(Reported):
     first: Compared
     second: Compared
     tasks: tuple[TaskDifference, ...]
-    """Tasks of both tunings, those that cost most first."""
-    params: dict[str, tuple[str | None, str | None]]
-    """Parameters that differ, with both values."""
-    device: dict[str, tuple[str | None, str | None]]
-    """Entries of the fingerprints that differ, with both values."""
-    versions: dict[str, tuple[str | None, str | None]]
-    """Packages whose versions differ, with both versions."""
+    params: Differing
+    device: Differing
+    """Entries of the fingerprints."""
+    versions: Differing
 
     def report(self) -> Report:
-        """Both sides, the tasks, the sum, and what else differs."""
         sides = (("A", self.first), ("B", self.second))
         others = {
             "parameters that differ": self.params,
@@ -85,7 +100,7 @@ class TuningDifference(Reported):
             "Two tunings compared",
             [
                 Table([(letter, f"{side.name}  ({side.device}, run {side.run_id})") for letter, side in sides]),
-                Table([_cells(task) for task in self.tasks], _HEADERS, marks=[_MARKS[t.verdict] for t in self.tasks]),
+                Table([_cells(t) for t in self.tasks], _HEADERS, marks=[_MARKS.get(t.verdict, "") for t in self.tasks]),
                 *self._summary(),
                 *(
                     Table([(name, a or "", b or "") for name, (a, b) in entries.items()], ("~", "~A", "~B"), title)
@@ -124,7 +139,10 @@ class TuningDifference(Reported):
         return "; ".join(f"{side.given}: {side.unreliable}" for side in sides if side.unreliable)
 
     def require_not_slower(self, tolerance: float, *, force: bool = False) -> None:
-        """Checks the second against the first. Times that cannot be trusted are a warning."""
+        """Raises a SlowerError if the second is slower by more than this share, or lacks tasks that the first has.
+
+        Times that cannot be trusted are a warning, unless `force` is given.
+        """
         lost = [task for task in self.tasks if task.verdict == "only_first"]
         if lost:
             raise SlowerError(
@@ -156,14 +174,14 @@ def _cells(task: TaskDifference) -> tuple[str, ...]:
         microseconds(task.second_s),
         f"{task.ratio:.3f}" if task.ratio else "",
         f"± {task.noise:.1%}",
-        {"same": "", "only_first": "only A", "only_second": "only B"}.get(task.verdict, task.verdict),
+        _WORDS.get(task.verdict, task.verdict),
     )
 
 
 def diff_runs(options: DiffOptions) -> TuningDifference:
     """Compares two tunings task by task."""
     with scratch_directory() as scratch:
-        first, second = (load_side(given, Path(scratch, name)) for name, given in zip("ab", options.runs, strict=True))
+        first, second = (_load_side(given, Path(scratch, name)) for name, given in zip("ab", options.runs, strict=True))
     common = first.tasks.keys() & second.tasks.keys()
     found = TuningDifference(
         first=first.compared(common),
@@ -178,16 +196,116 @@ def diff_runs(options: DiffOptions) -> TuningDifference:
     return found
 
 
-# -- what differs ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Environment:
+    """What is read of `environment.json`."""
+
+    python: str
+    packages: dict[str, str | None]
 
 
-def _task_differences(first: Side, second: Side) -> list[TaskDifference]:
+@dataclass(frozen=True)
+class _Task:
+    """A task with a record."""
+
+    name: str
+    weight: int
+    run_s: float
+    error: float
+    """Relative standard error of `run_s`."""
+
+
+@dataclass(frozen=True)
+class _Side:
+    """What is read of a tuning."""
+
+    given: str
+    run: Run
+    latency_ms: float | None
+    tasks: Mapping[str, _Task]
+    """Tasks with a record, by the structural hash of their layer: of several algorithms the fastest."""
+    device: DeviceFingerprint
+    versions: Mapping[str, str | None]
+    unreliable: str
+
+    @property
+    def params(self) -> dict[str, str]:
+        given = self.run.data.params
+        used = {name.removesuffix("_used"): value for name, value in given.items() if name.endswith("_used")}
+        return {name: value for name, value in given.items() if not name.endswith("_used")} | used
+
+    def compared(self, common: set[str]) -> Compared:
+        """What the result says of it, with the estimate over the tasks that both have."""
+        return Compared(
+            given=self.given,
+            run_id=self.run.info.run_id,
+            name=self.run.info.run_name or "",
+            device=self.device.description,
+            estimated_ms=sum(self.tasks[hash_].weight * self.tasks[hash_].run_s for hash_ in common) * 1e3,
+            latency_ms=self.latency_ms,
+            unreliable=self.unreliable,
+        )
+
+
+def _load_side(given: str, scratch: Path) -> _Side:
+    with translated_errors(f"read {given}"):
+        if is_uri(given) and not given.startswith("runs:/"):
+            run = mlflow.get_run(mlflow.models.get_model_info(pinned_uri(given, "run")).run_id)
+        else:
+            run = mlflow.get_run(given.removeprefix("runs:/").split("/")[0])
+        run_id = tuning_of(run)
+        if not run_id:
+            raise UserInputError(f"{given}: it comes from no tuning run; give one of tune, compile, evaluate or main")
+        tune_run = mlflow.get_run(run_id)
+        scratch.mkdir()
+        files = {file.path for file in mlflow.MlflowClient().list_artifacts(run_id)}
+        if names.TASKS_FILE not in files:
+            raise RecordsError(f"{given}: the tuning run {run_id} did not end; let it go on with resume_run={run_id}")
+        rows = read_artifact(run_id, names.TASKS_FILE, list[TaskRow])
+        environment = read_artifact(run_id, names.ENVIRONMENT_FILE, _Environment)
+    records = fetch_run(run_id, scratch)
+    device = read_fingerprint(records)
+    if device is None:
+        raise RecordsError(f"{given}: the records of run {run_id} do not say for which device they are; tune again")
+    tags = [r.data.tags.get(names.TAG_UNRELIABLE, r.data.tags.get(_EARLIER_TAG, "")) for r in (tune_run, run)]
+    reasons = dict.fromkeys(reason for tag in tags for reason in tag.split("; ") if reason)  # that of main repeats them
+    return _Side(
+        given=given,
+        run=tune_run,
+        latency_ms=run.data.metrics.get(names.LATENCY_MS),
+        tasks=_tasks(rows, records, device),
+        device=device,
+        versions={"python": environment.python, **environment.packages},
+        unreliable="; ".join(reasons),
+    )
+
+
+def _tasks(rows: list[TaskRow], records: Path, device: DeviceFingerprint) -> dict[str, _Task]:
+    """The tasks that have a record for the device, with the time of the one that would be applied."""
+    database = open_database(find_records(records))
+    best_s: dict[str, float] = {}
+    for workload, lines in database.by_workload(device.target).items():
+        best_s[str(database.hashes[workload])] = min(line.run_s for line in lines)
+    found: dict[str, _Task] = {}
+    for row in rows:
+        run_s, layer = best_s.get(row.workload_hash, FAILED_RUN_S), row.layer or row.workload_hash
+        if run_s < FAILED_RUN_S and (layer not in found or run_s < found[layer].run_s):
+            found[layer] = _Task(row.task, row.weight, run_s, row.confirmed_error or _SINGLE_ERROR)
+    return found
+
+
+def _task_differences(first: _Side, second: _Side) -> list[TaskDifference]:
+    total_s, other_s = (sum(task.weight * task.run_s for task in side.tasks.values()) for side in (first, second))
     differences = []
     for hash_ in dict.fromkeys([*first.tasks, *second.tasks]):
         ours, theirs = first.tasks.get(hash_), second.tasks.get(hash_)
-        known, side = (ours, first) if ours else (theirs, second)
+        known = ours or theirs
         assert known is not None  # it is in one of them
         noise = _NUM_ERRORS * math.hypot(*(task.error for task in (ours, theirs) if task))
+        verdict: TaskVerdict = "only_first" if ours else "only_second"
+        if ours and theirs:
+            change = math.log(theirs.run_s / ours.run_s)
+            verdict = "same" if abs(change) <= noise else "slower" if change > 0 else "faster"
         differences.append(
             TaskDifference(
                 task=f"{ours.name} → {theirs.name}" if ours and theirs and ours.name != theirs.name else known.name,
@@ -195,33 +313,17 @@ def _task_differences(first: Side, second: Side) -> list[TaskDifference]:
                 weight=known.weight,
                 first_s=ours.run_s if ours else None,
                 second_s=theirs.run_s if theirs else None,
-                share=known.weight * known.run_s / side.total_s,
+                share=known.weight * known.run_s / (total_s if ours else other_s),
                 noise=noise,
-                verdict=_verdict(ours, theirs, noise),
+                verdict=verdict,
             )
         )
     return sorted(differences, key=lambda task: -task.share)
 
 
-def _verdict(first: SideTask | None, second: SideTask | None, noise: float) -> TaskVerdict:
-    if second is None:
-        return "only_first"
-    if first is None:
-        return "only_second"
-    change = math.log(second.run_s / first.run_s)
-    if abs(change) <= noise:
-        return "same"
-    return "slower" if change > 0 else "faster"
-
-
-def _differing(
-    first: Mapping[str, str | None], second: Mapping[str, str | None]
-) -> dict[str, tuple[str | None, str | None]]:
-    return {
-        name: (first.get(name), second.get(name))
-        for name in dict.fromkeys([*first, *second])
-        if first.get(name) != second.get(name)
-    }
+def _differing(first: Mapping[str, str | None], second: Mapping[str, str | None]) -> Differing:
+    found = {name: (first.get(name), second.get(name)) for name in [*first, *second]}
+    return {name: (a, b) for name, (a, b) in found.items() if a != b}
 
 
 def _flat(device: DeviceFingerprint) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,7 +53,6 @@ class Explanation(Reported):
 
     network: str
     target: str
-    """Short description of the target, such as "llvm znver4 ×2"."""
     num_threads: int
     task: TaskInfo
     best_s: float
@@ -63,9 +61,7 @@ class Explanation(Reported):
     """Σ weight × best time over the tasks that have a record, in seconds."""
     num_tasks: int
     num_tuned_tasks: int
-    """Tasks that have a record."""
     parts: tuple[PartEntry, ...]
-    """Parts of the network, if ONNX Runtime computes some of it."""
     argument_bytes: int
     """Size of the task's arguments, the result included."""
     sketch: str
@@ -80,104 +76,68 @@ class Explanation(Reported):
     schedule: tuple[str, ...]
     """Statements of a Python program that schedules the function, a `tvm.s_tir.Schedule` named `sch`."""
     scheduled: str
-    """The scheduled function, as TVMScript."""
     roofline: Roofline | None
-    """Roofline of this host; None where it cannot run the target."""
     bound: Bound | None
-    """Least time that the roofline leaves the task; None without a roofline."""
     evaluated: str = ""
     """ID of the last evaluation of a model with these records that timed its kernels; empty where there is none."""
     kernels: KernelTimes | None = None
-    """Where the time of that model went."""
-
-    @property
-    def gflops_per_s(self) -> float:
-        """What the fastest record reaches."""
-        return self.task.flops / self.best_s / 1e9
 
     @property
     def time_share(self) -> float:
         """The task's share of `network_s`, from 0 to 1."""
         return self.task.weight * self.best_s / self.network_s
 
-    @property
-    def flops_per_byte(self) -> float:
-        """Intensity: FLOPs over bytes of arguments."""
-        return self.task.flops / self.argument_bytes
-
     def report(self) -> Report:
-        """The figures first, then the programs."""
-        parts: list[Part] = [Table(_figures(self))]
+        parts: list[Part] = [Table(self._figures())]
         if self.roofline and self.bound:
             title = f"Roofline of this host, {self.num_threads} threads"
-            parts.append(Table(_roof(self, self.roofline, self.bound), title=title))
+            parts.append(Table(self._roof(self.roofline, self.bound), title=title))
         if self.kernels:
             title = f"Kernels of the whole network, in the evaluation {self.evaluated}"
             parts.append(Table(kernel_rows(self.kernels), title=title))
         schedule = _SCHEDULE_HEAD + "\n".join(f"    {line}" for line in self.schedule)
-        parts += [
-            Code(_readable(self.computation), "Computation"),
-            Code(schedule, "Schedule"),
-            Code(_readable(self.scheduled), "Scheduled program"),
-        ]
+        # plain numbers instead of `T.int64(7)`, which fill the lines; the JSON file has them
+        computation, scheduled = (re.sub(r"T\.int64\((-?\d+)\)", r"\1", s) for s in (self.computation, self.scheduled))
+        parts += [Code(computation, "Computation"), Code(schedule, "Schedule"), Code(scheduled, "Scheduled program")]
         return Report(f"Task {self.task.index}: {self.task.name}", parts)
 
+    def _figures(self) -> list[tuple[str, str]]:
+        task, megabytes = self.task, f"{self.argument_bytes / 1e6:.3f} MB"
+        weighted_ms, network_ms = task.weight * self.best_s * 1e3, self.network_s * 1e3
+        of_tasks = f"{self.num_tuned_tasks} of {self.num_tasks} tasks"
+        rows = [
+            ("network", f"{self.network} for {self.target}"),
+            ("operations", f"{task.flops / 1e6:.3f} MFLOP, {task.weight} × in the network"),
+            ("arguments", f"{megabytes}, {task.flops / self.argument_bytes:.1f} FLOPs per byte"),
+            ("best time", f"{microseconds(self.best_s)} µs, {task.flops / self.best_s / 1e9:.1f} GFLOP/s"),
+        ]
+        if len(self.algorithms_s) > 1:  # the one that is taken first
+            ordered = sorted(self.algorithms_s.items(), key=lambda found: (found[0] != task.algorithm, found[1]))
+            rows.append(("algorithms", ", ".join(f"{name} {microseconds(time_s)} µs" for name, time_s in ordered)))
+        if task.max_rel_error is not None:
+            error = f"at most {task.max_rel_error:.1e} of the largest output of this algorithm, against float64"
+            rows.append(("error", error))
+        rows.append(("sketch", self.sketch or "none: a program of MetaSchedule's space"))
+        if self.own_ratio is not None:
+            own = f"the sketch's own choice, {self.own_ratio:.2f} × as long"
+            rows.append(("without trials", "the same program" if self.own_ratio == 1 else own))
+        rows.append(("share of time", f"{self.time_share:.1%}: {weighted_ms:.3f} of {network_ms:.3f} ms, {of_tasks}"))
+        return [*rows, *(("beside TVM", str(part)) for part in self.parts if part.runs_in == "onnxruntime")]
 
-def _readable(script: str) -> str:
-    """TVMScript with plain numbers instead of `T.int64(7)`, which fill the lines; the JSON file has them."""
-    return re.sub(r"T\.int64\((-?\d+)\)", r"\1", script)
-
-
-def _figures(explanation: Explanation) -> list[tuple[str, str]]:
-    task = explanation.task
-    weighted_ms, network_ms = task.weight * explanation.best_s * 1e3, explanation.network_s * 1e3
-    of_tasks = f"{explanation.num_tuned_tasks} of {explanation.num_tasks} tasks"
-    return [
-        ("network", f"{explanation.network} for {explanation.target}"),
-        ("operations", f"{task.flops / 1e6:.3f} MFLOP, {task.weight} × in the network"),
-        ("arguments", f"{explanation.argument_bytes / 1e6:.3f} MB, {explanation.flops_per_byte:.1f} FLOPs per byte"),
-        ("best time", f"{microseconds(explanation.best_s)} µs, {explanation.gflops_per_s:.1f} GFLOP/s"),
-        *([("algorithms", _algorithms(explanation))] if len(explanation.algorithms_s) > 1 else []),
-        *([("error", _error(task.max_rel_error))] if task.max_rel_error is not None else []),
-        ("sketch", explanation.sketch or "none: a program of MetaSchedule's space"),
-        *([("without trials", _own_choice(explanation.own_ratio))] if explanation.own_ratio is not None else []),
-        ("share of time", f"{explanation.time_share:.1%}: {weighted_ms:.3f} of {network_ms:.3f} ms, {of_tasks}"),
-        *(("beside TVM", str(part)) for part in explanation.parts if part.runs_in == "onnxruntime"),
-    ]
-
-
-def _algorithms(explanation: Explanation) -> str:
-    """The algorithms to compute the layer, the one that is taken first."""
-    ordered = sorted(
-        explanation.algorithms_s,
-        key=lambda algorithm: (algorithm != explanation.task.algorithm, explanation.algorithms_s[algorithm]),
-    )
-    return ", ".join(f"{algorithm} {microseconds(explanation.algorithms_s[algorithm])} µs" for algorithm in ordered)
-
-
-def _error(max_rel_error: float) -> str:
-    return f"at most {max_rel_error:.1e} of the largest output of this algorithm, against float64"
-
-
-def _own_choice(ratio: float) -> str:
-    return "the same program" if ratio == 1 else f"the sketch's own choice, {ratio:.2f} × as long"
-
-
-def _roof(explanation: Explanation, roofline: Roofline, bound: Bound) -> list[tuple[str, str]]:
-    reached = bound.shortest_s / explanation.best_s
-    gain_ms = explanation.task.weight * (explanation.best_s - bound.shortest_s) * 1e3
-    at_roof = f"{microseconds(bound.shortest_s)} µs instead of {microseconds(explanation.best_s)} µs"
-    if gain_ms > 0:
-        at_roof += f", {gain_ms:.3f} ms less for the network"
-    else:
-        at_roof += ": its arguments stay in the caches, or the host was busy while the roofs were measured"
-    return [
-        ("peak", f"{roofline.peak_flops_per_s / 1e9:.1f} GFLOP/s of float32 multiply-adds"),
-        ("memory", f"{roofline.bandwidth_bytes_per_s / 1e9:.1f} GB/s of a copy"),
-        ("attainable", f"{explanation.task.flops / bound.shortest_s / 1e9:.1f} GFLOP/s, limited by {bound.limit}"),
-        ("reached", f"{reached:.0%}"),
-        ("at the roof", at_roof),
-    ]
+    def _roof(self, roofline: Roofline, bound: Bound) -> list[tuple[str, str]]:
+        gain_ms = self.task.weight * (self.best_s - bound.shortest_s) * 1e3
+        at_roof = f"{microseconds(bound.shortest_s)} µs instead of {microseconds(self.best_s)} µs"
+        if gain_ms > 0:
+            at_roof += f", {gain_ms:.3f} ms less for the network"
+        else:
+            at_roof += ": its arguments stay in the caches, or the host was busy while the roofs were measured"
+        return [
+            ("peak", f"{roofline.peak_flops_per_s / 1e9:.1f} GFLOP/s of float32 multiply-adds"),
+            ("memory", f"{roofline.bandwidth_bytes_per_s / 1e9:.1f} GB/s of a copy"),
+            ("attainable", f"{self.task.flops / bound.shortest_s / 1e9:.1f} GFLOP/s, limited by {bound.limit}"),
+            ("reached", f"{bound.shortest_s / self.best_s:.0%}"),
+            ("at the roof", at_roof),
+        ]
 
 
 def explain_task(options: ExplainOptions) -> Explanation:
@@ -201,7 +161,7 @@ def explain_task(options: ExplainOptions) -> Explanation:
 
 
 def _find_kernels(run_id: str) -> tuple[str, KernelTimes | None]:
-    """See `Explanation.evaluated` and `Explanation.kernels`."""
+    """Finds `Explanation.evaluated` and `Explanation.kernels` for the ID of a tuning run; empty for other records."""
     if not run_id:
         return "", None
     with translated_errors(f"look for evaluations of run {run_id}"):
@@ -220,46 +180,39 @@ def _find_kernels(run_id: str) -> tuple[str, KernelTimes | None]:
 
 
 def _choose_task(options: ExplainOptions, network: NetworkTasks, records: dict[int, TuningRecord]) -> TuningTask:
-    """The task that is meant, which has a record."""
-    if not records:
-        raise RecordsError(
-            f"{options.source}: the records fit none of the {len(network.tasks)} tasks of {network.network}; give the "
-            "network, layout and input_shapes that they were made with"
-        )
-    if not options.task:
-        return _most_expensive(network.tasks, records, options.source)
-    task = _find_task(network.tasks, options.task)
-    if task.info.index not in records:
-        raise RecordsError(
-            f"task={task.info.name}: {options.source} has no record of it; tune it, or leave task out for one that has"
-        )
-    return task
-
-
-def _find_task(tasks: Sequence[TuningTask], wanted: str) -> TuningTask:
-    """The task of that name or index."""
-    by_name = {task.info.name: task for task in tasks} | {str(task.info.index): task for task in tasks}
-    if wanted in by_name:
-        return by_name[wanted]
-    near = difflib.get_close_matches(wanted, [task.info.name for task in tasks], n=3)
-    hint = f"perhaps you meant {', '.join(near)}" if near else f"give a name, or an index from 0 to {len(tasks) - 1}"
-    raise UserInputError(f"task={wanted!r}: the network has no such task; {hint}")
-
-
-def _most_expensive(tasks: Sequence[TuningTask], records: dict[int, TuningRecord], source: str) -> TuningTask:
-    """The task that takes the largest share of the network's time, of those that compute.
+    """The task that is meant, which has a record; by default the one that takes the largest share of the time.
 
     One that only moves data, such as a transpose, has no schedule worth a look, and if the host was busy while it was
     measured, its time says more of the host.
     """
-    tuned = [task for task in tasks if task.info.index in records]
-    computing = [task for task in tuned if task.info.flops]
-    if not computing:
+    source, tasks = options.source, network.tasks
+    if not records:
         raise RecordsError(
-            f"{source}: the records are only of tasks that move data, such as {tuned[0].info.name}; tune for longer, "
-            "or give one of them as task"
+            f"{source}: the records fit none of the {len(tasks)} tasks of {network.network}; give the network, layout "
+            "and input_shapes that they were made with"
         )
-    return max(computing, key=lambda task: task.info.weight * latency_s(records[task.info.index]))
+    if not options.task:
+        tuned = [task for task in tasks if task.info.index in records]
+        computing = [task for task in tuned if task.info.flops]
+        if not computing:
+            raise RecordsError(
+                f"{source}: the records are only of tasks that move data, such as {tuned[0].info.name}; tune for "
+                "longer, or give one of them as task"
+            )
+        return max(computing, key=lambda task: task.info.weight * latency_s(records[task.info.index]))
+    by_name = {task.info.name: task for task in tasks}
+    found = (by_name | {str(task.info.index): task for task in tasks}).get(options.task)
+    if found is None:
+        near = difflib.get_close_matches(options.task, by_name, n=3)
+        hint = (
+            f"perhaps you meant {', '.join(near)}" if near else f"give a name, or an index from 0 to {len(tasks) - 1}"
+        )
+        raise UserInputError(f"task={options.task!r}: the network has no such task; {hint}")
+    if found.info.index not in records:
+        raise RecordsError(
+            f"task={found.info.name}: {source} has no record of it; tune it, or leave task out for one that has"
+        )
+    return found
 
 
 def _explain(
@@ -269,7 +222,11 @@ def _explain(
     use: SketchUse | None,
     algorithms_s: dict[str, float],
 ) -> Explanation:
+    from tvm.s_tir import Schedule
+
     record = records[task.info.index]
+    schedule = Schedule(task.mod)
+    record.trace.apply_to_schedule(schedule, remove_postproc=False)
     tuned = [other for other in network.tasks if other.info.index in records]
     network_s = sum(t.info.weight * latency_s(records[t.info.index]) for t in tuned)
     num_bytes = argument_bytes(task.mod)
@@ -277,6 +234,9 @@ def _explain(
     this_host = Device.of(device.target, min(device.num_threads, available_cpus()))
     is_here = device == this_host and not why_not_runnable(device.fingerprint)
     roofline = measure_roofline(device) if device.platform.in_process and is_here else None
+    parts = part_entries(network.lowered)
+    if is_here:
+        parts = estimated_parts(network.lowered, network.graph, device, network_s)
     return Explanation(
         network=network.network,
         target=device.description,
@@ -286,27 +246,14 @@ def _explain(
         network_s=network_s,
         num_tasks=len(network.tasks) - network.lowered.num_algorithms,
         num_tuned_tasks=len(records),
-        parts=(
-            estimated_parts(network.lowered, network.graph, device, network_s)
-            if is_here
-            else part_entries(network.lowered)
-        ),
+        parts=parts,
         argument_bytes=num_bytes,
         sketch=use.sketch if use else "",
         own_ratio=use.own_ratio if use else None,
         algorithms_s=algorithms_s,
         computation=task.mod.script(),
         schedule=tuple(str(statement) for statement in record.trace.as_python()),
-        scheduled=_scheduled(task, record),
+        scheduled=str(schedule.mod.script()),
         roofline=roofline,
         bound=roofline.bound(task.info.flops, num_bytes) if roofline else None,
     )
-
-
-def _scheduled(task: TuningTask, record: TuningRecord) -> str:
-    """The task's function after the record's schedule, as TVMScript."""
-    from tvm.s_tir import Schedule
-
-    schedule = Schedule(task.mod)
-    record.trace.apply_to_schedule(schedule, remove_postproc=False)
-    return str(schedule.mod.script())

@@ -9,19 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ansor_mlflow import fleet
 from ansor_mlflow.errors import MachineError
-from ansor_mlflow.fleet import (
-    FleetSettings,
-    HostPort,
-    KeyState,
-    ReferenceKernel,
-    ServerLease,
-    ServerSession,
-    build_reference_kernel,
-    device_of_fleet,
-    run_reference_kernel,
-    servers_by_key,
-)
 from ansor_mlflow.foreign import Report, Reported, Table
 from ansor_mlflow.model import require_linker
 from ansor_mlflow.parameters import FleetOptions, FleetTestOptions
@@ -39,10 +28,9 @@ class FleetStatus(Reported):
     """The servers of a tracker, and who waits for them."""
 
     tracker: str
-    keys: dict[str, KeyState]
+    keys: dict[str, fleet.KeyState]
 
     def report(self) -> Report:
-        """A row for each key."""
         if not self.keys:
             return Report(f"no server has reported to the tracker at {self.tracker}")
         rows = [
@@ -61,8 +49,8 @@ class FleetStatus(Reported):
 
 def fleet_status(options: FleetOptions) -> FleetStatus:
     """Asks a tracker."""
-    tracker = HostPort.parse(options.tracker, "tracker")
-    return FleetStatus(str(tracker), servers_by_key(tracker))
+    tracker = fleet.HostPort.parse(options.tracker, "tracker")
+    return FleetStatus(str(tracker), fleet.servers_by_key(tracker))
 
 
 @dataclass(frozen=True)
@@ -73,7 +61,6 @@ class TestedServer:
 
     server: str
     error: str = ""
-    """Why it cannot measure; empty where it can."""
     has_own_code: bool = False
     """Whether programs are measured there as on this host; else as TVM's own server does."""
     calibration_ms: float | None = None
@@ -98,10 +85,8 @@ class FleetTest(Reported):
     key: str
     servers: tuple[TestedServer, ...]
     num_busy: int
-    """Servers that somebody else had all the time."""
 
     def report(self) -> Report:
-        """How many servers can measure, and how much their times differ."""
         times = sorted(server.calibration_ms for server in self.servers if server.calibration_ms)
         parts = [f"{sum(not server.error for server in self.servers)} of {len(self.servers)} servers can measure"]
         if len(times) > 1:
@@ -111,7 +96,6 @@ class FleetTest(Reported):
         return Report("; ".join(parts))
 
     def require_pass(self) -> None:
-        """Checks that every server that was tried can measure."""
         failed = [server for server in self.servers if server.error]
         if failed:
             raise MachineError(f"{len(failed)} of {len(self.servers)} servers cannot measure; the lines above say why")
@@ -119,22 +103,25 @@ class FleetTest(Reported):
 
 def self_test(options: FleetTestOptions, tell: Callable[[TestedServer], None] = lambda _: None) -> FleetTest:
     """Runs the reference kernel on every server of a key that is free in time, and tells about each."""
-    fleet = FleetSettings(
-        tracker=HostPort.parse(options.tracker, "tracker"), key=options.key, wait_s=options.wait_s, session_s=_SESSION_S
+    settings = fleet.FleetSettings(
+        tracker=fleet.HostPort.parse(options.tracker, "tracker"),
+        key=options.key,
+        wait_s=options.wait_s,
+        session_s=_SESSION_S,
     )
     until_s = time.monotonic() + options.wait_s
     start_fork_server()
-    device = device_of_fleet(fleet, options.target, "auto" if options.target == "auto" else 1)
-    num_servers = len(servers_by_key(fleet.tracker).get(options.key, KeyState()).servers)
+    device = fleet.device_of_fleet(settings, options.target, "auto" if options.target == "auto" else 1)
+    num_servers = len(fleet.servers_by_key(settings.tracker).get(options.key, fleet.KeyState()).servers)
     compiler = require_linker(device.fingerprint.machine, options.linker)
     builder = LocalBuilder(device.target, max_workers=1, timeout_s=_BUILD_S, compiler=compiler)
-    tested: dict[HostPort, TestedServer] = {}
+    tested: dict[fleet.HostPort, TestedServer] = {}
     with contextlib.ExitStack() as stack:
         stack.callback(builder.close)
-        kernel = build_reference_kernel(builder, num_calls=_NUM_CALLS, upload_bytes=_UPLOAD_BYTES)
+        kernel = fleet.build_reference_kernel(builder, num_calls=_NUM_CALLS, upload_bytes=_UPLOAD_BYTES)
         while len(tested) < num_servers:
             # a session is kept until the end, so that the tracker gives the other servers
-            session = stack.enter_context(contextlib.closing(ServerSession(fleet)))
+            session = stack.enter_context(contextlib.closing(fleet.ServerSession(settings)))
             try:
                 lease = session.find()
             except MachineError:  # somebody else has them all the time
@@ -144,13 +131,13 @@ def self_test(options: FleetTestOptions, tell: Callable[[TestedServer], None] = 
                 tell(tested[lease.server])
             elif time.monotonic() > until_s:
                 break
-    return FleetTest(str(fleet.tracker), options.key, tuple(tested.values()), num_servers - len(tested))
+    return FleetTest(str(settings.tracker), options.key, tuple(tested.values()), num_servers - len(tested))
 
 
-def _tested(lease: ServerLease, session: ServerSession, kernel: ReferenceKernel) -> TestedServer:
+def _tested(lease: fleet.ServerLease, session: fleet.ServerSession, kernel: fleet.ReferenceKernel) -> TestedServer:
     try:
         session.open(lease)
-        times = run_reference_kernel(session, kernel)
+        times = fleet.run_reference_kernel(session, kernel)
     except MachineError as err:
         return TestedServer(str(lease.server), str(err))
     return TestedServer(

@@ -13,7 +13,7 @@ import mlflow
 from mlflow.entities import Run
 from mlflow.exceptions import ExecutionException
 
-from ansor_mlflow import names
+from ansor_mlflow import names, tracking
 from ansor_mlflow.commands.doctor import warn_of_the_machine
 from ansor_mlflow.errors import INTERRUPTED_EXIT_CODE, AnsorMlflowError, UserInputError, error_for_exit_code
 from ansor_mlflow.foreign import Part, Report, Reported, Table, read_yaml
@@ -34,24 +34,11 @@ from ansor_mlflow.steps.evaluation import evaluate
 from ansor_mlflow.steps.promotion import Promotion, promote, rivals_of
 from ansor_mlflow.steps.tuning import TuneResult, prepare_tuning, resolved_options, tune
 from ansor_mlflow.tensors import all_sizes
-from ansor_mlflow.tracking import (
-    StepRun,
-    command_lines,
-    pipeline_note,
-    register,
-    run_address,
-    server_command,
-    step_run,
-    summary_rows,
-    translated_errors,
-    work_directory,
-)
 from ansor_mlflow.trials import TuningObserver
 
 _log = logging.getLogger("ansor_mlflow")
 
 _ENTRY_POINTS: dict[str, type[Options]] = {"tune": TuneOptions, "compile": CompileOptions, "evaluate": EvaluateOptions}
-_FROM_COMPILE = (names.COVERAGE_TASKS, names.COVERAGE_FLOPS, names.LIBRARY_GROWTH_MIB)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,26 +49,22 @@ class PipelineResult(Reported):
     experiment_id: str
     network: str
     target: str
-    """Short description of the target, such as "llvm znver4 ×2"."""
     model_uri: str
     metrics: dict[str, float]
-    """The summary metrics, as on the parent run."""
     registered_version: str | None
     promotion: Promotion | None
-    """Whether the version became the champion; None where that was not asked for."""
 
     def report(self) -> Report:
-        """Latencies, speedups and errors, what became of the model, and where the run is shown."""
-        parts: list[Part] = [Table(summary_rows(self.metrics))]
+        parts: list[Part] = [Table(tracking.summary_rows(self.metrics))]
         if self.registered_version:
             parts.append(f"registered as version {self.registered_version}")
         if self.promotion:
             promoted = self.promotion.report()
             parts += [promoted.title, *promoted.parts]
         where = {"run": self.run_id, "model": self.model_uri}
-        if start := server_command():
+        if start := tracking.server_command():
             where["start"] = start
-        where["open"] = run_address(self.experiment_id, self.run_id)
+        where["open"] = tracking.run_address(self.experiment_id, self.run_id)
         return Report(f"{self.network} for {self.target}", parts, where)
 
 
@@ -104,7 +87,11 @@ RunStep = Callable[[str, Mapping[str, str]], Run]
 def run_pipeline(
     options: PipelineOptions, project: Path | None = None, observers: Sequence[TuningObserver] = ()
 ) -> PipelineResult:
-    """Runs the steps one after the other, each in a run of its own."""
+    """Runs the steps one after the other, each in a run of its own.
+
+    `project` is the directory of an `MLproject` file, whose entry points are run, each in a process of its own; without
+    one the steps are called here. An error of a step is of its kind, and has its message.
+    """
     if options.promote and not options.register_as:
         raise UserInputError("promote=true: only a registered model has a champion; give register_as, too")
     tuning = load_options(TuneOptions, _only(options, TuneOptions))
@@ -120,15 +107,15 @@ def run_pipeline(
         # so that a tuning is not in vain
         choose_examples(options.data, all_sizes(work.network), options.seed)
         require_pad(options.pad, options.network, work.network)
-    commands = command_lines("main", options)
-    with step_run("main", options, options.network) as run:
+    commands = tracking.command_lines("main", options)
+    with tracking.step_run("main", options, options.network) as run:
         tune_here = partial(tune, tuning, observers, work)
         run_step: RunStep = partial(_run_entry_point, run, project) if project else partial(_run_here, tune_here)
-        run.log_note(pipeline_note(options.network, commands))
+        run.log_note(tracking.pipeline_note(options.network, commands))
         run.tuning = options.resume_run
         tuned = run_step("tune", _only(options, TuneOptions))
         if options.resume_run:
-            with translated_errors("read the run that went on"):
+            with tracking.translated_errors("read the run that went on"):
                 tuned = mlflow.get_run(options.resume_run)
         run.tuning = tuned.info.run_id
         tags = {key: tuned.data.tags[key] for key in (names.TAG_NETWORK, names.TAG_TARGET, names.TAG_NUM_THREADS)}
@@ -138,25 +125,28 @@ def run_pipeline(
         run.log_tags({names.TAG_MODEL_URI: model_uri, names.TAG_TUNE_RUN: tuned.info.run_id})
         evaluated = run_step("evaluate", {**_only(options, EvaluateOptions), "model_uri": model_uri})
 
-        metrics = {
-            **_pick(tuned, names.TUNING_METRICS),
-            **_pick(compiled, _FROM_COMPILE),
-            **_pick(evaluated, (*names.summary_metrics(RIVALS), names.ONNXRUNTIME_SHARE, names.PROBE_SPREAD)),
-        }
+        repeated = (
+            (tuned, names.TUNING_METRICS),
+            (compiled, (names.COVERAGE_TASKS, names.COVERAGE_FLOPS, names.LIBRARY_GROWTH_MIB)),
+            (evaluated, (*names.summary_metrics(RIVALS), names.ONNXRUNTIME_SHARE, names.PROBE_SPREAD)),
+        )
+        of_steps = [(name, step.data.metrics) for step, of_step in repeated for name in of_step]
+        metrics = {name: of_step[name] for name, of_step in of_steps if name in of_step}
         run.log_metrics(metrics)
         reasons = [step.data.tags.get(names.TAG_UNRELIABLE, "") for step in (tuned, evaluated)]
-        if any(reasons):
-            tags[names.TAG_UNRELIABLE] = "; ".join(filter(None, reasons))
-            run.log_tags({names.TAG_UNRELIABLE: tags[names.TAG_UNRELIABLE]})
-        if best := evaluated.data.tags.get(names.TAG_BEST_RIVAL):
-            tags[names.TAG_BEST_RIVAL] = best
-            run.log_tags({names.TAG_BEST_RIVAL: best})
+        found = {
+            names.TAG_UNRELIABLE: "; ".join(filter(None, reasons)),
+            names.TAG_BEST_RIVAL: evaluated.data.tags.get(names.TAG_BEST_RIVAL, ""),
+        }
+        found = {name: text for name, text in found.items() if text}
+        run.log_tags(found)
+        tags |= found
         told = {**tuned.data.tags, **tags, names.TAG_MODEL_URI: model_uri}
-        run.log_note(pipeline_note(tags[names.TAG_NETWORK], commands, told, metrics))
+        run.log_note(tracking.pipeline_note(tags[names.TAG_NETWORK], commands, told, metrics))
         version = None
         if options.register_as:
             evidence = {name: f"{metrics[name]:.6g}" for name in names.summary_metrics(RIVALS) if name in metrics}
-            version = register(model_uri, options.register_as, {**evidence, **tags})
+            version = tracking.register(model_uri, options.register_as, {**evidence, **tags})
         promotion = _promote(options, version) if options.promote and version else None
         return PipelineResult(
             run_id=run.run_id,
@@ -183,7 +173,6 @@ def _only(options: Options, cls: type[Options]) -> dict[str, str]:
 
 
 def _run_here(tune_here: Callable[[], TuneResult], entry_point: str, parameters: Mapping[str, str]) -> Run:
-    """See `RunStep`: in this process."""
     _log.info("=== %s ===", entry_point)
     try:
         if entry_point == "tune":
@@ -194,15 +183,14 @@ def _run_here(tune_here: Callable[[], TuneResult], entry_point: str, parameters:
             run_id = evaluate(load_options(EvaluateOptions, parameters)).run_id
     except AnsorMlflowError as err:
         raise type(err)(f"{entry_point}: {err}") from err
-    with translated_errors(f"read the run of {entry_point}"):
+    with tracking.translated_errors(f"read the run of {entry_point}"):
         return mlflow.get_run(run_id)
 
 
-def _run_entry_point(parent: StepRun, project: Path, entry_point: str, parameters: Mapping[str, str]) -> Run:
-    """See `RunStep`: in a process of its own, in this environment."""
+def _run_entry_point(parent: tracking.StepRun, project: Path, entry_point: str, parameters: Mapping[str, str]) -> Run:
     _log.info("=== %s ===", entry_point)
     try:
-        with translated_errors(f"run the entry point {entry_point}"):
+        with tracking.translated_errors(f"run the entry point {entry_point}"):
             submitted = mlflow.projects.run(
                 str(project),
                 entry_point=entry_point,
@@ -225,14 +213,18 @@ def _run_entry_point(parent: StepRun, project: Path, entry_point: str, parameter
         raise error_for_exit_code(exit_code, f"{entry_point}: {message}") from err
 
 
-def _note_tuning(parent: StepRun, entry_point: str, child: Run | None) -> None:
+def _note_tuning(parent: tracking.StepRun, entry_point: str, child: Run | None) -> None:
     """Says in the run of the pipeline which tuning can go on, if it is this child, which worked in this directory."""
-    if entry_point == "tune" and child and StepRun(child.info.run_id, work_directory(child.info.run_id)).has_records:
+    if (
+        entry_point == "tune"
+        and child
+        and tracking.StepRun(child.info.run_id, tracking.work_directory(child.info.run_id)).has_records
+    ):
         parent.tuning = child.info.run_id
 
 
-def _last_child(parent: StepRun) -> Run | None:
-    with translated_errors("find the step that failed"):
+def _last_child(parent: tracking.StepRun) -> Run | None:
+    with tracking.translated_errors("find the step that failed"):
         runs = mlflow.search_runs(
             [mlflow.get_run(parent.run_id).info.experiment_id],
             filter_string=f"tags.mlflow.parentRunId = '{parent.run_id}'",
@@ -241,7 +233,3 @@ def _last_child(parent: StepRun) -> Run | None:
             output_format="list",
         )
     return runs[0] if runs else None
-
-
-def _pick(run: Run, metric_names: tuple[str, ...]) -> dict[str, float]:
-    return {name: run.data.metrics[name] for name in metric_names if name in run.data.metrics}

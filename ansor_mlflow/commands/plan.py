@@ -15,14 +15,7 @@ from ansor_mlflow.foreign import Report, Reported, Table, microseconds
 from ansor_mlflow.graphs import PaddedLayer
 from ansor_mlflow.model import PartEntry, fallback_clauses, part_entries
 from ansor_mlflow.parameters import BudgetOptions, PlanOptions, SearchOptions
-from ansor_mlflow.steps.recorded import (
-    NetworkTasks,
-    best_records,
-    find_recorded,
-    latency_s,
-    lower_for_device,
-    lower_recorded,
-)
+from ansor_mlflow.steps.recorded import best_records, find_recorded, latency_s, lower_for_device, lower_recorded
 from ansor_mlflow.tracking import network_of
 from ansor_mlflow.trials import TaskInfo, TaskState
 from ansor_mlflow.tuning import SECONDS_PER_TRIAL, StoppingRules, resolve_num_trials, sketched_workloads
@@ -61,15 +54,12 @@ class Plan(Reported):
 
     network: str
     target: str
-    """Short description of the target, such as "llvm znver4 ×2"."""
     tasks: tuple[PlannedTask, ...]
     parts: tuple[PartEntry, ...]
     """Parts of the network, if ONNX Runtime computes some of it."""
     notes: tuple[str, ...]
-    """Sentences on what the figures of the tasks leave out."""
 
     def report(self) -> Report:
-        """The tasks as a table, the totals and the notes."""
         rows = [task.cells() for task in self.tasks]
         headers = [header for header in rows[0] if any(row[header] for row in rows)]
         total = f"{len(rows)} tasks, {self.num_trials} trials, about {self.expected_minutes:.1f} min on 2 cores"
@@ -78,12 +68,10 @@ class Plan(Reported):
 
     @property
     def num_trials(self) -> int:
-        """The whole budget."""
         return sum(task.num_trials for task in self.tasks)
 
     @property
     def expected_minutes(self) -> float:
-        """Wall-clock time of all trials."""
         return sum(task.expected_minutes for task in self.tasks)
 
 
@@ -93,13 +81,20 @@ def plan_tuning(options: PlanOptions) -> Plan:
     The suggestion is a forecast: the tuner itself gives every task its first pass, and then each round to the task
     whose next trials promise the largest gain.
     """
-    with scratch_directory() as scratch:
-        network, known_s = _network_tasks(options, Path(scratch))
+    has_records, known_s = bool(options.tune_run or options.records), dict[int, float]()
+    if has_records:
+        with scratch_directory() as scratch:
+            recorded = find_recorded(options, Path(scratch))
+            network = lower_recorded(recorded)
+            records = best_records(recorded.records, network, Path(scratch))
+            known_s = {index: latency_s(record) for index, record in records.items()}
+    else:
+        device = Device.resolve(options.target, options.num_threads)
+        network = lower_for_device(network_of(options), options, device)
     if not network.tasks:
         raise UserInputError(f"network={network.network}: it has no task to tune; give a network that computes")
     num_sketched = len(sketched_workloads(network.tasks, network.device.target, options.space))
     tasks = _planned(options, [task.info for task in network.tasks], num_sketched, known_s)
-    has_records = bool(options.tune_run or options.records)
     parts = part_entries(network.lowered)
     return Plan(
         network=network.network,
@@ -115,32 +110,23 @@ def plan_tuning(options: PlanOptions) -> Plan:
 
 
 def share_trials(shares: Sequence[float], num_trials: int, *, least: int, most: int) -> list[int]:
-    """Shares trials among tasks: one after the other goes to the task that has the fewest for its share."""
+    """Shares trials among tasks: one after the other goes to the task that has the fewest for its share.
+
+    `shares` are of the network's FLOPs; tasks without any get what no other task may take.
+    """
+
+    def need(index: int) -> tuple[float, int, int]:
+        return (trials[index] / shares[index] if shares[index] else math.inf, trials[index], index)
+
     trials = [least] * len(shares)
-    queue = [_need(share, least, index) for index, share in enumerate(shares) if least < most]
+    queue = [need(index) for index in range(len(shares)) if least < most]
     heapq.heapify(queue)
     for _ in range(num_trials - sum(trials)):
         *_, index = heapq.heappop(queue)
         trials[index] += 1
         if trials[index] < most:
-            heapq.heappush(queue, _need(shares[index], trials[index], index))
+            heapq.heappush(queue, need(index))
     return trials
-
-
-def _need(share: float, num_trials: int, index: int) -> tuple[float, int, int]:
-    """Sorts tasks by how much they need another trial, the neediest first."""
-    return (num_trials / share if share else math.inf, num_trials, index)
-
-
-def _network_tasks(options: PlanOptions, scratch: Path) -> tuple[NetworkTasks, dict[int, float]]:
-    """The tasks, and the best time in seconds of each task that has a record, by the task's index."""
-    if not options.tune_run and not options.records:
-        device = Device.resolve(options.target, options.num_threads)
-        return lower_for_device(network_of(options), options, device), {}
-    recorded = find_recorded(options, scratch)
-    network = lower_recorded(recorded)
-    records = best_records(recorded.records, network, scratch)
-    return network, {index: latency_s(record) for index, record in records.items()}
 
 
 def _planned(

@@ -37,7 +37,6 @@ class Delivered:
     left: str = ""
     """What stays here, why, and what to do with it; empty where nothing does."""
     error: AnsorMlflowError | None = None
-    """Why messages could not be delivered."""
 
 
 def sync() -> Iterator[Delivered]:

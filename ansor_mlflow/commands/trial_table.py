@@ -17,14 +17,11 @@ from ansor_mlflow.foreign import typed
 from ansor_mlflow.records import read_journal
 from ansor_mlflow.steps.fetching import fetch_run, tuning_of
 from ansor_mlflow.tracking import read_artifact, translated_errors
-from ansor_mlflow.trials import Trial
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _COLUMNS = ("step", "task", "status", "latency_us", "error", "weight", "workload_hash")
-
-_Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -89,34 +86,27 @@ def load_trials(run_id: str) -> pd.DataFrame:
         raise RecordsError(
             f"{names.TRIALS_TABLE} of run {tuning_id} is damaged ({one_line(err)}); give another run"
         ) from err
-    by_name = {task.task: task for task in tasks}
-    rows = [{**asdict(trial), **_joined(by_name.get(trial.task))} for trial in trials]
+    by_name = {task.task: {"weight": task.weight, "workload_hash": task.workload_hash} for task in tasks}
+    rows = [{**asdict(trial), **by_name.get(trial.task, {})} for trial in trials]
     if names.RECORDS_DIR in files and len(rows) < run.data.metrics.get(names.TRIALS_MEASURED, math.inf):
         rows = max(rows, _of_records(tuning_id, tasks), key=len)
     return pd.DataFrame(rows, columns=list(_COLUMNS)).astype({"latency_us": "float64", "weight": "Int64"})
 
 
-def _of_records(run_id: str, tasks: list[TaskRow]) -> list[_Row]:
+def _of_records(run_id: str, tasks: list[TaskRow]) -> list[dict[str, Any]]:
     """What the records say: those of a run that was killed, or killed again after it went on."""
     with scratch_directory() as scratch:
-        records = fetch_run(run_id, Path(scratch))
-        trials = read_journal(records)
+        trials = read_journal(fetch_run(run_id, Path(scratch)))
     by_hash = {task.workload_hash: task for task in tasks}
-    return [_of_trial(trial, by_hash) for trial in trials]
-
-
-def _of_trial(trial: Trial, by_hash: dict[str, TaskRow]) -> _Row:
-    task = by_hash.get(trial.workload_hash)
-    return {
-        "step": trial.step,
-        "task": task.task if task else None,
-        "status": trial.status.value,
-        "latency_us": trial.latency_s * 1e6 if trial.latency_s is not None else None,
-        "error": trial.error,
-        **_joined(task),
-        "workload_hash": trial.workload_hash,
-    }
-
-
-def _joined(task: TaskRow | None) -> _Row:
-    return {name: getattr(task, name, None) for name in ("weight", "workload_hash")}
+    return [
+        {
+            "step": trial.step,
+            "task": getattr(by_hash.get(trial.workload_hash), "task", None),
+            "status": trial.status.value,
+            "latency_us": trial.latency_s * 1e6 if trial.latency_s is not None else None,
+            "error": trial.error,
+            "weight": getattr(by_hash.get(trial.workload_hash), "weight", None),
+            "workload_hash": trial.workload_hash,
+        }
+        for trial in trials
+    ]

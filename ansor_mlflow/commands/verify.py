@@ -55,14 +55,11 @@ class ReplayedRecord:
     file: str
     """Path of the record file, below the directory of the records."""
     line: int
-    """Number of the line in the file, from 1."""
     run_s: float
-    """Seconds per call, as recorded."""
     status: Status
     max_rel_error: float | None
     """Error of the scheduled kernel's results against the unscheduled one's; None where there is no finite one."""
     error: str
-    """Why the record does not pass, in one line; empty for one that does."""
 
     def __str__(self) -> str:
         reason = self.error or f"error {self.max_rel_error:.1e}"
@@ -76,32 +73,25 @@ class Verification(Reported):
 
     network: str
     target: str
-    """Short description of the target, such as "llvm znver4 ×2"."""
     tolerance: float
-    """Largest `max_rel_error` that passes."""
     records: tuple[ReplayedRecord, ...]
     num_unverified_tasks: int
-    """Tasks of the network without a record."""
     num_of_other_targets: dict[str, int]
     """Valid records that were not run, by the short description of their target."""
     num_of_other_kernels: int
     """Valid records for this target of workloads that the network does not have."""
     num_damaged: int
-    """Damaged lines of the databases."""
 
     def report(self) -> Report:
-        """How many records ended in which way."""
         counts = ", ".join(f"{count} {_STATUS_NAMES[status]}" for status, count in self.num_by_status.items())
         return Report(f"{len(self.records)} records of {self.network} for {self.target}: {counts}", self.notes)
 
     @property
     def num_by_status(self) -> dict[Status, int]:
-        """Records that ended with each status that occurred."""
         return dict(Counter(record.status for record in self.records))
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on what was not run."""
         others = (f"{count} records for {target} were not run." for target, count in self.num_of_other_targets.items())
         counts = {
             "tasks have no record.": self.num_unverified_tasks,
@@ -110,7 +100,6 @@ class Verification(Reported):
         return (*others, *(f"{count} {text}" for text, count in counts.items() if count))
 
     def require_pass(self) -> None:
-        """Checks that every record passed."""
         bad = [record for record in self.records if record.status != "pass"]
         if bad:
             raise RecordsError(
@@ -124,14 +113,11 @@ class MendedRecords(Reported):
     """What became of damaged records."""
 
     num_set_aside: int
-    """Damaged lines, and those of damaged workloads."""
     quarantines: tuple[str, ...]
-    """Paths of the files that they are in now."""
     changed: tuple[str, ...]
     """Files, below the directory of the records, that the manifest did not describe; they count as they are now."""
 
     def report(self) -> Report:
-        """What was set aside, and what counts from now on."""
         parts = []
         if self.num_set_aside:
             parts.append(f"{self.num_set_aside} damaged lines are in {', '.join(self.quarantines)} now")
@@ -181,16 +167,20 @@ def verify_records(
             )
         device.require_measurable_here()
         candidates = _candidates(databases, device.fingerprint.target)
-        others = _num_of_other_targets(databases[-1], device.fingerprint.target)
+        wanted = code_attributes(device.fingerprint.target)
+        valid = [record for record in databases[-1].records if record.run_s < FAILED_RUN_S]
+        elsewhere = [record.target for record in valid if not has_target(record, wanted)]
+        others = dict(Counter(target_name(target_attributes(target)) for target in elsewhere))
         by_task = [(task, candidates.pop(task.info.workload_hash, [])) for task in lowered.tasks]
         if not any(records for _, records in by_task):
             raise RecordsError(_nothing_to_replay(options.source, lowered, others))
         tolerance = TOLERANCES[recorded.options.dtype]
+        largest = max(argument_bytes(task.mod) for task in lowered.tasks)
         replayer = Replayer(
             device,
             seed=recorded.options.seed,
             timeout_s=options.measure_timeout_s,
-            memory_bytes=_memory_bytes(options, lowered),
+            memory_bytes=options.worker_memory_mib * 2**20 + COPIES_OF_ARGUMENTS * largest,
         )
         replayed = []
         with contextlib.closing(replayer):
@@ -211,32 +201,20 @@ def verify_records(
     )
 
 
-def _memory_bytes(options: VerifyRecordsOptions, network: NetworkTasks) -> int:
-    """Data memory that replaying a record may take."""
-    arguments = max(argument_bytes(task.mod) for task in network.tasks)
-    return options.worker_memory_mib * 2**20 + COPIES_OF_ARGUMENTS * arguments
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """A valid record for the target."""
-
-    database: Database
-    record: RecordLine
-    is_winner: bool
-    """Whether it is the winner of a tuning, which was measured twice."""
+_Candidate = tuple[bool, RecordLine, Database]
+"""A valid record for the target in its database, and whether it is none of a tuning's winners."""
 
 
 def _candidates(databases: Sequence[Database], target: Mapping[str, Any]) -> dict[str | None, list[_Candidate]]:
     """The valid records for a target by the hash of their workload: the winners first, then the fastest."""
     by_hash: dict[str | None, list[_Candidate]] = {}
     for database in databases:
-        is_winner = database is not databases[-1]
+        is_other = database is databases[-1]  # a winner was measured twice
         for workload, records in database.by_workload(target).items():
             found = by_hash.setdefault(database.hashes[workload], [])
-            found += [_Candidate(database, record, is_winner) for record in records]
+            found += [(is_other, record, database) for record in records]
     for found in by_hash.values():
-        found.sort(key=lambda candidate: (not candidate.is_winner, candidate.record.run_s))
+        found.sort(key=lambda candidate: (candidate[0], candidate[1].run_s))
     return by_hash
 
 
@@ -244,21 +222,10 @@ def _distinct(candidates: Iterable[_Candidate]) -> Iterator[tuple[_Candidate, st
     """Candidates with the JSON of their schedules, each schedule once."""
     seen: set[str] = set()
     for candidate in candidates:
-        trace = schedule_of(candidate.database, candidate.record)
+        trace = schedule_of(candidate[2], candidate[1])
         if trace not in seen:
             seen.add(trace)
             yield candidate, trace
-
-
-def _num_of_other_targets(database: Database, target: Mapping[str, Any]) -> dict[str, int]:
-    wanted = code_attributes(target)
-    return dict(
-        Counter(
-            target_name(target_attributes(record.target))
-            for record in database.records
-            if record.run_s < FAILED_RUN_S and not has_target(record, wanted)
-        )
-    )
 
 
 def _nothing_to_replay(source: str, network: NetworkTasks, others: Mapping[str, int]) -> str:
@@ -272,17 +239,17 @@ def _nothing_to_replay(source: str, network: NetworkTasks, others: Mapping[str, 
 
 
 def _replayed(task: TuningTask, candidate: _Candidate, outcome: Outcome[float], tolerance: float) -> ReplayedRecord:
+    is_other, record, database = candidate
     status: Status = outcome.failure or "pass"
-    text = outcome.error
-    error = outcome.value
+    text, error = outcome.error, outcome.value
     if error is not None and not error <= tolerance:
         status, text = "wrong_answer", f"max_rel_error={error:.3g}, allowed is {tolerance:g}"
-    file = candidate.database.pair.records
+    file = database.pair.records.name
     return ReplayedRecord(
         task=task.info.name,
-        file=f"{names.BEST_DIR}/{file.name}" if candidate.is_winner else file.name,
-        line=candidate.record.number,
-        run_s=candidate.record.run_s,
+        file=file if is_other else f"{names.BEST_DIR}/{file}",
+        line=record.number,
+        run_s=record.run_s,
         status=status,
         max_rel_error=error if error is not None and math.isfinite(error) else None,
         error=first_line(text),

@@ -7,7 +7,6 @@ from ansor_mlflow.model.library import (
     compile_untuned,
     database_of,
     require_linker,
-    write_coverage,
 )
 from ansor_mlflow.model.loading import BuildJob, build_in_child_process, load_package, open_library
 from ansor_mlflow.model.manifest import LIBRARY_FILE, LibraryEntry, Manifest, verified_manifest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import shlex
 import shutil
@@ -15,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ansor_mlflow.codegen import pass_config, tir_pipeline
 from ansor_mlflow.device import CUDA, machine_of, platform_of, why_no_compiler
 from ansor_mlflow.errors import MachineError, RecordsError, UserInputError, first_line
-from ansor_mlflow.files import write_text
-from ansor_mlflow.model.parts import PartEntry, write_parts
+from ansor_mlflow.model.parts import write_parts
 from ansor_mlflow.records import Database as RecordDatabase
 from ansor_mlflow.records import RecordPair, require_whole
 from ansor_mlflow.settings import FOR_THIS_HOST, Linker
@@ -292,8 +290,3 @@ def _export(mod: IRModule, target: Target, library: Path, linker: Linker) -> Non
                 f"{shlex.join(command)} does not link a library for {target.attrs.get('mtriple') or 'this host'} "
                 f"({str(err).splitlines()[1].strip()}); give the compiler of the device as cc"
             ) from err
-
-
-def write_coverage(coverage: Coverage, parts: Sequence[PartEntry], path: Path) -> None:
-    """Writes `coverage.json`."""
-    write_text(path, json.dumps({**coverage.to_dict(), "parts": [asdict(part) for part in parts]}, indent=1))

@@ -16,7 +16,7 @@ from ansor_mlflow.parameters.commands import (
     TrackerOptions,
     VerifyRecordsOptions,
 )
-from ansor_mlflow.parameters.config import load_options, read_settings
+from ansor_mlflow.parameters.config import load_options, mlproject, parameters_markdown, read_settings
 from ansor_mlflow.parameters.declaring import (
     MAX_PARAM_LENGTH,
     Options,
@@ -28,7 +28,6 @@ from ansor_mlflow.parameters.declaring import (
     is_uri,
     listed,
 )
-from ansor_mlflow.parameters.generated import mlproject, parameters_markdown
 from ansor_mlflow.parameters.gone import why_gone
 from ansor_mlflow.parameters.model import (
     AliasOptions,

@@ -21,7 +21,10 @@ SOURCE_RULE = "the ID of a tuning run, or a path or an artifact URI of records"
 DIRECTORY_RULE = "the path of a directory"
 
 Port = Annotated[
-    int, parameter("Port to listen at; 0 for any that is free.", "a whole number from 0 to 65535", ge=0, lt=2**16)
+    int,
+    parameter(
+        rule="a whole number from 0 to 65535", help_="Port to listen at; 0 for any that is free.", ge=0, lt=2**16
+    ),
 ]
 
 
@@ -29,8 +32,9 @@ class ReportOptions(Options):
     """Where a command that only reports writes what it found."""
 
     json_file: str = parameter(
-        "File that the result is written to as JSON; - for standard output, in place of the text; none by default.",
-        default="",
+        "",
+        help_="File that the result is written to as JSON; - for standard output, in place of the text; none by "
+        "default.",
         flag="--json",
     )
 
@@ -43,9 +47,9 @@ class SourceOptions(ReportOptions, NetworkOptions):
     """Which records of which network a command reports on."""
 
     source: NonEmpty = parameter(
-        "Tuning run or records: a run's ID, a directory, a tuning-record file or an artifact URI. Records need the "
-        "network, layout, target and threads that they were made with; a run knows them.",
-        SOURCE_RULE,
+        help_="Tuning run or records: a run's ID, a directory, a tuning-record file or an artifact URI. Records need "
+        "the network, layout, target and threads that they were made with; a run knows them.",
+        rule=SOURCE_RULE,
         metavar="SOURCE",
     )
 
@@ -54,70 +58,60 @@ class ExplainOptions(SourceOptions):
     """The command `explain`: which kernel of which records is explained."""
 
     task: str = parameter(
-        "Name or index of the task; by default that with the largest share of the time, of those that compute.",
-        default="",
+        "",
+        help_="Name or index of the task; by default that with the largest share of the time, of those that compute.",
     )
 
 
 class DiffOptions(ReportOptions):
-    """The command `diff`: which two tunings are compared."""
+    """The command `diff`: which two tunings are compared.
+
+    Attributes:
+        runs: Two runs: IDs of tune, compile, evaluate or main, or URIs of models.
+        fail_if_slower: Share by which the second may be slower, such as 3%; by more, or without a record of a task that
+            the first has, the exit code is 8.
+        force: Let fail_if_slower look at unreliable times, too; by default they are a warning.
+        html: File that the comparison is written to as a page of HTML; none by default.
+    """
 
     runs: Annotated[
         tuple[str, ...],
-        parameter(
-            "Two runs: IDs of tune, compile, evaluate or main, or URIs of models.",
-            "two runs, each the ID of one of tune, compile, evaluate or main, or the URI of a model",
-            min_length=2,
-            max_length=2,
-            metavar="RUN_A RUN_B",
-        ),
+        parameter(rule="two runs, each an ID or the URI of a model", min_length=2, max_length=2, metavar="RUN_A RUN_B"),
     ]
-    fail_if_slower: Annotated[Share, parameter("", ge=0, allow_inf_nan=False)] | None = parameter(
-        "Share by which the second may be slower, such as 3%; by more, or without a record of a task that the "
-        "first has, the exit code is 8.",
-        "a share such as 3% or 0.03",
-        default=None,
+    fail_if_slower: Annotated[Share, parameter(ge=0, allow_inf_nan=False)] | None = parameter(
+        None, "a share such as 3% or 0.03"
     )
-    force: bool = parameter(
-        "Let fail_if_slower look at unreliable times, too; by default they are a warning.", default=False
-    )
-    html: str = parameter("File that the comparison is written to as a page of HTML; none by default.", default="")
+    force: bool = False
+    html: str = ""
 
 
 class BisectOptions(ReportOptions, NetworkOptions):
-    """The command `bisect`: in which network the first wrong tensor is looked for."""
+    """The command `bisect`: in which network the first wrong tensor is looked for.
 
-    network: Annotated[
-        str,
-        parameter(
-            "Network: an ONNX file, or anything else that `tune` takes.", NETWORK_RULE, metavar="NETWORK", min_length=1
-        ),
-    ]
+    Attributes:
+        network: Network: an ONNX file, or anything else that `tune` takes.
+        data: Inputs of the network, in place of seeded ones: a .npz, .parquet or .npy file.
+        output: Directory of the smallest model that shows the difference, its inputs and both outputs: new, empty, or
+            one that this command wrote.
+    """
+
+    network: Annotated[str, parameter(rule=NETWORK_RULE, metavar="NETWORK", min_length=1)]
     tolerance: Tolerance = "auto"
-    data: str = parameter(
-        "Inputs of the network, in place of seeded ones: a .npz, .parquet or .npy file.",
-        DATA_RULE,
-        default="",
-    )
-    output: NonEmpty = parameter(
-        "Directory of the smallest model that shows the difference, its inputs and both outputs: new, empty, or "
-        "one that this command wrote.",
-        DIRECTORY_RULE,
-        default="wrong",
-    )
+    data: str = parameter("", DATA_RULE)
+    output: NonEmpty = parameter("wrong", DIRECTORY_RULE)
 
 
 class DoctorOptions(ServersOptions, ReportOptions):
-    """The command `doctor`: what is looked at, beside this machine."""
+    """The command `doctor`: what is looked at, beside this machine.
 
-    tracking_uri: str = parameter(
-        "Tracking server or store; by default that of MLFLOW_TRACKING_URI, or else MLflow's default.", default=""
-    )
-    experiment: str = parameter(
-        "ID or name of the experiment; by default that of MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID, or else "
-        "MLflow's default.",
-        default="",
-    )
+    Attributes:
+        tracking_uri: Tracking server or store; by default that of MLFLOW_TRACKING_URI, or else MLflow's default.
+        experiment: ID or name of the experiment; by default that of MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID, or
+            else MLflow's default.
+    """
+
+    tracking_uri: str = ""
+    experiment: str = ""
     target: Target = "auto"
 
 
@@ -125,105 +119,112 @@ class ShowRecordsOptions(ReportOptions):
     """The command `records show`."""
 
     source: NonEmpty = parameter(
-        "Records: a run's ID, a directory, a tuning-record file or an artifact URI.", SOURCE_RULE, metavar="SOURCE"
+        help_="Records: a run's ID, a directory, a tuning-record file or an artifact URI.",
+        rule=SOURCE_RULE,
+        metavar="SOURCE",
     )
 
 
 class MergeRecordsOptions(Options):
-    """The command `records merge`: which records go where."""
+    """The command `records merge`: which records go where.
 
-    sources: tuple[str, ...] = parameter(
-        "Records, each a run's ID, a directory, a tuning-record file or an artifact URI.",
-        "one source of records at least: the ID of a tuning run, a path or an artifact URI",
-        metavar="SOURCE...",
-        min_length=1,
-    )
-    output: NonEmpty = parameter(
-        "Directory of the new database: new, empty, or one that this command wrote and nobody changed.", DIRECTORY_RULE
-    )
+    Attributes:
+        sources: Records, each a run's ID, a directory, a tuning-record file or an artifact URI.
+        output: Directory of the new database: new, empty, or one that this command wrote and nobody changed.
+    """
+
+    sources: tuple[str, ...] = parameter(rule="one source of records at least", metavar="SOURCE...", min_length=1)
+    output: NonEmpty = parameter(rule=DIRECTORY_RULE)
 
 
 class DistillRecordsOptions(MergeRecordsOptions):
-    """The command `records distill`: which records are kept."""
+    """The command `records distill`: which records are kept.
 
-    keep: PositiveInt = parameter("Fastest records to keep of each workload and target.", default=1)
-    target: str = parameter(
-        "Targets whose records are taken: those with these attributes, such as `llvm -mcpu=znver4`, or auto for "
-        "this host; by default all, which are kept apart.",
-        default="",
-    )
+    Attributes:
+        keep: Fastest records to keep of each workload and target.
+        target: Targets whose records are taken: those with these attributes, such as `llvm -mcpu=znver4`, or auto for
+            this host; by default all, which are kept apart.
+    """
+
+    keep: PositiveInt = 1
+    target: str = ""
 
 
 class VerifyRecordsOptions(SourceOptions):
-    """The command `records verify`: which records are replayed."""
+    """The command `records verify`: which records are replayed.
 
-    keep: PositiveInt | Literal["all"] = parameter(
-        "Records to replay of each task: the winner of the tuning first, then the fastest.", default=1
-    )
+    Attributes:
+        keep: Records to replay of each task: the winner of the tuning first, then the fastest.
+        repair: First set damaged lines of a local database aside; without a network, nothing else. A flag without a
+            value.
+    """
+
+    keep: PositiveInt | Literal["all"] = 1
     measure_timeout_s: MeasureTimeout = 30.0
     worker_memory_mib: WorkerMemory = 2048
-    repair: bool = parameter(
-        "First set damaged lines of a local database aside; without a network, nothing else. A flag without a value.",
-        default=False,
-        is_switch=True,
-    )
+    repair: bool = parameter(False, is_switch=True)
 
 
 class TrackerOptions(Options):
     """The command `fleet tracker`: where it listens."""
 
     host: str = parameter(
-        "Address to listen at: only this host by default, since TVM's RPC asks nobody who they are.",
-        default="127.0.0.1",
+        "127.0.0.1", help_="Address to listen at: only this host by default, since TVM's RPC asks nobody who they are."
     )
     port: Port = 9190
 
 
 class ServerOptions(TrackerOptions):
-    """The command `fleet server`: where it listens, and whom it serves."""
+    """The command `fleet server`: where it listens, and whom it serves.
 
-    tracker: NonEmpty = parameter("Tracker to report to, host:port.", TRACKER_RULE)
-    key: NonEmpty = parameter("Key of the kind of device, one word such as pi4.", "one word")
+    Attributes:
+        tracker: Tracker to report to, host:port.
+        key: Key of the kind of device, one word such as pi4.
+        known_as: Host that the tracker tells tuners, where it is not the one that the tracker sees: of a tunnel, say.
+    """
+
+    tracker: NonEmpty = parameter(rule=TRACKER_RULE)
+    key: NonEmpty = parameter(rule="one word")
     port: Port = 0
-    known_as: str = parameter(
-        "Host that the tracker tells tuners, where it is not the one that the tracker sees: of a tunnel, say.",
-        default="",
-    )
+    known_as: str = ""
 
 
 class FleetOptions(ReportOptions):
     """The command `fleet status`: whose servers are listed."""
 
-    tracker: NonEmpty = parameter("Tracker to ask, host:port.", TRACKER_RULE)
+    tracker: NonEmpty = parameter(help_="Tracker to ask, host:port.", rule=TRACKER_RULE)
 
 
 class FleetTestOptions(LinkOptions, FleetOptions):
-    """The command `fleet test`: which servers are tried."""
+    """The command `fleet test`: which servers are tried.
 
-    key: NonEmpty = parameter("Key of the servers.", "one word")
-    target: str = parameter("Target of the servers; auto is what the first one says.", default="auto")
-    wait_s: PositiveFloat = parameter("Seconds to wait for servers that somebody else has.", default=30.0)
+    Attributes:
+        key: Key of the servers.
+        target: Target of the servers; auto is what the first one says.
+        wait_s: Seconds to wait for servers that somebody else has.
+    """
+
+    key: NonEmpty = parameter(rule="one word")
+    target: str = "auto"
+    wait_s: PositiveFloat = 30.0
 
 
 class LatencyOptions(Options):
-    """The `evaluator_config` of MLflow's evaluator `ansor-latency`."""
+    """The `evaluator_config` of MLflow's evaluator `ansor-latency`.
 
-    reference: str = parameter(
-        "What the outputs are compared with: an ONNX file, or the URI or directory of another MLflow model.", default=""
-    )
-    champion: Literal["onnxruntime", "openvino"] | None = parameter(
-        "Runtime that is timed in turns with the model, on the ONNX file that is the reference; none by default.",
-        default=None,
-    )
-    batch_size: PositiveInt | Auto = parameter(
-        "Rows in a call of predict; auto is what the model was compiled for, or else 1.", default="auto"
-    )
-    turns: PositiveInt = parameter("Turns of the measurement.", default=3)
-    warm_up_s: float = parameter(
-        "Seconds of calls before each turn that do not count.",
-        "a number of seconds, 0 or more",
-        default=0.5,
-        ge=0,
-        allow_inf_nan=False,
-    )
-    measure_s: PositiveFloat = parameter("Seconds of a turn.", default=1.5)
+    Attributes:
+        reference: What the outputs are compared with: an ONNX file, or the URI or directory of another MLflow model.
+        champion: Runtime that is timed in turns with the model, on the ONNX file that is the reference; none by
+            default.
+        batch_size: Rows in a call of predict; auto is what the model was compiled for, or else 1.
+        turns: Turns of the measurement.
+        warm_up_s: Seconds of calls before each turn that do not count.
+        measure_s: Seconds of a turn.
+    """
+
+    reference: str = ""
+    champion: Literal["onnxruntime", "openvino"] | None = None
+    batch_size: PositiveInt | Auto = "auto"
+    turns: PositiveInt = 3
+    warm_up_s: float = parameter(0.5, "a number of seconds, 0 or more", ge=0, allow_inf_nan=False)
+    measure_s: PositiveFloat = 1.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -98,10 +99,10 @@ ModelAddress = Annotated[str, AfterValidator(_check_model)]
 
 
 def parameter(
-    help_: str,
+    default: Any = PydanticUndefined,
     rule: str = "",
     *,
-    default: Any = PydanticUndefined,
+    help_: str = "",
     under: str = "",
     flag: str = "",
     metavar: str = "",
@@ -110,9 +111,10 @@ def parameter(
 ) -> Any:
     """Declares a parameter; `constraints` are pydantic's.
 
-    `help_` says what it is for, and `rule` completes the sentence "NAME is …; it must be …", where the type does not
-    say enough. With `under`, a group and key such as "measure.number", it is one for experts, which `--help` and
-    `MLproject` leave out. `metavar` is what it is called where it is given without a flag.
+    What it is for, as `--help` says it, stands under `Attributes` of its class, or, for a type that several classes
+    use, in `help_`. `rule` completes the sentence "NAME is …; it must be …", where the type does not say enough. With
+    `under`, a group and key such as "measure.number", it is one for experts, which `--help` and `MLproject` leave out.
+    `metavar` is what it is called where it is given without a flag.
     """
     extra: dict[str, Any] = {"rule": rule, "under": under, "flag": flag, "metavar": metavar, "is_switch": is_switch}
     return Field(default=default, description=help_, json_schema_extra=extra, **constraints)
@@ -122,6 +124,13 @@ class Options(BaseModel):
     """Base of the option classes: frozen, and strict about names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Takes what parameters are for from the docstring, so that each is described once."""
+        attributes = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[2]
+        for name, text in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE):
+            cls.model_fields[name].description = " ".join(text.split())
 
     def changed(self) -> dict[str, str]:
         """The parameters that differ from their defaults, as text for a command line."""
@@ -134,7 +143,8 @@ class Options(BaseModel):
 def declared(cls: type[Options], name: str) -> dict[str, Any]:
     """What `parameter` was given, with the rule of the type where it was given none."""
     field = cls.model_fields[name]
-    extra: dict[str, Any] = dict(field.json_schema_extra) if isinstance(field.json_schema_extra, dict) else {}
+    given: dict[str, Any] = dict(field.json_schema_extra) if isinstance(field.json_schema_extra, dict) else {}
+    extra: dict[str, Any] = {"rule": "", "under": "", "flag": "", "metavar": "", "is_switch": False, **given}
     return {**extra, "rule": extra["rule"] or _rule_of_type(field)}
 
 

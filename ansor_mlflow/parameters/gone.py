@@ -14,7 +14,7 @@ PARAMETERS = {"record_pool": f"{_MEMORY}; give warm_start=auto"}
 """What to use instead of a parameter."""
 _VALUES = {
     ("build_workers", "ray"): "candidates are built on this host, and no longer on a Ray cluster; give auto, or how "
-    "many are built at a time, and start whole tunings on the cluster's nodes instead",
+    "many are built at a time, and start whole tunings on the cluster's nodes instead"
 }
 """What to use instead of a value, which is given by its parameter and its beginning."""
 

@@ -25,166 +25,138 @@ from ansor_mlflow.parameters.tuning import TuneOptions
 Tolerance = Annotated[
     PositiveFloat | Auto,
     parameter(
-        "Largest max_rel_error that passes: max |output - reference| / max |reference|, the latter at least 0.01; "
-        "auto is 0.0001, with float16 0.02, and with bfloat16 and of quantised networks 0.1.",
+        help_="Largest max_rel_error that passes: max |output - reference| / max |reference|, the latter at least "
+        "0.01; auto is 0.0001, with float16 0.02, and with bfloat16 and of quantised networks 0.1."
     ),
 ]
 DATA_RULE = "the path of a .npz, .npy or .parquet file"
 Data = Annotated[
     str,
     parameter(
-        "Inputs to check the outputs on, the first of which is timed, in place of seeded ones: a .npz or .parquet file "
-        "with an array or a column for each input, or a .npy file; any number of rows.",
-        DATA_RULE,
+        rule=DATA_RULE,
+        help_="Inputs to check the outputs on, the first of which is timed, in place of seeded ones: a .npz or "
+        ".parquet file with an array or a column for each input, or a .npy file; any number of rows.",
     ),
 ]
 MeasureSeconds = Annotated[
-    PositiveFloat,
-    parameter("Seconds that each contender is timed in a turn.", under="evaluate.measure_s"),
+    PositiveFloat, parameter(help_="Seconds that each contender is timed in a turn.", under="evaluate.measure_s")
 ]
 
 
 class SignatureOptions(Options):
-    """What a served model takes, and how large it may be."""
+    """What a served model takes, and how large it may be.
 
-    signature: Literal["tensor", "binary"] = parameter(
-        "Signature of the model: tensor names dtypes and shapes, binary lets a server take base64 as well.",
-        default="tensor",
-    )
-    pad: NumberByName = parameter(
-        "Values that inputs are padded with at their ends, up to the next larger of several sizes, as JSON: "
-        '{"ids": 0, "mask": 0}; by default only exactly these sizes are taken. Outputs are cut again.',
-        'a JSON object of numbers, such as {"ids": 0, "mask": 0}',
-        default={},
-    )
-    max_library_mib: PositiveInt | None = parameter(
-        "Size in MiB that the weights in the library may have: beyond it, layers get algorithms with smaller "
-        "weights, as far as there are some; no limit by default.",
-        default=None,
-    )
+    Attributes:
+        signature: Signature of the model: tensor names dtypes and shapes, binary lets a server take base64 as well.
+        pad: Values that inputs are padded with at their ends, up to the next larger of several sizes, as JSON: {"ids":
+            0, "mask": 0}; by default only exactly these sizes are taken. Outputs are cut again.
+        max_library_mib: Size in MiB that the weights in the library may have: beyond it, layers get algorithms with
+            smaller weights, as far as there are some; no limit by default.
+    """
+
+    signature: Literal["tensor", "binary"] = "tensor"
+    pad: NumberByName = parameter({}, 'a JSON object of numbers, such as {"ids": 0, "mask": 0}')
+    max_library_mib: PositiveInt | None = None
 
 
 class CompileOptions(SignatureOptions, LinkOptions, RecordsOptions):
-    """Which records a network is compiled with, and where they may come from."""
+    """Which records a network is compiled with, and where they may come from.
 
-    tune_run: str = parameter(
-        "ID of the tuning run whose records are taken; its network, layout, target and threads are used. Several, "
-        "separated by commas, make one model with a library for the device of each.",
-        default="",
-    )
-    allow_target_mismatch: bool = parameter(
-        "Apply records of another device where there are none of this one; they may be slow here, and the model "
-        "says so.",
-        default=False,
-    )
-    allow_missing: bool = parameter(
-        "Leave out records that fit no task of this version, or of this TVM, any more; the run says which tasks "
-        "have none.",
-        default=False,
-    )
+    Attributes:
+        tune_run: ID of the tuning run whose records are taken; its network, layout, target and threads are used.
+            Several, separated by commas, make one model with a library for the device of each.
+        allow_target_mismatch: Apply records of another device where there are none of this one; they may be slow here,
+            and the model says so.
+        allow_missing: Leave out records that fit no task of this version, or of this TVM, any more; the run says which
+            tasks have none.
+    """
+
+    tune_run: str = ""
+    allow_target_mismatch: bool = False
+    allow_missing: bool = False
 
     @property
     def tune_runs(self) -> tuple[str, ...]:
-        """The IDs of the tuning runs, each once."""
         return tuple(dict.fromkeys(run.strip() for run in self.tune_run.split(",") if run.strip()))
 
 
 class CheckOptions(SeedOptions):
-    """How a compiled model is checked and timed."""
+    """How a compiled model is checked and timed.
+
+    Attributes:
+        turns: Turns of the latency measurement; each starts every contender once, in a process of its own.
+        rivals: Runtimes that the model is timed against, on the same threads and inputs: onnxruntime, openvino and
+            torch (torch.compile, with trust=true, of networks that came from PyTorch); auto is those that are
+            installed.
+        instant: Also build and time what the sketches choose without any trial: metric instant_latency_ms.
+    """
 
     tolerance: Tolerance = "auto"
     data: Data = ""
-    turns: PositiveInt = parameter(
-        "Turns of the latency measurement; each starts every contender once, in a process of its own.",
-        default=3,
-        under="evaluate.turns",
-    )
+    turns: PositiveInt = parameter(3, under="evaluate.turns")
     measure_s: MeasureSeconds = 1.5
-    rivals: Rivals = parameter(
-        "Runtimes that the model is timed against, on the same threads and inputs: onnxruntime, openvino and torch "
-        "(torch.compile, with trust=true, of networks that came from PyTorch); auto is those that are installed.",
-        "auto, none, or some of onnxruntime, openvino and torch, separated by commas",
-        default="auto",
-    )
+    rivals: Rivals = parameter("auto", "auto, none, or some of onnxruntime, openvino and torch, separated by commas")
     trust: Trust = False
-    instant: bool = parameter(
-        "Also build and time what the sketches choose without any trial: metric instant_latency_ms.",
-        default=False,
-        under="evaluate.instant",
-    )
+    instant: bool = parameter(False, under="evaluate.instant")
 
 
 class EvaluateOptions(RpcOptions, LinkOptions, CheckOptions):
-    """Which model is checked and timed."""
+    """Which model is checked and timed.
 
-    model_uri: Annotated[
-        ModelAddress,
-        parameter(
-            "Model to evaluate: models:/…, runs:/…, or a path.",
-            "models:/…, runs:/… or a model's directory",
-            min_length=1,
-        ),
-    ]
+    Attributes:
+        model_uri: Model to evaluate: models:/…, runs:/…, or a path.
+    """
+
+    model_uri: Annotated[ModelAddress, parameter(rule="models:/…, runs:/… or a model's directory", min_length=1)]
 
 
 class AliasOptions(Options):
-    """When a version of a registered model gets an alias."""
+    """When a version of a registered model gets an alias.
 
-    alias: AliasName = parameter(
-        "Alias that moves together with that of the target, such as champion; none by default.",
-        "letters, digits, - and _, but no number, no v and number, and not latest",
-        default="",
-    )
-    min_improvement: Share = parameter(
-        "Share of the champion's latency that the candidate must save at least, such as 2%.",
-        "a share from 0 to below 1, such as 2% or 0.02",
-        default=0.02,
-        ge=0,
-        lt=1,
-    )
-    champion: str | None = parameter(
-        "Runtime that the candidate must beat, too, on its own network and threads; none by default.",
-        default=None,
-    )
+    Attributes:
+        alias: Alias that moves together with that of the target, such as champion; none by default.
+        min_improvement: Share of the champion's latency that the candidate must save at least, such as 2%.
+        champion: Runtime that the candidate must beat, too, on its own network and threads; none by default.
+    """
+
+    alias: AliasName = parameter("", "letters, digits, - and _, but no number, no v and number, and not latest")
+    min_improvement: Share = parameter(0.02, "a share from 0 to below 1, such as 2% or 0.02", ge=0, lt=1)
+    champion: str | None = None
 
 
 class PromoteOptions(AliasOptions, SeedOptions):
-    """Which version of a registered model is compared with its champion, and how."""
+    """Which version of a registered model is compared with its champion, and how.
 
-    model: Annotated[str, parameter("Name of the registered model.", "a model name", min_length=1)]
-    candidate: Annotated[str, BeforeValidator(str)] = parameter(
-        "Version that may become the champion: its number or an alias.",
-        default="",
-    )
-    confidence: Share = parameter(
-        "How sure it must be that the candidate is faster: of candidates that are not, at most the rest is promoted.",
-        "a share from 0.5 to below 1, such as 95% or 0.95",
-        default=0.95,
-        ge=0.5,
-        lt=1,
-    )
-    max_turns: int = parameter(
-        "Turns after which it stays undecided; each starts champion and candidate once, in processes of their own.",
-        default=32,
-        ge=4,
-    )
+    Attributes:
+        model: Name of the registered model.
+        candidate: Version that may become the champion: its number or an alias.
+        confidence: How sure it must be that the candidate is faster: of candidates that are not, at most the rest is
+            promoted.
+        max_turns: Turns after which it stays undecided; each starts champion and candidate once, in processes of their
+            own.
+        dry_run: Compare, but move no alias and tag no version.
+        rollback: Instead of comparing, take back the last promotion: its aliases return to where they pointed before.
+    """
+
+    model: Annotated[str, parameter(rule="a model name", min_length=1)]
+    candidate: Annotated[str, BeforeValidator(str)] = ""
+    confidence: Share = parameter(0.95, "a share from 0.5 to below 1, such as 95% or 0.95", ge=0.5, lt=1)
+    max_turns: int = parameter(32, ge=4)
     measure_s: MeasureSeconds = 1.5
     data: Data = ""
     tolerance: Tolerance = "auto"
     trust: Trust = False
-    dry_run: bool = parameter("Compare, but move no alias and tag no version.", default=False)
-    rollback: bool = parameter(
-        "Instead of comparing, take back the last promotion: its aliases return to where they pointed before.",
-        default=False,
-    )
+    dry_run: bool = False
+    rollback: bool = False
 
 
 class PipelineOptions(AliasOptions, SignatureOptions, CheckOptions, TuneOptions):
-    """The entry point `main`: tune, compile, evaluate and, if asked, register and promote."""
+    """The entry point `main`: tune, compile, evaluate and, if asked, register and promote.
 
-    register_as: ModelName = parameter(
-        "Name to register the model under; not registered by default.", "a model name, without / and :", default=""
-    )
-    promote: bool = parameter(
-        "Promote the registered version if it is faster than the champion; needs register_as.", default=False
-    )
+    Attributes:
+        register_as: Name to register the model under; not registered by default.
+        promote: Promote the registered version if it is faster than the champion; needs register_as.
+    """
+
+    register_as: ModelName = parameter("", "a model name, without / and :")
+    promote: bool = False

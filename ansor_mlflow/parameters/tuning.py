@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.parameters.declaring import Auto, NonEmptyList, PositiveFloat, PositiveInt, parameter
+from ansor_mlflow.parameters.declaring import Auto, NonEmpty, NonEmptyList, PositiveFloat, PositiveInt, parameter
 from ansor_mlflow.parameters.networks import LinkOptions, NetworkOptions, RpcOptions
 from ansor_mlflow.settings import LoweringSettings
 
@@ -18,15 +18,12 @@ further algorithm for a layer, most of which are soon known to be slower."""
 
 MeasureTimeout = Annotated[
     PositiveFloat,
-    parameter(
-        "Seconds after which building or running a program is given up.",
-        under="measure.timeout_s",
-    ),
+    parameter(help_="Seconds after which building or running a program is given up.", under="measure.timeout_s"),
 ]
 WorkerMemory = Annotated[
     int,
     parameter(
-        "Memory in MiB that building or running one program may take, beside its arguments.",
+        help_="Memory in MiB that building or running one program may take, beside its arguments.",
         under="measure.memory_mib",
         ge=512,
     ),
@@ -34,28 +31,22 @@ WorkerMemory = Annotated[
 
 
 class BudgetOptions(NetworkOptions):
-    """How many programs are measured."""
+    """How many programs are measured.
 
-    trials: Annotated[int, parameter("", ge=0)] | Auto = parameter(
-        "Programs to measure in all; auto is the preset's number for each task. With 0 nothing is measured, and the "
-        "network is compiled as the sketches choose.",
-        "a whole number, 0 or more, or auto",
-        default="auto",
-    )
-    preset: Literal["quick", "standard", "thorough"] = parameter(
-        "What trials=auto stands for: quick 2, standard 6, thorough 24 trials for a task with a sketch, half of it "
-        "for a further algorithm for a layer, and 16, 64, 256 for one in MetaSchedule's space.",
-        default="standard",
-    )
-    trials_per_task: PositiveInt | None = parameter(
-        "Most trials that one task may use; no limit by default.", default=None, under="search.trials_per_task"
-    )
-    space: Literal["sketches", "metaschedule", "both"] = parameter(
-        "Programs to search: those of our sketches, where one fits a task, and MetaSchedule's elsewhere; "
-        "MetaSchedule's alone; or both.",
-        default="sketches",
-        under="search.space",
-    )
+    Attributes:
+        trials: Programs to measure in all; auto is the preset's number for each task. With 0 nothing is measured, and
+            the network is compiled as the sketches choose.
+        preset: What trials=auto stands for: quick 2, standard 6, thorough 24 trials for a task with a sketch, half of
+            it for a further algorithm for a layer, and 16, 64, 256 for one in MetaSchedule's space.
+        trials_per_task: Most trials that one task may use; no limit by default.
+        space: Programs to search: those of our sketches, where one fits a task, and MetaSchedule's elsewhere;
+            MetaSchedule's alone; or both.
+    """
+
+    trials: Annotated[int, parameter(ge=0)] | Auto = parameter("auto", "a whole number, 0 or more, or auto")
+    preset: Literal["quick", "standard", "thorough"] = "standard"
+    trials_per_task: PositiveInt | None = parameter(None, under="search.trials_per_task")
+    space: Literal["sketches", "metaschedule", "both"] = parameter("sketches", under="search.space")
 
     @property
     def lowering(self) -> LoweringSettings:
@@ -71,87 +62,64 @@ class BudgetOptions(NetworkOptions):
 
 
 class SearchOptions(BudgetOptions):
-    """How programs are searched, and for how long."""
+    """How programs are searched, and for how long.
 
-    max_minutes: PositiveFloat | None = parameter("Wall-clock budget in minutes; no limit by default.", default=None)
-    patience: PositiveInt | None = parameter(
-        "Rounds without an improvement above the noise (3 %) after which a task's remaining trials go to others; "
-        "no limit by default.",
-        default=None,
-        under="search.patience",
-    )
-    num_trials_per_round: PositiveInt = parameter(
-        "Most programs measured before the cost model learns again.", default=32, under="search.trials_per_round"
-    )
-    strategy: Literal["evolutionary", "random"] = parameter(
-        "Search strategy; random is MetaSchedule's replay-trace.", default="evolutionary", under="search.strategy"
-    )
-    cost_model: Literal["xgb", "mlp", "random", "none"] = parameter(
-        "Cost model that ranks programs before they are measured; mlp needs PyTorch.",
-        default="xgb",
-        under="search.cost_model",
-    )
-    search_threads: PositiveInt | Auto = parameter(
-        "Threads of the search; auto is num_threads. With 1 the candidates of a seed repeat.",
-        default="auto",
-        under="search.threads",
-    )
+    Attributes:
+        max_minutes: Wall-clock budget in minutes; no limit by default.
+        patience: Rounds without an improvement above the noise (3 %) after which a task's remaining trials go to
+            others; no limit by default.
+        num_trials_per_round: Most programs measured before the cost model learns again.
+        strategy: Search strategy; random is MetaSchedule's replay-trace.
+        cost_model: Cost model that ranks programs before they are measured; mlp needs PyTorch.
+        search_threads: Threads of the search; auto is num_threads. With 1 the candidates of a seed repeat.
+    """
+
+    max_minutes: PositiveFloat | None = None
+    patience: PositiveInt | None = parameter(None, under="search.patience")
+    num_trials_per_round: PositiveInt = parameter(32, under="search.trials_per_round")
+    strategy: Literal["evolutionary", "random"] = parameter("evolutionary", under="search.strategy")
+    cost_model: Literal["xgb", "mlp", "random", "none"] = parameter("xgb", under="search.cost_model")
+    search_threads: PositiveInt | Auto = parameter("auto", under="search.threads")
 
 
 class MeasureOptions(RpcOptions, LinkOptions):
-    """How a program is built and measured, and where."""
+    """How a program is built and measured, and where.
 
-    number: PositiveInt = parameter(
-        "Calls averaged in one measurement; raised until min_repeat_ms is reached.", default=3, under="measure.number"
-    )
-    repeat: PositiveInt = parameter("Measurements of a program.", default=1, under="measure.repeat")
-    min_repeat_ms: int = parameter(
-        "Shortest duration of one measurement, in milliseconds.", default=50, under="measure.min_repeat_ms", ge=0
-    )
+    Attributes:
+        number: Calls averaged in one measurement; raised until min_repeat_ms is reached.
+        repeat: Measurements of a program.
+        min_repeat_ms: Shortest duration of one measurement, in milliseconds.
+        measure: What a program finds in the CPU's caches while it is timed: what the rest of the network leaves there
+            (network), or its own data (warm).
+        cache_flush: Flush the CPU's caches before every measurement: all is cold.
+        build_workers: Programs that this host builds at a time: auto is num_threads, or every CPU with rpc_tracker.
+        runner: What measures programs: local, rpc, or the name of a plugin's (docs/extend.md); auto is rpc with
+            rpc_tracker, else local.
+        rpc_retries: Times that a program is measured again, on another server, when a server was lost with it.
+    """
+
+    number: PositiveInt = parameter(3, under="measure.number")
+    repeat: PositiveInt = parameter(1, under="measure.repeat")
+    min_repeat_ms: int = parameter(50, under="measure.min_repeat_ms", ge=0)
     measure_timeout_s: MeasureTimeout = 30.0
     worker_memory_mib: WorkerMemory = 2048
-    measure: Literal["network", "warm"] = parameter(
-        "What a program finds in the CPU's caches while it is timed: what the rest of the network leaves there "
-        "(network), or its own data (warm).",
-        default="network",
-        under="measure.caches",
-    )
-    cache_flush: bool = parameter(
-        "Flush the CPU's caches before every measurement: all is cold.", default=False, under="measure.cache_flush"
-    )
-    build_workers: PositiveInt | Auto = parameter(
-        "Programs that this host builds at a time: auto is num_threads, or every CPU with rpc_tracker.",
-        default="auto",
-        under="measure.build_workers",
-    )
-    runner: str = parameter(
-        "What measures programs: local, rpc, or the name of a plugin's (docs/extend.md); auto is rpc with "
-        "rpc_tracker, else local.",
-        "auto, or the name of a runner",
-        default="auto",
-        under="measure.runner",
-        min_length=1,
-    )
-    rpc_retries: int = parameter(
-        "Times that a program is measured again, on another server, when a server was lost with it.",
-        default=1,
-        under="rpc.retries",
-        ge=0,
-    )
+    measure: Literal["network", "warm"] = parameter("network", under="measure.caches")
+    cache_flush: bool = parameter(False, under="measure.cache_flush")
+    build_workers: PositiveInt | Auto = parameter("auto", under="measure.build_workers")
+    runner: NonEmpty = parameter("auto", "auto, or the name of a runner", under="measure.runner")
+    rpc_retries: int = parameter(1, under="rpc.retries", ge=0)
 
 
 class TuneOptions(MeasureOptions, SearchOptions):
-    """The entry point `tune`."""
+    """The entry point `tune`.
 
-    warm_start: NonEmptyList = parameter(
-        "Earlier records to begin with: runs, models, artifact URIs, paths, or auto, which takes what finished tuning "
-        "runs of the tracking server know of the network's tasks. Those of this device are applied; those of similar "
-        "devices teach the cost model.",
-        "auto, run IDs, artifact URIs or paths, separated by commas",
-        default=(),
-    )
-    resume_run: str = parameter(
-        "ID of a tuning run that was stopped, or is to get more trials: it goes on with its own parameters and those "
-        "that are given now.",
-        default="",
-    )
+    Attributes:
+        warm_start: Earlier records to begin with: runs, models, artifact URIs, paths, or auto, which takes what
+            finished tuning runs of the tracking server know of the network's tasks. Those of this device are applied;
+            those of similar devices teach the cost model.
+        resume_run: ID of a tuning run that was stopped, or is to get more trials: it goes on with its own parameters
+            and those that are given now.
+    """
+
+    warm_start: NonEmptyList = parameter((), "auto, run IDs, artifact URIs or paths, separated by commas")
+    resume_run: str = ""

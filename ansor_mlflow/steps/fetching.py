@@ -108,11 +108,8 @@ def _fetch(records: str, scratch: Path, parameter: str) -> Path:
     uri = pinned_uri(records, parameter)
     with translated_errors(f"read {parameter}={uri}"):
         copy = Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(scratch)))
-    check_copy(
-        copy,
-        f"{parameter}={uri}",
-        f"mlflow artifacts download --artifact-uri {for_shell(uri, 'ARTIFACT_URI')} --dst-path .",
-    )
+    command = f"mlflow artifacts download --artifact-uri {for_shell(uri, 'ARTIFACT_URI')} --dst-path ."
+    check_copy(copy, f"{parameter}={uri}", command)
     return copy
 
 

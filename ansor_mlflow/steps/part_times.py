@@ -72,7 +72,6 @@ def measure_parts(compiled: CompiledNetwork, lowered: LoweredNetwork) -> tuple[C
 
 
 def _seconds(compiled: CompiledNetwork, lowered: LoweredNetwork) -> tuple[list[float], list[float]]:
-    """The shortest median of each part in TVM and in ONNX Runtime, in turns."""
     num_threads = threads_here(compiled.entry)
     examples = seeded_examples(compiled, _SEED)
     here: list[list[float]] = []

@@ -53,7 +53,6 @@ class Recorded:
     copy: str
     """URI of a tuning run's copy of a network that came from a file; else empty."""
     provenance: Provenance | None
-    """Where the records of a tuning run come from; None for records from a path."""
 
     @cached_property
     def device(self) -> Device:
@@ -82,17 +81,18 @@ class NetworkTasks:
 
     @property
     def network(self) -> str:
-        """Its name."""
         return self.graph.name
 
     @property
     def tasks(self) -> tuple[TuningTask, ...]:
-        """The tasks."""
         return self.lowered.tasks
 
 
 def find_recorded(options: RecordsOptions, scratch: Path, *, any_lowering: bool = False) -> Recorded:
-    """Finds the records that the options name; what is in MLflow is copied to `scratch`."""
+    """Finds the records that the options name; what is in MLflow is copied to `scratch`.
+
+    With `any_lowering`, another version of the lowering may have made the tasks of a tuning run.
+    """
     if bool(options.tune_run) == bool(options.records):
         given = "both were" if options.tune_run else "neither was"
         raise UserInputError(f"tune_run and records: {given} given; give the ID of a tuning run, or records=…")
@@ -102,7 +102,6 @@ def find_recorded(options: RecordsOptions, scratch: Path, *, any_lowering: bool 
 
 
 def _from_tune_run(options: RecordsOptions, scratch: Path, *, any_lowering: bool) -> Recorded:
-    """The records of a tuning run, with the options that it used."""
     records = fetch_run(options.tune_run, scratch)
     provenance = read_provenance(records)
     is_ours = provenance.lowering_version > 0  # a script's tasks are of its own program
@@ -112,16 +111,8 @@ def _from_tune_run(options: RecordsOptions, scratch: Path, *, any_lowering: bool
             f"{LOWERING_VERSION}: its records do not fit today's tasks; tune again"
         )
     copy = f"runs:/{options.tune_run}/{names.NETWORK_FILE}" if provenance.from_file else ""
-    used = {
-        "network": provenance.network,
-        **asdict(LoweringSettings.among(vars(provenance))),
-        "target": provenance.target,
-        "num_threads": provenance.num_threads,
-        "batch_size": provenance.batch_size,
-        "input_shapes": provenance.input_shapes,
-        "input_values": provenance.input_values,
-        "seed": provenance.seed,
-    }
+    kept = ("network", "target", "num_threads", "batch_size", "input_shapes", "input_values", "seed")
+    used = {name: getattr(provenance, name) for name in kept} | asdict(LoweringSettings.among(vars(provenance)))
     return Recorded(options.model_copy(update=used), records, copy, provenance)
 
 
@@ -150,7 +141,10 @@ def lower_for_device(network: Network, options: NetworkOptions, device: Device) 
 def distill_for_device(
     records: Path, device: DeviceFingerprint, best: Path, *, keep: int = 1, allow_mismatch: bool = False
 ) -> str:
-    """Writes a database with the fastest records of each workload that may be applied on a device."""
+    """Writes a database with the `keep` fastest records of each workload that may be applied on a device.
+
+    Returns for which other device the records are, in one clause; only `allow_mismatch` takes such ones.
+    """
     pair = find_records(records)
     made_for = read_fingerprint(pair.root)
     reason = why_not_applicable(made_for, device) if made_for else ""
@@ -158,7 +152,9 @@ def distill_for_device(
         raise RecordsError(
             f"{reason}; tune on this device, or give allow_target_mismatch=true to apply them nevertheless"
         )
-    distill(pair, best, device.target, keep, any_target=allow_mismatch, may_be_none=_measured_nothing(pair.root))
+    is_tuning = (pair.root / names.PROVENANCE_FILE).exists()
+    may_be_none = is_tuning and read_provenance(pair.root).trials_per_task == 0  # a tuning without trials
+    distill(pair, best, device.target, keep, any_target=allow_mismatch, may_be_none=may_be_none)
     if made_for:
         write_text(best / names.FINGERPRINT_FILE, made_for.to_json())
     ours = target_key(json.dumps(device.target))
@@ -167,11 +163,6 @@ def distill_for_device(
         return reason
     made_for_names = ", ".join(f"{len(other.workloads)} for {other.name}" for other in others)
     return f"some records are not for {target_name(device.target)}: {made_for_names}"
-
-
-def _measured_nothing(records: Path) -> bool:
-    """Whether a tuning without trials left these records."""
-    return (records / names.PROVENANCE_FILE).exists() and read_provenance(records).trials_per_task == 0
 
 
 def best_records(records: Path, network: NetworkTasks, scratch: Path) -> dict[int, TuningRecord]:
@@ -205,25 +196,31 @@ class SketchUse:
     """The sketch of a task's winner, or, before there are winners, of its fastest record."""
 
     sketch: str
-    """It and its decisions, in words; empty for a program of MetaSchedule's space."""
     best_s: float
-    """Seconds per call of that record, as it was first measured."""
     own_ratio: float | None
     """Time of the program that is taken without a trial, over that of this one; None where it was not measured. It is
     below 1 where the winner was the faster one in the second measurements alone."""
 
 
 def sketch_uses(pair: RecordPair, tasks: Sequence[TuningTask], target: Target) -> dict[str, SketchUse]:
-    """The sketches of those tasks that have a valid record, by the hash of their workload."""
+    """The sketches of those tasks that have a valid record, by the hash of their workload.
+
+    Winners are looked for beside all records. Times are compared as they were first measured.
+    """
     hashes = {task.info.workload_hash for task in tasks}
     times = _times(pair, hashes)
     winners = RecordPair.in_directory(pair.root / names.BEST_DIR)
     won = _times(winners, hashes) if winners.exists() else {}
-    return {
-        hash_: _use_of(task, target, times[hash_], won.get(hash_, {}))
-        for task in tasks
-        if (hash_ := task.info.workload_hash) in times
-    }
+    found = {}
+    for task in tasks:
+        of_task, of_winner = times.get(task.info.workload_hash, {}), won.get(task.info.workload_hash, {})
+        if of_task:
+            best = min(of_winner.keys() & of_task.keys() or of_task, key=of_task.__getitem__)
+            programs = find_programs(task.mod, target)
+            own_s = of_task.get(programs.first_decision) if programs else None
+            ratio = own_s / of_task[best] if own_s is not None else None
+            found[task.info.workload_hash] = SketchUse(sketch=best, best_s=of_task[best], own_ratio=ratio)
+    return found
 
 
 def _times(pair: RecordPair, hashes: Set[str]) -> dict[str, dict[str, float]]:
@@ -239,11 +236,3 @@ def _times(pair: RecordPair, hashes: Set[str]) -> dict[str, dict[str, float]]:
                 of_task, decision = times.setdefault(str(hash_), {}), find_decision(text)
                 of_task[decision] = min(record.run_s, of_task.get(decision, record.run_s))
     return times
-
-
-def _use_of(task: TuningTask, target: Target, times: dict[str, float], won: dict[str, float]) -> SketchUse:
-    """What was found for a task, from the first time of each decision, and the second one of the winner's."""
-    best = min(won.keys() & times.keys() or times, key=lambda decision: times[decision])
-    programs = find_programs(task.mod, target)
-    own_s = times.get(programs.first_decision) if programs else None
-    return SketchUse(sketch=best, best_s=times[best], own_ratio=own_s / times[best] if own_s is not None else None)

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import mlflow
+import pydantic_core
 from mlflow.entities import Param, Run, RunTag
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_PROJECT_ENTRY_POINT
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError, add_note, one_line, only_warn
-from ansor_mlflow.files import path_below, translated_disk_errors
+from ansor_mlflow.files import path_below, translated_disk_errors, write_text
 from ansor_mlflow.foreign import read_json, typed, without_credentials
 from ansor_mlflow.parameters import MAX_PARAM_LENGTH, Options, as_text, why_gone
 from ansor_mlflow.tracking.environment import translated_errors
@@ -105,6 +106,15 @@ class StepRun:
         """Describes the run, as Markdown, unless a user has edited the description."""
         with translated_errors("describe the run"):
             Message(note=without_credentials(text)).deliver(self.run_id, self.directory)
+
+    def log_text(self, text: str, name: str) -> None:
+        """Uploads a text as a file."""
+        write_text(self.directory / name, text)
+        self.log_artifacts(self.directory / name)
+
+    def log_json(self, value: object, name: str) -> None:
+        """Uploads a value as a JSON file, with null for a number that is not finite."""
+        self.log_text(pydantic_core.to_json(value, indent=1, inf_nan_mode="null").decode(), name)
 
     def log_artifacts(self, path: Path, artifact_path: str | None = None) -> None:
         """Uploads a file, or the contents of a directory."""

@@ -17,18 +17,7 @@ from unittest.mock import patch
 
 import mlflow
 
-from ansor_mlflow.commands.doctor.machine import (
-    Check,
-    check_disk,
-    check_kernel,
-    check_memory,
-    check_noise,
-    check_target,
-    check_threads,
-    check_versions,
-    failed,
-    start_kernel,
-)
+from ansor_mlflow.commands.doctor import machine
 from ansor_mlflow.commands.doctor.servers import TrackingStore
 from ansor_mlflow.commands.fleet import fleet_status
 from ansor_mlflow.device import available_cpus, cpu_quota, memory_left
@@ -51,7 +40,7 @@ _IMPATIENCE = {
     "MLFLOW_MULTIPART_UPLOAD_CHUNK_SIZE": str(5 * 2**20),
 }
 """The environment while checks are made."""
-RunCheck = Callable[[], Check | None]
+RunCheck = Callable[[], machine.Check | None]
 """Looks at one thing; returns None where there is nothing to look at."""
 _log = logging.getLogger("ansor_mlflow")
 
@@ -60,7 +49,7 @@ _log = logging.getLogger("ansor_mlflow")
 class Diagnosis(Reported):
     """What the checks found."""
 
-    checks: tuple[Check, ...]
+    checks: tuple[machine.Check, ...]
     elapsed_s: float
 
     def report(self) -> Report:
@@ -77,7 +66,7 @@ class Diagnosis(Reported):
             )
 
 
-def examine(options: DoctorOptions, tell: Callable[[Check], None] = lambda _: None) -> Diagnosis:
+def examine(options: DoctorOptions, tell: Callable[[machine.Check], None] = lambda _: None) -> Diagnosis:
     """Checks this machine, the tracking server and its store. Leaves nothing there, and makes no run or experiment."""
     started_s, checks = time.monotonic(), []
     with patch.dict(os.environ, _IMPATIENCE):
@@ -98,13 +87,13 @@ def warn_of_the_machine(options: TuneOptions) -> None:
             _log.warning("%s: %s; %s", check.name, check.message, check.fix)
 
 
-def run_checks(checks: Mapping[str, RunCheck]) -> Iterator[Check]:
+def run_checks(checks: Mapping[str, RunCheck]) -> Iterator[machine.Check]:
     """Makes checks one after the other; one that ends with an error is red."""
     for name, run in checks.items():
         try:
             found = run()
         except Exception as err:  # noqa: BLE001 - whatever goes wrong in a check is what it found
-            found = failed(err)
+            found = machine.failed(err)
         if found is not None:
             yield replace(found, name=name)
 
@@ -112,14 +101,14 @@ def run_checks(checks: Mapping[str, RunCheck]) -> Iterator[Check]:
 def bounded(run: RunCheck, timeout_s: float) -> RunCheck:
     """A check that waits for others than this machine: in a thread, which is left alone if it takes too long."""
 
-    def run_bounded() -> Check | None:
-        found: Future[list[Check]] = Future()
+    def run_bounded() -> machine.Check | None:
+        found: Future[list[machine.Check]] = Future()
         threading.Thread(target=lambda: found.set_result(list(run_checks({"": run}))), daemon=True).start()
         try:
             return next(iter(found.result(timeout_s)), None)
         except TimeoutError:
             fix = "check the address, the network and what is in between"
-            return Check("red", f"no answer within {timeout_s:.0f} s", fix)
+            return machine.Check("red", f"no answer within {timeout_s:.0f} s", fix)
 
     return run_bounded
 
@@ -127,18 +116,18 @@ def bounded(run: RunCheck, timeout_s: float) -> RunCheck:
 def _local_checks(target: str, num_threads: int | Literal["auto"], worker_memory_mib: int) -> dict[str, RunCheck]:
     threads = available_cpus() if num_threads == "auto" else num_threads
     return {
-        "target": partial(check_target, target, threads),
-        "threads": partial(check_threads, threads, cpu_quota()),
-        "memory": partial(check_memory, threads, worker_memory_mib, memory_left()),
-        "disk": partial(check_disk, WORK_ROOT if WORK_ROOT.is_dir() else Path()),
+        "target": partial(machine.check_target, target, threads),
+        "threads": partial(machine.check_threads, threads, cpu_quota()),
+        "memory": partial(machine.check_memory, threads, worker_memory_mib, memory_left()),
+        "disk": partial(machine.check_disk, WORK_ROOT if WORK_ROOT.is_dir() else Path()),
     }
 
 
-def _all_checks(options: DoctorOptions) -> Iterator[Check]:
+def _all_checks(options: DoctorOptions) -> Iterator[machine.Check]:
     # the noise first and alone, as the other checks are noise, too
-    yield from run_checks({"noise": partial(check_noise, available_cpus()), "versions": check_versions})
+    yield from run_checks({"noise": partial(machine.check_noise, available_cpus()), "versions": machine.check_versions})
     # another process compiles and runs a kernel meanwhile: where versions do not fit, it crashes
-    kernel = start_kernel(options.target)
+    kernel = machine.start_kernel(options.target)
     here = TuneOptions()
     yield from run_checks(_local_checks(options.target, here.num_threads, here.worker_memory_mib))
     store = TrackingStore(options.tracking_uri or mlflow.get_tracking_uri(), options.experiment)
@@ -148,15 +137,15 @@ def _all_checks(options: DoctorOptions) -> Iterator[Check]:
         "RPC tracker": partial(_check_fleet, options.rpc_tracker, options.rpc_key),
     }
     yield from run_checks({name: bounded(run, _NETWORK_TIMEOUT_S) for name, run in waiting.items()})
-    yield from run_checks({"kernel": partial(check_kernel, kernel, _KERNEL_TIMEOUT_S)})
+    yield from run_checks({"kernel": partial(machine.check_kernel, kernel, _KERNEL_TIMEOUT_S)})
 
 
-def _check_fleet(tracker: str, key: str) -> Check | None:
+def _check_fleet(tracker: str, key: str) -> machine.Check | None:
     if not tracker:
         return None
     known = fleet_status(FleetOptions(tracker=tracker)).keys
     servers = [f"{len(state.servers)} of key {found}" for found, state in known.items() if state.servers]
     if not servers or (key and not (key in known and known[key].servers)):
         asked = f"no server of key {key}" if key else "no server"
-        return Check("red", f"{asked} has reported to {tracker}", "start one: ansor-mlflow fleet server")
-    return Check("green", f"{tracker} has servers: {', '.join(servers)}; ansor-mlflow fleet test tries them")
+        return machine.Check("red", f"{asked} has reported to {tracker}", "start one: ansor-mlflow fleet server")
+    return machine.Check("green", f"{tracker} has servers: {', '.join(servers)}; ansor-mlflow fleet test tries them")

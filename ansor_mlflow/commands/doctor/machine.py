@@ -92,7 +92,6 @@ class Check:
     red it fails, or its numbers mean nothing."""
     message: str
     fix: str = ""
-    """What to do; empty where it is green."""
     name: str = ""
 
     def __str__(self) -> str:

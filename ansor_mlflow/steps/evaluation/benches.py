@@ -1,4 +1,4 @@
-"""What is looked at beside where a network has several sizes: each one's latency, and what padding does."""
+"""Where a model runs while it is evaluated: on this host, or on a server of a fleet."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pydantic_core
-
 from ansor_mlflow import names
 from ansor_mlflow.device import available_cpus
 from ansor_mlflow.errors import CorrectnessError, UserInputError
-from ansor_mlflow.files import write_text
 from ansor_mlflow.fleet import NetworkReply, NetworkWork, ServerSession, run_network
 from ansor_mlflow.measuring import (
     Deviation,
@@ -36,29 +33,12 @@ from ansor_mlflow.measuring import (
     turn_in_process,
 )
 from ansor_mlflow.model import LibraryEntry, Manifest, choose_for_server, choose_library, threads_here, timed_parts
-from ansor_mlflow.parameters import CheckOptions, EvaluateOptions
+from ansor_mlflow.parameters import CheckOptions
 from ansor_mlflow.tensors import OPEN, Arrays, NetworkShapes, TensorSpec, all_sizes, random_inputs
 from ansor_mlflow.tracking import StepRun, kernels_page
 
 _TUNED = "tuned"
 _log = logging.getLogger("ansor_mlflow")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SizeLatency:
-    """Medians of one size of a network."""
-
-    input_shapes: Mapping[str, tuple[int, ...]]
-    latency_ms: float
-    rivals_ms: Mapping[str, float]
-    """Of each rival."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Its entry in `sizes.json`."""
-        found: dict[str, Any] = {"input_shapes": self.input_shapes, names.LATENCY_MS: self.latency_ms}
-        for rival, rival_ms in self.rivals_ms.items():
-            found |= {names.rival_latency_ms(rival): rival_ms, names.speedup_vs(rival): rival_ms / self.latency_ms}
-        return found
 
 
 def time_sizes(
@@ -68,21 +48,21 @@ def time_sizes(
     rivals: Mapping[str, MakeInference],
     options: CheckOptions,
     noise: MachineNoise,
-) -> list[SizeLatency]:
-    """Times each size by itself, the model and its rivals in turns."""
+) -> list[dict[str, Any]]:
+    """Times each size by itself, the model and its rivals in turns; returns the entries of `sizes.json`."""
     found = []
     for size, inputs in zip(sizes, examples, strict=True):
         contenders = {_TUNED: make_tuned, **rivals}
         calls = {name: partial(timed_call, make_inference, [inputs]) for name, make_inference in contenders.items()}
         latencies = measure_in_turns(calls, options.turns, noise, options.measure_s)
         _log.info("%s: %s", size, ", ".join(f"{name} {found.median_ms:.4g} ms" for name, found in latencies.items()))
-        found.append(
-            SizeLatency(
-                input_shapes={spec.name: spec.shape for spec in size.inputs},
-                latency_ms=latencies[_TUNED].median_ms,
-                rivals_ms={rival: latencies[rival].median_ms for rival in rivals},
-            )
-        )
+        tuned_ms = latencies[_TUNED].median_ms
+        shapes = {spec.name: spec.shape for spec in size.inputs}
+        entry: dict[str, Any] = {"input_shapes": shapes, names.LATENCY_MS: tuned_ms}
+        for rival in rivals:
+            rival_ms = latencies[rival].median_ms
+            entry |= {names.rival_latency_ms(rival): rival_ms, names.speedup_vs(rival): rival_ms / tuned_ms}
+        found.append(entry)
     return found
 
 
@@ -137,7 +117,6 @@ class Bench(ABC):
     why_no_rivals = ""
     """Why the runtimes of this host take no part; empty where they do."""
     num_threads: int
-    """Threads that the model runs on."""
     reference_threads: int
 
     def __init__(self, directory: Path, manifest: Manifest, entry: LibraryEntry, noise: MachineNoise) -> None:
@@ -155,22 +134,16 @@ class Bench(ABC):
     def turn(self, library: Library | None, of_each_size: Sequence[Arrays], measure_s: float) -> Turn:
         """Times a library, or the model as its users load it."""
 
+    @abstractmethod
     def details(
-        self,
-        of_each_size: Sequence[Arrays],  # noqa: ARG002
-        rivals: Mapping[str, MakeInference],  # noqa: ARG002
-        options: EvaluateOptions,  # noqa: ARG002
-        run: StepRun,  # noqa: ARG002
+        self, of_each_size: Sequence[Arrays], rivals: Mapping[str, MakeInference], options: CheckOptions, run: StepRun
     ) -> tuple[dict[str, float], KernelTimes | None]:
         """Logs where the time goes; returns metrics and the times of the kernels, where they are known."""
-        return {}, None
 
     def expected(self, examples: Sequence[Arrays]) -> list[Arrays]:
-        """What ONNX Runtime computes of some inputs, on this host."""
         return expected_of(self.network, self.reference_threads, examples)
 
     def compare(self, examples: Sequence[Arrays], expected: Sequence[Arrays] | None = None) -> Deviation:
-        """How far the outputs for some inputs are from ONNX Runtime's."""
         pairs = zip(self.outputs(examples), expected or self.expected(examples), strict=True)
         return Deviation.worst([compare_outputs(*pair) for pair in pairs])
 
@@ -184,40 +157,33 @@ class HostBench(Bench):
         self._make_tuned = partial(tuned_inference, directory)
 
     def outputs(self, examples: Sequence[Arrays]) -> Sequence[Arrays]:
-        """See `Bench`."""
         return outputs_of(self._make_tuned, examples)
 
     def turn(self, library: Library | None, of_each_size: Sequence[Arrays], measure_s: float) -> Turn:
-        """See `Bench`."""
         make: MakeInference = self._make_tuned
         if library is not None:
             make = partial(library_inference, library[0], self.manifest, library[1])
         return partial(turn_in_process, partial(timed_call, make, of_each_size), measure_s)
 
     def details(
-        self,
-        of_each_size: Sequence[Arrays],
-        rivals: Mapping[str, MakeInference],
-        options: EvaluateOptions,
-        run: StepRun,
+        self, of_each_size: Sequence[Arrays], rivals: Mapping[str, MakeInference], options: CheckOptions, run: StepRun
     ) -> tuple[dict[str, float], KernelTimes | None]:
-        """See `Bench`: the latency of each size, of each part, and of each kernel."""
         metrics, library = {}, self.directory / self.entry.path
         if self.manifest.sizes:
             sizes = all_sizes(self.manifest)
             of_sizes = time_sizes(sizes, of_each_size, self._make_tuned, rivals, options, self.noise)
-            log_json([size.to_dict() for size in of_sizes], names.SIZES_FILE, run)
+            run.log_json(of_sizes, names.SIZES_FILE)
         if any(part.runs_in == "onnxruntime" for part in self.entry.parts):
             seconds = time_parts(library, self.manifest, self.entry, of_each_size)
             timed = timed_parts(self.entry.parts, seconds)
-            log_json([asdict(part) for part in timed], names.PARTS_FILE, run)
+            run.log_json(timed, names.PARTS_FILE)
             theirs = [s for part, s in zip(self.entry.parts, seconds, strict=True) if part.runs_in == "onnxruntime"]
             metrics[names.ONNXRUNTIME_SHARE] = sum(theirs) / sum(seconds)
         metrics[names.PROBE_SPREAD] = self.noise.spread
         kernels = time_kernels(library, self.manifest, self.entry, of_each_size)
-        log_json(kernels.to_dict(), names.KERNELS_FILE, run)
+        run.log_json(kernels.to_dict(), names.KERNELS_FILE)
         page = kernels_page(self.manifest.network, self.entry.fingerprint.description, kernels)
-        log_text(page, names.KERNELS_REPORT_FILE, run)
+        run.log_text(page, names.KERNELS_REPORT_FILE)
         return metrics, kernels
 
 
@@ -232,11 +198,9 @@ class ServerBench(Bench):
         self._session = session
 
     def outputs(self, examples: Sequence[Arrays]) -> Sequence[Arrays]:
-        """See `Bench`."""
         return self._run(None, examples, None).outputs
 
     def turn(self, library: Library | None, of_each_size: Sequence[Arrays], measure_s: float) -> Turn:
-        """See `Bench`."""
 
         def turn() -> tuple[list[float], float]:
             reply = self._run(library, of_each_size, measure_s)
@@ -244,21 +208,12 @@ class ServerBench(Bench):
 
         return turn
 
+    def details(self, *_: object) -> tuple[dict[str, float], KernelTimes | None]:
+        return {}, None
+
     def _run(self, library: Library | None, examples: Sequence[Arrays], measure_s: float | None) -> NetworkReply:
         path, entry = library or (self.directory / self.entry.path, self.entry)
         work = NetworkWork(
             library=path, network=self.manifest, entry=entry, examples=tuple(examples), measure_s=measure_s
         )
         return run_network(self._session, work)
-
-
-def log_json(values: object, name: str, run: StepRun) -> None:
-    """Logs values as a JSON file."""
-    log_text(pydantic_core.to_json(values, indent=1, inf_nan_mode="null").decode(), name, run)
-
-
-def log_text(text: str, name: str, run: StepRun) -> None:
-    """Logs a text as a file."""
-    path = run.directory / name
-    write_text(path, text)
-    run.log_artifacts(path)

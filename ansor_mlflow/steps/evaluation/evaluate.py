@@ -13,49 +13,17 @@ import mlflow
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
-from ansor_mlflow import names
+from ansor_mlflow import measuring, names, tracking
 from ansor_mlflow.errors import CorrectnessError, one_line
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.fleet import ServerSession, fleet_settings, open_session
 from ansor_mlflow.foreign import Report, Reported, Table
-from ansor_mlflow.measuring import (
-    Latency,
-    MakeInference,
-    choose_examples,
-    require_broken_stays_broken,
-    require_examples,
-    require_rivals,
-    same_for_all,
-    take_turns,
-    timed_call,
-    tolerance_for,
-    turn_in_process,
-    what_to_do,
-)
-from ansor_mlflow.model import BuildJob, LibraryEntry, build_in_child_process, verified_manifest
+from ansor_mlflow.model import BuildJob, build_in_child_process, verified_manifest
 from ansor_mlflow.parameters import EvaluateOptions, TuneOptions
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.steps.evaluation.benches import (
-    Bench,
-    HostBench,
-    Library,
-    ServerBench,
-    log_json,
-    require_harmless_padding,
-)
+from ansor_mlflow.steps.evaluation.benches import Bench, HostBench, Library, ServerBench, require_harmless_padding
 from ansor_mlflow.steps.evaluation.rivals import best_of, check_rivals, rival_metrics, rival_task
 from ansor_mlflow.tensors import Arrays, NetworkShapes, all_sizes
-from ansor_mlflow.tracking import (
-    Message,
-    StepRun,
-    command_lines,
-    evaluation_note,
-    params_used,
-    pinned_uri,
-    step_run,
-    summary_rows,
-    translated_errors,
-)
 
 _log = logging.getLogger("ansor_mlflow")
 
@@ -69,31 +37,27 @@ class EvaluateResult(Reported):
     run_id: str
     network: str
     target: str
-    """Short description of the library that ran, such as "llvm znver4 ×2"."""
     metrics: dict[str, float]
-    """The metrics of `names.summary_metrics` that were measured."""
 
     def report(self) -> Report:
-        """Latencies, speedups and errors."""
-        return Report(f"{self.network} for {self.target}", [Table(summary_rows(self.metrics))], {"run": self.run_id})
+        return Report(
+            f"{self.network} for {self.target}", [Table(tracking.summary_rows(self.metrics))], {"run": self.run_id}
+        )
 
 
 def evaluate(options: EvaluateOptions) -> EvaluateResult:
     """Checks a model against ONNX Runtime, and measures its latency beside its rivals and its untuned build."""
-    require_examples(options.data)
-    require_rivals("rivals", options.rivals)
+    measuring.require_examples(options.data)
+    measuring.require_rivals("rivals", options.rivals)
     with scratch_directory() as scratch:
         is_here = Path(options.model_uri).is_dir()
-        model_uri = options.model_uri if is_here else pinned_uri(options.model_uri, "model_uri")
-        directory = Path(model_uri) if is_here else _download(model_uri, Path(scratch))
-        with _server_of(options) as server, step_run("evaluate", options, "evaluate") as run:
+        model_uri = options.model_uri if is_here else tracking.pinned_uri(options.model_uri, "model_uri")
+        directory = Path(model_uri)
+        if not is_here:
+            with tracking.translated_errors(f"read the model {model_uri}"):
+                directory = Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri, dst_path=str(scratch)))
+        with _server_of(options) as server, tracking.step_run("evaluate", options, "evaluate") as run:
             return _evaluate(options.model_copy(update={"model_uri": model_uri}), run, directory, server)
-
-
-def _download(model_uri: str, scratch: Path) -> Path:
-    """The directory of a model, copied into `scratch`."""
-    with translated_errors(f"read the model {model_uri}"):
-        return Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri, dst_path=str(scratch)))
 
 
 @contextlib.contextmanager
@@ -108,41 +72,46 @@ def _server_of(options: EvaluateOptions) -> Iterator[ServerSession | None]:
         yield server
 
 
-def _evaluate(options: EvaluateOptions, run: StepRun, directory: Path, server: ServerSession | None) -> EvaluateResult:
+def _evaluate(
+    options: EvaluateOptions, run: tracking.StepRun, directory: Path, server: ServerSession | None
+) -> EvaluateResult:
     manifest = verified_manifest(directory)
     bench = ServerBench(directory, manifest, server) if server else HostBench(directory, manifest)
     device, provenance = bench.entry.fingerprint, bench.entry.provenance
     _describe(run, options, bench)
     sizes = all_sizes(manifest)
-    examples = choose_examples(options.data, sizes, options.seed, bench.network)
+    examples = measuring.choose_examples(options.data, sizes, options.seed, bench.network)
     expected = bench.expected(examples)
-    tolerance = tolerance_for(options.tolerance, bench.network, LoweringSettings.among(provenance).dtype)
+    tolerance = measuring.tolerance_for(options.tolerance, bench.network, LoweringSettings.among(provenance).dtype)
     metrics = _check(bench, examples, expected, tolerance, run)
     if manifest.pad:
         require_harmless_padding(manifest, bench.compare, tolerance, options.seed)
     task = rival_task(options.rivals, directory, manifest, bench.entry, run.directory, trust=options.trust)
     rivals = check_rivals(options.rivals, task, examples, expected, tolerance, bench.why_no_rivals)
-    timed: dict[str, MakeInference] = {rival.name: rival.make_inference for rival in rivals if not rival.absent}
+    timed: dict[str, measuring.MakeInference] = {
+        rival.name: rival.make_inference for rival in rivals if not rival.absent
+    }
     of_each_size = examples[: len(sizes)]
     with scratch_directory() as scratch:
         baselines = _build_baselines(options, bench, Path(scratch))
         latencies = _measure(options, of_each_size, bench, timed, baselines)
     metrics |= _latency_metrics(latencies, sizes, provenance.get("estimated_latency_ms"))
     metrics |= rival_metrics(rivals, latencies, latencies[_TUNED].median_ms)
-    log_json([rival.to_dict(latencies.get(rival.name)) for rival in rivals], names.RIVALS_FILE, run)
+    run.log_json([rival.to_dict(latencies.get(rival.name)) for rival in rivals], names.RIVALS_FILE)
     details, kernels = bench.details(of_each_size, timed, options, run)
     metrics |= details
     run.log_metrics(metrics)
     best = best_of(rivals, latencies)
     tags = {names.TAG_TARGET: device.description, **({names.TAG_BEST_RIVAL: best} if best else {})}
     run.log_tags(tags)
-    run.log_note(evaluation_note(manifest.network, command_lines("evaluate", options), tags, metrics, kernels))
+    run.log_note(
+        tracking.evaluation_note(manifest.network, tracking.command_lines("evaluate", options), tags, metrics, kernels)
+    )
     run.log_unreliable(bench.noise.unreliable)
     return EvaluateResult(run_id=run.run_id, network=manifest.network, target=device.description, metrics=metrics)
 
 
-def _describe(run: StepRun, options: EvaluateOptions, bench: Bench) -> None:
-    """Says in a run what is evaluated, and how it was tuned."""
+def _describe(run: tracking.StepRun, options: EvaluateOptions, bench: Bench) -> None:
     device = bench.entry.fingerprint.description
     title = f"{bench.manifest.network} · {device}"
     run.log_tags(
@@ -154,40 +123,33 @@ def _describe(run: StepRun, options: EvaluateOptions, bench: Bench) -> None:
             "mlflow.runName": f"evaluate {title}",
         }
     )
-    if tuning := _find_tuning(bench.entry):
-        _repeat_tuning(tuning, run, title)
+    if run_id := bench.entry.provenance.get("tune_run"):
+        try:
+            tuning = mlflow.get_run(str(run_id))
+        except MlflowException as err:  # it may be on another server
+            _log.info("nothing is known here of the tuning run %s: %s", run_id, one_line(err))
+        else:
+            _repeat_tuning(tuning, run, title)
 
 
-def _find_tuning(entry: LibraryEntry) -> Run | None:
-    """The run whose records a library was compiled with; None where it has none, or where it is on another server."""
-    run_id = entry.provenance.get("tune_run")
-    if not run_id:
-        return None
-    try:
-        return mlflow.get_run(str(run_id))
-    except MlflowException as err:
-        _log.info("nothing is known here of the tuning run %s: %s", run_id, one_line(err))
-        return None
-
-
-def _repeat_tuning(tuning: Run, run: StepRun, title: str) -> None:
+def _repeat_tuning(tuning: Run, run: tracking.StepRun, title: str) -> None:
     """Says in a run what the tuning of its model had, so that it stands for both."""
     tags = {names.TAG_TUNE_RUN: tuning.info.run_id}
     tuned = (tuning.info.run_name or "").removeprefix("tune ")
     if tuned.startswith(f"{title} · "):
         tags["mlflow.runName"] = f"evaluate {tuned}"
-    metrics, params = tuning.data.metrics, params_used(tuning, TuneOptions)
-    message = Message(
+    metrics, params = tuning.data.metrics, tracking.params_used(tuning, TuneOptions)
+    message = tracking.Message(
         metrics={name: metrics[name] for name in names.TUNING_METRICS if name in metrics},
         params={name: params[name] for name in names.SEARCH_PARAMS if name in params},
         tags=tags,
     )
-    with translated_errors("log what the tuning had"):
+    with tracking.translated_errors("log what the tuning had"):
         message.deliver(run.run_id, run.directory)
 
 
 def _check(
-    bench: Bench, examples: Sequence[Arrays], expected: Sequence[Arrays], tolerance: float, run: StepRun
+    bench: Bench, examples: Sequence[Arrays], expected: Sequence[Arrays], tolerance: float, run: tracking.StepRun
 ) -> dict[str, float]:
     """Logs how far the outputs are from ONNX Runtime's, and what was not really compared; too far is an error."""
     network, num_inputs = bench.manifest.network, len(examples)
@@ -195,7 +157,7 @@ def _check(
     difference = bench.compare(examples, expected)
     metrics = {names.MAX_ABS_ERROR: difference.max_abs_error, names.MAX_REL_ERROR: difference.max_rel_error}
     run.log_metrics(metrics)
-    if unchecked := ", ".join(same_for_all(expected)):
+    if unchecked := ", ".join(measuring.same_for_all(expected)):
         _log.warning(
             "ONNX Runtime's outputs %s are the same for all inputs that were tried (%d), so that comparing them says "
             "little; give data with which they differ",
@@ -203,12 +165,12 @@ def _check(
         )
         run.log_tags({names.TAG_UNCHECKED: unchecked})
     if not difference.max_rel_error <= tolerance:
-        advice = what_to_do(bench.network, bench.reference_threads, examples, tolerance)
+        advice = measuring.what_to_do(bench.network, bench.reference_threads, examples, tolerance)
         raise CorrectnessError(
             f"the outputs of {network} differ from ONNX Runtime's by max_rel_error={difference.max_rel_error:.3g}, "
             f"allowed is {tolerance:g}; {advice}"
         )
-    require_broken_stays_broken(bench.outputs, bench.network, bench.reference_threads, examples[0])
+    measuring.require_broken_stays_broken(bench.outputs, bench.network, bench.reference_threads, examples[0])
     return metrics
 
 
@@ -237,9 +199,9 @@ def _measure(
     options: EvaluateOptions,
     of_each_size: Sequence[Arrays],
     bench: Bench,
-    rivals: Mapping[str, MakeInference],
+    rivals: Mapping[str, measuring.MakeInference],
     baselines: Mapping[str, Library],
-) -> dict[str, Latency]:
+) -> dict[str, measuring.Latency]:
     """Times the model, its rivals and its baselines, on the same number of threads.
 
     Of a network with several sizes, a call of each is timed, one after the other.
@@ -247,13 +209,15 @@ def _measure(
     _log.info("measuring latency in %d turns", options.turns)
     turns = {_TUNED: bench.turn(None, of_each_size, options.measure_s)}
     for name, make_inference in rivals.items():
-        turns[name] = partial(turn_in_process, partial(timed_call, make_inference, of_each_size), options.measure_s)
+        turns[name] = partial(
+            measuring.turn_in_process, partial(measuring.timed_call, make_inference, of_each_size), options.measure_s
+        )
     turns |= {name: bench.turn(library, of_each_size, options.measure_s) for name, library in baselines.items()}
-    return take_turns(turns, options.turns, bench.noise)
+    return measuring.take_turns(turns, options.turns, bench.noise)
 
 
 def _latency_metrics(
-    latencies: dict[str, Latency], sizes: Sequence[NetworkShapes], estimated_ms: float | None
+    latencies: dict[str, measuring.Latency], sizes: Sequence[NetworkShapes], estimated_ms: float | None
 ) -> dict[str, float]:
     tuned, untuned = latencies[_TUNED], latencies[_UNTUNED]
     batch_size = sum(size.inputs[0].shape[0] if size.inputs and size.inputs[0].shape else 1 for size in sizes)

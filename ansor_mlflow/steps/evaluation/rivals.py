@@ -40,10 +40,8 @@ class CheckedRival:
     """How far its outputs are from the reference; None where it cannot run the network."""
     is_right: bool = False
     absent: str = ""
-    """Why it cannot run the network; empty where it can."""
 
     def to_dict(self, latency: Latency | None) -> dict[str, Any]:
-        """Its entry in `rivals.json`."""
         found: dict[str, Any] = {"rival": self.name, "version": version_of(self.name)}
         if latency is None or self.deviation is None:
             return {**found, "absent": self.absent}

@@ -2,47 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from ansor_mlflow import names
+from ansor_mlflow import measuring, names, tracking
 from ansor_mlflow.device import CPU, Device, DeviceFingerprint
 from ansor_mlflow.errors import ModelError, UndecidedError, UserInputError
-from ansor_mlflow.files import write_text
-from ansor_mlflow.measuring import (
-    Deviation,
-    MakeInference,
-    Verdict,
-    choose_examples,
-    compare_with_reference,
-    require_examples,
-    require_rivals,
-    tolerance_for,
-    what_to_do,
-)
+from ansor_mlflow.foreign import Report, Reported
 from ansor_mlflow.model import threads_here
 from ansor_mlflow.parameters import AliasOptions, PromoteOptions
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.steps.promotion.contest import Contender, Contest, common_sizes, compete
-from ansor_mlflow.steps.promotion.decision import Promotion, PromotionOutcome
+from ansor_mlflow.steps.promotion.contest import Contender, Contest, Promotion, PromotionOutcome, common_sizes, compete
 from ansor_mlflow.tensors import NetworkShapes, all_sizes
-from ansor_mlflow.tracking import (
-    StepRun,
-    aliases_of,
-    command_lines,
-    describe_environment,
-    find_version,
-    finish_moves,
-    move_aliases,
-    step_run,
-    tag_version,
-)
 
 CHAMPION = "champion"
+Decided = Callable[..., Promotion]
+"""Makes a promotion of an outcome, a reason, and what else was found."""
+_ROLLED_BACK = "rolled_back"
 _log = logging.getLogger("ansor_mlflow")
 
 
@@ -59,16 +39,16 @@ def promote(options: PromoteOptions) -> Promotion:
     """
     if not options.candidate:
         raise UserInputError("candidate='': it must be the number of a version, or an alias; or give rollback")
-    require_examples(options.data)
-    require_rivals("champion", rivals_of(options))
+    measuring.require_examples(options.data)
+    measuring.require_rivals("champion", rivals_of(options))
     if not options.dry_run:
-        finish_moves(options.model)
-    version = find_version(options.model, options.candidate)
-    with step_run("promote", options, f"promote {options.model}/{version}") as run:
+        tracking.finish_moves(options.model)
+    version = tracking.find_version(options.model, options.candidate)
+    with tracking.step_run("promote", options, f"promote {options.model}/{version}") as run:
         return _promote(options, version, run)
 
 
-def _promote(options: PromoteOptions, version: str, run: StepRun) -> Promotion:
+def _promote(options: PromoteOptions, version: str, run: tracking.StepRun) -> Promotion:
     candidate = Contender.of_version(options.model, version, run.directory)
     device = host_of(candidate)
     run.log_tags(
@@ -80,11 +60,11 @@ def _promote(options: PromoteOptions, version: str, run: StepRun) -> Promotion:
             names.TAG_DRY_RUN: str(options.dry_run).lower(),
         }
     )
-    now = aliases_of(options.model)
+    now = tracking.aliases_of(options.model)
     wanted = [target_alias(device), *([options.alias] if options.alias else [])]
     seen = {alias: now.get(alias, "") for alias in wanted}
-    decision = _decide(options, candidate, seen, run.directory)
-    promotion = Promotion(
+    decided = partial(
+        Promotion,
         run_id=run.run_id,
         model=options.model,
         candidate=version,
@@ -92,8 +72,8 @@ def _promote(options: PromoteOptions, version: str, run: StepRun) -> Promotion:
         aliases=seen,
         dry_run=options.dry_run,
         confidence=options.confidence,
-        **vars(decision),
     )
+    promotion = _decide(options, candidate, decided, seen, run.directory)
     run.log_unreliable(promotion.unreliable)
     _log_evidence(promotion, device, options, run)  # before an alias moves, so that none does without
     settled = promotion if options.dry_run else _carry_out(promotion)
@@ -117,72 +97,69 @@ def host_of(contender: Contender) -> DeviceFingerprint:
     return Device.resolve("auto", threads_here(contender.entry)).fingerprint
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Decision:
-    """Fields of a `Promotion`."""
-
-    outcome: PromotionOutcome
-    reason: str
-    tolerance: float | None = None
-    errors: dict[str, Deviation] = field(default_factory=dict)
-    contests: tuple[Contest, ...] = ()
-
-
-def _decide(options: PromoteOptions, candidate: Contender, seen: Mapping[str, str], scratch: Path) -> _Decision:
+def _decide(
+    options: PromoteOptions, candidate: Contender, decided: Decided, seen: Mapping[str, str], scratch: Path
+) -> Promotion:
     """Checks the candidate, and lets it compete with the rival, and each version that has one of the aliases."""
     rivals = [candidate.as_rival(rival, scratch, trust=options.trust) for rival in rivals_of(options)]
     if set(seen.values()) == {candidate.version} and not rivals:
-        return _Decision(outcome=PromotionOutcome.ALREADY_CHAMPION, reason="nothing was measured")
+        return decided(outcome=PromotionOutcome.ALREADY_CHAMPION, reason="nothing was measured")
     champions = []
     for version in dict.fromkeys(seen.values()):
         if version not in ("", candidate.version):
             try:
                 champions.append(Contender.of_version(options.model, version, scratch))
             except ModelError as err:
-                return _Decision(outcome=PromotionOutcome.NOT_MEASURABLE, reason=_not_measurable(version, err))
+                return decided(outcome=PromotionOutcome.NOT_MEASURABLE, reason=_not_measurable(version, err))
     for champion in champions:
         candidate.require_interface_of(champion)
     try:
-        return _compare(options, candidate, [*rivals, *champions])
+        return _compare(options, candidate, decided, [*rivals, *champions])
     except ModelError as err:
         _errors(options, candidate, [])  # this raises it again if it is the candidate that cannot be loaded
         versions = " or ".join(champion.version for champion in champions)
-        return _Decision(outcome=PromotionOutcome.NOT_MEASURABLE, reason=_not_measurable(versions, err))
+        return decided(outcome=PromotionOutcome.NOT_MEASURABLE, reason=_not_measurable(versions, err))
 
 
-def _compare(options: PromoteOptions, candidate: Contender, champions: Sequence[Contender]) -> _Decision:
+def _compare(
+    options: PromoteOptions, candidate: Contender, decided: Decided, champions: Sequence[Contender]
+) -> Promotion:
     """Checks what the candidate computes, and measures it against each champion until it does not win."""
     dtype = LoweringSettings.among(candidate.entry.provenance).dtype
-    tolerance = tolerance_for(options.tolerance, candidate.network, dtype)
+    tolerance = measuring.tolerance_for(options.tolerance, candidate.network, dtype)
     errors = _errors(options, candidate, champions)
     error = errors[candidate.version].max_rel_error
     if not error <= tolerance:
         reason = f"its outputs differ from ONNX Runtime's by max_rel_error={error:.3g}, allowed is {tolerance:g}"
-        examples = choose_examples(options.data, all_sizes(candidate.manifest), options.seed, candidate.network)
-        advice = what_to_do(candidate.network, threads_here(candidate.entry), examples, tolerance)
+        examples = measuring.choose_examples(
+            options.data, all_sizes(candidate.manifest), options.seed, candidate.network
+        )
+        advice = measuring.what_to_do(candidate.network, threads_here(candidate.entry), examples, tolerance)
         wrong = f"{reason}; {advice}"
-        return _Decision(outcome=PromotionOutcome.WRONG, reason=wrong, tolerance=tolerance, errors=errors)
+        return decided(outcome=PromotionOutcome.WRONG, reason=wrong, tolerance=tolerance, errors=errors)
     contests: list[Contest] = []
     for champion in champions:
         contests.append(compete(candidate, champion, options))
-        if contests[-1].verdict is not Verdict.FASTER:
+        if contests[-1].verdict is not measuring.Verdict.FASTER:
             break
     outcome, reason = _outcome(contests)
-    return _Decision(outcome=outcome, reason=reason, tolerance=tolerance, errors=errors, contests=tuple(contests))
+    return decided(outcome=outcome, reason=reason, tolerance=tolerance, errors=errors, contests=tuple(contests))
 
 
-def _errors(options: PromoteOptions, candidate: Contender, champions: Sequence[Contender]) -> dict[str, Deviation]:
+def _errors(
+    options: PromoteOptions, candidate: Contender, champions: Sequence[Contender]
+) -> dict[str, measuring.Deviation]:
     """How far the outputs of the candidate, and of champions with the same network, are from the reference."""
     same = [champion for champion in champions if champion.has_network_of(candidate)]
-    in_sizes: dict[tuple[NetworkShapes, ...], dict[str, MakeInference]] = {}
+    in_sizes: dict[tuple[NetworkShapes, ...], dict[str, measuring.MakeInference]] = {}
     for contender in (candidate, *same):
         runs = in_sizes.setdefault(tuple(common_sizes(candidate, contender)), {})
         runs[contender.version] = contender.make_inference
-    errors: dict[str, Deviation] = {}
+    errors: dict[str, measuring.Deviation] = {}
     for sizes, runs in in_sizes.items():
-        examples = choose_examples(options.data, sizes, options.seed, candidate.network)
+        examples = measuring.choose_examples(options.data, sizes, options.seed, candidate.network)
         _log.info("comparing outputs with ONNX Runtime's on %d inputs", len(examples))
-        errors |= compare_with_reference(runs, candidate.network, threads_here(candidate.entry), examples)
+        errors |= measuring.compare_with_reference(runs, candidate.network, threads_here(candidate.entry), examples)
     return errors
 
 
@@ -192,9 +169,9 @@ def _outcome(contests: Sequence[Contest]) -> tuple[PromotionOutcome, str]:
         return PromotionOutcome.NO_CHAMPION, "its outputs are right, and there was no champion to compare it with"
     last = contests[-1]
     took = f"it takes {last.text}"
-    if last.verdict is Verdict.FASTER:
+    if last.verdict is measuring.Verdict.FASTER:
         return PromotionOutcome.PROMOTED, f"it takes {' and '.join(contest.text for contest in contests)}"
-    if last.verdict is Verdict.NOT_FASTER:
+    if last.verdict is measuring.Verdict.NOT_FASTER:
         return PromotionOutcome.LOST, f"{took}, and must take less than {last.limit:.3f}; tune it longer"
     return PromotionOutcome.INCONCLUSIVE, (
         f"{took} after {last.ratio.num_turns} turns, and must take less than {last.limit:.3f}; give more max_turns, or "
@@ -215,18 +192,19 @@ def _carry_out(promotion: Promotion) -> Promotion:
         return promotion
     if promotion.is_won:
         try:
-            move_aliases(promotion.model, promotion.candidate, promotion.aliases, promotion.run_id)
+            tracking.move_aliases(promotion.model, promotion.candidate, promotion.aliases, promotion.run_id)
         except UndecidedError as err:
             promotion = replace(promotion, outcome=PromotionOutcome.OVERTAKEN, reason=str(err))
     of_contest = (names.TAG_PROMOTION_RATIO, names.TAG_PROMOTION_CHAMPION, names.TAG_PROMOTION_UNRELIABLE)
     without_contest = dict.fromkeys(of_contest, "")
     tags = {**without_contest, **promotion.tags(), names.TAG_PROMOTION_RUN: promotion.run_id}
-    tag_version(promotion.model, promotion.candidate, tags)
+    tracking.tag_version(promotion.model, promotion.candidate, tags)
     return promotion
 
 
-def _log_evidence(promotion: Promotion, device: DeviceFingerprint, options: PromoteOptions, run: StepRun) -> None:
-    """Says in the run what was decided and why."""
+def _log_evidence(
+    promotion: Promotion, device: DeviceFingerprint, options: PromoteOptions, run: tracking.StepRun
+) -> None:
     run.log_metrics(promotion.metrics())
     run.log_tags(
         {
@@ -234,12 +212,55 @@ def _log_evidence(promotion: Promotion, device: DeviceFingerprint, options: Prom
             "mlflow.runName": f"promote {options.model}/{promotion.candidate} · {promotion.outcome.value}",
         }
     )
-    texts = {
-        names.PROMOTION_FILE: promotion.to_json(),
-        names.PROMOTION_REPORT_FILE: promotion.page(command_lines("promote", options)),
-        names.ENVIRONMENT_FILE: json.dumps(describe_environment(device), indent=1),
-    }
-    for name, text in texts.items():
-        path = run.directory / name
-        write_text(path, text)
-        run.log_artifacts(path)
+    run.log_json(promotion, names.PROMOTION_FILE)
+    run.log_text(promotion.page(tracking.command_lines("promote", options)), names.PROMOTION_REPORT_FILE)
+    run.log_json(tracking.describe_environment(device), names.ENVIRONMENT_FILE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollback(Reported):
+    """The last promotion, taken back."""
+
+    run_id: str
+    model: str
+    aliases: dict[str, tuple[str, str]]
+    """The version that each alias pointed to, and the one that it points to now; empty where it was removed."""
+
+    def report(self) -> Report:
+        moved = {alias: f"points to version {now} again" for alias, (_, now) in self.aliases.items() if now}
+        lines = [
+            f"{alias} of {self.model} {moved.get(alias, 'is removed again')}, it pointed to version {before}"
+            for alias, (before, _) in self.aliases.items()
+        ]
+        return Report("; ".join(lines), where={"run": self.run_id})
+
+
+def roll_back(options: PromoteOptions) -> Rollback:
+    """Lets the aliases that the last promotion moved point to where they pointed before. Nothing is measured.
+
+    Can be done again, for the promotion before that one; after one that was killed it does the rest of that, no more.
+    """
+    if options.dry_run or options.candidate:
+        given = "dry_run=true" if options.dry_run else f"candidate={options.candidate}"
+        raise UserInputError(
+            f"rollback=true and {given}: a rollback takes the aliases back to where they pointed before, and measures "
+            "nothing; leave one of them out"
+        )
+    moves = tracking.finish_moves(options.model)
+    is_done = bool(moves) and options.alias in ("", *moves)  # this is the rollback that was killed, given again
+    if not is_done:
+        tracking.undoable_moves(options.model, options.alias)  # before there is a run of what cannot be done
+    with tracking.step_run("promote", options, f"roll back {options.model}") as run:
+        if not is_done:
+            moves = tracking.undo_moves(options.model, options.alias)
+        aliases = {alias: (move.after, move.before) for alias, move in moves.items()}
+        tags = {names.TAG_PROMOTION: _ROLLED_BACK, names.TAG_PROMOTION_ALIASES: " ".join(aliases)}
+        run.log_tags({**tags, "mlflow.runName": f"promote {options.model} · {_ROLLED_BACK}"})
+        for version in {before for before, _ in aliases.values()}:
+            tracking.tag_version(options.model, version, {**tags, names.TAG_PROMOTION_RUN: run.run_id})
+        for version in {now for _, now in aliases.values() if now}:
+            if (
+                tracking.tags_of_version(options.model, version).get(names.TAG_PROMOTION) == _ROLLED_BACK
+            ):  # an earlier one
+                tracking.tag_version(options.model, version, dict.fromkeys([*tags, names.TAG_PROMOTION_RUN], ""))
+        return Rollback(run_id=run.run_id, model=options.model, aliases=aliases)

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ansor_mlflow import names
-from ansor_mlflow.device import (
-    Device,
-    DeviceFingerprint,
-    has_arithmetic,
-    parse_target,
-    resolve_num_threads,
-)
+from ansor_mlflow import names, tracking, tuning
+from ansor_mlflow.device import Device, DeviceFingerprint, has_arithmetic, parse_target, resolve_num_threads
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.files import write_text
 from ansor_mlflow.fleet import device_of_fleet, fleet_settings
 from ansor_mlflow.foreign import PrintableFormatter, Report, Reported, Table, without_credentials
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower_sizes
@@ -28,42 +20,16 @@ from ansor_mlflow.networks import Network, write_onnx
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.records import JOURNAL_FILE, PARTS_DIR, Provenance, write_description
 from ansor_mlflow.steps.fetching import options_of_source
-from ansor_mlflow.steps.tuning.resume import (
+from ansor_mlflow.steps.tuning.earlier import (
+    AUTO,
+    begin_with_records,
     copy_of_network,
     fetch_what_was_measured,
     require_same_tasks,
     resumed_options,
 )
 from ansor_mlflow.steps.tuning.tuning_report import TuningReport
-from ansor_mlflow.steps.tuning.warm_start import AUTO, begin_with_records
-from ansor_mlflow.tracking import (
-    Message,
-    MlflowObserver,
-    Outbox,
-    RecordMirror,
-    StepRun,
-    command_lines,
-    describe_environment,
-    latency_metrics,
-    memory_tags,
-    network_of,
-    open_outbox,
-    step_run,
-    summary_rows,
-    whole_records,
-)
 from ansor_mlflow.trials import StopReason, TuningObserver, TuningResult
-from ansor_mlflow.tuning import (
-    RoundLog,
-    TuningJob,
-    make_cost_model,
-    require_valid_trials,
-    resolve_num_trials,
-    runner_name,
-    sketched_workloads,
-    start_fork_server,
-    tune_job,
-)
 
 _log = logging.getLogger("ansor_mlflow")
 
@@ -73,35 +39,32 @@ class TuneResult(Reported):
     """What a tuning found."""
 
     run_id: str
-    """ID of the MLflow run, which holds the records."""
     network: str
     target: str
-    """Short description of the target, such as "llvm znver4 ×2"."""
     metrics: dict[str, float]
-    """The estimated latencies and the number of trials, by their names in MLflow."""
     stop_reason: str
     """Why the tuning ended, a value of `StopReason`."""
 
     def report(self) -> Report:
-        """The estimated latencies and the number of trials."""
         title = f"tuning of {self.network} for {self.target}, ended by {self.stop_reason}"
-        return Report(title, [Table(summary_rows(self.metrics))], {"run": self.run_id})
+        return Report(title, [Table(tracking.summary_rows(self.metrics))], {"run": self.run_id})
 
 
 def tune(options: TuneOptions, observers: Sequence[TuningObserver] = (), work: TuningWork | None = None) -> TuneResult:
     """Tunes a network."""
     work = work or prepare_tuning(resolved_options(options))
     with (
-        step_run("tune", options, f"tune {work.options.network}", resume=options.resume_run) as run,
-        open_outbox(run.run_id, run.directory) as outbox,
+        tracking.step_run("tune", options, f"tune {work.options.network}", resume=options.resume_run) as run,
+        tracking.open_outbox(run.run_id, run.directory) as outbox,
         _log_file(run.directory / names.LOG_FILE),
     ):
         try:
             found = _tune(work, run, outbox, observers)
         finally:
             if outbox.was_used:  # the tuning began
-                outbox.put(Message(artifacts=_records_and_log(run), remove=f"{names.RECORDS_DIR}/{PARTS_DIR}"))
-        outbox.put(Message(status="FINISHED"))
+                artifacts = [*tracking.whole_records(run.directory), (names.LOG_FILE, "")]
+                outbox.put(tracking.Message(artifacts=artifacts, remove=f"{names.RECORDS_DIR}/{PARTS_DIR}"))
+        outbox.put(tracking.Message(status="FINISHED"))
         return found
 
 
@@ -123,44 +86,41 @@ class TuningWork:
     """What is tuned, how, and for which device."""
 
     options: TuneOptions
-    """Those of a run that goes on are among them."""
     network: Network
     device: Device
     lowered: LoweredNetwork
     sketched: frozenset[str]
     """Structural hashes of the tasks that are searched among the programs of a sketch."""
-
-    @property
-    def num_trials(self) -> int:
-        """The budget in trials."""
-        num_tasks, num_algorithms = len(self.lowered.tasks), self.lowered.num_algorithms
-        return resolve_num_trials(
-            self.options, num_tasks, num_sketched=len(self.sketched), num_algorithms=num_algorithms
-        )
+    num_trials: int
 
 
 def prepare_tuning(options: TuneOptions) -> TuningWork:
     """Does all that can show that parameters are not usable, so that there is no run of those that are not."""
-    network = network_of(options, copy_of_network(options.resume_run) if options.resume_run else "")
+    network = tracking.network_of(options, copy_of_network(options.resume_run) if options.resume_run else "")
     device = _device_of(options)
     if options.cache_flush and not device.platform.in_process:
         raise UserInputError(
             f"cache_flush=true flushes the caches of a CPU, and target={options.target} is none; leave it out"
         )
+    tuning.runner_name(options)
     require_linker(device.fingerprint.machine, options.linker)
-    runner_name(options)
-    make_cost_model(options.cost_model, device.num_threads, options.seed)
+    tuning.make_cost_model(options.cost_model, device.num_threads, options.seed)
     if options.trials:
-        start_fork_server()  # it loads TVM while the network is lowered
+        tuning.start_fork_server()  # it loads TVM while the network is lowered
     _log.info("lowering %s for %s", network.name, device.description)
     lowered = lower_sizes(network.models(), device.target, options.lowering, options.network)
     for clause in fallback_clauses(part_entries(lowered)):
         _log.info("%s", clause)
     if not lowered.tasks:
         raise UserInputError(f"network={options.network}: it has no task to tune; give a network that computes")
-    resolve_num_trials(options, len(lowered.tasks), num_algorithms=lowered.num_algorithms)
-    sketched = sketched_workloads(lowered.tasks, device.target, options.space) if options.trials else frozenset()
-    return TuningWork(options=options, network=network, device=device, lowered=lowered, sketched=sketched)
+    sketched = tuning.sketched_workloads(lowered.tasks, device.target, options.space) if options.trials else frozenset()
+    num_algorithms = lowered.num_algorithms
+    num_trials = tuning.resolve_num_trials(
+        options, len(lowered.tasks), num_sketched=len(sketched), num_algorithms=num_algorithms
+    )
+    return TuningWork(
+        options=options, network=network, device=device, lowered=lowered, sketched=sketched, num_trials=num_trials
+    )
 
 
 def _device_of(options: TuneOptions) -> Device:
@@ -174,7 +134,9 @@ def _device_of(options: TuneOptions) -> Device:
     return device
 
 
-def _tune(work: TuningWork, run: StepRun, outbox: Outbox, observers: Sequence[TuningObserver]) -> TuneResult:
+def _tune(
+    work: TuningWork, run: tracking.StepRun, outbox: tracking.Outbox, observers: Sequence[TuningObserver]
+) -> TuneResult:
     options, network, device, lowered = work.options, work.network, work.device, work.lowered
     records = run.directory / names.RECORDS_DIR
     if options.resume_run:
@@ -192,7 +154,7 @@ def _tune(work: TuningWork, run: StepRun, outbox: Outbox, observers: Sequence[Tu
     if not is_resumed:
         sources, fingerprint = options.warm_start, device.fingerprint
         known = begin_with_records(sources, fingerprint, lowered.tasks, work.sketched, trials_per_task, run)
-    job = TuningJob(
+    job = tuning.TuningJob(
         network=network.name,
         lowered=lowered,
         device=device,
@@ -203,9 +165,11 @@ def _tune(work: TuningWork, run: StepRun, outbox: Outbox, observers: Sequence[Tu
     provenance = _provenance(options, network, device)
     write_description(records, device.fingerprint, provenance)  # an interrupted tuning can be compiled, too
     if options.trials:
-        run.log_tags(memory_tags(device.fingerprint, provenance, [task.info.workload_hash for task in lowered.tasks]))
-    commands = command_lines("tune", options)
-    logger = MlflowObserver(outbox, run.directory, commands)
+        run.log_tags(
+            tracking.memory_tags(device.fingerprint, provenance, [task.info.workload_hash for task in lowered.tasks])
+        )
+    commands = tracking.command_lines("tune", options)
+    logger = tracking.MlflowObserver(outbox, run.directory, commands)
     report = TuningReport(
         history=logger.history,
         job=job,
@@ -215,14 +179,18 @@ def _tune(work: TuningWork, run: StepRun, outbox: Outbox, observers: Sequence[Tu
         commands=commands,
         is_remote=bool(options.rpc_tracker),
     )
-    observers = [RoundLog(), logger, RecordMirror(outbox, run.directory), *observers]
+    observers = [tuning.RoundLog(), logger, tracking.RecordMirror(outbox, run.directory), *observers]
     with report.at_the_end():
-        result = tune_job(job, options, options, observers, resume=is_resumed)
-    provenance = _at_the_end(provenance, trials_per_task, result)
+        result = tuning.tune_job(job, options, options, observers, resume=is_resumed)
+    if result.stop_reason == StopReason.MINUTES:
+        trials_per_task = result.total_trials / len(result.tasks)
+    estimated_s = result.confirmed_latency_s or result.estimated_latency_s
+    estimated_ms = estimated_s * 1e3 if estimated_s else None
+    provenance = replace(provenance, estimated_latency_ms=estimated_ms, trials_per_task=trials_per_task)
     write_description(records, device.fingerprint, provenance)
-    outbox.put(Message(tags={names.TAG_TRIALS_PER_TASK: str(provenance.trials_per_task)}))
+    outbox.put(tracking.Message(tags={names.TAG_TRIALS_PER_TASK: str(provenance.trials_per_task)}))
     if options.trials:
-        require_valid_trials(result)
+        tuning.require_valid_trials(result)
         _warn_of_missing(result, options, run.run_id)
     if result.unreliable:
         _log.warning("the times cannot be trusted: %s", result.unreliable)
@@ -230,13 +198,12 @@ def _tune(work: TuningWork, run: StepRun, outbox: Outbox, observers: Sequence[Tu
         run_id=run.run_id,
         network=network.name,
         target=device.description,
-        metrics={names.TRIALS_MEASURED: result.total_trials, **latency_metrics(result)},
+        metrics={names.TRIALS_MEASURED: result.total_trials, **tracking.latency_metrics(result)},
         stop_reason=result.stop_reason,
     )
 
 
 def _warn_of_missing(result: TuningResult, options: TuneOptions, run_id: str) -> None:
-    """Says which tasks the time was too short for, and how to go on."""
     if missing := result.uncovered:
         assert options.max_minutes is not None  # any other end is an error
         _log.warning(
@@ -251,21 +218,9 @@ def _warn_of_missing(result: TuningResult, options: TuneOptions, run_id: str) ->
         )
 
 
-def _at_the_end(provenance: Provenance, trials_per_task: float, result: TuningResult) -> Provenance:
-    """What is known of a tuning only when it is over."""
-    estimated_s = result.confirmed_latency_s or result.estimated_latency_s
-    if result.stop_reason == StopReason.MINUTES:
-        trials_per_task = result.total_trials / len(result.tasks)
-    return replace(
-        provenance, estimated_latency_ms=estimated_s * 1e3 if estimated_s else None, trials_per_task=trials_per_task
-    )
-
-
-def _log_inputs(run: StepRun, network: Network, device: DeviceFingerprint) -> None:
+def _log_inputs(run: tracking.StepRun, network: Network, device: DeviceFingerprint) -> None:
     """Logs what is known before tuning. The first upload shows at once whether the artifact store takes files."""
-    environment = run.directory / names.ENVIRONMENT_FILE
-    write_text(environment, json.dumps(describe_environment(device), indent=1))
-    run.log_artifacts(environment)
+    run.log_json(tracking.describe_environment(device), names.ENVIRONMENT_FILE)
     run.log_tags(
         {
             names.TAG_NETWORK: network.name,
@@ -287,12 +242,8 @@ def _provenance(options: TuneOptions, network: Network, device: Device) -> Prove
         network=without_credentials(options.network),
         from_file=network.path is not None,
         network_sha256=network.sha256,
-        batch_size=options.batch_size,
-        input_shapes=options.input_shapes,
-        input_values=options.input_values,
-        seed=options.seed,
+        **options.model_dump(include={"batch_size", "input_shapes", "input_values", "seed", "target"}),
         **asdict(options.lowering),
-        target=options.target,
         num_threads=device.num_threads,
         lowering_version=LOWERING_VERSION,
         tvm_version=tvm.__version__,
@@ -306,14 +257,8 @@ def _provenance(options: TuneOptions, network: Network, device: Device) -> Prove
     )
 
 
-def _records_and_log(run: StepRun) -> list[tuple[str, str]]:
-    """What is uploaded however the tuning ended."""
-    return [*whole_records(run.directory), (names.LOG_FILE, "")]
-
-
 @contextlib.contextmanager
 def _log_file(path: Path) -> Iterator[None]:
-    """Copies the package's log into a file."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(message)s"))
     _log.addHandler(handler)

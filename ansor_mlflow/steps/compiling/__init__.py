@@ -1,3 +1,0 @@
-"""The step `compile`."""
-
-from ansor_mlflow.steps.compiling.compile import CompileResult, compile_network
