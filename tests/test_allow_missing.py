@@ -23,14 +23,12 @@ pytestmark = pytest.mark.system  # whole pipelines
 
 @pytest.fixture
 def tuned(finished_work: FinishedWork) -> str:
-    """ID of a tuning run of a network from a file, which is gone since."""
     Path("small.onnx").unlink()
     return finished_work.tuned
 
 
 @pytest.fixture
 def compile_(tuned: str, run_here: RunCommand) -> Any:
-    """Compiles it, with flags, and returns the exit code."""
     return lambda *flags: run_here("compile", "--tune-run", tuned, *flags)
 
 

@@ -106,22 +106,23 @@ def breaking_builder(after: int) -> Any:
     return Breaking()
 
 
+def parts() -> dict[str, Any]:
+    return {"builder": as_metaschedule_builder(FakeBuilder()), "runner": timer(), "max_trials_global": 4}
+
+
 def tune_tir(work_dir: Path, **options: Any) -> Any:
     from tvm.s_tir import meta_schedule as ms
 
-    parts = {"builder": as_metaschedule_builder(FakeBuilder()), "runner": timer(), "max_trials_global": 4}
-    return ms.tune_tir(matmul(), TARGET, str(work_dir), **{**QUICK, **parts, **options})
+    return ms.tune_tir(matmul(), TARGET, str(work_dir), **{**QUICK, **parts(), **options})
 
 
 def tune_relax(work_dir: Path) -> Any:
     from tvm.s_tir.meta_schedule.relax_integration import tune_relax
 
-    parts = {"builder": as_metaschedule_builder(FakeBuilder()), "runner": timer(), "max_trials_global": 4}
-    return tune_relax(two_matmuls(), {}, TARGET, str(work_dir), **{**QUICK, **parts, "max_trials_per_task": 2})
+    return tune_relax(two_matmuls(), {}, TARGET, str(work_dir), **{**QUICK, **parts(), "max_trials_per_task": 2})
 
 
 def two_contexts() -> list[Any]:
-    """Tasks of one name."""
     from tvm.s_tir.meta_schedule import TuneContext
     from tvm.target import Target
 
@@ -136,18 +137,9 @@ def tune_tasks(work_dir: Path) -> Any:
     """Without a file."""
     from tvm.s_tir import meta_schedule as ms
 
-    return ms.tune_tasks(
-        tasks=two_contexts(),
-        task_weights=[2.0, 1.0],
-        work_dir=str(work_dir),
-        max_trials_global=4,
-        max_trials_per_task=2,
-        num_trials_per_iter=2,
-        builder=as_metaschedule_builder(FakeBuilder()),
-        runner=timer(),
-        database="memory",
-        cost_model="random",
-    )
+    memory = {"database": "memory", "cost_model": "random", "max_trials_per_task": 2, "num_trials_per_iter": 2}
+    tasks = {"tasks": two_contexts(), "task_weights": [2.0, 1.0], "work_dir": str(work_dir)}
+    return ms.tune_tasks(**tasks, **parts(), **memory)
 
 
 def tune_by_scheduler(work_dir: Path) -> Any:
@@ -187,7 +179,6 @@ def _forget_tvms_logging() -> None:
 
 
 def runs(experiment_id: str) -> list[Run]:
-    """The runs of an experiment, oldest first."""
     return mlflow.search_runs([experiment_id], order_by=["attributes.start_time ASC"], output_format="list")
 
 

@@ -23,11 +23,12 @@ import mlflow
 import onnx
 import pytest
 from helpers.commands import ANSOR_MLFLOW, FAST, Finished, environment, flags, run
+from helpers.exports import make_model, tensor
 from helpers.hostile import Touch
 from helpers.servers import ACCESS_KEY, SECRET_KEY, S3Server, free_port, s3_server
 from mlflow.entities import Run
 from mlflow.utils.mlflow_tags import MLFLOW_PROJECT_ENTRY_POINT
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
 import ansor_mlflow as am
 from ansor_mlflow import flavor, names
@@ -42,8 +43,6 @@ NO_RUN = "0" * 32
 
 @dataclass(frozen=True)
 class Failed:
-    """A command that failed, and the run that it opened."""
-
     finished: Finished
     run: Run | None
     client: mlflow.MlflowClient
@@ -83,7 +82,6 @@ def assert_nothing_else_is_said(failed: Failed) -> None:
 def here(
     new_experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[RunCommand]:
-    """Runs a command line in this process, where MLflow and TVM are loaded already."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
     monkeypatch.setattr(sys, "path", [*sys.path])  # a model's own code is put before it
@@ -108,14 +106,11 @@ def save_nodes(path: Path, op_types: list[str], shape: list[int | str]) -> None:
     tensors = ["x", *(f"value{index}" for index in range(1, len(op_types))), "y"]
     pairs = zip(op_types, itertools.pairwise(tensors), strict=False)
     nodes = [helper.make_node(op_type, [source], [target]) for op_type, (source, target) in pairs]
-    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in ("x", "y")]
-    graph = helper.make_graph(nodes, "graph", value[:1], value[1:])
-    onnx.save(helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)]), path)
+    onnx.save(make_model(nodes, [tensor("x", shape)], [tensor("y", shape)], {}), path)
 
 
 @pytest.fixture
 def files(tmp_path: Path, small_onnx: Path) -> None:
-    """Files that the command lines below name."""
     shutil.copy(small_onnx, tmp_path / "small.onnx")
     (tmp_path / "broken.onnx").write_bytes(small_onnx.read_bytes()[:500])
     save_nodes(tmp_path / "dynamic.onnx", ["Relu"], ["batch", 3, "H", 8])
@@ -233,7 +228,6 @@ def write_records(directory: Path, *lines: str) -> None:
 
 @pytest.fixture
 def record_directories(tmp_path: Path, small_onnx: Path) -> None:
-    """Records that the command lines below name."""
     shutil.copy(small_onnx, tmp_path / "small.onnx")
     (tmp_path / "empty").mkdir()
     write_records(tmp_path / "no_lines")
@@ -331,7 +325,6 @@ def test_model_whose_library_computes_something_else(
 
 @pytest.fixture
 def elsewhere(new_experiment: str, tmp_path: Path) -> RunCommand:
-    """Runs a command in a process of its own."""
 
     def run_elsewhere(*command: str, **extra: str) -> Failed:
         tracking_uri = mlflow.get_tracking_uri()

@@ -8,7 +8,8 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from helpers.exports import make_model, tensor
+from onnx import helper
 
 from ansor_mlflow.graphs import fold_batch_norms
 
@@ -39,18 +40,9 @@ def model(
 ) -> onnx.ModelProto:
     """A model whose nodes may use the constants; those that no node uses are left out."""
     used = {name for node in nodes for name in node.input} - {entry.name for entry in extra_inputs}
-    weights = [
-        numpy_helper.from_array(value.astype(np.float32), name) for name, value in constants().items() if name in used
-    ]
-    data = helper.make_tensor_value_info("data", TensorProto.FLOAT, (2, 3, 6, 6))
-    graph = helper.make_graph(
-        nodes,
-        "folding",
-        [data, *extra_inputs],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
-        weights,
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    weights = {name: value for name, value in constants().items() if name in used}
+    inputs = [tensor("data", (2, 3, 6, 6)), *extra_inputs]
+    return make_model(nodes, inputs, [tensor(name, None) for name in outputs], weights)
 
 
 def run(network: onnx.ModelProto) -> list[np.ndarray]:
@@ -113,7 +105,7 @@ def test_what_would_change_another_value_stays(nodes: tuple[onnx.NodeProto, ...]
 
 
 def test_weights_that_are_not_constant_stay() -> None:
-    weight = helper.make_tensor_value_info("weight", TensorProto.FLOAT, (4, 3, 3, 3))
+    weight = tensor("weight", (4, 3, 3, 3))
     network = model(conv(), norm(), extra_inputs=[weight])
     assert operators(fold_batch_norms(network)) == ["Conv", "BatchNormalization"]
 
@@ -131,5 +123,5 @@ def test_a_norm_in_training_mode_stays() -> None:
 def test_initializers_that_are_inputs_too_leave_both_lists() -> None:
     network = model(conv(), norm())
     for name, shape in {"weight": (4, 3, 3, 3), "gamma": (4,)}.items():
-        network.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
+        network.graph.input.append(tensor(name, shape))
     assert [entry.name for entry in fold_batch_norms(network).graph.input] == ["data"]

@@ -13,7 +13,7 @@ import onnx
 import onnxruntime
 import pytest
 from helpers.commands import RunCommand
-from helpers.exports import branching
+from helpers.exports import branching, make_model, tensor
 from onnx import TensorProto, helper
 
 import ansor_mlflow as am
@@ -222,14 +222,8 @@ def compared(actual: Arrays, expected: Arrays) -> Comparison:
 
 
 def test_a_branch_keeps_what_it_takes_from_around_it() -> None:
-    value = helper.make_tensor_value_info
     branches = {
-        name: helper.make_graph(
-            [helper.make_node(op_type, ["outer"], [f"{name}_out"])],
-            name,
-            [],
-            [value(f"{name}_out", TensorProto.FLOAT, [3])],
-        )
+        name: helper.make_graph([helper.make_node(op_type, ["outer"], ["out"])], name, [], [tensor("out", [3])])
         for name, op_type in (("then_branch", "Neg"), ("else_branch", "Abs"))
     }
     chain = [
@@ -237,9 +231,8 @@ def test_a_branch_keeps_what_it_takes_from_around_it() -> None:
         helper.make_node("If", ["condition"], ["chosen"], **branches),
         helper.make_node("Relu", ["chosen"], ["y"]),
     ]
-    inputs = [value("x", TensorProto.FLOAT, [3]), value("condition", TensorProto.BOOL, [])]
-    graph = helper.make_graph(chain, "branch", inputs, [value("y", TensorProto.FLOAT, [3])])
-    model = onnx.shape_inference.infer_shapes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]))
+    inputs = [tensor("x", [3]), tensor("condition", [], TensorProto.BOOL)]
+    model = onnx.shape_inference.infer_shapes(make_model(chain, inputs, [tensor("y", [3])], {}))
     parts = CuttableGraph(model)
     assert parts.taken_from_others([1]) == {"outer"}
     alone = parts.part([1], ["chosen"])

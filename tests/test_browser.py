@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,8 +62,6 @@ pytestmark = pytest.mark.timeout(1800)  # the tunings are a part of the first te
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment with runs, and the server that it is on."""
-
     url: str
     id: str
 
@@ -85,7 +82,6 @@ class Experiment:
         return self.runs(f"tags.`{names.TAG_STEP}` = 'tune' AND tags.`{names.TAG_NETWORK}` LIKE '{network}'")
 
     def history(self, run: Run, metric: str) -> tuple[list[int], list[float]]:
-        """Steps and values of a metric."""
         points = self.client.get_metric_history(run.info.run_id, metric)
         return [point.step for point in points], [point.value for point in points]
 
@@ -136,7 +132,6 @@ def rounded(milliseconds: float) -> re.Pattern[str]:
 
 
 def cells(page: Page, run: Run) -> dict[str, str]:
-    """The cells of a run's row, by column."""
     found = page.locator(f'.ag-row[row-id="{run.info.run_id}"] [col-id]')
     expect(found.first).to_be_visible()
     texts = found.evaluate_all("cells => cells.map(cell => [cell.getAttribute('col-id'), cell.innerText])")
@@ -144,7 +139,6 @@ def cells(page: Page, run: Run) -> dict[str, str]:
 
 
 def names_shown(page: Page) -> list[str]:
-    """The names of the runs, from top to bottom."""
     rows = page.locator(".ag-pinned-left-cols-container .ag-row")
     pairs = rows.evaluate_all("rows => rows.map(row => [Number(row.getAttribute('row-index')), row.innerText])")
     return [text.splitlines()[2] for _, text in sorted(pairs)]
@@ -320,9 +314,3 @@ def test_pictures_of_the_docs_are_small() -> None:
 def test_every_picture_is_shown() -> None:
     texts = "\n".join(path.read_text() for path in (ROOT / "README.md", *DOCS.rglob("*.md")))
     assert [image.name for image in (DOCS / "images").glob("*") if f"images/{image.name})" not in texts] == []
-
-
-def test_a_missing_browser_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(pytest.fail.Exception, match=r"^the browser Chromium is missing; .* chromium$"):
-        chromium_path()

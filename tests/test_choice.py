@@ -11,19 +11,17 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from helpers.untuned import assert_computes
 
 from ansor_mlflow.device import DeviceFingerprint, available_cpus
 from ansor_mlflow.errors import MachineError, ModelError, UserInputError
-from ansor_mlflow.measuring import ReferenceSession
-from ansor_mlflow.model import CompiledNetwork, LoadOptions, TunedModel, choose_library, write_package
+from ansor_mlflow.model import CompiledNetwork, LoadOptions, choose_library, write_package
 from ansor_mlflow.model.choice import choose_for_gpu, entries_to_rebuild, find_library
 from ansor_mlflow.model.loading import BuildJob, build_in_child_process, load_package
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest
 from ansor_mlflow.records import RECORD_FILE
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.tensors import random_inputs
 
 CPUS = available_cpus()
 MakeModel = Callable[..., tuple[Path, Manifest]]
@@ -31,7 +29,6 @@ MakeModel = Callable[..., tuple[Path, Manifest]]
 
 @pytest.fixture(scope="module")
 def host(compiled_network: CompiledNetwork) -> DeviceFingerprint:
-    """The device that the small network was compiled for: this one."""
     return compiled_network.fingerprint
 
 
@@ -54,7 +51,6 @@ def devices(host: DeviceFingerprint) -> dict[str, DeviceFingerprint]:
 
 @pytest.fixture
 def make(compiled_network: CompiledNetwork, devices: dict[str, DeviceFingerprint], tmp_path: Path) -> MakeModel:
-    """Writes a model with libraries for some of `devices`; all of them are the same library."""
 
     def write(*names: str) -> tuple[Path, Manifest]:
         members = [replace(compiled_network, fingerprint=devices[name]) for name in names]
@@ -184,17 +180,10 @@ def test_options_that_are_not_usable(config: dict[str, Any], message: str) -> No
 
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where this process makes temporary directories."""
     directory = tmp_path / "scratch"
     directory.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
     return directory
-
-
-def assert_computes(model: TunedModel, small_onnx: Path) -> None:
-    inputs = random_inputs(model.inputs, 5)
-    expected = ReferenceSession(small_onnx, num_threads=1).run(inputs)["logits"]
-    np.testing.assert_allclose(model.run(inputs)["logits"], expected, rtol=0, atol=1e-4 * abs(expected).max())
 
 
 def test_a_library_is_rebuilt_with_the_records_of_a_similar_cpu(

@@ -62,12 +62,10 @@ def built(mod: IRModule, target: Target, passes: str) -> Module:
 
 
 def takes_memory(library: Module) -> bool:
-    """Whether the function asks for memory while it runs."""
     return FROM_POOL in library.inspect_source("ll")
 
 
 def call(library: Module, channels: int = 32) -> Any:
-    """The result, which is compared with NumPy's."""
     import tvm
 
     rng = np.random.default_rng(0)

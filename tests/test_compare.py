@@ -49,7 +49,6 @@ EXPECTED = {
 def real_runs(
     _mlflow_store: tuple[str, str], small_onnx: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, str]]:
-    """IDs of real runs of the commands, in an experiment of their own."""
     directory = tmp_path_factory.mktemp("compare")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", _mlflow_store[0])
@@ -103,7 +102,6 @@ def evaluated(compiled: str) -> str:
 
 
 def lose_a_task(best: Path, destination: Path) -> None:
-    """Copies a database without its last record."""
     shutil.copytree(best, destination)
     lines = (best / RECORD_FILE).read_text().splitlines(keepends=True)
     (destination / RECORD_FILE).write_text("".join(lines[:-1]))

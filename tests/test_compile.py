@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def best(compiled_network: CompiledNetwork, tmp_path: Path) -> Path:
-    """A copy of the distilled records."""
     return Path(shutil.copytree(compiled_network.records, tmp_path / "best"))
 
 
@@ -51,7 +50,6 @@ def inputs(small_network: Network) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="session")
 def expected(small_onnx: Path, inputs: dict[str, np.ndarray]) -> np.ndarray:
-    """What ONNX Runtime computes."""
     return ReferenceSession(small_onnx, num_threads=1).run(inputs)["logits"]
 
 

@@ -11,21 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
-import numpy as np
 import onnx
 import pytest
 from helpers.commands import RunCommand
+from helpers.untuned import assert_computes
 
 from ansor_mlflow import flavor, names
 from ansor_mlflow.device import DeviceFingerprint, available_cpus
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering import LOWERING_VERSION
-from ansor_mlflow.measuring import ReferenceSession
-from ansor_mlflow.model import CompiledNetwork, Manifest, TunedModel, load_package
+from ansor_mlflow.model import CompiledNetwork, Manifest, load_package
 from ansor_mlflow.networks import Network
 from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE, Provenance, write_description
 from ansor_mlflow.steps.fetching import tuning_of
-from ansor_mlflow.tensors import random_inputs
 
 CPUS = available_cpus()
 LogTuning = Callable[..., str]
@@ -80,12 +78,6 @@ def log_tuning(
         return str(run.info.run_id)
 
     return log
-
-
-def assert_computes(model: TunedModel, small_onnx: Path) -> None:
-    inputs = random_inputs(model.inputs, 5)
-    expected = ReferenceSession(small_onnx, num_threads=1).run(inputs)["logits"]
-    np.testing.assert_allclose(model.run(inputs)["logits"], expected, rtol=0, atol=1e-4 * abs(expected).max())
 
 
 def download(model_uri: str, directory: Path) -> tuple[Path, Manifest]:

@@ -9,8 +9,9 @@ import numpy as np
 import onnx
 import pytest
 import tvm
+from helpers.exports import make_model, tensor
 from helpers.one_operator import run_onnxruntime
-from onnx import NodeProto, TensorProto, helper, numpy_helper
+from onnx import NodeProto, helper
 from tvm.target import Target
 
 from ansor_mlflow.codegen.concatenations import count_written_in_place
@@ -61,25 +62,19 @@ WITH_COPIES: dict[str, list[NodeProto]] = {
 
 def model(nodes: Sequence[NodeProto]) -> onnx.ModelProto:
     rng = np.random.default_rng(0)
-    channels, weights = {"x": CHANNELS}, []
+    channels, weights = {"x": CHANNELS}, {}
     for node in nodes:
         of_inputs = [channels[name] for name in node.input if name in channels]
         if node.op_type == "Conv":
             outputs, kernel = map(int, node.input[1].split("/")[1:])
             shape = (outputs, *of_inputs, kernel, kernel)
-            weights.append(numpy_helper.from_array(rng.normal(size=shape).astype(np.float32) / 8, node.input[1]))
+            weights[node.input[1]] = rng.normal(size=shape) / 8
         else:
             is_sum = any(each.name == "axis" and each.i == 1 for each in node.attribute)
             outputs = sum(of_inputs) if is_sum else of_inputs[0]
         channels[node.output[0]] = outputs
-    graph = helper.make_graph(
-        nodes,
-        "joined",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, (2, CHANNELS, SIZE, SIZE))],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "wz" if name in channels],
-        weights,
-    )
-    return helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 13)])
+    outputs = [tensor(name, None) for name in "wz" if name in channels]
+    return make_model(nodes, [tensor("x", (2, CHANNELS, SIZE, SIZE))], outputs, weights, opset=13)
 
 
 def kernels_and_outputs(

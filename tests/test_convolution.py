@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from helpers.exports import make_model, tensor
 from helpers.one_operator import assert_computes_the_same, one_operator, run_onnxruntime
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 from tvm.target import Target
 
 from ansor_mlflow.graphs import fold_batch_norms, rewrite_operators
@@ -133,19 +134,13 @@ def decoder() -> onnx.ModelProto:
     """A step of a U-Net's decoder: transposed convolution, batch normalisation, rectifier, convolution."""
     shapes = {"up": (4, 3, 2, 2), "gamma": (3,), "beta": (3,), "mean": (3,), "variance": (3,), "conv": (4, 3, 3, 3)}
     weights = {name: RNG.uniform(0.5, 1.5, size=shape).astype(np.float32) for name, shape in shapes.items()}
-    graph = helper.make_graph(
-        [
-            helper.make_node("ConvTranspose", ["x", "up"], ["a"], strides=[2, 2]),
-            helper.make_node("BatchNormalization", ["a", "gamma", "beta", "mean", "variance"], ["b"]),
-            helper.make_node("Relu", ["b"], ["c"]),
-            helper.make_node("Conv", ["c", "conv"], ["y"], pads=[1] * 4),
-        ],
-        "decoder",
-        [helper.make_tensor_value_info("x", 1, (1, 4, 5, 6))],
-        [helper.make_tensor_value_info("y", 1, (1, 4, 10, 12))],
-        [numpy_helper.from_array(value, name) for name, value in weights.items()],
-    )
-    return helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
+    nodes = [
+        helper.make_node("ConvTranspose", ["x", "up"], ["a"], strides=[2, 2]),
+        helper.make_node("BatchNormalization", ["a", "gamma", "beta", "mean", "variance"], ["b"]),
+        helper.make_node("Relu", ["b"], ["c"]),
+        helper.make_node("Conv", ["c", "conv"], ["y"], pads=[1] * 4),
+    ]
+    return make_model(nodes, [tensor("x", (1, 4, 5, 6))], [tensor("y", (1, 4, 10, 12))], weights)
 
 
 def test_what_follows_is_part_of_the_function_that_interleaves_the_phases(host_target: Target) -> None:
@@ -186,7 +181,6 @@ ALONG_ONE_AXIS: dict[str, dict[str, Any]] = {
 
 
 def sound(case: str) -> onnx.ModelProto:
-    """Two convolutions with an activation between them."""
     rng = np.random.default_rng(0)
     group = ALONG_ONE_AXIS[case].get("group", 1)
     constants = {
@@ -199,14 +193,7 @@ def sound(case: str) -> onnx.ModelProto:
         helper.make_node("Relu", ["h"], ["r"]),
         helper.make_node("Conv", ["r", "v"], ["y"]),
     ]
-    graph = helper.make_graph(
-        nodes,
-        "sound",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, (2, CHANNELS, LENGTH))],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(value.astype(np.float32), name) for name, value in constants.items()],
-    )
-    return helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 17)])
+    return make_model(nodes, [tensor("x", (2, CHANNELS, LENGTH))], [tensor("y", None)], constants)
 
 
 @pytest.mark.parametrize("case", ALONG_ONE_AXIS)

@@ -170,8 +170,6 @@ def test_the_address_of_a_page_has_no_credentials(monkeypatch: pytest.MonkeyPatc
 
 @dataclass
 class Result:
-    """What a command found."""
-
     found: dict[str, list[str]]
 
 

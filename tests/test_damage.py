@@ -20,8 +20,8 @@ from ansor_mlflow import names
 from ansor_mlflow.commands.trial_table import load_trials
 from ansor_mlflow.device import available_cpus, fingerprint
 from ansor_mlflow.errors import RecordsError
-from ansor_mlflow.records import check_copy, check_records, warn_of_damage, write_manifest
-from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair
+from ansor_mlflow.records import check_copy, check_records, write_manifest
+from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -217,20 +217,6 @@ def test_what_is_whole_is_not_spoken_of(records: Path, warnings: Callable[[], li
         check_records(path)
     check_copy(records, "run 1", "get it")
     assert warnings() == []
-
-
-def test_files_that_a_user_put_apart(records: Path, tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
-    """TVM's `JSONDatabase` takes any two paths."""
-    pair = RecordPair(workloads=tmp_path / "workloads.json", records=records / RECORD_FILE)
-    shutil.move(records / WORKLOAD_FILE, pair.workloads)
-    (records / names.MANIFEST_FILE).unlink()
-    with pair.workloads.open("a") as file:
-        file.write("[]\n")
-    warn_of_damage([pair], pair.records)
-    (warning,) = warnings()
-    assert warning.startswith(
-        f"{pair.workloads}: line {len(lines_of(pair.workloads))} is damaged; what is whole is used"
-    )
 
 
 def test_damage_in_a_run(

@@ -74,7 +74,6 @@ def summed(op_type: str, inputs: Sequence[str], weights: Sequence[TensorProto]) 
 
 
 def function(name: str, nodes: Sequence[NodeProto]) -> FunctionProto:
-    """A function from a to b, which may call others."""
     imports = [helper.make_opsetid("", 17), helper.make_opsetid("local", 1)]
     return helper.make_function("local", name, ["a"], ["b"], nodes, imports)
 
@@ -84,7 +83,6 @@ def call(name: str, source: str, target: str) -> NodeProto:
 
 
 def doubling_calls(depth: int) -> list[FunctionProto]:
-    """Functions each of which calls the next one twice."""
     callers = [
         function(f"F{level}", [call(f"F{level + 1}", "a", "c"), call(f"F{level + 1}", "c", "b")])
         for level in range(depth)

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.system  # whole pipelines
 
 @pytest.fixture
 def tuned(finished_work: FinishedWork) -> str:
-    """ID of a tuning run of a network from a file."""
     run_id = finished_work.tuned
     set_error(run_id, 0.01)  # these tasks take microseconds, and are noisy
     if names.TAG_UNRELIABLE in mlflow.get_run(run_id).data.tags:  # the machine may be busy
@@ -43,7 +42,6 @@ def copy_of(run_id: str) -> str:
 
 
 def set_error(run_id: str, error: float) -> None:
-    """Says how exact the times of a run are."""
     path = artifacts_of(run_id) / names.TASKS_FILE
     path.write_text(json.dumps([{**row, "confirmed_error": error} for row in json.loads(path.read_text())]))
 

@@ -69,8 +69,6 @@ def objects_in(s3: S3Server) -> list[Path]:
 
 @dataclass(frozen=True)
 class Examined:
-    """What the command said of a server with its artifacts in S3."""
-
     finished: Finished
     checks: dict[str, Check]
     elapsed_s: float

@@ -101,7 +101,6 @@ def test_exit_codes() -> None:
 
 
 def values_of(constants: str) -> set[str]:
-    """The values of the names that a regular expression describes."""
     return {value for name, value in vars(names).items() if re.fullmatch(constants, name)}
 
 

@@ -62,7 +62,6 @@ def here(empty_store: Path, small_onnx: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def add_run(hashes: list[str], *, device: DeviceFingerprint = DEVICE, status: str = "FINISHED", **tags: str) -> str:
-    """Adds a run that says that it tuned these workloads; returns its ID."""
     client = mlflow.MlflowClient()
     run_id = str(client.create_run(os.environ["MLFLOW_EXPERIMENT_ID"]).info.run_id)
     all_tags = {**memory_tags(device, PROVENANCE, hashes), names.TAG_TRIALS_PER_TASK: "6.0"}
@@ -167,7 +166,6 @@ def test_devices_with_one_key_are_those_whose_records_are_applied(change: dict[s
 
 
 def sources_of(run: Run) -> dict[str, int]:
-    """How many tasks of a run began with records of which source."""
     rows = json.loads(mlflow.artifacts.load_text(f"runs:/{run.info.run_id}/{names.WARM_START_FILE}"))
     return {row["source"].removeprefix("runs:/"): row["num_tasks"] for row in rows}
 

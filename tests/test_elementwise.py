@@ -8,7 +8,8 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from helpers.exports import make_model, tensor
+from onnx import helper
 
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.settings import LoweringSettings
@@ -33,23 +34,16 @@ CASES: dict[str, tuple[int, str, list[str], dict[str, Any]]] = {
 
 
 def between_convolutions(case: str) -> onnx.ModelProto:
-    """A convolution of "x", an operator on its output, and another convolution."""
     opset, op_type, bounds, attributes = CASES[case]
     rng = np.random.default_rng(0)
     weights = {"first": rng.normal(size=(8, 8, 1, 1)), "second": rng.normal(size=(8, 8, 1, 1))}
     constants = weights | {name: np.array(BOUNDS[name]) for name in bounds if name}
-    graph = helper.make_graph(
-        [
-            helper.make_node("Conv", ["x", "first"], ["conv"]),
-            helper.make_node(op_type, ["conv", *bounds], ["bounded"], **attributes),
-            helper.make_node("Conv", ["bounded", "second"], ["y"]),
-        ],
-        "between",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, SHAPE)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, SHAPE)],
-        [numpy_helper.from_array(value.astype(np.float32), name) for name, value in constants.items()],
-    )
-    return helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", opset)])
+    nodes = [
+        helper.make_node("Conv", ["x", "first"], ["conv"]),
+        helper.make_node(op_type, ["conv", *bounds], ["bounded"], **attributes),
+        helper.make_node("Conv", ["bounded", "second"], ["y"]),
+    ]
+    return make_model(nodes, [tensor("x", SHAPE)], [tensor("y", SHAPE)], constants, opset)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -27,14 +27,12 @@ BRIEF = {"turns": 1, "measure_s": 0.2}
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """A tracker with an emulated board."""
     with running_fleet(tmp_path_factory.mktemp("fleet"), num_servers=0) as fleet:
         fleet.add_board()
         yield fleet
 
 
 def machine_of_elf(library: Path) -> int:
-    """The architecture of a library."""
     header = library.read_bytes()[:20]
     assert header.startswith(b"\x7fELF")
     (machine,) = struct.unpack_from("<H", header, 18)
@@ -84,7 +82,6 @@ def test_a_model_without_trials_computes_on_a_board_what_onnx_runtime_computes_h
 
 
 def newest_of(step: str) -> mlflow.entities.Run:
-    """The last run of a step in the experiment of this directory."""
     experiment_id = mlflow.get_experiment_by_name(str(Path.cwd())).experiment_id
     runs = mlflow.MlflowClient().search_runs([experiment_id], order_by=["start_time DESC"])
     return next(run for run in runs if run.data.tags[names.TAG_STEP] == step)

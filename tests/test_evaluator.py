@@ -44,13 +44,11 @@ def tuned(small_onnx: Path, host_target: Target, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="module")
 def images() -> np.ndarray:
-    """Two inputs of the small network."""
     return np.random.default_rng(0).standard_normal((2, 3, 16, 16)).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
 def logits(images: np.ndarray, small_onnx: Path) -> list[np.ndarray]:
-    """What ONNX Runtime computes for each of them."""
     session = ReferenceSession(small_onnx, num_threads=1)
     return [session.run({"data": image[None]})["logits"][0] for image in images]
 
@@ -68,7 +66,6 @@ def evaluate(model: Any, data: Any, **config: Any) -> EvaluationResult:
 
 
 def log_onnx(path: Path) -> str:
-    """Logs an ONNX file as MLflow's own flavor, without a signature; returns its URI."""
     return mlflow.onnx.log_model(onnx.load(path), name="onnx", pip_requirements=["onnxruntime"]).model_uri
 
 

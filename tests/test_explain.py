@@ -27,7 +27,6 @@ from ansor_mlflow.parameters import ExplainOptions, PlanOptions
 from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE
 from ansor_mlflow.records.lines import workload_hash
 from ansor_mlflow.tuning import Roofline, measure_roofline
-from ansor_mlflow.tuning.roofline import last_level_cache_bytes
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module", autouse=True)
 def _roofs_measured_once() -> Iterator[None]:
-    """The roofs of this host are the same each time."""
     roofs: dict[int, Roofline] = {}
 
     def measured(device: Device) -> Roofline:
@@ -56,7 +54,6 @@ def records(tuned_records: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def explanation(tuned_records: Path, small_onnx: Path) -> Explanation:
-    """Of the task of the small network that takes the most time."""
     return explain_task(ExplainOptions(source=str(tuned_records), network=str(small_onnx)))
 
 
@@ -73,7 +70,6 @@ def test_the_task_that_takes_the_most_time_is_explained(
 
 
 def test_a_task_that_moves_data_is_not_explained_unless_it_is_named(records: Path, small_onnx: Path) -> None:
-    """However slow it was when it was measured."""
     given = {"source": str(records), "network": str(small_onnx)}
     tasks = plan_tuning(PlanOptions(network=str(small_onnx), records=str(records))).tasks
     moving = {task.info.workload_hash: task.info.name for task in tasks if not task.info.flops}
@@ -116,6 +112,8 @@ def test_arguments_are_the_inputs_the_weights_and_the_result(tuned_records: Path
     given = {"source": str(tuned_records), "network": str(small_onnx)}
     conv = explain_task(ExplainOptions(**given, task=info.name))
     assert explain_task(ExplainOptions(**given, task=str(info.index))).task == conv.task
+    assert conv.roofline is not None
+    assert conv.bound == conv.roofline.bound(conv.task.flops, conv.argument_bytes)
     assert conv.argument_bytes == 4 * (3 * 16 * 16 + 8 * 3 * 3 * 3 + 8 + 8 * 16 * 16)
     assert conv.task.flops >= 2 * 8 * 16 * 16 * 3 * 3 * 3
 
@@ -144,22 +142,6 @@ def test_the_peak_is_above_what_a_product_of_matrices_reaches(host_target: Targe
                 factors[0] @ factors[1]
                 products.append(2 * size**3 / (time.perf_counter() - started))
     assert max(peaks) > 0.8 * max(products)
-
-
-def test_the_bound_is_that_of_the_task(explanation: Explanation) -> None:
-    assert explanation.roofline is not None
-    assert explanation.bound == explanation.roofline.bound(explanation.task.flops, explanation.argument_bytes)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "num_bytes"),
-    [({"index0": "48K", "index3": "32M"}, 32 * 2**20), ({"index0": "odd"}, 32 * 2**20), ({}, 32 * 2**20)],
-)
-def test_the_largest_cache_counts(tmp_path: Path, sizes: dict[str, str], num_bytes: int) -> None:
-    for name, size in sizes.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "size").write_text(f"{size}\n")
-    assert last_level_cache_bytes(tmp_path) == num_bytes
 
 
 def test_a_plan_knows_what_a_run_measured(finished_work: FinishedWork) -> None:

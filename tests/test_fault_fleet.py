@@ -35,13 +35,11 @@ SHORT = {"measure_timeout_s": 20, "rpc_wait_s": 40, "min_repeat_ms": 20}
 
 @pytest.fixture
 def store(tmp_path: Path) -> str:
-    """A tracking store of this test alone."""
     return f"sqlite:///{tmp_path / 'mlflow.db'}"
 
 
 @pytest.fixture
 def fleet(short_path: Path) -> Iterator[Fleet]:
-    """Two servers."""
     with running_fleet(short_path, num_servers=2) as fleet:
         yield fleet
 

@@ -80,7 +80,6 @@ def test_an_s3_server_that_is_away_for_a_while_gets_everything(
 def test_a_secret_key_that_is_replaced_in_the_middle(
     small_onnx: Path, site: Site, tmp_path: Path, short_path: Path
 ) -> None:
-    """Nothing is lost, and no secret is told."""
     cwd = short_path / "cwd"
     with tuning(small_onnx, cwd, site.environment, trials=48, min_repeat_ms=200) as tuner:
         tuner.wait_for_rounds(1)

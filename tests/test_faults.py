@@ -28,7 +28,6 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
 @pytest.fixture
 def store(tmp_path: Path) -> str:
-    """An sqlite store with an experiment 1."""
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     mlflow.MlflowClient(uri).create_experiment("faults", (tmp_path / "artifacts").as_uri())
     return uri
@@ -84,7 +83,6 @@ def test_workers_killed_from_outside_cost_their_trials_only(small_onnx: Path, st
 
 
 def assert_complete(run: Run, artifacts: Path, num_trials: int, scratch: Path) -> None:
-    """Asserts that a run knows all of a tuning that went well."""
     assert run.info.status == "FINISHED"
     assert names.TAG_ERROR not in run.data.tags
     assert run.data.tags[names.TAG_STOP_REASON] == "trials"

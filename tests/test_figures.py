@@ -52,7 +52,6 @@ def legend_texts(figure: Figure) -> list[str]:
 
 
 def widths(axes: Axes, number: int = 0) -> list[float]:
-    """Lengths of one group of horizontal bars."""
     return [bar.get_width() for bar in axes.containers[number]]
 
 
@@ -182,8 +181,6 @@ def test_an_empty_history_is_drawn_and_a_name_is_no_formula(tmp_path: Path) -> N
 
 
 class SpyOutbox(Outbox):
-    """An outbox that remembers what it took."""
-
     def __init__(self, run_id: str, directory: Path) -> None:
         super().__init__(run_id, directory)
         self.messages: list[Message] = []
@@ -206,7 +203,6 @@ TuneFake = Callable[..., SpyOutbox]
 
 @pytest.fixture
 def tune(dense: LoweredNetwork, host_target: Target, new_experiment: str, tmp_path: Path) -> TuneFake:
-    """Tunes with fakes, and logs it to a real run."""
 
     def tune(**options: Any) -> SpyOutbox:
         run_id = str(mlflow.MlflowClient().create_run(new_experiment).info.run_id)

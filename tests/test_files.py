@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from helpers.exports import make_model, tensor
+from onnx import helper
 
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import MachineError, UserInputError
@@ -71,26 +72,17 @@ SIZE = 300
 
 def save_in_cache(root: Path, blob: str = "../../blobs/{}") -> Path:
     """A model as Hugging Face's cache has it: a snapshot of links to blobs."""
-    graph = helper.make_graph(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["y"]),
-            helper.make_node("ReduceSum", ["w"], ["s"], keepdims=0),
-            helper.make_node("Greater", ["s", "zero"], ["is_positive"]),
-            helper.make_node("Where", ["is_positive", "rows", "rows"], ["shape"]),  # only ONNX Runtime knows it
-            helper.make_node("Reshape", ["y", "shape"], ["z"]),
-        ],
-        "graph",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, SIZE])],
-        [helper.make_tensor_value_info("z", TensorProto.FLOAT, None)],
-        [
-            numpy_helper.from_array(np.full((SIZE, SIZE), 0.1, np.float32), "w"),
-            numpy_helper.from_array(np.array(0, np.float32), "zero"),
-            numpy_helper.from_array(np.array([SIZE, 1]), "rows"),
-        ],
-    )
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["y"]),
+        helper.make_node("ReduceSum", ["w"], ["s"], keepdims=0),
+        helper.make_node("Greater", ["s", "zero"], ["is_positive"]),
+        helper.make_node("Where", ["is_positive", "rows", "rows"], ["shape"]),  # only ONNX Runtime knows it
+        helper.make_node("Reshape", ["y", "shape"], ["z"]),
+    ]
+    weights = {"w": np.full((SIZE, SIZE), 0.1), "zero": np.array(0.0), "rows": np.array([SIZE, 1])}
+    model = make_model(nodes, [tensor("x", [1, SIZE])], [tensor("z", None)], weights)
     (root / "blobs").mkdir(parents=True)
     (root / "snapshots" / "main").mkdir(parents=True)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     onnx.save(model, root / "model.onnx", save_as_external_data=True, location="model.onnx_data", size_threshold=0)
     for name in ("model.onnx", "model.onnx_data"):
         (root / name).replace(root / "blobs" / f"hash-of-{name}")

@@ -68,7 +68,6 @@ def inputs(compiled_network: CompiledNetwork) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def expected(small_onnx: Path, inputs: dict[str, np.ndarray]) -> np.ndarray:
-    """What ONNX Runtime computes."""
     return ReferenceSession(small_onnx, num_threads=1).run(inputs)["logits"]
 
 

@@ -36,7 +36,6 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Two servers of our own."""
     with running_fleet(tmp_path_factory.mktemp("fleet"), num_servers=2) as fleet:
         yield fleet
 
@@ -82,8 +81,6 @@ A, B = HostPort("a", 1), HostPort("b", 2)
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
-
     def __init__(self) -> None:
         self.now_s = 0.0
 

@@ -42,7 +42,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 def save_model(onnx_file: Path, target: Target, directory: Path) -> Path:
-    """A model of the flavor, compiled without a tuning."""
     network = load_network(str(onnx_file))
     compiled = compiled_untuned(network, lower(network.model, target), target, directory)
     flavor.save_model(compiled, directory / "model")
@@ -51,13 +50,11 @@ def save_model(onnx_file: Path, target: Target, directory: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(small_onnx: Path, host_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that TVM computes alone."""
     return save_model(small_onnx, host_target, tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")
 def in_parts(host_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a part that stays with ONNX Runtime."""
     directory = tmp_path_factory.mktemp("parts")
     directory.joinpath("branching.onnx").write_bytes(branching().SerializeToString())
     return save_model(directory / "branching.onnx", host_target, directory)

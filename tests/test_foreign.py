@@ -100,7 +100,6 @@ def test_other_documents_are_read_as_they_are(value: Any) -> None:
 
 
 def numbers(value: Any) -> Iterator[Any]:
-    """What a value is made of."""
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from numbers(item)
     yield value
@@ -252,7 +251,6 @@ def tracker_that_sends(content: bytes, pause_s: float, greeting: bytes = GREETIN
 
 
 def message(value: Any) -> bytes:
-    """An answer of a tracker."""
     text = value if isinstance(value, bytes) else json.dumps(value).encode()
     return struct.pack("<i", len(text)) + text
 
@@ -299,7 +297,6 @@ def test_names_from_a_tracker_have_no_control_characters(capsys: pytest.CaptureF
 
 
 def main_exits(args: list[str], exit_code: int) -> None:
-    """Runs a command line in this process."""
     if exit_code == 0:
         main(args)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,19 @@ def tensor(name: str, shape: Any, dtype: int = TensorProto.FLOAT) -> onnx.ValueI
 
 
 def make_model(
-    nodes: list[onnx.NodeProto],
-    inputs: list[onnx.ValueInfoProto],
-    outputs: list[onnx.ValueInfoProto],
-    constants: dict[str, np.ndarray],
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Sequence[onnx.ValueInfoProto],
+    outputs: Sequence[onnx.ValueInfoProto],
+    constants: Mapping[str, np.ndarray],
+    opset: int = 17,
 ) -> onnx.ModelProto:
-    """A model of opset 17 with a graph of a name that PyTorch gives all of them."""
-    weights = [numpy_helper.from_array(values, name) for name, values in constants.items()]
-    graph = helper.make_graph(nodes, "main_graph", inputs, outputs, weights)
-    return helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
+    """A model with a graph of a name that PyTorch gives all of them; 64-bit floats become those of 32 bits."""
+    weights = [
+        numpy_helper.from_array(value.astype(np.float32) if value.dtype == np.float64 else value, name)
+        for name, value in constants.items()
+    ]
+    graph = helper.make_graph(list(nodes), "main_graph", inputs, outputs, weights)
+    return helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", opset)])
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
