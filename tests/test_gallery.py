@@ -13,12 +13,7 @@ from helpers.commands import ROOT, environment, run
 from onnx import TensorProto, helper, save
 
 BENCHMARKS = ROOT / "benchmarks"
-EXPORTED = (
-    "espcn",
-    "unet",
-    "yolo",
-    "crnn",
-)
+EXPORTED = ("espcn", "unet", "yolo", "crnn")
 """Models that need PyTorch alone."""
 
 

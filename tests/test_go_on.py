@@ -26,7 +26,6 @@ PIPELINE = {**SMALL_ROUNDS, **BRIEF, "network": NETWORK, "signature": "binary"}
 
 @pytest.fixture
 def env(new_experiment: str) -> dict[str, str]:
-    """The environment of commands."""
     return environment(os.environ["MLFLOW_TRACKING_URI"], {"MLFLOW_EXPERIMENT_ID": new_experiment})
 
 
@@ -43,7 +42,6 @@ def last_lines(finished: Finished) -> tuple[str, str]:
 
 
 def paste(command: str, cwd: Path, env: dict[str, str]) -> Finished:
-    """Runs a line in a shell."""
     return run(["bash", "-c", command], cwd, env)
 
 
@@ -52,12 +50,10 @@ def run_of(run_id: str) -> Run:
 
 
 def press_ctrl_c(tuner: Tuning) -> None:
-    """Signals every process of the job, as a terminal does."""
     os.killpg(tuner.process.pid, signal.SIGINT)
 
 
 def terminate(tuner: Tuning) -> None:
-    """Signals the command, as a service manager does."""
     tuner.process.terminate()
 
 
@@ -142,24 +138,3 @@ def test_a_pipeline_that_is_interrupted(
     assert done.data.params["signature"] == "binary"
     assert done.data.params.get("network_used", done.data.params["network"]) == NETWORK
     assert f"--network {NETWORK} " in done.data.tags["mlflow.note.content"]
-
-
-@pytest.mark.nightly
-def test_a_tuning_that_ends_with_an_error(env: dict[str, str], short_path: Path) -> None:
-    """Of any kind: a file is where the winners' records are to be written."""
-    cwd = short_path / "cwd"
-    with tuning(NETWORK, cwd, env, trials=20) as tuner:
-        tuner.wait_for_rounds(1)
-        (records,) = cwd.glob(f".ansor/*/{names.RECORDS_DIR}")
-        in_the_way = records / f".{names.BEST_DIR}.new"
-        in_the_way.write_text("")
-        finished = tuner.wait()
-    assert finished.exit_code != 0
-    run_id, command = last_lines(finished)
-    assert finished.stderr.splitlines()[-1] == f"go on  {command}"
-    assert command == f"ansor-mlflow tune --resume-run {run_id}"
-    assert run_of(run_id).info.status == "FAILED"
-    in_the_way.unlink()
-    resumed = paste(command, cwd, env)
-    assert resumed.exit_code == 0, resumed.stderr
-    assert run_of(run_id).data.metrics[names.TRIALS_MEASURED] == 20

@@ -55,7 +55,6 @@ class GuardedMemory:
 
 
 def run_guarded(library: Any, arrays: list[np.ndarray], *, at_end: bool) -> np.ndarray:
-    """The last argument after a call."""
     import tvm
 
     memories = [GuardedMemory(array.nbytes, at_end=at_end) for array in arrays]

@@ -66,6 +66,5 @@ def test_a_thread_that_gets_no_signals_defers_none() -> None:
 def test_a_command_that_is_terminated_ends_as_one_that_is_interrupted(
     run_here: RunCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever it is, so that its run is told."""
     monkeypatch.setattr("ansor_mlflow.commands.sync.sync", lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert run_here("sync") == 130

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +20,6 @@ from ansor_mlflow.foreign import typed
 from ansor_mlflow.measuring import time_kernels
 from ansor_mlflow.measuring.kernels import KernelTime, KernelTimes
 from ansor_mlflow.model.package import CompiledNetwork
-from ansor_mlflow.tracking import kernels_page
 from ansor_mlflow.tracking.report.note import evaluation_note
 
 if TYPE_CHECKING:
@@ -70,16 +68,6 @@ def test_the_description_says_where_the_time_goes() -> None:
     note = evaluation_note("small", (), {}, {}, TIMES)
     assert "- dense\\_relu, 1 call: 30 µs, in its record 10\n- conv, 2 calls: 50 µs, in its record 48\n" in note
     assert "- pool, 1 call: 5 µs, no record\n- between kernels: 15 µs" in note
-
-
-def test_the_page_says_it_of_every_kernel() -> None:
-    page = kernels_page("small", "2 threads", TIMES)
-    rows = [re.sub(r"<[^>]+>", " ", row).split() for row in page.split("<tr>")[5:]]
-    assert [row[0] for row in rows] == [kernel.name for kernel in TIMES.furthest]
-    assert rows[0] == ["dense_relu", "1", "30.0%", "30", "10", "+20"]
-    assert rows[2][:6] == ["pool", "1", "5.0%", "5", "–", "–"]  # it has no record
-    assert "100 µs" in page
-    assert "15 µs" in page
 
 
 @pytest.mark.nightly

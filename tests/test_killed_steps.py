@@ -84,7 +84,6 @@ with mlflow.start_run() as mine, open_run({}):
 
 
 def test_a_disk_that_refuses_anything_of_a_step_is_an_error_of_the_machine_with_its_run(own_directory: Path) -> None:
-    """Its lock, for one, or its long parameters."""
     options = TuneOptions(network="some network.onnx", input_shapes={"ids": [1, list(range(1000, 2500))]})
     num_refused = 0
     for step in range(1, 8):

@@ -72,15 +72,8 @@ def test_it_repeats_what_the_tuning_had(steps: Steps) -> None:
         assert evaluated.tags[tag] == tuned.tags[tag]
 
 
-def test_the_names_tell_what_differs_in_the_search(steps: Steps) -> None:
-    title = f"{NETWORK} · {steps.tuned.data.tags[names.TAG_TARGET]} · 4 trials · strategy random · cost model none"
-    assert steps.tuned.info.run_name == f"tune {title}"
-    assert steps.evaluated.info.run_name == f"evaluate {title}"
-
-
 @pytest.mark.nightly
 def test_a_model_from_another_server_is_evaluated_all_the_same(steps: Steps, tmp_path: Path) -> None:
-    """Where its tuning run is not to be found."""
     uri = steps.evaluated.data.tags[names.TAG_MODEL_URI]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
@@ -93,15 +86,3 @@ def test_a_model_from_another_server_is_evaluated_all_the_same(steps: Steps, tmp
     assert (run.info.status, run.info.run_name) == ("FINISHED", f"evaluate {NETWORK} · {target}")
     assert run.data.metrics[names.LATENCY_MS] > 0
     assert names.TAG_TUNE_RUN not in run.data.tags
-
-
-@pytest.mark.nightly
-def test_a_tuning_run_that_a_user_named_keeps_its_name_to_itself(steps: Steps, tmp_path: Path) -> None:
-    run_id = steps.tuned.info.run_id
-    mlflow.MlflowClient().update_run(run_id, name="tune the fast one")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        main(["evaluate", "--model-uri", steps.evaluated.data.tags[names.TAG_MODEL_URI], *flags(BRIEF)])
-    run = newest(steps.experiment_id)
-    assert run.info.run_name == f"evaluate {NETWORK} · {run.data.tags[names.TAG_TARGET]}"
-    assert run.data.tags[names.TAG_TUNE_RUN] == run_id

@@ -28,7 +28,6 @@ Write = Callable[[Path], object]
 
 
 def texts(folder: Path) -> dict[str, str]:
-    """The files that a reader sees; hidden ones are nobody's business."""
     found = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
     return {str(name): path.read_text() for name, path in found.items() if not any(p[0] == "." for p in name.parts)}
 
@@ -128,7 +127,6 @@ WRITES: dict[str, tuple[Write, Write]] = {
 
 
 def seen(root: Path) -> dict[str, str]:
-    """What is there."""
     return texts(root / "seen") if (root / "seen").exists() else {}
 
 
@@ -224,7 +222,6 @@ def client(tmp_path: Path, experiment_id: str) -> Iterator[mlflow.MlflowClient]:
 
 
 def killed_at(step: int, action: Callable[[], object]) -> bool:
-    """Does something, and dies before one of the calls that change the registry; whether it died."""
     calls = 0
 
     def counted(call: Callable[..., object]) -> Callable[..., object]:

@@ -1,12 +1,14 @@
-"""Builders and runners, real and fake, keep one contract: outcomes come in order, and a failure fails alone."""
+"""Builders and runners, real and fake, keep one contract; and what passes through the caches between two calls."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.testing import FakeBuilder, FakeRunner
 from ansor_mlflow.workers.builder import Builder, LocalBuilder
-from ansor_mlflow.workers.measure import MeasureSettings, RestOfNetwork, RunJob
+from ansor_mlflow.workers.measure import CacheInterference, MeasureSettings, RestOfNetwork, RunJob
 from ansor_mlflow.workers.runner import LocalRunner, Runner
 
 if TYPE_CHECKING:
@@ -27,7 +29,6 @@ TENSORS = (("TENSOR", "float32", (64,)),) * 2
 
 
 def add(number: Any) -> IRModule:
-    """A module whose "main" adds a number to 64 floats."""
     from tvm import IRModule, te
 
     data = te.placeholder((64,), name="data")
@@ -36,7 +37,6 @@ def add(number: Any) -> IRModule:
 
 
 def unbuildable() -> IRModule:
-    """A module with a variable that nothing defines."""
     from tvm.tirx import Var
 
     return add(Var("undefined", "float32"))
@@ -63,7 +63,6 @@ def builder(request: pytest.FixtureRequest, host_target: Target) -> Iterator[Bui
 
 @pytest.fixture(scope="module", params=["fake", "alone", "in a network"])
 def library_and_runner(request: pytest.FixtureRequest, host_target: Target) -> Iterator[tuple[Path, Runner]]:
-    """A library, and a runner that takes it."""
     fake = request.param == "fake"
     builder: Builder = FakeBuilder() if fake else local_builder(host_target)
     measure = (
@@ -92,17 +91,6 @@ class TestBuilder:
         assert second.failure == "failed"
         assert second.error
 
-    def test_libraries_of_earlier_builds_stay(self, builder: Builder) -> None:
-        (first,) = builder.build([add(1)])
-        builder.build([unbuildable()])
-        (third,) = builder.build([add(3)])
-        assert first.value is not None
-        assert first.value.is_file()
-        assert first.value != third.value
-
-    def test_nothing_to_build(self, builder: Builder) -> None:
-        assert builder.build([]) == []
-
     def test_closing_removes_the_libraries(self, builder: Builder) -> None:
         (outcome,) = builder.build([add(1)])
         builder.close()
@@ -127,9 +115,6 @@ class TestRunner:
             assert outcome.value is None
             assert outcome.failure == "failed"
             assert outcome.error
-
-    def test_nothing_to_run(self, library_and_runner: tuple[Path, Runner]) -> None:
-        assert library_and_runner[1].run([]) == []
 
 
 def test_built_libraries_compute_their_own_modules(host_target: Target) -> None:
@@ -178,7 +163,6 @@ def test_a_kernel_that_takes_indices_is_measured(host_target: Target, dtype: str
 
 
 def write_thread_ids(path: Path) -> IRModule:
-    """A module with a parallel loop of 64 iterations that writes the thread of each to a file."""
     import tvm
     from tvm.script import tirx as T  # noqa: N812 - TVMScript's own name
 
@@ -211,3 +195,56 @@ def test_kernels_are_measured_on_the_number_of_threads_asked_for(
     ids = np.fromfile(tmp_path / "ids", "uint64")
     assert len(ids) == 64
     assert len(set(ids)) == num_threads
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "passing"), [(0, 0), (5 * MIB, 5 * MIB), (64 * MIB, 64 * MIB), (600 * MIB, 64 * MIB)]
+)
+def test_as_much_passes_as_the_network_has_within_bounds(num_bytes: int, passing: int) -> None:
+    assert RestOfNetwork(num_bytes=num_bytes, seconds=0).passing_bytes == passing
+
+
+@pytest.mark.parametrize(("seconds", "passing"), [(0, 0), (0.003, 0.003), (0.06, 0.01)])
+def test_as_much_time_passes_as_the_network_takes_within_bounds(seconds: float, passing: float) -> None:
+    rest = RestOfNetwork(num_bytes=0, seconds=seconds)
+    assert rest.passing_s == passing
+    interference = CacheInterference(rest, 1)
+    started = time.perf_counter()
+    interference.run([])
+    assert passing <= time.perf_counter() - started
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ml_dtypes.bfloat16])
+def test_activations_are_written_and_stay_numbers_of_the_same_kind(dtype: Any, num_threads: int) -> None:
+    import tvm
+
+    values = np.linspace(1, 2, 4096).astype(dtype)
+    tensor = tvm.runtime.tensor(values)
+    interference = CacheInterference(RestOfNetwork(num_bytes=MIB, seconds=0), num_threads)
+    memory = interference.memory_of([tensor])
+    interference.run(memory)
+    once = tensor.numpy()
+    assert np.mean(once != values) >= 0.4
+    assert np.all((np.abs(once.astype(np.float64)) >= 0.9) & (np.abs(once.astype(np.float64)) <= 2.1))
+    interference.run(memory)
+    np.testing.assert_array_equal(tensor.numpy(), values)
+
+
+def test_indices_and_what_is_smaller_than_a_vector_stay_as_they_are() -> None:
+    import tvm
+
+    tensors = [tvm.runtime.tensor(np.arange(64, dtype=dtype)) for dtype in ("int64", "int32", "int8")]
+    small = tvm.runtime.tensor(np.ones(3, np.float32))
+    assert CacheInterference(RestOfNetwork(num_bytes=0, seconds=0), 2).memory_of([*tensors, small]) == []
+
+
+def test_all_of_the_rest_is_read_each_time() -> None:
+    """Each element of it is 1: the sums are the number of times that one was read."""
+    interference = CacheInterference(RestOfNetwork(num_bytes=MIB, seconds=0), 2)
+    for _ in range(3):
+        interference.run([])
+    assert interference.num_read == 3 * MIB // 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -57,7 +56,6 @@ def test_a_package_holds_what_was_compiled(compiled_network: CompiledNetwork, tm
 
 
 def for_more_threads(compiled: CompiledNetwork) -> CompiledNetwork:
-    """The same library, as if it were another device's."""
     device = replace(compiled.fingerprint, num_threads=compiled.fingerprint.num_threads + 1)
     return replace(compiled, fingerprint=device)
 
@@ -87,50 +85,30 @@ def test_a_package_holds_one_network(compiled_network: CompiledNetwork, tmp_path
         write_package([compiled_network, other], tmp_path)
 
 
-def test_a_manifest_survives_json(compiled_network: CompiledNetwork, tmp_path: Path) -> None:
-    manifest = write_package(compiled_network, tmp_path)
-    assert Manifest.from_dict(json.loads(json.dumps(manifest.to_dict()))) == manifest
+def damaged(value: Any, damage: Any) -> Any:
+    """The value with a damage in its place: what is `...` is missing, and a mapping says what is damaged inside."""
+    if isinstance(value, list) and isinstance(damage, dict):
+        return [damaged(value[0], damage)]
+    if not isinstance(damage, dict) or not damage:
+        return damage
+    changed = {**value, **{key: damaged(value.get(key), inside) for key, inside in damage.items()}}
+    return {key: inside for key, inside in changed.items() if inside is not ...}
 
 
-DAMAGED = r"the model's MLmodel file is damaged \(.+\); log the model again"
-
-
-@pytest.mark.parametrize("key", ["network", "inputs", "outputs", "libraries", "files"])
-def test_a_manifest_without_an_entry(compiled_network: CompiledNetwork, tmp_path: Path, key: str) -> None:
-    entry = write_package(compiled_network, tmp_path).to_dict()
-    del entry[key]
-    with pytest.raises(ModelError, match=DAMAGED):
-        Manifest.from_dict(entry)
-
-
-@pytest.mark.parametrize("key", ["inputs", "outputs", "libraries", "files"])
-@pytest.mark.parametrize("value", [5, "text", [5], [{}]])
-def test_a_manifest_with_a_damaged_entry(
-    compiled_network: CompiledNetwork, tmp_path: Path, key: str, value: Any
-) -> None:
-    entry = {**write_package(compiled_network, tmp_path).to_dict(), key: value}
-    with pytest.raises(ModelError, match=DAMAGED):
-        Manifest.from_dict(entry)
-
-
-@pytest.mark.parametrize("damage", ["path", "kind", "digest"])
-def test_a_manifest_with_a_damaged_text(compiled_network: CompiledNetwork, tmp_path: Path, damage: str) -> None:
-    entry = write_package(compiled_network, tmp_path).to_dict()
-    (library,) = entry["libraries"]
-    if damage == "path":
-        library["path"] = 5
-    elif damage == "kind":
-        library["fingerprint"]["target"] = {}
-    else:
-        entry["files"]["network.onnx"] = 5
-    with pytest.raises(ModelError, match="the model's MLmodel file is damaged"):
-        Manifest.from_dict(entry)
-
-
-def test_a_target_that_is_no_mapping(compiled_network: CompiledNetwork, tmp_path: Path) -> None:
-    entry = write_package(compiled_network, tmp_path).to_dict()
-    entry["libraries"][0]["fingerprint"]["target"] = "llvm"
-    with pytest.raises(ModelError, match=DAMAGED):
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *({key: value} for key in ("inputs", "outputs", "libraries", "files") for value in (5, "text", [5], [{}])),
+        *({key: ...} for key in ("network", "inputs", "outputs", "libraries", "files")),
+        *({"libraries": inside} for inside in ({"path": 5}, {"fingerprint": {"target": "llvm"}})),
+        {"libraries": {"fingerprint": {"target": {}}}},
+        {"files": {NETWORK_FILE: 5}},
+    ],
+    ids=str,
+)
+def test_a_damaged_manifest(compiled_network: CompiledNetwork, tmp_path: Path, damage: dict[str, Any]) -> None:
+    entry = damaged(write_package(compiled_network, tmp_path).to_dict(), damage)
+    with pytest.raises(ModelError, match=r"the model's MLmodel file is damaged \(.+\); log the model again"):
         Manifest.from_dict(entry)
 
 
@@ -211,29 +189,6 @@ def test_a_changed_bit(trapped: tuple[Path, Manifest], trap: tuple[Path, Path], 
     assert_refused(directory, manifest, trap[1], f"{name} does not match the SHA-256 in MLmodel, it was changed after")
 
 
-@ANY_FILE
-def test_a_truncated_file(trapped: tuple[Path, Manifest], trap: tuple[Path, Path], file_of: FileOf) -> None:
-    directory, manifest = trapped
-    name = file_of(manifest)
-    with (directory / name).open("rb+") as file:
-        file.truncate(file.seek(0, 2) - 1)
-    assert_refused(directory, manifest, trap[1], f"{name} does not match the SHA-256 in MLmodel, it was changed after")
-
-
-def test_libraries_that_were_swapped(
-    compiled_network: CompiledNetwork, trap: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """Both are known to the manifest, each for another device."""
-    members = [compiled_network, replace(for_more_threads(compiled_network), library=trap[0])]
-    manifest = write_package(members, tmp_path / "model")
-    ours, other = (tmp_path / "model" / entry.path for entry in manifest.libraries)
-    swapped = tmp_path / "swapped.so"
-    ours.rename(swapped)
-    other.rename(ours)
-    swapped.rename(other)
-    assert_refused(tmp_path / "model", manifest, trap[1], "model.so does not match the SHA-256 in MLmodel")
-
-
 def test_a_library_that_the_manifest_gives_to_another_device(
     compiled_network: CompiledNetwork, trap: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -244,14 +199,6 @@ def test_a_library_that_the_manifest_gives_to_another_device(
     exchanged = (replace(ours, path=other.path), replace(other, path=ours.path))
     message = f"the library '{other.path}' is not that of its device, '{ours.path}'; it was tampered with"
     assert_refused(tmp_path, replace(manifest, libraries=exchanged), trap[1], message)
-
-
-def test_a_library_that_was_replaced(
-    compiled_network: CompiledNetwork, trap: tuple[Path, Path], tmp_path: Path
-) -> None:
-    manifest = write_package(compiled_network, tmp_path / "model")
-    shutil.copyfile(trap[0], tmp_path / "model" / library_of(manifest))
-    assert_refused(tmp_path / "model", manifest, trap[1], "model.so does not match the SHA-256 in MLmodel")
 
 
 @ANY_FILE
@@ -313,7 +260,6 @@ def model(compiled_network: CompiledNetwork, tmp_path_factory: pytest.TempPathFa
 
 
 def compile_graph(builder: GraphBuilder, network: str, outputs: dict[str, TensorSpec], directory: Path) -> TunedModel:
-    """A graph, compiled untuned."""
     model = builder.build(network, {name: spec.shape for name, spec in outputs.items()})
     for output in model.graph.output:
         dtype = np.dtype(outputs[output.name].dtype)
@@ -329,7 +275,6 @@ def compile_graph(builder: GraphBuilder, network: str, outputs: dict[str, Tensor
 
 @pytest.fixture(scope="module")
 def reshaping(tmp_path_factory: pytest.TempPathFactory) -> TunedModel:
-    """A network whose only output is its input in another shape."""
     builder = GraphBuilder(seed=0)
     builder.node("Reshape", "flat", builder.input("data", (2, 4096)), builder.constant("shape", np.array([-1])))
     outputs = {"flat": TensorSpec("flat", (8192,), "float32")}
@@ -391,12 +336,6 @@ def test_outputs_belong_to_the_caller(model: TunedModel) -> None:
     first["logits"][:] = 0.0
 
 
-def test_inputs_are_not_changed(model: TunedModel) -> None:
-    inputs = inputs_for(model, 0)
-    model.run(inputs)
-    np.testing.assert_array_equal(inputs["data"], inputs_for(model, 0)["data"])
-
-
 def array_at(offset: int, values: np.ndarray) -> np.ndarray:
     """A copy that begins so many bytes behind an address that generated code may read from."""
     memory = np.empty(values.nbytes + 128, np.uint8)
@@ -430,7 +369,6 @@ def test_small_arrays_at_any_address(model: TunedModel, reference: ReferenceSess
 
 
 def test_outputs_do_not_share_memory_with_inputs(reshaping: TunedModel) -> None:
-    """A reshape is a view in TVM."""
     data = array_at(0, np.arange(2 * 4096, dtype=np.float32).reshape(2, 4096))
     kept = data.copy()
     outputs = reshaping.run({"data": data})
@@ -470,7 +408,6 @@ def shared_model(
 
 
 def test_calls_from_eight_threads(shared_model: TunedModel, reference: ReferenceSession) -> None:
-    """More threads than machines."""
     model = shared_model
     seeds = range(64)
     expected = [reference.run(inputs_for(model, seed)) for seed in seeds]

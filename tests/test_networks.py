@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from helpers.onnx_files import proposed, run, save, start, value
 from helpers.small_networks import small_shapes
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.networks import operators
@@ -93,79 +92,10 @@ def test_builtin_network_has_the_published_number_of_parameters(builtin: Network
     assert num_parameters + weights_of_pixels_left_out == NUM_PARAMETERS[builtin.name]
 
 
-@pytest.mark.parametrize(("name", "num_classes"), [("resnet-18", 1000), ("resnet3d-18", 400), ("mlp", 10)])
-def test_classifiers_take_data_and_give_logits(name: str, num_classes: int) -> None:
-    shape = small_shapes(name)["data"]
-    network = load_network(name, input_shapes={"data": [2, *shape[1:]]})
-    assert network.inputs == (TensorSpec("data", (2, *shape[1:]), "float32"),)
-    assert network.outputs == (TensorSpec("logits", (2, num_classes), "float32"),)
-
-
-def test_bert_looks_at_each_of_its_inputs() -> None:
-    network = load_network("bert-tiny", input_shapes=small_shapes("bert-tiny"))
-    names = ("input_ids", "attention_mask", "token_type_ids")
-    assert network.inputs == tuple(TensorSpec(name, (1, 16), "int64") for name in names)
-    outputs = (TensorSpec("last_hidden_state", (1, 16, 128), "float32"), TensorSpec("pooled", (1, 128), "float32"))
-    assert network.outputs == outputs
-    inputs = random_inputs(network.inputs, seed=0)
-    session = start(network)
-    hidden, pooled = session.run(None, inputs)
-    assert hidden.std() == pytest.approx(1, abs=0.01)  # normalised
-    assert abs(pooled).max() < 1
-    for name in names:
-        flipped, _ = session.run(None, {**inputs, name: 1 - inputs[name]})
-        assert abs(flipped - hidden).max() > 0.1
-
-
-def test_bert_ignores_masked_words() -> None:
-    network = load_network("bert-tiny", input_shapes=small_shapes("bert-tiny"))
-    inputs = random_inputs(network.inputs, seed=0)
-    masked = inputs["attention_mask"] == 0
-    other_words = np.where(masked, 7, inputs["input_ids"])
-    session = start(network)
-    outputs = [session.run(None, {**inputs, "input_ids": ids})[0] for ids in (inputs["input_ids"], other_words)]
-    np.testing.assert_array_equal(*(hidden[~masked] for hidden in outputs))
-    assert abs(outputs[0] - outputs[1])[masked].max() > 0.1
-
-
-@pytest.mark.parametrize(("name", "num_depthwise"), [("mobilenet", 13), ("mobilenet_v2", 17)])
-def test_depthwise_convolutions_are_grouped(name: str, num_depthwise: int) -> None:
-    convolutions = [node for node in load_network(name).model.graph.node if node.op_type == "Conv"]
-    groups = [attribute.i for node in convolutions for attribute in node.attribute if attribute.name == "group"]
-    assert sum(group > 1 for group in groups) == num_depthwise
-
-
-def test_convolution_has_stride_padding_and_dilation_per_axis_groups_and_bias() -> None:
-    builder = GraphBuilder(seed=0)
-    options = {"stride": (2, 1), "padding": (0, 3), "dilation": (1, 2), "groups": 2, "bias": True}
-    builder.conv("out", builder.input("data", (1, 4, 9, 9)), (6, 2, 3, 3), **options)
-    model = builder.build("conv", {"out": (1, 6, 4, 11)})
-    assert [tuple(weight.dims) for weight in model.graph.initializer] == [(6, 2, 3, 3), (6,)]
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    assert session.run(None, {"data": np.ones((1, 4, 9, 9), np.float32)})[0].shape == (1, 6, 4, 11)
-
-
-def test_resnet_keeps_its_batch_norms() -> None:
-    graph = load_network("resnet-18", input_shapes=SMALL_IMAGE).model.graph
-    weights = {weight.name: numpy_helper.to_array(weight) for weight in graph.initializer}
-    norms = [node for node in graph.node if node.op_type == "BatchNormalization"]
-    assert len(norms) == 20
-    for norm in norms:
-        scale, _, mean, var = (weights[name] for name in norm.input[1:])
-        assert scale.std() > 0
-        assert mean.std() > 0
-        assert (var > 0).all()
-
-
 def test_default_image_is_that_of_imagenet_and_follows_the_batch_size() -> None:
     network = load_network("resnet-18", batch_size=2)
     assert network.inputs[0].shape == (2, 3, 224, 224)
     assert network.outputs[0].shape == (2, 1000)
-
-
-def test_input_shapes_set_the_batch_too() -> None:
-    network = load_network("resnet-18", input_shapes={"data": [3, 3, 32, 48]})
-    assert run(network)[0].shape == network.outputs[0].shape == (3, 1000)
 
 
 def test_a_seed_always_gives_the_same_weights() -> None:
@@ -179,8 +109,6 @@ def test_a_seed_always_gives_the_same_weights() -> None:
     [
         ({"name": "resnet-17"}, r"network='resnet-17' is neither .*; perhaps you meant resnet-18, "),
         ({"name": "vgg"}, "perhaps you meant vgg-19, vgg-16, vgg-13$"),
-        ({"name": "mobilenet_v1"}, "perhaps you meant mobilenet_v2, mobilenet$"),
-        ({"name": "squeezenet"}, r"perhaps you meant squeezenet_v1\.1"),
         ({"name": "ResNet50"}, "perhaps you meant resnet-50"),
         ({"name": "alexnet"}, "built-in are resnet-18, .*resnet-block; a file ends in .onnx"),
         ({"name": ""}, "built-in are resnet-18"),
@@ -190,23 +118,12 @@ def test_a_seed_always_gives_the_same_weights() -> None:
         ({"input_shapes": {"data": [3, 64, 64]}}, r"gives 'data' of resnet-18 3 dimensions .*but it has 4.*; give 4"),
         ({"input_shapes": {"data": [1, 1, 64, 64]}}, r"\[1, 1, 64, 64\]; it must be \[N, 3, H, W\]"),
         ({"input_shapes": {"data": [1, 3, 31, 64]}}, "H and W at least 32"),
-        ({"input_shapes": {"data": [1, 3, 64, 31]}}, "H and W at least 32"),
-        (
-            {"name": "inception_v3", "input_shapes": {"data": [1, 3, 74, 75]}},
-            r"'data' of inception_v3 \[1, 3, 74, 75\]; it must be \[N, 3, H, W\] with H and W at least 75",
-        ),
-        (
-            {"name": "resnet3d-18", "input_shapes": {"data": [1, 3, 16, 31, 32]}},
-            r"it must be \[N, 3, D, H, W\] with H and W at least 32",
-        ),
+        ({"name": "inception_v3", "input_shapes": {"data": [1, 3, 74, 75]}}, "H and W at least 75"),
+        ({"name": "resnet3d-18", "input_shapes": {"data": [1, 3, 16, 31, 32]}}, r"\[N, 3, D, H, W\] with H and W at"),
         ({"name": "mlp", "input_shapes": {"data": [1, 3, 28, 28]}}, r"it must be \[N, 1, H, W\]"),
         (
             {"name": "bert-tiny", "input_shapes": {"input_ids": [1, 16]}},
             r"attention_mask \[1, 128\], .*one shape \[N, S\] with S at most 512, so give all of them",
-        ),
-        (
-            {"name": "bert-tiny", "input_shapes": {key: [1, 513] for key in small_shapes("bert-tiny")}},
-            "with S at most 512",
         ),
         ({"input_shapes": {"data": [1, 3, "64", 64]}}, "dimensions must be whole numbers"),
         ({"input_shapes": {"data": [-1, 3, 64, 64]}}, "every dimension must be at least 1"),
@@ -232,12 +149,6 @@ def test_a_file_needs_no_suffix(tmp_path: Path, small_onnx: Path, monkeypatch: p
     (tmp_path / "exported").write_bytes(small_onnx.read_bytes())
     monkeypatch.chdir(tmp_path)
     assert load_network("exported").name == "exported"
-
-
-def test_a_file_does_not_hide_a_builtin_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "resnet-18").write_text("notes")
-    monkeypatch.chdir(tmp_path)
-    assert load_network("resnet-18", input_shapes=SMALL_IMAGE).name == "resnet-18"
 
 
 @pytest.mark.parametrize("shape", [[1, 3, 8, 8], ["N", 3, "H", "W"], [0, 3, -1, -1]])
@@ -267,27 +178,6 @@ def test_a_dynamic_output_of_a_static_input_is_inferred(tmp_path: Path) -> None:
     assert load_network(path).outputs == (TensorSpec("y", (2, 3), "int64"),)
 
 
-def test_shapes_that_only_onnxruntime_can_infer(tmp_path: Path) -> None:
-    """Expand to a shape computed with Equal and Where, as PyTorch's exporter writes it; ONNX's inference gives up."""
-    nodes = [
-        helper.make_node("Shape", ["x"], ["shape"]),
-        helper.make_node("Equal", ["shape", "minus_one"], ["is_free"]),
-        helper.make_node("Where", ["is_free", "one", "shape"], ["wanted"]),
-        helper.make_node("Expand", ["constant", "wanted"], ["expanded"]),
-        helper.make_node("Add", ["expanded", "x"], ["y"]),
-    ]
-    weights = {
-        "minus_one": np.array([-1], np.int64),
-        "one": np.array([1], np.int64),
-        "constant": np.ones(1, np.float32),
-    }
-    path = save(tmp_path / "expand.onnx", nodes, [value("x", ["N", 3])], [value("expanded", None)], weights)
-    network = load_network(path, input_shapes={"x": [2, 3]})
-    assert run(network)[0].shape == network.outputs[0].shape == (2, 3)
-    onnx.save(network.model, path)
-    assert load_network(path).sha256 == network.sha256
-
-
 @pytest.mark.parametrize("shape", [[1, 3, 8, 8], ["N", 3, "H", "W"]])
 def test_a_saved_network_is_the_same_network(tmp_path: Path, shape: list[int | str]) -> None:
     """A run keeps what it tuned; the digest tells whether records belong to it."""
@@ -309,18 +199,6 @@ def test_weights_listed_as_inputs_are_not_inputs(tmp_path: Path) -> None:
     assert [spec.name for spec in load_network(path).inputs] == ["x"]
 
 
-def test_external_data_is_loaded(tmp_path: Path) -> None:
-    node = helper.make_node("MatMul", ["x", "w"], ["y"])
-    weights = {"w": np.arange(1200, dtype=np.float32).reshape(30, 40)}
-    external: dict[str, Any] = {"save_as_external_data": True, "location": "weights.bin"}
-    path = save(tmp_path / "external.onnx", [node], [value("x", [1, 30])], [value("y", [1, 40])], weights, **external)
-    network = load_network(path)
-    (tmp_path / "weights.bin").unlink()
-    np.testing.assert_allclose(run(network)[0], random_inputs(network.inputs, 0)["x"] @ weights["w"], rtol=1e-5)
-    with pytest.raises(UserInputError, match=r"its external data cannot be read .*weights\.bin.*; put that file"):
-        load_network(path)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -337,13 +215,6 @@ def test_broken_file(tmp_path: Path, content: bytes | None, message: str) -> Non
     with pytest.raises(UserInputError, match=f"network={re.escape(str(path))}: {message}") as caught:
         load_network(str(path))
     assert "\n" not in str(caught.value)
-
-
-def test_file_cut_short(tmp_path: Path, small_onnx: Path) -> None:
-    content = small_onnx.read_bytes()
-    (tmp_path / "half.onnx").write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserInputError, match="not a valid ONNX file, or cut short"):
-        load_network(str(tmp_path / "half.onnx"))
 
 
 def test_directory_instead_of_a_file(tmp_path: Path) -> None:
@@ -412,24 +283,6 @@ def test_shapes_that_only_the_file_contradicts(tmp_path: Path) -> None:
     network = load_network(path)
     assert [spec.shape for spec in network.outputs] == [(2, 3), (2, 3)]
     assert [output.shape for output in run(network)] == [(2, 3), (2, 3)]
-
-
-def test_shapes_that_onnxruntime_takes_and_onnx_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    infer = onnx.shape_inference.infer_shapes
-
-    def refuse(model: onnx.ModelProto, *, strict_mode: bool = False, **options: Any) -> onnx.ModelProto:
-        if strict_mode:
-            raise onnx.shape_inference.InferenceError("a doubt")
-        return infer(model, **options)
-
-    monkeypatch.setattr(onnx.shape_inference, "infer_shapes", refuse)
-    path = save_conv(tmp_path / "conv.onnx", ["N", 3, 8, 8])
-    assert load_network(path, batch_size=2).outputs[0].shape == (2, 4, 8, 8)
-    node = helper.make_node("MatMul", ["x", "w"], ["y"])
-    weights = {"w": np.ones((3, 2), np.float32)}
-    path = save(tmp_path / "matmul.onnx", [node], [value("x", [1, 4])], [value("y", None)], weights)
-    with pytest.raises(UserInputError, match=r"matmul\.onnx: its shapes do not fit together \(a doubt\); export"):
-        load_network(path)
 
 
 def test_an_image_that_is_too_small(tmp_path: Path) -> None:

@@ -35,7 +35,6 @@ QUIET, BUSY = ProbeTime(elapsed_s=0.011, cpu_s=0.010), ProbeTime(elapsed_s=0.040
 
 @contextlib.contextmanager
 def load(num_processes: int, cpus: set[int]) -> Iterator[None]:
-    """Processes that compute on some CPUs, for ever."""
     code = f"import os\nos.sched_setaffinity(0, {cpus})\nprint(flush=True)\nwhile True: pass"
     command = [sys.executable, "-c", code]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(num_processes)]
@@ -52,7 +51,6 @@ def load(num_processes: int, cpus: set[int]) -> Iterator[None]:
 
 @pytest.fixture
 def one_busy_cpu() -> Iterator[int]:
-    """A CPU that this process shares with three others."""
     allowed = os.sched_getaffinity(0)
     cpu = min(allowed)
     os.sched_setaffinity(0, {cpu})
@@ -127,7 +125,6 @@ def test_no_more_than_half_of_all_measurements_are_repeated() -> None:
 
 @pytest.fixture
 def job(dense: LoweredNetwork, host_target: Target) -> Iterator[RunJob]:
-    """A library that takes microseconds."""
     from tvm.s_tir.meta_schedule.arg_info import ArgInfo
 
     mod = dense.tasks[0].mod
@@ -170,7 +167,6 @@ class DisturbedRunner(FakeRunner):
     """A `FakeRunner` on a busy machine."""
 
     def run(self, jobs: Sequence[RunJob]) -> list[Outcome[tuple[float, ...]]]:
-        """See `Runner.run`."""
         self.noise.add(BUSY)
         return [Outcome(outcome.value, disturbance=0.5) for outcome in super().run(jobs)]
 

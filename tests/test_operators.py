@@ -8,15 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import mlflow
 import numpy as np
 import onnxruntime
 import pytest
-from helpers.commands import ANSOR_MLFLOW, FAST, ROOT, environment, flags
-from helpers.commands import run as run_command
+from helpers.commands import ROOT
 from onnx import numpy_helper
 
-from ansor_mlflow import flavor, names
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.model.library import compile_untuned
@@ -28,7 +25,6 @@ from ansor_mlflow.tensors import random_inputs
 if TYPE_CHECKING:
     from tvm.target import Target
 
-Arrays = list[np.ndarray]
 
 # -- the same in NumPy -----------------------------------------------------------------------------------------------
 
@@ -45,7 +41,6 @@ class Convolution:
     relu: bool = False
 
     def __call__(self, data: np.ndarray, weight: np.ndarray, *bias: np.ndarray) -> np.ndarray:
-        """Sums up the contribution of each place in the kernel."""
         batch, channels = data.shape[:2]
         image = self.out_shape[2:]
         padded = np.pad(data, [(0, 0), (0, 0), *((size, size) for size in self.padding)])
@@ -198,12 +193,6 @@ def test_the_task_is_the_same_as_in_a_network(host_target: Target) -> None:
     assert convolution.workload_hash in {task.info.workload_hash for task in all_tasks}
 
 
-def test_a_seed_always_gives_the_same_weights() -> None:
-    first, again, other = (load_network("conv2d:1,7,7,8,6,3,3,1,1,bias", seed=seed) for seed in (3, 3, 4))
-    assert first.sha256 == again.sha256
-    assert first.sha256 != other.sha256
-
-
 def test_an_operator_is_not_hidden_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "softmax:4,9").write_text("notes")
     monkeypatch.chdir(tmp_path)
@@ -250,43 +239,26 @@ CONV2D = "conv2d:1,7,7,8,6,3,3,1,1"
     ("spec", "message"),
     [
         ("conv2:1,7,7", r"there is no operator 'conv2'; perhaps you meant conv2d, conv3d"),
-        ("Conv2D:1,7,7", r"there is no operator 'Conv2D'; perhaps you meant conv2d"),
         ("pool:2,2", r"there is no operator 'pool'; known are conv2d, .*, softmax"),
         ("conv2d", rf"conv2d takes 9 numbers, 0 were given; write {re.escape(OPERATORS['conv2d'])}"),
-        ("conv2d:", r"conv2d takes 9 numbers, 0 were given; write conv2d:N,H,W,CO,CI,KH,KW,stride,padding\["),
         ("dense:3,5", r"dense takes 3 numbers, 2 were given; write dense:M,N,K\[,bias\]\[,relu\]"),
-        ("dense:3,relu", r"dense takes 3 numbers, 1 was given"),
-        ("softmax:4,9,1", r"softmax takes 2 numbers, 3 were given; write softmax:M,N"),
         ("dense:3,,7", r"N='' must be a whole number from 1"),
-        ("dense:3,-5,7", r"N='-5' must be a whole number from 1"),
-        ("dense:3,5.5,7", r"N='5.5' must be"),
-        ("dense:3, 5,7", r"N=' 5' must be"),
         ("dense:3,٥,7", r"N='٥' must be"),
         ("dense:0,5,7", r"M='0' must be a whole number from 1 to 999999999"),
         ("dense:3,5,1000000000", r"K='1000000000' must be"),
-        ("depthwise_conv2d:1,8,8,0,3,3,1,1", r"C='0' must be"),
         ("conv2d:1,7,7,8,6,3,3,0,1", r"stride='0' must be a whole number from 1"),
         ("conv2d:1,7,7,8,6,3,3,1,-1", r"padding='-1' must be a whole number from 0"),
-        ("conv2d:1,7,7,8,6,3,3,1x,1", r"stride='' must be"),
         ("conv2d:1,7,7,8,6,3,3,1x1x1,1", r"stride=1x1x1 has 3 numbers; give one, or one for each of H, W, such as 1x1"),
         ("conv3d:1,7,7,7,8,6,3,3,3,1,1x1", r"padding=1x1 has 2 numbers; give one, .* of D, H, W, such as 1x1x1"),
-        (f"{CONV2D},dilation=0", r"dilation='0' must be"),
-        (f"{CONV2D},dilation=", r"dilation='' must be"),
         (f"{CONV2D},groups=two", r"groups='two' must be"),
         (f"{CONV2D},groups=4", r"CI=6 and CO=8 must be multiples of groups=4"),
-        (f"{CONV2D},groups=3", r"CI=6 and CO=8 must be multiples of groups=3"),
         (f"{CONV2D},gelu", r"unknown option 'gelu'; conv2d takes dilation=, groups=, bias, relu"),
         (f"{CONV2D},relu=1", r"unknown option 'relu=1'; conv2d takes"),
-        (f"{CONV2D},dilation", r"unknown option 'dilation'; conv2d takes"),
-        (f"{CONV2D},relu,2", r"unknown option '2'; conv2d takes"),
         (f"{CONV2D},relu,relu", r"option relu was given twice"),
-        (f"{CONV2D},groups=1,groups=2", r"option groups was given twice"),
-        ("softmax:4,9,relu", r"unknown option 'relu'; softmax takes none"),
         ("depthwise_conv2d:1,8,8,4,3,3,1,1,groups=2", r"unknown option 'groups=2'; depthwise_conv2d takes dilation="),
         ("conv2d:1,7,5,8,6,3,6,1,0", r"the kernel spans 6 along W, but the padded image only 5, so the output"),
         ("conv2d:1,4,9,8,6,3,3,1,1,dilation=3", r"the kernel spans 7 along H, but the padded image only 6, .* padding"),
         ("dense:1,100000,100000", r"its weights \[100000, 100000\] take more than 2 GiB"),
-        ("conv2d:1,7,7,99999,99999,3,3,1,1", r"its weights \[99999, 99999, 3, 3\] take more than 2 GiB"),
     ],
 )
 def test_what_is_wrong_with_an_operator_is_said(spec: str, message: str) -> None:
@@ -303,30 +275,3 @@ def test_sizes_are_given_in_one_place(arguments: dict[str, Any]) -> None:
 
 
 # -- tune, compile, run ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.system
-@pytest.mark.nightly
-def test_an_operator_is_tuned_and_built_from_its_records(
-    experiment_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The commands of a first tutorial; names of files and runs have to bear colons and commas."""
-    spec = "conv2d:1,14,14,16,8,3,3,1,1,bias,relu"
-    env = environment(mlflow.get_tracking_uri(), {"MLFLOW_EXPERIMENT_ID": experiment_id})
-    tuned = run_command([ANSOR_MLFLOW, "tune", *flags({**FAST, "network": spec, "trials": 8})], tmp_path, env)
-    assert tuned.exit_code == 0, tuned.stderr
-    run_id = tuned.stdout.split()[-1]
-    compiled = run_command([ANSOR_MLFLOW, "compile", "--tune-run", run_id], tmp_path, env)
-    assert compiled.exit_code == 0, compiled.stderr
-    assert "coverage 100% of tasks" in compiled.stdout
-    assert list(tmp_path.iterdir()) == []
-
-    run = mlflow.get_run(run_id)
-    assert run.data.tags[names.TAG_NETWORK] == run.data.params["network"] == spec
-    assert run.info.run_name.startswith(f"tune {spec} · ")
-    network = load_network(spec)
-    inputs = random_inputs(network.inputs, seed=3)
-    model = flavor.load_model(compiled.stdout.split()[-1])
-    convolution = Convolution((1, 16, 14, 14), stride=(1, 1), padding=(1, 1), dilation=(1, 1), relu=True)
-    wanted = expected(Case(spec, convolution, flops=0), network, inputs)
-    assert_same(model.run(inputs)[network.outputs[0].name], wanted)

@@ -46,7 +46,6 @@ class CountingBuilder(FakeBuilder):
         return outcomes
 
     def wait_for_batch(self, number: int, timeout_s: float) -> bool:
-        """Whether so many batches were built in time."""
         with self._changed:
             return self._changed.wait_for(lambda: self.num_batches >= number, timeout_s)
 
@@ -99,24 +98,6 @@ def test_nothing_else_is_built_while_a_local_runner_measures_or_when_there_is_on
     assert not any(overlapped)
     assert result.total_trials == len(read_records(tmp_path)) == 6
     assert result.stop_reason == StopReason.TRIALS
-
-
-def test_a_device_that_turns_out_to_be_here_has_the_host_for_itself(
-    dense: LoweredNetwork, host_target: Target, tmp_path: Path
-) -> None:
-    def find_out(number: int) -> None:
-        if number == 1:
-            assert builder.wait_for_batch(2, TIMEOUT_S)
-            runner.is_remote = False
-        elif number > 2:
-            overlapped.append(builder.wait_for_batch(number + 1, 0.05))
-
-    overlapped: list[bool] = []
-    builder = CountingBuilder()
-    runner = ObservedRunner(find_out, is_remote=True)
-    tune(dense, host_target, tmp_path, builder=builder, runner=runner, trials=12, num_trials_per_round=2)
-    assert len(overlapped) >= 2
-    assert not any(overlapped)
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
@@ -193,7 +174,6 @@ class ManyDevices(FakeRunner):
 
 
 def layers(*units: int) -> onnx.ModelProto:
-    """A dense layer after the other, each a task of its own."""
     builder = GraphBuilder(seed=0)
     data, in_units = builder.input("data", (4, 32)), 32
     for number, size in enumerate(units):

@@ -17,10 +17,8 @@ import pytest
 from helpers.untuned import compiled_untuned
 
 from ansor_mlflow import flavor
-from ansor_mlflow.device import HugePages, NewMemory, try_huge_pages
-from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.device import NewMemory, try_huge_pages
 from ansor_mlflow.lowering import lower
-from ansor_mlflow.model import LoadOptions
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.tensors import Arrays
@@ -65,7 +63,6 @@ def huge_mib(array: npt.NDArray[Any]) -> float:
 
 
 def new_array(mib: int) -> mmap.mmap:
-    """Memory that nothing has touched, and that Linux has not yet been asked about."""
     return mmap.mmap(-1, mib * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
@@ -113,13 +110,8 @@ def test_the_environment_says_what_there_is() -> None:
     assert found.got_bytes <= found.asked_bytes
 
 
-def test_what_was_got_is_said() -> None:
-    assert str(HugePages(48 * MIB, 44 * MIB)) == "44 of 48 MiB in huge pages"
-
-
 @pytest.fixture(scope="module")
 def package(host_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with weights of 16 MiB and activations of 8."""
     directory = tmp_path_factory.mktemp("wide")
     builder = GraphBuilder(seed=0)
     wide = builder.relu("relu", builder.dense("wide", builder.input("data", (1024, 8)), units=2048, in_units=8))
@@ -146,7 +138,6 @@ def assert_same(outputs: Arrays, expected: Arrays) -> None:
 
 
 def run_in_a_process(package: Path, directory: Path, how: str) -> tuple[list[int], Arrays]:
-    """See `SCRIPT`."""
     np.savez(directory / "inputs.npz", **INPUTS)
     files = [package, directory / "inputs.npz", directory / f"{how}.npz"]
     command = [sys.executable, "-c", SCRIPT, *map(str, files), how]
@@ -172,8 +163,3 @@ def test_explanation_says_what_was_got(package: Path, caplog: pytest.LogCaptureF
         flavor.explain_load(model)
     assert caplog.messages[-1] == str(model.huge_pages)
     assert model.huge_pages.asked_bytes >= 8 * MIB
-
-
-def test_the_option_is_true_or_false() -> None:
-    with pytest.raises(UserInputError, match="huge_pages='no' is neither true nor false"):
-        LoadOptions(huge_pages="no")  # type: ignore[arg-type]

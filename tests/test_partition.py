@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import mlflow
 import numpy as np
 import onnx
 import pytest
@@ -35,8 +32,6 @@ from ansor_mlflow.tensors import OPEN, random_inputs
 
 if TYPE_CHECKING:
     from tvm.target import Target
-
-IMAGE = (1, 8, 64, 64)
 
 
 MODELS = {"branching": branching, "detector": detector}
@@ -78,7 +73,6 @@ def assert_same(outputs: dict[str, np.ndarray], expected: dict[str, np.ndarray])
 
 
 def chain(*op_types: str) -> onnx.ModelProto:
-    """Operators one after the other on an image of 2 million elements."""
     names = ["x", *(f"t{index}" for index in range(len(op_types)))]
     nodes = [helper.make_node(op, [names[i]], [names[i + 1]]) for i, op in enumerate(op_types)]
     shape = (1, 2, 1000, 1000)
@@ -162,14 +156,6 @@ def test_an_operator_that_tvm_does_not_know_is_the_only_one_that_stays(
     assert any("conv2d" in task.info.name for task in lowered.tasks)
 
 
-def test_tasks_of_two_parts_are_counted_together(host_target: Target) -> None:
-    """Both convolutions of the branching network are the same but for what follows them."""
-    lowered = lower(branching(), host_target)
-    names = [task.info.name for task in lowered.tasks]
-    assert len(set(names)) == len(names)
-    assert len({task.info.workload_hash for task in lowered.tasks}) == len(names)
-
-
 def test_names_of_tasks_are_short_enough_for_metrics(host_target: Target) -> None:
     """A recurrent layer that is written out makes functions of dozens of operators."""
     names = [task.info.name for task in lower(fixed_text_recogniser(), host_target).tasks]
@@ -218,41 +204,6 @@ def test_parts_compute_what_onnxruntime_computes(compiled: CompiledNetwork, save
     assert_same(model.run(inputs), reference.run(inputs))
 
 
-def test_parts_are_safe_to_call_from_several_threads(compiled: CompiledNetwork, saved: Path) -> None:
-    model = flavor.load_model(str(saved), num_threads=1)
-    reference = ReferenceSession(compiled.network, num_threads=1)
-    examples = [random_inputs(compiled.inputs, seed) for seed in range(8)]
-    with ThreadPoolExecutor(4) as threads:
-        for outputs, inputs in zip(threads.map(model.run, examples), examples, strict=True):
-            assert_same(outputs, reference.run(inputs))
-
-
-def test_outputs_belong_to_the_caller(compiled: CompiledNetwork, saved: Path) -> None:
-    model = flavor.load_model(str(saved))
-    first_inputs, second_inputs = (random_inputs(compiled.inputs, seed) for seed in (0, 1))
-    first = model.run(first_inputs)
-    kept = {name: array.copy() for name, array in first.items()}
-    model.run(second_inputs)
-    for name, array in first.items():
-        np.testing.assert_array_equal(array, kept[name])
-
-
-def test_each_part_is_timed(compiled: CompiledNetwork, saved: Path) -> None:
-    model = flavor.load_model(str(saved))
-    seconds = model.seconds_of_parts(random_inputs(compiled.inputs, seed=0))
-    assert len(seconds) == len(compiled.parts) == len(model.entry.parts)
-    assert min(seconds) > 0
-
-
-def test_pyfunc_serves_parts(compiled: CompiledNetwork, saved: Path) -> None:
-    pyfunc = mlflow.pyfunc.load_model(str(saved))
-    inputs = random_inputs(compiled.inputs, seed=0)
-    outputs = pyfunc.predict(inputs)
-    (first,) = [spec.name for spec in compiled.outputs][:1]
-    found = outputs if isinstance(outputs, dict) else {first: outputs}
-    assert_same(found, ReferenceSession(compiled.network, num_threads=1).run(inputs))
-
-
 def test_parts_are_built_again_where_no_library_runs(compiled: CompiledNetwork, tmp_path: Path) -> None:
     here = compiled.fingerprint
     newer = replace(here, target={**here.target, "mcpu": "next"}, features=(*here.features, "avx1024f"))
@@ -271,14 +222,6 @@ def test_parts_are_built_again_where_no_library_runs(compiled: CompiledNetwork, 
 def part_of(saved: Path) -> Path:
     (part,) = saved.glob("libraries/*/part*.onnx")
     return part
-
-
-def test_what_stays_lies_beside_the_library(saved: Path) -> None:
-    manifest = Manifest.read(saved)
-    part = part_of(saved)
-    assert part.relative_to(saved).as_posix() in manifest.files
-    assert manifest.libraries[0].parts[1].name == part.name
-    onnx.checker.check_model(onnx.load(part))
 
 
 def test_onnxruntime_is_a_requirement_of_such_a_model_only(
@@ -319,11 +262,6 @@ def test_without_onnxruntime_the_error_says_what_is_missing(saved: Path, monkeyp
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
     with pytest.raises(MachineError, match="a part of this network runs in ONNX Runtime, which is not installed"):
         flavor.load_model(str(saved))
-
-
-def test_a_manifest_keeps_its_parts(compiled: CompiledNetwork, tmp_path: Path) -> None:
-    manifest = write_package(compiled, tmp_path)
-    assert Manifest.from_dict(json.loads(json.dumps(manifest.to_dict()))) == manifest
 
 
 @pytest.mark.parametrize("damage", [{"runs_in": "java"}, {"name": 7}, {"inputs": None}])

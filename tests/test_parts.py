@@ -1,17 +1,22 @@
-"""Parts of a growing database give its files again, byte for byte; damage ends what is taken."""
+"""Parts of a growing database give its files again, wherever their copying stops; damage ends what is taken."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ansor_mlflow import names
 from ansor_mlflow.errors import RecordsError
-from ansor_mlflow.records.pieces import PARTS_DIR, PartWriter, join_parts
+from ansor_mlflow.records.pieces import PARTS_DIR, PartWriter, changed_files, join_parts
 from ansor_mlflow.records.store import JOURNAL_FILE, RECORD_FILE, WORKLOAD_FILE
+from ansor_mlflow.tracking.outbox import Message, RecordMirror, whole_records
+from ansor_mlflow.trials import TuningPlan, TuningRound
 
 FILES = (WORKLOAD_FILE, RECORD_FILE, JOURNAL_FILE)
 
@@ -30,7 +35,6 @@ def contents(records: Path) -> list[bytes]:
 
 @pytest.fixture
 def records(tmp_path: Path) -> Path:
-    """Files of five rounds and a part for each of them."""
     writer = PartWriter(tmp_path / "records", tmp_path / "mirror" / PARTS_DIR)
     for number in range(1, 6):
         grow(tmp_path / "records", number)
@@ -85,11 +89,6 @@ def test_nothing_is_taken_behind_a_gap(records: Path, mirror: Path, caplog: pyte
     assert (mirror / RECORD_FILE).read_text() == "".join(f"{RECORD_FILE} of round {n}\n" for n in (1, 2))
 
 
-def test_without_parts_nothing_happens(tmp_path: Path) -> None:
-    assert join_parts(tmp_path) == 0
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_files_of_which_one_is_whole_and_the_others_old(records: Path, mirror: Path) -> None:
     """As an upload leaves them that was cut off between two files."""
     shutil.copy(records / RECORD_FILE, mirror / RECORD_FILE)
@@ -98,7 +97,6 @@ def test_files_of_which_one_is_whole_and_the_others_old(records: Path, mirror: P
 
 
 def foreign_part(records: Path, head: object, pieces: bytes = b"a line\n") -> None:
-    """A whole part, digest and all, that another program wrote."""
     content = json.dumps(head).encode() + b"\n" + pieces
     (records / PARTS_DIR).mkdir()
     name = f"{0:015d}-{hashlib.sha256(content).hexdigest()[:32]}.part"
@@ -142,3 +140,64 @@ def test_a_part_for_a_file_that_is_a_link(tmp_path: Path) -> None:
     with pytest.raises(RecordsError, match="is no part that a tuning wrote"):
         join_parts(records)
     assert outside.read_bytes() == b""
+
+
+PLAN = TuningPlan(network="net", target="host", tasks=(), num_trials=64)
+
+
+class Run:
+    """A run that takes the artifacts of messages, as an `Outbox` delivers them."""
+
+    def __init__(self, run_directory: Path, artifacts: Path) -> None:
+        self._directory = run_directory
+        self._artifacts = artifacts
+
+    def put(self, message: Message, *, limit: int | None = None) -> None:
+        """Copies the artifacts of a message; only the first ones, if it is cut off."""
+        for name, place in message.artifacts[:limit]:
+            source, destination = self._directory / name, self._artifacts / place
+            if source.is_dir():
+                shutil.copytree(source, destination, dirs_exist_ok=True)
+            else:
+                destination.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, destination)
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> Path:
+    records = tmp_path / "run" / names.RECORDS_DIR
+    records.mkdir(parents=True)
+    (records / RECORD_FILE).write_text("first\nsecond\ntorn")
+    (records / names.PROVENANCE_FILE).write_text("{}")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_an_upload_that_is_cut_off_leaves_no_manifest_of_other_files(
+    run_directory: Path, tmp_path: Path, limit: int
+) -> None:
+    run = Run(run_directory, tmp_path / "artifacts")
+    run.put(Message(artifacts=whole_records(run_directory)))
+    (run_directory / names.RECORDS_DIR / names.PROVENANCE_FILE).write_text('{"estimated_latency_ms": 1}')
+    run.put(Message(artifacts=whole_records(run_directory)), limit=limit)
+    assert changed_files(tmp_path / "artifacts" / names.RECORDS_DIR) == ()
+
+
+def test_parts_begin_where_the_records_ended_when_the_tuning_began(run_directory: Path, tmp_path: Path) -> None:
+    """A line that was torn is gone by then."""
+    records = run_directory / names.RECORDS_DIR / RECORD_FILE
+    run: Any = Run(run_directory, tmp_path / "artifacts")
+    mirror = RecordMirror(run, run_directory)
+    os.truncate(records, len("first\nsecond\n"))
+    mirror.tuning_started(PLAN)
+    with records.open("a") as file:
+        file.write("third\n")
+    mirror.round_finished(TuningRound(**{**ROUND, "total_trials": 64}))
+    mirrored = tmp_path / "artifacts" / names.RECORDS_DIR
+    assert (mirrored / RECORD_FILE).read_text() == "first\nsecond\n"
+    assert len(list((mirrored / PARTS_DIR).iterdir())) == 1
+    assert join_parts(mirrored) == 1
+    assert (mirrored / RECORD_FILE).read_text() == "first\nsecond\nthird\n"
+
+
+ROUND: dict[str, Any] = {"trials": (), "task": None, "tasks": (), "elapsed_s": 1.0, "durations": None}

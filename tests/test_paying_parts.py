@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from ansor_mlflow.foreign import typed
 from ansor_mlflow.lowering.lower import lower, lower_sizes
 from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.model.package import CompiledNetwork
-from ansor_mlflow.model.parts import PartEntry, fallback_clauses, part_entries, timed_parts
+from ansor_mlflow.model.parts import PartEntry, fallback_clauses, part_entries
 from ansor_mlflow.networks.load import Network, load_network
 from ansor_mlflow.parameters import EvaluateOptions
 from ansor_mlflow.settings import LoweringSettings
@@ -149,12 +149,6 @@ def test_operators_with_one_reason_are_one_clause() -> None:
         "ONNX Runtime computes Conv and Relu (faster than in TVM), If (control flow), and 2 nodes between operators "
         "that stay: 10.0% of the operations"
     )
-
-
-def test_times_are_kept_as_json() -> None:
-    timed = timed_parts(PARTS, [1e-3, 1e-3, 2e-3])
-    assert [entry.latency_share for entry in timed] == [0.25, 0.25, 0.5]
-    assert [typed(PartEntry, json.loads(json.dumps(asdict(entry)))) for entry in timed] == list(timed)
 
 
 def test_the_benchmark_of_handing_tensors_over(tmp_path: Path) -> None:

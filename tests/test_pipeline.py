@@ -70,7 +70,6 @@ def run_main(directory: Path, experiment_id: str, **parameters: object) -> Finis
 
 
 def steps_of(experiment_id: str) -> dict[str, Run]:
-    """The runs of an experiment with one pipeline, by step."""
     runs = mlflow.search_runs([experiment_id], output_format="list")
     steps = {run.data.tags[names.TAG_STEP]: run for run in runs}
     assert len(steps) == len(runs)

@@ -120,17 +120,6 @@ def test_a_round_shows_the_budget_the_network_and_every_task() -> None:
     ]
 
 
-def test_the_network_has_no_latency_while_a_task_has_none() -> None:
-    tasks = [task(0, [1e-3]), task(1)]
-    assert drawn(TuningView(plan=plan_of(tasks), latest=round_of(tasks)))[1].startswith("1 of 2 tasks measured · ")
-
-
-def test_tasks_are_sorted_by_their_share_of_the_network() -> None:
-    tasks = [task(0), task(1, [2e-3]), task(2, [1e-3], weight=3), task(3, num_failed=1)]
-    lines = drawn(TuningView(plan=plan_of(tasks), latest=round_of(tasks, 1)))
-    assert names_in(lines) == ["task3", "task2", "task1", "task0"]
-
-
 @pytest.mark.parametrize(("height", "num_shown"), [(5, 3), (13, 3), (24, 14), (28, 18), (29, 20), (60, 20)])
 def test_the_table_leaves_room_for_the_log(height: int, num_shown: int) -> None:
     tasks = [task(index, [(20 - index) * 1e-3]) for index in range(20)]
@@ -193,21 +182,6 @@ def test_the_end_shows_the_second_measurements() -> None:
         ["task0", "2", "2000.0", "2500.0", "0.5", "1", "plateau"],
         ["task1", "1", "1000.0", "1.0", "1", "plateau"],
     ]
-
-
-def test_an_interrupted_tuning_has_nothing_confirmed() -> None:
-    tasks = [task(0, [2e-3])]
-    lines = drawn(TuningView(plan=plan_of(tasks), latest=result_of(tasks, StopReason.INTERRUPTED)))
-    assert "confirmed" not in "".join(lines)
-    assert lines[1].endswith("stopped by interrupted")
-
-
-@pytest.mark.parametrize(("total_trials", "stop_reason"), [(80, ""), (20, StopReason.PLATEAU)])
-def test_after_the_last_round_it_says_what_follows(total_trials: int, stop_reason: str) -> None:
-    tasks = [task(0, [2e-3])]
-    tasks[0].stop_reason = stop_reason
-    lines = drawn(TuningView(plan=plan_of(tasks), latest=round_of(tasks, total_trials=total_trials)))
-    assert lines[1].endswith("0:01:00 elapsed · measuring the winners again")
 
 
 def test_rounds_redraw_at_most_twice_a_second_and_the_last_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

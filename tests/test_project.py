@@ -9,14 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import mlflow
 import numpy as np
 import onnxruntime
 import pytest
-import yaml
 from helpers.commands import ANSOR_MLFLOW, FAST, ROOT, Finished, environment, flags, run_project
 from helpers.commands import run as run_command
 from helpers.servers import ACCESS_KEY, SECRET_KEY, S3Server, s3_server
@@ -52,11 +49,9 @@ class Store:
         return environment(self.uri, self.s3.environment())
 
     def artifacts(self, run: Run) -> Path:
-        """Where the S3 server keeps the artifacts of a run."""
         return self.s3.directory / run.info.artifact_uri.removeprefix("s3://")
 
     def children(self, run: Run) -> dict[str, Run]:
-        """The steps of a pipeline, by name."""
         runs = self.client.search_runs(
             [self.experiment_id], f"tags.mlflow.parentRunId = '{run.info.run_id}'", max_results=50
         )
@@ -65,7 +60,6 @@ class Store:
         return children
 
     def parent(self) -> Run:
-        """The only run that has no parent."""
         runs = self.client.search_runs([self.experiment_id], max_results=50)
         (parent,) = (run for run in runs if "mlflow.parentRunId" not in run.data.tags)
         return parent
@@ -108,7 +102,6 @@ def make_experiment(database: Path, s3: S3Server, name: str) -> Store:
 
 @pytest.fixture(scope="module")
 def pipeline(database: Path, s3: S3Server, small_onnx: Path, tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
-    """The whole pipeline, on a small network, with rounds of at most two trials."""
     store = make_experiment(database, s3, "pipeline")
     parameters = {
         **FAST,
@@ -219,20 +212,6 @@ def test_every_task_has_a_curve(pipeline: Pipeline) -> None:
     assert metrics[names.BEST_LATENCY_MS] == pytest.approx(total_ms, rel=1e-4)
 
 
-def test_winners_were_measured_again(pipeline: Pipeline) -> None:
-    metrics, directory = pipeline.tune.data.metrics, pipeline.store.artifacts(pipeline.tune)
-    tasks = json.loads((directory / names.TASKS_FILE).read_text())
-    confirmed_ms = sum(task["weight"] * task["confirmed_latency_us"] for task in tasks) / 1e3
-    assert metrics[names.CONFIRMED_LATENCY_MS] == pytest.approx(confirmed_ms, rel=1e-4)
-    assert metrics[names.OPTIMISM] == pytest.approx(confirmed_ms / metrics[names.BEST_LATENCY_MS], rel=1e-4)
-    assert metrics[names.TIME_CONFIRM_S] > 0
-    for task in tasks:
-        assert task["optimism"] == pytest.approx(task["confirmed_latency_us"] / task["latency_us"])
-    best = (directory / "records/best/database_tuning_record.json").read_text().splitlines()
-    found_us = [median(json.loads(line)[1][1]) * 1e6 for line in best]
-    assert sorted(found_us) == pytest.approx(sorted(task["confirmed_latency_us"] for task in tasks))
-
-
 # -- artifacts in S3 -------------------------------------------------------------------------------------------------
 
 
@@ -263,13 +242,6 @@ def test_records_and_what_explains_them_are_artifacts(pipeline: Pipeline) -> Non
     assert json.loads((directory / "records/fingerprint.json").read_text())["target"]["kind"] == "llvm"
     assert json.loads((directory / "environment.json").read_text())["packages"]["mlflow"] == mlflow.__version__
     assert f"{NUM_TRIALS} trials in " in (directory / "tuning.log").read_text()
-
-
-def test_the_table_of_trials_has_a_row_for_each(pipeline: Pipeline) -> None:
-    table = json.loads((pipeline.store.artifacts(pipeline.tune) / names.TRIALS_TABLE).read_text())
-    columns: dict[str, list[Any]] = dict(zip(table["columns"], zip(*table["data"], strict=True), strict=True))
-    assert list(columns["step"]) == list(range(1, NUM_TRIALS + 1))
-    assert columns["status"].count("ok") == pipeline.tune.data.metrics["trials/ok"]
 
 
 def test_everything_is_in_s3_and_nothing_elsewhere(pipeline: Pipeline) -> None:
@@ -348,32 +320,6 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_pipeline_goes_on_with_a_tuning_that_ended(
-    database: Path, s3: S3Server, small_onnx: Path, tmp_path: Path
-) -> None:
-    store = make_experiment(database, s3, "resume")
-    env = {**store.environment(), "MLFLOW_EXPERIMENT_ID": store.experiment_id}
-    command = [ANSOR_MLFLOW, "tune", *flags({**FAST, "network": small_onnx, "trials": NUM_TRIALS})]
-    assert run_command(command, tmp_path, env).exit_code == 0
-    tuned = store.parent()
-    finished = run_project(
-        ROOT,
-        {"resume_run": tuned.info.run_id, "trials": NUM_TRIALS + 4},
-        tmp_path,
-        store.environment(),
-        experiment_id=store.experiment_id,
-    )
-    assert finished.exit_code == 0, finished.stderr
-    assert store.client.get_run(tuned.info.run_id).data.metrics[names.TRIALS_MEASURED] == NUM_TRIALS + 4
-    (main,) = store.client.search_runs([store.experiment_id], "tags.`ansor.step` = 'main'")
-    assert main.data.metrics[names.TRIALS_MEASURED] == NUM_TRIALS + 4
-    assert main.data.metrics[names.COVERAGE_TASKS] == 1
-    assert main.data.metrics[names.LATENCY_MS] > 0
-    stand_in = store.children(main)["tune"]
-    assert stand_in.info.status == "FINISHED"
-    assert stand_in.data.tags[names.TAG_TUNE_RUN] == tuned.info.run_id
-
-
 def test_a_step_that_fails_fails_the_pipeline_with_its_message(
     project: Path, database: Path, s3: S3Server, small_onnx: Path
 ) -> None:
@@ -399,26 +345,3 @@ def test_a_step_that_fails_fails_the_pipeline_with_its_message(
         assert run.data.tags[names.TAG_ERROR] == error.removeprefix("Error: ")
         assert run.data.tags[names.TAG_EXIT_CODE] == "2"
     assert not (store.artifacts(children["tune"]) / names.RECORDS_DIR).exists()
-
-
-def test_a_configuration_file_decides_what_the_command_line_does_not(
-    project: Path, database: Path, s3: S3Server, small_onnx: Path
-) -> None:
-    config = project / "config.yaml"
-    config.write_text(yaml.safe_dump({**FAST, "network": str(small_onnx), "trials": 640, "preset": "quick"}))
-    store = make_experiment(database, s3, "config")
-    finished = run_project(
-        project,
-        {"config": config, "trials": 5, "cost_model": "none"},
-        project,
-        store.environment(),
-        experiment_id=store.experiment_id,
-        entry_point="tune",
-    )
-    assert finished.exit_code == 0, finished.stderr
-    run = store.parent()
-    assert run.data.metrics[names.TRIALS_MEASURED] == 5
-    used = {name: run.data.params.get(f"{name}_used", run.data.params.get(name)) for name in TuneOptions.model_fields}
-    assert (used["network"], used["trials"], used["preset"]) == (str(small_onnx), "5", "quick")
-    assert (used["strategy"], used["cost_model"]) == ("random", "none")
-    assert not (project / ".ansor").exists()

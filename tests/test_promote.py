@@ -19,7 +19,7 @@ import pytest
 from helpers.commands import ROOT, RunCommand
 from helpers.served import compiled
 
-from ansor_mlflow import flavor, measuring, names
+from ansor_mlflow import flavor, names
 from ansor_mlflow.commands import pipeline
 from ansor_mlflow.errors import (
     AnsorMlflowError,
@@ -54,7 +54,6 @@ EQUAL = "6"
 
 @pytest.fixture(scope="session")
 def fast_network(small_onnx: Path, host_target: Target, tmp_path_factory: pytest.TempPathFactory) -> CompiledNetwork:
-    """The small network."""
     return compiled(onnx.load(small_onnx), host_target, tmp_path_factory.mktemp("fast"))
 
 
@@ -77,7 +76,6 @@ def slow_network(
 def saved_models(
     fast_network: CompiledNetwork, slow_network: CompiledNetwork, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """Models by version."""
     directory = tmp_path_factory.mktemp("models")
     foreign = replace(fast_network.fingerprint, machine="riscv64")
     renamed = tuple(replace(spec, name="scores") for spec in fast_network.outputs)
@@ -110,7 +108,6 @@ def client(
 
 @pytest.fixture
 def of_target(fast_network: CompiledNetwork) -> str:
-    """The alias of the champion on this host."""
     return target_alias(fast_network.fingerprint)
 
 
@@ -167,35 +164,12 @@ def test_the_faster_one_is_promoted(client: mlflow.MlflowClient, of_target: str)
 # -- how it ends -----------------------------------------------------------------------------------------------------
 
 
-def test_what_saves_the_margin_is_promoted(client: mlflow.MlflowClient, of_target: str, set_times: SetTimes) -> None:
-    set_champion(client, FAST, of_target)
-    timed = set_times({FAST: 10.0, EQUAL: 8.0})
-    promotion = decide(EQUAL)
-    assert promotion.outcome is PromotionOutcome.PROMOTED
-    assert promotion.is_won
-    promotion.require_won()
-    assert registry.aliases_of(NAME) == {of_target: EQUAL}
-    assert timed[:8] == [FAST, EQUAL, EQUAL, FAST] * 2
-    assert promotion.aliases == {of_target: FAST}
-    assert promotion.errors.keys() == {FAST, EQUAL}
-
-
 @pytest.mark.parametrize(
     ("times_ms", "outcome", "error", "message"),
     [
-        (
-            {FAST: 10.0, EQUAL: 11.0},
-            PromotionOutcome.LOST,
-            NotFasterError,
-            r"\(lost\): it takes 1\.\d+ .*; tune it",
-        ),
+        ({FAST: 10.0, EQUAL: 11.0}, PromotionOutcome.LOST, NotFasterError, r"\(lost\): it takes 1\.\d+ .*; tune it"),
         ({FAST: 10.0, EQUAL: 9.95}, PromotionOutcome.LOST, NotFasterError, r"must take less than 0\.800"),
-        (
-            {FAST: 10.0, EQUAL: 8.0},
-            PromotionOutcome.INCONCLUSIVE,
-            UndecidedError,
-            "after 16 turns.*more max_turns",
-        ),
+        ({FAST: 10.0, EQUAL: 8.0}, PromotionOutcome.INCONCLUSIVE, UndecidedError, "after 16 turns.*more max_turns"),
     ],
 )
 def test_what_does_not_save_the_margin_is_not_promoted(
@@ -212,6 +186,7 @@ def test_what_does_not_save_the_margin_is_not_promoted(
     promotion = decide(EQUAL, max_turns=16, min_improvement=0.2)
     assert promotion.outcome is outcome
     assert registry.aliases_of(NAME) == {of_target: FAST}
+    assert client.get_model_version(NAME, EQUAL).tags[names.TAG_PROMOTION] == outcome.value
     with pytest.raises(error, match=message):
         promotion.require_won()
 
@@ -275,29 +250,6 @@ def test_a_champion_that_does_not_run_here_is_not_replaced(
     assert registry.aliases_of(NAME) == {"champion": FOREIGN, of_target: FAST}
 
 
-def test_a_champion_that_tvm_cannot_load_is_not_replaced(
-    client: mlflow.MlflowClient, of_target: str, set_times: SetTimes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may be of a version of TVM whose libraries this one does not open."""
-    set_champion(client, SLOW, of_target)
-    set_times({})
-    real = measuring.library_inference
-
-    def library_inference(library: Path, *args: Any) -> Any:
-        if f"/{SLOW}/" in str(library):
-            raise ModelError(f"library {library}: TVM cannot load it")
-        return real(library, *args)
-
-    monkeypatch.setattr(measuring, "library_inference", library_inference)
-    monkeypatch.setattr(contest, "_median_ms", lambda contender, *_: contender.make_inference() and 1.0)
-    promotion = decide(FAST)
-    assert promotion.outcome is PromotionOutcome.NOT_MEASURABLE
-    assert "version 2, cannot be compared on this host: library" in promotion.reason
-    client.delete_registered_model_alias(NAME, of_target)
-    with pytest.raises(ModelError, match="cannot load it"):
-        decide(SLOW)
-
-
 # -- against a rival ---------------------------------------------------------------------------------------------------
 
 
@@ -344,27 +296,6 @@ def test_the_champion_itself_may_be_slower_than_a_rival(
     ):
         promotion.require_won()
     assert registry.aliases_of(NAME) == {of_target: FAST}
-
-
-@pytest.mark.system
-@pytest.mark.nightly
-def test_a_rival_is_really_timed(client: mlflow.MlflowClient, of_target: str) -> None:
-    """An untuned network with many operations is no match for it."""
-    promotion = decide(SLOW, champion="openvino", measure_s=0.2, max_turns=8)
-    assert promotion.outcome is PromotionOutcome.LOST
-    (contest_,) = promotion.contests
-    assert contest_.ratio.lower > 1
-    assert promotion.errors["openvino"].max_rel_error < 1e-4
-    assert registry.aliases_of(NAME) == {}
-
-
-def test_the_champion_itself_is_not_measured(client: mlflow.MlflowClient, of_target: str, set_times: SetTimes) -> None:
-    set_champion(client, FAST, of_target, "champion")
-    timed = set_times({})
-    promotion = decide("champion", alias="champion")
-    assert promotion.outcome is PromotionOutcome.ALREADY_CHAMPION
-    promotion.require_won()
-    assert timed == []
 
 
 def test_the_evidence_of_a_champion_stays_and_that_of_others_is_replaced(
@@ -438,7 +369,6 @@ def test_outputs_are_checked_on_the_data_of_the_user(
 ) -> None:
     set_times({})
     examples: list[np.ndarray] = []
-    compare = checking.compare_outputs
     real = checking.reference_inference
 
     def reference_inference(*args: Any, **options: Any) -> Any:
@@ -450,25 +380,6 @@ def test_outputs_are_checked_on_the_data_of_the_user(
     np.savez(tmp_path / "mine.npz", data=mine)
     assert decide(FAST, data=str(tmp_path / "mine.npz"), dry_run=True).is_won
     np.testing.assert_array_equal(np.concatenate(examples), mine)
-
-    def strict(actual: Any, expected: Any) -> Any:
-        difference = compare(actual, expected)
-        return replace(difference, max_rel_error=1.0) if len(examples) == 4 else difference
-
-    monkeypatch.setattr(checking, "compare_outputs", strict)
-    assert decide(FAST, data=str(tmp_path / "mine.npz"), dry_run=True).outcome is PromotionOutcome.WRONG
-
-
-def test_data_that_the_network_cannot_take(host_target: Target, tmp_path: Path) -> None:
-    """ONNX Runtime refuses an index that its table does not have."""
-    builder = GraphBuilder(seed=0)
-    table = builder.weight("table", np.zeros((3, 2)))
-    builder.node("Gather", "rows", table, builder.input("index", (1,), "int64"), axis=0)
-    onnx.save(builder.build("lookup", {"rows": (1, 2)}), tmp_path / "lookup.onnx")
-    run = checking.reference_inference(tmp_path / "lookup.onnx", 1)
-    assert run({"index": np.array([2])})["rows"].shape == (1, 2)
-    with pytest.raises(UserInputError, match=r"ONNX Runtime cannot compute the network from the inputs: .*; give"):
-        run({"index": np.array([99])})
 
 
 def test_the_tolerance_is_that_of_the_user(client: mlflow.MlflowClient, set_times: SetTimes) -> None:
@@ -500,8 +411,12 @@ def test_the_evidence_is_a_run_and_tags_of_the_version(
     client: mlflow.MlflowClient, of_target: str, set_times: SetTimes
 ) -> None:
     set_champion(client, FAST, of_target)
-    set_times({FAST: 10.0, EQUAL: 8.0})
+    timed = set_times({FAST: 10.0, EQUAL: 8.0})
     promotion = decide(EQUAL, alias="champion")
+    promotion.require_won()
+    assert timed[:8] == [FAST, EQUAL, EQUAL, FAST] * 2
+    assert promotion.errors.keys() == {FAST, EQUAL}
+    assert registry.aliases_of(NAME) == {of_target: EQUAL, "champion": EQUAL}
     run = client.get_run(promotion.run_id)
     assert run.info.status == "FINISHED"
     assert run.info.run_name == "promote contested/6 · promoted"
@@ -542,13 +457,6 @@ def test_the_report_shows_the_decision(client: mlflow.MlflowClient, of_target: s
     ):
         assert text in page
     assert "://" not in page
-
-
-def test_a_version_that_lost_says_so(client: mlflow.MlflowClient, of_target: str, set_times: SetTimes) -> None:
-    set_champion(client, FAST, of_target)
-    set_times({FAST: 10.0, EQUAL: 12.0})
-    decide(EQUAL)
-    assert client.get_model_version(NAME, EQUAL).tags[names.TAG_PROMOTION] == "lost"
 
 
 def test_no_alias_moves_without_evidence(
@@ -620,7 +528,6 @@ def test_a_rollback_takes_nothing_of_a_comparison(
 
 
 def promotion_tags(client: mlflow.MlflowClient) -> dict[str, str]:
-    """What is said about each version that a promotion or a rollback has changed."""
     tags = {version: client.get_model_version(NAME, version).tags for version in (FAST, SLOW, EQUAL)}
     return {version: found[names.TAG_PROMOTION] for version, found in tags.items() if names.TAG_PROMOTION in found}
 

@@ -164,7 +164,6 @@ CELLS = [
 
 @pytest.mark.nightly
 def test_a_notebook_shows_progress_and_results(experiment_id: str, tmp_path: Path) -> None:
-    """In a real kernel of Jupyter."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     env = {**environment(mlflow.get_tracking_uri()), "MLFLOW_EXPERIMENT_ID": experiment_id}
     client = NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": tmp_path}})

@@ -12,13 +12,7 @@ import pytest
 from helpers.one_operator import MICROSOFT, assert_computes_the_same, one_operator, run_lowered
 from helpers.one_operator import run_onnxruntime as run_one
 from onnx import TensorProto, helper, numpy_helper
-from onnxruntime.quantization import (
-    CalibrationDataReader,
-    QuantFormat,
-    QuantType,
-    quantize_dynamic,
-    quantize_static,
-)
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
 
 from ansor_mlflow.graphs import rewrite_operators
 from ansor_mlflow.lowering.lower import lower
@@ -92,7 +86,6 @@ def run_untuned(lowered: LoweredNetwork, target: Target, *inputs: np.ndarray) ->
 
 
 def run_onnxruntime(model: onnx.ModelProto, *, optimized: bool, **inputs: np.ndarray) -> np.ndarray:
-    """Optimised, ONNX Runtime has kernels for 8 bits; else it computes what the nodes say, in float32."""
     levels = onnxruntime.GraphOptimizationLevel
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
@@ -168,18 +161,6 @@ def test_quantization_is_part_of_the_function_before_it(
     ]
     assert all("round" in name for name in names)
     assert sum("transpose" in name for name in names) == 2
-
-
-def test_quantized_weights_are_padded_like_others(float_network: Network, host_target: Target, tmp_path: Path) -> None:
-    """They are constants of their layer once the graph is simplified."""
-    network = quantized(float_network, tmp_path, "int8", per_channel=True)
-    plain, padded = (
-        lower(network.model, host_target, LoweringSettings(pad_channels=padding)) for padding in ("off", 32)
-    )
-    assert {task.info.workload_hash for task in plain.tasks}.isdisjoint(t.info.workload_hash for t in padded.tasks[:1])
-    inputs = random_inputs(network.inputs, seed=10)
-    outputs = [run_untuned(lowered, host_target, *inputs.values()) for lowered in (plain, padded)]
-    np.testing.assert_allclose(*outputs, rtol=0, atol=1.01 * output_step(network.model))
 
 
 def test_a_network_of_operators_on_8_bits_is_a_step_from_onnxruntime_at_most(

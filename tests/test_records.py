@@ -1,4 +1,4 @@
-"""Records are found, read without TVM and distilled to the best of this device; damage is named by file and line."""
+"""Records are found, read without TVM and distilled to the best of this device; damage is named, and set aside."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ansor_mlflow.device.fingerprints import DeviceFingerprint, fingerprint
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.records.applicability import Provenance, read_provenance, write_description
-from ansor_mlflow.records.damage import check_records
+from ansor_mlflow.records.damage import Repair, check_records, repair
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, Database, RecordPair, distill, find_records, merge
 
 if TYPE_CHECKING:
@@ -147,17 +147,6 @@ def test_the_fastest_record_of_every_workload_is_kept(
         assert run_s(record) == min(run_s(other) for other in records if other[0] == record[0])
 
 
-def test_tvm_reads_what_was_distilled(
-    pair: RecordPair, small_lowered: LoweredNetwork, host_target: Target, tmp_path: Path
-) -> None:
-    distill(pair, tmp_path / "best", fingerprint(host_target, 1).target)
-    whole, best = open_with_tvm(tmp_path), open_with_tvm(tmp_path / "best")
-    assert len(whole) > len(best) == len(small_lowered.tasks)
-    for task in small_lowered.tasks:
-        expected, found = (db.query_tuning_record(task.mod, host_target, task.info.name) for db in (whole, best))
-        assert [float(s) for s in found.run_secs] == [float(s) for s in expected.run_secs]
-
-
 def test_records_are_ranked_by_their_mean(pair: RecordPair, host_target: Target, tmp_path: Path) -> None:
     first = read_lines(pair.records)[0]
     write_lines(pair.records, [timed(first, 1e-3, 9e-3), timed(first, 4e-3, 4e-3), timed(first, 6e-3)])
@@ -271,32 +260,6 @@ def test_databases_are_merged_whatever_their_workloads_numbers_are(pair: RecordP
     assert num_records == len(read_lines(pair.records))
 
 
-def test_a_record_that_is_there_twice_is_merged_once(pair: RecordPair, tmp_path: Path) -> None:
-    copy = copy_of(pair, tmp_path / "copy")
-    merge([Database(pair), Database(copy), Database(pair)], tmp_path / "merged")
-    assert named(tmp_path / "merged") == named(tmp_path)
-
-
-def test_merging_keeps_failed_trials_unless_the_fastest_are_asked_for(made_up: RecordPair, tmp_path: Path) -> None:
-    (record,) = read_lines(made_up.records)
-    records = [timed(record, seconds) for seconds in (3.0, 1e10, 1.0, 2.0)]
-    write_lines(made_up.records, records)
-    assert merge([Database(made_up)], tmp_path / "all") == 4
-    assert merge([Database(made_up)], tmp_path / "best", keep=2) == 2
-    assert read_lines(tmp_path / "all" / RECORD_FILE) == records
-    assert read_lines(tmp_path / "best" / RECORD_FILE) == [timed(record, 1.0), timed(record, 2.0)]
-
-
-def test_merging_may_take_the_records_of_one_target(made_up: RecordPair, tmp_path: Path) -> None:
-    (record,) = read_lines(made_up.records)
-    other = timed(record, 1e-6, target={"kind": "llvm", "mcpu": "znver3"})
-    write_lines(made_up.records, [other, record])
-    assert merge([Database(made_up)], tmp_path / "ours", target=HERE) == 1
-    assert read_lines(tmp_path / "ours" / RECORD_FILE) == [record]
-    assert merge([Database(made_up)], tmp_path / "none", target={"kind": "cuda"}) == 0
-    assert not (tmp_path / "none").exists()
-
-
 # -- damage ----------------------------------------------------------------------------------------------------------
 
 
@@ -309,25 +272,11 @@ def torn(line: str) -> str:
     [
         torn,
         lambda line: "<html>not found</html>",
-        lambda line: "{}",
-        lambda line: "[1, 2]",
         lambda line: '[0, [[], "fast", {}, []]]',
-        lambda line: "[0, [[], [], {}, []]]",
         lambda line: '[0, [[], [0.001], "llvm", []]]',
         lambda line: "[99, [[], [0.001], {}, []]]",
-        lambda line: "[0, []]",
     ],
-    ids=[
-        "torn",
-        "html",
-        "object",
-        "no record",
-        "times are text",
-        "no times",
-        "target is text",
-        "no such workload",
-        "empty record",
-    ],
+    ids=["torn", "html", "times are text", "target is text", "no such workload"],
 )
 def test_a_damaged_line_is_left_out_and_named(
     made_up: RecordPair, tmp_path: Path, damage: Callable[[str], str], caplog: pytest.LogCaptureFixture
@@ -389,23 +338,10 @@ def test_whatever_a_line_holds_it_is_no_record_of_this_device(
         distill(pair, pair.records.with_name("best"), HERE)
 
 
-@pytest.mark.parametrize(
-    ("which", "message"),
-    [
-        ("records", f"{RECORD_FILE}: line 1 is not a tuning record of TVM, and there is no valid one; give the file"),
-        ("workloads", f"{WORKLOAD_FILE}: this is not a workload file of TVM, but perhaps a compressed one"),
-    ],
-)
-def test_a_compressed_file_is_damage(made_up: RecordPair, tmp_path: Path, which: str, message: str) -> None:
-    path: Path = getattr(made_up, which)
-    path.write_bytes(gzip.compress(path.read_bytes()))
+def test_compressed_workloads_are_damage(made_up: RecordPair, tmp_path: Path) -> None:
+    made_up.workloads.write_bytes(gzip.compress(made_up.workloads.read_bytes()))
+    message = f"{WORKLOAD_FILE}: this is not a workload file of TVM, but perhaps a compressed one"
     with pytest.raises(RecordsError, match=message):
-        distill(made_up, tmp_path / "best", HERE)
-
-
-def test_an_empty_file_has_no_records(made_up: RecordPair, tmp_path: Path) -> None:
-    made_up.records.write_text("")
-    with pytest.raises(RecordsError, match="there is no valid record in it; tune first"):
         distill(made_up, tmp_path / "best", HERE)
 
 
@@ -447,3 +383,98 @@ def test_provenance_that_cannot_be_read(tmp_path: Path, content: bytes | None) -
     message = r"provenance.json of the tuning run is missing or damaged \(\w+\); give the records with records=…"
     with pytest.raises(RecordsError, match=message):
         read_provenance(tmp_path)
+
+
+QUARANTINE = ".quarantine"
+
+
+def lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True)
+
+
+def aside(path: Path) -> Path:
+    return path.with_name(path.name + QUARANTINE)
+
+
+def num_records_of_tvm(pair: RecordPair) -> int:
+    from tvm.s_tir.meta_schedule.database import JSONDatabase
+
+    return len(JSONDatabase(work_dir=str(pair.records.parent), allow_missing=False))
+
+
+def test_what_is_whole_stays_as_it_is(pair: RecordPair) -> None:
+    before = [path.read_bytes() for path in (pair.workloads, pair.records)]
+    assert repair(pair, thorough=True) == Repair(0, 0, ())
+    assert [path.read_bytes() for path in (pair.workloads, pair.records)] == before
+    assert sorted(path.name for path in pair.records.parent.iterdir()) == [RECORD_FILE, WORKLOAD_FILE]
+
+
+def test_a_record_that_was_cut_off(pair: RecordPair, caplog: pytest.LogCaptureFixture) -> None:
+    whole = pair.records.read_bytes()
+    pair.records.write_bytes(whole + whole[:700])
+    assert repair(pair) == Repair(0, 1, (aside(pair.records),))
+    assert pair.records.read_bytes() == whole
+    assert aside(pair.records).read_bytes() == whole[:700] + b"\n"
+    assert f"{pair.records}: line {whole.count(10) + 1} is damaged, and in {RECORD_FILE}{QUARANTINE} now" in caplog.text
+
+
+def test_a_last_line_without_its_end_is_whole(pair: RecordPair) -> None:
+    before = {path: path.read_bytes() for path in (pair.workloads, pair.records)}
+    for path, text in before.items():
+        path.write_bytes(text.rstrip(b"\n"))
+    assert repair(pair) == Repair(0, 0, ())
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda line: b"<html>not found</html>\n", lambda line: line[:700] + b"\n", lambda line: b"\x1f\x8b\x00\xff\n"],
+    ids=["html", "torn", "binary"],
+)
+def test_a_line_in_the_middle(pair: RecordPair, damage: Callable[[bytes], bytes]) -> None:
+    first, second, *others = lines(pair.records)
+    pair.records.write_bytes(b"".join([first, damage(second), *others]))
+    assert repair(pair) == Repair(0, 1, (aside(pair.records),))
+    assert lines(pair.records) == [first, *others]
+    assert lines(aside(pair.records)) == [damage(second)]
+    assert num_records_of_tvm(pair) == 1 + len(others)
+
+
+def test_damage_inside_a_schedule_takes_a_thorough_repair(pair: RecordPair) -> None:
+    first, second, *others = lines(pair.records)
+    broken = second[:300] + b"\x00" + second[301:]
+    pair.records.write_bytes(b"".join([first, broken, *others]))
+    assert repair(pair).num_records == 0
+    assert repair(pair, thorough=True) == Repair(0, 1, (aside(pair.records),))
+    assert lines(pair.records) == [first, *others]
+
+
+def test_a_workload_takes_its_records_with_it(pair: RecordPair, small_lowered: LoweredNetwork) -> None:
+    """The other records keep their numbers."""
+    workloads, records = lines(pair.workloads), lines(pair.records)
+    assert len(workloads) == len(small_lowered.tasks) > 2
+    pair.workloads.write_bytes(b"".join([workloads[0], b"[]\n", *workloads[2:]]))
+    lost = [line for line in records if json.loads(line)[0] == 1]
+    assert repair(pair) == Repair(1, len(lost), (aside(pair.records), aside(pair.workloads)))
+    assert lines(pair.records) == [line for line in records if line not in lost]
+    assert lines(aside(pair.records)) == lost
+    assert lines(aside(pair.workloads)) == [b"[]\n"]
+    assert num_records_of_tvm(pair) == len(records) - len(lost)
+    assert repair(pair) == Repair(0, 0, ())
+
+
+def test_a_workload_that_was_cut_off(pair: RecordPair) -> None:
+    workloads = lines(pair.workloads)
+    pair.workloads.write_bytes(b"".join(workloads)[:-100])
+    repair(pair)
+    assert lines(pair.workloads) == workloads[:-1]
+    assert lines(aside(pair.workloads)) == [workloads[-1][:-100] + b"\n"]
+    assert num_records_of_tvm(pair) == len(lines(pair.records)) > 0
+
+
+def test_nothing_is_left_of_another_tools_files(tmp_path: Path) -> None:
+    pair = RecordPair.in_directory(tmp_path)
+    pair.workloads.write_text("a log\nof another tool\n")
+    pair.records.write_text('{"i": [["llvm"]], "v": "v0.6"}\n')
+    assert repair(pair) == Repair(2, 1, (aside(pair.records), aside(pair.workloads)))
+    assert pair.workloads.read_bytes() == pair.records.read_bytes() == b""

@@ -1,35 +1,43 @@
-"""The report of a tuning holds its numbers and all that it shows, and escapes what others wrote."""
+"""The report and the description of a run say what was done and how; what others wrote is only text, and stays."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
+import shlex
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
 import mlflow
 import pytest
-from helpers.commands import FAST, ROOT
-from helpers.tuning_histories import TaskRound, history_of, large_history
+from helpers import fake_tuning
+from helpers.commands import FAST
+from helpers.tuning_histories import TaskRound, history_of
 from mlflow.entities import Run
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ansor_mlflow import names, tracking
+from ansor_mlflow.cli.main import cli
 from ansor_mlflow.device.device import Device
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.networks.load import load_network
-from ansor_mlflow.parameters import TuneOptions
+from ansor_mlflow.parameters import PipelineOptions, TuneOptions
 from ansor_mlflow.steps.tuning import tuning_report as report
 from ansor_mlflow.steps.tuning.tune import tune
 from ansor_mlflow.steps.tuning.tuning_report import TuningReport
-from ansor_mlflow.tracking.outbox import Outbox
+from ansor_mlflow.testing import FakeRunner
+from ansor_mlflow.tracking.observer import MlflowObserver
+from ansor_mlflow.tracking.outbox import Message, Outbox
 from ansor_mlflow.tracking.report.figures import draw_gain, save_figure
 from ansor_mlflow.tracking.report.history import TuningHistory
+from ansor_mlflow.tracking.report.note import command_lines, note_tags, pipeline_note, tuning_note
 from ansor_mlflow.tracking.report.pages import KernelNote, ScheduleText, tuning_page
-from ansor_mlflow.trials import StopReason, TrialStatus
+from ansor_mlflow.tracking.run import StepRun
+from ansor_mlflow.trials import StopReason, TrialStatus, TuningPlan, TuningRound
 from ansor_mlflow.tuning.job import TuningJob
 
 if TYPE_CHECKING:
@@ -61,7 +69,6 @@ class Page(HTMLParser):
         assert self._open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """See `HTMLParser`."""
         self.tags.add(tag)
         self.attributes += [(name, value or "") for name, value in attrs]
         if tag not in VOID:
@@ -74,16 +81,13 @@ class Page(HTMLParser):
             self.texts.append("")
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """See `HTMLParser`."""
         self.tags.add(tag)
         self.attributes += [(name, value or "") for name, value in attrs]
 
     def handle_endtag(self, tag: str) -> None:
-        """See `HTMLParser`."""
         assert self._open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        """See `HTMLParser`."""
         if {"td", "th"} & set(self._open):
             self.rows[-1][-1] += data
         if "pre" in self._open:
@@ -172,20 +176,10 @@ def test_commands_hold_no_credentials(tmp_path: Path) -> None:
     assert "hunter2" not in text
 
 
-def test_many_tasks(tmp_path: Path) -> None:
-    page, _ = page_of(large_history(60, 960), tmp_path)
-    assert sum(row[0].startswith("task") for row in page.rows) == 2 * (60 + 1)  # in both tables
-
-
 def test_a_long_schedule_is_shortened() -> None:
     lines = ScheduleText(task="conv", lines=[f"line {i}" for i in range(100)]).text.splitlines()
     assert lines[79:] == ["line 79", "# … 20 more lines: see ansor-mlflow explain"]
     assert ScheduleText(task="conv", lines=["line"]).text == "line"
-
-
-def test_the_page_is_in_the_package() -> None:
-    assert "tracking/report/page.html" in (ROOT / "setup.cfg").read_text()
-    assert (ROOT / "ansor_mlflow/tracking/report/page.html").is_file()
 
 
 # -- the report of a real tuning ---------------------------------------------------------------------------------------
@@ -256,7 +250,6 @@ def test_a_report_that_cannot_be_made_is_a_warning(
 
 
 def end_with(error: BaseException, history: TuningHistory, job: TuningJob, directory: Path) -> Run:
-    """A run whose tuning ends with an error."""
     experiment_id = mlflow.MlflowClient().create_experiment(str(directory), (directory / "artifacts").as_uri())
     run_id = mlflow.MlflowClient().create_run(experiment_id).info.run_id
     outbox = Outbox(run_id, directory)
@@ -289,3 +282,155 @@ def test_a_tuning_that_failed_says_so_in_its_description(job: TuningJob, tmp_pat
     run = end_with(MachineError("no space is left"), history, job, tmp_path)
     assert "ended by an error: no space is left" in run.data.tags[MLFLOW_RUN_NOTE]
     assert list(mlflow.MlflowClient().list_artifacts(run.info.run_id)) == []
+
+
+COMMANDS = command_lines("tune", TuneOptions(network="resnet-18", trials=640))
+
+
+@pytest.fixture
+def run_id(experiment_id: str) -> str:
+    return str(mlflow.MlflowClient().create_run(experiment_id).info.run_id)
+
+
+def note_of(run_id: str) -> str | None:
+    return mlflow.get_run(run_id).data.tags.get(MLFLOW_RUN_NOTE)
+
+
+# -- whose words stay --------------------------------------------------------------------------------------------------
+
+
+def test_our_note_is_replaced_and_a_users_stays(run_id: str, tmp_path: Path) -> None:
+    def deliver(note: str) -> str | None:
+        Message(note=note).deliver(run_id, tmp_path)
+        return note_of(run_id)
+
+    assert deliver("tuning…") == "tuning…"
+    assert deliver("tuned") == "tuned"
+    assert deliver("tuned") == "tuned"  # as when the answer to the first was lost
+    mlflow.MlflowClient().set_tag(run_id, MLFLOW_RUN_NOTE, "tuned, and looks good")
+    assert deliver("tuned again") == "tuned, and looks good"
+
+
+def test_a_note_that_was_removed_does_not_come_back() -> None:
+    ours = note_tags({}, "tuning…")
+    assert note_tags({**ours, MLFLOW_RUN_NOTE: ""}, "tuned") == {}
+
+
+def test_a_note_holds_no_credentials(run_id: str, tmp_path: Path) -> None:
+    outbox = Outbox(run_id, tmp_path)
+    outbox.put(Message(note="from s3://bob:hunter2@host/x"))
+    outbox.close(10)
+    assert note_of(run_id) == "from s3://…@host/x"
+    StepRun(run_id, tmp_path).log_note("from https://bob:hunter2@host/y")
+    assert note_of(run_id) == "from https://…@host/y"
+
+
+# -- how to do it again ------------------------------------------------------------------------------------------------
+
+
+def options_from(line: str) -> dict[str, str]:
+    program, entry_point, *flags = shlex.split(line)
+    assert program == "ansor-mlflow"
+    command = cli.get_command(click.Context(cli), entry_point)
+    assert command is not None
+    given = command.make_context(entry_point, flags).params
+    return {name: value for name, value in given.items() if value}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"network": "my models/a 'b' $(c).onnx", "trials": 7},
+        {"input_shapes": {"data": [1, 3, 8, 8]}, "cache_flush": True, "max_minutes": 2.5},
+        {"warm_start": ("runs:/0123", "other records"), "target": "llvm -mcpu=znver4", "seed": 3},
+    ],
+)
+def test_the_commands_have_the_parameters_that_differ(parameters: dict[str, object]) -> None:
+    options = TuneOptions.model_validate({**parameters, "resume_run": "0123"})
+    project, command = command_lines("tune", options)
+    expected = {name: text for name, text in options.changed().items() if name != "resume_run"}
+    assert options_from(command) == expected
+    assert shlex.split(project)[:7] == ["mlflow", "run", ".", "--env-manager", "local", "-e", "tune"]
+    pairs = shlex.split(project)[7:]
+    assert pairs[::2] == ["-P"] * len(expected)
+    assert dict(pair.split("=", 1) for pair in pairs[1::2]) == expected
+
+
+# -- what it says ------------------------------------------------------------------------------------------------------
+
+
+class NoteReader:
+    """A `TuningObserver` that reads the run's note after every round."""
+
+    def __init__(self, run_id: str) -> None:
+        self.notes: list[str | None] = []
+        self._run_id = run_id
+
+    def tuning_started(self, plan: TuningPlan) -> None: ...
+
+    def round_finished(self, round_: TuningRound) -> None:
+        self.notes.append(note_of(self._run_id))
+
+    def tuning_finished(self, result: object) -> None: ...
+
+
+def test_a_tuning_is_described_while_it_goes_on_and_afterwards(
+    dense: LoweredNetwork, host_target: Target, run_id: str, tmp_path: Path
+) -> None:
+    outbox, reader = Outbox(run_id, tmp_path), NoteReader(run_id)
+    observers = [MlflowObserver(outbox, tmp_path, COMMANDS), reader]
+    runner = FakeRunner(run_s=(3e-3, 2e-3))
+    fake_tuning.tune(dense, host_target, tmp_path / "records", observers=observers, runner=runner, trials=8)
+    outbox.close(20)
+    assert reader.notes
+    for note in reader.notes:
+        assert note
+        assert note.startswith("Tuning… **dense** for host: 2 tasks, 8 trials.")
+        assert "    ansor-mlflow tune --trials 640" in note
+    final = note_of(run_id)
+    assert final
+    assert "Tuned **dense** for host: 2 tasks." in final
+    assert "- estimated latency: 4 ms" in final
+    assert "- trials: 8\n" in final
+    assert "the budget of trials was spent (trials)" in final
+    assert "    mlflow run . --env-manager local -e tune -P trials=640\n    ansor-mlflow tune --trials 640" in final
+
+
+def ended(stop_reason: str = StopReason.TRIALS, network: str = "resnet") -> TuningHistory:
+    rounds = [TaskRound(index=0, run_s=[4e-3, 2e-3], failed=[(TrialStatus.CRASHED, "signal 11")])]
+    return history_of(rounds, [2], stop_reason=stop_reason, network=network)
+
+
+def test_a_name_is_no_markup() -> None:
+    note = tuning_note(ended(network="a](http://evil)\n\n# <img src=x>|`"), ())
+    assert "](http" not in note.replace("\\](", "")
+    assert "\n#" not in note
+    assert "<img" not in note.replace("\\<", "")
+
+
+def test_the_pipelines_note_has_the_speedups() -> None:
+    commands = command_lines("main", PipelineOptions(network="resnet-18"))
+    assert "to be tuned, compiled and evaluated" in pipeline_note("resnet-18", commands)
+    metrics = {
+        names.LATENCY_MS: 20.25,
+        names.UNTUNED_LATENCY_MS: 3900.0,
+        names.rival_latency_ms("onnxruntime"): 17.0,
+        names.rival_latency_ms("openvino"): 16.5,
+        names.SPEEDUP_VS_UNTUNED: 192.59,
+        names.speedup_vs("onnxruntime"): 0.8395,
+        names.SPEEDUP_VS_BEST: 0.8148,
+        names.TRIALS_MEASURED: 640.0,
+    }
+    tags = {
+        names.TAG_TARGET: "llvm znver4 ×2",
+        names.TAG_BEST_RIVAL: "openvino",
+        names.TAG_STOP_REASON: "minutes",
+        names.TAG_MODEL_URI: "models:/m-1",
+    }
+    note = pipeline_note("resnet-18", commands, tags, metrics)
+    for part in ("for llvm znver4 ×2", "tuned: 20.25 ms", "192.6 ×", "0.84 ×", "640", "budget of time", "models:/m-1"):
+        assert part in note
+    for line in ("- OpenVINO: 16.5 ms", "- speedup over the best of them: 0.81 ×", "- best of them: openvino"):
+        assert f"{line}\n" in note
+    assert "    mlflow run . --env-manager local\n    ansor-mlflow main" in note

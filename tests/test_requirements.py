@@ -1,4 +1,4 @@
-"""Everything that users install comes as wheels: nothing has to be built, on any Python and machine that we name."""
+"""Everything that users install comes as wheels; the versions that are pinned are the installed ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import configparser
 import itertools
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import yaml
@@ -55,3 +57,26 @@ def test_the_pythons_are_those_that_the_project_allows() -> None:
     (python,) = (Requirement(entry) for entry in dependencies if str(entry).startswith("python"))
     newest_minor = int(PYTHONS[-1].removeprefix("3."))
     assert python.specifier == SpecifierSet(f">={PYTHONS[0]},<3.{newest_minor + 1}")
+
+
+SETUP_CFG = Path(__file__).parents[1] / "setup.cfg"
+
+
+def requirement(name: str) -> Requirement:
+    config = configparser.ConfigParser()
+    config.read(SETUP_CFG)
+    lines = config["options"]["install_requires"].splitlines()
+    requirements = [Requirement(line) for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    (found,) = (requirement for requirement in requirements if requirement.name == name)
+    return found
+
+
+@pytest.mark.parametrize("name", ["apache-tvm", "apache-tvm-ffi", "xgboost", "mlflow"])
+def test_the_installed_version_satisfies_its_pin(name: str) -> None:
+    assert requirement(name).specifier.contains(version(name), prereleases=True)
+
+
+def test_the_binary_interface_that_crashes_is_excluded() -> None:
+    specifier = requirement("apache-tvm-ffi").specifier
+    assert not specifier.contains("0.1.15")
+    assert not specifier.contains("0.1.15.post1")

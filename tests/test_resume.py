@@ -15,11 +15,10 @@ from ansor_mlflow import names
 from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.records.damage import repair
-from ansor_mlflow.records.log import Journal, RecordLog, read_durations, read_journal
+from ansor_mlflow.records.log import Journal, read_durations, read_journal
 from ansor_mlflow.records.store import JOURNAL_FILE, RECORD_FILE, WORKLOAD_FILE, RecordPair
 from ansor_mlflow.testing import FakeRunner
-from ansor_mlflow.trials import Durations, StopReason, TrialStatus, TuningRound
-from ansor_mlflow.tuning.program_search import TaskSearch, make_cost_model
+from ansor_mlflow.trials import Durations, TrialStatus, TuningRound
 from ansor_mlflow.workers.measure import RunJob
 
 if TYPE_CHECKING:
@@ -177,33 +176,6 @@ def test_a_round_that_was_cut_off_is_measured_again(
     assert tune(single, host_target, tmp_path, trials=16, resume=True).total_trials == 16
 
 
-def test_a_record_gives_its_program_again(single: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:
-    """The very same, after postprocessing, so that its hash tells that it is known."""
-    from tvm.s_tir.meta_schedule.utils import shash2hex
-
-    from ansor_mlflow.tuning.candidates import candidate_of, log_lines
-
-    (task,) = single.tasks
-    log = RecordLog(tmp_path, host_target.export())
-    search = TaskSearch(
-        task,
-        target=host_target,
-        strategy="random",
-        num_trials_per_round=8,
-        num_threads=1,
-        seed=1,
-        log=log,
-        cost_model=make_cost_model("none", 1, seed=1),
-    )
-    candidates = search.propose(8)
-    log.append(*log_lines(task.mod, host_target, candidates, [(1e-3,)] * 8))
-    records = RecordLog(tmp_path, host_target.export()).earlier(task.info.workload_hash)
-    again = [candidate_of(record, task, host_target) for record in records]
-    search.close()
-    assert [shash2hex(c.sch.mod) for c in again] == [shash2hex(c.sch.mod) for c in candidates]
-    assert [c.args_info[0].as_json() for c in again] == [c.args_info[0].as_json() for c in candidates]
-
-
 def test_a_record_without_an_entry_has_the_hash_that_tvm_writes(tmp_path: Path) -> None:
     """With sixteen digits, leading zeros too, by which the tuner knows its tasks."""
     (tmp_path / WORKLOAD_FILE).write_text('["123","bW9kdWxl"]\n["456","bW9kdWxl"]\n')
@@ -224,15 +196,6 @@ def test_a_line_that_was_cut_off_does_not_take_the_next_one_along(
     statuses = [entry.status for entry in read_journal(tmp_path)]
     assert statuses[8:].count(TrialStatus.CRASHED) == 4
     assert TrialStatus.RUN_FAILED not in statuses  # which is what a record alone would say
-
-
-def test_a_budget_that_became_smaller_measures_nothing_more(
-    single: LoweredNetwork, host_target: Target, tmp_path: Path
-) -> None:
-    tune(single, host_target, tmp_path, trials=8, trials_per_task=8)
-    (tmp_path / JOURNAL_FILE).unlink()
-    result = tune(single, host_target, tmp_path, trials=12, trials_per_task=6, resume=True)
-    assert (result.total_trials, result.tasks[0].stop_reason) == (8, StopReason.TRIALS)
 
 
 def test_winners_of_an_earlier_process_are_measured_again(

@@ -161,7 +161,6 @@ def test_a_rival_that_is_not_installed_is_one_line(
 
 @pytest.fixture(scope="module")
 def model(small_onnx: Path, host_target: Target, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The directory of the small network, compiled without records."""
     directory = tmp_path_factory.mktemp("model")
     flavor.save_model(compiled(onnx.load(small_onnx), host_target, directory), str(directory / "model"))
     return str(directory / "model")
@@ -191,20 +190,6 @@ def test_an_evaluation_says_what_the_best_one_could_have_had_does(
     assert tags["ansor.best_rival"] == best
     for line in (f"OpenVINO: {found['openvino_latency_ms']:.4g} ms", f"best of them: {best}", "small** for llvm"):
         assert line in tags[MLFLOW_RUN_NOTE]
-
-
-@pytest.mark.usefixtures("new_experiment")
-@pytest.mark.nightly
-def test_without_rivals_the_outputs_are_checked_all_the_same(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = am.evaluate(model_uri=model, turns=1, measure_s=0.1, rivals="none")
-    assert result.metrics[names.MAX_REL_ERROR] <= 1e-4
-    assert result.metrics[names.SPEEDUP_VS_UNTUNED] > 0
-    assert not [name for name in result.metrics if "onnxruntime" in name or "best" in name]
-    assert artifact(result.run_id) == []
-    assert names.TAG_BEST_RIVAL not in mlflow.get_run(result.run_id).data.tags
 
 
 # -- where the program of PyTorch is ---------------------------------------------------------------------------------

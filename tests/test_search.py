@@ -1,4 +1,4 @@
-"""The search of one task: new programs only, random ones until the cost model has learned."""
+"""The search of one task among MetaSchedule's programs and those of sketches: new programs only, and what it learns."""
 
 from __future__ import annotations
 
@@ -6,13 +6,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import mlflow
 import pytest
 
+import ansor_mlflow
+from ansor_mlflow import names
+from ansor_mlflow.commands.explain import explain_task
+from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.lowering.network import LoweredNetwork
-from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.networks.load import load_network
+from ansor_mlflow.parameters import ExplainOptions, TuneOptions
 from ansor_mlflow.records.log import RecordLog
+from ansor_mlflow.sketches.sketch import ANNOTATION
 from ansor_mlflow.tuning.program_search import TaskSearch, is_untrained, make_cost_model
+from ansor_mlflow.tuning.sketch_search import (
+    MIN_LEARNED,
+    ProgramSearch,
+    SearchInBoth,
+    SketchSearch,
+    make_search,
+)
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.cost_model import CostModel
@@ -20,7 +34,7 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
 
-def make_search(
+def task_search(
     lowered: LoweredNetwork, target: Target, directory: Path, strategy: str, cost_model: CostModel, per_round: int = 8
 ) -> TaskSearch:
     return TaskSearch(
@@ -41,33 +55,10 @@ def hashes(candidates: Sequence[MeasureCandidate]) -> list[str]:
     return [shash2hex(candidate.sch.mod) for candidate in candidates]
 
 
-def learn(search: TaskSearch, candidates: Sequence[MeasureCandidate]) -> None:
-    """Teaches a search that each program is slower than the one before."""
+def learn(search: TaskSearch | ProgramSearch, candidates: Sequence[MeasureCandidate]) -> None:
     from tvm.s_tir.meta_schedule.runner import RunnerResult
 
     search.learn(candidates, [RunnerResult([1e-3 * number], None) for number in range(1, len(candidates) + 1)])
-
-
-def test_the_cost_model_learns_from_a_round(single: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:
-    cost_model = make_cost_model("xgb", 1, seed=1)
-    search = make_search(single, host_target, tmp_path, "evolutionary", cost_model)
-    learn(search, search.propose(8))
-    search.close()
-    assert cost_model.booster.num_boosted_rounds() > 0
-
-
-def test_every_program_of_a_small_space_is_proposed_once(host_target: Target, tmp_path: Path) -> None:
-    builder = GraphBuilder(seed=0)
-    builder.dense("dense", builder.input("data", (1, 2)), units=1, in_units=2)
-    small = lower(builder.build("small", {"dense": (1, 1)}), host_target)
-    search = make_search(small, host_target, tmp_path, "random", make_cost_model("none", 1, seed=1), per_round=4)
-    proposed: list[str] = []
-    while candidates := search.propose(4):
-        proposed += hashes(candidates)
-        learn(search, candidates)
-    search.close()
-    assert 4 < len(proposed) < 100
-    assert len(set(proposed)) == len(proposed)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +68,7 @@ def test_no_program_of_a_large_space_is_proposed_twice(
     single: LoweredNetwork, host_target: Target, tmp_path: Path, strategy: str, cost_model: str
 ) -> None:
     """With the cost model, too, when evolution takes over from random programs."""
-    search = make_search(single, host_target, tmp_path, strategy, make_cost_model(cost_model, 1, seed=1), per_round=16)
+    search = task_search(single, host_target, tmp_path, strategy, make_cost_model(cost_model, 1, seed=1), per_round=16)
     proposed: list[str] = []
     for _ in range(5):
         candidates = search.propose(16)
@@ -94,7 +85,7 @@ def test_a_program_that_failed_is_tried_again_when_nothing_else_is_left(
     """Its worker may have been killed by someone else."""
     from tvm.s_tir.meta_schedule.runner import RunnerResult
 
-    search = make_search(tiny, host_target, tmp_path, strategy, make_cost_model("none", 1, seed=1))
+    search = task_search(tiny, host_target, tmp_path, strategy, make_cost_model("none", 1, seed=1))
     proposed: list[str] = []
     while candidates := search.propose(8):
         proposed += hashes(candidates)
@@ -108,7 +99,7 @@ def test_a_program_that_failed_is_tried_again_when_nothing_else_is_left(
 def test_a_proposal_keeps_to_its_limit_and_is_a_round_at_most(
     single: LoweredNetwork, host_target: Target, tmp_path: Path, strategy: str
 ) -> None:
-    search = make_search(single, host_target, tmp_path, strategy, make_cost_model("none", 1, seed=1))
+    search = task_search(single, host_target, tmp_path, strategy, make_cost_model("none", 1, seed=1))
     learn(search, search.propose(8))  # random programs for evolution to start from
     assert [len(search.propose(limit)) for limit in (3, 8, 100)] == [3, 8, 8]
     search.close()
@@ -119,8 +110,8 @@ def test_programs_are_random_until_the_cost_model_is_trained(
 ) -> None:
     """The same ones that the random strategy proposes."""
     model = make_cost_model("xgb", 1, seed=1)
-    evolution = make_search(single, host_target, tmp_path / "evolution", "evolutionary", model)
-    random = make_search(single, host_target, tmp_path / "random", "random", make_cost_model("none", 1, seed=1))
+    evolution = task_search(single, host_target, tmp_path / "evolution", "evolutionary", model)
+    random = task_search(single, host_target, tmp_path / "random", "random", make_cost_model("none", 1, seed=1))
     alike: list[bool] = []
     trained: list[bool] = []
     for _ in range(7):
@@ -139,7 +130,7 @@ def test_every_round_reaches_the_cost_model_at_once(
     single: LoweredNetwork, host_target: Target, tmp_path: Path
 ) -> None:
     model: Any = make_cost_model("xgb", 1, seed=1)
-    search = make_search(single, host_target, tmp_path, "evolutionary", model)
+    search = task_search(single, host_target, tmp_path, "evolutionary", model)
     for num_rounds in range(1, 10):
         learn(search, search.propose(8))
         assert model.last_train_size == model.data_size == 8 * num_rounds
@@ -149,3 +140,132 @@ def test_every_round_reaches_the_cost_model_at_once(
 @pytest.mark.parametrize("kind", ["random", "none"])
 def test_a_model_that_does_not_learn_is_never_waited_for(kind: str) -> None:
     assert not is_untrained(make_cost_model(kind, 1, seed=1))
+
+
+@pytest.fixture(scope="module")
+def conv(host_target: Target) -> LoweredNetwork:
+    return lower(load_network("conv2d:1,14,14,64,32,3,3,1,1,relu").model, host_target)
+
+
+def search_of(conv: LoweredNetwork, target: Target, directory: Path, cost_model: str = "xgb", **options: Any) -> Any:
+    task = max(conv.tasks, key=lambda task: task.info.flops)
+    return make_search(
+        task,
+        target=target,
+        options=TuneOptions(network="conv", **{"space": "sketches", **options}),
+        num_threads=1,
+        seed=1,
+        log=RecordLog(directory, target.export()),
+        cost_model=make_cost_model(cost_model, 1, seed=1),
+    )
+
+
+def decisions(candidates: Sequence[MeasureCandidate]) -> list[str]:
+    roots = [candidate.sch.get(candidate.sch.get_sblock("root")) for candidate in candidates]
+    return [str(root.annotations[ANNOTATION]) for root in roots]
+
+
+def kind(decision: str) -> str:
+    """The tile in registers, which is named first."""
+    return decision.partition("channel tiles")[0]
+
+
+@pytest.mark.parametrize(
+    ("space", "expected"), [("sketches", SketchSearch), ("metaschedule", TaskSearch), ("both", SearchInBoth)]
+)
+def test_the_space_decides_on_the_search(
+    conv: LoweredNetwork, host_target: Target, tmp_path: Path, space: str, expected: type
+) -> None:
+    assert isinstance(search_of(conv, host_target, tmp_path, space=space), expected)
+
+
+def test_the_first_trials_are_of_different_kinds(conv: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:
+    found = decisions(search_of(conv, host_target, tmp_path).propose(4))
+    assert len({kind(decision) for decision in found}) == 4
+
+
+def test_later_trials_are_also_of_the_kind_that_was_fastest(
+    conv: LoweredNetwork, host_target: Target, tmp_path: Path
+) -> None:
+    search = search_of(conv, host_target, tmp_path)
+    first = search.propose(4)
+    learn(search, first)
+    later = {kind(decision) for decision in decisions(search.propose(4))}
+    assert kind(decisions(first)[0]) in later
+    assert len(later) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "num_rounds"), [({"strategy": "random"}, 4), ({"strategy": "evolutionary"}, 16), ({"space": "both"}, 2)]
+)
+@pytest.mark.nightly
+def test_no_program_is_proposed_twice(
+    conv: LoweredNetwork, host_target: Target, tmp_path: Path, options: dict[str, Any], num_rounds: int
+) -> None:
+    """With the cost model, too, when it has learned enough to choose."""
+    from tvm.s_tir.meta_schedule.utils import shash2hex
+
+    search = search_of(conv, host_target, tmp_path, **options)
+    proposed = []
+    for _ in range(num_rounds):
+        candidates = search.propose(12)
+        assert candidates
+        proposed += [shash2hex(candidate.sch.mod) for candidate in candidates]
+        learn(search, candidates)
+    search.close()
+    assert len(proposed) > MIN_LEARNED
+    assert len(set(proposed)) == len(proposed)
+
+
+def test_a_small_space_ends_and_failures_have_a_second_chance(host_target: Target, tmp_path: Path) -> None:
+    from tvm.s_tir.meta_schedule.runner import RunnerResult
+
+    small = lower(load_network("dense:1,2,2").model, host_target)
+    search = search_of(small, host_target, tmp_path, cost_model="none")
+    candidates = search.propose(100)
+    search.learn(candidates, [RunnerResult(None, "it died") for _ in candidates])
+    again = search.propose(100)
+    assert 0 < len(again) <= len(candidates)
+    learn(search, again)
+    while more := search.propose(100):
+        learn(search, more)
+
+
+@pytest.mark.usefixtures("experiment_id")
+@pytest.mark.nightly
+def test_records_of_sketches_are_resumed_and_compiled(tmp_path: Path) -> None:
+    """Real trials: tuned, gone on with in MetaSchedule's space, explained and compiled."""
+    quick = {"cost_model": "xgb", "min_repeat_ms": 0, "number": 1}
+    network = "conv2d:1,8,8,16,8,3,3,1,1,relu"
+    first = ansor_mlflow.tune(network, trials=8, space="sketches", **quick)
+    second = ansor_mlflow.tune(network, trials=8, space="both", warm_start=[first.run_id], **quick)
+    records = mlflow.artifacts.download_artifacts(run_id=second.run_id, artifact_path=names.RECORDS_DIR)
+    assert "register tile" in Path(records, "database_tuning_record.json").read_text()
+    explained = explain_task(ExplainOptions(source=first.run_id))
+    assert explained.sketch.startswith("register tile: lanes ")
+    assert explained.own_ratio is not None
+    assert explained.sketch in "".join(explained.schedule)
+    report = mlflow.artifacts.load_text(f"runs:/{first.run_id}/{names.REPORT_FILE}")
+    assert explained.sketch in report
+    compiled = ansor_mlflow.compile(tune_run=second.run_id)
+    assert compiled.coverage.task_share == 1.0
+
+
+@pytest.mark.usefixtures("experiment_id")
+def test_without_trials_the_sketches_choose(caplog: pytest.LogCaptureFixture) -> None:
+    """Unscheduled, this convolution takes some hundred times as long, however busy the machine is."""
+    tuned = ansor_mlflow.tune("conv2d:1,28,28,128,64,3,3,1,1", trials=0)
+    assert mlflow.get_run(tuned.run_id).info.status == "FINISHED"
+    compiled = ansor_mlflow.compile(tune_run=tuned.run_id)
+    assert not compiled.coverage.covered
+    assert not compiled.coverage.unscheduled
+    assert "they run as chosen without a measurement; tune this network" in caplog.text
+    evaluated = ansor_mlflow.evaluate(model_uri=compiled.model_uri, turns=1, measure_s=0.1, rivals="none", instant=True)
+    assert evaluated.metrics[names.MAX_REL_ERROR] <= 1e-4
+    assert evaluated.metrics[names.LATENCY_MS] < evaluated.metrics[names.UNTUNED_LATENCY_MS]
+    assert evaluated.metrics[names.INSTANT_LATENCY_MS] < evaluated.metrics[names.UNTUNED_LATENCY_MS]
+
+
+def test_a_budget_that_is_neither_none_nor_enough_is_refused() -> None:
+    with pytest.raises(UserInputError, match="each needs a trial; give at least 4, or auto, or 0 to measure nothing"):
+        ansor_mlflow.tune("mlp", trials=2)

@@ -1,4 +1,4 @@
-"""MLflow's own server answers requests for a model: as JSON, base64 and Parquet, rightly or with a reason."""
+"""MLflow's own server answers requests as docs/serving.md says: JSON, base64, Parquet, rightly or with a reason."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import base64
 import io
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +22,16 @@ import numpy as np
 import pandas as pd
 import pytest
 import requests
-from click.testing import CliRunner
-from helpers.commands import MLFLOW, ROOT, environment, run
-from helpers.served import compiled, model_server, pairs
+from helpers.commands import MLFLOW, ROOT, environment
+from helpers.served import compiled, image_classifier, model_server, pairs
 from mlflow.exceptions import MlflowException
-from mlflow.models.cli import commands as mlflow_models
 from mlflow.pyfunc import scoring_server
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from ansor_mlflow import flavor
-from ansor_mlflow.model import Manifest
 from ansor_mlflow.model.package import CompiledNetwork
+from ansor_mlflow.parameters import PipelineOptions, load_options
 from ansor_mlflow.serving.pyfunc import SignatureKind, get_signature
 
 if TYPE_CHECKING:
@@ -43,7 +45,6 @@ pytestmark = pytest.mark.system
 
 @pytest.fixture(scope="module")
 def network(host_target: Target, tmp_path_factory: pytest.TempPathFactory) -> CompiledNetwork:
-    """Two inputs, two outputs, a batch of two."""
     return compiled(pairs(batch=2), host_target, tmp_path_factory.mktemp("pairs"))
 
 
@@ -78,7 +79,6 @@ def kind(request: pytest.FixtureRequest) -> SignatureKind:
 def client(
     kind: SignatureKind, models: dict[SignatureKind, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Client]:
-    """MLflow's server for the model with this signature."""
     log = tmp_path_factory.mktemp("server") / "server.log"
     with model_server(["--model-uri", str(models[kind]), *LOCAL], log) as server:
         yield Client(server.url)
@@ -113,7 +113,6 @@ def nested(inputs: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def text_cells(inputs: dict[str, np.ndarray]) -> dict[str, list[str]]:
-    """Each row of each input as base64."""
     return {name: [base64.b64encode(row.tobytes()).decode() for row in array] for name, array in inputs.items()}
 
 
@@ -146,15 +145,6 @@ def test_base64(client: Client, kind: SignatureKind, layout: str) -> None:
         assert_products(answer, inputs)
     else:
         assert_refused(answer, "Failed to convert column image to type 'float32'")
-
-
-def test_lists_in_cells(client: Client, kind: SignatureKind) -> None:
-    inputs = rows(3)
-    answer = client.post(split({name: [row.ravel().tolist() for row in array] for name, array in inputs.items()}))
-    if kind == "tensor":
-        assert_products(answer, inputs)
-    else:
-        assert_refused(answer, "could not be converted to the expected shape of: '(-1,)'")
 
 
 @pytest.mark.parametrize("cells", ["lists", "bytes"])
@@ -213,11 +203,6 @@ def test_a_cell_may_hold_several_rows(binary: Any) -> None:
     inputs = rows(3)
     frame = pd.DataFrame({name: [array.tobytes()] for name, array in inputs.items()})
     np.testing.assert_allclose(binary.predict(frame)["flat"], (inputs["image"] * inputs["gain"]).reshape(3, 12))
-
-
-def test_arrays_pass_either_signature(binary: Any) -> None:
-    inputs = rows(2)
-    np.testing.assert_allclose(binary.predict(inputs)["flat"], (inputs["image"] * inputs["gain"]).reshape(2, 12))
 
 
 CELL_RULE = (
@@ -279,7 +264,6 @@ def test_damaged_parquet_is_refused(binary: Any) -> None:
 
 
 def needed(*distributions: str) -> set[str]:
-    """These distributions and all that they require, without extras."""
     found: set[str] = set()
     todo = [canonicalize_name(name) for name in distributions]
     while todo:
@@ -376,33 +360,83 @@ def test_a_server_in_an_environment_of_its_own(
     assert b"ModuleNotFoundError" in listed.stderr
 
 
-def test_dockerfile(models: dict[SignatureKind, Path], tmp_path: Path) -> None:
-    arguments = ["--model-uri", str(models["tensor"]), "--output-directory", str(tmp_path / "image")]
-    done = CliRunner().invoke(mlflow_models, ["generate-dockerfile", *arguments])
-    assert done.exit_code == 0, done.output
-    lines = (tmp_path / "image" / "Dockerfile").read_text().splitlines()
-    version = ".".join(map(str, sys.version_info[:3]))
-    assert f"FROM python:{version}-slim" in lines
-    assert f"RUN pip install mlflow=={mlflow.__version__}" in lines
-    (copied,) = [line.split()[1] for line in lines if line.startswith("COPY") and line.endswith(" /opt/ml/model")]
-    assert "_install_pyfunc_deps('/opt/ml/model'" in "".join(lines)
-    assert lines[-1].startswith("ENTRYPOINT")
-    assert "C._serve('local')" in lines[-1]
-    model = tmp_path / "image" / copied
-    assert Manifest.read(model) == Manifest.read(models["tensor"])
-    assert (model / "code" / "ansor_mlflow" / "flavor.py").is_file()
-    assert (model / "requirements.txt").read_text() == (models["tensor"] / "requirements.txt").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "docs" / "serving.md").read_text(), re.M | re.S)
+DOCUMENTED = "http://127.0.0.1:5001/invocations"
 
 
-@pytest.mark.nightly
-def test_load(models: dict[SignatureKind, Path], tmp_path: Path) -> None:
-    """Eight clients at once, each with inputs of its own: nothing is lost and no answer is another's."""
-    figures = tmp_path / "figures.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "serving_load.py"), "--seconds", "2", "--clients", "8"]
-    done = run([*command, "--model", str(models["tensor"]), "--json", str(figures)], tmp_path, environment(""))
-    assert done.exit_code == 0, done.stdout + done.stderr
-    found = json.loads(figures.read_text())
-    assert (found["lost"], found["alone"]["lost"]) == (0, 0)
-    assert found["requests"] > 8
-    assert found["latency_ms"] >= found["library_ms"] > 0
-    assert len(found["memory_mib"]) > 2
+def blocks(language: str, *words: str) -> list[str]:
+    return [text for name, text in BLOCKS if name == language and all(word in text for word in words)]
+
+
+@dataclass(frozen=True)
+class Desk:
+    """Where a reader of the guide works, with a server that runs."""
+
+    directory: Path
+    url: str
+    variables: dict[str, str]
+
+    def run(self, script: str) -> str:
+        """Runs a block of commands, with the server's port instead of the documented one; returns what it prints."""
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script.replace(DOCUMENTED, self.url)],
+            cwd=self.directory,
+            env=self.variables,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 0, f"{script}\n{done.stderr}"
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def desk(
+    host_target: Target, _mlflow_store: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Desk]:
+    """A registered model with the inputs and outputs of ResNet-18, served as the guide says."""
+    uri, experiment_id = _mlflow_store
+    network = compiled(image_classifier(), host_target, tmp_path_factory.mktemp("classifier"))
+    signature = get_signature(network.inputs, network.outputs, "binary")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", uri)
+        with mlflow.start_run(experiment_id=experiment_id):
+            flavor.log_model(network, name="model", registered_model_name="resnet-18", signature=signature)
+    (serve,) = blocks("bash", "mlflow models serve")
+    words = shlex.split(serve)
+    assert words[:3] == ["mlflow", "models", "serve"]
+    assert words[-2:] == ["--port", "5001"]
+    directory = tmp_path_factory.mktemp("desk")
+    variables = environment(uri)
+    with model_server(words[3:-2], directory / "server.log", variables) as server:
+        yield Desk(directory, server.url, variables)
+
+
+def test_the_first_command_has_parameters_of_the_pipeline() -> None:
+    command = shlex.split(blocks("bash", "mlflow run")[0])
+    parameters = dict(word.split("=") for flag, word in pairwise(command) if flag == "-P")
+    options = load_options(PipelineOptions, parameters)
+    assert (options.signature, options.register_as) == ("binary", "resnet-18")
+
+
+def test_programs_and_requests(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their order, since some write what others send."""
+    monkeypatch.chdir(desk.directory)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", desk.variables["MLFLOW_TRACKING_URI"])
+    monkeypatch.setattr(sys, "path", list(sys.path))  # pyfunc puts a model's code first
+    shapes = []
+    for language, text in BLOCKS:
+        if language == "python":
+            exec(text.replace(DOCUMENTED, desk.url), {})
+        elif language == "bash" and "--fail" in text:
+            shapes.append(np.shape(json.loads(desk.run(text))["predictions"]))
+    assert shapes == [(3, 1000), (1, 1000), (3, 1000)]
+
+
+def test_what_is_refused(desk: Desk) -> None:
+    (command,) = (text for text in blocks("bash", "curl") if "--fail" not in text)
+    (message,) = blocks("text")
+    answer = json.loads(desk.run(command))
+    assert message.strip() in answer["message"]
+    assert answer["error_code"] == "INVALID_PARAMETER_VALUE"

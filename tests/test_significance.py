@@ -70,12 +70,6 @@ def test_what_is_no_faster_than_the_margin_seldom_wins(draw: Draw, margin: float
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-def test_equal_programs_hardly_ever_win_against_a_margin(draw: Draw) -> None:
-    test = SequentialTest(confidence=0.95, margin=0.02, max_turns=32)
-    assert verdicts(test, draw, 1.0).count(Verdict.FASTER) / NUM_CONTESTS <= 0.05
-
-
-@pytest.mark.parametrize("draw", DRAWS)
 def test_what_saves_more_than_the_margin_seldom_loses(draw: Draw) -> None:
     test = SequentialTest(confidence=0.95, margin=0.02, max_turns=32)
     assert verdicts(test, draw, 0.9799).count(Verdict.NOT_FASTER) / NUM_CONTESTS <= limit(0.05)
@@ -100,13 +94,6 @@ def test_looks_that_are_not_corrected_would_err_more_often() -> None:
 def test_clear_cases_are_decided(true_ratio: float, verdict: Verdict) -> None:
     test = SequentialTest(confidence=0.95, margin=0.02, max_turns=32)
     assert verdicts(test, _normal, true_ratio, 200).count(verdict) >= 195
-
-
-def test_a_large_difference_needs_few_turns() -> None:
-    test = SequentialTest(confidence=0.95, margin=0.02, max_turns=32)
-    rng = np.random.default_rng(0)
-    _, ratio = contest(test, 0.5 * _normal(rng, 32), _normal(rng, 32))
-    assert ratio.num_turns == 4
 
 
 def test_the_interval_holds_the_true_ratio() -> None:

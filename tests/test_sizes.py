@@ -43,7 +43,7 @@ from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.evaluation.benches import require_harmless_padding
 from ansor_mlflow.steps.promotion.contest import Contender, common_sizes
 from ansor_mlflow.steps.promotion.promote import _errors
-from ansor_mlflow.tensors import OPEN, Arrays, NetworkShapes, TensorSpec, random_inputs
+from ansor_mlflow.tensors import OPEN, Arrays, NetworkShapes, TensorSpec
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -94,7 +94,6 @@ def lowered(network: Network, host_target: Target) -> LoweredNetwork:
 
 
 def compile_in(directory: Path, network: Network, lowered: LoweredNetwork, target: Target) -> CompiledNetwork:
-    """The network without tuning."""
     onnx.save(network.model, directory / "network.onnx")
     return replace(compiled_untuned(network, lowered, target, directory), network=directory / "network.onnx")
 
@@ -164,16 +163,9 @@ def test_sizes_that_are_none(tmp_path: Path, shapes: dict[str, Any], message: st
         load_network(str(saved_network(tmp_path)), input_shapes=shapes)
 
 
-@pytest.mark.parametrize(
-    ("name", "shapes", "message"),
-    [
-        ("mlp", {"data": [[1, 2], 784]}, "mlp several sizes, but its graph is made for one; give an ONNX file"),
-        ("dense:1,8,8", {"data": [[1, 2], 8]}, "dense:1,8,8 several sizes, but its graph is made for one"),
-    ],
-)
-def test_a_graph_that_is_generated_has_one_size(name: str, shapes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserInputError, match=message):
-        load_network(name, input_shapes=shapes)
+def test_a_graph_that_is_generated_has_one_size() -> None:
+    with pytest.raises(UserInputError, match="mlp several sizes, but its graph is made for one; give an ONNX file"):
+        load_network("mlp", input_shapes={"data": [[1, 2], 784]})
 
 
 def test_what_differs_between_sizes_is_open(network: Network) -> None:
@@ -181,23 +173,6 @@ def test_what_differs_between_sizes_is_open(network: Network) -> None:
     assert network.outputs == (TensorSpec("hidden", (1, OPEN, WIDTH), "float32"), TensorSpec("total", (1,), "float32"))
     assert [size.inputs[0].shape for size in network.sizes] == [(1, length) for length in LENGTHS]
     assert [size.outputs[0].shape for size in network.sizes] == [(1, length, WIDTH) for length in LENGTHS]
-
-
-def test_the_model_of_each_size_is_static(network: Network) -> None:
-    for size, model in zip(network.sizes, network.models(), strict=True):
-        inputs = random_inputs(size.inputs, seed=0)
-        assert [dim.dim_value for dim in model.graph.input[0].type.tensor_type.shape.dim] == list(inputs["ids"].shape)
-        assert [dim.dim_value for dim in model.graph.output[0].type.tensor_type.shape.dim][1] == inputs["ids"].shape[1]
-
-
-def test_the_batch_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "two.onnx"
-    nodes = [helper.make_node("Identity", [name], [f"{name}_out"]) for name in ("x", "y")]
-    inputs = [tensor("x", ("batch", 3)), tensor("y", ("length",))]
-    onnx.save(make_model(nodes, inputs, [tensor("x_out", None), tensor("y_out", None)], {}), path)
-    network = load_network(str(path), input_shapes={"y": [[2, 4]]})
-    assert [spec.shape for spec in network.inputs] == [(1, 3), (OPEN,)]
-    assert sum("its batch is dynamic" in message for message in caplog.messages) == 1
 
 
 def test_values_are_fixed_in_all_sizes(tmp_path: Path) -> None:
@@ -210,17 +185,6 @@ def test_values_are_fixed_in_all_sizes(tmp_path: Path) -> None:
     onnx.save(network.model, path)
     (y,) = ReferenceSession(path, 1).run({"x": np.ones((1, 4), np.float32)}).values()
     assert y.tolist() == [[3.0] * 4]
-
-
-def test_a_copy_of_the_network_has_the_same_sizes(network: Network, tmp_path: Path) -> None:
-    onnx.save(network.model, tmp_path / "words.onnx")
-    copy = load_network(str(tmp_path / "words.onnx"), input_shapes=TOKENS)
-    assert (copy.inputs, copy.outputs, copy.sizes, copy.sha256) == (
-        network.inputs,
-        network.outputs,
-        network.sizes,
-        network.sha256,
-    )
 
 
 def test_bisect_takes_one_size(tmp_path: Path) -> None:
@@ -366,23 +330,11 @@ def test_callers_of_different_sizes_do_not_disturb_each_other(model: TunedModel,
             assert_right(outputs, given_, network)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
-        (
-            {"ids": np.zeros((1, 17), np.int64)},
-            "inputs ids 1×17: the model was compiled for ids 1×4; ids 1×8; ids 1×16",
-        ),
-        (
-            {"ids": np.zeros((2, 4), np.int64)},
-            r"input 'ids' is int64 \(2, 4\): the model expects 'ids': int64 \(1, -1\)",
-        ),
-        ({"ids": np.zeros((1, 4), np.int32)}, r"input 'ids' is int32 \(1, 4\)"),
-    ],
-)
-def test_inputs_of_no_size(model: TunedModel, inputs: dict[str, np.ndarray], message: str) -> None:
-    with pytest.raises(UserInputError, match=message):
-        model.run(inputs)
+def test_inputs_of_no_size(model: TunedModel) -> None:
+    with pytest.raises(UserInputError, match="inputs ids 1×17: the model was compiled for ids 1×4; ids 1×8; ids 1×16"):
+        model.run({"ids": np.zeros((1, 17), np.int64)})
+    with pytest.raises(UserInputError, match=r"'ids' is int64 \(2, 4\): the model expects 'ids': int64 \(1, -1\)"):
+        model.run({"ids": np.zeros((2, 4), np.int64)})
 
 
 def test_rows_of_any_size_are_run_one_after_the_other(model: TunedModel, network: Network) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -24,14 +24,16 @@ from ansor_mlflow.model.manifest import LibraryEntry, Manifest
 from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.networks.onnx_file import write_onnx
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.sketches.contraction import find_contraction
+from ansor_mlflow.sketches.contraction import Contraction, find_contraction
 from ansor_mlflow.sketches.estimate import Machine
 from ansor_mlflow.sketches.register_tile import RegisterTiling
-from ansor_mlflow.sketches.sketch import ANNOTATION, decision_text, find_programs
+from ansor_mlflow.sketches.sketch import ANNOTATION, Programs, decision_text, find_programs
 from ansor_mlflow.tensors import random_inputs
 
 if TYPE_CHECKING:
     from tvm import te
+    from tvm.ir import IRModule
+    from tvm.s_tir import Schedule
     from tvm.target import Target
 
 OTHERS = ["llvm -mcpu=x86-64", "llvm -mcpu=haswell"]
@@ -44,6 +46,30 @@ def tasks_of(network: str, target: Target) -> tuple[TuningTask, ...]:
 
 def conv_task(network: str, target: Target) -> TuningTask:
     return max(tasks_of(network, target), key=lambda task: task.info.flops)
+
+
+def contraction_of(mod: IRModule) -> Contraction:
+    found = find_contraction(mod)
+    assert found is not None
+    return found
+
+
+def programs_of(mod: IRModule, target: Target) -> Programs:
+    programs = find_programs(mod, target)
+    assert programs is not None
+    return programs
+
+
+def program_of(programs: Programs, tile: Any) -> Schedule:
+    program = programs.program(tile)
+    assert program is not None
+    return program
+
+
+def first_program(mod: IRModule, target: Target) -> Schedule:
+    program = programs_of(mod, target).first()
+    assert program is not None
+    return program
 
 
 def error_without_trials(network: str, target: Target, directory: Path) -> float:
@@ -68,36 +94,24 @@ def error_without_trials(network: str, target: Target, directory: Path) -> float
 
 
 @pytest.mark.parametrize(
-    ("target", "vector_bytes", "num_registers"),
+    ("target", "vector_bytes", "num_registers", "broadcasts"),
     [
-        ("llvm -mcpu=x86-64", 16, 16),
-        ("llvm -mcpu=haswell", 32, 16),
-        ("llvm -mcpu=skylake-avx512", 64, 32),
-        ("llvm -mcpu=neoverse-n1 -mtriple=aarch64-linux-gnu", 16, 32),
+        ("llvm -mcpu=x86-64", 16, 16, False),
+        ("llvm -mcpu=haswell", 32, 16, False),
+        ("llvm -mcpu=skylake-avx512", 64, 32, True),
+        ("llvm -mcpu=neoverse-n1 -mtriple=aarch64-linux-gnu", 16, 32, True),
     ],
 )
-def test_vectors_follow_from_the_target(target: str, vector_bytes: int, num_registers: int) -> None:
+def test_vectors_follow_from_the_target(target: str, vector_bytes: int, num_registers: int, broadcasts: bool) -> None:
     machine = Machine.of(resolve_target(target, 2))
     assert (machine.vector_bytes, machine.num_registers, machine.num_threads) == (vector_bytes, num_registers, 2)
-
-
-@pytest.mark.parametrize(
-    ("target", "is_free"),
-    [
-        ("llvm -mcpu=haswell", False),
-        ("llvm -mcpu=skylake-avx512", True),
-        ("llvm -mcpu=neoverse-n1 -mtriple=aarch64-linux-gnu", True),
-    ],
-)
-def test_a_multiply_add_may_fill_a_vector_with_an_element(target: str, is_free: bool) -> None:
-    assert Machine.of(resolve_target(target, 1)).broadcasts_operands == is_free
+    assert machine.broadcasts_operands == broadcasts
 
 
 def test_an_element_that_fills_a_vector_by_itself_serves_for_several() -> None:
     target = resolve_target("llvm -mcpu=haswell", 2)
     task = conv_task("conv2d:1,28,28,64,32,3,3,1,1", target)
-    found = find_contraction(task.mod)
-    assert found is not None
+    found = contraction_of(task.mod)
     first = RegisterTiling(task.mod, found, Machine.of(target)).tiles()[0]
     assert first.vectors > 1
 
@@ -107,20 +121,13 @@ def test_an_element_that_fills_a_vector_by_itself_serves_for_several() -> None:
 
 def test_a_convolution_is_a_sum_of_products(host_target: Target) -> None:
     task = conv_task("conv2d:1,14,14,32,16,3,3,1,1,bias,relu", host_target)
-    found = find_contraction(task.mod)
-    assert found is not None
+    found = contraction_of(task.mod)
     assert (found.spatial, found.reduction) == ((1, 14, 14, 32), (3, 3, 16))
     assert found.has_padding
     assert found.broadcast is not None
     assert found.shared is not None
     assert found.free_axes == (0, 1, 2)
     assert found.epilogue == ("T_add", "compute")
-
-
-def test_weights_of_a_batch_of_matrices_are_used_again_along_rows_alone(host_target: Target) -> None:
-    found = find_contraction(conv_task("batch_matmul:2,8,16,32", host_target).mod)
-    assert found is not None
-    assert found.free_axes == (1,)
 
 
 def test_a_softmax_is_no_sum_of_products_but_has_programs(host_target: Target) -> None:
@@ -136,8 +143,7 @@ def test_no_sketch_is_for_gpus() -> None:
 
 def test_a_group_of_a_convolution_is_a_sum_of_products(host_target: Target) -> None:
     task = conv_task("conv2d:1,14,14,64,32,3,3,1,1,groups=4", host_target)
-    found = find_contraction(task.mod)
-    assert found is not None
+    found = contraction_of(task.mod)
     assert found.group == 16
     assert found.broadcast is not None
     assert all(
@@ -158,8 +164,7 @@ def test_a_group_of_a_convolution_is_a_sum_of_products(host_target: Target) -> N
 )
 def test_programs_that_waste_the_vectors_are_not_enough(network: str, are_enough: bool, host_target: Target) -> None:
     lowered = lower(load_network(network).model, host_target, LoweringSettings(pad_channels="off"))
-    programs = find_programs(max(lowered.tasks, key=lambda task: task.info.flops).mod, host_target)
-    assert programs is not None
+    programs = programs_of(max(lowered.tasks, key=lambda task: task.info.flops).mod, host_target)
     assert programs.are_enough is are_enough
 
 
@@ -178,8 +183,7 @@ def test_every_tile_fits_into_the_registers(
     host_target: Target, height: int, width: int, channels: int, kernel: int
 ) -> None:
     task = conv_task(f"conv2d:1,{height},{width},{channels},4,{kernel},{kernel},1,{kernel // 2}", host_target)
-    found = find_contraction(task.mod)
-    assert found is not None
+    found = contraction_of(task.mod)
     machine = Machine.of(host_target)
     tiles = RegisterTiling(task.mod, found, machine).tiles()
     assert tiles
@@ -192,19 +196,14 @@ def test_every_tile_fits_into_the_registers(
 
 def test_the_first_tile_keeps_both_threads_busy(host_target: Target) -> None:
     task = conv_task("conv2d:1,28,28,128,64,3,3,1,1", resolve_target("auto", 2))
-    programs = find_programs(task.mod, resolve_target("auto", 2))
-    assert programs is not None
-    program = programs.first()
-    assert program is not None
+    program = first_program(task.mod, resolve_target("auto", 2))
     assert "T.parallel" in program.mod.script()
 
 
 def test_a_program_says_what_it_is_made_of(host_target: Target) -> None:
     task = conv_task("dense:16,32,16,bias", host_target)
-    programs = find_programs(task.mod, host_target)
-    assert programs is not None
-    program = programs.first()
-    assert program is not None
+    programs = programs_of(task.mod, host_target)
+    program = program_of(programs, programs.tiles[0])
     assert programs.tile_of(program) == programs.tiles[0]
     annotation = program.get(program.get_sblock("root")).annotations[ANNOTATION]
     assert str(annotation) == decision_text("register tile", programs.tiles[0])
@@ -215,10 +214,7 @@ def test_traces_replay_in_stock_tvm(host_target: Target) -> None:
     from tvm.s_tir import Schedule
 
     task = conv_task("conv2d:1,13,13,32,16,3,3,1,1,bias", host_target)
-    programs = find_programs(task.mod, host_target)
-    assert programs is not None
-    program = programs.first()
-    assert program is not None
+    program = first_program(task.mod, host_target)
     names = {str(instruction.kind.name) for instruction in program.trace.insts}
     assert not {name for name in names if name.startswith("Sample")}
     again = Schedule(task.mod)
@@ -266,10 +262,8 @@ def test_every_program_of_a_convolution_is_right(
 ) -> None:
     spec = f"conv2d:1,{height},{width},{filters},{channels},{kernel},{kernel},{stride},{kernel // 2},bias,relu"
     task = conv_task(spec, host_target)
-    programs = find_programs(task.mod, host_target)
-    assert programs is not None
-    program = programs.program(programs.tiles[index % len(programs.tiles)])
-    assert program is not None
+    programs = programs_of(task.mod, host_target)
+    program = program_of(programs, programs.tiles[index % len(programs.tiles)])
     assert_same(task.mod, program.mod, host_target)
 
 
@@ -283,11 +277,9 @@ def test_what_follows_the_sums_is_not_unrolled_where_it_is_long(host_target: Tar
     for number in range(10):
         result = topi.abs(topi.subtract(topi.multiply(result, 0.5), tvm.tirx.const(number, "float32")))
     mod = tvm.IRModule({"main": te.create_prim_func([*inputs, result]).with_attr("global_symbol", "main")})
-    programs = find_programs(mod, host_target)
-    assert programs is not None
+    programs = programs_of(mod, host_target)
     for tile in programs.tiles[:: max(1, len(programs.tiles) // 3)]:
-        program = programs.program(tile)
-        assert program is not None
+        program = program_of(programs, tile)
         assert program.mod.script().count("T.fabs") == 10
         assert_same(mod, program.mod, host_target)
 
@@ -301,10 +293,7 @@ def test_a_row_may_need_more_of_a_tensor_than_another_row(host_target: Target) -
     twice = te.compute((64,), lambda i: data[i] * 2.0, "twice")
     mask = te.compute((64, 64), lambda i, j: twice[i] * twice[j], "mask")
     mod = tvm.IRModule({"main": te.create_prim_func([data, mask])})
-    programs = find_programs(mod, host_target)
-    assert programs is not None
-    program = programs.first()
-    assert program is not None
+    program = first_program(mod, host_target)
     assert_same(mod, program.mod, host_target)
 
 
@@ -319,11 +308,9 @@ def test_a_sum_whose_axis_is_kept_is_computed_once_for_a_row(length: int, host_t
     mean = te.compute((4, 8, 1), lambda i, j, _: te.sum(data[i, j, place], axis=place), "mean")
     difference = te.compute(data.shape, lambda i, j, k: data[i, j, k] - mean[i, j, 0], "difference")
     mod = tvm.IRModule({"main": te.create_prim_func([data, difference])})
-    programs = find_programs(mod, host_target)
-    assert programs is not None
+    programs = programs_of(mod, host_target)
     for tile in programs.tiles:
-        program = programs.program(tile)
-        assert program is not None
+        program = program_of(programs, tile)
         sums = [name for name in ("mean", "mean_update", "mean_rf_update") if f'"{name}"' in program.mod.script()]
         assert sums
         for name in sums:
@@ -340,10 +327,7 @@ def test_functions_of_functions_are_computed_one_after_the_other(host_target: Ta
     gates = [te.placeholder((2, 64), "float32", f"gate{number}") for number in range(3)]
     state = topi.add(topi.multiply(topi.sigmoid(gates[0]), topi.tanh(gates[1])), topi.sigmoid(gates[2]))
     mod = tvm.IRModule({"main": te.create_prim_func([*gates, topi.tanh(state)])})
-    programs = find_programs(mod, host_target)
-    assert programs is not None
-    program = programs.first()
-    assert program is not None
+    program = first_program(mod, host_target)
     (line,) = (line for line in program.mod.script().splitlines() if "] = T.tanh(" in line and "sigmoid" not in line)
     assert "T.vectorized(" in program.mod.script()
     assert "tanh" not in line.partition("T.tanh(")[2]
@@ -358,10 +342,7 @@ def test_a_concatenation_is_copied_in_vectors(sizes: tuple[int, int], host_targe
 
     inputs = [te.placeholder((3, 7, size), "float32", f"input{size}") for size in sizes]
     mod = tvm.IRModule({"main": te.create_prim_func([*inputs, topi.nn.relu(topi.concatenate(inputs, axis=-1))])})
-    programs = find_programs(mod, host_target)
-    assert programs is not None
-    program = programs.first()
-    assert program is not None
+    program = first_program(mod, host_target)
     assert ("T.unroll(" in program.mod.script()) == (sum(sizes) < 512)
     assert_same(mod, program.mod, host_target)
 
@@ -398,12 +379,10 @@ def test_a_transposition_goes_over_blocks_of_columns(
     result = topi.transpose(data, order)
     arguments = [data, other, topi.add(result, other)] if added else [data, result]
     mod = tvm.IRModule({"main": te.create_prim_func(arguments)})
-    programs = find_programs(mod, host_target)
-    assert programs is not None
+    programs = programs_of(mod, host_target)
     assert columns is None or (programs.tiles[0].columns or 0) == columns
     for tile in programs.tiles:
-        program = programs.program(tile)
-        assert program is not None
+        program = program_of(programs, tile)
         assert_same(mod, program.mod, host_target)
 
 
@@ -418,10 +397,7 @@ def test_a_split_has_vectors_in_each_result(shape: tuple[int, ...], axis: int, h
     third = shape[axis] // 3
     results = topi.split(topi.reshape(data, shape), [third, 2 * third], axis=axis)
     mod = tvm.IRModule({"main": te.create_prim_func([data, *results])})
-    programs = find_programs(mod, host_target)
-    assert programs is not None
-    program = programs.first()
-    assert program is not None
+    program = first_program(mod, host_target)
     assert program.mod.script().count("T.vectorized(") == (3 if shape[-1] % 48 == 0 else 0)
     assert_same(mod, program.mod, host_target, num_results=3)
 
@@ -442,11 +418,9 @@ def test_other_types_are_right(dtype: str, sum_dtype: str, kind: str, host_targe
         result = topi.matmul(*inputs) if dtype == sum_dtype else _matmul(*inputs, sum_dtype)
     mod = tvm.IRModule({"main": te.create_prim_func([*inputs, result]).with_attr("global_symbol", "main")})
     assert find_contraction(mod) is not None
-    programs = find_programs(mod, host_target)
-    assert programs is not None
+    programs = programs_of(mod, host_target)
     for tile in programs.tiles[:: max(1, len(programs.tiles) // 3)]:
-        program = programs.program(tile)
-        assert program is not None
+        program = program_of(programs, tile)
         assert_same(mod, program.mod, host_target, 1e-2 if sum_dtype == "float16" else TOLERANCE)
 
 
@@ -467,8 +441,5 @@ def test_programs_compile_for_other_machines() -> None:
 
     target = resolve_target("llvm -mcpu=neoverse-n1 -mtriple=aarch64-linux-gnu", 4)
     task = conv_task("conv2d:1,13,13,24,16,3,3,1,1,bias,relu", target)
-    programs = find_programs(task.mod, target)
-    assert programs is not None
-    program = programs.first()
-    assert program is not None
+    program = first_program(task.mod, target)
     assert "fmla" in build(program.mod, target=target, pipeline=tir_pipeline(target)).inspect_source("s")

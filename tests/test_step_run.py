@@ -74,12 +74,6 @@ def test_a_description_shows_whole_commands_or_none() -> None:
         assert ("parameters are those of the run" in note) == (length != 10)  # whether MLflow cuts one or not
 
 
-def test_metrics_have_five_significant_digits() -> None:
-    with step_run("evaluate", OPTIONS, "measured") as run:
-        run.log_metrics({names.LATENCY_MS: 0.0501479912, names.WARM_START_APPLIED: 1234567})
-    assert mlflow.get_run(run.run_id).data.metrics == {names.LATENCY_MS: 0.050148, names.WARM_START_APPLIED: 1234567}
-
-
 def test_credentials_in_uris_stay_out_of_params_tags_and_messages() -> None:
     options = EvaluateOptions(model_uri="https://bob:hunter@2@host/model")
     with step_run("evaluate", options, f"evaluate {options.model_uri}") as run:
@@ -144,7 +138,6 @@ def test_an_address_is_that_of_the_server_without_credentials(monkeypatch: pytes
 
 
 def fail(step: str, options: Options, error: BaseException, *, with_records: bool = True) -> tuple[StepRun, list[str]]:
-    """Opens a run that ends with an error; returns it, and the lines below the error."""
     try:
         with step_run(step, options, step) as run:
             if with_records:

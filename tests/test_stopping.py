@@ -1,8 +1,8 @@
-"""Budgets of trials and of time are kept exactly; a task that no longer improves leaves its trials to the others."""
+"""Budgets are kept exactly, trials go where the network gains most, and a task that no longer improves is left."""
 
 from __future__ import annotations
 
-import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,30 +23,16 @@ from ansor_mlflow.tuning.job import TuningJob, tune_job
 from ansor_mlflow.tuning.stopping import (
     MAX_BARREN_ROUNDS,
     NOISE,
+    GradientScheduler,
     StoppingRules,
     require_valid_trials,
     resolve_num_trials,
 )
-from ansor_mlflow.workers.measure import RunJob
 
 if TYPE_CHECKING:
     from tvm.target import Target
 
-
 # -- budgets ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("trials", [2, 3, 4, 9, 21])
-def test_exactly_the_budget_is_measured(
-    dense: LoweredNetwork, host_target: Target, tmp_path: Path, trials: int
-) -> None:
-    builder = FakeBuilder()
-    result = tune(dense, host_target, tmp_path, builder=builder, trials=trials)
-    assert result.total_trials == len(builder.mods) == len(read_records(tmp_path)) == trials
-    assert result.stop_reason == StopReason.TRIALS
-    assert {task.stop_reason for task in result.tasks} == {StopReason.TRIALS}
-    assert all(task.total_trials for task in result.tasks)
-    require_valid_trials(result)
 
 
 def test_a_budget_below_the_number_of_tasks_says_how_much_is_needed(
@@ -66,13 +52,6 @@ def test_auto_is_the_presets_number_for_every_task(preset: str, of_sketch: int, 
     assert resolve_num_trials(options, 10) == 10 * of_metaschedule
     assert resolve_num_trials(options, 10, num_sketched=10) == 10 * of_sketch
     assert resolve_num_trials(options, 10, num_sketched=4) == 4 * of_sketch + 6 * of_metaschedule
-
-
-def test_the_budget_of_a_task(dense: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:
-    result = tune(dense, host_target, tmp_path, trials=100, trials_per_task=6)
-    assert [task.total_trials for task in result.tasks] == [6, 6]
-    assert [task.stop_reason for task in result.tasks] == [StopReason.TRIALS, StopReason.TRIALS]
-    assert result.stop_reason == StopReason.TRIALS
 
 
 def test_a_limit_for_each_task_limits_the_whole() -> None:
@@ -109,29 +88,7 @@ def test_with_a_limit_of_time_a_round_is_no_longer_than_what_is_left() -> None:
     assert stopping.round_limit(state, 0, total_trials=114, elapsed_s=57) == 6  # half a second a trial
 
 
-class SlowRunner(FakeRunner):
-    """A `FakeRunner` that takes a while for each library."""
-
-    def run(self, jobs: Sequence[RunJob]) -> list[Outcome[tuple[float, ...]]]:
-        """See `Runner.run`."""
-        time.sleep(0.3 * len(jobs))
-        return super().run(jobs)
-
-
-def test_every_task_gets_a_small_round_before_the_time_is_over(
-    dense: LoweredNetwork, host_target: Target, tmp_path: Path
-) -> None:
-    notebook, limits = Notebook(tmp_path), {"trials": 2000, "num_trials_per_round": 32, "max_minutes": 0.1}
-    result = tune(dense, host_target, tmp_path, runner=SlowRunner(), observers=[notebook], **limits)
-    assert result.stop_reason == StopReason.MINUTES
-    assert [task.info.name for task in result.tasks if task.total_trials] == [t.info.name for t in result.tasks]
-    assert set(notebook.tasks[:2]) == {task.info.name for task in result.tasks}
-    assert len(notebook.rounds[0]) < 8
-    require_valid_trials(result)
-
-
 def ended(stop_reason: str, *best_s: float | None) -> TuningResult:
-    """A tuning of tasks with these best times."""
     tasks = tuple(
         TaskState(info=TaskInfo(index=i, name=f"t{i}", weight=1, flops=1e6, workload_hash=f"{i}"), best_s=seconds)
         for i, seconds in enumerate(best_s)
@@ -204,7 +161,6 @@ def rules(**options: Any) -> StoppingRules:
 
 
 def reasons(stopping: StoppingRules, best_s: Sequence[float | None]) -> list[str]:
-    """What the rules say of a task after each round, whose best times these are."""
     state = TaskState(info=TaskInfo(index=0, name="t", weight=1, flops=1e6, workload_hash="t"))
     found = []
     for seconds in best_s:
@@ -242,13 +198,6 @@ def test_small_gains_that_never_end_are_no_plateau() -> None:
     assert set(reasons(rules(patience=3), [(1 - NOISE / 2) ** number for number in range(100)])) == {""}
 
 
-def test_the_limit_of_a_task_comes_before_its_plateau() -> None:
-    state = TaskState(info=TaskInfo(index=0, name="t", weight=1, flops=1e6, workload_hash="t"))
-    stopping = rules(patience=1, trials_per_task=1)
-    state.add(Trial(step=1, task="t", status=TrialStatus.OK, run_s=(1.0,)))
-    assert stopping.stop_reason_of(state) == StopReason.TRIALS
-
-
 def test_trials_of_a_task_on_a_plateau_go_to_one_that_improves(
     dense: LoweredNetwork, host_target: Target, tmp_path: Path
 ) -> None:
@@ -276,3 +225,117 @@ def test_a_tuning_ends_when_every_task_is_on_a_plateau(
     assert [task.stop_reason for task in result.tasks] == [StopReason.PLATEAU] * 2
     assert [task.total_trials for task in result.tasks] == [3 * 4] * 2
     require_valid_trials(result)
+
+
+def make_tasks(*weights: int, names: tuple[str, ...] = ()) -> list[TaskState]:
+    return [
+        TaskState(
+            info=TaskInfo(
+                index=index,
+                name=names[index] if names else "fused_conv2d_add_relu",
+                weight=weight,
+                flops=1e9,
+                workload_hash=str(index),
+            )
+        )
+        for index, weight in enumerate(weights)
+    ]
+
+
+def give_round(scheduler: GradientScheduler, task: TaskState, best_s: float | None) -> None:
+    task.best_s = best_s
+    scheduler.round_finished(task)
+
+
+def picks(scheduler: GradientScheduler, tasks: list[TaskState], num_picks: int = 200) -> Counter[int | None]:
+    return Counter(scheduler.next_task(tasks) for _ in range(num_picks))
+
+
+def test_first_pass_covers_every_task_and_the_one_with_the_most_operations_first() -> None:
+    tasks = make_tasks(2, 100, 1, 50)
+    scheduler = GradientScheduler(len(tasks), seed=0)
+    order = []
+    for _ in tasks:
+        index = scheduler.next_task(tasks)
+        assert index is not None
+        order.append(index)
+        give_round(scheduler, tasks[index], 1e-3)
+    assert order == [1, 3, 0, 2]
+
+
+def test_the_heavier_of_two_like_tasks_is_preferred() -> None:
+    tasks = make_tasks(1, 5, 1)
+    scheduler = GradientScheduler(3, seed=0)
+    for task in tasks:
+        give_round(scheduler, task, 1e-3)
+    assert picks(scheduler, tasks)[1] > 180
+
+
+def test_the_slower_of_two_like_tasks_is_preferred() -> None:
+    """Its peer shows what the operator can reach."""
+    tasks = make_tasks(1, 1)
+    scheduler = GradientScheduler(2, seed=0)
+    for task, best_s in zip(tasks, (1e-3, 9e-3), strict=True):
+        give_round(scheduler, task, best_s)
+    assert picks(scheduler, tasks)[1] > 180
+
+
+def test_a_task_that_still_improves_is_preferred_to_one_that_stands_still() -> None:
+    tasks = make_tasks(1, 1, names=("fused_conv2d_add", "fused_matmul_add"))
+    scheduler = GradientScheduler(2, seed=0)
+    for best_s in (9e-3, 8e-3, 7e-3, 6e-3, 5e-3):
+        give_round(scheduler, tasks[0], 5e-3)
+        give_round(scheduler, tasks[1], best_s)
+    assert picks(scheduler, tasks)[1] > 180
+
+
+def test_every_task_is_visited_again_now_and_then() -> None:
+    tasks = make_tasks(1000, 1)
+    scheduler = GradientScheduler(2, seed=0)
+    for task in tasks:
+        give_round(scheduler, task, 1e-3)
+    assert 0 < picks(scheduler, tasks, 1000)[1] < 100
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_finished_task_is_skipped(measured: bool) -> None:
+    tasks = make_tasks(100, 1)
+    scheduler = GradientScheduler(2, seed=0)
+    if measured:
+        for task in tasks:
+            give_round(scheduler, task, 1e-3)
+    tasks[0].stop_reason = StopReason.TRIALS
+    assert set(picks(scheduler, tasks)) == {1}
+
+
+def test_a_task_that_is_being_measured_is_not_picked() -> None:
+    tasks = make_tasks(100, 1)
+    scheduler = GradientScheduler(2, seed=0)
+    assert scheduler.next_task(tasks, busy={0}) == 1
+    for task in tasks:
+        give_round(scheduler, task, 1e-3)
+    assert {scheduler.next_task(tasks, busy={0}) for _ in range(100)} == {1}
+    tasks[1].stop_reason = StopReason.PLATEAU
+    assert scheduler.next_task(tasks, busy={0}) is None
+
+
+def test_nothing_is_left_when_every_task_is_finished() -> None:
+    tasks = make_tasks(1, 1)
+    scheduler = GradientScheduler(2, seed=0)
+    for task in tasks:
+        task.stop_reason = StopReason.SPACE_EXHAUSTED
+    assert scheduler.next_task(tasks) is None
+    assert GradientScheduler(0, seed=0).next_task([]) is None
+
+
+def test_a_task_without_valid_trials_does_not_keep_the_others_waiting() -> None:
+    tasks = make_tasks(1, 1, 1)
+    scheduler = GradientScheduler(3, seed=0)
+    rounds: Counter[int] = Counter()
+    for _ in range(100):
+        index = scheduler.next_task(tasks)
+        assert index is not None
+        rounds[index] += 1
+        give_round(scheduler, tasks[index], None if index == 1 else 1e-3)
+    assert 4 <= rounds[1] < 15
+    assert min(rounds[0], rounds[2]) > 30

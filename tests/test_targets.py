@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import re
 import shlex
 import string
@@ -15,11 +14,7 @@ from hypothesis import strategies as st
 
 from ansor_mlflow.device.cpu import missing_instructions
 from ansor_mlflow.device.device import Device
-from ansor_mlflow.device.fingerprints import (
-    DeviceFingerprint,
-    fingerprint,
-    why_not_runnable,
-)
+from ansor_mlflow.device.fingerprints import DeviceFingerprint, fingerprint, why_not_runnable
 from ansor_mlflow.device.targets import parse_target, resolve_target
 from ansor_mlflow.errors import MachineError, UserInputError
 
@@ -36,10 +31,7 @@ if TYPE_CHECKING:
         ("llvm", "llvm"),
         ("  aws/cpu/c5.9xlarge ", "aws/cpu/c5.9xlarge"),
         ('{"kind": "llvm", "num-cores": 2}', {"kind": "llvm", "num-cores": 2}),
-        (
-            "llvm -mcpu=skylake-avx512 -num-cores 2",
-            {"kind": "llvm", "mcpu": "skylake-avx512", "num-cores": 2},
-        ),
+        ("llvm -mcpu=skylake-avx512 -num-cores 2", {"kind": "llvm", "mcpu": "skylake-avx512", "num-cores": 2}),
         ("llvm --mcpu=znver4 --num-cores=4", {"kind": "llvm", "mcpu": "znver4", "num-cores": 4}),
         ("llvm -libs=a,b -mattr +avx2,-fma", {"kind": "llvm", "libs": ["a", "b"], "mattr": ["+avx2", "-fma"]}),
         ("c -link-params -keys=cpu", {"kind": "c", "link-params": True, "keys": ["cpu"]}),
@@ -122,19 +114,6 @@ def test_auto_is_this_hosts_cpu_with_the_number_of_threads() -> None:
     assert attributes["num-cores"] == 3
 
 
-@pytest.mark.parametrize(
-    ("spec", "num_cores"),
-    [
-        ("llvm", 3),
-        ("llvm -mcpu=skylake-avx512", 3),
-        ("llvm -mcpu=skylake-avx512 -num-cores 2", 2),
-        ('{"kind": "llvm", "num-cores": 5}', 5),
-    ],
-)
-def test_target_keeps_the_number_of_cores_it_names(spec: str, num_cores: int) -> None:
-    assert attributes_of(resolve_target(spec, 3))["num-cores"] == num_cores
-
-
 @pytest.mark.parametrize(("spec", "opt_level"), [("auto", 2), ("llvm", 2), ("llvm -opt-level=3", 3)])
 def test_target_keeps_the_optimisation_level_it_names(spec: str, opt_level: int) -> None:
     assert attributes_of(resolve_target(spec, 3))["opt-level"] == opt_level
@@ -159,13 +138,6 @@ def test_number_of_cores_must_be_positive() -> None:
 # -- fingerprints ----------------------------------------------------------------------------------------------------
 
 
-def test_fingerprint_survives_json(host_target: Target) -> None:
-    device = fingerprint(host_target, 2)
-    again = DeviceFingerprint.from_dict(json.loads(device.to_json()))
-    assert again == device
-    assert again.name == device.name
-
-
 def test_name_of_a_fingerprint_tells_devices_apart(host_target: Target) -> None:
     one, two = fingerprint(host_target, 1), fingerprint(host_target, 2)
     other = fingerprint(resolve_target("llvm -mcpu=skylake-avx512", 2), 2)
@@ -173,12 +145,6 @@ def test_name_of_a_fingerprint_tells_devices_apart(host_target: Target) -> None:
     assert two.name.startswith("llvm-")
     assert "-x2-" in two.name
     assert set(two.name) <= set(string.ascii_letters + string.digits + "-_.")
-
-
-def test_short_description() -> None:
-    assert fingerprint(resolve_target("llvm -mcpu=znver4", 2), 2).description == "llvm znver4 ×2"
-    assert fingerprint(resolve_target("llvm", 1), 1).description == "llvm ×1"
-    assert fingerprint(resolve_target("cuda -arch=sm_90", 4), 4).description == "cuda sm_90"
 
 
 def test_code_for_this_host_runs_here(host_target: Target) -> None:
@@ -212,12 +178,6 @@ def test_only_instructions_can_be_missing(needed: tuple[str, ...], missing: list
     """LLVM lists the hints for its own scheduling among a CPU's features; they differ from model to model."""
     assert missing_instructions(needed, ["cx16"]) == missing
     assert missing_instructions(needed, needed) == []
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels of x86-64")
-def test_code_for_the_level_of_an_older_cpu_runs_here() -> None:
-    Device.of(resolve_target("llvm -mcpu=x86-64", 1), 1).require_measurable_here()
-    Device.of(resolve_target("llvm -mcpu=x86-64-v2", 1), 1).require_measurable_here()
 
 
 def test_target_of_another_device_cannot_be_measured_here() -> None:

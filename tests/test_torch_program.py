@@ -17,7 +17,6 @@ from helpers.commands import run as run_command
 from ansor_mlflow import names
 from ansor_mlflow.errors import NotFasterError, UndecidedError, UserInputError
 from ansor_mlflow.networks.load import Network, load_network
-from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import Arrays
 from ansor_mlflow.tracking import sources
 
@@ -26,7 +25,6 @@ pytestmark = pytest.mark.nightly
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that `helpers.torch_models.write` filled."""
     from helpers import torch_models
 
     directory = tmp_path_factory.mktemp("programs")
@@ -36,7 +34,6 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Temporary files of this process are removed."""
     directory = tmp_path / "scratch"
     directory.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
@@ -87,15 +84,6 @@ def test_a_program_computes_what_pytorch_does(programs: Path, name: str, case: s
     # its sizes are numbers, and nothing names files of this machine
     assert not {node.op_type for node in network.model.graph.node} & {"Shape", "Range", "If", "Loop"}
     assert not any(node.metadata_props for node in network.model.graph.node)
-
-
-def test_a_program_is_a_rival_when_it_is_compiled(programs: Path) -> None:
-    from helpers import torch_models
-
-    inputs, expected = example(programs / "nested-fixed.npz")
-    outputs = in_child_process(torch_models.compute_as_rival, (programs / "nested.pt2", inputs))
-    for actual, wanted in zip(outputs.values(), expected, strict=True):
-        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
 
 
 def test_a_program_in_memory() -> None:

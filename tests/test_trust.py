@@ -37,7 +37,6 @@ def hostile(tmp_path: Path) -> Path:
 
 
 def model_of_mlflow(directory: Path, name: str, contents: bytes) -> Path:
-    """A folder with the flavor pytorch, as MLflow writes it."""
     (directory / "data").mkdir(parents=True)
     (directory / "data" / name).write_bytes(contents)
     flavors = {"pytorch": {"model_data": "data", "pytorch_version": "2.13.0", "code": None}}

@@ -151,7 +151,6 @@ def test_64_bits_are_left_to_the_c_library(host_target: Target) -> None:
 
 
 def calls_in(mod: Any, target: Target, config: dict[str, bool] | None = None) -> set[str]:
-    """The C library's functions that the assembly of a module names."""
     import tvm
 
     with tvm.transform.PassContext(config=pass_config(target) if config is None else config):
@@ -214,19 +213,6 @@ def test_an_activation_is_computed_as_by_onnxruntime_and_without_a_call(case: st
     assert calls_in(lowered.mod, host_target) == set()
 
 
-def test_silu_is_computed_as_by_onnxruntime(host_target: Target) -> None:
-    graph = helper.make_graph(
-        [helper.make_node("Sigmoid", ["x"], ["s"]), helper.make_node("Mul", ["x", "s"], ["y"])],
-        "silu",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, (16, 64))],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, (16, 64))],
-    )
-    model = helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
-    data = {"x": 8 * np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)}
-    lowered = assert_computes_the_same(model, host_target, data)
-    assert calls_in(lowered.mod, host_target) == set()
-
-
 @pytest.mark.parametrize("masked", [0, 1, 63, 64])
 def test_softmax_with_a_mask(masked: int, host_target: Target) -> None:
     """What is masked has no share; a row that is masked altogether gives what ONNX Runtime gives."""
@@ -242,13 +228,11 @@ def test_softmax_with_a_mask(masked: int, host_target: Target) -> None:
 
 
 def called_by(library: Path) -> set[str]:
-    """The C library's functions that a shared library names."""
     return {name for name in CALLS if name.encode() in library.read_bytes().split(b"\0")}
 
 
 @pytest.fixture(scope="module")
 def attention() -> onnx.ModelProto:
-    """A softmax and a Gelu, each with a product of matrices before it."""
     rng = np.random.default_rng(0)
     weights = {"first": rng.normal(size=(32, 48)), "second": rng.normal(size=(48, 32))}
     graph = helper.make_graph(

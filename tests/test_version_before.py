@@ -44,7 +44,6 @@ NETWORKS = ["small", "small", "parts", "rows"]
 
 @pytest.fixture(scope="module")
 def restored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The store, here and now."""
     directory = tmp_path_factory.mktemp("earlier")
     with tarfile.open(fileobj=io.BytesIO(ARCHIVE.read_bytes())) as archive:
         archive.extractall(directory, filter="data")
@@ -69,7 +68,6 @@ def store(restored: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def runs_of(step: str) -> list[Any]:
-    """The runs of a step, oldest first."""
     return mlflow.search_runs(
         search_all_experiments=True,
         filter_string=f"tags.`{names.TAG_STEP}` = '{step}'",
@@ -79,7 +77,6 @@ def runs_of(step: str) -> list[Any]:
 
 
 def model_uris() -> list[str]:
-    """The models of the earlier version, oldest first."""
     return [run.data.tags[names.TAG_MODEL_URI] for run in runs_of("compile")[: len(NETWORKS)]]
 
 

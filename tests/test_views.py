@@ -14,7 +14,7 @@ import mlflow
 import pytest
 
 from ansor_mlflow import names
-from ansor_mlflow.parameters import EvaluateOptions, TuneOptions
+from ansor_mlflow.parameters import EvaluateOptions
 from ansor_mlflow.tracking import views
 from ansor_mlflow.tracking.run import step_run
 from ansor_mlflow.tracking.views import VIEWS, SavedView, ensure_views
@@ -47,7 +47,6 @@ def decoded(value: str) -> dict[str, Any]:
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes then is as in another process."""
     monkeypatch.setattr(views, "_seen", set())
 
 
@@ -119,45 +118,6 @@ def test_a_failure_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert re.match("the experiment 987654321 gets no saved views: .*987654321", message)
 
 
-def test_what_they_show_is_what_is_logged() -> None:
-    state = LEADERBOARD.state
-    assert state["selectedColumns"] == [
-        "metrics.`latency_ms`",
-        "metrics.`speedup_vs_best`",
-        "metrics.`speedup_vs_untuned`",
-        "metrics.`best_latency_ms`",
-        "metrics.`trials/measured`",
-        "tags.`ansor.target`",
-        "tags.`ansor.network`",
-        "tags.`ansor.best_rival`",
-        "params.`strategy`",
-        "tags.`ansor.unreliable`",
-    ]
-    assert (state["orderByKey"], state["orderByAsc"]) == ("metrics.`latency_ms`", True)
-    charts = CHARTS.state["compareRunCharts"]
-    assert [(chart["type"], chart.get("metricKey")) for chart in charts] == [
-        ("LINE", "best_latency_ms"),
-        ("PARALLEL", None),
-        ("BAR", "confirmed_latency_ms"),
-        ("LINE", "speed/trials_per_minute"),
-        ("BAR", "trials/build_failed"),
-        ("BAR", "trials/run_failed"),
-        ("BAR", "trials/timed_out"),
-        ("BAR", "trials/crashed"),
-    ]
-    assert set(charts[1]["selectedParams"]) == {"num_trials", "strategy", "cost_model", "num_trials_per_round"}
-    assert set(charts[1]["selectedParams"]) - {"num_trials"} <= set(TuneOptions.model_fields)
-    assert charts[1]["selectedMetrics"] == ["best_latency_ms"]  # what the runs of a tuning have
-
-
-@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.key)
-def test_a_column_has_a_width(view: SavedView) -> None:
-    order = view.state["columnOrder"]
-    assert order == ["attributes.`Run Name`", *view.state["selectedColumns"]]
-    assert list(view.state["columnWidths"]) == order
-    assert all(width > 100 for width in view.state["columnWidths"].values())
-
-
 def make_run(
     experiment_id: str, tags: dict[str, str], latency_ms: float | None = None, status: str = "FINISHED"
 ) -> str:
@@ -191,20 +151,11 @@ def test_the_leaderboard_has_what_was_measured_and_nothing_else(new_experiment: 
 
 
 def test_the_charts_have_every_tuning(new_experiment: str) -> None:
-    """That of a pipeline, too."""
     main = make_run(new_experiment, {names.TAG_STEP: "main"}, 2.0)
     nested = make_run(new_experiment, {names.TAG_STEP: "tune", "mlflow.parentRunId": main})
     alone = make_run(new_experiment, {names.TAG_STEP: "tune"})
     found = mlflow.MlflowClient().search_runs([new_experiment], CHARTS.state["searchFilter"])
     assert {run.info.run_id for run in found} == {nested, alone}
-
-
-def test_every_chart_is_in_a_section_and_mlflow_s_own_are_kept() -> None:
-    charts, sections = CHARTS.state["compareRunCharts"], CHARTS.state["compareRunSections"]
-    assert CHARTS.state["isAccordionReordered"] is True
-    assert {chart["metricSectionId"] for chart in charts} <= {section["uuid"] for section in sections}
-    assert len({chart["uuid"] for chart in charts}) == len(charts)
-    assert [section["name"] for section in sections if section["isGenerated"]] == ["Model metrics", "System metrics"]
 
 
 def test_the_installed_page_knows_every_field() -> None:
@@ -233,6 +184,5 @@ def test_the_installed_page_knows_every_field() -> None:
 
 
 def fields_beside(programs: str, field: str) -> set[str]:
-    """The names in every list of texts that has a name."""
     lists = re.findall(r'\["\w+"(?:,"\w+")*\]', programs)
     return {name for text in lists if f'"{field}"' in text for name in re.findall(r"\w+", text)}

@@ -37,7 +37,6 @@ class Installed:
         return environment(uri, {"PATH": f"{self.python.parent}{os.pathsep}{os.environ['PATH']}"})
 
     def run(self, *command: str) -> Finished:
-        """Runs a program of the environment, which must succeed."""
         program, *arguments = command
         finished = run([str(self.python.parent / program), *arguments], self.directory, self.variables)
         assert finished.exit_code == 0, finished.stderr

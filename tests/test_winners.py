@@ -14,12 +14,11 @@ from helpers.fake_tuning import TaskRunner, read_records, tune
 
 from ansor_mlflow import names
 from ansor_mlflow.device.device import Device
-from ansor_mlflow.device.fingerprints import fingerprint
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.processes import Outcome
-from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE, RecordPair, distill, find_records
+from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
 from ansor_mlflow.testing import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import Trial, TrialStatus, TuningResult
 from ansor_mlflow.tuning.job import TuningJob, tune_job
@@ -54,7 +53,6 @@ class Stage:
 
     @property
     def kept(self) -> set[str]:
-        """The libraries that are still there."""
         return {name for path, name in self.names.items() if path.exists()}
 
     def winner(self, task: int = 0) -> str | None:
@@ -62,7 +60,6 @@ class Stage:
         return self.names[finalist.job.path] if finalist else None
 
     def order(self, runner: FakeRunner) -> str:
-        """What was measured, in order."""
         return "".join(self.names[job.path] for job in runner.jobs)
 
 
@@ -136,12 +133,6 @@ def test_a_task_without_a_valid_trial_has_no_winner(stage_of_two: Stage) -> None
     assert stage_of_two.order(runner) == "bb"
 
 
-def test_nothing_to_measure_again(stage: Stage) -> None:
-    runner = FakeRunner()
-    stage.winners.measure_again(runner)
-    assert runner.jobs == []
-
-
 # -- how they are measured ---------------------------------------------------------------------------------------------
 
 
@@ -161,15 +152,6 @@ def test_programs_that_cannot_be_told_apart_are_measured_at_most_three_times(sta
     runner = SecondTimes(stage_of_two, {"a": [1.0], "b": [1.0], "x": [2.0], "y": [2.2]})
     stage_of_two.winners.measure_again(runner)
     assert stage_of_two.order(runner) == "axby" * 2 + "ab"
-
-
-def test_it_goes_on_while_the_lead_is_within_the_noise(stage: Stage) -> None:
-    stage.offer("a", 1.0)
-    stage.offer("b", 1.0)
-    runner = SecondTimes(stage, {"a": [1.0, 1.1, 1.0], "b": [1.2, 1.0, 1.2]})
-    stage.winners.measure_again(runner)
-    assert stage.order(runner) == "ab" * 3
-    assert stage.winner() == "a"
 
 
 def test_a_disturbed_measurement_is_made_up_for(stage: Stage) -> None:
@@ -291,25 +273,6 @@ def test_the_winners_are_a_database_that_tvm_reads(
         all_records = JSONDatabase(work_dir=str(lucky[0])).get_top_k(database.commit_workload(task.mod), 2)
         lucky_one, true_one = (str(found.trace) for found in all_records)
         assert str(record.trace) == true_one != lucky_one
-
-
-def test_the_compiler_prefers_the_winners(
-    lucky: tuple[Path, TuningResult], dense: LoweredNetwork, host_target: Target, tmp_path: Path
-) -> None:
-    pair = find_records(lucky[0])
-    assert pair == RecordPair.in_directory(lucky[0] / names.BEST_DIR)
-    assert distill(pair, tmp_path, fingerprint(host_target, 1).target) == len(dense.tasks)
-    assert [set(record[1][1]) for record in read_records(tmp_path)] == [{1e-3}] * 2
-
-
-def test_a_tuning_without_valid_trials_writes_no_winners(
-    single: LoweredNetwork, host_target: Target, tmp_path: Path
-) -> None:
-    failure: Outcome[Any] = Outcome(failure="failed", error="no")
-    runner = FakeRunner(failures=dict.fromkeys(range(1, 5), failure))
-    result = tune(single, host_target, tmp_path, runner=runner, best=tmp_path / names.BEST_DIR, trials=4)
-    assert result.confirmed_latency_s is None
-    assert find_records(tmp_path) == RecordPair.in_directory(tmp_path)
 
 
 def test_a_winner_whose_second_measurement_failed_keeps_its_first(

@@ -19,7 +19,7 @@ from ansor_mlflow.device import available_cpus
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering.algorithms import NoAlgorithmError, find_algorithms
-from ansor_mlflow.lowering.algorithms.winograd import TILES, error_of, transform_weights, transforms
+from ansor_mlflow.lowering.algorithms.winograd import TILES, error_of, transforms
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.model.library import compile_tuned
 from ansor_mlflow.networks.graph import GraphBuilder
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 
 def run(mod: IRModule, arrays: list[np.ndarray], target: Target, pipeline: str) -> np.ndarray:
-    """What a task's function gives; the last array is that of the result."""
     import tvm
     from tvm.driver import build
 
@@ -218,31 +217,6 @@ def run_packed(mod: IRModule, scheduled: IRModule, arrays: list[np.ndarray], tar
     return run(scheduled, arrays, target, tir_pipeline(target))
 
 
-def test_weights_are_transformed_in_float64() -> None:
-    weights = np.random.default_rng(0).normal(size=(3, 3, 4, 5)).astype("float32")
-    for outputs in TILES:
-        matrix = np.array(transforms(outputs).weights, np.float64)
-        expected = np.einsum("ea,abio,ub->euio", matrix, weights.astype(np.float64), matrix)
-        np.testing.assert_allclose(transform_weights(weights, outputs), expected, rtol=2e-7)  # rounded once
-
-
-@pytest.mark.parametrize(("height", "width", "channels"), [(9, 9, 32), (16, 12, 64)])
-def test_weights_are_packed_as_they_are_read(height: int, width: int, channels: int, host_target: Target) -> None:
-    from tvm.s_tir.transform import RemoveWeightLayoutRewriteBlock
-
-    for alternative in find_algorithms(layer_of(conv(height, width, channels, channels), host_target).mod):
-        programs = find_programs(alternative.mod, host_target)
-        assert programs is not None
-        for tile in programs.tiles[:: max(1, len(programs.tiles) // 16)]:
-            program = programs.program(tile)
-            assert program is not None
-            packed = RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(program.mod)["main"]
-            extents = [int(extent) for extent in packed.params[alternative.weights].shape]
-            vectors = [extent for extent in (tile.vectors, tile.lanes) if extent > 1]
-            *_, sums = extents[: -len(vectors)]
-            assert (sums, extents[-len(vectors) :]) == (channels, vectors)
-
-
 @pytest.mark.parametrize(("size", "channels", "is_fetched"), [(56, 64, False), (7, 64, True), (28, 256, True)])
 def test_weights_are_fetched_ahead_where_a_panel_waits_for_memory(
     size: int, channels: int, is_fetched: bool, host_target: Target
@@ -258,7 +232,6 @@ def test_weights_are_fetched_ahead_where_a_panel_waits_for_memory(
 
 
 def residual_block() -> onnx.ModelProto:
-    """Two convolutions, the second with an addition after it, for images of no multiple of a tile."""
     builder = GraphBuilder(seed=0)
     data = builder.input("data", (2, 24, 13, 10))
     first = builder.relu("relu1", builder.conv("conv1", data, (24, 24, 3, 3), padding=1, bias=True))
@@ -291,34 +264,6 @@ def test_padding_may_differ_on_every_side(host_target: Target, tmp_path: Path) -
     coverage = compile_tuned(lowered, host_target, None, tmp_path / "model.so")
     assert coverage.has_other_algorithms
     assert output_error(tmp_path / "model.so", model) <= ERRORS[4]
-
-
-def test_programs_compile_for_other_machines() -> None:
-    """They are compiled, not run."""
-    from tvm.driver import build
-
-    target = resolve_target("llvm -mcpu=neoverse-n1 -mtriple=aarch64-linux-gnu", 4)
-    for other in find_algorithms(layer_of(conv(14, 14, 32, 32), target).mod):
-        programs = find_programs(other.mod, target)
-        assert programs is not None
-        program = programs.first()
-        assert program is not None
-        assert "fmla" in build(program.mod, target=target, pipeline=tir_pipeline(target)).inspect_source("s")
-
-
-def test_traces_replay_in_stock_tvm(host_target: Target) -> None:
-    """Records have plain instructions: none is drawn, and none needs this package."""
-    from tvm.s_tir import Schedule
-
-    for other in find_algorithms(layer_of(conv(13, 14, 32, 16), host_target).mod):
-        programs = find_programs(other.mod, host_target)
-        assert programs is not None
-        program = programs.first()
-        assert program is not None
-        assert not [inst for inst in program.trace.insts if str(inst.kind.name).startswith("Sample")]
-        again = Schedule(other.mod)
-        program.trace.apply_to_schedule(again, remove_postproc=False)
-        assert again.mod.script() == program.mod.script()
 
 
 @pytest.mark.parametrize("channels", [16, 128, 512])
