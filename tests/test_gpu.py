@@ -44,9 +44,6 @@ def _no_gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-# -- targets -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("spec", "architecture"),
     [
@@ -113,9 +110,6 @@ def test_nothing_is_measured_without_a_gpu() -> None:
         Device.resolve(AMPERE, 1).require_measurable_here()
 
 
-# -- which GPU is here -------------------------------------------------------------------------------------------------
-
-
 def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n")
@@ -167,9 +161,6 @@ def test_the_compiler_that_a_gpu_needs(tmp_path: Path, monkeypatch: pytest.Monke
     assert why_no_compiler().startswith("nvcc, which TVM_CUDA_COMPILE_MODE names, is not in PATH")
     tmp_path.joinpath("nvcc").touch(mode=0o755)
     assert why_no_compiler() == ""
-
-
-# -- code that is made and not run -------------------------------------------------------------------------------------
 
 
 def kernels_of(library: Path) -> dict[str, str]:
@@ -233,9 +224,6 @@ def test_programs_of_a_search_are_built_in_workers(dtype: str, small_network: Ne
     with contextlib.closing(LocalBuilder(ampere, max_workers=1, timeout_s=60)) as builder:
         outcomes = builder.build(programs)
     assert [outcome.failure for outcome in outcomes] == [""] * len(programs)
-
-
-# -- records and commands ----------------------------------------------------------------------------------------------
 
 
 def test_records_of_a_gpu_are_of_its_model_and_not_of_the_hosts_threads(ampere: Target) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 import pytest
-from helpers.exports import text_recogniser
+from helpers.exports import make_model, tensor, text_recogniser
 from helpers.one_operator import MICROSOFT, assert_computes_the_same, one_operator, run_lowered, run_onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
@@ -122,7 +122,6 @@ def test_a_normalization_keeps_its_digits_at_a_large_mean(host_target: Target, o
 
 def variance(square: str, keepdims: int, dtype: int = TensorProto.FLOAT) -> onnx.ModelProto:
     """The variance of (3, 40) along rows, as it is exported by hand."""
-    two = numpy_helper.from_array(np.float32(2), "two")
 
     def squared(name: str, output: str) -> onnx.NodeProto:
         return helper.make_node(square, [name, name if square == "Mul" else "two"], [output])
@@ -135,10 +134,8 @@ def variance(square: str, keepdims: int, dtype: int = TensorProto.FLOAT) -> onnx
         helper.make_node("ReduceMean", ["squares"], ["of squares"], **reduced),
         helper.make_node("Sub", ["of squares", "square"], ["y"]),
     ]
-    x = helper.make_tensor_value_info("x", dtype, (3, 40))
-    y = helper.make_tensor_value_info("y", dtype, (3, 1) if keepdims else (3,))
-    graph = helper.make_graph(nodes, "variance", [x], [y], [two])
-    return helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
+    y = tensor("y", (3, 1) if keepdims else (3,), dtype)
+    return make_model(nodes, [tensor("x", (3, 40), dtype)], [y], {"two": np.float32(2)})
 
 
 @pytest.mark.parametrize("keepdims", [0, 1])
@@ -228,11 +225,7 @@ def test_a_part_without_elements_is_left_out(host_target: Target) -> None:
         helper.make_node("Concat", ["x", "nothing"], ["same"], axis=1),
         helper.make_node("Concat", ["same", "nothing", "x"], ["y"], axis=1),
     ]
-    shapes = {"x": (1, 2, 6, 7), "y": (1, 4, 6, 7)}
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items())
-    weights = [numpy_helper.from_array(value, name) for name, value in starts.items()]
-    graph = helper.make_graph(nodes, "roll", [x], [y], weights)
-    model = helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
+    model = make_model(nodes, [tensor("x", (1, 2, 6, 7))], [tensor("y", (1, 4, 6, 7))], starts)
     assert not lower(model, host_target).parts
     assert_computes_the_same(model, host_target, IMAGE)
 

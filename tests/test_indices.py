@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from helpers.exports import make_model, tensor
 from helpers.one_operator import one_operator
 from helpers.programs import assert_same, first_program, random_candidates
 from helpers.small_networks import small_shapes
@@ -77,9 +78,6 @@ def test_a_token_that_is_not_in_the_vocabulary_makes_the_output_nan() -> None:
             continue
         for ours, theirs in zip(outputs, run_onnxruntime(network.model, with_token(token)), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-# -- single operators ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -182,7 +180,7 @@ def test_what_only_the_end_of_a_product_needs_may_come_before_it(
     space: str, host_target: Target, tmp_path: Path
 ) -> None:
     """As the mask of an attention, of which TVM's rules make no program."""
-    shapes = {"a": (1, 4, 16, 8), "b": (1, 4, 8, 16), "seen": (1, 1, 1, 16)}
+    inputs = [tensor("a", (1, 4, 16, 8)), tensor("b", (1, 4, 8, 16)), tensor("seen", (1, 1, 1, 16), TensorProto.BOOL)]
     constants = {"band": np.tri(16, dtype=bool).reshape(1, 1, 16, 16), "no": np.float32(0), "low": np.float32(-1e4)}
     nodes = [
         helper.make_node("And", ["band", "seen"], ["mask"]),
@@ -190,15 +188,7 @@ def test_what_only_the_end_of_a_product_needs_may_come_before_it(
         helper.make_node("Where", ["mask", "no", "low"], ["bias"]),
         helper.make_node("Add", ["product", "bias"], ["y"]),
     ]
-    types = {"a": TensorProto.FLOAT, "b": TensorProto.FLOAT, "seen": TensorProto.BOOL}
-    graph = helper.make_graph(
-        nodes,
-        "attention",
-        [helper.make_tensor_value_info(name, types[name], shape) for name, shape in shapes.items()],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()],
-    )
-    given = helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
+    given = make_model(nodes, inputs, [tensor("y", None)], constants)
     (task,) = (task for task in lower(given, host_target).tasks if "matmul" in task.info.name)
     assert "logical_and" in task.info.name
     for program in programs_of(task, host_target, space, tmp_path):

@@ -18,8 +18,6 @@ from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.tensors import TensorSpec, random_inputs
 
-# -- dynamic axes ----------------------------------------------------------------------------------------------------
-
 
 def save_inputs(path: Path, shapes: dict[str, list[int | str | None]], elem_type: int = TensorProto.FLOAT) -> str:
     """A model of any inputs, which it returns."""
@@ -146,9 +144,6 @@ def test_usual_sizes_are_suggested(
     with pytest.raises(UserInputError, match=r"which are usual sizes, or those that it was made for$") as caught:
         load_network(path)
     assert proposed(caught.value) == {name: sizes}
-
-
-# -- values ----------------------------------------------------------------------------------------------------------
 
 
 def save_branches(path: Path, ir_version: int = 8, declared: Sequence[int | str] = ("N", 3)) -> str:

@@ -12,23 +12,6 @@ from helpers.commands import RunCommand
 from ansor_mlflow.tuning.interrupt import deferred_interrupts
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_waits_until_it_is_asked_for(number: signal.Signals) -> None:
-    with deferred_interrupts() as interrupts:
-        interrupts.raise_if_received()
-        os.kill(os.getpid(), number)
-        with pytest.raises(KeyboardInterrupt, match=r"^$"):
-            interrupts.raise_if_received()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_second_signal_interrupts_at_once(number: signal.Signals) -> None:
-    with deferred_interrupts():
-        os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt, match=r"^$"):
-            os.kill(os.getpid(), number)
-
-
 def test_a_second_signal_waits_for_what_is_done_in_tvm() -> None:
     done = []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import mlflow
 import pytest
@@ -70,19 +69,3 @@ def test_it_repeats_what_the_tuning_had(steps: Steps) -> None:
     assert evaluated.tags[names.TAG_TUNE_RUN] == steps.tuned.info.run_id
     for tag in (names.TAG_NETWORK, names.TAG_TARGET, names.TAG_NUM_THREADS):
         assert evaluated.tags[tag] == tuned.tags[tag]
-
-
-@pytest.mark.nightly
-def test_a_model_from_another_server_is_evaluated_all_the_same(steps: Steps, tmp_path: Path) -> None:
-    uri = steps.evaluated.data.tags[names.TAG_MODEL_URI]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        model = mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(tmp_path / "model"))
-        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/other.db")
-        patch.delenv("MLFLOW_EXPERIMENT_ID")
-        main(["evaluate", "--model-uri", model, *flags(BRIEF)])
-        run = newest("0")
-    target = steps.tuned.data.tags[names.TAG_TARGET]
-    assert (run.info.status, run.info.run_name) == ("FINISHED", f"evaluate {NETWORK} · {target}")
-    assert run.data.metrics[names.LATENCY_MS] > 0
-    assert names.TAG_TUNE_RUN not in run.data.tags

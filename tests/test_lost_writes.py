@@ -45,9 +45,6 @@ def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _: None)
 
 
-# -- what is written: `prepare` leaves an old state, if there is one, and what a write takes --------------------------
-
-
 def prepare_file(root: Path) -> None:
     (root / "seen").mkdir()
     (root / "seen" / "out.json").write_text("old")
@@ -199,8 +196,6 @@ def test_a_line_is_appended_whole_or_ended_before_the_next(fault: Fault, tmp_pat
         assert (first, last) == ("[1]", "[3]")
         assert others in ([], ["[2, 2]"])
 
-
-# -- aliases ----------------------------------------------------------------------------------------------------------
 
 MODEL, ALIASES = "resnet", ("champion", "champion-llvm")
 _CALLS = (

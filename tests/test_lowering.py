@@ -11,7 +11,8 @@ import pytest
 from helpers.small_networks import small_shapes
 from onnx import TensorProto, helper, numpy_helper
 
-from ansor_mlflow.device.targets import has_arithmetic, resolve_target
+from ansor_mlflow.device.cpu import has_arithmetic
+from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.measuring.checking import TOLERANCES, compare_outputs

@@ -37,8 +37,6 @@ from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.records.store import RECORD_FILE
 from ansor_mlflow.tensors import TensorSpec, random_inputs
 
-# -- the package -----------------------------------------------------------------------------------------------------
-
 
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -117,9 +115,6 @@ def test_a_manifest_of_another_version(compiled_network: CompiledNetwork, tmp_pa
     entry = {**write_package(compiled_network, tmp_path).to_dict(), "format_version": version}
     with pytest.raises(ModelError, match=f"the model has format version {version}, this package reads 2; update it"):
         Manifest.from_dict(entry)
-
-
-# -- tampering -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -248,9 +243,6 @@ def test_a_library_outside_of_the_model(trapped: tuple[Path, Manifest], trap: tu
     entry = replace(manifest.libraries[0], path=path)
     manifest = replace(manifest, libraries=(entry,), files={**manifest.files, path: sha256(outside)})
     assert_refused(directory, manifest, trap[1], rf"the path '{path}' leads out of the model; it was tampered with")
-
-
-# -- running ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -416,26 +408,6 @@ def test_calls_from_eight_threads(shared_model: TunedModel, reference: Reference
             outputs = list(threads.map(lambda seed: model.run(inputs_for(model, seed)), seeds))
             for output, wanted in zip(outputs, expected, strict=True):
                 assert_agree(output, wanted)
-
-
-def test_the_thread_that_loaded_a_model_runs_it_itself(
-    shared_model: TunedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Others leave it to threads of the model's, and so does this one where TVM has fewer threads for it."""
-    passed_on: list[object] = []
-    submit = shared_model._machines._threads.submit
-    monkeypatch.setattr(
-        shared_model._machines._threads, "submit", lambda *call: (passed_on.append(call), submit(*call))[1]
-    )
-    inputs = inputs_for(shared_model, 0)
-    shared_model.run(inputs)
-    assert not passed_on
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(shared_model.run, inputs).result()
-    assert len(passed_on) == 1
-    monkeypatch.setattr("ansor_mlflow.model.virtual_machines.has_num_threads", lambda _: False)
-    shared_model.run(inputs)
-    assert len(passed_on) == 2
 
 
 def test_a_call_that_fails_leaves_its_machine_to_others(model: TunedModel) -> None:

@@ -61,9 +61,6 @@ def one_busy_cpu() -> Iterator[int]:
         os.sched_setaffinity(0, allowed)
 
 
-# -- how it is noticed -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("one_busy_cpu")
 def test_the_time_that_a_thread_waits_for_a_cpu_is_seen() -> None:
     with watched() as waiting:
@@ -89,9 +86,6 @@ def test_the_spread_is_that_of_the_ninth_decile_over_an_undisturbed_probe() -> N
         noise.add(probe)
     assert noise.slowdown == 4
     assert noise.spread == pytest.approx(3.0)
-
-
-# -- what is disturbed is measured again -------------------------------------------------------------------------------
 
 
 class Turns:
@@ -158,9 +152,6 @@ def test_timeouts_stretch_on_a_busy_machine(job: RunJob) -> None:
         assert runner._measure(job, {}).failure == "timed_out"
         runner.noise.slowdown = 20.0
         assert runner._measure(job, {}).failure == ""
-
-
-# -- what cannot be trusted says so ------------------------------------------------------------------------------------
 
 
 class DisturbedRunner(FakeRunner):

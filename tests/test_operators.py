@@ -19,14 +19,11 @@ from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.model.library import compile_untuned
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.load import Network, load_network
-from ansor_mlflow.networks.operators import NETWORKS, OPERATORS, is_operator
+from ansor_mlflow.networks.operators import OPERATORS, is_operator
 from ansor_mlflow.tensors import random_inputs
 
 if TYPE_CHECKING:
     from tvm.target import Target
-
-
-# -- the same in NumPy -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -141,9 +138,6 @@ def run_onnxruntime(network: Network, inputs: dict[str, np.ndarray]) -> np.ndarr
     return session.run(None, inputs)[0]
 
 
-# -- what is generated -----------------------------------------------------------------------------------------------
-
-
 def test_every_operator_has_a_case_and_is_documented() -> None:
     assert {case.spec.partition(":")[0] for case in CASES} == set(OPERATORS)
     guide = (ROOT / "docs" / "operators.md").read_text()
@@ -206,32 +200,6 @@ def test_other_names_are_no_operators(name: str) -> None:
     assert not is_operator(name)
 
 
-# -- a residual block ------------------------------------------------------------------------------------------------
-
-
-def test_the_residual_block_adds_its_input() -> None:
-    """With the input x, relu(f(x) + x); here the last batch norm's output is read off to know f(x)."""
-    block = NETWORKS["resnet-block"]
-    assert block.default_shapes(2) == {"data": (2, 64, 56, 56)}
-    model = block.build({"data": (1, 64, 8, 8)}, 0)
-    operators = [node.op_type for node in model.graph.node]
-    assert operators == ["Conv", "BatchNormalization", "Relu", "Conv", "BatchNormalization", "Add", "Relu"]
-    branch = next(node.input[0] for node in model.graph.node if node.op_type == "Add")
-    model.graph.output.add(name=branch)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    data = np.random.default_rng(0).standard_normal((1, 64, 8, 8)).astype(np.float32)
-    output, residual = session.run(None, {"data": data})
-    assert np.ptp(residual) > 0.1
-    np.testing.assert_allclose(output, np.maximum(residual + data, 0), rtol=1e-6)
-
-
-def test_the_residual_block_has_64_channels() -> None:
-    with pytest.raises(UserInputError, match=r"'data' of resnet-block \[1, 3, 8, 8\]; it must be \[N, 64, H, W\]"):
-        NETWORKS["resnet-block"].build({"data": (1, 3, 8, 8)}, 0)
-
-
-# -- what is wrong ---------------------------------------------------------------------------------------------------
-
 CONV2D = "conv2d:1,7,7,8,6,3,3,1,1"
 
 
@@ -272,6 +240,3 @@ def test_sizes_are_given_in_one_place(arguments: dict[str, Any]) -> None:
     message = r"network='softmax:4,9': it has its sizes in its name; .* leave out batch_size and input_shapes"
     with pytest.raises(UserInputError, match=message):
         load_network("softmax:4,9", **arguments)
-
-
-# -- tune, compile, run ----------------------------------------------------------------------------------------------

@@ -49,9 +49,6 @@ def write_config(directory: Path, text: str) -> str:
     return str(path)
 
 
-# -- values ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
@@ -186,9 +183,6 @@ def test_tuning_runs_are_named_once(text: str, runs: tuple[str, ...]) -> None:
     assert CompileOptions(network="resnet-18", tune_run=text).tune_runs == runs
 
 
-# -- configuration files ---------------------------------------------------------------------------------------------
-
-
 def test_file_replaces_defaults_and_the_command_line_replaces_the_file(tmp_path: Path) -> None:
     config = write_config(tmp_path, "trials: 640\nnetwork: resnet-50\ninput_shapes: {data: [1, 3, 64, 64]}\n")
     options = load_options(TuneOptions, {"trials": "128", "network": "", "seed": "7"}, config)
@@ -235,9 +229,6 @@ def test_value_in_a_file_that_breaks_its_rule(tmp_path: Path) -> None:
         load_options(TuneOptions, {}, write_config(tmp_path, "trials: -1"))
     with pytest.raises(UserInputError, match="trials=None: it must be"):
         load_options(TuneOptions, {}, write_config(tmp_path, "trials:"))
-
-
-# -- experts' parameters -----------------------------------------------------------------------------------------------
 
 
 def test_a_mapping_of_a_group_is_its_parameters(tmp_path: Path) -> None:
@@ -293,8 +284,6 @@ def test_an_experts_parameter_has_a_key_and_its_old_flags() -> None:
     assert run_command_line("--measure-timeout-s", "7", "--cache-flush") == by_key
     assert run_command_line("--measure_timeout_s", "7", "--cache_flush", "true") == by_key
 
-
-# -- back to a command line ------------------------------------------------------------------------------------------
 
 counts = st.integers(1, 10**9)
 positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)

@@ -28,6 +28,11 @@ from ansor_mlflow.tracking.outbox import (
 )
 
 
+@pytest.fixture(autouse=True)
+def _cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def run_id(experiment_id: str) -> str:
     return str(mlflow.MlflowClient().create_run(experiment_id).info.run_id)
@@ -159,10 +164,8 @@ def test_sync_ends_a_run_as_its_messages_say(
     server: Callable[[bool], None],
     run_here: RunCommand,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     directory = tmp_path / ".ansor" / run_id
     outbox = Outbox(run_id, directory)
     server(False)
@@ -185,11 +188,8 @@ def test_sync_ends_a_run_as_its_messages_say(
     assert capsys.readouterr().out == "nothing is left to deliver\n"
 
 
-def test_sync_leaves_the_records_of_a_tuner_that_was_killed(
-    run_id: str, run_here: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sync_leaves_the_records_of_a_tuner_that_was_killed(run_id: str, run_here: RunCommand, tmp_path: Path) -> None:
     """Its last trials may be nowhere else, and its run has not ended."""
-    monkeypatch.chdir(tmp_path)
     directory = tmp_path / ".ansor" / run_id
     records = directory / names.RECORDS_DIR / RECORD_FILE
     records.parent.mkdir(parents=True)
@@ -215,13 +215,8 @@ def test_a_run_that_goes_on_forgets_how_it_ended(run_id: str, tmp_path: Path) ->
 
 
 def test_a_run_that_still_goes_on_is_not_touched(
-    run_id: str,
-    run_here: RunCommand,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run_id: str, run_here: RunCommand, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     mlflow.MlflowClient().set_tag(run_id, names.TAG_STEP, "tune")
     before = mlflow.get_run(run_id)
     with open_outbox(run_id, tmp_path / ".ansor" / run_id):
@@ -232,13 +227,8 @@ def test_a_run_that_still_goes_on_is_not_touched(
 
 
 def test_sync_goes_on_behind_a_run_that_is_refused_for_good(
-    experiment_id: str,
-    run_here: RunCommand,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    experiment_id: str, run_here: RunCommand, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     client = mlflow.MlflowClient()
     deleted, broken, alive = sorted(client.create_run(experiment_id).info.run_id for _ in range(3))
     for run_id in (deleted, broken, alive):
@@ -264,7 +254,6 @@ def test_sync_goes_on_behind_a_run_that_is_refused_for_good(
 def test_no_process_can_go_on_with_records_that_are_being_removed(
     run_id: str, run_here: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     records = tmp_path / ".ansor" / run_id / names.RECORDS_DIR
     records.mkdir(parents=True)
     (records.parent / LOCK_FILE).touch()
@@ -289,9 +278,8 @@ def test_no_process_can_go_on_with_records_that_are_being_removed(
 @pytest.mark.parametrize("there", ["nothing", "some", "all", "other"])
 @pytest.mark.parametrize("status", ["FAILED", "FINISHED"])
 def test_sync_removes_records_only_where_the_run_has_them(
-    run_id: str, run_here: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, status: str
+    run_id: str, run_here: RunCommand, tmp_path: Path, there: str, status: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     directory = tmp_path / ".ansor" / run_id
     records = directory / names.RECORDS_DIR
     records.mkdir(parents=True)

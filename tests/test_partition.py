@@ -69,9 +69,6 @@ def assert_same(outputs: dict[str, np.ndarray], expected: dict[str, np.ndarray])
         np.testing.assert_allclose(outputs[name], values, rtol=0, atol=1e-4 * abs(values).max())
 
 
-# -- parts -----------------------------------------------------------------------------------------------------------
-
-
 def chain(*op_types: str) -> onnx.ModelProto:
     names = ["x", *(f"t{index}" for index in range(len(op_types)))]
     nodes = [helper.make_node(op, [names[i]], [names[i + 1]]) for i, op in enumerate(op_types)]
@@ -192,9 +189,6 @@ def test_a_network_of_constants_is_refused(host_target: Target) -> None:
         lower(model, host_target)
 
 
-# -- running ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sign", [1, -1])
 def test_parts_compute_what_onnxruntime_computes(compiled: CompiledNetwork, saved: Path, sign: int) -> None:
     """Both branches, since the sign of the input decides."""
@@ -214,9 +208,6 @@ def test_parts_are_built_again_where_no_library_runs(compiled: CompiledNetwork, 
     assert compiled.parts[1].name in str([part.name for part in model.entry.parts])
     inputs = random_inputs(compiled.inputs, seed=0)
     assert_same(model.run(inputs), ReferenceSession(compiled.network, num_threads=1).run(inputs))
-
-
-# -- files -----------------------------------------------------------------------------------------------------------
 
 
 def part_of(saved: Path) -> Path:

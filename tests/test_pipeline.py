@@ -14,7 +14,6 @@ from mlflow.entities import Run
 
 from ansor_mlflow import names
 from ansor_mlflow.commands.pipeline import has_our_entry_points
-from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
 
 OF_SOMEBODY_ELSE = """
 name: training
@@ -47,9 +46,6 @@ def test_the_project_of_somebody_else_is_not_ours(tmp_path: Path, text: str) -> 
 
 def test_the_checkout_is() -> None:
     assert has_our_entry_points(ROOT)
-
-
-# -- all ways ---------------------------------------------------------------------------------------------------------
 
 
 def make_directory(path: Path, kind: str) -> Path:
@@ -112,33 +108,3 @@ def test_a_pipeline_leaves_the_same_wherever_it_runs(experiment_id: str, tmp_pat
         assert mine.info.run_name == expected.info.run_name
         parent = found["checkout"]["main"].info.run_id if step != "main" else None
         assert mine.data.tags.get("mlflow.parentRunId") == parent
-
-
-@pytest.mark.system
-@pytest.mark.timeout(900)
-@pytest.mark.nightly
-def test_a_step_that_fails_ends_both_in_the_same_way(small_onnx: Path, experiment_id: str, tmp_path: Path) -> None:
-    """A new tuning, and one that goes on, whose run is another than the one that `mlflow run` makes."""
-    no_records = tmp_path / "no records"
-    no_records.mkdir()
-    for name in (WORKLOAD_FILE, RECORD_FILE):
-        (no_records / name).write_text("nonsense\n")
-    found = []
-    for kind in ("empty", "checkout"):
-        experiment = mlflow.create_experiment(f"{tmp_path}/{kind}", (tmp_path / "artifacts" / kind).as_uri())
-        directory = make_directory(tmp_path / kind, kind)
-        hopeless = {"network": small_onnx, "trials": 8, "warm_start": no_records}
-        failed = run_main(directory, experiment, **hopeless)
-        (tuned,) = mlflow.search_runs([experiment], "tags.`ansor.step` = 'tune'", output_format="list")
-        resumed = run_main(directory, experiment, **hopeless, resume_run=tuned.info.run_id)
-        found.append([(finished.exit_code, finished.errors[-1]) for finished in (failed, resumed)])
-        for finished in (failed, resumed):
-            where = [line.split()[1] for line in finished.stderr.splitlines() if line.startswith("run    ")]
-            assert mlflow.get_run(where[-1]).data.tags[names.TAG_STEP] == "main"
-            assert mlflow.get_run(where[-1]).data.tags[names.TAG_ERROR] == finished.errors[-1].removeprefix("Error: ")
-    here, in_processes = found
-    assert here == in_processes
-    for exit_code, error in here:
-        assert exit_code == 5
-        assert error.startswith("Error: tune: ")
-        assert "is not a tuning record of TVM" in error

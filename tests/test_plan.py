@@ -12,10 +12,11 @@ import mlflow
 import numpy as np
 import pytest
 from helpers.commands import RunCommand
+from helpers.onnx_files import save, value
 from helpers.runs_here import tune_here
 from hypothesis import given
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, save
+from onnx import helper
 
 from ansor_mlflow.commands.plan import plan_tuning, share_trials
 from ansor_mlflow.errors import UserInputError
@@ -31,9 +32,6 @@ def records(tuned_records: Path, tmp_path: Path) -> Path:
     return Path(
         shutil.copytree(tuned_records, tmp_path / "records", ignore=shutil.ignore_patterns("best", "*.lock", ".*"))
     )
-
-
-# -- the budget ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -64,9 +62,6 @@ def test_the_budget_is_spent_within_its_limits(flops: list[float], least: int, s
     assert all(least <= count <= most for count in trials)
     by_share = sorted(zip(shares, trials, strict=True))
     assert all(fewer <= more + 1 for (_, fewer), (_, more) in pairwise(by_share))
-
-
-# -- the tasks -------------------------------------------------------------------------------------------------------
 
 
 def test_every_task_of_the_network_is_planned(small_onnx: Path, small_lowered: LoweredNetwork) -> None:
@@ -100,9 +95,6 @@ def test_budgets_are_those_of_tune(small_onnx: Path, budget: dict[str, object], 
     assert plan.num_trials == per_task * len(plan.tasks)
 
 
-# -- what is known ---------------------------------------------------------------------------------------------------
-
-
 def test_records_tell_the_best_time_of_each_task(small_onnx: Path, records: Path) -> None:
     plan = plan_tuning(PlanOptions(network=str(small_onnx), records=str(records)))
     best_s: dict[int, float] = {}
@@ -128,25 +120,17 @@ def test_ways_to_compute_a_layer_are_one_layer(run_here: RunCommand) -> None:
     assert plan.notes == (f"The records cover {len(shares)} of {len(shares)} layers, 100.0% of the operations.",)
 
 
-# -- what cannot be planned ------------------------------------------------------------------------------------------
-
-
 def test_a_network_without_tasks(tmp_path: Path) -> None:
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 3]) for name in ("x", "y")]
-    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "graph", values[:1], values[1:])
-    path = tmp_path / "identity.onnx"
-    save(helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)]), path)
+    nodes = [helper.make_node("Identity", ["x"], ["y"])]
+    path = save(tmp_path / "identity.onnx", nodes, [value("x", [1, 3])], [value("y", [1, 3])])
     with pytest.raises(UserInputError, match="network=identity: it has no task to tune; give a network that"):
-        plan_tuning(PlanOptions(network=str(path)))
+        plan_tuning(PlanOptions(network=path))
 
 
 def test_a_run_and_records(small_onnx: Path, records: Path) -> None:
     options = PlanOptions(network=str(small_onnx), records=str(records), tune_run="0" * 32)
     with pytest.raises(UserInputError, match="tune_run and records: both were given; give the ID"):
         plan_tuning(options)
-
-
-# -- the command -----------------------------------------------------------------------------------------------------
 
 
 def test_the_command_prints_a_table_and_opens_no_run(

@@ -9,10 +9,10 @@ import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
-import onnx
 import pytest
 from helpers.commands import ROOT
-from onnx import TensorProto, helper
+from helpers.onnx_files import save, value
+from onnx import helper
 
 from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.networks import BUILTIN_NETWORKS, BuiltinNetwork
@@ -37,13 +37,6 @@ if __name__ == "__main__":
 """
 
 
-def relu_model(path: Path) -> None:
-    nodes = [helper.make_node("Relu", ["x"], ["y"])]
-    tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 64, 64, 64]) for name in "xy"]
-    graph = helper.make_graph(nodes, "relu", tensors[:1], tensors[1:])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), path)
-
-
 @pytest.mark.system
 @pytest.mark.timeout(600)
 def test_the_example_is_installed_and_used(tmp_path: Path) -> None:
@@ -52,7 +45,8 @@ def test_the_example_is_installed_and_used(tmp_path: Path) -> None:
     example = tmp_path / "plugin"
     subprocess.run(["cp", "-r", ROOT / "examples" / "plugin", example], check=True)
     subprocess.run([*map(str, pip), str(example)], check=True)
-    relu_model(tmp_path / "relu.onnx")
+    x, y = (value(name, [1, 64, 64, 64]) for name in "xy")
+    save(tmp_path / "relu.onnx", [helper.make_node("Relu", ["x"], ["y"])], [x], [y])
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "script.py"],

@@ -120,9 +120,6 @@ def pipeline(database: Path, s3: S3Server, small_onnx: Path, tmp_path_factory: p
     return Pipeline(finished, store, cwd, parent, **store.children(parent))
 
 
-# -- what a run shows ------------------------------------------------------------------------------------------------
-
-
 def test_every_run_is_finished_and_says_what_it_is(pipeline: Pipeline) -> None:
     assert [run.info.status for run in pipeline.runs] == ["FINISHED"] * 5
     steps = ["main", "tune", "compile", "evaluate", "promote"]
@@ -212,9 +209,6 @@ def test_every_task_has_a_curve(pipeline: Pipeline) -> None:
     assert metrics[names.BEST_LATENCY_MS] == pytest.approx(total_ms, rel=1e-4)
 
 
-# -- artifacts in S3 -------------------------------------------------------------------------------------------------
-
-
 def test_records_and_what_explains_them_are_artifacts(pipeline: Pipeline) -> None:
     directory = pipeline.store.artifacts(pipeline.tune)
     files = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
@@ -262,9 +256,6 @@ def test_credentials_are_nowhere(pipeline: Pipeline) -> None:
         assert not [secret for secret in secrets if secret in content]
 
 
-# -- the model -------------------------------------------------------------------------------------------------------
-
-
 def test_the_registered_version_carries_the_evidence(pipeline: Pipeline) -> None:
     version = pipeline.store.client.get_model_version("small", "1")
     assert {*EVALUATED, names.TAG_NETWORK, names.TAG_TARGET, names.TAG_NUM_THREADS} <= set(version.tags)
@@ -306,9 +297,6 @@ def test_records_in_an_artifact_store_compile_the_network(pipeline: Pipeline, sm
     assert finished.exit_code == 0, finished.stderr
     lines = r"coverage 100% of tasks, 100.0% of operations\nrun    \w{32}\nmodel  models:/m-\w+\n"
     assert re.fullmatch(lines, finished.stdout)
-
-
-# -- other ways to run it --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -32,7 +32,6 @@ from ansor_mlflow.errors import (
 )
 from ansor_mlflow.measuring import checking
 from ansor_mlflow.measuring.checking import Deviation
-from ansor_mlflow.model import Manifest
 from ansor_mlflow.model.package import CompiledNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.parameters import PipelineOptions, PromoteOptions
@@ -145,9 +144,6 @@ def set_champion(client: mlflow.MlflowClient, version: str, *aliases: str) -> No
         client.set_registered_model_alias(NAME, alias, version)
 
 
-# -- really measured -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.system
 def test_the_faster_one_is_promoted(client: mlflow.MlflowClient, of_target: str) -> None:
     """The models run and are timed as users have it, in processes of their own."""
@@ -159,9 +155,6 @@ def test_the_faster_one_is_promoted(client: mlflow.MlflowClient, of_target: str)
     assert (measured.champion, measured.ratio.num_turns, measured.same_network) == (SLOW, 4, False)
     assert registry.aliases_of(NAME) == {"champion": FAST, of_target: FAST}
     assert not Path(".ansor").exists()
-
-
-# -- how it ends -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -248,9 +241,6 @@ def test_a_champion_that_does_not_run_here_is_not_replaced(
         promotion.require_won()
     assert decide(FAST).outcome is PromotionOutcome.NO_CHAMPION  # of this target alone
     assert registry.aliases_of(NAME) == {"champion": FOREIGN, of_target: FAST}
-
-
-# -- against a rival ---------------------------------------------------------------------------------------------------
 
 
 def test_who_serves_onnx_today_asks_whether_to_switch(
@@ -361,9 +351,6 @@ def test_a_candidate_that_does_not_run_here(client: mlflow.MlflowClient, set_tim
         decide(FOREIGN)
 
 
-# -- what is checked -------------------------------------------------------------------------------------------------
-
-
 def test_outputs_are_checked_on_the_data_of_the_user(
     client: mlflow.MlflowClient, set_times: SetTimes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,26 +372,6 @@ def test_outputs_are_checked_on_the_data_of_the_user(
 def test_the_tolerance_is_that_of_the_user(client: mlflow.MlflowClient, set_times: SetTimes) -> None:
     set_times({})
     assert decide(WRONG, tolerance=100.0, dry_run=True).outcome is PromotionOutcome.NO_CHAMPION
-
-
-# -- what is left behind ---------------------------------------------------------------------------------------------
-
-
-def test_networks_with_other_weights_are_others(saved_models: Mapping[str, Path]) -> None:
-    """Weights beyond 2 GiB are in files beside the graph, which may be equal."""
-    manifest = Manifest.read(saved_models[FAST])
-    network, library = manifest.files[names.NETWORK_FILE], manifest.libraries[0]
-    first, second, recompiled = (
-        Contender(
-            version="1",
-            directory=saved_models[FAST],
-            manifest=replace(manifest, files={names.NETWORK_FILE: network, "weights": weights, library.path: digest}),
-            entry=library,
-        )
-        for weights, digest in (("a", "x"), ("b", "x"), ("a", "y"))
-    )
-    assert first.has_network_of(recompiled)
-    assert not first.has_network_of(second)
 
 
 def test_the_evidence_is_a_run_and_tags_of_the_version(
@@ -484,9 +451,6 @@ def test_a_dry_run_changes_nothing(client: mlflow.MlflowClient, of_target: str, 
     assert client.get_model_version(NAME, EQUAL).tags == {}
     tags = client.get_run(promotion.run_id).data.tags
     assert (tags[names.TAG_DRY_RUN], tags[names.TAG_PROMOTION]) == ("true", "promoted")
-
-
-# -- the command -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -570,23 +534,6 @@ def test_a_version_that_has_an_alias_again_is_not_rolled_back(
     assert registry.aliases_of(NAME) == {"champion": FAST, of_target: SLOW}
     assert promotion_tags(client) == {FAST: "no_champion", EQUAL: "rolled_back"}
     assert names.TAG_PROMOTION_RUN not in client.get_model_version(NAME, SLOW).tags
-
-
-def test_an_alias_that_the_winner_had_already_stays(
-    client: mlflow.MlflowClient, of_target: str, set_times: SetTimes, run_here: RunCommand, capsys: Any
-) -> None:
-    """It had the alias of the target before it got the other one, which was of another version."""
-    set_champion(client, FAST, of_target)
-    set_champion(client, SLOW, "champion")
-    set_times({FAST: 6.0, SLOW: 10.0})
-    assert decide(FAST, alias="champion").outcome is PromotionOutcome.PROMOTED
-    with pytest.raises(UserInputError, match="no promotion moved an alias"):
-        roll_back_here(of_target)
-    capsys.readouterr()
-    assert run_here("promote", "--model", NAME, "--alias", "champion", "--rollback") == 0
-    first, *_ = capsys.readouterr().out.splitlines()
-    assert first == "champion of contested points to version 2 again, it pointed to version 1"
-    assert registry.aliases_of(NAME) == {"champion": SLOW, of_target: FAST}
 
 
 def test_the_documented_commands(

@@ -57,16 +57,6 @@ def test_the_page_of_the_documentation_works(
     assert steps == {"main", "tune", "compile", "evaluate"}
 
 
-@pytest.mark.nightly
-@pytest.mark.usefixtures("new_experiment")
-def test_its_script_works(tmp_path: Path) -> None:
-    (script,) = (block for block in page_blocks() if "__main__" in block)
-    (tmp_path / "script.py").write_text(script)
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("models:/m-")
-
-
 @pytest.mark.parametrize("network", [None, "", 3])
 def test_a_network_that_is_none_is_not_the_default(network: Any) -> None:
     for give in (lambda: am.plan(network), lambda: am.plan(network=network)):

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from helpers.exports import make_model, tensor
 from helpers.one_operator import MICROSOFT, assert_computes_the_same, one_operator, run_lowered
 from helpers.one_operator import run_onnxruntime as run_one
 from onnx import TensorProto, helper, numpy_helper
@@ -123,17 +124,13 @@ def test_a_quantized_network_is_a_step_from_onnxruntime_at_most(
 
 def linear_model(dtype: int, scale: np.ndarray, zero_point: np.ndarray, **attributes: Any) -> onnx.ModelProto:
     """QuantizeLinear and DequantizeLinear of "x" (2, 3, 8)."""
-    constants = [
-        numpy_helper.from_array(scale.astype(np.float32), "scale"),
-        numpy_helper.from_array(zero_point.astype(helper.tensor_dtype_to_np_dtype(dtype)), "zero_point"),
-    ]
+    zero_point = zero_point.astype(helper.tensor_dtype_to_np_dtype(dtype))
+    constants = {"scale": scale.astype(np.float32), "zero_point": zero_point}
     nodes = [
         helper.make_node("QuantizeLinear", ["x", "scale", "zero_point"], ["q"], **attributes),
         helper.make_node("DequantizeLinear", ["q", "scale", "zero_point"], ["y"], **attributes),
     ]
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, (2, 3, 8)) for name in "xy")
-    graph = helper.make_graph(nodes, "linear", [x], [y], constants)
-    return helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
+    return make_model(nodes, [tensor("x", (2, 3, 8))], [tensor("y", (2, 3, 8))], constants)
 
 
 @pytest.mark.parametrize("dtype", [TensorProto.INT8, TensorProto.UINT8])

@@ -76,9 +76,6 @@ def made_up(tmp_path: Path) -> RecordPair:
 HERE = {"kind": "llvm", "mcpu": "znver4", "tag": "", "keys": ["cpu"]}
 
 
-# -- finding ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("given", "found"),
     [
@@ -131,9 +128,6 @@ def test_records_that_are_not_there(tmp_path: Path, given: str, message: str) ->
         find_records(tmp_path / given)
 
 
-# -- distilling ------------------------------------------------------------------------------------------------------
-
-
 def test_the_fastest_record_of_every_workload_is_kept(
     pair: RecordPair, small_lowered: LoweredNetwork, host_target: Target, tmp_path: Path
 ) -> None:
@@ -183,9 +177,6 @@ def test_blank_lines_are_no_damage(made_up: RecordPair, tmp_path: Path, blank: s
     assert distill(made_up, tmp_path / "best", HERE) == 1
 
 
-# -- records of several devices --------------------------------------------------------------------------------------
-
-
 def test_a_faster_record_of_another_device_is_not_taken(
     pair: RecordPair, small_lowered: LoweredNetwork, host_target: Target, tmp_path: Path
 ) -> None:
@@ -230,9 +221,6 @@ def test_what_does_not_change_code_does_not_change_the_device(
     assert distill(made_up, tmp_path / "best", HERE) == 1
 
 
-# -- several databases -----------------------------------------------------------------------------------------------
-
-
 def copy_of(pair: RecordPair, directory: Path, keep: Callable[[Record], bool] = lambda record: True) -> RecordPair:
     """A database with the workloads in the opposite order and some of the records."""
     directory.mkdir()
@@ -258,9 +246,6 @@ def test_databases_are_merged_whatever_their_workloads_numbers_are(pair: RecordP
     num_records = merge([Database(half) for half in halves], tmp_path / "merged")
     assert named(tmp_path / "merged") == named(tmp_path)
     assert num_records == len(read_lines(pair.records))
-
-
-# -- damage ----------------------------------------------------------------------------------------------------------
 
 
 def torn(line: str) -> str:
@@ -344,8 +329,6 @@ def test_compressed_workloads_are_damage(made_up: RecordPair, tmp_path: Path) ->
     with pytest.raises(RecordsError, match=message):
         distill(made_up, tmp_path / "best", HERE)
 
-
-# -- what describes them ---------------------------------------------------------------------------------------------
 
 PROVENANCE = Provenance(
     network="nets/small.onnx",

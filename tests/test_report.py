@@ -25,7 +25,7 @@ from ansor_mlflow.device.device import Device
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.networks.load import load_network
-from ansor_mlflow.parameters import PipelineOptions, TuneOptions
+from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.steps.tuning import tuning_report as report
 from ansor_mlflow.steps.tuning.tune import tune
 from ansor_mlflow.steps.tuning.tuning_report import TuningReport
@@ -34,7 +34,7 @@ from ansor_mlflow.tracking.observer import MlflowObserver
 from ansor_mlflow.tracking.outbox import Message, Outbox
 from ansor_mlflow.tracking.report.figures import draw_gain, save_figure
 from ansor_mlflow.tracking.report.history import TuningHistory
-from ansor_mlflow.tracking.report.note import command_lines, note_tags, pipeline_note, tuning_note
+from ansor_mlflow.tracking.report.note import command_lines, note_tags, tuning_note
 from ansor_mlflow.tracking.report.pages import KernelNote, ScheduleText, tuning_page
 from ansor_mlflow.tracking.run import StepRun
 from ansor_mlflow.trials import StopReason, TrialStatus, TuningPlan, TuningRound
@@ -110,9 +110,6 @@ def page_of(history: TuningHistory, directory: Path, **shown: object) -> tuple[P
     return page, text
 
 
-# -- the page ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_numbers_of_the_tuning(tmp_path: Path) -> None:
     history = history_of(ROUNDS, [2, 1])
     kernel = KernelNote(sketch="rows: lanes 8", own_ratio=1.25, roof_share=0.5, limit="memory")
@@ -182,9 +179,6 @@ def test_a_long_schedule_is_shortened() -> None:
     assert ScheduleText(task="conv", lines=["line"]).text == "line"
 
 
-# -- the report of a real tuning ---------------------------------------------------------------------------------------
-
-
 def tune_small(small_onnx: Path, experiment_id: str, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Run:
     """Tunes the small network for real, in a directory of its own."""
     monkeypatch.chdir(directory)
@@ -246,9 +240,6 @@ def test_a_report_that_cannot_be_made_is_a_warning(
     assert not {names.REPORT_FILE, names.ROOFLINE_FIGURE} & files
 
 
-# -- a tuning that does not end well -----------------------------------------------------------------------------------
-
-
 def end_with(error: BaseException, history: TuningHistory, job: TuningJob, directory: Path) -> Run:
     experiment_id = mlflow.MlflowClient().create_experiment(str(directory), (directory / "artifacts").as_uri())
     run_id = mlflow.MlflowClient().create_run(experiment_id).info.run_id
@@ -296,9 +287,6 @@ def note_of(run_id: str) -> str | None:
     return mlflow.get_run(run_id).data.tags.get(MLFLOW_RUN_NOTE)
 
 
-# -- whose words stay --------------------------------------------------------------------------------------------------
-
-
 def test_our_note_is_replaced_and_a_users_stays(run_id: str, tmp_path: Path) -> None:
     def deliver(note: str) -> str | None:
         Message(note=note).deliver(run_id, tmp_path)
@@ -323,9 +311,6 @@ def test_a_note_holds_no_credentials(run_id: str, tmp_path: Path) -> None:
     assert note_of(run_id) == "from s3://…@host/x"
     StepRun(run_id, tmp_path).log_note("from https://bob:hunter2@host/y")
     assert note_of(run_id) == "from https://…@host/y"
-
-
-# -- how to do it again ------------------------------------------------------------------------------------------------
 
 
 def options_from(line: str) -> dict[str, str]:
@@ -355,9 +340,6 @@ def test_the_commands_have_the_parameters_that_differ(parameters: dict[str, obje
     pairs = shlex.split(project)[7:]
     assert pairs[::2] == ["-P"] * len(expected)
     assert dict(pair.split("=", 1) for pair in pairs[1::2]) == expected
-
-
-# -- what it says ------------------------------------------------------------------------------------------------------
 
 
 class NoteReader:
@@ -407,30 +389,3 @@ def test_a_name_is_no_markup() -> None:
     assert "](http" not in note.replace("\\](", "")
     assert "\n#" not in note
     assert "<img" not in note.replace("\\<", "")
-
-
-def test_the_pipelines_note_has_the_speedups() -> None:
-    commands = command_lines("main", PipelineOptions(network="resnet-18"))
-    assert "to be tuned, compiled and evaluated" in pipeline_note("resnet-18", commands)
-    metrics = {
-        names.LATENCY_MS: 20.25,
-        names.UNTUNED_LATENCY_MS: 3900.0,
-        names.rival_latency_ms("onnxruntime"): 17.0,
-        names.rival_latency_ms("openvino"): 16.5,
-        names.SPEEDUP_VS_UNTUNED: 192.59,
-        names.speedup_vs("onnxruntime"): 0.8395,
-        names.SPEEDUP_VS_BEST: 0.8148,
-        names.TRIALS_MEASURED: 640.0,
-    }
-    tags = {
-        names.TAG_TARGET: "llvm znver4 ×2",
-        names.TAG_BEST_RIVAL: "openvino",
-        names.TAG_STOP_REASON: "minutes",
-        names.TAG_MODEL_URI: "models:/m-1",
-    }
-    note = pipeline_note("resnet-18", commands, tags, metrics)
-    for part in ("for llvm znver4 ×2", "tuned: 20.25 ms", "192.6 ×", "0.84 ×", "640", "budget of time", "models:/m-1"):
-        assert part in note
-    for line in ("- OpenVINO: 16.5 ms", "- speedup over the best of them: 0.81 ×", "- best of them: openvino"):
-        assert f"{line}\n" in note
-    assert "    mlflow run . --env-manager local\n    ansor-mlflow main" in note

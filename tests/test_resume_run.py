@@ -172,9 +172,6 @@ def test_a_tuning_whose_time_was_too_short_is_compiled_and_goes_on(
     assert after.data.metrics[names.TRIALS_MEASURED] > tuned.data.metrics[names.TRIALS_MEASURED]
 
 
-# -- the tuner ---------------------------------------------------------------------------------------------------------
-
-
 def copy_database(source: Path, destination: Path) -> None:
     destination.mkdir(parents=True, exist_ok=True)
     for name in (WORKLOAD_FILE, RECORD_FILE):
@@ -256,9 +253,6 @@ def test_a_record_whose_schedule_does_not_apply_is_left_out(
     assert "does not apply to the task, and is left out" in caplog.text
     assert result.total_trials == 0
     assert 2e-9 not in [record[1][1][0] for record in read_records(tmp_path / names.BEST_DIR)]
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
 
 
 def records_of(run_id: str) -> Path:
@@ -363,9 +357,6 @@ def test_a_run_goes_on_without_what_it_began_with(tuned: str, run_here: RunComma
     shutil.rmtree("given")
     assert run_here("tune", "--resume-run", second, "--trials", "16") == 0
     assert mlflow.get_run(second).data.metrics[names.TRIALS_MEASURED] == 16
-
-
-# -- the device --------------------------------------------------------------------------------------------------------
 
 
 def test_records_of_another_device_are_not_compiled_unless_that_is_allowed(

@@ -14,9 +14,10 @@ import mlflow
 import numpy as np
 import onnx
 import pytest
+from helpers.exports import make_model, tensor
 from helpers.served import compiled
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper
 
 import ansor_mlflow as am
 from ansor_mlflow import flavor, names
@@ -43,9 +44,6 @@ def written(builder: GraphBuilder, path: Path, outputs: Mapping[str, tuple[int, 
     return path
 
 
-# -- one rival -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rival", ["onnxruntime", "openvino"])
 def test_a_rival_computes_in_float32(rival: str, tmp_path: Path) -> None:
     """Sums of a thousand products, on which a CPU that has instructions for 16 bits would be off by more than 1e-3."""
@@ -59,12 +57,10 @@ def test_a_rival_computes_in_float32(rival: str, tmp_path: Path) -> None:
 
 def test_a_network_of_16_bits_is_not_rounded_to_another_16(tmp_path: Path) -> None:
     """OpenVINO takes bfloat16 by itself, on a CPU that has instructions for it, which is off by 2e-3."""
-    weights = numpy_helper.from_array(np.random.default_rng(0).normal(0, 0.1, (256, 64)).astype(np.float16), "weights")
-    x, y = (helper.make_tensor_value_info(name, 10, (4, size)) for name, size in (("x", 256), ("y", 64)))
-    graph = helper.make_graph([helper.make_node("MatMul", ["x", "weights"], ["y"])], "half", [x], [y], [weights])
-    onnx.save(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "half.onnx"
-    )
+    weights = np.random.default_rng(0).normal(0, 0.1, (256, 64)).astype(np.float16)
+    x, y = (tensor(name, (4, size), TensorProto.FLOAT16) for name, size in (("x", 256), ("y", 64)))
+    product = helper.make_node("MatMul", ["x", "weights"], ["y"])
+    onnx.save(make_model([product], [x], [y], {"weights": weights}), tmp_path / "half.onnx")
     task = task_of(tmp_path / "half.onnx")
     examples = [random_inputs(task.inputs, 0)]
     expected = expected_of(task.network, 1, examples)
@@ -156,9 +152,6 @@ def test_a_rival_that_is_not_installed_is_one_line(
         function(**given)
 
 
-# -- the step evaluate -----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def model(small_onnx: Path, host_target: Target, tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("model")
@@ -190,9 +183,6 @@ def test_an_evaluation_says_what_the_best_one_could_have_had_does(
     assert tags["ansor.best_rival"] == best
     for line in (f"OpenVINO: {found['openvino_latency_ms']:.4g} ms", f"best of them: {best}", "small** for llvm"):
         assert line in tags[MLFLOW_RUN_NOTE]
-
-
-# -- where the program of PyTorch is ---------------------------------------------------------------------------------
 
 
 def test_the_program_is_read_from_where_the_tuning_read_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,12 +11,11 @@ import pytest
 
 import ansor_mlflow
 from ansor_mlflow import names
-from ansor_mlflow.commands.explain import explain_task
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.networks.load import load_network
-from ansor_mlflow.parameters import ExplainOptions, TuneOptions
+from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.records.log import RecordLog
 from ansor_mlflow.sketches.sketch import ANNOTATION
 from ansor_mlflow.tuning.program_search import TaskSearch, is_untrained, make_cost_model
@@ -229,26 +228,6 @@ def test_a_small_space_ends_and_failures_have_a_second_chance(host_target: Targe
     learn(search, again)
     while more := search.propose(100):
         learn(search, more)
-
-
-@pytest.mark.usefixtures("experiment_id")
-@pytest.mark.nightly
-def test_records_of_sketches_are_resumed_and_compiled(tmp_path: Path) -> None:
-    """Real trials: tuned, gone on with in MetaSchedule's space, explained and compiled."""
-    quick = {"cost_model": "xgb", "min_repeat_ms": 0, "number": 1}
-    network = "conv2d:1,8,8,16,8,3,3,1,1,relu"
-    first = ansor_mlflow.tune(network, trials=8, space="sketches", **quick)
-    second = ansor_mlflow.tune(network, trials=8, space="both", warm_start=[first.run_id], **quick)
-    records = mlflow.artifacts.download_artifacts(run_id=second.run_id, artifact_path=names.RECORDS_DIR)
-    assert "register tile" in Path(records, "database_tuning_record.json").read_text()
-    explained = explain_task(ExplainOptions(source=first.run_id))
-    assert explained.sketch.startswith("register tile: lanes ")
-    assert explained.own_ratio is not None
-    assert explained.sketch in "".join(explained.schedule)
-    report = mlflow.artifacts.load_text(f"runs:/{first.run_id}/{names.REPORT_FILE}")
-    assert explained.sketch in report
-    compiled = ansor_mlflow.compile(tune_run=second.run_id)
-    assert compiled.coverage.task_share == 1.0
 
 
 @pytest.mark.usefixtures("experiment_id")

@@ -126,9 +126,6 @@ def parquet(cells: dict[str, list[Any]]) -> bytes:
     return buffer.getvalue()
 
 
-# -- requests --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_named_tensors_as_json(client: Client, count: int) -> None:
     inputs = rows(count)
@@ -180,9 +177,6 @@ def test_the_server_answers_after_refusals(client: Client) -> None:
         too_deep = requests.post(client.url, data="[" * 50_000, headers={"Content-Type": JSON}, timeout=200)
         assert too_deep.status_code == 500  # MLflow's own
         assert_products(client.post({"inputs": nested(inputs)}), inputs)
-
-
-# -- the same without a server ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -258,9 +252,6 @@ def test_damaged_parquet_is_refused(binary: Any) -> None:
         flipped = bytearray(whole)
         flipped[place] ^= 1 << place % 8
         assert status(binary, bytes(flipped), PARQUET) in (200, 400)
-
-
-# -- environments ----------------------------------------------------------------------------------------------------
 
 
 def needed(*distributions: str) -> set[str]:

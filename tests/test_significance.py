@@ -75,19 +75,6 @@ def test_what_saves_more_than_the_margin_seldom_loses(draw: Draw) -> None:
     assert verdicts(test, draw, 0.9799).count(Verdict.NOT_FASTER) / NUM_CONTESTS <= limit(0.05)
 
 
-def test_looks_that_are_not_corrected_would_err_more_often() -> None:
-    """What the division by the number of looks is for."""
-    single = SequentialTest(confidence=0.95, margin=0.0, max_turns=4)  # one look, so that its error is not divided
-    looks = SequentialTest(confidence=0.95, margin=0.0, max_turns=32).looks
-    rng = np.random.default_rng(0)
-    wrong = 0
-    for _ in range(NUM_CONTESTS):
-        candidate, champion = _normal(rng, 32), _normal(rng, 32)
-        ratios = [single.ratio(list(candidate[:look]), list(champion[:look])) for look in looks]
-        wrong += any(single.verdict(ratio) is Verdict.FASTER for ratio in ratios)
-    assert wrong / NUM_CONTESTS > limit(0.05)
-
-
 @pytest.mark.parametrize(
     ("true_ratio", "verdict"), [(0.5, Verdict.FASTER), (0.9, Verdict.FASTER), (1.1, Verdict.NOT_FASTER)]
 )

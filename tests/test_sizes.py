@@ -128,9 +128,6 @@ def assert_right(outputs: dict[str, np.ndarray], inputs: dict[str, np.ndarray], 
     assert compare_outputs(outputs, expected).max_rel_error < 1e-5
 
 
-# -- input_shapes ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -193,9 +190,6 @@ def test_bisect_takes_one_size(tmp_path: Path) -> None:
         bisect_network(options)
 
 
-# -- tasks -------------------------------------------------------------------------------------------------------------
-
-
 def test_each_size_has_a_function_and_shares_tasks(
     lowered: LoweredNetwork, network: Network, host_target: Target
 ) -> None:
@@ -244,9 +238,6 @@ def test_sizes_in_parts(tmp_path: Path, host_target: Target) -> None:
         inputs = {"x": np.random.default_rng(rows).normal(size=(rows, 256)).astype(np.float32)}
         assert_right(model.run(inputs), inputs, network)
         assert len(model.seconds_of_parts(inputs)) == 2
-
-
-# -- which size --------------------------------------------------------------------------------------------------------
 
 
 def sizes_of(*lengths: int) -> list[NetworkShapes]:
@@ -310,9 +301,6 @@ def test_what_cannot_be_padded_is_said(network: Network, small_network: Network)
         require_pad({"data": 0}, "small", small_network)
     with pytest.raises(UserInputError, match="pad names 'mask', which is not an input of words; its inputs are ids"):
         require_pad({"mask": 0}, "words", network)
-
-
-# -- models ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_is_right_in_every_size_and_between(model: TunedModel, network: Network) -> None:

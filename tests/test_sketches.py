@@ -90,9 +90,6 @@ def error_without_trials(network: str, target: Target, directory: Path) -> float
     return compare_outputs(outputs, expected).max_rel_error
 
 
-# -- the machine -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("target", "vector_bytes", "num_registers", "broadcasts"),
     [
@@ -114,9 +111,6 @@ def test_an_element_that_fills_a_vector_by_itself_serves_for_several() -> None:
     found = contraction_of(task.mod)
     first = RegisterTiling(task.mod, found, Machine.of(target)).tiles()[0]
     assert first.vectors > 1
-
-
-# -- which functions ---------------------------------------------------------------------------------------------------
 
 
 def test_a_convolution_is_a_sum_of_products(host_target: Target) -> None:
@@ -174,9 +168,6 @@ def test_a_sum_that_reads_elements_again_is_not_enough_row_by_row(host_target: T
     assert programs is None or not programs.are_enough
 
 
-# -- tiles -------------------------------------------------------------------------------------------------------------
-
-
 @given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([1, 3, 8, 24, 48, 100, 256]), st.sampled_from([1, 3, 5]))
 @compiled_examples
 def test_every_tile_fits_into_the_registers(
@@ -220,9 +211,6 @@ def test_traces_replay_in_stock_tvm(host_target: Target) -> None:
     again = Schedule(task.mod)
     program.trace.apply_to_schedule(again, remove_postproc=False)
     assert again.mod.script() == program.mod.script()
-
-
-# -- what they compute -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", ["auto", *(pytest.param(other, marks=pytest.mark.nightly) for other in OTHERS)])

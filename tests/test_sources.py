@@ -18,6 +18,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from helpers.exports import make_model, tensor
 from helpers.servers import free_port
 from mlflow.models import Model
 from onnx import TensorProto, helper, numpy_helper
@@ -70,9 +71,6 @@ def wide_onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("networks") / "wide.onnx"
     onnx.save(builder.build("wide", {"logits": (2, 40)}), path)
     return path
-
-
-# -- MLflow ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -171,15 +169,8 @@ def test_a_run_compiles_the_network_with_the_values_and_the_batch_that_it_tuned(
 ) -> None:
     """Whoever reads the copy in the run need not know of them."""
     nodes = [helper.make_node("MatMul", ["x", "w"], ["xw"]), helper.make_node("Mul", ["xw", "gain"], ["y"])]
-    shapes: dict[str, list[int | str]] = {"x": ["N", 16], "gain": [1]}
-    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
-    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
-    weights = [numpy_helper.from_array(np.eye(16, dtype=np.float32), "w")]
-    model = helper.make_model(
-        helper.make_graph(nodes, "gained", inputs, outputs, weights),
-        ir_version=8,
-        opset_imports=[helper.make_opsetid("", 17)],
-    )
+    inputs = [tensor("x", ["N", 16]), tensor("gain", [1])]
+    model = make_model(nodes, inputs, [tensor("y", None)], {"w": np.eye(16, dtype=np.float32)})
     onnx.save(model, tmp_path / "gained.onnx")
     options = TuneOptions(
         network=str(tmp_path / "gained.onnx"),
@@ -211,24 +202,6 @@ def test_names_and_files_are_still_networks(wide_onnx: Path, tmp_path: Path, mon
     assert builtin.sha256 == load_network("resnet-18", input_shapes={"data": [1, 3, 32, 32]}, seed=3).sha256
     assert (builtin.path, builtin.source) == (None, None)
     assert sources.fetch_network(str(wide_onnx)).source is None
-
-
-@pytest.mark.parametrize(
-    ("network", "name"),
-    [
-        ("models:/wide/3", "wide"),
-        ("models:/wide@champion", "wide"),
-        ("models:/a.b.wide/1/model.onnx", "a.b.wide"),
-        ("models:/m-0123", "m-0123"),
-        ("runs:/0123/resnet-1.5", "resnet-1.5"),
-        ("s3://bucket/folder/wide.v2.onnx", "wide.v2"),
-        ("s3://bucket/folder/wide.v2.pt2", "wide.v2"),
-        ("folder/wide.v2.onnx", "wide.v2"),
-        ("resnet-18", "resnet-18"),
-    ],
-)
-def test_display_name(network: str, name: str) -> None:
-    assert sources.display_name(network) == name
 
 
 MALFORMED = [
@@ -270,20 +243,6 @@ def test_what_is_wrong_with_a_source_is_said_in_one_line(logged: Logged, templat
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"batch_size": 3}, "batch_size=3 with network=models:/wide/1: dimension 0 of its input 'data' is 2; leave"),
-        ({"input_shapes": {"image": [1, 32]}}, "names 'image', which is not an input of models:/wide/1"),
-        ({"input_shapes": {"data": [1, 2, 3]}}, "gives 'data' of models:/wide/1 3 dimensions"),
-    ],
-)
-@pytest.mark.usefixtures("logged", "experiment_id")
-def test_messages_name_the_network_as_it_was_given(arguments: dict, message: str) -> None:
-    with pytest.raises(UserInputError, match=message):
-        sources.fetch_network("models:/wide/1", **arguments)
-
-
 @pytest.mark.usefixtures("experiment_id")
 def test_weights_that_are_missing_beside_an_artifact(logged: Logged, tmp_path: Path) -> None:
     (tmp_path / "wide.onnx").write_bytes((logged.artifacts / "external" / "wide.onnx").read_bytes())
@@ -294,8 +253,8 @@ def test_weights_that_are_missing_beside_an_artifact(logged: Logged, tmp_path: P
 @pytest.mark.parametrize("location", ["../secret", "/etc/passwd"])
 def test_weights_are_not_taken_from_elsewhere(logged: Logged, tmp_path: Path, location: str) -> None:
     model = onnx.load(logged.artifacts / "external" / "wide.onnx", load_external_data=False)
-    for tensor in model.graph.initializer:
-        for entry in tensor.external_data:
+    for weights in model.graph.initializer:
+        for entry in weights.external_data:
             entry.value = location if entry.key == "location" else entry.value
     (tmp_path / "secret").write_bytes(bytes(1 << 20))
     (tmp_path / "model").mkdir()
@@ -344,9 +303,6 @@ def test_a_run_records_where_its_network_came_from(
     assert_computes_the_same(copy, wide_onnx)
 
 
-# -- weights outside of the message ----------------------------------------------------------------------------------
-
-
 def test_small_and_large_weights_outside_of_the_file(tmp_path: Path) -> None:
     """Shapes depend on the values of the small ones; the large one is not read to infer them.
 
@@ -368,11 +324,7 @@ def test_small_and_large_weights_outside_of_the_file(tmp_path: Path) -> None:
         "minus_one": np.array([-1], np.int64),
         "one": np.array([1], np.int64),
     }
-    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 16, 16])]
-    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
-    initializers = [numpy_helper.from_array(values, name) for name, values in weights.items()]
-    graph = helper.make_graph(nodes, "graph", inputs, outputs, initializers)
-    model = helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
+    model = make_model(nodes, [tensor("x", ["N", 16, 16])], [tensor("y", None)], weights)
     path = tmp_path / "model.onnx"
     onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=0)
     assert external_files(path, "model") == ["weights.bin"]

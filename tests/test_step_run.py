@@ -117,9 +117,6 @@ def test_failure_without_records_leaves_nothing_on_disk(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# -- where it is -------------------------------------------------------------------------------------------------------
-
-
 def test_a_run_that_begins_says_its_id_and_its_address(caplog: pytest.LogCaptureFixture, experiment_id: str) -> None:
     """After the command for a server, which the outer one of nested runs says for all."""
     caplog.set_level(logging.INFO, "ansor_mlflow")
@@ -212,9 +209,6 @@ def test_a_step_of_a_pipeline_leaves_it_to_the_pipeline_how_that_goes_on(
     monkeypatch.setenv("MLFLOW_RUN_ID", made)
     _, lines = fail("tune", TuneOptions(), KeyboardInterrupt())
     assert lines == [f"run    {made}"]
-
-
-# -- a server that is away at the end ----------------------------------------------------------------------------------
 
 
 def tune_while_the_server_goes_away(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None) -> StepRun:

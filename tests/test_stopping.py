@@ -32,8 +32,6 @@ from ansor_mlflow.tuning.stopping import (
 if TYPE_CHECKING:
     from tvm.target import Target
 
-# -- budgets ---------------------------------------------------------------------------------------------------------
-
 
 def test_a_budget_below_the_number_of_tasks_says_how_much_is_needed(
     dense: LoweredNetwork, host_target: Target, tmp_path: Path
@@ -149,8 +147,6 @@ def test_whatever_fails_the_budget_is_spent_exactly(
     num_failed = num_trials - sum(task.num_trials[TrialStatus.OK] for task in result.tasks)
     assert num_failed >= sum(number <= num_trials for number in not_built)
 
-
-# -- plateaus --------------------------------------------------------------------------------------------------------
 
 HIDDEN, LOGITS = (4, 32), (4, 16)
 """The tasks of `dense`, by the shape of their first argument."""

@@ -44,9 +44,6 @@ if TYPE_CHECKING:
 MEMORY_BYTES = 2**30
 
 
-# -- candidates ------------------------------------------------------------------------------------------------------
-
-
 def candidates() -> dict[str, IRModule]:
     from tvm import IRModule
     from tvm.script import tirx as T  # noqa: N812 - TVMScript's own name
@@ -178,9 +175,6 @@ def test_the_timeout_holds_where_nothing_is_known_of_a_task(libraries: Mapping[s
     assert_measured(fast)
 
 
-# -- workers ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def one_worker() -> Iterator[WorkerPool]:
     with contextlib.closing(WorkerPool(1, memory_bytes=MEMORY_BYTES)) as pool:
@@ -213,9 +207,6 @@ def test_a_worker_that_is_killed_from_outside_is_replaced(one_worker: WorkerPool
     assert only_value(one_worker.map(pid_of_worker, [0], 120)) != pid
 
 
-# -- the clock -------------------------------------------------------------------------------------------------------
-
-
 def test_a_clock_that_jumps_neither_kills_nor_spares_nor_ends_anything(tmp_path: Path) -> None:
     library = tmp_path / "clock_jump.so"
     source = TESTS / "helpers" / "clock_jump.c"
@@ -238,8 +229,6 @@ def test_a_clock_that_jumps_neither_kills_nor_spares_nor_ends_anything(tmp_path:
     assert (total_trials, stop_reason) == (12, "trials")
     assert 0 < elapsed_s < 240  # the clock jumps by hours
 
-
-# -- the disk --------------------------------------------------------------------------------------------------------
 
 FILL_LATER = """
 mkdir -p "$1" && mount -t tmpfs -o size=64m tmpfs "$1" || exit 99
@@ -286,8 +275,6 @@ def test_a_full_disk_of_temporary_files_ends_the_run_with_one_line_and_its_recor
 def tracked(experiment_id: str) -> dict[str, str]:
     return environment(os.environ["MLFLOW_TRACKING_URI"], {"MLFLOW_EXPERIMENT_ID": experiment_id})
 
-
-# -- other tuners ------------------------------------------------------------------------------------------------------
 
 HOLD = """
 import sys
@@ -346,9 +333,6 @@ def test_a_directory_is_held_under_all_of_its_names(tmp_path: Path, monkeypatch:
         monkeypatch.chdir(records if name == "." else tmp_path)
         with pytest.raises(UserInputError, match=f"process {os.getpid()} on"), directory_lock(Path(name)):
             pass
-
-
-# -- the tuner itself --------------------------------------------------------------------------------------------------
 
 
 def test_a_killed_tuner_takes_its_workers_along_and_leaves_readable_records(

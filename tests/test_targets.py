@@ -21,8 +21,6 @@ from ansor_mlflow.errors import MachineError, UserInputError
 if TYPE_CHECKING:
     from tvm.target import Target
 
-# -- how targets are written -----------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("spec", "parsed"),
@@ -32,11 +30,9 @@ if TYPE_CHECKING:
         ("  aws/cpu/c5.9xlarge ", "aws/cpu/c5.9xlarge"),
         ('{"kind": "llvm", "num-cores": 2}', {"kind": "llvm", "num-cores": 2}),
         ("llvm -mcpu=skylake-avx512 -num-cores 2", {"kind": "llvm", "mcpu": "skylake-avx512", "num-cores": 2}),
-        ("llvm --mcpu=znver4 --num-cores=4", {"kind": "llvm", "mcpu": "znver4", "num-cores": 4}),
         ("llvm -libs=a,b -mattr +avx2,-fma", {"kind": "llvm", "libs": ["a", "b"], "mattr": ["+avx2", "-fma"]}),
         ("c -link-params -keys=cpu", {"kind": "c", "link-params": True, "keys": ["cpu"]}),
         ("llvm -mtriple='aarch64-linux-gnu'", {"kind": "llvm", "mtriple": "aarch64-linux-gnu"}),
-        ("llvm -mabi=", {"kind": "llvm", "mabi": ""}),
     ],
 )
 def test_forms_of_a_target(spec: str, parsed: Any) -> None:
@@ -75,9 +71,7 @@ def test_any_text_is_parsed_or_refused_in_one_line(spec: str) -> None:
         ('{"kind": "llvm"', r"target='\{.*' is not valid JSON .*; write an object with a \"kind\""),
         ("llvm 'mcpu", r"cannot be read \(No closing quotation\); write a tag, JSON or `llvm -mcpu=…`"),
         ("llvm mcpu=znver4", "'mcpu=znver4' is neither a flag nor a flag's value; write -name=value"),
-        ("llvm -mcpu=a b", "'b' is neither a flag nor a flag's value"),
         ("", "target='' is empty; write auto, a tag, JSON or `llvm -mcpu=…`"),
-        (" ", "target=' ' is empty"),
     ],
 )
 def test_text_that_is_no_target(spec: str, message: str) -> None:
@@ -89,7 +83,6 @@ def test_text_that_is_no_target(spec: str, message: str) -> None:
     ("spec", "message"),
     [
         ("llvn", r"target='llvn' is unknown to TVM: .*; use auto, a tag, JSON or `llvm -mcpu=…`"),
-        ("aws/cpu/c99.large", "target='aws/cpu/c99.large' is unknown to TVM"),
         ("llvm -no-such-flag=1", "unknown to TVM: .*no-such-flag"),
         ('{"mcpu": "znver4"}', "unknown to TVM"),
         ("llvm -mcpu=skylake-avx51", "LLVM knows no CPU 'skylake-avx51'; perhaps you meant skylake-avx512"),
@@ -133,9 +126,6 @@ def test_triple_of_an_unknown_architecture_is_refused() -> None:
 def test_number_of_cores_must_be_positive() -> None:
     with pytest.raises(UserInputError, match="num-cores is 0; it must be at least 1"):
         resolve_target("llvm -num-cores=0", 2)
-
-
-# -- fingerprints ----------------------------------------------------------------------------------------------------
 
 
 def test_name_of_a_fingerprint_tells_devices_apart(host_target: Target) -> None:

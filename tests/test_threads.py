@@ -18,8 +18,6 @@ THREAD_PROBE = TESTS / "helpers" / "thread_probe.py"
 needs_two_cpus = pytest.mark.skipif(available_cpus() < 2, reason="needs two CPUs")
 
 
-# -- CPUs of a process -----------------------------------------------------------------------------------------------
-
 cgroup_v2 = {"cpu.max": "{quota} 100000\n"}
 cgroup_v1 = {"cpu/cpu.cfs_quota_us": "{quota}\n", "cpu/cpu.cfs_period_us": "100000\n"}
 
@@ -77,9 +75,6 @@ def test_more_threads_than_cpus() -> None:
         resolve_num_threads(cpus + 1)
 
 
-# -- CPUs that kernels are measured on ---------------------------------------------------------------------------------
-
-
 def describe_cpus(root: Path, siblings: list[str]) -> None:
     for cpu, text in enumerate(siblings):
         topology = root / f"cpu{cpu}" / "topology"
@@ -128,9 +123,6 @@ def test_processes_begin_at_different_cores(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert [measuring_cpus(2, tmp_path, process) for process in (10, 11, 12)] == [{0, 1}, {2, 3}, {0, 1}]
     assert measuring_cpus(3, tmp_path, process=1) == {3, 0, 1}
-
-
-# -- threads of TVM's kernels ----------------------------------------------------------------------------------------
 
 
 def probe_threads(*num_threads: int) -> list[dict[str, int]]:

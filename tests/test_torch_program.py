@@ -57,9 +57,6 @@ def example(path: Path) -> tuple[Arrays, list[np.ndarray]]:
         return inputs, [file[f"arr_{index}"] for index in range(len(file.files) - len(inputs))]
 
 
-# -- what is computed ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "case"),
     [
@@ -125,9 +122,6 @@ def test_a_tuned_program_is_compared_with_its_compilation_by_pytorch(programs: P
     assert "of the time of torch.compile" in finished.stdout
 
 
-# -- sizes and values ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "parameters", "message"),
     [
@@ -169,9 +163,6 @@ def test_an_input_of_a_program_gets_a_value(programs: Path, caplog: pytest.LogCa
     np.testing.assert_allclose(computed(network, {"args_0": x}), expected, rtol=1e-6)
 
 
-# -- what cannot be read ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -196,9 +187,6 @@ def test_what_is_wrong_with_a_program_is_said_in_one_line(
     with pytest.raises(UserInputError, match=rf"network=.*{name}\.pt2: {message}") as caught:
         load(path)
     assert "\n" not in str(caught.value)
-
-
-# -- MLflow ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -73,9 +73,6 @@ def test_trust_is_not_taken_from_a_run() -> None:
     assert params_used(run, TuneOptions) == {"network": "model.pt2"}
 
 
-# -- the child that reads one ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="PyTorch is installed")
 def test_without_pytorch(hostile: Path) -> None:
     with pytest.raises(MachineError, match=r"hostile\.pt2: a model of PyTorch needs .*: pip install torch onnx"):

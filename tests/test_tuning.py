@@ -47,8 +47,6 @@ from ansor_mlflow.tuning.stopping import require_valid_trials
 if TYPE_CHECKING:
     from tvm.target import Target
 
-# -- trials ----------------------------------------------------------------------------------------------------------
-
 
 def test_every_failure_is_counted_recorded_and_told(dense: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:
     builder = FakeBuilder(
@@ -137,9 +135,6 @@ def test_the_estimate_sums_tasks_by_their_weight() -> None:
     assert estimated_latency_s(tuple(tasks)) is None
     tasks[1].stop_reason = StopReason.NOTHING_TO_TUNE
     assert estimated_latency_s(tuple(tasks)) == 1e-3
-
-
-# -- observers -------------------------------------------------------------------------------------------------------
 
 
 def test_observers_are_told_in_order_with_numbers_that_agree(
@@ -236,8 +231,6 @@ def test_time_is_accounted_for(dense: LoweredNetwork, host_target: Target, tmp_p
     assert 0 < sum(parts) <= result.elapsed_s
 
 
-# -- search ----------------------------------------------------------------------------------------------------------
-
 SEARCHES = [("evolutionary", "xgb"), ("evolutionary", "random"), ("evolutionary", "none"), ("random", "none")]
 
 
@@ -274,9 +267,6 @@ def test_a_task_with_few_programs_is_exhausted(
 def test_the_mlp_without_pytorch(dense: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="cost_model=mlp needs PyTorch: pip install torch, or use cost_model=xgb"):
         tune(dense, host_target, tmp_path, trials=2, cost_model="mlp")
-
-
-# -- for real --------------------------------------------------------------------------------------------------------
 
 
 def test_a_network_is_tuned_on_this_host(dense: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:

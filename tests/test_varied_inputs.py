@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from helpers.exports import make_model, tensor
+from onnx import TensorProto, helper
 
 from ansor_mlflow.measuring import ReferenceSession, is_quantized, same_for_all, seeded_inputs, what_to_do
 from ansor_mlflow.networks import input_specs, output_specs
@@ -29,14 +30,8 @@ WEIGHTS = {
 def saved(
     path: Path, nodes: list[onnx.NodeProto], inputs: dict[str, tuple[int, list[int]]], elem_type: int = F
 ) -> Path:
-    graph = helper.make_graph(
-        nodes,
-        "network",
-        [helper.make_tensor_value_info(name, *value) for name, value in inputs.items()],
-        [helper.make_tensor_value_info("y", elem_type, None)],
-        [numpy_helper.from_array(array, name) for name, array in WEIGHTS.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    values = [tensor(name, shape, dtype) for name, (dtype, shape) in inputs.items()]
+    model = make_model(nodes, values, [tensor("y", None, elem_type)], WEIGHTS)
     onnx.save(onnx.shape_inference.infer_shapes(model), path)
     return path
 

@@ -79,9 +79,6 @@ def call(compiled: Module, data: np.ndarray) -> np.ndarray:
     return result.numpy()
 
 
-# -- the functions ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("spec", ["auto", *(pytest.param(spec, marks=pytest.mark.nightly) for spec in OTHERS)])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_error_is_within_its_bound_over_the_whole_range(name: str, spec: str) -> None:
@@ -145,9 +142,6 @@ def test_a_power_that_is_not_multiplied_out(host_target: Target) -> None:
 def test_64_bits_are_left_to_the_c_library(host_target: Target) -> None:
     data = np.linspace(-5, 5, 64)
     np.testing.assert_allclose(call(elementwise("erf", 64, host_target, "float64"), data), FUNCTIONS["erf"][0](data))
-
-
-# -- networks --------------------------------------------------------------------------------------------------------
 
 
 def calls_in(mod: Any, target: Target, config: dict[str, bool] | None = None) -> set[str]:
@@ -222,9 +216,6 @@ def test_softmax_with_a_mask(masked: int, host_target: Target) -> None:
     (expected,) = run_onnxruntime(activation("Softmax"), data)
     np.testing.assert_allclose(result, expected, rtol=1e-6)
     assert (result[3, :masked] == 0).all() or masked == 64
-
-
-# -- libraries and candidates ----------------------------------------------------------------------------------------
 
 
 def called_by(library: Path) -> set[str]:

@@ -99,9 +99,6 @@ class SecondTimes(FakeRunner):
         return Outcome((abs(seconds),), disturbance=0.5 if seconds < 0 else 0.0)
 
 
-# -- who is measured again -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("first_s", "kept"),
     [
@@ -131,9 +128,6 @@ def test_a_task_without_a_valid_trial_has_no_winner(stage_of_two: Stage) -> None
     assert stage_of_two.winner(0) is None
     assert stage_of_two.winner(1) == "b"
     assert stage_of_two.order(runner) == "bb"
-
-
-# -- how they are measured ---------------------------------------------------------------------------------------------
 
 
 def test_programs_are_measured_in_turns_over_all_tasks(stage_of_two: Stage) -> None:
@@ -190,9 +184,6 @@ def test_an_interrupt_is_looked_for_after_every_pass(stage: Stage) -> None:
     assert stage.order(runner) == "a"
 
 
-# -- who wins ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("times", "winner", "confirmed_s"),
     [
@@ -216,8 +207,6 @@ def test_the_truly_faster_one_wins(
     assert finalist is not None
     assert finalist.confirmed_s == confirmed_s
 
-
-# -- through the tuner -------------------------------------------------------------------------------------------------
 
 HIDDEN, LOGITS = (4, 32), (4, 16)
 """The tasks of `dense`, by the shape of their first argument."""

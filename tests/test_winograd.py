@@ -51,9 +51,6 @@ def arguments(mod: IRModule, seed: int = 0) -> list[np.ndarray]:
     ]
 
 
-# -- the matrices ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("outputs", TILES)
 def test_the_transforms_filter_exactly(outputs: int) -> None:
     found = transforms(outputs)
@@ -65,9 +62,6 @@ def test_the_transforms_filter_exactly(outputs: int) -> None:
     ]
     result = [sum(a * b for a, b in zip(row, points, strict=True)) for row in found.output]
     assert result == [sum(taps[k] * data[place + k] for k in range(3)) for place in range(outputs)]
-
-
-# -- which layers ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -129,72 +123,37 @@ def test_a_network_without_such_a_layer_cannot_be_forced(host_target: Target) ->
         lower(network.model, host_target, LoweringSettings(algorithm="winograd"))
 
 
-# -- what they compute -------------------------------------------------------------------------------------------------
-
-
-@given(
-    batch=st.integers(1, 2),
-    height=st.integers(1, 17),
-    width=st.integers(1, 17),
-    filters=st.integers(1, 33),
-    channels=st.integers(1, 33),
-    padding=st.integers(0, 2),
-    outputs=st.sampled_from(TILES),
-    index=st.integers(0, 2**16),
+IMAGES = st.builds(
+    # over less than 3 × 3 with its padding the kernel is none of 3 × 3
+    lambda batch, height, width, filters, channels, padding: conv(
+        max(height, 3 - padding), max(width, 3 - padding), filters, channels, f"3,3,1,{padding},bias,relu", batch
+    ),
+    *(st.integers(1, most) for most in (2, 17, 17, 33, 33)),
+    st.integers(0, 2),
 )
-@compiled_examples
-def test_every_program_of_every_edge_is_right(
-    host_target: Target,
-    batch: int,
-    height: int,
-    width: int,
-    filters: int,
-    channels: int,
-    padding: int,
-    outputs: int,
-    index: int,
-) -> None:
-    height, width = max(height, 3 - padding), max(width, 3 - padding)  # over less the kernel is none of 3 × 3
-    network = conv(height, width, filters, channels, f"3,3,1,{padding},bias,relu", batch)
-    check_program(network, outputs, index, host_target)
-
-
-@given(
-    batch=st.integers(1, 2),
-    depth=st.integers(1, 5),
-    size=st.integers(2, 9),
-    filters=st.integers(1, 17),
-    channels=st.integers(1, 17),
-    taps=st.integers(1, 3),
-    padding=st.sampled_from(["1", "0x1x1", "1x1x0", "2x1x1"]),
-    stride=st.sampled_from(["1", "2x1x1"]),
-    dilation=st.sampled_from(["1", "2x1x1"]),
-    outputs=st.sampled_from(TILES),
-    index=st.integers(0, 2**16),
+VOLUMES = st.builds(
+    # slices are summed with zeros before and after them, and with gaps between them
+    lambda batch, depth, size, filters, channels, taps, padding, stride, dilation: conv3d(
+        f"{depth + 4},{size},{size + 2}",
+        filters,
+        channels,
+        f"{taps},3,3,{stride},{padding},bias,relu,dilation={dilation}",
+        batch,
+    ),
+    *(st.integers(1, 2), st.integers(1, 5), st.integers(2, 9), st.integers(1, 17), st.integers(1, 17)),
+    *(st.integers(1, 3), st.sampled_from(["1", "0x1x1", "1x1x0", "2x1x1"])),
+    *(st.sampled_from(["1", "2x1x1"]), st.sampled_from(["1", "2x1x1"])),
 )
+
+
+@pytest.mark.parametrize("networks", [IMAGES, VOLUMES], ids=["images", "volumes"])
+@given(data=st.data(), outputs=st.sampled_from(TILES), index=st.integers(0, 2**16))
 @compiled_examples
-def test_every_program_of_every_volume_is_right(
-    host_target: Target,
-    batch: int,
-    depth: int,
-    size: int,
-    filters: int,
-    channels: int,
-    taps: int,
-    padding: str,
-    stride: str,
-    dilation: str,
-    outputs: int,
-    index: int,
+def test_every_program_is_right(
+    host_target: Target, networks: st.SearchStrategy[str], data: st.DataObject, outputs: int, index: int
 ) -> None:
-    """Slices are summed with zeros before and after them, and with gaps between them."""
-    rest = f"{taps},3,3,{stride},{padding},bias,relu,dilation={dilation}"
-    network = conv3d(f"{depth + 4},{size},{size + 2}", filters, channels, rest, batch)
-    check_program(network, outputs, index, host_target)
-
-
-def check_program(network: str, outputs: int, index: int, host_target: Target) -> None:
     """Against the direct algorithm in float32, whose own error is a part of what is allowed."""
+    network = data.draw(networks)
     task = layer_of(network, host_target)
     other = next(other for other in find_algorithms(task.mod) if other.outputs == outputs)
     programs = find_programs(other.mod, host_target)

@@ -25,9 +25,6 @@ from ansor_mlflow.processes import Outcome, WorkerPool, in_child_process
 TIMEOUT_S = 120.0
 
 
-# -- what the workers do: found by its name in this module, which a worker imports ------------------------------------
-
-
 def square(number: int) -> int:
     return number * number
 
