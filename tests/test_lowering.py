@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
-import onnxruntime
 import pytest
+from helpers.one_operator import run_lowered, run_onnxruntime
 from helpers.small_networks import small_shapes
 from onnx import TensorProto, helper, numpy_helper
 
@@ -32,18 +32,6 @@ Layout = Literal["NHWC", "NCHW"]
 
 def hashes(lowered: LoweredNetwork) -> list[str]:
     return [task.info.workload_hash for task in lowered.tasks]
-
-
-def run_untuned(lowered: LoweredNetwork, target: Target, inputs: dict[str, np.ndarray]) -> np.ndarray:
-    import tvm
-
-    machine = tvm.relax.VirtualMachine(tvm.compile(lowered.mod, target), tvm.cpu())
-    return machine["main"](*map(tvm.runtime.tensor, inputs.values())).numpy()
-
-
-def run_onnxruntime(network: Network, inputs: dict[str, np.ndarray]) -> np.ndarray:
-    session = onnxruntime.InferenceSession(network.model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, inputs)[0]
 
 
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
@@ -96,8 +84,9 @@ def test_a_function_that_is_called_twice_is_one_task(host_target: Target) -> Non
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
 def test_untuned_kernels_agree_with_onnxruntime(small_network: Network, host_target: Target, layout: Layout) -> None:
     inputs = random_inputs(small_network.inputs, seed=5)
-    output = run_untuned(lower(small_network.model, host_target, LoweringSettings(layout=layout)), host_target, inputs)
-    expected = run_onnxruntime(small_network, inputs)
+    lowered = lower(small_network.model, host_target, LoweringSettings(layout=layout))
+    (output,) = run_lowered(lowered, host_target, inputs)
+    (expected,) = run_onnxruntime(small_network.model, inputs)
     assert np.ptp(expected) > 0.1
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
 

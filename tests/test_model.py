@@ -77,12 +77,6 @@ def test_a_package_holds_one_library_for_a_device(compiled_network: CompiledNetw
         write_package([compiled_network, compiled_network], tmp_path)
 
 
-def test_a_package_holds_one_network(compiled_network: CompiledNetwork, tmp_path: Path) -> None:
-    other = replace(for_more_threads(compiled_network), outputs=())
-    with pytest.raises(UserInputError, match="small and small have other inputs, outputs or sizes; a model holds"):
-        write_package([compiled_network, other], tmp_path)
-
-
 def damaged(value: Any, damage: Any) -> Any:
     """The value with a damage in its place: what is `...` is missing, and a mapping says what is damaged inside."""
     if isinstance(value, list) and isinstance(damage, dict):
@@ -138,12 +132,6 @@ def trapped(compiled_network: CompiledNetwork, trap: tuple[Path, Path], tmp_path
     return directory, write_package(replace(compiled_network, library=trap[0]), directory)
 
 
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def library_of(manifest: Manifest) -> str:
     return manifest.libraries[0].path
 
@@ -180,7 +168,9 @@ def test_the_trap_works(trap: tuple[Path, Path], tmp_path: Path) -> None:
 def test_a_changed_bit(trapped: tuple[Path, Manifest], trap: tuple[Path, Path], file_of: FileOf) -> None:
     directory, manifest = trapped
     name = file_of(manifest)
-    flip_a_bit(directory / name)
+    content = bytearray((directory / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (directory / name).write_bytes(content)
     assert_refused(directory, manifest, trap[1], f"{name} does not match the SHA-256 in MLmodel, it was changed after")
 
 
@@ -308,9 +298,7 @@ def test_arrays_in_any_memory_order(model: TunedModel, reference: ReferenceSessi
         ({"image": np.zeros((1, 3, 16, 16), np.float32)}, r"inputs \['image'\]"),
         ({"data": np.zeros((1, 3, 16, 16), np.float32), "more": 1}, r"inputs \['data', 'more'\]"),
         ({"data": np.zeros((2, 3, 16, 16), np.float32)}, r"input 'data' is float32 \(2, 3, 16, 16\)"),
-        ({"data": np.zeros((3, 16, 16), np.float32)}, r"input 'data' is float32 \(3, 16, 16\)"),
         ({"data": np.zeros((1, 3, 16, 16))}, r"input 'data' is float64 \(1, 3, 16, 16\)"),
-        ({"data": np.zeros((1, 3, 16, 16), np.uint8)}, r"input 'data' is uint8 \(1, 3, 16, 16\)"),
         ({"data": "zeros"}, r"input 'data' is <U5 \(\)"),
     ],
 )

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnxruntime
 import pytest
 from helpers.commands import ROOT
+from helpers.onnx_files import start
 from onnx import numpy_helper
 
 from ansor_mlflow.errors import UserInputError
@@ -52,16 +52,8 @@ class Convolution:
         return np.maximum(output, 0) if self.relu else output
 
 
-def dense(data: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    return data @ weight.T
-
-
-def dense_bias_relu(data: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    return np.maximum(data @ weight.T + bias, 0)
-
-
-def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return np.stack([left @ right for left, right in zip(a, b, strict=True)])
+def dense(data: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    return data @ weight.T if bias is None else np.maximum(data @ weight.T + bias, 0)
 
 
 def softmax(data: np.ndarray) -> np.ndarray:
@@ -111,8 +103,8 @@ CASES = [
         inputs={"data": (1, 4, 5, 4, 4)},
     ),
     Case("dense:3,5,7", dense, flops=2 * 3 * 5 * 7, inputs={"data": (3, 7)}),
-    Case("dense:3,5,7,bias,relu", dense_bias_relu, flops=2 * 3 * 5 * 7, inputs={"data": (3, 7)}),
-    Case("batch_matmul:2,3,5,7", matmul, flops=2 * 2 * 3 * 5 * 7, inputs={"a": (2, 3, 7), "b": (2, 7, 5)}),
+    Case("dense:3,5,7,bias,relu", dense, flops=2 * 3 * 5 * 7, inputs={"data": (3, 7)}),
+    Case("batch_matmul:2,3,5,7", np.matmul, flops=2 * 2 * 3 * 5 * 7, inputs={"a": (2, 3, 7), "b": (2, 7, 5)}),
     Case("softmax:4,9", softmax, flops=4 * 4 * 9, inputs={"data": (4, 9)}),
 ]
 """Softmax: a maximum, a difference, an exponential, a sum and a quotient; the last has no term in the count."""
@@ -133,11 +125,6 @@ def assert_same(output: np.ndarray, wanted: np.ndarray) -> None:
     np.testing.assert_allclose(output, wanted, rtol=0, atol=1e-5 * abs(wanted).max())
 
 
-def run_onnxruntime(network: Network, inputs: dict[str, np.ndarray]) -> np.ndarray:
-    session = onnxruntime.InferenceSession(network.model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, inputs)[0]
-
-
 def test_every_operator_has_a_case_and_is_documented() -> None:
     assert {case.spec.partition(":")[0] for case in CASES} == set(OPERATORS)
     guide = (ROOT / "docs" / "operators.md").read_text()
@@ -152,7 +139,7 @@ def test_the_graph_computes_what_numpy_does(case: Case) -> None:
     assert network.path is None
     assert {spec.name: spec.shape for spec in network.inputs} == case.inputs
     assert {spec.dtype for spec in (*network.inputs, *network.outputs)} == {"float32"}
-    output = run_onnxruntime(network, inputs)
+    (output,) = start(network).run(None, inputs)
     assert network.outputs[0].shape == output.shape
     assert_same(output, expected(case, network, inputs))
 
@@ -213,15 +200,12 @@ CONV2D = "conv2d:1,7,7,8,6,3,3,1,1"
         ("dense:3,,7", r"N='' must be a whole number from 1"),
         ("dense:3,٥,7", r"N='٥' must be"),
         ("dense:0,5,7", r"M='0' must be a whole number from 1 to 999999999"),
-        ("dense:3,5,1000000000", r"K='1000000000' must be"),
         ("conv2d:1,7,7,8,6,3,3,0,1", r"stride='0' must be a whole number from 1"),
         ("conv2d:1,7,7,8,6,3,3,1,-1", r"padding='-1' must be a whole number from 0"),
         ("conv2d:1,7,7,8,6,3,3,1x1x1,1", r"stride=1x1x1 has 3 numbers; give one, or one for each of H, W, such as 1x1"),
-        ("conv3d:1,7,7,7,8,6,3,3,3,1,1x1", r"padding=1x1 has 2 numbers; give one, .* of D, H, W, such as 1x1x1"),
         (f"{CONV2D},groups=two", r"groups='two' must be"),
         (f"{CONV2D},groups=4", r"CI=6 and CO=8 must be multiples of groups=4"),
         (f"{CONV2D},gelu", r"unknown option 'gelu'; conv2d takes dilation=, groups=, bias, relu"),
-        (f"{CONV2D},relu=1", r"unknown option 'relu=1'; conv2d takes"),
         (f"{CONV2D},relu,relu", r"option relu was given twice"),
         ("depthwise_conv2d:1,8,8,4,3,3,1,1,groups=2", r"unknown option 'groups=2'; depthwise_conv2d takes dilation="),
         ("conv2d:1,7,5,8,6,3,6,1,0", r"the kernel spans 6 along W, but the padded image only 5, so the output"),

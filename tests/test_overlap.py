@@ -1,4 +1,4 @@
-"""While a remote runner measures, the next batch is searched and built; a local one has the host for itself."""
+"""While a remote runner measures, the next batch is built; a local one has the host for itself; signals wait."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import onnx
 import pytest
+from helpers.commands import RunCommand
 from helpers.fake_tuning import Notebook, read_records, tune
 
 from ansor_mlflow.lowering.lower import lower
@@ -21,6 +22,7 @@ from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.testing import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import StopReason
+from ansor_mlflow.tuning.interrupt import deferred_interrupts
 from ansor_mlflow.workers.measure import RunJob
 
 if TYPE_CHECKING:
@@ -199,3 +201,44 @@ def test_several_devices_have_programs_that_wait_for_them(host_target: Target, t
     assert runner.waited == [True]
     assert result.total_trials == len(builder.mods) == len(read_records(tmp_path)) == 24
     assert [trial.step for trials in notebook.rounds for trial in trials] == list(range(1, 25))
+
+
+def test_a_second_signal_waits_for_what_is_done_in_tvm() -> None:
+    done = []
+
+    def work() -> None:
+        with deferred_interrupts() as interrupts, interrupts.in_tvm():
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGINT)
+            done.append(True)
+
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        work()
+    assert done
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with deferred_interrupts():
+        assert signal.getsignal(signal.SIGINT) is not before[0]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_thread_that_gets_no_signals_defers_none() -> None:
+    def enter() -> None:
+        with deferred_interrupts() as interrupts:
+            handlers.append(signal.getsignal(signal.SIGINT))
+            interrupts.raise_if_received()
+
+    handlers: list[object] = []
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.getsignal(signal.SIGINT)]
+
+
+def test_a_command_that_is_terminated_ends_as_one_that_is_interrupted(
+    run_here: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ansor_mlflow.commands.sync.sync", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert run_here("sync") == 130

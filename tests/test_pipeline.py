@@ -31,11 +31,8 @@ entry_points:
         OF_SOMEBODY_ELSE,
         (ROOT / "MLproject").read_text().replace("max_minutes: {", "minutes: {"),
         "",
-        "entry_points:",
         "entry_points: [tune, compile, evaluate]",
-        "just text",
         "name: [",
-        "\0",
     ],
 )
 def test_the_project_of_somebody_else_is_not_ours(tmp_path: Path, text: str) -> None:

@@ -81,20 +81,6 @@ def test_every_task_of_the_network_is_planned(small_onnx: Path, small_lowered: L
     assert plan.notes == ()
 
 
-@pytest.mark.parametrize(
-    ("budget", "per_task"),
-    [
-        ({"preset": "quick"}, 2),
-        ({}, 6),
-        ({"space": "metaschedule"}, 64),
-        ({"preset": "thorough", "trials_per_task": 20}, 20),
-    ],
-)
-def test_budgets_are_those_of_tune(small_onnx: Path, budget: dict[str, object], per_task: int) -> None:
-    plan = plan_tuning(PlanOptions(network=str(small_onnx), **budget))
-    assert plan.num_trials == per_task * len(plan.tasks)
-
-
 def test_records_tell_the_best_time_of_each_task(small_onnx: Path, records: Path) -> None:
     plan = plan_tuning(PlanOptions(network=str(small_onnx), records=str(records)))
     best_s: dict[int, float] = {}

@@ -17,7 +17,6 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 
 from ansor_mlflow.graphs import rewrite_operators
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.measuring.compare import ReferenceSession, is_quantized
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.load import Network, load_network
@@ -79,13 +78,6 @@ def quantized(
     return load_network(str(directory / "quantized.onnx"))
 
 
-def run_untuned(lowered: LoweredNetwork, target: Target, *inputs: np.ndarray) -> np.ndarray:
-    import tvm
-
-    machine = tvm.relax.VirtualMachine(tvm.compile(lowered.mod, target), tvm.cpu())
-    return machine["main"](*map(tvm.runtime.tensor, inputs)).numpy()
-
-
 def run_onnxruntime(model: onnx.ModelProto, *, optimized: bool, **inputs: np.ndarray) -> np.ndarray:
     levels = onnxruntime.GraphOptimizationLevel
     options = onnxruntime.SessionOptions()
@@ -112,9 +104,8 @@ def test_a_quantized_network_is_a_step_from_onnxruntime_at_most(
     """A value half-way between two steps goes up or down with the rounding of a sum, whose order is free."""
     network = quantized(float_network, tmp_path, activations, per_channel=per_channel)
     inputs = random_inputs(network.inputs, seed=10)
-    output = run_untuned(
-        lower(network.model, host_target, LoweringSettings(layout=layout)), host_target, *inputs.values()
-    )
+    lowered = lower(network.model, host_target, LoweringSettings(layout=layout))
+    (output,) = run_lowered(lowered, host_target, inputs)
     step = output_step(network.model)
     for optimized in (False, True):
         expected = run_onnxruntime(network.model, optimized=optimized, **inputs)
@@ -143,8 +134,8 @@ def test_rounding_and_saturation_are_onnxs(host_target: Target, dtype: int, axis
     model = linear_model(dtype, scale, zero_point, **({} if axis is None else {"axis": axis}))
     x = np.arange(-24, 24).reshape(2, 3, 8).astype(np.float32) * 0.125
     x[:, :, 0] *= 1e6
-    expected = run_onnxruntime(model, optimized=False, x=x)
-    np.testing.assert_array_equal(run_untuned(lower(model, host_target), host_target, x), expected)
+    (expected,) = run_one(model, {"x": x})
+    np.testing.assert_array_equal(run_lowered(lower(model, host_target), host_target, {"x": x})[0], expected)
 
 
 def test_quantization_is_part_of_the_function_before_it(
@@ -167,7 +158,7 @@ def test_a_network_of_operators_on_8_bits_is_a_step_from_onnxruntime_at_most(
     network = quantized(float_network, tmp_path, "uint8", per_channel=True, form=QuantFormat.QOperator)
     assert any(node.op_type.startswith("QLinear") for node in network.model.graph.node)
     inputs = random_inputs(network.inputs, seed=10)
-    output = run_untuned(lower(network.model, host_target), host_target, *inputs.values())
+    (output,) = run_lowered(lower(network.model, host_target), host_target, inputs)
     (expected,) = ReferenceSession(tmp_path / "quantized.onnx", 1, exact=True).run(inputs).values()
     np.testing.assert_allclose(output, expected, rtol=0, atol=1.01 * output_step(network.model))
 
@@ -183,7 +174,7 @@ def test_a_dynamically_quantized_network_computes_what_onnxruntime_computes(
     network = load_network(str(tmp_path / "quantized.onnx"))
     assert {"DynamicQuantizeLinear", "MatMulInteger"} <= {node.op_type for node in network.model.graph.node}
     inputs = random_inputs(network.inputs, seed=10)
-    output = run_untuned(lower(network.model, host_target), host_target, *inputs.values())
+    (output,) = run_lowered(lower(network.model, host_target), host_target, inputs)
     expected = run_onnxruntime(network.model, optimized=True, **inputs)
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-4)
 

@@ -173,12 +173,6 @@ def test_commands_hold_no_credentials(tmp_path: Path) -> None:
     assert "hunter2" not in text
 
 
-def test_a_long_schedule_is_shortened() -> None:
-    lines = ScheduleText(task="conv", lines=[f"line {i}" for i in range(100)]).text.splitlines()
-    assert lines[79:] == ["line 79", "# … 20 more lines: see ansor-mlflow explain"]
-    assert ScheduleText(task="conv", lines=["line"]).text == "line"
-
-
 def tune_small(small_onnx: Path, experiment_id: str, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Run:
     """Tunes the small network for real, in a directory of its own."""
     monkeypatch.chdir(directory)

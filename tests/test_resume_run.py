@@ -294,12 +294,9 @@ def test_a_tuning_begins_with_a_model_and_a_directory(
     model_uri = compiled.data.tags[names.TAG_MODEL_URI]
     second = tune_here(run_here, warm_start=f"{model_uri}, {records_of(tuned)}").info.run_id
     of_model, of_directory = taken(second)
-    assert of_model["num_applied"] == compiled.data.metrics[names.COVERAGE_TASKS] * len(records_of_best(tuned))
+    num_best = len(read_records(records_of(tuned) / names.BEST_DIR))
+    assert of_model["num_applied"] == compiled.data.metrics[names.COVERAGE_TASKS] * num_best
     assert of_directory["num_applied"]
-
-
-def records_of_best(run_id: str) -> list[object]:
-    return read_records(records_of(run_id) / names.BEST_DIR)
 
 
 def test_records_of_a_similar_device_only_teach_the_cost_model(

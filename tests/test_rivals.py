@@ -159,10 +159,6 @@ def model(small_onnx: Path, host_target: Target, tmp_path_factory: pytest.TempPa
     return str(directory / "model")
 
 
-def artifact(run_id: str) -> Any:
-    return json.loads(mlflow.artifacts.load_text(f"runs:/{run_id}/{names.RIVALS_FILE}"))
-
-
 @pytest.mark.usefixtures("new_experiment")
 def test_an_evaluation_says_what_the_best_one_could_have_had_does(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -170,7 +166,8 @@ def test_an_evaluation_says_what_the_best_one_could_have_had_does(
     monkeypatch.chdir(tmp_path)
     result = am.evaluate(model_uri=model, turns=1, measure_s=0.1)
     found = result.metrics
-    rows = {row["rival"]: row for row in artifact(result.run_id)}
+    written = json.loads(mlflow.artifacts.load_text(f"runs:/{result.run_id}/{names.RIVALS_FILE}"))
+    rows = {row["rival"]: row for row in written}
     assert set(rows) == {"onnxruntime", "openvino"}
     for rival, row in rows.items():
         assert row["version"] == importlib.metadata.version(rival)

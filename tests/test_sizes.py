@@ -172,18 +172,6 @@ def test_what_differs_between_sizes_is_open(network: Network) -> None:
     assert [size.outputs[0].shape for size in network.sizes] == [(1, length, WIDTH) for length in LENGTHS]
 
 
-def test_values_are_fixed_in_all_sizes(tmp_path: Path) -> None:
-    path = tmp_path / "scaled.onnx"
-    nodes = [helper.make_node("Mul", ["x", "scale"], ["y"])]
-    inputs = [tensor("x", (1, "length")), tensor("scale", ())]
-    onnx.save(make_model(nodes, inputs, [tensor("y", (1, "length"))], {}), path)
-    network = load_network(str(path), input_shapes={"x": [1, [2, 4]]}, input_values={"scale": 3})
-    assert [spec.name for spec in network.inputs] == ["x"]
-    onnx.save(network.model, path)
-    (y,) = ReferenceSession(path, 1).run({"x": np.ones((1, 4), np.float32)}).values()
-    assert y.tolist() == [[3.0] * 4]
-
-
 def test_bisect_takes_one_size(tmp_path: Path) -> None:
     options = BisectOptions(network=str(saved_network(tmp_path)), input_shapes=TOKENS, output=str(tmp_path / "wrong"))
     with pytest.raises(UserInputError, match="words several sizes; give the one whose outputs are wrong"):

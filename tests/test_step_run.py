@@ -34,13 +34,6 @@ def record_a_trial(run: StepRun) -> None:
     (run.directory / names.RECORDS_DIR / "database_tuning_record.json").write_text("[]\n")
 
 
-def fail_with_records(runs: list[StepRun]) -> None:
-    with step_run("evaluate", OPTIONS, "bad") as run:
-        runs.append(run)
-        record_a_trial(run)
-        raise RecordsError("these are damaged")
-
-
 def test_a_run_inside_of_an_active_run_is_its_child() -> None:
     with mlflow.start_run() as parent, step_run("evaluate", OPTIONS, "inner") as run:
         tags = mlflow.get_run(run.run_id).data.tags
@@ -82,13 +75,9 @@ def test_credentials_in_uris_stay_out_of_params_tags_and_messages() -> None:
     assert data.params["model_uri"] == data.tags[names.TAG_MODEL_URI] == "https://…@host/model"
     assert info.run_name == "evaluate https://…@host/model"
     assert str(AnsorMlflowError(f"{options.model_uri}: no")) == "https://…@host/model: no"
-    with pytest.raises(MachineError, match="cannot read https://…@host/model: no connection"):
-        fail_to_read(options.model_uri)
-
-
-def fail_to_read(uri: str) -> None:
-    with translated_errors(f"read {uri}"):
-        raise ConnectionError(f"{uri} is away")
+    away = pytest.raises(MachineError, match="cannot read https://…@host/model: no connection")
+    with away, translated_errors(f"read {options.model_uri}"):
+        raise ConnectionError(f"{options.model_uri} is away")
 
 
 def test_success_leaves_nothing_on_disk(tmp_path: Path) -> None:
@@ -99,10 +88,7 @@ def test_success_leaves_nothing_on_disk(tmp_path: Path) -> None:
 
 
 def test_failure_leaves_records_and_the_message(tmp_path: Path) -> None:
-    runs: list[StepRun] = []
-    with pytest.raises(RecordsError, match="these are damaged"):
-        fail_with_records(runs)
-    (run,) = runs
+    run, _ = fail("evaluate", OPTIONS, RecordsError("these are damaged"))
     finished = mlflow.get_run(run.run_id)
     assert finished.info.status == "FAILED"
     assert finished.data.tags[names.TAG_ERROR] == "these are damaged"

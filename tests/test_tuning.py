@@ -358,16 +358,6 @@ def line_of_round(caplog: pytest.LogCaptureFixture, state: TaskState, *trials: T
     return line
 
 
-def line_of_end(caplog: pytest.LogCaptureFixture, state: TaskState) -> str:
-    caplog.set_level(logging.INFO, logger="ansor_mlflow")
-    result = TuningResult(
-        tasks=(state,), total_trials=30, elapsed_s=90.0, durations=Durations(), stop_reason=StopReason.TRIALS
-    )
-    RoundLog().tuning_finished(result)
-    (line,) = caplog.messages
-    return line
-
-
 def test_a_round(caplog: pytest.LogCaptureFixture, state: TaskState) -> None:
     line = line_of_round(caplog, state)
     assert line == "   30 trials   90.0 s  conv: 2000.0 µs  network: 4.000 ms  20.0/min"
@@ -377,11 +367,6 @@ def test_a_round_that_ended_its_task(caplog: pytest.LogCaptureFixture, state: Ta
     state.stop_reason = StopReason.PLATEAU
     line = line_of_round(caplog, state, CRASH)
     assert line.endswith("  20.0/min  ended by: plateau  (1 failed, first crashed: no memory)")
-
-
-def test_the_end_with_second_measurements(caplog: pytest.LogCaptureFixture, state: TaskState) -> None:
-    state.confirmed_s = 2.1e-3
-    assert line_of_end(caplog, state) == ("30 trials in 90.0 s, stopped by: trials; confirmed: 4.200 ms, optimism 1.05")
 
 
 def test_a_busy_machine_is_said_once(caplog: pytest.LogCaptureFixture, state: TaskState) -> None:

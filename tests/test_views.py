@@ -1,4 +1,4 @@
-"""Every experiment of ours gets two saved views, once, and whatever its users make of them stays."""
+"""Every experiment of ours gets two saved views, once, whose rows steps fill; what its users make of them stays."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import json
 import logging
 import re
 import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlflow
 import pytest
+from helpers.commands import BRIEF, FAST, flags
+from mlflow.entities import Run
 
 from ansor_mlflow import names
+from ansor_mlflow.cli.main import main
 from ansor_mlflow.parameters import EvaluateOptions
 from ansor_mlflow.tracking import views
 from ansor_mlflow.tracking.run import step_run
@@ -186,3 +191,60 @@ def test_the_installed_page_knows_every_field() -> None:
 def fields_beside(programs: str, field: str) -> set[str]:
     lists = re.findall(r'\["\w+"(?:,"\w+")*\]', programs)
     return {name for text in lists if f'"{field}"' in text for name in re.findall(r"\w+", text)}
+
+
+NETWORK = "dense:4,32,16"
+SEARCH = {"strategy": "random", "cost_model": "none"}
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Runs of a network that was tuned, compiled and evaluated, one step at a time."""
+
+    experiment_id: str
+    tuned: Run
+    evaluated: Run
+
+
+def newest(experiment_id: str) -> Run:
+    (run,) = mlflow.search_runs([experiment_id], order_by=["start_time DESC"], max_results=1, output_format="list")
+    return run
+
+
+@pytest.fixture(scope="module")
+def steps(_mlflow_store: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steps]:
+    directory = tmp_path_factory.mktemp("steps")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", _mlflow_store[0])
+        experiment = mlflow.MlflowClient().create_experiment("steps", (directory / "artifacts").as_uri())
+        patch.setenv("MLFLOW_EXPERIMENT_ID", experiment)
+        patch.chdir(directory)
+        main(["tune", *flags({**FAST, **SEARCH, "network": NETWORK, "trials": 4})])
+        tuned = newest(experiment)
+        main(["compile", "--tune-run", tuned.info.run_id])
+        model_uri = newest(experiment).data.tags[names.TAG_MODEL_URI]
+        main(["evaluate", "--model-uri", model_uri, *flags(BRIEF)])
+        yield Steps(experiment, tuned, newest(experiment))
+
+
+@pytest.mark.system
+def test_every_column_of_the_row_is_filled(steps: Steps) -> None:
+    (row,) = mlflow.MlflowClient().search_runs([steps.experiment_id], LEADERBOARD.state["searchFilter"])
+    assert row.info.run_id == steps.evaluated.info.run_id
+    kinds = {"metrics": row.data.metrics, "params": row.data.params, "tags": row.data.tags}
+    for column in LEADERBOARD.state["selectedColumns"]:
+        kind, _, name = column.partition(".")
+        if name.strip("`") == names.TAG_UNRELIABLE:  # absent where times can be trusted
+            continue
+        assert name.strip("`") in kinds[kind], column
+
+
+@pytest.mark.system
+def test_it_repeats_what_the_tuning_had(steps: Steps) -> None:
+    tuned, evaluated = steps.tuned.data, steps.evaluated.data
+    repeated = {name: evaluated.metrics[name] for name in names.TUNING_METRICS}
+    assert repeated == {name: tuned.metrics[name] for name in names.TUNING_METRICS}
+    assert {name: evaluated.params[name] for name in SEARCH} == SEARCH
+    assert evaluated.tags[names.TAG_TUNE_RUN] == steps.tuned.info.run_id
+    for tag in (names.TAG_NETWORK, names.TAG_TARGET, names.TAG_NUM_THREADS):
+        assert evaluated.tags[tag] == tuned.tags[tag]
