@@ -266,16 +266,6 @@ def test_the_registered_version_carries_the_evidence(pipeline: Pipeline) -> None
     assert "registered as version 1" in pipeline.finished.stdout
 
 
-def test_the_first_version_is_the_champion(pipeline: Pipeline) -> None:
-    aliases = pipeline.store.client.get_registered_model("small").aliases
-    (of_target,) = set(aliases) - {"champion"}
-    assert of_target.startswith("champion-llvm-")
-    assert {str(version) for version in aliases.values()} == {"1"}
-    assert pipeline.promote.data.tags["mlflow.parentRunId"] == pipeline.parent.info.run_id
-    assert (pipeline.store.artifacts(pipeline.promote) / names.PROMOTION_REPORT_FILE).is_file()
-    assert "no_champion: version 1 of small is now champion-llvm-" in pipeline.finished.stdout
-
-
 def test_the_registered_model_loads_from_s3_and_is_right(
     pipeline: Pipeline, small_network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:

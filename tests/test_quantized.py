@@ -13,7 +13,7 @@ from helpers.exports import make_model, tensor
 from helpers.one_operator import MICROSOFT, assert_computes_the_same, one_operator, run_lowered
 from helpers.one_operator import run_onnxruntime as run_one
 from onnx import TensorProto, helper, numpy_helper
-from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
 from ansor_mlflow.graphs import rewrite_operators
 from ansor_mlflow.lowering.lower import lower
@@ -161,22 +161,6 @@ def test_a_network_of_operators_on_8_bits_is_a_step_from_onnxruntime_at_most(
     (output,) = run_lowered(lower(network.model, host_target), host_target, inputs)
     (expected,) = ReferenceSession(tmp_path / "quantized.onnx", 1, exact=True).run(inputs).values()
     np.testing.assert_allclose(output, expected, rtol=0, atol=1.01 * output_step(network.model))
-
-
-def test_a_dynamically_quantized_network_computes_what_onnxruntime_computes(
-    host_target: Target, tmp_path: Path
-) -> None:
-    """Ranges are those of each input: DynamicQuantizeLinear, MatMulInteger."""
-    builder = GraphBuilder(seed=0)
-    builder.dense("logits", builder.input("data", (2, 300)), units=7, in_units=300)
-    onnx.save(builder.build("float", {"logits": (2, 7)}), tmp_path / "float.onnx")
-    quantize_dynamic(tmp_path / "float.onnx", tmp_path / "quantized.onnx")
-    network = load_network(str(tmp_path / "quantized.onnx"))
-    assert {"DynamicQuantizeLinear", "MatMulInteger"} <= {node.op_type for node in network.model.graph.node}
-    inputs = random_inputs(network.inputs, seed=10)
-    (output,) = run_lowered(lower(network.model, host_target), host_target, inputs)
-    expected = run_onnxruntime(network.model, optimized=True, **inputs)
-    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-4)
 
 
 BITS = np.random.default_rng(3)

@@ -46,15 +46,6 @@ def test_workloads_are_numbered_in_the_order_of_their_first_records(tmp_path: Pa
     assert [index for index, _ in lines(tmp_path)] == [0, 0, 1, 1, 0, 0]
 
 
-def test_a_log_that_is_opened_again_goes_on(tmp_path: Path) -> None:
-    RecordLog(tmp_path, HOST).append(WORKLOAD, [record(2e-3)])
-    log = RecordLog(tmp_path, HOST)
-    log.append('["7","bW9kdWxl"]', [record(3e-3)])
-    log.append(WORKLOAD, [record(1e-3)])
-    assert [index for index, _ in lines(tmp_path)] == [0, 1, 0]
-    assert log.best(HASH) == (record(1e-3), record(2e-3))
-
-
 def test_the_fastest_records_are_at_hand(tmp_path: Path) -> None:
     """A few of them, of this target, and no failed trials; the mean of a record's measurements counts."""
     log = RecordLog(tmp_path, HOST)

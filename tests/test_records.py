@@ -39,10 +39,6 @@ def write_lines(path: Path, values: list[Any]) -> None:
     path.write_text("".join(f"{json.dumps(value)}\n" for value in values))
 
 
-def run_s(record: Record) -> float:
-    return fmean(record[1][1])
-
-
 def timed(record: Record, *run_secs: float, target: dict[str, Any] | None = None) -> Record:
     """The record's schedule with other times, and perhaps of another device."""
     index, (trace, _, own_target, args_info) = record
@@ -128,19 +124,6 @@ def test_records_that_are_not_there(tmp_path: Path, given: str, message: str) ->
         find_records(tmp_path / given)
 
 
-def test_the_fastest_record_of_every_workload_is_kept(
-    pair: RecordPair, small_lowered: LoweredNetwork, host_target: Target, tmp_path: Path
-) -> None:
-    records = read_lines(pair.records)
-    num_kept = distill(pair, tmp_path / "best", fingerprint(host_target, 1).target)
-    kept = read_lines(tmp_path / "best" / RECORD_FILE)
-    assert num_kept == len(kept) == len(small_lowered.tasks)
-    assert [record[0] for record in kept] == list(range(len(kept)))
-    for record in kept:
-        assert record in records
-        assert run_s(record) == min(run_s(other) for other in records if other[0] == record[0])
-
-
 def test_records_are_ranked_by_their_mean(pair: RecordPair, host_target: Target, tmp_path: Path) -> None:
     first = read_lines(pair.records)[0]
     write_lines(pair.records, [timed(first, 1e-3, 9e-3), timed(first, 4e-3, 4e-3), timed(first, 6e-3)])
@@ -161,14 +144,6 @@ def test_nothing_but_failed_trials(pair: RecordPair, host_target: Target, tmp_pa
     write_lines(pair.records, [timed(record, 1e10) for record in read_lines(pair.records)])
     with pytest.raises(RecordsError, match=f"{RECORD_FILE}: there is no valid record in it; tune first"):
         distill(pair, tmp_path / "best", fingerprint(host_target, 1).target)
-
-
-def test_distilling_again_replaces_the_files(made_up: RecordPair, tmp_path: Path) -> None:
-    (record,) = read_lines(made_up.records)
-    distill(made_up, tmp_path / "best", HERE)
-    write_lines(made_up.records, [timed(record, 5e-3)])
-    distill(made_up, tmp_path / "best", HERE)
-    assert read_lines(tmp_path / "best" / RECORD_FILE) == [timed(record, 5e-3)]
 
 
 @pytest.mark.parametrize("blank", ["\n", "   \n\n"])

@@ -135,17 +135,6 @@ def test_no_sketch_is_for_gpus() -> None:
     assert find_programs(task.mod, resolve_target("cuda -arch=sm_80", 1)) is None
 
 
-def test_a_group_of_a_convolution_is_a_sum_of_products(host_target: Target) -> None:
-    task = conv_task("conv2d:1,14,14,64,32,3,3,1,1,groups=4", host_target)
-    found = contraction_of(task.mod)
-    assert found.group == 16
-    assert found.broadcast is not None
-    assert all(
-        16 % (tile.lanes * tile.vectors) == 0
-        for tile in RegisterTiling(task.mod, found, Machine.of(host_target)).tiles()
-    )
-
-
 @pytest.mark.parametrize(
     ("network", "are_enough"),
     [

@@ -34,7 +34,7 @@ from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.processes import Outcome, WorkerPool
 from ansor_mlflow.tuning.job import TuningJob, directory_lock, tune_job
 from ansor_mlflow.workers.builder import LocalBuilder
-from ansor_mlflow.workers.measure import MeasureSettings, RunJob, _shortest_ms
+from ansor_mlflow.workers.measure import MeasureSettings, RunJob
 from ansor_mlflow.workers.runner import LocalRunner
 
 if TYPE_CHECKING:
@@ -138,14 +138,6 @@ def test_a_bad_candidate_costs_itself_alone(
         assert_measured(outcome)
     if failure == "timed_out":  # far less than the 60 s of the settings
         assert float(bad.error.split()[2]) < 30
-
-
-@pytest.mark.parametrize(
-    ("call_s", "best_s", "shortest_ms"),
-    [(1e-3, None, 60), (1e-3, 2e-3, 60), (1e-3, 1e-3, 60), (1.5e-3, 1e-3, 60), (3e-3, 1e-3, 30), (6e-3, 1e-3, 15)],
-)
-def test_a_slower_candidate_is_measured_for_less_time(call_s: float, best_s: float | None, shortest_ms: int) -> None:
-    assert _shortest_ms(60, call_s, best_s) == shortest_ms
 
 
 def test_a_candidate_is_compared_with_those_of_its_task_alone(
