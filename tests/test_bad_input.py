@@ -71,13 +71,6 @@ def assert_failed(failed: Failed, exit_code: int, message: str) -> None:
         assert run.data.tags[names.TAG_EXIT_CODE] == str(exit_code)
 
 
-def assert_nothing_else_is_said(failed: Failed) -> None:
-    """But for what is prepared, and where the run is, at its beginning and at its end."""
-    where = ("lowering ", "start  ", "tune run ", "run    ")
-    said = [line for line in failed.finished.stderr.splitlines() if not line.startswith(where)]
-    assert said == failed.finished.errors
-
-
 @pytest.fixture
 def here(
     new_experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -387,7 +380,9 @@ def test_artifact_store_that_refuses_files(
         failed, MACHINE, "the S3 artifact store answered: .*SignatureDoesNotMatch.*; check the bucket, AWS_ACC"
     )
     assert failed.run is not None
-    assert_nothing_else_is_said(failed)
+    where = ("lowering ", "start  ", "tune run ", "run    ")
+    said = [line for line in failed.finished.stderr.splitlines() if not line.startswith(where)]
+    assert said == failed.finished.errors
     assert "tuning small" not in failed.finished.stderr
     shown = json.dumps([failed.run.to_dictionary(), failed.finished.stdout, failed.finished.stderr])
     assert not [secret for secret in (SECRET_KEY, "another-secret-key", ACCESS_KEY) if secret in shown]

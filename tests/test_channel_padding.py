@@ -18,10 +18,6 @@ LANES = 16
 FLOAT = TensorProto.FLOAT
 
 
-def to_multiple_of_8(channels: int) -> int:
-    return -(-channels // 8) * 8
-
-
 class Graph:
     """A graph with seeded weights, one input "data" and the outputs that `model` names."""
 
@@ -64,7 +60,7 @@ def run(model: onnx.ModelProto) -> list[np.ndarray]:
 def assert_padded(model: onnx.ModelProto, slices: int, **weights: tuple[int, ...]) -> onnx.ModelProto:
     """Pads to multiples of 8 and compares; `weights` are shapes of padded weights by the name of their node."""
     before = model.SerializeToString()
-    padded = pad_output_channels(model, to_multiple_of_8)
+    padded = pad_output_channels(model, lambda channels: -(-channels // 8) * 8)
     assert model.SerializeToString() == before
     assert Counter(node.op_type for node in padded.graph.node)["Slice"] == slices
     shapes = {constant.name: tuple(constant.dims) for constant in padded.graph.initializer}

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from tvm.runtime import Module
     from tvm.target import Target
 
-FROM_POOL = "TVMBackendAllocWorkspace"
-"""What takes memory from TVM's pool."""
-
 
 def sums_in_tiles(
     columns: int, channels: int = 32, *, unroll: bool = True, passes: int = 0, is_panel: bool = True
@@ -62,7 +59,7 @@ def built(mod: IRModule, target: Target, passes: str) -> Module:
 
 
 def takes_memory(library: Module) -> bool:
-    return FROM_POOL in library.inspect_source("ll")
+    return "TVMBackendAllocWorkspace" in library.inspect_source("ll")  # which takes it from TVM's pool
 
 
 def call(library: Module, channels: int = 32) -> Any:

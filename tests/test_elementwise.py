@@ -5,14 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
-import onnxruntime
 import pytest
 from helpers.exports import make_model, tensor
+from helpers.one_operator import assert_computes_the_same
 from onnx import helper
-
-from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.settings import LoweringSettings
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -33,7 +29,8 @@ CASES: dict[str, tuple[int, str, list[str], dict[str, Any]]] = {
 """Version of the operators, operator, names of bounds, attributes."""
 
 
-def between_convolutions(case: str) -> onnx.ModelProto:
+@pytest.mark.parametrize("case", CASES)
+def test_an_operator_between_convolutions_is_in_the_function_of_the_first(host_target: Target, case: str) -> None:
     opset, op_type, bounds, attributes = CASES[case]
     rng = np.random.default_rng(0)
     weights = {"first": rng.normal(size=(8, 8, 1, 1)), "second": rng.normal(size=(8, 8, 1, 1))}
@@ -43,21 +40,9 @@ def between_convolutions(case: str) -> onnx.ModelProto:
         helper.make_node(op_type, ["conv", *bounds], ["bounded"], **attributes),
         helper.make_node("Conv", ["bounded", "second"], ["y"]),
     ]
-    return make_model(nodes, [tensor("x", SHAPE)], [tensor("y", SHAPE)], constants, opset)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_an_operator_between_convolutions_is_in_the_function_of_the_first(host_target: Target, case: str) -> None:
-    import tvm
-
-    model = between_convolutions(case)
-    lowered = lower(model, host_target, LoweringSettings(layout="NHWC"))
+    model = make_model(nodes, [tensor("x", SHAPE)], [tensor("y", SHAPE)], constants, opset)
+    x = 3 * np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
+    lowered = assert_computes_the_same(model, host_target, {"x": x})
     names = [task.info.name for task in lowered.tasks]
     assert sum("conv2d" in name for name in names) == 2
     assert sum("transpose" in name for name in names) == len(names) - 2 == 2  # of the input and of the output
-
-    x = 3 * np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    (expected,) = session.run(None, {"x": x})
-    machine = tvm.relax.VirtualMachine(tvm.compile(lowered.mod, host_target), tvm.cpu())
-    np.testing.assert_allclose(machine["main"](tvm.runtime.tensor(x)).numpy(), expected, rtol=1e-5, atol=1e-5)

@@ -32,13 +32,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield fleet
 
 
-def machine_of_elf(library: Path) -> int:
-    header = library.read_bytes()[:20]
-    assert header.startswith(b"\x7fELF")
-    (machine,) = struct.unpack_from("<H", header, 18)
-    return int(machine)
-
-
 def test_a_model_is_tuned_on_a_board_and_runs_there_and_nowhere_else(
     fleet: Fleet, own_directory: Path, run_here: RunCommand, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,7 +44,9 @@ def test_a_model_is_tuned_on_a_board_and_runs_there_and_nowhere_else(
 
     directory = Path(mlflow.artifacts.download_artifacts("models:/on-board/1"))
     (entry,) = Manifest.read(directory).libraries
-    assert machine_of_elf(directory / entry.path) == AARCH64
+    header = (directory / entry.path).read_bytes()[:20]
+    assert header.startswith(b"\x7fELF")
+    assert struct.unpack_from("<H", header, 18) == (AARCH64,)
     assert entry.coverage["task_share"] == 1
     assert not entry.provenance["target_mismatch"]
 

@@ -186,7 +186,6 @@ class SpyOutbox(Outbox):
         self.messages: list[Message] = []
 
     def put(self, message: Message) -> None:
-        """See `Outbox.put`."""
         self.messages.append(message)
         super().put(message)
 

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import mlflow
 import numpy as np
-import onnx
 import pandas as pd
 import pytest
 import yaml
 from helpers.commands import ROOT
-from helpers.untuned import compiled_untuned
+from helpers.served import compiled
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.types import Schema, TensorSpec
@@ -26,10 +25,8 @@ from mlflow.types import Schema, TensorSpec
 from ansor_mlflow import flavor
 from ansor_mlflow.device import available_cpus
 from ansor_mlflow.errors import ModelError
-from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.measuring import ReferenceSession
 from ansor_mlflow.model import CompiledNetwork, Manifest
-from ansor_mlflow.networks import load_network
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.tensors import random_inputs
 
@@ -46,19 +43,6 @@ def saved(compiled_network: CompiledNetwork, tmp_path_factory: pytest.TempPathFa
     path = tmp_path_factory.mktemp("saved") / "model"
     flavor.save_model(compiled_network, str(path))
     return path
-
-
-@pytest.fixture(scope="module")
-def two_heads(host_target: Target, tmp_path_factory: pytest.TempPathFactory) -> CompiledNetwork:
-    """A network with a batch of two and two outputs, compiled without records."""
-    directory = tmp_path_factory.mktemp("two_heads")
-    builder = GraphBuilder(seed=0)
-    data = builder.input("data", (2, 3, 4))
-    builder.relu("positive", data)
-    builder.node("Flatten", "flat", data, axis=1)
-    onnx.save(builder.build("two_heads", {"positive": (2, 3, 4), "flat": (2, 12)}), directory / "two_heads.onnx")
-    network = load_network(str(directory / "two_heads.onnx"))
-    return compiled_untuned(network, lower(network.model, host_target), host_target, directory)
 
 
 @pytest.fixture(scope="module")
@@ -232,20 +216,19 @@ def test_predict_takes_a_data_frame_of_tensors(
 
 
 @pytest.fixture(scope="module")
-def wrapper(two_heads: CompiledNetwork, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What pyfunc wraps, without MLflow's own check of the signature."""
-    path = tmp_path_factory.mktemp("two_heads") / "model"
-    flavor.save_model(two_heads, str(path))
-    return flavor._load_pyfunc(str(path))
+def wrapper(host_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What pyfunc wraps, without MLflow's own check of the signature: a network with a batch of two and two outputs."""
+    directory = tmp_path_factory.mktemp("two_heads")
+    builder = GraphBuilder(seed=0)
+    data = builder.input("data", (2, 3, 4))
+    builder.relu("positive", data)
+    builder.node("Flatten", "flat", data, axis=1)
+    model = builder.build("two_heads", {"positive": (2, 3, 4), "flat": (2, 12)})
+    flavor.save_model(compiled(model, host_target, directory), str(directory / "model"))
+    return flavor._load_pyfunc(str(directory / "model"))
 
 
 DATA = np.arange(-12, 12, dtype=np.float32).reshape(2, 3, 4)
-
-
-def assert_two_heads(outputs: dict[str, np.ndarray]) -> None:
-    assert list(outputs) == ["positive", "flat"]
-    np.testing.assert_array_equal(outputs["positive"], DATA.clip(min=0))
-    np.testing.assert_array_equal(outputs["flat"], DATA.reshape(2, 12))
 
 
 @pytest.mark.parametrize(
@@ -260,7 +243,10 @@ def assert_two_heads(outputs: dict[str, np.ndarray]) -> None:
     ],
 )
 def test_several_outputs_come_by_name(wrapper: Any, data: Any) -> None:
-    assert_two_heads(wrapper.predict(data))
+    outputs = wrapper.predict(data)
+    assert list(outputs) == ["positive", "flat"]
+    np.testing.assert_array_equal(outputs["positive"], DATA.clip(min=0))
+    np.testing.assert_array_equal(outputs["flat"], DATA.reshape(2, 12))
 
 
 @pytest.mark.parametrize(

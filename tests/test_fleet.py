@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -80,19 +81,11 @@ def test_nothing_listens() -> None:
 A, B = HostPort("a", 1), HostPort("b", 2)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_a_server_that_fails_again_and_again_is_set_aside_for_longer_each_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    clock = Clock()
-    health = Health(clock)
+    clock = SimpleNamespace(now_s=0.0)
+    health = Health(lambda: clock.now_s)
     for aside_s in (60, 120):
         health.failed(A, "it hangs")
         assert not health.is_set_aside(A)
@@ -118,8 +111,8 @@ def test_servers_that_disagree_are_named_once(caplog: pytest.LogCaptureFixture) 
 
 
 def test_time_for_which_a_server_is_set_aside_does_not_count_as_idle() -> None:
-    clock = Clock()
-    health = Health(clock)
+    clock = SimpleNamespace(now_s=0.0)
+    health = Health(lambda: clock.now_s)
     health.found(A)
     clock.now_s += 10
     health.measured(A, 8.0)

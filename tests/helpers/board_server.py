@@ -12,7 +12,6 @@ from tvm.rpc.server import PopenRPCServerState
 
 
 def main() -> None:
-    """Serves until it is ended."""
     own_port, host, port, key = sys.argv[1:]
     state = PopenRPCServerState("127.0.0.1", int(own_port), int(own_port) + 1, tracker_addr=(host, int(port)), key=key)
     state.thread.join()

@@ -45,7 +45,6 @@ def chromium_path() -> str:
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """Runs a browser."""
     path = chromium_path()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=_FLAGS)
@@ -90,13 +89,11 @@ class MlflowPages:
             context.close()
 
     def keep(self, page: Page, name: str) -> None:
-        """Keeps a picture of the window."""
         page.mouse.move(0, 0)  # away from what shows more below the pointer
         page.screenshot(path=self.pictures / f"{name}.png", animations="disabled")
 
 
 def card(page: Page, title: str) -> Locator:
-    """The chart with a title."""
     heading = page.get_by_role("heading", name=title, exact=True)
     return page.get_by_test_id("experiment-view-compare-runs-card").filter(has=heading)
 

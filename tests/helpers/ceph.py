@@ -67,7 +67,6 @@ class Cluster:
         return [program(name), f"--conf={self.directory / 'ceph.conf'}", *arguments]
 
     def run(self, name: str, *arguments: str) -> None:
-        """Runs a program to its end."""
         command = self.command(name, *arguments)
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode != 0:

@@ -37,8 +37,6 @@ RunCommand = Callable[..., int]
 
 @dataclass(frozen=True)
 class Finished:
-    """What a command left."""
-
     exit_code: int
     stdout: str
     stderr: str
@@ -57,12 +55,10 @@ def environment(tracking_uri: str, extra: Mapping[str, str] = {}) -> dict[str, s
 
 
 def flags(parameters: Mapping[str, object]) -> list[str]:
-    """Parameters as flags of `ansor-mlflow`."""
     return [word for name, value in parameters.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def run(command: Sequence[str], cwd: Path, env: Mapping[str, str], timeout_s: float = 600) -> Finished:
-    """Runs a command to its end."""
     cwd.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
     return Finished(done.returncode, done.stdout, done.stderr)

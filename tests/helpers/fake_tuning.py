@@ -88,7 +88,6 @@ class TaskRunner(FakeRunner):
         self._seconds: dict[Path, float] = {}
 
     def run(self, jobs: Sequence[RunJob]) -> list[Outcome[tuple[float, ...]]]:
-        """See `Runner.run`."""
         self.jobs += jobs
         return [Outcome((self._seconds_of(job),)) for job in jobs]
 

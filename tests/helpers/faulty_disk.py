@@ -92,8 +92,6 @@ class FaultyDisk:
 
 
 class _File:
-    """A file that is written to in steps."""
-
     def __init__(self, opened: Any, write: Callable[[Any], Any]) -> None:
         self._opened = opened
         self.write = write

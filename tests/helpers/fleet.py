@@ -28,8 +28,6 @@ _LISTENS = re.compile(r"listens at (\S+?);? ")
 
 @dataclass
 class FleetProcess:
-    """A tracker or a server."""
-
     process: subprocess.Popen[str]
     log: Path
     address: HostPort
@@ -52,7 +50,6 @@ class FleetProcess:
         return []
 
     def is_measuring(self) -> bool:
-        """Whether a session of it runs a program right now."""
         with contextlib.suppress(psutil.NoSuchProcess):
             return any(psutil.Process(session).cpu_percent(0.02) > 50 for session in self.sessions())
         return False
@@ -73,15 +70,12 @@ class FleetProcess:
 
 @dataclass
 class Fleet:
-    """A tracker and its servers."""
-
     directory: Path
     tracker: FleetProcess
     servers: list[FleetProcess] = field(default_factory=list)
 
     @property
     def flags(self) -> dict[str, str]:
-        """The parameters of a tuning that measures on it."""
         return {"rpc_tracker": str(self.tracker.address), "rpc_key": KEY}
 
     def add_server(self, command: Sequence[str] = (ANSOR_MLFLOW, "fleet", "server"), key: str = KEY) -> FleetProcess:
@@ -93,7 +87,6 @@ class Fleet:
         return server
 
     def add_tvm_server(self, key: str = KEY) -> FleetProcess:
-        """Starts a server as TVM has it."""
         with _free_port() as port:
             address = HostPort("127.0.0.1", port)
         where = ["--host", address.host, "--port", str(port), "--port-end", str(port + 1)]
@@ -157,7 +150,6 @@ def lying_server() -> list[str]:
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = _START_S) -> None:
-    """Waits until something holds."""
     until_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < until_s, "it does not come true"

@@ -14,7 +14,6 @@ from ansor_mlflow.networks import load_network
 
 
 def virtual_bytes() -> int:
-    """Address space that this process has now."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize"))
     return int(line.split()[1]) * 1024
 

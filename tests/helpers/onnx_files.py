@@ -18,19 +18,16 @@ from ansor_mlflow.tensors import random_inputs
 
 
 def start(network: Network) -> onnxruntime.InferenceSession:
-    """ONNX Runtime with a network."""
     return onnxruntime.InferenceSession(network.model.SerializeToString(), providers=["CPUExecutionProvider"])
 
 
 def run(network: Network, seed: int = 0) -> list[np.ndarray]:
-    """What it computes from seeded inputs."""
     return start(network).run(None, random_inputs(network.inputs, seed))
 
 
 def value(
     name: str, shape: Sequence[int | str | None] | None, elem_type: int = TensorProto.FLOAT
 ) -> onnx.ValueInfoProto:
-    """The type of a tensor."""
     return helper.make_tensor_value_info(name, elem_type, shape)
 
 
@@ -42,7 +39,6 @@ def save(
     weights: dict[str, np.ndarray] | None = None,
     **options: Any,
 ) -> str:
-    """Writes a file, and returns its path."""
     initializers = [numpy_helper.from_array(values, name) for name, values in (weights or {}).items()]
     graph = helper.make_graph(nodes, "graph", inputs, outputs, initializers)
     domains = {"", *(node.domain for node in nodes)}

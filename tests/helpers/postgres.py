@@ -50,6 +50,5 @@ def postgres_server() -> Iterator[Service]:
 
 
 def is_ready(port: int) -> bool:
-    """Whether PostgreSQL takes connections."""
     command = [program("pg_isready"), "--quiet", "--host=127.0.0.1", f"--port={port}"]
     return subprocess.run(command, check=False).returncode == 0

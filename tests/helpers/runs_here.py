@@ -25,5 +25,4 @@ def newest_run() -> mlflow.entities.Run:
 
 
 def artifacts_of(run_id: str) -> Path:
-    """The directory of a run's artifacts."""
     return Path(mlflow.get_run(run_id).info.artifact_uri.removeprefix("file://"))

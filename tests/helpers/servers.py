@@ -36,8 +36,6 @@ PACKAGES = "radosgw ceph-mon ceph-osd ceph-common postgresql"
 
 @dataclass(frozen=True)
 class Server:
-    """A server process that answers at `url`."""
-
     process: subprocess.Popen[bytes]
     url: str = ""
 
@@ -62,7 +60,6 @@ class S3Server(Server):
     directory: Path = Path()
 
     def environment(self, secret_key: str = SECRET_KEY) -> dict[str, str]:
-        """What a client needs in its environment."""
         return s3_environment(self.url, secret_key)
 
 
@@ -91,11 +88,9 @@ class S3Service(Service):
     """An S3 server; only `ACCESS_KEY` with the secret key may use it."""
 
     def environment(self) -> dict[str, str]:
-        """What a client needs in its environment."""
         return s3_environment(self.url, SECRET_KEY)
 
     def client(self) -> Any:
-        """A client of boto3."""
         return boto3.client(
             "s3",
             endpoint_url=self.url,
@@ -240,7 +235,6 @@ def running(
 
 
 def run_as(user: str | None) -> dict[str, Any]:
-    """Arguments of `subprocess` for another user."""
     return {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []} if user else {}
 
 

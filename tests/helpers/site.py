@@ -40,14 +40,12 @@ def s3(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def database() -> Iterator[Service]:
-    """PostgreSQL."""
     with postgres_server() as service:
         yield service
 
 
 @pytest.fixture(scope="session")
 def tracking(database: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """An MLflow server on the database."""
     directory, port = tmp_path_factory.mktemp("tracking"), free_port()
     service = Service(f"http://127.0.0.1:{port}", lambda: mlflow_server(directory, port=port, store=database.url))
     service.start()
@@ -66,7 +64,6 @@ class Site:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of a command."""
         own = {"MLFLOW_EXPERIMENT_ID": self.experiment_id, names.GRACE_VARIABLE: "3"}
         return environment(self.tracking.url, {**self.s3.environment(), **own})
 
@@ -79,7 +76,6 @@ class Site:
         return run
 
     def download(self, destination: Path) -> Path:
-        """Downloads the artifacts of the only run."""
         destination.mkdir()
         return Path(self.client.download_artifacts(self.only_run().info.run_id, "", str(destination)))
 

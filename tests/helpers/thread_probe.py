@@ -27,7 +27,6 @@ def record_threads(ids: T.Buffer((64,), "uint64"), work: T.Buffer((64,), "float3
 
 
 def count_threads(kernel) -> int:
-    """The number of distinct threads that took part in one call."""
     ids = tvm.runtime.tensor(np.zeros(NUM_ITERATIONS, "uint64"))
     kernel(ids, tvm.runtime.tensor(np.zeros(NUM_ITERATIONS, "float32")))
     return len(set(ids.numpy()))

@@ -53,13 +53,11 @@ class Tuning:
 
     @property
     def records(self) -> Path:
-        """The database on this machine."""
         (directory,) = (self.cwd / ".ansor").glob(f"*/{names.RECORDS_DIR}")
         return directory
 
     @property
     def run_id(self) -> str:
-        """The MLflow run."""
         return self.records.parent.name
 
     def wait_for_rounds(self, num_rounds: int) -> None:
@@ -71,7 +69,6 @@ class Tuning:
             time.sleep(0.02)
 
     def wait(self, timeout_s: float = FINISHED_S) -> Finished:
-        """Waits until the command ends by itself."""
         exit_code = self.process.wait(timeout_s)
         return Finished(exit_code, (self.cwd / "stdout").read_text(), self.stderr)
 
