@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
-
-from ansor_mlflow.networks import load_network
 
 NUM_CLASSES = 4
 
@@ -127,14 +124,3 @@ def text_recogniser() -> onnx.ModelProto:
     }
     logits = tensor("logits", ["batch", "columns", NUM_CLASSES])
     return make_model(nodes, [tensor("line", ["batch", 1, 16, 64])], [logits], constants)
-
-
-def quantized_text_model(path: Path) -> None:
-    """Writes BERT with two layers and 16 tokens, quantised by ONNX Runtime as most text models are: dynamically."""
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    tokens = {name: [1, 16] for name in ("input_ids", "attention_mask", "token_type_ids")}
-    float_path = path.with_suffix(".float.onnx")
-    onnx.save(load_network("bert-tiny", input_shapes=tokens).model, float_path)
-    quantize_dynamic(float_path, path, weight_type=QuantType.QInt8)
-    float_path.unlink()

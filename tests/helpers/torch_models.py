@@ -15,9 +15,6 @@ from torch import nn
 from torch.export import Dim
 from torch.nn import functional
 
-from ansor_mlflow.measuring import RivalTask, rival_inference
-from ansor_mlflow.networks import load_network
-
 AUTO = {0: Dim.AUTO, 1: Dim.AUTO}
 ROWS = {0: Dim("rows", min=3, max=16)}
 
@@ -75,7 +72,6 @@ class Small(nn.Module):
         self.linear = nn.Linear(4, 4)
         self.add_module("odd-name", nn.Linear(4, 4))
         self.bn = nn.BatchNorm1d(4)
-        self.dropout = nn.Dropout(0.5)
         self.function = function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,10 +126,8 @@ def write(directory: Path) -> None:
     _save(directory / "named.pt2", Named(lambda self, x: self.linear(x)), x, shapes=(ROWS,))
     _save(directory / "pair.pt2", Small(lambda self, x, y: self.linear(x) + y), x, x, shapes=((ROWS, ROWS),))
     _save(directory / "batch-norm.pt2", Small(lambda self, x: self.bn(x)), x, train=True)
-    _save(directory / "dropout.pt2", Small(lambda self, x: self.dropout(x)), x, train=True)
     _save(directory / "svd.pt2", Small(lambda self, x: torch.linalg.svd(x)[1]), x)
     _save(directory / "free.pt2", Small(lambda self, x, y: x + y), x, x, shapes=(({0: Dim.AUTO}, {0: Dim.AUTO}),))
-    torch.save(Small(len).state_dict(), directory / "weights.pt2")
     torch.jit.trace(nn.Linear(4, 4), x).save(str(directory / "script.pt2"))
 
 
@@ -162,12 +156,3 @@ def plan_in_memory() -> list[Any]:
     program = torch.export.export(Small(lambda self, x: self.linear(x)).eval(), (torch.ones(2, 4),))
     plan = am.plan(program)
     return [plan.network, len(plan.tasks)]
-
-
-def compute_as_rival(given: tuple[Path, dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """What a program computes of inputs when it is compiled, by the names of the outputs of its network."""
-    path, inputs = given
-    network = load_network(str(path), trust=True)
-    outputs = tuple(spec.name for spec in network.outputs)
-    task = RivalTask(network=path, outputs=outputs, num_threads=1, program=path, inputs=network.inputs)
-    return rival_inference("torch", task)(inputs)
