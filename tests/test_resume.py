@@ -29,20 +29,17 @@ class StopError(Exception):
     """Ends a tuning in the middle."""
 
 
-class StopAfter:
-    """A `TuningObserver` that ends the tuning after some rounds."""
+class StopAfter(Notebook):
+    """Ends the tuning after some rounds."""
 
-    def __init__(self, num_rounds: int) -> None:
-        self._left = num_rounds
-
-    def tuning_started(self, plan: Any) -> None: ...
+    def __init__(self, records: Path, num_rounds: int) -> None:
+        super().__init__(records)
+        self._num_rounds = num_rounds
 
     def round_finished(self, round_: TuningRound) -> None:
-        self._left -= 1
-        if not self._left:
+        super().round_finished(round_)
+        if len(self.rounds) == self._num_rounds:
             raise StopError
-
-    def tuning_finished(self, result: Any) -> None: ...
 
 
 class EveryThirdFails(FakeRunner):
@@ -58,7 +55,7 @@ class EveryThirdFails(FakeRunner):
 
 def stop_after(lowered: LoweredNetwork, target: Target, records: Path, num_rounds: int, **options: Any) -> None:
     with pytest.raises(StopError):
-        tune(lowered, target, records, observers=[StopAfter(num_rounds)], **options)
+        tune(lowered, target, records, observers=[StopAfter(records, num_rounds)], **options)
 
 
 @pytest.mark.parametrize(("strategy", "cost_model"), [("random", "none"), ("evolutionary", "xgb")])

@@ -33,7 +33,6 @@ from ansor_mlflow.trials import (
     TaskState,
     Trial,
     TrialStatus,
-    TuningPlan,
     TuningResult,
     TuningRound,
     estimated_latency_s,
@@ -171,28 +170,17 @@ def test_observers_are_told_from_one_thread_of_their_own(
     assert not thread.is_alive()
 
 
-class Away(Notebook):
+def away_at(event: str, records: Path) -> Notebook:
     """An observer whose server is away at one event."""
+    notebook = Notebook(records)
+    tell = getattr(notebook, event)
 
-    def __init__(self, records: Path, event: str) -> None:
-        super().__init__(records)
-        self._event = event
+    def fail(told: object) -> None:
+        tell(told)
+        raise MachineError(f"the server is away at {event}")
 
-    def tuning_started(self, plan: TuningPlan) -> None:
-        super().tuning_started(plan)
-        self._fail_at("tuning_started")
-
-    def round_finished(self, round_: TuningRound) -> None:
-        super().round_finished(round_)
-        self._fail_at("round_finished")
-
-    def tuning_finished(self, result: TuningResult) -> None:
-        super().tuning_finished(result)
-        self._fail_at("tuning_finished")
-
-    def _fail_at(self, event: str) -> None:
-        if event == self._event:
-            raise MachineError(f"the server is away at {event}")
+    setattr(notebook, event, fail)
+    return notebook
 
 
 @pytest.mark.parametrize(
@@ -207,7 +195,7 @@ def test_an_observers_error_ends_the_tuning_before_the_next_measurement(
     dense: LoweredNetwork, host_target: Target, tmp_path: Path, event: str, num_recorded: int, events: list[str]
 ) -> None:
     """What was measured until then is on disk, and was told to no one else."""
-    runner, away, other = FakeRunner(), Away(tmp_path, event), Notebook(tmp_path)
+    runner, away, other = FakeRunner(), away_at(event, tmp_path), Notebook(tmp_path)
     with pytest.raises(MachineError, match=f"the server is away at {event}"):
         tune(dense, host_target, tmp_path, runner=runner, observers=[away, other], trials=16)
     assert away.events == events
@@ -217,7 +205,7 @@ def test_an_observers_error_ends_the_tuning_before_the_next_measurement(
 
 
 def test_an_error_in_the_last_round_is_not_lost(single: LoweredNetwork, host_target: Target, tmp_path: Path) -> None:
-    away = Away(tmp_path, "round_finished")
+    away = away_at("round_finished", tmp_path)
     with pytest.raises(MachineError, match="the server is away at round_finished"):
         tune(single, host_target, tmp_path, observers=[away], trials=1)
     assert len(read_records(tmp_path)) == 1
