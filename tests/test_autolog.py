@@ -270,6 +270,7 @@ def test_records_are_those_of_the_users_database_with_their_device(new_experimen
     assert [entry.run_s for entry in read_journal(records)] == [(seconds,) for seconds in TIMES]
 
 
+@pytest.mark.nightly
 def test_a_second_tuning_begins_with_what_is_in_the_work_directory(new_experiment: str, tmp_path: Path) -> None:
     tune_tir(tmp_path / "work")
     database = tune_tir(tmp_path / "work", runner=timer([5e-3]))
@@ -301,6 +302,7 @@ def test_an_active_run_is_used_and_left_as_it_was(new_experiment: str, tmp_path:
     assert "mlflow.autologging" not in run.data.tags
 
 
+@pytest.mark.nightly
 def test_tunings_in_one_run_do_not_collide(new_experiment: str, tmp_path: Path) -> None:
     with mlflow.start_run() as active:
         tune_tir(tmp_path / "one")

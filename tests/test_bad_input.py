@@ -338,6 +338,7 @@ def test_the_command_ends_with_one_line_and_its_exit_code(elsewhere: RunCommand)
     assert failed.finished.stdout == ""
 
 
+@pytest.mark.nightly
 def test_tracking_server_that_cannot_be_reached(elsewhere: RunCommand) -> None:
     started = time.monotonic()
     failed = elsewhere(
@@ -389,6 +390,7 @@ def test_artifact_store_that_refuses_files(
     assert list(s3.directory.rglob("*")) == [s3.directory / "bucket"]
 
 
+@pytest.mark.nightly
 def test_artifact_store_that_refuses_to_be_read(elsewhere: RunCommand, s3: S3Server) -> None:
     command = [ANSOR_MLFLOW, "evaluate", "--model-uri", "s3://bucket/artifacts/model"]
     failed = elsewhere(*command, **s3.environment("another-secret-key"))

@@ -90,6 +90,7 @@ def wrong_elu_beside_another_output(graph: onnx.GraphProto) -> None:
         wrong_elu(graph)
 
 
+@pytest.mark.nightly
 def test_nothing_differs(network: Path) -> None:
     """In processes of their own, as users have it."""
     found = am.bisect(network)
@@ -139,6 +140,7 @@ def test_what_is_saved_shows_it_to_others(compiler: SpoilCompiler, network: Path
     assert again.wrong.max_abs_error == first.max_abs_error
 
 
+@pytest.mark.nightly
 def test_an_operator_that_is_wrong_with_the_one_before_it(compiler: SpoilCompiler, network: Path) -> None:
     compiler(wrong_elu_of_a_product)
     wrong = am.bisect(network).wrong
@@ -150,6 +152,7 @@ def test_an_operator_that_is_wrong_with_the_one_before_it(compiler: SpoilCompile
     assert [weight.name for weight in model.graph.initializer] == ["scale"]
 
 
+@pytest.mark.nightly
 def test_an_operator_that_is_wrong_in_company_only(compiler: SpoilCompiler, network: Path) -> None:
     compiler(wrong_elu_beside_another_output)
     wrong = am.bisect(network).wrong

@@ -86,6 +86,7 @@ def download(model_uri: str, directory: Path) -> tuple[Path, Manifest]:
     return path, Manifest.read(path)
 
 
+@pytest.mark.nightly
 def test_several_tuning_runs_make_one_model(
     log_tuning: LogTuning,
     run_here: RunCommand,

@@ -99,7 +99,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
         f"records show records/{RECORD_FILE}",
         "records merge records --output new",
         "records distill records --output new",
-        "records verify records --network small.onnx",
+        pytest.param("records verify records --network small.onnx", marks=pytest.mark.nightly),
     ],
 )
 def test_a_command_leaves_damage_out_and_says_so_once(

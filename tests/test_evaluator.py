@@ -83,6 +83,7 @@ def test_a_tuned_model_is_timed_and_compared_with_an_onnx_file(
     }
 
 
+@pytest.mark.nightly
 def test_a_model_is_timed_in_turns_with_what_is_served_today(tuned: str, frame: pd.DataFrame, small_onnx: Path) -> None:
     result = evaluate(tuned, frame, reference=str(small_onnx), champion="openvino", turns=2)
     assert set(result.metrics) == TIMES | ERRORS | {

@@ -144,6 +144,7 @@ def test_the_peak_is_above_what_a_product_of_matrices_reaches(host_target: Targe
     assert max(peaks) > 0.8 * max(products)
 
 
+@pytest.mark.nightly
 def test_a_plan_knows_what_a_run_measured(finished_work: FinishedWork) -> None:
     plan = plan_tuning(PlanOptions(tune_run=finished_work.tuned))
     assert plan.network == "small"

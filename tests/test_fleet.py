@@ -59,6 +59,7 @@ def test_what_is_no_address_is_refused(text: str) -> None:
         HostPort.parse(text, "rpc_tracker")
 
 
+@pytest.mark.nightly
 def test_a_tracker_says_which_servers_it_has(fleet: Fleet) -> None:
     state = servers_by_key(fleet.tracker.address)[KEY]
     assert set(state.servers) == {server.address for server in fleet.servers}
@@ -125,6 +126,7 @@ def test_time_for_which_a_server_is_set_aside_does_not_count_as_idle() -> None:
     assert utilisation([]) is None
 
 
+@pytest.mark.nightly
 def test_both_servers_measure_and_a_failure_fails_alone(fleet: Fleet, host_target: Target, tmp_path: Path) -> None:
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"no library")

@@ -232,6 +232,7 @@ def test_records_of_a_gpu_are_of_its_model_and_not_of_the_hosts_threads(ampere: 
     assert why_not_applicable(fingerprint(resolve_target("cuda -arch=sm_86", 2), 2), without_model)
 
 
+@pytest.mark.nightly
 def test_from_a_plan_to_a_model_that_does_not_run_here(
     run_here: RunCommand,
     own_directory: Path,

@@ -61,6 +61,7 @@ def run_onnxruntime(model: onnx.ModelProto, inputs: Inputs) -> Inputs:
     return session.run(None, dict(zip((i.name for i in session.get_inputs()), inputs, strict=True)))
 
 
+@pytest.mark.nightly
 def test_a_token_that_is_not_in_the_vocabulary_makes_the_output_nan() -> None:
     network = load_network("bert-tiny", input_shapes=small_shapes("bert-tiny"))
 

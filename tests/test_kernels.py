@@ -46,6 +46,7 @@ def test_every_kernel_of_a_network_is_timed(compiled_network: CompiledNetwork, s
     assert times.between_us < times.latency_us
 
 
+@pytest.mark.nightly
 def test_a_kernel_without_a_record_has_no_estimate(compiled_network: CompiledNetwork) -> None:
     first, *_ = compiled_network.coverage["kernels_us"]
     known = {**compiled_network.coverage["kernels_us"], first: None}

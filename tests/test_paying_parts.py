@@ -78,6 +78,7 @@ def test_each_size_keeps_a_part() -> None:
     assert losing_parts(parts, [9.0] * 4, [1.0] * 4) == []
 
 
+@pytest.mark.nightly
 def test_parts_of_an_untuned_library_do_not_pay(
     compiled: CompiledNetwork,
     lowered: LoweredNetwork,
@@ -102,6 +103,7 @@ def test_parts_of_an_untuned_library_do_not_pay(
 
 
 @pytest.mark.usefixtures("new_experiment")
+@pytest.mark.nightly
 def test_baselines_have_parts_of_their_own(network: Network, host_target: Target, tmp_path: Path) -> None:
     """What the model leaves to ONNX Runtime, as it was faster there, TVM computes in what it is compared with."""
     stays = {0: dict.fromkeys(("first", "mean", "is_positive"), FASTER_THERE)}

@@ -93,6 +93,7 @@ def test_records_tell_the_best_time_of_each_task(small_onnx: Path, records: Path
 
 
 @pytest.mark.usefixtures("own_directory")
+@pytest.mark.nightly
 def test_ways_to_compute_a_layer_are_one_layer(run_here: RunCommand) -> None:
     network = "conv2d:1,28,28,64,64,3,3,1,1"
     planned = plan_tuning(PlanOptions(network=network)).tasks

@@ -500,6 +500,7 @@ def roll_back_here(alias: str = "champion") -> None:
     roll_back(PromoteOptions(model=NAME, alias=alias, rollback=True))
 
 
+@pytest.mark.nightly
 def test_the_tags_after_a_rollback_are_true(
     client: mlflow.MlflowClient, of_target: str, set_times: SetTimes, experiment_id: str
 ) -> None:

@@ -96,7 +96,12 @@ def output_step(model: onnx.ModelProto) -> float:
 
 @pytest.mark.parametrize(
     ("activations", "per_channel", "layout"),
-    [("uint8", False, "NHWC"), ("uint8", True, "NCHW"), ("int8", True, "NHWC"), ("int8", False, "NCHW")],
+    [
+        ("uint8", False, "NHWC"),
+        ("int8", True, "NHWC"),
+        pytest.param("uint8", True, "NCHW", marks=pytest.mark.nightly),
+        pytest.param("int8", False, "NCHW", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_quantized_network_is_a_step_from_onnxruntime_at_most(
     float_network: Network, host_target: Target, tmp_path: Path, activations: str, per_channel: bool, layout: Layout

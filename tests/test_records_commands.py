@@ -277,6 +277,7 @@ def test_bad_input_is_one_line(
     assert message in line
 
 
+@pytest.mark.nightly
 def test_tvm_is_not_needed_to_look_merge_and_distill(made_up: Path, tmp_path: Path) -> None:
     code = (
         "import sys\nfrom ansor_mlflow.cli.main import cli\n"
@@ -317,6 +318,7 @@ def conv(small_lowered: LoweredNetwork) -> TuningTask:
     return task
 
 
+@pytest.mark.nightly
 def test_tuned_tasks_compute_what_the_untuned_ones_do(
     tuned_records: Path, small_onnx: Path, small_lowered: LoweredNetwork
 ) -> None:
@@ -379,6 +381,7 @@ def test_what_does_not_hold_is_told_apart(
     assert re.search(message, captured.err)
 
 
+@pytest.mark.nightly
 def test_a_schedule_that_takes_too_long(records: Path, small_onnx: Path, conv: TuningTask, host_target: Target) -> None:
     """Unrolled as a whole, the convolution keeps the compiler busy for minutes."""
 
@@ -448,6 +451,7 @@ def test_repair_sets_damage_aside_and_verifies_the_rest(
     assert not list(records.parent.glob("*.tuner.json"))
 
 
+@pytest.mark.nightly
 def test_a_run_is_a_source_and_knows_its_network(
     run_here: RunCommand,
     experiment_id: str,

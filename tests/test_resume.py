@@ -75,6 +75,7 @@ def test_a_tuning_that_is_stopped_again_and_again_has_exactly_its_trials(
     assert len({json.dumps(trace) for _, (trace, *_) in read_records(tmp_path)}) == 80  # no program twice
 
 
+@pytest.mark.nightly
 def test_what_was_known_of_the_tasks_is_known_again(
     small_lowered: LoweredNetwork, host_target: Target, tmp_path: Path
 ) -> None:

@@ -160,6 +160,7 @@ def model(small_onnx: Path, host_target: Target, tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.usefixtures("new_experiment")
+@pytest.mark.nightly
 def test_an_evaluation_says_what_the_best_one_could_have_had_does(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

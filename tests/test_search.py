@@ -63,6 +63,7 @@ def learn(search: TaskSearch | ProgramSearch, candidates: Sequence[MeasureCandid
 @pytest.mark.parametrize(
     ("strategy", "cost_model"), [("random", "none"), ("evolutionary", "none"), ("evolutionary", "xgb")]
 )
+@pytest.mark.nightly
 def test_no_program_of_a_large_space_is_proposed_twice(
     single: LoweredNetwork, host_target: Target, tmp_path: Path, strategy: str, cost_model: str
 ) -> None:
@@ -78,6 +79,7 @@ def test_no_program_of_a_large_space_is_proposed_twice(
 
 
 @pytest.mark.parametrize("strategy", ["random", "evolutionary"])
+@pytest.mark.nightly
 def test_a_program_that_failed_is_tried_again_when_nothing_else_is_left(
     tiny: LoweredNetwork, host_target: Target, tmp_path: Path, strategy: str
 ) -> None:
@@ -125,6 +127,7 @@ def test_programs_are_random_until_the_cost_model_is_trained(
     assert alike == [True] * 6 + [False]
 
 
+@pytest.mark.nightly
 def test_every_round_reaches_the_cost_model_at_once(
     single: LoweredNetwork, host_target: Target, tmp_path: Path
 ) -> None:
@@ -231,6 +234,7 @@ def test_a_small_space_ends_and_failures_have_a_second_chance(host_target: Targe
 
 
 @pytest.mark.usefixtures("experiment_id")
+@pytest.mark.nightly
 def test_without_trials_the_sketches_choose(caplog: pytest.LogCaptureFixture) -> None:
     """Unscheduled, this convolution takes some hundred times as long, however busy the machine is."""
     tuned = ansor_mlflow.tune("conv2d:1,28,28,128,64,3,3,1,1", trials=0)

@@ -199,6 +199,7 @@ def test_a_worker_that_is_killed_from_outside_is_replaced(one_worker: WorkerPool
     assert only_value(one_worker.map(pid_of_worker, [0], 120)) != pid
 
 
+@pytest.mark.nightly
 def test_a_clock_that_jumps_neither_kills_nor_spares_nor_ends_anything(tmp_path: Path) -> None:
     library = tmp_path / "clock_jump.so"
     source = TESTS / "helpers" / "clock_jump.c"

@@ -289,6 +289,7 @@ class CyclicNotebook(Notebook):
 
 
 @pytest.mark.usefixtures("no_automatic_collection")
+@pytest.mark.nightly
 def test_a_tuning_frees_what_only_the_collector_can_free(
     dense: LoweredNetwork, host_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

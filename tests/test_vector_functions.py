@@ -217,6 +217,7 @@ def attention() -> onnx.ModelProto:
     return helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 20)])
 
 
+@pytest.mark.nightly
 def test_tuned_and_untuned_libraries_call_no_function(
     attention: onnx.ModelProto, host_target: Target, tmp_path: Path
 ) -> None:

@@ -107,6 +107,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_workers_that_are_just_being_started_end_without_a_word(tmp_path: Path) -> None:
     """The first of eight does the work, and when it is done others are about to read what they are for."""
     script = tmp_path / "close.py"
