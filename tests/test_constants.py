@@ -9,7 +9,7 @@ import pytest
 import tvm
 from tvm import relax
 
-from ansor_mlflow.lowering.constants import fold_constants_in_numpy
+from ansor_mlflow.lowering.relax_passes import fold_constants_in_numpy
 
 SHAPE = (2, 3, 4)
 

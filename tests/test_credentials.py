@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ansor_mlflow.cli import write_json
-from ansor_mlflow.cli.console import console, say, say_marked, show
+from ansor_mlflow.cli.command import console, say, say_marked, show
 from ansor_mlflow.commands.doctor import Check
 from ansor_mlflow.errors import MachineError, one_line
 from ansor_mlflow.foreign import PrintableFormatter, for_shell, printable, without_credentials

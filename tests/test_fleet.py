@@ -21,9 +21,8 @@ from test_measuring import TENSORS, add, local_builder, settings
 from ansor_mlflow import names
 from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.fleet import HostPort, RpcRunner, ServerLease, build_reference_kernel, servers_by_key
-from ansor_mlflow.fleet.health import Health
 from ansor_mlflow.fleet.session import FleetSettings, LeaseExpiredError, ServerSession, device_of_fleet, fleet_settings
-from ansor_mlflow.fleet.tracker import request_server
+from ansor_mlflow.fleet.tracker import Health, request_server
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.records import read_provenance
 from ansor_mlflow.trials import TrialStatus, utilisation

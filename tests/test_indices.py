@@ -22,7 +22,7 @@ from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.lowering.network import TuningTask
 from ansor_mlflow.measuring.timing import call_once
-from ansor_mlflow.networks.families.bert import VOCABULARY_SIZE
+from ansor_mlflow.networks.families.dense import VOCABULARY_SIZE
 from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import random_inputs

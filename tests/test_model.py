@@ -18,7 +18,7 @@ import onnx
 import pytest
 from tvm import runtime
 
-from ansor_mlflow.device.fingerprints import fingerprint
+from ansor_mlflow.device.device import fingerprint
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.errors import ModelError, UserInputError

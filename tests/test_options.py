@@ -37,7 +37,7 @@ from ansor_mlflow.parameters import (
     load_options,
     read_settings,
 )
-from ansor_mlflow.parameters.gone import PARAMETERS
+from ansor_mlflow.parameters.config import GONE_PARAMETERS
 
 OPTION_CLASSES = list(ENTRY_POINTS.values())
 REQUIRED = {EvaluateOptions: {"model_uri": "models:/m/1"}, PromoteOptions: {"model": "m"}}
@@ -259,7 +259,7 @@ def test_settings_that_are_none(text: str, message: str) -> None:
         read_settings(TuneOptions, text)
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", GONE_PARAMETERS)
 def test_a_parameter_that_is_gone_says_what_to_use(name: str) -> None:
     assert load_options(TuneOptions, {name: ""}) == TuneOptions()
     with pytest.raises(UserInputError, match=f"^{name} is gone: "):

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ansor_mlflow import names
-from ansor_mlflow.device.fingerprints import DeviceFingerprint, fingerprint
+from ansor_mlflow.device.device import DeviceFingerprint, fingerprint
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.records.applicability import Provenance, read_provenance, write_description

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ansor_mlflow.device.targets import resolve_target
-from ansor_mlflow.device.tvm_import import import_tensor_intrin
+from ansor_mlflow.device.targets import import_tensor_intrin, resolve_target
 from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.tuning.candidates import make_space_generator
 from ansor_mlflow.workers.builder import LocalBuilder, as_metaschedule_builder
@@ -69,7 +68,7 @@ def test_gpu_space_is_metaschedules_without_tensor_cores_in_32_bits(
 
 
 ONE_AFTER_THE_OTHER = """
-from ansor_mlflow.device.tvm_import import import_tensor_intrin
+from ansor_mlflow.device.targets import import_tensor_intrin
 from tvm.s_tir import TensorIntrin
 of_gpu, of_cpu = "wmma_sync_16x16x16_f16f16f32", "dot_16x4_vnni"
 package = import_tensor_intrin("llvm")

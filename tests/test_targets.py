@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ansor_mlflow.device.cpu import missing_instructions
-from ansor_mlflow.device.device import Device
-from ansor_mlflow.device.fingerprints import DeviceFingerprint, fingerprint, why_not_runnable
+from ansor_mlflow.device.device import Device, DeviceFingerprint, fingerprint, why_not_runnable
 from ansor_mlflow.device.targets import parse_target, resolve_target
 from ansor_mlflow.errors import MachineError, UserInputError
 

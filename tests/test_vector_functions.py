@@ -17,8 +17,7 @@ from helpers.one_operator import assert_computes_the_same, one_operator, run_low
 from onnx import TensorProto, helper, numpy_helper
 
 from ansor_mlflow.codegen import pass_config
-from ansor_mlflow.device.device import Device
-from ansor_mlflow.device.fingerprints import fingerprint, why_not_runnable
+from ansor_mlflow.device.device import Device, fingerprint, why_not_runnable
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.model.library import compile_tuned, compile_untuned

@@ -17,8 +17,17 @@ from typing import Any
 import click
 
 from ansor_mlflow import parameters
-from ansor_mlflow.cli.command import COMMANDS, STANDARD_OUTPUT, command, known_error, report, write_output
-from ansor_mlflow.cli.console import say, say_marked, show
+from ansor_mlflow.cli.command import (
+    COMMANDS,
+    STANDARD_OUTPUT,
+    command,
+    known_error,
+    report,
+    say,
+    say_marked,
+    show,
+    write_output,
+)
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError, notes_of
 from ansor_mlflow.files import translated_disk_errors
 from ansor_mlflow.foreign import Code, PrintableFormatter, Report, Table
@@ -46,7 +55,7 @@ ENTRY_POINTS = ("main", "tune", "compile", "evaluate", "promote")
 
 class _Commands(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if instead := parameters.gone.COMMANDS.get(args[0]):
+        if instead := parameters.GONE_COMMANDS.get(args[0]):
             raise UserInputError(f"the command {args[0]} is gone: {instead}")
         return super().resolve_command(ctx, args)
 
@@ -358,7 +367,7 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(err.exit_code)
     except click.NoSuchOption as err:
         name = err.option_name.lstrip("-").replace("-", "_")
-        why = parameters.gone.PARAMETERS.get(name)
+        why = parameters.GONE_PARAMETERS.get(name)
         _fail(UserInputError(f"{name} is gone: {why}" if why else err.format_message()))
     except click.ClickException as err:
         _fail(UserInputError(err.format_message()))

@@ -20,7 +20,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from ansor_mlflow.cli.console import PlainConsole
+from ansor_mlflow.cli.command import PlainConsole
 from ansor_mlflow.foreign import microseconds, printable
 from ansor_mlflow.trials import TaskState, TrialStatus, TuningObserver, TuningPlan, TuningResult, TuningRound
 

@@ -2,11 +2,17 @@
 
 from ansor_mlflow.device.cpu import CPU, cpu_features, has_arithmetic, missing_instructions, vector_lanes
 from ansor_mlflow.device.cuda import CUDA, architecture_here, describe_gpus, why_no_compiler, why_no_gpu, why_not_on_gpu
-from ansor_mlflow.device.device import Device
-from ansor_mlflow.device.fingerprints import DeviceFingerprint, fingerprint, why_not_runnable
+from ansor_mlflow.device.device import Device, DeviceFingerprint, fingerprint, why_not_runnable
 from ansor_mlflow.device.pages import HugePages, NewMemory, return_freed_memory, try_huge_pages
 from ansor_mlflow.device.platform import Platform, attributes_of
-from ansor_mlflow.device.targets import PLATFORMS, machine_of, parse_target, platform_of, resolve_target
+from ansor_mlflow.device.targets import (
+    PLATFORMS,
+    import_tensor_intrin,
+    machine_of,
+    parse_target,
+    platform_of,
+    resolve_target,
+)
 from ansor_mlflow.device.threads import (
     available_cpus,
     cpu_quota,
@@ -16,4 +22,3 @@ from ansor_mlflow.device.threads import (
     resolve_num_threads,
     set_num_threads,
 )
-from ansor_mlflow.device.tvm_import import import_tensor_intrin

@@ -11,11 +11,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from ansor_mlflow.fleet.health import Health
 from ansor_mlflow.fleet.programs import MeasuredProgram, ReferenceKernel, measure_in_session, run_reference_kernel
 from ansor_mlflow.fleet.remote import MeasureRequest
 from ansor_mlflow.fleet.session import FleetSettings, LeaseExpiredError, ServerSession
-from ansor_mlflow.fleet.tracker import HostPort, ServerLease
+from ansor_mlflow.fleet.tracker import Health, HostPort, ServerLease
 from ansor_mlflow.measuring import MachineNoise
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.trials import ServerState

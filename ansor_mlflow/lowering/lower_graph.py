@@ -48,9 +48,8 @@ def lower_graph(model: onnx.ModelProto, target: Target, settings: LoweringSettin
     """Lowers a simplified graph with static shapes to fused functions, which the Relax function "main" calls."""
     from tvm import relax
 
-    from ansor_mlflow.lowering.constants import FOLD_CONSTANTS
     from ansor_mlflow.lowering.elementwise import constants_second
-    from ansor_mlflow.lowering.relax_passes import PLACES, bound_indices, correct_patterns
+    from ansor_mlflow.lowering.relax_passes import FOLD_CONSTANTS, PLACES, bound_indices, correct_patterns
 
     passes = [
         *_first_passes(),
@@ -82,9 +81,8 @@ def _first_passes() -> list[Pass]:
     """Passes that the importer's output needs whatever comes next."""
     from tvm import relax
 
-    from ansor_mlflow.lowering.constants import FOLD_CONSTANTS
     from ansor_mlflow.lowering.elementwise import EXPAND_ELEMENTWISE
-    from ansor_mlflow.lowering.relax_passes import positive_squeeze_axes
+    from ansor_mlflow.lowering.relax_passes import FOLD_CONSTANTS, positive_squeeze_axes
 
     return [
         positive_squeeze_axes,

@@ -16,7 +16,15 @@ from ansor_mlflow.parameters.commands import (
     TrackerOptions,
     VerifyRecordsOptions,
 )
-from ansor_mlflow.parameters.config import load_options, mlproject, parameters_markdown, read_settings
+from ansor_mlflow.parameters.config import (
+    GONE_COMMANDS,
+    GONE_PARAMETERS,
+    load_options,
+    mlproject,
+    parameters_markdown,
+    read_settings,
+    why_gone,
+)
 from ansor_mlflow.parameters.declaring import (
     MAX_PARAM_LENGTH,
     Options,
@@ -28,7 +36,6 @@ from ansor_mlflow.parameters.declaring import (
     is_uri,
     listed,
 )
-from ansor_mlflow.parameters.gone import why_gone
 from ansor_mlflow.parameters.model import (
     AliasOptions,
     CheckOptions,
@@ -37,12 +44,15 @@ from ansor_mlflow.parameters.model import (
     PipelineOptions,
     PromoteOptions,
 )
-from ansor_mlflow.parameters.networks import LinkOptions, NetworkOptions, RecordsOptions, RpcOptions
 from ansor_mlflow.parameters.tuning import (
     SKETCH_TRIALS_PER_TASK,
     TRIALS_PER_TASK,
     BudgetOptions,
+    LinkOptions,
     MeasureOptions,
+    NetworkOptions,
+    RecordsOptions,
+    RpcOptions,
     SearchOptions,
     TuneOptions,
 )

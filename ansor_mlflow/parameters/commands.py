@@ -6,15 +6,17 @@ from typing import Annotated, Literal
 
 from ansor_mlflow.parameters.declaring import Auto, NonEmpty, Options, PositiveFloat, PositiveInt, Share, parameter
 from ansor_mlflow.parameters.model import DATA_RULE, Tolerance
-from ansor_mlflow.parameters.networks import (
+from ansor_mlflow.parameters.tuning import (
     NETWORK_RULE,
+    BudgetOptions,
     LinkOptions,
+    MeasureTimeout,
     NetworkOptions,
     RecordsOptions,
     ServersOptions,
     Target,
+    WorkerMemory,
 )
-from ansor_mlflow.parameters.tuning import BudgetOptions, MeasureTimeout, WorkerMemory
 
 TRACKER_RULE = "host:port, such as 127.0.0.1:9190"
 SOURCE_RULE = "the ID of a tuning run, or a path or an artifact URI of records"

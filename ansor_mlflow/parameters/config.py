@@ -1,4 +1,4 @@
-"""From what a user gave to checked options; and the files that are made of the parameters."""
+"""Parameters from a command line, a configuration file or Python; what is gone; and what is made of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,28 @@ from pydantic import ValidationError
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.foreign import read_yaml
 from ansor_mlflow.parameters.declaring import Options, declared, default_text, grouped, listed
-from ansor_mlflow.parameters.gone import PARAMETERS, why_gone
+
+_MEMORY = "the tracking server has a team's records"
+GONE_COMMANDS = {
+    "pool": f"{_MEMORY}; give warm_start=auto to tune and main, and the IDs of tuning runs to records …",
+    "recompile": "`ansor-mlflow compile --tune-run RUN --allow-missing` does it; RUN is the tag ansor.tune_run of the "
+    "run whose model is built again",
+    "runs": "`mlflow runs list --experiment-id ID` lists runs, and the view Leaderboard of the experiment sorts them",
+}
+"""What to use instead of a command."""
+GONE_PARAMETERS = {"record_pool": f"{_MEMORY}; give warm_start=auto"}
+"""What to use instead of a parameter."""
+_VALUES = {
+    ("build_workers", "ray"): "candidates are built on this host, and no longer on a Ray cluster; give auto, or how "
+    "many are built at a time, and start whole tunings on the cluster's nodes instead"
+}
+"""What to use instead of a value, which is given by its parameter and its beginning."""
+
+
+def why_gone(name: str, value: object) -> str:
+    """Why a parameter no longer takes a value that it took once, and what to give instead; empty where it takes it."""
+    return next((why for (gone, start), why in _VALUES.items() if name == gone and str(value).startswith(start)), "")
+
 
 _HALF = re.compile("[\ud800-\udfff]")
 """Halves of characters, which stand for bytes that are not UTF-8."""
@@ -80,11 +101,11 @@ def _by_name(cls: type[Options], given: Mapping[str, Any], source: str) -> dict[
             keys = {f"{name}.{key}": item for key, item in value.items()}
             _check_names(keys, [key for key in by_group if key.startswith(f"{name}.")], source)
             values.update({by_group[key]: item for key, item in keys.items()})
-        elif name not in PARAMETERS or name in cls.model_fields:
+        elif name not in GONE_PARAMETERS or name in cls.model_fields:
             _check_names([name], cls.model_fields, source)
             values[name] = value
         elif value:
-            raise UserInputError(f"{name} is gone: {PARAMETERS[name]}")
+            raise UserInputError(f"{name} is gone: {GONE_PARAMETERS[name]}")
     return values
 
 

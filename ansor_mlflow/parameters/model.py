@@ -19,8 +19,7 @@ from ansor_mlflow.parameters.declaring import (
     Share,
     parameter,
 )
-from ansor_mlflow.parameters.networks import LinkOptions, RecordsOptions, RpcOptions, SeedOptions, Trust
-from ansor_mlflow.parameters.tuning import TuneOptions
+from ansor_mlflow.parameters.tuning import LinkOptions, RecordsOptions, RpcOptions, SeedOptions, Trust, TuneOptions
 
 Tolerance = Annotated[
     PositiveFloat | Auto,

@@ -16,7 +16,17 @@ from ansor_mlflow.records.damage import check_copy, check_records, repair, warn_
 from ansor_mlflow.records.lines import FAILED_RUN_S, RecordLine, fields_of, is_time, target_attributes
 from ansor_mlflow.records.log import Journal, RecordLog, RecordText, Seed, read_durations, read_journal, read_seeds
 from ansor_mlflow.records.pieces import GROWING_FILES, PARTS_DIR, PartWriter, changed_files, join_parts, write_manifest
-from ansor_mlflow.records.selection import matching_records, open_winners, read_similar, schedule_of, similar_records
+from ansor_mlflow.records.selection import (
+    DatabaseSummary,
+    matching_records,
+    open_database,
+    open_winners,
+    read_similar,
+    require_whole,
+    schedule_of,
+    similar_records,
+    summarize,
+)
 from ansor_mlflow.records.store import (
     JOURNAL_FILE,
     RECORD_FILE,
@@ -30,4 +40,3 @@ from ansor_mlflow.records.store import (
     search_directories,
     write_pair,
 )
-from ansor_mlflow.records.summary import DatabaseSummary, open_database, require_whole, summarize

@@ -8,7 +8,6 @@ from ansor_mlflow.sketches.contraction import (
     is_made_of_blocks,
 )
 from ansor_mlflow.sketches.estimate import Machine
-from ansor_mlflow.sketches.gpu import gpu_program, schedule_for_gpu, unbound_kernels
 from ansor_mlflow.sketches.sketch import (
     ANNOTATION,
     SKETCHES,
@@ -17,5 +16,8 @@ from ansor_mlflow.sketches.sketch import (
     Tile,
     find_decision,
     find_programs,
+    gpu_program,
+    schedule_for_gpu,
+    unbound_kernels,
     why_not_compilable,
 )

@@ -1,1 +1,109 @@
-"""Operators rewritten, a file for each family of them."""
+"""All rewritings of operators that TVM imports wrongly, slowly, or not at all, and what stays with ONNX Runtime.
+
+That is what TVM would compute wrongly; an operator that it cannot import or lower is found by trying.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+
+import onnx
+from onnx import helper
+
+from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, Unchanged, rewrite
+from ansor_mlflow.graphs.operators import (
+    convolution,
+    elementwise,
+    indexing,
+    normalization,
+    quantized,
+    recurrent,
+    resize,
+)
+from ansor_mlflow.graphs.types import FLOATS
+from ansor_mlflow.graphs.walk import attributes_of, input_of
+
+_FIRST: Rewritings = {**elementwise.EXTREMA, **quantized.REWRITINGS}
+"""Quantisation takes extrema of its own, whose NaN become integers."""
+_OTHERS: Rewritings = {
+    operator: rewriting
+    for family in (convolution, elementwise, indexing, normalization, recurrent, resize)
+    for operator, rewriting in family.REWRITINGS.items()
+}
+_WhyNot = Callable[[onnx.NodeProto, GraphEditor], "str | None"]
+
+
+def rewrite_operators(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A model without the operators that have a form which TVM computes better; the model itself if it has none."""
+    return rewrite(rewrite(model, _FIRST), _OTHERS)
+
+
+def fallback_reasons(model: onnx.ModelProto) -> dict[int, str]:
+    """Why TVM would compute a node wrongly or not at all, in a few words, by its place in the graph."""
+    graph, reasons = GraphEditor(model), {}
+    for place, node in enumerate(model.graph.node):
+        with contextlib.suppress(Unchanged):  # shapes that are not known are a reason of their own
+            if reason := _why_not(node, graph):
+                reasons[place] = reason
+    return reasons
+
+
+def _why_not(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
+    # A constant of a Resize may be empty.
+    data = [name for name in (*node.input, *node.output) if name and not graph.is_constant(name)]
+    if any(0 in (graph.find_shape(name) or ()) for name in data):
+        return "a tensor without elements"
+    if node.op_type.startswith("Reduce") and attributes_of(node).get("noop_with_empty_axes"):
+        with contextlib.suppress(Unchanged):
+            graph.reduced_axes(node)
+            return None
+        return "a reduction over no axis"
+    return _WHY_NOT[node.op_type](node, graph) if node.op_type in _WHY_NOT else None
+
+
+def _attribute(name: str, value: object, reason: str) -> _WhyNot:
+    """The reason, where a node has an attribute of that value."""
+    return lambda node, _graph: reason if attributes_of(node).get(name) == value else None
+
+
+def _wrapped_pad(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
+    pads = input_of(node, 1)
+    crops = not graph.is_constant(pads) or graph.value(pads).min() < 0
+    return "a cropped tensor that is continued" if crops and attributes_of(node).get("mode") == "wrap" else None
+
+
+def _signed_shift(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
+    """Shifts by more than the width, and by less than nothing, are defined by ONNX, and by no processor."""
+    is_signed = helper.tensor_dtype_to_np_dtype(graph.dtype(node.input[0])).kind == "i"
+    return "a shift of signed integers" if is_signed else None
+
+
+def _floored_remainder(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
+    is_float = graph.dtype(node.input[0]) in FLOATS and not attributes_of(node).get("fmod")
+    return "a remainder of floats with the divisor's sign" if is_float else None
+
+
+def _layer_norm(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
+    reason = "statistics, several axes or a scale that is broadcast, in another type than float32"
+    return None if normalization.is_plain_layer_norm(node, graph) else reason
+
+
+def _regions(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
+    if attributes_of(node).get("mode") == "max":
+        return "maxima of regions"
+    return "regions that may be empty" if indexing.may_have_empty_regions(node, graph) else None
+
+
+_WHY_NOT: Mapping[str, _WhyNot] = {
+    **dict.fromkeys(("GRU", "LSTM", "RNN"), recurrent.why_not_unrolled),
+    "BatchNormalization": _attribute("training_mode", 1, "statistics of the batch"),
+    "BitShift": _signed_shift,
+    "LayerNormalization": _layer_norm,
+    "LpPool": _attribute("ceil_mode", 1, "windows beyond the end"),
+    "Mod": _floored_remainder,
+    "Pad": _wrapped_pad,
+    "Resize": resize.why_not_resized,
+    "RoiAlign": _regions,
+    "SpaceToDepth": _attribute("mode", "CRD", "depth before blocks"),
+}

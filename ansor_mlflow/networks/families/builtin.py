@@ -11,7 +11,7 @@ import onnx
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.networks import operators
-from ansor_mlflow.networks.families import bert, convolutional, inception, mlp, resnet
+from ansor_mlflow.networks.families import convolutional, dense, inception
 from ansor_mlflow.networks.families.family import BuiltinNetwork
 from ansor_mlflow.networks.shapes import resolve_shapes
 from ansor_mlflow.plugins import PluginTable
@@ -19,11 +19,9 @@ from ansor_mlflow.plugins import PluginTable
 BUILTIN_NETWORKS: PluginTable[BuiltinNetwork] = PluginTable(
     "networks",
     {
-        **resnet.NETWORKS,
         **convolutional.NETWORKS,
         **inception.NETWORKS,
-        **mlp.NETWORKS,
-        **bert.NETWORKS,
+        **dense.NETWORKS,
         **operators.NETWORKS,
     },
     lambda found: isinstance(found, BuiltinNetwork),

@@ -1,8 +1,4 @@
-"""BERT-Tiny ("Well-Read Students Learn Better", Turc et al., 2019): an encoder of two layers and hidden size 128 as in
-"BERT: Pre-training of Deep Bidirectional Transformers" (Devlin et al., 2018), with its pooler.
-
-Formulas are those of https://github.com/google-research/bert, modeling.py, with the exact Gelu.
-"""
+"""Networks of dense layers: the multilayer perceptron and BERT."""
 
 from __future__ import annotations
 
@@ -12,9 +8,23 @@ import numpy as np
 import onnx
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.networks.families.family import BuiltinNetwork
+from ansor_mlflow.networks.families.family import BuiltinNetwork, image_classifier
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.shapes import Shape
+
+MLP_UNITS = (128, 64)
+NUM_DIGITS = 10
+
+
+def _append_mlp(builder: GraphBuilder, input_shape: Shape) -> None:
+    """The first layer takes all pixels there are, 784 of 28×28."""
+    data = builder.node("Flatten", "flatten", builder.input("data", input_shape), axis=1)
+    in_units = math.prod(input_shape[1:])
+    for index, units in enumerate(MLP_UNITS):
+        data = builder.relu(f"relu{index}", builder.dense(f"dense{index}", data, units=units, in_units=in_units))
+        in_units = units
+    builder.dense("logits", data, units=NUM_DIGITS, in_units=in_units)
+
 
 NUM_LAYERS = 2
 HIDDEN_UNITS = 128
@@ -125,7 +135,8 @@ def _layer_norm(builder: GraphBuilder, name: str, data: str) -> str:
 
 
 NETWORKS = {
+    "mlp": image_classifier("mlp", _append_mlp, image=(1, 28, 28), min_size=1, num_classes=NUM_DIGITS),
     "bert-tiny": BuiltinNetwork(
         default_shapes=lambda batch_size: dict.fromkeys(INPUTS, (batch_size, DEFAULT_SEQUENCE)), build=_build
-    )
+    ),
 }
