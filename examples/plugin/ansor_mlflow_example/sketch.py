@@ -33,14 +33,15 @@ class ReluSketch:
     def find(cls, mod: Any, machine: Machine) -> ReluSketch | None:
         """The sketch for a task's function; None where it is something else."""
         from tvm.s_tir import Schedule
+        from tvm.tirx import FloatImm, Max
 
         sch = Schedule(mod)
-        blocks = sch.get_child_blocks(sch.get_sblock("root"))
-        names = [sch.get(block).name_hint for block in blocks]
-        if len(blocks) != 1 or "relu" not in names[0]:
+        first, *others = sch.get_child_blocks(sch.get_sblock("root"))
+        value = getattr(sch.get(first).body, "value", None)  # what the block stores
+        if others or not isinstance(value, Max) or not isinstance(value.b, FloatImm) or value.b.value != 0:
             return None
-        extents = [int(sch.get(loop).extent) for loop in sch.get_loops(blocks[0])]
-        return cls(mod, names[0], extents, machine) if prod(extents) % _lanes(machine) == 0 else None
+        extents = [int(sch.get(loop).extent) for loop in sch.get_loops(first)]
+        return cls(mod, sch.get(first).name_hint, extents, machine) if prod(extents) % _lanes(machine) == 0 else None
 
     def tiles(self) -> list[ReluTile]:
         """Vectors of one to four registers, the one that is taken without a trial first."""
