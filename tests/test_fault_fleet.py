@@ -136,7 +136,7 @@ def test_a_key_without_servers(fleet: Fleet, small_onnx: Path, short_path: Path,
 def test_an_interrupted_tuning_gives_its_servers_back(
     fleet: Fleet, small_onnx: Path, short_path: Path, store: str
 ) -> None:
-    with tuning_on(fleet, small_onnx, short_path / "cwd", store) as tuner:
+    with tuning_on(fleet, small_onnx, short_path / "cwd", store, min_repeat_ms=300, trials=120) as tuner:
         tuner.wait_for_rounds(2)
         descendants = tuner.descendants
         os.kill(tuner.process.pid, signal.SIGINT)
