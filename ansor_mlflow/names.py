@@ -20,7 +20,7 @@ TIME_RUN_S = "time/run_s"
 TIME_CONFIRM_S = "time/confirm_s"
 TIME_LOG_S = "time/log_s"
 PROBE_SPREAD = "machine/probe_spread"
-"""By how much the ninth decile of a fixed computation's times exceeds its undisturbed time; of evaluations, too."""
+"""The ninth decile of a fixed computation's times over its undisturbed time, less 1; of evaluations, too."""
 
 FLEET_UTILISATION = "fleet/utilisation"  # share of their time in which the servers of a fleet measured
 

@@ -76,7 +76,7 @@ class Bisection(Reported):
     num_nodes: int
     tolerance: float
     max_abs_error: float
-    """Of the outputs of the whole network."""
+    """Largest absolute error of the whole network's outputs."""
     max_rel_error: float
     wrong: WrongTensor | None
     """None where the outputs do not differ by more than the tolerance."""

@@ -66,7 +66,7 @@ class TestedServer:
     calibration_ms: float | None = None
     """Median of a call."""
     noise: float | None = None
-    """By how much the ninth decile of the calls is longer than the median."""
+    """The ninth decile of the calls over their median, less 1."""
     upload_mib_per_s: float | None = None
 
     def __str__(self) -> str:

@@ -135,7 +135,7 @@ class ProbeTime:
     """How long a fixed computation took."""
 
     elapsed_s: float
-    """Of the thread that took longest."""
+    """Seconds of the thread that took longest."""
     cpu_s: float
     """CPU time of a thread, the least of them."""
 
@@ -205,14 +205,14 @@ class MachineNoise:
     slowdown: float = 1.0
     """What the last probe took, over what an undisturbed one takes; 1 or more."""
     _elapsed_s: list[float] = field(default_factory=list)
-    """Of every probe."""
+    """Seconds that each probe took."""
     _undisturbed_s: float = math.inf
     """The least CPU time of all probes."""
     _num_repeats: int = 0
 
     @property
     def spread(self) -> float:
-        """By how much the ninth decile of all probes is longer than an undisturbed one: 0.02 is 2 %."""
+        """The ninth decile of all probes over an undisturbed one, less 1: 0.02 is 2 %."""
         return max(0.0, float(np.percentile(self._elapsed_s, 90)) / self._undisturbed_s - 1) if self._elapsed_s else 0.0
 
     @property

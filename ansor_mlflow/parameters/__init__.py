@@ -48,7 +48,6 @@ from ansor_mlflow.parameters.tuning import (
     SKETCH_TRIALS_PER_TASK,
     TRIALS_PER_TASK,
     BudgetOptions,
-    LinkOptions,
     MeasureOptions,
     NetworkOptions,
     RecordsOptions,

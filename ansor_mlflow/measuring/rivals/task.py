@@ -25,7 +25,7 @@ class RivalTask:
     program: Path | None = None
     """The exported program of PyTorch that the file came from, if there is one."""
     inputs: tuple[TensorSpec, ...] = ()
-    """With the sizes that a program is compiled for."""
+    """The inputs, with the sizes that a program is compiled for."""
     platform: Platform = CPU
     """The kind of device that it runs on."""
 
