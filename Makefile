@@ -43,7 +43,7 @@ demo: .venv
 test: .venv
 	$(PYTEST) -m "not system and not faults and not nightly"
 
-# Whole pipelines and servers.
+# Whole pipelines and servers, and what takes five seconds.
 test-system: .venv
 	$(PYTEST) -m "system and not nightly"
 

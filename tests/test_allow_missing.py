@@ -64,6 +64,7 @@ def test_a_winner_that_does_not_apply_leaves_the_other_records(
     assert newest_run().data.metrics[names.COVERAGE_TASKS] == 1
 
 
+@pytest.mark.nightly
 def test_records_that_are_lost_are_named(
     tuned: str, compile_: Any, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

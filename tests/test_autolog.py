@@ -352,6 +352,7 @@ def test_the_users_callbacks_are_called_and_replace_the_defaults_as_ever(new_exp
     assert len(records_of(run)) == 4
 
 
+@pytest.mark.system
 def test_the_cost_model_is_not_logged_where_xgboost_is(new_experiment: str, tmp_path: Path) -> None:
     mlflow.xgboost.autolog(log_models=False)
     try:
@@ -475,6 +476,7 @@ def test_a_tuning_without_a_valid_trial_says_so(
     assert "no device" in str(read_json(run, names.TRIALS_TABLE)["data"])
 
 
+@pytest.mark.system
 def test_a_run_says_the_threads_that_the_runner_has(
     new_experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -297,6 +297,7 @@ def test_model_that_cannot_be_found(here: RunCommand, model_uri: str, exit_code:
     assert (failed.run is None) == (exit_code == USER)
 
 
+@pytest.mark.system
 def test_model_whose_library_computes_something_else(
     here: RunCommand, compiled_network: CompiledNetwork, tmp_path: Path
 ) -> None:
@@ -370,6 +371,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         yield server
 
 
+@pytest.mark.system
 def test_artifact_store_that_refuses_files(
     elsewhere: RunCommand, s3: S3Server, small_onnx: Path, tmp_path: Path
 ) -> None:

@@ -186,6 +186,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
+@pytest.mark.system
 def test_a_library_is_rebuilt_with_the_records_of_a_similar_cpu(
     make: MakeModel, host: DeviceFingerprint, small_onnx: Path, scratch: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -220,6 +221,7 @@ def test_records_that_do_not_apply_leave_an_untuned_library(make: MakeModel, sma
     assert not list(scratch.iterdir())
 
 
+@pytest.mark.system
 def test_records_of_no_task_here_leave_an_untuned_library(
     make: MakeModel, small_onnx: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +249,7 @@ def test_a_host_without_a_compiler(make: MakeModel, monkeypatch: pytest.MonkeyPa
         load_package(directory, manifest)
 
 
+@pytest.mark.system
 def test_a_network_that_cannot_be_built(tmp_path: Path, host: DeviceFingerprint) -> None:
     (tmp_path / "network.onnx").write_bytes(b"no network")
     job = BuildJob(

@@ -125,6 +125,7 @@ def test_every_filter_of_the_document_is_tested() -> None:
     assert len(FILTERS) == DOCUMENT.count("```sql")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("purpose", EXPECTED)
 @pytest.mark.usefixtures("experiment_id")
 def test_a_filter_finds_what_it_is_for(purpose: str, real_runs: dict[str, str]) -> None:

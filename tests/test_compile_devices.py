@@ -118,6 +118,7 @@ def test_several_tuning_runs_make_one_model(
         tuning_of(run)
 
 
+@pytest.mark.system
 def test_what_a_fleet_tuned_is_for_its_device_in_every_command(
     log_tuning: LogTuning,
     run_here: RunCommand,

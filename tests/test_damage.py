@@ -113,6 +113,7 @@ def test_a_command_leaves_damage_out_and_says_so_once(
     assert {path: path.read_bytes() for path in records.iterdir()} == before
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "command",
     [
@@ -219,6 +220,7 @@ def test_what_is_whole_is_not_spoken_of(records: Path, warnings: Callable[[], li
     assert warnings() == []
 
 
+@pytest.mark.system
 def test_damage_in_a_run(
     finished_work: FinishedWork,
     run_here: RunCommand,

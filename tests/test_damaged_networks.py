@@ -342,6 +342,7 @@ NUM_DAMAGED = 60
 """Of each network; thousands were tried once."""
 
 
+@pytest.mark.system
 @pytest.mark.timeout(900)
 def test_damaged_files_neither_crash_nor_hang_nor_take_all_memory(tmp_path: Path) -> None:
     rng = random.Random(0)

@@ -335,6 +335,7 @@ def test_what_a_tracking_server_answers(status: int, text: str, colour: str, mes
     assert "refuses" not in message or "MLFLOW_TRACKING_PASSWORD" in check.fix
 
 
+@pytest.mark.system
 def test_a_server_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A firewall that drops packets looks like this: who connects waits."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

@@ -16,6 +16,7 @@ import mlflow
 import numpy as np
 import onnx
 import pytest
+from helpers.contenders import die, die_when_called, report_pid
 from onnx import numpy_helper
 
 import ansor_mlflow as am
@@ -124,21 +125,6 @@ def test_a_pipeline_refuses_data_before_it_tunes(
     with pytest.raises(UserInputError, match=r"it must hold data: float32 \(1, 3, 16, 16\)"):
         am.pipeline(str(small_onnx), data="rows.npy")
     assert mlflow.search_runs([new_experiment], output_format="list") == []
-
-
-def report_pid(log: Path, name: str, seconds: float) -> Callable[[], None]:
-    """Prepares a call that sleeps; notes who prepared it."""
-    with log.open("a") as file:
-        file.write(f"{name} {os.getpid()}\n")
-    return partial(time.sleep, seconds)
-
-
-def die() -> Callable[[], None]:
-    os._exit(9)
-
-
-def die_when_called() -> Callable[[], None]:
-    return partial(os._exit, 9)
 
 
 def test_contenders_take_turns_in_fresh_processes(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def explanation(tuned_records: Path, small_onnx: Path) -> Explanation:
     return explain_task(ExplainOptions(source=str(tuned_records), network=str(small_onnx)))
 
 
+@pytest.mark.system
 def test_the_task_that_takes_the_most_time_is_explained(
     explanation: Explanation, tuned_records: Path, small_onnx: Path
 ) -> None:

@@ -133,6 +133,7 @@ def test_a_key_without_servers(fleet: Fleet, small_onnx: Path, short_path: Path,
     assert error.startswith(f"Error: no server was free for 12 s (rpc_wait_s): {there_is}")
 
 
+@pytest.mark.nightly
 def test_an_interrupted_tuning_gives_its_servers_back(
     fleet: Fleet, small_onnx: Path, short_path: Path, store: str
 ) -> None:

@@ -58,6 +58,7 @@ def test_a_database_that_is_killed_and_started_again(
     assert_told_once(site, tuner)
 
 
+@pytest.mark.nightly
 def test_an_s3_server_that_is_away_for_a_while_gets_everything(
     small_onnx: Path, site: Site, tmp_path: Path, short_path: Path
 ) -> None:

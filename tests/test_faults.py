@@ -65,6 +65,7 @@ def test_an_interrupt_ends_the_run_as_killed_with_its_records(
     assert len(table["data"]) == run.data.metrics[names.TRIALS_MEASURED] >= 4
 
 
+@pytest.mark.nightly
 def test_workers_killed_from_outside_cost_their_trials_only(small_onnx: Path, store: str, short_path: Path) -> None:
     """As the system does when memory runs out."""
     parameters = {"trials": 40, "num_threads": 2, "min_repeat_ms": 100}
@@ -142,6 +143,7 @@ def small_disk(directory: Path) -> Iterator[int]:
         yield process.pid
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not can_mount(), reason="needs user namespaces")
 def test_a_tuning_whose_disk_was_full_goes_on_when_there_is_space_again(
     small_onnx: Path, store: str, tmp_path: Path, short_path: Path

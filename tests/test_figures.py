@@ -226,6 +226,7 @@ def test_a_tuning_logs_its_figures_once(tune: TuneFake, new_experiment: str) -> 
     assert [outbox.num_uploads(name) for name in figures] == [1, 1, 1]
 
 
+@pytest.mark.system
 def test_convergence_is_refreshed_when_it_is_old(tune: TuneFake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observer, "_REFRESH_S", 0.0)
     outbox = tune()

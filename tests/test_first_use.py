@@ -28,6 +28,7 @@ main(["diff", "0" * 32, "1" * 32])
 NOT_FOUND = f"Error: cannot read {0:032}: Run with id={0:032} not found"
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "uris",
     [

@@ -162,6 +162,7 @@ def test_a_model_that_was_tampered_with_is_refused_by_both_faces(saved: Path, tm
         mlflow.pyfunc.load_model(str(copy))
 
 
+@pytest.mark.system
 def test_the_native_face_runs_no_code_of_the_model(saved: Path, tmp_path: Path) -> None:
     """Digests say nothing about the code, and what this package imports later must not be found there."""
     model = Path(shutil.copytree(saved, tmp_path / "model"))

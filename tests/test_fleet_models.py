@@ -60,6 +60,7 @@ def in_parts(host_target: Target, tmp_path_factory: pytest.TempPathFactory) -> P
     return save_model(directory / "branching.onnx", host_target, directory)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("model", "key"), [pytest.param("plain", OF_TVM, marks=pytest.mark.nightly), ("in_parts", "")])
 def test_a_model_is_checked_and_timed_on_a_server(
     model: str,

@@ -93,6 +93,7 @@ def copy_project(directory: Path) -> None:
     shutil.copytree(ROOT / "pipelines", directory / "pipelines", ignore=shutil.ignore_patterns("__pycache__"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("make_command", "in_project", "interrupt", "exit_code", "start"),
     [

@@ -173,6 +173,7 @@ def ampere() -> Target:
     return resolve_target(AMPERE, 2)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_every_kernel_of_a_network_runs_in_threads_without_a_trial(
     dtype: str, small_network: Network, ampere: Target, tmp_path: Path

@@ -104,6 +104,7 @@ def in_process(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, __file__, *args], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "networks", [NETWORKS[1:2], pytest.param(NETWORKS, marks=pytest.mark.nightly)], ids=["one", "all"]
 )

@@ -135,6 +135,7 @@ def outputs() -> dict[str, list[np.ndarray]]:
     return {name: [output for (output,) in result] for name, result in zip(CASES, results, strict=True)}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", CASES)
 def test_indices_inside_are_onnxs(name: str, outputs: dict[str, list[np.ndarray]]) -> None:
     case = CASES[name]

@@ -35,6 +35,7 @@ TIMES = KernelTimes(
 )
 
 
+@pytest.mark.system
 def test_every_kernel_of_a_network_is_timed(compiled_network: CompiledNetwork, small_lowered: LoweredNetwork) -> None:
     rng = np.random.default_rng(0)
     inputs = {spec.name: rng.normal(size=spec.shape).astype(spec.dtype) for spec in compiled_network.inputs}

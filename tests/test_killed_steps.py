@@ -58,6 +58,7 @@ def test_a_step_that_goes_on_with_one_that_was_killed_does_not_end_it(
     assert not [line for line in caplog.messages if "killed" in line or "earlier runs" in line]
 
 
+@pytest.mark.system
 def test_the_next_step_ends_an_autologged_tuning_that_was_killed_and_no_run_of_a_user(
     own_directory: Path, new_experiment: str
 ) -> None:

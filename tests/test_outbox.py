@@ -159,6 +159,7 @@ def put_and_fail(run_id: str, directory: Path) -> None:
         1 / 0  # noqa: B018
 
 
+@pytest.mark.system
 def test_sync_ends_a_run_as_its_messages_say(
     run_id: str,
     server: Callable[[bool], None],
@@ -214,6 +215,7 @@ def test_a_run_that_goes_on_forgets_how_it_ended(run_id: str, tmp_path: Path) ->
     assert not names.END_TAGS & run.data.tags.keys()
 
 
+@pytest.mark.system
 def test_a_run_that_still_goes_on_is_not_touched(
     run_id: str, run_here: RunCommand, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -198,6 +198,7 @@ def test_parts_compute_what_onnxruntime_computes(compiled: CompiledNetwork, save
     assert_same(model.run(inputs), reference.run(inputs))
 
 
+@pytest.mark.system
 def test_parts_are_built_again_where_no_library_runs(compiled: CompiledNetwork, tmp_path: Path) -> None:
     here = compiled.fingerprint
     newer = replace(here, target={**here.target, "mcpu": "next"}, features=(*here.features, "avx1024f"))

@@ -94,6 +94,7 @@ def output_step(model: onnx.ModelProto) -> float:
     return float(numpy_helper.to_array(scale))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("activations", "per_channel", "layout"),
     [
@@ -156,6 +157,7 @@ def test_quantization_is_part_of_the_function_before_it(
     assert sum("transpose" in name for name in names) == 2
 
 
+@pytest.mark.system
 def test_a_network_of_operators_on_8_bits_is_a_step_from_onnxruntime_at_most(
     float_network: Network, host_target: Target, tmp_path: Path
 ) -> None:

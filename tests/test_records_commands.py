@@ -337,6 +337,7 @@ def test_tuned_tasks_compute_what_the_untuned_ones_do(
     assert verification.notes == ()
 
 
+@pytest.mark.system
 def test_what_does_not_hold_is_told_apart(
     run_here: RunCommand,
     records: Path,
@@ -427,6 +428,7 @@ def test_records_of_another_network(tuned_records: Path) -> None:
         verify_records(VerifyRecordsOptions(source=str(tuned_records), network="dense:8,64,32"))
 
 
+@pytest.mark.system
 def test_repair_sets_damage_aside_and_verifies_the_rest(
     run_here: RunCommand,
     records: Path,

@@ -180,6 +180,7 @@ def artifact(run: Run, name: str) -> Path:
     return Path(mlflow.artifacts.download_artifacts(run_id=run.info.run_id, artifact_path=name))
 
 
+@pytest.mark.system
 def test_a_tuning_ends_with_a_report(
     small_onnx: Path, new_experiment: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

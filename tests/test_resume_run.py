@@ -147,6 +147,7 @@ def assert_error(capsys: pytest.CaptureFixture[str], message: str) -> None:
     assert re.search(message, error), error
 
 
+@pytest.mark.nightly
 def test_a_tuning_whose_time_was_too_short_is_compiled_and_goes_on(
     new_experiment: str,
     run_here: RunCommand,

@@ -161,6 +161,7 @@ def test_a_tuned_model_can_be_tuned_again(small_onnx: Path, small_network: Netwo
     assert_computes_the_same(network, small_onnx)
 
 
+@pytest.mark.system
 def test_a_run_compiles_the_network_with_the_values_and_the_batch_that_it_tuned(
     tmp_path: Path, new_experiment: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -277,6 +278,7 @@ def test_credentials_in_a_uri_are_not_repeated() -> None:
     assert "a-password" not in str(caught.value)
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("logged")
 def test_a_run_records_where_its_network_came_from(
     experiment_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide_onnx: Path

@@ -55,6 +55,7 @@ def test_cpu_space_is_metaschedules_with_less_unrolling(
     assert description(make_space_generator(mod, target)) == (limited, postprocs, mutators)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("arch", "has_tensor_cores"), [("sm_60", False), ("sm_86", True)])
 def test_gpu_space_is_metaschedules_without_tensor_cores_in_32_bits(
     small_lowered: LoweredNetwork, arch: str, has_tensor_cores: bool

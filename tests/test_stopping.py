@@ -111,6 +111,7 @@ failed_numbers = st.dictionaries(
 ).map(lambda kinds: {number: Outcome[Any](failure=kind, error=kind) for number, kind in kinds.items()})
 
 
+@pytest.mark.system
 @given(
     trials=st.integers(2, 24),
     num_trials_per_round=st.integers(1, 9),

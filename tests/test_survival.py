@@ -116,6 +116,7 @@ def assert_measured(outcome: Outcome[tuple[float, ...]], num_values: int = 3) ->
     assert len(outcome.value) == num_values
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("name", "failure", "error"),
     [
@@ -328,6 +329,7 @@ def test_a_directory_is_held_under_all_of_its_names(tmp_path: Path, monkeypatch:
             pass
 
 
+@pytest.mark.system
 def test_a_killed_tuner_takes_its_workers_along_and_leaves_readable_records(
     small_onnx: Path, experiment_id: str, tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,7 @@ def fail(made: Path) -> TorchModel:
     raise AttributeError("there is no\nNet")
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize(
     ("load", "error", "message"),

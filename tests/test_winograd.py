@@ -146,6 +146,7 @@ VOLUMES = st.builds(
 )
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("networks", [IMAGES, VOLUMES], ids=["images", "volumes"])
 @given(data=st.data(), outputs=st.sampled_from(TILES), index=st.integers(0, 2**16))
 @compiled_examples
