@@ -113,8 +113,18 @@ def _log_one() -> str:
 
 def _tags(hashes: list[str]) -> dict[str, str]:
     provenance = Provenance(
-        **dict.fromkeys(("network", "network_sha256", "layout", "dtype", "target", "host"), ""),
-        **{"from_file": False, "batch_size": 1, "input_shapes": {}, "seed": 0, "pad_channels": "auto", "measure": {}},
+        network="",
+        network_sha256="",
+        from_file=False,
+        batch_size=1,
+        input_shapes={},
+        seed=0,
+        layout="",
+        dtype="",
+        pad_channels="auto",
+        target="",
+        host="",
+        measure={},
         num_threads=2,
         lowering_version=6,
         tvm_version="0.27.0",

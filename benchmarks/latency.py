@@ -31,8 +31,9 @@ from ansor_mlflow.measuring import (
     expected_of,
     version_of,
 )
+from ansor_mlflow.measuring.rivals.table import RIVALS, rival_titles
 from ansor_mlflow.model import Manifest
-from ansor_mlflow.names import NETWORK_FILE, RIVALS
+from ansor_mlflow.names import NETWORK_FILE
 from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.tensors import Arrays, random_inputs
@@ -205,7 +206,7 @@ def _tuning_s(provenance: Mapping[str, Any], work_directory: Path) -> float:
     import mlflow
 
     run = mlflow.MlflowClient(f"sqlite:///{work_directory / 'mlflow.db'}").get_run(provenance["tune_run"])
-    return (run.info.end_time - run.info.start_time) / 1e3
+    return float(run.info.end_time - run.info.start_time) / 1e3
 
 
 def _show(result: Mapping[str, Any]) -> None:
@@ -227,7 +228,7 @@ def _show(result: Mapping[str, Any]) -> None:
 
 
 def _called(name: str) -> str:
-    return dict(RIVALS.items()).get(name, name)
+    return rival_titles().get(name, name)
 
 
 def _draw(results: list[dict[str, Any]], path: Path) -> None:

@@ -11,7 +11,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -114,7 +114,7 @@ def _loading(directory: Path) -> Callable[[], dict[str, float]]:
             seconds["load_s"].append(_timed(lambda: flavor.load_model(str(directory))))
             seconds["small_pages_load_s"].append(_timed(lambda: flavor.load_model(str(directory), huge_pages=False)))
             seconds["tvm_load_s"].append(_timed(lambda: _bare_machine(library)))
-            seconds["read_s"].append(_timed(lambda: [_read(directory / name) for name in manifest.files]))
+            seconds["read_s"].append(_timed(lambda: _read(directory, manifest.files)))
         medians = {name: statistics.median(values) for name, values in seconds.items()}
         least_s = medians["tvm_load_s"] + medians["read_s"]
         ratios = {
@@ -140,14 +140,14 @@ def _calling(directory: Path) -> Callable[[], dict[str, float]]:
         machine = _bare_machine(directory / model.entry.path)
         inputs = random_inputs(model.inputs, 0)
         tensors = [runtime.tensor(inputs[spec.name]) for spec in model.inputs]
-        calls = {
+        calls: dict[str, Callable[[], Any]] = {
             "bare_us": lambda: machine["main"](*tensors),
             "run_us": lambda: model.run(inputs),
             "pyfunc_us": lambda: pyfunc.predict(inputs),
         }
         slow_s = max(map(_timed, calls.values()))
         num_calls = max(2, min(_MAX_CALLS, int(1 / slow_s)))
-        samples = {name: [] for name in calls}
+        samples: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(_TURNS):
             for name, call in calls.items():
                 time.sleep(_REST_S)
@@ -197,10 +197,11 @@ def _bare_machine(library: Path) -> Any:
     return relax.VirtualMachine(runtime.load_module(str(library)), cpu())
 
 
-def _read(path: Path) -> None:
-    with path.open("rb", buffering=0) as file:
-        while file.read(_CHUNK_BYTES):
-            pass
+def _read(directory: Path, files: Iterable[str]) -> None:
+    for name in files:
+        with (directory / name).open("rb", buffering=0) as file:
+            while file.read(_CHUNK_BYTES):
+                pass
 
 
 def _resident_mib() -> float:

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, cast
 
 import click
 import mlflow
@@ -39,6 +39,9 @@ _SEED = 0
 _TURNS = 5
 _MIN_FLOPS = 1e6
 """Operations of a task whose share of the peak is shown."""
+
+
+Space = Literal["sketches", "metaschedule", "both"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +71,7 @@ class Kernel:
 @click.option("--trials-per-task", default=8, help="Trials of each task.")
 @click.option("--space", default="sketches", help="Where they are searched; see the parameter of tune.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for all figures.")
-def main(networks: str, trials_per_task: int, space: str, json_file: Path | None) -> None:
+def main(networks: str, trials_per_task: int, space: Space, json_file: Path | None) -> None:
     """Tune each network a little, and show what share of the peak its kernels reach."""
     device = Device.resolve("auto", "auto")
     peak = measure_roofline(device).peak_flops_per_s / 1e9
@@ -81,7 +84,7 @@ def main(networks: str, trials_per_task: int, space: str, json_file: Path | None
             json_file.write_text(json.dumps(found, indent=1))
 
 
-def _kernels(network: str, trials_per_task: int, space: str, device: Device) -> list[Kernel]:
+def _kernels(network: str, trials_per_task: int, space: Space, device: Device) -> list[Kernel]:
     """The tasks with their programs, after a tuning with a few trials."""
     tasks = lower(load_network(network).model, device.target, LoweringSettings(algorithm="direct")).tasks
     with tempfile.TemporaryDirectory() as directory:
@@ -96,7 +99,7 @@ def _kernels(network: str, trials_per_task: int, space: str, device: Device) -> 
     return [_kernel(task, outcomes) for task, outcomes in zip(tasks, zip(*turns, strict=True), strict=True)]
 
 
-def _tune(network: str, trials: int, trials_per_task: int, space: str, directory: Path) -> JSONDatabase:
+def _tune(network: str, trials: int, trials_per_task: int, space: Space, directory: Path) -> JSONDatabase:
     """The records of a tuning with a tracking store of its own."""
     from tvm.s_tir.meta_schedule.database import JSONDatabase
 
@@ -124,14 +127,14 @@ def _jobs(task: TuningTask, database: JSONDatabase, target: Target, builder: Bui
     best = database.query_schedule(task.mod, target, task.info.name)
     mods = [schedule.mod for schedule in (first or best, best)]
     return [
-        RunJob(built.value, tuple(map(arg_info, ArgInfo.from_entry_func(mod, remove_preproc=True))))
+        RunJob(cast("Path", built.value), tuple(map(arg_info, ArgInfo.from_entry_func(mod, remove_preproc=True))))
         for mod, built in zip(mods, builder.build(mods), strict=True)
     ]
 
 
 def _kernel(task: TuningTask, turns: Sequence[Sequence[Outcome[tuple[float, ...]]]]) -> Kernel:
     """A task's programs in their fastest turns: what disturbs a measurement only slows it down."""
-    first_s, best_s = (min(fmean(turn[number].value) for turn in turns) for number in (0, 1))
+    first_s, best_s = (min(fmean(cast("tuple[float, ...]", turn[number].value)) for turn in turns) for number in (0, 1))
     return Kernel(
         name=task.info.name,
         weight=task.info.weight,

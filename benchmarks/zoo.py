@@ -38,7 +38,7 @@ OPERATORS = (
 )
 """One of each kind."""
 TUNED = ("resnet-18", "mobilenet_v2", "squeezenet_v1.1", "bert-tiny", OPERATORS[0])
-_LAYOUTS = ("NHWC", "NCHW")
+_LAYOUTS: tuple[Literal["NHWC", "NCHW"], ...] = ("NHWC", "NCHW")
 _SEED = 0
 
 

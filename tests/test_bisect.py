@@ -26,6 +26,8 @@ from ansor_mlflow.model.loading import build
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.tensors import Arrays
 
+pytestmark = pytest.mark.system
+
 Spoil = Callable[[onnx.GraphProto], None]
 SpoilCompiler = Callable[[Spoil], None]
 
@@ -103,7 +105,6 @@ def test_nothing_differs(network: Path) -> None:
     assert am.bisect("branching.onnx").wrong is None
 
 
-@pytest.mark.system
 def test_an_operator_that_is_wrong_alone(compiler: SpoilCompiler, network: Path) -> None:
     compiler(wrong_elu)
     found = am.bisect(network)
@@ -163,7 +164,6 @@ def test_an_operator_that_is_wrong_in_company_only(compiler: SpoilCompiler, netw
     assert len(onnx.load("wrong/model.onnx").graph.output) > 1
 
 
-@pytest.mark.system
 def test_a_command_says_it_with_its_exit_code(
     compiler: SpoilCompiler, network: Path, run_here: RunCommand, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,8 @@ from ansor_mlflow.tuning import Roofline, measure_roofline
 if TYPE_CHECKING:
     from tvm.target import Target
 
+pytestmark = pytest.mark.system
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _roofs_measured_once() -> Iterator[None]:
@@ -57,7 +59,6 @@ def explanation(tuned_records: Path, small_onnx: Path) -> Explanation:
     return explain_task(ExplainOptions(source=str(tuned_records), network=str(small_onnx)))
 
 
-@pytest.mark.system
 def test_the_task_that_takes_the_most_time_is_explained(
     explanation: Explanation, tuned_records: Path, small_onnx: Path
 ) -> None:

@@ -31,7 +31,7 @@ from ansor_mlflow.workers import RunJob
 if TYPE_CHECKING:
     from tvm.target import Target
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,6 @@ def test_a_tracker_says_which_servers_it_has(fleet: Fleet) -> None:
     assert state.num_free <= 2
 
 
-@pytest.mark.system
 def test_a_server_that_is_not_free_is_not_waited_for(fleet: Fleet) -> None:
     started_s = time.monotonic()
     assert request_server(fleet.tracker.address, "nobody", 0.2) is None
@@ -150,7 +149,6 @@ def test_both_servers_measure_and_a_failure_fails_alone(fleet: Fleet, host_targe
     assert all(server.calibration_s and server.busy_s for server in servers)
 
 
-@pytest.mark.system
 def test_a_server_of_tvms_own_measures_too(host_target: Target, tmp_path: Path) -> None:
     with running_fleet(tmp_path, num_servers=0) as fleet, closing(local_builder(host_target)) as builder:
         fleet.add_tvm_server()
@@ -174,7 +172,6 @@ def test_a_lease_that_ran_out_is_no_lost_server(fleet: Fleet) -> None:
         assert session.description.is_here
 
 
-@pytest.mark.system
 def test_a_tuning_on_a_fleet_and_what_its_run_says(
     fleet: Fleet, small_onnx: Path, run_here: RunCommand, own_directory: Path, host_target: Target
 ) -> None:
@@ -211,7 +208,6 @@ def test_parameters_that_do_not_fit_together(given: dict[str, str], message: str
         fleet_settings(TuneOptions.model_validate(given))
 
 
-@pytest.mark.system
 def test_status_and_test_of_a_fleet(fleet: Fleet, run_here: RunCommand, capsys: pytest.CaptureFixture[str]) -> None:
     tracker = str(fleet.tracker.address)
     assert run_here("fleet", "status", "--tracker", tracker) == 0

@@ -27,7 +27,7 @@ from ansor_mlflow.steps.evaluation import benches
 if TYPE_CHECKING:
     from tvm.target import Target
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 BRIEF = {"turns": 1, "measure_s": 0.1}
 OF_TVM = "of-tvm"
@@ -60,7 +60,6 @@ def in_parts(host_target: Target, tmp_path_factory: pytest.TempPathFactory) -> P
     return save_model(directory / "branching.onnx", host_target, directory)
 
 
-@pytest.mark.system
 @pytest.mark.parametrize(("model", "key"), [pytest.param("plain", OF_TVM, marks=pytest.mark.nightly), ("in_parts", "")])
 def test_a_model_is_checked_and_timed_on_a_server(
     model: str,

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.target import Target
 
+pytestmark = pytest.mark.system
+
 MEMORY_BYTES = 2**30
 
 
@@ -116,7 +118,6 @@ def assert_measured(outcome: Outcome[tuple[float, ...]], num_values: int = 3) ->
     assert len(outcome.value) == num_values
 
 
-@pytest.mark.system
 @pytest.mark.parametrize(
     ("name", "failure", "error"),
     [
@@ -329,7 +330,6 @@ def test_a_directory_is_held_under_all_of_its_names(tmp_path: Path, monkeypatch:
             pass
 
 
-@pytest.mark.system
 def test_a_killed_tuner_takes_its_workers_along_and_leaves_readable_records(
     small_onnx: Path, experiment_id: str, tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,8 @@ from ansor_mlflow import names
 from ansor_mlflow.device import cpu
 from ansor_mlflow.measuring.compare import ReferenceSession
 
+pytestmark = pytest.mark.system
+
 ARCHIVE = ROOT / "tests" / "data" / "version_before.tar.xz"
 EARLIER = "/earlier"
 """Where the store was."""
@@ -93,7 +95,6 @@ def assert_right(outputs: dict[str, np.ndarray], store: Path, network: str, inpu
         np.testing.assert_allclose(outputs[name], values, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.system
 @pytest.mark.parametrize(("index", "network"), list(enumerate(NETWORKS)))
 def test_a_model_is_loaded_and_right(store: Path, index: int, network: str) -> None:
     model = am.load_model(model_uris()[index], num_threads=1)
@@ -110,7 +111,6 @@ def test_models_are_served(store: Path) -> None:
     assert_right({"scores": rows.predict(inputs["data"])}, store, "rows", inputs)
 
 
-@pytest.mark.system
 def test_a_tuning_goes_on(store: Path) -> None:
     run = runs_of("tune")[0]
     before = am.load_trials(run.info.run_id)
@@ -141,7 +141,6 @@ def test_a_model_is_built_again_from_its_records(run_here: RunCommand) -> None:
     assert metrics[names.RECORDS_LOST] == 0
 
 
-@pytest.mark.system
 @pytest.mark.usefixtures("store")
 def test_records_are_shown_and_begun_with(run_here: RunCommand, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = (run.info.run_id for run in runs_of("tune")[:2])

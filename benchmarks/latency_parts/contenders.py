@@ -52,7 +52,7 @@ def contenders_of(model: Path, scratch: Path) -> Iterator[tuple[str, MakeInferen
     manifest = Manifest.read(model)
     (entry,) = manifest.libraries
     yield "untuned", _built(model, manifest, entry, scratch / "untuned", untuned=True)
-    yield "no trials", _built(model, manifest, entry, scratch / "instant", plain=False)
+    yield "no trials", _built(model, manifest, entry, scratch / "instant", untuned=False)
     yield OURS, partial(tuned_inference, model)
     task = RivalTask(
         network=model / NETWORK_FILE,
@@ -70,7 +70,7 @@ def time_turn(make_inference: MakeInference, inputs: Arrays) -> Turn:
     return turn
 
 
-def _built(model: Path, manifest: Manifest, entry: LibraryEntry, directory: Path, *, plain: bool) -> MakeInference:
+def _built(model: Path, manifest: Manifest, entry: LibraryEntry, directory: Path, *, untuned: bool) -> MakeInference:
     """The network without records, as TVM compiles it by itself, or as the sketches choose."""
     directory.mkdir()
     library = directory / LIBRARY_FILE
@@ -78,7 +78,7 @@ def _built(model: Path, manifest: Manifest, entry: LibraryEntry, directory: Path
         network=str(model / NETWORK_FILE),
         sizes=manifest.sizes,
         records="",
-        plain=plain,
+        untuned=untuned,
         device=entry.fingerprint,
         lowering=LoweringSettings.among(entry.provenance),
         library=str(library),

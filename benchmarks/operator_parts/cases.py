@@ -151,7 +151,7 @@ def _backend_cases() -> list[Any]:
     os.environ["ALLOW_RELEASED_ONNX_OPSET_ONLY"] = "0"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = collect_testcases(None)
+        found: list[Any] = collect_testcases(None)
     return [
         case
         for case in found
@@ -164,7 +164,7 @@ def _backend_cases() -> list[Any]:
 
 
 def _opset(model: onnx.ModelProto) -> int:
-    return next(opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx"))
+    return next(int(opset.version) for opset in model.opset_import if opset.domain in ("", "ai.onnx"))
 
 
 def _schema(node: onnx.NodeProto, opset: int) -> Any:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import click
 import mlflow
@@ -87,7 +88,8 @@ def comparable_models(tuned: Path, scratch: Path) -> Models:
         inputs=manifest.inputs,
         num_threads=num_threads,
     )
-    for path, kind in ((models.tuned, "tensor"), (models.binary, "binary")):
+    kinds: dict[Path, Literal["tensor", "binary"]] = {models.tuned: "tensor", models.binary: "binary"}
+    for path, kind in kinds.items():
         shutil.copytree(tuned, path)
         _refresh_code(path)
         mlflow.models.set_signature(str(path), get_signature(manifest.inputs, manifest.outputs, kind))
