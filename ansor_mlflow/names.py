@@ -66,6 +66,7 @@ RECORDS_LOST = "records_lost"
 # -- metrics of an evaluate run and of the pipeline's parent
 LATENCY_MS = "latency_ms"
 LATENCY_P90_MS = "latency_p90_ms"
+LATENCY_P99_MS = "latency_p99_ms"
 LATENCY_STD_MS = "latency_std_ms"
 THROUGHPUT_PER_S = "throughput_per_s"
 UNTUNED_LATENCY_MS = "untuned_latency_ms"  # of what TVM builds by itself
@@ -103,6 +104,7 @@ def summary_metrics(rivals: Collection[str]) -> tuple[str, ...]:
     return (
         LATENCY_MS,
         LATENCY_P90_MS,
+        LATENCY_P99_MS,
         LATENCY_STD_MS,
         THROUGHPUT_PER_S,
         UNTUNED_LATENCY_MS,
@@ -124,6 +126,7 @@ TAG_NETWORK_SOURCE = "ansor.network_source"
 """The URI that the network was downloaded from; with a version, where the user gave an alias."""
 TAG_TARGET = "ansor.target"
 TAG_NUM_THREADS = "ansor.num_threads"
+TAG_DTYPE = "ansor.dtype"  # of a model
 TAG_NUM_TRIALS = "ansor.num_trials"
 TAG_STOP_REASON = "ansor.stop_reason"
 TAG_ERROR = "ansor.error"

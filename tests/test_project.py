@@ -169,6 +169,8 @@ def test_the_parent_sums_up_its_children(pipeline: Pipeline) -> None:
     assert metrics[names.SPEEDUP_VS_UNTUNED] == pytest.approx(ratio, rel=1e-4)
     for name in EVALUATED:
         assert metrics[name] == pipeline.evaluate.data.metrics[name]
+    (made,) = pipeline.store.client.get_run(pipeline.parent.info.run_id).outputs.model_outputs
+    assert pipeline.parent.data.tags[names.TAG_MODEL_URI] == f"models:/{made.model_id}"
     note = pipeline.parent.data.tags[MLFLOW_RUN_NOTE]
     assert f"- tuned: {metrics[names.LATENCY_MS]:.4g} ms" in note
     assert f"trials: {NUM_TRIALS}\n" in note

@@ -123,6 +123,7 @@ def run_pipeline(
         compiled = run_step("compile", {**_only(options, CompileOptions), "tune_run": tuned.info.run_id})
         model_uri = compiled.data.tags[names.TAG_MODEL_URI]
         run.log_tags({names.TAG_MODEL_URI: model_uri, names.TAG_TUNE_RUN: tuned.info.run_id})
+        tracking.make_model(run.run_id, model_uri.removeprefix("models:/"))
         evaluated = run_step("evaluate", {**_only(options, EvaluateOptions), "model_uri": model_uri})
 
         repeated = (

@@ -64,6 +64,10 @@ class Latency:
         return float(np.percentile(self.samples_ms, 90))
 
     @property
+    def p99_ms(self) -> float:
+        return float(np.percentile(self.samples_ms, 99))
+
+    @property
     def std_ms(self) -> float:
         return float(np.std(self.samples_ms))
 

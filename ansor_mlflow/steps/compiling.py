@@ -31,7 +31,7 @@ from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.part_times import measure_parts
 from ansor_mlflow.steps.recorded import Recorded, distill_for_device, find_recorded, load_recorded_network
 from ansor_mlflow.tensors import all_sizes
-from ansor_mlflow.tracking import StepRun, step_run, translated_errors
+from ansor_mlflow.tracking import StepRun, model_name, step_run, translated_errors
 from ansor_mlflow.tuning import candidate_of
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def compile_network(options: CompileOptions) -> CompileResult:
             libraries = [replace(library, pad=options.pad) for library, _, _ in built]
             signature = get_signature(network.inputs, network.outputs, options.signature)
             with translated_errors("log the model"):
-                logged = flavor.log_model(libraries, name=names.MODEL_NAME, signature=signature)
+                logged = flavor.log_model(libraries, name=model_name(network.name, descriptions), signature=signature)
             run.log_tags({names.TAG_MODEL_URI: str(logged.model_uri)})
             return CompileResult(run.run_id, str(logged.model_uri), coverage)
 

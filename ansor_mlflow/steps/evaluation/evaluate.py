@@ -57,7 +57,9 @@ def evaluate(options: EvaluateOptions) -> EvaluateResult:
             with tracking.translated_errors(f"read the model {model_uri}"):
                 directory = Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri, dst_path=str(scratch)))
         with _server_of(options) as server, tracking.step_run("evaluate", options, "evaluate") as run:
-            return _evaluate(options.model_copy(update={"model_uri": model_uri}), run, directory, server)
+            model_id = "" if is_here else tracking.logged_model_of(directory)
+            tracking.take_model(run.run_id, model_id)
+            return _evaluate(options.model_copy(update={"model_uri": model_uri}), run, directory, server, model_id)
 
 
 @contextlib.contextmanager
@@ -73,12 +75,12 @@ def _server_of(options: EvaluateOptions) -> Iterator[ServerSession | None]:
 
 
 def _evaluate(
-    options: EvaluateOptions, run: tracking.StepRun, directory: Path, server: ServerSession | None
+    options: EvaluateOptions, run: tracking.StepRun, directory: Path, server: ServerSession | None, model_id: str
 ) -> EvaluateResult:
     manifest = verified_manifest(directory)
     bench = ServerBench(directory, manifest, server) if server else HostBench(directory, manifest)
     device, provenance = bench.entry.fingerprint, bench.entry.provenance
-    _describe(run, options, bench)
+    described = _describe(run, options, bench)
     sizes = all_sizes(manifest)
     examples = measuring.choose_examples(options.data, sizes, options.seed, bench.network)
     expected = bench.expected(examples)
@@ -108,21 +110,22 @@ def _evaluate(
         tracking.evaluation_note(manifest.network, tracking.command_lines("evaluate", options), tags, metrics, kernels)
     )
     run.log_unreliable(bench.noise.unreliable)
+    of_model = {**described, **tags, names.TAG_UNRELIABLE: bench.noise.unreliable}
+    tracking.describe_model(run.run_id, model_id, metrics, of_model)
     return EvaluateResult(run_id=run.run_id, network=manifest.network, target=device.description, metrics=metrics)
 
 
-def _describe(run: tracking.StepRun, options: EvaluateOptions, bench: Bench) -> None:
+def _describe(run: tracking.StepRun, options: EvaluateOptions, bench: Bench) -> dict[str, str]:
+    """Names and tags the run, and returns the tags that the model has, too."""
     device = bench.entry.fingerprint.description
     title = f"{bench.manifest.network} · {device}"
-    run.log_tags(
-        {
-            names.TAG_NETWORK: bench.manifest.network,
-            names.TAG_TARGET: device,
-            names.TAG_NUM_THREADS: str(bench.num_threads),
-            names.TAG_MODEL_URI: options.model_uri,
-            "mlflow.runName": f"evaluate {title}",
-        }
-    )
+    described = {
+        names.TAG_NETWORK: bench.manifest.network,
+        names.TAG_TARGET: device,
+        names.TAG_NUM_THREADS: str(bench.num_threads),
+    }
+    run.log_tags({**described, names.TAG_MODEL_URI: options.model_uri, "mlflow.runName": f"evaluate {title}"})
+    described[names.TAG_DTYPE] = LoweringSettings.among(bench.entry.provenance).dtype
     if run_id := bench.entry.provenance.get("tune_run"):
         try:
             tuning = mlflow.get_run(str(run_id))
@@ -130,6 +133,10 @@ def _describe(run: tracking.StepRun, options: EvaluateOptions, bench: Bench) -> 
             _log.info("nothing is known here of the tuning run %s: %s", run_id, one_line(err))
         else:
             _repeat_tuning(tuning, run, title)
+            described[names.TAG_TUNE_RUN] = tuning.info.run_id
+            if measured := tuning.data.metrics.get(names.TRIALS_MEASURED):
+                described[names.TAG_NUM_TRIALS] = f"{measured:.0f}"
+    return described
 
 
 def _repeat_tuning(tuning: Run, run: tracking.StepRun, title: str) -> None:
@@ -224,6 +231,7 @@ def _latency_metrics(
     metrics = {
         names.LATENCY_MS: tuned.median_ms,
         names.LATENCY_P90_MS: tuned.p90_ms,
+        names.LATENCY_P99_MS: tuned.p99_ms,
         names.LATENCY_STD_MS: tuned.std_ms,
         names.THROUGHPUT_PER_S: batch_size / tuned.median_ms * 1e3,
         names.UNTUNED_LATENCY_MS: untuned.median_ms,

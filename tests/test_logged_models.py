@@ -1,0 +1,74 @@
+"""A tuned model in MLflow's Models tab: named after what it is, with its evaluation and the runs around it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import mlflow
+import pytest
+import yaml
+from helpers.commands import BRIEF, RunCommand, flags
+from helpers.finished import FinishedWork
+from helpers.runs_here import newest_run
+
+from ansor_mlflow import names
+from ansor_mlflow.tracking import describe_model, logged_model_of, model_name
+
+
+@pytest.mark.parametrize(
+    ("network", "devices", "name"),
+    [
+        ("squeezenet_v1.1", "llvm znver4 ×2", "squeezenet_v1-1-llvm-znver4-x2"),
+        ("a/b:c%", "cuda sm_90, llvm ×1", "a-b-c-cuda-sm_90-llvm-x1"),
+        ("n" * 300, "llvm", "n" * 200),
+        ("ä", "llvm", "llvm"),
+    ],
+)
+def test_a_name_is_one_of_mlflows(network: str, devices: str, name: str) -> None:
+    assert model_name(network, devices) == name
+    mlflow.utils.validation._validate_logged_model_name(name)
+
+
+@pytest.mark.system
+def test_an_evaluation_is_the_models(finished_work: FinishedWork, run_here: RunCommand) -> None:
+    compiled = mlflow.get_run(finished_work.compiled)
+    (output,) = compiled.outputs.model_outputs
+    assert compiled.data.tags[names.TAG_MODEL_URI] == f"models:/{output.model_id}"
+    assert run_here("evaluate", "--model-uri", f"models:/{output.model_id}", *flags(BRIEF)) == 0
+    evaluated = mlflow.get_run(newest_run().info.run_id)  # a search leaves out its models
+    assert [model.model_id for model in evaluated.inputs.model_inputs] == [output.model_id]
+    model = mlflow.get_logged_model(output.model_id)
+    assert model.name.startswith("small-llvm-")
+    metrics = {metric.key: metric.value for metric in model.metrics if metric.run_id == evaluated.info.run_id}
+    for name in (names.LATENCY_MS, names.LATENCY_P99_MS, names.SPEEDUP_VS_BEST, names.MAX_REL_ERROR):
+        assert metrics[name] == evaluated.data.metrics[name]
+    tags = {names.TAG_NETWORK: "small", names.TAG_DTYPE: "float32", names.TAG_TUNE_RUN: finished_work.tuned}
+    assert model.tags.items() >= {**tags, names.TAG_NUM_TRIALS: "12"}.items()
+    assert model.tags[names.TAG_TARGET] == evaluated.data.tags[names.TAG_TARGET]
+    assert model.tags.get(names.TAG_UNRELIABLE) == evaluated.data.tags.get(names.TAG_UNRELIABLE)
+
+
+def test_a_model_that_was_unreliable_is_not_for_ever(finished_work: FinishedWork) -> None:
+    run_id = finished_work.compiled
+    (output,) = mlflow.get_run(run_id).outputs.model_outputs
+    for reason in ("busy", ""):
+        describe_model(run_id, output.model_id, {names.LATENCY_MS: 1.0}, {names.TAG_UNRELIABLE: reason})
+        assert mlflow.get_logged_model(output.model_id).tags.get(names.TAG_UNRELIABLE, "") == reason
+
+
+@pytest.mark.parametrize("written", [None, {}, {"model_id": 5}, {"model_id": "m-0123456789abcdef0123456789abcdef"}])
+@pytest.mark.usefixtures("finished_work")
+def test_a_model_of_elsewhere_is_not_known(
+    written: Mapping[str, object] | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    if written is not None:
+        (directory / "MLmodel").write_text(yaml.safe_dump(written))
+    with caplog.at_level(logging.INFO, "ansor_mlflow"):
+        assert logged_model_of(directory) == ""
+    assert ("nothing is known here of the model m-0123" in caplog.text) is bool(
+        written and written.get("model_id") != 5
+    )
