@@ -87,6 +87,13 @@ def test_what_stands_between_two_uris_stays() -> None:
     assert without_credentials(text) == expected
 
 
+@pytest.mark.parametrize("scheme", ["postgresql", "https"])
+def test_a_token_of_thousands_of_characters_is_hidden(scheme: str) -> None:
+    token = "eyJ" + "0aB-" * 2000
+    shown = without_credentials(f"cannot reach {scheme}://u:{token}%2F@h/m: no answer")
+    assert shown == f"cannot reach {scheme}://…@h/m: no answer"
+
+
 @given(st.text(st.characters(exclude_characters="@…", exclude_categories=["Cs", "Cc"]), min_size=6).map(quote))
 def test_any_password_of_a_uri_is_hidden(password: str) -> None:
     secret = f"{password}Zq9"

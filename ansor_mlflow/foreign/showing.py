@@ -19,14 +19,15 @@ _OF_A_QUERY = r"(?:user(?:name)?|uid|key|code|sig|signature|auth|jwt|x-amz-[\w-]
 """Names that are those of credentials in a query, and ordinary words elsewhere."""
 _DATABASE = r"\b(?:postgres(?:ql)?|mysql|mariadb|mssql|oracle|sqlite|cockroachdb|snowflake|redshift)(?:\+\w+)?"
 
+_LONGEST = 9000  # characters of a password, as databases take tokens; where it ends, the next URI begins at the latest
 _USER = r"[^\s:/]{0,200}:"  # with "@", as in the user@server of Azure
 _USER_INFO = (
     # a database's user and password, as SQLAlchemy reads them: with blanks, and the latter with "/"
-    re.compile(rf"(?i)({_DATABASE}://)[^\n:/]{{0,200}}:(?:(?!://)[^\n]){{0,500}}@"),
+    re.compile(rf"(?i)({_DATABASE}://)[^\n:/]{{0,200}}:(?:(?!://)[^\n]){{0,{_LONGEST}}}@"),
     # as urllib reads it, if it is no port that is meant, of a host that the sentence goes on behind
-    re.compile(rf"(://){_USER}(?!\d{{1,5}}(?:[/?#]|\W*\s|\W*$))(?! )(?:(?!://)[^\n\"'`]){{0,500}}@"),
-    re.compile(rf"(://){_USER}(?:(?!://)\S){{0,500}}@"),
-    re.compile(r"(://)[^\s/]{1,500}@"),
+    re.compile(rf"(://){_USER}(?!\d{{1,5}}(?:[/?#]|\W*\s|\W*$))(?! )(?:(?!://)[^\n\"'`]){{0,{_LONGEST}}}@"),
+    re.compile(rf"(://){_USER}(?:(?!://)\S){{0,{_LONGEST}}}@"),
+    re.compile(rf"(://)[^\s/]{{1,{_LONGEST}}}@"),
 )
 _QUOTED = re.compile(rf"""(?ix)({_KEY}["']\s*:\s*)(["'])(?:\\.|(?!\2).)*""")
 """A secret as JSON and Python's dictionaries print it: a quoted text behind its name."""
