@@ -41,12 +41,9 @@ DISTURBED = 0.1
 """Share of its time that a thread waited for a CPU from which a measurement is disturbed: it took 11 % too long."""
 _MAX_ERROR_CHARS = 2000
 _EXIT_S = 10  # seconds that a process which has answered may take to end
-_CHILD = (
-    "import gc, sys; gc.set_threshold(100_000, 50, 100); sys.path[:] = sys.argv[3:]; "
-    "from ansor_mlflow.processes import _answer; _answer(*sys.argv[1:3])"
-)
+_CHILD = "import sys; sys.path[:] = sys.argv[3:]; from ansor_mlflow.processes import _answer; _answer(*sys.argv[1:3])"
 """Program of a process for one call: its path is that of this one, so that it finds the same code, and none in its
-directory. It collects garbage as rarely as a command does."""
+directory."""
 _PR_SET_PDEATHSIG = 1
 _PRELOAD = ["ansor_mlflow.workers.preload"]
 _MAX_ATTEMPTS = 3

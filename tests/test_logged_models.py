@@ -14,7 +14,7 @@ from helpers.finished import FinishedWork
 from helpers.runs_here import newest_run
 
 from ansor_mlflow import names
-from ansor_mlflow.tracking import describe_model, logged_model_of, model_name
+from ansor_mlflow.tracking import logged_model_of, model_name, tag_model
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,8 @@ def test_an_evaluation_is_the_models(finished_work: FinishedWork, run_here: RunC
     metrics = {metric.key: metric.value for metric in model.metrics if metric.run_id == evaluated.info.run_id}
     for name in (names.LATENCY_MS, names.LATENCY_P99_MS, names.SPEEDUP_VS_BEST, names.MAX_REL_ERROR):
         assert metrics[name] == evaluated.data.metrics[name]
+    history = mlflow.MlflowClient().get_metric_history(evaluated.info.run_id, names.LATENCY_MS)
+    assert len(history) == 1
     tags = {names.TAG_NETWORK: "small", names.TAG_DTYPE: "float32", names.TAG_TUNE_RUN: finished_work.tuned}
     assert model.tags.items() >= {**tags, names.TAG_NUM_TRIALS: "12"}.items()
     assert model.tags[names.TAG_TARGET] == evaluated.data.tags[names.TAG_TARGET]
@@ -51,10 +53,9 @@ def test_an_evaluation_is_the_models(finished_work: FinishedWork, run_here: RunC
 
 
 def test_a_model_that_was_unreliable_is_not_for_ever(finished_work: FinishedWork) -> None:
-    run_id = finished_work.compiled
-    (output,) = mlflow.get_run(run_id).outputs.model_outputs
+    (output,) = mlflow.get_run(finished_work.compiled).outputs.model_outputs
     for reason in ("busy", ""):
-        describe_model(run_id, output.model_id, {names.LATENCY_MS: 1.0}, {names.TAG_UNRELIABLE: reason})
+        tag_model(output.model_id, {names.TAG_UNRELIABLE: reason})
         assert mlflow.get_logged_model(output.model_id).tags.get(names.TAG_UNRELIABLE, "") == reason
 
 

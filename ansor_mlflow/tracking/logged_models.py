@@ -16,7 +16,6 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from ansor_mlflow.errors import one_line
 from ansor_mlflow.foreign import read_yaml, typed, without_credentials
 from ansor_mlflow.tracking.environment import translated_errors
-from ansor_mlflow.tracking.outbox import rounded
 
 _log = logging.getLogger("ansor_mlflow")
 _MAX_NAME_CHARS = 200
@@ -65,13 +64,12 @@ def make_model(run_id: str, model_id: str) -> None:
         mlflow.MlflowClient().log_outputs(run_id, [LoggedModelOutput(model_id, step=0)])
 
 
-def describe_model(run_id: str, model_id: str, metrics: Mapping[str, float], tags: Mapping[str, str]) -> None:
-    """Tells a model what a run found of it; an empty ID does nothing. Empty tags do not hold any more, and go."""
+def tag_model(model_id: str, tags: Mapping[str, str]) -> None:
+    """Sets tags of a model, and takes away those that are empty now; an empty ID does nothing."""
     if not model_id:
         return
-    with translated_errors("log what the model is worth"):
+    with translated_errors("set tags of the model"):
         client = mlflow.MlflowClient()
-        mlflow.log_metrics(rounded(metrics), run_id=run_id, model_id=model_id)
         known = client.get_logged_model(model_id).tags
         client.set_logged_model_tags(model_id, {name: without_credentials(text) for name, text in tags.items() if text})
         for name in [name for name, text in tags.items() if not text and name in known]:

@@ -64,9 +64,10 @@ class StepRun:
         """Whether a trial was recorded in the scratch directory."""
         return has_records(self.directory)
 
-    def log_metrics(self, metrics: Mapping[str, float]) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], model_id: str = "") -> None:
+        """Logs metrics of the run, and of the LoggedModel that they were found of."""
         with translated_errors("log metrics"):
-            mlflow.log_metrics(rounded(metrics), run_id=self.run_id)
+            mlflow.log_metrics(rounded(metrics), run_id=self.run_id, model_id=model_id or None)
 
     def log_options(self, options: Options) -> None:
         """Logs options as params. One that was logged with another value (by `mlflow run`, before a configuration file

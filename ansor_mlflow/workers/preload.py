@@ -13,7 +13,9 @@ def _load() -> None:
     gc.disable()
     for name in ("tvm.driver", "tvm.s_tir.meta_schedule", "tvm.s_tir.transform"):
         import_module(name)
-    import_module("ansor_mlflow.device").import_tensor_intrin("llvm")
+    from ansor_mlflow.device import import_tensor_intrin
+
+    import_tensor_intrin("llvm")
     gc.freeze()
     gc.enable()
 

@@ -102,7 +102,7 @@ def _evaluate(
     run.log_json([rival.to_dict(latencies.get(rival.name)) for rival in rivals], names.RIVALS_FILE)
     details, kernels = bench.details(of_each_size, timed, options, run)
     metrics |= details
-    run.log_metrics(metrics)
+    run.log_metrics(metrics, model_id)
     best = best_of(rivals, latencies)
     tags = {names.TAG_TARGET: device.description, **({names.TAG_BEST_RIVAL: best} if best else {})}
     run.log_tags(tags)
@@ -110,8 +110,7 @@ def _evaluate(
         tracking.evaluation_note(manifest.network, tracking.command_lines("evaluate", options), tags, metrics, kernels)
     )
     run.log_unreliable(bench.noise.unreliable)
-    of_model = {**described, **tags, names.TAG_UNRELIABLE: bench.noise.unreliable}
-    tracking.describe_model(run.run_id, model_id, metrics, of_model)
+    tracking.tag_model(model_id, {**described, **tags, names.TAG_UNRELIABLE: bench.noise.unreliable})
     return EvaluateResult(run_id=run.run_id, network=manifest.network, target=device.description, metrics=metrics)
 
 
