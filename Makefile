@@ -9,7 +9,7 @@ TORCH_TESTS := tests/test_torch_program.py tests/test_gallery.py::test_exported_
 # What is tried with the lowest versions of all that is installed.
 SMOKE_TESTS := $(addprefix tests/test_,tuning.py compile.py evaluate.py flavor.py records.py networks.py serving.py)
 
-.PHONY: demo test test-system test-faults test-nightly lint clean
+.PHONY: demo test test-system test-faults test-nightly gpu-bundle lint clean
 
 .venv: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -59,11 +59,15 @@ test-nightly: .venv .venv-nightly .venv-lowest .board
 	PATH="$(CURDIR)/.venv-nightly/bin:$$PATH" python -m pytest $(TORCH_TESTS)
 	PATH="$(CURDIR)/.venv-lowest/bin:$$PATH" python -m pytest $(SMOKE_TESTS) -m "not system and not faults and not nightly"
 
+# What a GPU server without a network needs, in parts that can be carried there: docs/gpu.md.
+gpu-bundle: .venv
+	$(RUN) python benchmarks/gpu_bundle.py
+
 lint: .venv
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 
 clean:
-	rm -rf .venv .venv-nightly .venv-lowest .board .durations .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-nightly .venv-lowest .board .gpu .durations .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -not -path './.git/*' -exec rm -rf {} +

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import mlflow
 import pytest
 from helpers.commands import RunCommand, flags
+from helpers.programs import random_candidates
 from helpers.runs_here import newest_run
 
 from ansor_mlflow import names
@@ -199,6 +200,21 @@ def test_dlight_stands_in_where_tvms_rules_make_no_program(small_network: Networ
         replayed = Schedule(task.mod)
         program.trace.apply_to_schedule(replayed, remove_postproc=False)
         assert not unbound_kernels(replayed.mod)
+
+
+def test_a_search_begins_with_what_a_gpu_runs_without_a_record(
+    small_network: Network, ampere: Target, tmp_path: Path
+) -> None:
+    """Else the best of a few trials may be slower."""
+    from tvm.s_tir.meta_schedule.utils import shash2hex
+
+    task = lower(small_network.model, ampere).tasks[0]
+    hashes = [shash2hex(candidate.sch.mod) for candidate in random_candidates(task, ampere, tmp_path)]
+    program = gpu_program(task.mod["main"], ampere)
+    assert program is not None
+    assert hashes[0] == shash2hex(program.mod)
+    assert 1 < len(hashes) <= 4
+    assert len(set(hashes)) == len(hashes)
 
 
 def some_program(mod: IRModule, target: Target) -> IRModule:

@@ -157,6 +157,21 @@ def test_a_call_that_pebble_lost_is_done_again(pool: WorkerPool, monkeypatch: py
     assert pool.map(square, [1, 2], TIMEOUT_S) == [Outcome(1), Outcome(4)]
 
 
+def test_workers_are_forked_without_pytorch(tmp_path: Path) -> None:
+    """TVM imports it where it is there, and asks it for GPUs, after which CUDA serves no process that is forked."""
+    tmp_path.joinpath("torch.py").write_text("raise SystemExit('PyTorch was imported')")
+    command = [sys.executable, "-c", "import ansor_mlflow.workers.preload"]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_temporary_directory_whose_path_is_too_long(tmp_path: Path) -> None:
     """For the socket of the server that workers are forked from. Newer releases of Python find it a shorter one."""
     directory = tmp_path / ("long" * 25)

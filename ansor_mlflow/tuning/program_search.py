@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ansor_mlflow.device import return_freed_memory
+from ansor_mlflow.device import platform_of, return_freed_memory
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.records import RecordLog, RecordText
+from ansor_mlflow.sketches import gpu_program
 from ansor_mlflow.tuning.candidates import context_of, design_spaces, memory_database, replay_all
 
 if TYPE_CHECKING:
@@ -224,6 +225,7 @@ class TaskSearch(SpaceSearch):
         limit = min(limit, self._num_trials_per_round)
         has_experience = bool(self._known or self._num_learned)
         is_random = self._strategy == "random" or not has_experience or is_untrained(self._ranking)
+        first = [] if has_experience else self._chosen_without_record()
         for _ in range(_MAX_KNOWN_PROGRAMS // self._num_trials_per_round + 1 if is_random else _MAX_EMPTY_EVOLUTIONS):
             by_hash: dict[str, MeasureCandidate] = {}
             for candidate in (self._context.generate_measure_candidates() if is_random else self._evolve()) or ():
@@ -233,8 +235,22 @@ class TaskSearch(SpaceSearch):
                 num_random = 0 if is_random else min(int(limit * _RANDOM_SHARE), max(0, len(new) - limit))
                 chosen = [*new[: limit - num_random], *new[len(new) - num_random :]]
                 self._known.update(name for name, _ in chosen)
-                return [candidate for _, candidate in chosen]
-        return []
+                return [*first, *(candidate for _, candidate in chosen[: max(0, limit - len(first))])]
+        return first
+
+    def _chosen_without_record(self) -> list[MeasureCandidate]:
+        """The program that a GPU runs where there is no record: the best one must not be slower."""
+        from tvm.s_tir.meta_schedule.arg_info import ArgInfo
+        from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
+        from tvm.s_tir.meta_schedule.utils import shash2hex
+
+        if not platform_of(self._target).binds_threads:
+            return []
+        program = gpu_program(self._task.mod["main"], self._target)
+        if program is None:
+            return []
+        self._known.add(shash2hex(program.mod))
+        return [MeasureCandidate(program, ArgInfo.from_entry_func(self._task.mod, remove_preproc=True))]
 
     @cached_property
     def _context(self) -> TuneContext:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ansor_mlflow.device import CPU, NewMemory, Platform, set_num_threads
+from ansor_mlflow.errors import first_line
 from ansor_mlflow.measuring import watched
 
 if TYPE_CHECKING:
@@ -158,11 +160,12 @@ def _ends_with(device: Any) -> Iterator[None]:
     """Ends the process where a program leaves the GPU unusable for it, as one does that writes to a wrong address."""
     try:
         yield
-    except Exception:
+    except Exception as failure:
         if device.type != "cpu":
             try:
                 device.sync()
             except Exception:  # noqa: BLE001 - whatever it says, all programs after this one would fail, too
+                print(f"the GPU does nothing more for a worker: {first_line(failure)}", file=sys.stderr, flush=True)
                 os._exit(_BROKEN_EXIT)
         raise
 

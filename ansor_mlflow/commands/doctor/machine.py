@@ -31,7 +31,7 @@ try:
     import ansor_mlflow.workers.preload
     import numpy as np
     import tvm
-    from ansor_mlflow.device import Device
+    from ansor_mlflow.device import Device, import_tensor_intrin
     from ansor_mlflow.errors import AnsorMlflowError
     from tvm import te
     from tvm.s_tir.meta_schedule import TuneContext
@@ -42,6 +42,7 @@ try:
         device.require_measurable_here()
     except AnsorMlflowError:
         sys.exit(77)
+    import_tensor_intrin(device.platform.kind)
     a = te.placeholder((64,), name="a")
     b = te.compute((64,), lambda i: a[i] + a[i], name="b")
     mod = tvm.IRModule({"main": te.create_prim_func([a, b])})
