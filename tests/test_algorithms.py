@@ -103,6 +103,7 @@ def test_the_algorithm_decides_which_ways_are_tuned(algorithm: str, algorithms: 
     assert [task.info.index for task in lowered.tasks] == list(range(len(lowered.tasks)))
 
 
+@pytest.mark.nightly
 @pytest.mark.system
 def test_a_library_that_may_not_grow_takes_the_smaller_way(host_target: Target, tmp_path: Path) -> None:
     """The weights of a layer of 64 channels are 0.14 MiB, 0.25 with F(2×2) and 0.56 with F(4×4)."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -526,9 +527,12 @@ def test_tvm_may_be_imported_later() -> None:
 
 @pytest.fixture
 def quick_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the processes of TVM's own builder import TVM in a few seconds: on a busy machine their timeout is shorter
-    than their import.
+    """Has the processes of TVM's own builder import TVM in a few seconds, and gives them minutes for it: on a busy
+    machine their timeout is shorter than their import.
     """
+    from tvm.s_tir.meta_schedule.builder import LocalBuilder
+
+    monkeypatch.setattr(LocalBuilder, "__init__", partialmethod(LocalBuilder.__init__, timeout_sec=300.0))
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
         "from ansor_mlflow.device import tvm_import\nkept = tvm_import._getmodule_memoised()\nkept.__enter__()\n"

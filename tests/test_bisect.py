@@ -120,6 +120,7 @@ def test_an_operator_that_is_wrong_alone(compiler: SpoilCompiler, network: Path)
         found.require_equal()
 
 
+@pytest.mark.nightly
 def test_what_is_saved_shows_it_to_others(compiler: SpoilCompiler, network: Path) -> None:
     compiler(wrong_elu)
     first = am.bisect(network, output="a report").wrong

@@ -221,6 +221,7 @@ def test_records_that_do_not_apply_leave_an_untuned_library(make: MakeModel, sma
     assert not list(scratch.iterdir())
 
 
+@pytest.mark.nightly
 @pytest.mark.system
 def test_records_of_no_task_here_leave_an_untuned_library(
     make: MakeModel, small_onnx: Path, monkeypatch: pytest.MonkeyPatch

@@ -138,6 +138,7 @@ def test_a_filter_finds_what_it_is_for(purpose: str, real_runs: dict[str, str]) 
     assert {labels[run_id] for run_id in found.run_id} == EXPECTED[purpose]
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("experiment_id")
 def test_the_examples_run(real_runs: dict[str, str]) -> None:
     assert len(EXAMPLES) == 2

@@ -57,6 +57,7 @@ def terminate(tuner: Tuning) -> None:
     tuner.process.terminate()
 
 
+@pytest.mark.nightly
 def test_a_tuning_that_is_interrupted(env: dict[str, str], short_path: Path) -> None:
     with tuning(NETWORK, short_path / "cwd", env, trials=NUM_TRIALS) as tuner:
         tuner.wait_for_rounds(2)

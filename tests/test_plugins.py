@@ -37,6 +37,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.system
 @pytest.mark.timeout(600)
 def test_the_example_is_installed_and_used(tmp_path: Path) -> None:

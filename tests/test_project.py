@@ -300,6 +300,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.nightly
 def test_a_step_that_fails_fails_the_pipeline_with_its_message(
     project: Path, database: Path, s3: S3Server, small_onnx: Path
 ) -> None:

@@ -66,6 +66,7 @@ def test_a_finished_run_goes_on_with_more_trials(
     assert not (tmp_path / ".ansor").exists()
 
 
+@pytest.mark.nightly
 def test_a_run_without_records_begins_again(tuned: str, run_here: RunCommand) -> None:
     """As one that was killed before it had any."""
     for path in (artifacts_of(tuned) / names.RECORDS_DIR).glob("*.json*"):
@@ -288,6 +289,7 @@ def test_a_tuning_begins_with_another_run(tuned: str, run_here: RunCommand) -> N
     assert newest_run().data.metrics[names.COVERAGE_TASKS] == 1
 
 
+@pytest.mark.nightly
 def test_a_tuning_begins_with_a_model_and_a_directory(
     tuned: str, finished_work: FinishedWork, run_here: RunCommand
 ) -> None:
@@ -300,6 +302,7 @@ def test_a_tuning_begins_with_a_model_and_a_directory(
     assert of_directory["num_applied"]
 
 
+@pytest.mark.nightly
 def test_records_of_a_similar_device_only_teach_the_cost_model(
     tuned: str, run_here: RunCommand, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -348,6 +351,7 @@ def test_what_is_no_source(
     assert newest.status == "FAILED" or newest.run_id == finished_work.compiled
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_without_what_it_began_with(tuned: str, run_here: RunCommand) -> None:
     shutil.copytree(artifacts_of(tuned) / names.RECORDS_DIR, "given")
     second = tune_here(run_here, warm_start="given").info.run_id

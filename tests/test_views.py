@@ -227,6 +227,7 @@ def steps(_mlflow_store: tuple[str, str], tmp_path_factory: pytest.TempPathFacto
         yield Steps(experiment, tuned, newest(experiment))
 
 
+@pytest.mark.nightly
 @pytest.mark.system
 def test_every_column_of_the_row_is_filled(steps: Steps) -> None:
     (row,) = mlflow.MlflowClient().search_runs([steps.experiment_id], LEADERBOARD.state["searchFilter"])
