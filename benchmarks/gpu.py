@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -95,8 +96,7 @@ def right(network: str, dtype: str) -> Found:
     """How far a network without records, which DLight schedules, is from ONNX Runtime on the CPU."""
     from ansor_mlflow.networks import load_network
 
-    found = _of_network(load_network(network), dtype, None)
-    return {name: value for name, value in found.items() if "ms" not in name}
+    return _of_network(load_network(network), dtype, None, timed=False)
 
 
 def untuned(network: str, dtype: str) -> Found:
@@ -135,8 +135,8 @@ def tuned(network: str, dtype: Any, minutes: float) -> Found:
     return {**known, **_of_network(load_network(place), dtype, Path(records))}
 
 
-def _of_network(network: Network, dtype: Any, records: Path | None) -> Found:
-    """The times of a compiled network, kernel by kernel and as a graph of CUDA's, and its deviation."""
+def _of_network(network: Network, dtype: Any, records: Path | None, *, timed: bool = True) -> Found:
+    """The deviation of a compiled network, and its times, kernel by kernel and as a graph of CUDA's."""
     from ansor_mlflow.device import Device
     from ansor_mlflow.lowering import lower
     from ansor_mlflow.model import library as building
@@ -147,17 +147,23 @@ def _of_network(network: Network, dtype: Any, records: Path | None) -> Found:
     started = time.monotonic()
     library = Path("model", "model.so")
     coverage = building.compile_tuned(lowered, device.target, records, library)
-    found = {"compiled_s": time.monotonic() - started, "coverage": coverage.to_dict(), **_of_library(library, network)}
+    found = {
+        "compiled_s": time.monotonic() - started,
+        "coverage": coverage.to_dict(),
+        **_of_library(library, network, timed=timed),
+    }
+    if not timed:
+        return found
     original = building.pass_config
     building.pass_config = lambda target: {**original(target), "relax.backend.use_cuda_graph": True}
     as_graph = Path("graph", "model.so")
     building.compile_tuned(lowered, device.target, records, as_graph)
     try:
-        found["graph"] = _of_library(as_graph, network, kernels=False)
+        found["graph"] = _of_library(as_graph, network, timed=True)
         found["graph_ms"] = found["graph"]["ms"]
     except RuntimeError as err:
         found["graph"] = str(err)[:500]
-    return found
+    return {**found, "kernels_us": _kernels_us(library, network)}
 
 
 def _exported(network: str) -> str:
@@ -171,8 +177,8 @@ def _exported(network: str) -> str:
     return "bert-base.onnx"
 
 
-def _of_library(library: Path, network: Network, *, kernels: bool = True) -> Found:
-    """The time of a call with all data on the GPU, and the deviation from ONNX Runtime on the CPU."""
+def _of_library(library: Path, network: Network, *, timed: bool) -> Found:
+    """The deviation from ONNX Runtime on the CPU, and the time of a call with all data on the GPU."""
     import onnxruntime
     import tvm
     from tvm import relax
@@ -197,17 +203,20 @@ def _of_library(library: Path, network: Network, *, kernels: bool = True) -> Fou
     def call() -> None:
         machine["main"](*arguments)
 
-    found: Found = {"deviation": max(deviations), "ms": _median_ms(call, gpu.sync)}
-    return {**found, "kernels_us": _kernels_us(library, arguments)} if kernels else found
+    found: Found = {"deviation": max(deviations)}
+    return {**found, "ms": _median_ms(call, gpu.sync)} if timed else found
 
 
-def _kernels_us(library: Path, arguments: Sequence[Any]) -> dict[str, list[float]]:
+def _kernels_us(library: Path, network: Network) -> dict[str, list[float]]:
     """The slowest functions of a call, with how often each is called and the microseconds of all its calls together."""
     import tvm
     from tvm import relax
 
+    from ansor_mlflow.tensors import random_inputs
+
     gpu = tvm.cuda(0)
     machine = relax.VirtualMachine(tvm.runtime.load_module(str(library)), gpu)
+    arguments = [tvm.runtime.tensor(array, gpu) for array in random_inputs(network.inputs, seed=_SEED).values()]
     found: dict[str, list[float]] = {}
     started = 0.0
 
@@ -317,7 +326,8 @@ class _Check:
     def __init__(self, out: Path, minutes: float) -> None:
         self._out = out
         self._until = time.monotonic() + 60 * minutes
-        self.found: dict[str, Found] = {}
+        self._found: dict[str, Found] = {}
+        self._lock = Lock()
 
     def run(self, limit_s: float, step: str, *arguments: Any) -> None:
         name = " ".join([step, *map(str, arguments)])
@@ -352,10 +362,11 @@ class _Check:
         self._keep(name, {**found, "took_s": round(time.monotonic() - started, 1)})
 
     def _keep(self, name: str, found: Found) -> None:
-        self.found[name] = found
-        partial = self._out / "result.json.part"
-        partial.write_text(json.dumps(self.found, indent=1, default=str))
-        partial.replace(self._out / "result.json")
+        with self._lock:
+            self._found[name] = found
+            partial = self._out / "result.json.part"
+            partial.write_text(json.dumps(self._found, indent=1))
+            partial.replace(self._out / "result.json")
         short = {key: value for key, value in found.items() if isinstance(value, (int, float, str))}
         click.echo(
             f"{name}: "

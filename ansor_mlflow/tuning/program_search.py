@@ -226,6 +226,7 @@ class TaskSearch(SpaceSearch):
         has_experience = bool(self._known or self._num_learned)
         is_random = self._strategy == "random" or not has_experience or is_untrained(self._ranking)
         first = [] if has_experience else self._chosen_without_record()
+        limit -= len(first)
         for _ in range(_MAX_KNOWN_PROGRAMS // self._num_trials_per_round + 1 if is_random else _MAX_EMPTY_EVOLUTIONS):
             by_hash: dict[str, MeasureCandidate] = {}
             for candidate in (self._context.generate_measure_candidates() if is_random else self._evolve()) or ():
@@ -235,7 +236,7 @@ class TaskSearch(SpaceSearch):
                 num_random = 0 if is_random else min(int(limit * _RANDOM_SHARE), max(0, len(new) - limit))
                 chosen = [*new[: limit - num_random], *new[len(new) - num_random :]]
                 self._known.update(name for name, _ in chosen)
-                return [*first, *(candidate for _, candidate in chosen[: max(0, limit - len(first))])]
+                return [*first, *(candidate for _, candidate in chosen)]
         return first
 
     def _chosen_without_record(self) -> list[MeasureCandidate]:
