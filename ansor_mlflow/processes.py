@@ -27,6 +27,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
+from pathlib import Path
 from typing import IO, Any, Generic, Literal, TypeVar
 
 from ansor_mlflow.errors import MachineError, shortened
@@ -41,9 +42,14 @@ DISTURBED = 0.1
 """Share of its time that a thread waited for a CPU from which a measurement is disturbed: it took 11 % too long."""
 _MAX_ERROR_CHARS = 2000
 _EXIT_S = 10  # seconds that a process which has answered may take to end
-_CHILD = "import sys; sys.path[:] = sys.argv[3:]; from ansor_mlflow.processes import _answer; _answer(*sys.argv[1:3])"
+_OWN_CODE = str(Path(__file__).parents[1])
+_CHILD = (
+    "import sys; sys.path[:] = sys.argv[3:]; from ansor_mlflow.processes import _answer; "
+    "del sys.path[0]; _answer(*sys.argv[1:3])"
+)
 """Program of a process for one call: its path is that of this one, so that it finds the same code, and none in its
-directory."""
+directory. This package comes from where this process has it, though: a model that MLflow loaded may have put the code
+of another version in front of the path."""
 _PR_SET_PDEATHSIG = 1
 _PRELOAD = ["ansor_mlflow.workers.preload"]
 _MAX_ATTEMPTS = 3
@@ -83,7 +89,7 @@ def in_child_process(
     with _memory_file() as given, _memory_file() as answer, _memory_file() as printed:
         _write_call(function, argument, given)
         output = printed if is_quiet else None
-        command = [sys.executable, "-c", _CHILD, str(os.getpid()), str(answer.fileno()), *sys.path]
+        command = [sys.executable, "-c", _CHILD, str(os.getpid()), str(answer.fileno()), _OWN_CODE, *sys.path]
         try:
             done = subprocess.run(
                 command,
@@ -172,6 +178,7 @@ class Outcome(Generic[Out]):
 def start_fork_server() -> None:
     """Starts loading TVM for the workers, in the background; the first pool finds it done or waits for it."""
     _WorkerContext()  # names what is to be loaded
+    sys.path.insert(0, _OWN_CODE)  # from where the server is to load it: see `_CHILD`
     try:
         multiprocessing.forkserver.ensure_running()
     except OSError as err:
@@ -181,6 +188,8 @@ def start_fork_server() -> None:
             f"the path of the temporary directory {tempfile.gettempdir()} is too long for a socket; set TMPDIR to a "
             "shorter one"
         ) from err
+    finally:
+        sys.path.remove(_OWN_CODE)
 
 
 class _WorkerContext(multiprocessing.context.ForkServerContext):
@@ -219,6 +228,7 @@ class WorkerPool:
     ) -> None:
         from pebble import ProcessPool  # models are served without it
 
+        start_fork_server()
         self._make_pool = partial(
             ProcessPool,
             max_workers=max_workers,

@@ -172,6 +172,32 @@ def test_workers_are_forked_without_pytorch(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+_AFTER_A_MODEL_OF_ANOTHER_VERSION = """
+import os, sys
+from ansor_mlflow.processes import WorkerPool, in_child_process
+
+sys.path.insert(0, sys.argv[1])  # MLflow does this with the code of a model
+print(in_child_process(os.path.basename, "a/child", is_quiet=True))
+pool = WorkerPool(1)
+print(pool.map(os.path.basename, ["a/worker"], 60)[0].value)
+pool.close()
+"""
+
+
+def test_processes_run_the_code_of_their_parent_and_not_that_of_a_model_it_loaded(tmp_path: Path) -> None:
+    other = tmp_path / "code" / "ansor_mlflow"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("raise SystemExit('another version')")
+    done = subprocess.run(
+        [sys.executable, "-c", _AFTER_A_MODEL_OF_ANOTHER_VERSION, str(other.parent)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.stdout, done.stderr) == ("child\nworker\n", "")
+
+
 def test_a_temporary_directory_whose_path_is_too_long(tmp_path: Path) -> None:
     """For the socket of the server that workers are forked from. Newer releases of Python find it a shorter one."""
     directory = tmp_path / ("long" * 25)
