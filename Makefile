@@ -14,7 +14,8 @@ SMOKE_TESTS := $(addprefix tests/test_,tuning.py compile.py evaluate.py flavor.p
 .venv: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --upgrade pip || { rm -rf .venv; exit 1; }
-	.venv/bin/python -m pip install --quiet --editable '.[dev]' || { rm -rf .venv; exit 1; }
+	.venv/bin/python -m pip install --quiet --no-compile --editable '.[dev]' || { rm -rf .venv; exit 1; }
+	.venv/bin/python -m compileall -qq -j 0 -x '/tests?/' .venv/lib || true  # pip would do it with one CPU
 	touch .venv
 
 # The environment of test-nightly alone: where PyTorch is installed, TVM imports it into every process, which takes two
@@ -47,9 +48,10 @@ test: .venv
 test-system: .venv
 	$(PYTEST) -m "system and not nightly"
 
-# Servers and processes are really broken: PostgreSQL among them, a Debian package, which .ci/run installs.
+# Servers and processes are really broken: PostgreSQL among them, a Debian package, which .ci/run installs. Its few long
+# tests are not kept together by files.
 test-faults: .venv
-	$(PYTEST) -m "faults and not nightly"
+	$(PYTEST) --dist worksteal -m "faults and not nightly"
 
 # What is long, or needs more than Python and PostgreSQL, and properties with many more examples; before a release.
 # CONTRIBUTING.md names the Debian packages; a test that misses one fails with its name. With SCREENSHOTS=docs/images the

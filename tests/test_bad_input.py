@@ -297,6 +297,7 @@ def test_model_that_cannot_be_found(here: RunCommand, model_uri: str, exit_code:
     assert (failed.run is None) == (exit_code == USER)
 
 
+@pytest.mark.nightly
 @pytest.mark.system
 def test_model_whose_library_computes_something_else(
     here: RunCommand, compiled_network: CompiledNetwork, tmp_path: Path

@@ -31,7 +31,7 @@ FILTERS = dict(re.findall(r"^(\S[^\n]*):\n\n```sql\n(.+)\n```$", DOCUMENT, re.MU
 FILTERS = {re.split("[,;]", purpose)[0]: text for purpose, text in FILTERS.items()}
 EXAMPLES = re.findall(r"^```python\n(.+?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
 NUM_TRIALS = 12
-pytestmark = pytest.mark.system  # whole pipelines
+pytestmark = [pytest.mark.system, pytest.mark.nightly]  # whole pipelines
 
 EXPECTED = {
     "The best model for a target": {"evaluated"},

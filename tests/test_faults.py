@@ -103,7 +103,7 @@ def assert_exactly(run: Run, artifacts: Path, num_trials: int, scratch: Path) ->
     assert [row[table["columns"].index("step")] for row in table["data"]] == list(range(1, num_trials + 1))
 
 
-@pytest.mark.parametrize("num_kills", [3, pytest.param(10, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num_kills", [2, pytest.param(10, marks=pytest.mark.nightly)])
 def test_a_tuning_that_is_killed_at_random_moments_and_resumed_has_exactly_its_trials(
     small_onnx: Path, store: str, tmp_path: Path, short_path: Path, num_kills: int
 ) -> None:

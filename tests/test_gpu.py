@@ -202,6 +202,7 @@ def test_dlight_stands_in_where_tvms_rules_make_no_program(small_network: Networ
         assert not unbound_kernels(replayed.mod)
 
 
+@pytest.mark.nightly
 def test_a_search_begins_with_what_a_gpu_runs_without_a_record(
     small_network: Network, ampere: Target, tmp_path: Path
 ) -> None:

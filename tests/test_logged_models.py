@@ -9,9 +9,7 @@ from pathlib import Path
 import mlflow
 import pytest
 import yaml
-from helpers.commands import BRIEF, RunCommand, flags
 from helpers.finished import FinishedWork
-from helpers.runs_here import newest_run
 
 from ansor_mlflow import names
 from ansor_mlflow.tracking import logged_model_of, model_name, tag_model
@@ -32,26 +30,6 @@ def test_a_name_is_one_of_mlflows(network: str, devices: str, name: str) -> None
 
 
 @pytest.mark.system
-def test_an_evaluation_is_the_models(finished_work: FinishedWork, run_here: RunCommand) -> None:
-    compiled = mlflow.get_run(finished_work.compiled)
-    (output,) = compiled.outputs.model_outputs
-    assert compiled.data.tags[names.TAG_MODEL_URI] == f"models:/{output.model_id}"
-    assert run_here("evaluate", "--model-uri", f"models:/{output.model_id}", *flags(BRIEF)) == 0
-    evaluated = mlflow.get_run(newest_run().info.run_id)  # a search leaves out its models
-    assert [model.model_id for model in evaluated.inputs.model_inputs] == [output.model_id]
-    model = mlflow.get_logged_model(output.model_id)
-    assert model.name.startswith("small-llvm-")
-    metrics = {metric.key: metric.value for metric in model.metrics if metric.run_id == evaluated.info.run_id}
-    for name in (names.LATENCY_MS, names.LATENCY_P99_MS, names.SPEEDUP_VS_BEST, names.MAX_REL_ERROR):
-        assert metrics[name] == evaluated.data.metrics[name]
-    history = mlflow.MlflowClient().get_metric_history(evaluated.info.run_id, names.LATENCY_MS)
-    assert len(history) == 1
-    tags = {names.TAG_NETWORK: "small", names.TAG_DTYPE: "float32", names.TAG_TUNE_RUN: finished_work.tuned}
-    assert model.tags.items() >= {**tags, names.TAG_NUM_TRIALS: "12"}.items()
-    assert model.tags[names.TAG_TARGET] == evaluated.data.tags[names.TAG_TARGET]
-    assert model.tags.get(names.TAG_UNRELIABLE) == evaluated.data.tags.get(names.TAG_UNRELIABLE)
-
-
 def test_a_model_that_was_unreliable_is_not_for_ever(finished_work: FinishedWork) -> None:
     (output,) = mlflow.get_run(finished_work.compiled).outputs.model_outputs
     for reason in ("busy", ""):
@@ -59,6 +37,7 @@ def test_a_model_that_was_unreliable_is_not_for_ever(finished_work: FinishedWork
         assert mlflow.get_logged_model(output.model_id).tags.get(names.TAG_UNRELIABLE, "") == reason
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("written", [None, {}, {"model_id": 5}, {"model_id": "m-0123456789abcdef0123456789abcdef"}])
 @pytest.mark.usefixtures("finished_work")
 def test_a_model_of_elsewhere_is_not_known(

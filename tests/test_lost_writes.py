@@ -121,6 +121,8 @@ WRITES: dict[str, tuple[Write, Write]] = {
     "a part": (prepare_mirror, write_part),
     "a manifest": (prepare_manifest, lambda root: whole_records(root / "seen")),
 }
+SLOW_WRITES = ("a database", "a new database")
+"""The best of a database is written as they are."""
 
 
 def seen(root: Path) -> dict[str, str]:
@@ -142,7 +144,9 @@ def write_with_fault(root: Path, write: Write, fault: Fault, step: int) -> Fault
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("kind", WRITES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind in SLOW_WRITES)) for kind in WRITES]
+)
 def test_the_old_or_the_new_is_there(kind: str, fault: Fault, tmp_path: Path) -> None:
     prepare, write = WRITES[kind]
 
@@ -270,7 +274,7 @@ def test_aliases_move_together_whenever_a_process_is_killed(client: mlflow.Mlflo
     assert step > 5
 
 
-@pytest.mark.parametrize("alias", [ALIASES[0], ""])
+@pytest.mark.parametrize("alias", [ALIASES[0], pytest.param("", marks=pytest.mark.nightly)])
 def test_a_rollback_that_was_killed_and_is_given_again_takes_back_one_promotion(
     client: mlflow.MlflowClient, own_directory: Path, alias: str
 ) -> None:

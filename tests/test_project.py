@@ -177,6 +177,25 @@ def test_the_parent_sums_up_its_children(pipeline: Pipeline) -> None:
     assert "mlflow run . --env-manager local -P network=" in note
 
 
+def test_the_evaluation_is_the_models(pipeline: Pipeline) -> None:
+    client = pipeline.store.client
+    compiled = client.get_run(pipeline.compile.info.run_id)  # a search leaves out the models of runs
+    evaluated = client.get_run(pipeline.evaluate.info.run_id)
+    (output,) = compiled.outputs.model_outputs
+    assert compiled.data.tags[names.TAG_MODEL_URI] == f"models:/{output.model_id}"
+    assert [model.model_id for model in evaluated.inputs.model_inputs] == [output.model_id]
+    model = client.get_logged_model(output.model_id)
+    assert model.name.startswith("small-llvm-")
+    metrics = {metric.key: metric.value for metric in model.metrics if metric.run_id == evaluated.info.run_id}
+    for name in (names.LATENCY_MS, names.LATENCY_P99_MS, names.SPEEDUP_VS_BEST, names.MAX_REL_ERROR):
+        assert metrics[name] == evaluated.data.metrics[name]
+    assert len(client.get_metric_history(evaluated.info.run_id, names.LATENCY_MS)) == 1
+    tags = {names.TAG_NETWORK: "small", names.TAG_DTYPE: "float32", names.TAG_TUNE_RUN: pipeline.tune.info.run_id}
+    assert model.tags.items() >= {**tags, names.TAG_NUM_TRIALS: str(NUM_TRIALS)}.items()
+    assert model.tags[names.TAG_TARGET] == evaluated.data.tags[names.TAG_TARGET]
+    assert model.tags.get(names.TAG_UNRELIABLE) == evaluated.data.tags.get(names.TAG_UNRELIABLE)
+
+
 def test_every_round_is_a_step_of_the_curves(pipeline: Pipeline) -> None:
     def history(name: str) -> list[tuple[int, float]]:
         metrics = pipeline.store.client.get_metric_history(pipeline.tune.info.run_id, name)
@@ -282,6 +301,7 @@ def test_the_registered_model_loads_from_s3_and_is_right(
         np.testing.assert_allclose(model.predict(inputs), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_records_in_an_artifact_store_compile_the_network(pipeline: Pipeline, small_onnx: Path, tmp_path: Path) -> None:
     parameters = {"network": small_onnx, "records": f"runs:/{pipeline.tune.info.run_id}/records"}
     env = {**pipeline.store.environment(), "MLFLOW_EXPERIMENT_NAME": "elsewhere"}

@@ -59,7 +59,9 @@ def stop_after(lowered: LoweredNetwork, target: Target, records: Path, num_round
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(("strategy", "cost_model"), [("random", "none"), ("evolutionary", "xgb")])
+@pytest.mark.parametrize(
+    ("strategy", "cost_model"), [("random", "none"), pytest.param("evolutionary", "xgb", marks=pytest.mark.nightly)]
+)
 def test_a_tuning_that_is_stopped_again_and_again_has_exactly_its_trials(
     single: LoweredNetwork, host_target: Target, tmp_path: Path, strategy: str, cost_model: str
 ) -> None:

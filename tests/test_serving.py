@@ -409,6 +409,7 @@ def test_the_first_command_has_parameters_of_the_pipeline() -> None:
     assert (options.signature, options.register_as) == ("binary", "resnet-18")
 
 
+@pytest.mark.nightly
 def test_programs_and_requests(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """In their order, since some write what others send."""
     monkeypatch.chdir(desk.directory)
@@ -423,6 +424,7 @@ def test_programs_and_requests(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> N
     assert shapes == [(3, 1000), (1, 1000), (3, 1000)]
 
 
+@pytest.mark.nightly
 def test_what_is_refused(desk: Desk) -> None:
     (command,) = (text for text in blocks("bash", "curl") if "--fail" not in text)
     (message,) = blocks("text")
