@@ -51,7 +51,7 @@ test-system: .venv
 # Servers and processes are really broken: PostgreSQL among them, a Debian package, which .ci/run installs. Its few long
 # tests are not kept together by files.
 test-faults: .venv
-	$(PYTEST) --dist worksteal -m "faults and not nightly"
+	$(PYTEST) --dist load -m "faults and not nightly"
 
 # What is long, or needs more than Python and PostgreSQL, and properties with many more examples; before a release.
 # CONTRIBUTING.md names the Debian packages; a test that misses one fails with its name. With SCREENSHOTS=docs/images the
