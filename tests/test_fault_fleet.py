@@ -164,7 +164,9 @@ CRASHES = 'T.evaluate(T.call_extern("int32", "abort"))'
 HANGS = "while T.bool(True):\n            result[0] = data[0]"
 
 
-@pytest.mark.parametrize(("body", "failure"), [(CRASHES, "crashed"), pytest.param(HANGS, "timed_out", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("body", "failure"), [(CRASHES, "crashed"), pytest.param(HANGS, "timed_out", marks=pytest.mark.nightly)]
+)
 def test_a_program_that_ends_its_session_is_a_failed_trial_and_the_server_goes_on(
     fleet: Fleet, host_target: Target, body: str, failure: str
 ) -> None:

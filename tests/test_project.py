@@ -180,10 +180,11 @@ def test_the_parent_sums_up_its_children(pipeline: Pipeline) -> None:
 def test_the_evaluation_is_the_models(pipeline: Pipeline) -> None:
     client = pipeline.store.client
     compiled = client.get_run(pipeline.compile.info.run_id)  # a search leaves out the models of runs
-    evaluated = client.get_run(pipeline.evaluate.info.run_id)
+    evaluated, promoted = (client.get_run(run.info.run_id) for run in (pipeline.evaluate, pipeline.promote))
     (output,) = compiled.outputs.model_outputs
     assert compiled.data.tags[names.TAG_MODEL_URI] == f"models:/{output.model_id}"
-    assert [model.model_id for model in evaluated.inputs.model_inputs] == [output.model_id]
+    for run in (evaluated, promoted):
+        assert [model.model_id for model in run.inputs.model_inputs] == [output.model_id]
     model = client.get_logged_model(output.model_id)
     assert model.name.startswith("small-llvm-")
     metrics = {metric.key: metric.value for metric in model.metrics if metric.run_id == evaluated.info.run_id}

@@ -50,6 +50,7 @@ def promote(options: PromoteOptions) -> Promotion:
 
 def _promote(options: PromoteOptions, version: str, run: tracking.StepRun) -> Promotion:
     candidate = Contender.of_version(options.model, version, run.directory)
+    tracking.take_model(run.run_id, tracking.logged_model_of(candidate.directory))
     device = host_of(candidate)
     run.log_tags(
         {
