@@ -1,9 +1,11 @@
 # Everything runs in .venv, which the first target that needs it makes.
 PYTHON ?= python3
 RUN := PATH="$(CURDIR)/.venv/bin:$$PATH"
+# Files with a mark, so that no other is imported.
+MARKED = $$(grep --files-with-matches "mark\.$(1)" tests/test_*.py)
 # How long each test of a lane took goes to .durations/<lane>, the longest first. Files with the longest timeouts begin,
 # so that no worker is alone with one of them at the end.
-PYTEST = $(RUN) python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations-file=.durations/$@
+PYTEST = $(RUN) PYTHONDONTWRITEBYTECODE= python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations-file=.durations/$@
 # What needs PyTorch, in the environment that has it.
 TORCH_TESTS := tests/test_torch_program.py tests/test_gallery.py::test_exported_models
 # What is tried with the lowest versions of all that is installed.
@@ -46,12 +48,12 @@ test: .venv
 
 # Whole pipelines and servers, and what takes five seconds.
 test-system: .venv
-	$(PYTEST) -m "system and not nightly"
+	$(PYTEST) -m "system and not nightly" $(call MARKED,system)
 
 # Servers and processes are really broken: PostgreSQL among them, a Debian package, which .ci/run installs. Its few long
 # tests are not kept together by files.
 test-faults: .venv
-	$(PYTEST) --dist load -m "faults and not nightly"
+	$(PYTEST) --dist load -m "faults and not nightly" $(call MARKED,faults)
 
 # What is long, or needs more than Python and PostgreSQL, and properties with many more examples; before a release.
 # CONTRIBUTING.md names the Debian packages; a test that misses one fails with its name. With SCREENSHOTS=docs/images the

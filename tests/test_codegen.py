@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from helpers.lanes import every_second
 
 from ansor_mlflow.codegen import PREFETCH, tir_pipeline
 from ansor_mlflow.codegen import passes as codegen_passes
@@ -96,7 +97,7 @@ def test_other_cpus(target: str) -> None:
 
 
 @pytest.mark.parametrize(("columns", "unroll"), [(12, True), (10, False), (50, True)])
-@pytest.mark.parametrize("channels", [16, 32, 96])
+@pytest.mark.parametrize("channels", every_second([16, 32, 96]))
 def test_the_next_panel_is_fetched_by_all_passes_together(
     columns: int, channels: int, *, unroll: bool, host_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

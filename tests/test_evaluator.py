@@ -207,9 +207,42 @@ def test_predictions_without_a_model_cannot_be_timed() -> None:
         )
 
 
-def test_other_model_types_are_left_to_other_evaluators(tuned: str, frame: pd.DataFrame) -> None:
-    with pytest.raises(MlflowException, match="could not be evaluated by any of the registered evaluators"):
-        mlflow.models.evaluate(tuned, frame, model_type="classification", evaluators="ansor-latency")
+def test_quality_and_latency_come_of_one_call_and_reach_the_registered_model(
+    host_target: Target, tmp_path: Path
+) -> None:
+    builder = GraphBuilder(seed=0)
+    prices = builder.dense("prices", builder.input("area", (1, 4)), units=1, in_units=4)
+    builder.node("ReduceMean", "price", prices, axes=[1], keepdims=0)  # MLflow wants a number for each row
+    network = compiled(builder.build("prices", {"price": (1,)}), host_target, tmp_path)
+    with mlflow.start_run():
+        logged = flavor.log_model(network, name="prices", registered_model_name="prices", code_paths=[])
+    areas = np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)
+    data = pd.DataFrame({"area": list(areas), "paid": np.arange(5.0)})
+    config = {"ansor-latency": QUICK, "regressor": {"log_explainer": False}}
+    result = mlflow.models.evaluate(
+        "models:/prices/1", data, targets="paid", predictions="price", model_type="regressor", evaluator_config=config
+    )
+    assert {"root_mean_squared_error", names.LATENCY_MS} <= set(result.metrics)
+    assert names.MAX_REL_ERROR not in result.metrics  # prices that were paid are not what the network computes
+    known = {metric.key for metric in mlflow.get_logged_model(logged.model_id).metrics or []}
+    assert known >= TIMES
+
+
+def test_models_of_others_are_left_alone_unless_an_option_is_given() -> None:
+    data = pd.DataFrame({"area": np.arange(5.0), "paid": np.arange(5.0)})
+
+    def predict(rows: pd.DataFrame) -> Any:
+        return rows["area"].to_numpy()
+
+    def metrics(config: dict[str, Any]) -> set[str]:
+        found = mlflow.models.evaluate(
+            predict, data, targets="paid", model_type="regressor", evaluator_config={"ansor-latency": config}
+        )
+        return set(found.metrics)
+
+    without = metrics({})
+    assert "root_mean_squared_error" in without
+    assert metrics(QUICK) == without | TIMES
 
 
 @pytest.mark.nightly

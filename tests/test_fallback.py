@@ -10,6 +10,7 @@ import mlflow
 import numpy as np
 import onnx
 import pytest
+from helpers.lanes import every_second
 from helpers.untuned import compiled_untuned
 from onnx import TensorProto, helper, numpy_helper
 
@@ -158,7 +159,7 @@ OUTPUTS: dict[str, tuple[list[onnx.NodeProto], list[onnx.ValueInfoProto]]] = {
 
 @pytest.mark.parametrize("sizes", [{"input_shapes": {"x": [4, 64]}}, {"input_shapes": {"x": [[4, 16], 64]}}], ids=len)
 @pytest.mark.parametrize("in_parts", [False, True], ids=["whole", "in parts"])
-@pytest.mark.parametrize("case", OUTPUTS)
+@pytest.mark.parametrize("case", every_second(OUTPUTS))
 def test_outputs_that_no_layer_makes(
     case: str, in_parts: bool, sizes: dict[str, Any], host_target: Target, tmp_path: Path
 ) -> None:

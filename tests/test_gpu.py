@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import mlflow
 import pytest
 from helpers.commands import RunCommand, flags
+from helpers.lanes import every_second
 from helpers.programs import random_candidates
 from helpers.runs_here import newest_run
 
@@ -231,7 +232,7 @@ def some_program(mod: IRModule, target: Target) -> IRModule:
     return program
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", every_second(["float16", "float32"]))
 def test_programs_of_a_search_are_built_in_workers(dtype: str, small_network: Network, ampere: Target) -> None:
     lowered = lower(small_network.model, ampere, LoweringSettings(dtype=dtype))
     programs = [some_program(task.mod, ampere) for task in lowered.tasks if "conv" in task.info.name]

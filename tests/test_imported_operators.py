@@ -397,7 +397,9 @@ def operators(model: onnx.ModelProto) -> set[str]:
     return {node.op_type for node in model.graph.node}
 
 
-@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
+@pytest.mark.parametrize(
+    "direction", ["bidirectional", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("forward", "reverse"))]
+)
 @pytest.mark.parametrize("op_type", NUM_GATES)
 def test_each_direction_computes_what_onnxruntime_computes(host_target: Target, op_type: str, direction: str) -> None:
     model, data = recurrent(op_type, direction=direction)

@@ -191,6 +191,8 @@ def test_the_evaluation_is_the_models(pipeline: Pipeline) -> None:
     for name in (names.LATENCY_MS, names.LATENCY_P99_MS, names.SPEEDUP_VS_BEST, names.MAX_REL_ERROR):
         assert metrics[name] == evaluated.data.metrics[name]
     assert len(client.get_metric_history(evaluated.info.run_id, names.LATENCY_MS)) == 1
+    for name in names.TUNING_METRICS:  # the leaderboard has one row for a model
+        assert evaluated.data.metrics[name] == pipeline.tune.data.metrics[name]
     tags = {names.TAG_NETWORK: "small", names.TAG_DTYPE: "float32", names.TAG_TUNE_RUN: pipeline.tune.info.run_id}
     assert model.tags.items() >= {**tags, names.TAG_NUM_TRIALS: str(NUM_TRIALS)}.items()
     assert model.tags[names.TAG_TARGET] == evaluated.data.tags[names.TAG_TARGET]

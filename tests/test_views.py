@@ -240,6 +240,7 @@ def test_every_column_of_the_row_is_filled(steps: Steps) -> None:
         assert name.strip("`") in kinds[kind], column
 
 
+@pytest.mark.nightly
 @pytest.mark.system
 def test_it_repeats_what_the_tuning_had(steps: Steps) -> None:
     tuned, evaluated = steps.tuned.data, steps.evaluated.data

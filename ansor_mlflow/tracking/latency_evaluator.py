@@ -29,21 +29,26 @@ from ansor_mlflow.model import TunedModel, threads_here
 from ansor_mlflow.networks import read_onnx
 from ansor_mlflow.parameters import LatencyOptions, is_uri, load_options
 from ansor_mlflow.tensors import Arrays, TensorSpec
+from ansor_mlflow.tracking.logged_models import known_model, take_model
 from ansor_mlflow.tracking.outbox import rounded
 from ansor_mlflow.tracking.report.figures import draw_latency, save_figure
 
 EVALUATOR_NAME = "ansor-latency"
-MODEL_TYPE = "tvm"  # the `model_type` that asks for this evaluator; with others, MLflow's own are asked
+MODEL_TYPE = "tvm"  # the `model_type` for which there is no other evaluator
 _SPIN_S = 0.1  # how long idle threads of a model spin; a probe meanwhile would take them for another program
 Predict = Callable[[Any], Any]
 
 
 class LatencyEvaluator(ModelEvaluator):
-    """Times `predict` in this process and compares what it returns with a reference, or with the targets."""
+    """Times `predict` in this process and compares what it returns with a reference, or with the targets.
+
+    With `model_type="tvm"` it measures any model. Beside the evaluators of another type it measures tuned models, and
+    others where `evaluator_config` has one of its options: MLflow asks it whenever a user names no evaluators.
+    """
 
     @classmethod
-    def can_evaluate(cls, *, model_type: str, evaluator_config: dict[str, Any], **kwargs: Any) -> bool:  # noqa: ARG003
-        return model_type == MODEL_TYPE
+    def can_evaluate(cls, **kwargs: Any) -> bool:  # noqa: ARG003
+        return True
 
     def evaluate(
         self,
@@ -51,21 +56,38 @@ class LatencyEvaluator(ModelEvaluator):
         dataset: Any,
         run_id: str,
         evaluator_config: dict[str, Any],
+        model_type: str | None = None,
         model: Any = None,
         model_id: str | None = None,
         **kwargs: Any,  # noqa: ARG002 - MLflow passes what other evaluators need
-    ) -> EvaluationResult:
+    ) -> EvaluationResult | None:
         """Measures a model, or the wrapper of a function, and logs the metrics and artifacts to a run and a model."""
+        if model_type != MODEL_TYPE:
+            known = LatencyOptions.model_fields  # MLflow passes the options of its own evaluators, too
+            evaluator_config = {name: value for name, value in evaluator_config.items() if name in known}
+            if model is None or not (evaluator_config or isinstance(_raw_model(model), TunedModel)):
+                return None
         try:
             options = load_options(LatencyOptions, evaluator_config)
-            latency, metrics = _evaluate(options, dataset, model)
+            model_id = model_id or _linked(model, run_id)
+            has_outputs = model_type == MODEL_TYPE and dataset.has_targets  # targets of others may be labels
+            latency, metrics = _evaluate(options, dataset, model, has_outputs=has_outputs)
         except (MachineError, UserInputError) as err:
             raise MlflowException.invalid_parameter_value(f"{EVALUATOR_NAME}: {err}") from err
         mlflow.log_metrics(rounded(metrics), run_id=run_id, model_id=model_id)
         return EvaluationResult(metrics, _log_artifacts(latency, run_id), run_id)
 
 
-def _evaluate(options: LatencyOptions, dataset: Any, model: Any) -> tuple[measuring.Latency, dict[str, float]]:
+def _linked(model: Any, run_id: str) -> str | None:
+    """Links the run with the LoggedModel behind the URI of a registered model, and returns its ID; MLflow does not."""
+    model_id = known_model(getattr(model, "model_id", None) or "")
+    take_model(run_id, model_id)
+    return model_id or None
+
+
+def _evaluate(
+    options: LatencyOptions, dataset: Any, model: Any, *, has_outputs: bool
+) -> tuple[measuring.Latency, dict[str, float]]:
     if model is None:
         raise UserInputError("no model was given, so there is nothing to time; give one beside the data")
     if not len(dataset.features_data):
@@ -105,7 +127,7 @@ def _evaluate(options: LatencyOptions, dataset: Any, model: Any) -> tuple[measur
         metrics[names.CHAMPION_MAX_REL_ERROR] = measuring.deviation_of(
             champion, [first], [reference(first)]
         ).max_rel_error
-    if reference is not None or dataset.has_targets:
+    if reference is not None or has_outputs:
         difference = measuring.Deviation.worst(list(_differences(dataset, model, reference, size)))
         metrics |= {names.MAX_ABS_ERROR: difference.max_abs_error, names.MAX_REL_ERROR: difference.max_rel_error}
     return latency, metrics

@@ -39,6 +39,11 @@ def logged_model_of(directory: Path) -> str:
         model_id = typed(str, typed(dict[str, object], read_yaml(path.read_bytes())).get("model_id") or "")
     except (OSError, ValueError):
         return ""  # it was saved, and not logged
+    return known_model(model_id)
+
+
+def known_model(model_id: str) -> str:
+    """The ID of a LoggedModel that this tracking server has, or else an empty one; the same for an empty one."""
     if not model_id:
         return ""
     with translated_errors("read the logged model"):
