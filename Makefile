@@ -4,7 +4,7 @@ RUN := PATH="$(CURDIR)/.venv/bin:$$PATH"
 # Files with a mark, so that no other is imported.
 MARKED = $$(grep --files-with-matches "mark\.$(1)" tests/test_*.py)
 # How long each test of a lane took goes to .durations/<lane>, the longest first. Files with the longest timeouts begin,
-# so that no worker is alone with one of them at the end.
+# so that no worker is alone with one of them at the end. Modules are compiled once, whatever the shell says.
 PYTEST = $(RUN) PYTHONDONTWRITEBYTECODE= python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations-file=.durations/$@
 # What needs PyTorch, in the environment that has it.
 TORCH_TESTS := tests/test_torch_program.py tests/test_gallery.py::test_exported_models
