@@ -146,6 +146,7 @@ def run_in_a_process(package: Path, directory: Path, how: str) -> tuple[list[int
         return json.loads(done.stdout), dict(outputs)
 
 
+@pytest.mark.nightly
 @pytest.mark.system
 def test_weights_get_them_when_a_model_is_loaded_and_activations_after_a_call(package: Path, tmp_path: Path) -> None:
     (loaded, called, again), outputs = run_in_a_process(package, tmp_path, "on")

@@ -21,14 +21,12 @@ from mlflow.entities import Run
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ansor_mlflow import names
-from ansor_mlflow.measuring import RIVALS
 from ansor_mlflow.networks.load import Network
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.tensors import random_inputs
 
 NUM_TRIALS = 12
-EVALUATED = [name for name in names.summary_metrics(RIVALS) if "torch" not in name and name != names.INSTANT_LATENCY_MS]
-"""The summary of a network that did not come from PyTorch."""
+EVALUATED = [name for name in names.summary_metrics(["onnxruntime"]) if name != names.INSTANT_LATENCY_MS]
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 
@@ -108,7 +106,7 @@ def pipeline(database: Path, s3: S3Server, small_onnx: Path, tmp_path_factory: p
         "network": small_onnx,
         "trials": NUM_TRIALS,
         "num_trials_per_round": 2,
-        "rivals": "auto",
+        "rivals": "onnxruntime",
         "register_as": "small",
         "promote": "true",
         "alias": "champion",

@@ -56,7 +56,9 @@ def test_cpu_space_is_metaschedules_with_less_unrolling(
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(("arch", "has_tensor_cores"), [("sm_60", False), ("sm_86", True)])
+@pytest.mark.parametrize(
+    ("arch", "has_tensor_cores"), [pytest.param("sm_60", False, marks=pytest.mark.nightly), ("sm_86", True)]
+)
 def test_gpu_space_is_metaschedules_without_tensor_cores_in_32_bits(
     small_lowered: LoweredNetwork, arch: str, has_tensor_cores: bool
 ) -> None:
