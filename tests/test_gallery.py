@@ -13,6 +13,8 @@ from helpers.commands import ROOT, environment, run
 from onnx import TensorProto, helper, save
 
 BENCHMARKS = ROOT / "benchmarks"
+EXPORTED = ("espcn", "unet", "yolo", "crnn")
+"""Models that need PyTorch alone."""
 
 
 def gallery(*arguments: str | Path, cwd: Path) -> tuple[int, str, dict[str, dict[str, Any]]]:
@@ -75,3 +77,14 @@ def test_names_are_unique_and_exporters_many(monkeypatch: pytest.MonkeyPatch) ->
     assert len(models) == len(gallery_models.GALLERY) >= 65
     assert {model.exporter for model in models} >= {"torch", "torch dynamo", "skl2onnx", "tf2onnx"}
     assert min(Counter(model.family for model in models).values()) >= 3
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_exported_models(tmp_path: Path) -> None:
+    """PyTorch writes them here; each gets in and equals ONNX Runtime."""
+    chosen = ",".join(EXPORTED)
+    arguments = ("--names", chosen, "--plan-s", "200")  # other tests run meanwhile
+    exit_code, said, rows = gallery(tmp_path / "models", *arguments, cwd=tmp_path)
+    assert set(rows) == set(EXPORTED), said
+    assert exit_code == 0, said
