@@ -17,7 +17,7 @@ SMOKE_TESTS := $(addprefix tests/test_,tuning.py compile.py evaluate.py flavor.p
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --upgrade pip || { rm -rf .venv; exit 1; }
 	.venv/bin/python -m pip install --quiet --no-compile --editable '.[dev]' || { rm -rf .venv; exit 1; }
-	.venv/bin/python -m compileall -qq -j 0 -x '/tests?/' .venv/lib || true  # pip would do it with one CPU
+	.venv/bin/python -m compileall -qq -j 0 -x '/tests?/' .venv/lib || true  # some are templates; pip uses one CPU
 	touch .venv
 
 # The environment of test-nightly alone: where PyTorch is installed, TVM imports it into every process, which takes two
