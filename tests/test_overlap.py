@@ -126,14 +126,14 @@ def test_an_interrupt_finishes_and_records_what_is_in_flight(
 
 
 def interrupt_twice() -> None:
-    """Sends SIGINT, and once more when Python has handled the first."""
+    """Sends SIGINT, and once more when Python has handled the first: to this thread, so that the main one sleeps on."""
     deferred = signal.getsignal(signal.SIGINT)
-    os.kill(os.getpid(), signal.SIGINT)
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
     deadline = time.monotonic() + TIMEOUT_S
     while signal.getsignal(signal.SIGINT) is deferred:
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    os.kill(os.getpid(), signal.SIGINT)
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
 
 @pytest.mark.parametrize("is_remote", [False, True])

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
 
+_LOOK_S = 0.5
 _TRIALS_PER_RELEASE = 256
 """Trials between two releases of memory, each of which takes as long as a few of them."""
 _log = logging.getLogger("ansor_mlflow")
@@ -188,7 +189,10 @@ class Tuner:
     def _next_finished(self, batches: Sequence[_Batch]) -> _Batch:
         """The batch that is measured first, the oldest of several."""
         started_s = time.monotonic()
-        wait([batch.measured for batch in batches], return_when=FIRST_COMPLETED)
+        measured = [batch.measured for batch in batches]
+        # a signal that comes just before a thread goes to sleep does not wake it: it is seen at the next look
+        while not wait(measured, timeout=_LOOK_S, return_when=FIRST_COMPLETED).done:
+            pass
         if self._runner.is_remote:
             self._ledger.durations.run_s += time.monotonic() - started_s
         return next(batch for batch in batches if batch.measured.done())
