@@ -25,11 +25,16 @@ from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.models.model import ModelInfo
 from mlflow.models.utils import ModelInputExample, _save_example
+from mlflow.tracking._model_registry import DEFAULT_AWAIT_MAX_SLEEP_SECONDS
 from mlflow.tracking.artifact_utils import _download_artifact_from_uri
 from mlflow.tracking.fluent import _last_logged_model_id
 from mlflow.utils import environment
 from mlflow.utils.file_utils import get_total_file_size
-from mlflow.utils.model_utils import _validate_and_copy_code_paths, _validate_and_prepare_target_save_path
+from mlflow.utils.model_utils import (
+    _copy_extra_files,
+    _validate_and_copy_code_paths,
+    _validate_and_prepare_target_save_path,
+)
 
 from ansor_mlflow import names
 from ansor_mlflow.device import why_not_runnable
@@ -51,6 +56,7 @@ from ansor_mlflow.model import (
 from ansor_mlflow.serving import PyfuncModel, get_signature
 from ansor_mlflow.tensors import Arrays, TensorSpec, all_sizes, random_inputs
 
+FLAVOR_NAME = names.FLAVOR_NAME
 _RUNTIME_PACKAGES = ("apache-tvm", "apache-tvm-ffi", "numpy")
 _OWN_CODE = str(Path(__file__).parent)
 _RUN_ID = re.compile("[0-9a-f]{32}")
@@ -93,6 +99,7 @@ def save_model(
     pip_requirements: list[str] | str | None = None,
     extra_pip_requirements: list[str] | str | None = None,
     metadata: dict[str, Any] | None = None,
+    extra_files: list[str] | None = None,
     validate_serving_input: bool = True,  # noqa: ARG001 - MLflow reads it
 ) -> None:
     """Saves a compiled network to a local directory.
@@ -108,6 +115,7 @@ def save_model(
         pip_requirements: Replaces the default requirements.
         extra_pip_requirements: Added to the default requirements.
         metadata: Stored in the file `MLmodel`.
+        extra_files: Paths or URIs of files to put into the model's directory `extra_files`.
         validate_serving_input: Whether MLflow calls the model with its input example once it is logged.
     """
     environment._validate_env_arguments(conda_env, pip_requirements, extra_pip_requirements)
@@ -131,7 +139,8 @@ def save_model(
         # MLflow lets the keys that are here be overridden, and no others
         model_config=asdict(LoadOptions(device=manifest.platform.name)),
     )
-    mlflow_model.add_flavor(names.FLAVOR_NAME, code=code, **manifest.to_dict())
+    copied = _copy_extra_files(extra_files, path)
+    mlflow_model.add_flavor(FLAVOR_NAME, code=code, **copied, **manifest.to_dict())
     mlflow_model.model_size_bytes = get_total_file_size(path)
     mlflow_model.save(str(directory / names.MODEL_FILE))
     parts = [part for library in manifest.libraries for part in library.parts]
@@ -163,16 +172,25 @@ def log_model(
     registered_model_name: str | None = None,
     signature: ModelSignature | None = None,
     input_example: ModelInputExample | None = None,
+    await_registration_for: int = DEFAULT_AWAIT_MAX_SLEEP_SECONDS,
     pip_requirements: list[str] | str | None = None,
     extra_pip_requirements: list[str] | str | None = None,
     metadata: dict[str, Any] | None = None,
+    extra_files: list[str] | None = None,
     name: str | None = None,
+    params: dict[str, Any] | None = None,
+    tags: dict[str, Any] | None = None,
+    model_type: str | None = None,
+    step: int = 0,
+    model_id: str | None = None,
     **kwargs: Any,
 ) -> ModelInfo:
     """Logs a compiled network as a model of the active run, and returns the metadata of the logged model.
 
-    The arguments are those of `save_model`, the model's `name` (once called `artifact_path`), a name to register it
-    under, too, and what `mlflow.models.Model.log` takes: params, tags, model_type, step, model_id and others.
+    The arguments are those of `save_model`; the model's `name` (once called `artifact_path`), `params`, `tags` and
+    `model_type`, such as "classifier"; a name to register it under, too, and how many seconds to wait for that; the
+    `step` of the run that made it; the ID of a model that `mlflow.initialize_logged_model` began; and what else
+    `mlflow.models.Model.log` takes.
     """
     members = [tvm_model] if isinstance(tvm_model, CompiledNetwork) else tvm_model
     if all(why_not_runnable(member.fingerprint) for member in members):
@@ -188,9 +206,16 @@ def log_model(
             registered_model_name=registered_model_name,
             signature=signature,
             input_example=input_example,
+            await_registration_for=await_registration_for,
             pip_requirements=pip_requirements,
             extra_pip_requirements=extra_pip_requirements,
             metadata=metadata,
+            extra_files=extra_files,
+            params=params,
+            tags=tags,
+            model_type=model_type,
+            step=step,
+            model_id=model_id,
             **kwargs,
         )
     return info

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlflow
+import mlflow.onnx
+import mlflow.pytorch
 import numpy as np
 import pandas as pd
 import pytest
@@ -107,6 +110,37 @@ def test_arguments_replace_the_defaults(compiled_network: CompiledNetwork, tmp_p
     requirements = (tmp_path / "model" / "requirements.txt").read_text().splitlines()
     assert "numpy>=1.26" in requirements
     assert not set(PINS) & set(requirements)
+
+
+@pytest.mark.parametrize("function", ["save_model", "log_model", "load_model"])
+def test_functions_have_the_arguments_that_the_flavors_of_mlflow_share(function: str) -> None:
+    ours, onnx, torch = (
+        inspect.signature(getattr(of, function)).parameters for of in (flavor, mlflow.onnx, mlflow.pytorch)
+    )
+    # the first is the model, and save_model names what else MLflow gives it
+    shared = [name for name in list(onnx)[1:] if name in torch and name != "kwargs"]
+    assert [name for name in ours if name in shared] == shared
+    assert all(ours[name].kind == onnx[name].kind for name in shared)
+    assert all(ours[name].default == onnx[name].default for name in shared)
+    assert flavor.FLAVOR_NAME == "tvm"
+
+
+def test_what_a_model_of_mlflow_is_given_reaches_ours(compiled_network: CompiledNetwork, tmp_path: Path) -> None:
+    (tmp_path / "labels.txt").write_text("cat\ndog\n")
+    begun = mlflow.initialize_logged_model(name="begun")
+    described: dict[str, Any] = {"params": {"a": "b"}, "tags": {"team": "vision"}, "model_type": "classifier"}
+    with mlflow.start_run() as run:
+        info = flavor.log_model(compiled_network, extra_files=[str(tmp_path / "labels.txt")], step=7, **described)
+        flavor.log_model(compiled_network, model_id=begun.model_id)
+    logged = mlflow.get_logged_model(info.model_id)
+    assert {name: getattr(logged, name) for name in described} == described | {"tags": logged.tags}
+    assert logged.tags["team"] == "vision"
+    outputs = {output.model_id: output.step for output in mlflow.get_run(run.info.run_id).outputs.model_outputs}
+    assert outputs == {info.model_id: 7, begun.model_id: 0}
+    assert str(mlflow.get_logged_model(begun.model_id).status) == "READY"
+    directory = Path(mlflow.artifacts.download_artifacts(info.model_uri, dst_path=str(tmp_path / "there")))
+    assert (directory / "extra_files" / "labels.txt").read_text() == "cat\ndog\n"
+    assert flavor.load_model(str(directory)).run(flavor.default_example(Manifest.read(directory).inputs))
 
 
 def test_a_file_of_a_conda_environment(compiled_network: CompiledNetwork, tmp_path: Path) -> None:
