@@ -25,7 +25,7 @@ from ansor_mlflow.parameters import CompileOptions, EvaluateOptions, TuneOptions
 from ansor_mlflow.steps.compiling import compile_network
 from ansor_mlflow.steps.evaluation import evaluate
 from ansor_mlflow.steps.tuning.tune import tune
-from ansor_mlflow.tracking.views import VIEWS, SavedView
+from ansor_mlflow.tracking.report.views import VIEWS, SavedView
 from ansor_mlflow.trials import TrialStatus
 
 PICTURES_FOR_DOCS = os.environ.get("SCREENSHOTS", "")

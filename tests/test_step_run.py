@@ -12,7 +12,7 @@ from helpers.servers import free_port
 
 from ansor_mlflow import names
 from ansor_mlflow.commands.sync import sync
-from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError, notes_of
+from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError, UserInputError, notes_of
 from ansor_mlflow.parameters import EvaluateOptions, Options, PipelineOptions, TuneOptions, load_options
 from ansor_mlflow.tracking.environment import translated_errors
 from ansor_mlflow.tracking.outbox import Message, UndeliveredError, open_outbox
@@ -39,6 +39,74 @@ def test_a_run_inside_of_an_active_run_is_its_child() -> None:
         tags = mlflow.get_run(run.run_id).data.tags
     assert tags["mlflow.parentRunId"] == parent.info.run_id
     assert (tags[names.TAG_STEP], tags["mlflow.runName"]) == ("evaluate", "inner")
+
+
+def test_what_a_user_says_of_a_run_is_what_it_is_called_and_where_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "MLFLOW_RUN_CONTEXT", '{"build": "17", "mlflow.runName": "of CI", "mlflow.note.content": "nightly"}'
+    )
+    with mlflow.start_run() as parent:
+        pass
+    experiment = f"made by {tmp_path.name}"
+    given = {
+        "run_name": "mine",
+        "tags": '{"team": "vision"}',
+        "parent_run": parent.info.run_id,
+        "experiment": experiment,
+    }
+    options = load_options(TuneOptions, given)
+    with (
+        step_run("tune", options, "tune") as run,
+        open_outbox(run.run_id, run.directory, keeps_name=run.is_named) as outbox,
+    ):
+        run.log_note("ours")
+        outbox.put(Message(tags={"mlflow.runName": "tune x", "other": "y"}))
+        with step_run("evaluate", OPTIONS, "evaluate") as inner:
+            inner.log_tags({"mlflow.runName": "evaluate x"})
+    found, below = mlflow.get_run(run.run_id), mlflow.get_run(inner.run_id)
+    tags = {"team": "vision", "build": "17", "other": "y", "mlflow.parentRunId": parent.info.run_id}
+    assert found.data.tags.items() >= {**tags, "mlflow.runName": "mine", "mlflow.note.content": "nightly"}.items()
+    assert not given.keys() & found.data.params.keys()
+    assert mlflow.get_experiment(found.info.experiment_id).name == experiment
+    assert (below.info.run_name, below.info.experiment_id) == ("evaluate x", found.info.experiment_id)
+    with step_run("tune", TuneOptions(), "tune") as run:
+        run.log_tags({"mlflow.runName": "tune x"})
+    assert mlflow.get_run(run.run_id).info.run_name == "of CI"
+    monkeypatch.delenv("MLFLOW_RUN_CONTEXT")
+    with step_run("tune", TuneOptions(run_name="later"), "tune", resume=run.run_id):
+        pass
+    with step_run("tune", TuneOptions(), "tune", resume=run.run_id) as run:
+        run.log_tags({"mlflow.runName": "tune x"})
+    assert mlflow.get_run(run.run_id).info.run_name == "later"
+
+
+@pytest.mark.parametrize("given", [None, "mine", "tune mine"])
+def test_a_name_that_mlflow_run_was_given_stays(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+    with mlflow.start_run(run_name=given) as made:
+        pass
+    monkeypatch.setenv("MLFLOW_RUN_ID", made.info.run_id)
+    with step_run("tune", TuneOptions(), "tune ours") as run:
+        run.log_tags({"mlflow.runName": "tune ours"})
+    assert run.run_id == made.info.run_id
+    assert mlflow.get_run(run.run_id).info.run_name == (given or "tune ours")
+
+
+def test_a_run_that_cannot_stand_where_it_is_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused(match: str, **given: str) -> None:
+        with pytest.raises(UserInputError, match=match), step_run("tune", load_options(TuneOptions, given), "tune"):
+            pass
+
+    with mlflow.start_run() as made:
+        refused("is active, and a new one stands below it", parent_run="0" * 32)
+    refused(f"cannot find parent_run={'0' * 32}", parent_run="0" * 32)
+    deleted = mlflow.create_experiment(f"deleted {tmp_path}")
+    mlflow.delete_experiment(deleted)
+    refused("experiments restore", experiment=deleted)
+    monkeypatch.setenv("MLFLOW_RUN_ID", made.info.run_id)
+    refused("give --experiment-name to `mlflow run`", experiment=f"another of {tmp_path.name}")
+    refused(r"tags=.*names do not begin with ansor\.", tags='{"ansor.step": "mine"}')
 
 
 @pytest.mark.parametrize("num_sizes", [2, 600, 1500])

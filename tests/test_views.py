@@ -20,9 +20,9 @@ from mlflow.entities import Run
 from ansor_mlflow import names
 from ansor_mlflow.cli.main import main
 from ansor_mlflow.parameters import EvaluateOptions
-from ansor_mlflow.tracking import views
+from ansor_mlflow.tracking.report import views
+from ansor_mlflow.tracking.report.views import VIEWS, SavedView, ensure_views
 from ansor_mlflow.tracking.run import step_run
-from ansor_mlflow.tracking.views import VIEWS, SavedView, ensure_views
 
 LEADERBOARD, CHARTS = VIEWS
 PAGE = Path(mlflow.__file__).parent / "server" / "js" / "build" / "static" / "js"

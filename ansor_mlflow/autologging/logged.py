@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlflow
 from mlflow.entities import Run
-from mlflow.utils.mlflow_tags import MLFLOW_AUTOLOGGING, MLFLOW_LOGGED_ARTIFACTS, MLFLOW_RUN_NAME
+from mlflow.utils.mlflow_tags import MLFLOW_AUTOLOGGING, MLFLOW_LOGGED_ARTIFACTS
 
 from ansor_mlflow import names, tracking
 from ansor_mlflow.autologging.call import Times, TuneCall, as_callback, make_trials, profiled
@@ -98,14 +98,14 @@ class GuestOutbox(tracking.Outbox):
     """The outbox of a user's own run: its name, and the tables that it has, stay."""
 
     def __init__(self, run: Run, directory: Path) -> None:
-        super().__init__(run.info.run_id, directory)
+        super().__init__(run.info.run_id, directory, keeps_name=True)
         self._tables = read_json(run.data.tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]"))
 
     def put(self, message: tracking.Message) -> None:
-        tags = {key: value for key, value in message.tags.items() if key != MLFLOW_RUN_NAME}
-        if MLFLOW_LOGGED_ARTIFACTS in tags:
-            tags[MLFLOW_LOGGED_ARTIFACTS] = json.dumps([*self._tables, *json.loads(tags[MLFLOW_LOGGED_ARTIFACTS])])
-        super().put(replace(message, tags=tags))
+        if new := message.tags.get(MLFLOW_LOGGED_ARTIFACTS):
+            tables = json.dumps([*self._tables, *json.loads(new)])
+            message = replace(message, tags={**message.tags, MLFLOW_LOGGED_ARTIFACTS: tables})
+        super().put(message)
 
 
 @contextlib.contextmanager

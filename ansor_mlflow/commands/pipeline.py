@@ -25,6 +25,7 @@ from ansor_mlflow.parameters import (
     Options,
     PipelineOptions,
     PromoteOptions,
+    RunOptions,
     TuneOptions,
     listed,
     load_options,
@@ -169,8 +170,9 @@ def _promote(options: PipelineOptions, version: str) -> Promotion:
 
 
 def _only(options: Options, cls: type[Options]) -> dict[str, str]:
-    """The options that another class has, too, where they differ from the defaults."""
-    return {name: text for name, text in options.changed().items() if name in cls.model_fields}
+    """The options that another class has, too, where they differ from the defaults; without those of a run alone."""
+    shared = cls.model_fields.keys() - RunOptions.model_fields.keys()
+    return {name: text for name, text in options.changed().items() if name in shared}
 
 
 def _run_here(tune_here: Callable[[], TuneResult], entry_point: str, parameters: Mapping[str, str]) -> Run:

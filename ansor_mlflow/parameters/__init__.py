@@ -52,6 +52,7 @@ from ansor_mlflow.parameters.tuning import (
     NetworkOptions,
     RecordsOptions,
     RpcOptions,
+    RunOptions,
     SearchOptions,
     TuneOptions,
 )

@@ -59,6 +59,12 @@ def _check_model(value: str) -> str:
     return value
 
 
+def _check_tags(value: dict[str, str]) -> dict[str, str]:
+    if any(name.startswith("ansor.") for name in value):
+        raise ValueError("these are ours")
+    return value
+
+
 def _check_length(value: dict[str, Any]) -> dict[str, Any]:
     if len(json.dumps(value)) > MAX_PARAM_LENGTH:
         raise ValueError("MLflow would cut it short")
@@ -88,6 +94,7 @@ InputValues = Annotated[
     AfterValidator(_check_length),
 ]
 NumberByName = Annotated[dict[str, float], BeforeValidator(_parse_json)]
+Tags = Annotated[dict[str, str], BeforeValidator(_parse_json), AfterValidator(_check_tags)]
 NonEmptyList = Annotated[tuple[NonEmpty, ...], BeforeValidator(_parse_list)]
 Rivals = (
     Literal["auto", "none"]

@@ -19,7 +19,15 @@ from ansor_mlflow.parameters.declaring import (
     Share,
     parameter,
 )
-from ansor_mlflow.parameters.tuning import LinkOptions, RecordsOptions, RpcOptions, SeedOptions, Trust, TuneOptions
+from ansor_mlflow.parameters.tuning import (
+    LinkOptions,
+    RecordsOptions,
+    RpcOptions,
+    RunOptions,
+    SeedOptions,
+    Trust,
+    TuneOptions,
+)
 
 Tolerance = Annotated[
     PositiveFloat | Auto,
@@ -58,7 +66,7 @@ class SignatureOptions(Options):
     max_library_mib: PositiveInt | None = None
 
 
-class CompileOptions(SignatureOptions, LinkOptions, RecordsOptions):
+class CompileOptions(RunOptions, SignatureOptions, LinkOptions, RecordsOptions):
     """Which records a network is compiled with, and where they may come from.
 
     Attributes:
@@ -99,7 +107,7 @@ class CheckOptions(SeedOptions):
     instant: bool = parameter(False, under="evaluate.instant")
 
 
-class EvaluateOptions(RpcOptions, LinkOptions, CheckOptions):
+class EvaluateOptions(RunOptions, RpcOptions, LinkOptions, CheckOptions):
     """Which model is checked and timed.
 
     Attributes:
@@ -123,7 +131,7 @@ class AliasOptions(Options):
     champion: str | None = None
 
 
-class PromoteOptions(AliasOptions, SeedOptions):
+class PromoteOptions(RunOptions, AliasOptions, SeedOptions):
     """Which version of a registered model is compared with its champion, and how.
 
     Attributes:

@@ -15,6 +15,7 @@ from ansor_mlflow.parameters.declaring import (
     PositiveFloat,
     PositiveInt,
     Shapes,
+    Tags,
     parameter,
 )
 from ansor_mlflow.settings import Algorithm, Dtype, Layout, Linker, LoweringSettings, Partition
@@ -35,6 +36,24 @@ Target = Annotated[
     ),
 ]
 NETWORK_RULE = "a network's name, an operator, a file or a model's URI"
+
+
+class RunOptions(Options):
+    """What a run is called, and where it stands.
+
+    Attributes:
+        run_name: Name of the run; by default it says what is done, and how.
+        tags: Tags of the run, as JSON: {"team": "vision"}; mlflow.note.content describes it, in place of our
+            description.
+        parent_run: ID of the run that it is listed below.
+        experiment: Name or ID of its experiment, which is made if there is none of that name; by default that of
+            MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID.
+    """
+
+    run_name: str = parameter("", under="run.name")
+    tags: Tags = parameter({}, "a JSON object of texts, whose names do not begin with ansor.", under="run.tags")
+    parent_run: str = parameter("", under="run.parent")
+    experiment: str = parameter("", under="run.experiment")
 
 
 class SeedOptions(Options):
@@ -246,7 +265,7 @@ class MeasureOptions(RpcOptions, LinkOptions):
     rpc_retries: int = parameter(1, under="rpc.retries", ge=0)
 
 
-class TuneOptions(MeasureOptions, SearchOptions):
+class TuneOptions(RunOptions, MeasureOptions, SearchOptions):
     """The entry point `tune`.
 
     Attributes:

@@ -20,6 +20,7 @@ import mlflow
 import tenacity
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import MachineError, RecordsError, one_line
@@ -98,8 +99,9 @@ class UndeliveredError(MachineError):
 class Outbox:
     """Delivers the messages of one run, from a thread of its own; one process is at a run. To be closed."""
 
-    def __init__(self, run_id: str, directory: Path) -> None:
+    def __init__(self, run_id: str, directory: Path, *, keeps_name: bool = False) -> None:
         self._run_id = run_id
+        self._keeps_name = keeps_name
         self._folder = directory / OUTBOX_DIR
         self._held = contextlib.ExitStack()
         self._held.enter_context(held(run_id, self._folder))
@@ -117,7 +119,9 @@ class Outbox:
         return self._num_put > 0
 
     def put(self, message: Message) -> None:
-        """Takes a message; it is on the disk when this returns."""
+        """Takes a message; it is on the disk when this returns. A name that the run's user gave it stays."""
+        if self._keeps_name:
+            message = replace(message, tags={k: text for k, text in message.tags.items() if k != MLFLOW_RUN_NAME})
         name = f"{self._num_put + 1:06d}.json"
         _write(self._folder / name, message)
         with self._changed:
@@ -183,9 +187,9 @@ class Outbox:
 
 
 @contextlib.contextmanager
-def open_outbox(run_id: str, directory: Path) -> Iterator[Outbox]:
+def open_outbox(run_id: str, directory: Path, *, keeps_name: bool = False) -> Iterator[Outbox]:
     """An outbox that is closed at the end, and given the time that a server takes to come back."""
-    outbox = Outbox(run_id, directory)
+    outbox = Outbox(run_id, directory, keeps_name=keeps_name)
     try:
         yield outbox
     except BaseException:

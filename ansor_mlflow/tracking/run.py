@@ -15,14 +15,15 @@ from typing import TypeVar
 import mlflow
 import pydantic_core
 from mlflow.entities import Param, Run, RunTag
-from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_PROJECT_ENTRY_POINT
+from mlflow.utils.mlflow_tags import MLFLOW_PROJECT_ENTRY_POINT, MLFLOW_RUN_NAME
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError, add_note, one_line, only_warn
 from ansor_mlflow.files import path_below, translated_disk_errors, write_text
 from ansor_mlflow.foreign import read_json, typed, without_credentials
-from ansor_mlflow.parameters import MAX_PARAM_LENGTH, Options, as_text, why_gone
+from ansor_mlflow.parameters import MAX_PARAM_LENGTH, Options, RunOptions, as_text, why_gone
 from ansor_mlflow.tracking.environment import translated_errors
+from ansor_mlflow.tracking.identity import identity_of, is_of_user
 from ansor_mlflow.tracking.killed import (
     WORK_ROOT,
     end_killed_steps,
@@ -35,7 +36,7 @@ from ansor_mlflow.tracking.killed import (
 from ansor_mlflow.tracking.outbox import Message, UndeliveredError, forget_end, leave_message, rounded
 from ansor_mlflow.tracking.report.note import resuming_lines
 from ansor_mlflow.tracking.report.pages import run_address, server_command
-from ansor_mlflow.tracking.views import ensure_views
+from ansor_mlflow.tracking.report.views import ensure_views
 
 T = TypeVar("T")
 _log = logging.getLogger("ansor_mlflow")
@@ -57,6 +58,7 @@ class StepRun:
 
     run_id: str
     directory: Path  # scratch directory of the run; removed at the end, unless the step fails with records in it
+    is_named: bool = False  # whether its user named it; no step does then
     tuning: str = ""  # ID of the tuning run that can go on when the step is done again; empty where none has records
 
     @property
@@ -75,7 +77,11 @@ class StepRun:
         """
         with translated_errors("log params"):
             logged, params = mlflow.get_run(self.run_id).data.params, []
-            texts = {name: without_credentials(as_text(value)) for name, value in options}
+            texts = {
+                name: without_credentials(as_text(value))
+                for name, value in options
+                if name not in RunOptions.model_fields  # the run shows them itself
+            }
             if any(len(text) >= MAX_PARAM_LENGTH for text in texts.values()):
                 mlflow.MlflowClient().log_text(self.run_id, json.dumps(texts), names.PARAMS_FILE)
             for name, text in texts.items():
@@ -93,6 +99,8 @@ class StepRun:
                 client.delete_tag(self.run_id, tag)
 
     def log_tags(self, tags: Mapping[str, str]) -> None:
+        """Sets tags; that with the name only where the run's user did not name it."""
+        tags = {name: text for name, text in tags.items() if not (self.is_named and name == MLFLOW_RUN_NAME)}
         with translated_errors("set tags"):
             safe = [RunTag(name, without_credentials(value)) for name, value in tags.items()]
             mlflow.MlflowClient().log_batch(self.run_id, tags=safe)
@@ -129,7 +137,7 @@ class StepRun:
 @contextlib.contextmanager
 def step_run(step: str, options: Options, run_name: str, *, resume: str = "") -> Iterator[StepRun]:
     """Opens the run of a step: the one that `mlflow run` made for this process, a new one, nested in an active run, or
-    one that ended and goes on (`resume`), whose name and params stay.
+    one that ended and goes on (`resume`), whose params stay. A name that its user gave it stays, too.
 
     On success the run ends FINISHED. On an error it ends FAILED with the message as tag `ansor.error`, on Ctrl-C
     KILLED; the error goes on to the caller, with a note that says which run it was and which command goes on. The
@@ -142,11 +150,15 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
             pass
     with translated_errors("start a run"):
         active = mlflow.active_run()
-        info = mlflow.start_run(resume or None, run_name=run_name, nested=active is not None).info
-        is_child = active is not None or (
-            bool(made_for_this) and MLFLOW_PARENT_RUN_ID in mlflow.get_run(made_for_this).data.tags
-        )
-    run = StepRun(info.run_id, work_directory(info.run_id))
+        identity = identity_of(options, step, resume, made_for_this, active)
+        info = mlflow.start_run(
+            resume or None,
+            experiment_id=identity.experiment_id,
+            run_name=identity.name or run_name,
+            nested=active is not None,
+            tags=identity.tags,
+        ).info
+    run, is_child = StepRun(info.run_id, work_directory(info.run_id), bool(identity.name)), identity.is_child
     outer = _open_runs.get(active.info.run_id) if active else None
 
     def describe(err: BaseException) -> str:
@@ -171,11 +183,9 @@ def step_run(step: str, options: Options, run_name: str, *, resume: str = "") ->
                     forget_end(run.directory)
                     run.forget_failure()
                     if made_for_this not in ("", resume):
-                        name = f"{step}: goes on in {resume}"
-                        tags = {names.TAG_STEP: step, names.TAG_TUNE_RUN: resume, "mlflow.runName": name}
-                        StepRun(made_for_this, WORK_ROOT).log_tags(tags)
+                        _tell_where_it_goes_on(made_for_this, step, resume)
                 else:
-                    run.log_tags({names.TAG_STEP: step, "mlflow.runName": run_name})
+                    run.log_tags({names.TAG_STEP: step, MLFLOW_RUN_NAME: run_name})
                     run.log_options(options)
                 yield run
         except BaseException as err:
@@ -206,6 +216,14 @@ def _named_in_errors(run: StepRun, outer: StepRun | None, describe: Callable[[Ba
         raise
     finally:
         del _open_runs[run.run_id]
+
+
+def _tell_where_it_goes_on(made_for_this: str, step: str, resume: str) -> None:
+    """Says in the run that `mlflow run` made which older one is used in its place."""
+    with translated_errors("start a run"):
+        is_named = is_of_user(mlflow.get_run(made_for_this).info.run_name)
+    tags = {names.TAG_STEP: step, names.TAG_TUNE_RUN: resume, MLFLOW_RUN_NAME: f"{step}: goes on in {resume}"}
+    StepRun(made_for_this, WORK_ROOT, is_named).log_tags(tags)
 
 
 def _end_failed(run: StepRun, err: BaseException) -> None:

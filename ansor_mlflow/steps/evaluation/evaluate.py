@@ -140,15 +140,14 @@ def _describe(run: tracking.StepRun, options: EvaluateOptions, bench: Bench) -> 
 
 def _repeat_tuning(tuning: Run, run: tracking.StepRun, title: str) -> None:
     """Says in a run what the tuning of its model had, so that it stands for both."""
-    tags = {names.TAG_TUNE_RUN: tuning.info.run_id}
+    run.log_tags({names.TAG_TUNE_RUN: tuning.info.run_id})
     tuned = (tuning.info.run_name or "").removeprefix("tune ")
     if tuned.startswith(f"{title} · "):
-        tags["mlflow.runName"] = f"evaluate {tuned}"
+        run.log_tags({"mlflow.runName": f"evaluate {tuned}"})
     metrics, params = tuning.data.metrics, tracking.params_used(tuning, TuneOptions)
     message = tracking.Message(
         metrics={name: metrics[name] for name in names.TUNING_METRICS if name in metrics},
         params={name: params[name] for name in names.SEARCH_PARAMS if name in params},
-        tags=tags,
     )
     with tracking.translated_errors("log what the tuning had"):
         message.deliver(run.run_id, run.directory)

@@ -55,7 +55,7 @@ def tune(options: TuneOptions, observers: Sequence[TuningObserver] = (), work: T
     work = work or prepare_tuning(resolved_options(options))
     with (
         tracking.step_run("tune", options, f"tune {work.options.network}", resume=options.resume_run) as run,
-        tracking.open_outbox(run.run_id, run.directory) as outbox,
+        tracking.open_outbox(run.run_id, run.directory, keeps_name=run.is_named) as outbox,
         _log_file(run.directory / names.LOG_FILE),
     ):
         try:

@@ -11,7 +11,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 from ansor_mlflow import names
 from ansor_mlflow.foreign import for_shell, without_credentials
 from ansor_mlflow.measuring import KernelTimes
-from ansor_mlflow.parameters import CheckOptions, Options, TuneOptions
+from ansor_mlflow.parameters import CheckOptions, Options, RunOptions, TuneOptions
 from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.tracking.report.pages import count, kernel_rows, result_rows, summary_rows
 from ansor_mlflow.trials import STOP_REASONS
@@ -51,7 +51,9 @@ def resuming_lines(entry_point: str, options: Options, tuning: str, experiment_i
 
 
 def _command_lines(entry_point: str, parameters: Mapping[str, str], experiment: str = "") -> tuple[str, str]:
-    quoted = {name: for_shell(text, name.upper()) for name, text in parameters.items()}
+    quoted = {
+        name: for_shell(text, name.upper()) for name, text in parameters.items() if name not in RunOptions.model_fields
+    }
     entry = "" if entry_point == "main" else f" -e {entry_point}"
     pairs = "".join(f" -P {name}={text}" for name, text in quoted.items())
     flags = "".join(f" --{name.replace('_', '-')} {text}" for name, text in quoted.items())
