@@ -47,7 +47,7 @@ def trials_with(status: TrialStatus) -> str:
 
 TUNING_METRICS = (BEST_LATENCY_MS, CONFIRMED_LATENCY_MS, OPTIMISM, TRIALS_MEASURED, TRIALS_PER_MINUTE)
 """What the run that evaluates a tuned model, and the pipeline's parent, repeat of the tuning run."""
-SEARCH_PARAMS = ("strategy", "cost_model")
+SEARCH_PARAMS = ("space", "strategy", "cost_model", "algorithm", "dtype", "seed")
 """Params that are repeated, too; the tuning run's name says those that differ from the default."""
 
 WARM_START_APPLIED = "warm_start/applied"  # records of this device that a tuning began with

@@ -226,7 +226,7 @@ def test_each_entry_point_is_logged_once_and_as_our_own_tuner_logs(
     assert run.data.tags[names.TAG_STOP_REASON] == "trials"
     assert run.data.tags["mlflow.autologging"] == "ansor_mlflow"
     title = "main" if len(tasks) == 1 else "2 tasks"
-    assert re.fullmatch(rf"tune {title} · llvm ×\d+ · 4 trials", str(run.info.run_name))
+    assert re.fullmatch(rf"tune {title} · 4 trials · llvm ×\d+", str(run.info.run_name))
     expected = {"num_tasks": str(len(tasks)), "num_trials": "4", "trials": "4", "num_trials_per_round": "2"}
     assert expected.items() <= run.data.params.items()
 
@@ -489,7 +489,7 @@ def test_a_run_says_the_threads_that_the_runner_has(
     monkeypatch.setenv("TVM_NUM_THREADS", "2")
     tune_tir(tmp_path / "work", runner=runner, max_trials_global=2)
     run = the_run(new_experiment)
-    assert str(run.info.run_name) == "tune main · llvm ×1 · 2 trials"
+    assert str(run.info.run_name) == "tune main · 2 trials · llvm ×1"
     assert run.data.tags[names.TAG_NUM_THREADS] == "1"
     assert read_json(run, names.ENVIRONMENT_FILE)["num_threads"] == 1
     assert read_provenance(fetch(run, names.RECORDS_DIR)).num_threads == 1

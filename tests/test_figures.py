@@ -74,7 +74,7 @@ def test_convergence_shows_the_network_and_every_task(history: TuningHistory) ->
         second.get_xydata() if second.get_label() == "task0" else first.get_xydata(), [(1, 4), (2, 2), (5, 1), (6, 1)]
     )
     assert set(legend_texts(figure)) == {"a valid trial", "task0", "task1"}
-    assert figure.get_suptitle() == "resnet · llvm znver4 ×2 · 6 trials"
+    assert figure.get_suptitle() == "resnet · 6 trials · llvm znver4 ×2"
 
 
 def test_the_share_before_is_that_of_first_measurements(history: TuningHistory) -> None:

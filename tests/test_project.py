@@ -22,7 +22,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ansor_mlflow import names
 from ansor_mlflow.networks.load import Network
-from ansor_mlflow.parameters import TuneOptions
+from ansor_mlflow.parameters import RunOptions, TuneOptions
 from ansor_mlflow.tensors import random_inputs
 
 NUM_TRIALS = 12
@@ -127,7 +127,7 @@ def test_every_run_is_finished_and_says_what_it_is(pipeline: Pipeline) -> None:
         assert run.data.tags[names.TAG_TARGET].startswith("llvm ")
         assert names.TAG_ERROR not in run.data.tags
     target = pipeline.tune.data.tags[names.TAG_TARGET]
-    title = f"small · {target} · {NUM_TRIALS} trials · strategy random"
+    title = f"small · {NUM_TRIALS} trials · strategy random · {target}"
     assert [run.info.run_name for run in pipeline.runs] == [
         title,
         f"tune {title}",
@@ -139,7 +139,7 @@ def test_every_run_is_finished_and_says_what_it_is(pipeline: Pipeline) -> None:
 
 def test_params_are_those_of_the_entry_point(pipeline: Pipeline) -> None:
     params = pipeline.tune.data.params
-    assert set(TuneOptions.model_fields) <= set(params)
+    assert set(TuneOptions.model_fields) - set(RunOptions.model_fields) <= set(params)
     assert (params["trials"], params["strategy"], params["num_trials_per_round"]) == (str(NUM_TRIALS), "random", "2")
     assert params["num_trials"] == str(NUM_TRIALS)
     assert int(params["num_tasks"]) > 1

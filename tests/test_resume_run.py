@@ -54,7 +54,7 @@ def test_a_finished_run_goes_on_with_more_trials(
     assert after.data.params == before.data.params
     assert names.TAG_ERROR not in after.data.tags
     assert after.data.tags[names.TAG_NUM_TRIALS] == "20"
-    assert after.data.tags["mlflow.runName"].endswith(" · 20 trials · strategy random · cost model none")
+    assert after.data.tags["mlflow.runName"].startswith("tune small · 20 trials · strategy random · cost model none · ")
     history = mlflow.MlflowClient().get_metric_history(tuned, names.TRIALS_MEASURED)
     steps = [metric.step for metric in history]
     assert steps == sorted(set(steps))

@@ -101,19 +101,6 @@ def test_views_of_others_are_left_alone(new_experiment: str) -> None:
     assert {view.tag for view in VIEWS} <= tags.keys()
 
 
-@pytest.mark.parametrize("version", ["3.16.4", "3.18.0", "3.18.0rc1", "4.0.0"])
-def test_an_unknown_version_of_mlflow_gets_a_warning_and_no_views(
-    new_experiment: str, version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(mlflow, "__version__", version)
-    with caplog.at_level(logging.WARNING, "ansor_mlflow"):
-        open_a_run()
-        open_a_run()
-    (message,) = [record.getMessage() for record in caplog.records if record.name == "ansor_mlflow"]
-    assert message == (f"the experiment {new_experiment} gets no saved views: this is MLflow {version}, not 3.17.x")
-    assert tags_of(new_experiment) == {}
-
-
 @pytest.mark.usefixtures("experiment_id")
 def test_a_failure_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "ansor_mlflow"):

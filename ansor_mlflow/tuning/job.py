@@ -113,13 +113,15 @@ def tune_job(
             runner=runner,
             observers=observers,
         )
-        changed = {name: text for name, text in search.changed().items() if name in names.SEARCH_PARAMS}
+        changed = search.changed()
         plan = TuningPlan(
             network=job.network,
             target=job.device.description,
             tasks=tuple(task.info for task in job.lowered.tasks),
             num_trials=num_trials,
-            search=" · ".join(f"{name.replace('_', ' ')} {text}" for name, text in changed.items()),
+            search=" · ".join(
+                f"{name.replace('_', ' ')} {text}" for name in names.SEARCH_PARAMS if (text := changed.get(name))
+            ),
         )
         try:
             result = tuner.tune(plan)

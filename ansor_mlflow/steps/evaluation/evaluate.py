@@ -117,13 +117,15 @@ def _evaluate(
 def _describe(run: tracking.StepRun, options: EvaluateOptions, bench: Bench) -> dict[str, str]:
     """Names and tags the run, and returns the tags that the model has, too."""
     device = bench.entry.fingerprint.description
-    title = f"{bench.manifest.network} · {device}"
+    title = bench.manifest.network, device
     described = {
         names.TAG_NETWORK: bench.manifest.network,
         names.TAG_TARGET: device,
         names.TAG_NUM_THREADS: str(bench.num_threads),
     }
-    run.log_tags({**described, names.TAG_MODEL_URI: options.model_uri, "mlflow.runName": f"evaluate {title}"})
+    run.log_tags(
+        {**described, names.TAG_MODEL_URI: options.model_uri, "mlflow.runName": f"evaluate {' · '.join(title)}"}
+    )
     described[names.TAG_DTYPE] = LoweringSettings.among(bench.entry.provenance).dtype
     if run_id := bench.entry.provenance.get("tune_run"):
         try:
@@ -138,11 +140,11 @@ def _describe(run: tracking.StepRun, options: EvaluateOptions, bench: Bench) -> 
     return described
 
 
-def _repeat_tuning(tuning: Run, run: tracking.StepRun, title: str) -> None:
+def _repeat_tuning(tuning: Run, run: tracking.StepRun, title: tuple[str, str]) -> None:
     """Says in a run what the tuning of its model had, so that it stands for both."""
     run.log_tags({names.TAG_TUNE_RUN: tuning.info.run_id})
     tuned = (tuning.info.run_name or "").removeprefix("tune ")
-    if tuned.startswith(f"{title} · "):
+    if tuned.startswith(f"{title[0]} · ") and tuned.endswith(f" · {title[1]}"):  # the model has no library beside it
         run.log_tags({"mlflow.runName": f"evaluate {tuned}"})
     metrics, params = tuning.data.metrics, tracking.params_used(tuning, TuneOptions)
     message = tracking.Message(

@@ -77,10 +77,12 @@ class TuningHistory:
 
     @property
     def title(self) -> str:
-        """Network, device, budget, and what differs from the default in how it is searched."""
+        """Network, budget, what differs from the default in how it is searched, and the device, which is often the
+        same for all.
+        """
         if self.plan is None:
             return ""
-        parts = (self.plan.network, self.plan.target, f"{self.plan.num_trials} trials", self.plan.search)
+        parts = (self.plan.network, f"{self.plan.num_trials} trials", self.plan.search, self.plan.target)
         return " · ".join(filter(None, parts))
 
     @property

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 import time
 import zlib
 from collections.abc import Iterator, Mapping
@@ -21,9 +20,7 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import only_warn
 from ansor_mlflow.trials import TrialStatus
 
-_MLFLOW_SERIES = "3.17."  # MLflow's versions that the format was checked for
 _RUN_NAME, _RUN_NAME_WIDTH = "attributes.`Run Name`", 279
-_log = logging.getLogger("ansor_mlflow")
 _seen: set[tuple[str, str]] = set()
 """Tracking URI and experiment ID of every experiment that this process has looked at."""
 
@@ -49,11 +46,7 @@ def ensure_views(experiment_id: str) -> None:
     if place in _seen:
         return
     _seen.add(place)
-    what = f"the experiment {experiment_id} gets no saved views"
-    if not mlflow.__version__.startswith(_MLFLOW_SERIES):
-        _log.warning("%s: this is MLflow %s, not %sx", what, mlflow.__version__, _MLFLOW_SERIES)
-        return
-    with only_warn(what):
+    with only_warn(f"the experiment {experiment_id} gets no saved views"):
         client = mlflow.MlflowClient()
         tags = client.get_experiment(experiment_id).tags
         for view in VIEWS if not any(view.tag in tags for view in VIEWS) else ():
