@@ -162,7 +162,10 @@ TAG_PROMOTION_UNRELIABLE = "ansor.promotion_unreliable"
 """Why the times of a promotion cannot be trusted; absent where they can."""
 TAG_PROMOTION_ALIASES = "ansor.promotion_aliases"
 TAG_DRY_RUN = "ansor.dry_run"
-MOVES_PREFIX = "ansor.moves."  # tag of a registered model, before an alias: the promotions that moved it
+MOVES_PREFIX = "mlflow.ansor.moves."
+"""Tag of a registered model, before an alias: the promotions that moved it. MLflow's pages hide tags that begin with
+"mlflow."."""
+OLD_MOVES_PREFIX = "ansor.moves."  # what it was called once; read, and replaced when the alias moves
 TAG_MOVING = "ansor.moving"
 """Tag of a registered model: what a promotion or a rollback is about to do to aliases, until it has done it."""
 

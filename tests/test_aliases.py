@@ -149,6 +149,19 @@ def test_a_noted_move_from_a_version_to_itself_is_none(client: mlflow.MlflowClie
     assert registry.aliases_of(NAME) == {CHAMPION: "1"}
 
 
+def test_moves_that_an_earlier_version_of_this_package_noted_are_known(client: mlflow.MlflowClient) -> None:
+    promote("1", CHAMPION)
+    promote("2", CHAMPION)
+    key, old = f"{names.MOVES_PREFIX}{CHAMPION}", f"ansor.moves.{CHAMPION}"
+    client.set_registered_model_tag(NAME, old, client.get_registered_model(NAME).tags[key])
+    client.delete_registered_model_tag(NAME, key)
+    promote("3", CHAMPION)
+    assert old not in client.get_registered_model(NAME).tags
+    for version in ("2", "1"):
+        registry.undo_moves(NAME, CHAMPION)
+        assert registry.aliases_of(NAME) == {CHAMPION: version}
+
+
 def test_the_memory_of_an_alias_has_an_end(client: mlflow.MlflowClient) -> None:
     key = f"{names.MOVES_PREFIX}{CHAMPION}"
     moves = [registry.Move("1", "2", f"{turn:032x}") for turn in range(50)]

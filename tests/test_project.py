@@ -280,8 +280,10 @@ def test_credentials_are_nowhere(pipeline: Pipeline) -> None:
 
 def test_the_registered_version_carries_the_evidence(pipeline: Pipeline) -> None:
     version = pipeline.store.client.get_model_version("small", "1")
-    assert {*EVALUATED, names.TAG_NETWORK, names.TAG_TARGET, names.TAG_NUM_THREADS} <= set(version.tags)
-    assert version.tags[names.TAG_BEST_RIVAL] == pipeline.parent.data.tags[names.TAG_BEST_RIVAL]
+    of_promotion = {names.TAG_PROMOTION, names.TAG_PROMOTION_RUN}
+    assert set(version.tags) == {names.LATENCY_MS, names.TAG_NETWORK, names.TAG_TARGET, *of_promotion}
+    note = pipeline.parent.data.tags["mlflow.note.content"]
+    assert version.description == pipeline.store.client.get_registered_model("small").description == note
     latency_ms = pipeline.parent.data.metrics[names.LATENCY_MS]
     assert float(version.tags[names.LATENCY_MS]) == pytest.approx(latency_ms, rel=1e-4)
     assert pipeline.parent.data.tags[names.TAG_MODEL_URI] == pipeline.compile.data.tags[names.TAG_MODEL_URI]

@@ -144,11 +144,12 @@ def run_pipeline(
         run.log_tags(found)
         tags |= found
         told = {**tuned.data.tags, **tags, names.TAG_MODEL_URI: model_uri}
-        run.log_note(tracking.pipeline_note(tags[names.TAG_NETWORK], commands, told, metrics))
-        version = None
-        if options.register_as:
-            evidence = {name: f"{metrics[name]:.6g}" for name in names.summary_metrics(RIVALS) if name in metrics}
-            version = tracking.register(model_uri, options.register_as, {**evidence, **tags})
+        note = tracking.pipeline_note(tags[names.TAG_NETWORK], commands, told, metrics)
+        run.log_note(note)
+        # few, so that the page shows them beside the description, which has the rest
+        evidence = {name: tags[name] for name in (names.TAG_NETWORK, names.TAG_TARGET)}
+        evidence[names.LATENCY_MS] = f"{metrics[names.LATENCY_MS]:.5g}"
+        version = tracking.register(model_uri, options.register_as, evidence, note) if options.register_as else None
         promotion = _promote(options, version) if options.promote and version else None
         return PipelineResult(
             run_id=run.run_id,

@@ -11,9 +11,11 @@ import mlflow
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import MachineError, UndecidedError, UserInputError
+from ansor_mlflow.foreign import without_credentials
 from ansor_mlflow.tracking.environment import translated_errors
 
 _MAX_MOVES = 50  # moves of an alias that are remembered; the tag of a registered model has 5000 characters
+_MAX_CHARS = 5000  # length of a description that MLflow's tables have room for
 _UNDO = "undo"
 _MOVE = re.compile(r"(?P<before>\d*)>(?P<after>\d+)@(?P<run_id>\w+)")
 _log = logging.getLogger("ansor_mlflow")
@@ -30,10 +32,18 @@ class Move(NamedTuple):
         return f"{self.before}>{self.after}@{self.run_id}"
 
 
-def register(model_uri: str, name: str, tags: Mapping[str, str]) -> str:
-    """Registers a logged model under a name, with tags of the new version, whose number is returned."""
+def register(model_uri: str, name: str, tags: Mapping[str, str], description: str) -> str:
+    """Registers a logged model under a name, with tags and a description of the new version, whose number is returned.
+
+    A registered model without a description gets that of its first version: what a person sees in the list.
+    """
     with translated_errors(f"register the model as {name}"):
-        return str(mlflow.register_model(model_uri, name, tags=dict(tags)).version)
+        client, safe = mlflow.MlflowClient(), without_credentials(description)[:_MAX_CHARS]
+        version = str(mlflow.register_model(model_uri, name, tags=dict(tags)).version)
+        client.update_model_version(name, version, safe)
+        if not client.get_registered_model(name).description:
+            client.update_registered_model(name, safe)
+        return version
 
 
 def find_version(name: str, given: str) -> str:
@@ -191,15 +201,18 @@ def _tags(name: str) -> dict[str, str]:
 def _moves(name: str, aliases: Iterable[str]) -> dict[str, list[Move]]:
     """The moves of aliases that are remembered. A tag may hold some from a version to itself, which are none."""
     tags = _tags(name)
-    texts = {alias: tags.get(f"{names.MOVES_PREFIX}{alias}", "") for alias in aliases}
+    old = {alias: tags.get(f"{names.OLD_MOVES_PREFIX}{alias}", "") for alias in aliases}
+    texts = {alias: tags.get(f"{names.MOVES_PREFIX}{alias}", old[alias]) for alias in old}
     moves = {alias: [Move(**match.groupdict()) for match in _MOVE.finditer(text)] for alias, text in texts.items()}
     return {alias: [move for move in found if move.before != move.after] for alias, found in moves.items()}
 
 
 def _remember(name: str, alias: str, moves: list[Move]) -> None:
-    key = f"{names.MOVES_PREFIX}{alias}"
+    key, old = f"{names.MOVES_PREFIX}{alias}", f"{names.OLD_MOVES_PREFIX}{alias}"
     client = mlflow.MlflowClient()
     if moves:
         client.set_registered_model_tag(name, key, " ".join(map(str, moves[-_MAX_MOVES:])))
-    else:
+    if old in _tags(name):  # not before the new one is there, and before there is none at all
+        client.delete_registered_model_tag(name, old)
+    if not moves:
         client.delete_registered_model_tag(name, key)

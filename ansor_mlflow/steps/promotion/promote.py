@@ -196,9 +196,8 @@ def _carry_out(promotion: Promotion) -> Promotion:
             tracking.move_aliases(promotion.model, promotion.candidate, promotion.aliases, promotion.run_id)
         except UndecidedError as err:
             promotion = replace(promotion, outcome=PromotionOutcome.OVERTAKEN, reason=str(err))
-    of_contest = (names.TAG_PROMOTION_RATIO, names.TAG_PROMOTION_CHAMPION, names.TAG_PROMOTION_UNRELIABLE)
-    without_contest = dict.fromkeys(of_contest, "")
-    tags = {**without_contest, **promotion.tags(), names.TAG_PROMOTION_RUN: promotion.run_id}
+    # the run has the rest
+    tags = {names.TAG_PROMOTION: promotion.outcome.value, names.TAG_PROMOTION_RUN: promotion.run_id}
     tracking.tag_version(promotion.model, promotion.candidate, tags)
     return promotion
 
@@ -257,11 +256,12 @@ def roll_back(options: PromoteOptions) -> Rollback:
         aliases = {alias: (move.after, move.before) for alias, move in moves.items()}
         tags = {names.TAG_PROMOTION: _ROLLED_BACK, names.TAG_PROMOTION_ALIASES: " ".join(aliases)}
         run.log_tags({**tags, "mlflow.runName": f"promote {options.model} · {_ROLLED_BACK}"})
+        of_version = {names.TAG_PROMOTION: _ROLLED_BACK, names.TAG_PROMOTION_RUN: run.run_id}
         for version in {before for before, _ in aliases.values()}:
-            tracking.tag_version(options.model, version, {**tags, names.TAG_PROMOTION_RUN: run.run_id})
+            tracking.tag_version(options.model, version, of_version)
         for version in {now for _, now in aliases.values() if now}:
             if (
                 tracking.tags_of_version(options.model, version).get(names.TAG_PROMOTION) == _ROLLED_BACK
             ):  # an earlier one
-                tracking.tag_version(options.model, version, dict.fromkeys([*tags, names.TAG_PROMOTION_RUN], ""))
+                tracking.tag_version(options.model, version, dict.fromkeys(of_version, ""))
         return Rollback(run_id=run.run_id, model=options.model, aliases=aliases)

@@ -105,7 +105,9 @@ def evaluation_note(
 
 def _figures(metrics: Mapping[str, float], tags: Mapping[str, str]) -> list[tuple[str, str]]:
     best = tags.get(names.TAG_BEST_RIVAL)
-    return [*summary_rows(metrics), *([("best of them", best)] if best else [])]
+    unreliable = tags.get(names.TAG_UNRELIABLE)
+    rows = [("not to be trusted", unreliable)] if unreliable else []
+    return [*rows, *summary_rows(metrics), *([("best of them", best)] if best else [])]
 
 
 def _items(rows: Sequence[tuple[str, str]]) -> list[str]:
