@@ -104,9 +104,10 @@ def test_outputs_are_checked_on_all_rows_of_the_user(
     monkeypatch.chdir(tmp_path)
     rows = np.ones((5, 3), np.float32)
     np.save("rows.npy", rows)
-    metrics = am.evaluate(
-        model_uri=str(right_for_small_values), data="rows.npy", turns=1, measure_s=0.1, rivals="none"
-    ).metrics
+    result = am.evaluate(model_uri=str(right_for_small_values), data="rows.npy", turns=1, measure_s=0.1, rivals="none")
+    (given,) = mlflow.get_run(result.run_id).inputs.dataset_inputs
+    assert given.dataset.name == "rows.npy"
+    metrics = result.metrics
     assert metrics[names.MAX_REL_ERROR] == 0
     assert metrics[names.LATENCY_MS] > 0
     rows[4] = 50

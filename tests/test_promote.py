@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -363,7 +364,12 @@ def test_outputs_are_checked_on_the_data_of_the_user(
     monkeypatch.setattr(checking, "reference_inference", reference_inference)
     mine = np.random.default_rng(5).standard_normal((2, 3, 16, 16)).astype(np.float32)
     np.savez(tmp_path / "mine.npz", data=mine)
-    assert decide(FAST, data=str(tmp_path / "mine.npz"), dry_run=True).is_won
+    promotion = decide(FAST, data=str(tmp_path / "mine.npz"), dry_run=True)
+    assert promotion.is_won
+    (given,) = mlflow.get_run(promotion.run_id).inputs.dataset_inputs
+    assert (given.dataset.name, given.tags[0].value) == ("mine.npz", "evaluation")
+    assert given.dataset.digest == hashlib.sha256((tmp_path / "mine.npz").read_bytes()).hexdigest()[:8]
+    assert json.loads(given.dataset.schema)["mlflow_tensorspec"]["features"]
     np.testing.assert_array_equal(np.concatenate(examples), mine)
 
 

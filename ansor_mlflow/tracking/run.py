@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
 import shlex
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +16,15 @@ from typing import TypeVar
 
 import mlflow
 import pydantic_core
-from mlflow.entities import Param, Run, RunTag
-from mlflow.utils.mlflow_tags import MLFLOW_PROJECT_ENTRY_POINT, MLFLOW_RUN_NAME
+from mlflow.entities import DatasetInput, InputTag, Param, Run, RunTag
+from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_PROJECT_ENTRY_POINT, MLFLOW_RUN_NAME
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError, add_note, one_line, only_warn
 from ansor_mlflow.files import path_below, translated_disk_errors, write_text
 from ansor_mlflow.foreign import read_json, typed, without_credentials
 from ansor_mlflow.parameters import MAX_PARAM_LENGTH, Options, RunOptions, as_text, why_gone
+from ansor_mlflow.tensors import Arrays
 from ansor_mlflow.tracking.environment import translated_errors
 from ansor_mlflow.tracking.identity import identity_of, is_of_user
 from ansor_mlflow.tracking.killed import (
@@ -40,6 +43,7 @@ from ansor_mlflow.tracking.report.views import ensure_views
 
 T = TypeVar("T")
 _log = logging.getLogger("ansor_mlflow")
+_DIGEST_CHARS = 8  # as of the digests that MLflow makes
 _PROJECT_RUN_VARIABLE = "MLFLOW_RUN_ID"
 _open_runs: dict[str, StepRun] = {}  # those of this process, by their IDs
 
@@ -104,6 +108,23 @@ class StepRun:
         with translated_errors("set tags"):
             safe = [RunTag(name, without_credentials(value)) for name, value in tags.items()]
             mlflow.MlflowClient().log_batch(self.run_id, tags=safe)
+
+    def log_data(self, path: str, example: Arrays) -> None:
+        """Says on which file's inputs a model is checked: its name, its digest, and what a call takes of it; nothing
+        where inputs are seeded (an empty path).
+        """
+        if not path:
+            return
+        from mlflow.data.numpy_dataset import from_numpy
+
+        with translated_errors("log the data set"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The specified dataset source can be")  # there are two names for one kind
+            with Path(path).open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()[:_DIGEST_CHARS]
+            dataset = from_numpy(dict(example), source=path, name=Path(path).name, digest=digest)
+            tags = [InputTag(MLFLOW_DATASET_CONTEXT, "evaluation")]
+            given = DatasetInput(dataset._to_mlflow_entity(), tags)
+            mlflow.MlflowClient().log_inputs(self.run_id, datasets=[given])
 
     def log_unreliable(self, reason: str) -> None:
         """Warns that what was measured cannot be trusted, and tags the run; an empty reason does nothing."""

@@ -83,6 +83,7 @@ def _evaluate(
     described = _describe(run, options, bench)
     sizes = all_sizes(manifest)
     examples = measuring.choose_examples(options.data, sizes, options.seed, bench.network)
+    run.log_data(options.data, examples[0])
     expected = bench.expected(examples)
     tolerance = measuring.tolerance_for(options.tolerance, bench.network, LoweringSettings.among(provenance).dtype)
     metrics = _check(bench, examples, expected, tolerance, run)

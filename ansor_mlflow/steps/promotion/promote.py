@@ -74,6 +74,9 @@ def _promote(options: PromoteOptions, version: str, run: tracking.StepRun) -> Pr
         dry_run=options.dry_run,
         confidence=options.confidence,
     )
+    if options.data:
+        examples = measuring.choose_examples(options.data, all_sizes(candidate.manifest), options.seed)
+        run.log_data(options.data, examples[0])
     promotion = _decide(options, candidate, decided, seen, run.directory)
     run.log_unreliable(promotion.unreliable)
     _log_evidence(promotion, device, options, run)  # before an alias moves, so that none does without
