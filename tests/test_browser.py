@@ -151,20 +151,18 @@ def test_the_leaderboard_has_a_row_for_each_pipeline_and_evaluation(experiment: 
     with pages.open(experiment.view(LEADERBOARD, "TABLE")) as page:
         expect(page.get_by_test_id("saved-views-trigger")).to_have_text("Leaderboard")
         expect(page.get_by_text(f"{len(runs)} matching runs")).to_be_visible()
-        target = page.locator(f'.ag-row[row-id="{runs[0].info.run_id}"] [col-id="tags.`{names.TAG_TARGET}`"]')
-        expect(target).to_be_in_viewport(ratio=1)
+        tags = {f"tags.`{tag}`" for run_ in runs for tag in run_.data.tags}
         for title in LEADERBOARD.state["selectedColumns"]:
-            expect(page.locator(f'.ag-header-cell[col-id="{title}"]')).to_be_visible()
+            if title in tags or not title.startswith("tags."):  # there is no column of a tag that no run has
+                expect(page.locator(f'.ag-header-cell[col-id="{title}"]')).to_be_in_viewport(ratio=1)
         for run_ in runs:
             shown, data = cells(page, run_), run_.data
             assert shown[names.TAG_NETWORK] == data.tags[names.TAG_NETWORK]
             assert shown[names.TAG_TARGET] == data.tags[names.TAG_TARGET]
-            assert shown["strategy"] == data.params["strategy"]
             for metric in (
                 names.LATENCY_MS,
                 names.SPEEDUP_VS_BEST,
                 names.SPEEDUP_VS_UNTUNED,
-                names.BEST_LATENCY_MS,
                 names.TRIALS_MEASURED,
             ):
                 assert number(shown[metric]) == pytest.approx(data.metrics.get(metric, float("nan")), nan_ok=True)

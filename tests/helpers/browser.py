@@ -76,7 +76,7 @@ class MlflowPages:
     def open(self, address: str, *, height: int = 1000, theme: str = "light") -> Iterator[Page]:
         """Opens an address behind `#/`, as a user who was never there; it has a page of its own."""
         settings = {**_SETTINGS, "_mlflow_dark_mode_toggle_enabled": "true" if theme == "dark" else "false"}
-        context = self.browser.new_context(viewport={"width": 1600, "height": height})
+        context = self.browser.new_context(viewport={"width": 1440, "height": height})
         context.set_default_timeout(WAIT_MS)
         context.add_init_script(
             f"for (const [key, value] of Object.entries({json.dumps(settings)})) localStorage.setItem(key, value)"
