@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_PROJECT_ENTR
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError, add_note, one_line, only_warn
-from ansor_mlflow.files import path_below, translated_disk_errors, write_text
+from ansor_mlflow.files import path_below, sha256_of_file, translated_disk_errors, write_text
 from ansor_mlflow.foreign import read_json, typed, without_credentials
 from ansor_mlflow.parameters import MAX_PARAM_LENGTH, Options, RunOptions, as_text, why_gone
 from ansor_mlflow.tensors import Arrays
@@ -119,8 +118,7 @@ class StepRun:
 
         with translated_errors("log the data set"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The specified dataset source can be")  # there are two names for one kind
-            with Path(path).open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()[:_DIGEST_CHARS]
+            digest = sha256_of_file(Path(path))[:_DIGEST_CHARS]
             dataset = from_numpy(dict(example), source=path, name=Path(path).name, digest=digest)
             tags = [InputTag(MLFLOW_DATASET_CONTEXT, "evaluation")]
             given = DatasetInput(dataset._to_mlflow_entity(), tags)

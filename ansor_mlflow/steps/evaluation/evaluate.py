@@ -145,7 +145,8 @@ def _repeat_tuning(tuning: Run, run: tracking.StepRun, title: tuple[str, str]) -
     """Says in a run what the tuning of its model had, so that it stands for both."""
     run.log_tags({names.TAG_TUNE_RUN: tuning.info.run_id})
     tuned = (tuning.info.run_name or "").removeprefix("tune ")
-    if tuned.startswith(f"{title[0]} · ") and tuned.endswith(f" · {title[1]}"):  # the model has no library beside it
+    network, device = title
+    if tuned.startswith(f"{network} · ") and tuned.endswith(f" · {device}"):  # it was tuned for this one alone
         run.log_tags({"mlflow.runName": f"evaluate {tuned}"})
     metrics, params = tuning.data.metrics, tracking.params_used(tuning, TuneOptions)
     message = tracking.Message(
