@@ -48,7 +48,8 @@ def trials_with(status: TrialStatus) -> str:
 TUNING_METRICS = (BEST_LATENCY_MS, CONFIRMED_LATENCY_MS, OPTIMISM, TRIALS_MEASURED, TRIALS_PER_MINUTE)
 """What the run that evaluates a tuned model, and the pipeline's parent, repeat of the tuning run."""
 SEARCH_PARAMS = ("space", "strategy", "cost_model", "algorithm", "dtype", "seed")
-"""Params that are repeated, too; the tuning run's name says those that differ from the default."""
+"""Params that are repeated, too, and logged in any case, so that runs are compared by them; the tuning run's name says
+those that differ from the default."""
 
 WARM_START_APPLIED = "warm_start/applied"  # records of this device that a tuning began with
 WARM_START_TASKS = "warm_start/tasks"  # tasks that had such a record to begin with
@@ -103,21 +104,25 @@ def summary_metrics(rivals: Collection[str]) -> tuple[str, ...]:
     """What a model is judged by; those of a rival are there only where it was timed."""
     return (
         LATENCY_MS,
+        SPEEDUP_VS_BEST,
+        SPEEDUP_VS_UNTUNED,
+        *map(speedup_vs, rivals),
+        *map(rival_latency_ms, rivals),
+        UNTUNED_LATENCY_MS,
+        INSTANT_LATENCY_MS,
         LATENCY_P90_MS,
         LATENCY_P99_MS,
         LATENCY_STD_MS,
         THROUGHPUT_PER_S,
-        UNTUNED_LATENCY_MS,
-        INSTANT_LATENCY_MS,
-        *map(rival_latency_ms, rivals),
-        SPEEDUP_VS_UNTUNED,
-        *map(speedup_vs, rivals),
-        SPEEDUP_VS_BEST,
         MAX_ABS_ERROR,
         MAX_REL_ERROR,
         ESTIMATE_RATIO,
     )
 
+
+FIRST_METRICS = (LATENCY_MS, SPEEDUP_VS_BEST, SPEEDUP_VS_UNTUNED, BEST_LATENCY_MS)
+"""Metrics that are logged before others: MLflow's page of a run shows them in the order in which they came. Names with
+a slash, those of counters, of tasks and of the machine, come last."""
 
 # -- tags
 TAG_STEP = "ansor.step"
@@ -136,8 +141,10 @@ TAG_UNRELIABLE = "ansor.unreliable"  # why the measurements of a run cannot be t
 TAG_UNCHECKED = "ansor.unchecked"
 """Outputs that were the same for all inputs that a model was compared on, which says little of them; absent where there
 are none."""
-TAG_NOTE_SHA256 = "ansor.note_sha256"
-"""Digest of the description that we wrote: a description that a user has edited is left alone."""
+NOTE_SHA256 = "mlflow.ansor.note_sha256"
+"""Digest of the description that we wrote: a description that a user has edited is left alone. MLflow's pages hide tags
+that begin with "mlflow."."""
+OLD_NOTE_SHA256 = "ansor.note_sha256"  # what it was called once; read
 TAG_BEST_RIVAL = "ansor.best_rival"  # the fastest rival whose outputs are right
 TAG_MODEL_URI = "ansor.model_uri"
 TAG_TUNE_RUN = "ansor.tune_run"
@@ -198,7 +205,8 @@ def part_file(number: int) -> str:
 
 LOST_RECORDS_FILE = "lost_records.json"  # file with the workloads that `allow_missing` left out
 WARM_START_FILE = "warm_start.json"  # what was taken of which source
-PARAMS_FILE = "params.json"  # all parameters of a run with one that MLflow cuts short
+PARAMETERS_FILE = "parameters.yaml"  # all parameters of a step, those with their default included
+PARAMS_FILE = "params.json"  # what older runs have with a parameter that MLflow cuts short; read
 TRIALS_TABLE = "trials.json"
 TASKS_FILE = "tasks.json"
 CONVERGENCE_FIGURE = "convergence.png"

@@ -172,7 +172,7 @@ def test_a_word_of_a_command_is_one_word(text: str) -> None:
 
 def test_the_address_of_a_page_has_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlflow.get_tracking_uri", lambda: f"http://u:a/{SECRET}@host:5000")
-    assert run_address("1", "2") == "http://host:5000/#/experiments/1/runs/2"
+    assert run_address("1", "2") == "http://host:5000/#/experiments/1/runs/2?workflowType=machine_learning"
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import mlflow
@@ -81,4 +82,13 @@ def test_kernels_of_anything(new_experiment: str, kernels: Any) -> None:
 def test_params_of_anything(new_experiment: str, params: Any) -> None:
     run_id = run_with(new_experiment, {names.PARAMS_FILE: params}, network="x" * 6000)
     with pytest.raises(RecordsError, match=f"{names.PARAMS_FILE} of run {run_id} (is damaged|has no network)"):
+        params_used(mlflow.get_run(run_id), TuneOptions)
+
+
+@pytest.mark.parametrize("parameters", [b"[1, 2]", b"- network", b"{", b"5"])
+def test_parameters_of_anything(new_experiment: str, tmp_path: Path, parameters: bytes) -> None:
+    run_id = run_with(new_experiment, {})
+    (tmp_path / names.PARAMETERS_FILE).write_bytes(parameters)
+    mlflow.MlflowClient().log_artifact(run_id, str(tmp_path / names.PARAMETERS_FILE))
+    with pytest.raises(RecordsError, match=f"{names.PARAMETERS_FILE} of run {run_id} is damaged"):
         params_used(mlflow.get_run(run_id), TuneOptions)

@@ -360,11 +360,11 @@ def test_a_tuning_is_described_while_it_goes_on_and_afterwards(
     assert reader.notes
     for note in reader.notes:
         assert note
-        assert note.startswith("Tuning… **dense** for host: 2 tasks, 8 trials.")
+        assert note.startswith("Tuning… **dense** for host: 2 tasks, 8 trials.\n\n    ")
         assert "    ansor-mlflow tune --trials 640" in note
     final = note_of(run_id)
     assert final
-    assert "Tuned **dense** for host: 2 tasks." in final
+    assert final.startswith("Tuned **dense** for host: 2 tasks, estimated **4 ms**, before 5 ms.\n\n    ")
     assert "- estimated latency: 4 ms" in final
     assert "- trials: 8\n" in final
     assert "the budget of trials was spent (trials)" in final

@@ -15,7 +15,7 @@ from ansor_mlflow.commands.sync import sync
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError, UserInputError, notes_of
 from ansor_mlflow.parameters import EvaluateOptions, Options, PipelineOptions, TuneOptions, load_options
 from ansor_mlflow.tracking.environment import translated_errors
-from ansor_mlflow.tracking.outbox import Message, UndeliveredError, open_outbox
+from ansor_mlflow.tracking.outbox import Message, UndeliveredError, as_logged, open_outbox
 from ansor_mlflow.tracking.report.note import pipeline_note
 from ansor_mlflow.tracking.report.pages import run_address
 from ansor_mlflow.tracking.run import StepRun, params_used, step_run
@@ -125,14 +125,45 @@ def test_a_value_of_an_older_run_that_is_gone_is_left_out() -> None:
     assert params_used(mlflow.get_run(run.info.run_id), TuneOptions) == {"trials": "8"}
 
 
+def test_the_page_has_what_was_given_and_the_file_all_of_it(tmp_path: Path) -> None:
+    """The file is one that the step takes, with nothing else."""
+    given = TuneOptions(
+        network="s3://me:hunter2@host/x.onnx", trials=8, input_shapes={"data": [1, 3]}, warm_start=("a",)
+    )
+    with step_run("tune", given, "tune x") as run:
+        pass
+    found = mlflow.get_run(run.run_id)
+    assert found.data.params.keys() == {"network", "trials", "input_shapes", "warm_start", *names.SEARCH_PARAMS}
+    text = mlflow.artifacts.load_text(f"runs:/{run.run_id}/{names.PARAMETERS_FILE}")
+    assert "hunter2" not in text
+    (tmp_path / "given.yaml").write_text(text)
+    masked = load_options(TuneOptions, {}, str(tmp_path / "given.yaml"))
+    assert masked == given.model_copy(update={"network": masked.network})
+    assert load_options(TuneOptions, params_used(found, TuneOptions)) == masked
+
+
+def test_metrics_are_logged_in_the_order_of_the_page() -> None:
+    metrics = {names.TRIALS_MEASURED: 8.0, names.LATENCY_P90_MS: 2.0, names.BEST_LATENCY_MS: 1.0}
+    metrics |= {names.SPEEDUP_VS_BEST: 1.23456789, names.LATENCY_MS: 1.0}
+    ordered = as_logged(metrics)
+    assert [*ordered] == [
+        names.LATENCY_MS,
+        names.SPEEDUP_VS_BEST,
+        names.BEST_LATENCY_MS,
+        names.LATENCY_P90_MS,
+        names.TRIALS_MEASURED,
+    ]
+    assert ordered[names.SPEEDUP_VS_BEST] == 1.2346
+
+
 def test_a_description_shows_whole_commands_or_none() -> None:
     for length in (10, 5000, 20_000):
         note = pipeline_note(
             "small", ["ansor-mlflow main --network " + "a" * length, "mlflow run . -P network=" + "a" * length]
         )
         assert len(note) < 8000
-        assert ("Again:" in note) == (length == 10)
-        assert ("parameters are those of the run" in note) == (length != 10)  # whether MLflow cuts one or not
+        assert ("    ansor-mlflow main" in note) == (length == 10)
+        assert ("parameters are in `parameters.yaml`" in note) == (length != 10)
 
 
 def test_credentials_in_uris_stay_out_of_params_tags_and_messages() -> None:
@@ -179,13 +210,16 @@ def test_a_run_that_begins_says_its_id_and_its_address(caplog: pytest.LogCapture
     start, first, second = caplog.messages
     assert start == f"start  mlflow server --backend-store-uri {mlflow.get_tracking_uri()}"
     address = f"http://127.0.0.1:5000/#/experiments/{experiment_id}/runs"
-    assert first == f"main run {outer.run_id}  {address}/{outer.run_id}"
-    assert second == f"evaluate run {inner.run_id}  {address}/{inner.run_id}"
+    assert first == f"main run {outer.run_id}  {address}/{outer.run_id}?workflowType=machine_learning"
+    assert second == f"evaluate run {inner.run_id}  {address}/{inner.run_id}?workflowType=machine_learning"
 
 
 def test_an_address_is_that_of_the_server_without_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://bob:hunter2@mlflow.example.com:5000/team/")
-    assert run_address("1", "2") == "https://mlflow.example.com:5000/team/#/experiments/1/runs/2"
+    assert (
+        run_address("1", "2")
+        == "https://mlflow.example.com:5000/team/#/experiments/1/runs/2?workflowType=machine_learning"
+    )
 
 
 def fail(step: str, options: Options, error: BaseException, *, with_records: bool = True) -> tuple[StepRun, list[str]]:

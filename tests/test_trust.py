@@ -16,7 +16,6 @@ import pytest
 import yaml
 from helpers.commands import RunCommand
 from helpers.hostile import Touch
-from mlflow.entities import Param, Run, RunData, RunInfo
 
 import ansor_mlflow as am
 from ansor_mlflow.errors import MachineError, UserInputError
@@ -66,11 +65,12 @@ def test_a_model_that_mlflow_logged_is_not_read_without_trust(hostile: Path, nam
     assert not (hostile.parent / "made").exists()
 
 
+@pytest.mark.usefixtures("new_experiment")
 def test_trust_is_not_taken_from_a_run() -> None:
     """What somebody else trusted when they tuned."""
-    info = RunInfo("0" * 32, "0", "user", "FINISHED", 0, 0, "active", mlflow.get_tracking_uri())
-    run = Run(info, RunData(params=[Param("network", "model.pt2"), Param("trust", "True")]))
-    assert params_used(run, TuneOptions) == {"network": "model.pt2"}
+    with mlflow.start_run() as run:
+        mlflow.log_params({"network": "model.pt2", "trust": "True"})
+    assert params_used(mlflow.get_run(run.info.run_id), TuneOptions) == {"network": "model.pt2"}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="PyTorch is installed")

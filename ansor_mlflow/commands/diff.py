@@ -20,10 +20,10 @@ from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import RecordsError, SlowerError, UserInputError
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.foreign import Mark, Report, Reported, Table, microseconds
-from ansor_mlflow.parameters import DiffOptions, is_uri
+from ansor_mlflow.parameters import DiffOptions, TuneOptions, is_uri
 from ansor_mlflow.records import FAILED_RUN_S, find_records, open_database, read_fingerprint
 from ansor_mlflow.steps.fetching import fetch_run, tuning_of
-from ansor_mlflow.tracking import pinned_uri, read_artifact, translated_errors
+from ansor_mlflow.tracking import logged_params, params_used, pinned_uri, read_artifact, translated_errors
 
 _log = logging.getLogger("ansor_mlflow")
 _NUM_ERRORS = 2.0
@@ -230,9 +230,7 @@ class _Side:
 
     @property
     def params(self) -> dict[str, str]:
-        given = self.run.data.params
-        used = {name.removesuffix("_used"): value for name, value in given.items() if name.endswith("_used")}
-        return {name: value for name, value in given.items() if not name.endswith("_used")} | used
+        return logged_params(self.run) | params_used(self.run, TuneOptions)
 
     def compared(self, common: set[str]) -> Compared:
         """What the result says of it, with the estimate over the tasks that both have."""

@@ -41,7 +41,15 @@ from ansor_mlflow.tracking.report.pages import (
     summary_rows,
     tuning_page,
 )
-from ansor_mlflow.tracking.run import StepRun, fail_project_run, params_used, read_artifact, step_run, work_directory
+from ansor_mlflow.tracking.run import (
+    StepRun,
+    fail_project_run,
+    logged_params,
+    params_used,
+    read_artifact,
+    step_run,
+    work_directory,
+)
 from ansor_mlflow.tracking.sources import find_program, network_of, pinned_uri
 
 open_in_turn()

@@ -30,7 +30,7 @@ from ansor_mlflow.networks import read_onnx
 from ansor_mlflow.parameters import LatencyOptions, is_uri, load_options
 from ansor_mlflow.tensors import Arrays, TensorSpec
 from ansor_mlflow.tracking.logged_models import known_model, take_model
-from ansor_mlflow.tracking.outbox import rounded
+from ansor_mlflow.tracking.outbox import as_logged
 from ansor_mlflow.tracking.report.figures import draw_latency, save_figure
 
 EVALUATOR_NAME = "ansor-latency"
@@ -74,7 +74,7 @@ class LatencyEvaluator(ModelEvaluator):
             latency, metrics = _evaluate(options, dataset, model, has_outputs=has_outputs)
         except (MachineError, UserInputError) as err:
             raise MlflowException.invalid_parameter_value(f"{EVALUATOR_NAME}: {err}") from err
-        mlflow.log_metrics(rounded(metrics), run_id=run_id, model_id=model_id)
+        mlflow.log_metrics(as_logged(metrics), run_id=run_id, model_id=model_id)
         return EvaluationResult(metrics, _log_artifacts(latency, run_id), run_id)
 
 

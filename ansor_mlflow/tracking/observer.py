@@ -120,23 +120,27 @@ class MlflowObserver:
 
 
 def _round_metrics(round_: TuningRound) -> dict[str, float]:
-    values: dict[str, float] = {names.TRIALS_MEASURED: round_.total_trials}
-    for status in TrialStatus:
-        values[names.trials_with(status)] = sum(task.num_trials[status] for task in round_.tasks)
+    """Metrics after a round; ways to fail are counted once there are failures, so that no chart shows zeros."""
+    values: dict[str, float] = {}
     task = round_.task
     if task.best_s is not None:
         values[names.task_latency_us(task.info.name)] = task.best_s * 1e6
     if task.gflops:
         values[names.task_gflops(task.info.name)] = task.gflops
     values[names.TRIALS_PER_MINUTE] = round_.trials_per_minute
-    values[names.PROBE_SPREAD] = round_.probe_spread
-    durations = {
+    values |= {
         names.TIME_SEARCH_S: round_.durations.search_s,
         names.TIME_BUILD_S: round_.durations.build_s,
         names.TIME_RUN_S: round_.durations.run_s,
         names.TIME_LOG_S: round_.durations.log_s,
+        names.PROBE_SPREAD: round_.probe_spread,
+        names.TRIALS_MEASURED: round_.total_trials,
     }
-    return values | durations | _fleet_metrics(round_.servers)
+    for status in TrialStatus:
+        num_trials = sum(task.num_trials[status] for task in round_.tasks)
+        if num_trials or status is TrialStatus.OK:
+            values[names.trials_with(status)] = num_trials
+    return values | _fleet_metrics(round_.servers)
 
 
 def _fleet_metrics(servers: Sequence[ServerState]) -> dict[str, float]:

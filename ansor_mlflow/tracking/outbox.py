@@ -46,9 +46,16 @@ _EMPTY_DIR = "no_records"
 _log = logging.getLogger("ansor_mlflow")
 
 
-def rounded(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics as MLflow gets them, which shows every digit: with five significant ones. Whole numbers stay."""
-    return {name: value if float(value).is_integer() else float(f"{value:.5g}") for name, value in metrics.items()}
+def as_logged(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics as MLflow gets them, which shows every digit: with five significant ones. Whole numbers stay.
+
+    The order is that in which a page shows them; see `names.FIRST_METRICS`.
+    """
+    first = {name: position for position, name in enumerate(names.FIRST_METRICS)}
+    ordered = sorted(metrics, key=lambda name: ("/" in name, first.get(name, len(first))))
+    return {
+        name: metrics[name] if float(metrics[name]).is_integer() else float(f"{metrics[name]:.5g}") for name in ordered
+    }
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class Message:
     def deliver(self, run_id: str, directory: Path) -> None:
         """Sends it. A message that is sent twice leaves what one does."""
         client = mlflow.MlflowClient()
-        metrics = [Metric(key, value, self.time_ms, self.step) for key, value in rounded(self.metrics).items()]
+        metrics = [Metric(key, value, self.time_ms, self.step) for key, value in as_logged(self.metrics).items()]
         known = client.get_run(run_id).data.params if self.params else {}  # they cannot change any more
         params = [Param(key, value) for key, value in self.params.items() if key not in known]
         tags = [RunTag(key, value) for key, value in self.tags.items()]

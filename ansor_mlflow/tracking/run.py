@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shlex
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import mlflow
 import pydantic_core
+import yaml
 from mlflow.entities import DatasetInput, InputTag, Param, Run, RunTag
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_PROJECT_ENTRY_POINT, MLFLOW_RUN_NAME
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, RecordsError, add_note, one_line, only_warn
 from ansor_mlflow.files import path_below, sha256_of_file, translated_disk_errors, write_text
-from ansor_mlflow.foreign import read_json, typed, without_credentials
+from ansor_mlflow.foreign import read_json, read_yaml, typed, without_credentials
 from ansor_mlflow.parameters import MAX_PARAM_LENGTH, Options, RunOptions, as_text, why_gone
 from ansor_mlflow.tensors import Arrays
 from ansor_mlflow.tracking.environment import translated_errors
@@ -35,7 +35,7 @@ from ansor_mlflow.tracking.killed import (
     held,
     remove_directory,
 )
-from ansor_mlflow.tracking.outbox import Message, UndeliveredError, forget_end, leave_message, rounded
+from ansor_mlflow.tracking.outbox import Message, UndeliveredError, as_logged, forget_end, leave_message
 from ansor_mlflow.tracking.report.note import resuming_lines
 from ansor_mlflow.tracking.report.pages import run_address, server_command
 from ansor_mlflow.tracking.report.views import ensure_views
@@ -72,26 +72,27 @@ class StepRun:
     def log_metrics(self, metrics: Mapping[str, float], model_id: str = "") -> None:
         """Logs metrics of the run, and of the LoggedModel that they were found of."""
         with translated_errors("log metrics"):
-            mlflow.log_metrics(rounded(metrics), run_id=self.run_id, model_id=model_id or None)
+            mlflow.log_metrics(as_logged(metrics), run_id=self.run_id, model_id=model_id or None)
 
     def log_options(self, options: Options) -> None:
-        """Logs options as params. One that was logged with another value (by `mlflow run`, before a configuration file
-        or a tuning run decided it) is logged under a second name, `<name>_used`.
+        """Logs those options as params that differ from their defaults, and those by which runs are compared; all of
+        them are in a YAML file, which a step takes as its `config`.
+
+        One that was logged with another value (by `mlflow run`, before a configuration file or a tuning run decided
+        it) is logged under a second name, `<name>_used`.
         """
+        shown_by_the_run = set(RunOptions.model_fields)
+        values = _without_credentials(options.model_dump(mode="json", exclude=shown_by_the_run, exclude_none=True))
+        self.log_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), names.PARAMETERS_FILE)
+        texts = {name: without_credentials(as_text(value)) for name, value in options if name not in shown_by_the_run}
         with translated_errors("log params"):
             logged, params = mlflow.get_run(self.run_id).data.params, []
-            texts = {
-                name: without_credentials(as_text(value))
-                for name, value in options
-                if name not in RunOptions.model_fields  # the run shows them itself
-            }
-            if any(len(text) >= MAX_PARAM_LENGTH for text in texts.values()):
-                mlflow.MlflowClient().log_text(self.run_id, json.dumps(texts), names.PARAMS_FILE)
+            wanted = options.changed().keys() | names.SEARCH_PARAMS
             for name, text in texts.items():
-                if name not in logged:
+                if name not in logged and name in wanted:
                     params.append(Param(name, text))
-                elif logged[name] not in (text, shlex.quote(text)):  # `mlflow run` logs what it puts on a command line
-                    params.append(Param(f"{name}_used", text))
+                elif name in logged and logged[name] not in (text, shlex.quote(text)):
+                    params.append(Param(f"{name}_used", text))  # `mlflow run` logs what it puts on a command line
             mlflow.MlflowClient().log_batch(self.run_id, params=params)
 
     def forget_failure(self) -> None:
@@ -286,23 +287,56 @@ def fail_project_run(err: BaseException) -> None:
             Message(tags=tags).deliver(run_id, WORK_ROOT)
 
 
-def params_used(run: Run, cls: type[Options]) -> dict[str, str]:
-    """The params of a run that belong to an option class, as text, with the values that were used in the end.
-
-    MLflow cuts long ones, which are whole in an artifact. Values that are gone are left out: the default takes over.
-    """
+def logged_params(run: Run) -> dict[str, str]:
+    """The params of a run as text, with the values that were used in the end; MLflow cuts long ones."""
     params = run.data.params
-    used = {name: _unquoted(params.get(f"{name}_used", params[name])) for name in cls.model_fields if name in params}
+    used = {name: _unquoted(params.get(f"{name}_used", value)) for name, value in params.items()}
+    return {name: value for name, value in used.items() if not name.endswith("_used")}
+
+
+def params_used(run: Run, cls: type[Options]) -> dict[str, str]:
+    """The parameters of a step's run that belong to an option class, as text, with the values that were used in the
+    end. Values that are gone are left out: the default takes over.
+    """
+    run_id = run.info.run_id
+    with translated_errors(f"read the parameters of run {run_id}"):
+        files = {file.path for file in mlflow.MlflowClient().list_artifacts(run_id)}
+        if names.PARAMETERS_FILE in files:
+            params = _read_parameters(run_id)
+        else:  # an older run
+            params = logged_params(run)
+            if cut := [name for name, value in params.items() if len(value) >= MAX_PARAM_LENGTH]:
+                params |= _uncut(run_id, cut)
     # Whom somebody trusted says nothing of whom another user does, who only takes the run.
-    used = {name: value for name, value in used.items() if not why_gone(name, value) and name != "trust"}
-    cut = [name for name in used if len(params.get(f"{name}_used", params[name])) >= MAX_PARAM_LENGTH]
-    if cut:
-        with translated_errors(f"read {names.PARAMS_FILE} of run {run.info.run_id}"):
-            whole = read_artifact(run.info.run_id, names.PARAMS_FILE, dict[str, str])
-        if missing := [name for name in cut if name not in whole]:
-            raise RecordsError(f"{names.PARAMS_FILE} of run {run.info.run_id} has no {missing[0]}; give another run")
-        used |= {name: whole[name] for name in cut}
-    return used
+    taken = cls.model_fields.keys() - {"trust"}
+    return {name: value for name, value in params.items() if name in taken and not why_gone(name, value)}
+
+
+def _without_credentials(value: Any) -> Any:
+    """A plain value, the texts within which show no credentials."""
+    if isinstance(value, dict):
+        return {name: _without_credentials(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_credentials(item) for item in value]
+    return without_credentials(value) if isinstance(value, str) else value
+
+
+def _read_parameters(run_id: str) -> dict[str, str]:
+    try:
+        text = mlflow.artifacts.load_text(f"runs:/{run_id}/{names.PARAMETERS_FILE}")
+        values = typed(dict[str, Any], read_yaml(text.encode()))
+        return {name: as_text(tuple(value) if isinstance(value, list) else value) for name, value in values.items()}
+    except ValueError as err:
+        raise RecordsError(
+            f"{names.PARAMETERS_FILE} of run {run_id} is damaged ({one_line(err)}); give another run"
+        ) from err
+
+
+def _uncut(run_id: str, cut: Sequence[str]) -> dict[str, str]:
+    whole = read_artifact(run_id, names.PARAMS_FILE, dict[str, str])
+    if missing := [name for name in cut if name not in whole]:
+        raise RecordsError(f"{names.PARAMS_FILE} of run {run_id} has no {missing[0]}; give another run")
+    return {name: whole[name] for name in cut}
 
 
 def read_artifact(run_id: str, name: str, kind: type[T]) -> T:

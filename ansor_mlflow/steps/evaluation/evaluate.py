@@ -19,7 +19,7 @@ from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.fleet import ServerSession, fleet_settings, open_session
 from ansor_mlflow.foreign import Report, Reported, Table
 from ansor_mlflow.model import BuildJob, build_in_child_process, verified_manifest
-from ansor_mlflow.parameters import EvaluateOptions, TuneOptions
+from ansor_mlflow.parameters import EvaluateOptions
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.evaluation.benches import Bench, HostBench, Library, ServerBench, require_harmless_padding
 from ansor_mlflow.steps.evaluation.rivals import best_of, check_rivals, rival_metrics, rival_task
@@ -80,7 +80,7 @@ def _evaluate(
     manifest = verified_manifest(directory)
     bench = ServerBench(directory, manifest, server) if server else HostBench(directory, manifest)
     device, provenance = bench.entry.fingerprint, bench.entry.provenance
-    described = _describe(run, options, bench)
+    described, of_tuning = _describe(run, options, bench)
     sizes = all_sizes(manifest)
     examples = measuring.choose_examples(options.data, sizes, options.seed, bench.network)
     run.log_data(options.data, examples[0])
@@ -104,19 +104,21 @@ def _evaluate(
     details, kernels = bench.details(of_each_size, timed, options, run)
     metrics |= details
     run.log_metrics(metrics, model_id)
+    run.log_metrics(of_tuning)
     best = best_of(rivals, latencies)
     tags = {names.TAG_TARGET: device.description, **({names.TAG_BEST_RIVAL: best} if best else {})}
     run.log_tags(tags)
+    run.log_unreliable(bench.noise.unreliable)
+    tags[names.TAG_UNRELIABLE] = bench.noise.unreliable
     run.log_note(
         tracking.evaluation_note(manifest.network, tracking.command_lines("evaluate", options), tags, metrics, kernels)
     )
-    run.log_unreliable(bench.noise.unreliable)
-    tracking.tag_model(model_id, {**described, **tags, names.TAG_UNRELIABLE: bench.noise.unreliable})
+    tracking.tag_model(model_id, {**described, **tags})
     return EvaluateResult(run_id=run.run_id, network=manifest.network, target=device.description, metrics=metrics)
 
 
-def _describe(run: tracking.StepRun, options: EvaluateOptions, bench: Bench) -> dict[str, str]:
-    """Names and tags the run, and returns the tags that the model has, too."""
+def _describe(run: tracking.StepRun, options: EvaluateOptions, bench: Bench) -> tuple[dict[str, str], dict[str, float]]:
+    """Names and tags the run, and returns the tags that the model has, too, and the metrics of its tuning."""
     device = bench.entry.fingerprint.description
     title = bench.manifest.network, device
     described = {
@@ -128,6 +130,7 @@ def _describe(run: tracking.StepRun, options: EvaluateOptions, bench: Bench) -> 
         {**described, names.TAG_MODEL_URI: options.model_uri, "mlflow.runName": f"evaluate {' · '.join(title)}"}
     )
     described[names.TAG_DTYPE] = LoweringSettings.among(bench.entry.provenance).dtype
+    of_tuning: dict[str, float] = {}
     if run_id := bench.entry.provenance.get("tune_run"):
         try:
             tuning = mlflow.get_run(str(run_id))
@@ -135,37 +138,37 @@ def _describe(run: tracking.StepRun, options: EvaluateOptions, bench: Bench) -> 
             _log.info("nothing is known here of the tuning run %s: %s", run_id, one_line(err))
         else:
             _repeat_tuning(tuning, run, title)
+            metrics = tuning.data.metrics
+            of_tuning = {name: metrics[name] for name in names.TUNING_METRICS if name in metrics}
             described[names.TAG_TUNE_RUN] = tuning.info.run_id
-            if measured := tuning.data.metrics.get(names.TRIALS_MEASURED):
+            if measured := metrics.get(names.TRIALS_MEASURED):
                 described[names.TAG_NUM_TRIALS] = f"{measured:.0f}"
-    return described
+    return described, of_tuning
 
 
 def _repeat_tuning(tuning: Run, run: tracking.StepRun, title: tuple[str, str]) -> None:
-    """Says in a run what the tuning of its model had, so that it stands for both."""
+    """Says in a run how its model was tuned, so that it stands for both."""
     run.log_tags({names.TAG_TUNE_RUN: tuning.info.run_id})
     tuned = (tuning.info.run_name or "").removeprefix("tune ")
     network, device = title
     if tuned.startswith(f"{network} · ") and tuned.endswith(f" · {device}"):  # it was tuned for this one alone
         run.log_tags({"mlflow.runName": f"evaluate {tuned}"})
-    metrics, params = tuning.data.metrics, tracking.params_used(tuning, TuneOptions)
-    message = tracking.Message(
-        metrics={name: metrics[name] for name in names.TUNING_METRICS if name in metrics},
-        params={name: params[name] for name in names.SEARCH_PARAMS if name in params},
-    )
+    params = tracking.logged_params(tuning)
     with tracking.translated_errors("log what the tuning had"):
-        message.deliver(run.run_id, run.directory)
+        searched = {name: params[name] for name in names.SEARCH_PARAMS if name in params}
+        tracking.Message(params=searched).deliver(run.run_id, run.directory)
 
 
 def _check(
     bench: Bench, examples: Sequence[Arrays], expected: Sequence[Arrays], tolerance: float, run: tracking.StepRun
 ) -> dict[str, float]:
-    """Logs how far the outputs are from ONNX Runtime's, and what was not really compared; too far is an error."""
+    """Finds how far the outputs are from ONNX Runtime's, and what was not really compared; too far is an error, and
+    logged.
+    """
     network, num_inputs = bench.manifest.network, len(examples)
     _log.info("comparing the outputs of %s with ONNX Runtime's on %d inputs", network, num_inputs)
     difference = bench.compare(examples, expected)
     metrics = {names.MAX_ABS_ERROR: difference.max_abs_error, names.MAX_REL_ERROR: difference.max_rel_error}
-    run.log_metrics(metrics)
     if unchecked := ", ".join(measuring.same_for_all(expected)):
         _log.warning(
             "ONNX Runtime's outputs %s are the same for all inputs that were tried (%d), so that comparing them says "
@@ -174,6 +177,7 @@ def _check(
         )
         run.log_tags({names.TAG_UNCHECKED: unchecked})
     if not difference.max_rel_error <= tolerance:
+        run.log_metrics(metrics)
         advice = measuring.what_to_do(bench.network, bench.reference_threads, examples, tolerance)
         raise CorrectnessError(
             f"the outputs of {network} differ from ONNX Runtime's by max_rel_error={difference.max_rel_error:.3g}, "

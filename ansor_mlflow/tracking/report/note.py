@@ -10,7 +10,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ansor_mlflow import names
 from ansor_mlflow.foreign import for_shell, without_credentials
-from ansor_mlflow.measuring import KernelTimes
+from ansor_mlflow.measuring import KernelTimes, rival_titles
 from ansor_mlflow.parameters import CheckOptions, Options, RunOptions, TuneOptions
 from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.tracking.report.pages import count, kernel_rows, result_rows, summary_rows
@@ -23,9 +23,10 @@ _MAX_CHARS = 7500  # length at which a description is cut: a tag has 8000 charac
 def note_tags(tags: Mapping[str, str], note: str) -> dict[str, str]:
     """The tags that describe a run with such tags; none where a user has written or edited the description."""
     current = tags.get(MLFLOW_RUN_NOTE)
-    if current is not None and _digest(current) != tags.get(names.TAG_NOTE_SHA256):
+    ours = {tags.get(name) for name in (names.NOTE_SHA256, names.OLD_NOTE_SHA256)}
+    if current is not None and _digest(current) not in ours:
         return {}
-    return {MLFLOW_RUN_NOTE: note, names.TAG_NOTE_SHA256: _digest(note)}
+    return {MLFLOW_RUN_NOTE: note, names.NOTE_SHA256: _digest(note)}
 
 
 def _digest(text: str) -> str:
@@ -64,14 +65,16 @@ def tuning_note(history: TuningHistory, commands: Sequence[str], error: str = ""
     """Describes a tuning that goes on, or has ended, maybe with an error; the commands do it again."""
     plan = history.plan
     assert plan is not None  # there is nothing to describe before
-    subject = f"**{_inline(plan.network)}** for {_inline(plan.target)}: {count(len(plan.tasks), 'task')}"
+    subject = f"**{_inline(plan.network)}** for {_inline(plan.target)}"
+    tasks = count(len(plan.tasks), "task")
     if error:
-        lines = [f"Tuning of {subject}, ended by an error: {_inline(error)}"]
-    elif history.result is None:
-        lines = [f"Tuning… {subject}, {plan.num_trials} trials."]
-    else:
-        lines = [f"Tuned {subject}.", "", *_items(result_rows(history))]
-    return _with_commands(lines, commands)
+        return _note(f"Tuning of {subject}: {tasks}, ended by an error: {_inline(error)}", commands)
+    if history.result is None:
+        return _note(f"Tuning… {subject}: {tasks}, {plan.num_trials} trials.", commands)
+    found_s = history.result.estimated_latency_s
+    estimate = f", estimated **{found_s * 1e3:.4g} ms**" if found_s else ""
+    before = f", before {history.before_s * 1e3:.4g} ms" if found_s and history.before_s else ""
+    return _note(f"Tuned {subject}: {tasks}{estimate}{before}.", commands, _items(result_rows(history)))
 
 
 def pipeline_note(
@@ -79,15 +82,14 @@ def pipeline_note(
 ) -> str:
     """Describes a run of the pipeline: before, or with its tags and metrics afterwards."""
     if not metrics:
-        lines = [f"**{_inline(network)}**: to be tuned, compiled and evaluated, each in a run below this one."]
-        return _with_commands(lines, commands)
-    lines = [f"**{_inline(network)}** for {_inline(tags.get(names.TAG_TARGET, ''))}: tuned, compiled and evaluated."]
-    rows = _figures(metrics, tags)
+        head = f"**{_inline(network)}**: to be tuned, compiled and evaluated, each in a run below this one."
+        return _note(head, commands)
+    rows = summary_rows(metrics)
     if reason := tags.get(names.TAG_STOP_REASON):
         rows.append(("tuning ended", STOP_REASONS.get(reason, reason)))
     if model_uri := tags.get(names.TAG_MODEL_URI):
         rows.append(("model", model_uri))
-    return _with_commands([*lines, "", *_items(rows)], commands)
+    return _note(_headline(network, tags, metrics), commands, _items(rows))
 
 
 def evaluation_note(
@@ -98,16 +100,21 @@ def evaluation_note(
     kernels: KernelTimes | None = None,
 ) -> str:
     """Describes a run that has evaluated a model, with where the time goes if that is known."""
-    line = f"**{_inline(network)}** for {_inline(tags.get(names.TAG_TARGET, ''))}: checked and timed."
     where = ["", "Where the time goes:", "", *_items(kernel_rows(kernels))] if kernels else []
-    return _with_commands([line, "", *_items(_figures(metrics, tags)), *where], commands)
+    return _note(_headline(network, tags, metrics), commands, [*_items(summary_rows(metrics)), *where])
 
 
-def _figures(metrics: Mapping[str, float], tags: Mapping[str, str]) -> list[tuple[str, str]]:
-    best = tags.get(names.TAG_BEST_RIVAL)
+def _headline(network: str, tags: Mapping[str, str], metrics: Mapping[str, float]) -> str:
+    """What is known of a model in one sentence: of a description, MLflow's page shows the first lines."""
+    line = f"**{_inline(network)}** for {_inline(tags.get(names.TAG_TARGET, ''))}"
+    if latency_ms := metrics.get(names.LATENCY_MS):
+        line += f": **{latency_ms:.4g} ms**"
+    best = tags.get(names.TAG_BEST_RIVAL, "")
+    compared = {rival_titles().get(best, best): names.SPEEDUP_VS_BEST, "untuned": names.SPEEDUP_VS_UNTUNED}
+    speeds = [f"{metrics[of]:.3g} × as fast as {_inline(title)}" for title, of in compared.items() if of in metrics]
+    line = ", ".join([line, *speeds])
     unreliable = tags.get(names.TAG_UNRELIABLE)
-    rows = [("not to be trusted", unreliable)] if unreliable else []
-    return [*rows, *summary_rows(metrics), *([("best of them", best)] if best else [])]
+    return f"{line}. **Not to be trusted**: {_inline(unreliable)}" if unreliable else f"{line}."
 
 
 def _items(rows: Sequence[tuple[str, str]]) -> list[str]:
@@ -115,13 +122,16 @@ def _items(rows: Sequence[tuple[str, str]]) -> list[str]:
     return [f"- {_inline(label)}: {_inline(value)}" for label, value in rows]
 
 
-def _with_commands(lines: Sequence[str], commands: Sequence[str]) -> str:
-    """The lines, and the commands as a block; shell text may hold anything, but not the end of the block."""
-    block = ["", "Again:", "", *(f"    {' '.join(command.splitlines())}" for command in commands)] if commands else []
-    text = without_credentials("\n".join([*lines, *block]))
+def _note(headline: str, commands: Sequence[str], lines: Sequence[str] = ()) -> str:
+    """A headline, the commands as a block, and more lines; a command's text may hold anything, but not the end of the
+    block.
+    """
+    block = ["", *(f"    {' '.join(command.splitlines())}" for command in commands)] if commands else []
+    more = ["", *lines] if lines else []
+    text = without_credentials("\n".join([headline, *block, *more]))
     if len(text) > _MAX_CHARS and commands:  # half a command does something else
-        where = f"its parameters are those of the run, and in `{names.PARAMS_FILE}` where MLflow cuts one"
-        return _with_commands([*lines, "", f"The command is too long to be shown; {where}."], ())
+        where = f"its parameters are in `{names.PARAMETERS_FILE}`"
+        return _note(headline, (), [*lines, "", f"The command is too long to be shown; {where}."])
     return text[:_MAX_CHARS]
 
 

@@ -51,17 +51,17 @@ def _figures() -> list[tuple[str, str, str]]:
     """What is shown of a model: titles, metrics and formats."""
     titles = rival_titles()
     return [
+        ("tuned", names.LATENCY_MS, "{:.4g} ms"),
+        ("speedup over the best rival", names.SPEEDUP_VS_BEST, "{:.2f} ×"),
+        *((f"speedup over {title}", names.speedup_vs(rival), "{:.2f} ×") for rival, title in titles.items()),
+        ("speedup over untuned", names.SPEEDUP_VS_UNTUNED, "{:.1f} ×"),
+        *((title, names.rival_latency_ms(rival), "{:.4g} ms") for rival, title in titles.items()),
         ("untuned", names.UNTUNED_LATENCY_MS, "{:.4g} ms"),
         ("without trials", names.INSTANT_LATENCY_MS, "{:.4g} ms"),
-        *((title, names.rival_latency_ms(rival), "{:.4g} ms") for rival, title in titles.items()),
-        ("tuned", names.LATENCY_MS, "{:.4g} ms"),
         ("tuned, 90th percentile", names.LATENCY_P90_MS, "{:.4g} ms"),
         ("tuned, as estimated by the tuning", names.BEST_LATENCY_MS, "{:.4g} ms"),
         ("and as its second measurements say", names.CONFIRMED_LATENCY_MS, "{:.4g} ms"),
         ("measured / second measurements", names.ESTIMATE_RATIO, "{:.2f}"),
-        ("speedup over untuned", names.SPEEDUP_VS_UNTUNED, "{:.1f} ×"),
-        *((f"speedup over {title}", names.speedup_vs(rival), "{:.2f} ×") for rival, title in titles.items()),
-        ("speedup over the best of them", names.SPEEDUP_VS_BEST, "{:.2f} ×"),
         ("share of ONNX Runtime's parts", names.ONNXRUNTIME_SHARE, "{:.1%}"),
         ("largest relative error", names.MAX_REL_ERROR, "{:.1e}"),
         ("coverage of tasks", names.COVERAGE_TASKS, "{:.0%}"),
@@ -70,10 +70,13 @@ def _figures() -> list[tuple[str, str, str]]:
 
 
 def run_address(experiment_id: str, run_id: str) -> str:
-    """Address of a run in the UI; where no server runs, in that of the one that `server_command` starts."""
+    """Address of a run in the UI; where no server runs, in that of the one that `server_command` starts.
+
+    It asks for MLflow's pages of training, which are not those that MLflow opens by itself.
+    """
     uri = mlflow.get_tracking_uri()
     server = without_credentials(uri).replace("…@", "").rstrip("/") if _is_served(uri) else "http://127.0.0.1:5000"
-    return f"{server}/#/experiments/{experiment_id}/runs/{run_id}"
+    return f"{server}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
 
 def server_command() -> str:
@@ -87,7 +90,7 @@ def _is_served(tracking_uri: str) -> bool:
 
 
 def summary_rows(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Labels and figures, of the metrics that there are: the latencies of what was compared first."""
+    """Labels and figures, of the metrics that there are: the latency first."""
     return [(label, form.format(metrics[name])) for label, name, form in _figures() if name in metrics]
 
 
