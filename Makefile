@@ -11,7 +11,7 @@ TORCH_TESTS := tests/test_torch_program.py tests/test_gallery.py::test_exported_
 # What is tried with the lowest versions of all that is installed.
 SMOKE_TESTS := $(addprefix tests/test_,tuning.py compile.py evaluate.py flavor.py records.py networks.py serving.py)
 
-.PHONY: demo test test-system test-faults test-nightly gpu-bundle lint clean
+.PHONY: demo test test-system test-faults test-nightly dist gpu-bundle lint clean
 
 .venv: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -62,6 +62,10 @@ test-nightly: .venv .venv-nightly .venv-lowest .board
 	$(PYTEST) -m "nightly or hypothesis" --hypothesis-profile=many $(addprefix --deselect ,$(TORCH_TESTS))
 	PATH="$(CURDIR)/.venv-nightly/bin:$$PATH" python -m pytest $(TORCH_TESTS)
 	PATH="$(CURDIR)/.venv-lowest/bin:$$PATH" python -m pytest $(SMOKE_TESTS) -m "not system and not faults and not nightly"
+
+# The package as a wheel, in dist/.
+dist: .venv
+	$(RUN) python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 # What a GPU server without a network needs, in parts that can be carried there: docs/gpu.md.
 gpu-bundle: .venv

@@ -32,6 +32,7 @@ from ansor_mlflow.commands.doctor.machine import (
     check_disk,
     check_kernel,
     check_memory,
+    check_project,
     check_target,
     check_threads,
     check_versions,
@@ -487,3 +488,18 @@ def test_main_begins_with_it(
     err = capfd.readouterr().err
     assert err.index(f"each worker may take {MUCH_MEMORY_MIB} MiB") < err.index("Error: ")
     assert " run " not in err.partition("Error: ")[0]  # none was opened
+
+
+def test_a_project_without_conda_is_told_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_project(tmp_path) is None
+    (tmp_path / "MLproject").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("MLFLOW_CONDA_HOME", str(tmp_path))
+    check = check_project(tmp_path)
+    assert check
+    assert (check.status, check.fix) == ("yellow", "give it --env-manager local or uv")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/conda").touch(mode=0o755)
+    check = check_project(tmp_path)
+    assert check
+    assert check.status == "green"

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 _TRIALS_ARE_A_TABLE = {"mlflow.loggedArtifacts": json.dumps([{"path": names.TRIALS_TABLE, "type": "table"}])}
 _MAX_WAIT_S = 5.0  # how long a slow server is waited for
+_MAX_HELD_S = 60.0
+"""How long the metrics of the first rounds wait for the first estimate, which comes before them on the run's page."""
 _REFRESH_S = float(os.environ.get(names.UPLOADS_VARIABLE, "60"))
 """Least time between two uploads of the convergence while the tuning goes on."""
 _FIGURES: dict[str, Callable[[TuningHistory], Figure]] = {
@@ -56,7 +59,8 @@ class MlflowObserver:
         self._outbox = outbox
         self._directory = directory
         self._commands = commands
-        self._refreshed_s = time.monotonic()
+        self._refreshed_s = self._began_s = time.monotonic()
+        self._held: list[Message] = []
         self.history = TuningHistory()
 
     def tuning_started(self, plan: TuningPlan) -> None:
@@ -78,11 +82,14 @@ class MlflowObserver:
         values = _round_metrics(round_)
         if round_.estimated_latency_s is not None:
             values[names.BEST_LATENCY_MS] = round_.estimated_latency_s * 1e3
-        self._outbox.put(Message(metrics=values, step=round_.total_trials, artifacts=self._refreshed()))
+        self._held.append(Message(metrics=values, step=round_.total_trials, artifacts=self._refreshed()))
+        if names.BEST_LATENCY_MS in values or time.monotonic() - self._began_s > _MAX_HELD_S:
+            self.close()
         self._outbox.flush(_MAX_WAIT_S)  # the next measurement is to have the host for itself
 
     def tuning_finished(self, result: TuningResult) -> None:
         """Logs the stop reason, the tables of trials and tasks, the figures and the description."""
+        self.close()
         self.history.finish(result)
         tables = {
             names.TASKS_FILE: [_task_row(task) for task in result.tasks],
@@ -102,6 +109,15 @@ class MlflowObserver:
                 note=tuning_note(self.history, self._commands),
             )
         )
+
+    def close(self) -> None:
+        """Hands over the metrics that are held, the first estimate first."""
+        held, self._held = self._held, []
+        if len(held) > 1 and (best := {k: v for k, v in held[-1].metrics.items() if k == names.BEST_LATENCY_MS}):
+            self._outbox.put(Message(metrics=best, step=held[-1].step, time_ms=held[-1].time_ms))
+            held[-1] = replace(held[-1], metrics={k: v for k, v in held[-1].metrics.items() if k not in best})
+        for message in held:
+            self._outbox.put(message)
 
     def _refreshed(self) -> list[tuple[str, str]]:
         """The convergence as an artifact, where the last one is a minute old and the server is not away."""

@@ -130,6 +130,7 @@ def _all_checks(options: DoctorOptions) -> Iterator[machine.Check]:
     kernel = machine.start_kernel(options.target)
     here = TuneOptions()
     yield from run_checks(_local_checks(options.target, here.num_threads, here.worker_memory_mib))
+    yield from run_checks({"project": partial(machine.check_project, Path())})
     store = TrackingStore(options.tracking_uri or mlflow.get_tracking_uri(), options.experiment)
     waiting: dict[str, RunCheck] = {
         "tracking": store.check_server,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
+from mlflow.utils.conda import get_conda_bin_executable
 from packaging.requirements import Requirement
 
 from ansor_mlflow.device import Device
@@ -235,3 +236,15 @@ def check_disk(directory: Path) -> Check:
     status: Literal["yellow", "red"] = "yellow" if least >= _LEAST_DISK_BYTES else "red"
     fix = "free some, as a long tuning of a large network takes 2 GiB, or work in another directory"
     return Check(status, ", ".join(found), fix)
+
+
+def check_project(directory: Path) -> Check | None:
+    """Looks whether `mlflow run` works in a project's directory without a flag: with Conda, which it takes by itself."""
+    if not (directory / "MLproject").is_file():
+        return None
+    conda = get_conda_bin_executable("conda")
+    if shutil.which(conda):
+        return Check("green", f"mlflow run . makes an environment with {conda}")
+    return Check(
+        "yellow", "mlflow run . makes an environment with Conda, which is not here", "give it --env-manager local or uv"
+    )

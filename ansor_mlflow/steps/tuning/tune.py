@@ -180,7 +180,7 @@ def _tune(
         is_remote=bool(options.rpc_tracker),
     )
     observers = [tuning.RoundLog(), logger, tracking.RecordMirror(outbox, run.directory), *observers]
-    with report.at_the_end():
+    with report.at_the_end(), contextlib.closing(logger):
         result = tuning.tune_job(job, options, options, observers, resume=is_resumed)
     if result.stop_reason == StopReason.MINUTES:
         trials_per_task = result.total_trials / len(result.tasks)

@@ -84,7 +84,7 @@ def pipeline_note(
     if not metrics:
         head = f"**{_inline(network)}**: to be tuned, compiled and evaluated, each in a run below this one."
         return _note(head, commands)
-    rows = summary_rows(metrics)
+    rows = _figures(tags, metrics)
     if reason := tags.get(names.TAG_STOP_REASON):
         rows.append(("tuning ended", STOP_REASONS.get(reason, reason)))
     if model_uri := tags.get(names.TAG_MODEL_URI):
@@ -101,7 +101,7 @@ def evaluation_note(
 ) -> str:
     """Describes a run that has evaluated a model, with where the time goes if that is known."""
     where = ["", "Where the time goes:", "", *_items(kernel_rows(kernels))] if kernels else []
-    return _note(_headline(network, tags, metrics), commands, [*_items(summary_rows(metrics)), *where])
+    return _note(_headline(network, tags, metrics), commands, [*_items(_figures(tags, metrics)), *where])
 
 
 def _headline(network: str, tags: Mapping[str, str], metrics: Mapping[str, float]) -> str:
@@ -112,9 +112,12 @@ def _headline(network: str, tags: Mapping[str, str], metrics: Mapping[str, float
     best = tags.get(names.TAG_BEST_RIVAL, "")
     compared = {rival_titles().get(best, best): names.SPEEDUP_VS_BEST, "untuned": names.SPEEDUP_VS_UNTUNED}
     speeds = [f"{metrics[of]:.3g} × as fast as {_inline(title)}" for title, of in compared.items() if of in metrics]
-    line = ", ".join([line, *speeds])
-    unreliable = tags.get(names.TAG_UNRELIABLE)
-    return f"{line}. **Not to be trusted**: {_inline(unreliable)}" if unreliable else f"{line}."
+    return ", ".join([line, *speeds]) + (". **Not to be trusted.**" if tags.get(names.TAG_UNRELIABLE) else ".")
+
+
+def _figures(tags: Mapping[str, str], metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    reason = tags.get(names.TAG_UNRELIABLE)
+    return [*([("not to be trusted", reason)] if reason else []), *summary_rows(metrics)]
 
 
 def _items(rows: Sequence[tuple[str, str]]) -> list[str]:
