@@ -239,12 +239,11 @@ def check_disk(directory: Path) -> Check:
 
 
 def check_project(directory: Path) -> Check | None:
-    """Looks whether `mlflow run` works in a project's directory without a flag: with Conda, which it takes by itself."""
+    """Looks whether `mlflow run` works without a flag in a project's directory: with Conda, its default."""
     if not (directory / "MLproject").is_file():
         return None
     conda = get_conda_bin_executable("conda")
     if shutil.which(conda):
         return Check("green", f"mlflow run . makes an environment with {conda}")
-    return Check(
-        "yellow", "mlflow run . makes an environment with Conda, which is not here", "give it --env-manager local or uv"
-    )
+    found = "mlflow run . makes an environment with Conda, which is not here"
+    return Check("yellow", found, "give it --env-manager local or uv")
