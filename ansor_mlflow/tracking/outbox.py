@@ -48,7 +48,12 @@ _log = logging.getLogger("ansor_mlflow")
 
 def rounded(metrics: Mapping[str, float]) -> dict[str, float]:
     """Metrics as MLflow gets them, which shows every digit: with five significant ones. Whole numbers stay."""
-    return {name: value if float(value).is_integer() else float(f"{value:.5g}") for name, value in metrics.items()}
+    return {name: five_digits(value) for name, value in metrics.items()}
+
+
+def five_digits(value: float) -> float:
+    """A number with five significant digits; a whole one stays."""
+    return value if float(value).is_integer() else float(f"{value:.5g}")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ansor_mlflow.records import Journal, RecordLog
+from ansor_mlflow.records import Journal, RecordLog, decision_of
 from ansor_mlflow.trials import (
     Durations,
     ServerState,
@@ -122,17 +122,21 @@ class Ledger:
         mod: IRModule,
         target: Target,
         candidates: Sequence[MeasureCandidate],
-    ) -> None:
-        """Counts a round of trials, failed ones too, and writes them."""
+    ) -> list[Trial]:
+        """Counts a round of trials, failed ones too, and writes them; returns them with all that is known of them."""
         self._count(state, trials)
+        workload, records = log_lines(mod, target, candidates, [trial.run_s for trial in trials])
         # the records come first: the journal says that its trials have one each
-        self._log.append(*log_lines(mod, target, candidates, [trial.run_s for trial in trials]))
+        self._log.append(workload, records)
+        hash_, number, elapsed_s = state.info.workload_hash, self._num_rounds, self.elapsed_s
+        decisions = [decision_of(record.text) for record in records]
+        recorded = [
+            replace(trial, workload_hash=hash_, round_=number, elapsed_s=elapsed_s, decision=decision)
+            for trial, decision in zip(trials, decisions, strict=True)
+        ]
         if self._journal is not None:
-            hash_, elapsed_s = state.info.workload_hash, self.elapsed_s
-            self._journal.append(
-                [replace(trial, workload_hash=hash_, round_=self._num_rounds, elapsed_s=elapsed_s) for trial in trials],
-                self.durations,
-            )
+            self._journal.append(recorded, self.durations)
+        return recorded
 
     def restore(self, past: Sequence[Trial]) -> Iterator[tuple[TaskState, list[Trial]]]:
         """Counts the rounds of an earlier process of the same tuning, and yields each of them when it is counted."""
