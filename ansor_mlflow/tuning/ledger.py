@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ansor_mlflow.foreign import duration
 from ansor_mlflow.records import Journal, RecordLog, decision_of
 from ansor_mlflow.trials import (
     Durations,
@@ -55,8 +56,8 @@ class RoundLog:
             round_.total_trials,
             round_.elapsed_s,
             round_.task.info.name,
-            f"{best_s * 1e6:.1f} µs" if best_s is not None else "no valid trial",
-            f"{total_s * 1e3:.3f} ms" if total_s is not None else "not all tasks measured",
+            duration(best_s) if best_s is not None else "no valid trial",
+            duration(total_s) if total_s is not None else "not all tasks measured",
             round_.trials_per_minute,
             f"  ended by: {round_.task.stop_reason}" if round_.task.stop_reason else "",
             failures,
@@ -69,7 +70,7 @@ class RoundLog:
         """Says how it ended, and what the second measurements of the winners say."""
         estimated_s, confirmed_s, confirmation = result.estimated_latency_s, result.confirmed_latency_s, ""
         if estimated_s and confirmed_s:
-            confirmation = f"; confirmed: {confirmed_s * 1e3:.3f} ms, optimism {confirmed_s / estimated_s:.3g}"
+            confirmation = f"; confirmed: {duration(confirmed_s)}, optimism {confirmed_s / estimated_s:.3g}"
         how = (result.total_trials, result.elapsed_s, result.stop_reason, confirmation)
         _log.info("%d trials in %.1f s, stopped by: %s%s", *how)
 
