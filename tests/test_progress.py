@@ -180,7 +180,7 @@ def test_the_end_shows_the_second_measurements() -> None:
     assert [line.split() for line in table] == [
         ["task", "weight", "best", "confirmed", "GFLOP/s", "trials", "stopped", "by"],
         ["task0", "2", "2", "ms", "2.5", "ms", "0.5", "1", "plateau"],
-        ["task1", "1", "1000.0", "1.0", "1", "plateau"],
+        ["task1", "1", "1", "ms", "1.0", "1", "plateau"],
     ]
 
 
