@@ -9,6 +9,8 @@ import contextlib
 import functools
 import inspect
 import os
+import re
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeAlias, TypeVar, cast, overload
@@ -31,6 +33,8 @@ from ansor_mlflow.parameters import (
     PlanOptions,
     PromoteOptions,
     TuneOptions,
+    grouped,
+    listed,
     load_options,
 )
 from ansor_mlflow.steps.compiling import CompileResult, compile_network
@@ -48,6 +52,8 @@ if TYPE_CHECKING:
     Network: TypeAlias = str | os.PathLike[str] | onnx.ModelProto | torch.export.ExportedProgram
 
 P = ParamSpec("P")
+_LINE = 112
+"""Characters of a line that says what a parameter is for."""
 OptionsT = TypeVar("OptionsT", bound=Options)
 ResultT = TypeVar("ResultT")
 ResultT_co = TypeVar("ResultT_co", covariant=True)
@@ -72,10 +78,45 @@ def _with_parameters(options: Callable[P, OptionsT]) -> Callable[[Callable[[Opti
                 raise UserInputError(f"{function.__name__}({args[0]!r}): parameters are given by name; see help()")
             return function(checked_options(cast("type[OptionsT]", options), parameters))
 
-        call.__signature__ = inspect.signature(options)  # type: ignore[attr-defined]
+        call.__signature__ = _short_signature(cast("type[Options]", options), function)  # type: ignore[attr-defined]
+        call.__doc__ = _with_arguments(inspect.getdoc(function) or "", cast("type[Options]", options))
         return call
 
     return decorate
+
+
+def _listed(options: type[Options]) -> list[str]:
+    """The parameters that a function lists, the network first."""
+    return sorted(listed(options), key="network".__ne__)
+
+
+def _short_signature(options: type[Options], function: Callable[..., Any]) -> inspect.Signature:
+    """What editors show of a function: the listed parameters with their defaults, the network first."""
+    by_position, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    made = []
+    for name in _listed(options):
+        field = options.model_fields[name]
+        default = inspect.Parameter.empty if field.is_required() else field.get_default(call_default_factory=True)
+        kind = by_position if name == "network" else by_name
+        made.append(inspect.Parameter(name, kind, default=default))
+    made.append(inspect.Parameter("parameters", inspect.Parameter.VAR_KEYWORD))
+    return inspect.Signature(made, return_annotation=inspect.signature(function).return_annotation)
+
+
+def _with_arguments(docstring: str, options: type[Options]) -> str:
+    """A docstring with a line for each listed parameter, and the names of the others; examples come after them."""
+    text, *examples = re.split(r"^(?=Examples?:)", docstring, maxsplit=1, flags=re.MULTILINE)
+    lines = []
+    for name in _listed(options):
+        field = options.model_fields[name]
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        shown = "" if default in (None, "", (), {}) else f" [default: {default!r}]"
+        sentence = str(field.description).partition(". ")[0].rstrip(".")
+        lines.append(textwrap.shorten(f"{name}: {sentence}.", _LINE - len(shown), placeholder=" …") + shown)
+    others = ", ".join(grouped(options).values())
+    experts = textwrap.fill(f"For experts, as docs/parameters.md explains them: {others}.", _LINE + 4)
+    arguments = textwrap.indent("\n".join(lines), "    ")
+    return "\n\n".join([text.rstrip(), f"Args:\n{arguments}", experts, *examples])
 
 
 def _of_network(

@@ -33,6 +33,7 @@ class Trial:
     workload_hash: str = ""  # structural hash of the task's function, in hexadecimal digits
     round_: int = 0  # position of its round in the run, from 1
     elapsed_s: float = 0.0  # time of tuning until the end of its round
+    decision: str = ""  # what made the program, as `records.decision_of` reads it; empty where nothing was decided
 
     @property
     def latency_s(self) -> float | None:

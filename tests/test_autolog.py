@@ -243,7 +243,10 @@ def test_each_entry_point_is_logged_once_and_as_our_own_tuner_logs(
     rows = read_json(run, names.TRIALS_TABLE)["data"]
     assert [row[0] for row in rows] == [1, 2, 3, 4]
     assert {row[1] for row in rows} == tasks.keys()
-    assert sorted(row[3] for row in rows) == pytest.approx([1000, 2000, 3000, 4000])
+    assert sorted(row[3] for row in rows) == [1000, 2000, 3000, 4000]
+    assert [row[5] for row in rows] == sorted(row[5] for row in rows)
+    assert {row[6] for row in rows} == {"direct"}
+    assert all(row[7:] == ["metaschedule", row[8]] and re.search(r"\d×\d", row[8]) for row in rows)
     assert fetch(run, names.CONVERGENCE_FIGURE).read_bytes()[:4] == b"\x89PNG"
     assert not list(tmp_path.glob(".ansor/*"))
 

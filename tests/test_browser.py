@@ -21,6 +21,7 @@ from mlflow.entities import Run
 from playwright.sync_api import Locator, Page, expect
 
 from ansor_mlflow import names
+from ansor_mlflow.foreign import duration
 from ansor_mlflow.parameters import CompileOptions, EvaluateOptions, TuneOptions
 from ansor_mlflow.steps.compiling import compile_network
 from ansor_mlflow.steps.evaluation import evaluate
@@ -127,7 +128,7 @@ def number(text: str) -> float:
 
 def rounded(milliseconds: float) -> re.Pattern[str]:
     """A latency as a page shows it; the metric has five digits of it."""
-    texts = {f"{milliseconds * factor:.4g} ms" for factor in (1 - 5e-6, 1 + 5e-6)}
+    texts = {duration(milliseconds / 1e3 * factor) for factor in (1 - 5e-6, 1 + 5e-6)}
     return re.compile("|".join(map(re.escape, texts)))
 
 
@@ -263,7 +264,7 @@ def test_the_overview_of_a_run_says_what_came_out(experiment: Experiment, pages:
     with pages.open(address) as page:
         expect(page.get_by_role("heading", name=main.info.run_name)).to_be_visible()
         page.get_by_text("Show more", exact=True).click()
-        latency = f"tuned: {main.data.metrics[names.LATENCY_MS]:.4g} ms"
+        latency = f"tuned: {duration(main.data.metrics[names.LATENCY_MS] / 1e3)}"
         expect(page.get_by_role("listitem").filter(has_text=latency)).to_be_visible()
         expect(page.get_by_text("mlflow run . --env-manager local -P network=")).to_be_visible()
         pages.keep(page, "run")

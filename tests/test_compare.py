@@ -153,7 +153,7 @@ def test_the_examples_run(real_runs: dict[str, str]) -> None:
             assert shown["metrics.best_latency_ms"].is_monotonic_increasing
 
 
-COLUMNS = ["step", "task", "status", "latency_us", "error", "weight", "workload_hash"]
+COLUMNS = ["step", "task", "status", "latency_us", "error", "weight", "workload_hash", "round", "algorithm", "sketch"]
 
 
 @pytest.mark.usefixtures("experiment_id")
@@ -162,7 +162,12 @@ def test_the_trials_of_a_run(real_runs: dict[str, str]) -> None:
     table = json.loads((artifacts / names.TRIALS_TABLE).read_text())["data"]
     tasks = {task["task"]: task for task in json.loads((artifacts / names.TASKS_FILE).read_text())}
     trials = ansor_mlflow.load_trials(real_runs["tuned"])
-    assert list(trials.columns) == COLUMNS
+    assert list(trials.columns[: len(COLUMNS)]) == COLUMNS
+    assert {"lanes", "vectors", "columns", "rows", "parallel"} <= set(trials.columns)
+    assert set(trials.sketch) >= {"register tile", "rows"}
+    assert [tasks[row.task]["algorithm"] for row in trials.itertuples()] == list(trials.algorithm)
+    assert trials["round"].is_monotonic_increasing
+    assert trials.groupby("round").task.nunique().max() == 1
     assert list(trials.step) == list(range(1, NUM_TRIALS + 1))
     assert list(trials.latency_us.astype(object).where(trials.latency_us.notna(), None)) == [row[3] for row in table]
     assert set(trials.task) == set(tasks)
@@ -177,8 +182,9 @@ def test_the_trials_of_a_run_that_was_killed(real_runs: dict[str, str], tmp_path
     whole = ansor_mlflow.load_trials(real_runs["tuned"])
     killed = killed_run(real_runs["tuned"], tmp_path)
     trials = ansor_mlflow.load_trials(killed)
-    known = ["step", "status", "latency_us", "error", "workload_hash"]
+    known = [name for name in whole.columns if name not in ("task", "weight", "algorithm")]
     assert_frame_equal(trials[known], whole[known])
+    assert trials.algorithm.isna().all()
     assert trials.task.isna().all()
     assert trials.weight.isna().all()
 

@@ -195,7 +195,7 @@ def test_what_is_printed_and_written(
     printed = capsys.readouterr().out
     num_tasks = len(diff(tuned, other).tasks)
     assert f"B against A: 0 tasks faster, {num_tasks} slower, 0 the same within the noise" in printed
-    assert re.search(r"estimated, tasks of both: .* ms, .* ms \(\+100\.0%\)", printed)
+    assert re.search(r"estimated, tasks of both: .* [mµ]?s, .* [mµ]?s \(\+100\.0%\)", printed)
     assert re.search(r"^fused_\S+ +\d+ +\d+\.\d% +\d+\.\d +\d+\.\d +2\.000 +± \d+\.\d% +slower$", printed, re.MULTILINE)
     written = json.loads((tmp_path / "diff.json").read_text())
     assert written["second"]["run_id"] == other

@@ -22,6 +22,7 @@ from ansor_mlflow.commands.explain import Explanation, explain_task
 from ansor_mlflow.commands.plan import plan_tuning
 from ansor_mlflow.device import Device
 from ansor_mlflow.errors import RecordsError, UserInputError
+from ansor_mlflow.foreign import duration
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.parameters import ExplainOptions, PlanOptions
 from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE
@@ -206,7 +207,7 @@ def test_the_command_prints_sections(
         assert re.sub(r"T\.int64\((-?\d+)\)", r"\1", written[program]) in output
     for statement in written["schedule"]:
         assert f"    {statement}\n" in output
-    assert re.search(rf"^best time +{written['best_s'] * 1e6:.1f} µs, ", output, re.MULTILINE)
+    assert re.search(rf"^best time +{duration(written['best_s'])}, ", output, re.MULTILINE)
     assert f"limited by {written['bound']['limit']}" in output
 
 

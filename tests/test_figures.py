@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from helpers.tuning_histories import TaskRound, history_of, large_history
 from numpy.testing import assert_allclose
 
 from ansor_mlflow import names
+from ansor_mlflow.foreign import duration
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.tracking import Message, MlflowObserver, Outbox, TuningHistory, draw_roofline, observer, save_figure
 from ansor_mlflow.tracking.report.figures import draw_convergence, draw_failures, draw_gain, draw_task_share
@@ -23,6 +25,7 @@ from ansor_mlflow.tuning import Roofline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
     from tvm.target import Target
 
@@ -75,6 +78,38 @@ def test_convergence_shows_the_network_and_every_task(history: TuningHistory) ->
     )
     assert set(legend_texts(figure)) == {"a valid trial", "task0", "task1"}
     assert figure.get_suptitle() == "resnet · 6 trials · llvm znver4 ×2"
+
+
+def labels_of(axis: Axis) -> list[str]:
+    """What is written beside an axis: the texts within its range."""
+    low, high = axis.get_view_interval()
+    ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+    return [t.label1.get_text() for t in ticks if low <= t.get_loc() <= high and t.label1.get_visible()]
+
+
+@pytest.mark.parametrize(
+    ("first_s", "best_s", "unit", "labels"),
+    [
+        (6.8e-3, 2.1e-3, "ms", {"5"}),
+        (4.9e-3, 1.05e-3, "ms", {"2"}),
+        (8.5e-1, 2.2e-5, "µs", {"100", "1000", "10000", "100000"}),
+        (9.0, 1.1, "s", {"2", "5"}),
+    ],
+)
+def test_log_axes_have_plain_numbers(first_s: float, best_s: float, unit: str, labels: set[str]) -> None:
+    figure = draw_convergence(
+        history_of([TaskRound(index=0, run_s=[first_s]), TaskRound(index=0, run_s=[best_s])], [1])
+    )
+    figure.draw_without_rendering()
+    by_trials, by_time, _ = figure.axes
+    assert by_trials.get_yscale() == "log"
+    assert by_trials.get_ylabel() == f"best latency, estimated ({unit})"
+    assert by_trials.get_title(loc="right") == duration(best_s)
+    shown = list(filter(None, labels_of(by_trials.yaxis)))
+    assert labels <= set(shown)
+    assert 2 <= len(shown) <= 9
+    assert all(re.fullmatch(r"[\d.]+", text) for text in shown)
+    assert list(filter(None, labels_of(by_time.yaxis))) == []
 
 
 def test_the_share_before_is_that_of_first_measurements(history: TuningHistory) -> None:

@@ -49,6 +49,7 @@ def test_tasks_of_anything(new_experiment: str, tasks: Any) -> None:
         {"columns": ["step"], "data": [[1]]},
         {**TRIALS, "data": [[1]]},
         {**TRIALS, "data": [[1, [], "ok", 2.5, ""]]},
+        {"columns": [*TRIALS["columns"], "lanes"], "data": [[1, "dense", "ok", 2.5, "", [8]]]},
         {**TRIALS, "data": [[1, "dense", "ok", "fast", ""]]},
     ],
 )
@@ -60,8 +61,21 @@ def test_trials_of_anything(new_experiment: str, trials: Any) -> None:
 
 def test_trials_are_joined_with_their_tasks(new_experiment: str) -> None:
     run_id = run_with(new_experiment, {names.TASKS_FILE: [TASK], names.TRIALS_TABLE: TRIALS})
-    (row,) = load_trials(run_id).to_dict("records")
+    (row,) = load_trials(run_id).dropna(axis="columns").to_dict("records")
     assert row == {**dict(zip(TRIALS["columns"], TRIALS["data"][0], strict=True)), "weight": 2, "workload_hash": "0x1"}
+
+
+def test_decisions_are_columns(new_experiment: str) -> None:
+    columns = [*TRIALS["columns"], "round", "algorithm", "sketch", "lanes", "pad_at", "parallel"]
+    data = [[1, "dense", "ok", 2.5, "", 1, "direct", "rows", 8, None, True], [2, "dense", "ok", 3, "", 2, *[None] * 5]]
+    run_id = run_with(
+        new_experiment, {names.TASKS_FILE: [TASK], names.TRIALS_TABLE: {"columns": columns, "data": data}}
+    )
+    trials = load_trials(run_id)
+    assert list(trials["round"]) == [1, 2]
+    assert trials.groupby(["sketch", "lanes"]).latency_us.min().to_dict() == {("rows", 8): 2.5}
+    assert trials.lanes.dtype == "Int64"
+    assert trials.parallel.dtype == "boolean"
 
 
 @pytest.mark.parametrize("environment", [*ANYTHING, {"python": "3.11", "packages": []}])

@@ -68,7 +68,7 @@ def test_what_is_furthest_from_its_record_comes_first() -> None:
 
 def test_the_description_says_where_the_time_goes() -> None:
     note = evaluation_note("small", (), {}, {}, TIMES)
-    assert "- dense\\_relu, 1 call: 30 µs, in its record 10\n- conv, 2 calls: 50 µs, in its record 48\n" in note
+    assert "- dense\\_relu, 1 call: 30 µs, in its record 10 µs\n- conv, 2 calls: 50 µs, in its record 48 µs\n" in note
     assert "- pool, 1 call: 5 µs, no record\n- between kernels: 15 µs" in note
 
 

@@ -21,6 +21,7 @@ from mlflow.entities import Run
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ansor_mlflow import names
+from ansor_mlflow.foreign import duration
 from ansor_mlflow.networks.load import Network
 from ansor_mlflow.parameters import RunOptions, TuneOptions
 from ansor_mlflow.tensors import random_inputs
@@ -170,7 +171,7 @@ def test_the_parent_sums_up_its_children(pipeline: Pipeline) -> None:
     (made,) = pipeline.store.client.get_run(pipeline.parent.info.run_id).outputs.model_outputs
     assert pipeline.parent.data.tags[names.TAG_MODEL_URI] == f"models:/{made.model_id}"
     note = pipeline.parent.data.tags[MLFLOW_RUN_NOTE]
-    assert f": **{metrics[names.LATENCY_MS]:.4g} ms**, " in note
+    assert f": **{duration(metrics[names.LATENCY_MS] / 1e3)}**, " in note
     assert f"trials: {NUM_TRIALS}\n" in note
     assert "mlflow run . --env-manager local -P network=" in note
 

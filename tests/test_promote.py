@@ -254,7 +254,7 @@ def test_who_serves_onnx_today_asks_whether_to_switch(
     assert run_here(*command) == 0
     first, second, *_ = capsys.readouterr().out.splitlines()[-4:]
     assert re.match(rf"promoted: version 1 of {NAME} is now .* of the time of ONNX Runtime$", first)
-    assert re.match(r"medians of all turns: version 1 \d.* ms, ONNX Runtime \d.* ms$", second)
+    assert re.match(r"medians of all turns: version 1 \d.* [mµ]?s, ONNX Runtime \d.* [mµ]?s$", second)
     assert registry.aliases_of(NAME) == {of_target: FAST}
     assert timed[:2] == ["onnxruntime", FAST]
     tags = client.get_model_version(NAME, FAST).tags

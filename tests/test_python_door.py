@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pydoc
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from helpers.commands import ROOT, environment
 from nbclient import NotebookClient
 
 import ansor_mlflow as am
-from ansor_mlflow import names
+from ansor_mlflow import api, names
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.parameters import (
     CompileOptions,
@@ -27,6 +28,8 @@ from ansor_mlflow.parameters import (
     PlanOptions,
     PromoteOptions,
     TuneOptions,
+    grouped,
+    listed,
 )
 
 PAGE = ROOT / "docs" / "python.md"
@@ -82,10 +85,39 @@ def test_two_networks_are_one_too_many() -> None:
     ],
 )
 def test_functions_have_the_parameters_of_the_commands(function: str, options: type[Options]) -> None:
-    parameters = inspect.signature(getattr(am, function)).parameters
-    assert list(parameters) == list(options.model_fields)
-    for name, field in options.model_fields.items():
-        assert (parameters[name].default is inspect.Parameter.empty) == field.is_required()
+    *parameters, others = inspect.signature(getattr(am, function)).parameters.values()
+    assert {parameter.name for parameter in parameters} == set(listed(options))
+    for parameter in parameters:
+        field = options.model_fields[parameter.name]
+        default = inspect.Parameter.empty if field.is_required() else field.get_default(call_default_factory=True)
+        assert parameter.default == default
+    assert others.kind is inspect.Parameter.VAR_KEYWORD
+    inspect.signature(getattr(am, function)).bind(**dict.fromkeys(options.model_fields))
+    documentation = inspect.getdoc(getattr(am, function))
+    assert documentation is not None
+    _, _, arguments = documentation.partition("\n\nArgs:\n")
+    lines = dict(re.findall(r"^    (\w+): (\S.*)$", arguments, re.MULTILINE))
+    assert list(lines) == [parameter.name for parameter in parameters]
+    assert set(re.findall(r"\w+", arguments.partition("explains them:")[2])) >= set(grouped(options).values())
+    assert max(map(len, documentation.splitlines())) <= 120
+
+
+def test_help_is_short_and_begins_with_the_network() -> None:
+    printed = pydoc.render_doc(am.tune, renderer=pydoc.plaintext)
+    assert "tune(network='resnet-18', *, seed=0, trust=False," in printed
+    assert (
+        "\n        trials: Programs to measure in all; auto is the preset's number for each task. [default: 'auto']\n"
+        in printed
+    )
+    assert len(printed.splitlines()) < 40
+    inspect.signature(am.tune).bind("resnet-50", trials=8, patience=3)
+
+
+def test_examples_of_a_function_follow_its_arguments() -> None:
+    made = api._with_arguments("Tunes.\n\nExample:\n    am.tune()", TuneOptions)
+    assert re.fullmatch(
+        r"Tunes\.\n\nArgs:\n    network: .*\n\nFor experts, .*\.\n\nExample:\n    am\.tune\(\)", made, re.DOTALL
+    )
 
 
 def test_all_that_is_promised_is_there() -> None:

@@ -114,7 +114,7 @@ def test_the_table(run_here: RunCommand, made_up: Path, capsys: pytest.CaptureFi
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
     assert " ".join(lines[0]).endswith(f"{RECORD_FILE}: 5 records of 2 workloads")
     assert " ".join(lines[1]) == (
-        "llvm znver4 ×2: 2 workloads, 4 records, 1 failed; best 3.000 ms, median 4.000 ms for one call of each"
+        "llvm znver4 ×2: 2 workloads, 4 records, 1 failed; best 3 ms, median 4 ms for one call of each"
     )
     assert lines[3] == ["0x0000000000000123", "3", "1", "1000.0", "2000.0"]
     assert lines[4] == ["0x0000000000000456", "1", "0", "2000.0", "2000.0"]

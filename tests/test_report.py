@@ -97,6 +97,10 @@ class Page(HTMLParser):
         assert all(source.startswith("data:image/png;base64,iVBOR") for source in sources)
 
 
+IN_US = {"µs": 1.0, "ms": 1e3, "s": 1e6}
+"""Microseconds of the units of times."""
+
+
 def page_of(history: TuningHistory, directory: Path, **shown: object) -> tuple[Page, str]:
     text = tuning_page(history, directory, run_id="0123", **shown)
     page = Page(text)
@@ -119,10 +123,10 @@ def test_the_numbers_of_the_tuning(tmp_path: Path) -> None:
         ["ended", "the budget of trials was spent (trials)"],
     ]
     header, first, second = page.rows[5:8]
-    assert header[:2] == ["task", "weight"]
+    assert (header[:2], header[3], header[7]) == (["task", "weight"], "best (ms)", "gain (ms)")
     # weight, share, best, GFLOP/s, trials, failed, gain
-    assert first == ["task1", "1", "60.0%", "3000", "0.3333", "2", "1", "0", "trials"]
-    assert second[:8] == ["task0", "2", "40.0%", "1000", "1", "3", "0", "6"]
+    assert first == ["task1", "1", "60.0%", "3", "0.3333", "2", "1", "0", "trials"]
+    assert second[:8] == ["task0", "2", "40.0%", "1", "1", "3", "0", "6"]
     assert page.rows[8][:2] == ["task", "sketch"]
     assert page.rows[9] == ["task1", "rows: lanes 8", "50%", "memory", "1.25"]
     assert page.rows[10] == ["task0", "", "–", "", "–"]
@@ -189,12 +193,13 @@ def test_a_tuning_ends_with_a_report(
     page = Page(text)
     page.require_self_contained()
     for row, name in zip(page.rows, (names.BEST_LATENCY_MS, names.CONFIRMED_LATENCY_MS), strict=False):
-        shown_ms, unit = row[1].split()
-        assert (float(shown_ms), unit) == (pytest.approx(run.data.metrics[name], rel=1e-3), "ms")  # rounded twice
+        number, unit = row[1].split()
+        assert float(number) * IN_US[unit] == pytest.approx(1e3 * run.data.metrics[name], rel=1e-3)  # rounded twice
     tasks = json.loads(artifact(run, names.TASKS_FILE).read_text())
     shown = {row[0]: row for row in page.rows if len(row) == 9}
+    (unit,) = re.findall(r"best \((\w+)\)", shown["task"][3])
     for task in tasks:
-        assert shown[task["task"]][3] == f"{task['latency_us']:.4g}"
+        assert float(shown[task["task"]][3]) * IN_US[unit] == pytest.approx(task["latency_us"], rel=1e-3)
     assert len(re.findall("<img ", text)) >= 4
     assert artifact(run, names.ROOFLINE_FIGURE).read_bytes().startswith(b"\x89PNG")
     programs = {row[0]: row for row in page.rows if len(row) == 5 and row[0] in shown}

@@ -78,6 +78,23 @@ def test_a_tuning_that_is_stopped_again_and_again_has_exactly_its_trials(
     assert len({json.dumps(trace) for _, (trace, *_) in read_records(tmp_path)}) == 80  # no program twice
 
 
+@pytest.mark.parametrize("space", ["sketches", "metaschedule"])
+def test_what_made_the_programs_is_known_again(
+    single: LoweredNetwork, host_target: Target, tmp_path: Path, space: str
+) -> None:
+    before, after = Notebook(tmp_path), Notebook(tmp_path)
+    tune(single, host_target, tmp_path, space=space, observers=[before], trials=6)
+    tune(single, host_target, tmp_path, space=space, observers=[after], trials=8, resume=True)
+    assert after.plan is not None
+    past = [trial for round_ in after.plan.past for trial in round_.trials]
+    told = [trial for trials in (*before.rounds, *after.rounds) for trial in trials]
+    assert past == told[:6]
+    rounds = enumerate([*before.rounds, *after.rounds], start=1)
+    assert [trial.round_ for trial in told] == [number for number, trials in rounds for _ in trials]
+    assert len({trial.decision for trial in told}) == 8
+    assert {trial.decision.partition(": ")[0] == "metaschedule" for trial in told} == {space == "metaschedule"}
+
+
 @pytest.mark.nightly
 def test_what_was_known_of_the_tasks_is_known_again(
     small_lowered: LoweredNetwork, host_target: Target, tmp_path: Path

@@ -22,7 +22,16 @@ from onnx import TensorProto, helper
 import ansor_mlflow as am
 from ansor_mlflow import flavor, names
 from ansor_mlflow.errors import MachineError, UserInputError
-from ansor_mlflow.measuring import Latency, RivalTask, deviation_of, expected_of, require_rivals, rival_inference
+from ansor_mlflow.foreign import duration
+from ansor_mlflow.measuring import (
+    Latency,
+    RivalTask,
+    deviation_of,
+    expected_of,
+    require_rivals,
+    rival_inference,
+    rival_titles,
+)
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.steps.evaluation.rivals import CheckedRival, best_of, check_rivals
@@ -179,7 +188,11 @@ def test_an_evaluation_says_what_the_best_one_could_have_had_does(
     assert found["speedup_vs_best"] == found[f"speedup_vs_{best}"]
     tags = mlflow.get_run(result.run_id).data.tags
     assert tags["ansor.best_rival"] == best
-    for line in (f"OpenVINO: {found['openvino_latency_ms']:.4g} ms", f" × as fast as {best}, ", "small** for llvm"):
+    for line in (
+        f"OpenVINO: {duration(found['openvino_latency_ms'] / 1e3)}",
+        f" × as fast as {rival_titles()[best]}, ",
+        "small** for llvm",
+    ):
         assert line in tags[MLFLOW_RUN_NOTE]
 
 

@@ -341,7 +341,7 @@ def line_of_round(caplog: pytest.LogCaptureFixture, state: TaskState, *trials: T
 
 def test_a_round(caplog: pytest.LogCaptureFixture, state: TaskState) -> None:
     line = line_of_round(caplog, state)
-    assert line == "   30 trials   90.0 s  conv: 2000.0 µs  network: 4.000 ms  20.0/min"
+    assert line == "   30 trials   90.0 s  conv: 2 ms  network: 4 ms  20.0/min"
 
 
 def test_a_round_that_ended_its_task(caplog: pytest.LogCaptureFixture, state: TaskState) -> None:

@@ -190,8 +190,8 @@ class TuningSession:
         self._take_durations()
         with self._ledger.timed("log_s"):
             context, state = self._call.tasks[task_id], self._states[task_id]
-            trials = make_trials(self._ledger.total_trials + 1, state.info.name, built, measured)
-            self._ledger.record(state, trials, context.mod, context.target, candidates)
+            made = make_trials(self._ledger.total_trials + 1, state.info.name, built, measured)
+            trials = self._ledger.record(state, made, context.mod, context.target, candidates)
             for other, record in zip(self._states, scheduler.tasks_, strict=True):
                 if record.is_terminated and not other.total_trials:
                     other.stop_reason = StopReason.NOTHING_TO_TUNE  # so that the others make an estimate

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ansor_mlflow.cli.command import PlainConsole
-from ansor_mlflow.foreign import microseconds, printable
+from ansor_mlflow.foreign import duration, printable
 from ansor_mlflow.trials import TaskState, TrialStatus, TuningObserver, TuningPlan, TuningResult, TuningRound
 
 _MIN_REFRESH_INTERVAL_S = 0.5
@@ -98,9 +98,9 @@ class TuningView(JupyterMixin):
         if estimated_s is None:
             num_measured = sum(task.best_s is not None for task in latest.tasks)
             return f"{num_measured} of {len(latest.tasks)} tasks measured"
-        text = f"network {estimated_s * 1e3:.3f} ms"
+        text = f"network {duration(estimated_s)}"
         if isinstance(latest, TuningResult) and latest.confirmed_latency_s:
-            text += f", confirmed {latest.confirmed_latency_s * 1e3:.3f} ms"
+            text += f", confirmed {duration(latest.confirmed_latency_s)}"
         return text
 
     def _tasks(self, options: ConsoleOptions) -> Iterator[RenderableType]:
@@ -208,8 +208,8 @@ def _row(task: TaskState, is_marked: bool) -> dict[str, str]:
         _MARK: "▸" if is_marked else "",
         "task": task.info.name,
         "weight": str(task.info.weight),
-        "best µs": microseconds(task.best_s),
-        "confirmed µs": microseconds(task.confirmed_s),
+        "best": "" if task.best_s is None else duration(task.best_s),
+        "confirmed": "" if task.confirmed_s is None else duration(task.confirmed_s),
         "GFLOP/s": f"{task.gflops:.1f}" if task.gflops else "",
         "trials": str(task.total_trials or ""),
         "failed": str(num_failed or ""),

@@ -19,7 +19,7 @@ from ansor_mlflow.commands.trial_table import TaskRow
 from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import RecordsError, SlowerError, UserInputError
 from ansor_mlflow.files import scratch_directory
-from ansor_mlflow.foreign import Mark, Report, Reported, Table, microseconds
+from ansor_mlflow.foreign import Mark, Report, Reported, Table, duration, microseconds
 from ansor_mlflow.parameters import DiffOptions, TuneOptions, is_uri
 from ansor_mlflow.records import FAILED_RUN_S, find_records, open_database, read_fingerprint
 from ansor_mlflow.steps.fetching import fetch_run, tuning_of
@@ -122,7 +122,7 @@ class TuningDifference(Reported):
         }
         for label, (first, second) in pairs.items():
             if first and second:
-                lines.append(f"{label}: {first:.3f} ms, {second:.3f} ms ({second / first - 1:+.1%})")
+                lines.append(f"{label}: {duration(first / 1e3)}, {duration(second / 1e3)} ({second / first - 1:+.1%})")
         return [*lines, f"the times cannot be trusted: {self.unreliable}"] if self.unreliable else lines
 
     @property

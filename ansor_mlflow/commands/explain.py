@@ -14,7 +14,7 @@ from ansor_mlflow import names
 from ansor_mlflow.device import Device, available_cpus, why_not_runnable
 from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.files import scratch_directory
-from ansor_mlflow.foreign import Code, Part, Report, Reported, Table, microseconds
+from ansor_mlflow.foreign import Code, Part, Report, Reported, Table, duration
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.measuring import KernelTimes
 from ansor_mlflow.model import PartEntry, part_entries
@@ -103,17 +103,17 @@ class Explanation(Reported):
 
     def _figures(self) -> list[tuple[str, str]]:
         task, megabytes = self.task, f"{self.argument_bytes / 1e6:.3f} MB"
-        weighted_ms, network_ms = task.weight * self.best_s * 1e3, self.network_s * 1e3
+        weighted, network = duration(task.weight * self.best_s), duration(self.network_s)
         of_tasks = f"{self.num_tuned_tasks} of {self.num_tasks} tasks"
         rows = [
             ("network", f"{self.network} for {self.target}"),
             ("operations", f"{task.flops / 1e6:.3f} MFLOP, {task.weight} × in the network"),
             ("arguments", f"{megabytes}, {task.flops / self.argument_bytes:.1f} FLOPs per byte"),
-            ("best time", f"{microseconds(self.best_s)} µs, {task.flops / self.best_s / 1e9:.1f} GFLOP/s"),
+            ("best time", f"{duration(self.best_s)}, {task.flops / self.best_s / 1e9:.1f} GFLOP/s"),
         ]
         if len(self.algorithms_s) > 1:  # the one that is taken first
             ordered = sorted(self.algorithms_s.items(), key=lambda found: (found[0] != task.algorithm, found[1]))
-            rows.append(("algorithms", ", ".join(f"{name} {microseconds(time_s)} µs" for name, time_s in ordered)))
+            rows.append(("algorithms", ", ".join(f"{name} {duration(time_s)}" for name, time_s in ordered)))
         if task.max_rel_error is not None:
             error = f"at most {task.max_rel_error:.1e} of the largest output of this algorithm, against float64"
             rows.append(("error", error))
@@ -121,14 +121,14 @@ class Explanation(Reported):
         if self.own_ratio is not None:
             own = f"the sketch's own choice, {self.own_ratio:.2f} × as long"
             rows.append(("without trials", "the same program" if self.own_ratio == 1 else own))
-        rows.append(("share of time", f"{self.time_share:.1%}: {weighted_ms:.3f} of {network_ms:.3f} ms, {of_tasks}"))
+        rows.append(("share of time", f"{self.time_share:.1%}: {weighted} of {network}, {of_tasks}"))
         return [*rows, *(("beside TVM", str(part)) for part in self.parts if part.runs_in == "onnxruntime")]
 
     def _roof(self, roofline: Roofline, bound: Bound) -> list[tuple[str, str]]:
-        gain_ms = self.task.weight * (self.best_s - bound.shortest_s) * 1e3
-        at_roof = f"{microseconds(bound.shortest_s)} µs instead of {microseconds(self.best_s)} µs"
-        if gain_ms > 0:
-            at_roof += f", {gain_ms:.3f} ms less for the network"
+        gain_s = self.task.weight * (self.best_s - bound.shortest_s)
+        at_roof = f"{duration(bound.shortest_s)} instead of {duration(self.best_s)}"
+        if gain_s > 0:
+            at_roof += f", {duration(gain_s)} less for the network"
         else:
             at_roof += ": its arguments stay in the caches, or the host was busy while the roofs were measured"
         return [

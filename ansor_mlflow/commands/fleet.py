@@ -11,7 +11,7 @@ import numpy as np
 
 from ansor_mlflow import fleet
 from ansor_mlflow.errors import MachineError
-from ansor_mlflow.foreign import Report, Reported, Table
+from ansor_mlflow.foreign import Report, Reported, Table, duration
 from ansor_mlflow.model import require_linker
 from ansor_mlflow.parameters import FleetOptions, FleetTestOptions
 from ansor_mlflow.tuning import start_fork_server
@@ -73,7 +73,7 @@ class TestedServer:
         if self.error:
             return f"{self.server}  {self.error}"
         whose = "" if self.has_own_code else ", TVM’s own server"
-        time = f"{self.calibration_ms or 0:.3f} ms ± {self.noise or 0:.0%}"
+        time = f"{duration((self.calibration_ms or 0) / 1e3)} ± {self.noise or 0:.0%}"
         return f"{self.server}  right, {time}, {self.upload_mib_per_s or 0:.0f} MiB/s{whose}"
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ansor_mlflow import names
 from ansor_mlflow.errors import RecordsError, UserInputError, first_line
 from ansor_mlflow.files import scratch_directory
-from ansor_mlflow.foreign import Report, Reported, microseconds
+from ansor_mlflow.foreign import Report, Reported, duration
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.measuring import TOLERANCES
 from ansor_mlflow.parameters import VerifyRecordsOptions
@@ -64,7 +64,7 @@ class ReplayedRecord:
     def __str__(self) -> str:
         reason = self.error or f"error {self.max_rel_error:.1e}"
         line = f"{self.file}:{self.line}"
-        return f"{_STATUS_NAMES[self.status]:<13}{self.task}  {microseconds(self.run_s)} µs  {line}  {reason}"
+        return f"{_STATUS_NAMES[self.status]:<13}{self.task}  {duration(self.run_s)}  {line}  {reason}"
 
 
 @dataclass(frozen=True, kw_only=True)

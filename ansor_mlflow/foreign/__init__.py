@@ -9,4 +9,17 @@ from ansor_mlflow.foreign.showing import (
     printable_line,
     without_credentials,
 )
-from ansor_mlflow.foreign.tables import Code, Image, Mark, Part, Report, Reported, Table, figure, html_of, microseconds
+from ansor_mlflow.foreign.tables import (
+    Code,
+    Image,
+    Mark,
+    Part,
+    Report,
+    Reported,
+    Table,
+    duration,
+    figure,
+    html_of,
+    microseconds,
+    time_unit,
+)

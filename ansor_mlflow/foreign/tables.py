@@ -70,6 +70,21 @@ def figure(value: float | None, form: str = "{:.4g}") -> str:
     return "–" if value is None else form.format(value)
 
 
+_TIME_UNITS = ((1.0, "s"), (1e-3, "ms"))
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """The unit in which people read a time, or a column whose largest time it is: its seconds and its sign."""
+    rounded = float(f"{seconds:.4g}")
+    return next((unit for unit in _TIME_UNITS if rounded >= unit[0]), (1e-6, "µs"))
+
+
+def duration(seconds: float) -> str:
+    """A time for people, with four digits: 12.34 µs, 9.856 ms, 3.841 s."""
+    unit_s, unit = time_unit(seconds)
+    return f"{seconds / unit_s:.4g} {unit}"
+
+
 def microseconds(seconds: float | None) -> str:
     """A time for a column of them; empty where there is none."""
     return "" if seconds is None else f"{seconds * 1e6:.1f}"

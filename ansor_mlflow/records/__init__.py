@@ -13,7 +13,15 @@ from ansor_mlflow.records.applicability import (
     write_description,
 )
 from ansor_mlflow.records.damage import check_copy, check_records, repair, warn_of_damage
-from ansor_mlflow.records.lines import FAILED_RUN_S, RecordLine, fields_of, is_time, target_attributes
+from ansor_mlflow.records.lines import (
+    FAILED_RUN_S,
+    RecordLine,
+    decision_of,
+    fields_of,
+    find_decision,
+    is_time,
+    target_attributes,
+)
 from ansor_mlflow.records.log import Journal, RecordLog, RecordText, Seed, read_durations, read_journal, read_seeds
 from ansor_mlflow.records.pieces import GROWING_FILES, PARTS_DIR, PartWriter, changed_files, join_parts, write_manifest
 from ansor_mlflow.records.selection import (

@@ -263,6 +263,39 @@ def fields_of(line: str) -> str:
     return line[line.index(",") + 1 : line.rindex("]")].strip()
 
 
+_SKETCH = re.compile(r'"Annotate",\s*\[\s*"b\d+",\s*"\\"([^"\\]*)\\""\s*\],\s*\[\s*"ansor\.sketch"\s*\]')
+"""The instruction in the JSON of a trace, whose value is a string in quotes."""
+
+
+def find_decision(record: str) -> str:
+    """The sketch in the JSON of a record, with its decisions; empty where the program is of no sketch."""
+    found = _SKETCH.search(record)
+    return found[1] if found else ""
+
+
+def decision_of(fields: str) -> str:
+    """What made the program of a record, given as JSON `[trace, run_secs, target, args_info]`.
+
+    That is a sketch with its decisions, or what MetaSchedule drew, in the order of the trace: tiles, values, and places
+    of a computation, as in "metaschedule: 1×7×2×4 64 @-1". It is empty where nothing was decided, and for damage.
+    """
+    if sketched := find_decision(fields):
+        return sketched
+    try:
+        instructions, decisions = read_json(fields)[0]
+        drawn = [_drawn(instructions[index], decision) for index, decision in decisions]
+    except (ValueError, TypeError, LookupError):
+        return ""
+    return f"metaschedule: {' '.join(drawn)}" if drawn else ""
+
+
+def _drawn(instruction: Any, decision: Any) -> str:
+    if isinstance(decision, list):
+        return "×".join(map(str, decision))
+    kind, _, attributes, _ = instruction
+    return str(attributes[0][decision]) if kind == "SampleCategorical" else f"@{decision}"
+
+
 def workload_hash(line: str) -> str:
     """The structural hash in a workload line, in hexadecimal digits as TVM shows it: "0x" and sixteen."""
     try:

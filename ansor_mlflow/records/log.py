@@ -12,7 +12,7 @@ import contextlib
 import heapq
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ansor_mlflow.files import append, disk_full, end_last_line, is_full, write_
 from ansor_mlflow.foreign import read_json, typed
 from ansor_mlflow.records.applicability import code_attributes, has_target
 from ansor_mlflow.records.damage import repair
-from ansor_mlflow.records.lines import FAILED_RUN_S, is_time, mean_time, workload_hash
+from ansor_mlflow.records.lines import FAILED_RUN_S, decision_of, fields_of, is_time, mean_time, workload_hash
 from ansor_mlflow.records.store import JOURNAL_FILE, Database, RecordPair
 from ansor_mlflow.trials import Durations, Trial, TrialStatus
 
@@ -154,7 +154,10 @@ class Journal:
         """Appends trials, whose records are on the disk already, and where the time went until now."""
         lines = [asdict(trial) for trial in trials]
         for line in lines:
-            del line["task"]  # names are those of one lowering; the hash tells tasks apart
+            del (
+                line["task"],
+                line["decision"],
+            )  # the hash tells tasks apart in every lowering; the records have the rest
         lines += [{_DURATIONS: asdict(durations)}] if durations else []
         append(self._path, "".join(f"{json.dumps(line)}\n" for line in lines).encode())
 
@@ -211,7 +214,8 @@ def read_journal(directory: Path) -> list[Trial]:
                 round_=last.round_ + is_next_round if last else 1,
                 elapsed_s=last.elapsed_s if last else 0.0,
             )
-        trials.append(entry)
+        text = database.text(record).decode(errors="replace")  # it may be damaged in the middle
+        trials.append(replace(entry, decision=decision_of(fields_of(text))))
     return trials
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import RecordsError
-from ansor_mlflow.foreign import Report, Reported, Table, microseconds
+from ansor_mlflow.foreign import Report, Reported, Table, duration, microseconds
 from ansor_mlflow.records.applicability import code_attributes, has_target, target_key, target_name
 from ansor_mlflow.records.lines import FAILED_RUN_S, RecordLine, numbered, target_attributes
 from ansor_mlflow.records.log import RecordText
@@ -61,7 +61,7 @@ class TargetSummary:
     def table(self) -> Table:
         num_failed = sum(workload.num_failed for workload in self.workloads)
         counts = f"{len(self.workloads)} workloads, {self.num_records} records, {num_failed} failed"
-        sums = f"best {self.best_s * 1e3:.3f} ms, median {self.median_s * 1e3:.3f} ms for one call of each"
+        sums = f"best {duration(self.best_s)}, median {duration(self.median_s)} for one call of each"
         rows = [
             (w.hash, str(w.num_records), str(w.num_failed), microseconds(w.best_s), microseconds(w.median_s))
             for w in self.workloads

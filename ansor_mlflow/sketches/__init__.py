@@ -14,7 +14,7 @@ from ansor_mlflow.sketches.sketch import (
     Programs,
     Sketch,
     Tile,
-    find_decision,
+    decision_columns,
     find_programs,
     gpu_program,
     schedule_for_gpu,

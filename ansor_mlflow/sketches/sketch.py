@@ -15,8 +15,9 @@ from ansor_mlflow.plugins import PluginTable
 from ansor_mlflow.sketches.contraction import has_sums, is_made_of_blocks
 from ansor_mlflow.sketches.estimate import Machine
 from ansor_mlflow.sketches.register_tile import RegisterTiling
-from ansor_mlflow.sketches.rows import RowTiling
-from ansor_mlflow.sketches.winograd import WinogradTiling
+from ansor_mlflow.sketches.rows import RowTile, RowTiling
+from ansor_mlflow.sketches.tile import RegisterTile
+from ansor_mlflow.sketches.winograd import WinogradTile, WinogradTiling
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -136,8 +137,13 @@ Tile = Any
 """The decisions of a sketch: a frozen dataclass of numbers and words."""
 ANNOTATION = "ansor.sketch"
 """Annotation of a program's outermost block: the sketch and its decisions, as `decision_text` has them."""
-_IN_RECORD = re.compile(rf'"Annotate",\s*\[\s*"b\d+",\s*"\\"([^"\\]*)\\""\s*\],\s*\[\s*"{re.escape(ANNOTATION)}"\s*\]')
-"""The instruction in the JSON of a trace, whose value is a string in quotes."""
+_FLAGS = {
+    field.name.replace("_", " ")
+    for tile in (RegisterTile, RowTile, WinogradTile)
+    for field in fields(tile)
+    if field.type in ("bool", bool)
+}
+"""Decisions of our own sketches that stand in the text where they are true."""
 _NUM_TRIED = 3
 """How many of the first programs TVM may refuse before the sketch counts as unfit."""
 
@@ -261,7 +267,29 @@ def _words(name: str, value: object) -> str:
     return f"{name} {value}"
 
 
-def find_decision(record: str) -> str:
-    """The annotation in the JSON of a record; empty where the program is of no sketch."""
-    found = _IN_RECORD.search(record)
-    return found[1] if found else ""
+def decision_columns(decisions: Sequence[str]) -> dict[str, list[int | str | bool | None]]:
+    """Decisions of several programs as a table: a column `sketch`, and one for each decision that one of them has.
+
+    MetaSchedule's programs have the sketch "metaschedule" and one decision, `sampled`. None stands where a program's
+    sketch has no such decision.
+    """
+    rows = [_decided(*decision.partition(": ")[::2]) for decision in decisions]
+    flags = {(row["sketch"], name) for row in rows for name, value in row.items() if value is True}
+    for row in rows:
+        row.update({name: False for sketch, name in flags if sketch == row["sketch"] and name not in row})
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _decided(sketch: str, text: str) -> dict[str, int | str | bool | None]:
+    """The decisions of a text that `decision_text` made, by name."""
+    row: dict[str, int | str | bool | None] = {"sketch": sketch or None}
+    if sketch == "metaschedule":
+        return {**row, "sampled": text}
+    for words in filter(None, text.split(", ")):
+        name, _, value = words.rpartition(" ")
+        if not name or words in _FLAGS:
+            row[words.replace(" ", "_")] = True
+        else:
+            row[name.replace(" ", "_")] = int(value) if value.removeprefix("-").isdecimal() else value
+    return row

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from ansor_mlflow.device import Device, why_not_runnable
 from ansor_mlflow.errors import AnsorMlflowError
+from ansor_mlflow.foreign import duration
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.measuring import seeded_examples, time_parts, time_parts_in_onnxruntime
 from ansor_mlflow.model import CompiledNetwork, PartEntry, part_entries, threads_here, timed_parts
@@ -67,7 +68,7 @@ def measure_parts(compiled: CompiledNetwork, lowered: LoweredNetwork) -> tuple[C
         fallback[part.size].update(
             {output: FASTER_THERE for node in part.graph.model.graph.node for output in node.output if output}
         )
-        _log.info("a part takes %.3g ms in TVM, %.3g in ONNX Runtime, and stays there", *_ms(here, there, number))
+        _log.info("a part takes %s in TVM, %s in ONNX Runtime, and stays there", *_times(here, there, number))
     return replace(compiled, parts=timed_parts(compiled.parts, here)), fallback
 
 
@@ -95,12 +96,12 @@ def losing_parts(parts: Sequence[PartEntry], here: Sequence[float], there: Seque
             kept = max(slow, key=lambda number: parts[number].flops_share)
             slow.remove(kept)
             _log.warning(
-                "what TVM computes takes %.3g ms, in ONNX Runtime it would take %.3g: tune for longer",
-                *_ms(here, there, kept),
+                "what TVM computes takes %s, in ONNX Runtime it would take %s: tune for longer",
+                *_times(here, there, kept),
             )
         losing += slow
     return losing
 
 
-def _ms(here: Sequence[float], there: Sequence[float], number: int) -> tuple[float, float]:
-    return here[number] * 1e3, there[number] * 1e3
+def _times(here: Sequence[float], there: Sequence[float], number: int) -> tuple[str, str]:
+    return duration(here[number]), duration(there[number])

@@ -24,6 +24,7 @@ from ansor_mlflow.records import (
     Provenance,
     RecordPair,
     distill,
+    find_decision,
     find_records,
     open_database,
     read_fingerprint,
@@ -34,7 +35,7 @@ from ansor_mlflow.records import (
     why_not_applicable,
 )
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.sketches import find_decision, find_programs
+from ansor_mlflow.sketches import find_programs
 from ansor_mlflow.steps.fetching import fetch_records, fetch_run
 from ansor_mlflow.tracking import network_of
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from ansor_mlflow import names
 from ansor_mlflow.errors import only_warn
 from ansor_mlflow.files import write_text
-from ansor_mlflow.tracking.outbox import Message, Outbox
+from ansor_mlflow.sketches import decision_columns
+from ansor_mlflow.tracking.outbox import Message, Outbox, five_digits
 from ansor_mlflow.tracking.report.figures import (
     draw_convergence,
     draw_failures,
@@ -25,6 +26,7 @@ from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.tracking.report.note import tuning_note
 from ansor_mlflow.trials import (
     ServerState,
+    TaskInfo,
     TaskState,
     Trial,
     TrialStatus,
@@ -93,10 +95,10 @@ class MlflowObserver:
         self.history.finish(result)
         tables = {
             names.TASKS_FILE: [_task_row(task) for task in result.tasks],
-            names.TRIALS_TABLE: _trials_table(self.history.trials),
+            names.TRIALS_TABLE: trials_table(self.history.trials, [task.info for task in result.tasks]),
         }
         for name, table in tables.items():
-            write_text(self._directory / name, json.dumps(table))
+            write_text(self._directory / name, json.dumps(table, separators=(",", ":"), ensure_ascii=False))
         wanted = [name for name in _FIGURES if name != names.FAILURES_FIGURE or self.history.failures()]
         figures = [name for name in wanted if self._draw(name)]
         unreliable = {names.TAG_UNRELIABLE: result.unreliable} if result.unreliable else {}
@@ -217,8 +219,19 @@ def _task_row(task: TaskState) -> dict[str, Any]:
     }
 
 
-def _trials_table(trials: Sequence[Trial]) -> dict[str, list[Any]]:
+def trials_table(trials: Sequence[Trial], tasks: Sequence[TaskInfo]) -> dict[str, list[Any]]:
     """A table as `mlflow.load_table` reads it: that of `log_table`, which would add to what is there."""
-    latencies_us = [None if trial.latency_s is None else trial.latency_s * 1e6 for trial in trials]
-    rows = [[t.step, t.task, t.status.value, us, t.error] for t, us in zip(trials, latencies_us, strict=True)]
-    return {"columns": ["step", "task", "status", "latency_us", "error"], "data": rows}
+    algorithms = {task.name: task.algorithm for task in tasks}
+    latencies_us = [None if trial.latency_s is None else five_digits(trial.latency_s * 1e6) for trial in trials]
+    columns: dict[str, Sequence[Any]] = {
+        "step": [trial.step for trial in trials],
+        "task": [trial.task for trial in trials],
+        "status": [trial.status.value for trial in trials],
+        "latency_us": latencies_us,
+        "error": [trial.error for trial in trials],
+        "round": [trial.round_ for trial in trials],
+        "algorithm": [algorithms.get(trial.task) for trial in trials],
+    }
+    decided = decision_columns([trial.decision for trial in trials])
+    columns |= {name: column for name, column in decided.items() if name not in columns}
+    return {"columns": list(columns), "data": list(zip(*columns.values(), strict=True))}

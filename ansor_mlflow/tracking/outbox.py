@@ -53,9 +53,12 @@ def as_logged(metrics: Mapping[str, float]) -> dict[str, float]:
     """
     first = {name: position for position, name in enumerate(names.FIRST_METRICS)}
     ordered = sorted(metrics, key=lambda name: ("/" in name, first.get(name, len(first))))
-    return {
-        name: metrics[name] if float(metrics[name]).is_integer() else float(f"{metrics[name]:.5g}") for name in ordered
-    }
+    return {name: five_digits(metrics[name]) for name in ordered}
+
+
+def five_digits(value: float) -> float:
+    """A number with five significant digits; a whole one stays."""
+    return value if float(value).is_integer() else float(f"{value:.5g}")
 
 
 @dataclass(frozen=True)

@@ -243,8 +243,7 @@ class Tuner:
         # of a remote runner, which measures while this host searches, only the wait for it counts
         ledger.durations.run_s += 0.0 if self._runner.is_remote else batch.run_s
         self._num_disturbed += sum(outcome.is_disturbed for outcome in batch.outcomes)
-        trials = self._make_trials(batch)
-        ledger.record(state, trials, batch.task.mod, self._target, batch.candidates)
+        trials = ledger.record(state, self._make_trials(batch), batch.task.mod, self._target, batch.candidates)
         with ledger.timed("search_s"):
             results = [RunnerResult(list(trial.run_s) or None, trial.error or None) for trial in trials]
             self._search(state.info.index).learn(batch.candidates, results)

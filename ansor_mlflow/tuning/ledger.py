@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ansor_mlflow.records import Journal, RecordLog
+from ansor_mlflow.foreign import duration
+from ansor_mlflow.records import Journal, RecordLog, decision_of
 from ansor_mlflow.trials import (
     Durations,
     ServerState,
@@ -55,8 +56,8 @@ class RoundLog:
             round_.total_trials,
             round_.elapsed_s,
             round_.task.info.name,
-            f"{best_s * 1e6:.1f} µs" if best_s is not None else "no valid trial",
-            f"{total_s * 1e3:.3f} ms" if total_s is not None else "not all tasks measured",
+            duration(best_s) if best_s is not None else "no valid trial",
+            duration(total_s) if total_s is not None else "not all tasks measured",
             round_.trials_per_minute,
             f"  ended by: {round_.task.stop_reason}" if round_.task.stop_reason else "",
             failures,
@@ -69,7 +70,7 @@ class RoundLog:
         """Says how it ended, and what the second measurements of the winners say."""
         estimated_s, confirmed_s, confirmation = result.estimated_latency_s, result.confirmed_latency_s, ""
         if estimated_s and confirmed_s:
-            confirmation = f"; confirmed: {confirmed_s * 1e3:.3f} ms, optimism {confirmed_s / estimated_s:.3g}"
+            confirmation = f"; confirmed: {duration(confirmed_s)}, optimism {confirmed_s / estimated_s:.3g}"
         how = (result.total_trials, result.elapsed_s, result.stop_reason, confirmation)
         _log.info("%d trials in %.1f s, stopped by: %s%s", *how)
 
@@ -122,17 +123,21 @@ class Ledger:
         mod: IRModule,
         target: Target,
         candidates: Sequence[MeasureCandidate],
-    ) -> None:
-        """Counts a round of trials, failed ones too, and writes them."""
+    ) -> list[Trial]:
+        """Counts a round of trials, failed ones too, and writes them; returns them with all that is known of them."""
         self._count(state, trials)
+        workload, records = log_lines(mod, target, candidates, [trial.run_s for trial in trials])
         # the records come first: the journal says that its trials have one each
-        self._log.append(*log_lines(mod, target, candidates, [trial.run_s for trial in trials]))
+        self._log.append(workload, records)
+        hash_, number, elapsed_s = state.info.workload_hash, self._num_rounds, self.elapsed_s
+        decisions = [decision_of(record.text) for record in records]
+        recorded = [
+            replace(trial, workload_hash=hash_, round_=number, elapsed_s=elapsed_s, decision=decision)
+            for trial, decision in zip(trials, decisions, strict=True)
+        ]
         if self._journal is not None:
-            hash_, elapsed_s = state.info.workload_hash, self.elapsed_s
-            self._journal.append(
-                [replace(trial, workload_hash=hash_, round_=self._num_rounds, elapsed_s=elapsed_s) for trial in trials],
-                self.durations,
-            )
+            self._journal.append(recorded, self.durations)
+        return recorded
 
     def restore(self, past: Sequence[Trial]) -> Iterator[tuple[TaskState, list[Trial]]]:
         """Counts the rounds of an earlier process of the same tuning, and yields each of them when it is counted."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.pictures import SHOWN, stamp
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 PACKAGE = "chromium"
@@ -90,7 +91,10 @@ class MlflowPages:
 
     def keep(self, page: Page, name: str) -> None:
         page.mouse.move(0, 0)  # away from what shows more below the pointer
-        page.screenshot(path=self.pictures / f"{name}.png", animations="disabled")
+        picture = self.pictures / f"{name}.png"
+        page.screenshot(path=picture, animations="disabled")
+        if name in SHOWN:
+            stamp(picture, SHOWN[name]())
 
 
 def card(page: Page, title: str) -> Locator:

@@ -15,6 +15,7 @@ from ansor_mlflow import names
 from ansor_mlflow.device import available_cpus
 from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.fleet import NetworkReply, NetworkWork, ServerSession, run_network
+from ansor_mlflow.foreign import duration
 from ansor_mlflow.measuring import (
     Deviation,
     KernelTimes,
@@ -55,7 +56,8 @@ def time_sizes(
         contenders = {_TUNED: make_tuned, **rivals}
         calls = {name: partial(timed_call, make_inference, [inputs]) for name, make_inference in contenders.items()}
         latencies = measure_in_turns(calls, options.turns, noise, options.measure_s)
-        _log.info("%s: %s", size, ", ".join(f"{name} {found.median_ms:.4g} ms" for name, found in latencies.items()))
+        times = (f"{name} {duration(measured.median_ms / 1e3)}" for name, measured in latencies.items())
+        _log.info("%s: %s", size, ", ".join(times))
         tuned_ms = latencies[_TUNED].median_ms
         shapes = {spec.name: spec.shape for spec in size.inputs}
         entry: dict[str, Any] = {"input_shapes": shapes, names.LATENCY_MS: tuned_ms}

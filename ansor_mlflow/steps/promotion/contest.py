@@ -14,7 +14,7 @@ import numpy as np
 
 from ansor_mlflow import measuring, names
 from ansor_mlflow.errors import CorrectnessError, ModelError, NotFasterError, UndecidedError, UserInputError
-from ansor_mlflow.foreign import Code, Part, Report, Reported, Table
+from ansor_mlflow.foreign import Code, Part, Report, Reported, Table, duration, time_unit
 from ansor_mlflow.measuring import Deviation
 from ansor_mlflow.model import LibraryEntry, Manifest, choose_library, verified_manifest
 from ansor_mlflow.parameters import PromoteOptions
@@ -278,8 +278,8 @@ class Promotion(Reported):
 
     def report(self) -> Report:
         medians = [
-            f"medians of all turns: version {self.candidate} {contest.medians_ms[0]:.4g} ms, "
-            f"{contest.opponent} {contest.medians_ms[1]:.4g} ms"
+            f"medians of all turns: version {self.candidate} {duration(contest.medians_ms[0] / 1e3)}, "
+            f"{contest.opponent} {duration(contest.medians_ms[1] / 1e3)}"
             for contest in self.contests
         ]
         aliases = self.aliases if self.is_won and not self.dry_run else ()
@@ -322,9 +322,14 @@ def _contest_tables(contest: Contest, candidate: str) -> list[Table]:
     ratio = contest.ratio
     bounds = {"ratio": ratio.estimate, "at least": ratio.lower, "at most": ratio.upper, "must be below": contest.limit}
     turns = enumerate(zip(contest.candidate_ms, contest.champion_ms, strict=True), 1)
-    rows = [(str(turn), f"{mine:.4g}", f"{theirs:.4g}", f"{mine / theirs:.3f}") for turn, (mine, theirs) in turns]
+    unit_s, unit = time_unit(max(contest.medians_ms) / 1e3)
+    in_unit = 1e-3 / unit_s
+    rows = [
+        (str(turn), f"{mine * in_unit:.4g}", f"{theirs * in_unit:.4g}", f"{mine / theirs:.3f}")
+        for turn, (mine, theirs) in turns
+    ]
     title = f"Latency: version {candidate} against {contest.opponent}"
     return [
         Table([(label, f"{value:.3f}") for label, value in bounds.items()], title=title),
-        Table(rows, (">turn", ">candidate (ms)", ">champion (ms)", ">ratio")),
+        Table(rows, (">turn", f">candidate ({unit})", f">champion ({unit})", ">ratio")),
     ]

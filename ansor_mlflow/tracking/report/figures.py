@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ansor_mlflow.files import new_file
+from ansor_mlflow.foreign import duration, time_unit
 from ansor_mlflow.measuring import Latency
 from ansor_mlflow.tracking.report.history import CurvePoint, TaskHistory, TuningHistory
 from ansor_mlflow.trials import TrialStatus
@@ -19,6 +20,7 @@ from ansor_mlflow.tuning import Roofline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9"
@@ -28,6 +30,7 @@ _CLASSES = tuple(status for status in TrialStatus if status is not TrialStatus.O
 _NUM_NAMED = 5  # tasks with a colour of their own: those that take most of the time
 _MAX_BARS = 15  # tasks that have a bar of their own; the others share one
 _MAX_RATIO = 30.0  # time over the best time of the task beyond which trials lie outside of the figure
+_MAX_LOG_LABELS = 8
 _MAX_DOTS = 4000  # trials that are drawn; of more, every second, third and so on is
 _LAYOUT = {"left": 0.085, "right": 0.985, "bottom": 0.175, "top": 0.91, "hspace": 0.26, "wspace": 0.06}
 """Fixed: looking for the best layout doubles the time that drawing takes, and this is drawn while a tuning goes on."""
@@ -48,10 +51,11 @@ def draw_convergence(history: TuningHistory) -> Figure:
     by_trials = figure.add_subplot(grid[0, 0])
     by_time = figure.add_subplot(grid[0, 1], sharey=by_trials)
     tasks = figure.add_subplot(grid[1, :])
-    _draw_network(by_trials, [point.num_trials for point in history.curve], history.curve)
-    _draw_network(by_time, [point.elapsed_s / 60 for point in history.curve], history.curve)
-    by_time.tick_params(labelleft=False)
-    by_trials.set(xlabel="trials", ylabel="best latency, estimated (ms)")
+    unit = time_unit(history.curve[-1].latency_s if history.curve else 1e-3)
+    _draw_network(by_trials, [point.num_trials for point in history.curve], history.curve, unit)
+    _draw_network(by_time, [point.elapsed_s / 60 for point in history.curve], history.curve, unit)
+    by_time.tick_params(which="both", labelleft=False)
+    by_trials.set(xlabel="trials", ylabel=f"best latency, estimated ({unit[1]})")
     by_time.set(xlabel="time (minutes)")
     _draw_tasks(tasks, history)
     tasks.set(xlabel="trials", ylabel="time of a task / its best time")
@@ -62,15 +66,16 @@ def draw_convergence(history: TuningHistory) -> Figure:
     return figure
 
 
-def _draw_network(axes: Axes, x: list[float], curve: list[CurvePoint]) -> None:
-    latency_ms = [point.latency_s * 1e3 for point in curve]
-    axes.step(x, latency_ms, where="post", color=BLUE, linewidth=2)
-    if not latency_ms:
+def _draw_network(axes: Axes, x: list[float], curve: list[CurvePoint], unit: tuple[float, str]) -> None:
+    latencies = [point.latency_s / unit[0] for point in curve]
+    axes.step(x, latencies, where="post", color=BLUE, linewidth=2)
+    if not latencies:
         return
-    axes.plot(x[-1], latency_ms[-1], "o", color=BLUE, markersize=5)
-    axes.set_title(f"{latency_ms[-1]:.4g} ms", loc="right", fontsize=10)  # outside, where no curve runs through it
-    if max(latency_ms) > 3 * min(latency_ms):
+    axes.plot(x[-1], latencies[-1], "o", color=BLUE, markersize=5)
+    axes.set_title(duration(curve[-1].latency_s), loc="right", fontsize=10)  # outside, where no curve runs through it
+    if max(latencies) > 3 * min(latencies):
         axes.set_yscale("log")
+        _label_log(axes.yaxis)
 
 
 def _draw_tasks(axes: Axes, history: TuningHistory) -> None:
@@ -141,9 +146,10 @@ def draw_gain(history: TuningHistory) -> Figure:
     bars = _bars_of([task for task in history.tasks if task.num_trials], lambda task: task.gain_s)
     figure = _new_figure(history.title, _height_of(bars, 0.32))
     trials, gains = figure.subplots(1, 2, sharey=True)
+    unit_s, unit = time_unit(max((bar.total(lambda task: task.gain_s) for bar in bars), default=1e-3))
     columns = [
         (trials, [bar.total(lambda task: task.num_trials) for bar in bars], BLUE, "{:.0f}"),
-        (gains, [bar.total(lambda task: task.gain_s) * 1e3 for bar in bars], GREEN, "{:.3g}"),
+        (gains, [bar.total(lambda task: task.gain_s) / unit_s for bar in bars], GREEN, "{:.3g}"),
     ]
     for axes, values, color, form in columns:
         drawn = axes.barh(range(len(bars)), values, 0.7, color=color)
@@ -153,7 +159,7 @@ def draw_gain(history: TuningHistory) -> Figure:
     _few_ticks(trials)
     _label_bars(trials, bars)
     trials.set_xlabel("trials, failed ones included")
-    gains.set_xlabel("gain: estimated time saved in the network (ms)")
+    gains.set_xlabel(f"gain: estimated time saved in the network ({unit})")
     return figure
 
 
@@ -173,13 +179,14 @@ def draw_task_share(history: TuningHistory) -> Figure:
     axes = figure.subplots()
     height = 0.38  # of a bar; a task has two, in a row that is 1 high
     for percents, offset, color, label in (
-        (before_percent, -height / 2, ORANGE, f"before: {history.before_s * 1e3:.4g} ms in all"),
-        (after_percent, height / 2, BLUE, f"after: {history.after_s * 1e3:.4g} ms in all"),
+        (before_percent, -height / 2, ORANGE, f"before: {duration(history.before_s)} in all"),
+        (after_percent, height / 2, BLUE, f"after: {duration(history.after_s)} in all"),
     ):
         axes.barh([row + offset for row in range(len(bars))], percents, height, color=color, label=label)
     ends = [max(shares) for shares in zip(before_percent, after_percent, strict=True)]
     for row, end in enumerate(ends):
-        text = f"{before[row] * 1e3:.3g} → {after[row] * 1e3:.3g} ms"
+        unit_s, unit = time_unit(max(before[row], after[row]))
+        text = f"{before[row] / unit_s:.3g} → {after[row] / unit_s:.3g} {unit}"
         axes.annotate(text, (end, row), (4, 0), textcoords="offset points", va="center", fontsize=9)
     _label_bars(axes, bars)
     axes.set_xlabel("share of the network's estimated time (%)")
@@ -193,10 +200,14 @@ def draw_latency(title: str, latency: Latency) -> Figure:
     """Draws how many calls took how long, with the median and the 90th percentile."""
     figure = _new_figure(title, 4.0)
     axes = figure.subplots()
-    axes.hist(latency.samples_ms, bins=60, color=BLUE)
-    axes.axvline(latency.median_ms, color=GREEN, linewidth=2, label=f"median, {latency.median_ms:.4g} ms")
-    axes.axvline(latency.p90_ms, color=VERMILION, linewidth=2, label=f"90th percentile, {latency.p90_ms:.4g} ms")
-    axes.set(xlabel="time of a call (ms)", ylabel="calls")
+    unit_s, unit = time_unit(latency.median_ms / 1e3)
+    axes.hist([sample / 1e3 / unit_s for sample in latency.samples_ms], bins=60, color=BLUE)
+    for label, color, value_ms in (
+        ("median", GREEN, latency.median_ms),
+        ("90th percentile", VERMILION, latency.p90_ms),
+    ):
+        axes.axvline(value_ms / 1e3 / unit_s, color=color, linewidth=2, label=f"{label}, {duration(value_ms / 1e3)}")
+    axes.set(xlabel=f"time of a call ({unit})", ylabel="calls")
     _few_ticks(axes)
     _set_grid(axes, "y")
     _add_legend(figure)
@@ -232,6 +243,8 @@ def draw_roofline(history: TuningHistory, roofline: Roofline, argument_bytes: Ma
             linestyle="none",
         )
     axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP/byte of arguments)", ylabel="GFLOP/s")
+    _label_log(axes.xaxis)
+    _label_log(axes.yaxis)
     _set_grid(axes)
     _add_legend(figure)
     return figure
@@ -277,6 +290,21 @@ def _few_ticks(axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+
+
+def _label_log(axis: Axis) -> None:
+    """Labels a logarithmic axis with plain numbers, at least two of them. Matplotlib labels a range of less than a
+    power of ten at the minor ticks, with texts such as 2×10⁰, which are wide, and stay where labels are switched off.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    num_labels = sum(low <= digit * 10.0**power <= high for power in powers for digit in (1, 2, 5))
+    many = (1,) if num_labels > _MAX_LOG_LABELS else (1, 2, 5)
+    axis.set_major_locator(LogLocator(subs=many) if num_labels > 1 else MaxNLocator(4, steps=[1, 2, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.10g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _add_legend(figure: Figure) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ansor_mlflow import names
-from ansor_mlflow.foreign import for_shell, without_credentials
+from ansor_mlflow.foreign import duration, for_shell, without_credentials
 from ansor_mlflow.measuring import KernelTimes, rival_titles
 from ansor_mlflow.parameters import CheckOptions, Options, RunOptions, TuneOptions
 from ansor_mlflow.tracking.report.history import TuningHistory
@@ -72,8 +72,8 @@ def tuning_note(history: TuningHistory, commands: Sequence[str], error: str = ""
     if history.result is None:
         return _note(f"Tuning… {subject}: {tasks}, {plan.num_trials} trials.", commands)
     found_s = history.result.estimated_latency_s
-    estimate = f", estimated **{found_s * 1e3:.4g} ms**" if found_s else ""
-    before = f", before {history.before_s * 1e3:.4g} ms" if found_s and history.before_s else ""
+    estimate = f", estimated **{duration(found_s)}**" if found_s else ""
+    before = f", before {duration(history.before_s)}" if found_s and history.before_s else ""
     return _note(f"Tuned {subject}: {tasks}{estimate}{before}.", commands, _items(result_rows(history)))
 
 
@@ -108,7 +108,7 @@ def _headline(network: str, tags: Mapping[str, str], metrics: Mapping[str, float
     """What is known of a model in one sentence: of a description, MLflow's page shows the first lines."""
     line = f"**{_inline(network)}** for {_inline(tags.get(names.TAG_TARGET, ''))}"
     if latency_ms := metrics.get(names.LATENCY_MS):
-        line += f": **{latency_ms:.4g} ms**"
+        line += f": **{duration(latency_ms / 1e3)}**"
     best = tags.get(names.TAG_BEST_RIVAL, "")
     compared = {rival_titles().get(best, best): names.SPEEDUP_VS_BEST, "untuned": names.SPEEDUP_VS_UNTUNED}
     speeds = [f"{metrics[of]:.3g} × as fast as {_inline(title)}" for title, of in compared.items() if of in metrics]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
@@ -20,10 +20,12 @@ from ansor_mlflow.foreign import (
     Part,
     Report,
     Table,
+    duration,
     figure,
     for_shell,
     html_of,
     printable,
+    time_unit,
     without_credentials,
 )
 from ansor_mlflow.measuring import KernelTimes, rival_titles
@@ -41,31 +43,35 @@ _CAPTIONS = {
     names.FAILURES_FIGURE: "Failed trials by task and class.",
 }
 _TASK_HEADERS = (
-    *("task", ">weight", ">share of time", ">best (µs)", ">GFLOP/s", ">trials", ">failed", ">gain (ms)"),
+    *("task", ">weight", ">share of time", ">best ({best})", ">GFLOP/s", ">trials", ">failed", ">gain ({gain})"),
     "stopped",
 )
 _WARM_START_HEADERS = ("source", ">records", ">applied", ">for the cost model", "note")
 
 
-def _figures() -> list[tuple[str, str, str]]:
+def _milliseconds(value: float) -> str:
+    return duration(value / 1e3)
+
+
+def _figures() -> list[tuple[str, str, Callable[[float], str]]]:
     """What is shown of a model: titles, metrics and formats."""
     titles = rival_titles()
     return [
-        ("tuned", names.LATENCY_MS, "{:.4g} ms"),
-        ("speedup over the best rival", names.SPEEDUP_VS_BEST, "{:.2f} ×"),
-        *((f"speedup over {title}", names.speedup_vs(rival), "{:.2f} ×") for rival, title in titles.items()),
-        ("speedup over untuned", names.SPEEDUP_VS_UNTUNED, "{:.1f} ×"),
-        *((title, names.rival_latency_ms(rival), "{:.4g} ms") for rival, title in titles.items()),
-        ("untuned", names.UNTUNED_LATENCY_MS, "{:.4g} ms"),
-        ("without trials", names.INSTANT_LATENCY_MS, "{:.4g} ms"),
-        ("tuned, 90th percentile", names.LATENCY_P90_MS, "{:.4g} ms"),
-        ("tuned, as estimated by the tuning", names.BEST_LATENCY_MS, "{:.4g} ms"),
-        ("and as its second measurements say", names.CONFIRMED_LATENCY_MS, "{:.4g} ms"),
-        ("measured / second measurements", names.ESTIMATE_RATIO, "{:.2f}"),
-        ("share of ONNX Runtime's parts", names.ONNXRUNTIME_SHARE, "{:.1%}"),
-        ("largest relative error", names.MAX_REL_ERROR, "{:.1e}"),
-        ("coverage of tasks", names.COVERAGE_TASKS, "{:.0%}"),
-        ("trials", names.TRIALS_MEASURED, "{:.0f}"),
+        ("tuned", names.LATENCY_MS, _milliseconds),
+        ("speedup over the best rival", names.SPEEDUP_VS_BEST, "{:.2f} ×".format),
+        *((f"speedup over {title}", names.speedup_vs(rival), "{:.2f} ×".format) for rival, title in titles.items()),
+        ("speedup over untuned", names.SPEEDUP_VS_UNTUNED, "{:.1f} ×".format),
+        *((title, names.rival_latency_ms(rival), _milliseconds) for rival, title in titles.items()),
+        ("untuned", names.UNTUNED_LATENCY_MS, _milliseconds),
+        ("without trials", names.INSTANT_LATENCY_MS, _milliseconds),
+        ("tuned, 90th percentile", names.LATENCY_P90_MS, _milliseconds),
+        ("tuned, as estimated by the tuning", names.BEST_LATENCY_MS, _milliseconds),
+        ("and as its second measurements say", names.CONFIRMED_LATENCY_MS, _milliseconds),
+        ("measured / second measurements", names.ESTIMATE_RATIO, "{:.2f}".format),
+        ("share of ONNX Runtime's parts", names.ONNXRUNTIME_SHARE, "{:.1%}".format),
+        ("largest relative error", names.MAX_REL_ERROR, "{:.1e}".format),
+        ("coverage of tasks", names.COVERAGE_TASKS, "{:.0%}".format),
+        ("trials", names.TRIALS_MEASURED, "{:.0f}".format),
     ]
 
 
@@ -91,7 +97,7 @@ def _is_served(tracking_uri: str) -> bool:
 
 def summary_rows(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """Labels and figures, of the metrics that there are: the latency first."""
-    return [(label, form.format(metrics[name])) for label, name, form in _figures() if name in metrics]
+    return [(label, form(metrics[name])) for label, name, form in _figures() if name in metrics]
 
 
 def result_rows(history: TuningHistory) -> list[tuple[str, str]]:
@@ -103,7 +109,7 @@ def result_rows(history: TuningHistory) -> list[tuple[str, str]]:
         "measured a second time": result.confirmed_latency_s,
         "before, with first measurements": history.before_s or None,
     }
-    rows = [(label, f"{seconds * 1e3:.4g} ms") for label, seconds in times_s.items() if seconds is not None]
+    rows = [(label, duration(seconds)) for label, seconds in times_s.items() if seconds is not None]
     if result.uncovered:
         rows.append(("without a valid trial", f"{len(result.uncovered)} of {count(len(result.tasks), 'task')}"))
     num_failed = sum(failure.num_trials for failure in history.failures())
@@ -118,11 +124,11 @@ def kernel_rows(kernels: KernelTimes) -> list[tuple[str, str]]:
     furthest, others = kernels.furthest[:_MAX_KERNELS], kernels.furthest[_MAX_KERNELS:]
     rows = []
     for kernel in furthest:
-        known = "no record" if kernel.estimated_us is None else f"in its record {kernel.estimated_us:.4g}"
-        rows.append((f"{kernel.name}, {count(kernel.num_calls, 'call')}", f"{kernel.us:.4g} µs, {known}"))
+        known = "no record" if kernel.estimated_us is None else f"in its record {duration(kernel.estimated_us / 1e6)}"
+        rows.append((f"{kernel.name}, {count(kernel.num_calls, 'call')}", f"{duration(kernel.us / 1e6)}, {known}"))
     if others:
-        rows.append((count(len(others), "other kernel"), f"{sum(kernel.us for kernel in others):.4g} µs"))
-    return [*rows, ("between kernels", f"{kernels.between_us:.4g} µs")]
+        rows.append((count(len(others), "other kernel"), duration(sum(kernel.us for kernel in others) / 1e6)))
+    return [*rows, ("between kernels", duration(kernels.between_us / 1e6))]
 
 
 def count(number: int, noun: str) -> str:
@@ -140,22 +146,28 @@ def html_page(report: Report) -> str:
 def kernels_page(network: str, target: str, kernels: KernelTimes) -> str:
     """A page that says where the time of a network goes, the kernel that is furthest from its record first."""
     sums = [
-        ("a call", f"{kernels.latency_us:.4g} µs"),
-        ("between kernels", f"{kernels.between_us:.4g} µs"),
-        ("without a record", f"{kernels.without_record_us:.4g} µs"),
+        ("a call", duration(kernels.latency_us / 1e6)),
+        ("between kernels", duration(kernels.between_us / 1e6)),
+        ("without a record", duration(kernels.without_record_us / 1e6)),
     ]
+    unit_s, unit = time_unit(max((kernel.us for kernel in kernels.furthest), default=0.0) / 1e6)
+
+    def in_unit(us: float | None, form: str = "{:.4g}") -> str:
+        return figure(None if us is None else us / 1e6 / unit_s, form)
+
     rows = [
         (
             kernel.name,
             str(kernel.num_calls),
             f"{kernel.us / kernels.latency_us:.1%}",
-            figure(kernel.us),
-            figure(kernel.estimated_us),
-            figure(None if kernel.estimated_us is None else kernel.difference_us, "{:+.4g}"),
+            in_unit(kernel.us),
+            in_unit(kernel.estimated_us),
+            in_unit(None if kernel.estimated_us is None else kernel.difference_us, "{:+.4g}"),
         )
         for kernel in kernels.furthest
     ]
-    headers = ("kernel", ">calls", ">share", ">in the network (µs)", ">in its record (µs)", ">difference (µs)")
+    times = (f">{title} ({unit})" for title in ("in the network", "in its record", "difference"))
+    headers = ("kernel", ">calls", ">share", *times)
     note = "All calls of a kernel within one call of the network, and the same calls as its record promised them."
     return html_page(Report(f"Kernels of {network}", [target, Table(sums), note, Table(rows, headers)]))
 
@@ -205,6 +217,9 @@ def tuning_page(
         for source in _read_json(directory / names.WARM_START_FILE, [])
     ]
     tasks = sorted(history.tasks, key=lambda task: -task.after_s)
+    best = time_unit(max((task.state.best_s or 0.0 for task in tasks), default=0.0))
+    gain = time_unit(max((task.gain_s for task in tasks), default=0.0))
+    headers = [header.format(best=best[1], gain=gain[1]) for header in _TASK_HEADERS]
     programs = []
     for task in tasks:
         kernel = kernels.get(task.state.info.workload_hash, KernelNote())
@@ -221,7 +236,7 @@ def tuning_page(
         Table(result_rows(history)),
         "The latency is an estimate: Σ weight × best time of each task, measured one by one. ansor-mlflow compile and "
         "evaluate build and measure the network as a whole.",
-        Table([_task_row(task, history) for task in tasks], _TASK_HEADERS, "Tasks"),
+        Table([_task_row(task, history, best[0], gain[0]) for task in tasks], headers, "Tasks"),
         Table(programs, ("task", "sketch", ">of the roof", "limited by", ">without trials (×)"), "Fastest programs"),
         "Without trials: time of the program that the sketch chooses by itself, over that of the fastest one.",
         *(f"{clause}." for clause in fallback),
@@ -235,17 +250,17 @@ def tuning_page(
     return html_page(Report(plan.network, parts))
 
 
-def _task_row(task: TaskHistory, history: TuningHistory) -> tuple[str, ...]:
+def _task_row(task: TaskHistory, history: TuningHistory, best_unit_s: float, gain_unit_s: float) -> tuple[str, ...]:
     state, is_known = task.state, task.state.best_s is not None
     return (
         state.info.name,
         str(state.info.weight),
         figure(task.after_s / (history.after_s or 1) if is_known else None, "{:.1%}"),
-        figure(state.best_s * 1e6 if state.best_s is not None else None),
+        figure(state.best_s / best_unit_s if state.best_s is not None else None),
         figure(state.gflops or None),
         str(state.total_trials),
         str(state.total_trials - state.num_trials[TrialStatus.OK]),
-        figure(task.gain_s * 1e3 if is_known else None, "{:.3g}"),
+        figure(task.gain_s / gain_unit_s if is_known else None, "{:.3g}"),
         state.stop_reason,
     )
 
