@@ -12,7 +12,7 @@ import yaml
 from helpers.finished import FinishedWork
 
 from ansor_mlflow import names
-from ansor_mlflow.tracking import logged_model_of, model_name, tag_model
+from ansor_mlflow.tracking import describe_model, logged_model_of, model_name
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_a_name_is_one_of_mlflows(network: str, devices: str, name: str) -> None
 def test_a_model_that_was_unreliable_is_not_for_ever(finished_work: FinishedWork) -> None:
     (output,) = mlflow.get_run(finished_work.compiled).outputs.model_outputs
     for reason in ("busy", ""):
-        tag_model(output.model_id, {names.TAG_UNRELIABLE: reason})
+        describe_model(output.model_id, {names.TAG_UNRELIABLE: reason}, "a model")
         assert mlflow.get_logged_model(output.model_id).tags.get(names.TAG_UNRELIABLE, "") == reason
 
 

@@ -92,14 +92,15 @@ def compile_network(options: CompileOptions) -> CompileResult:
             write_onnx(network.model, run.directory / names.NETWORK_FILE)
             built = [_build_library(network, recipe, options, run) for recipe in recipes]
             library, coverage, _ = min(built, key=lambda of_device: of_device[1].flops_share)
-            _report_coverage(coverage, library.parts, run)
+            metrics = _report_coverage(coverage, library.parts, run)
             if options.allow_missing:
-                _report_lost([lost for _, _, of_device in built for lost in of_device], run)
+                metrics |= _report_lost([lost for _, _, of_device in built for lost in of_device], run)
             libraries = [replace(library, pad=options.pad) for library, _, _ in built]
             signature = get_signature(network.inputs, network.outputs, options.signature)
             with translated_errors("log the model"):
                 logged = flavor.log_model(libraries, name=model_name(network.name, descriptions), signature=signature)
             run.log_tags({names.TAG_MODEL_URI: str(logged.model_uri)})
+            run.log_metrics(metrics)  # before, MLflow would make them the first ones of the model
             return CompileResult(run.run_id, str(logged.model_uri), coverage)
 
 
@@ -210,15 +211,10 @@ def _compile(
     return compiled, coverage
 
 
-def _report_coverage(coverage: model.Coverage, parts: Sequence[model.PartEntry], run: StepRun) -> None:
-    """Says in a run how much of a network the records cover; of several libraries, of the least covered one."""
-    run.log_metrics(
-        {
-            names.COVERAGE_TASKS: coverage.task_share,
-            names.COVERAGE_FLOPS: coverage.flops_share,
-            names.LIBRARY_GROWTH_MIB: coverage.growth_bytes / 2**20,
-        }
-    )
+def _report_coverage(coverage: model.Coverage, parts: Sequence[model.PartEntry], run: StepRun) -> dict[str, float]:
+    """Says how much of a network the records cover, and returns the metrics; of several libraries, of the least
+    covered one.
+    """
     run.log_json({**coverage.to_dict(), "parts": parts}, names.COVERAGE_FILE)
     if coverage.missing:
         number = len(coverage.unscheduled)
@@ -232,11 +228,15 @@ def _report_coverage(coverage: model.Coverage, parts: Sequence[model.PartEntry],
             coverage.missing[0].name,
             unscheduled,
         )
+    return {
+        names.COVERAGE_TASKS: coverage.task_share,
+        names.COVERAGE_FLOPS: coverage.flops_share,
+        names.LIBRARY_GROWTH_MIB: coverage.growth_bytes / 2**20,
+    }
 
 
-def _report_lost(lost: Sequence[_LostRecords], run: StepRun) -> None:
+def _report_lost(lost: Sequence[_LostRecords], run: StepRun) -> dict[str, float]:
     run.log_json(lost, names.LOST_RECORDS_FILE)
-    run.log_metrics({names.RECORDS_LOST: len(lost)})
     if lost:
         _log.warning(
             "the records of %d workloads do not apply any more, such as %s; %s says which",
@@ -244,6 +244,7 @@ def _report_lost(lost: Sequence[_LostRecords], run: StepRun) -> None:
             lost[0]["task"] or lost[0]["workload_hash"],
             names.LOST_RECORDS_FILE,
         )
+    return {names.RECORDS_LOST: len(lost)}
 
 
 def provenance_of(recorded: Recorded) -> dict[str, object]:

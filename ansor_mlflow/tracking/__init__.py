@@ -2,7 +2,7 @@
 
 from ansor_mlflow.tracking.environment import describe_environment, open_in_turn, translated_errors
 from ansor_mlflow.tracking.killed import WORK_ROOT, ended, has_messages, has_records, held, is_held, remove_directory
-from ansor_mlflow.tracking.logged_models import logged_model_of, make_model, model_name, tag_model, take_model
+from ansor_mlflow.tracking.logged_models import describe_model, logged_model_of, make_model, model_name, take_model
 from ansor_mlflow.tracking.memory import EarlierTuning, best_source, find_tunings, memory_tags
 from ansor_mlflow.tracking.observer import MlflowObserver, latency_metrics, trials_table
 from ansor_mlflow.tracking.outbox import (

@@ -16,6 +16,7 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from ansor_mlflow.errors import one_line
 from ansor_mlflow.foreign import read_yaml, typed, without_credentials
 from ansor_mlflow.tracking.environment import translated_errors
+from ansor_mlflow.tracking.report.note import note_tags
 
 _log = logging.getLogger("ansor_mlflow")
 _MAX_NAME_CHARS = 200
@@ -69,13 +70,16 @@ def make_model(run_id: str, model_id: str) -> None:
         mlflow.MlflowClient().log_outputs(run_id, [LoggedModelOutput(model_id, step=0)])
 
 
-def tag_model(model_id: str, tags: Mapping[str, str]) -> None:
-    """Sets tags of a model, and takes away those that are empty now; an empty ID does nothing."""
+def describe_model(model_id: str, tags: Mapping[str, str], note: str) -> None:
+    """Sets tags of a model, and takes away those that are empty now, and describes it, as Markdown, unless a user has;
+    an empty ID does nothing.
+    """
     if not model_id:
         return
     with translated_errors("set tags of the model"):
         client = mlflow.MlflowClient()
         known = client.get_logged_model(model_id).tags
+        tags = {**tags, **note_tags(known, note)}
         client.set_logged_model_tags(model_id, {name: without_credentials(text) for name, text in tags.items() if text})
         for name in [name for name, text in tags.items() if not text and name in known]:
             client.delete_logged_model_tag(model_id, name)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import shlex
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import mlflow
 import pydantic_core
 import yaml
-from mlflow.entities import DatasetInput, InputTag, Param, Run, RunTag
+from mlflow.entities import DatasetInput, InputTag, Metric, Param, Run, RunTag
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_PROJECT_ENTRY_POINT, MLFLOW_RUN_NAME
 
 from ansor_mlflow import names
@@ -70,9 +71,16 @@ class StepRun:
         return has_records(self.directory)
 
     def log_metrics(self, metrics: Mapping[str, float], model_id: str = "") -> None:
-        """Logs metrics of the run, and of the LoggedModel that they were found of."""
+        """Logs metrics of the run, and of the LoggedModel that they were found of; `mlflow.log_metrics` would give them
+        to every model that the run has made, too.
+        """
+        now_ms = int(time.time() * 1000)
         with translated_errors("log metrics"):
-            mlflow.log_metrics(as_logged(metrics), run_id=self.run_id, model_id=model_id or None)
+            logged = [
+                Metric(name, value, now_ms, 0, model_id=model_id or None, run_id=self.run_id)
+                for name, value in as_logged(metrics).items()
+            ]
+            mlflow.MlflowClient().log_batch(self.run_id, metrics=logged)
 
     def log_options(self, options: Options) -> None:
         """Logs those options as params that differ from their defaults, and those by which runs are compared; all of

@@ -110,10 +110,11 @@ def _evaluate(
     run.log_tags(tags)
     run.log_unreliable(bench.noise.unreliable)
     tags[names.TAG_UNRELIABLE] = bench.noise.unreliable
-    run.log_note(
-        tracking.evaluation_note(manifest.network, tracking.command_lines("evaluate", options), tags, metrics, kernels)
+    note = tracking.evaluation_note(
+        manifest.network, tracking.command_lines("evaluate", options), tags, metrics, kernels
     )
-    tracking.tag_model(model_id, {**described, **tags})
+    run.log_note(note)
+    tracking.describe_model(model_id, {**described, **tags}, note)
     return EvaluateResult(run_id=run.run_id, network=manifest.network, target=device.description, metrics=metrics)
 
 
