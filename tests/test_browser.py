@@ -163,7 +163,6 @@ def test_the_leaderboard_has_a_row_for_each_pipeline_and_evaluation(experiment: 
             for metric in (
                 names.LATENCY_MS,
                 names.SPEEDUP_VS_BEST,
-                names.SPEEDUP_VS_UNTUNED,
                 names.TRIALS_MEASURED,
             ):
                 assert number(shown[metric]) == pytest.approx(data.metrics.get(metric, float("nan")), nan_ok=True)

@@ -168,7 +168,6 @@ _LEADERBOARD = _state(
         _tag(names.TAG_NETWORK): 101,  # all of them within a window of 1440 pixels
         _metric(names.LATENCY_MS): 101,
         _metric(names.SPEEDUP_VS_BEST): 105,
-        _metric(names.SPEEDUP_VS_UNTUNED): 115,
         _tag(names.TAG_UNRELIABLE): 101,
         _metric(names.TRIALS_MEASURED): 101,
         _tag(names.TAG_TARGET): 145,
