@@ -7,11 +7,12 @@ MARKED = $$(grep --files-with-matches "mark\.$(1)" tests/test_*.py)
 # so that no worker is alone with one of them at the end. Modules are compiled once, whatever the shell says.
 PYTEST = $(RUN) PYTHONDONTWRITEBYTECODE= python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations-file=.durations/$@
 # What needs PyTorch, in the environment that has it.
-TORCH_TESTS := tests/test_torch_program.py tests/test_gallery.py::test_exported_models
+TORCH_TESTS := tests/test_torch_program.py tests/test_gallery.py::test_exported_models \
+	tests/test_notebooks.py::test_the_notebook_of_pytorch_runs
 # What is tried with the lowest versions of all that is installed.
 SMOKE_TESTS := $(addprefix tests/test_,tuning.py compile.py evaluate.py flavor.py records.py networks.py serving.py)
 
-.PHONY: demo test test-system test-faults test-nightly dist gpu-bundle lint clean
+.PHONY: demo docs test test-system test-faults test-nightly dist gpu-bundle lint clean
 
 .venv: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -42,6 +43,10 @@ SMOKE_TESTS := $(addprefix tests/test_,tuning.py compile.py evaluate.py flavor.p
 # Tunes, compiles and evaluates ResNet-18 on this machine; results go to mlflow.db and mlruns/ here.
 demo: .venv
 	$(RUN) mlflow run . --env-manager local -P network=resnet-18
+
+# The site of the documents, into site/html/. Whatever Sphinx warns of is an error: a link, an anchor, a page without a place.
+docs: .venv
+	$(RUN) python -m sphinx --conf-dir docs --fail-on-warning --keep-going --quiet . site/html --doctree-dir site/doctrees
 
 test: .venv
 	$(PYTEST) -m "not system and not faults and not nightly"
@@ -77,5 +82,5 @@ lint: .venv
 	$(RUN) mypy
 
 clean:
-	rm -rf .venv .venv-nightly .venv-lowest .board .gpu .durations .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-nightly .venv-lowest .board .gpu .durations .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 	find . -name __pycache__ -not -path './.git/*' -exec rm -rf {} +

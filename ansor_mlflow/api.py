@@ -144,20 +144,38 @@ def _of_network(
 
 @_of_network(TuneOptions)
 def tune(options: TuneOptions) -> TuneResult:
-    """Searches the best schedule for every task of a network; the records are in the run."""
+    """Searches the best schedule for every task of a network; the records are in the run.
+
+    Example:
+        >>> tuning = am.tune("dense:4,32,16", trials=4)
+        >>> tuning.stop_reason, tuning.metrics["best_latency_ms"] > 0
+        ('trials', True)
+    """
     with progress_observers() as observers:
         return tune_step(options, observers)
 
 
 @_of_network(CompileOptions)
 def compile(options: CompileOptions) -> CompileResult:
-    """Builds a network with tuning records and logs it as a model."""
+    """Builds a network with tuning records and logs it as a model.
+
+    Example:
+        >>> compiled = am.compile(tune_run=tuning.run_id)  # what am.tune returned
+        >>> compiled.model_uri, compiled.coverage.task_share
+        ('models:/m-...', 1.0)
+    """
     return compile_network(options)
 
 
 @_with_parameters(EvaluateOptions)
 def evaluate(options: EvaluateOptions) -> EvaluateResult:
-    """Checks a model against ONNX Runtime and measures its latency."""
+    """Checks a model against ONNX Runtime and measures its latency.
+
+    Example:
+        >>> checked = am.evaluate(model_uri=compiled.model_uri, turns=1, measure_s=0.1, rivals="onnxruntime")
+        >>> checked.metrics["max_rel_error"] < 1e-4, checked.metrics["speedup_vs_onnxruntime"] > 0
+        (True, True)
+    """
     return evaluate_step(options)
 
 
@@ -166,20 +184,38 @@ def promote(options: PromoteOptions) -> Promotion | Rollback:
     """Makes a version of a registered model the champion if it is right and faster than the champion on this host.
 
     One that loses is no error; `Promotion.require_won` makes it one. With `rollback` the last promotion is taken back.
+
+    Example:
+        >>> version = mlflow.register_model(compiled.model_uri, "dense")
+        >>> promotion = am.promote(model="dense", candidate=version.version)
+        >>> promotion.headline, promotion.outcome.value
+        ('version 1 of dense is now champion-...', 'no_champion')
     """
     return roll_back(options) if options.rollback else promote_step(options)
 
 
 @_of_network(PipelineOptions)
 def pipeline(options: PipelineOptions) -> PipelineResult:
-    """Tunes, compiles and evaluates a network and, if asked, registers and promotes it; all of it in this process."""
+    """Tunes, compiles and evaluates a network and, if asked, registers and promotes it; all of it in this process.
+
+    Example:
+        >>> result = am.pipeline("dense:4,32,16", trials=4, turns=1, measure_s=0.1, register_as="small")
+        >>> am.load_model("models:/small/1").run({"data": np.ones((4, 16), np.float32)})["dense"].shape
+        (4, 32)
+    """
     with progress_observers() as observers:
         return run_pipeline(options, observers=observers)
 
 
 @_of_network(PlanOptions)
 def plan(options: PlanOptions) -> Plan:
-    """Lists the tasks that tuning a network would search, and the trials that each would get. Measures nothing."""
+    """Lists the tasks that tuning a network would search, and the trials that each would get. Measures nothing.
+
+    Example:
+        >>> planned = am.plan("dense:4,32,16", trials=4)
+        >>> planned.num_trials, [task.info.weight for task in planned.tasks]
+        (4, [1])
+    """
     made = plan_tuning(options)
     write_json(options.json_file, made)
     return made
@@ -190,6 +226,11 @@ def bisect(options: BisectOptions) -> Bisection:
     """Finds the first tensor of a network that is not what ONNX Runtime computes, and the smallest model that shows it.
 
     A difference is no error; `Bisection.require_equal` makes it one.
+
+    Example:
+        >>> found = am.bisect("dense:4,32,16")
+        >>> found.max_rel_error < found.tolerance, found.wrong
+        (True, None)
     """
     found = bisect_network(options)
     write_json(options.json_file, found)
@@ -202,6 +243,11 @@ def diff(first: str, second: str) -> TuningDifference:
     Args:
         first: ID of a run of tune, compile, evaluate or main, or the URI of a model.
         second: What is compared with it.
+
+    Example:
+        >>> difference = am.diff(tuning.run_id, compiled.run_id)
+        >>> difference.ratio, [task.verdict for task in difference.tasks]
+        (1.0, ['same'])
     """
     return diff_runs(load_options(DiffOptions, {"runs": (first, second)}))
 

@@ -117,6 +117,14 @@ def save_model(
         metadata: Stored in the file `MLmodel`.
         extra_files: Paths or URIs of files to put into the model's directory `extra_files`.
         validate_serving_input: Whether MLflow calls the model with its input example once it is logged.
+
+    Example:
+        >>> from ansor_mlflow.model import read_package, verified_manifest
+        >>> directory = Path(mlflow.artifacts.download_artifacts(compiled.model_uri))
+        >>> networks = read_package(directory, verified_manifest(directory))
+        >>> am.save_model(networks, "copy", metadata={"team": "vision"})
+        >>> am.load_model("copy").run({"data": np.ones((4, 16), np.float32)})["dense"].shape
+        (4, 32)
     """
     environment._validate_env_arguments(conda_env, pip_requirements, extra_pip_requirements)
     _validate_and_prepare_target_save_path(path)
@@ -191,6 +199,12 @@ def log_model(
     `model_type`, such as "classifier"; a name to register it under, too, and how many seconds to wait for that; the
     `step` of the run that made it; the ID of a model that `mlflow.initialize_logged_model` began; and what else
     `mlflow.models.Model.log` takes.
+
+    Example:
+        >>> with mlflow.start_run():
+        ...     info = am.log_model(networks, name="dense")  # networks as in save_model
+        >>> sorted(info.flavors)
+        ['python_function', 'tvm']
     """
     members = [tvm_model] if isinstance(tvm_model, CompiledNetwork) else tvm_model
     if all(why_not_runnable(member.fingerprint) for member in members):
@@ -268,6 +282,11 @@ def load_model(
     Raises:
         UserInputError: `device` or `num_threads` is not usable.
         ModelError: The model is not of this flavor, was changed after it was logged, or has no library for this host.
+
+    Example:
+        >>> model = am.load_model(compiled.model_uri, allow_rebuild=False)
+        >>> model.run({"data": np.ones((4, 16), np.float32)})["dense"].shape
+        (4, 32)
     """
     options = LoadOptions(
         device=device,
@@ -286,6 +305,10 @@ def explain_load(model: Any) -> Choice:
 
     Args:
         model: What `load_model` or `mlflow.pyfunc.load_model` returned.
+
+    Example:
+        >>> am.explain_load(am.load_model(compiled.model_uri)).level
+        'exact'
     """
     tuned = model if isinstance(model, TunedModel) else model.get_raw_model()
     _log.info("%s", tuned.choice)
@@ -316,6 +339,12 @@ def add_library(
     Raises:
         UserInputError: The run has no model, or the models are of different networks or versions of TVM.
         ModelError: One of them was changed after it was logged.
+
+    Example:
+        >>> other = am.compile(tune_run=am.tune("dense:4,32,16", trials=0, num_threads=1).run_id)
+        >>> info = am.add_library(compiled.model_uri, run=other.run_id)
+        >>> len(info.flavors["tvm"]["libraries"])
+        2
     """
     with scratch_directory() as scratch:
         directory, members = _fetch_package(model_uri, Path(scratch, "base"))

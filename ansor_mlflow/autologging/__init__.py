@@ -48,6 +48,16 @@ def autolog(
         disable_for_unsupported_versions: Logs nothing with another TVM than 0.27; otherwise there is a warning.
         silent: Suppresses MLflow's messages and warnings.
         extra_tags: Tags of new runs; `ansor.network` is the name of what is tuned.
+
+    Example:
+        >>> from tvm import te, topi
+        >>> from tvm.s_tir import meta_schedule
+        >>> am.autolog(extra_tags={"ansor.network": "dense"})
+        >>> a, b = te.placeholder((16, 16), name="a"), te.placeholder((16, 16), name="b")
+        >>> function, target = te.create_prim_func([a, b, topi.nn.dense(a, b)]), {"kind": "llvm", "num-cores": 2}
+        >>> database = meta_schedule.tune_tir(function, target, "logs", 2, strategy="replay-trace")
+        >>> mlflow.last_active_run().data.metrics["trials/measured"]
+        2.0
     """
     # `tune` of this module's class is what every tuning function of MetaSchedule calls, and calls once. The functions
     # themselves are imported by name in several places, of which TVM's passes are one.

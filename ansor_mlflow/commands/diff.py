@@ -127,7 +127,7 @@ class TuningDifference(Reported):
 
     @property
     def ratio(self) -> float | None:
-        """The second latency over the first: measured end to end, or else estimated over the common tasks."""
+        """The second latency over the first, measured end to end, or else estimated over the common tasks."""
         if self.first.latency_ms and self.second.latency_ms:
             return self.second.latency_ms / self.first.latency_ms
         return self.second.estimated_ms / self.first.estimated_ms if self.first.estimated_ms else None

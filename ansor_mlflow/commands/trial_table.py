@@ -83,6 +83,11 @@ def load_trials(run_id: str) -> pd.DataFrame:
         UserInputError: There is no such run, or it has no trials.
         RecordsError: Its records are not those that their manifest describes.
         MachineError: A server is away.
+
+    Example:
+        >>> trials = am.load_trials(tuning.run_id)
+        >>> trials.groupby("status")["latency_us"].count().to_dict()
+        {'ok': 4}
     """
     import pandas as pd
 
