@@ -5,11 +5,13 @@ With the environment variable SCREENSHOTS, the pictures go to that directory, af
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,18 +21,21 @@ from helpers.servers import mlflow_server
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from playwright.sync_api import Locator, Page, expect
+from rich.console import Console
 
 from ansor_mlflow import names
+from ansor_mlflow.cli.progress import TuningView
 from ansor_mlflow.foreign import duration
 from ansor_mlflow.parameters import CompileOptions, EvaluateOptions, TuneOptions
 from ansor_mlflow.steps.compiling import compile_network
 from ansor_mlflow.steps.evaluation import evaluate
 from ansor_mlflow.steps.tuning.tune import tune
 from ansor_mlflow.tracking.report.views import VIEWS, SavedView
-from ansor_mlflow.trials import TrialStatus
+from ansor_mlflow.trials import TrialStatus, TuningPlan, TuningResult, TuningRound
 
 PICTURES_FOR_DOCS = os.environ.get("SCREENSHOTS", "")
-NUM_TRIALS = (32, 48, 64) if PICTURES_FOR_DOCS else (8, 10, 12)
+NETWORKS = ("resnet-18", "mobilenet_v2") if PICTURES_FOR_DOCS else ("mlp", "resnet-block")
+NUM_TRIALS = (72, 108, 144) if PICTURES_FOR_DOCS else (8, 10, 12)
 MAX_IMAGE_BYTES = 300_000
 DOCS = ROOT / "docs"
 CHARTS = "experiments/{id}/runs/{run}/model-metrics?workflowType=machine_learning"
@@ -42,8 +47,8 @@ CORNER = """image => {
 }"""
 """The pixel in the upper left corner of an image: red, green, blue, opacity."""
 KNOBS: list[dict[str, Any]] = [
-    {"network": network, "trials": num_trials, "min_repeat_ms": 1, **knobs}
-    for network in ("mlp", "resnet-block")
+    {"network": network, "trials": num_trials, **knobs}
+    for network in NETWORKS
     for num_trials, knobs in zip(
         NUM_TRIALS,
         (
@@ -55,10 +60,12 @@ KNOBS: list[dict[str, Any]] = [
     )
 ]
 """Parameters of the tunings."""
-if not PICTURES_FOR_DOCS:
-    del KNOBS[4:]  # one of the second network
+if PICTURES_FOR_DOCS:
+    KNOBS += [{"network": "resnet-50", "trials": 144}, {"network": "bert-tiny", "trials": 48}]
+else:
+    KNOBS = [{**knobs, "min_repeat_ms": 1} for knobs in KNOBS[:4]]  # one of the second network
 LEADERBOARD, TUNING_CHARTS = VIEWS
-pytestmark = pytest.mark.timeout(1800)  # the tunings are a part of the first test
+pytestmark = pytest.mark.timeout(3600)  # the tunings are a part of the first test
 
 
 @dataclass(frozen=True)
@@ -195,10 +202,13 @@ def test_the_tuning_charts_draw_every_tuning(experiment: Experiment, pages: Mlfl
         card(page, names.BEST_LATENCY_MS).scroll_into_view_if_needed()
         pages.keep(page, "tuning-charts")
         for status in TrialStatus:
-            if status is not TrialStatus.OK:
-                (bars,) = traces(page, names.trials_with(status))
-                failed = {run_.info.run_id: run_.data.metrics[names.trials_with(status)] for run_ in tunings}
-                assert dict(zip(bars.y, bars.x, strict=True)) == failed
+            name = names.trials_with(status)
+            failed = {run_.info.run_id: run_.data.metrics[name] for run_ in tunings if name in run_.data.metrics}
+            if status is TrialStatus.OK or not failed:  # a chart without a bar is not there
+                expect(card(page, name)).to_have_count(0)
+                continue
+            (bars,) = traces(page, name)
+            assert dict(zip(bars.y, bars.x, strict=True)) == failed
 
 
 def compared_metrics(page: Page) -> dict[str, list[float]]:
@@ -211,11 +221,14 @@ def compared_metrics(page: Page) -> dict[str, list[float]]:
 
 @pytest.mark.nightly
 def test_two_tunings_are_compared(experiment: Experiment, pages: MlflowPages) -> None:
-    first, second = experiment.tunings("mlp")[:2]
+    first, second = experiment.tunings(NETWORKS[0])[:2]
     ids = json.dumps([first.info.run_id, second.info.run_id])
     address = f'compare-runs?runs={ids}&experiments=["{experiment.id}"]&workflowType=machine_learning'
     with pages.open(address, height=1500) as page:
         expect(page.get_by_text("Comparing 2 Runs from 1 Experiment")).to_be_visible()
+        plot = page.locator(".js-plotly-plot").first
+        for axis in ("num_trials", names.BEST_LATENCY_MS):  # what MLflow shows by itself
+            expect(plot.get_by_text(axis, exact=True)).to_be_in_viewport(ratio=1)
         for param in ("network", "strategy", "cost_model", "num_trials_per_round", "num_trials"):
             row = page.get_by_role("row").filter(has=page.get_by_role("rowheader", name=param, exact=True))
             values = [run_.data.params[param] for run_ in (first, second)]
@@ -244,7 +257,7 @@ def assert_drawn(image: Locator) -> None:
 
 @pytest.mark.nightly
 def test_the_charts_of_a_run_are_its_curves(experiment: Experiment, pages: MlflowPages) -> None:
-    tuning = experiment.tunings("resnet-block")[0]
+    tuning = experiment.tunings(NETWORKS[1])[0]
     with pages.open(CHARTS.format(id=experiment.id, run=tuning.info.run_id)) as page:
         search = page.get_by_placeholder("Search metric charts")
         for title, metric in ((names.BEST_LATENCY_MS,) * 2, ("trials_per_minute", names.TRIALS_PER_MINUTE)):
@@ -269,9 +282,43 @@ def test_the_overview_of_a_run_says_what_came_out(experiment: Experiment, pages:
         pages.keep(page, "run")
 
 
+class MiddleRound:
+    """A `TuningObserver` that keeps a round in the middle of a tuning."""
+
+    def __init__(self, num_trials: int) -> None:
+        self._num_trials = num_trials
+
+    def tuning_started(self, plan: TuningPlan) -> None:
+        self.view = TuningView(plan=plan)
+
+    def round_finished(self, round_: TuningRound) -> None:
+        if round_.total_trials <= 0.8 * self._num_trials:
+            self.view = replace(self.view, latest=round_)
+
+    def tuning_finished(self, result: TuningResult) -> None: ...
+
+
+@pytest.mark.nightly
+def test_a_terminal_shows_how_far_a_tuning_is(
+    pages: MlflowPages, experiment_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", experiment_id)
+    monkeypatch.chdir(tmp_path)
+    knobs = KNOBS[2]
+    observer = MiddleRound(knobs["trials"])
+    tune(TuneOptions(**knobs), [observer])
+    console = Console(record=True, width=100, height=18, file=io.StringIO(), force_terminal=True)
+    console.print(observer.view)
+    page = pages.browser.new_page(device_scale_factor=2)
+    page.set_content(console.export_html(inline_styles=True))
+    for text in (NETWORKS[0], "trials", "network:"):
+        expect(page.get_by_text(text).first).to_be_visible()
+    page.locator("pre").first.screenshot(path=pages.pictures / "progress.png")
+
+
 @pytest.mark.nightly
 def test_a_figure_is_legible_in_the_dark_theme(experiment: Experiment, pages: MlflowPages) -> None:
-    tuning = experiment.tunings("resnet-block")[0]
+    tuning = experiment.tunings(NETWORKS[1])[0]
     address = ARTIFACT.format(id=experiment.id, run=tuning.info.run_id, file=names.CONVERGENCE_FIGURE)
     with pages.open(address, theme="dark") as page:
         expect(page.locator("body")).to_have_class("dark-mode")
@@ -284,12 +331,12 @@ def test_a_figure_is_legible_in_the_dark_theme(experiment: Experiment, pages: Ml
 
 @pytest.mark.nightly
 def test_the_report_is_a_page_within_the_page(experiment: Experiment, pages: MlflowPages) -> None:
-    tuning = experiment.tunings("resnet-block")[0]
+    tuning = experiment.tunings(NETWORKS[1])[0]
     metrics = tuning.data.metrics
     address = ARTIFACT.format(id=experiment.id, run=tuning.info.run_id, file=names.REPORT_FILE)
     with pages.open(address, height=1250) as page:
         report = page.frame_locator("iframe")
-        expect(report.get_by_role("heading", level=1)).to_have_text("resnet-block")
+        expect(report.get_by_role("heading", level=1)).to_have_text(NETWORKS[1])
         figures, tasks = report.locator("table").first, report.locator("table").nth(1)
         expect(figures).to_contain_text(rounded(metrics[names.BEST_LATENCY_MS]))
         expect(figures).to_contain_text(f"trials{metrics[names.TRIALS_MEASURED]:.0f}")
