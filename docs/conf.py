@@ -65,6 +65,15 @@ def add_navigation(_app: Sphinx, docname: str, source: list[str]) -> None:
             source[0] += toctree_of(group, links)
 
 
+def escape_parameters(_app: Sphinx, _what: str, _name: str, _obj: object, _options: object, lines: list[str]) -> None:
+    """Makes text of what Sphinx would read as markup in the lines of parameters, which may end within code."""
+    start = lines.index("Args:") if "Args:" in lines else len(lines)
+    end = lines.index("", start) if "" in lines[start:] else len(lines)
+    for place in range(start, end):
+        line = lines[place].replace("|", r"\|")
+        lines[place] = line.replace("`", r"\`") if line.count("`") % 2 else line
+
+
 def add_front_page(app: Sphinx, error: Exception | None) -> None:
     """Sends who asks for the site's root to the index, which is in `docs/` as the other pages are."""
     if error is None and app.builder.format == "html":
@@ -75,4 +84,5 @@ def add_front_page(app: Sphinx, error: Exception | None) -> None:
 def setup(app: Sphinx) -> None:
     """Adds what this file does to a build."""
     app.connect("source-read", add_navigation)
+    app.connect("autodoc-process-docstring", escape_parameters, priority=400)  # before it is read as Google's style
     app.connect("build-finished", add_front_page)
