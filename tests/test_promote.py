@@ -392,7 +392,7 @@ def test_the_evidence_is_a_run_and_tags_of_the_version(
     assert run.info.status == "FINISHED"
     assert run.info.run_name == "promote contested/6 · promoted"
     assert run.data.tags[names.TAG_STEP] == "promote"
-    assert run.data.params["min_improvement"] == "0.02"
+    assert "min_improvement: 0.02\n" in mlflow.artifacts.load_text(f"runs:/{run.info.run_id}/{names.PARAMETERS_FILE}")
     metrics = run.data.metrics
     assert metrics[names.LATENCY_MS] == pytest.approx(8, rel=0.1)
     assert metrics[names.CHAMPION_LATENCY_MS] == pytest.approx(10, rel=0.1)
