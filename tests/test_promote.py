@@ -399,7 +399,8 @@ def test_the_evidence_is_a_run_and_tags_of_the_version(
     assert metrics[names.LATENCY_RATIO_LOWER] < metrics[names.LATENCY_RATIO] < metrics[names.LATENCY_RATIO_UPPER] < 0.98
     assert metrics[names.MAX_REL_ERROR] <= 1e-4
     artifacts = {file.path for file in client.list_artifacts(promotion.run_id)}
-    assert artifacts == {names.PROMOTION_FILE, names.PROMOTION_REPORT_FILE, names.ENVIRONMENT_FILE}
+    files = {names.PROMOTION_FILE, names.PROMOTION_REPORT_FILE, names.ENVIRONMENT_FILE, names.PARAMETERS_FILE}
+    assert artifacts == files
     found = json.loads(mlflow.artifacts.load_text(f"runs:/{promotion.run_id}/{names.PROMOTION_FILE}"))
     assert (found["outcome"], found["contests"][0]["champion"]) == ("promoted", FAST)
     assert len(found["contests"][0]["candidate_ms"]) == metrics[names.NUM_TURNS]
