@@ -14,6 +14,7 @@ import mlflow
 import numpy as np
 import onnxruntime
 import pytest
+import yaml
 from helpers.commands import ANSOR_MLFLOW, FAST, ROOT, Finished, environment, flags, run_project
 from helpers.commands import run as run_command
 from helpers.servers import ACCESS_KEY, SECRET_KEY, S3Server, s3_server
@@ -23,8 +24,9 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 from ansor_mlflow import names
 from ansor_mlflow.foreign import duration
 from ansor_mlflow.networks.load import Network
-from ansor_mlflow.parameters import RunOptions, TuneOptions
+from ansor_mlflow.parameters import RunOptions, TuneOptions, listed
 from ansor_mlflow.tensors import random_inputs
+from ansor_mlflow.trials import TrialStatus
 
 NUM_TRIALS = 12
 EVALUATED = [name for name in names.summary_metrics(["onnxruntime"]) if name != names.INSTANT_LATENCY_MS]
@@ -140,7 +142,10 @@ def test_every_run_is_finished_and_says_what_it_is(pipeline: Pipeline) -> None:
 
 def test_params_are_those_of_the_entry_point(pipeline: Pipeline) -> None:
     params = pipeline.tune.data.params
-    assert set(TuneOptions.model_fields) - set(RunOptions.model_fields) <= set(params)
+    known = set(TuneOptions.model_fields) - set(RunOptions.model_fields)
+    assert set(params) >= known & {*listed(TuneOptions), *names.SEARCH_PARAMS}
+    written = yaml.safe_load((pipeline.store.artifacts(pipeline.tune) / names.PARAMETERS_FILE).read_text())
+    assert {"patience", *names.SEARCH_PARAMS} <= written.keys() <= known
     assert (params["trials"], params["strategy"], params["num_trials_per_round"]) == (str(NUM_TRIALS), "random", "2")
     assert params["num_trials"] == str(NUM_TRIALS)
     assert int(params["num_tasks"]) > 1
@@ -210,10 +215,9 @@ def test_every_round_is_a_step_of_the_curves(pipeline: Pipeline) -> None:
     assert [step for step, _ in measured] == rounds
     assert len(rounds) > NUM_TRIALS / 2
     assert rounds[-1] == NUM_TRIALS
-    statuses = ("ok", "build_failed", "run_failed", "timed_out", "crashed")
-    for name in (*(f"trials/{status}" for status in statuses), names.TIME_SEARCH_S):
+    for name in (names.trials_with(TrialStatus.OK), names.TIME_SEARCH_S):
         assert {step for step, _ in history(name)} == {step for step, _ in measured}
-    assert sum(pipeline.tune.data.metrics[f"trials/{status}"] for status in statuses) == NUM_TRIALS
+    assert sum(pipeline.tune.data.metrics.get(names.trials_with(status), 0) for status in TrialStatus) == NUM_TRIALS
 
     best = history(names.BEST_LATENCY_MS)
     assert best
