@@ -145,7 +145,7 @@ def test_params_are_those_of_the_entry_point(pipeline: Pipeline) -> None:
     known = set(TuneOptions.model_fields) - set(RunOptions.model_fields)
     assert set(params) >= known & {*listed(TuneOptions), *names.SEARCH_PARAMS}
     written = yaml.safe_load((pipeline.store.artifacts(pipeline.tune) / names.PARAMETERS_FILE).read_text())
-    assert {"patience", *names.SEARCH_PARAMS} <= written.keys() <= known
+    assert {"repeat", *names.SEARCH_PARAMS} <= written.keys() <= known
     assert (params["trials"], params["strategy"], params["num_trials_per_round"]) == (str(NUM_TRIALS), "random", "2")
     assert params["num_trials"] == str(NUM_TRIALS)
     assert int(params["num_tasks"]) > 1
