@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from ansor_mlflow.device import HugePages
 from ansor_mlflow.errors import MachineError, ModelError, first_line
 from ansor_mlflow.names import part_file
 from ansor_mlflow.tensors import NetworkShapes, TensorSpec
@@ -122,6 +123,16 @@ def write_all_parts(lowered: LoweredNetwork, directory: Path) -> tuple[PartEntry
     return tuple(entries)
 
 
+def is_onnxruntimes(parts: Sequence[PartEntry]) -> bool:
+    """Whether ONNX Runtime computes all of a network."""
+    return bool(parts) and all(part.runs_in == "onnxruntime" for part in parts)
+
+
+def computed_by(parts: Sequence[PartEntry]) -> str:
+    """The runtimes that compute a network, separated by commas."""
+    return ",".join(sorted({part.runs_in for part in parts}, reverse=True)) or "tvm"
+
+
 def open_sessions(directory: Path, parts: Sequence[PartEntry], num_threads: int) -> dict[str, Any]:
     """Loads what stays with ONNX Runtime, by the names of the parts; safe to call from several threads."""
     names = [part.name for part in parts if part.runs_in == "onnxruntime"]
@@ -137,7 +148,8 @@ def open_sessions(directory: Path, parts: Sequence[PartEntry], num_threads: int)
     options.intra_op_num_threads = num_threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # TVM's threads need the CPUs
+    if not is_onnxruntimes(parts):
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # TVM's threads need the CPUs
     try:
         return {
             name: onnxruntime.InferenceSession(str(directory / name), options, providers=["CPUExecutionProvider"])
@@ -148,6 +160,35 @@ def open_sessions(directory: Path, parts: Sequence[PartEntry], num_threads: int)
             f"{directory}: ONNX Runtime {onnxruntime.__version__} cannot load a part ({first_line(err)}); install the "
             "version that the model asks for"
         ) from err
+
+
+class Sessions:
+    """ONNX Runtime in the place of a library, for networks that it computes faster; safe to call from any number of
+    threads. TVM is not loaded.
+    """
+
+    huge_pages = HugePages()  # its memory is ONNX Runtime's own
+
+    def __init__(self, directory: Path, parts: Sequence[PartEntry], num_threads: int) -> None:
+        sessions = open_sessions(directory, parts, num_threads)
+        self._parts = [(sessions[part.name].run, part.outputs, part.inputs) for part in parts]  # one for each size
+
+    def run(self, arrays: Sequence[Array], size: int = 0) -> list[Array]:
+        """See `VirtualMachines.run`."""
+        run, outputs, inputs = self._parts[size]
+        found: list[Array] = run(outputs, dict(zip(inputs, arrays, strict=True)))
+        return found
+
+    def seconds_of_parts(self, arrays: Sequence[Array], size: int = 0) -> list[float]:
+        """See `VirtualMachines.seconds_of_parts`."""
+        started = time.perf_counter()
+        self.run(arrays, size)
+        return [time.perf_counter() - started]
+
+    def seconds_of_kernels(self, arrays: Sequence[Array], size: int = 0) -> list[tuple[str, float]]:
+        """None: ONNX Runtime's kernels are not those of a library."""
+        del arrays, size
+        return []
 
 
 class PartRunner:

@@ -15,6 +15,7 @@ from ansor_mlflow.device import CPU, HugePages, Platform
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.model.choice import Choice
 from ansor_mlflow.model.manifest import LibraryEntry
+from ansor_mlflow.model.parts import Sessions, is_onnxruntimes
 from ansor_mlflow.model.virtual_machines import VirtualMachines
 from ansor_mlflow.tensors import Arrays, NetworkShapes, Padded, Sized, TensorSpec, all_sizes
 
@@ -41,9 +42,14 @@ class TunedModel:
         self.choice = choice
         self._dtypes = {spec.name: np.dtype(spec.dtype) for spec in self.inputs}
         self._size_choice = SizeChoice(self.sizes, network.pad)
-        self._machines = VirtualMachines(
-            library, self.sizes, choice.entry.parts, num_threads, platform, huge_pages=huge_pages
-        )
+        parts = choice.entry.parts
+        self._machines: VirtualMachines | Sessions
+        if is_onnxruntimes(parts):
+            self._machines = Sessions(library.parent, parts, num_threads)
+        else:
+            self._machines = VirtualMachines(
+                library, self.sizes, parts, num_threads, platform, huge_pages=huge_pages
+            )
 
     @property
     def entry(self) -> LibraryEntry:

@@ -74,12 +74,15 @@ class CompileOptions(RunOptions, SignatureOptions, LinkOptions, RecordsOptions):
             Several, separated by commas, make one model with a library for the device of each.
         allow_target_mismatch: Apply records of another device where there are none of this one; they may be slow here,
             and the model says so.
+        runtimes: What may compute the network: tvm,onnxruntime leaves a network that ONNX Runtime computes faster than
+            the library on this host to it; tvm does not.
         allow_missing: Leave out records that fit no task of this version, or of this TVM, any more; the run says which
             tasks have none.
     """
 
     tune_run: str = ""
     allow_target_mismatch: bool = False
+    runtimes: Literal["tvm", "tvm,onnxruntime"] = "tvm,onnxruntime"
     allow_missing: bool = False
 
     @property

@@ -28,7 +28,7 @@ from ansor_mlflow.records import (
 )
 from ansor_mlflow.serving import get_signature
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.steps.part_times import measure_parts
+from ansor_mlflow.steps.part_times import measure_parts, prefer_onnxruntime
 from ansor_mlflow.steps.recorded import Recorded, distill_for_device, find_recorded, load_recorded_network
 from ansor_mlflow.tensors import all_sizes
 from ansor_mlflow.tracking import StepRun, model_name, step_run, translated_errors
@@ -182,6 +182,8 @@ def _build_library(
         lowered = lower_sizes(network.models(), device.target, recipe.lowering, network.name, fallback)
         compiled, coverage = compile_in(lowered)
         compiled, _ = measure_parts(compiled, lowered)
+    if options.runtimes != "tvm" and recipe.lowering.dtype == "float32":
+        compiled = prefer_onnxruntime(compiled, network)
     return compiled, coverage, lost
 
 

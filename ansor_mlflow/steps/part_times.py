@@ -6,20 +6,34 @@ The first partition is an estimate, because it decides what is tuned. Once there
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+
+import numpy as np
 
 from ansor_mlflow.device import Device, why_not_runnable
 from ansor_mlflow.errors import AnsorMlflowError
 from ansor_mlflow.foreign import duration
 from ansor_mlflow.lowering import LoweredNetwork
-from ansor_mlflow.measuring import seeded_examples, time_parts, time_parts_in_onnxruntime
-from ansor_mlflow.model import CompiledNetwork, PartEntry, part_entries, threads_here, timed_parts
+from ansor_mlflow.measuring import (
+    library_inference,
+    measure_in_turns,
+    reference_inference,
+    seeded_examples,
+    time_parts,
+    time_parts_in_onnxruntime,
+    timed_call,
+)
+from ansor_mlflow.model import EXPORTED_KINDS, CompiledNetwork, PartEntry, part_entries, threads_here, timed_parts
+from ansor_mlflow.names import part_file
+from ansor_mlflow.networks import Network, write_onnx
 from ansor_mlflow.tensors import Sized
 
 _SEED = 0
 _TURNS = 2
+_MEASURE_S = 0.3
 MIN_SLOWDOWN = 1.1
 """A part of TVM's that takes so many times as long as in ONNX Runtime does not pay; less is noise."""
 FASTER_THERE = "faster than in TVM"
@@ -70,6 +84,55 @@ def measure_parts(compiled: CompiledNetwork, lowered: LoweredNetwork) -> tuple[C
         )
         _log.info("a part takes %s in TVM, %s in ONNX Runtime, and stays there", *_times(here, there, number))
     return replace(compiled, parts=timed_parts(compiled.parts, here)), fallback
+
+
+def prefer_onnxruntime(compiled: CompiledNetwork, network: Network) -> CompiledNetwork:
+    """Leaves all of a network to ONNX Runtime, where it computes it faster than the library does on this host.
+
+    The library stays in the model, for hosts where it is the faster one.
+    """
+    is_elsewhere = not compiled.fingerprint.platform.in_process or why_not_runnable(compiled.fingerprint)
+    if compiled.sizes or is_elsewhere or _has_types_of_tvm(compiled):
+        return compiled
+    threads = threads_here(compiled.entry)
+    examples = seeded_examples(compiled, _SEED)[:1]
+    runs = {
+        "tvm": partial(library_inference, compiled.library, compiled, compiled.entry),
+        "onnxruntime": partial(reference_inference, compiled.network, threads),
+    }
+    calls = {name: partial(timed_call, make_inference, examples) for name, make_inference in runs.items()}
+    try:
+        latencies = measure_in_turns(calls, _TURNS, measure_s=_MEASURE_S)
+    except AnsorMlflowError as err:
+        _log.warning("%s is not compared with ONNX Runtime: %s", compiled.name, err)
+        return compiled
+    here_ms, there_ms = (latencies[name].median_ms for name in runs)
+    provenance = {**compiled.provenance, "tvm_ms": here_ms, "onnxruntime_ms": there_ms}
+    if here_ms <= MIN_SLOWDOWN * there_ms:
+        return replace(compiled, provenance=provenance)
+    _log.warning(
+        "ONNX Runtime computes all of %s, in %s, for which TVM takes %s; more trials may change that",
+        *(compiled.name, duration(there_ms / 1e3), duration(here_ms / 1e3)),
+    )
+    operators = Counter(node.op_type for node in network.model.graph.node)
+    part = PartEntry(
+        runs_in="onnxruntime",
+        name=part_file(0),
+        inputs=tuple(spec.name for spec in compiled.inputs),
+        outputs=tuple(spec.name for spec in compiled.outputs),
+        operators=dict(sorted(operators.items())),
+        flops_share=1.0,
+        reasons=dict.fromkeys(sorted(operators), FASTER_THERE),
+        latency_ms=there_ms,
+        latency_share=1.0,
+    )
+    write_onnx(network.model, compiled.library.parent / part.name)
+    return replace(compiled, parts=(part,), provenance=provenance)
+
+
+def _has_types_of_tvm(compiled: CompiledNetwork) -> bool:
+    """Whether an input or output is of a type that ONNX Runtime hands to no NumPy array, such as bfloat16."""
+    return any(np.dtype(spec.dtype).kind not in EXPORTED_KINDS for spec in (*compiled.inputs, *compiled.outputs))
 
 
 def _seconds(compiled: CompiledNetwork, lowered: LoweredNetwork) -> tuple[list[float], list[float]]:
