@@ -79,16 +79,19 @@ def in_child_process(
     work: str = "runs the network",
     advice: str = "free memory and CPUs, or compile the network again",
     is_quiet: bool = False,
+    limit_s: float | None = None,
 ) -> Out:
     """Calls a function in a process that is started for it and ends after it, and never later than this one.
 
     The function is one of a module; of the program itself only where that is guarded by `__name__`. What it raises is
     raised here; a process that dies, or takes too long, is a `MachineError`, which says what it did (`work`) and what
-    to do (`advice`). A quiet one says nothing but the last line that it printed, where it dies.
+    to do (`advice`); the limit is `TIME_LIMIT_S`, where none is given. A quiet one says nothing but the last line that
+    it printed, where it dies.
     """
     with _memory_file() as given, _memory_file() as answer, _memory_file() as printed:
         _write_call(function, argument, given)
         output = printed if is_quiet else None
+        limit_s = TIME_LIMIT_S if limit_s is None else limit_s
         command = [sys.executable, "-c", _CHILD, str(os.getpid()), str(answer.fileno()), _OWN_CODE, *sys.path]
         try:
             done = subprocess.run(
@@ -97,13 +100,12 @@ def in_child_process(
                 stdout=output,
                 stderr=output,
                 pass_fds=[answer.fileno()],
-                timeout=TIME_LIMIT_S,
+                timeout=limit_s,
                 check=False,
             )
         except subprocess.TimeoutExpired as err:
             raise MachineError(
-                f"the process that {work} took longer than {TIME_LIMIT_S:g} s, which is the limit, and was ended; "
-                f"{advice}"
+                f"the process that {work} took longer than {limit_s:g} s, which is the limit, and was ended; {advice}"
             ) from err
         if answer.seek(0, os.SEEK_END):
             answer.seek(0)

@@ -20,7 +20,7 @@ from helpers.commands import ROOT, environment, run_project
 from helpers.servers import mlflow_server
 from mlflow import MlflowClient
 from mlflow.entities import Run
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 from rich.console import Console
 
 from ansor_mlflow import names
@@ -122,10 +122,19 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experiment]
 
 
 @pytest.fixture(scope="module")
-def pages(experiment: Experiment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowPages]:
-    pictures = ROOT / PICTURES_FOR_DOCS if PICTURES_FOR_DOCS else tmp_path_factory.mktemp("pictures")
-    with chromium() as browser:
-        yield MlflowPages(browser, experiment.url, pictures)
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ROOT / PICTURES_FOR_DOCS if PICTURES_FOR_DOCS else tmp_path_factory.mktemp("pictures")
+
+
+@pytest.fixture(scope="module")
+def pages(experiment: Experiment, browser: Browser, pictures: Path) -> MlflowPages:
+    return MlflowPages(browser, experiment.url, pictures)
 
 
 def number(text: str) -> float:
@@ -182,7 +191,7 @@ def test_the_tuning_charts_draw_every_tuning(experiment: Experiment, pages: Mlfl
     tunings = experiment.tunings()
     ids = [run_.info.run_id for run_ in tunings]
     assert len(tunings) == len(KNOBS)
-    with pages.open(experiment.view(TUNING_CHARTS, "CHART"), height=1250) as page:
+    with pages.open(experiment.view(TUNING_CHARTS, "CHART"), height=1110) as page:
         expect(page.get_by_test_id("saved-views-trigger")).to_have_text("Tuning charts")
         expect(page.get_by_text(f"{len(tunings)} matching runs")).to_be_visible()
         for metric in (names.BEST_LATENCY_MS, names.TRIALS_PER_MINUTE):
@@ -201,6 +210,7 @@ def test_the_tuning_charts_draw_every_tuning(experiment: Experiment, pages: Mlfl
             expect(knobs.get_by_text(text, exact=True).first).to_be_visible()
         card(page, names.BEST_LATENCY_MS).scroll_into_view_if_needed()
         pages.keep(page, "tuning-charts")
+        page.get_by_text("Failures", exact=True).click()
         for status in TrialStatus:
             name = names.trials_with(status)
             failed = {run_.info.run_id: run_.data.metrics[name] for run_ in tunings if name in run_.data.metrics}
@@ -300,7 +310,7 @@ class MiddleRound:
 
 @pytest.mark.nightly
 def test_a_terminal_shows_how_far_a_tuning_is(
-    pages: MlflowPages, experiment_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    browser: Browser, pictures: Path, experiment_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", experiment_id)
     monkeypatch.chdir(tmp_path)
@@ -309,11 +319,11 @@ def test_a_terminal_shows_how_far_a_tuning_is(
     tune(TuneOptions(**knobs), [observer])
     console = Console(record=True, width=100, height=18, file=io.StringIO(), force_terminal=True)
     console.print(observer.view)
-    page = pages.browser.new_page(device_scale_factor=2)
+    page = browser.new_page(device_scale_factor=2)
     page.set_content(console.export_html(inline_styles=True))
-    for text in (NETWORKS[0], "trials", "network:"):
+    for text in (NETWORKS[0], "trials", "network"):
         expect(page.get_by_text(text).first).to_be_visible()
-    page.locator("pre").first.screenshot(path=pages.pictures / "progress.png")
+    page.locator("pre").first.screenshot(path=pictures / "progress.png")
 
 
 @pytest.mark.nightly

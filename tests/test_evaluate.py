@@ -23,13 +23,23 @@ import ansor_mlflow as am
 from ansor_mlflow import flavor, names
 from ansor_mlflow.errors import CorrectnessError, MachineError, UserInputError
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.measuring import TOLERANCES, Deviation, Latency, compare_outputs, measure_in_turns, timing
+from ansor_mlflow.measuring import (
+    TOLERANCES,
+    Deviation,
+    Latency,
+    compare_outputs,
+    measure_in_turns,
+    time_first_calls,
+    timing,
+)
 from ansor_mlflow.model import CompiledNetwork, compile_untuned
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from tvm.target import Target
+
+QUICK = {"turns": 1, "measure_s": 0.1, "rivals": "none", "baseline": "none"}
 
 
 EXPECTED = {"a": np.array([1.0, -4.0, 2.0], np.float32), "b": np.array([[0.5]], np.float32)}
@@ -104,12 +114,15 @@ def test_outputs_are_checked_on_all_rows_of_the_user(
     monkeypatch.chdir(tmp_path)
     rows = np.ones((5, 3), np.float32)
     np.save("rows.npy", rows)
-    result = am.evaluate(model_uri=str(right_for_small_values), data="rows.npy", turns=1, measure_s=0.1, rivals="none")
+    result = am.evaluate(
+        model_uri=str(right_for_small_values), data="rows.npy", turns=1, measure_s=0.1, rivals="none", baseline="none"
+    )
     (given,) = mlflow.get_run(result.run_id).inputs.dataset_inputs
     assert given.dataset.name == "rows.npy"
     metrics = result.metrics
     assert metrics[names.MAX_REL_ERROR] == 0
     assert metrics[names.LATENCY_MS] > 0
+    assert names.UNTUNED_LATENCY_MS not in metrics
     rows[4] = 50
     np.save("rows.npy", rows)
     with pytest.raises(CorrectnessError, match=r"ONNX Runtime's by max_rel_error=0\.82"):
@@ -139,6 +152,15 @@ def test_contenders_take_turns_in_fresh_processes(tmp_path: Path) -> None:
     assert 50 < len(latencies["fast"].samples_ms) <= 2 * 0.5 / 0.002
     assert latencies["slow"].median_ms >= 1100
     assert len(latencies["slow"].samples_ms) == 2  # a slow call is measured once a turn
+
+
+def test_a_very_slow_call_is_timed_once_or_ended(tmp_path: Path) -> None:
+    latency = time_first_calls(partial(report_pid, tmp_path / "log", "slow", 0.7), 60)
+    assert len(latency.samples_ms) == 1
+    assert latency.median_ms >= 700
+    assert len(time_first_calls(partial(report_pid, tmp_path / "log", "fast", 0.01), 60).samples_ms) > 3
+    with pytest.raises(MachineError, match=r"took longer than 0\.5 s, which is the limit.*give baseline=none"):
+        time_first_calls(partial(report_pid, tmp_path / "log", "endless", 60), 0.5)
 
 
 def test_summary_of_samples() -> None:

@@ -57,6 +57,7 @@ from ansor_mlflow.measuring.timing import (
     measure_watched,
     probe_noise,
     take_turns,
+    time_first_calls,
     time_probe,
     turn_in_process,
     watched,

@@ -94,6 +94,30 @@ def turn_in_process(make_call: MakeCall, measure_s: float) -> tuple[list[float],
     return in_child_process(partial(measure_turn, measure_s=measure_s), make_call)
 
 
+def time_first_calls(make_call: MakeCall, limit_s: float) -> Latency:
+    """Times the first calls of what may be very slow, in a fresh process that has so many seconds for all.
+
+    Raises:
+        MachineError: It had not made one call by then, or died.
+    """
+    advice = "give baseline=none"
+    seconds = in_child_process(_first_calls, make_call, work="times it", advice=advice, limit_s=limit_s)
+    return Latency(np.array(seconds) * 1e3)
+
+
+def _first_calls(make_call: MakeCall) -> list[float]:
+    """Seconds of the first call, where it is slow, or of some calls after it."""
+    call = make_call()
+    first_s = _timed(call)
+    if first_s > _WARM_UP_S:
+        return [first_s]
+    until = time.perf_counter() + _WARM_UP_S
+    samples = [_timed(call)]
+    while time.perf_counter() < until:
+        samples.append(_timed(call))
+    return samples
+
+
 def call_once(make_call: MakeCall) -> Any:
     """Prepares a contender and returns what its call returns."""
     return make_call()()

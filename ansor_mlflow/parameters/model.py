@@ -98,6 +98,8 @@ class CheckOptions(SeedOptions):
         rivals: Runtimes that the model is timed against, on the same threads and inputs: onnxruntime, openvino and
             torch (torch.compile, with trust=true, of networks that came from PyTorch); auto is those that are
             installed.
+        baseline: Also build what TVM makes without tuning, and time its first calls, for ten seconds at most: metric
+            untuned_latency_ms; none leaves it out.
         instant: Also build and time what the sketches choose without any trial: metric instant_latency_ms.
     """
 
@@ -107,6 +109,7 @@ class CheckOptions(SeedOptions):
     measure_s: MeasureSeconds = 1.5
     rivals: Rivals = parameter("auto", "auto, none, or some of onnxruntime, openvino and torch, separated by commas")
     trust: Trust = False
+    baseline: Literal["untuned", "none"] = parameter("untuned", under="evaluate.baseline")
     instant: bool = parameter(False, under="evaluate.instant")
 
 

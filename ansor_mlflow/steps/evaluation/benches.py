@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ansor_mlflow import names
 from ansor_mlflow.device import available_cpus
 from ansor_mlflow.errors import CorrectnessError, UserInputError
@@ -19,6 +21,7 @@ from ansor_mlflow.foreign import duration
 from ansor_mlflow.measuring import (
     Deviation,
     KernelTimes,
+    Latency,
     MachineNoise,
     MakeInference,
     Turn,
@@ -27,6 +30,7 @@ from ansor_mlflow.measuring import (
     library_inference,
     measure_in_turns,
     outputs_of,
+    time_first_calls,
     time_kernels,
     time_parts,
     timed_call,
@@ -137,6 +141,10 @@ class Bench(ABC):
         """Times a library, or the model as its users load it."""
 
     @abstractmethod
+    def time_first_calls(self, library: Library, of_each_size: Sequence[Arrays], limit_s: float) -> Latency:
+        """Times a library that may be very slow; see `measuring.time_first_calls`."""
+
+    @abstractmethod
     def details(
         self, of_each_size: Sequence[Arrays], rivals: Mapping[str, MakeInference], options: CheckOptions, run: StepRun
     ) -> tuple[dict[str, float], KernelTimes | None]:
@@ -166,6 +174,10 @@ class HostBench(Bench):
         if library is not None:
             make = partial(library_inference, library[0], self.manifest, library[1])
         return partial(turn_in_process, partial(timed_call, make, of_each_size), measure_s)
+
+    def time_first_calls(self, library: Library, of_each_size: Sequence[Arrays], limit_s: float) -> Latency:
+        make = partial(library_inference, library[0], self.manifest, library[1])
+        return time_first_calls(partial(timed_call, make, of_each_size), limit_s)
 
     def details(
         self, of_each_size: Sequence[Arrays], rivals: Mapping[str, MakeInference], options: CheckOptions, run: StepRun
@@ -209,6 +221,11 @@ class ServerBench(Bench):
             return list(reply.samples_s), reply.waited
 
         return turn
+
+    def time_first_calls(self, library: Library, of_each_size: Sequence[Arrays], limit_s: float) -> Latency:
+        del limit_s  # a session of a server ends by itself
+        samples_s, _ = self.turn(library, of_each_size, 0.0)()
+        return Latency(np.array(samples_s) * 1e3)
 
     def details(self, *_: object) -> tuple[dict[str, float], KernelTimes | None]:
         return {}, None

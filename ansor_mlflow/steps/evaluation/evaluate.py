@@ -14,7 +14,7 @@ from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
 from ansor_mlflow import measuring, names, tracking
-from ansor_mlflow.errors import CorrectnessError, one_line
+from ansor_mlflow.errors import CorrectnessError, MachineError, one_line
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.fleet import ServerSession, fleet_settings, open_session
 from ansor_mlflow.foreign import Report, Reported, Table
@@ -28,6 +28,8 @@ from ansor_mlflow.tensors import Arrays, NetworkShapes, all_sizes
 _log = logging.getLogger("ansor_mlflow")
 
 _TUNED, _UNTUNED, _INSTANT = "tuned", "untuned", "instant"
+_MAX_UNTUNED_S = 10.0
+"""Seconds in which the untuned build has to be loaded and called: what takes minutes a call is worth no wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +193,8 @@ def _check(
 def _build_baselines(options: EvaluateOptions, bench: Bench, scratch: Path) -> dict[str, Library]:
     """Builds the same network as TVM does by itself, and, where it is asked for, as sketches choose without trials."""
     libraries, entry = {}, bench.entry
-    for name in (_UNTUNED, _INSTANT) if options.instant else (_UNTUNED,):
+    wanted = {_UNTUNED: options.baseline == _UNTUNED, _INSTANT: options.instant}
+    for name in filter(wanted.get, wanted):
         _log.info("building the baseline: %s", name)
         library = scratch / name / f"{name}.so"  # a server that has loaded one of a name takes it for the other one
         library.parent.mkdir()
@@ -216,7 +219,7 @@ def _measure(
     rivals: Mapping[str, measuring.MakeInference],
     baselines: Mapping[str, Library],
 ) -> dict[str, measuring.Latency]:
-    """Times the model, its rivals and its baselines, on the same number of threads.
+    """Times the model and its rivals in turns, on the same number of threads, and the untuned build once.
 
     Of a network with several sizes, a call of each is timed, one after the other.
     """
@@ -226,14 +229,21 @@ def _measure(
         turns[name] = partial(
             measuring.turn_in_process, partial(measuring.timed_call, make_inference, of_each_size), options.measure_s
         )
-    turns |= {name: bench.turn(library, of_each_size, options.measure_s) for name, library in baselines.items()}
-    return measuring.take_turns(turns, options.turns, bench.noise)
+    if instant := baselines.get(_INSTANT):
+        turns[_INSTANT] = bench.turn(instant, of_each_size, options.measure_s)
+    latencies = measuring.take_turns(turns, options.turns, bench.noise)
+    if untuned := baselines.get(_UNTUNED):
+        try:
+            latencies[_UNTUNED] = bench.time_first_calls(untuned, of_each_size, _MAX_UNTUNED_S)
+        except MachineError as err:
+            _log.warning("the untuned build is not timed: %s", err)
+    return latencies
 
 
 def _latency_metrics(
     latencies: dict[str, measuring.Latency], sizes: Sequence[NetworkShapes], estimated_ms: float | None
 ) -> dict[str, float]:
-    tuned, untuned = latencies[_TUNED], latencies[_UNTUNED]
+    tuned = latencies[_TUNED]
     batch_size = sum(size.inputs[0].shape[0] if size.inputs and size.inputs[0].shape else 1 for size in sizes)
     metrics = {
         names.LATENCY_MS: tuned.median_ms,
@@ -241,9 +251,10 @@ def _latency_metrics(
         names.LATENCY_P99_MS: tuned.p99_ms,
         names.LATENCY_STD_MS: tuned.std_ms,
         names.THROUGHPUT_PER_S: batch_size / tuned.median_ms * 1e3,
-        names.UNTUNED_LATENCY_MS: untuned.median_ms,
-        names.SPEEDUP_VS_UNTUNED: untuned.median_ms / tuned.median_ms,
     }
+    if untuned := latencies.get(_UNTUNED):
+        metrics[names.UNTUNED_LATENCY_MS] = untuned.median_ms
+        metrics[names.SPEEDUP_VS_UNTUNED] = untuned.median_ms / tuned.median_ms
     if instant := latencies.get(_INSTANT):
         metrics[names.INSTANT_LATENCY_MS] = instant.median_ms
     if estimated_ms:

@@ -180,7 +180,7 @@ _TUNING_CHARTS = _state(
     compareRunCharts=list(_charts()),
     compareRunSections=[
         _section("Tuning", columns=2, cardHeight=380),
-        _section("Failures", columns=4, cardHeight=300),
+        _section("Failures", columns=4, cardHeight=300, display=False),  # most tunings have none
         _section("Model metrics"),
         _section("System metrics"),
     ],
