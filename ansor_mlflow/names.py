@@ -132,6 +132,7 @@ TAG_NETWORK_SOURCE = "ansor.network_source"
 TAG_TARGET = "ansor.target"
 TAG_NUM_THREADS = "ansor.num_threads"
 TAG_DTYPE = "ansor.dtype"  # of a model
+TAG_COMPUTED_BY = "ansor.computed_by"  # the runtimes that compute a model: tvm, onnxruntime or both
 TAG_NUM_TRIALS = "ansor.num_trials"
 TAG_STOP_REASON = "ansor.stop_reason"
 TAG_ERROR = "ansor.error"

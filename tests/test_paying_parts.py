@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import onnx
 import pytest
 from helpers.commands import ROOT, environment, run
@@ -17,16 +18,21 @@ from helpers.untuned import compiled_untuned
 
 from ansor_mlflow import flavor, names
 from ansor_mlflow.device import Device
+from ansor_mlflow.errors import ModelError
 from ansor_mlflow.foreign import typed
 from ansor_mlflow.lowering.lower import lower, lower_sizes
 from ansor_mlflow.lowering.network import LoweredNetwork
+from ansor_mlflow.measuring import expected_of
 from ansor_mlflow.model.package import CompiledNetwork
-from ansor_mlflow.model.parts import PartEntry, fallback_clauses, part_entries
+from ansor_mlflow.model.parts import PartEntry, computed_by, fallback_clauses, part_entries
+from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.load import Network, load_network
 from ansor_mlflow.parameters import EvaluateOptions
 from ansor_mlflow.settings import LoweringSettings
+from ansor_mlflow.steps import part_times
 from ansor_mlflow.steps.evaluation.evaluate import evaluate
-from ansor_mlflow.steps.part_times import FASTER_THERE, estimated_parts, losing_parts, measure_parts
+from ansor_mlflow.steps.part_times import FASTER_THERE, estimated_parts, losing_parts, measure_parts, prefer_onnxruntime
+from ansor_mlflow.tensors import random_inputs
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -114,6 +120,62 @@ def test_baselines_have_parts_of_their_own(network: Network, host_target: Target
     options = EvaluateOptions(model_uri=str(tmp_path / "model"), instant=True, turns=1, measure_s=0.05, rivals="none")
     metrics = evaluate(options).metrics
     assert {names.LATENCY_MS, names.UNTUNED_LATENCY_MS, names.INSTANT_LATENCY_MS} <= metrics.keys()
+
+
+LOAD = """
+import numpy as np
+from ansor_mlflow.flavor import load_model
+model = load_model("model")
+outputs = model.run(dict(np.load("inputs.npz")))
+np.savez("outputs.npz", **outputs)
+print(model.choice)
+"""
+
+
+@pytest.fixture(scope="module")
+def slow(host_target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[CompiledNetwork, Network]:
+    """A convolution as TVM computes it without a schedule, a hundred times slower than ONNX Runtime."""
+    directory = tmp_path_factory.mktemp("slow")
+    builder = GraphBuilder(seed=0)
+    builder.conv("y", builder.input("x", (1, 32, 28, 28)), (64, 32, 3, 3))
+    onnx.save(builder.build("slow", {"y": (1, 64, 26, 26)}), directory / "slow.onnx")
+    network = load_network(str(directory / "slow.onnx"))
+    return compiled_untuned(network, lower(network.model, host_target), host_target, directory), network
+
+
+def test_onnx_runtime_computes_a_network_that_it_computes_faster(
+    slow: tuple[CompiledNetwork, Network], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    preferred = prefer_onnxruntime(*slow)
+    (entry,) = preferred.parts
+    assert "ONNX Runtime computes all of slow, in " in caplog.text
+    assert preferred.provenance["tvm_ms"] > preferred.provenance["onnxruntime_ms"] == entry.latency_ms
+    assert computed_by(preferred.parts) == "onnxruntime"
+    flavor.save_model(preferred, str(tmp_path / "model"), code_paths=[])
+    inputs = random_inputs(preferred.inputs, 0)
+    np.savez(tmp_path / "inputs.npz", **inputs)
+    done = run([sys.executable, "-c", LOAD], tmp_path, environment(""), timeout_s=60)
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.startswith("exact library for ")
+    assert done.stdout.endswith("ONNX Runtime computes all 1 node (faster than in TVM)\n")
+    (expected,) = expected_of(preferred.network, 2, [inputs])
+    for name, array in np.load(tmp_path / "outputs.npz").items():
+        np.testing.assert_allclose(array, expected[name], rtol=1e-5, atol=1e-5)
+    (file,) = (tmp_path / "model").rglob("part0.onnx")
+    file.write_bytes(file.read_bytes() + b" ")
+    with pytest.raises(ModelError, match=r"part0.onnx"):
+        flavor.load_model(str(tmp_path / "model"))
+
+
+def test_a_library_that_is_faster_stays(slow: tuple[CompiledNetwork, Network], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part_times, "MIN_SLOWDOWN", 1e9)
+    compiled, network = slow
+    kept = prefer_onnxruntime(compiled, network)
+    assert (kept.parts, computed_by(kept.parts)) == (compiled.parts, "tvm")
+    assert kept.provenance["tvm_ms"] > 0
+    here = compiled.fingerprint
+    elsewhere = replace(compiled, fingerprint=replace(here, features=(*here.features, "avx1024f")))
+    assert prefer_onnxruntime(elsewhere, network) == elsewhere
 
 
 def test_a_library_for_another_machine_is_not_timed(compiled: CompiledNetwork, lowered: LoweredNetwork) -> None:

@@ -12,8 +12,10 @@ from ansor_mlflow.model.loading import BuildJob, build_in_child_process, load_pa
 from ansor_mlflow.model.manifest import LIBRARY_FILE, LibraryEntry, Manifest, verified_manifest
 from ansor_mlflow.model.package import CompiledNetwork, read_package, with_libraries, write_package
 from ansor_mlflow.model.parts import (
+    EXPORTED_KINDS,
     PartEntry,
     PartRunner,
+    computed_by,
     fallback_clauses,
     open_sessions,
     part_entries,

@@ -54,6 +54,8 @@ class PartEntry:
             shares += f", {self.latency_share:.1%} of the time"
         if self.runs_in == "tvm":
             return f"TVM computes {_nodes(sum(self.operators.values()))}: {shares}"
+        if self.flops_share == 1.0 and len(reasons := {*self.reasons.values()}) == 1:
+            return f"ONNX Runtime computes all {_nodes(sum(self.operators.values()))} ({reasons.pop()})"
         operators: dict[str, list[str]] = defaultdict(list)
         for operator, reason in self.reasons.items():
             operators[reason].append(operator)
@@ -164,7 +166,7 @@ def open_sessions(directory: Path, parts: Sequence[PartEntry], num_threads: int)
 
 class Sessions:
     """ONNX Runtime in the place of a library, for networks that it computes faster; safe to call from any number of
-    threads. TVM is not loaded.
+    threads.
     """
 
     huge_pages = HugePages()  # its memory is ONNX Runtime's own

@@ -47,9 +47,7 @@ class TunedModel:
         if is_onnxruntimes(parts):
             self._machines = Sessions(library.parent, parts, num_threads)
         else:
-            self._machines = VirtualMachines(
-                library, self.sizes, parts, num_threads, platform, huge_pages=huge_pages
-            )
+            self._machines = VirtualMachines(library, self.sizes, parts, num_threads, platform, huge_pages=huge_pages)
 
     @property
     def entry(self) -> LibraryEntry:

@@ -99,7 +99,8 @@ def compile_network(options: CompileOptions) -> CompileResult:
             signature = get_signature(network.inputs, network.outputs, options.signature)
             with translated_errors("log the model"):
                 logged = flavor.log_model(libraries, name=model_name(network.name, descriptions), signature=signature)
-            run.log_tags({names.TAG_MODEL_URI: str(logged.model_uri)})
+            made = {names.TAG_MODEL_URI: str(logged.model_uri), names.TAG_COMPUTED_BY: model.computed_by(library.parts)}
+            run.log_tags(made)
             run.log_metrics(metrics)  # before, MLflow would make them the first ones of the model
             return CompileResult(run.run_id, str(logged.model_uri), coverage)
 

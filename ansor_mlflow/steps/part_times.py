@@ -29,7 +29,7 @@ from ansor_mlflow.measuring import (
 from ansor_mlflow.model import EXPORTED_KINDS, CompiledNetwork, PartEntry, part_entries, threads_here, timed_parts
 from ansor_mlflow.names import part_file
 from ansor_mlflow.networks import Network, write_onnx
-from ansor_mlflow.tensors import Sized
+from ansor_mlflow.tensors import Sized, random_inputs
 
 _SEED = 0
 _TURNS = 2
@@ -95,7 +95,7 @@ def prefer_onnxruntime(compiled: CompiledNetwork, network: Network) -> CompiledN
     if compiled.sizes or is_elsewhere or _has_types_of_tvm(compiled):
         return compiled
     threads = threads_here(compiled.entry)
-    examples = seeded_examples(compiled, _SEED)[:1]
+    examples = [random_inputs(compiled.inputs, _SEED)]
     runs = {
         "tvm": partial(library_inference, compiled.library, compiled, compiled.entry),
         "onnxruntime": partial(reference_inference, compiled.network, threads),

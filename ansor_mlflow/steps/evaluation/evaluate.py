@@ -18,7 +18,7 @@ from ansor_mlflow.errors import CorrectnessError, MachineError, one_line
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.fleet import ServerSession, fleet_settings, open_session
 from ansor_mlflow.foreign import Report, Reported, Table
-from ansor_mlflow.model import BuildJob, build_in_child_process, verified_manifest
+from ansor_mlflow.model import BuildJob, build_in_child_process, computed_by, verified_manifest
 from ansor_mlflow.parameters import EvaluateOptions
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.evaluation.benches import Bench, HostBench, Library, ServerBench, require_harmless_padding
@@ -128,6 +128,7 @@ def _describe(run: tracking.StepRun, options: EvaluateOptions, bench: Bench) -> 
         names.TAG_NETWORK: bench.manifest.network,
         names.TAG_TARGET: device,
         names.TAG_NUM_THREADS: str(bench.num_threads),
+        names.TAG_COMPUTED_BY: computed_by(bench.entry.parts),
     }
     run.log_tags(
         {**described, names.TAG_MODEL_URI: options.model_uri, "mlflow.runName": f"evaluate {' · '.join(title)}"}
