@@ -47,6 +47,7 @@ from ansor_mlflow.measuring.rivals.task import Rival, RivalTask
 from ansor_mlflow.measuring.timing import (
     Latency,
     MachineNoise,
+    MakeCall,
     ProbeTime,
     Turn,
     call_once,
