@@ -79,7 +79,7 @@ def main(
             _write(_in_order(rows, order), json_file, csv_file, markdown)
     found = _in_order(rows, order)
     _write(found, json_file, csv_file, markdown)
-    console.print(summary(found), markup=False)
+    console.print(summary(found), markup=False, soft_wrap=True)
 
 
 def _chosen(packages: Sequence[ForeignPackage], names: Sequence[str]) -> Iterator[tuple[ForeignPackage, ForeignFile]]:

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError
+from ansor_mlflow.processes import die_with_parent
 from ansor_mlflow.tensors import Arrays
 
 if TYPE_CHECKING:
-    from ansor_mlflow.measuring import MachineNoise
+    from ansor_mlflow.measuring import MachineNoise, MakeInference
     from ansor_mlflow.measuring.timing import MakeCall
 
 _SEED = 0
@@ -43,6 +44,7 @@ _LEAST_DIFFERENCE = 1e-2
 @click.option("--trained", is_flag=True, help="Outputs that do not depend on inputs are named, and are no error.")
 def main(file: Path, parameters: str, trials: int | None, store: str, rivals: str, turns: int, trained: bool) -> None:
     """Compiles a model and compares it with ONNX Runtime."""
+    die_with_parent()
     given = json.loads(parameters)
     try:
         if trials is None:
@@ -143,7 +145,8 @@ def _timed(file: Path, model: Path, rivals: Sequence[str], turns: int, trained: 
     make_tuned = partial(tuned_inference, model)
     error = deviation_of(make_tuned, examples, expected).max_rel_error
     checked = check_rivals(tuple(rivals), task, examples, expected, tolerance)
-    runs = {_TUNED: make_tuned, **{rival.name: rival.make_inference for rival in checked if not rival.absent}}
+    runs: dict[str, MakeInference] = {_TUNED: make_tuned}
+    runs |= {rival.name: rival.make_inference for rival in checked if not rival.absent}
     calls = {name: partial(timed_call, make_inference, examples[:1]) for name, make_inference in runs.items()}
     noise = MachineNoise()
     turns_ms = _in_turns(calls, turns, noise)
