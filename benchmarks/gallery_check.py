@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError
-from ansor_mlflow.processes import die_with_parent
 from ansor_mlflow.tensors import Arrays
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ _LEAST_DIFFERENCE = 1e-2
 @click.option("--trained", is_flag=True, help="Outputs that do not depend on inputs are named, and are no error.")
 def main(file: Path, parameters: str, trials: int | None, store: str, rivals: str, turns: int, trained: bool) -> None:
     """Compiles a model and compares it with ONNX Runtime."""
-    die_with_parent()
     given = json.loads(parameters)
     try:
         if trials is None:

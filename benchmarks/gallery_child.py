@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from ansor_mlflow.errors import MachineError
+from ansor_mlflow.processes import bound_process, die_with_parent
 
 End = Literal["whole", "parts", "refused", "traceback", "crashed", "late"]
 """How a process ended: all of the model or some of it is tuned; a clear error; any other one; by a signal; not in time.
@@ -62,10 +63,9 @@ def run_child(command: Sequence[str], folder: Path, limit_s: float, memory_bytes
             cwd=directory,
             env={**os.environ, "COLUMNS": "1000"},
             start_new_session=True,
+            preexec_fn=partial(_begin, memory_bytes),  # noqa: PLW1509 - this process has no other threads
         )
         try:
-            if memory_bytes is not None:
-                resource.prlimit(child.pid, resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
             stdout, stderr = child.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             return Child(end="late", seconds=limit_s, message=f"not done after {limit_s:g} s")
@@ -79,6 +79,12 @@ def run_child(command: Sequence[str], folder: Path, limit_s: float, memory_bytes
         return Child(end="parts" if result.get("parts") else "whole", seconds=seconds, result=result)
     message = _message(stderr, child.returncode).replace(f"{folder}/", "")
     return Child(end=_failure(stderr, child.returncode), seconds=seconds, message=message)
+
+
+def _begin(memory_bytes: int | None) -> None:
+    """Ends with the benchmark, however that ends, and takes no more than it may."""
+    die_with_parent()
+    bound_process(memory_bytes)
 
 
 def _failure(stderr: str, exit_code: int) -> End:
