@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import click
 import gallery_chart
+from gallery_child import ENDS, Child, End, run_child
 from gallery_models import GALLERY
 from rich.console import Console
 
@@ -33,29 +32,6 @@ _PARAMETERS = ("input_shapes", "input_values", "batch_size")
 """What the JSON file beside a model may give for it."""
 _TUNING_S = 3600.0
 _LEAST_SHARE_IN = 0.95
-
-End = Literal["whole", "parts", "refused", "traceback", "late"]
-"""How a process ended: all of the model or some of it is tuned; a clear error; anything else; not in time."""
-_ENDS: dict[End, str] = {
-    "whole": "in whole",
-    "parts": "in parts",
-    "refused": "refused",
-    "traceback": "traceback",
-    "late": "too late",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Child:
-    """What a process left behind."""
-
-    end: End
-    seconds: float
-    """Wall-clock time with the start of Python and the imports."""
-    message: str = ""
-    """The last thing it said, where it did not succeed."""
-    result: Any = None
-    """The JSON that it printed, where it did."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,14 +148,16 @@ def _row(file: Path, check: bool, tune: bool, limit_s: float, store: Path) -> Ro
         word for name, value in parameters.items() for word in (f"--{name.replace('_', '-')}", json.dumps(value))
     ]
     folder = file.parent.resolve()
-    plan = _run([str(_PROGRAM), "plan", "--network", str(file.resolve()), *options, "--json", "-"], folder, limit_s)
+    plan = run_child(
+        [str(_PROGRAM), "plan", "--network", str(file.resolve()), *options, "--json", "-"], folder, limit_s
+    )
     checked = tuned = None
     if plan.result is not None:
         child = [sys.executable, str(_HERE / "gallery_check.py"), str(file.resolve())]
         child += ["--parameters", json.dumps(parameters)]
-        checked = _run(child, folder, limit_s) if check else None
+        checked = run_child(child, folder, limit_s) if check else None
         tuning = [*child, "--trials", str(len(plan.result["tasks"])), "--store", str(store)]
-        tuned = _run(tuning, folder, _TUNING_S) if tune else None
+        tuned = run_child(tuning, folder, _TUNING_S) if tune else None
     return Row(
         name=file.stem,
         family=about.get("family", "others"),
@@ -191,66 +169,19 @@ def _row(file: Path, check: bool, tune: bool, limit_s: float, store: Path) -> Ro
     )
 
 
-def _run(command: Sequence[str], folder: Path, limit_s: float) -> Child:
-    """Runs a command that prints JSON, in a folder of its own; kills it after `limit_s`.
-
-    Args:
-        command: The command.
-        folder: Where the models are; messages name a file without it.
-        limit_s: Seconds.
-    """
-    started_s = time.monotonic()
-    with tempfile.TemporaryDirectory() as directory:
-        try:
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                timeout=limit_s,
-                check=False,
-                cwd=directory,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "COLUMNS": "1000"},
-            )
-        except subprocess.TimeoutExpired:
-            return Child(end="late", seconds=limit_s, message=f"not done after {limit_s:g} s")
-    seconds = round(time.monotonic() - started_s, 2)
-    if done.returncode == 0:
-        result = json.loads(done.stdout)
-        return Child(end=_extent(result), seconds=seconds, result=result)
-    unknown = "Traceback (most recent call last)" in done.stderr or done.returncode <= 1
-    return Child(
-        end="traceback" if unknown else "refused",
-        seconds=seconds,
-        message=_message(done.stderr, done.returncode).replace(f"{folder}/", ""),
-    )
-
-
-def _extent(result: dict[str, Any]) -> End:
-    """Whether a plan is for the whole model, or leaves parts of it to ONNX Runtime."""
-    return "parts" if result.get("parts") else "whole"
-
-
-def _message(stderr: str, exit_code: int) -> str:
-    """The error in what a process printed: the last line that begins as one does."""
-    lines = [line for line in stderr.splitlines() if line.strip() and not line.startswith((" ", "["))]
-    errors = [line for line in lines if "Error" in line.split(":")[0]]
-    return (errors or lines or [f"it ended with {exit_code}"])[-1][:500]
-
-
 def _failures(rows: Sequence[Row], compared: bool, plan_s: float) -> Iterable[str]:
     """What keeps the gallery from passing."""
     inside = [row for row in rows if row.is_in and (row.is_equal or not compared)]
     if len(inside) < _LEAST_SHARE_IN * len(rows):
         yield f"{len(inside)} of {len(rows)} get in and equal ONNX Runtime, fewer than {_LEAST_SHARE_IN:.0%}"
-    if broken := [row.name for row in rows if _worst_end(row) in ("traceback", "late")]:
+    if broken := [row.name for row in rows if _worst_end(row) in ("traceback", "crashed", "late")]:
         yield f"no clear end: {', '.join(broken)}"
     if slow := [row.name for row in rows if row.plan.seconds > plan_s]:
         yield f"planning takes more than {plan_s:g} s: {', '.join(slow)}"
 
 
 def _worst_end(row: Row) -> End:
-    order: list[End] = list(_ENDS)
+    order: list[End] = list(ENDS)
     return max((child.end for child in (row.plan, row.check, row.tuning) if child is not None), key=order.index)
 
 
@@ -295,7 +226,7 @@ def _line(row: Row) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    end = _ENDS[row.plan.end] if row.is_in else f"{_ENDS[row.plan.end]}: {row.plan.message}"
+    end = ENDS[row.plan.end] if row.is_in else f"{ENDS[row.plan.end]}: {row.plan.message}"
     tasks = "" if row.plan.result is None else str(len(row.plan.result["tasks"]))
     opset = "" if row.opset is None else str(row.opset)
     cells = [row.family, row.name, row.exporter, opset, f"{row.plan.seconds:.1f}", tasks, end, _error(row)]
@@ -308,7 +239,7 @@ def _cells(row: Row) -> list[str]:
 def _error(row: Row) -> str:
     failed = [child for child in (row.check, row.tuning) if child is not None and child.result is None]
     if failed:
-        return f"{_ENDS[failed[0].end]}: {failed[0].message}"
+        return f"{ENDS[failed[0].end]}: {failed[0].message}"
     if not row.compared:
         return ""
     worst = max(found["max_rel_error"] for found in row.compared)
@@ -341,7 +272,7 @@ def _counts(family: str, rows: Sequence[Row]) -> list[str | int]:
 
 def _summary(rows: Sequence[Row]) -> str:
     ends = Counter(row.plan.end for row in rows)
-    counts = ", ".join(f"{ends[end]} {said}" for end, said in _ENDS.items() if ends[end])
+    counts = ", ".join(f"{ends[end]} {said}" for end, said in ENDS.items() if ends[end])
     compared = [row for row in rows if row.check is not None or row.tuning is not None]
     equal = f"; {sum(row.is_equal for row in compared)} of {len(compared)} equal ONNX Runtime" if compared else ""
     ratios = [row.ratio for row in rows if row.ratio is not None]

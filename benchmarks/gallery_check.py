@@ -1,4 +1,4 @@
-"""A process of the benchmark `gallery.py`: what a model computes without tuning, or how fast it is with a little.
+"""A process of `gallery.py` and `foreign.py`: what a model computes untuned, or how fast it is with a few trials.
 
     python benchmarks/gallery_check.py model.onnx --parameters '{"input_shapes": {"x": [1, 3, 64, 64]}}' [--trials 12]
 
@@ -10,20 +10,25 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError
 from ansor_mlflow.tensors import Arrays
 
+if TYPE_CHECKING:
+    from ansor_mlflow.measuring import MachineNoise, MakeInference
+    from ansor_mlflow.measuring.timing import MakeCall
+
 _SEED = 0
-_TURNS = 2
 _MEASURE_S = 0.5
-"""How often, and how long each time, a tuned network is timed."""
+"""How long a contender is timed in a turn."""
+_TUNED = "tuned"
 _LEAST_DIFFERENCE = 1e-2
 """How far the outputs of other inputs are, relative to the largest, so that equal outputs say something."""
 
@@ -31,13 +36,21 @@ _LEAST_DIFFERENCE = 1e-2
 @click.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--parameters", default="{}", help="Those of the network beside its name, as JSON.")
-@click.option("--trials", default=0, help="Trials of a tuning; 0 does not tune.")
+@click.option("--trials", type=int, help="Trials of a tuning; by default the network is as TVM compiles it.")
 @click.option("--store", default="mlflow.db", help="Database of MLflow for the tuning; it is made where there is none.")
-def main(file: Path, parameters: str, trials: int, store: str) -> None:
+@click.option("--rivals", default="onnxruntime", help="Runtimes beside which a tuned network is timed.")
+@click.option("--turns", default=2, help="How often each of them is timed.")
+@click.option("--trained", is_flag=True, help="Outputs that do not depend on inputs are named, and are no error.")
+def main(file: Path, parameters: str, trials: int | None, store: str, rivals: str, turns: int, trained: bool) -> None:
     """Compiles a model and compares it with ONNX Runtime."""
     given = json.loads(parameters)
     try:
-        found = _tuned(file, given, trials, store) if trials else _untuned(file, given)
+        if trials is None:
+            found = _untuned(file, given)
+        else:
+            with tempfile.TemporaryDirectory() as directory:
+                model = _tuned(file, given, trials, store, directory)
+                found = {"trials": trials, **_timed(file, model, rivals.split(","), turns, trained)}
     except AnsorMlflowError as err:
         click.echo(f"Error: {err}", err=True)
         sys.exit(err.exit_code)
@@ -86,51 +99,81 @@ def _untuned(file: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {"max_rel_error": error, "equal": error <= tolerance, "algorithm": algorithm}
 
 
-def _tuned(file: Path, parameters: Mapping[str, Any], trials: int, store: str) -> dict[str, Any]:
-    """Latencies of the tuned network and of ONNX Runtime in turns, and the error."""
+def _tuned(file: Path, parameters: Mapping[str, Any], trials: int, store: str, directory: str) -> Path:
+    """The model as a user gets it, below a directory."""
     import mlflow
 
     import ansor_mlflow
+
+    mlflow.set_tracking_uri(f"sqlite:///{store}")
+    mlflow.create_experiment(directory, artifact_location=Path(directory, "artifacts").as_uri())
+    mlflow.set_experiment(directory)
+    tuned = ansor_mlflow.tune(file, **parameters, trials=trials, seed=_SEED)
+    compiled = ansor_mlflow.compile(file, **parameters, tune_run=tuned.run_id)
+    return Path(mlflow.artifacts.download_artifacts(artifact_uri=compiled.model_uri))
+
+
+def _timed(file: Path, model: Path, rivals: Sequence[str], turns: int, trained: bool) -> dict[str, Any]:
+    """Latencies of a tuned network and of its rivals in turns, and how far its outputs are from ONNX Runtime's."""
     from ansor_mlflow.measuring import (
+        MachineNoise,
         RivalTask,
         deviation_of,
         expected_of,
-        measure_in_turns,
-        rival_inference,
+        same_for_all,
+        seeded_inputs,
         timed_call,
         tolerance_for,
         tuned_inference,
     )
     from ansor_mlflow.model import Manifest
     from ansor_mlflow.names import NETWORK_FILE
-    from ansor_mlflow.tensors import random_inputs
+    from ansor_mlflow.steps.evaluation.rivals import check_rivals
+    from ansor_mlflow.tensors import all_sizes
 
-    with tempfile.TemporaryDirectory() as directory:
-        mlflow.set_tracking_uri(f"sqlite:///{store}")
-        mlflow.create_experiment(directory, artifact_location=Path(directory, "artifacts").as_uri())
-        mlflow.set_experiment(directory)
-        tuned = ansor_mlflow.tune(file, **parameters, trials=trials, seed=_SEED)
-        compiled = ansor_mlflow.compile(file, **parameters, tune_run=tuned.run_id)
-        model = Path(mlflow.artifacts.download_artifacts(artifact_uri=compiled.model_uri))
-        manifest, network = Manifest.read(model), model / NETWORK_FILE
-        num_threads = manifest.libraries[0].fingerprint.num_threads
-        task = RivalTask(
-            network=network, outputs=tuple(spec.name for spec in manifest.outputs), num_threads=num_threads
-        )
-        inputs, others = (random_inputs(manifest.inputs, seed) for seed in (_SEED, _SEED + 1))
-        expected, of_others = expected_of(network, num_threads, [inputs, others])
-        _require_dependence(file, expected, of_others)
-        runs = {"tuned": partial(tuned_inference, model), "onnxruntime": partial(rival_inference, "onnxruntime", task)}
-        error = deviation_of(runs["tuned"], [inputs], [expected]).max_rel_error
-        tolerance = tolerance_for("auto", network, "float32")
-        calls = {name: partial(timed_call, make_inference, [inputs]) for name, make_inference in runs.items()}
-        latencies = measure_in_turns(calls, _TURNS, measure_s=_MEASURE_S)
+    manifest, network = Manifest.read(model), model / NETWORK_FILE
+    (library,) = manifest.libraries
+    outputs = tuple(spec.name for spec in manifest.outputs)
+    task = RivalTask(network=network, outputs=outputs, num_threads=library.fingerprint.num_threads)
+    examples = seeded_inputs(network, all_sizes(manifest), (_SEED, _SEED + 1))
+    expected = expected_of(network, task.num_threads, examples)
+    if not trained:
+        _require_dependence(file, *expected)
+    tolerance = tolerance_for("auto", network, "float32")
+    make_tuned = partial(tuned_inference, model)
+    error = deviation_of(make_tuned, examples, expected).max_rel_error
+    checked = check_rivals(tuple(rivals), task, examples, expected, tolerance)
+    runs: dict[str, MakeInference] = {_TUNED: make_tuned}
+    runs |= {rival.name: rival.make_inference for rival in checked if not rival.absent}
+    calls = {name: partial(timed_call, make_inference, examples[:1]) for name, make_inference in runs.items()}
+    noise = MachineNoise()
+    turns_ms = _in_turns(calls, turns, noise)
     return {
-        "trials": trials,
         "max_rel_error": error,
         "equal": error <= tolerance,
-        **{f"{name}_latency_ms": latency.median_ms for name, latency in latencies.items()},
+        "unchecked": same_for_all(expected),
+        "parts": [str(part) for part in library.parts if part.runs_in == "onnxruntime"],
+        "cpu": library.fingerprint.cpu_model,
+        "num_threads": task.num_threads,
+        "turns_ms": turns_ms,
+        "right": [rival.name for rival in checked if rival.is_right],
+        "absent": {rival.name: rival.absent for rival in checked if rival.absent},
+        "probe_spread": noise.spread,
+        "unreliable": noise.unreliable,
+        **{f"{name}_latency_ms": median(medians_ms) for name, medians_ms in turns_ms.items()},
     }
+
+
+def _in_turns(calls: Mapping[str, MakeCall], turns: int, noise: MachineNoise) -> dict[str, list[float]]:
+    """Medians of each turn in milliseconds, by contender; every second turn begins with the last one."""
+    from ansor_mlflow.measuring import measure_in_turns
+
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(turns):
+        in_order = {name: calls[name] for name in list(calls)[:: 1 if turn % 2 == 0 else -1]}
+        for name, latency in measure_in_turns(in_order, 1, noise, _MEASURE_S).items():
+            found[name].append(latency.median_ms)
+    return found
 
 
 def _require_dependence(file: Path, outputs: Arrays, of_others: Arrays) -> None:

@@ -1,0 +1,82 @@
+"""The rows as a table, in CSV and in Markdown, and in a sentence."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from gallery_child import ENDS
+
+from ansor_mlflow.measuring import version_of
+from ansor_mlflow.measuring.rivals.table import rival_titles
+from foreign_parts.row import OURS, RIVALS, Row
+
+_HEAD = ["package", "file", "gets_in", "right", "error", "ms", "spread"]
+_HEAD += [column for rival in RIVALS for column in (f"{rival}_ms", f"{rival}_spread")]
+_HEAD += ["best_rival", "ratio", "ratio_low", "ratio_high", "disturbed", "remarks"]
+
+
+def line(row: Row) -> str:
+    """What is said of a file as soon as it is done."""
+    _, _, end, right, error, ours_ms, *_ = _cells(row)
+    if not row.is_in:
+        return f"{row.name}  {end}: {'; '.join(row.remarks)}"
+    ratio = "" if row.ratio is None else f"{row.ratio:.2f} of {row.best_rival}"
+    return "  ".join(filter(None, (row.name, end, "" if right == "yes" else "WRONG", error, f"{ours_ms} ms", ratio)))
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    """Writes a line for each file."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerows([_HEAD, *map(_cells, rows)])
+
+
+def write_markdown(rows: Sequence[Row], path: Path) -> None:
+    """Writes what was measured where, the summary, and the table."""
+    body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in map(_cells, rows)]
+    head = [f"| {' | '.join(_HEAD)} |", "|---" * len(_HEAD) + "|"]
+    path.write_text("\n".join(["# ONNX files of packages", "", _where(rows), summary(rows), "", *head, *body]) + "\n")
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How many files got in, are right, and are faster than the best rival."""
+    ends = Counter(row.compiled.end for row in rows)
+    counts = ", ".join(f"{ends[end]} {said}" for end, said in ENDS.items() if ends[end])
+    ratios = [row.ratio for row in rows if row.ratio is not None]
+    text = f"{len(rows)} files of {len({row.pin for row in rows})} packages: {counts}; "
+    text += f"{sum(row.is_right for row in rows)} of {sum(row.is_in for row in rows)} are right."
+    if ratios:
+        text += f" {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} are faster than their best rival,"
+        text += f" and the median of the ratios is {median(ratios):.2f}."
+    return text
+
+
+def _where(rows: Sequence[Row]) -> str:
+    """The machine, the rivals, and how quiet it was."""
+    found = [row.compiled.result for row in rows if row.is_in]
+    if not found:
+        return "Nothing was measured."
+    machines = sorted({f"{one['cpu'] or 'an unknown CPU'}, {one['num_threads']} threads" for one in found})
+    versions = ", ".join(f"{rival_titles()[rival]} {version_of(rival)}" for rival in RIVALS)
+    disturbed = sum(bool(one["unreliable"]) for one in found)
+    return f"{' and '.join(machines)}; {versions}; other programs disturbed {disturbed} of {len(found)} files."
+
+
+def _cells(row: Row) -> list[str]:
+    name, version = row.pin.split("==")
+    cells = [f"{name} {version}", row.path, ENDS[row.compiled.end]]
+    if not row.is_in:
+        return [*cells, *[""] * (len(_HEAD) - len(cells) - 1), "; ".join(row.remarks)]
+    found = row.compiled.result
+    cells += ["yes" if row.is_right else "no", f"{found['max_rel_error']:.1e}"]
+    for contender in (OURS, *RIVALS):
+        latency = row.latencies.get(contender)
+        cells += ["", ""] if latency is None else [f"{latency.median_ms:.4g}", f"{latency.spread:.3f}"]
+    ratios = ["", "", ""]
+    if row.ratios:
+        ratios = [f"{ratio:.2f}" for ratio in (median(row.ratios), row.ratios[0], row.ratios[-1])]
+    return [*cells, row.best_rival or "", *ratios, "yes" if found["unreliable"] else "", "; ".join(row.remarks)]
