@@ -20,6 +20,7 @@ from helpers.commands import ROOT, environment, run_project
 from helpers.servers import mlflow_server
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from mlflow.utils.mlflow_tags import MLFLOW_PROJECT_ENTRY_POINT
 from playwright.sync_api import Browser, Locator, Page, expect
 from rich.console import Console
 
@@ -231,7 +232,9 @@ def compared_metrics(page: Page) -> dict[str, list[float]]:
 
 @pytest.mark.nightly
 def test_two_tunings_are_compared(experiment: Experiment, pages: MlflowPages) -> None:
-    first, second = experiment.tunings(NETWORKS[0])[:2]
+    tunings = experiment.tunings(NETWORKS[0])
+    in_project = [MLFLOW_PROJECT_ENTRY_POINT in run_.data.tags for run_ in tunings]  # `mlflow run` logs more params
+    first, second = [run_ for run_, is_in in zip(tunings, in_project, strict=True) if is_in == all(in_project)][:2]
     ids = json.dumps([first.info.run_id, second.info.run_id])
     address = f'compare-runs?runs={ids}&experiments=["{experiment.id}"]&workflowType=machine_learning'
     with pages.open(address, height=1500) as page:
