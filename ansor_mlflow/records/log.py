@@ -154,10 +154,8 @@ class Journal:
         """Appends trials, whose records are on the disk already, and where the time went until now."""
         lines = [asdict(trial) for trial in trials]
         for line in lines:
-            del (
-                line["task"],
-                line["decision"],
-            )  # the hash tells tasks apart in every lowering; the records have the rest
+            for name in ("task", "decision"):  # the hash tells tasks apart in every lowering; the records have the rest
+                del line[name]
         lines += [{_DURATIONS: asdict(durations)}] if durations else []
         append(self._path, "".join(f"{json.dumps(line)}\n" for line in lines).encode())
 

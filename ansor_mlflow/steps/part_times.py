@@ -36,6 +36,7 @@ _SEED = 0
 _TURNS = 2
 _MEASURE_S = 0.3
 _IS_NEAR = 0.7
+"""Ratio of two times, or its inverse, within which one turn may have ranked them wrongly, and a second one is taken."""
 MIN_SLOWDOWN = 1.1
 """A part of TVM's that takes so many times as long as in ONNX Runtime does not pay; less is noise."""
 FASTER_THERE = "faster than in TVM"
@@ -105,7 +106,7 @@ def prefer_onnxruntime(compiled: CompiledNetwork, network: Network) -> CompiledN
     calls = {name: partial(timed_call, make_inference, examples) for name, make_inference in runs.items()}
     try:
         here_ms, there_ms = _milliseconds(calls)
-        if _IS_NEAR < here_ms / there_ms < 1 / _IS_NEAR:  # one turn may be wrong
+        if _IS_NEAR < here_ms / there_ms < 1 / _IS_NEAR:
             here_ms, there_ms = map(min, (here_ms, there_ms), _milliseconds(calls))
     except AnsorMlflowError as err:
         _log.warning("%s is not compared with ONNX Runtime: %s", compiled.name, err)
