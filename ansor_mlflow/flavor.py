@@ -63,21 +63,24 @@ _RUN_ID = re.compile("[0-9a-f]{32}")
 _log = logging.getLogger(__name__)
 
 
-def get_default_pip_requirements(include_onnxruntime: bool = False) -> list[str]:
+def get_default_pip_requirements(include_onnxruntime: bool = False, include_openvino: bool = False) -> list[str]:
     """The packages that a saved model needs, at the versions installed here.
 
     This package itself is not among them: a model carries the code that loads it.
 
     Args:
         include_onnxruntime: Whether a part of the network stays with ONNX Runtime.
+        include_openvino: Whether one is left to OpenVINO.
     """
-    packages = (*_RUNTIME_PACKAGES, "onnxruntime") if include_onnxruntime else _RUNTIME_PACKAGES
+    beside = [("onnxruntime", include_onnxruntime), ("openvino", include_openvino)]
+    packages = (*_RUNTIME_PACKAGES, *(name for name, is_needed in beside if is_needed))
     return [f"{name}=={importlib.metadata.version(name)}" for name in packages]
 
 
-def get_default_conda_env(include_onnxruntime: bool = False) -> dict[str, Any]:
+def get_default_conda_env(include_onnxruntime: bool = False, include_openvino: bool = False) -> dict[str, Any]:
     """The Conda environment that a saved model needs; see `get_default_pip_requirements`."""
-    return dict(environment._mlflow_conda_env(additional_pip_deps=get_default_pip_requirements(include_onnxruntime)))
+    requirements = get_default_pip_requirements(include_onnxruntime, include_openvino)
+    return dict(environment._mlflow_conda_env(additional_pip_deps=requirements))
 
 
 def default_example(inputs: Sequence[TensorSpec]) -> Arrays:
@@ -151,8 +154,8 @@ def save_model(
     mlflow_model.add_flavor(FLAVOR_NAME, code=code, **copied, **manifest.to_dict())
     mlflow_model.model_size_bytes = get_total_file_size(path)
     mlflow_model.save(str(directory / names.MODEL_FILE))
-    parts = [part for library in manifest.libraries for part in library.parts]
-    defaults = get_default_pip_requirements(any(part.runs_in == "onnxruntime" for part in parts))
+    runtimes = {part.runs_in for library in manifest.libraries for part in library.parts}
+    defaults = get_default_pip_requirements("onnxruntime" in runtimes, "openvino" in runtimes)
     _write_environment(directory, defaults, conda_env, pip_requirements, extra_pip_requirements)
 
 

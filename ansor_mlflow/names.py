@@ -192,6 +192,7 @@ MANIFEST_FILE = "manifest.json"  # digests of the files of a tuning's records
 SOURCES_FILE = "sources.json"  # what a merged or distilled database was made from
 NETWORK_FILE = "network.onnx"
 PARTS_FILE = "parts.json"  # the parts of a network that ONNX Runtime computes some of, with the time that each takes
+CRASHES_DIR = "crashes"  # the smallest graphs that end TVM's compiler, as ONNX files
 RIVALS_FILE = "rivals.json"  # the rivals of a model: versions, latencies and errors, or why one could not be timed
 KERNELS_FILE = "kernels.json"
 """Each kernel's time within the network beside the one that its record promises, and the time between kernels."""

@@ -11,6 +11,10 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 Padding = int | Literal["auto", "off"]
 Partition = Literal["auto", "off"]
 Algorithm = Literal["auto", "direct", "winograd"]
+FallbackReasons = Mapping[int, Mapping[str, str]]
+"""Why nodes stay with ONNX Runtime though TVM may know them: by the number of a size, and by an output of the node, as
+the parts of an earlier lowering name it."""
+NO_FALLBACK: FallbackReasons = {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,7 +108,6 @@ def files(tmp_path: Path, small_onnx: Path) -> None:
     (tmp_path / "broken.onnx").write_bytes(small_onnx.read_bytes()[:500])
     save_nodes(tmp_path / "dynamic.onnx", ["Relu"], ["batch", 3, "H", 8])
     save_nodes(tmp_path / "unknown.onnx", ["RandomNormalLike", "Relu", "RandomUniformLike"], [1, 3, 8, 8])
-    save_nodes(tmp_path / "identity.onnx", ["Identity"], [1, 3, 8, 8])
     for name in ("pickle.onnx", "pickle.pt2", "pickle.pt"):
         (tmp_path / name).write_bytes(pickle.dumps(Touch(tmp_path / "unpickled")))
     (tmp_path / "typo.yaml").write_text("trails: 640\n")
@@ -132,7 +131,6 @@ def files(tmp_path: Path, small_onnx: Path) -> None:
             r"network=unknown.onnx: TVM cannot compute RandomNormalLike \(.*\), RandomUniformLike \(.*; partition=auto",
         ),
         ({"network": "models:/nobody"}, USER, "network=models:/nobody: no URI of a model; write models:/name/version"),
-        ({"network": "identity.onnx"}, USER, "network=identity.onnx: it has no task to tune; give a network that"),
         ({"target": "nvidia/quantum"}, USER, "target='nvidia/quantum' is unknown to TVM: .*; use auto, a tag, JSON"),
         ({"target": "nvidia/nvidia-h100"}, MACHINE, "cannot be measured on this host: it is made for cuda"),
         ({"num_threads": 100_000}, USER, "num_threads=100000, but this process may use [0-9]+ CPUs"),

@@ -22,7 +22,7 @@ from ansor_mlflow.commands.bisect import Comparison, CuttableGraph
 from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.measuring import checking
 from ansor_mlflow.model import BuildJob, LibraryEntry
-from ansor_mlflow.model.loading import build
+from ansor_mlflow.model.building import build
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.tensors import Arrays
 
@@ -46,10 +46,10 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> SpoilCompiler:
             model = onnx.load(job.network)
             spoil(model.graph)
             onnx.save(model, f"{job.network}.wrong")
-            return build(replace(job, network=f"{job.network}.wrong"))
+            return build(replace(job, network=f"{job.network}.wrong"))[0]
 
         monkeypatch.setattr(bisect, "build_in_child_process", build_wrongly)
-        monkeypatch.setattr(checking, "in_child_process", lambda function, make_call: function(make_call))
+        monkeypatch.setattr(checking, "in_child_process", lambda function, make_call, **_: function(make_call))
 
     return spoil_compiler
 

@@ -17,8 +17,9 @@ from helpers.untuned import assert_computes
 from ansor_mlflow.device import DeviceFingerprint, available_cpus
 from ansor_mlflow.errors import MachineError, ModelError, UserInputError
 from ansor_mlflow.model import CompiledNetwork, LoadOptions, choose_library, write_package
+from ansor_mlflow.model.building import BuildJob, build_in_child_process
 from ansor_mlflow.model.choice import choose_for_gpu, entries_to_rebuild, find_library
-from ansor_mlflow.model.loading import BuildJob, build_in_child_process, load_package
+from ansor_mlflow.model.loading import load_package
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest
 from ansor_mlflow.records import RECORD_FILE
 from ansor_mlflow.settings import LoweringSettings

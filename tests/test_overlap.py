@@ -22,7 +22,7 @@ from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.testing import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import StopReason
-from ansor_mlflow.tuning.interrupt import deferred_interrupts
+from ansor_mlflow.tuning.stopping import deferred_interrupts
 from ansor_mlflow.workers.measure import RunJob
 
 if TYPE_CHECKING:

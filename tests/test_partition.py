@@ -18,13 +18,14 @@ from onnx import TensorProto, helper
 from ansor_mlflow import flavor
 from ansor_mlflow.errors import MachineError, ModelError, UserInputError
 from ansor_mlflow.graphs import value_infos
-from ansor_mlflow.graphs.partition import MIN_FLOPS, partition
+from ansor_mlflow.graphs.partition import MIN_FLOPS, partition, segments
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.measuring.compare import ReferenceSession
 from ansor_mlflow.model.loading import load_package
 from ansor_mlflow.model.manifest import Manifest
 from ansor_mlflow.model.package import CompiledNetwork, write_package
+from ansor_mlflow.model.parts import part_entries
 from ansor_mlflow.networks.load import Network, load_network
 from ansor_mlflow.serving.pyfunc import get_signature
 from ansor_mlflow.settings import LoweringSettings
@@ -175,11 +176,16 @@ def test_partition_off_names_what_tvm_cannot_compute(network: Network, host_targ
         lower(network.model, host_target, LoweringSettings(partition="off"))
 
 
-def test_a_network_without_anything_for_tvm_is_refused(host_target: Target) -> None:
+def test_a_network_without_anything_for_tvm_is_onnx_runtimes(host_target: Target) -> None:
     nodes = [helper.make_node("NonZero", ["x"], ["y"])]
     model = make_model(nodes, [tensor("x", (4,))], [tensor("y", ["n", "m"], TensorProto.INT64)], {})
-    with pytest.raises(UserInputError, match=r"TVM can compute no part of the network: NonZero \(shapes that depend"):
-        lower(model, host_target)
+    lowered = lower(model, host_target)
+    assert lowered.is_onnxruntimes
+    assert (lowered.tasks, lowered.constant_bytes, list(lowered.mod.functions_items())) == ((), 0, [])
+    (part,) = part_entries(lowered)
+    assert str(part) == "ONNX Runtime computes all 1 node (shapes that depend on values)"
+    with pytest.raises(UserInputError, match=r"TVM cannot compute NonZero \(shapes that depend"):
+        lower(model, host_target, LoweringSettings(partition="off"))
 
 
 def test_a_network_of_constants_is_refused(host_target: Target) -> None:
@@ -286,3 +292,29 @@ def test_an_output_of_an_open_size_is_open_in_the_signature(tmp_path: Path) -> N
         (-1, 3),
         (-1, 2, 256),
     ]
+
+
+def test_segments_are_cut_where_one_tensor_is_handed_over() -> None:
+    """Two blocks with a shortcut around each, as in a residual network, and a last layer."""
+    nodes, taken = [], "x"
+    for block in range(2):
+        names = [f"{block}{name}" for name in ("first", "second", "sum")]
+        for name, given in zip(names[:2], [taken, names[0]], strict=True):
+            nodes.append(helper.make_node("MatMul", [given, "weights"], [name]))
+        nodes.append(helper.make_node("Add", [names[1], taken], [taken := names[2]]))
+    nodes.append(helper.make_node("MatMul", [taken, "weights"], ["y"]))
+    weights = {"weights": np.eye(64, dtype=np.float32)}
+    model = onnx.shape_inference.infer_shapes(
+        make_model(nodes, [tensor("x", (8, 64))], [tensor("y", (8, 64))], weights)
+    )
+
+    def operators(most: int) -> list[list[str]]:
+        return [[n.op_type for n in p.model.graph.node] for p in segments(model, value_infos(model), most)]
+
+    block = ["MatMul", "MatMul", "Add"]
+    assert operators(1) == [[*block, *block, "MatMul"]]
+    assert operators(2) == [[*block, *block], ["MatMul"]]  # there is no place nearer to the middle but before it
+    assert operators(8) == [block, block, ["MatMul"]]
+    parts = segments(model, value_infos(model), 8)
+    assert [[value.name for value in part.model.graph.input] for part in parts] == [["x"], ["0sum"], ["1sum"]]
+    assert {part.runs_in for part in parts} == {"tvm"}

@@ -21,7 +21,6 @@ from ansor_mlflow.model import PartEntry, part_entries
 from ansor_mlflow.parameters import ExplainOptions
 from ansor_mlflow.records import find_records
 from ansor_mlflow.steps.fetching import options_of_source
-from ansor_mlflow.steps.part_times import estimated_parts
 from ansor_mlflow.steps.recorded import (
     NetworkTasks,
     SketchUse,
@@ -31,6 +30,7 @@ from ansor_mlflow.steps.recorded import (
     lower_recorded,
     sketch_uses,
 )
+from ansor_mlflow.steps.runtimes import estimated_parts
 from ansor_mlflow.tracking import kernel_rows, read_artifact, translated_errors
 from ansor_mlflow.trials import TaskInfo
 from ansor_mlflow.tuning import Bound, Roofline, measure_roofline
@@ -122,7 +122,7 @@ class Explanation(Reported):
             own = f"the sketch's own choice, {self.own_ratio:.2f} × as long"
             rows.append(("without trials", "the same program" if self.own_ratio == 1 else own))
         rows.append(("share of time", f"{self.time_share:.1%}: {weighted} of {network}, {of_tasks}"))
-        return [*rows, *(("beside TVM", str(part)) for part in self.parts if part.runs_in == "onnxruntime")]
+        return [*rows, *(("beside TVM", str(part)) for part in self.parts if part.runs_in != "tvm")]
 
     def _roof(self, roofline: Roofline, bound: Bound) -> list[tuple[str, str]]:
         gain_s = self.task.weight * (self.best_s - bound.shortest_s)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ansor_mlflow.device import Device
-from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.foreign import Report, Reported, Table, microseconds
 from ansor_mlflow.graphs import PaddedLayer
@@ -60,6 +59,9 @@ class Plan(Reported):
     notes: tuple[str, ...]
 
     def report(self) -> Report:
+        if not self.tasks:
+            title = f"{self.network} for {self.target}: it has no task for TVM to tune"
+            return Report(title, self.notes)
         rows = [task.cells() for task in self.tasks]
         headers = [header for header in rows[0] if any(row[header] for row in rows)]
         total = f"{len(rows)} tasks, {self.num_trials} trials, about {self.expected_minutes:.1f} min on 2 cores"
@@ -91,10 +93,10 @@ def plan_tuning(options: PlanOptions) -> Plan:
     else:
         device = Device.resolve(options.target, options.num_threads)
         network = lower_for_device(network_of(options), options, device)
-    if not network.tasks:
-        raise UserInputError(f"network={network.network}: it has no task to tune; give a network that computes")
-    num_sketched = len(sketched_workloads(network.tasks, network.device.target, options.space))
-    tasks = _planned(options, [task.info for task in network.tasks], num_sketched, known_s)
+    tasks: tuple[PlannedTask, ...] = ()
+    if network.tasks:
+        num_sketched = len(sketched_workloads(network.tasks, network.device.target, options.space))
+        tasks = _planned(options, [task.info for task in network.tasks], num_sketched, known_s)
     parts = part_entries(network.lowered)
     return Plan(
         network=network.network,
@@ -103,7 +105,7 @@ def plan_tuning(options: PlanOptions) -> Plan:
         parts=parts,
         notes=(
             *(f"{clause}." for clause in fallback_clauses(parts)),
-            *([_coverage_note(tasks)] if has_records else []),
+            *([_coverage_note(tasks)] if has_records and tasks else []),
             *(_padding_note(layer, network.is_padded) for layer in network.lowered.hard_to_tile),
         ),
     )

@@ -172,7 +172,7 @@ def _run(work: NetworkWork) -> NetworkReply:
     connection = this_connection()
     if RUN_NETWORK not in connection.functions:
         return _run_by_tvm(connection.session, work)
-    parts = sorted({part.name for part in work.entry.parts if part.runs_in == "onnxruntime"})
+    parts = sorted({part.name for part in work.entry.parts if part.runs_in != "tvm"})
     request = {
         "library": work.library.name,
         "network": work.network.to_dict(),
@@ -184,7 +184,7 @@ def _run(work: NetworkWork) -> NetworkReply:
     with scratch_directory() as scratch:
         inputs = Path(scratch, _INPUTS)
         write_arrays(work.examples, inputs)
-        with connection.uploaded([work.library, inputs, *map(work.library.with_name, parts)]):
+        with connection.uploaded(list({work.library, inputs, *map(work.library.with_name, parts)})):
             found = connection.ask(RUN_NETWORK, request)
             if work.measure_s is not None:
                 samples_s = typed(tuple[float, ...], found["samples_s"])

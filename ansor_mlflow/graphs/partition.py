@@ -10,6 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -71,6 +72,32 @@ def partition(model: onnx.ModelProto, reasons: Mapping[int, str], values: ValueI
         side: Side = "onnxruntime" if indices[0] in fallback else "tvm"
         parts.append(GraphPart(side, part, sum(flops[index] for index in indices), kept))
     return parts
+
+
+def segments(model: onnx.ModelProto, values: ValueInfos, most: int) -> list[GraphPart]:
+    """Cuts a model that is TVM's alone where one tensor alone is handed over, into parts of about as many operations.
+
+    Its nodes are in topological order. There are as many parts as may be, and as there are such places.
+    """
+    nodes, flops = model.graph.node, [_num_flops(node, values) for node in model.graph.node]
+    last_use = {name: index for index, node in enumerate(nodes) for name in inputs_of(node)}
+    last_use |= {output.name: len(nodes) for output in model.graph.output}
+    alive = {value.name for value in model.graph.input if value.name in last_use}
+    places: list[int] = []  # before which a node begins a part
+    done, total, next_share = 0.0, sum(flops) or 1.0, 1
+    for index, node in enumerate(nodes):
+        alive = {name for name in alive if last_use[name] >= index}
+        is_narrow = len(alive) == 1 and is_tensor(values.get(next(iter(alive))))
+        if index and is_narrow and done >= next_share * total / most:
+            places.append(index)
+            next_share = math.floor(done / total * most) + 1
+        alive |= {name for name in node.output if last_use.get(name, -1) > index}
+        done += flops[index]
+    bounds = [0, *places, len(nodes)]
+    return [
+        GraphPart("tvm", extract(model, range(start, stop), values), sum(flops[start:stop]))
+        for start, stop in pairwise(bounds)
+    ]
 
 
 def _turns(graph: onnx.GraphProto, fallback: Mapping[int, str], bundles: Sequence[set[int]]) -> list[int]:

@@ -36,6 +36,7 @@ from ansor_mlflow.graphs import (
     producers_of,
     raise_opset,
     rewrite_operators,
+    segments,
     simplify,
     static_shape,
     uses,
@@ -43,7 +44,7 @@ from ansor_mlflow.graphs import (
 )
 from ansor_mlflow.lowering.lower_graph import NotLoweredError, lower_graph, lower_node
 from ansor_mlflow.lowering.network import LoweredNetwork, NetworkPart, TuningTask, short_name
-from ansor_mlflow.settings import LoweringSettings, Padding
+from ansor_mlflow.settings import NO_FALLBACK, FallbackReasons, LoweringSettings, Padding
 from ansor_mlflow.trials import TaskInfo
 
 if TYPE_CHECKING:
@@ -76,17 +77,18 @@ def lower_sizes(
     target: Target,
     settings: LoweringSettings,
     called: str,
-    fallback: Mapping[int, Mapping[str, str]] = {},
+    fallback: FallbackReasons = NO_FALLBACK,
+    num_segments: int = 1,
 ) -> LoweredNetwork:
     """Lowers a network in each of its sizes. Tasks that are the same in several sizes are one.
 
-    `fallback` says for a size, by its number, why a node stays with ONNX Runtime though TVM may know it, by an output
-    of it as the parts of an earlier lowering name it.
+    One that TVM computes all of may be cut into segments, so that each of them can be timed: see `graphs.segments`.
     """
     from ansor_mlflow.lowering.relax_passes import join_modules
 
     sizes = [
-        _lower_size(model, target, settings, called, fallback.get(number, {})) for number, model in enumerate(models)
+        _lower_size(model, target, settings, called, fallback.get(number, {}), num_segments)
+        for number, model in enumerate(models)
     ]
     parts: list[NetworkPart] = []
     modules: dict[str, IRModule] = {}
@@ -96,7 +98,7 @@ def lower_sizes(
             parts.append(NetworkPart(graph, name, size))
             if part is not None:
                 modules[name] = part
-    is_whole = len(parts) == 1
+    is_whole = len(parts) == len(modules) == 1
     mod = modules["part0"] if is_whole else join_modules(modules)
     tasks = _extract_tasks(mod, target)
     if settings.algorithm != "direct" and platform_of(target).has_sketches:
@@ -108,9 +110,32 @@ def lower_sizes(
 
 
 def _lower_size(
-    model: onnx.ModelProto, target: Target, settings: LoweringSettings, called: str, fallback: Mapping[str, str]
+    model: onnx.ModelProto,
+    target: Target,
+    settings: LoweringSettings,
+    called: str,
+    fallback: Mapping[str, str],
+    num_segments: int,
 ) -> tuple[list[_LoweredPart], list[PaddedLayer]]:
     """The parts of a network in one size, and its layers that `pad_channels=auto` pads."""
+    graph, hard_to_tile = prepare_graph(model, target, settings, called)
+    lower_whole = partial(lower_graph, target=target, settings=settings)
+    parts = _lower_parts(graph, lower_whole, partial(lower_node, target=target), fallback, num_segments)
+    reasons = {operator: reason for part, _ in parts for operator, reason in part.reasons.items()}
+    more = len(reasons) - _MAX_SHOWN
+    shown = ", ".join(f"{operator} ({reason})" for operator, reason in list(reasons.items())[:_MAX_SHOWN])
+    shown += f" and {more} more" if more > 0 else ""
+    if reasons and settings.partition == "off":
+        raise UserInputError(
+            f"network={called}: TVM cannot compute {shown}; partition=auto leaves that to ONNX Runtime"
+        )
+    return parts, hard_to_tile
+
+
+def prepare_graph(
+    model: onnx.ModelProto, target: Target, settings: LoweringSettings, called: str
+) -> tuple[onnx.ModelProto, list[PaddedLayer]]:
+    """The graph that TVM is given, or is split into parts, and its layers that `pad_channels=auto` pads."""
     graph = rewrite_operators(fold_batch_norms(simplify(raise_opset(model), called)))
     if not graph.graph.node:
         raise UserInputError(f"network={called}: its outputs do not depend on its inputs, so there is nothing to tune")
@@ -120,22 +145,7 @@ def _lower_size(
     padding = _padding(settings.pad_channels, target)
     if padding is not None and (hard_to_tile or settings.pad_channels != "auto"):
         graph = pad_output_channels(graph, padding)
-    lower_whole = partial(lower_graph, target=target, settings=settings)
-    parts = _lower_parts(graph, lower_whole, partial(lower_node, target=target), fallback)
-    reasons = {operator: reason for part, _ in parts for operator, reason in part.reasons.items()}
-    more = len(reasons) - _MAX_SHOWN
-    shown = ", ".join(f"{operator} ({reason})" for operator, reason in list(reasons.items())[:_MAX_SHOWN])
-    shown += f" and {more} more" if more > 0 else ""
-    if all(mod is None for _, mod in parts):
-        raise UserInputError(
-            f"network={called}: TVM can compute no part of the network: {shown}; ONNX Runtime alone is the runtime for "
-            "it"
-        )
-    if reasons and settings.partition == "off":
-        raise UserInputError(
-            f"network={called}: TVM cannot compute {shown}; partition=auto leaves that to ONNX Runtime"
-        )
-    return parts, hard_to_tile
+    return graph, hard_to_tile
 
 
 def _padding(pad_channels: Padding, target: Target) -> Callable[[int], int] | None:
@@ -178,7 +188,11 @@ def _extract_tasks(mod: IRModule, target: Target) -> tuple[TuningTask, ...]:
 
 
 def _lower_parts(
-    model: onnx.ModelProto, lower_whole: _LowerGraph, lower_node: _LowerGraph, fallback: Mapping[str, str]
+    model: onnx.ModelProto,
+    lower_whole: _LowerGraph,
+    lower_node: _LowerGraph,
+    fallback: Mapping[str, str],
+    num_segments: int,
 ) -> list[_LoweredPart]:
     """Lowers a simplified network in as few parts as possible, in the order in which they run.
 
@@ -191,7 +205,8 @@ def _lower_parts(
     reasons |= {**fallback_reasons(model), **_known_reasons(model, values)}
     if not reasons:
         with contextlib.suppress(NotLoweredError):
-            return [(part, lower_whole(part.model)) for part in partition(model, {}, values)]
+            cut = partition(model, {}, values) if num_segments == 1 else segments(model, values, num_segments)
+            return [(part, lower_whole(part.model)) for part in cut]
     reasons.update(_reasons_by_trial(model, values, lower_node, reasons))
     while True:
         lowered: list[_LoweredPart] = []

@@ -73,7 +73,7 @@ class LoweredNetwork:
 
     mod: IRModule
     """Module whose function "main" takes the network's inputs alone. Of a network in parts, or of several sizes, it has
-    one for each part of TVM's."""
+    one for each part of TVM's, which may be none."""
     tasks: tuple[TuningTask, ...]
     """A layer that may be computed by several algorithms has a task for each, after each other."""
     parts: tuple[NetworkPart, ...] = ()
@@ -85,9 +85,15 @@ class LoweredNetwork:
     def constant_bytes(self) -> int:
         """Size of the weights and other constants that a call reads; of several sizes of the network the largest."""
         by_size: Counter[int] = Counter()
-        for size, function in [(part.size, part.function) for part in self.parts if part.function] or [(0, "main")]:
+        functions = [(part.size, part.function) for part in self.parts if part.function]
+        for size, function in functions if self.parts else [(0, "main")]:
             by_size[size] += _constant_bytes(self.mod[function])
-        return max(by_size.values())
+        return max(by_size.values(), default=0)
+
+    @property
+    def is_onnxruntimes(self) -> bool:
+        """Whether TVM computes nothing of the network."""
+        return bool(self.parts) and not any(part.function for part in self.parts)
 
     @property
     def num_algorithms(self) -> int:

@@ -9,6 +9,7 @@ from ansor_mlflow.measuring.checking import (
     compare_with_reference,
     deviation_of,
     expected_of,
+    is_finite,
     outputs_of,
     require_broken_stays_broken,
     tolerance_for,
@@ -23,11 +24,19 @@ from ansor_mlflow.measuring.compare import (
     Verdict,
     is_quantized,
     library_inference,
+    random_operators,
     reference_inference,
     timed_call,
     tuned_inference,
 )
-from ansor_mlflow.measuring.inputs import choose_examples, require_examples, same_for_all, seeded_inputs, stack_column
+from ansor_mlflow.measuring.inputs import (
+    choose_examples,
+    require_examples,
+    same_for_all,
+    seeded_inputs,
+    stack_column,
+    typical_inputs,
+)
 from ansor_mlflow.measuring.kernels import (
     KernelTimes,
     seeded_examples,

@@ -114,13 +114,17 @@ def deviation_of(make_inference: MakeInference, examples: Sequence[Arrays], expe
     return Deviation.worst([compare_outputs(*pair) for pair in pairs])
 
 
-def outputs_of(make_inference: MakeInference, examples: Sequence[Arrays]) -> list[Arrays]:
-    """The outputs of a model for several inputs, computed in a process of its own."""
-    found: list[Arrays] = in_child_process(call_once, partial(outputs_call, make_inference, examples))
+def outputs_of(
+    make_inference: MakeInference, examples: Sequence[Arrays], *, limit_s: float | None = None
+) -> list[Arrays]:
+    """The outputs of a model for several inputs, computed in a process of its own within `limit_s` seconds."""
+    call = partial(outputs_call, make_inference, examples)
+    found: list[Arrays] = in_child_process(call_once, call, limit_s=limit_s)
     return found
 
 
-def _is_finite(arrays: Arrays) -> bool:
+def is_finite(arrays: Arrays) -> bool:
+    """Whether there is neither NaN nor an infinity in any array."""
     return all(bool(np.isfinite(values).all()) for values in arrays.values())
 
 
@@ -143,8 +147,8 @@ def what_to_do(network: Path, num_threads: int, examples: Sequence[Arrays], tole
                 "numbers, so that nothing can be compared: make an input of what is drawn, or export the network for "
                 "inference"
             )
-    of_finite = (outputs for inputs, outputs in zip(examples, first, strict=True) if _is_finite(inputs))
-    if not all(map(_is_finite, of_finite)):
+    of_finite = (outputs for inputs, outputs in zip(examples, first, strict=True) if is_finite(inputs))
+    if not all(map(is_finite, of_finite)):
         return (
             "ONNX Runtime's outputs hold NaN or infinities on these inputs: give data, or input_values, for which they "
             "do not; if they differ there, too, do not deploy this model"

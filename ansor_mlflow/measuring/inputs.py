@@ -161,6 +161,37 @@ def seeded_inputs(network: Path | None, sizes: Sequence[NetworkShapes], seeds: S
     return [draw.inputs(size.inputs, seed) for seed in seeds for size in sizes]
 
 
+def typical_inputs(sizes: Sequence[NetworkShapes], drawn: Sequence[Arrays]) -> list[Arrays]:
+    """Inputs of the kinds that networks get, for each size: their floats are like shares of brightness, bytes of an
+    image, and sound, each row louder than the one before. What is no float is as it was drawn.
+    """
+    found = []
+    for like in (_like_brightness, _like_bytes, _like_sound):
+        for size, inputs in zip(sizes, drawn, strict=True):
+            rng = np.random.default_rng(0)
+            floats = {spec.name: like(spec, rng) for spec in size.inputs if np.dtype(spec.dtype).kind not in "iub"}
+            if floats:
+                found.append({**inputs, **floats})
+    return found
+
+
+def _like_brightness(spec: TensorSpec, rng: np.random.Generator) -> npt.NDArray[Any]:
+    return rng.random(spec.shape).astype(spec.dtype)
+
+
+def _like_bytes(spec: TensorSpec, rng: np.random.Generator) -> npt.NDArray[Any]:
+    return rng.integers(0, 256, spec.shape).astype(spec.dtype)
+
+
+def _like_sound(spec: TensorSpec, rng: np.random.Generator) -> npt.NDArray[Any]:
+    """Sines of some frequencies along the last axis, as loud as speech."""
+    samples = np.arange(spec.shape[-1] if spec.shape else 1)
+    waves = sum(np.sin(samples * frequency) for frequency in rng.uniform(0.01, 1.0, 3))
+    loudness = 0.05 * np.arange(1, spec.shape[0] + 1 if len(spec.shape) > 1 else 2)
+    rows = loudness.reshape(-1, *[1] * (len(spec.shape) - 1)) if len(spec.shape) > 1 else loudness
+    return np.broadcast_to(rows * waves, spec.shape or (1,)).reshape(spec.shape).astype(spec.dtype)
+
+
 def same_for_all(outputs: Sequence[Arrays]) -> list[str]:
     """The outputs that hold nothing that depends on inputs: the same number everywhere, or the same in several calls.
 

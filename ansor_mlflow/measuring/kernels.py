@@ -60,7 +60,7 @@ def _time_parts_in_onnxruntime(
     from ansor_mlflow.model import PartRunner, open_sessions
 
     directory, parts, sizes, num_threads, examples = work
-    sessions = open_sessions(directory, parts, num_threads)
+    sessions = open_sessions(directory, parts, num_threads, may_spin=False)  # as beside parts of TVM's
     runners = [
         PartRunner([part for part in parts if part.size == number], {}, sessions, size, None)
         for number, size in enumerate(sizes)

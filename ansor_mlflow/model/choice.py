@@ -21,7 +21,7 @@ from ansor_mlflow.device import (
 )
 from ansor_mlflow.errors import ModelError, UserInputError
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest
-from ansor_mlflow.model.parts import fallback_clauses
+from ansor_mlflow.model.parts import fallback_clauses, has_library
 
 Level = Literal["exact", "compatible", "rebuilt", "untuned"]
 
@@ -130,8 +130,9 @@ def find_library(directory: Path, manifest: Manifest, options: LoadOptions) -> t
         return choose_for_gpu(entries, str(architecture_here()), options)
     host = host_fingerprint(options)
 
-    def judge(device: DeviceFingerprint) -> tuple[Level | None, str]:
-        if reason := why_not_runnable(device):
+    def judge(entry: LibraryEntry) -> tuple[Level | None, str]:
+        device = entry.fingerprint
+        if has_library(entry.parts) and (reason := why_not_runnable(device)):
             return None, reason
         if difference := _difference(device, host):
             return "compatible", difference
@@ -148,7 +149,8 @@ def choose_for_gpu(
     def is_for_this(device: DeviceFingerprint) -> bool:
         return str(device.target.get("arch")).rstrip("af") == architecture  # a letter says: for no later one
 
-    def judge(device: DeviceFingerprint) -> tuple[Level | None, str]:
+    def judge(entry: LibraryEntry) -> tuple[Level | None, str]:
+        device = entry.fingerprint
         made_for = str(device.target.get("arch"))
         if device.machine != platform.machine():
             return None, f"it is made for {device.machine}, this host is {platform.machine()}"
@@ -163,13 +165,13 @@ def choose_for_gpu(
 
 def _first(
     entries: Sequence[LibraryEntry],
-    judge: Callable[[DeviceFingerprint], tuple[Level | None, str]],
+    judge: Callable[[LibraryEntry], tuple[Level | None, str]],
     options: LoadOptions,
 ) -> tuple[Choice | None, tuple[str, ...]]:
     """The first library that runs here and may be taken, and why not each before it."""
     rejected: list[str] = []
     for entry in entries:
-        level, reason = judge(entry.fingerprint)
+        level, reason = judge(entry)
         if level == "exact":
             return Choice(level=level, entry=entry, reason=reason), ()
         if level and options.allow_compatible:

@@ -104,6 +104,9 @@ def compile_tuned(
     from ansor_mlflow.device import import_tensor_intrin
     from ansor_mlflow.lowering.algorithms import choose_algorithms, replace_layers  # so would this one
 
+    if lowered.is_onnxruntimes:
+        write_parts(lowered, library.parent)
+        return Coverage((), ())
     platform = platform_of(target)
     import_tensor_intrin(platform.kind)
     chosen = MemoryDatabase()
@@ -219,7 +222,8 @@ def _with_schedules(mod: IRModule, target: Target) -> IRModule:
 
 def compile_untuned(lowered: LoweredNetwork, target: Target, library: Path, linker: Linker = FOR_THIS_HOST) -> None:
     """Builds the network as TVM does without records: the baseline that tuning is compared with."""
-    _export(_with_schedules(lowered.mod, target), target, library, linker)
+    if not lowered.is_onnxruntimes:
+        _export(_with_schedules(lowered.mod, target), target, library, linker)
     write_parts(lowered, library.parent)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
@@ -14,7 +14,7 @@ from ansor_mlflow.device import CPU, DeviceFingerprint, Platform, available_cpus
 from ansor_mlflow.errors import ModelError
 from ansor_mlflow.files import path_below, sha256_of_file
 from ansor_mlflow.foreign import read_yaml, typed
-from ansor_mlflow.model.parts import PartEntry
+from ansor_mlflow.model.parts import PartEntry, has_library
 from ansor_mlflow.names import FLAVOR_NAME, MODEL_FILE, NETWORK_FILE
 from ansor_mlflow.tensors import OPEN, NetworkShapes, TensorSpec
 
@@ -70,11 +70,11 @@ def _check_paths(directory: Path, manifest: Manifest) -> None:
     for entry in manifest.libraries:
         for part in entry.parts:
             beside = PurePosixPath(entry.path).parent / part.name
-            if part.runs_in == "onnxruntime" and beside.as_posix() not in manifest.files:
+            if part.runs_in != "tvm" and beside.as_posix() not in manifest.files:
                 raise ModelError(
                     f"model {directory}: {part.name!r} is not a file of the library {entry.path}; it was tampered with"
                 )
-        expected = library_path(entry.fingerprint)
+        expected = library_path(entry.fingerprint, entry.parts)
         if entry.path != expected:
             raise ModelError(
                 f"model {directory}: the library {entry.path!r} is not that of its device, {expected!r}; it was "
@@ -90,9 +90,9 @@ _MAX_SIZE = 2**31
 _DAMAGED = "the model's MLmodel file is damaged ({}); log the model again"
 
 
-def library_path(device: DeviceFingerprint) -> str:
-    """Where a model has the library for a device."""
-    return f"libraries/{device.name}/{LIBRARY_FILE}"
+def library_path(device: DeviceFingerprint, parts: Sequence[PartEntry] = ()) -> str:
+    """Where a model has the library for a device; without one, the first of the files that other runtimes compute."""
+    return f"libraries/{device.name}/{LIBRARY_FILE if has_library(parts) else parts[0].name}"
 
 
 def records_path(device: DeviceFingerprint) -> str:
@@ -104,7 +104,7 @@ def records_path(device: DeviceFingerprint) -> str:
 class LibraryEntry:
     """A library of a model and the device it is for."""
 
-    path: str
+    path: str  # see `library_path`
     fingerprint: DeviceFingerprint
     coverage: dict[str, Any]
     provenance: dict[str, Any]

@@ -3,7 +3,7 @@
 Layout::
 
     libraries/<fingerprint>/model.so     the compiled network, weights included
-    libraries/<fingerprint>/part1.onnx   a part of the network that stays with ONNX Runtime, if there is one
+    libraries/<fingerprint>/part1.onnx   a part of the network that another runtime computes, if there is one
     records/<fingerprint>/               the record of each task that it was compiled with
     network.onnx                         what was compiled; weights beyond 2 GiB are in network.onnx.data
 
@@ -23,7 +23,7 @@ from ansor_mlflow.device import DeviceFingerprint
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import path_below
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest, library_path, records_path, sha256_of
-from ansor_mlflow.model.parts import PartEntry
+from ansor_mlflow.model.parts import PartEntry, has_library
 from ansor_mlflow.names import NETWORK_FILE
 from ansor_mlflow.tensors import OPEN, NetworkShapes, TensorSpec
 
@@ -51,7 +51,7 @@ class CompiledNetwork:
     @property
     def entry(self) -> LibraryEntry:
         return LibraryEntry(
-            path=library_path(self.fingerprint),
+            path=library_path(self.fingerprint, self.parts),
             fingerprint=self.fingerprint,
             coverage=self.coverage,
             provenance=self.provenance,
@@ -68,9 +68,10 @@ def write_package(compiled: CompiledNetwork | Sequence[CompiledNetwork], directo
     for member in members:
         library, records = directory / library_path(member.fingerprint), directory / records_path(member.fingerprint)
         library.parent.mkdir(parents=True)
-        shutil.copyfile(member.library, library)
+        if has_library(member.parts):
+            shutil.copyfile(member.library, library)
         for part in member.parts:
-            if part.runs_in == "onnxruntime":
+            if part.runs_in != "tvm":
                 for file in member.library.parent.glob(f"{part.name}*"):  # weights beyond 2 GiB are in a second one
                     shutil.copyfile(file, library.parent / file.name)
         shutil.copytree(member.records, records)

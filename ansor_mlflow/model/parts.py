@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ansor_mlflow.device import HugePages
-from ansor_mlflow.errors import MachineError, ModelError, first_line
 from ansor_mlflow.names import part_file
 from ansor_mlflow.tensors import NetworkShapes, TensorSpec
 
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
     from ansor_mlflow.lowering import LoweredNetwork
 
 _ALIGNMENT_BYTES = 64  # alignment that generated code expects of its arguments (TVM's `kAllocAlignment`)
+RUNTIME_TITLES = {"tvm": "TVM", "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
 EXPORTED_KINDS = "biuf"
 """NumPy's kinds of types that it shares through DLPack; not among them are those of ml_dtypes, such as bfloat16."""
 
@@ -36,7 +35,7 @@ Array = npt.NDArray[Any]
 class PartEntry:
     """A part of a model's network, in the order in which they run."""
 
-    runs_in: Literal["tvm", "onnxruntime"]
+    runs_in: Literal["tvm", "onnxruntime", "openvino"]
     name: str  # the function in the library, or the file beside it
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -54,15 +53,16 @@ class PartEntry:
             shares += f", {self.latency_share:.1%} of the time"
         if self.runs_in == "tvm":
             return f"TVM computes {_nodes(sum(self.operators.values()))}: {shares}"
+        title = RUNTIME_TITLES[self.runs_in]
         if self.flops_share == 1.0 and len(reasons := {*self.reasons.values()}) == 1:
-            return f"ONNX Runtime computes all {_nodes(sum(self.operators.values()))} ({reasons.pop()})"
+            return f"{title} computes all {_nodes(sum(self.operators.values()))} ({reasons.pop()})"
         operators: dict[str, list[str]] = defaultdict(list)
         for operator, reason in self.reasons.items():
             operators[reason].append(operator)
         clauses = ", ".join(f"{' and '.join(of_reason)} ({reason})" for reason, of_reason in operators.items())
         beside = sum(number for operator, number in self.operators.items() if operator not in self.reasons)
         among = f", and {_nodes(beside)} between operators that stay" if beside else ""
-        return f"ONNX Runtime computes {clauses}{among}: {shares}"
+        return f"{title} computes {clauses}{among}: {shares}"
 
 
 def _nodes(number: int) -> str:
@@ -70,8 +70,8 @@ def _nodes(number: int) -> str:
 
 
 def fallback_clauses(parts: Sequence[PartEntry]) -> list[str]:
-    """What ONNX Runtime computes and why, in a clause for each part that differs from the others."""
-    return list(dict.fromkeys(str(part) for part in parts if part.runs_in == "onnxruntime"))
+    """What TVM does not compute and why, in a clause for each part that differs from the others."""
+    return list(dict.fromkeys(str(part) for part in parts if part.runs_in != "tvm"))
 
 
 def part_entries(lowered: LoweredNetwork) -> tuple[PartEntry, ...]:
@@ -86,7 +86,7 @@ def part_entries(lowered: LoweredNetwork) -> tuple[PartEntry, ...]:
             inputs=tuple(value.name for value in part.graph.model.graph.input),
             outputs=tuple(value.name for value in part.graph.model.graph.output),
             operators=part.graph.operators,
-            flops_share=part.graph.flops / (flops[part.size] or 1.0),
+            flops_share=part.graph.flops / flops[part.size] if flops[part.size] else 1.0,
             reasons=dict(part.graph.reasons),
             size=part.size,
         )
@@ -109,6 +109,7 @@ def write_parts(lowered: LoweredNetwork, directory: Path) -> None:
     """Writes what stays with ONNX Runtime to the directory of a library."""
     from ansor_mlflow.networks import write_onnx
 
+    directory.mkdir(parents=True, exist_ok=True)
     for part, entry in zip(lowered.parts, part_entries(lowered), strict=True):
         if entry.runs_in == "onnxruntime":
             write_onnx(part.graph.model, directory / entry.name)
@@ -125,72 +126,14 @@ def write_all_parts(lowered: LoweredNetwork, directory: Path) -> tuple[PartEntry
     return tuple(entries)
 
 
-def is_onnxruntimes(parts: Sequence[PartEntry]) -> bool:
-    """Whether ONNX Runtime computes all of a network."""
-    return bool(parts) and all(part.runs_in == "onnxruntime" for part in parts)
+def has_library(parts: Sequence[PartEntry]) -> bool:
+    """Whether TVM computes anything of a network."""
+    return not parts or any(part.runs_in == "tvm" for part in parts)
 
 
 def computed_by(parts: Sequence[PartEntry]) -> str:
     """The runtimes that compute a network, separated by commas."""
     return ",".join(sorted({part.runs_in for part in parts}, reverse=True)) or "tvm"
-
-
-def open_sessions(directory: Path, parts: Sequence[PartEntry], num_threads: int) -> dict[str, Any]:
-    """Loads what stays with ONNX Runtime, by the names of the parts; safe to call from several threads."""
-    names = [part.name for part in parts if part.runs_in == "onnxruntime"]
-    if not names:
-        return {}
-    try:
-        import onnxruntime
-    except ImportError as err:
-        raise MachineError(
-            "a part of this network runs in ONNX Runtime, which is not installed; pip install onnxruntime"
-        ) from err
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = num_threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    if not is_onnxruntimes(parts):
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # TVM's threads need the CPUs
-    try:
-        return {
-            name: onnxruntime.InferenceSession(str(directory / name), options, providers=["CPUExecutionProvider"])
-            for name in names
-        }
-    except Exception as err:  # ONNX Runtime has an error class for each of its status codes, without a common base
-        raise ModelError(
-            f"{directory}: ONNX Runtime {onnxruntime.__version__} cannot load a part ({first_line(err)}); install the "
-            "version that the model asks for"
-        ) from err
-
-
-class Sessions:
-    """ONNX Runtime in the place of a library, for networks that it computes faster; safe to call from any number of
-    threads.
-    """
-
-    huge_pages = HugePages()  # its memory is ONNX Runtime's own
-
-    def __init__(self, directory: Path, parts: Sequence[PartEntry], num_threads: int) -> None:
-        sessions = open_sessions(directory, parts, num_threads)
-        self._parts = [(sessions[part.name].run, part.outputs, part.inputs) for part in parts]  # one for each size
-
-    def run(self, arrays: Sequence[Array], size: int = 0) -> list[Array]:
-        """See `VirtualMachines.run`."""
-        run, outputs, inputs = self._parts[size]
-        found: list[Array] = run(outputs, dict(zip(inputs, arrays, strict=True)))
-        return found
-
-    def seconds_of_parts(self, arrays: Sequence[Array], size: int = 0) -> list[float]:
-        """See `VirtualMachines.seconds_of_parts`."""
-        started = time.perf_counter()
-        self.run(arrays, size)
-        return [time.perf_counter() - started]
-
-    def seconds_of_kernels(self, arrays: Sequence[Array], size: int = 0) -> list[tuple[str, float]]:
-        """None: ONNX Runtime's kernels are not those of a library."""
-        del arrays, size
-        return []
 
 
 class PartRunner:

@@ -22,8 +22,8 @@ from ansor_mlflow.model.parts import (
     aligned_array,
     as_array,
     is_aligned,
-    open_sessions,
 )
+from ansor_mlflow.model.sessions import open_sessions
 from ansor_mlflow.tensors import NetworkShapes, TensorSpec
 
 _Result = TypeVar("_Result")

@@ -51,7 +51,7 @@ MeasureSeconds = Annotated[
 
 
 class SignatureOptions(Options):
-    """What a served model takes, and how large it may be.
+    """What a served model takes, how large it may be, and what computes it.
 
     Attributes:
         signature: Signature of the model: tensor names dtypes and shapes, binary lets a server take base64 as well.
@@ -59,11 +59,15 @@ class SignatureOptions(Options):
             0, "mask": 0}; by default only exactly these sizes are taken. Outputs are cut again.
         max_library_mib: Size in MiB that the weights in the library may have: beyond it, layers get algorithms with
             smaller weights, as far as there are some; no limit by default.
+        runtimes: What may compute the network: what ONNX Runtime, or OpenVINO, which must be installed, computes faster
+            on this host than the library, or TVM computes wrong, is left to them; tvm leaves only what TVM cannot
+            compute.
     """
 
     signature: Literal["tensor", "binary"] = "tensor"
     pad: NumberByName = parameter({}, 'a JSON object of numbers, such as {"ids": 0, "mask": 0}')
     max_library_mib: PositiveInt | None = None
+    runtimes: Literal["tvm", "tvm,onnxruntime", "tvm,onnxruntime,openvino"] = "tvm,onnxruntime"
 
 
 class CompileOptions(RunOptions, SignatureOptions, LinkOptions, RecordsOptions):
@@ -74,15 +78,12 @@ class CompileOptions(RunOptions, SignatureOptions, LinkOptions, RecordsOptions):
             Several, separated by commas, make one model with a library for the device of each.
         allow_target_mismatch: Apply records of another device where there are none of this one; they may be slow here,
             and the model says so.
-        runtimes: What may compute the network: tvm,onnxruntime leaves a network that ONNX Runtime computes faster than
-            the library on this host to it; tvm does not.
         allow_missing: Leave out records that fit no task of this version, or of this TVM, any more; the run says which
             tasks have none.
     """
 
     tune_run: str = ""
     allow_target_mismatch: bool = False
-    runtimes: Literal["tvm", "tvm,onnxruntime"] = "tvm,onnxruntime"
     allow_missing: bool = False
 
     @property

@@ -119,6 +119,8 @@ class Provenance:
     algorithm: str = "auto"
     input_values: dict[str, Any] = field(default_factory=dict)
     """Values that inputs were fixed to; runs of earlier versions have none."""
+    fallback: dict[int, dict[str, str]] = field(default_factory=dict)
+    """Why nodes stay with ONNX Runtime that end TVM's compiler: see `settings.FallbackReasons`."""
     estimated_latency_ms: float | None = None
     trials_per_task: float | None = None
     """Trials that the tuning was ready to give a task, on average; None before its end."""

@@ -3,46 +3,58 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ansor_mlflow import flavor, measuring, model, names
 from ansor_mlflow.device import Device, why_not_runnable
-from ansor_mlflow.errors import AnsorMlflowError, CorrectnessError, RecordsError, UserInputError
+from ansor_mlflow.errors import RecordsError, UserInputError
 from ansor_mlflow.files import scratch_directory
-from ansor_mlflow.foreign import Report, Reported, without_credentials
-from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, TuningTask, lower_sizes
+from ansor_mlflow.foreign import Report, Reported, duration, without_credentials
+from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower_sizes
 from ansor_mlflow.networks import Network, write_onnx
 from ansor_mlflow.parameters import CompileOptions
 from ansor_mlflow.records import (
-    Database,
-    RecordPair,
-    RecordText,
-    find_pairs,
     find_records,
     read_fingerprint,
-    write_pair,
 )
 from ansor_mlflow.serving import get_signature
-from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.steps.part_times import measure_parts, prefer_onnxruntime
-from ansor_mlflow.steps.recorded import Recorded, distill_for_device, find_recorded, load_recorded_network
-from ansor_mlflow.tensors import all_sizes
+from ansor_mlflow.settings import FallbackReasons, LoweringSettings
+from ansor_mlflow.steps.recorded import (
+    LostRecords,
+    Recorded,
+    find_recorded,
+    load_recorded_network,
+    write_best,
+)
+from ansor_mlflow.steps.runtimes import (
+    MIN_SLOWDOWN,
+    WRONG_HERE,
+    leave_to_onnxruntime,
+    losing_segments,
+    measure_parts,
+    milliseconds_of,
+    prefer_fastest,
+    why_wrong,
+)
 from ansor_mlflow.tracking import StepRun, model_name, step_run, translated_errors
-from ansor_mlflow.tuning import candidate_of
 
 if TYPE_CHECKING:
-    from tvm.target import Target
+    pass
 
-_SEEDS = range(4)
 _MARGIN = 0.75
 """Share of the tolerance that these inputs may take. The largest error differs between inputs: of eight random ones it
 was up to 1.6 times as large for one as for another, and a fifth more than the largest of the first four."""
-_MAX_CANDIDATES = 8
-"""Records of a workload that are tried, beside its winner."""
+_MAX_COMPILE_S = 30.0
+"""Seconds of a compilation beyond which no other ones are made of the same network: there would be two more."""
+_NUM_SEGMENTS = 8
+_MIN_MIXED_MS = 0.2
+"""Milliseconds of a call below which handing tensors over takes more than a mix gains."""
+_MUCH_FASTER = 0.8
+"""Time of TVM over that of ONNX Runtime below which it is not asked whether a mix is faster."""
 _log = logging.getLogger("ansor_mlflow")
 
 
@@ -71,6 +83,8 @@ class _Recipe:
 
 def compile_network(options: CompileOptions) -> CompileResult:
     """Compiles a network with records and logs the model."""
+    if "openvino" in options.runtimes:
+        measuring.require_rivals("runtimes", ["openvino"])
     with scratch_directory() as scratch:
         recipes = _recipes(options, Path(scratch))
         recorded = recipes[0].recorded
@@ -163,55 +177,139 @@ def _digest_of(recorded: Recorded) -> str:
 
 def _build_library(
     network: Network, recipe: _Recipe, options: CompileOptions, run: StepRun
-) -> tuple[model.CompiledNetwork, model.Coverage, list[_LostRecords]]:
-    """Compiles a network; of one that is partly ONNX Runtime's only the parts that pay."""
-    directory, device = run.directory / recipe.device.fingerprint.name, recipe.device
-    lowered = lower_sizes(network.models(), device.target, recipe.lowering, network.name)
-    mismatch, lost = _write_records(recipe.recorded, lowered, device, directory / names.BEST_DIR, options)
+) -> tuple[model.CompiledNetwork, model.Coverage, list[LostRecords]]:
+    """Compiles a network, and leaves to other runtimes what TVM computes wrong or slower."""
+    runtimes, device = options.runtimes.split(","), recipe.device
+    known = model.fallback_among(recipe.provenance)
+    lowered, known = model.lower_guarded(network, device, recipe.lowering, network.name, known)
+    directory = run.directory / device.fingerprint.name
+    mismatch, lost = write_best(recipe.recorded, lowered, device, directory / names.BEST_DIR, options)
     if mismatch:
         _log.warning("%s; they are applied nevertheless, and may be slow", mismatch)
         run.log_tags({names.TAG_TARGET_MISMATCH: mismatch})
-    compile_in = partial(_compile, network, recipe, options, run.directory, mismatch)
-    compiled, coverage = compile_in(lowered)
-    if _loses_digits(compiled, coverage):
-        directly = replace(recipe.lowering, algorithm="direct")
-        provenance = {**recipe.provenance, "algorithm": "direct"}
-        directly_computed = replace(recipe, lowering=directly, provenance=provenance)
-        return (*_build_library(network, directly_computed, options, run)[:2], lost)
-    compiled, fallback = measure_parts(compiled, lowered)
-    if fallback:
-        lowered = lower_sizes(network.models(), device.target, recipe.lowering, network.name, fallback)
-        compiled, coverage = compile_in(lowered)
-        compiled, _ = measure_parts(compiled, lowered)
-    if options.runtimes != "tvm" and recipe.lowering.dtype == "float32":
-        compiled = prefer_onnxruntime(compiled, network)
-    return compiled, coverage, lost
+    maker = _Maker(network=network, recipe=recipe, options=options, run=run, mismatch=mismatch)
+    started_s = time.monotonic()
+    compiled, coverage, known = maker.compile(known)
+    took_s = time.monotonic() - started_s
+    if not model.has_library(compiled.parts):
+        if "onnxruntime" not in runtimes:
+            raise UserInputError(
+                f"network={network.name}: TVM computes nothing of it, and runtimes={options.runtimes} allows no other; "
+                "leave runtimes out"
+            )
+        return compiled, coverage, lost
+    has_other_algorithms = coverage.has_other_algorithms
+    if wrong := why_wrong(compiled, share=_MARGIN if has_other_algorithms else 1.0):
+        if has_other_algorithms:
+            _log.warning("with Winograd's convolutions, %s: all layers are direct", wrong)
+            directly = replace(recipe.lowering, algorithm="direct")
+            provenance = {**recipe.provenance, "algorithm": "direct"}
+            directly_computed = replace(recipe, lowering=directly, provenance=provenance)
+            return (*_build_library(network, directly_computed, options, run)[:2], lost)
+        if "onnxruntime" in runtimes and device.platform.in_process:
+            _log.warning("TVM computes %s wrong, so that ONNX Runtime computes all of it: %s", network.name, wrong)
+            return leave_to_onnxruntime(compiled, network, WRONG_HERE), coverage, lost
+        _log.warning("TVM computes %s wrong: %s; find out where with ansor-mlflow bisect", network.name, wrong)
+    if "onnxruntime" in runtimes and compiled.parts:
+        compiled, losing = measure_parts(compiled, maker.lower(known))
+        if losing:
+            compiled, coverage = maker.without(known, losing)
+    preferred = prefer_fastest(compiled, network, runtimes)
+    was_timed = "onnxruntime" in runtimes and "runtimes_ms" in preferred.provenance
+    if was_timed and not (compiled.parts or compiled.sizes) and took_s < _MAX_COMPILE_S:
+        preferred, coverage = maker.mixed(preferred, coverage, known)
+    return preferred, coverage, lost
 
 
-def _compile(
-    network: Network, recipe: _Recipe, options: CompileOptions, root: Path, mismatch: str, lowered: LoweredNetwork
-) -> tuple[model.CompiledNetwork, model.Coverage]:
-    device, directory = recipe.device, root / recipe.device.fingerprint.name
-    library, best = directory / model.LIBRARY_FILE, directory / names.BEST_DIR
-    _log.info("compiling %s for %s", network.name, device.description)
-    max_bytes = options.max_library_mib * 2**20 if options.max_library_mib else None
-    coverage = model.compile_tuned(lowered, device.target, best, library, max_bytes=max_bytes, linker=options.linker)
-    if not device.platform.in_process and (reason := why_not_runnable(device.fingerprint)):
-        _log.warning("the library for %s is compiled and was not run: %s", device.description, reason)
-    compiled = model.CompiledNetwork(
-        name=network.name,
-        network=root / names.NETWORK_FILE,
-        inputs=network.inputs,
-        outputs=network.outputs,
-        library=library,
-        records=best,
-        fingerprint=device.fingerprint,
-        coverage=coverage.to_dict(),
-        parts=model.part_entries(lowered),
-        sizes=network.sizes,
-        provenance={**recipe.provenance, "target_mismatch": mismatch},
-    )
-    return compiled, coverage
+@dataclass(frozen=True, kw_only=True)
+class _Maker:
+    """What makes the libraries of a network for a device, of which one is taken."""
+
+    network: Network
+    recipe: _Recipe
+    options: CompileOptions
+    run: StepRun
+    mismatch: str
+
+    def lower(self, fallback: FallbackReasons, num_segments: int = 1) -> LoweredNetwork:
+        network, recipe = self.network, self.recipe
+        target, settings = recipe.device.target, recipe.lowering
+        return lower_sizes(network.models(), target, settings, network.name, fallback, num_segments)
+
+    def compile(
+        self, fallback: FallbackReasons, variant: str = "", num_segments: int = 1
+    ) -> tuple[model.CompiledNetwork, model.Coverage, FallbackReasons]:
+        """Compiles the network in a process of its own, into a directory for each variant.
+
+        Returns also what stays with ONNX Runtime because it ends the compiler.
+        """
+        network, device = self.network, self.recipe.device
+        directory, max_mib = self.run.directory / device.fingerprint.name, self.options.max_library_mib
+        _log.info("compiling %s for %s%s", network.name, device.description, f", {variant}" if variant else "")
+        job = model.BuildJob(
+            network=str(self.run.directory / names.NETWORK_FILE),
+            called=network.name,
+            sizes=network.sizes,
+            records=str(directory / names.BEST_DIR),
+            device=device.fingerprint,
+            lowering=self.recipe.lowering,
+            library=str(directory / variant / model.LIBRARY_FILE),
+            linker=self.options.linker,
+            fallback=fallback,
+            max_bytes=max_mib * 2**20 if max_mib else None,
+            num_segments=num_segments,
+        )
+        crashes = self.run.directory / names.CRASHES_DIR
+        (entry, coverage), ended = model.guarded(job, model.build, crashes)
+        if crashes.exists():
+            self.run.log_artifacts(crashes, names.CRASHES_DIR)
+        if not device.platform.in_process and (reason := why_not_runnable(device.fingerprint)):
+            _log.warning("the library for %s is compiled and was not run: %s", device.description, reason)
+        compiled = model.CompiledNetwork(
+            name=network.name,
+            network=Path(job.network),
+            inputs=network.inputs,
+            outputs=network.outputs,
+            library=Path(job.library),
+            records=Path(job.records),
+            fingerprint=device.fingerprint,
+            coverage=entry.coverage,
+            parts=entry.parts,
+            sizes=network.sizes,
+            provenance={**self.recipe.provenance, "target_mismatch": self.mismatch, "fallback": ended},
+        )
+        return compiled, coverage, ended
+
+    def without(
+        self, known: FallbackReasons, losing: FallbackReasons, variant: str = ""
+    ) -> tuple[model.CompiledNetwork, model.Coverage]:
+        """Compiles the network without what is slower in TVM, beside what is known to end the compiler."""
+        both = {size: {**known.get(size, {}), **losing.get(size, {})} for size in {*known, *losing}}
+        compiled, coverage, _ = self.compile(both, variant)
+        compiled, _ = measure_parts(compiled, self.lower(both))
+        return replace(compiled, provenance={**compiled.provenance, "fallback": known}), coverage
+
+    def mixed(
+        self, preferred: model.CompiledNetwork, coverage: model.Coverage, known: FallbackReasons
+    ) -> tuple[model.CompiledNetwork, model.Coverage]:
+        """The `preferred` of both runtimes, or a mix of them, where TVM alone is not much faster and a mix is."""
+        (times,) = preferred.provenance["runtimes_ms"]
+        fastest_ms = min(times.values())
+        if fastest_ms < _MIN_MIXED_MS or times["tvm"] < _MUCH_FASTER * times["onnxruntime"]:
+            return preferred, coverage
+        cut, _, _ = self.compile(known, "in segments", _NUM_SEGMENTS)
+        losing = losing_segments(cut, self.lower(known, _NUM_SEGMENTS), fastest_ms / 1e3) if cut.parts else {}
+        if not losing:
+            return preferred, coverage
+        mixed, coverage_of_mixed = self.without(known, losing, "mixed")
+        if wrong := why_wrong(mixed):
+            _log.warning("%s in a mix of runtimes is wrong: %s", self.network.name, wrong)
+            return preferred, coverage
+        found = milliseconds_of({"preferred": preferred, "mixed": mixed})
+        if found["mixed"] * MIN_SLOWDOWN > found["preferred"]:
+            return preferred, coverage
+        _log.info("a mix of both runtimes takes %s", duration(found["mixed"] / 1e3))
+        return replace(mixed, provenance={**mixed.provenance, "runtimes_ms": [{**times, **found}]}), coverage_of_mixed
 
 
 def _report_coverage(coverage: model.Coverage, parts: Sequence[model.PartEntry], run: StepRun) -> dict[str, float]:
@@ -238,7 +336,7 @@ def _report_coverage(coverage: model.Coverage, parts: Sequence[model.PartEntry],
     }
 
 
-def _report_lost(lost: Sequence[_LostRecords], run: StepRun) -> dict[str, float]:
+def _report_lost(lost: Sequence[LostRecords], run: StepRun) -> dict[str, float]:
     run.log_json(lost, names.LOST_RECORDS_FILE)
     if lost:
         _log.warning(
@@ -259,107 +357,3 @@ def provenance_of(recorded: Recorded) -> dict[str, object]:
         return {**asdict(recorded.provenance), **versions, "tune_run": recorded.options.tune_run}
     records = without_credentials(recorded.options.records)
     return {**asdict(recorded.options.lowering), **versions, "records": records}
-
-
-def _loses_digits(compiled: model.CompiledNetwork, coverage: model.Coverage) -> bool:
-    """Whether a network with layers by other algorithms is off by more than `evaluate` lets pass, or nearly.
-
-    A library that does not run here, or a network that ONNX Runtime cannot compute from random inputs, is not checked:
-    `evaluate` does it where the model runs.
-    """
-    if not coverage.has_other_algorithms or why_not_runnable(compiled.fingerprint):
-        return False
-    runs = {"algorithms": partial(measuring.library_inference, compiled.library, compiled, compiled.entry)}
-    threads = model.threads_here(compiled.entry)
-    examples = measuring.seeded_inputs(compiled.network, all_sizes(compiled), _SEEDS)
-    try:
-        found = measuring.compare_with_reference(runs, compiled.network, threads, examples)["algorithms"]
-        measuring.require_broken_stays_broken(
-            partial(measuring.outputs_of, runs["algorithms"]), compiled.network, threads, examples[0]
-        )
-    except CorrectnessError as err:
-        _log.warning("with Winograd's convolutions, %s: all layers are direct", err)
-        return True
-    except AnsorMlflowError as err:
-        _log.warning("the outputs of %s are not checked: %s", compiled.name, err)
-        return False
-    tolerance = measuring.tolerance_for("auto", compiled.network, str(compiled.provenance.get("dtype", "float32")))
-    error = found.max_rel_error
-    if error <= _MARGIN * tolerance:
-        return False
-    text = "max_rel_error %.2g with Winograd's convolutions, near or above the %.2g allowed: all layers are direct"
-    _log.warning(text, error, tolerance)
-    return True
-
-
-_LostRecords = dict[str, Any]
-"""An entry of `lost_records.json`: the records of a workload, of which none applies any more; `task` is the name of
-the task today, empty where the network has it no more, and `run_s` the winner's seconds per call."""
-
-
-def _write_records(
-    recorded: Recorded, lowered: LoweredNetwork, device: Device, best: Path, options: CompileOptions
-) -> tuple[str, list[_LostRecords]]:
-    """Writes a database with the fastest record of each task.
-
-    Returns for which other device the records are, and those that do not apply any more, if they may be missing.
-    """
-    may_mismatch = options.allow_target_mismatch
-    if not options.allow_missing:
-        mismatch = distill_for_device(recorded.records, device.fingerprint, best, allow_mismatch=may_mismatch)
-        _require_todays_tasks(recorded, lowered.tasks, best)
-        return mismatch, []
-    with scratch_directory() as scratch:
-        fastest: list[Path] = []
-        for pair in find_pairs(recorded.records):  # the winners, which were measured twice, before all records
-            fastest.append(Path(scratch, str(len(fastest))))
-            mismatch = distill_for_device(
-                pair.records, device.fingerprint, fastest[-1], keep=_MAX_CANDIDATES, allow_mismatch=may_mismatch
-            )
-        return mismatch, _write_applying(fastest, lowered.tasks, device.target, best)
-
-
-def _require_todays_tasks(recorded: Recorded, tasks: Sequence[TuningTask], best: Path) -> None:
-    made_by = recorded.provenance.lowering_version if recorded.provenance else LOWERING_VERSION
-    if made_by == LOWERING_VERSION:
-        return
-    database = Database(RecordPair.in_directory(best))
-    hashes = {str(database.hashes[record.workload]) for record in database.records}
-    layers = {task.info.layer_hash for task in tasks}
-    missing = layers - {task.info.layer_hash for task in tasks if task.info.workload_hash in hashes}
-    if missing:
-        run = recorded.options.tune_run
-        raise RecordsError(
-            f"run {run} was tuned with lowering version {made_by}, this is {LOWERING_VERSION}: {len(missing)} of "
-            f"{len(layers)} tasks have no record; tune again with warm_start={run}, or give allow_missing=true to "
-            "compile nevertheless"
-        )
-
-
-def _write_applying(
-    fastest: Sequence[Path], tasks: Sequence[TuningTask], target: Target, best: Path
-) -> list[_LostRecords]:
-    """Writes for each task the first record that applies, of those in some directories; returns what is lost."""
-    by_hash: dict[str, list[RecordText]] = {}
-    workloads: dict[str, str] = {}
-    for directory in fastest:
-        database = Database(RecordPair.in_directory(directory))
-        for record in database.records:
-            hash_ = str(database.hashes[record.workload])
-            by_hash.setdefault(hash_, []).append(RecordText(record.run_s, database.fields(record)))
-            workloads[hash_] = database.workloads[record.workload]
-    tasks_by_hash = {task.info.workload_hash: task for task in tasks}
-    applied: dict[str, RecordText] = {}
-    lost: list[_LostRecords] = []
-    for hash_, records in by_hash.items():
-        task = tasks_by_hash.get(hash_)
-        found = next((record for record in records if task and candidate_of(record, task, target)), None)
-        if found:
-            applied[hash_] = found
-            continue
-        reason = "does_not_apply" if task else "no_such_kernel"
-        name = task.info.name if task else ""
-        lost.append({"workload_hash": hash_, "task": name, "reason": reason, "run_s": records[0].run_s})
-    lines = [record.line(index) for index, record in enumerate(applied.values())]
-    write_pair(best, [workloads[hash_] for hash_ in applied], lines)
-    return lost

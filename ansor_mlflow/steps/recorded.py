@@ -8,23 +8,25 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow import names
 from ansor_mlflow.device import CPU, Device, DeviceFingerprint, import_tensor_intrin
 from ansor_mlflow.errors import RecordsError, UserInputError, first_line
-from ansor_mlflow.files import write_text
-from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, TuningTask, lower_sizes
-from ansor_mlflow.model import database_of
+from ansor_mlflow.files import scratch_directory, write_text
+from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, TuningTask
+from ansor_mlflow.model import database_of, lower_guarded
 from ansor_mlflow.networks import Network
-from ansor_mlflow.parameters import NetworkOptions, RecordsOptions
+from ansor_mlflow.parameters import CompileOptions, NetworkOptions, RecordsOptions
 from ansor_mlflow.records import (
     FAILED_RUN_S,
     Database,
     Provenance,
     RecordPair,
+    RecordText,
     distill,
     find_decision,
+    find_pairs,
     find_records,
     open_database,
     read_fingerprint,
@@ -33,15 +35,20 @@ from ansor_mlflow.records import (
     target_key,
     target_name,
     why_not_applicable,
+    write_pair,
 )
-from ansor_mlflow.settings import LoweringSettings
+from ansor_mlflow.settings import NO_FALLBACK, FallbackReasons, LoweringSettings
 from ansor_mlflow.sketches import find_programs
 from ansor_mlflow.steps.fetching import fetch_records, fetch_run
 from ansor_mlflow.tracking import network_of
+from ansor_mlflow.tuning import candidate_of
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.database import TuningRecord
     from tvm.target import Target
+
+_MAX_CANDIDATES = 8
+"""Records of a workload that are tried, beside its winner."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +137,15 @@ def load_recorded_network(recorded: Recorded) -> Network:
 
 def lower_recorded(recorded: Recorded) -> NetworkTasks:
     """Loads the network that records are for, and lowers it for their device."""
-    return lower_for_device(load_recorded_network(recorded), recorded.options, recorded.device)
+    known = recorded.provenance.fallback if recorded.provenance else {}
+    return lower_for_device(load_recorded_network(recorded), recorded.options, recorded.device, known)
 
 
-def lower_for_device(network: Network, options: NetworkOptions, device: Device) -> NetworkTasks:
-    """Lowers a network for a device as the options say."""
-    lowered = lower_sizes(network.models(), device.target, options.lowering, options.network)
+def lower_for_device(
+    network: Network, options: NetworkOptions, device: Device, known: FallbackReasons = NO_FALLBACK
+) -> NetworkTasks:
+    """Lowers a network for a device as the options say; of nodes that are `known` to end it, ONNX Runtime has all."""
+    lowered, _ = lower_guarded(network, device, options.lowering, options.network, known)
     return NetworkTasks(graph=network, device=device, lowered=lowered, is_padded=options.pad_channels == "auto")
 
 
@@ -237,3 +247,76 @@ def _times(pair: RecordPair, hashes: Set[str]) -> dict[str, dict[str, float]]:
                 of_task, decision = times.setdefault(str(hash_), {}), find_decision(text)
                 of_task[decision] = min(record.run_s, of_task.get(decision, record.run_s))
     return times
+
+
+LostRecords = dict[str, Any]
+"""An entry of `lost_records.json`: the records of a workload, of which none applies any more; `task` is the name of
+the task today, empty where the network has it no more, and `run_s` the winner's seconds per call."""
+
+
+def write_best(
+    recorded: Recorded, lowered: LoweredNetwork, device: Device, best: Path, options: CompileOptions
+) -> tuple[str, list[LostRecords]]:
+    """Writes a database with the fastest record of each task.
+
+    Returns for which other device the records are, and those that do not apply any more, if they may be missing.
+    """
+    may_mismatch = options.allow_target_mismatch
+    if not options.allow_missing:
+        mismatch = distill_for_device(recorded.records, device.fingerprint, best, allow_mismatch=may_mismatch)
+        _require_todays_tasks(recorded, lowered.tasks, best)
+        return mismatch, []
+    with scratch_directory() as scratch:
+        fastest: list[Path] = []
+        for pair in find_pairs(recorded.records):  # the winners, which were measured twice, before all records
+            fastest.append(Path(scratch, str(len(fastest))))
+            mismatch = distill_for_device(
+                pair.records, device.fingerprint, fastest[-1], keep=_MAX_CANDIDATES, allow_mismatch=may_mismatch
+            )
+        return mismatch, _write_applying(fastest, lowered.tasks, device.target, best)
+
+
+def _require_todays_tasks(recorded: Recorded, tasks: Sequence[TuningTask], best: Path) -> None:
+    made_by = recorded.provenance.lowering_version if recorded.provenance else LOWERING_VERSION
+    if made_by == LOWERING_VERSION:
+        return
+    database = Database(RecordPair.in_directory(best))
+    hashes = {str(database.hashes[record.workload]) for record in database.records}
+    layers = {task.info.layer_hash for task in tasks}
+    missing = layers - {task.info.layer_hash for task in tasks if task.info.workload_hash in hashes}
+    if missing:
+        run = recorded.options.tune_run
+        raise RecordsError(
+            f"run {run} was tuned with lowering version {made_by}, this is {LOWERING_VERSION}: {len(missing)} of "
+            f"{len(layers)} tasks have no record; tune again with warm_start={run}, or give allow_missing=true to "
+            "compile nevertheless"
+        )
+
+
+def _write_applying(
+    fastest: Sequence[Path], tasks: Sequence[TuningTask], target: Target, best: Path
+) -> list[LostRecords]:
+    """Writes for each task the first record that applies, of those in some directories; returns what is lost."""
+    by_hash: dict[str, list[RecordText]] = {}
+    workloads: dict[str, str] = {}
+    for directory in fastest:
+        database = Database(RecordPair.in_directory(directory))
+        for record in database.records:
+            hash_ = str(database.hashes[record.workload])
+            by_hash.setdefault(hash_, []).append(RecordText(record.run_s, database.fields(record)))
+            workloads[hash_] = database.workloads[record.workload]
+    tasks_by_hash = {task.info.workload_hash: task for task in tasks}
+    applied: dict[str, RecordText] = {}
+    lost: list[LostRecords] = []
+    for hash_, records in by_hash.items():
+        task = tasks_by_hash.get(hash_)
+        found = next((record for record in records if task and candidate_of(record, task, target)), None)
+        if found:
+            applied[hash_] = found
+            continue
+        reason = "does_not_apply" if task else "no_such_kernel"
+        name = task.info.name if task else ""
+        lost.append({"workload_hash": hash_, "task": name, "reason": reason, "run_s": records[0].run_s})
+    lines = [record.line(index) for index, record in enumerate(applied.values())]
+    write_pair(best, [workloads[hash_] for hash_ in applied], lines)
+    return lost

@@ -30,11 +30,17 @@ from ansor_mlflow.trials import (
     TuningRound,
 )
 from ansor_mlflow.tuning.candidates import candidate_of, make_trial, run_jobs
-from ansor_mlflow.tuning.interrupt import Interrupts, deferred_interrupts
 from ansor_mlflow.tuning.ledger import Announcer, Ledger
 from ansor_mlflow.tuning.program_search import make_cost_model, release_memory
 from ansor_mlflow.tuning.sketch_search import ProgramSearch, make_search
-from ansor_mlflow.tuning.stopping import GradientScheduler, StoppingRules, dominated_tasks, seemingly_faster
+from ansor_mlflow.tuning.stopping import (
+    GradientScheduler,
+    Interrupts,
+    StoppingRules,
+    deferred_interrupts,
+    dominated_tasks,
+    seemingly_faster,
+)
 from ansor_mlflow.tuning.winners import MAX_FINALISTS, Winners
 from ansor_mlflow.workers import Builder, BuildQueue, RunJob, Runner
 

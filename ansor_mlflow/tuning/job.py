@@ -228,7 +228,7 @@ def _workers(job: TuningJob, options: MeasureOptions) -> Iterator[tuple[Builder,
         compiler=require_linker(job.device.fingerprint.machine, options.linker),
     )
     with contextlib.closing(builder):
-        most_bytes = max(argument_bytes(task.mod) for task in job.lowered.tasks)
+        most_bytes = max((argument_bytes(task.mod) for task in job.lowered.tasks), default=0)
         settings = _measure_settings(options, job)
         bound_bytes = (
             memory_bytes
@@ -246,7 +246,7 @@ def _measure_settings(options: MeasureOptions, job: TuningJob) -> MeasureSetting
     if options.measure == "network" and not options.cache_flush and job.device.platform.in_process:
         tasks = job.lowered.tasks
         # tensors are passed on in about as much memory as the input and output that need most of it together
-        activation_bytes = max(argument_bytes(task.mod, besides=task.constants) for task in tasks)
+        activation_bytes = max((argument_bytes(task.mod, besides=task.constants) for task in tasks), default=0)
         flops = sum(task.info.weight * task.info.flops for task in tasks if not task.info.layer)
         seconds = flops / (job.device.num_threads * _FLOPS_OF_A_THREAD)
         rest = RestOfNetwork(num_bytes=job.lowered.constant_bytes + activation_bytes, seconds=seconds)

@@ -1,11 +1,16 @@
-"""When a task and when the whole tuning has had enough: budgets of trials and minutes, and plateaus."""
+"""When a task and when the whole tuning ends: budgets of trials and minutes, plateaus, and a user's signal."""
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import re
-from collections.abc import Container, Iterable, Sequence
+import signal
+import threading
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 from ansor_mlflow.errors import TuningError, UserInputError
 from ansor_mlflow.parameters import SKETCH_TRIALS_PER_TASK, TRIALS_PER_TASK, BudgetOptions, SearchOptions
@@ -49,7 +54,7 @@ def resolve_num_trials(
     else:
         num_trials = options.trials
     most = num_trials if options.trials_per_task is None else options.trials_per_task * num_tasks
-    return math.ceil(min(num_trials, most) * (num_tasks - num_known) / num_tasks)
+    return math.ceil(min(num_trials, most) * (num_tasks - num_known) / max(1, num_tasks))
 
 
 class StoppingRules:
@@ -100,6 +105,8 @@ class StoppingRules:
         without_trials = {StopReason.KNOWN, StopReason.DOMINATED, StopReason.NOTHING_TO_TUNE}
         if StopReason.KNOWN in reasons and reasons <= without_trials:
             return StopReason.KNOWN
+        if not reasons:
+            return StopReason.NOTHING_TO_TUNE
         if total_trials >= self._num_trials:
             return StopReason.TRIALS
         if self._options.max_minutes is not None and elapsed_s >= self._options.max_minutes * 60:
@@ -240,3 +247,63 @@ class GradientScheduler:
 def _operator(task: TaskState) -> str:
     """The first operator of a fused task: "conv2d" of "fused_conv2d3_add1_relu"."""
     return re.sub(r"\d+$", "", task.info.name.removeprefix("fused_").split("_")[0])
+
+
+# -- Ctrl-C and SIGTERM, kept until a round is over --------------------------------------------------------------------
+# A KeyboardInterrupt that is raised while TVM's C++ calls back into Python can be swallowed there, and one between two
+# records would tear a round apart.
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_log = logging.getLogger("ansor_mlflow")
+
+
+class Interrupts:
+    def __init__(self) -> None:
+        self.received = False
+        self._is_guarded = False
+        self._is_due = False
+
+    def raise_if_received(self) -> None:
+        if self.received:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def in_tvm(self) -> Iterator[None]:
+        """Lets a second signal wait, too, until what is done inside is over: seconds at most."""
+        self._is_guarded = True
+        try:
+            yield
+        finally:
+            self._is_guarded = False
+        if self._is_due:
+            raise KeyboardInterrupt
+
+    def again(self, _: int, __: FrameType | None) -> None:
+        if not self._is_guarded:
+            raise KeyboardInterrupt
+        self._is_due = True
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[Interrupts]:
+    """Defers the first SIGINT or SIGTERM; a second one interrupts at once, but for `Interrupts.in_tvm`.
+
+    Outside of the main thread, where Python delivers no signals, nothing is deferred.
+    """
+    interrupts = Interrupts()
+
+    def defer(_: int, __: FrameType | None) -> None:
+        interrupts.received = True
+        for other in _SIGNALS:
+            signal.signal(other, interrupts.again)
+        _log.info("stopping after this round; once more to stop at once")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupts
+        return
+    previous = {number: signal.signal(number, defer) for number in _SIGNALS}
+    try:
+        yield interrupts
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python

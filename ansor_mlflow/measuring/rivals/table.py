@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
+import numpy.typing as npt
+
+from ansor_mlflow.device import CPU
 from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.measuring.compare import ONNXRUNTIME, Inference, explained
-from ansor_mlflow.measuring.rivals.openvino import OPENVINO
 from ansor_mlflow.measuring.rivals.task import Rival, RivalTask
 from ansor_mlflow.measuring.rivals.torch import TORCH
 from ansor_mlflow.plugins import PluginTable
+from ansor_mlflow.tensors import Arrays
 
+
+def _load_openvino(task: RivalTask) -> Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]:
+    from ansor_mlflow.model import OpenVinoSession
+
+    if task.platform != CPU:
+        raise ValueError(f"it does not run on {task.platform.name}")
+    session = OpenVinoSession(task.network, task.num_threads)
+
+    def run(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        values = session.views(inputs)
+        return {name: values[index] for index, name in enumerate(task.outputs)}
+
+    return run
+
+
+OPENVINO = Rival(title="OpenVINO", package="openvino", load=_load_openvino)
 RIVALS = PluginTable(
     "rivals", {"onnxruntime": ONNXRUNTIME, "openvino": OPENVINO, "torch": TORCH}, lambda found: isinstance(found, Rival)
 )

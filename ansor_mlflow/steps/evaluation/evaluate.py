@@ -18,7 +18,14 @@ from ansor_mlflow.errors import CorrectnessError, MachineError, one_line
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.fleet import ServerSession, fleet_settings, open_session
 from ansor_mlflow.foreign import Report, Reported, Table
-from ansor_mlflow.model import BuildJob, build_in_child_process, computed_by, verified_manifest
+from ansor_mlflow.model import (
+    BuildJob,
+    build_in_child_process,
+    computed_by,
+    fallback_among,
+    has_library,
+    verified_manifest,
+)
 from ansor_mlflow.parameters import EvaluateOptions
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.evaluation.benches import Bench, HostBench, Library, ServerBench, require_harmless_padding
@@ -208,8 +215,17 @@ def _build_baselines(options: EvaluateOptions, bench: Bench, scratch: Path) -> d
             lowering=LoweringSettings.among(entry.provenance),
             library=str(library),
             linker=options.linker,
+            fallback=fallback_among(entry.provenance),
         )
-        libraries[name] = library, build_in_child_process(job)
+        try:
+            built = build_in_child_process(job)
+        except MachineError as err:
+            _log.warning("there is no such baseline: %s", err)
+            continue
+        if has_library(built.parts):
+            libraries[name] = library, built
+        else:
+            _log.info("there is no such baseline: TVM computes nothing of %s", bench.manifest.network)
     return libraries
 
 

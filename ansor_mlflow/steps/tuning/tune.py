@@ -14,11 +14,12 @@ from ansor_mlflow.device import Device, DeviceFingerprint, has_arithmetic, parse
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.fleet import device_of_fleet, fleet_settings
 from ansor_mlflow.foreign import PrintableFormatter, Report, Reported, Table, without_credentials
-from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower_sizes
-from ansor_mlflow.model import fallback_clauses, part_entries, require_linker
+from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork
+from ansor_mlflow.model import fallback_clauses, lower_guarded, part_entries, require_linker
 from ansor_mlflow.networks import Network, write_onnx
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.records import JOURNAL_FILE, PARTS_DIR, Provenance, write_description
+from ansor_mlflow.settings import FallbackReasons
 from ansor_mlflow.steps.fetching import options_of_source
 from ansor_mlflow.steps.tuning.earlier import (
     AUTO,
@@ -89,6 +90,7 @@ class TuningWork:
     network: Network
     device: Device
     lowered: LoweredNetwork
+    fallback: FallbackReasons
     sketched: frozenset[str]
     """Structural hashes of the tasks that are searched among the programs of a sketch."""
     num_trials: int
@@ -108,18 +110,25 @@ def prepare_tuning(options: TuneOptions) -> TuningWork:
     if options.trials:
         tuning.start_fork_server()  # it loads TVM while the network is lowered
     _log.info("lowering %s for %s", network.name, device.description)
-    lowered = lower_sizes(network.models(), device.target, options.lowering, options.network)
+    lowered, fallback = lower_guarded(network, device, options.lowering, options.network)
     for clause in fallback_clauses(part_entries(lowered)):
         _log.info("%s", clause)
     if not lowered.tasks:
-        raise UserInputError(f"network={options.network}: it has no task to tune; give a network that computes")
+        _log.warning("%s has no task for TVM to tune, so that nothing is measured", network.name)
+        options = options.model_copy(update={"trials": 0})
     sketched = tuning.sketched_workloads(lowered.tasks, device.target, options.space) if options.trials else frozenset()
     num_algorithms = lowered.num_algorithms
     num_trials = tuning.resolve_num_trials(
         options, len(lowered.tasks), num_sketched=len(sketched), num_algorithms=num_algorithms
     )
     return TuningWork(
-        options=options, network=network, device=device, lowered=lowered, sketched=sketched, num_trials=num_trials
+        options=options,
+        network=network,
+        device=device,
+        lowered=lowered,
+        fallback=fallback,
+        sketched=sketched,
+        num_trials=num_trials,
     )
 
 
@@ -149,7 +158,7 @@ def _tune(
 
     if not has_arithmetic(device.target, options.dtype):
         _log.warning("%s converts %s to float32 for every operation, which is slow", device.description, options.dtype)
-    trials_per_task = work.num_trials / len(lowered.tasks)
+    trials_per_task = work.num_trials / max(1, len(lowered.tasks))
     known = frozenset[str]()
     if not is_resumed:
         sources, fingerprint = options.warm_start, device.fingerprint
@@ -162,7 +171,7 @@ def _tune(
         num_sketched=len(work.sketched),
         known=known,
     )
-    provenance = _provenance(options, network, device)
+    provenance = _provenance(work)
     write_description(records, device.fingerprint, provenance)  # an interrupted tuning can be compiled, too
     if options.trials:
         run.log_tags(
@@ -235,9 +244,10 @@ def _log_inputs(run: tracking.StepRun, network: Network, device: DeviceFingerpri
             run.log_artifacts(path)
 
 
-def _provenance(options: TuneOptions, network: Network, device: Device) -> Provenance:
+def _provenance(work: TuningWork) -> Provenance:
     import tvm
 
+    options, network, device = work.options, work.network, work.device
     return Provenance(
         network=without_credentials(options.network),
         from_file=network.path is not None,
@@ -247,6 +257,7 @@ def _provenance(options: TuneOptions, network: Network, device: Device) -> Prove
         num_threads=device.num_threads,
         lowering_version=LOWERING_VERSION,
         tvm_version=tvm.__version__,
+        fallback={size: dict(reasons) for size, reasons in work.fallback.items()},
         host=platform.node(),
         measure={
             **options.model_dump(include={"number", "repeat", "min_repeat_ms", "measure", "cache_flush"}),

@@ -15,8 +15,8 @@ from ansor_mlflow.files import write_text
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.model import fallback_clauses, part_entries
 from ansor_mlflow.records import Database, RecordPair
-from ansor_mlflow.steps.part_times import estimated_parts
 from ansor_mlflow.steps.recorded import sketch_uses
+from ansor_mlflow.steps.runtimes import estimated_parts
 from ansor_mlflow.tensors import Sized
 from ansor_mlflow.tuning import Roofline, TuningJob, quick_roofline
 from ansor_mlflow.workers import argument_bytes
