@@ -36,7 +36,7 @@ from ansor_mlflow.model.package import CompiledNetwork, write_package
 from ansor_mlflow.model.parts import part_entries
 from ansor_mlflow.model.tuned_model import SizeChoice, TunedModel, require_pad
 from ansor_mlflow.networks.load import Network, load_network
-from ansor_mlflow.networks.shapes import GivenShape, split_sizes
+from ansor_mlflow.networks.sizes import GivenShape, split_sizes
 from ansor_mlflow.parameters import BisectOptions, PromoteOptions
 from ansor_mlflow.serving.pyfunc import PyfuncModel
 from ansor_mlflow.settings import LoweringSettings
