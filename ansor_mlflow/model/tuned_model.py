@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from ansor_mlflow.tensors import Arrays, NetworkShapes, Padded, Sized, TensorSpe
 
 Array = npt.NDArray[Any]
 Place = tuple[int, int]  # an input and one of its dimensions
+_log = logging.getLogger("ansor_mlflow")
 
 
 class TunedModel:
@@ -57,6 +59,11 @@ class TunedModel:
     def huge_pages(self) -> HugePages:
         """The memory of weights, and after a call of activations, that is in huge pages."""
         return self._machines.huge_pages
+
+    @property
+    def takes(self) -> str:
+        """Which sizes of inputs it takes, and whether others are padded; empty where it has one size."""
+        return str(self._size_choice) if len(self.sizes) > 1 else ""
 
     def run(self, inputs: Mapping[str, npt.ArrayLike]) -> Arrays:
         """Runs the network once.
@@ -105,7 +112,10 @@ class TunedModel:
 
 
 class SizeChoice:
-    """Takes the smallest size that fits. Only inputs with a value to pad with may be smaller than a size's."""
+    """Takes the smallest size that fits. Only inputs with a value to pad with may be smaller than a size's.
+
+    The first request that is padded to a size is logged, with how much of what is computed is padding.
+    """
 
     def __init__(self, sizes: Sequence[NetworkShapes], pad: Mapping[str, float]) -> None:
         self._sizes = sizes
@@ -113,6 +123,7 @@ class SizeChoice:
         num_elements = [sum(map(math.prod, shapes)) for shapes in self._shapes]
         self._from_small_to_large = sorted(range(len(sizes)), key=num_elements.__getitem__)
         self._pad = [pad.get(spec.name) for spec in sizes[0].inputs]
+        self._logged: set[int] = set()
         self._followed = [
             {axis: place for axis in range(len(spec.shape)) if (place := self._place_followed(number, axis))}
             for number, spec in enumerate(sizes[0].outputs)
@@ -126,6 +137,9 @@ class SizeChoice:
         for number in self._from_small_to_large:
             shapes = self._shapes[number]
             if all(map(_fits, given, shapes, self._pad)):
+                if number not in self._logged:
+                    self._logged.add(number)
+                    self._log_padding(given, number)
                 return number, [_padded(*pair) for pair in zip(arrays, shapes, self._pad, strict=True)]
         raise UserInputError(self._message(given))
 
@@ -150,13 +164,46 @@ class SizeChoice:
         ]
         return min(places, key=lambda place: place[1] != axis, default=None)
 
+    def __str__(self) -> str:
+        padded = self._padded
+        rule = (
+            f"pads {', '.join(padded)} to the next of them"
+            if padded
+            else "takes no others: it was compiled without pad"
+        )
+        return f"it was compiled for {self._all}, and {rule}"
+
+    @property
+    def _all(self) -> str:
+        return "; ".join(map(str, self._sizes))
+
+    @property
+    def _padded(self) -> list[str]:
+        return [spec.name for spec, value in zip(self._sizes[0].inputs, self._pad, strict=True) if value is not None]
+
+    def _log_padding(self, given: tuple[tuple[int, ...], ...], size: int) -> None:
+        share = 1 - sum(map(math.prod, given)) / sum(map(math.prod, self._shapes[size]))
+        _log.info("inputs %s are padded to %s: %.0f %% is padding", self._named(given), self._sizes[size], share * 100)
+
+    def _named(self, given: tuple[tuple[int, ...], ...]) -> NetworkShapes:
+        specs = zip(self._sizes[0].inputs, given, strict=True)
+        return NetworkShapes(tuple(TensorSpec(spec.name, shape, spec.dtype) for spec, shape in specs), ())
+
     def _message(self, given: tuple[tuple[int, ...], ...]) -> str:
-        specs = self._sizes[0].inputs
-        inputs = tuple(TensorSpec(spec.name, shape, spec.dtype) for spec, shape in zip(specs, given, strict=True))
-        padded = [spec.name for spec, value in zip(specs, self._pad, strict=True) if value is not None]
-        rule = f"it pads {', '.join(padded)} alone" if padded else "pad them to one of these, or compile it with pad"
-        sizes = "; ".join(map(str, self._sizes))
-        return f"inputs {NetworkShapes(inputs, ())}: the model was compiled for {sizes}; {rule}"
+        differing = [name for name in open_names(self._sizes) if name not in self._padded]
+        if not self._padded:
+            example = json.dumps(dict.fromkeys(differing, 0))
+            rule = f"pad them to one of these, or compile it with pad, such as {example}"
+        elif differing:
+            rule = f"it pads {', '.join(self._padded)} alone, and not {', '.join(differing)}"
+        else:
+            rule = "it pads inputs to the next of these, and none is as large; tune it with a larger one"
+        return f"inputs {self._named(given)}: the model was compiled for {self._all}; {rule}"
+
+
+def open_names(sizes: Sequence[NetworkShapes]) -> list[str]:
+    """The inputs that are not the same in all sizes of a network."""
+    return [same[0].name for same in zip(*(size.inputs for size in sizes), strict=True) if len(set(same)) > 1]
 
 
 def require_pad(pad: Mapping[str, float], called: str, network: Sized) -> None:

@@ -281,17 +281,15 @@ def _least_loss(first: int, lengths: Sequence[int], costs: Sequence[float]) -> l
         begin, end = ends[before + 1], ends[size + 1]
         return float(costs[size] * (inverse[end] - inverse[begin]) - (end - begin)) / _NUM_REQUESTS
 
-    paths = {size: (loss(-1, size), [size]) for size in range(len(lengths))}
+    paths = {size: (loss(-1, size), [size]) for size in range(len(lengths))}  # the best of each end, by its number
     complete = []
-    for _ in range(MAX_SIZES - 1):  # two sizes at least, as the axis is open only where sizes differ
+    for num_sizes in range(2, min(MAX_SIZES, len(lengths)) + 1):  # of one size alone no axis would be open
         paths = {
             size: min(
                 (paths[before][0] + loss(before, size), [*paths[before][1], size]) for before in paths if before < size
             )
-            for size in range(1, len(lengths))
-            if min(paths) < size
+            for size in range(num_sizes - 1, len(lengths))
         }
-        if len(lengths) - 1 in paths:
-            complete.append(paths[len(lengths) - 1])
+        complete.append(paths[len(lengths) - 1])
     _, best = min(complete, key=lambda path: path[0] + _MIN_GAIN * len(path[1]))
     return [lengths[number] for number in best]
