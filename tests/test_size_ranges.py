@@ -212,8 +212,10 @@ def test_sizes_are_where_the_cost_jumps() -> None:
         return 1 if length <= 48 else 10 if length <= 192 else 100
 
     assert [use.size for use in choose(16, 512, steps).uses] == [48, 192, 512]
-    assert len(choose(16, 512, lambda _: 1).uses) == 2  # nothing is gained by more
-    assert len(choose(16, 512, lambda length: length).uses) == MAX_SIZES
+    assert len(choose(16, 512, lambda length: 1e6 + length).uses) == 2  # nothing is gained by more
+    linear = choose(16, 512, lambda length: length)
+    assert len(linear.uses) == MAX_SIZES
+    assert choose(16, 512, lambda _: 1) == linear  # an estimate that does not grow knows nothing
     assert [use.size for use in choose(7, 8, lambda length: length).uses] == [7, 8]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from ansor_mlflow.graphs.types import ValueInfos, is_tensor, static_shape, value_infos
+from ansor_mlflow.graphs.types import ValueInfos, is_tensor, noted_value_infos, static_shape
 from ansor_mlflow.graphs.walk import attributes_of, inputs_of, producers_of, uses
 
 MIN_FLOPS = 2e6
@@ -157,12 +157,12 @@ def _num_flops(node: onnx.NodeProto, values: ValueInfos) -> float:
 
 
 def estimated_cost(model: onnx.ModelProto) -> float:
-    """The estimated time of a call of a model with static shapes, in floating point operations of the same time.
+    """The estimated time of a call of a model with inferred, static shapes, in operations that take as long.
 
     Each node takes as long as it computes, or as its weights take to read, whichever is longer (the roofline model:
     Williams et al., 2009); activations are in the caches. The constant of a call is that of `MIN_FLOPS`.
     """
-    values = value_infos(model)
+    values = noted_value_infos(model.graph)
     weight_bytes = {
         weight.name: math.prod(weight.dims) * helper.tensor_dtype_to_np_dtype(weight.data_type).itemsize
         for weight in model.graph.initializer

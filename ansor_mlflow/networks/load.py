@@ -200,7 +200,8 @@ def _read(path: Path, called: str, *, given: Mapping[str, Sequence[int]] = {}, *
 
 
 def _choose_sizes(path: Path, called: str, given: Mapping[str, GivenShape], **options: Any) -> ChosenSizes:
-    """Chooses the sizes of an ONNX file in a range."""
+    """Chooses the sizes of an ONNX file in a range; the shapes of each candidate are inferred, a second or so each."""
+    _log.info("choosing the sizes of %s", called)
     directory = data_root(path.parent)
 
     def cost(shapes: Mapping[str, Shape]) -> float:

@@ -26,7 +26,7 @@ MAX_SIZES = 6
 _MIN_GAIN = 0.03
 """Share of its time that a further size must save the mean request, to be worth its tuning."""
 _MAX_RATIO = 1024
-"""End of a range over its start: six sizes of a wider one would be five times as large as the next smaller one."""
+"""End of a range over its beginning: of six sizes of a wider one, each would be over three times the one before."""
 _NUM_REQUESTS = 4096
 _ROWS = 8
 """Lengths beyond 16 are multiples of this: those of the vectors of AVX2, and of most tiles' rows."""
@@ -45,7 +45,7 @@ class SizeUse:
     mean_loss: float
     """What a request takes longer than without padding, over the latter; the mean, with lengths even on a log scale."""
     worst_loss: float
-    """The same of the shortest request."""
+    """The same of the request that loses most: the shortest, unless costs are measured ones that do not always grow."""
 
     def cells(self) -> dict[str, str]:
         """The texts of a row, by the headers of a `Table`."""
@@ -64,7 +64,7 @@ class ChosenSizes:
     axis: str
     """What the axes are called, and of which inputs they are."""
     uses: tuple[SizeUse, ...]
-    """The sizes from small to large; costs are those of `graphs.estimated_cost`."""
+    """The sizes from small to large; costs are those of `graphs.estimated_cost`, or lengths where it is constant."""
     mean_loss: float
     """As of a `SizeUse`, of the requests of the whole range."""
     input_shapes: dict[str, list[int | list[int]]]
@@ -149,7 +149,8 @@ def choose_sizes(network: str, declared: NamedShapes, given: Mapping[str, GivenS
             f'input_shapes gives {network} the range "{first}..{last}", of which it takes {last} alone; give that '
             "size, or a list of those that it takes"
         )
-    estimates = [costs[length] for length in lengths]
+    is_unknown = len(set(costs.values())) == 1  # as where all is in the branches of an If, of which nothing is counted
+    estimates = [float(length) if is_unknown else costs[length] for length in lengths]
     sizes = _least_loss(first, lengths, estimates)
     uses = size_uses(sizes, lengths, estimates, first)
     requests = _requests(first, last)
@@ -178,15 +179,8 @@ def size_uses(
     for start, size in zip([shortest, *(size + 1 for size in sizes[:-1])], sizes, strict=True):
         cost, *others = np.interp([size, start, *_requests(start, size)], lengths, costs)
         losses = cost / np.array(others) - 1
-        uses.append(
-            SizeUse(
-                size=size,
-                shortest=start,
-                cost=float(cost),
-                mean_loss=float(losses[1:].mean()),
-                worst_loss=float(losses[0]),
-            )
-        )
+        worst, mean = float(losses.max()), float(losses[1:].mean())
+        uses.append(SizeUse(size=size, shortest=start, cost=float(cost), mean_loss=mean, worst_loss=worst))
     return tuple(uses)
 
 
