@@ -313,8 +313,8 @@ def explain_load(model: Any) -> Choice:
     """
     tuned = model if isinstance(model, TunedModel) else model.get_raw_model()
     _log.info("%s", tuned.choice)
-    if tuned.takes:
-        _log.info("%s", tuned.takes)
+    if tuned.described_sizes:
+        _log.info("sizes: %s", tuned.described_sizes)
     if tuned.huge_pages.asked_bytes:
         _log.info("%s", tuned.huge_pages)
     choice: Choice = tuned.choice

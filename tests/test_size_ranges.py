@@ -291,5 +291,5 @@ def test_sound_is_not_padded_where_that_changes_its_end(tmp_path: Path, host_tar
     example = json.dumps({"sound": 0})
     with pytest.raises(UserInputError) as caught:
         only_sizes.run({"sound": inputs["sound"][..., 1:]})
-    assert "; ".join(f"sound 1×1×{size}" for size in sizes) in str(caught.value)
+    assert f"compiled for sound {', '.join(f'1×1×{size}' for size in sizes)}; pad them" in str(caught.value)
     assert str(caught.value).endswith(f"compile it with pad, such as {example}")

@@ -22,4 +22,4 @@ from ansor_mlflow.model.parts import (
     timed_parts,
     write_all_parts,
 )
-from ansor_mlflow.model.tuned_model import TunedModel, require_pad
+from ansor_mlflow.model.tuned_model import TunedModel, describe_sizes, require_pad

@@ -42,6 +42,7 @@ class TunedModel:
         self.outputs = network.outputs
         self.sizes: tuple[NetworkShapes, ...] = all_sizes(network)  # what it was compiled for
         self.choice = choice
+        self.described_sizes = describe_sizes(network)  # the sizes in words; empty where there is one
         self._dtypes = {spec.name: np.dtype(spec.dtype) for spec in self.inputs}
         self._size_choice = SizeChoice(self.sizes, network.pad)
         parts = choice.entry.parts
@@ -59,11 +60,6 @@ class TunedModel:
     def huge_pages(self) -> HugePages:
         """The memory of weights, and after a call of activations, that is in huge pages."""
         return self._machines.huge_pages
-
-    @property
-    def takes(self) -> str:
-        """Which sizes of inputs it takes, and whether others are padded; empty where it has one size."""
-        return str(self._size_choice) if len(self.sizes) > 1 else ""
 
     def run(self, inputs: Mapping[str, npt.ArrayLike]) -> Arrays:
         """Runs the network once.
@@ -165,17 +161,17 @@ class SizeChoice:
         return min(places, key=lambda place: place[1] != axis, default=None)
 
     def __str__(self) -> str:
-        padded = self._padded
-        rule = (
-            f"pads {', '.join(padded)} to the next of them"
-            if padded
-            else "takes no others: it was compiled without pad"
-        )
-        return f"it was compiled for {self._all}, and {rule}"
+        padded = ", ".join(self._padded)
+        return f"{self._all}; what is between them is {f'padded ({padded})' if padded else 'refused, for want of pad'}"
 
     @property
     def _all(self) -> str:
-        return "; ".join(map(str, self._sizes))
+        """The sizes; those of inputs that always have the same shape in one line: "ids, mask 1×16, 1×32"."""
+        differing = _open_names(self._sizes)
+        shapes = [{spec.shape for spec in size.inputs if spec.name in differing} for size in self._sizes]
+        if any(len(of_size) != 1 for of_size in shapes):
+            return "; ".join(map(str, self._sizes))
+        return f"{', '.join(differing)} {', '.join('×'.join(map(str, shape)) for (shape,) in shapes)}"
 
     @property
     def _padded(self) -> list[str]:
@@ -190,7 +186,7 @@ class SizeChoice:
         return NetworkShapes(tuple(TensorSpec(spec.name, shape, spec.dtype) for spec, shape in specs), ())
 
     def _message(self, given: tuple[tuple[int, ...], ...]) -> str:
-        differing = [name for name in open_names(self._sizes) if name not in self._padded]
+        differing = [name for name in _open_names(self._sizes) if name not in self._padded]
         if not self._padded:
             example = json.dumps(dict.fromkeys(differing, 0))
             rule = f"pad them to one of these, or compile it with pad, such as {example}"
@@ -201,7 +197,12 @@ class SizeChoice:
         return f"inputs {self._named(given)}: the model was compiled for {self._all}; {rule}"
 
 
-def open_names(sizes: Sequence[NetworkShapes]) -> list[str]:
+def describe_sizes(network: Padded) -> str:
+    """Which sizes a network has, and whether what is between them is padded; empty where it has one."""
+    return str(SizeChoice(network.sizes, network.pad)) if network.sizes else ""
+
+
+def _open_names(sizes: Sequence[NetworkShapes]) -> list[str]:
     """The inputs that are not the same in all sizes of a network."""
     return [same[0].name for same in zip(*(size.inputs for size in sizes), strict=True) if len(set(same)) > 1]
 
