@@ -137,7 +137,10 @@ def choose_sizes(network: str, declared: NamedShapes, given: Mapping[str, GivenS
         ((shapes),) = split_sizes(network, _with_sizes(given, [length]))
         return shapes
 
-    costs = {last: cost(shapes_of(last))}  # an error of it is one for the user
+    try:
+        costs = {last: cost(shapes_of(last))}
+    except UserInputError as err:
+        raise UserInputError(f"with {last}, where the range ends, {err}") from err
     for length in _candidates(first, last):
         try:
             costs[length] = cost(shapes_of(length))
