@@ -304,7 +304,8 @@ def load_model(
 
 
 def explain_load(model: Any) -> Choice:
-    """Which library of a model was loaded, and why; it is logged, too, with how much memory is in huge pages.
+    """Which library of a model was loaded, and why; it is logged, too, with the sizes that it takes and pads, and how
+    much memory is in huge pages.
 
     Args:
         model: What `load_model` or `mlflow.pyfunc.load_model` returned.
@@ -315,6 +316,8 @@ def explain_load(model: Any) -> Choice:
     """
     tuned = model if isinstance(model, TunedModel) else model.get_raw_model()
     _log.info("%s", tuned.choice)
+    if tuned.described_sizes:
+        _log.info("sizes: %s", tuned.described_sizes)
     if tuned.huge_pages.asked_bytes:
         _log.info("%s", tuned.huge_pages)
     choice: Choice = tuned.choice

@@ -133,6 +133,7 @@ TAG_TARGET = "ansor.target"
 TAG_NUM_THREADS = "ansor.num_threads"
 TAG_DTYPE = "ansor.dtype"  # of a model
 TAG_COMPUTED_BY = "ansor.computed_by"  # the runtimes that compute a model: tvm, onnxruntime or both
+TAG_SIZES = "ansor.sizes"  # the sizes of a model that has several, and whether what is between them is padded
 TAG_NUM_TRIALS = "ansor.num_trials"
 TAG_STOP_REASON = "ansor.stop_reason"
 TAG_ERROR = "ansor.error"

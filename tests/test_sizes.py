@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from helpers.runs_here import newest_run
 from helpers.untuned import compiled_untuned
 from hypothesis import given
 from hypothesis import strategies as st
+from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 from onnx import TensorProto, helper
 
 from ansor_mlflow import flavor, names
@@ -36,11 +38,11 @@ from ansor_mlflow.model.package import CompiledNetwork, write_package
 from ansor_mlflow.model.parts import part_entries
 from ansor_mlflow.model.tuned_model import SizeChoice, TunedModel, require_pad
 from ansor_mlflow.networks.load import Network, load_network
-from ansor_mlflow.networks.shapes import GivenShape, split_sizes
+from ansor_mlflow.networks.sizes import GivenShape, split_sizes
 from ansor_mlflow.parameters import BisectOptions, PromoteOptions
 from ansor_mlflow.serving.pyfunc import PyfuncModel
 from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.steps.evaluation.benches import require_harmless_padding
+from ansor_mlflow.steps.evaluation.benches import measured_uses, require_harmless_padding
 from ansor_mlflow.steps.promotion.contest import Contender, common_sizes
 from ansor_mlflow.steps.promotion.promote import _errors
 from ansor_mlflow.tensors import OPEN, Arrays, NetworkShapes, TensorSpec
@@ -235,13 +237,25 @@ def sizes_of(*lengths: int) -> list[NetworkShapes]:
     ]
 
 
+def test_the_first_padded_request_of_a_size_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    choice = SizeChoice(sizes_of(4, 8, 16), {"x": 0})
+    with caplog.at_level(logging.INFO, "ansor_mlflow"):
+        for length in (6, 5, 8, 12, 3):
+            choice.choose([np.ones(length)])
+    assert caplog.messages == [
+        f"inputs x {given_} are padded to x {size}: 25 % is padding" for given_, size in ((6, 8), (12, 16), (3, 4))
+    ]
+
+
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=5, unique=True), st.integers(1, 24))
 def test_the_smallest_size_that_fits_is_taken(lengths: list[int], length: int) -> None:
     choice = SizeChoice(sizes_of(*lengths), {"x": -1})
     x = np.arange(length)
     fitting = [size for size in lengths if size >= length]
     if not fitting:
-        with pytest.raises(UserInputError, match=f"inputs x {length}: the model was compiled for x {lengths[0]};"):
+        with pytest.raises(
+            UserInputError, match=f"inputs x {length}: the model was compiled for x {lengths[0]}, {lengths[1]}"
+        ):
             choice.choose([x])
         return
     number, (padded,) = choice.choose([x])
@@ -272,12 +286,12 @@ def test_only_inputs_with_a_value_are_padded() -> None:
 
     choice = SizeChoice([pair(4), pair(8)], {"a": 0})
     assert choice.choose([np.ones(3), np.ones(8)])[0] == 1
-    with pytest.raises(
-        UserInputError, match="inputs a 4, b 3: the model was compiled for a 4, b 4; a 8, b 8; it pads a"
-    ):
+    with pytest.raises(UserInputError, match="inputs a 4, b 3: the model was compiled for a, b 4, 8; it pads a"):
         choice.choose([np.ones(4), np.ones(3)])
-    with pytest.raises(UserInputError, match="pad them to one of these, or compile it with pad"):
+    with pytest.raises(UserInputError, match=r'pad them .* or compile it with pad, such as \{"a": 0, "b": 0\}$'):
         SizeChoice([pair(4), pair(8)], {}).choose([np.ones(4), np.ones(3)])
+    with pytest.raises(UserInputError, match="none is as large; tune it with a larger one"):
+        SizeChoice([pair(4), pair(8)], {"a": 0, "b": 0}).choose([np.ones(9), np.ones(9)])
 
 
 def test_what_cannot_be_padded_is_said(network: Network, small_network: Network) -> None:
@@ -307,10 +321,17 @@ def test_callers_of_different_sizes_do_not_disturb_each_other(model: TunedModel,
 
 
 def test_inputs_of_no_size(model: TunedModel) -> None:
-    with pytest.raises(UserInputError, match="inputs ids 1×17: the model was compiled for ids 1×4; ids 1×8; ids 1×16"):
+    with pytest.raises(UserInputError, match="inputs ids 1×17: the model was compiled for ids 1×4, 1×8, 1×16;"):
         model.run({"ids": np.zeros((1, 17), np.int64)})
     with pytest.raises(UserInputError, match=r"'ids' is int64 \(2, 4\): the model expects 'ids': int64 \(1, -1\)"):
         model.run({"ids": np.zeros((2, 4), np.int64)})
+
+
+def test_a_loaded_model_says_which_sizes_it_takes(model: TunedModel, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ansor_mlflow"):
+        flavor.explain_load(model)
+    assert "sizes: ids 1×4, 1×8, 1×16; what is between them is padded (ids)" in caplog.messages
+    assert str(SizeChoice(sizes_of(4, 8), {})).endswith("x 4, 8; what is between them is refused, for want of pad")
 
 
 def test_rows_of_any_size_are_run_one_after_the_other(model: TunedModel, network: Network) -> None:
@@ -351,9 +372,8 @@ def test_padding_that_changes_the_outputs_is_found(
 ) -> None:
     def compare(model: TunedModel, path: Path) -> Any:
         def deviation(examples: list[dict[str, np.ndarray]]) -> Deviation:
-            (inputs,) = examples
-            assert inputs["ids"].shape == (1, max(LENGTHS) - 1)
-            return compare_outputs(model.run(inputs), ReferenceSession(path, 1).run(inputs))
+            session = ReferenceSession(path, 1)
+            return Deviation.worst([compare_outputs(model.run(inputs), session.run(inputs)) for inputs in examples])
 
         return deviation
 
@@ -374,7 +394,7 @@ def test_padding_that_changes_the_outputs_is_found(
 
     with caplog.at_level(logging.WARNING):
         require_harmless_padding(manifest, no_reference, 1e-4, seed=0)
-    assert "what padding does to the outputs is not checked, for want of a reference" in caplog.text
+    assert "what padding does to the outputs of ids 1×15 is not checked, for want of a reference" in caplog.text
 
 
 def test_a_contest_is_held_in_the_sizes_that_both_have(compiled: CompiledNetwork, tmp_path: Path) -> None:
@@ -412,11 +432,14 @@ def test_outputs_of_a_champion_are_compared_in_its_sizes(
     assert all(error.max_rel_error < 1e-5 for error in errors.values())
 
 
-@pytest.mark.parametrize(("lengths", "padded"), [((7, 8), 6), ((4, 7, 8), 6), ((1, 8), 7), ((1, 2), None)])
+@pytest.mark.parametrize(
+    ("lengths", "padded"),
+    [((7, 8), [6, 3]), ((4, 7, 8), [6, 2, 5]), ((1, 8), [7, 2]), ((1, 2), []), ((4, 8, 16), [15, 2, 5, 9])],
+)
 def test_what_padding_does_is_looked_at_where_there_is_padding(
-    directory: Path, lengths: tuple[int, ...], padded: int | None
+    directory: Path, lengths: tuple[int, ...], padded: list[int]
 ) -> None:
-    """A size that is one smaller is no input that is padded."""
+    """By little, and by as much as to any size; a size that is one smaller is no input that is padded."""
     manifest = Manifest.read(directory)
     (ids,) = manifest.sizes[0].inputs
     sizes = [replace(manifest.sizes[0], inputs=(replace(ids, shape=(1, length)),)) for length in lengths]
@@ -427,7 +450,31 @@ def test_what_padding_does_is_looked_at_where_there_is_padding(
         return Deviation(0.0, 0.0)
 
     require_harmless_padding(replace(manifest, sizes=tuple(sizes)), compare, 1e-4, seed=0)
-    assert seen == ([] if padded is None else [padded])
+    assert seen == padded
+
+
+def test_what_cannot_be_compared_does_not_hide_the_rest(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As of a U-Net, which takes multiples of a stride alone."""
+
+    def compare(examples: Sequence[Arrays]) -> Deviation:
+        if any(example["ids"].shape[1] != 9 for example in examples):
+            raise UserInputError("ONNX Runtime cannot compute it")
+        return Deviation(1.0, 1.0)
+
+    with pytest.raises(CorrectnessError, match="padding ids of words changes its outputs"):
+        require_harmless_padding(Manifest.read(directory), compare, 1e-4, seed=0)
+    assert "what padding does to the outputs of ids 1×15 is not checked" in caplog.text
+
+
+def test_what_padding_costs_is_measured(model: TunedModel, directory: Path) -> None:
+    manifest = Manifest.read(directory)
+    uses = measured_uses(manifest, [1.0, 2.0, 4.0])
+    assert {number: (use.shortest, use.size) for number, use in uses.items()} == {1: (5, 8), 2: (9, 16)}
+    assert uses[2].worst_loss == pytest.approx(4 / 2.25 - 1)
+    assert 0 < uses[2].mean_loss < uses[2].worst_loss
+    backwards = replace(manifest, sizes=manifest.sizes[::-1])
+    assert measured_uses(backwards, [4.0, 2.0, 1.0])[0] == uses[2]
+    assert measured_uses(replace(manifest, pad={}), [1.0, 2.0, 4.0]) == {}
 
 
 @pytest.mark.system
@@ -436,18 +483,26 @@ def test_several_sizes_from_the_tuning_to_a_call(
     run_here: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    lengths = LENGTHS[1:]
-    shapes = json.dumps({"ids": [1, lengths]})
-    tuning = {**FAST, "network": saved_network(tmp_path), "input_shapes": shapes, "trials": 16}
+    path, shapes = saved_network(tmp_path), {"ids": [1, "8..16"]}
+    lengths = [size.inputs[0].shape[1] for size in load_network(str(path), input_shapes=shapes).sizes]
+    assert len(lengths) > 1
+    tuning = {**FAST, "network": path, "input_shapes": json.dumps(shapes), "trials": 16}
     assert run_here("tune", *flags(tuning)) == 0
+    assert json.loads(newest_run().data.params["input_shapes"]) == shapes  # as it was given
     assert run_here("compile", "--tune-run", newest_run().info.run_id, "--pad", json.dumps({"ids": 0})) == 0
+    assert json.loads(newest_run().data.params["input_shapes"]) == {"ids": [1, lengths]}  # as it was chosen
     model_uri = newest_run().data.tags[names.TAG_MODEL_URI]
     assert run_here("evaluate", "--model-uri", model_uri, *flags(BRIEF)) == 0
     run = newest_run()
     assert run.data.metrics[names.MAX_REL_ERROR] < 1e-5
+    sizes = f"ids {', '.join(f'1×{length}' for length in lengths)}; what is between them is padded (ids)"
+    assert run.data.tags[names.TAG_SIZES] == sizes
+    assert f"- sizes: {sizes}" in run.data.tags[MLFLOW_RUN_NOTE]
     path = mlflow.MlflowClient().download_artifacts(run.info.run_id, names.SIZES_FILE, str(tmp_path))
     rows = json.loads(Path(path).read_text())
-    assert [row["input_shapes"]["ids"][1] for row in rows] == list(lengths)
+    assert [row["input_shapes"]["ids"][1] for row in rows] == lengths
+    between = [small + 1 if small + 1 < large else None for small, large in pairwise(lengths)]
+    assert [row.get("padded_from") for row in rows] == [None, *between]
     for row in rows:
         assert row["speedup_vs_onnxruntime"] == pytest.approx(row["onnxruntime_latency_ms"] / row["latency_ms"])
     served = mlflow.pyfunc.load_model(model_uri)

@@ -138,7 +138,7 @@ def run_pipeline(
         reasons = [step.data.tags.get(names.TAG_UNRELIABLE, "") for step in (tuned, evaluated)]
         found = {
             names.TAG_UNRELIABLE: "; ".join(filter(None, reasons)),
-            names.TAG_BEST_RIVAL: evaluated.data.tags.get(names.TAG_BEST_RIVAL, ""),
+            **{name: evaluated.data.tags.get(name, "") for name in (names.TAG_BEST_RIVAL, names.TAG_SIZES)},
         }
         found = {name: text for name, text in found.items() if text}
         run.log_tags(found)

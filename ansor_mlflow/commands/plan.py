@@ -10,9 +10,10 @@ from pathlib import Path
 
 from ansor_mlflow.device import Device
 from ansor_mlflow.files import scratch_directory
-from ansor_mlflow.foreign import Report, Reported, Table, microseconds
+from ansor_mlflow.foreign import Part, Report, Reported, Table, microseconds
 from ansor_mlflow.graphs import PaddedLayer
 from ansor_mlflow.model import PartEntry, fallback_clauses, part_entries
+from ansor_mlflow.networks import ChosenSizes
 from ansor_mlflow.parameters import BudgetOptions, PlanOptions, SearchOptions
 from ansor_mlflow.steps.recorded import best_records, find_recorded, latency_s, lower_for_device, lower_recorded
 from ansor_mlflow.tracking import network_of
@@ -56,6 +57,8 @@ class Plan(Reported):
     tasks: tuple[PlannedTask, ...]
     parts: tuple[PartEntry, ...]
     """Parts of the network, if ONNX Runtime computes some of it."""
+    sizes: ChosenSizes | None
+    """The sizes that were chosen in a range; None where none was given."""
     notes: tuple[str, ...]
 
     def report(self) -> Report:
@@ -66,7 +69,14 @@ class Plan(Reported):
         headers = [header for header in rows[0] if any(row[header] for row in rows)]
         total = f"{len(rows)} tasks, {self.num_trials} trials, about {self.expected_minutes:.1f} min on 2 cores"
         table = Table([[row[header] for header in headers] for row in rows], headers)
-        return Report(f"{self.network} for {self.target}", [table, total, *self.notes])
+        return Report(f"{self.network} for {self.target}", [table, total, *self._size_parts(), *self.notes])
+
+    def _size_parts(self) -> list[Part]:
+        if self.sizes is None:
+            return []
+        rows = [use.cells() for use in self.sizes.uses]
+        text = str(self.sizes)
+        return [Table([list(row.values()) for row in rows], list(rows[0])), f"{text[0].upper()}{text[1:]}."]
 
     @property
     def num_trials(self) -> int:
@@ -103,6 +113,7 @@ def plan_tuning(options: PlanOptions) -> Plan:
         target=network.device.description,
         tasks=tasks,
         parts=parts,
+        sizes=network.graph.chosen,
         notes=(
             *(f"{clause}." for clause in fallback_clauses(parts)),
             *([_coverage_note(tasks)] if has_records and tasks else []),

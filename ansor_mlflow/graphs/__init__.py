@@ -2,7 +2,7 @@
 
 from ansor_mlflow.graphs.channel_padding import PaddedLayer, best_padding, layers_to_pad, pad_output_channels
 from ansor_mlflow.graphs.operators import fallback_reasons, rewrite_operators
-from ansor_mlflow.graphs.partition import GraphPart, ancestors, extract, partition, segments
+from ansor_mlflow.graphs.partition import GraphPart, ancestors, estimated_cost, extract, partition, segments
 from ansor_mlflow.graphs.row_dependence import rows_of
 from ansor_mlflow.graphs.simplify import fold_batch_norms, give_outputs_nodes, raise_opset, simplify
 from ansor_mlflow.graphs.types import (

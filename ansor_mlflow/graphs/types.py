@@ -50,7 +50,11 @@ def is_tensor(value: onnx.ValueInfoProto | None) -> bool:
 
 def value_infos(model: onnx.ModelProto) -> ValueInfos:
     """The type of each tensor, with its shape where ONNX can infer it; weights included."""
-    graph = onnx.shape_inference.infer_shapes(without_weights(model)[0], data_prop=True).graph
+    return noted_value_infos(onnx.shape_inference.infer_shapes(without_weights(model)[0], data_prop=True).graph)
+
+
+def noted_value_infos(graph: onnx.GraphProto) -> ValueInfos:
+    """The type of each tensor that a graph itself says, weights included."""
     weights = [helper.make_tensor_value_info(w.name, w.data_type, w.dims) for w in graph.initializer]
     return {value.name: value for value in (*weights, *graph.input, *graph.value_info, *graph.output)}
 

@@ -32,4 +32,4 @@ from ansor_mlflow.model.parts import (
     write_all_parts,
 )
 from ansor_mlflow.model.sessions import OpenVinoSession, open_sessions
-from ansor_mlflow.model.tuned_model import TunedModel, require_pad
+from ansor_mlflow.model.tuned_model import TunedModel, describe_sizes, require_pad

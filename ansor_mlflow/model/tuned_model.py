@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from ansor_mlflow.tensors import Arrays, NetworkShapes, Padded, Sized, TensorSpe
 
 Array = npt.NDArray[Any]
 Place = tuple[int, int]  # an input and one of its dimensions
+_log = logging.getLogger("ansor_mlflow")
 
 
 class TunedModel:
@@ -41,6 +43,7 @@ class TunedModel:
         self.outputs = network.outputs
         self.sizes: tuple[NetworkShapes, ...] = all_sizes(network)  # what it was compiled for
         self.choice = choice
+        self.described_sizes = describe_sizes(network)  # the sizes in words; empty where there is one
         self._dtypes = {spec.name: np.dtype(spec.dtype) for spec in self.inputs}
         self._first = [(spec.name, spec.shape, self._dtypes[spec.name]) for spec in self.sizes[0].inputs]
         self._names = [spec.name for spec in self.outputs]
@@ -124,7 +127,10 @@ class TunedModel:
 
 
 class SizeChoice:
-    """Takes the smallest size that fits. Only inputs with a value to pad with may be smaller than a size's."""
+    """Takes the smallest size that fits. Only inputs with a value to pad with may be smaller than a size's.
+
+    The first request that is padded to a size is logged, with how much of what is computed is padding.
+    """
 
     def __init__(self, sizes: Sequence[NetworkShapes], pad: Mapping[str, float]) -> None:
         self._sizes = sizes
@@ -132,6 +138,7 @@ class SizeChoice:
         num_elements = [sum(map(math.prod, shapes)) for shapes in self._shapes]
         self._from_small_to_large = sorted(range(len(sizes)), key=num_elements.__getitem__)
         self._pad = [pad.get(spec.name) for spec in sizes[0].inputs]
+        self._logged: set[int] = set()
         self._followed = [
             {axis: place for axis in range(len(spec.shape)) if (place := self._place_followed(number, axis))}
             for number, spec in enumerate(sizes[0].outputs)
@@ -145,6 +152,9 @@ class SizeChoice:
         for number in self._from_small_to_large:
             shapes = self._shapes[number]
             if all(map(_fits, given, shapes, self._pad)):
+                if number not in self._logged:
+                    self._logged.add(number)
+                    self._log_padding(given, number)
                 return number, [_padded(*pair) for pair in zip(arrays, shapes, self._pad, strict=True)]
         raise UserInputError(self._message(given))
 
@@ -169,13 +179,51 @@ class SizeChoice:
         ]
         return min(places, key=lambda place: place[1] != axis, default=None)
 
+    def __str__(self) -> str:
+        padded = ", ".join(self._padded)
+        return f"{self._all}; what is between them is {f'padded ({padded})' if padded else 'refused, for want of pad'}"
+
+    @property
+    def _all(self) -> str:
+        """The sizes; those of inputs that always have the same shape in one line: "ids, mask 1×16, 1×32"."""
+        differing = _open_names(self._sizes)
+        shapes = [{spec.shape for spec in size.inputs if spec.name in differing} for size in self._sizes]
+        if any(len(of_size) != 1 for of_size in shapes):
+            return "; ".join(map(str, self._sizes))
+        return f"{', '.join(differing)} {', '.join('×'.join(map(str, shape)) for (shape,) in shapes)}"
+
+    @property
+    def _padded(self) -> list[str]:
+        return [spec.name for spec, value in zip(self._sizes[0].inputs, self._pad, strict=True) if value is not None]
+
+    def _log_padding(self, given: tuple[tuple[int, ...], ...], size: int) -> None:
+        share = 1 - sum(map(math.prod, given)) / sum(map(math.prod, self._shapes[size]))
+        _log.info("inputs %s are padded to %s: %.0f %% is padding", self._named(given), self._sizes[size], share * 100)
+
+    def _named(self, given: tuple[tuple[int, ...], ...]) -> NetworkShapes:
+        specs = zip(self._sizes[0].inputs, given, strict=True)
+        return NetworkShapes(tuple(TensorSpec(spec.name, shape, spec.dtype) for spec, shape in specs), ())
+
     def _message(self, given: tuple[tuple[int, ...], ...]) -> str:
-        specs = self._sizes[0].inputs
-        inputs = tuple(TensorSpec(spec.name, shape, spec.dtype) for spec, shape in zip(specs, given, strict=True))
-        padded = [spec.name for spec, value in zip(specs, self._pad, strict=True) if value is not None]
-        rule = f"it pads {', '.join(padded)} alone" if padded else "pad them to one of these, or compile it with pad"
-        sizes = "; ".join(map(str, self._sizes))
-        return f"inputs {NetworkShapes(inputs, ())}: the model was compiled for {sizes}; {rule}"
+        differing = [name for name in _open_names(self._sizes) if name not in self._padded]
+        if not self._padded:
+            example = json.dumps(dict.fromkeys(differing, 0))
+            rule = f"pad them to one of these, or compile it with pad, such as {example}"
+        elif differing:
+            rule = f"it pads {', '.join(self._padded)} alone, and not {', '.join(differing)}"
+        else:
+            rule = "it pads inputs to the next of these, and none is as large; tune it with a larger one"
+        return f"inputs {self._named(given)}: the model was compiled for {self._all}; {rule}"
+
+
+def describe_sizes(network: Padded) -> str:
+    """Which sizes a network has, and whether what is between them is padded; empty where it has one."""
+    return str(SizeChoice(network.sizes, network.pad)) if network.sizes else ""
+
+
+def _open_names(sizes: Sequence[NetworkShapes]) -> list[str]:
+    """The inputs that are not the same in all sizes of a network."""
+    return [same[0].name for same in zip(*(size.inputs for size in sizes), strict=True) if len(set(same)) > 1]
 
 
 def require_pad(pad: Mapping[str, float], called: str, network: Sized) -> None:

@@ -16,12 +16,14 @@ import onnx
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import scratch_directory
+from ansor_mlflow.graphs import estimated_cost
 from ansor_mlflow.networks.families.builtin import BUILTIN_NETWORKS, build_builtin
 from ansor_mlflow.networks.onnx_file import data_root, digest, load_weights, read_onnx
 from ansor_mlflow.networks.operators import build_operator, check_operator, is_operator
 from ansor_mlflow.networks.pytorch import PROGRAM_SUFFIX, TorchModel, export_model, load_program, require_trust
-from ansor_mlflow.networks.shapes import GivenShape, split_sizes
-from ansor_mlflow.networks.static_shapes import fix_shapes, input_specs, open_shapes, output_specs
+from ansor_mlflow.networks.shapes import Shape
+from ansor_mlflow.networks.sizes import ChosenSizes, GivenShape, choose_sizes, has_range, only_size, split_sizes
+from ansor_mlflow.networks.static_shapes import declared_shapes, fix_shapes, input_specs, open_shapes, output_specs
 from ansor_mlflow.tensors import NetworkShapes, TensorSpec, open_where_different
 
 _log = logging.getLogger("ansor_mlflow")
@@ -46,6 +48,8 @@ class Network:
     """The URI that the file was downloaded from; with a version, where the user gave an alias."""
     sizes: tuple[NetworkShapes, ...] = ()
     """Its sizes, in the order in which they were given; empty where it has one."""
+    chosen: ChosenSizes | None = None
+    """How they were chosen in a range that was given; None where they were given themselves."""
 
     def models(self) -> Iterator[onnx.ModelProto]:
         """Yields the network with the static shapes of each of its sizes."""
@@ -105,16 +109,12 @@ def load_network(
     """Generates a built-in network or a single operator (see `operators.OPERATORS`), or reads a file.
 
     `input_shapes` replaces the shapes of inputs, from which the others follow; a dimension of a file may be a list of
-    sizes (see `split_sizes`). Inputs with `input_values` are fixed to them, and `seed` is that of generated weights.
+    sizes (see `split_sizes`), or a range in which they are chosen (see `choose_sizes`). Inputs with `input_values` are
+    fixed to them, and `seed` is that of generated weights.
     """
     require_network(name, trust=trust)
     if name in BUILTIN_NETWORKS or is_operator(name):
-        shapes, *others = split_sizes(name, input_shapes)
-        if others:
-            raise UserInputError(
-                f"input_shapes gives {name} several sizes, but its graph is made for one; give an ONNX file with "
-                "dynamic axes"
-            )
+        shapes = only_size(name, input_shapes, "its graph is made for one; give an ONNX file with dynamic axes")
         build = build_operator if is_operator(name) else build_builtin
         model = build(name, batch_size=batch_size, input_shapes=shapes, seed=seed)
         return _network(name, fix_shapes(model, name, {}, values=input_values))
@@ -139,6 +139,12 @@ def read_network(
         load = partial(load_program, path, called)
         sizes: dict[str, Any] = {"batch_size": batch_size, "input_shapes": input_shapes, "input_values": input_values}
         return replace(read_torch_model(load, called, **sizes), name=path.stem, path=path)
+    if has_range(input_shapes):
+        chosen = _choose_sizes(path, called, input_shapes, batch_size=batch_size, values=input_values)
+        sized = read_network(
+            path, called, batch_size=batch_size, input_shapes=chosen.input_shapes, input_values=input_values
+        )
+        return replace(sized, chosen=chosen)
     shapes, *others = split_sizes(called, input_shapes)
     if others:
         return _read_sizes(path, called, [shapes, *others], batch_size=batch_size, values=input_values)
@@ -155,12 +161,12 @@ def read_torch_model(
     input_values: Mapping[str, Any] = {},
 ) -> Network:
     """Makes a network of a model of PyTorch, which a child process loads and exports; it can run code of its author."""
-    shapes, *others = split_sizes(called, input_shapes)
-    if others:
-        raise UserInputError(
-            f"input_shapes gives {called} several sizes, but a model of PyTorch is read with one; export an ONNX file "
-            "with dynamic axes: torch.onnx.export(model, args, 'model.onnx', dynamic_shapes=…)"
-        )
+    shapes = only_size(
+        called,
+        input_shapes,
+        "a model of PyTorch is read with one; export an ONNX file with dynamic axes: torch.onnx.export(model, args, "
+        "'model.onnx', dynamic_shapes=…)",
+    )
     with scratch_directory() as scratch:
         exported = Path(scratch, "model.onnx")
         export_model(load, called, exported, input_shapes=shapes, batch_size=batch_size)
@@ -191,6 +197,17 @@ def _read(path: Path, called: str, *, given: Mapping[str, Sequence[int]] = {}, *
     model = fix_shapes(read_onnx(path, called), called, given, directory, **options)
     load_weights(model, called, directory)
     return model
+
+
+def _choose_sizes(path: Path, called: str, given: Mapping[str, GivenShape], **options: Any) -> ChosenSizes:
+    """Chooses the sizes of an ONNX file in a range; the shapes of each candidate are inferred, a second or so each."""
+    _log.info("choosing the sizes of %s", called)
+    directory = data_root(path.parent)
+
+    def cost(shapes: Mapping[str, Shape]) -> float:
+        return estimated_cost(fix_shapes(read_onnx(path, called), called, shapes, directory, **options, note=str))
+
+    return choose_sizes(called, declared_shapes(read_onnx(path, called)), given, cost)
 
 
 def _read_sizes(path: Path, called: str, given: Sequence[Mapping[str, tuple[int, ...]]], **options: Any) -> Network:

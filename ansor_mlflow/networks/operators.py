@@ -18,8 +18,7 @@ from typing import cast
 import onnx
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.networks.families.family import BuiltinNetwork
-from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.networks.graph import BuiltinNetwork, GraphBuilder
 from ansor_mlflow.networks.shapes import Shape
 
 _MAX_WEIGHT_BYTES = 2**31 - 1

@@ -1,4 +1,4 @@
-"""Which shapes the inputs of a network get: their own, or those that the user gives, for one size or for several.
+"""Which shapes the inputs of a network get: their own, or those that the user gives.
 
 The names of dynamic axes say which of them are the batch, which follow from others, and what sizes are usual.
 """
@@ -23,8 +23,6 @@ DeclaredShape = tuple[int | str, ...]
 NamedShapes = Mapping[str, DeclaredShape | None]
 """Shapes of inputs by their names; None where not even the rank is known. Each dynamic axis has a name, and axes of one
 name have one size."""
-GivenShape = Sequence[int | list[int] | tuple[int, ...]]
-"""A shape in which a dimension may be a list of sizes, one for each size of the network."""
 
 _NO_NAME = "?"
 _BATCH_LETTERS = ("b", "bs", "bsz", "n")
@@ -99,33 +97,6 @@ def resolve_shapes(
         places = ", ".join(f"dimension {axis} of {name!r}" for places in assumed.values() for name, axis in places)
         note(f"network={network}: its batch is dynamic ({places}) and taken as 1; give batch_size for another")
     return resolved
-
-
-def has_several_sizes(given: Mapping[str, GivenShape]) -> bool:
-    """Whether a dimension is a list."""
-    return any(isinstance(dim, list | tuple) for shape in given.values() for dim in shape)
-
-
-def split_sizes(network: str, given: Mapping[str, GivenShape]) -> list[dict[str, Shape]]:
-    """The shapes of each size, one at least: the first ones of all lists, then the second ones, and so on."""
-    dims = [dim for shape in given.values() for dim in shape]
-    lengths = sorted({len(dim) for dim in dims if isinstance(dim, list | tuple)} or {1})
-    if len(lengths) > 1 or not lengths[0]:
-        raise UserInputError(
-            f"input_shapes gives dimensions of {network} {' and '.join(map(str, lengths))} sizes; give all lists the "
-            "same length: their first sizes belong together, then their second ones"
-        )
-    sizes = [
-        {
-            name: tuple(dim[number] if isinstance(dim, list | tuple) else dim for dim in shape)
-            for name, shape in given.items()
-        }
-        for number in range(lengths[0])
-    ]
-    if twice := next((shapes for i, shapes in enumerate(sizes) if shapes in sizes[:i]), None):
-        shapes = ", ".join(f"{name} {list(shape)}" for name, shape in twice.items())
-        raise UserInputError(f"input_shapes gives {network} the size {shapes} twice; give each once")
-    return sizes
 
 
 def _check_given(network: str, declared: Mapping[str, DeclaredShape | None], name: str, shape: list[int]) -> None:

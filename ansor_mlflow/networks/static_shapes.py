@@ -68,7 +68,7 @@ def fix_shapes(
                 f"network={network}: {value.name!r} is not a tensor of NumPy's floats, integers or booleans; "
                 "export the model without it (skl2onnx: options={'zipmap': False})"
             )
-    declared = {value.name: _declared_shape(value) for value in inputs}
+    declared = declared_shapes(model)
     dtypes = {value.name: _dtype(value) for value in inputs}
     fixed = typed_values(network, dtypes, values)
     for name, array in fixed.items():
@@ -122,6 +122,11 @@ def open_shapes(
     return model
 
 
+def declared_shapes(model: onnx.ModelProto) -> dict[str, DeclaredShape | None]:
+    """The shapes of a model's inputs as its file declares them."""
+    return {value.name: _declared_shape(value) for value in _inputs(model.graph)}
+
+
 def input_specs(model: onnx.ModelProto) -> tuple[TensorSpec, ...]:
     """The inputs of a model with static shapes; before IR version 4 weights are listed with them, and are left out."""
     return tuple(map(_spec, _inputs(model.graph)))
@@ -166,7 +171,7 @@ def _set_shape(value: onnx.ValueInfoProto, shape: Sequence[int | str | None]) ->
 def _fix_inputs(model: onnx.ModelProto, network: str, shapes: Mapping[str, Sequence[int]], values: Arrays) -> None:
     """Gives inputs their shapes and values, and takes the branches that these decide."""
     inputs = _inputs(model.graph)
-    declared = {value.name: _declared_shape(value) for value in inputs}
+    declared = declared_shapes(model)
     for value in inputs:
         _set_shape(value, shapes[value.name])
     noted = [*model.graph.value_info, *model.graph.output]

@@ -87,7 +87,9 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonEmpty = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, BeforeValidator(_parse_share)]
 """A number, or a percentage such as 3%."""
-Shapes = Annotated[dict[str, list[PositiveInt | list[PositiveInt]]], BeforeValidator(_parse_json)]
+SizeRange = Annotated[str, Field(pattern=r"\.\.")]
+"""Such as 16..512; what is wrong with another is said where it is read, beside the axis."""
+Shapes = Annotated[dict[str, list[PositiveInt | list[PositiveInt] | SizeRange]], BeforeValidator(_parse_json)]
 InputValues = Annotated[
     dict[str, Annotated[Any, AfterValidator(_plain_numbers)]],
     BeforeValidator(_parse_json),

@@ -74,8 +74,9 @@ class NetworkOptions(SeedOptions):
     Attributes:
         network: Network: a built-in name such as resnet-50, an operator with its sizes such as dense:1,512,512, an ONNX
             file, the URI of an MLflow model, or, with trust=true, an exported program of PyTorch (.pt2).
-        input_shapes: Shapes that replace those of the inputs, as JSON: {"data": [1, 3, 224, 224]}. Lists of sizes in
-            the place of dimensions make one model for several sizes: {"ids": [1, [32, 128]]}.
+        input_shapes: Shapes that replace those of the inputs, as JSON: {"data": [1, 3, 224, 224]}. Lists in
+            place of dimensions make one model for several sizes: {"ids": [1, [32, 128]]}; a range chooses them: {"ids":
+            [1, "16..512"]}.
         input_values: Values that inputs are fixed to, as JSON: {"sr": 16000}. They are no inputs of the tuned model any
             more.
         batch_size: Batch size of a built-in network, and of a file whose batch is dynamic; 1 leaves others as they are.
@@ -91,7 +92,9 @@ class NetworkOptions(SeedOptions):
 
     network: str = parameter("resnet-18", NETWORK_RULE, min_length=1)
     trust: Trust = False
-    input_shapes: Shapes = parameter({}, 'a JSON object of shapes, such as {"data": [1, 3, 224, 224]}')
+    input_shapes: Shapes = parameter(
+        {}, 'a JSON object of shapes, such as {"data": [1, 3, 224, 224]} or {"ids": [1, "16..512"]}'
+    )
     input_values: InputValues = parameter(
         {}, 'a JSON object of numbers or lists of them, such as {"sr": 16000}, of at most 6000 characters'
     )

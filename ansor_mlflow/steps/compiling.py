@@ -110,6 +110,8 @@ def compile_network(options: CompileOptions) -> CompileResult:
             if options.allow_missing:
                 metrics |= _report_lost([lost for _, _, of_device in built for lost in of_device], run)
             libraries = [replace(library, pad=options.pad) for library, _, _ in built]
+            if sizes := model.describe_sizes(libraries[0]):
+                _log.info("sizes: %s", sizes)
             signature = get_signature(network.inputs, network.outputs, options.signature)
             with translated_errors("log the model"):
                 logged = flavor.log_model(libraries, name=model_name(network.name, descriptions), signature=signature)

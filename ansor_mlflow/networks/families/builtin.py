@@ -12,7 +12,7 @@ import onnx
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.networks import operators
 from ansor_mlflow.networks.families import convolutional, dense, inception
-from ansor_mlflow.networks.families.family import BuiltinNetwork
+from ansor_mlflow.networks.graph import BuiltinNetwork
 from ansor_mlflow.networks.shapes import resolve_shapes
 from ansor_mlflow.plugins import PluginTable
 

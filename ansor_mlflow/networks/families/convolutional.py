@@ -7,8 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from ansor_mlflow.networks.families.family import NUM_CLASSES, append_pooled_logits, image_classifier
-from ansor_mlflow.networks.graph import GraphBuilder, PerAxis
+from ansor_mlflow.networks.graph import NUM_CLASSES, GraphBuilder, PerAxis, append_pooled_logits, image_classifier
 from ansor_mlflow.networks.shapes import Shape
 
 STAGE_CHANNELS = (64, 128, 256, 512)

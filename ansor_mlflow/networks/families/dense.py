@@ -8,8 +8,7 @@ import numpy as np
 import onnx
 
 from ansor_mlflow.errors import UserInputError
-from ansor_mlflow.networks.families.family import BuiltinNetwork, image_classifier
-from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.networks.graph import BuiltinNetwork, GraphBuilder, image_classifier
 from ansor_mlflow.networks.shapes import Shape
 
 MLP_UNITS = (128, 64)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ansor_mlflow.networks.families.family import append_pooled_logits, image_classifier
-from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.networks.graph import GraphBuilder, append_pooled_logits, image_classifier
 from ansor_mlflow.networks.shapes import Shape
 
 

@@ -22,6 +22,7 @@ from ansor_mlflow.model import (
     BuildJob,
     build_in_child_process,
     computed_by,
+    describe_sizes,
     fallback_among,
     has_library,
     verified_manifest,
@@ -120,7 +121,7 @@ def _evaluate(
     run.log_unreliable(bench.noise.unreliable)
     tags[names.TAG_UNRELIABLE] = bench.noise.unreliable
     note = tracking.evaluation_note(
-        manifest.network, tracking.command_lines("evaluate", options), tags, metrics, kernels
+        manifest.network, tracking.command_lines("evaluate", options), {**described, **tags}, metrics, kernels
     )
     run.log_note(note)
     tracking.describe_model(model_id, {**described, **tags}, note)
@@ -136,6 +137,7 @@ def _describe(run: tracking.StepRun, options: EvaluateOptions, bench: Bench) -> 
         names.TAG_TARGET: device,
         names.TAG_NUM_THREADS: str(bench.num_threads),
         names.TAG_COMPUTED_BY: computed_by(bench.entry.parts),
+        **({names.TAG_SIZES: sizes} if (sizes := describe_sizes(bench.manifest)) else {}),
     }
     run.log_tags(
         {**described, names.TAG_MODEL_URI: options.model_uri, "mlflow.runName": f"evaluate {' · '.join(title)}"}

@@ -273,11 +273,12 @@ def require_same_tasks(run_id: str, records: Path, network: Network, device: Dev
     if reason := why_not_applicable(made_for, device):
         raise RecordsError(f"resume_run={run_id}: {reason}; resume it on such a device, or start a new tuning")
     provenance = read_provenance(records)
-    if provenance.lowering_version != LOWERING_VERSION or provenance.network_sha256 != network.sha256:
+    has_sizes = network.chosen is None or network.chosen.input_shapes == provenance.input_shapes
+    if not has_sizes or (provenance.lowering_version, provenance.network_sha256) != (LOWERING_VERSION, network.sha256):
         raise RecordsError(
             f"resume_run={run_id}: the network has other tasks today than the run tuned (lowering version "
-            f"{provenance.lowering_version}, this is {LOWERING_VERSION}; or another version of the network); start a "
-            "new tuning"
+            f"{provenance.lowering_version}, this is {LOWERING_VERSION}; or another version of the network, or other "
+            "sizes in the range of input_shapes); start a new tuning"
         )
 
 

@@ -99,6 +99,8 @@ class TuningWork:
 def prepare_tuning(options: TuneOptions) -> TuningWork:
     """Does all that can show that parameters are not usable, so that there is no run of those that are not."""
     network = tracking.network_of(options, copy_of_network(options.resume_run) if options.resume_run else "")
+    if network.chosen:
+        _log.info("%s", network.chosen)
     device = _device_of(options)
     if options.cache_flush and not device.platform.in_process:
         raise UserInputError(
@@ -248,11 +250,14 @@ def _provenance(work: TuningWork) -> Provenance:
     import tvm
 
     options, network, device = work.options, work.network, work.device
+    given = options.model_dump(include={"batch_size", "input_shapes", "input_values", "seed", "target"})
+    if network.chosen:  # what is compiled does not depend on how a later version would choose
+        given["input_shapes"] = network.chosen.input_shapes
     return Provenance(
         network=without_credentials(options.network),
         from_file=network.path is not None,
         network_sha256=network.sha256,
-        **options.model_dump(include={"batch_size", "input_shapes", "input_values", "seed", "target"}),
+        **given,
         **asdict(options.lowering),
         num_threads=device.num_threads,
         lowering_version=LOWERING_VERSION,

@@ -116,8 +116,8 @@ def _headline(network: str, tags: Mapping[str, str], metrics: Mapping[str, float
 
 
 def _figures(tags: Mapping[str, str], metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    reason = tags.get(names.TAG_UNRELIABLE)
-    return [*([("not to be trusted", reason)] if reason else []), *summary_rows(metrics)]
+    of_tags = {"not to be trusted": names.TAG_UNRELIABLE, "sizes": names.TAG_SIZES}
+    return [*((label, tags[name]) for label, name in of_tags.items() if tags.get(name)), *summary_rows(metrics)]
 
 
 def _items(rows: Sequence[tuple[str, str]]) -> list[str]:
