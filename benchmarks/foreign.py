@@ -37,6 +37,7 @@ _HERE = Path(__file__).parent
 @click.option("--install-only", is_flag=True, help="Only put the files into FOLDER.")
 @click.option("--again", is_flag=True, help="Do files that the JSON file has, too.")
 @click.option("--turns", default=3, type=click.IntRange(min=1), help="How often each contender is timed.")
+@click.option("--runtimes", default="tvm,onnxruntime", help="What may compute a network.")
 @click.option("--limit-s", default=600.0, help="Seconds that a file may take.")
 @click.option("--memory-gib", default=8.0, help="Data memory that each process may take.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for all figures.")
@@ -49,6 +50,7 @@ def main(
     install_only: bool,
     again: bool,
     turns: int,
+    runtimes: str,
     limit_s: float,
     memory_gib: float,
     json_file: Path | None,
@@ -72,9 +74,8 @@ def main(
         for package, file in chosen:
             if (name := str(package.place(file))) in rows and not again:
                 continue
-            rows[name] = _row(
-                package, file, folder, turns, limit_s, int(memory_gib * 2**30), Path(scratch, "mlflow.db")
-            )
+            store, memory_bytes = Path(scratch, "mlflow.db"), int(memory_gib * 2**30)
+            rows[name] = _row(package, file, folder, turns, runtimes, limit_s, memory_bytes, store)
             console.print(line(rows[name]), markup=False, highlight=False, soft_wrap=True)
             _write(_in_order(rows, order), json_file, csv_file, markdown)
     found = _in_order(rows, order)
@@ -108,6 +109,7 @@ def _row(
     file: ForeignFile,
     folder: Path,
     turns: int,
+    runtimes: str,
     limit_s: float,
     memory_bytes: int,
     store: Path,
@@ -115,7 +117,7 @@ def _row(
     path = (folder / package.place(file)).resolve()
     words = [str(path), "--parameters", json.dumps(file.parameters)]
     check = [sys.executable, str(_HERE / "gallery_check.py"), *words, "--trials", "0", "--trained"]
-    check += ["--store", str(store), "--rivals", ",".join(RIVALS), "--turns", str(turns)]
+    check += ["--store", str(store), "--rivals", ",".join(RIVALS), "--turns", str(turns), "--runtimes", runtimes]
     compiled = run_child(check, path.parent, limit_s, memory_bytes)
     alone = None
     if compiled.result is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,8 +41,11 @@ _LEAST_DIFFERENCE = 1e-2
 @click.option("--store", default="mlflow.db", help="Database of MLflow for the tuning; it is made where there is none.")
 @click.option("--rivals", default="onnxruntime", help="Runtimes beside which a tuned network is timed.")
 @click.option("--turns", default=2, help="How often each of them is timed.")
+@click.option("--runtimes", default="tvm,onnxruntime", help="What may compute the network of a tuned model.")
 @click.option("--trained", is_flag=True, help="Outputs that do not depend on inputs are named, and are no error.")
-def main(file: Path, parameters: str, trials: int | None, store: str, rivals: str, turns: int, trained: bool) -> None:
+def main(
+    file: Path, parameters: str, trials: int | None, store: str, rivals: str, turns: int, runtimes: str, trained: bool
+) -> None:
     """Compiles a model and compares it with ONNX Runtime."""
     given = json.loads(parameters)
     try:
@@ -49,8 +53,12 @@ def main(file: Path, parameters: str, trials: int | None, store: str, rivals: st
             found = _untuned(file, given)
         else:
             with tempfile.TemporaryDirectory() as directory:
-                model = _tuned(file, given, trials, store, directory)
-                found = {"trials": trials, **_timed(file, model, rivals.split(","), turns, trained)}
+                model, compile_s = _tuned(file, given, trials, store, directory, runtimes)
+                found = {
+                    "trials": trials,
+                    "compile_s": compile_s,
+                    **_timed(file, model, rivals.split(","), turns, trained),
+                }
     except AnsorMlflowError as err:
         click.echo(f"Error: {err}", err=True)
         sys.exit(err.exit_code)
@@ -99,8 +107,10 @@ def _untuned(file: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {"max_rel_error": error, "equal": error <= tolerance, "algorithm": algorithm}
 
 
-def _tuned(file: Path, parameters: Mapping[str, Any], trials: int, store: str, directory: str) -> Path:
-    """The model as a user gets it, below a directory."""
+def _tuned(
+    file: Path, parameters: Mapping[str, Any], trials: int, store: str, directory: str, runtimes: str
+) -> tuple[Path, float]:
+    """The model as a user gets it, below a directory, and the seconds of the step that compiled it."""
     import mlflow
 
     import ansor_mlflow
@@ -109,8 +119,11 @@ def _tuned(file: Path, parameters: Mapping[str, Any], trials: int, store: str, d
     mlflow.create_experiment(directory, artifact_location=Path(directory, "artifacts").as_uri())
     mlflow.set_experiment(directory)
     tuned = ansor_mlflow.tune(file, **parameters, trials=trials, seed=_SEED)
-    compiled = ansor_mlflow.compile(file, **parameters, tune_run=tuned.run_id)
-    return Path(mlflow.artifacts.download_artifacts(artifact_uri=compiled.model_uri))
+    started_s = time.monotonic()
+    given: dict[str, Any] = {**parameters, "tune_run": tuned.run_id, "runtimes": runtimes}
+    compiled = ansor_mlflow.compile(file, **given)
+    compile_s = time.monotonic() - started_s
+    return Path(mlflow.artifacts.download_artifacts(artifact_uri=compiled.model_uri)), compile_s
 
 
 def _timed(file: Path, model: Path, rivals: Sequence[str], turns: int, trained: bool) -> dict[str, Any]:
@@ -126,7 +139,7 @@ def _timed(file: Path, model: Path, rivals: Sequence[str], turns: int, trained: 
         tolerance_for,
         tuned_inference,
     )
-    from ansor_mlflow.model import Manifest
+    from ansor_mlflow.model import Manifest, computed_by
     from ansor_mlflow.names import NETWORK_FILE
     from ansor_mlflow.steps.evaluation.rivals import check_rivals
     from ansor_mlflow.tensors import all_sizes
@@ -152,7 +165,8 @@ def _timed(file: Path, model: Path, rivals: Sequence[str], turns: int, trained: 
         "max_rel_error": error,
         "equal": error <= tolerance,
         "unchecked": same_for_all(expected),
-        "parts": [str(part) for part in library.parts if part.runs_in == "onnxruntime"],
+        "parts": [str(part) for part in library.parts if part.runs_in != "tvm"],
+        "computed_by": computed_by(library.parts),
         "cpu": library.fingerprint.cpu_model,
         "num_threads": task.num_threads,
         "turns_ms": turns_ms,

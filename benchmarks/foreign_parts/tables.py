@@ -14,18 +14,19 @@ from ansor_mlflow.measuring import version_of
 from ansor_mlflow.measuring.rivals.table import rival_titles
 from foreign_parts.row import OURS, RIVALS, Row
 
-_HEAD = ["package", "file", "gets_in", "right", "error", "ms", "spread"]
+_HEAD = ["package", "file", "gets_in", "computed_by", "compile_s", "right", "error", "ms", "spread"]
 _HEAD += [column for rival in RIVALS for column in (f"{rival}_ms", f"{rival}_spread")]
 _HEAD += ["best_rival", "ratio", "ratio_low", "ratio_high", "disturbed", "remarks"]
 
 
 def line(row: Row) -> str:
     """What is said of a file as soon as it is done."""
-    _, _, end, right, error, ours_ms, *_ = _cells(row)
+    _, _, end, computed_by, _, right, error, ours_ms, *_ = _cells(row)
     if not row.is_in:
         return f"{row.name}  {end}: {'; '.join(row.remarks)}"
     ratio = "" if row.ratio is None else f"{row.ratio:.2f} of {row.best_rival}"
-    return "  ".join(filter(None, (row.name, end, "" if right == "yes" else "WRONG", error, f"{ours_ms} ms", ratio)))
+    wrong = "" if right == "yes" else "WRONG"
+    return "  ".join(filter(None, (row.name, end, computed_by, wrong, error, f"{ours_ms} ms", ratio)))
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
@@ -49,6 +50,8 @@ def summary(rows: Sequence[Row]) -> str:
     ratios = [row.ratio for row in rows if row.ratio is not None]
     text = f"{len(rows)} files of {len({row.pin for row in rows})} packages: {counts}; "
     text += f"{sum(row.is_right for row in rows)} of {sum(row.is_in for row in rows)} are right."
+    computed = Counter(row.compiled.result["computed_by"] for row in rows if row.is_in)
+    text += "".join(f" {number} are computed by {name}." for name, number in computed.most_common())
     if ratios:
         text += f" {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} are faster than their best rival,"
         text += f" and the median of the ratios is {median(ratios):.2f}."
@@ -72,6 +75,7 @@ def _cells(row: Row) -> list[str]:
     if not row.is_in:
         return [*cells, *[""] * (len(_HEAD) - len(cells) - 1), "; ".join(row.remarks)]
     found = row.compiled.result
+    cells += [found["computed_by"], f"{found['compile_s']:.1f}"]
     cells += ["yes" if row.is_right else "no", f"{found['max_rel_error']:.1e}"]
     for contender in (OURS, *RIVALS):
         latency = row.latencies.get(contender)
