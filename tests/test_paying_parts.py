@@ -9,16 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import mlflow
 import numpy as np
 import onnx
 import pytest
-from helpers.commands import ROOT, environment, run
+from helpers.commands import ROOT, RunCommand, environment, run
 from helpers.exports import branching
 from helpers.untuned import compiled_untuned
+from onnx import TensorProto, helper
 
 from ansor_mlflow import flavor, names
 from ansor_mlflow.device import Device
-from ansor_mlflow.errors import ModelError
+from ansor_mlflow.errors import ModelError, UserInputError
 from ansor_mlflow.foreign import typed
 from ansor_mlflow.lowering.lower import lower, lower_sizes
 from ansor_mlflow.lowering.network import LoweredNetwork
@@ -311,3 +313,24 @@ def test_segments_that_lose_are_left_out(
     assert losing_segments(in_segments, cut, fastest_s=3.0) == {}
     mixed = lower_sizes(network.models(), host_target, LoweringSettings(), "deep", losing)
     assert [part.graph.runs_in for part in mixed.parts] == ["tvm", "onnxruntime", "tvm"]
+
+
+@pytest.mark.system
+@pytest.mark.usefixtures("own_directory")
+def test_a_network_of_which_tvm_computes_nothing_is_a_model_like_any_other(run_here: RunCommand) -> None:
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [4])
+    y = helper.make_tensor_value_info("y", TensorProto.INT64, [1, "found"])
+    graph = helper.make_graph([helper.make_node("NonZero", ["x"], ["y"])], "nonzero", [x], [y])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), "nonzero.onnx")
+    assert run_here("main", "--network", "nonzero.onnx", "--turns", "1", "--measure-s", "0.05") == 0
+    main = mlflow.search_runs(filter_string="tags.`ansor.step` = 'main'", output_format="list")[0]
+    assert names.UNTUNED_LATENCY_MS not in main.data.metrics
+    assert main.data.metrics[names.ONNXRUNTIME_SHARE] == 1
+    model_uri = main.data.tags[names.TAG_MODEL_URI]
+    model = flavor.load_model(model_uri)
+    assert str(model.choice).endswith("ONNX Runtime computes all 1 node (shapes that depend on values)")
+    values = np.array([0, 1, 0, 2], np.float32)
+    np.testing.assert_array_equal(model.run({"x": values})["y"], [[1, 3]])
+    np.testing.assert_array_equal(mlflow.pyfunc.load_model(model_uri).predict({"x": values}), [[1, 3]])
+    tune_run = main.data.tags[names.TAG_TUNE_RUN]
+    assert run_here("compile", "--tune-run", tune_run, "--runtimes", "tvm") == UserInputError.exit_code

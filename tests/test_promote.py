@@ -120,7 +120,7 @@ def set_times(monkeypatch: pytest.MonkeyPatch) -> SetTimes:
 
     Takes milliseconds by version. Returns the versions in the order in which they are timed.
     """
-    monkeypatch.setattr(checking, "in_child_process", lambda function, make_call: function(make_call))
+    monkeypatch.setattr(checking, "in_child_process", lambda function, make_call, **_: function(make_call))
 
     def set_(times_ms: Mapping[str, float]) -> list[str]:
         rng = np.random.default_rng(0)

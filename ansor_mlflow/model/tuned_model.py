@@ -93,7 +93,7 @@ class TunedModel:
         arrays = []
         for name, shape, dtype in self._first:
             array = inputs.get(name)
-            if type(array) is not np.ndarray or array.shape != shape or array.dtype is not dtype:
+            if type(array) is not np.ndarray or array.shape != shape or array.dtype != dtype:
                 return None
             arrays.append(array)
         return arrays
