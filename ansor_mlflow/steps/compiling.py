@@ -65,10 +65,14 @@ class CompileResult(Reported):
     run_id: str
     model_uri: str
     coverage: model.Coverage
+    computed_by: str
+    """The runtimes that compute the network, separated by commas."""
 
     def report(self) -> Report:
         covered = f"{self.coverage.task_share:.0%} of tasks, {self.coverage.flops_share:.1%} of operations"
-        return Report(f"coverage {covered}", where={"run": self.run_id, "model": self.model_uri})
+        return Report(
+            f"computed by {self.computed_by}; coverage {covered}", where={"run": self.run_id, "model": self.model_uri}
+        )
 
 
 @dataclass(frozen=True)
@@ -115,10 +119,10 @@ def compile_network(options: CompileOptions) -> CompileResult:
             signature = get_signature(network.inputs, network.outputs, options.signature)
             with translated_errors("log the model"):
                 logged = flavor.log_model(libraries, name=model_name(network.name, descriptions), signature=signature)
-            made = {names.TAG_MODEL_URI: str(logged.model_uri), names.TAG_COMPUTED_BY: model.computed_by(library.parts)}
-            run.log_tags(made)
+            computed_by = model.computed_by(library.parts)
+            run.log_tags({names.TAG_MODEL_URI: str(logged.model_uri), names.TAG_COMPUTED_BY: computed_by})
             run.log_metrics(metrics)  # before, MLflow would make them the first ones of the model
-            return CompileResult(run.run_id, str(logged.model_uri), coverage)
+            return CompileResult(run.run_id, str(logged.model_uri), coverage, computed_by)
 
 
 def _recipes(options: CompileOptions, scratch: Path) -> list[_Recipe]:
@@ -216,6 +220,8 @@ def _build_library(
         compiled, losing = measure_parts(compiled, maker.lower(known))
         if losing:
             compiled, coverage = maker.without(known, losing)
+    if recipe.lowering.dtype != "float32":  # which no other runtime is asked to compute in
+        return compiled, coverage, lost
     preferred = prefer_fastest(compiled, network, runtimes)
     was_timed = "onnxruntime" in runtimes and "runtimes_ms" in preferred.provenance
     if was_timed and not (compiled.parts or compiled.sizes) and took_s < _MAX_COMPILE_S:
