@@ -315,7 +315,7 @@ def test_records_in_an_artifact_store_compile_the_network(pipeline: Pipeline, sm
     env = {**pipeline.store.environment(), "MLFLOW_EXPERIMENT_NAME": "elsewhere"}
     finished = run_command([ANSOR_MLFLOW, "compile", *flags(parameters)], tmp_path, env)
     assert finished.exit_code == 0, finished.stderr
-    lines = r"coverage 100% of tasks, 100.0% of operations\nrun    \w{32}\nmodel  models:/m-\w+\n"
+    lines = r"computed by [a-z,]+; coverage 100% of tasks, 100.0% of operations\nrun    \w{32}\nmodel  models:/m-\w+\n"
     assert re.fullmatch(lines, finished.stdout)
 
 
