@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -95,19 +96,21 @@ def turn_in_process(make_call: MakeCall, measure_s: float) -> tuple[list[float],
 
 
 def time_first_calls(make_call: MakeCall, limit_s: float) -> Latency:
-    """Times the first calls of what may be very slow, in a fresh process that has so many seconds for all.
+    """Times the first calls of what may be very slow, in a fresh process that has so many seconds for them.
 
     Raises:
         MachineError: It had not made one call by then, or died.
     """
-    advice = "give baseline=none"
-    seconds = in_child_process(_first_calls, make_call, work="times it", advice=advice, limit_s=limit_s)
+    work, advice = f"has {limit_s:g} s for its calls", "give baseline=none"
+    seconds = in_child_process(_first_calls, (make_call, limit_s), work=work, advice=advice)
     return Latency(np.array(seconds) * 1e3)
 
 
-def _first_calls(make_call: MakeCall) -> list[float]:
+def _first_calls(work: tuple[MakeCall, float]) -> list[float]:
     """Seconds of the first call, where it is slow, or of some calls after it."""
+    make_call, limit_s = work
     call = make_call()
+    signal.setitimer(signal.ITIMER_REAL, limit_s)  # whose signal ends this process, even in a kernel
     first_s = _timed(call)
     if first_s > _WARM_UP_S:
         return [first_s]
