@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from ansor_mlflow.device import CPU
 from ansor_mlflow.errors import MachineError, UserInputError
-from ansor_mlflow.measuring.compare import ONNXRUNTIME, Inference, explained
-from ansor_mlflow.measuring.rivals.task import Rival, RivalTask
+from ansor_mlflow.measuring.compare import ONNXRUNTIME, Inference, Rival, RivalTask, explained
 from ansor_mlflow.measuring.rivals.torch import TORCH
 from ansor_mlflow.plugins import PluginTable
 from ansor_mlflow.tensors import Arrays

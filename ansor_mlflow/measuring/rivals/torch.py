@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from ansor_mlflow.measuring.rivals.task import Rival, RivalTask
+from ansor_mlflow.measuring.compare import Rival, RivalTask
 from ansor_mlflow.tensors import Arrays, random_inputs
 
 
