@@ -184,12 +184,13 @@ class _Writer:
             self._initial = [_argument(f"initial_{name}", *state) for name in self._states]
             self._outputs = _argument("outputs", *layer.of_step(layer.steps, directions, layer.batch), layer.units)
             self._last = [_argument(f"last_{name}", *state) for name in self._states]
-            # Two of them: blocks of the next state are written while others read this one.
-            self._h = T.alloc_buffer((directions, 2, layer.batch, blocking.units))
-            # The cell of an LSTM; of a GRU with two groups of gates, its update gate, and the state after the reset.
-            num_others = 1 if layer.kind == "LSTM" else 2 * (len(layer.groups) - 1)
-            self._others = [T.alloc_buffer((directions, layer.batch, blocking.units)) for _ in range(num_others)]
-            self._write()
+            with T.sblock("all_steps"):  # as other functions that are written as loops
+                # Two of them: blocks of the next state are written while others read this one.
+                self._h = T.alloc_buffer((directions, 2, layer.batch, blocking.units))
+                # The cell of an LSTM; of a GRU with two groups of gates its update gate, and the state after the reset.
+                num_others = 1 if layer.kind == "LSTM" else 2 * (len(layer.groups) - 1)
+                self._others = [T.alloc_buffer((directions, layer.batch, blocking.units)) for _ in range(num_others)]
+                self._write()
         return builder.get()
 
     def _write(self) -> None:
