@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 import pytest
 from helpers.exports import text_recogniser
-from helpers.one_operator import MICROSOFT, assert_computes_the_same, one_operator, run_lowered, run_onnxruntime
-from onnx import TensorProto, helper, numpy_helper
+from helpers.one_operator import assert_computes_the_same, one_operator, run_lowered, run_onnxruntime
+from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
 
 from ansor_mlflow.device.targets import resolve_target
@@ -20,7 +20,6 @@ from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.lowering.lower_graph import lower_graph
 from ansor_mlflow.lowering.recurrence import Blocking, RecurrentLayer
-from ansor_mlflow.measuring import QUANTIZED_TOLERANCE
 from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.settings import LoweringSettings
 
@@ -232,71 +231,6 @@ def test_batch_may_be_the_first_axis(host_target: Target, op_type: str, directio
     for results in (written_out, run_lowered(lowered, host_target, data)):
         for output, value in zip(results, expected, strict=True):
             np.testing.assert_allclose(output, value, rtol=1e-4, atol=1e-5)
-
-
-def quantized(*, units: int, per_column: bool, direction: str = "forward") -> tuple[onnx.ModelProto, dict[str, Any]]:
-    """An LSTM with weights of 8 bits, as ONNX Runtime's quantiser writes it, and inputs for it."""
-    rng = np.random.default_rng(0)
-    directions = 2 if direction == "bidirectional" else 1
-    data = {"X": rng.normal(size=(30, 2, 16)).astype(np.float32)}
-    shape = (directions, 4 * units) if per_column else (directions,)
-    constants: dict[str, Any] = {}
-    for name, size in (("W", 16), ("R", units)):
-        dtype = np.int8 if per_column else np.uint8
-        zero_point = 0 if per_column else 120
-        constants[name] = rng.integers(-100, 100, (directions, size, 4 * units)).astype(np.int32) + zero_point
-        constants[name] = constants[name].astype(dtype)
-        constants[f"{name}_scale"] = rng.uniform(0.5, 1.5, shape).astype(np.float32) / (100 * np.sqrt(units))
-        constants[f"{name}_zero_point"] = np.full(shape, zero_point, dtype)
-    constants["B"] = rng.normal(size=(directions, 8 * units)) / np.sqrt(units)
-    parameters = [f"{name}_{what}" for name in "WR" for what in ("scale", "zero_point")]
-    model = one_operator(
-        "DynamicQuantizeLSTM",
-        data,
-        constants,
-        inputs=["X", "W", "R", "B", "", "", "", "", *parameters],
-        outputs=[TensorProto.FLOAT] * 3,
-        domain=MICROSOFT,
-        direction=direction,
-        hidden_size=units,
-    )
-    state = (directions, 2, units)
-    for output, shape in zip(model.graph.output, [(30, *state), state, state], strict=True):
-        output.type.CopyFrom(helper.make_tensor_type_proto(TensorProto.FLOAT, shape))
-    return model, data
-
-
-@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
-@pytest.mark.parametrize("per_column", [False, True])
-def test_weights_of_8_bits_are_those_that_are_computed_with(
-    host_target: Target, per_column: bool, direction: str
-) -> None:
-    """ONNX Runtime rounds inputs and states to 8 bits, too: its difference is as large as that rounding."""
-    model, data = quantized(units=48, per_column=per_column, direction=direction)
-    lowered = lower(model, host_target)
-    assert not lowered.parts
-    values = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-    weights = {}
-    for name in "WR":
-        scale, zero_point = (
-            values[f"{name}_{what}"].reshape(len(values[name]), 1, -1) for what in ("scale", "zero_point")
-        )
-        weights[name] = ((values[name].astype(np.float64) - zero_point) * scale).transpose(0, 2, 1)
-    in_floats = one_operator(
-        "LSTM", data, {**weights, "B": values["B"]}, outputs=[1, 1, 1], direction=direction, hidden_size=48
-    )
-    found = run_lowered(lowered, host_target, data)
-    for output, exact, rounded in zip(
-        found, run_onnxruntime(in_floats, data), run_onnxruntime(model, data), strict=True
-    ):
-        np.testing.assert_allclose(output, exact, rtol=1e-4, atol=1e-5)
-        assert 1e-4 < np.abs(output - rounded).max() / np.abs(rounded).max() < QUANTIZED_TOLERANCE / 2
-
-
-def test_weights_of_8_bits_that_are_inputs_stay() -> None:
-    model, _ = quantized(units=8, per_column=True)
-    del model.graph.initializer[0]
-    assert fallback_reasons(model) == {0: "weights that are no constants"}
 
 
 def test_a_network_of_recurrent_layers_has_few_tasks(host_target: Target) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +22,8 @@ if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.target import Target
 
-_QUANTIZED = "DynamicQuantize"
-"""Before the name of a layer with weights of 8 bits, which is computed in float32: that ONNX Runtime rounds inputs and
-states to 8 bits, too, is an approximation for the sake of its kernel."""
-_OPERATORS = {*GATES, f"{_QUANTIZED}LSTM"}
-_INITIAL_STATES, _SCALES, _MAX_INPUTS = 5, 8, 12
-"""Positions of inputs, the same for all operators that have them: the initial states; scale and zero point of two
-weights; and how many there are."""
+_BIAS, _INITIAL_STATES, _MAX_INPUTS = 3, 5, 8
+"""Positions of inputs of a recurrent layer, and how many there are."""
 _Array = NDArray[np.float32]
 
 
@@ -42,15 +36,15 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
     def __init__(self, target: Target) -> None:
         super().__init__({}, "float32")
         self._target = target
-        self._is_known = _OPERATORS if platform_of(target).has_sketches else set()
+        self._added = GATES.keys() if platform_of(target).has_sketches else set()
 
     def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
-        others = [node for node in graph.node if node.op_type not in self._is_known]
+        others = [node for node in graph.node if node.op_type not in self._added]
         super()._check_for_unsupported_ops(SimpleNamespace(node=others))
 
     def _construct_nodes(self, graph: onnx.GraphProto) -> None:
         for node in graph.node:
-            if node.op_type in self._is_known:
+            if node.op_type in self._added:
                 outputs = self._recurrent(node)
                 self._nodes.update(zip(node.output, outputs, strict=False))
             else:
@@ -59,8 +53,8 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
     def _recurrent(self, node: onnx.NodeProto) -> list[relax.Expr]:
         """The outputs of a recurrent layer: a product of all inputs and their weights, and a function of all steps."""
         inputs: list[Any] = [self._nodes[name] if name else None for name in node.input] + [None] * _MAX_INPUTS
-        kind, attributes = node.op_type.removeprefix(_QUANTIZED), attributes_of(node)
-        weights, recurrent = _weights(inputs, 1), _weights(inputs, 2)
+        kind, attributes = str(node.op_type), attributes_of(node)
+        weights, recurrent = _value(inputs[1]), _value(inputs[2])
         directions, all_units, units = recurrent.shape
         data, batch_first = inputs[0], bool(attributes.get("layout", 0))
         steps, batch, num_inputs = (int(data.ty.shape[axis]) for axis in ([1, 0, 2] if batch_first else [0, 1, 2]))
@@ -79,7 +73,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         def by_gate(values: _Array) -> _Array:
             return values.reshape(directions, GATES[kind], units, -1)
 
-        biases = np.zeros((directions, 2 * all_units), np.float32) if inputs[3] is None else _value(inputs[3])
+        biases = np.zeros((directions, 2 * all_units), np.float32) if inputs[_BIAS] is None else _value(inputs[_BIAS])
         of_inputs, of_state = map(by_gate, np.split(biases, 2, axis=1))
         is_added_later = np.zeros(GATES[kind], bool)
         is_added_later[2:] = layer.linear_before_reset
@@ -103,18 +97,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         return [self.bb.emit(relax.TupleGetItem(outputs, number)) for number in range(len(types))]
 
 
-def _weights(inputs: Sequence[relax.Expr | None], position: int) -> _Array:
-    """Weights [directions, gates · units, K]. With 8 bits they are [directions, K, gates · units]."""
-    values = _value(inputs[position])
-    scale, zero_point = (inputs[_SCALES + 2 * (position - 1) + offset] for offset in (0, 1))
-    if scale is None:
-        return values
-    # Of a direction, or of each of its columns.
-    scales, zero_points = (_value(each).reshape(len(values), 1, -1) for each in (scale, zero_point))
-    return np.ascontiguousarray(((values.astype(np.float32) - zero_points) * scales).transpose(0, 2, 1))
-
-
-def _value(constant: relax.Expr | None) -> NDArray[Any]:
+def _value(constant: relax.Expr | None) -> _Array:
     if not isinstance(constant, GenericConst):
         raise tvm.error.OpNotImplemented("a recurrent layer whose weights are no constants")
     return np.asarray(constant.value.numpy())

@@ -100,7 +100,7 @@ def _regions(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
 
 
 _WHY_NOT: Mapping[str, _WhyNot] = {
-    **dict.fromkeys(("DynamicQuantizeLSTM", "GRU", "LSTM", "RNN"), recurrent.why_not_recurrent),
+    **dict.fromkeys(("GRU", "LSTM", "RNN"), recurrent.why_not_recurrent),
     "BatchNormalization": _attribute("training_mode", 1, "statistics of the batch"),
     "BitShift": _signed_shift,
     "LayerNormalization": _layer_norm,

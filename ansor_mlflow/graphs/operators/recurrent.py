@@ -1,10 +1,9 @@
 """Recurrent layers: what they are, whether TVM can compute them, and step after step as nodes of ONNX.
 
-LSTM, GRU and RNN (https://onnx.ai/onnx/operators/onnx__LSTM.html, …GRU, …RNN), and LSTM with weights of 8 bits
-(https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.DynamicQuantizeLSTM). For
-CPUs a layer becomes one function; `lowering.recurrence`. For other devices short sequences are written out: what the
-inputs contribute to the gates is one product of matrices for all steps; a step is one more product and a few
-elementwise operations. All steps are the same functions, so that they are tuned once.
+See https://onnx.ai/onnx/operators/onnx__LSTM.html, …GRU and …RNN. For CPUs a layer becomes one function of all steps
+(`lowering.recurrence`). For other devices short sequences are written out: what the inputs contribute to the gates is
+one product of matrices for all steps; a step is one more product and a few elementwise operations. All steps are the
+same functions, so that they are tuned once.
 """
 
 from __future__ import annotations
@@ -26,14 +25,12 @@ _MAX_CONCAT = 8
 """Tensors that TVM joins at once: it asks for each element where it comes from, one tensor after the other."""
 _WEIGHTS, _RECURRENT, _BIAS, _LENGTHS, _INITIAL_H, _INITIAL_C, _PEEPHOLES = 1, 2, 3, 4, 5, 6, 7
 """Positions of the inputs."""
-_QUANTIZATION = slice(8, 12)
-"""Inputs of a layer with weights of 8 bits: their scales and zero points."""
 
 
 def why_not_recurrent(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
     """Why a recurrent operator stays with ONNX Runtime, however long its sequence is; None if it need not."""
     attributes = attributes_of(node)
-    constants = [name for name in (*node.input[1:3], input_of(node, _BIAS), *node.input[_QUANTIZATION]) if name]
+    constants = [name for name in (*node.input[1:3], input_of(node, _BIAS)) if name]
     lengths, peepholes = input_of(node, _LENGTHS), input_of(node, _PEEPHOLES)
     obstacles = {
         "weights that are no constants": not all(map(graph.is_constant, constants)),
@@ -177,7 +174,7 @@ def activations_of(node: onnx.NodeProto) -> tuple[tuple[str, ...], ...]:
     """Names of the activations of each direction."""
     given = [name.decode() for name in attributes_of(node).get("activations", [])]
     num_directions = len(reverses_of(node))
-    names = given or _ACTIVATIONS[node.op_type.removeprefix("DynamicQuantize")] * num_directions
+    names = given or _ACTIVATIONS[node.op_type] * num_directions
     size = len(names) // num_directions
     return tuple(tuple(names[index * size :][:size]) for index in range(num_directions))
 
