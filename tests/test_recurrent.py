@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 import pytest
+import tvm
 from helpers.exports import text_recogniser
 from helpers.one_operator import assert_computes_the_same, one_operator, run_lowered, run_onnxruntime
 from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
 
+from ansor_mlflow.codegen import pass_config, tir_pipeline
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.graphs import fallback_reasons, rewrite_operators
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.lowering.lower_graph import lower_graph
-from ansor_mlflow.lowering.recurrence import Blocking, RecurrentLayer
+from ansor_mlflow.lowering.recurrence import Blocking, RecurrentLayer, all_steps
 from ansor_mlflow.networks.load import load_network
 from ansor_mlflow.settings import LoweringSettings
 
@@ -170,6 +172,26 @@ def test_threads_are_started_where_they_pay() -> None:
     assert blocking("llvm -mcpu=znver4", 2, units=256).threads == "units"
     assert blocking("llvm -mcpu=znver4", 2, units=256, **both).threads == "jobs"
     assert blocking("llvm -mcpu=znver4", 2, batch=8).threads == "jobs"
+    assert blocking("llvm -mcpu=znver4", 8, units=256).threads == "none"
+    assert blocking("llvm -mcpu=znver4", 8, units=512, **both).threads == "units"
+    assert blocking("llvm -mcpu=znver4", 8, **both).threads == "jobs"
+
+
+@pytest.mark.parametrize("threads", ["none", "jobs", "units"])
+def test_code_is_made_for_boards(threads: str, tmp_path: Path) -> None:
+    target = resolve_target("llvm -mtriple=aarch64-linux-gnu -mcpu=cortex-a72", 4)
+    activations = ("Sigmoid", "Tanh", "Tanh")
+    layer = RecurrentLayer(
+        kind="LSTM", steps=9, batch=8, units=50, reverses=(False, True), activations=(activations, activations)
+    )
+    function = all_steps(layer, replace(Blocking.of(layer, target), threads=threads)).with_attr("global_symbol", "main")
+    with tvm.transform.PassContext(config=pass_config(target)):
+        library = tvm.tirx.build(tvm.IRModule({"main": function}), target=target, pipeline=tir_pipeline(target))
+    library.write_to_file(str(tmp_path / "code.s"), "s")
+    code = (tmp_path / "code.s").read_text()
+    assert "fmla" in code
+    assert "expf" not in code
+    assert ("TVMBackendParallelBarrier" in code) == (threads == "units")
 
 
 def test_a_few_units_do_not_fill_a_vector() -> None:

@@ -35,8 +35,8 @@ _MIN_SUMS = 8
 """Sums that keep two units busy whose multiply-adds take four cycles."""
 _JOBS_FLOPS = 5e5
 """Operations of a layer from which directions and rows are divided among threads: to start them takes microseconds."""
-_UNITS_FLOPS = 2e5
-"""Operations of a step from which its units are divided among threads, which then wait for each other."""
+_UNITS_FLOPS = 1e5
+"""Operations of a step for each thread from which units are divided among threads, which then wait for each other."""
 SCHEDULED = "tirx.is_scheduled"
 """TVM's attribute of a function that is compiled as it is, so that there is nothing to tune."""
 _OPAQUE = 8
@@ -108,12 +108,12 @@ class Blocking:
         vectors = next(number for number in range(most, 0, -1) if num_vectors % number == 0)
         tiles = -(-batch // max(1, (machine.num_registers - 4) // (gates * vectors)))
         rows = -(-batch // tiles)
-        threads: Threads = "none"
         flops = 2.0 * batch * GATES[layer.kind] * layer.units**2  # of a step in one direction
-        if machine.num_threads > 1 and directions * tiles >= machine.num_threads and batch % rows == 0:
-            threads = "jobs" if directions * layer.steps * flops >= _JOBS_FLOPS else "none"
-        elif machine.num_threads > 1 and flops >= _UNITS_FLOPS:
-            threads = "units"
+        num_jobs = directions * tiles if batch % rows == 0 and directions * layer.steps * flops >= _JOBS_FLOPS else 1
+        threads: Threads = "none"
+        if machine.num_threads > 1:
+            is_large = flops >= _UNITS_FLOPS * machine.num_threads
+            threads = "units" if is_large and num_jobs < machine.num_threads else "jobs" if num_jobs > 1 else "none"
         num_blocks = num_vectors // vectors
         return Blocking(lanes=lanes, vectors=vectors, num_blocks=num_blocks, rows=rows, threads=threads)
 
@@ -273,7 +273,6 @@ class _Writer:
         for row, vector in product(range(at.rows), range(self._blocking.vectors)):
             self._cell(at, group, sums, row, vector)
         if group == len(layer.groups) - 1:
-            place = layer.of_step(self._time(at), at.direction, at.first)
             for row in range(at.rows):
                 with self._units(at.block) as lane:
                     unit = at.block * self._blocking.block + lane
