@@ -33,8 +33,9 @@ _ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 }
 _MIN_SUMS = 8
 """Sums that keep two units busy whose multiply-adds take four cycles."""
-_JOBS_FLOPS = 5e5
-"""Operations of a layer from which directions and rows are divided among threads: to start them takes microseconds."""
+_JOBS_FLOPS = 3e6
+"""Operations of a layer from which directions and rows are divided among threads: some forty microseconds of one core,
+of which starting a thread takes several."""
 _UNITS_FLOPS = 1e5
 """Operations of a step for each thread from which units are divided among threads, which then wait for each other."""
 SCHEDULED = "tirx.is_scheduled"
