@@ -33,6 +33,8 @@ def import_onnx(model: onnx.ModelProto, target: Target) -> IRModule:
 
 
 class _Importer(ONNXGraphImporter):  # type: ignore[misc]
+    """TVM's importer takes no operators of others, so that two of its methods are overridden here."""
+
     def __init__(self, target: Target) -> None:
         super().__init__({}, "float32")
         self._target = target
@@ -73,6 +75,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         def by_gate(values: _Array) -> _Array:
             return values.reshape(directions, GATES[kind], units, -1)
 
+        # Biases are added to all steps at once, but for one that a GRU multiplies by its reset gate.
         biases = np.zeros((directions, 2 * all_units), np.float32) if inputs[_BIAS] is None else _value(inputs[_BIAS])
         of_inputs, of_state = map(by_gate, np.split(biases, 2, axis=1))
         is_added_later = np.zeros(GATES[kind], bool)
