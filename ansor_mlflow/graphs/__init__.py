@@ -2,6 +2,7 @@
 
 from ansor_mlflow.graphs.channel_padding import PaddedLayer, best_padding, layers_to_pad, pad_output_channels
 from ansor_mlflow.graphs.operators import fallback_reasons, rewrite_operators
+from ansor_mlflow.graphs.operators.recurrent import activations_of, reverses_of
 from ansor_mlflow.graphs.partition import GraphPart, ancestors, estimated_cost, extract, partition, segments
 from ansor_mlflow.graphs.row_dependence import rows_of
 from ansor_mlflow.graphs.simplify import fold_batch_norms, give_outputs_nodes, raise_opset, simplify
@@ -16,10 +17,12 @@ from ansor_mlflow.graphs.types import (
 )
 from ansor_mlflow.graphs.walk import (
     MAX_SHAPE_ELEMENTS,
+    attributes_of,
     branches_of,
     constants_of,
     inputs_of,
     nodes_of,
+    opset_version,
     producers_of,
     tensors_of,
     uses,

@@ -30,7 +30,7 @@ _WITH_OTHERS = ""
 """
 
 _FREE = {"Cast", "Constant", "Flatten", "Identity", "Reshape", "Shape", "Squeeze", "Transpose", "Unsqueeze"}
-_GATES = {"GRU": 3, "LSTM": 4, "RNN": 1}
+_GATES = {"DynamicQuantizeLSTM": 4, "GRU": 3, "LSTM": 4, "RNN": 1}
 
 Side = Literal["tvm", "onnxruntime"]
 
@@ -168,7 +168,7 @@ def _num_flops(node: onnx.NodeProto, values: ValueInfos) -> float:
     weight = shapes[1] if len(shapes) > 1 else None  # then there are both
     if node.op_type in _GATES and weight and shapes[0]:
         length, batch, num_inputs = shapes[0]
-        directions, gates = weight[0], weight[1]
+        directions, gates = weight[0], weight[2 if node.op_type == "DynamicQuantizeLSTM" else 1]
         return 2.0 * length * batch * directions * gates * (num_inputs + gates // _GATES[node.op_type])
     if output is None or node.op_type in _FREE:
         return 0.0

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
 
-LOWERING_VERSION = 6
+LOWERING_VERSION = 7
 """Provenance of records: two lowerings with different versions may give different tasks for one network."""
 _MAX_SHOWN = 3
 _DOMAINS = ("", "ai.onnx", "com.microsoft")
@@ -136,11 +136,12 @@ def prepare_graph(
     model: onnx.ModelProto, target: Target, settings: LoweringSettings, called: str
 ) -> tuple[onnx.ModelProto, list[PaddedLayer]]:
     """The graph that TVM is given, or is split into parts, and its layers that `pad_channels=auto` pads."""
-    graph = rewrite_operators(fold_batch_norms(simplify(raise_opset(model), called)))
+    has_sketches = platform_of(target).has_sketches
+    simple = fold_batch_norms(simplify(raise_opset(model), called))
+    graph = rewrite_operators(simple, writes_out_steps=not has_sketches)  # sketches are for CPUs, as are those layers
     if not graph.graph.node:
         raise UserInputError(f"network={called}: its outputs do not depend on its inputs, so there is nothing to tune")
     give_outputs_nodes(graph)
-    has_sketches = platform_of(target).has_sketches
     hard_to_tile = list(layers_to_pad(graph, vector_lanes(target))) if has_sketches else []
     padding = _padding(settings.pad_channels, target)
     if padding is not None and (hard_to_tile or settings.pad_channels != "auto"):
@@ -165,6 +166,7 @@ def _extract_tasks(mod: IRModule, target: Target) -> tuple[TuningTask, ...]:
 
     from ansor_mlflow.codegen.concatenations import count_written_in_place  # the door would load TVM
     from ansor_mlflow.lowering.algorithms import hash_of  # so would this one
+    from ansor_mlflow.lowering.recurrence import SCHEDULED
 
     gone: Counter[str] = Counter()
     for name, num_calls in count_written_in_place(mod).items():
@@ -172,6 +174,8 @@ def _extract_tasks(mod: IRModule, target: Target) -> tuple[TuningTask, ...]:
     tasks: list[TuningTask] = []
     for task in ms.relax_integration.extract_tasks(mod, target):
         function = task.dispatched[0]
+        if SCHEDULED in function["main"].attrs:
+            continue
         workload_hash = shash2hex(function)
         weight = int(task.weight) - gone[workload_hash]
         if not weight:

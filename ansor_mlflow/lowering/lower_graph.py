@@ -101,18 +101,20 @@ def _compute_in(dtype: Literal["float32", "float16", "bfloat16"]) -> list[Pass]:
     """
     from tvm import relax
 
+    from ansor_mlflow.lowering.importer import hide_functions, show_functions
     from ansor_mlflow.lowering.relax_passes import float16_to_bfloat16
 
     if dtype == "float32":
         return []
-    mixed: list[Pass] = [relax.transform.ConvertToDataflow(), relax.transform.ToMixedPrecision(out_dtype="float32")]
+    convert = [relax.transform.ConvertToDataflow(), relax.transform.ToMixedPrecision(out_dtype="float32")]
+    mixed: list[Pass] = [hide_functions, *convert, show_functions]
     return mixed if dtype == "float16" else [*mixed, float16_to_bfloat16]
 
 
 def _lowered(model: onnx.ModelProto, target: Target, passes: Sequence[Pass]) -> IRModule:
     import tvm
 
-    mod = _import_onnx(model)
+    mod = _import_onnx(model, target)
     try:
         with target, tvm.transform.PassContext(config={"relax.FuseOps.max_depth": _MAX_FUSED}):
             mod = tvm.transform.Sequential(list(passes))(mod)
@@ -125,14 +127,15 @@ def _lowered(model: onnx.ModelProto, target: Target, passes: Sequence[Pass]) -> 
     return mod
 
 
-def _import_onnx(model: onnx.ModelProto) -> IRModule:
+def _import_onnx(model: onnx.ModelProto, target: Target) -> IRModule:
     import tvm
-    from tvm.relax.frontend.onnx import from_onnx
+
+    from ansor_mlflow.lowering.importer import import_onnx
 
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it prints what it then raises
             warnings.simplefilter("ignore")
-            return from_onnx(model, keep_params_in_input=False)
+            return import_onnx(model, target)
     except tvm.error.OpNotImplemented as err:
         raise NotLoweredError("TVM does not import it") from err
     except Exception as err:  # the importer's converters raise errors of every kind for a graph they do not understand

@@ -20,6 +20,8 @@ from ansor_mlflow.measuring.compare import (
     MakeInference,
     Ratio,
     ReferenceSession,
+    Rival,
+    RivalTask,
     SequentialTest,
     Verdict,
     is_quantized,
@@ -52,7 +54,6 @@ from ansor_mlflow.measuring.rivals.table import (
     rival_titles,
     version_of,
 )
-from ansor_mlflow.measuring.rivals.task import Rival, RivalTask
 from ansor_mlflow.measuring.timing import (
     Latency,
     MachineNoise,

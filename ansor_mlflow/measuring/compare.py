@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from ansor_mlflow.device import CPU, Platform
 from ansor_mlflow.errors import UserInputError, one_line
-from ansor_mlflow.measuring.rivals.task import Rival, RivalTask
-from ansor_mlflow.tensors import Arrays, Padded
+from ansor_mlflow.tensors import Arrays, Padded, TensorSpec
 
 if TYPE_CHECKING:
     from onnx import NodeProto
@@ -34,6 +33,40 @@ _ROUNDING = {"QAttention", "QGemm", "QuantizeLinear"}
 _ROUNDS_TO_8_BITS = 4
 """Accuracy level of MatMulNBits (ContribOperators.md of ONNX Runtime) that rounds what weights are multiplied with."""
 _RANDOM = {"Bernoulli", "BiasDropout", "BitmaskDropout", "Multinomial"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RivalTask:
+    """What a rival is to compute, and how."""
+
+    network: Path
+    """The user's ONNX file."""
+    outputs: tuple[str, ...]
+    """Names, in their order."""
+    num_threads: int
+    program: Path | None = None
+    """The exported program of PyTorch that the file came from, if there is one."""
+    inputs: tuple[TensorSpec, ...] = ()
+    """The inputs, with the sizes that a program is compiled for."""
+    platform: Platform = CPU
+    """The kind of device that it runs on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rival:
+    """A runtime that a user could have taken instead."""
+
+    title: str
+    """The name that users read."""
+    package: str
+    """The Python package that must be installed, whose version is logged."""
+    load: Callable[[RivalTask], Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]]
+    """Makes what computes the outputs, by name, of inputs, by name; called in a process that does nothing else. An
+    error of any class says why it cannot."""
+    to_install: str = ""
+    """What pip is to install, where that is more than the package."""
+    needs_program: bool = False
+    """Whether it runs programs of PyTorch, and no ONNX file."""
 
 
 def timed_call(make_inference: MakeInference, examples: Sequence[Arrays]) -> Callable[[], Any]:

@@ -28,15 +28,19 @@ _FIRST: Rewritings = {**elementwise.EXTREMA, **quantized.REWRITINGS}
 """Quantisation takes extrema of its own, whose NaN become integers."""
 _OTHERS: Rewritings = {
     operator: rewriting
-    for family in (convolution, elementwise, indexing, normalization, recurrent, resize)
+    for family in (convolution, elementwise, indexing, normalization, resize)
     for operator, rewriting in family.REWRITINGS.items()
 }
 _WhyNot = Callable[[onnx.NodeProto, GraphEditor], "str | None"]
 
 
-def rewrite_operators(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A model without the operators that have a form which TVM computes better; the model itself if it has none."""
-    return rewrite(rewrite(model, _FIRST), _OTHERS)
+def rewrite_operators(model: onnx.ModelProto, *, writes_out_steps: bool = False) -> onnx.ModelProto:
+    """A model without the operators that have a form which TVM computes better; the model itself if it has none.
+
+    `writes_out_steps` says whether recurrent layers of short sequences become nodes for each step, too.
+    """
+    others = {**_OTHERS, **recurrent.REWRITINGS} if writes_out_steps else _OTHERS
+    return rewrite(rewrite(model, _FIRST), others)
 
 
 def fallback_reasons(model: onnx.ModelProto) -> dict[int, str]:
@@ -96,7 +100,7 @@ def _regions(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
 
 
 _WHY_NOT: Mapping[str, _WhyNot] = {
-    **dict.fromkeys(("GRU", "LSTM", "RNN"), recurrent.why_not_unrolled),
+    **dict.fromkeys(("GRU", "LSTM", "RNN"), recurrent.why_not_recurrent),
     "BatchNormalization": _attribute("training_mode", 1, "statistics of the batch"),
     "BitShift": _signed_shift,
     "LayerNormalization": _layer_norm,

@@ -1,7 +1,9 @@
-"""LSTM, GRU and RNN of short sequences, step after step (https://onnx.ai/onnx/operators/onnx__LSTM.html, …GRU, …RNN).
+"""Recurrent layers: what they are, whether TVM can compute them, and step after step as nodes of ONNX.
 
-What the inputs contribute to the gates is one product of matrices for all steps; a step is one more product and a few
-elementwise operations. All steps are the same functions, so that they are tuned once.
+See https://onnx.ai/onnx/operators/onnx__LSTM.html, …GRU and …RNN. For CPUs a layer becomes one function of all steps
+(`lowering.recurrence`). For other devices short sequences are written out: what the inputs contribute to the gates is
+one product of matrices for all steps; a step is one more product and a few elementwise operations. All steps are the
+same functions, so that they are tuned once.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import onnx
 from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, Unchanged
 from ansor_mlflow.graphs.walk import attributes_of, input_of
 
-MAX_STEPS = 64
+_MAX_STEPS = 64
 """Longest sequence that is written out."""
 _ACTIVATIONS = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "RNN": ["Tanh"]}
 _KNOWN_ACTIVATIONS = {"Relu", "Sigmoid", "Tanh"}
@@ -25,22 +27,23 @@ _WEIGHTS, _RECURRENT, _BIAS, _LENGTHS, _INITIAL_H, _INITIAL_C, _PEEPHOLES = 1, 2
 """Positions of the inputs."""
 
 
-def why_not_unrolled(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
-    """Why a recurrent operator is not written out; None if it is."""
+def why_not_recurrent(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
+    """Why a recurrent operator stays with ONNX Runtime, however long its sequence is; None if it need not."""
     attributes = attributes_of(node)
-    shape = graph.shape(node.input[0])
-    steps = shape[1] if attributes.get("layout", 0) else shape[0]
     constants = [name for name in (*node.input[1:3], input_of(node, _BIAS)) if name]
     lengths, peepholes = input_of(node, _LENGTHS), input_of(node, _PEEPHOLES)
     obstacles = {
-        f"more than {MAX_STEPS} steps": steps > MAX_STEPS,
         "weights that are no constants": not all(map(graph.is_constant, constants)),
-        "sequences of different lengths": bool(lengths) and not _is_all(lengths, steps, graph),
+        "sequences of different lengths": bool(lengths) and not _is_all(lengths, _num_steps(node, graph), graph),
         "peepholes": bool(peepholes) and not _is_all(peepholes, 0, graph),
         "clipped or coupled gates": bool(attributes.get("clip") or attributes.get("input_forget")),
-        "activations of its own": not set(_activations(node, attributes)) <= _KNOWN_ACTIVATIONS,
+        "activations of its own": not {name for of in activations_of(node) for name in of} <= _KNOWN_ACTIVATIONS,
     }
     return next((reason for reason, applies in obstacles.items() if applies), None)
+
+
+def _num_steps(node: onnx.NodeProto, graph: GraphEditor) -> int:
+    return graph.shape(node.input[0])[1 if attributes_of(node).get("layout", 0) else 0]
 
 
 def _is_all(name: str, number: int, graph: GraphEditor) -> bool:
@@ -48,19 +51,16 @@ def _is_all(name: str, number: int, graph: GraphEditor) -> bool:
 
 
 def _unroll(node: onnx.NodeProto, graph: GraphEditor) -> None:
-    if why_not_unrolled(node, graph) is not None:
+    if _num_steps(node, graph) > _MAX_STEPS or why_not_recurrent(node, graph) is not None:
         raise Unchanged
     attributes, data, shape = attributes_of(node), node.input[0], graph.shape(node.input[0])
     if batch_first := bool(attributes.get("layout", 0)):
         data, shape = graph.emit("Transpose", data, perm=[1, 0, 2]), (shape[1], shape[0], shape[2])
     steps, batch, in_units = shape
     flat = graph.reshape(data, (steps * batch, in_units))
-    directions = _directions(attributes.get("direction", "forward"))
-    activations = _activations(node, attributes)
-    per_direction = len(activations) // len(directions)
     sequences, last_hs, last_cs = [], [], []
-    for index, reverse in enumerate(directions):
-        cell = _Cell(node, graph, index, batch, activations[index * per_direction :][:per_direction])
+    for index, (reverse, activations) in enumerate(zip(reverses_of(node), activations_of(node), strict=True)):
+        cell = _Cell(node, graph, index, batch, activations)
         outputs, h, c = cell.run(flat, steps, reverse=reverse)
         while len(outputs) > 1:
             groups = [outputs[start : start + _MAX_CONCAT] for start in range(0, len(outputs), _MAX_CONCAT)]
@@ -68,7 +68,7 @@ def _unroll(node: onnx.NodeProto, graph: GraphEditor) -> None:
         sequences.append(graph.reshape(outputs[0], (steps, 1, batch, cell.units)))
         last_hs.append(h)
         last_cs.append(c)
-    units, num = cell.units, len(directions)
+    units, num = cell.units, len(sequences)
     joined = sequences[0] if num == 1 else graph.emit("Concat", *sequences, axis=1)  # [steps, directions, batch, units]
     if graph.is_used(node, 0):
         _finish(graph, joined, [2, 0, 1, 3] if batch_first else None, node.output[0])
@@ -83,7 +83,7 @@ class _Cell:
     """One direction of a recurrent operator. Gates are in ONNX's order."""
 
     def __init__(
-        self, node: onnx.NodeProto, graph: GraphEditor, index: int, batch: int, activations: list[str]
+        self, node: onnx.NodeProto, graph: GraphEditor, index: int, batch: int, activations: tuple[str, ...]
     ) -> None:
         self.graph, self.kind, self.batch, self.activations = graph, node.op_type, batch, activations
         attributes, bias = attributes_of(node), input_of(node, _BIAS)
@@ -170,15 +170,19 @@ class _Cell:
         return self.graph.slice(gates, [index * self.units], [(index + 1) * self.units], [1])
 
 
-def _activations(node: onnx.NodeProto, attributes: dict[str, Any]) -> list[str]:
-    num_directions = len(_directions(attributes.get("direction", "forward")))
-    given = [name.decode() for name in attributes.get("activations", [])]
-    return given or _ACTIVATIONS[node.op_type] * num_directions
+def activations_of(node: onnx.NodeProto) -> tuple[tuple[str, ...], ...]:
+    """Names of the activations of each direction."""
+    given = [name.decode() for name in attributes_of(node).get("activations", [])]
+    num_directions = len(reverses_of(node))
+    names = given or _ACTIVATIONS[node.op_type] * num_directions
+    size = len(names) // num_directions
+    return tuple(tuple(names[index * size :][:size]) for index in range(num_directions))
 
 
-def _directions(direction: str) -> list[bool]:
+def reverses_of(node: onnx.NodeProto) -> tuple[bool, ...]:
     """Whether each direction begins with the last step."""
-    return {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[direction]
+    direction = attributes_of(node).get("direction", "forward")
+    return {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}[direction]
 
 
 def _finish(graph: GraphEditor, tensor: str, perm: list[int] | None, output: str) -> None:

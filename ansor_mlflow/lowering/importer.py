@@ -1,0 +1,127 @@
+"""TVM's importer of ONNX graphs, with the recurrent layers that it lacks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import tvm
+from numpy.typing import NDArray
+from tvm import relax
+from tvm.ir import GenericConst, Op
+from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
+
+from ansor_mlflow.device import platform_of
+from ansor_mlflow.graphs import activations_of, attributes_of, opset_version, reverses_of
+from ansor_mlflow.lowering.recurrence import GATES, Blocking, RecurrentLayer, all_steps
+from ansor_mlflow.lowering.relax_passes import call_pass, op_name
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
+    from tvm.target import Target
+
+_BIAS, _INITIAL_STATES, _MAX_INPUTS = 3, 5, 8
+"""Positions of inputs of a recurrent layer, and how many there are."""
+_Array = NDArray[np.float32]
+
+
+def import_onnx(model: onnx.ModelProto, target: Target) -> IRModule:
+    """The graph as a Relax module with its weights as constants; errors are those of TVM's importer."""
+    return _Importer(target).from_onnx(model.graph, opset_version(model))
+
+
+class _Importer(ONNXGraphImporter):  # type: ignore[misc]
+    """TVM's importer takes no operators of others, so that two of its methods are overridden here."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__({}, "float32")
+        self._target = target
+        self._added = GATES.keys() if platform_of(target).has_sketches else set()
+
+    def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
+        others = [node for node in graph.node if node.op_type not in self._added]
+        super()._check_for_unsupported_ops(SimpleNamespace(node=others))
+
+    def _construct_nodes(self, graph: onnx.GraphProto) -> None:
+        for node in graph.node:
+            if node.op_type in self._added:
+                outputs = self._recurrent(node)
+                self._nodes.update(zip(node.output, outputs, strict=False))
+            else:
+                super()._construct_nodes(SimpleNamespace(node=[node]))
+
+    def _recurrent(self, node: onnx.NodeProto) -> list[relax.Expr]:
+        """The outputs of a recurrent layer: a product of all inputs and their weights, and a function of all steps."""
+        inputs: list[Any] = [self._nodes[name] if name else None for name in node.input] + [None] * _MAX_INPUTS
+        kind, attributes = str(node.op_type), attributes_of(node)
+        weights, recurrent = _value(inputs[1]), _value(inputs[2])
+        directions, all_units, units = recurrent.shape
+        data, batch_first = inputs[0], bool(attributes.get("layout", 0))
+        steps, batch, num_inputs = (int(data.ty.shape[axis]) for axis in ([1, 0, 2] if batch_first else [0, 1, 2]))
+        layer = RecurrentLayer(
+            kind=kind,
+            steps=steps,
+            batch=batch,
+            units=units,
+            reverses=reverses_of(node),
+            activations=activations_of(node),
+            batch_first=batch_first,
+            linear_before_reset=kind == "GRU" and bool(attributes.get("linear_before_reset", 0)),
+        )
+        blocking = Blocking.of(layer, self._target)
+
+        def by_gate(values: _Array) -> _Array:
+            return values.reshape(directions, GATES[kind], units, -1)
+
+        # Biases are added to all steps at once, but for one that a GRU multiplies by its reset gate.
+        biases = np.zeros((directions, 2 * all_units), np.float32) if inputs[_BIAS] is None else _value(inputs[_BIAS])
+        of_inputs, of_state = map(by_gate, np.split(biases, 2, axis=1))
+        is_added_later = np.zeros(GATES[kind], bool)
+        is_added_later[2:] = layer.linear_before_reset
+        later = np.where(is_added_later[:, None, None], of_state, 0)
+        packed = blocking.pack(by_gate(weights)), blocking.pack(of_inputs + of_state - later)
+        columns, bias = (each.transpose(2, 0, 1, 3, 4).reshape(each.shape[2], -1) for each in packed)
+        flat = self.bb.emit(relax.op.reshape(data, (steps * batch, num_inputs)))
+        gates = self.bb.emit(relax.op.matmul(flat, relax.const(columns)))
+        arguments = [self.bb.emit(relax.op.add(gates, relax.const(bias[0])))]
+        arguments += [relax.const(blocking.pack(by_gate(recurrent)[:, list(group)])) for group in layer.groups]
+        if layer.linear_before_reset:
+            arguments.append(relax.const(blocking.pack(later[:, 2:]).reshape(directions, -1)))
+        state = [*layer.of_direction(directions, batch), units]
+        num_states = 2 if kind == "LSTM" else 1
+        for initial in inputs[_INITIAL_STATES : _INITIAL_STATES + num_states]:
+            arguments.append(relax.const(np.zeros(state, np.float32)) if initial is None else initial)
+        shapes = [[*layer.of_step(steps, directions, batch), units], *[state] * num_states]
+        function = self.bb.add_func(all_steps(layer, blocking), kind.lower())
+        types = [relax.TensorType(shape, "float32") for shape in shapes]
+        outputs = self.bb.emit(relax.call_tir(function, arguments, types))
+        return [self.bb.emit(relax.TupleGetItem(outputs, number)) for number in range(len(types))]
+
+
+def _value(constant: relax.Expr | None) -> _Array:
+    if not isinstance(constant, GenericConst):
+        raise tvm.error.OpNotImplemented("a recurrent layer whose weights are no constants")
+    return np.asarray(constant.value.numpy())
+
+
+@call_pass("HideFunctions")
+def hide_functions(_mutator: Any, call: relax.Call) -> relax.Expr:
+    """Makes calls of functions such as ToMixedPrecision leaves alone: it would ask for the type of each function."""
+    if op_name(call) != "relax.call_tir":
+        return call
+    return relax.Call(relax.ExternFunc(call.args[0].name_hint), list(call.args[1]), ty_args=call.ty_args)
+
+
+@call_pass("ShowFunctions")
+def show_functions(mutator: Any, call: relax.Call) -> relax.Expr:
+    """Undoes `hide_functions`. Functions take float32, whatever now computes their arguments."""
+    if not isinstance(call.op, relax.ExternFunc):
+        return call
+    arguments = [
+        argument if str(argument.ty.dtype) == "float32" else mutator.builder_.emit(relax.op.astype(argument, "float32"))
+        for argument in call.args
+    ]
+    function = mutator.mod.get_global_var(str(call.op.global_symbol))
+    return relax.Call(Op.get("relax.call_tir"), [function, relax.Tuple(arguments)], ty_args=call.ty_args)
