@@ -262,6 +262,56 @@ def test_what_follows_the_sums_is_not_unrolled_where_it_is_long(host_target: Tar
         assert_same(mod, program.mod, host_target)
 
 
+@pytest.mark.parametrize(
+    "network",
+    every_second(
+        [
+            "conv2d:1,11,13,1,32,5,3,1,1,bias,relu",
+            "dense:70,1,64,bias",
+            "conv2d:1,1,600,1,1,1,64,2,0,bias",
+            "conv2d:2,9,7,1,8,5,5,1,2",
+        ]
+    ),
+)
+def test_a_single_channel_has_vectors_along_what_is_summed(network: str, host_target: Target) -> None:
+    task = conv_task(network, host_target)
+    programs = programs_of(task.mod, host_target)
+    assert programs.first_decision.startswith("dot product")
+    assert programs.are_enough
+    for tile in programs.tiles[:: max(1, len(programs.tiles) // 3)]:
+        program = program_of(programs, tile)
+        assert programs.tile_of(program) == tile
+        assert_same(task.mod, program.mod, host_target)
+
+
+def test_a_short_sum_has_no_vectors_along_it(host_target: Target) -> None:
+    """To add their elements up would take longer than to sum one after the other."""
+    task = conv_task("conv2d:1,11,13,1,16,1,1,1,0", host_target)
+    assert programs_of(task.mod, host_target).first_decision.startswith("register tile")
+
+
+@pytest.mark.parametrize("activation", ["", "hard sigmoid"])
+def test_sums_may_scale_something_larger(activation: str, host_target: Target) -> None:
+    """As the channels of an image in a squeeze-and-excitation block."""
+    import tvm
+    from tvm import te, topi
+
+    pooled = te.placeholder((1, 1, 1, 24), "float32", "pooled")
+    weight = te.placeholder((1, 1, 24, 40), "float32", "weight")
+    image = te.placeholder((1, 11, 13, 40), "float32", "image")
+    gate = topi.nn.conv2d_nhwc(pooled, weight, 1, 0, 1)
+    if activation:
+        gate = topi.clip(topi.add(topi.multiply(gate, 0.2), 0.5), 0.0, 1.0)
+    scaled = topi.add(topi.multiply(image, gate), image)
+    mod = tvm.IRModule({"main": te.create_prim_func([pooled, weight, image, scaled])})
+    programs = programs_of(mod, host_target)
+    assert programs.first_decision.startswith("register tile")
+    for tile in programs.tiles[:: max(1, len(programs.tiles) // 3)]:
+        program = program_of(programs, tile)
+        assert "T.vectorized(" in program.mod.script()
+        assert_same(mod, program.mod, host_target)
+
+
 def test_a_row_may_need_more_of_a_tensor_than_another_row(host_target: Target) -> None:
     """As the mask of attention, which is the product of a vector and itself: how much of it depends on the row."""
     import tvm

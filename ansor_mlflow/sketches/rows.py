@@ -24,6 +24,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.sketches.estimate import Machine
+from ansor_mlflow.sketches.tile import MIN_PARALLEL
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 _SPATIAL = 0
-_MIN_PARALLEL = 16384
-"""Elements from which a second thread saves more than the microseconds that it takes to start."""
 _MAX_COPIES = 128
 """How many vectors of a row may be written out, as each is code."""
 _LINE_ELEMENTS = 16
@@ -80,7 +79,7 @@ class RowTiling:
         widest = self._machine.lanes(4)
         # One lane is last: the compiler then finds vectors itself, where a row is no multiple of them.
         lanes = [width for width in (widest, widest // 2, 1) if width and extents and extents[-1] % width == 0]
-        is_large = prod(extents) >= _MIN_PARALLEL
+        is_large = prod(extents) >= MIN_PARALLEL
         by_row = [
             RowTile(lanes=width, parallel=parallel)
             for parallel in (is_large, not is_large)
