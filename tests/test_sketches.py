@@ -219,6 +219,7 @@ def test_traces_replay_in_stock_tvm(host_target: Target) -> None:
         "dense:19,33,47,bias,relu",
         "batch_matmul:3,17,24,40",
         "softmax:7,48",
+        "softmax:7,77",
     ],
 )
 def test_what_is_chosen_without_a_trial_is_right(network: str, target: str, tmp_path: Path) -> None:
@@ -282,6 +283,14 @@ def test_a_single_channel_has_vectors_along_what_is_summed(network: str, host_ta
         program = program_of(programs, tile)
         assert programs.tile_of(program) == tile
         assert_same(task.mod, program.mod, host_target)
+
+
+def test_a_row_may_have_a_prime_number_of_columns(host_target: Target) -> None:
+    """The copies of its tile are few operations each; with a single column each of them was a tile."""
+    task = conv_task("conv2d:1,1,601,24,8,1,3,1,0,bias,relu", host_target)
+    programs = programs_of(task.mod, host_target)
+    assert programs.tiles[0].columns > 1
+    assert_same(task.mod, program_of(programs, programs.tiles[0]).mod, host_target)
 
 
 def test_a_short_sum_has_no_vectors_along_it(host_target: Target) -> None:

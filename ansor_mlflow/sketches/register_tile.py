@@ -52,6 +52,9 @@ _MAX_SERIAL = 4
 _MAX_UNROLLED = 1000
 """Terms of sums that are written out where each of them is a load of its own, as in depthwise convolutions and
 poolings. What is padding is known then, and so is what neighbours read in common."""
+_MAX_WRITTEN = 2048
+"""Operations on vectors that all copies of a tile write their sums with, up to which there may be any number of copies:
+a row of 599 columns, which is a prime number, has 22 of 28."""
 _MAX_ROWS_AT_EDGE = 2
 """Rows of a tile with branches for padding, where each element of the input serves for one sum alone."""
 _MAX_TILES = 512
@@ -102,6 +105,8 @@ class RegisterTiling:
                     # the sums, a vector of weights for each vector of channels, and one element of the input
                     fits = vectors * columns * rows + vectors + 1 <= registers
                     is_even = axes.columns % columns == 0 or axes.columns // columns < MAX_COPIES
+                    # Copies are written out with what follows the sums: many of them are little where that is short.
+                    is_even |= axes.columns * vectors * rows * (1 + len(self._contraction.epilogue)) <= _MAX_WRITTEN
                     # a tile within one group reads the same data for all of its channels
                     in_group = self._contraction.group % (vectors * lanes) == 0
                     if fits and is_even and in_group and columns <= axes.columns:
