@@ -241,6 +241,37 @@ def test_sums_of_integers_are_exact(host_target: Target, op_type: str, num_produ
     np.testing.assert_array_equal(output, run_one(model, data)[0])
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("op_type", ["MatMulInteger", "ConvInteger"])
+def test_sums_that_become_floats_are_floats_from_the_beginning(host_target: Target, op_type: str, bias: bool) -> None:
+    """And their channels are padded: 37 of them have vectors of one element."""
+    is_conv = op_type == "ConvInteger"
+    shape, weight_shape = ((1, 60, 6, 7), (37, 60, 3, 3)) if is_conv else ((5, 600), (600, 37))
+    builder = GraphBuilder(seed=0)
+    names = [
+        builder.input("data", shape, "uint8"),
+        builder.constant("weight", BITS.integers(0, 256, weight_shape).astype(np.uint8)),
+        builder.constant("zero", np.uint8(3)),
+        builder.constant("weight_zero", np.uint8(131)),
+    ]
+    product = builder.node(op_type, "product", *names)
+    if bias:
+        values = BITS.integers(-500, 500, (1, 37, 1, 1) if is_conv else 37).astype(np.int32)
+        product = builder.node("Add", "sum", product, builder.constant("bias", values))
+    output = builder.node("Cast", "output", product, to=TensorProto.FLOAT)
+    model = builder.build("integers", {output: (1, 37, 4, 5) if is_conv else (5, 37)})
+    data = {"data": BITS.integers(0, 256, shape).astype(np.uint8)}
+    lowered = lower(model, host_target)
+    text = lowered.mod.script()
+    assert "float64" not in text
+    assert "int32" not in text
+    shapes = [tuple(map(int, p.shape)) for task in lowered.tasks for p in task.mod["main"].params]
+    assert any(shape[-1:] == (40,) for shape in shapes), shapes
+    (found,) = run_lowered(lowered, host_target, data)
+    (expected,) = run_one(model, data)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * abs(expected).max())
+
+
 @pytest.mark.parametrize("values", [[-1.5, 0.25, 3.0], [1.0, 2.0, 4.0], [-4.0, -2.0, -1.0], [0.0, 0.0, 0.0]])
 def test_the_range_of_values_is_onnxs(host_target: Target, values: list[float]) -> None:
     data = {"x": np.array(values, np.float32)}

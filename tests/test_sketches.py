@@ -219,6 +219,7 @@ def test_traces_replay_in_stock_tvm(host_target: Target) -> None:
         "dense:19,33,47,bias,relu",
         "batch_matmul:3,17,24,40",
         "softmax:7,48",
+        "softmax:7,77",
     ],
 )
 def test_what_is_chosen_without_a_trial_is_right(network: str, target: str, tmp_path: Path) -> None:
@@ -259,6 +260,64 @@ def test_what_follows_the_sums_is_not_unrolled_where_it_is_long(host_target: Tar
     for tile in programs.tiles[:: max(1, len(programs.tiles) // 3)]:
         program = program_of(programs, tile)
         assert program.mod.script().count("T.fabs") == 10
+        assert_same(mod, program.mod, host_target)
+
+
+@pytest.mark.parametrize(
+    "network",
+    every_second(
+        [
+            "conv2d:1,11,13,1,32,5,3,1,1,bias,relu",
+            "dense:70,1,64,bias",
+            "conv2d:1,1,600,1,1,1,64,2,0,bias",
+            "conv2d:2,9,7,1,8,5,5,1,2",
+        ]
+    ),
+)
+def test_a_single_channel_has_vectors_along_what_is_summed(network: str, host_target: Target) -> None:
+    task = conv_task(network, host_target)
+    programs = programs_of(task.mod, host_target)
+    assert programs.first_decision.startswith("dot product")
+    assert programs.are_enough
+    for tile in programs.tiles[:: max(1, len(programs.tiles) // 3)]:
+        program = program_of(programs, tile)
+        assert programs.tile_of(program) == tile
+        assert_same(task.mod, program.mod, host_target)
+
+
+def test_a_row_may_have_a_prime_number_of_columns(host_target: Target) -> None:
+    """The copies of its tile are few operations each; with a single column each of them was a tile."""
+    task = conv_task("conv2d:1,1,601,24,8,1,3,1,0,bias,relu", host_target)
+    programs = programs_of(task.mod, host_target)
+    assert programs.tiles[0].columns > 1
+    assert_same(task.mod, program_of(programs, programs.tiles[0]).mod, host_target)
+
+
+def test_a_short_sum_has_no_vectors_along_it(host_target: Target) -> None:
+    """To add their elements up would take longer than to sum one after the other."""
+    task = conv_task("conv2d:1,11,13,1,16,1,1,1,0", host_target)
+    assert programs_of(task.mod, host_target).first_decision.startswith("register tile")
+
+
+@pytest.mark.parametrize("activation", ["", "hard sigmoid"])
+def test_sums_may_scale_something_larger(activation: str, host_target: Target) -> None:
+    """As the channels of an image in a squeeze-and-excitation block."""
+    import tvm
+    from tvm import te, topi
+
+    pooled = te.placeholder((1, 1, 1, 24), "float32", "pooled")
+    weight = te.placeholder((1, 1, 24, 40), "float32", "weight")
+    image = te.placeholder((1, 11, 13, 40), "float32", "image")
+    gate = topi.nn.conv2d_nhwc(pooled, weight, 1, 0, 1)
+    if activation:
+        gate = topi.clip(topi.add(topi.multiply(gate, 0.2), 0.5), 0.0, 1.0)
+    scaled = topi.add(topi.multiply(image, gate), image)
+    mod = tvm.IRModule({"main": te.create_prim_func([pooled, weight, image, scaled])})
+    programs = programs_of(mod, host_target)
+    assert programs.first_decision.startswith("register tile")
+    for tile in programs.tiles[:: max(1, len(programs.tiles) // 3)]:
+        program = program_of(programs, tile)
+        assert "T.vectorized(" in program.mod.script()
         assert_same(mod, program.mod, host_target)
 
 

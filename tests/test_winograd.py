@@ -191,6 +191,16 @@ def test_weights_are_fetched_ahead_where_a_panel_waits_for_memory(
     assert (PREFETCH in program.mod.script()) is is_fetched
 
 
+@pytest.mark.parametrize(("height", "width"), [(268, 24), (92, 184)])
+def test_an_image_may_have_a_prime_number_of_rows_of_tiles(height: int, width: int) -> None:
+    """Tiles in registers divide those of a job: conditions for a narrower last one took four times as long."""
+    target = resolve_target("auto", 1)
+    *_, other = find_algorithms(layer_of(conv(height, width, 16, 16), target).mod)
+    programs = find_programs(other.mod, target)
+    assert programs is not None
+    assert all(tile.tile_rows * width // other.outputs % tile.tiles == 0 for tile in programs.tiles)
+
+
 def residual_block() -> onnx.ModelProto:
     builder = GraphBuilder(seed=0)
     data = builder.input("data", (2, 24, 13, 10))

@@ -143,8 +143,12 @@ class GraphEditor:
         return self.emit(op_type, data, self.constant(axes, np.int64), output=output)
 
     def _new_name(self, kind: str) -> str:
-        self._num_names += 1
-        return f"{self._prefix}.{kind}{self._num_names}"
+        """A name that no tensor has: what an earlier rewriting put in may end in the same output."""
+        while True:
+            self._num_names += 1
+            name = f"{self._prefix}.{kind}{self._num_names}"
+            if name not in self._constants and name not in self._producers:
+                return name
 
 
 Rewriting = Callable[[onnx.NodeProto, GraphEditor], None]

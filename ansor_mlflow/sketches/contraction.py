@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -53,7 +53,10 @@ class Contraction:
     unpadded: tuple[int, ...]
     """Shape of the tensor before that padding; empty without it."""
     epilogue: tuple[str, ...]
-    """Blocks after it, and those that they alone need, in order; the last one writes the output."""
+    """Blocks after it, and those that they alone need, in order, as far as they have an element for each sum."""
+    spread: tuple[str, ...]
+    """Blocks after those, which use a sum for several elements, as of an image that is scaled by channels; the last one
+    writes the output, which the last of the epilogue does where there are none."""
     num_bytes: int
     """Size of an element of the sums."""
     group: int
@@ -101,8 +104,8 @@ def has_sums(mod: IRModule) -> bool:
     return _REDUCTION in found
 
 
-def find_contraction(mod: IRModule) -> Contraction | None:
-    """The sum that a task's function is; None where it is something else."""
+def find_contraction(mod: IRModule, name: str = "") -> Contraction | None:
+    """The sum that a task's function is, or that of a block of that name; None where it is something else."""
     import tvm
     from tvm.s_tir import Schedule
 
@@ -112,6 +115,8 @@ def find_contraction(mod: IRModule) -> Contraction | None:
     blocks = list(sch.get_child_blocks(sch.get_sblock("root")))
     names = [str(sch.get(block).name_hint) for block in blocks]
     summing = [place for place, block in enumerate(blocks) if _REDUCTION in _kinds(sch.get(block))]
+    if name:
+        summing = [names.index(name)]
     # Two sums, as of a softmax, are for `rows`; blocks are found again by their names.
     if len(summing) != 1 or len(set(names)) != len(names):
         return None
@@ -131,7 +136,12 @@ def find_contraction(mod: IRModule) -> Contraction | None:
     strides = [operand.stride(num_spatial - 1) for operand in operands]
     are_vectors = 1 in strides and set(strides) <= {0, 1} and strides.count(0) <= 1
     is_read = [bool(sch.get_consumers(block)) for block in blocks[place:]]
-    if not are_vectors or is_read != [True] * (len(is_read) - 1) + [False]:
+    after = [_num_elements(sch.get(block)) == prod(extents[:num_spatial]) for block in blocks[place + 1 :]]
+    num_alike = after.index(False) if False in after else len(after)
+    epilogue, spread = names[place + 1 :][:num_alike], names[place + 1 :][num_alike:]
+    # The spread is a loop of its own, to which all of the sums come through one array.
+    is_chain = not spread or _is_chain(sch, [names[place], *epilogue])
+    if not are_vectors or not is_chain or is_read != [True] * (len(is_read) - 1) + [False]:
         return None
     # A block before the sum that does not feed it, such as the other term of an addition, belongs to the epilogue.
     feeding = _names_feeding(sch, blocks[place])
@@ -149,7 +159,8 @@ def find_contraction(mod: IRModule) -> Contraction | None:
         producers=tuple(before),
         has_padding=has_padding,
         unpadded=_shape(pad.reads[0]) if pad is not None and has_padding else (),
-        epilogue=(*beside, *names[place + 1 :]),
+        epilogue=(*beside, *epilogue) if epilogue else (),
+        spread=(*beside, *spread) if spread and not epilogue else tuple(spread),
         num_bytes=(int(tvm.DataType(str(block.body.value.ty)).bits) + 7) // 8,
         group=group,
     )
@@ -159,6 +170,18 @@ def _names_feeding(sch: Schedule, block: SBlockRV) -> set[str]:
     """The blocks that a block is computed of."""
     producers = list(sch.get_producers(block))
     return {str(sch.get(each).name_hint) for each in producers}.union(*(_names_feeding(sch, p) for p in producers))
+
+
+def _num_elements(block: Any) -> int:
+    """Elements that a block writes."""
+    pairs = zip(_kinds(block), block.iter_vars, strict=True)
+    return prod(int(var.dom.extent) for kind, var in pairs if kind == _SPATIAL)
+
+
+def _is_chain(sch: Schedule, names: Sequence[str]) -> bool:
+    """Whether nothing but the last of some blocks is read by a block that is none of them."""
+    consumers = [{str(sch.get(each).name_hint) for each in sch.get_consumers(sch.get_sblock(name))} for name in names]
+    return all(readers <= set(names) for readers in consumers[:-1])
 
 
 def _shape(region: Any) -> tuple[int, ...]:

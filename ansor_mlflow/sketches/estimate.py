@@ -94,10 +94,11 @@ class Estimate:
         asks = self._contraction.has_padding and tile.pad_at == "inline"
         job = self.cycles_of_sums(micro, asks) / num_jobs
         job = job + self._cycles_of_weights(tile) + self._cycles_of_padding(tile)
+        to_read = self._cycles_to_read(tile) + self._cycles_to_read_again(tile)
         if not tile.parallel:
-            return num_jobs * job + self._cycles_to_read(tile)
+            return num_jobs * job + to_read
         # TVM gives every thread as many jobs before it starts: all wait for the one with the most.
-        return ceil(num_jobs / threads) * (job + _JOB_CYCLES) + self._cycles_to_read(tile) + LAUNCH_CYCLES
+        return ceil(num_jobs / threads) * (job + _JOB_CYCLES) + to_read + LAUNCH_CYCLES
 
     def _num_threads(self, tile: RegisterTile) -> int:
         return self._machine.num_threads if tile.parallel else 1
@@ -118,6 +119,20 @@ class Estimate:
         operands = zip((outer[1], inner[1]), shares, strict=True)
         num_elements = sum(prod(operand.shape) / share for operand, share in operands if operand is not None)
         return _STALL * num_elements * found.num_bytes / _BYTES_PER_CYCLE["memory"]
+
+    def _cycles_to_read_again(self, tile: RegisterTile) -> float:
+        """Cycles that a thread waits for input that it has read before, for other channels, and that no cache holds."""
+        found, axes = self._contraction, self._axes
+        if found.broadcast is None:
+            return 0.0
+        num_bytes = prod(found.broadcast.shape) * found.num_bytes
+        channel_jobs, spatial_jobs = axes.num_channel_jobs(tile), axes.num_spatial_jobs(tile)
+        fits = num_bytes / spatial_jobs <= L2_BYTES
+        # Jobs that follow each other share the channels, or, with the channels inside, the input.
+        times = channel_jobs if not fits or (tile.channels_outside and spatial_jobs > 1) else 1
+        times *= 1 if fits else tile.channel_tiles
+        # Threads divide the passes over the input among them, or else the input.
+        return _STALL * (times - 1) * num_bytes / self._num_threads(tile) / _BYTES_PER_CYCLE["memory"]
 
     def _cycles_of_weights(self, tile: RegisterTile) -> float:
         """Cycles that a job waits for weights: less where they stay in a cache for all of its rows and columns."""

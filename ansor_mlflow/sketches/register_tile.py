@@ -29,6 +29,7 @@ from ansor_mlflow.sketches.tile import (
     MAX_COPIES,
     MAX_JOBS_PER_THREAD,
     MAX_VECTORS,
+    MIN_PARALLEL,
     PadAt,
     RegisterTile,
     TiledAxes,
@@ -42,7 +43,7 @@ from ansor_mlflow.sketches.tile import (
 if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.s_tir import Schedule
-    from tvm.s_tir.schedule import LoopRV
+    from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 _MAX_COLUMNS, _MAX_ROWS = 30, 8
 """Largest tile in registers that is looked at: no more sums than the largest register files hold."""
@@ -51,12 +52,18 @@ _MAX_SERIAL = 4
 _MAX_UNROLLED = 1000
 """Terms of sums that are written out where each of them is a load of its own, as in depthwise convolutions and
 poolings. What is padding is known then, and so is what neighbours read in common."""
+_MAX_WRITTEN = 2048
+"""Operations on vectors that all copies of a tile write their sums with, up to which there may be any number of copies:
+a row of 599 columns, which is a prime number, has 22 of 28."""
 _MAX_ROWS_AT_EDGE = 2
 """Rows of a tile with branches for padding, where each element of the input serves for one sum alone."""
 _MAX_TILES = 512
 """How many tiles a search may try."""
 _SMALL_WORK = 50_000
 """Multiply-adds that take a few microseconds even one after the other."""
+_MAX_CHANNELS, _MIN_LANES, _MIN_VECTORS = 2, 4, 4
+"""Elements of a vector of channels up to which one of summed elements is tried, its length, and how many vectors a sum
+has then: in the end their elements are added one after the other."""
 _NUM_MICRO = 48
 """How many of the best register tiles get a full search of loop orders."""
 
@@ -98,6 +105,8 @@ class RegisterTiling:
                     # the sums, a vector of weights for each vector of channels, and one element of the input
                     fits = vectors * columns * rows + vectors + 1 <= registers
                     is_even = axes.columns % columns == 0 or axes.columns // columns < MAX_COPIES
+                    # Copies are written out with what follows the sums: many of them are little where that is short.
+                    is_even |= axes.columns * vectors * rows * (1 + len(self._contraction.epilogue)) <= _MAX_WRITTEN
                     # a tile within one group reads the same data for all of its channels
                     in_group = self._contraction.group % (vectors * lanes) == 0
                     if fits and is_even and in_group and columns <= axes.columns:
@@ -157,7 +166,7 @@ class RegisterTiling:
 
         found = self._contraction
         sch = Schedule(self._mod)
-        block = sch.get_sblock(found.block)
+        block = self._sums(sch)
         # What comes before the padding and between the sums and the output is computed where it is used.
         for name in (*found.epilogue[:-1], *found.producers[:-1]):
             sch.compute_inline(sch.get_sblock(name))
@@ -182,6 +191,8 @@ class RegisterTiling:
         job = sch.fuse(*jobs)
         if tile.parallel:
             sch.parallel(job)
+        if found.spread:
+            self._spread(sch, job, innermost_tile)
         if is_long:  # after all tiles of a job, in a loop that is there once
             last = sch.get_sblock(found.epilogue[-1])
             sch.reverse_compute_at(last, job)
@@ -203,6 +214,21 @@ class RegisterTiling:
         for loops in (sch.get_loops(init)[depth:], sch.get_loops(write)[depth:]):
             write_out(sch, loops, tile.lanes)
         return sch
+
+    def _sums(self, sch: Schedule) -> SBlockRV:
+        """The block that is tiled."""
+        return sch.get_sblock(self._contraction.block)
+
+    def _spread(self, sch: Schedule, _job: LoopRV, _tile: LoopRV) -> None:
+        """Computes what has more elements than there are sums after all jobs, as it may need the sums of any."""
+        *others, block = map(sch.get_sblock, self._contraction.spread)
+        for other in others:
+            sch.compute_inline(other)
+        outer = sch.get_loops(block)[:-1]
+        num_elements = prod(int(sch.get(loop).extent) for loop in sch.get_loops(block))
+        vectorize_innermost(sch, block, self._widest)
+        if outer and self._machine.num_threads > 1 and num_elements >= MIN_PARALLEL:
+            sch.parallel(sch.fuse(*outer))
 
     def _is_short(self, tile: RegisterTile) -> bool:
         """Whether all terms of a tile's sums are written out, in each of its copies."""
@@ -233,3 +259,71 @@ class RegisterTiling:
             tiles.append(tile_loop)
             inner.append(inside)
         return jobs, tiles, inner
+
+
+class DotTiling(RegisterTiling):
+    """The sketch for sums of which there is one for each column, such as a convolution to a single channel.
+
+    Vectors are along what is summed: a column has a vector of partial sums, which are added up at the end of a tile.
+    """
+
+    name = "dot product"
+
+    def __init__(self, mod: IRModule, contraction: Contraction, machine: Machine, sums: Contraction) -> None:
+        super().__init__(mod, contraction, machine)
+        self._whole = sums
+        """The function's own sums."""
+
+    @classmethod
+    def find(cls, mod: IRModule, machine: Machine) -> DotTiling | None:
+        """The sketch for a task's function; None where vectors of channels serve as well, or none of sums would."""
+        from tvm.s_tir import Schedule
+
+        sums = find_contraction(mod)
+        if sums is None or sums.spread or power_of_two(sums.group, machine.lanes(sums.num_bytes)) > _MAX_CHANNELS:
+            return None
+        sch = Schedule(mod)
+        block = _partial_sums(sch, sums, machine.lanes(sums.num_bytes))
+        if block is None:
+            return None
+        partial = find_contraction(sch.mod, str(sch.get(block).name_hint))
+        return None if partial is None else cls(mod, partial, machine, sums)
+
+    def _sums(self, sch: Schedule) -> SBlockRV:
+        block = _partial_sums(sch, self._whole, self._widest)
+        assert block is not None
+        return block
+
+    def _spread(self, sch: Schedule, job: LoopRV, tile: LoopRV) -> None:
+        """Adds the elements of each vector up, and goes on with these sums after the tiles of a job."""
+        total, *others = map(sch.get_sblock, self._contraction.spread)
+        (partial,) = sch.get_producers(total)
+        sch.set_scope(partial, 0, "local")
+        sch.reverse_compute_at(total, tile)
+        lane, *columns = inside(sch, total, tile)
+        sch.reorder(*columns, lane)
+        sch.unroll(lane)
+        for other in others[:-1]:
+            sch.compute_inline(other)
+        if others:
+            sch.reverse_compute_at(others[-1], job)
+
+
+def _partial_sums(sch: Schedule, sums: Contraction, widest: int) -> SBlockRV | None:
+    """Makes vectors of sums along a summed axis, whose block is returned; None where no axis is long enough."""
+    num_spatial, num_terms = len(sums.spatial), prod(sums.reduction)
+    for place, extent in enumerate(sums.reduction):
+        lanes = power_of_two(extent, widest)
+        follows = all(operand.stride(num_spatial + place) == 1 for operand in sums.operands)
+        if lanes < _MIN_LANES or num_terms < _MIN_VECTORS * lanes or not follows or len(sums.operands) < 2:
+            continue
+        loops = sch.get_loops(sch.get_sblock(sums.block))
+        block = sch.rfactor(sch.split(loops[num_spatial + place], [None, lanes])[1], num_spatial)
+        # As in any sum that is tiled, the iterator of the vectors comes after the others of the output.
+        kinds = [int(var.iter_type) for var in sch.get(block).iter_vars]
+        first, *others = range(len(kinds))
+        sch.reorder_block_iter_var(block, [*others[:num_spatial], first, *others[num_spatial:]])
+        summed = list(sch.get_loops(block)[num_spatial:])
+        sch.reorder(summed.pop(place + 1), *summed)
+        return block
+    return None

@@ -24,6 +24,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.sketches.estimate import Machine
+from ansor_mlflow.sketches.tile import MIN_PARALLEL, divisors, write_out
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -31,13 +32,13 @@ if TYPE_CHECKING:
     from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 _SPATIAL = 0
-_MIN_PARALLEL = 16384
-"""Elements from which a second thread saves more than the microseconds that it takes to start."""
 _MAX_COPIES = 128
 """How many vectors of a row may be written out, as each is code."""
 _LINE_ELEMENTS = 16
 """Elements of a line of the cache: about as many columns are a block of a transposition, which writes whole lines then,
 while those that it reads stay in the first cache."""
+_MAX_SINGLE = 8
+"""Sums of single elements at a time: a sum of floats waits four cycles for the one before, and two begin in a cycle."""
 _MAX_READS = 4
 """How often a sum may read an element: a pooling of 2 × 2 with a stride of 1 reads it four times."""
 
@@ -80,7 +81,7 @@ class RowTiling:
         widest = self._machine.lanes(4)
         # One lane is last: the compiler then finds vectors itself, where a row is no multiple of them.
         lanes = [width for width in (widest, widest // 2, 1) if width and extents and extents[-1] % width == 0]
-        is_large = prod(extents) >= _MIN_PARALLEL
+        is_large = prod(extents) >= MIN_PARALLEL
         by_row = [
             RowTile(lanes=width, parallel=parallel)
             for parallel in (is_large, not is_large)
@@ -142,8 +143,8 @@ class RowTiling:
             if (partial := sums[place]) is not None:
                 *_, lane, over = sch.get_loops(partial)  # in the order of the iterators
                 sch.reorder(over, lane)
-                sch.vectorize(lane)
-                sch.vectorize(sch.get_loops(sch.decompose_reduction(partial, over))[-1])
+                write_out(sch, [lane], tile.lanes)
+                write_out(sch, [sch.get_loops(sch.decompose_reduction(partial, over))[-1]], tile.lanes)
             elif not _is_sum(sch.get(block)):
                 _vectorize(sch, block, tile.lanes, num_rows)
         _vectorize(sch, last, tile.lanes, num_rows)
@@ -239,11 +240,17 @@ def _num_functions(block: Any) -> int:
 
 
 def _rfactor(sch: Schedule, block: SBlockRV, lanes: int) -> SBlockRV | None:
-    """Splits a sum along the last axis into a vector of partial sums, which is returned, and their sum."""
+    """Splits a sum along the last axis into a vector of partial sums, which is returned, and their sum.
+
+    Where an axis is no multiple of a vector, some sums of single elements are better than one, too.
+    """
     loops = list(sch.get_loops(block))
-    if not _is_sum(sch.get(block)) or lanes == 1 or not _is_multiple(sch, loops[-1], lanes):
+    if not _is_sum(sch.get(block)) or not _is_multiple(sch, loops[-1], lanes):
         return None
-    _, lane = sch.split(loops[-1], [None, lanes])
+    num_sums = lanes if lanes > 1 else max(divisors(int(sch.get(loops[-1]).extent), _MAX_SINGLE))
+    if num_sums == 1:
+        return None
+    _, lane = sch.split(loops[-1], [None, num_sums])
     return sch.rfactor(lane, len(loops) - 1)
 
 

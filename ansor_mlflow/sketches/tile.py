@@ -18,6 +18,8 @@ MAX_VECTORS = 6
 """Vectors of channels of a tile in registers; libraries take vectors × columns of 4 × 6, 2 × 12 or 2 × 7."""
 MAX_COPIES = 16
 """Tiles of columns in a row whose last one is narrower: each of them is a copy of the program."""
+MIN_PARALLEL = 16384
+"""Elements from which a second thread saves more than the microseconds that it takes to start."""
 MAX_JOBS_PER_THREAD = 64
 """Jobs of a thread beyond which more of them share the work no more evenly, and only cost their starts."""
 
@@ -59,10 +61,9 @@ class TiledAxes:
 
     @staticmethod
     def of(contraction: Contraction) -> TiledAxes:
-        """Rows and columns are the last two axes along which the weights are the same, next to the channels."""
-        free, last, spatial = contraction.free_axes, contraction.vector_axis - 1, contraction.spatial
-        column_axis = last if last in free else None
-        row_axis = last - 1 if last - 1 in free and last in free else None
+        """Rows and columns are the last two axes along which the weights are the same and there is more than one."""
+        spatial = contraction.spatial
+        row_axis, column_axis = (None, None, *(axis for axis in contraction.free_axes if spatial[axis] > 1))[-2:]
         return TiledAxes(
             outer=prod(extent for axis, extent in enumerate(spatial[:-1]) if axis not in (column_axis, row_axis)),
             rows=1 if row_axis is None else spatial[row_axis],

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 from ansor_mlflow.codegen import PREFETCH
 from ansor_mlflow.sketches.estimate import L1_BYTES, L2_BYTES, LAUNCH_CYCLES, Machine
 from ansor_mlflow.sketches.tile import (
-    MAX_COPIES,
     MAX_JOBS_PER_THREAD,
     MAX_VECTORS,
     divisors,
@@ -155,8 +154,7 @@ class WinogradTiling:
         num_tiles = tile.tile_rows * shape.across
         channels = shape.channels_out // tile.channel_jobs
         width = max(0.5, tile.lanes * _FLOAT32_BYTES / 64)  # two narrow vectors in a cycle, or a wide one
-        full, rest = divmod(num_tiles, tile.tiles)  # the last tile in registers may be narrower
-        steps = full * self._step(tile, tile.tiles, width) + (self._step(tile, rest, width) if rest else 0)
+        steps = num_tiles // tile.tiles * self._step(tile, width)
         product = shape.size**2 * (channels // (tile.lanes * tile.vectors)) * steps * shape.channels_in
         into = num_tiles * shape.channels_in / self._lanes(shape.channels_in) * 2 * _TERMS * shape.size**2
         back = num_tiles * channels / tile.lanes * (shape.size + shape.outputs) * _TERMS * shape.outputs
@@ -171,12 +169,13 @@ class WinogradTiling:
         transforms = per_thread * width * (into + back)
         return long + _STALL * short + transforms + (LAUNCH_CYCLES if tile.parallel else 0)
 
-    def _step(self, tile: WinogradTile, tiles: int, width: float) -> float:
+    def _step(self, tile: WinogradTile, width: float) -> float:
         """Cycles of the sums in registers for one input channel."""
         element = 0.5 if self._machine.broadcasts_operands else 1.0
         panel_bytes = _FLOAT32_BYTES * tile.lanes * tile.vectors * self._shape.channels_in
         weights = tile.vectors * width * (1.0 if panel_bytes <= L1_BYTES else _AGAIN_FROM_L2)
-        return max(tile.vectors * tiles * width, weights + tiles * element, 4.0)  # 4: until a sum is there again
+        sums = tile.vectors * tile.tiles * width
+        return max(sums, weights + tile.tiles * element, 4.0)  # 4: until a sum is there again
 
     def schedule(self, tile: WinogradTile) -> Schedule:
         from tvm.s_tir import Schedule
@@ -214,18 +213,16 @@ class WinogradTiling:
     def _multiply(self, sch: Schedule, product: SBlockRV, tile: WinogradTile) -> None:
         *points, t, c, k = sch.get_loops(product)[1:]
         channel_tile, vector, lane = sch.split(c, [None, tile.vectors, tile.lanes])
-        num_tiles = int(sch.get(t).extent)
+        num_passes = int(sch.get(t).extent) // tile.tiles
         tiles, inner = sch.split(t, [None, tile.tiles])
         sch.reorder(*points, channel_tile, tiles, k, inner, vector, lane)
         write = sch.cache_write(product, 0, "local")
         sch.reverse_compute_at(write, tiles, preserve_unit_loops=True)
-        if num_tiles % tile.tiles:
-            sch.unroll(tiles)  # of its copies only the last has a rest, which is known then
         write_out(sch, inside(sch, write, tiles), tile.lanes)
         for loop in (inner, vector):
             sch.unroll(loop)
         sch.vectorize(lane)
-        shape, num_passes = self._shape, ceil(num_tiles / tile.tiles)
+        shape = self._shape
         weight_bytes = _FLOAT32_BYTES * shape.size**2 * shape.channels_in * shape.channels_out
         if num_passes <= _MAX_PASSES or weight_bytes > _STREAMED_BYTES:
             sch.annotate(k, PREFETCH, num_passes)
@@ -254,7 +251,8 @@ class WinogradTiling:
         for vectors, tile_rows in itertools.product(divisors(num_vectors, MAX_VECTORS), divisors(shape.down)):
             num_tiles = tile_rows * shape.across
             most = min(num_tiles, (machine.num_registers - vectors - 1) // vectors)
-            sizes = [n for n in range(1, most + 1) if num_tiles % n == 0 or num_tiles // n < MAX_COPIES]
+            # A narrower last tile would have conditions that depend on the job: that took four times as long.
+            sizes = divisors(num_tiles, most)
             for channel_jobs, tiles in itertools.product(divisors(num_vectors // vectors), sizes):
                 tile = WinogradTile(
                     lanes=lanes,
@@ -265,7 +263,9 @@ class WinogradTiling:
                     parallel=machine.num_threads > 1,
                 )
                 is_small = tile_rows == 1 or self._job_bytes(tile) <= _MAX_JOB_BYTES
-                if is_small and self._num_jobs(tile) <= MAX_JOBS_PER_THREAD * machine.num_threads:
+                # Of images with a prime number of rows of tiles there may be no fewer jobs.
+                is_few = channel_jobs == 1 or self._num_jobs(tile) <= MAX_JOBS_PER_THREAD * machine.num_threads
+                if is_small and is_few:
                     yield tile
 
     def _num_jobs(self, tile: WinogradTile) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from ansor_mlflow.graphs.editor import GraphEditor, Rewriting, Rewritings, Unchanged
 from ansor_mlflow.graphs.walk import attributes_of, input_of
@@ -110,29 +110,62 @@ def _softmax(node: onnx.NodeProto, graph: GraphEditor, tensors: list[str]) -> st
 
 def _integer_product(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """MatMulInteger and ConvInteger: the products of what is left of the zero points, as int32."""
-    weight_shape, rank = graph.shape(node.input[1]), len(graph.shape(node.input[0]))
+    shape = graph.shape(node.input[1])
+    num_products = math.prod(shape[1:]) if node.op_type == "ConvInteger" else shape[max(0, len(shape) - 2)]
+    is_exact = num_products * _MAX_FACTOR**2 < _EXACT
+    product = _product(node, graph, TensorProto.FLOAT if is_exact else TensorProto.DOUBLE)
+    graph.emit("Cast", product, to=TensorProto.INT32, output=node.output[0])
+
+
+def _product(node: onnx.NodeProto, graph: GraphEditor, dtype: int) -> str:
+    """Puts in the product of MatMulInteger or ConvInteger on floats."""
+    rank, weight_rank = (len(graph.shape(name)) for name in node.input[:2])
     if not rank:
         raise Unchanged
     is_conv = node.op_type == "ConvInteger"
-    num_products = math.prod(weight_shape[1:]) if is_conv else weight_shape[max(0, len(weight_shape) - 2)]
-    users = graph.consumers(node.output[0])
-    casts_alone = all(u.op_type == "Cast" and attributes_of(u)["to"] == TensorProto.FLOAT for u in users)
-    is_enough = num_products * _MAX_FACTOR**2 < _EXACT or (users and casts_alone)
-    dtype = TensorProto.FLOAT if is_enough else TensorProto.DOUBLE
     factors = []
-    for position, axis in ((0, rank - 2), (1, 0 if is_conv else len(weight_shape) - 1)):
+    for position, axis in ((0, rank - 2), (1, 0 if is_conv else weight_rank - 1)):
+        zero_point = input_of(node, position + 2)
+        shape, factor_rank = graph.shape(zero_point) if zero_point else (), rank if position == 0 else weight_rank
+        if len(shape) > 1:
+            raise Unchanged
+        is_vector = max(shape, default=1) > 1
+        broadcast = [shape[0] if place == axis else 1 for place in range(factor_rank)] if is_vector else []
+        names = [node.input[position], *filter(None, [zero_point])]
+        if all(map(graph.is_constant, names)):  # a constant is known for what it is, as to `channel_padding`
+            value, *zero = (graph.value(name).astype(helper.tensor_dtype_to_np_dtype(dtype)) for name in names)
+            factors.append(graph.constant(value - zero[0].reshape(broadcast) if zero else value))
+            continue
         factor = graph.emit("Cast", node.input[position], to=dtype)
-        if zero_point := input_of(node, position + 2):
-            shape, factor_rank = graph.shape(zero_point), rank if position == 0 else len(weight_shape)
-            if len(shape) > 1:
-                raise Unchanged
-            is_vector = max(shape, default=1) > 1
-            broadcast = [shape[0] if place == axis else 1 for place in range(factor_rank)] if is_vector else []
-            zero_point = graph.reshape(zero_point, broadcast)
-            factor = graph.emit("Sub", factor, graph.emit("Cast", zero_point, to=dtype))
+        if zero_point:
+            offset = graph.emit("Cast", graph.reshape(zero_point, broadcast), to=dtype)
+            factor = graph.emit("Sub", factor, offset)
         factors.append(factor)
-    product = graph.emit("Conv", *factors, **attributes_of(node)) if is_conv else graph.emit("MatMul", *factors)
-    graph.emit("Cast", product, to=TensorProto.INT32, output=node.output[0])
+    return graph.emit("Conv", *factors, **attributes_of(node)) if is_conv else graph.emit("MatMul", *factors)
+
+
+def _cast(node: onnx.NodeProto, graph: GraphEditor) -> None:
+    """An integer product, with a bias or not, of which nothing but a float32 is made: floats from the beginning."""
+    name, bias = node.input[0], ""
+    total = graph.producer(name)
+    if total is not None and total.op_type == "Add" and len(graph.consumers(name)) == 1:
+        places = [place for place, term in enumerate(total.input) if _is_integer_product(graph.producer(term))]
+        if len(places) == 1:
+            name, bias = total.input[places[0]], total.input[1 - places[0]]
+    product = graph.producer(name)
+    is_alone = len(graph.consumers(name)) == 1
+    if attributes_of(node)["to"] != TensorProto.FLOAT or not is_alone or not _is_integer_product(product):
+        raise Unchanged
+    assert product is not None
+    found = _product(product, graph, TensorProto.FLOAT)
+    if bias:
+        graph.emit("Add", found, graph.emit("Cast", bias, to=TensorProto.FLOAT), output=node.output[0])
+    else:
+        graph.emit("Identity", found, output=node.output[0])
+
+
+def _is_integer_product(node: onnx.NodeProto | None) -> bool:
+    return node is not None and node.domain in ("", "ai.onnx") and node.op_type in ("ConvInteger", "MatMulInteger")
 
 
 def _dynamic_quantize(node: onnx.NodeProto, graph: GraphEditor) -> None:
@@ -151,6 +184,7 @@ def _dynamic_quantize(node: onnx.NodeProto, graph: GraphEditor) -> None:
 
 
 REWRITINGS: Rewritings = {
+    ("", "Cast"): _cast,
     ("", "ConvInteger"): _integer_product,
     ("", "DynamicQuantizeLinear"): _dynamic_quantize,
     ("", "MatMulInteger"): _integer_product,

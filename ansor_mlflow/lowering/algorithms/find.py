@@ -153,7 +153,7 @@ def _layer(mod: IRModule, found: Contraction) -> Convolution:
         raise NoAlgorithmError("its weights are no constants")
     if any(str(parameter.dtype) != "float32" for parameter in function.params):
         raise NoAlgorithmError("it is not in float32")
-    if len(found.epilogue) > MAX_EPILOGUE:
+    if len(found.epilogue) > MAX_EPILOGUE or found.spread:
         raise NoAlgorithmError("too much follows it to be computed as it is written")
     if not found.producers:
         raise NoAlgorithmError("its input is not padded by a block of its own")
