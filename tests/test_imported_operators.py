@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 RNG = np.random.default_rng(0)
 IMAGE = {"x": RNG.normal(size=(1, 2, 6, 7)).astype(np.float32)}
+MANY_PIXELS = {"x": RNG.normal(size=(1, 4, 40, 50)).astype(np.float32)}
 
 
 def ints(*values: int) -> np.ndarray:
@@ -73,6 +74,9 @@ CASES: dict[str, tuple[str, Mapping[str, np.ndarray], dict[str, Any]]] = {
     "tiles": ("Tile", {"x": RNG.normal(size=(3, 4, 5)).astype(np.float32)}, {"constants": {"n": ints(6, 4, 2)}}),
     "mean of integers": ("ReduceMean", {"x": RNG.integers(-99, 99, (3, 4, 5), np.int32)}, {**INT32, "axes": [1]}),
     "mean of all integers": ("ReduceMean", {"x": np.arange(-9, 3)}, {"outputs": [TensorProto.INT64], "keepdims": 0}),
+    "mean of many pixels": ("ReduceMean", MANY_PIXELS, {"axes": [2, 1], "keepdims": 0}),
+    "sum of many pixels": ("ReduceSum", MANY_PIXELS, {"constants": {"a": ints(-1, 1)}, "opset": 13}),
+    "average of many pixels": ("GlobalAveragePool", MANY_PIXELS, {"after_conv": True}),
     "regions": ("RoiAlign", REGIONS, {**ROI, "opset": 16, "spatial_scale": 0.5}),
     "regions, output": (
         "RoiAlign",
