@@ -29,6 +29,7 @@ from ansor_mlflow.records import (
     open_database,
     open_winners,
     read_fingerprint,
+    read_journal,
     read_provenance,
     similar_records,
     target_attributes,
@@ -260,7 +261,9 @@ def fetch_what_was_measured(run_id: str, records: Path) -> None:
             replace_directory(fetched, records)
 
 
-def require_same_tasks(run_id: str, records: Path, network: Network, device: DeviceFingerprint) -> None:
+def require_same_tasks(
+    run_id: str, records: Path, network: Network, device: DeviceFingerprint, tasks: Sequence[TuningTask]
+) -> None:
     """Checks that records were measured on such a device, of the tasks that this network has today."""
     if not RecordPair.in_directory(records).records.exists():
         return
@@ -274,7 +277,10 @@ def require_same_tasks(run_id: str, records: Path, network: Network, device: Dev
         raise RecordsError(f"resume_run={run_id}: {reason}; resume it on such a device, or start a new tuning")
     provenance = read_provenance(records)
     has_sizes = network.chosen is None or network.chosen.input_shapes == provenance.input_shapes
-    if not has_sizes or (provenance.lowering_version, provenance.network_sha256) != (LOWERING_VERSION, network.sha256):
+    is_of_today = provenance.lowering_version == LOWERING_VERSION or (
+        {trial.workload_hash for trial in read_journal(records)} <= {task.info.workload_hash for task in tasks}
+    )
+    if not has_sizes or not is_of_today or provenance.network_sha256 != network.sha256:
         raise RecordsError(
             f"resume_run={run_id}: the network has other tasks today than the run tuned (lowering version "
             f"{provenance.lowering_version}, this is {LOWERING_VERSION}; or another version of the network, or other "

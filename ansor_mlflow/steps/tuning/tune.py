@@ -155,7 +155,7 @@ def _tune(
     is_resumed = (records / JOURNAL_FILE).exists()
     records.mkdir(exist_ok=True)
     if is_resumed:
-        require_same_tasks(run.run_id, records, network, device.fingerprint)
+        require_same_tasks(run.run_id, records, network, device.fingerprint, lowered.tasks)
     _log_inputs(run, network, device.fingerprint)
 
     if not has_arithmetic(device.target, options.dtype):
