@@ -14,9 +14,11 @@ import mlflow
 import numpy as np
 import pytest
 from helpers.commands import RunCommand, flags
+from helpers.exports import make_model, tensor
 from helpers.one_operator import one_operator, run_onnxruntime
 from mlflow.models import Model
 from mlflow.types import Schema, TensorSpec
+from onnx import helper
 
 from ansor_mlflow import names
 from ansor_mlflow.device import fingerprint, import_tensor_intrin, resolve_target
@@ -24,7 +26,7 @@ from ansor_mlflow.errors import MachineError, RecordsError, UserInputError
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.measuring import ReferenceSession
-from ansor_mlflow.model import CompiledNetwork, Coverage, compile_tuned, compile_untuned, require_linker
+from ansor_mlflow.model import CompiledNetwork, Coverage, compile_tuned, compile_untuned, library, require_linker
 from ansor_mlflow.networks import Network
 from ansor_mlflow.parameters import CompileOptions
 from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE, RecordPair, distill
@@ -260,3 +262,29 @@ def test_a_function_that_is_one_block_of_loops_is_compiled(host_target: Target, 
     compile_tuned(lower(model, host_target), host_target, None, tmp_path / "model.so")
     (expected,) = run_onnxruntime(model, data)
     np.testing.assert_array_equal(run(tmp_path / "model.so", data), expected)
+
+
+def test_a_sum_to_one_number_that_a_number_scales(host_target: Target, tmp_path: Path) -> None:
+    """TVM cannot split the sum of a function that has a block without loops, and says so by an internal error."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "weights"], ["sum"]),
+        helper.make_node("Mul", ["scale", "factor"], ["scaled"]),
+        helper.make_node("Mul", ["sum", "scaled"], ["product"]),
+        helper.make_node("Sigmoid", ["product"], ["y"]),
+    ]
+    weights = {"weights": np.ones((64, 1), np.float32), "factor": np.array(0.5, np.float32)}
+    inputs = [tensor("x", (1, 1, 64)), tensor("scale", ())]
+    model = make_model(nodes, inputs, [tensor("y", (1, 1, 1))], weights)
+    coverage = compile_tuned(lower(model, host_target), host_target, None, tmp_path / "model.so")
+    assert len(coverage.missing) == 1
+
+
+def test_an_error_of_tvm_is_no_error_of_records(
+    small_lowered: LoweredNetwork, host_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("InternalError: Check failed")
+
+    monkeypatch.setattr(library, "find_programs", fail)
+    with pytest.raises(RuntimeError, match="Check failed"):
+        compile_tuned(small_lowered, host_target, None, tmp_path / "model.so")

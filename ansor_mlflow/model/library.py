@@ -129,6 +129,9 @@ def compile_tuned(
                 ]
             )(_with_roots(scheduled))
     except (OSError, RuntimeError, ValueError, TypeError) as err:
+        records = RecordPair.in_directory(best_records).records if best_records else None
+        if records is None or not records.exists() or not records.stat().st_size:
+            raise  # no record is to blame
         raise RecordsError(
             f"{best_records}: the records do not apply ({first_line(err)}); tune the network again, or leave out what "
             "does not apply (compile with allow_missing=true)"

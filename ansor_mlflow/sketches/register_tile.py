@@ -283,7 +283,10 @@ class DotTiling(RegisterTiling):
         if sums is None or sums.spread or power_of_two(sums.group, machine.lanes(sums.num_bytes)) > _MAX_CHANNELS:
             return None
         sch = Schedule(mod)
-        block = _partial_sums(sch, sums, machine.lanes(sums.num_bytes))
+        try:
+            block = _partial_sums(sch, sums, machine.lanes(sums.num_bytes))
+        except RuntimeError:  # TVM cannot split such a sum, though its checks let it pass
+            return None
         if block is None:
             return None
         partial = find_contraction(sch.mod, str(sch.get(block).name_hint))
