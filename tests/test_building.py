@@ -60,6 +60,11 @@ def dies_of_all(_: BuildJob) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def fails_with_the_whole(job: BuildJob) -> None:
+    if job.sizes:
+        raise RuntimeError("no space left")
+
+
 def refuses_all(_: BuildJob) -> None:
     raise UserInputError("network=waves: it is refused")
 
@@ -146,7 +151,7 @@ def test_what_is_known_to_end_it_is_compiled_without(job: BuildJob, network: Net
 
 
 def deviation(actual: Array, expected: Array) -> float:
-    """Of the angles, as tangents are far apart where those are near."""
+    """The largest difference of the angles, as tangents are far apart where those are near."""
     difference = abs(np.arctan(actual) - np.arctan(expected))
     return float(np.minimum(difference, np.pi - difference).max())
 
@@ -154,6 +159,11 @@ def deviation(actual: Array, expected: Array) -> float:
 def test_where_nothing_can_be_compiled(job: BuildJob) -> None:
     with pytest.raises(MachineError, match=r"TVM compiles nothing here \(TVM fails: the worker process died \(SIGKILL"):
         guarded(job, dies_of_all)
+
+
+def test_what_fails_without_tvm_is_not_looked_for_again(job: BuildJob) -> None:
+    with pytest.raises(MachineError, match=r"waves: TVM fails: .*no space left, though TVM has nothing"):
+        guarded(job, fails_with_the_whole)
 
 
 def test_an_error_of_this_package_is_raised_as_it_is(job: BuildJob) -> None:

@@ -185,7 +185,7 @@ def choose(first: int, last: int, cost: Any) -> ChosenSizes:
 
 @given(first=st.integers(1, 40), width=st.integers(1, 60), constant=st.floats(0, 100), square=st.floats(0, 1))
 def test_no_other_sizes_lose_less(first: int, width: int, constant: float, square: float) -> None:
-    """As many of the same candidates, of which some two hundred are tried, at even distances."""
+    """Others of the same candidates, as many, lose no less: some two hundred are tried, at even distances."""
     costs: dict[int, float] = {}
 
     def cost(length: int) -> float:

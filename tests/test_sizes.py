@@ -439,7 +439,7 @@ def test_outputs_of_a_champion_are_compared_in_its_sizes(
 def test_what_padding_does_is_looked_at_where_there_is_padding(
     directory: Path, lengths: tuple[int, ...], padded: list[int]
 ) -> None:
-    """By little, and by as much as to any size; a size that is one smaller is no input that is padded."""
+    """Inputs are padded by little, and by as much as to any size; one that has a size is not padded."""
     manifest = Manifest.read(directory)
     (ids,) = manifest.sizes[0].inputs
     sizes = [replace(manifest.sizes[0], inputs=(replace(ids, shape=(1, length)),)) for length in lengths]

@@ -173,7 +173,7 @@ def guarded(job: BuildJob, work: Callable[[BuildJob], T], crashes: Path | None =
 
     Raises:
         AnsorMlflowError: What the work raises.
-        MachineError: TVM compiles nothing at all here.
+        MachineError: TVM compiles nothing at all here, or the work fails without it, too.
     """
     with scratch_directory() as scratch, contextlib.closing(_Guard(work, Path(scratch))) as guard:
         while True:
@@ -181,7 +181,10 @@ def guarded(job: BuildJob, work: Callable[[BuildJob], T], crashes: Path | None =
             if not died:
                 return value, job.fallback
             _log.warning("%s: %s; looking for what it is", job.called, died)
-            job = replace(job, fallback=guard.find(job, died, crashes))
+            found = guard.find(job, died, crashes)
+            if found == job.fallback:
+                raise MachineError(f"{job.called}: {died}, though TVM has nothing left to compute; run doctor")
+            job = replace(job, fallback=found)
 
 
 class _Guard:
@@ -200,6 +203,7 @@ class _Guard:
     def attempt(self, job: BuildJob, limit_s: float) -> tuple[Any, str]:
         """What the work returns, or, in a few words, how it ended the worker."""
         said = self._scratch / "said.txt"
+        said.write_bytes(b"")  # a worker may die before it says anything
         (outcome,) = self._pool.map(_answer, [(self._work, job, said)], limit_s)
         if outcome.failure == "timed_out":
             return None, f"TVM takes longer than {limit_s:.0f} s"
@@ -216,12 +220,12 @@ class _Guard:
         from ansor_mlflow.lowering import prepare_graph
         from ansor_mlflow.networks import models_of_sizes, read_whole
 
-        self._require_compiler(job, died)
         self._until_s = min(self._until_s, time.monotonic() + _SEARCH_S)
         target = resolve_target(json.dumps(job.device.target), job.device.num_threads)
         models = models_of_sizes(read_whole(Path(job.network)), job.network, job.sizes)
         graphs = [prepare_graph(model, target, job.lowering, job.network)[0] for model in models]
         with contextlib.suppress(TimeoutError):
+            self._require_compiler(job, died)
             for size, graph in enumerate(graphs):
                 known = job.fallback.get(size, {})
                 if found := self._smallest(graph, replace(job, fallback={0: known})):

@@ -45,7 +45,7 @@ class SizeUse:
     mean_loss: float
     """What a request takes longer than without padding, over the latter; the mean, with lengths even on a log scale."""
     worst_loss: float
-    """The same of the request that loses most: the shortest, unless costs are measured ones that do not always grow."""
+    """What the request loses that loses most: the shortest, unless costs are measured ones that do not always grow."""
 
     def cells(self) -> dict[str, str]:
         """The texts of a row, by the headers of a `Table`."""
@@ -66,7 +66,7 @@ class ChosenSizes:
     uses: tuple[SizeUse, ...]
     """The sizes from small to large; costs are those of `graphs.estimated_cost`, or lengths where it is constant."""
     mean_loss: float
-    """As of a `SizeUse`, of the requests of the whole range."""
+    """What requests of the whole range lose on average: see `SizeUse.mean_loss`."""
     input_shapes: dict[str, list[int | list[int]]]
     """What was given, with lists of the sizes in the place of ranges."""
 

@@ -47,6 +47,7 @@ from ansor_mlflow.model import (
 )
 from ansor_mlflow.names import part_file
 from ansor_mlflow.networks import Network, write_onnx
+from ansor_mlflow.settings import FallbackReasons
 from ansor_mlflow.tensors import Sized, all_sizes
 
 _SEED = 0
@@ -67,9 +68,6 @@ MIN_SLOWDOWN = 1.05
 FASTER_THERE = "faster than in TVM"
 WRONG_HERE = "other outputs in TVM"
 _log = logging.getLogger("ansor_mlflow")
-
-FallbackReasons = Mapping[int, Mapping[str, str]]
-"""Why nodes stay with ONNX Runtime, as `lowering.lower_sizes` takes it."""
 
 
 def estimated_parts(
