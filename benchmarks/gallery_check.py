@@ -131,12 +131,12 @@ def _timed(file: Path, model: Path, rivals: Sequence[str], turns: int, trained: 
     from ansor_mlflow.measuring import (
         MachineNoise,
         RivalTask,
+        allowed_error,
         deviation_of,
         expected_of,
         same_for_all,
         seeded_inputs,
         timed_call,
-        tolerance_for,
         tuned_inference,
     )
     from ansor_mlflow.model import Manifest, computed_by
@@ -152,9 +152,9 @@ def _timed(file: Path, model: Path, rivals: Sequence[str], turns: int, trained: 
     expected = expected_of(network, task.num_threads, examples)
     if not trained:
         _require_dependence(file, *expected)
-    tolerance = tolerance_for("auto", network, "float32")
     make_tuned = partial(tuned_inference, model)
     error = deviation_of(make_tuned, examples, expected).max_rel_error
+    tolerance = allowed_error(error, "auto", network, "float32", task.num_threads, examples)
     checked = check_rivals(tuple(rivals), task, examples, expected, tolerance)
     runs: dict[str, MakeInference] = {_TUNED: make_tuned}
     runs |= {rival.name: rival.make_inference for rival in checked if not rival.absent}

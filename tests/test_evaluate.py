@@ -27,6 +27,7 @@ from ansor_mlflow.measuring import (
     TOLERANCES,
     Deviation,
     Latency,
+    allowed_error,
     compare_outputs,
     measure_in_turns,
     time_first_calls,
@@ -86,6 +87,20 @@ def test_what_is_near_zero_is_not_asked_for_more_digits_than_there_are() -> None
         assert compare_outputs(compiled, expected).max_rel_error < TOLERANCES["float32"] / 10
     wrong = {"a": np.array([1e-4], np.float32)}
     assert compare_outputs(wrong, plain).max_rel_error > 10 * TOLERANCES["float32"]
+
+
+def test_a_network_that_loses_digits_in_any_runtime_may_be_off_by_them(tmp_path: Path) -> None:
+    """1000.1 - 1000 is 0.09998, or 0.09991 where one of them ends in another bit."""
+    builder = GraphBuilder(seed=0)
+    builder.node("ReduceSum", "y", builder.input("x", (1, 2)), keepdims=0)
+    onnx.save(builder.build("sum", {"y": ()}), tmp_path / "sum.onnx")
+    cancelling, adding = ([{"x": np.array([[1000.1, value]], np.float32)}] for value in (-1000.0, 1000.0))
+    tolerance = TOLERANCES["float32"]
+    allowed = partial(allowed_error, network=tmp_path / "sum.onnx", dtype="float32", num_threads=1)
+    assert allowed(5 * tolerance, "auto", examples=cancelling) > 5 * tolerance
+    assert allowed(5 * tolerance, "auto", examples=adding) == tolerance
+    assert allowed(5 * tolerance, 2e-4, examples=cancelling) == 2e-4  # what a user gives is what holds
+    assert allowed(20 * tolerance, "auto", examples=cancelling) == tolerance  # that is no loss of digits
 
 
 @pytest.fixture(scope="module")

@@ -111,7 +111,8 @@ def test_parts_of_an_untuned_library_do_not_pay(
     assert [entry.runs_in for entry in timed.parts] == ["tvm", "onnxruntime", "tvm"]
     assert sum(entry.latency_share or 0 for entry in timed.parts) == pytest.approx(1)
     assert all(entry.latency_ms for entry in timed.parts)
-    assert stays == {0: dict.fromkeys(("first", "mean", "is_positive"), FASTER_THERE)}
+    assert {"first", "mean", "is_positive"} <= stays[0].keys()
+    assert set(stays[0].values()) == {FASTER_THERE}
     assert "a part takes" in caplog.text
     assert "tune for longer" in caplog.text
 

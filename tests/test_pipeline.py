@@ -99,7 +99,7 @@ def test_a_pipeline_leaves_the_same_wherever_it_runs(experiment_id: str, tmp_pat
     assert found["checkout"].keys() == found["foreign"].keys() == {"main", "tune", "compile", "evaluate"}
     for step, expected in found["foreign"].items():
         mine = found["checkout"][step]
-        assert params_of(mine) == params_of(expected), step
+        assert params_of(expected).items() <= params_of(mine).items(), step  # `mlflow run` logs its defaults, too
         assert tags_of(mine) == tags_of(expected), step
         assert mine.data.metrics.keys() == expected.data.metrics.keys(), step
         assert mine.info.run_name == expected.info.run_name

@@ -138,17 +138,19 @@ def bisect_network(options: BisectOptions) -> Bisection:
         file = Path(scratch, "network.onnx")
         write_onnx(network.model, file)
         examples = measuring.choose_examples(options.data, all_sizes(network), options.seed, file)
-        tolerance = measuring.tolerance_for(options.tolerance, file, options.dtype)
         search = Search(
             graph=CuttableGraph(network.model),
             device=device,
             lowering=options.lowering,
-            tolerance=tolerance,
+            tolerance=measuring.tolerance_for(options.tolerance, file, options.dtype),
             scratch=Path(scratch),
         )
         _log.info("compiling %s for %s, and comparing it on %d inputs", network.name, device.description, len(examples))
         whole = search.compare(network.model, examples)
         error = measuring.Deviation.worst([comparison.worst for comparison in whole])
+        tolerance = measuring.allowed_error(
+            error.max_rel_error, options.tolerance, file, options.dtype, device.num_threads, examples
+        )
         are_finite = all(np.isfinite(values).all() for found in whole for values in found.expected.values())
         infinite = "ONNX Runtime's outputs hold infinities or NaNs on these inputs; give data= for which they do not"
         bisection = Bisection(
@@ -164,7 +166,7 @@ def bisect_network(options: BisectOptions) -> Bisection:
         first = next((comparison for comparison in whole if comparison.wrong(tolerance)), None)
         if first is None:
             return bisection
-        shown, tensor = search.smallest(first)
+        shown, tensor = replace(search, tolerance=tolerance).smallest(first)
     kept = {name: text for name, text in options.changed().items() if name in _KEPT}
     flags = {"data": str(directory / "inputs.npz"), **kept}
     words = (f"--{name.replace('_', '-')} {for_shell(text, name.upper())}" for name, text in flags.items())

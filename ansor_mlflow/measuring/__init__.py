@@ -4,6 +4,7 @@ from ansor_mlflow.measuring.checking import (
     QUANTIZED_TOLERANCE,
     TOLERANCES,
     Deviation,
+    allowed_error,
     compare_outputs,
     compare_tensors,
     compare_with_reference,

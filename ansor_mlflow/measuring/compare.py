@@ -93,10 +93,10 @@ def tuned_inference(directory: Path) -> Inference:
     return load_package(directory, manifest, LoadOptions(device=manifest.platform.name)).run
 
 
-def reference_inference(network: Path, num_threads: int, *, exact: bool = False) -> Inference:
+def reference_inference(network: Path, num_threads: int, *, exact: bool = False, optimized: bool = True) -> Inference:
     """ONNX Runtime, as `explained`."""
-    advice = "; export the model again"
-    return explained("ONNX Runtime", lambda: ReferenceSession(network, num_threads, exact=exact).run, advice)
+    load = partial(ReferenceSession, network, num_threads, exact=exact, optimized=optimized)
+    return explained("ONNX Runtime", lambda: load().run, "; export the model again")
 
 
 def explained(runtime: str, load: Callable[[], Inference], advice: str = "") -> Inference:
@@ -132,16 +132,27 @@ class ReferenceSession:
 
     With `exact`, sums of products of 8 bits are exact, and nothing is rounded that the network does not round: ONNX
     Runtime's fastest kernels for CPUs without VNNI saturate in 16 bits, and those for weights of 4 bits round what they
-    are multiplied with to 8. A RuntimeError says that it has nothing to run there with.
+    are multiplied with to 8. Without `optimized`, every layer is computed as it stands in the file. A RuntimeError says
+    that it has nothing to run there with.
     """
 
-    def __init__(self, network: Path, num_threads: int, *, exact: bool = False, platform: Platform = CPU) -> None:
+    def __init__(
+        self,
+        network: Path,
+        num_threads: int,
+        *,
+        exact: bool = False,
+        optimized: bool = True,
+        platform: Platform = CPU,
+    ) -> None:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = num_threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
+        if not optimized:
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         if exact:
             options.add_session_config_entry("session.x64quantprecision", "1")
             options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # float32

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,12 @@ class TunedModel:
         self._size_choice = SizeChoice(self.sizes, network.pad)
         parts = choice.entry.parts
         self._machines: VirtualMachines | Sessions
+        self._whole: Callable[[Sequence[str], Mapping[str, Array]], list[Array]] | None = None
         if has_library(parts):
             self._machines = VirtualMachines(library, self.sizes, parts, num_threads, platform, huge_pages=huge_pages)
         else:
             self._machines = Sessions(library.parent, parts, num_threads)
+            self._whole = self._machines.whole
 
     @property
     def entry(self) -> LibraryEntry:
@@ -77,6 +79,11 @@ class TunedModel:
         Raises:
             UserInputError: A name, a shape or a dtype is not as the network expects.
         """
+        if self._whole is not None and type(inputs) is dict:
+            try:
+                return dict(zip(self._names, self._whole(self._names, inputs), strict=True))
+            except Exception:  # noqa: BLE001 - another runtime's, of any class; what is wrong is said below
+                _log.debug("an error of another runtime", exc_info=True)
         if (exact := self._exact(inputs)) is not None:
             return dict(zip(self._names, self._machines.run(exact), strict=True))
         arrays = self._checked(inputs)

@@ -12,6 +12,14 @@ columns at a time, which the cache holds until all rows have read their part of 
     parallel over all other axes and blocks of columns
       the rows that are contiguous where they are read
         the columns of a block              vectorised
+
+A softmax over another axis than the last has a sum for each column. It goes over a few columns at a time, too, and its
+sums are vectors of them:
+
+    parallel over all other axes that the sums share, and blocks of columns
+      for each block of the function
+        the terms
+          the columns of a block            vectorised
 """
 
 from __future__ import annotations
@@ -24,7 +32,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.sketches.estimate import Machine
-from ansor_mlflow.sketches.tile import MIN_PARALLEL, divisors, write_out
+from ansor_mlflow.sketches.tile import MIN_PARALLEL, divisors, inside, write_out
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -37,6 +45,11 @@ _MAX_COPIES = 128
 _LINE_ELEMENTS = 16
 """Elements of a line of the cache: about as many columns are a block of a transposition, which writes whole lines then,
 while those that it reads stay in the first cache."""
+_COLUMN_ELEMENTS = 64
+"""About as many columns are a block whose sums are taken over another axis: whole lines of the cache, and some vectors
+whose sums do not wait for each other."""
+_MANY_COLUMNS = 256
+"""About as many they are where vectors are left to the compiler, which makes none of a short loop."""
 _MAX_SINGLE = 8
 """Sums of single elements at a time: a sum of floats waits four cycles for the one before, and two begin in a cycle."""
 _MAX_READS = 4
@@ -57,7 +70,7 @@ class RowTile:
     parallel: bool
     """Whether threads share the rows."""
     columns: int | None = None
-    """Columns of a block of a transposition; None for whole rows."""
+    """Columns of a block of a transposition, or of sums over another axis; None for whole rows."""
 
 
 class RowTiling:
@@ -87,7 +100,8 @@ class RowTiling:
             for parallel in (is_large, not is_large)
             for width in dict.fromkeys([*lanes, 1])
         ]
-        return [*(_blocked(Schedule(self._mod), extents[-1], lanes) if is_large else []), *by_row]
+        by_block = [*_blocked(Schedule(self._mod), extents[-1], lanes)] if is_large else []
+        return [*by_block, *_in_columns(Schedule(self._mod), extents[-1], lanes, is_large), *by_row]
 
     def kind(self, tile: RowTile) -> object:
         """Every decision is of its own kind."""
@@ -115,7 +129,7 @@ class RowTiling:
         _inline(sch)
         blocks = _blocks(sch)
         if tile.columns is not None:
-            _schedule_transposition(sch, blocks[-1], tile)
+            _schedule_columns(sch, tile)
             return sch
         if len(blocks) > 1 and not any(map(sch.get_consumers, blocks)):  # one for each result, as of a split
             for block in blocks:
@@ -128,7 +142,7 @@ class RowTiling:
         *others, last = blocks
         num_rows = min([_num_rows(sch.get(block), sch.get(last)) for block in others or [last]])
         # A sum in one register waits four cycles for each term: it becomes a vector of sums, added up at the end.
-        sums = {place: _rfactor(sch, block, tile.lanes) for place, block in enumerate(others)}
+        sums = {place: _rfactor(sch, block, tile.lanes, num_rows) for place, block in enumerate(others)}
         loops = list(sch.get_loops(last))
         if num_rows > 0:
             row = sch.fuse(*loops[:num_rows])
@@ -178,6 +192,13 @@ def _row_read(block: Any) -> int | None:
     return None
 
 
+def _schedule_columns(sch: Schedule, tile: RowTile) -> None:
+    if (shared := _shared_axes(sch)) is None:
+        _schedule_transposition(sch, _blocks(sch)[-1], tile)
+    else:
+        _schedule_sums(sch, shared, tile)
+
+
 def _schedule_transposition(sch: Schedule, block: SBlockRV, tile: RowTile) -> None:
     *others, columns = sch.get_loops(block)
     row_read = _row_read(sch.get(block))
@@ -191,6 +212,73 @@ def _schedule_transposition(sch: Schedule, block: SBlockRV, tile: RowTile) -> No
         sch.parallel(job)
     if tile.lanes > 1:
         sch.vectorize(sch.split(inner, [None, tile.lanes])[1])
+
+
+def _in_columns(sch: Schedule, num_columns: int, lanes: Sequence[int], parallel: bool) -> list[RowTile]:
+    """The tiles of a function with sums over another axis than the last one; none of another function."""
+    _inline(sch)
+    if _shared_axes(sch) is None:
+        return []
+    tiles = []
+    for width, wanted in {lanes[0]: _COLUMN_ELEMENTS, 1: _MANY_COLUMNS}.items():
+        sizes = [size for size in divisors(num_columns) if size % width == 0 and size > 1]
+        sizes.sort(key=lambda size, wanted=wanted: abs(math.log(size / wanted)))  # type: ignore[misc]
+        tiles += [RowTile(lanes=width, parallel=parallel, columns=size) for size in sizes[:2]]
+    return tiles
+
+
+def _shared_axes(sch: Schedule) -> list[int] | None:
+    """The places of the last block's iterators for each of which there is a sum, the last one among them; None where
+    sums are those of rows, or there are none.
+    """
+    *others, last = map(sch.get, _blocks(sch))
+    sums = [block for block in others if _is_sum(block)]
+    made = [write.source for block in sums for write in block.writes]
+    variables = [var.var for var in last.iter_vars]
+    shared: set[int] = set()
+    for read in last.reads:
+        if any(read.source.same_as(source) for source in made):
+            indices = [dim.min for dim in read.region]
+            shared |= {place for place, var in enumerate(variables) if any(map(var.same_as, indices))}
+    extents = [int(var.dom.extent) for var in last.iter_vars]
+    places = [place for place in sorted(shared) if extents[place] > 1]
+    is_alike = all(
+        _large(block.iter_vars[: _num_leading(block)]) in ([extents[place] for place in places], _large(last.iter_vars))
+        for block in others
+    )
+    is_prefix = places == [place for place, extent in enumerate(extents) if extent > 1][: len(places)]
+    if _is_sum(last) or is_prefix or not is_alike or len(extents) - 1 not in places:
+        return None
+    return places
+
+
+def _large(variables: Sequence[Any]) -> list[int]:
+    """The extents of iterators that have more than one value."""
+    return [extent for var in variables if (extent := int(var.dom.extent)) > 1]
+
+
+def _schedule_sums(sch: Schedule, shared: Sequence[int], tile: RowTile) -> None:
+    *others, last = _blocks(sch)
+    loops = list(sch.get_loops(last))
+    *jobs, columns = [loops[place] for place in shared]
+    terms = [loop for place, loop in enumerate(loops) if place not in shared]
+    outer, inner = sch.split(columns, [None, tile.columns])
+    sch.reorder(*jobs, outer, *terms, inner)
+    job = sch.fuse(*jobs, outer)
+    if tile.parallel:
+        sch.parallel(job)
+    for block in reversed(others):
+        sch.compute_at(block, job)
+    for block in others:
+        *_, along = within = inside(sch, block, job)
+        found = sch.get(block)
+        if num_sums := len(_large(found.iter_vars[_num_leading(found) :])):
+            along, over = within[-num_sums - 1], within[-num_sums:]
+            sch.reorder(*over, along)
+        write_out(sch, [along], tile.lanes)
+        if num_sums:  # only a whole sum can be made of vectors
+            write_out(sch, [sch.get_loops(sch.decompose_reduction(block, over[0]))[-1]], tile.lanes)
+    write_out(sch, [inner], tile.lanes)
 
 
 def _blocks(sch: Schedule) -> list[SBlockRV]:
@@ -239,13 +327,16 @@ def _num_functions(block: Any) -> int:
     return len(found)
 
 
-def _rfactor(sch: Schedule, block: SBlockRV, lanes: int) -> SBlockRV | None:
+def _rfactor(sch: Schedule, block: SBlockRV, lanes: int, num_rows: int) -> SBlockRV | None:
     """Splits a sum along the last axis into a vector of partial sums, which is returned, and their sum.
 
-    Where an axis is no multiple of a vector, some sums of single elements are better than one, too.
+    Where an axis is no multiple of a vector, some sums of single elements are better than one, too. Where a row has
+    several sums, they need not wait for each other.
     """
-    loops = list(sch.get_loops(block))
-    if not _is_sum(sch.get(block)) or not _is_multiple(sch, loops[-1], lanes):
+    loops, found = list(sch.get_loops(block)), sch.get(block)
+    if not _is_sum(found) or not _is_multiple(sch, loops[-1], lanes):
+        return None
+    if any(int(var.dom.extent) > 1 for var in found.iter_vars[num_rows : _num_leading(found)]):
         return None
     num_sums = lanes if lanes > 1 else max(divisors(int(sch.get(loops[-1]).extent), _MAX_SINGLE))
     if num_sums == 1:

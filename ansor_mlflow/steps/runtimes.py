@@ -20,6 +20,7 @@ from ansor_mlflow.foreign import duration
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.measuring import (
     MakeCall,
+    allowed_error,
     compare_outputs,
     expected_of,
     is_finite,
@@ -33,7 +34,6 @@ from ansor_mlflow.measuring import (
     time_parts,
     time_parts_in_onnxruntime,
     timed_call,
-    tolerance_for,
     typical_inputs,
 )
 from ansor_mlflow.model import (
@@ -132,18 +132,22 @@ def why_wrong(compiled: CompiledNetwork, *, share: float = 1.0) -> str:
         _log.warning("the outputs of %s are not checked: %s", compiled.name, err)
         return ""
     known = [each for each in found if is_finite(each[1])]
+    seeded = [inputs for inputs, _, factor in known if factor == 1.0]
     if not known:
         _log.warning("the outputs of %s are not checked: ONNX Runtime's hold NaN or infinities", compiled.name)
         return ""
-    tolerance = share * tolerance_for("auto", network, str(compiled.provenance.get("dtype", "float32")))
+    dtype = str(compiled.provenance.get("dtype", "float32"))
     run = partial(library_inference, compiled.library, compiled, compiled.entry)
     compute = partial(outputs_of, run, limit_s=_LIMIT_S)
     try:
         computed = compute([inputs for inputs, _, _ in known])
-        for outputs, (_, expected, factor) in zip(computed, known, strict=True):
-            error = compare_outputs(outputs, expected).max_rel_error
-            if not error <= factor * tolerance:
-                return f"max_rel_error {error:.2g}, of {factor * tolerance:.2g} allowed"
+        error = max(
+            compare_outputs(outputs, expected).max_rel_error / factor
+            for outputs, (_, expected, factor) in zip(computed, known, strict=True)
+        )
+        tolerance = share * allowed_error(error / share, "auto", network, dtype, threads, seeded)
+        if not error <= tolerance:
+            return f"max_rel_error {error:.2g}, of {tolerance:.2g} allowed"
         require_broken_stays_broken(compute, network, threads, examples[0])
     except AnsorMlflowError as err:
         return str(err)

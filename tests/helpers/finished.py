@@ -78,7 +78,7 @@ def _finished_work(made_once: MadeOnce, empty_store: Path, small_onnx: Path) -> 
             patch.chdir(directory)
             main(["tune", *flags({**QUICK, "network": "small.onnx", "trials": 12})])
             (tuned,) = client.search_runs([experiment_id])
-            main(["compile", "--tune-run", tuned.info.run_id])
+            main(["compile", "--tune-run", tuned.info.run_id, "--runtimes", "tvm"])
         (compiled,) = client.search_runs([experiment_id], f"tags.`ansor.tune_run` = '{tuned.info.run_id}'")
         ids = {"experiment_id": experiment_id, "tuned": tuned.info.run_id, "compiled": compiled.info.run_id}
         (directory / "runs.json").write_text(json.dumps(ids))

@@ -95,8 +95,7 @@ def _evaluate(
     examples = measuring.choose_examples(options.data, sizes, options.seed, bench.network)
     run.log_data(options.data, examples[0])
     expected = bench.expected(examples)
-    tolerance = measuring.tolerance_for(options.tolerance, bench.network, LoweringSettings.among(provenance).dtype)
-    metrics = _check(bench, examples, expected, tolerance, run)
+    metrics, tolerance = _check(bench, examples, expected, options, run)
     if manifest.pad:
         require_harmless_padding(manifest, bench.compare, tolerance, options.seed)
     task = rival_task(options.rivals, directory, manifest, bench.entry, run.directory, trust=options.trust)
@@ -173,10 +172,14 @@ def _repeat_tuning(tuning: Run, run: tracking.StepRun, title: tuple[str, str]) -
 
 
 def _check(
-    bench: Bench, examples: Sequence[Arrays], expected: Sequence[Arrays], tolerance: float, run: tracking.StepRun
-) -> dict[str, float]:
+    bench: Bench,
+    examples: Sequence[Arrays],
+    expected: Sequence[Arrays],
+    options: EvaluateOptions,
+    run: tracking.StepRun,
+) -> tuple[dict[str, float], float]:
     """Finds how far the outputs are from ONNX Runtime's, and what was not really compared; too far is an error, and
-    logged.
+    logged. Returns the metrics, and how far is allowed.
     """
     network, num_inputs = bench.manifest.network, len(examples)
     _log.info("comparing the outputs of %s with ONNX Runtime's on %d inputs", network, num_inputs)
@@ -189,6 +192,10 @@ def _check(
             *(unchecked, num_inputs),
         )
         run.log_tags({names.TAG_UNCHECKED: unchecked})
+    dtype = LoweringSettings.among(bench.entry.provenance).dtype
+    tolerance = measuring.allowed_error(
+        difference.max_rel_error, options.tolerance, bench.network, dtype, bench.reference_threads, examples
+    )
     if not difference.max_rel_error <= tolerance:
         run.log_metrics(metrics)
         advice = measuring.what_to_do(bench.network, bench.reference_threads, examples, tolerance)
@@ -197,7 +204,7 @@ def _check(
             f"allowed is {tolerance:g}; {advice}"
         )
     measuring.require_broken_stays_broken(bench.outputs, bench.network, bench.reference_threads, examples[0])
-    return metrics
+    return metrics, tolerance
 
 
 def _build_baselines(options: EvaluateOptions, bench: Bench, scratch: Path) -> dict[str, Library]:

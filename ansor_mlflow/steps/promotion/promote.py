@@ -129,16 +129,15 @@ def _compare(
     options: PromoteOptions, candidate: Contender, decided: Decided, champions: Sequence[Contender]
 ) -> Promotion:
     """Checks what the candidate computes, and measures it against each champion until it does not win."""
+    network, num_threads = candidate.network, threads_here(candidate.entry)
     dtype = LoweringSettings.among(candidate.entry.provenance).dtype
-    tolerance = measuring.tolerance_for(options.tolerance, candidate.network, dtype)
     errors = _errors(options, candidate, champions)
     error = errors[candidate.version].max_rel_error
+    examples = measuring.choose_examples(options.data, all_sizes(candidate.manifest), options.seed, network)
+    tolerance = measuring.allowed_error(error, options.tolerance, network, dtype, num_threads, examples)
     if not error <= tolerance:
         reason = f"its outputs differ from ONNX Runtime's by max_rel_error={error:.3g}, allowed is {tolerance:g}"
-        examples = measuring.choose_examples(
-            options.data, all_sizes(candidate.manifest), options.seed, candidate.network
-        )
-        advice = measuring.what_to_do(candidate.network, threads_here(candidate.entry), examples, tolerance)
+        advice = measuring.what_to_do(network, num_threads, examples, tolerance)
         wrong = f"{reason}; {advice}"
         return decided(outcome=PromotionOutcome.WRONG, reason=wrong, tolerance=tolerance, errors=errors)
     contests: list[Contest] = []
