@@ -1,8 +1,9 @@
-"""Our passes: buffers of scope "local" are arrays that LLVM keeps in registers, and weights are fetched ahead."""
+"""Our passes: sums are those of vectors, small buffers are arrays in registers, and weights are fetched ahead."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -88,6 +89,52 @@ def test_large_buffers_come_from_the_pool(host_target: Target) -> None:
     library = built(sums_in_tiles(50, channels=48), host_target, tir_pipeline(host_target))
     assert takes_memory(library)
     call(library, channels=48)
+
+
+SUMS: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda x: x,
+    "max": lambda x: x,
+    "min": lambda x: x * 3.0,
+    "squares": lambda x: (x - 0.5) * (x - 0.5),
+    "exponentials": lambda x: 1 / exp(x * 2.0),
+}
+
+
+def exp(value: Any) -> Any:
+    from tvm import te
+
+    return np.exp(value) if isinstance(value, np.ndarray) else te.exp(value)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("length", every_second([16, 197, 31, 15, 64]))
+@pytest.mark.parametrize("kind", SUMS)
+def test_a_sum_is_one_of_vectors_whatever_its_length(
+    kind: str, length: int, stride: int, host_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LLVM keeps the order of a sum's terms, each of which waits for the one before."""
+    import tvm
+    from tvm import te
+
+    data, k = te.placeholder((5, stride * length), name="data"), te.reduce_axis((0, length), "k")
+    reduce = {"max": te.max, "min": te.min}.get(kind, te.sum)
+    result = te.compute((5,), lambda i: reduce(SUMS[kind](data[i, stride * k]), axis=k), "result")
+    sch = tvm.s_tir.Schedule(te.create_prim_func([data, result]))
+    sch.decompose_reduction("result", sch.get_loops("result")[-1])
+    vector_sum, changed = codegen_passes._vector_sum, []
+
+    def noted(loop: Any) -> Any:
+        changed.append(vector_sum(loop))
+        return changed[-1]
+
+    monkeypatch.setattr(codegen_passes, "_vector_sum", noted)
+    library = built(sch.mod, host_target, tir_pipeline(host_target))
+    assert any(changed) == (stride == 1 and length >= 16)
+    array = np.random.default_rng(0).normal(size=(5, stride * length)).astype("float32")
+    tensors = tvm.runtime.tensor(array), tvm.runtime.tensor(np.zeros(5, "float32"))
+    library["main"](*tensors)
+    expected = getattr(np, kind if kind in ("max", "min") else "sum")(SUMS[kind](array[:, ::stride]), axis=1)
+    np.testing.assert_allclose(tensors[1].numpy(), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("target", ["llvm -mtriple=aarch64-linux-gnu -mcpu=neoverse-n1", "llvm -mcpu=x86-64"])

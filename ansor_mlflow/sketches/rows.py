@@ -2,7 +2,7 @@
 
     parallel over rows
       for each block                        in the order of the function
-        the elements of a row               vectorised; sums have a vector of partial sums
+        the elements of a row               vectorised; code generation makes sums of vectors (`codegen.passes`)
 
 Rows are the leading axes of the output. Of several outputs that share nothing, as of a split, each has its own.
 
@@ -50,8 +50,6 @@ _COLUMN_ELEMENTS = 64
 whose sums do not wait for each other."""
 _MANY_COLUMNS = 256
 """About as many they are where vectors are left to the compiler, which makes none of a short loop."""
-_MAX_SINGLE = 8
-"""Sums of single elements at a time: a sum of floats waits four cycles for the one before, and two begin in a cycle."""
 _MAX_READS = 4
 """How often a sum may read an element: a pooling of 2 × 2 with a stride of 1 reads it four times."""
 
@@ -141,25 +139,16 @@ class RowTiling:
             return sch
         *others, last = blocks
         num_rows = min([_num_rows(sch.get(block), sch.get(last)) for block in others or [last]])
-        # A sum in one register waits four cycles for each term: it becomes a vector of sums, added up at the end.
-        sums = {place: _rfactor(sch, block, tile.lanes, num_rows) for place, block in enumerate(others)}
         loops = list(sch.get_loops(last))
         if num_rows > 0:
             row = sch.fuse(*loops[:num_rows])
             if tile.parallel:
                 sch.parallel(row)
             # The last one first: a block can be moved only when all that read it are there.
-            for place in reversed(range(len(others))):
-                sch.compute_at(others[place], row)
-                if (partial := sums[place]) is not None:
-                    sch.compute_at(partial, row)
-        for place, block in enumerate(others):
-            if (partial := sums[place]) is not None:
-                *_, lane, over = sch.get_loops(partial)  # in the order of the iterators
-                sch.reorder(over, lane)
-                write_out(sch, [lane], tile.lanes)
-                write_out(sch, [sch.get_loops(sch.decompose_reduction(partial, over))[-1]], tile.lanes)
-            elif not _is_sum(sch.get(block)):
+            for block in reversed(others):
+                sch.compute_at(block, row)
+        for block in others:
+            if not _is_sum(sch.get(block)):
                 _vectorize(sch, block, tile.lanes, num_rows)
         _vectorize(sch, last, tile.lanes, num_rows)
         return sch
@@ -325,24 +314,6 @@ def _num_functions(block: Any) -> int:
     found: list[Any] = []
     structural_walk(block.body, (ir.Call, lambda call: found.append(call) if _op_name(call) in _FUNCTIONS else None))
     return len(found)
-
-
-def _rfactor(sch: Schedule, block: SBlockRV, lanes: int, num_rows: int) -> SBlockRV | None:
-    """Splits a sum along the last axis into a vector of partial sums, which is returned, and their sum.
-
-    Where an axis is no multiple of a vector, some sums of single elements are better than one, too. Where a row has
-    several sums, they need not wait for each other.
-    """
-    loops, found = list(sch.get_loops(block)), sch.get(block)
-    if not _is_sum(found) or not _is_multiple(sch, loops[-1], lanes):
-        return None
-    if any(int(var.dom.extent) > 1 for var in found.iter_vars[num_rows : _num_leading(found)]):
-        return None
-    num_sums = lanes if lanes > 1 else max(divisors(int(sch.get(loops[-1]).extent), _MAX_SINGLE))
-    if num_sums == 1:
-        return None
-    _, lane = sch.split(loops[-1], [None, num_sums])
-    return sch.rfactor(lane, len(loops) - 1)
 
 
 def _vectorize(sch: Schedule, block: SBlockRV, lanes: int, num_rows: int) -> None:
