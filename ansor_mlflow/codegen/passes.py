@@ -96,7 +96,7 @@ def _vector_sum(loop: Any) -> Any:
     """A loop that adds terms to an element, or takes the maximum, in vectors; None of another loop."""
     from tvm import tirx
 
-    store, extent, variable = loop.body, loop.extent, loop.loop_var
+    store, extent, variable = _only_statement(loop.body), loop.extent, loop.loop_var
     if loop.kind != tirx.ForKind.SERIAL or not isinstance(extent, tirx.IntImm) or int(loop.min):
         return None
     if int(extent) < _LANES or not _is_sum_over(store, variable):
@@ -127,6 +127,18 @@ def _vector_sum(loop: Any) -> Any:
     steps += [add(load(lanes, lanes), lanes) for lanes in _HALVES]
     steps.append(tirx.BufferStore(store.buffer, combine(store.value.a, load(0, 1)), store.indices))
     return tirx.SeqStmt(steps)
+
+
+def _only_statement(body: Any) -> Any:
+    """The statement of a loop, with the values of the variables that stand for its common terms."""
+    from tvm.tirx import Bind, SeqStmt
+
+    if not isinstance(body, SeqStmt) or not all(isinstance(statement, Bind) for statement in body.seq[:-1]):
+        return body
+    statement = body.seq[-1]
+    for bind in reversed(body.seq[:-1]):
+        statement = _replaced(statement, bind.var, bind.value)
+    return statement
 
 
 def _is_sum_over(store: Any, variable: Any) -> bool:
@@ -181,7 +193,7 @@ def _indices(first: Any, lanes: int) -> Any:
 
 
 def _replaced(value: Any, variable: Any, by: Any) -> Any:
-    """A value with another one in the place of a variable."""
+    """A value, or a statement, with a value in the place of a variable."""
     from tvm.tirx import Var
     from tvm_ffi import structural_mutate
 
