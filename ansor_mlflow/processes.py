@@ -323,7 +323,7 @@ def _outcome(future: Future[Any]) -> Outcome[Any]:
 
 def _exit_text(exitcode: int) -> str:
     if exitcode == _OUT_OF_MEMORY_EXIT:
-        return "out of memory: it reached worker_memory_mib"
+        return "out of memory: it reached its bound, worker_memory_mib while tuning"
     if exitcode < 0:
         names = {member.value: member.name for member in signal.Signals}  # real-time signals have none
         return names.get(-exitcode, f"signal {-exitcode}")

@@ -144,6 +144,25 @@ def test_rounding_and_saturation_are_onnxs(host_target: Target, dtype: int, axis
     np.testing.assert_array_equal(run_lowered(lower(model, host_target), host_target, {"x": x})[0], expected)
 
 
+def test_what_is_quantised_and_dequantised_alike_stays_a_float(host_target: Target) -> None:
+    """Once, however many there are; what another scale is for goes through the integer."""
+    constants = {name: np.array(value, np.float32) for name, value in (("scale", 0.1), ("other", 0.2))}
+    constants |= {"zero": np.array(-7, np.int8)}
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["first"]),
+        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["again"]),
+        helper.make_node("DequantizeLinear", ["q", "other", "zero"], ["twice"]),
+        helper.make_node("Sum", ["first", "again", "twice"], ["y"]),
+    ]
+    model = make_model(nodes, [tensor("x", (2, 3, 8))], [tensor("y", (2, 3, 8))], constants)
+    found = sorted(node.op_type for node in rewrite_operators(model).graph.node)
+    assert found == ["Clip", "DequantizeLinear", "Div", "Identity", "Mul", "QuantizeLinear", "Round", "Sum"]
+    x = np.random.default_rng(0).normal(scale=9, size=(2, 3, 8)).astype(np.float32)
+    (expected,) = run_one(model, {"x": x})
+    np.testing.assert_allclose(run_lowered(lower(model, host_target), host_target, {"x": x})[0], expected, rtol=1e-6)
+
+
 def test_quantization_is_part_of_the_function_before_it(
     float_network: Network, host_target: Target, tmp_path: Path
 ) -> None:

@@ -185,7 +185,10 @@ def only_value(outcomes: list[Outcome[int]]) -> int:
 def test_a_worker_that_eats_memory_is_replaced(one_worker: WorkerPool, eat: Callable[[object], object]) -> None:
     pid = only_value(one_worker.map(pid_of_worker, [0], 120))
     assert one_worker.map(eat, [0], 60) == [
-        Outcome(failure="crashed", error="the worker process died (out of memory: it reached worker_memory_mib)")
+        Outcome(
+            failure="crashed",
+            error="the worker process died (out of memory: it reached its bound, worker_memory_mib while tuning)",
+        )
     ]
     assert only_value(one_worker.map(pid_of_worker, [0], 120)) != pid
     assert not psutil.pid_exists(pid)

@@ -186,8 +186,7 @@ def _build_library(
 ) -> tuple[model.CompiledNetwork, model.Coverage, list[LostRecords]]:
     """Compiles a network, and leaves to other runtimes what TVM computes wrong or slower."""
     runtimes, device = options.runtimes.split(","), recipe.device
-    known = model.fallback_among(recipe.provenance)
-    lowered, known = model.lower_guarded(network, device, recipe.lowering, network.name, known)
+    lowered, known = _lower(network, recipe)
     directory = run.directory / device.fingerprint.name
     mismatch, lost = write_best(recipe.recorded, lowered, device, directory / names.BEST_DIR, options)
     if mismatch:
@@ -227,6 +226,16 @@ def _build_library(
     if was_timed and not (compiled.parts or compiled.sizes) and took_s < _MAX_COMPILE_S:
         preferred, coverage = maker.mixed(preferred, coverage, known)
     return preferred, coverage, lost
+
+
+def _lower(network: Network, recipe: _Recipe) -> tuple[LoweredNetwork, FallbackReasons]:
+    """Lowers a network; in another process first, unless its tuning has done so with these versions."""
+    import tvm
+
+    known, made = model.fallback_among(recipe.provenance), recipe.recorded.provenance
+    if made is not None and (made.lowering_version, made.tvm_version) == (LOWERING_VERSION, tvm.__version__):
+        return lower_sizes(network.models(), recipe.device.target, recipe.lowering, network.name, known), known
+    return model.lower_guarded(network, recipe.device, recipe.lowering, network.name, known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,7 +322,7 @@ class _Maker:
         if wrong := why_wrong(mixed):
             _log.warning("%s in a mix of runtimes is wrong: %s", self.network.name, wrong)
             return preferred, coverage
-        found = milliseconds_of({"preferred": preferred, "mixed": mixed})
+        (found,) = milliseconds_of({"preferred": preferred, "mixed": mixed})
         if found["mixed"] * MIN_SLOWDOWN > found["preferred"]:
             return preferred, coverage
         _log.info("a mix of both runtimes takes %s", duration(found["mixed"] / 1e3))

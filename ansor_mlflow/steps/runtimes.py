@@ -56,10 +56,10 @@ _SEEDS = range(4)
 _TYPICAL = 10.0
 """How many times the tolerance the error may be on inputs of other magnitudes than the network may be made for."""
 _TURNS = 2
-_MAX_TURNS = 3
 _MEASURE_S = 0.3
-_IS_NEAR = 0.8
-"""Ratio of two times, or its inverse, within which one turn may have ranked them wrongly, and another one is taken."""
+_DOUBTFUL = (1 / 3, 0.8, 1.0)
+"""Ratios of two times within which, or their inverses, one turn, two, and three may have ranked them wrongly: a machine
+that others use is half as fast for seconds."""
 _LIMIT_S = 120.0
 """Seconds in which a library has to compute all typical inputs: one that does not is none that anybody wants."""
 _HANDOVER_S = 20e-6
@@ -125,15 +125,13 @@ def why_wrong(compiled: CompiledNetwork, *, share: float = 1.0) -> str:
         return ""
     sizes = all_sizes(compiled)
     seeded = seeded_inputs(network, sizes, _SEEDS)
-    typical = typical_inputs(sizes, seeded[: len(sizes)])
-    examples, allowed = [*seeded, *typical], [1.0] * len(seeded) + [_TYPICAL] * len(typical)
+    examples = [*seeded, *typical_inputs(sizes, seeded[: len(sizes)])]
     try:
-        found = zip(examples, expected_of(network, threads, examples), allowed, strict=True)
+        expected = expected_of(network, threads, examples)
     except AnsorMlflowError as err:
         _log.warning("the outputs of %s are not checked: %s", compiled.name, err)
         return ""
-    known = [each for each in found if is_finite(each[1])]
-    seeded = [inputs for inputs, _, factor in known if factor == 1.0]
+    known = [place for place, outputs in enumerate(expected) if is_finite(outputs)]
     if not known:
         _log.warning("the outputs of %s are not checked: ONNX Runtime's hold NaN or infinities", compiled.name)
         return ""
@@ -141,17 +139,18 @@ def why_wrong(compiled: CompiledNetwork, *, share: float = 1.0) -> str:
     run = partial(library_inference, compiled.library, compiled, compiled.entry)
     compute = partial(outputs_of, run, limit_s=_LIMIT_S)
     try:
-        computed = compute([inputs for inputs, _, _ in known])
-        error = max(
-            compare_outputs(outputs, expected).max_rel_error / factor
-            for outputs, (_, expected, factor) in zip(computed, known, strict=True)
-        )
-        # What another algorithm loses is not what the network does: a direct one may lose less.
-        tolerance = share * tolerance_for("auto", network, dtype)
-        if share == 1:
-            tolerance = allowed_error(error, "auto", network, dtype, threads, seeded)
-        if not error <= tolerance:
-            return f"max_rel_error {error:.2g}, of {tolerance:.2g} allowed"
+        computed = compute([examples[place] for place in known])
+        pairs = zip(known, computed, strict=True)
+        errors = {place: compare_outputs(outputs, expected[place]).max_rel_error for place, outputs in pairs}
+        for kind, factor in ((range(len(seeded)), 1.0), (range(len(seeded), len(examples)), _TYPICAL)):
+            tried = [examples[place] for place in kind if place in errors]
+            error = max((errors[place] for place in kind if place in errors), default=0.0)
+            # What another algorithm loses is not what the network does: a direct one may lose less.
+            tolerance = share * tolerance_for("auto", network, dtype)
+            if share == 1:
+                tolerance = allowed_error(error / factor, "auto", network, dtype, threads, tried)
+            if not error <= factor * tolerance:
+                return f"max_rel_error {error:.2g}, of {factor * tolerance:.2g} allowed"
         require_broken_stays_broken(compute, network, threads, examples[0])
     except AnsorMlflowError as err:
         return str(err)
@@ -170,12 +169,8 @@ def prefer_fastest(compiled: CompiledNetwork, network: Network, runtimes: Sequen
     if not others or is_elsewhere or _has_types_of_tvm(compiled):
         return compiled
     parts = {name: _whole(compiled, network, name, FASTER_THERE) for name in others}
-    timed = {"tvm": compiled, **{name: replace(compiled, parts=parts[name]) for name in others}}
-    runs = {name: partial(library_inference, each.library, each, each.entry) for name, each in timed.items()}
-    times: list[dict[str, float]] = []  # milliseconds by runtime, of each size
     try:
-        for inputs in seeded_inputs(compiled.network, all_sizes(compiled), [_SEED]):
-            times.append(_milliseconds({name: partial(timed_call, run, [inputs]) for name, run in runs.items()}))
+        times = milliseconds_of({"tvm": compiled, **{name: replace(compiled, parts=parts[name]) for name in others}})
     except AnsorMlflowError as err:
         _log.warning("%s is not compared with other runtimes: %s", compiled.name, err)
         return compiled
@@ -228,11 +223,14 @@ def losing_segments(compiled: CompiledNetwork, lowered: LoweredNetwork, fastest_
     return {0: {output: FASTER_THERE for nodes in losing for node in nodes for output in node.output if output}}
 
 
-def milliseconds_of(variants: Mapping[str, CompiledNetwork]) -> dict[str, float]:
-    """Times some variants of a network of one size in turns, as `prefer_fastest` does."""
+def milliseconds_of(variants: Mapping[str, CompiledNetwork]) -> list[dict[str, float]]:
+    """Times some variants of a network in turns; the milliseconds of a call of each, for each size of the network."""
     runs = {name: partial(library_inference, each.library, each, each.entry) for name, each in variants.items()}
-    (inputs,) = seeded_inputs(next(iter(variants.values())).network, all_sizes(next(iter(variants.values()))), [_SEED])
-    return _milliseconds({name: partial(timed_call, run, [inputs]) for name, run in runs.items()})
+    one = next(iter(variants.values()))
+    return [
+        _milliseconds({name: partial(timed_call, run, [inputs]) for name, run in runs.items()})
+        for inputs in seeded_inputs(one.network, all_sizes(one), [_SEED])
+    ]
 
 
 def _whole(compiled: CompiledNetwork, network: Network, runtime: str, reason: str) -> tuple[PartEntry, ...]:
@@ -256,13 +254,13 @@ def _whole(compiled: CompiledNetwork, network: Network, runtime: str, reason: st
 
 
 def _milliseconds(calls: Mapping[str, MakeCall]) -> dict[str, float]:
-    """The medians of some turns: of one, if that is enough to say which is faster than the first."""
+    """The shortest medians of as many turns as it takes to say which is faster than the first."""
     found: dict[str, float] = {}
-    for _ in range(_MAX_TURNS):
+    for doubtful in _DOUBTFUL:
         for name, latency in measure_in_turns(calls, turns=1, measure_s=_MEASURE_S).items():
             found[name] = min(latency.median_ms, found.get(name, math.inf))
         first, *others = found.values()
-        if not any(_IS_NEAR < other / first < 1 / _IS_NEAR for other in others):
+        if not any(doubtful < other / first < 1 / doubtful for other in others):
             break
     return found
 

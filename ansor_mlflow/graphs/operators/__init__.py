@@ -27,9 +27,12 @@ from ansor_mlflow.graphs.walk import attributes_of, input_of
 _FIRST: Rewritings = {**elementwise.EXTREMA, **quantized.REWRITINGS}
 """Quantisation takes extrema of its own, whose NaN become integers."""
 _OTHERS: Rewritings = {
-    operator: rewriting
-    for family in (convolution, elementwise, indexing, normalization, resize)
-    for operator, rewriting in family.REWRITINGS.items()
+    **quantized.PAIRS,
+    **{
+        operator: rewriting
+        for family in (convolution, elementwise, indexing, normalization, resize)
+        for operator, rewriting in family.REWRITINGS.items()
+    },
 }
 _WhyNot = Callable[[onnx.NodeProto, GraphEditor], "str | None"]
 

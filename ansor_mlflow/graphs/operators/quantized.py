@@ -23,6 +23,7 @@ _EXACT = 2**24
 """Integers up to here are exact in float32."""
 _MAX_FACTOR = 255
 """Largest difference of two numbers of 8 bits."""
+_INTEGERS = (np.uint8, np.int8, np.uint16, np.int16)
 _POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
 _Compute = Callable[[onnx.NodeProto, GraphEditor, list[str]], str]
 
@@ -183,6 +184,36 @@ def _dynamic_quantize(node: onnx.NodeProto, graph: GraphEditor) -> None:
     emit("QuantizeLinear", data, scale, zero_point, output=y)
 
 
+def _dequantize(node: onnx.NodeProto, graph: GraphEditor) -> None:
+    """What is quantised and dequantised with the same numbers stays a float32: clip(round(x / scale)) · scale.
+
+    As integers on the way it takes twice as many operations, too many for the end of a convolution.
+    """
+    quantize = graph.producer(node.input[0])
+    if quantize is None or quantize.domain not in ("", "ai.onnx") or quantize.op_type != "QuantizeLinear":
+        raise Unchanged
+    scale, zero_point, kind = _steps(quantize, graph)
+    if (scale, zero_point) != _steps(node, graph)[:2] or graph.dtype(quantize.input[0]) != TensorProto.FLOAT:
+        raise Unchanged
+    first = next(other for other in graph.consumers(node.input[0]) if other.op_type == "DequantizeLinear")
+    if first is not node and list(first.input[1:]) == list(node.input[1:]):
+        graph.emit("Identity", first.output[0], output=node.output[0])
+        return
+    limits, step = np.iinfo(kind), graph.constant(scale, np.float32)
+    least, most = (graph.constant(limit - zero_point, np.float32) for limit in (limits.min, limits.max))
+    steps = graph.emit("Round", graph.emit("Div", quantize.input[0], step))
+    graph.emit("Mul", graph.emit("Clip", steps, least, most), step, output=node.output[0])
+
+
+def _steps(node: onnx.NodeProto, graph: GraphEditor) -> tuple[float, int, type]:
+    """The only scale and zero point of a quantisation, and NumPy's type of the integers."""
+    scale = graph.value(node.input[1])
+    zero_point = graph.value(input_of(node, 2)) if input_of(node, 2) else np.zeros((), np.uint8)
+    if scale.size != 1 or scale.dtype != np.float32 or zero_point.dtype not in _INTEGERS:
+        raise Unchanged
+    return float(scale.item()), int(zero_point.item()), zero_point.dtype.type
+
+
 REWRITINGS: Rewritings = {
     ("", "Cast"): _cast,
     ("", "ConvInteger"): _integer_product,
@@ -202,6 +233,10 @@ REWRITINGS: Rewritings = {
     (_MICROSOFT, "QLinearSigmoid"): _quantized(_same("Sigmoid"), (0,), 3),
     (_MICROSOFT, "QLinearSoftmax"): _quantized(_softmax, (0,), 3),
 }
+
+
+PAIRS: Rewritings = {("", "DequantizeLinear"): _dequantize}
+"""For what the other rewritings put in, too."""
 
 
 def _present(node: onnx.NodeProto, start: int, count: int) -> list[str]:
