@@ -34,7 +34,6 @@ from ansor_mlflow.measuring import (
     time_parts,
     time_parts_in_onnxruntime,
     timed_call,
-    tolerance_for,
     typical_inputs,
 )
 from ansor_mlflow.model import (
@@ -145,12 +144,10 @@ def why_wrong(compiled: CompiledNetwork, *, share: float = 1.0) -> str:
         for kind, factor in ((range(len(seeded)), 1.0), (range(len(seeded), len(examples)), _TYPICAL)):
             tried = [examples[place] for place in kind if place in errors]
             error = max((errors[place] for place in kind if place in errors), default=0.0)
-            # What another algorithm loses is not what the network does: a direct one may lose less.
-            tolerance = share * tolerance_for("auto", network, dtype)
-            if share == 1:
-                tolerance = allowed_error(error / factor, "auto", network, dtype, threads, tried)
-            if not error <= factor * tolerance:
-                return f"max_rel_error {error:.2g}, of {factor * tolerance:.2g} allowed"
+            tolerance = factor * share
+            tolerance *= allowed_error(error / tolerance, "auto", network, dtype, threads, tried)
+            if not error <= tolerance:
+                return f"max_rel_error {error:.2g}, of {tolerance:.2g} allowed"
         require_broken_stays_broken(compute, network, threads, examples[0])
     except AnsorMlflowError as err:
         return str(err)
