@@ -431,7 +431,7 @@ def test_a_transposition_goes_over_blocks_of_columns(
 def test_sums_over_another_axis_than_the_last_are_vectors_of_columns(
     shape: tuple[int, ...], columns: int, host_target: Target
 ) -> None:
-    """With a part of each sum for a vector, all columns of a row were written out: a minute in the compiler."""
+    """All columns of a row were written out when each sum had a vector of parts: a minute in the compiler."""
     import tvm
     from tvm import te, topi
 

@@ -79,7 +79,7 @@ def _make(*, by_llvm: bool) -> tuple[Pass, Any, Any]:
 def _with_vector_sums(func: Any, _mod: Any, _context: Any) -> Any:
     """A lowered function whose sums and maxima of contiguous float32 are those of vectors.
 
-    Each term of a sum waits for the one before, and LLVM keeps their order. A schedule splits a sum into a vector of
+    Each term of a sum waits for the one before, and LLVM keeps their order. A schedule can split a sum into a vector of
     partial sums only where that divides its axis: a softmax over 197 tokens took three times as long.
     """
     from tvm.tirx import For

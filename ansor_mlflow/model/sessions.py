@@ -114,7 +114,8 @@ class Sessions:
     def __init__(self, directory: Path, parts: Sequence[PartEntry], num_threads: int) -> None:
         sessions = open_sessions(directory, parts, num_threads)
         self._parts = [(sessions[part.name].run, part.outputs, part.inputs) for part in parts]  # one for each size
-        self.whole = self._parts[0][0] if len(parts) == 1 else None  # `Session.run` of a network of one size
+        # `Session.run` of a network of one size, where it refuses other types and shapes: OpenVINO converts them.
+        self.whole = self._parts[0][0] if [part.runs_in for part in parts] == ["onnxruntime"] else None
 
     def run(self, arrays: Sequence[Array], size: int = 0) -> list[Array]:
         """See `VirtualMachines.run`."""
