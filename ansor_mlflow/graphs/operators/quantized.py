@@ -192,8 +192,10 @@ def _dequantize(node: onnx.NodeProto, graph: GraphEditor) -> None:
     quantize = graph.producer(node.input[0])
     if quantize is None or quantize.domain not in ("", "ai.onnx") or quantize.op_type != "QuantizeLinear":
         raise Unchanged
-    scale, zero_point, kind = _steps(quantize, graph)
-    if (scale, zero_point) != _steps(node, graph)[:2] or graph.dtype(quantize.input[0]) != TensorProto.FLOAT:
+    scale, zero_point = _steps(quantize, graph)
+    kind = helper.tensor_dtype_to_np_dtype(graph.dtype(node.input[0]))
+    are_floats = {graph.dtype(quantize.input[0]), graph.dtype(node.output[0])} == {TensorProto.FLOAT}
+    if (scale, zero_point) != _steps(node, graph) or kind not in _INTEGERS or not are_floats:
         raise Unchanged
     first = next(other for other in graph.consumers(node.input[0]) if other.op_type == "DequantizeLinear")
     if first is not node and list(first.input[1:]) == list(node.input[1:]):
@@ -205,13 +207,12 @@ def _dequantize(node: onnx.NodeProto, graph: GraphEditor) -> None:
     graph.emit("Mul", graph.emit("Clip", steps, least, most), step, output=node.output[0])
 
 
-def _steps(node: onnx.NodeProto, graph: GraphEditor) -> tuple[float, int, type]:
-    """The only scale and zero point of a quantisation, and NumPy's type of the integers."""
+def _steps(node: onnx.NodeProto, graph: GraphEditor) -> tuple[float, int]:
+    """The only scale and zero point of a quantisation."""
     scale = graph.value(node.input[1])
-    zero_point = graph.value(input_of(node, 2)) if input_of(node, 2) else np.zeros((), np.uint8)
-    if scale.size != 1 or scale.dtype != np.float32 or zero_point.dtype not in _INTEGERS:
+    if scale.size != 1 or scale.dtype != np.float32:
         raise Unchanged
-    return float(scale.item()), int(zero_point.item()), zero_point.dtype.type
+    return float(scale.item()), int(graph.value(input_of(node, 2)).item()) if input_of(node, 2) else 0
 
 
 REWRITINGS: Rewritings = {
