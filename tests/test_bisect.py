@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -17,10 +19,12 @@ from helpers.exports import branching, make_model, tensor
 from onnx import TensorProto, helper
 
 import ansor_mlflow as am
+from ansor_mlflow import measuring
 from ansor_mlflow.commands import bisect
 from ansor_mlflow.commands.bisect import Comparison, CuttableGraph
 from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.measuring import checking
+from ansor_mlflow.measuring.compare import Inference
 from ansor_mlflow.model import BuildJob, LibraryEntry
 from ansor_mlflow.model.building import build
 from ansor_mlflow.networks.graph import GraphBuilder
@@ -179,6 +183,28 @@ def test_a_command_says_it_with_its_exit_code(
     assert json.loads(Path("found.json").read_text())["wrong"]["operators"] == ["Elu"]
     assert run_here("bisect", str(network), "--tolerance", "100") == 0
     assert "nothing differs" in capsys.readouterr().out
+
+
+def test_what_is_wrong_from_the_second_call_on(
+    compiler: SpoilCompiler, network: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a kernel goes on with what another call has left in memory."""
+    load = measuring.library_inference
+
+    def load_with_a_fault(*args: Any) -> Inference:
+        run, calls = load(*args), itertools.count()
+
+        def run_with_a_fault(inputs: Mapping[str, np.ndarray]) -> Arrays:
+            calls_before = next(calls)
+            return {name: array + calls_before for name, array in run(inputs).items()}
+
+        return run_with_a_fault
+
+    compiler(lambda graph: None)
+    monkeypatch.setattr(measuring, "library_inference", load_with_a_fault)
+    wrong = am.bisect(network).wrong
+    assert wrong is not None
+    assert len(wrong.operators) == 1
 
 
 def test_the_inputs_of_the_user_and_what_is_not_finite(compiler: SpoilCompiler, tmp_path: Path) -> None:

@@ -292,6 +292,12 @@ class DotTiling(RegisterTiling):
         partial = find_contraction(sch.mod, str(sch.get(block).name_hint))
         return None if partial is None else cls(mod, partial, machine, sums)
 
+    def _jobs(self, micro: tuple[int, int, int, int]) -> Iterator[RegisterTile]:
+        """As for any sums; but a job has all elements of a vector, as two of them would add to one sum at once."""
+        for tile in super()._jobs(micro):
+            if tile.channel_tiles * tile.vectors * tile.lanes >= self._axes.channels:
+                yield tile
+
     def _sums(self, sch: Schedule) -> SBlockRV:
         block = _partial_sums(sch, self._whole, self._widest)
         assert block is not None

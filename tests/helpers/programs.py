@@ -59,6 +59,25 @@ def random_candidates(task: TuningTask, target: Target, directory: Path) -> list
     return candidates
 
 
+def assert_no_race(mod: IRModule) -> None:
+    """No loop whose steps run at once is one over what is summed: two of them would add to one element."""
+    from tvm.s_tir import SBlockRealize
+    from tvm.tirx import For, ForKind, IterVar
+    from tvm.tirx.analysis import undefined_vars
+    from tvm_ffi import structural_walk
+
+    def check_block(loop: For, realize: SBlockRealize) -> None:
+        for var, value in zip(realize.block.iter_vars, realize.iter_values, strict=True):
+            if var.iter_type == IterVar.CommReduce:
+                assert not any(used.same_as(loop.loop_var) for used in undefined_vars(value)), realize.block
+
+    def check_loop(loop: For) -> None:
+        if loop.kind == ForKind.PARALLEL:
+            structural_walk(loop.body, (SBlockRealize, lambda realize: check_block(loop, realize)))
+
+    structural_walk(mod["main"].body, (For, check_loop))
+
+
 def assert_same(
     plain: IRModule,
     mod: IRModule,
@@ -72,6 +91,7 @@ def assert_same(
     from tvm.driver import build
     from tvm.s_tir.meta_schedule.arg_info import ArgInfo
 
+    assert_no_race(mod)
     rng = np.random.default_rng(0)
     infos = ArgInfo.from_prim_func(plain["main"])
     random = [4 * rng.normal(size=[int(dim) for dim in info.shape]) for info in infos]
