@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers.lanes import every_second
 
-from ansor_mlflow.codegen import PREFETCH, tir_pipeline
+from ansor_mlflow.codegen import PREFETCH, pass_config, tir_pipeline
 from ansor_mlflow.codegen import passes as codegen_passes
 from ansor_mlflow.device import resolve_target
 
@@ -89,6 +89,25 @@ def test_large_buffers_come_from_the_pool(host_target: Target) -> None:
     library = built(sums_in_tiles(50, channels=48), host_target, tir_pipeline(host_target))
     assert takes_memory(library)
     call(library, channels=48)
+
+
+@pytest.mark.parametrize("name", ["erf", "nearbyint"])
+def test_functions_that_tvm_does_not_vectorise_are(
+    name: str, host_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a loop over single elements LLVM may not find the vectors again."""
+    import tvm
+    from tvm import te
+
+    data = te.placeholder((64,), name="data")
+    sch = tvm.s_tir.Schedule(te.create_prim_func([data, te.compute((64,), lambda i: getattr(te, name)(data[i]), "of")]))
+    sch.vectorize(sch.split(sch.get_loops(sch.get_sblock("of"))[0], [None, 16])[1])
+    lowered = []
+    monkeypatch.setattr(codegen_passes, "_with_arrays", lambda func, *_: lowered.append(func.script()) or func)
+    with tvm.transform.PassContext(config=pass_config(host_target)):
+        built(sch.mod, host_target, tir_pipeline(host_target))
+    (text,) = lowered
+    assert [line.split()[-1] for line in text.splitlines() if "for " in line] == ["range(4):"]
 
 
 SUMS: dict[str, Callable[[Any], Any]] = {

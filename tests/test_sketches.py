@@ -286,6 +286,19 @@ def test_a_single_channel_has_vectors_along_what_is_summed(network: str, host_ta
         assert_same(task.mod, program.mod, host_target)
 
 
+def test_a_kernel_that_is_widely_dilated_reads_a_padded_copy(host_target: Target) -> None:
+    """In the loops nearly every tile would ask for each element whether it is padding."""
+    from tvm import IRModule, te, topi
+
+    data, weight = te.placeholder((4, 75, 32), name="data"), te.placeholder((5, 32, 32), name="weight")
+    sums = topi.nn.conv1d_nwc(data, weight, strides=1, padding=64, dilation=32)
+    mod = IRModule({"main": te.create_prim_func([data, weight, topi.nn.relu(sums)])})
+    programs = programs_of(mod, host_target)
+    assert {tile.pad_at for tile in programs.tiles} == {"job", "row"}
+    for tile in programs.tiles[:: max(1, len(programs.tiles) // 2)]:
+        assert_same(mod, program_of(programs, tile).mod, host_target)
+
+
 def test_a_row_may_have_a_prime_number_of_columns(host_target: Target) -> None:
     """The copies of its tile are few operations each; with a single column each of them was a tile."""
     task = conv_task("conv2d:1,1,601,24,8,1,3,1,0,bias,relu", host_target)

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from tvm import tirx
+from tvm.ir import register_op_attr
 from tvm.tirx import register_intrin_lowering
 
 RULES_FOR = "tirx.enable_fast_math"
@@ -174,6 +175,11 @@ def _lower_power(call: tirx.Expr) -> tirx.Expr:
     return _lower(call, lambda x, _bindings: x * x * x if value == _POWERS[1] else x * x)
 
 
+def erf_as_arithmetic(call: tirx.Expr) -> tirx.Expr:
+    """What is computed for a call of erf, which TVM, unlike the others, does not vectorise; another call as it is."""
+    return _lower(call, _FUNCTIONS["erf"]) if getattr(call.op, "name", "") == "tirx.erf" else call
+
+
 _FUNCTIONS: dict[str, _Function] = {
     "erf": lambda x, bindings: _odd_rational(x, bindings, _ERF, _ERF_SQUARED_END),
     "exp": _exp,
@@ -184,3 +190,5 @@ _FUNCTIONS: dict[str, _Function] = {
 for _name, _function in _FUNCTIONS.items():
     register_intrin_lowering(f"tirx.{_name}", target="llvm.fastmath", f=functools.partial(_lower, function=_function))
 register_intrin_lowering("tirx.pow", target="llvm.fastmath", f=_lower_power)
+# TVM does not vectorise a loop with this function, though LLVM has an instruction for it.
+register_op_attr("tirx.nearbyint", "TVectorizable", True)

@@ -1,5 +1,5 @@
-"""How TVM's passes are asked for, and those of our own between them: sums of vectors, arrays, prefetches, and maxima
-that keep NaN.
+"""How TVM's passes are asked for, and those of our own between them: erf and sums of vectors, arrays, prefetches, and
+maxima that keep NaN.
 """
 
 from __future__ import annotations
@@ -70,10 +70,31 @@ def _make(*, by_llvm: bool) -> tuple[Pass, Any, Any]:
     nans = prim_func_pass(_with_nans_kept, opt_level=0, name="ansor.nans")
     if not by_llvm:
         return passes, of_host, lambda: Sequential([nans, of_device()])
+    erfs = prim_func_pass(_with_vector_erfs, opt_level=0, name="ansor.vector_erfs")
     sums = prim_func_pass(_with_vector_sums, opt_level=0, name="ansor.vector_sums")
     arrays = prim_func_pass(_with_arrays, opt_level=0, name="ansor.local_arrays")
     fetches = prim_func_pass(_with_prefetches, opt_level=0, name="ansor.prefetch")
-    return passes, lambda: Sequential([sums, arrays, fetches, nans, of_host()]), of_device
+    return Sequential([erfs, passes]), lambda: Sequential([sums, arrays, fetches, nans, of_host()]), of_device
+
+
+def _with_vector_erfs(func: Any, _mod: Any, context: Any) -> Any:
+    """A function whose loops with erf are vectorised as they are with other functions.
+
+    Of others TVM makes loops over single elements. LLVM finds most of their vectors again, but where there are many, as
+    behind the sums of a tile, it keeps these sums in memory, too: a convolution took twice as long.
+    """
+    from tvm.ir import Call
+    from tvm_ffi import structural_mutate
+
+    from ansor_mlflow.codegen.functions import RULES_FOR, erf_as_arithmetic
+
+    if not context.config.get(RULES_FOR):
+        return func
+
+    def visit(call: Any, mutator: Any) -> Any:
+        return erf_as_arithmetic(mutator.default_mutate(call))
+
+    return func.with_body(structural_mutate(func.body, (Call, visit)))
 
 
 def _with_vector_sums(func: Any, _mod: Any, _context: Any) -> Any:

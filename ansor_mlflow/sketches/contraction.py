@@ -21,6 +21,9 @@ _SPATIAL, _REDUCTION = 0, 2
 """TVM's numbers for the kinds of a block's iterators (`IterVar::IterVarType`)."""
 
 
+_MOST_PADDED = 1.5
+
+
 @dataclass(frozen=True)
 class Operand:
     """An array that is read in the sum."""
@@ -61,6 +64,14 @@ class Contraction:
     """Size of an element of the sums."""
     group: int
     """Elements along the vectors that are summed from the same data: all, or those of a group of a convolution."""
+
+    @property
+    def is_mostly_padded(self) -> bool:
+        """Whether an axis has more padding than half of its elements, as where a kernel is dilated."""
+        padded = self.operands[0].shape
+        return len(padded) == len(self.unpadded) and any(
+            after > _MOST_PADDED * before for before, after in zip(self.unpadded, padded, strict=True)
+        )
 
     @property
     def vector_axis(self) -> int:

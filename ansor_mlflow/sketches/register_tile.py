@@ -143,6 +143,8 @@ class RegisterTiling:
         if not self._contraction.has_padding:
             return ["inline"]
         is_vector = self._contraction.broadcast is None
+        if not is_vector and self._contraction.is_mostly_padded:
+            return ["job", "row"]  # in the loops nearly every tile would ask for each element: up to twice as long
         most = _MAX_ROWS_AT_EDGE if is_vector else 1
         # In the loops there is a branch for what may be at an edge, unless the tile has all rows, so that it is known.
         if (is_vector and rows == self._axes.rows) or rows <= most:
