@@ -15,6 +15,7 @@ from helpers.one_operator import run_onnxruntime as run_one
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
+from ansor_mlflow.device import resolve_target
 from ansor_mlflow.graphs import rewrite_operators
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.measuring.compare import ReferenceSession, is_quantized
@@ -289,6 +290,48 @@ def test_sums_that_become_floats_are_floats_from_the_beginning(host_target: Targ
     (found,) = run_lowered(lowered, host_target, data)
     (expected,) = run_one(model, data)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * abs(expected).max())
+
+
+VNNI = "llvm -mcpu=znver4 -num-cores 2"
+"""A CPU that adds products of bytes; for another one what is lowered for it becomes plain loops."""
+
+
+@pytest.mark.parametrize("zero_points", [(), (117,), (117, 2), ("of the data", 0)])
+def test_products_of_bytes_stay_integers(zero_points: tuple[int | str, ...], host_target: Target) -> None:
+    builder = GraphBuilder(seed=0)
+    data, shapes = {"data": BITS.integers(0, 256, (2, 7, 64)).astype(np.uint8)}, [(2, 7, 64)]
+    names = [builder.input("data", shapes[0], "uint8")]
+    names.append(builder.constant("weight", BITS.integers(-120, 128, (64, 48)).astype(np.int8)))
+    for name, value, dtype in zip(("zero", "weight_zero"), zero_points, (np.uint8, np.int8), strict=False):
+        if isinstance(value, str):
+            data["zero"] = BITS.integers(0, 256, ()).astype(np.uint8)
+            names.append(builder.input("zero", (), "uint8"))
+        else:
+            names.append(builder.constant(name, dtype(value)))
+    product = builder.node("MatMulInteger", "product", *names)
+    output = builder.node("Relu", "output", builder.node("Cast", "floats", product, to=TensorProto.FLOAT))
+    model = builder.build("bytes", {output: (2, 7, 48)})
+    lowered = lower(model, resolve_target(VNNI, 2))
+    (task,) = (task for task in lowered.tasks if "matmul_integer" in task.info.name)
+    assert "uint8" in task.mod.script()
+    (found,) = run_lowered(lowered, host_target, data)
+    np.testing.assert_array_equal(found, run_one(model, data)[0])
+
+
+@pytest.mark.parametrize(
+    ("shape", "weight_zero"),
+    [((32, 8), 0), ((30, 8), 128), ((32, 6), 128)],
+    ids=["weights beyond 8 bits", "terms that are no packs of four", "columns that are no vectors"],
+)
+def test_other_products_of_integers_are_floats(shape: tuple[int, int], weight_zero: int, host_target: Target) -> None:
+    data = {"x": BITS.integers(0, 256, (5, shape[0])).astype(np.uint8)}
+    weight = BITS.integers(0, 256, shape).astype(np.uint8)
+    constants = {"w": weight, "xz": np.uint8(9), "wz": np.uint8(weight_zero)}
+    model = one_operator("MatMulInteger", data, constants, outputs=[TensorProto.INT32])
+    lowered = lower(model, resolve_target(VNNI, 2))
+    assert not any("matmul_integer" in task.info.name for task in lowered.tasks)
+    (found,) = run_lowered(lowered, host_target, data)
+    np.testing.assert_array_equal(found, run_one(model, data)[0])
 
 
 @pytest.mark.parametrize("values", [[-1.5, 0.25, 3.0], [1.0, 2.0, 4.0], [-4.0, -2.0, -1.0], [0.0, 0.0, 0.0]])

@@ -299,6 +299,48 @@ def test_a_kernel_that_is_widely_dilated_reads_a_padded_copy(host_target: Target
         assert_same(mod, program_of(programs, tile).mod, host_target)
 
 
+def byte_product(rows: int, terms: int, columns: int) -> IRModule:
+    """The product of matrices of unsigned and signed bytes, scaled."""
+    import tvm
+    from tvm import te
+
+    data, weight = te.placeholder((rows, terms), "uint8", "data"), te.placeholder((terms, columns), "int8", "weight")
+    scale, k = te.placeholder((columns,), "float32", "scale"), te.reduce_axis((0, terms), "k")
+    total = te.compute(
+        (rows, columns),
+        lambda i, j: te.sum(data[i, k].astype("int32") * weight[k, j].astype("int32"), axis=k),
+        "product",
+    )
+    scaled = te.compute((rows, columns), lambda i, j: total[i, j].astype("float32") * scale[j], "scaled")
+    function = te.create_prim_func([data, weight, scale, scaled])
+    return tvm.IRModule({"main": function.with_attrs({"layout_free_buffers": [1], "global_symbol": "main"})})
+
+
+@pytest.mark.parametrize(("rows", "terms", "columns"), [(13, 64, 48), (1, 36, 96), (40, 32, 8), (9, 512, 4)])
+def test_sums_of_bytes_are_added_four_at_a_time(rows: int, terms: int, columns: int, host_target: Target) -> None:
+    """On a CPU without that instruction the same programs are plain loops."""
+    mod, target = byte_product(rows, terms, columns), resolve_target("llvm -mcpu=znver4", 2)
+    programs = programs_of(mod, target)
+    assert programs.first_decision.startswith("integer tile")
+    for tile in programs.tiles[:: max(1, len(programs.tiles) // 3)]:
+        program = program_of(programs, tile)
+        assert programs.tile_of(program) == tile
+        for each in (host_target, resolve_target("llvm -mcpu=x86-64", 2)):
+            assert_same(mod, program.mod, each)
+
+
+@pytest.mark.parametrize(("cpu", "register"), [("znver4", "%zmm"), ("sierraforest", "%ymm")])
+def test_the_instruction_for_bytes_keeps_its_sums_in_registers(cpu: str, register: str) -> None:
+    from tvm.driver import build
+
+    target = resolve_target(f"llvm -mcpu={cpu}", 1)
+    programs = programs_of(byte_product(26, 64, 64), target)
+    library = build(first_program(byte_product(26, 64, 64), target).mod, target=target, pipeline=tir_pipeline(target))
+    lines = [line for line in library.inspect_source("asm").splitlines() if "vpdpbusd" in line]
+    assert len(lines) >= programs.tiles[0].vectors * programs.tiles[0].columns
+    assert all(register in line and "rsp" not in line for line in lines)
+
+
 def test_a_row_may_have_a_prime_number_of_columns(host_target: Target) -> None:
     """The copies of its tile are few operations each; with a single column each of them was a tile."""
     task = conv_task("conv2d:1,1,601,24,8,1,3,1,0,bias,relu", host_target)

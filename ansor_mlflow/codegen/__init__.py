@@ -1,3 +1,3 @@
 """How programs become machine code."""
 
-from ansor_mlflow.codegen.passes import PREFETCH, pass_config, tir_pipeline
+from ansor_mlflow.codegen.passes import DOT_PRODUCTS, PACK, PREFETCH, pass_config, tir_pipeline

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ansor_mlflow.device import machine_of, platform_of
+from ansor_mlflow.device import has_dot_products, machine_of, platform_of
 
 if TYPE_CHECKING:
     from tvm.ir.transform import Pass
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 PREFETCH = "ansor_mlflow.prefetch"
 """Annotation of a loop over sums: how often it runs for each panel of weights."""
+DOT_PRODUCTS = "ansor_mlflow.dot_products"
+"""Annotation of a loop over the elements of a vector, to each of which an instruction adds `PACK` products of bytes."""
+PACK = 4
 _LINE_BYTES = 64
 _MAX_FETCHES = 8
 """Lines that are fetched in an iteration."""
@@ -72,9 +75,10 @@ def _make(*, by_llvm: bool) -> tuple[Pass, Any, Any]:
         return passes, of_host, lambda: Sequential([nans, of_device()])
     erfs = prim_func_pass(_with_vector_erfs, opt_level=0, name="ansor.vector_erfs")
     sums = prim_func_pass(_with_vector_sums, opt_level=0, name="ansor.vector_sums")
+    dots = prim_func_pass(_with_dot_products, opt_level=0, name="ansor.dot_products")
     arrays = prim_func_pass(_with_arrays, opt_level=0, name="ansor.local_arrays")
     fetches = prim_func_pass(_with_prefetches, opt_level=0, name="ansor.prefetch")
-    return Sequential([erfs, passes]), lambda: Sequential([sums, arrays, fetches, nans, of_host()]), of_device
+    return Sequential([erfs, passes]), lambda: Sequential([sums, dots, arrays, fetches, nans, of_host()]), of_device
 
 
 def _with_vector_erfs(func: Any, _mod: Any, context: Any) -> Any:
@@ -219,6 +223,48 @@ def _replaced(value: Any, variable: Any, by: Any) -> Any:
     from tvm_ffi import structural_mutate
 
     return structural_mutate(value, (Var, lambda var, _mutator: by if var.same_as(variable) else var))
+
+
+def _with_dot_products(func: Any, _mod: Any, _context: Any) -> Any:
+    """A lowered function whose annotated loops are the instruction; on a CPU without it they stay loops."""
+    from tvm.tirx import For
+    from tvm_ffi import structural_mutate
+
+    if not has_dot_products(func.attrs["target"]):
+        return func
+
+    def visit(loop: Any, mutator: Any) -> Any:
+        return _dot_products(loop) if DOT_PRODUCTS in loop.annotations else mutator.default_mutate(loop)
+
+    return func.with_body(structural_mutate(func.body, (For, visit)))
+
+
+def _dot_products(loop: Any) -> Any:
+    """sums[lane] += sum over k < 4 of data[k] · weights[lane, k], for all lanes at once.
+
+    The names and types are those of LLVM's intrinsics, whose operands are vectors of bytes since its version 22.
+    """
+    from tvm import tirx
+
+    inner = _only_statement(loop.body)
+    store, lanes, variables = _only_statement(inner.body), int(loop.extent), [loop.loop_var, inner.loop_var]
+
+    def first(index: Any) -> Any:
+        for variable in variables:
+            index = _replaced(index, variable, tirx.const(0, str(variable.ty.dtype)))
+        return index
+
+    def vector(load: Any, dtype: str, number: int) -> Any:
+        return tirx.reinterpret(dtype, tirx.BufferLoad(load.source, [tirx.Ramp(first(load.indices[0]), 1, number)]))
+
+    factors = (factor.value for factor in (store.value.b.a, store.value.b.b))
+    data, weights = sorted(factors, key=lambda load: str(load.ty.dtype), reverse=True)  # uint8 before int8
+    sums = vector(store.value.a, f"int32x{lanes}", lanes)
+    pack = tirx.reinterpret(f"int8x{PACK * lanes}", tirx.Broadcast(vector(data, "int32", PACK), lanes))
+    packs = vector(weights, f"int8x{PACK * lanes}", PACK * lanes)
+    name = f"llvm.x86.avx512.vpdpbusd.{32 * lanes}"
+    total = tirx.call_llvm_pure_intrin(f"int32x{lanes}", name, sums, pack, packs)
+    return tirx.BufferStore(store.buffer, total, [tirx.Ramp(first(store.indices[0]), 1, lanes)])
 
 
 def _with_arrays(func: Any, _mod: Any, _context: Any) -> Any:

@@ -1,6 +1,13 @@
 """Devices: targets, threads, and the fingerprints that tell one device from another."""
 
-from ansor_mlflow.device.cpu import CPU, cpu_features, has_arithmetic, missing_instructions, vector_lanes
+from ansor_mlflow.device.cpu import (
+    CPU,
+    cpu_features,
+    has_arithmetic,
+    has_dot_products,
+    missing_instructions,
+    vector_lanes,
+)
 from ansor_mlflow.device.cuda import CUDA, architecture_here, describe_gpus, why_no_compiler, why_no_gpu, why_not_on_gpu
 from ansor_mlflow.device.device import Device, DeviceFingerprint, fingerprint, why_not_runnable
 from ansor_mlflow.device.pages import HugePages, NewMemory, return_freed_memory, try_huge_pages

@@ -33,6 +33,7 @@ _TRIPLE_ALIASES = {
 _ARITHMETIC = {"float16": {"avx512fp16", "fullfp16"}, "bfloat16": {"avx512bf16", "amx-bf16", "bf16"}}
 """LLVM's names of the instruction sets that compute in 16-bit floats, one of which is enough."""
 
+_DOT_PRODUCTS = {"avx512vnni", "avxvnni"}
 _X86_LANES = {"avx512f": 16, "avx": 8, "sse2": 4}
 """Elements of 32 bits in a vector register with a feature of x86, the widest first."""
 _INSTRUCTION_SETS = re.compile(
@@ -158,6 +159,11 @@ def has_arithmetic(target: Target, dtype: str) -> bool:
     """Whether a CPU computes in `dtype` itself; otherwise every operation converts to float32 and back."""
     needed = _ARITHMETIC.get(dtype)
     return needed is None or target.kind.name != KIND or not needed.isdisjoint(cpu_features(target))
+
+
+def has_dot_products(target: Target) -> bool:
+    """Whether a CPU adds four products of unsigned and signed 8 bits to each element of a vector: x86's `vpdpbusd`."""
+    return not _DOT_PRODUCTS.isdisjoint(cpu_features(target))
 
 
 def vector_lanes(target: Target) -> int:

@@ -1,7 +1,8 @@
-"""TVM's importer of ONNX graphs, with the recurrent layers that it lacks."""
+"""TVM's importer of ONNX graphs, with recurrent layers, which it lacks, and products of bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -9,11 +10,11 @@ import numpy as np
 import onnx
 import tvm
 from numpy.typing import NDArray
-from tvm import relax
+from tvm import relax, te
 from tvm.ir import GenericConst, Op
 from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
 
-from ansor_mlflow.device import platform_of
+from ansor_mlflow.device import has_dot_products, platform_of
 from ansor_mlflow.graphs import activations_of, attributes_of, opset_version, reverses_of
 from ansor_mlflow.lowering.recurrence import GATES, Blocking, RecurrentLayer, all_steps
 from ansor_mlflow.lowering.relax_passes import call_pass, op_name
@@ -38,7 +39,11 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
     def __init__(self, target: Target) -> None:
         super().__init__({}, "float32")
         self._target = target
-        self._added = GATES.keys() if platform_of(target).has_sketches else set()
+        self._added: dict[str, Callable[[onnx.NodeProto], list[relax.Expr]]] = {}
+        if platform_of(target).has_sketches:
+            self._added = dict.fromkeys(GATES, self._recurrent)
+        if has_dot_products(target):
+            self._added["MatMulInteger"] = self._byte_product
 
     def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
         others = [node for node in graph.node if node.op_type not in self._added]
@@ -47,10 +52,27 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
     def _construct_nodes(self, graph: onnx.GraphProto) -> None:
         for node in graph.node:
             if node.op_type in self._added:
-                outputs = self._recurrent(node)
+                outputs = self._added[node.op_type](node)
                 self._nodes.update(zip(node.output, outputs, strict=False))
             else:
                 super()._construct_nodes(SimpleNamespace(node=[node]))
+
+    def _byte_product(self, node: onnx.NodeProto) -> list[relax.Expr]:
+        """The sums, as int32, of the products of two tensors of 8 bits: one of any rank, and a matrix."""
+
+        def product(data: te.Tensor, weight: te.Tensor) -> te.Tensor:
+            terms, columns = weight.shape
+            k = te.reduce_axis((0, terms), "k")
+
+            def total(*place: Any) -> te.Tensor:
+                *row, column = place
+                return te.sum(data[(*row, k)].astype("int32") * weight[k, column].astype("int32"), axis=k)
+
+            return te.compute((*data.shape[:-1], columns), total, "byte_product")
+
+        return [
+            self.bb.emit_te(product, *(self._nodes[name] for name in node.input), primfunc_name_hint="matmul_integer")
+        ]
 
     def _recurrent(self, node: onnx.NodeProto) -> list[relax.Expr]:
         """The outputs of a recurrent layer: a product of all inputs and their weights, and a function of all steps."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import onnx
 
-from ansor_mlflow.device import platform_of, vector_lanes
+from ansor_mlflow.device import has_dot_products, platform_of, vector_lanes
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.graphs import (
     GraphPart,
@@ -138,7 +138,9 @@ def prepare_graph(
     """The graph that TVM is given, or is split into parts, and its layers that `pad_channels=auto` pads."""
     has_sketches = platform_of(target).has_sketches
     simple = fold_batch_norms(simplify(raise_opset(model), called))
-    graph = rewrite_operators(simple, writes_out_steps=not has_sketches)  # sketches are for CPUs, as are those layers
+    graph = rewrite_operators(  # sketches are for CPUs, as are the layers of many steps
+        simple, writes_out_steps=not has_sketches, has_dot_products=has_dot_products(target)
+    )
     if not graph.graph.node:
         raise UserInputError(f"network={called}: its outputs do not depend on its inputs, so there is nothing to tune")
     give_outputs_nodes(graph)

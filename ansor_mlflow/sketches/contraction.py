@@ -29,6 +29,7 @@ class Operand:
     """An array that is read in the sum."""
 
     buffer: str
+    dtype: str
     shape: tuple[int, ...]
     strides: tuple[tuple[int, ...], ...]
     """Coefficients of the block's iterators in the index of each dimension of the buffer."""
@@ -256,7 +257,12 @@ def _operands(block: Any, axis: int) -> tuple[Operand, ...] | None:
         return tuple(int(coefficient) for coefficient in list(terms)[:-1])
 
     operands = tuple(
-        Operand(buffer=str(load.source.name), shape=_shape(load), strides=tuple(map(strides, load.indices)))
+        Operand(
+            buffer=str(load.source.name),
+            dtype=str(load.source.dtype),
+            shape=_shape(load),
+            strides=tuple(map(strides, load.indices)),
+        )
         for load in _reads(block)
         if not load.source.same_as(block.body.buffer)
     )

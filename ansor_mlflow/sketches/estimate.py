@@ -13,7 +13,7 @@ from functools import cache
 from math import ceil, prod
 from typing import TYPE_CHECKING
 
-from ansor_mlflow.device import cpu_features, vector_lanes
+from ansor_mlflow.device import cpu_features, has_dot_products, vector_lanes
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -63,6 +63,8 @@ class Machine:
     broadcasts_operands: bool
     """Whether a multiply-add reads an element from memory for all lanes."""
     num_threads: int
+    has_dot_products: bool = False
+    """Whether an instruction adds four products of 8 bits to each element of a vector."""
 
     @staticmethod
     def of(target: Target) -> Machine:
@@ -72,6 +74,7 @@ class Machine:
             num_registers=16 if features.isdisjoint(_MANY_REGISTERS) else 32,
             broadcasts_operands="sse2" not in features or "avx512f" in features,  # Arm's and RISC-V's all do
             num_threads=int(target.attrs.get("num-cores", 1)),
+            has_dot_products=has_dot_products(target),
         )
 
     def lanes(self, num_bytes: int) -> int:

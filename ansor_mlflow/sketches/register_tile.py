@@ -23,7 +23,8 @@ from math import ceil, prod
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from ansor_mlflow.sketches.contraction import MAX_EPILOGUE, Contraction, find_contraction
+from ansor_mlflow.codegen import DOT_PRODUCTS, PACK
+from ansor_mlflow.sketches.contraction import MAX_EPILOGUE, Contraction, Operand, find_contraction
 from ansor_mlflow.sketches.estimate import LAUNCH_CYCLES, Estimate, Machine
 from ansor_mlflow.sketches.tile import (
     MAX_COPIES,
@@ -72,6 +73,8 @@ class RegisterTiling:
     """The sketch for one function."""
 
     name = "register tile"
+
+    _max_epilogue = MAX_EPILOGUE
 
     def __init__(self, mod: IRModule, contraction: Contraction, machine: Machine) -> None:
         self._mod, self._contraction, self._machine = mod, contraction, machine
@@ -173,7 +176,8 @@ class RegisterTiling:
         for name in (*found.epilogue[:-1], *found.producers[:-1]):
             sch.compute_inline(sch.get_sblock(name))
         loops = list(sch.get_loops(block))
-        spatial, sums = loops[: len(found.spatial)], loops[len(found.spatial) :]
+        spatial = loops[: len(found.spatial)]
+        sums, packs = self._packed(sch, loops[len(found.spatial) :])
         channels = spatial.pop()
         rest = [loop for axis, loop in enumerate(spatial) if axis not in (self._axes.column_axis, self._axes.row_axis)]
         channel_job, channel_tile, vector, lane = sch.split(
@@ -182,12 +186,12 @@ class RegisterTiling:
         tiled, tiles, inner = self._split(sch, spatial, tile)
         # A thread gets jobs that follow each other: the inner of both loops is what each of them reads in whole.
         jobs = [channel_job, *rest, *tiled] if tile.channels_outside else [*rest, *tiled, channel_job]
-        sch.reorder(*jobs, channel_tile, *tiles, *sums, *inner, vector, lane)
+        sch.reorder(*jobs, channel_tile, *tiles, *sums, *inner, vector, lane, *packs)
         # `codegen` makes this buffer an array of the function, and LLVM keeps it in registers.
         write = sch.cache_write(block, 0, "local")
         innermost_tile = tiles[-1] if tiles else channel_tile
         sch.reverse_compute_at(write, innermost_tile)
-        is_long = len(found.epilogue) > MAX_EPILOGUE
+        is_long = len(found.epilogue) > self._max_epilogue
         if found.epilogue and not is_long:  # sums go through it on their way to memory
             sch.reverse_compute_inline(sch.get_sblock(found.epilogue[-1]))
         job = sch.fuse(*jobs)
@@ -209,7 +213,7 @@ class RegisterTiling:
         # Unrolled, each sum of a tile is a register of its own.
         for loop in (*(sums if self._is_short(tile) else ()), *inner, vector):
             sch.unroll(loop)
-        sch.vectorize(lane)
+        self._make_vector(sch, lane)
         # Sums are cleared before the first term: a condition in the loop would be asked for each.
         init = sch.decompose_reduction(block, sums[0])
         depth = len(sch.get_loops(write)) - len(inside(sch, write, innermost_tile))
@@ -220,6 +224,13 @@ class RegisterTiling:
     def _sums(self, sch: Schedule) -> SBlockRV:
         """The block that is tiled."""
         return sch.get_sblock(self._contraction.block)
+
+    def _packed(self, _sch: Schedule, sums: list[LoopRV]) -> tuple[list[LoopRV], list[LoopRV]]:
+        """The loops over what is summed, and those of them that are inside of a vector."""
+        return sums, []
+
+    def _make_vector(self, sch: Schedule, lane: LoopRV) -> None:
+        sch.vectorize(lane)
 
     def _spread(self, sch: Schedule, _job: LoopRV, _tile: LoopRV) -> None:
         """Computes what has more elements than there are sums after all jobs, as it may need the sums of any."""
@@ -261,6 +272,48 @@ class RegisterTiling:
             tiles.append(tile_loop)
             inner.append(inside)
         return jobs, tiles, inner
+
+
+class IntegerTiling(RegisterTiling):
+    """The sketch for sums of products of 8 bits, of which an instruction adds four to each element of a vector.
+
+    To the estimate, four numbers that follow each other are one of 32 bits.
+    """
+
+    name = "integer tile"
+    _max_epilogue = MAX_EPILOGUE + 4  # zero points and scales come before what follows a product of floats
+
+    @classmethod
+    def find(cls, mod: IRModule, machine: Machine) -> IntegerTiling | None:
+        """The sketch for a task's function; None where it is another sum, or the CPU has no such instruction."""
+        found = find_contraction(mod)
+        if found is None or not machine.has_dot_products or found.broadcast is None or found.shared is None:
+            return None
+        are_bytes = (found.broadcast.dtype, found.shared.dtype) == ("uint8", "int8")
+        last = len(found.spatial) + len(found.reduction) - 1
+        if not are_bytes or found.broadcast.stride(last) != 1 or found.reduction[-1] % PACK:
+            return None
+        if power_of_two(found.group, machine.lanes(found.num_bytes)) < _MIN_LANES:
+            return None
+        operands = tuple(_in_packs(operand, last) for operand in found.operands)
+        reduction = (*found.reduction[:-1], found.reduction[-1] // PACK)
+        return cls(mod, replace(found, operands=operands, reduction=reduction), machine)
+
+    def _micro_tiles(self) -> Iterator[tuple[int, int, int, int]]:
+        return (micro for micro in super()._micro_tiles() if micro[0] >= _MIN_LANES)
+
+    def _packed(self, sch: Schedule, sums: list[LoopRV]) -> tuple[list[LoopRV], list[LoopRV]]:
+        outer, pack = sch.split(sums[-1], [None, PACK])
+        return [*sums[:-1], outer], [pack]
+
+    def _make_vector(self, sch: Schedule, lane: LoopRV) -> None:
+        sch.annotate(lane, DOT_PRODUCTS, 1)
+
+
+def _in_packs(operand: Operand, axis: int) -> Operand:
+    """An array whose elements along an iterator are packs."""
+    dims = zip(operand.shape, operand.strides, strict=True)
+    return replace(operand, shape=tuple(extent // PACK if strides[axis] else extent for extent, strides in dims))
 
 
 class DotTiling(RegisterTiling):

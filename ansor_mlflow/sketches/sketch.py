@@ -14,7 +14,7 @@ from ansor_mlflow.errors import first_line
 from ansor_mlflow.plugins import PluginTable
 from ansor_mlflow.sketches.contraction import has_sums, is_made_of_blocks
 from ansor_mlflow.sketches.estimate import Machine
-from ansor_mlflow.sketches.register_tile import DotTiling, RegisterTiling
+from ansor_mlflow.sketches.register_tile import DotTiling, IntegerTiling, RegisterTiling
 from ansor_mlflow.sketches.rows import RowTile, RowTiling
 from ansor_mlflow.sketches.tile import RegisterTile
 from ansor_mlflow.sketches.winograd import WinogradTile, WinogradTiling
@@ -179,7 +179,13 @@ class Sketch(Protocol):
 
 SKETCHES: PluginTable[type[Sketch]] = PluginTable(
     "sketches",
-    {"winograd": WinogradTiling, "dot product": DotTiling, "register tile": RegisterTiling, "rows": RowTiling},
+    {
+        "winograd": WinogradTiling,
+        "integer tile": IntegerTiling,
+        "dot product": DotTiling,
+        "register tile": RegisterTiling,
+        "rows": RowTiling,
+    },
     lambda found: hasattr(found, "find"),
 )
 """The sketches by name, in the order in which they are asked; the last takes what no other does."""

@@ -37,13 +37,17 @@ _OTHERS: Rewritings = {
 _WhyNot = Callable[[onnx.NodeProto, GraphEditor], "str | None"]
 
 
-def rewrite_operators(model: onnx.ModelProto, *, writes_out_steps: bool = False) -> onnx.ModelProto:
+def rewrite_operators(
+    model: onnx.ModelProto, *, writes_out_steps: bool = False, has_dot_products: bool = False
+) -> onnx.ModelProto:
     """A model without the operators that have a form which TVM computes better; the model itself if it has none.
 
-    `writes_out_steps` says whether recurrent layers of short sequences become nodes for each step, too.
+    `writes_out_steps` says whether recurrent layers of short sequences become nodes for each step, too, and
+    `has_dot_products` whether the CPU adds products of bytes: then those stay integers.
     """
+    first = {**_FIRST, **quantized.OF_BYTES} if has_dot_products else _FIRST
     others = {**_OTHERS, **recurrent.REWRITINGS} if writes_out_steps else _OTHERS
-    return rewrite(rewrite(model, _FIRST), others)
+    return rewrite(rewrite(model, first), others)
 
 
 def fallback_reasons(model: onnx.ModelProto) -> dict[int, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -24,7 +25,10 @@ _EXACT = 2**24
 _MAX_FACTOR = 255
 """Largest difference of two numbers of 8 bits."""
 _INTEGERS = (np.uint8, np.int8, np.uint16, np.int16)
+_PACK = 4
+"""Products that the instruction adds to a sum."""
 _POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
+_Array = np.ndarray[Any, Any]
 _Compute = Callable[[onnx.NodeProto, GraphEditor, list[str]], str]
 
 
@@ -165,6 +169,53 @@ def _cast(node: onnx.NodeProto, graph: GraphEditor) -> None:
         graph.emit("Identity", found, output=node.output[0])
 
 
+def _byte_product(node: onnx.NodeProto, graph: GraphEditor) -> None:
+    """A MatMulInteger as one of unsigned and signed bytes without zero points, where that can be.
+
+    From it the products of the data's zero point are subtracted: it times the sum of the weights of a column.
+    """
+    weight = _byte_weight(node, graph)
+    if weight is None:
+        _integer_product(node, graph)
+        return
+    weights, zero_point = graph.constant(weight, np.int8), input_of(node, 2)
+    if not zero_point:
+        graph.emit("MatMulInteger", node.input[0], weights, output=node.output[0])
+        return
+    factor = graph.emit("Cast", graph.reshape(zero_point, [1]), to=TensorProto.INT32)
+    of_zero = graph.emit("Mul", factor, graph.constant(weight.sum(axis=0, dtype=np.int32)))
+    graph.emit("Sub", graph.emit("MatMulInteger", node.input[0], weights), of_zero, output=node.output[0])
+
+
+def _byte_weight(node: onnx.NodeProto, graph: GraphEditor) -> _Array | None:
+    """The weights of a product without their zero point; None where data and weights are no unsigned and signed bytes,
+    or not as many as an instruction takes.
+    """
+    data, weight, zero_point, weight_zero_point = (input_of(node, place) for place in range(4))
+    is_constant = graph.is_constant(weight) and (not weight_zero_point or graph.is_constant(weight_zero_point))
+    if node.op_type != "MatMulInteger" or not is_constant or graph.dtype(data) != TensorProto.UINT8:
+        return None
+    values = graph.value(weight).astype(np.int16)
+    if weight_zero_point:
+        values -= graph.value(weight_zero_point)
+    limits = np.iinfo(np.int8)
+    are_bytes = limits.min <= values.min() and values.max() <= limits.max
+    is_one = not zero_point or math.prod(graph.shape(zero_point)) == 1
+    is_even = values.ndim == 2 and not any(extent % _PACK for extent in values.shape)
+    return values if are_bytes and is_one and is_even else None
+
+
+def _cast_of_bytes(node: onnx.NodeProto, graph: GraphEditor) -> None:
+    """What `_cast` does, but for a product that stays one of bytes."""
+    total = graph.producer(node.input[0])
+    terms = [total] if total is None or total.op_type != "Add" else map(graph.producer, total.input)
+    for product in filter(_is_integer_product, terms):
+        assert product is not None
+        if _byte_weight(product, graph) is not None:
+            raise Unchanged
+    _cast(node, graph)
+
+
 def _is_integer_product(node: onnx.NodeProto | None) -> bool:
     return node is not None and node.domain in ("", "ai.onnx") and node.op_type in ("ConvInteger", "MatMulInteger")
 
@@ -236,6 +287,8 @@ REWRITINGS: Rewritings = {
 }
 
 
+OF_BYTES: Rewritings = {("", "Cast"): _cast_of_bytes, ("", "MatMulInteger"): _byte_product}
+"""For CPUs that add products of bytes, in the place of the others."""
 PAIRS: Rewritings = {("", "DequantizeLinear"): _dequantize}
 """For what the other rewritings put in, too."""
 
