@@ -12,7 +12,7 @@ from helpers.programs import TOLERANCE, assert_same, compiled_examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ansor_mlflow.codegen import tir_pipeline
+from ansor_mlflow.codegen import DOT_PRODUCTS, tir_pipeline
 from ansor_mlflow.device import available_cpus, fingerprint
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.lowering.lower import lower
@@ -336,9 +336,27 @@ def test_the_instruction_for_bytes_keeps_its_sums_in_registers(cpu: str, registe
     target = resolve_target(f"llvm -mcpu={cpu}", 1)
     programs = programs_of(byte_product(26, 64, 64), target)
     library = build(first_program(byte_product(26, 64, 64), target).mod, target=target, pipeline=tir_pipeline(target))
+    assert "vpdpbusd" in library.inspect_source("ll")
     lines = [line for line in library.inspect_source("asm").splitlines() if "vpdpbusd" in line]
     assert len(lines) >= programs.tiles[0].vectors * programs.tiles[0].columns
     assert all(register in line and "rsp" not in line for line in lines)
+
+
+def test_another_loop_that_a_record_annotates_stays_a_loop() -> None:
+    """The instruction would read what is no pack of bytes."""
+    from tvm.driver import build
+    from tvm.s_tir import Schedule
+
+    target = resolve_target("llvm -mcpu=znver4", 1)
+    for columns, split, place in ((16, 4, -3), (64, 4, -3), (64, 4, -2), (64, 8, -3)):
+        mod = byte_product(5, 64, columns)
+        sch = Schedule(mod)
+        block = sch.get_sblock("product")
+        row, column, term = sch.get_loops(block)
+        loops = [row, *sch.split(column, [None, 16]), *sch.split(term, [None, split])]
+        sch.annotate(loops[place], DOT_PRODUCTS, 1)
+        library = build(sch.mod, target=target, pipeline=tir_pipeline(target))
+        assert "vpdpbusd" not in library.inspect_source("ll")  # LLVM may choose it for a loop by itself
 
 
 def test_a_row_may_have_a_prime_number_of_columns(host_target: Target) -> None:

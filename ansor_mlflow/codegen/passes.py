@@ -20,6 +20,7 @@ PREFETCH = "ansor_mlflow.prefetch"
 DOT_PRODUCTS = "ansor_mlflow.dot_products"
 """Annotation of a loop over the elements of a vector, to each of which an instruction adds `PACK` products of bytes."""
 PACK = 4
+_DOT_LANES = (4, 8, 16)
 _LINE_BYTES = 64
 _MAX_FETCHES = 8
 """Lines that are fetched in an iteration."""
@@ -234,37 +235,67 @@ def _with_dot_products(func: Any, _mod: Any, _context: Any) -> Any:
         return func
 
     def visit(loop: Any, mutator: Any) -> Any:
-        return _dot_products(loop) if DOT_PRODUCTS in loop.annotations else mutator.default_mutate(loop)
+        found = _dot_products(loop) if DOT_PRODUCTS in loop.annotations else None
+        return found or mutator.default_mutate(loop)
 
     return func.with_body(structural_mutate(func.body, (For, visit)))
 
 
 def _dot_products(loop: Any) -> Any:
-    """sums[lane] += sum over k < 4 of data[k] · weights[lane, k], for all lanes at once.
+    """sums[lane] += sum over k < 4 of data[k] · weights[lane, k], for all lanes at once; None of another loop.
 
-    The names and types are those of LLVM's intrinsics, whose operands are vectors of bytes since its version 22.
+    A record may annotate any loop, so that all of it is checked. The names and types are those of LLVM's intrinsics,
+    whose operands are vectors of bytes since its version 22.
     """
     from tvm import tirx
 
-    inner = _only_statement(loop.body)
-    store, lanes, variables = _only_statement(inner.body), int(loop.extent), [loop.loop_var, inner.loop_var]
+    inner, lanes = _only_statement(loop.body), int(loop.extent)
+    if not isinstance(inner, tirx.For) or int(inner.extent) != PACK or lanes not in _DOT_LANES:
+        return None
+    store = _only_statement(inner.body)
+    if not isinstance(store, tirx.BufferStore) or not isinstance(store.value, tirx.Add):
+        return None
+    product = store.value.b
+    if not isinstance(product, tirx.Mul) or not all(isinstance(each, tirx.Cast) for each in (product.a, product.b)):
+        return None
+    factors = sorted((product.a.value, product.b.value), key=lambda load: str(load.ty.dtype))
+    loads = dict(zip(("int8", "uint8", "int32"), (*factors, store.value.a), strict=True))
+    variables, strides = [loop.loop_var, inner.loop_var], {"int8": (PACK, 1), "uint8": (0, 1), "int32": (1, 0)}
+    starts = {dtype: _start(load, dtype, variables, strides[dtype]) for dtype, load in loads.items()}
+    is_sum = store.buffer.same_as(getattr(store.value.a, "source", None))
+    is_known = all(start is not None for start in starts.values())
+    if not is_known or not is_sum or _strides(store.indices, variables) != strides["int32"]:
+        return None
 
-    def first(index: Any) -> Any:
-        for variable in variables:
-            index = _replaced(index, variable, tirx.const(0, str(variable.ty.dtype)))
-        return index
+    def vector(dtype: str, result: str, number: int) -> Any:
+        place = tirx.Ramp(starts[dtype], 1, number)
+        return tirx.reinterpret(result, tirx.BufferLoad(loads[dtype].source, [place]))
 
-    def vector(load: Any, dtype: str, number: int) -> Any:
-        return tirx.reinterpret(dtype, tirx.BufferLoad(load.source, [tirx.Ramp(first(load.indices[0]), 1, number)]))
-
-    factors = (factor.value for factor in (store.value.b.a, store.value.b.b))
-    data, weights = sorted(factors, key=lambda load: str(load.ty.dtype), reverse=True)  # uint8 before int8
-    sums = vector(store.value.a, f"int32x{lanes}", lanes)
-    pack = tirx.reinterpret(f"int8x{PACK * lanes}", tirx.Broadcast(vector(data, "int32", PACK), lanes))
-    packs = vector(weights, f"int8x{PACK * lanes}", PACK * lanes)
+    pack = tirx.reinterpret(f"int8x{PACK * lanes}", tirx.Broadcast(vector("uint8", "int32", PACK), lanes))
+    packs = vector("int8", f"int8x{PACK * lanes}", PACK * lanes)
+    sums = vector("int32", f"int32x{lanes}", lanes)
     name = f"llvm.x86.avx512.vpdpbusd.{32 * lanes}"
     total = tirx.call_llvm_pure_intrin(f"int32x{lanes}", name, sums, pack, packs)
-    return tirx.BufferStore(store.buffer, total, [tirx.Ramp(first(store.indices[0]), 1, lanes)])
+    return tirx.BufferStore(store.buffer, total, [tirx.Ramp(starts["int32"], 1, lanes)])
+
+
+def _start(load: Any, dtype: str, variables: Sequence[Any], strides: tuple[int, ...]) -> Any:
+    """The place of the first element that is loaded; None of another type, or with other distances between elements."""
+    from tvm.ir import TensorLoad
+    from tvm.sym import detect_linear_equation
+
+    if not isinstance(load, TensorLoad) or str(load.ty.dtype) != dtype or _strides(load.indices, variables) != strides:
+        return None
+    return list(detect_linear_equation(load.indices[0], variables))[-1]
+
+
+def _strides(indices: Sequence[Any], variables: Sequence[Any]) -> tuple[int, ...] | None:
+    """The distances in memory along variables; None where they are no constants."""
+    from tvm import tirx
+    from tvm.sym import detect_linear_equation
+
+    terms = list(detect_linear_equation(indices[0], variables))[:-1] if len(indices) == 1 else []
+    return tuple(map(int, terms)) if terms and all(isinstance(term, tirx.IntImm) for term in terms) else None
 
 
 def _with_arrays(func: Any, _mod: Any, _context: Any) -> Any:
