@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
 _BIAS, _INITIAL_STATES, _MAX_INPUTS = 3, 5, 8
+_WEIGHT_SCALE, _STATE_SCALE = 8, 10
 """Positions of inputs of a recurrent layer, and how many there are."""
-_Array = NDArray[np.float32]
+_Array = NDArray[Any]
 
 
 def import_onnx(model: onnx.ModelProto, target: Target) -> IRModule:
@@ -43,7 +44,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         if platform_of(target).has_sketches:
             self._added = dict.fromkeys(GATES, self._recurrent)
         if has_dot_products(target):
-            self._added["MatMulInteger"] = self._byte_product
+            self._added |= {"MatMulInteger": self._byte_product, "DynamicQuantizeLSTM": self._recurrent}
 
     def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
         others = [node for node in graph.node if node.op_type not in self._added]
@@ -58,6 +59,9 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
                 super()._construct_nodes(SimpleNamespace(node=[node]))
 
     def _byte_product(self, node: onnx.NodeProto) -> list[relax.Expr]:
+        return [self._bytes_times(*(self._nodes[name] for name in node.input))]
+
+    def _bytes_times(self, data: relax.Expr, weight: relax.Expr) -> relax.Expr:
         """The sums, as int32, of the products of two tensors of 8 bits: one of any rank, and a matrix."""
 
         def product(data: te.Tensor, weight: te.Tensor) -> te.Tensor:
@@ -70,15 +74,19 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
 
             return te.compute((*data.shape[:-1], columns), total, "byte_product")
 
-        return [
-            self.bb.emit_te(product, *(self._nodes[name] for name in node.input), primfunc_name_hint="matmul_integer")
-        ]
+        return self.bb.emit_te(product, data, weight, primfunc_name_hint="matmul_integer")
 
     def _recurrent(self, node: onnx.NodeProto) -> list[relax.Expr]:
-        """The outputs of a recurrent layer: a product of all inputs and their weights, and a function of all steps."""
+        """The outputs of a recurrent layer: a product of all inputs and their weights, and a function of all steps.
+
+        The weights of a DynamicQuantizeLSTM are of 8 bits, and come with their second and third axis exchanged.
+        """
         inputs: list[Any] = [self._nodes[name] if name else None for name in node.input] + [None] * _MAX_INPUTS
-        kind, attributes = str(node.op_type), attributes_of(node)
+        is_quantized, attributes = node.op_type == "DynamicQuantizeLSTM", attributes_of(node)
+        kind = "LSTM" if is_quantized else str(node.op_type)
         weights, recurrent = _value(inputs[1]), _value(inputs[2])
+        if is_quantized:
+            weights, recurrent = (values.transpose(0, 2, 1) for values in (weights, recurrent))
         directions, all_units, units = recurrent.shape
         data, batch_first = inputs[0], bool(attributes.get("layout", 0))
         steps, batch, num_inputs = (int(data.ty.shape[axis]) for axis in ([1, 0, 2] if batch_first else [0, 1, 2]))
@@ -91,24 +99,39 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             activations=activations_of(node),
             batch_first=batch_first,
             linear_before_reset=kind == "GRU" and bool(attributes.get("linear_before_reset", 0)),
+            has_byte_weights=is_quantized,
         )
         blocking = Blocking.of(layer, self._target)
 
         def by_gate(values: _Array) -> _Array:
             return values.reshape(directions, GATES[kind], units, -1)
 
+        def in_columns(values: _Array) -> _Array:
+            """What belongs to a column of the product of all inputs, in the order of its columns."""
+            return blocking.pack(by_gate(values)).transpose(2, 0, 1, 3, 4).reshape(values.shape[2], -1)
+
         # Biases are added to all steps at once, but for one that a GRU multiplies by its reset gate.
         biases = np.zeros((directions, 2 * all_units), np.float32) if inputs[_BIAS] is None else _value(inputs[_BIAS])
-        of_inputs, of_state = map(by_gate, np.split(biases, 2, axis=1))
-        is_added_later = np.zeros(GATES[kind], bool)
-        is_added_later[2:] = layer.linear_before_reset
-        later = np.where(is_added_later[:, None, None], of_state, 0)
-        packed = blocking.pack(by_gate(weights)), blocking.pack(of_inputs + of_state - later)
-        columns, bias = (each.transpose(2, 0, 1, 3, 4).reshape(each.shape[2], -1) for each in packed)
+        of_inputs, of_state = (half[..., None] for half in np.split(biases, 2, axis=1))
+        is_added_later = np.zeros((1, GATES[kind], 1, 1), bool)
+        is_added_later[:, 2:] = layer.linear_before_reset
+        later = np.where(is_added_later, by_gate(of_state), 0)
+        bias = in_columns(of_inputs + of_state - later.reshape(of_state.shape))[0]
         flat = self.bb.emit(relax.op.reshape(data, (steps * batch, num_inputs)))
-        gates = self.bb.emit(relax.op.matmul(flat, relax.const(columns)))
-        arguments = [self.bb.emit(relax.op.add(gates, relax.const(bias[0])))]
-        arguments += [relax.const(blocking.pack(by_gate(recurrent)[:, list(group)])) for group in layer.groups]
+        if is_quantized:
+            scales = [
+                self._scales(inputs[place], (directions, all_units, 1)) for place in (_WEIGHT_SCALE, _STATE_SCALE)
+            ]
+            gates = self._dynamic_product(flat, in_columns(weights), in_columns(scales[0])[0])
+        else:
+            gates = self.bb.emit(relax.op.matmul(flat, relax.const(in_columns(weights))))
+        arguments = [self.bb.emit(relax.op.add(gates, relax.const(bias)))]
+        if is_quantized:
+            sums = recurrent.sum(axis=2, dtype=np.int32, keepdims=True)
+            arguments.append(relax.const(blocking.pack_bytes(by_gate(recurrent))))
+            arguments += [relax.const(blocking.pack(by_gate(values))[:, :, 0]) for values in (sums, scales[1])]
+        else:
+            arguments += [relax.const(blocking.pack(by_gate(recurrent)[:, list(group)])) for group in layer.groups]
         if layer.linear_before_reset:
             arguments.append(relax.const(blocking.pack(later[:, 2:]).reshape(directions, -1)))
         state = [*layer.of_direction(directions, batch), units]
@@ -120,6 +143,28 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         types = [relax.TensorType(shape, "float32") for shape in shapes]
         outputs = self.bb.emit(relax.call_tir(function, arguments, types))
         return [self.bb.emit(relax.TupleGetItem(outputs, number)) for number in range(len(types))]
+
+    @staticmethod
+    def _scales(constant: relax.Expr, shape: tuple[int, int, int]) -> _Array:
+        """The scales of weights, of which there is one for each direction, or for each unit of a gate, too."""
+        values = _value(constant)
+        return np.broadcast_to(values.reshape(shape[0], -1, 1), shape).astype(np.float32)
+
+    def _dynamic_product(self, data: relax.Expr, weights: _Array, scales: _Array) -> relax.Expr:
+        """The product of a matrix that is quantised as DynamicQuantizeLinear does, and weights of 8 bits."""
+        op, emit, zero = relax.op, self.bb.emit, relax.const(0.0)
+        lowest, highest = (
+            emit(bound(find(data), zero)) for bound, find in ((op.minimum, op.min), (op.maximum, op.max))
+        )
+        span = emit(op.subtract(highest, lowest))
+        one, levels = relax.const(1.0), relax.const(255.0)
+        scale = emit(op.where(op.greater(span, zero), op.divide(span, levels), one))
+        zeros = emit(op.round(op.divide(op.negative(lowest), scale)))
+        quantized = emit(op.quantize(data, scale, op.astype(zeros, "uint8"), axis=-1, out_dtype="uint8"))
+        total = self._bytes_times(quantized, relax.const(weights))
+        of_zero = op.multiply(op.astype(zeros, "int32"), relax.const(weights.sum(axis=0, dtype=np.int32)))
+        floats = op.astype(emit(op.subtract(total, of_zero)), "float32")
+        return emit(op.multiply(floats, emit(op.multiply(scale, relax.const(scales)))))
 
 
 def _value(constant: relax.Expr | None) -> _Array:

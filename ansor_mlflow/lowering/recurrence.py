@@ -20,6 +20,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T  # noqa: N812 - TVM's own name
 
+from ansor_mlflow.codegen import DOT_PRODUCTS, PACK
 from ansor_mlflow.sketches import Machine
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class RecurrentLayer:
     """Whether the batch is the first axis of inputs, outputs and states."""
     linear_before_reset: bool = False
     """Whether a GRU multiplies by its reset gate after the product with the state."""
+    has_byte_weights: bool = False
+    """Whether the state's weights are of 8 bits: then each row of the state is quantised before it is multiplied."""
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -96,6 +99,8 @@ class Blocking:
     rows: int
     """Rows of the batch whose sums are in registers together."""
     threads: Threads
+    chunks: int = 1
+    """Parts of the blocks, each of which has quantised states of its own: one for each thread that shares the units."""
 
     @staticmethod
     def of(layer: RecurrentLayer, target: Target) -> Blocking:
@@ -113,10 +118,15 @@ class Blocking:
         num_jobs = directions * tiles if batch % rows == 0 and directions * layer.steps * flops >= _JOBS_FLOPS else 1
         threads: Threads = "none"
         if machine.num_threads > 1:
-            is_large = flops >= _UNITS_FLOPS * machine.num_threads
+            faster = PACK if layer.has_byte_weights else 1
+            is_large = flops >= faster * _UNITS_FLOPS * machine.num_threads
             threads = "units" if is_large and num_jobs < machine.num_threads else "jobs" if num_jobs > 1 else "none"
         num_blocks = num_vectors // vectors
-        return Blocking(lanes=lanes, vectors=vectors, num_blocks=num_blocks, rows=rows, threads=threads)
+        chunks = 1
+        if threads == "units" and layer.has_byte_weights:
+            chunks = next(number for number in range(machine.num_threads, 0, -1) if num_blocks % number == 0)
+            threads = "units" if chunks > 1 else "none"
+        return Blocking(lanes=lanes, vectors=vectors, num_blocks=num_blocks, rows=rows, threads=threads, chunks=chunks)
 
     @property
     def block(self) -> int:
@@ -128,7 +138,7 @@ class Blocking:
         """Units of all blocks, also those that only fill up the last one."""
         return self.num_blocks * self.block
 
-    def pack(self, weights: NDArray[np.float32]) -> NDArray[np.float32]:
+    def pack(self, weights: NDArray[Any]) -> NDArray[Any]:
         """Weights or biases [directions, gates, units, K] as [directions, blocks, K, gates · vectors, lanes]."""
         directions, gates, units, k = weights.shape
         padded = np.pad(weights, [(0, 0), (0, 0), (0, self.units - units), (0, 0)])
@@ -136,14 +146,22 @@ class Blocking:
         packed = blocks.transpose(0, 2, 5, 1, 3, 4).reshape(directions, self.num_blocks, k, -1, self.lanes)
         return np.ascontiguousarray(packed)
 
+    def pack_bytes(self, weights: NDArray[np.int8]) -> NDArray[np.int8]:
+        """Weights as `pack` has them, in packs of K: [directions, blocks, K / 4, gates · vectors, lanes, 4]."""
+        packed = self.pack(weights)
+        directions, blocks, k, *others = packed.shape
+        packs = packed.reshape(directions, blocks, k // PACK, PACK, *others)
+        return np.ascontiguousarray(packs.transpose(0, 1, 2, 4, 5, 3))
+
 
 def all_steps(layer: RecurrentLayer, blocking: Blocking) -> tirx.PrimFunc:
     """The function of all steps.
 
     It takes what the inputs and biases contribute, [steps · batch, directions · blocks · gates · block] or, with the
     batch first, [batch · steps, …]; packed weights for each group of gates; for a GRU that is linear before its reset
-    the bias of what the state contributes to its last gate, [directions, units of all blocks]; and the initial states.
-    It writes the states after all steps, and the last ones. All are float32.
+    the bias of what the state contributes to its last gate, [directions, units of all blocks]; with weights of 8 bits
+    their sums over the state's units, as int32, and their scales, both packed as biases are; and the initial states. It
+    writes the states after all steps, and the last ones. All others are float32.
     """
     return _Writer(layer, blocking).function()
 
@@ -175,11 +193,17 @@ class _Writer:
             T.func_attr({"tirx.noalias": True, "op_pattern": _OPAQUE, SCHEDULED: True})
             num_columns = directions * GATES[layer.kind] * blocking.units
             self._inputs = _argument("inputs", layer.steps * layer.batch, num_columns)
-            shapes = [[directions, blocking.num_blocks, layer.units, len(group)] for group in layer.groups]
-            self._weights = [
-                _argument(f"weights{number}", *shape[:3], shape[3] * blocking.vectors, blocking.lanes)
-                for number, shape in enumerate(shapes)
-            ]
+            blocks = [directions, blocking.num_blocks]
+            vectors = [[len(group) * blocking.vectors, blocking.lanes] for group in layer.groups]
+            if layer.has_byte_weights:
+                shape = [*blocks, layer.units // PACK, *vectors[0], PACK]
+                self._weights = [_argument("weights0", *shape, dtype="int8")]
+                self._sums = _argument("weight_sums", *blocks, *vectors[0], dtype="int32")
+                self._scales = _argument("weight_scales", *blocks, *vectors[0])
+            else:
+                self._weights = [
+                    _argument(f"weights{number}", *blocks, layer.units, *shape) for number, shape in enumerate(vectors)
+                ]
             if layer.linear_before_reset:
                 self._bias = _argument("bias", directions, blocking.units)
             self._initial = [_argument(f"initial_{name}", *state) for name in self._states]
@@ -191,6 +215,11 @@ class _Writer:
                 # The cell of an LSTM; of a GRU with two groups of gates its update gate, and the state after the reset.
                 num_others = 1 if layer.kind == "LSTM" else 2 * (len(layer.groups) - 1)
                 self._others = [T.alloc_buffer((directions, layer.batch, blocking.units)) for _ in range(num_others)]
+                if layer.has_byte_weights:
+                    rows = blocking.chunks, directions, layer.batch
+                    self._bytes = T.alloc_buffer((*rows, layer.units), "uint8")
+                    self._steps = T.alloc_buffer((*rows, 1))
+                    self._zeros = T.alloc_buffer((*rows, 1), "int32")
                 self._write()
         return builder.get()
 
@@ -222,7 +251,10 @@ class _Writer:
                 with T.serial(rows) as row:
                     self._begin(_Tile(direction, 0, block, first + row, 1))
         with T.serial(layer.steps) as step:
-            for group in range(len(layer.groups)):
+            if layer.has_byte_weights:
+                with barrier(), loop(self._blocking.chunks) as chunk:
+                    self._compute_chunk(direction, step, chunk, tiles)
+            for group in range(0 if layer.has_byte_weights else len(layer.groups)):
                 with barrier(), loop(num_blocks) as block:
                     for first, rows in tiles:
                         self._compute(_Tile(direction, step, block, first, rows), group)
@@ -230,6 +262,61 @@ class _Writer:
             for first, rows in tiles:
                 with T.serial(rows) as row:
                     self._end(_Tile(direction, layer.steps, block, first + row, 1))
+
+    def _compute_chunk(self, direction: Any, step: Any, chunk: Any, tiles: Sequence[tuple[Any, int]]) -> None:
+        """One step of some blocks, for which the state is quantised."""
+        for first, rows in tiles:
+            with T.serial(rows) as row:
+                self._quantize(self._h, [direction, step % 2, first + row], [chunk, direction, first + row])
+        size = self._blocking.num_blocks // self._blocking.chunks
+        with T.serial(size) as place:
+            for first, rows in tiles:
+                self._compute(_Tile(direction, step, chunk * size + place, first, rows), 0, chunk)
+
+    def _quantize(self, state: Any, row: Sequence[Any], place: Sequence[Any]) -> None:
+        """Quantises a row of a state as DynamicQuantizeLinear does: round(h / scale) + zero point."""
+        units, lanes, zero = self._layer.units, self._blocking.lanes, tirx.const(0.0, "float32")
+        ends = T.alloc_buffer((2,), scope="local")
+        for number, extremum in enumerate((tirx.min, tirx.max)):
+            T.buffer_store(ends, zero, [number])
+            with T.serial(units) as unit:
+                T.buffer_store(ends, extremum(ends[number], state[(*row, unit)]), [number])
+        span = ends[1] - ends[0]
+        scale = tirx.Select(span > zero, span / tirx.const(255.0, "float32"), tirx.const(1.0, "float32"))
+        T.buffer_store(self._steps, scale, [*place, 0])
+        lowest = tirx.nearbyint(zero - ends[0] / self._steps[(*place, 0)])
+        T.buffer_store(self._zeros, tirx.Cast("int32", lowest), [*place, 0])
+        with T.serial(units // lanes) as number:
+            steps = self._vector(state, *row, number * lanes) / tirx.Broadcast(self._steps[(*place, 0)], lanes)
+            level = tirx.Cast(f"int32x{lanes}", tirx.nearbyint(steps)) + tirx.Broadcast(self._zeros[(*place, 0)], lanes)
+            level = tirx.max(tirx.min(level, tirx.Broadcast(255, lanes)), tirx.Broadcast(0, lanes))
+            self._store(tirx.Cast(f"uint8x{lanes}", level), self._bytes, *place, number * lanes)
+
+    def _byte_totals(self, at: _Tile, chunk: Any) -> Any:
+        """The sums of the products of a quantised state and its weights, as int32, of a tile."""
+        num_vectors, lanes = GATES["LSTM"] * self._blocking.vectors, self._blocking.lanes
+        totals = T.alloc_buffer((at.rows, num_vectors, lanes), "int32", scope="local")
+        tile = list(product(range(at.rows), range(num_vectors)))
+        for row, number in tile:
+            self._store(tirx.Broadcast(0, lanes), totals, row, number, 0)
+        with T.serial(self._layer.units // PACK) as pack:
+            for row, number in tile:
+                with T.serial(lanes, annotations={DOT_PRODUCTS: 1}) as lane, T.serial(PACK) as k:
+                    factor = self._bytes[chunk, at.direction, at.first + row, pack * PACK + k]
+                    weight = self._weights[0][at.direction, at.block, pack, number, lane, k]
+                    total = totals[row, number, lane] + tirx.Cast("int32", factor) * tirx.Cast("int32", weight)
+                    T.buffer_store(totals, total, [row, number, lane])
+        return totals
+
+    def _add_totals(self, at: _Tile, chunk: Any, totals: Any, sums: Any) -> None:
+        """Adds what the quantised state contributes to the sums of a tile."""
+        lanes = self._blocking.lanes
+        for row, number in product(range(at.rows), range(int(sums.shape[1]))):
+            place, block = [chunk, at.direction, at.first + row, 0], [at.direction, at.block, number, 0]
+            zeros = tirx.Broadcast(self._zeros[tuple(place)], lanes) * self._vector(self._sums, *block)
+            total = tirx.Cast(f"float32x{lanes}", self._vector(totals, row, number, 0) - zeros)
+            scale = tirx.Broadcast(self._steps[tuple(place)], lanes) * self._vector(self._scales, *block)
+            self._store(self._vector(sums, row, number, 0) + total * scale, sums, row, number, 0)
 
     def _begin(self, at: _Tile) -> None:
         """Copies the initial states. What fills up the last block must be numbers, and is multiplied with nothing."""
@@ -255,22 +342,21 @@ class _Writer:
             return T.vectorized(size)
         return T.serial(tirx.min(size, self._layer.units - block * size))
 
-    def _compute(self, at: _Tile, group: int) -> None:
+    def _compute(self, at: _Tile, group: int, chunk: Any = 0) -> None:
         """One step of a block of units for some rows: sums in registers, and what becomes of them."""
         layer, lanes, gates = self._layer, self._blocking.lanes, self._layer.groups[group]
         num_vectors = len(gates) * self._blocking.vectors
+        totals = self._byte_totals(at, chunk) if layer.has_byte_weights else None
         sums = T.alloc_buffer((at.rows, num_vectors, lanes), scope="local")
         for row, (number, gate), vector in product(range(at.rows), enumerate(gates), range(self._blocking.vectors)):
             value = self._from_inputs(at, row, gate, vector)
             if layer.linear_before_reset and gate == 2:
                 value = self._vector(self._bias, at.direction, self._unit(at, vector))
             self._store(value, sums, row, number * self._blocking.vectors + vector, 0)
-        factors, place = (self._others[1], []) if group else (self._h, [at.step % 2])
-        with T.serial(layer.units) as k:
-            for row, number in product(range(at.rows), range(num_vectors)):
-                weights = self._vector(self._weights[group], at.direction, at.block, k, number, 0)
-                factor = tirx.Broadcast(factors[(at.direction, *place, at.first + row, k)], lanes)
-                self._store(self._vector(sums, row, number, 0) + factor * weights, sums, row, number, 0)
+        if totals is None:
+            self._add_floats(at, group, sums)
+        else:
+            self._add_totals(at, chunk, totals, sums)
         for row, vector in product(range(at.rows), range(self._blocking.vectors)):
             self._cell(at, group, sums, row, vector)
         if group == len(layer.groups) - 1:
@@ -280,6 +366,15 @@ class _Writer:
                     place = layer.of_step(self._time(at), at.direction, at.first + row)
                     value = self._h[at.direction, (at.step + 1) % 2, at.first + row, unit]
                     T.buffer_store(self._outputs, value, [*place, unit])
+
+    def _add_floats(self, at: _Tile, group: int, sums: Any) -> None:
+        """Adds what the state contributes to the sums of a tile."""
+        factors, place = (self._others[1], []) if group else (self._h, [at.step % 2])
+        with T.serial(self._layer.units) as k:
+            for row, number in product(range(at.rows), range(int(sums.shape[1]))):
+                weights = self._vector(self._weights[group], at.direction, at.block, k, number, 0)
+                factor = tirx.Broadcast(factors[(at.direction, *place, at.first + row, k)], self._blocking.lanes)
+                self._store(self._vector(sums, row, number, 0) + factor * weights, sums, row, number, 0)
 
     def _cell(self, at: _Tile, group: int, sums: Any, row: int, vector: int) -> None:
         """The equations of a vector of units.
@@ -351,5 +446,5 @@ class _Writer:
         T.buffer_store(buffer, value, [*place[:-1], tirx.Ramp(place[-1], 1, self._blocking.lanes)])
 
 
-def _argument(name: str, *shape: int) -> Any:
-    return T.arg(name, T.buffer(shape, "float32"))
+def _argument(name: str, *shape: int, dtype: str = "float32") -> Any:
+    return T.arg(name, T.buffer(shape, dtype))

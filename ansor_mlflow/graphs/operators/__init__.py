@@ -110,6 +110,7 @@ _WHY_NOT: Mapping[str, _WhyNot] = {
     **dict.fromkeys(("GRU", "LSTM", "RNN"), recurrent.why_not_recurrent),
     "BatchNormalization": _attribute("training_mode", 1, "statistics of the batch"),
     "BitShift": _signed_shift,
+    "DynamicQuantizeLSTM": recurrent.why_not_quantized,
     "LayerNormalization": _layer_norm,
     "LpPool": _attribute("ceil_mode", 1, "windows beyond the end"),
     "Mod": _floored_remainder,

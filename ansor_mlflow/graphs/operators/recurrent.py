@@ -19,12 +19,20 @@ from ansor_mlflow.graphs.walk import attributes_of, input_of
 
 _MAX_STEPS = 64
 """Longest sequence that is written out."""
-_ACTIVATIONS = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "RNN": ["Tanh"]}
+_ACTIVATIONS = {
+    "DynamicQuantizeLSTM": ["Sigmoid", "Tanh", "Tanh"],
+    "GRU": ["Sigmoid", "Tanh"],
+    "LSTM": ["Sigmoid", "Tanh", "Tanh"],
+    "RNN": ["Tanh"],
+}
 _KNOWN_ACTIVATIONS = {"Relu", "Sigmoid", "Tanh"}
 _MAX_CONCAT = 8
 """Tensors that TVM joins at once: it asks for each element where it comes from, one tensor after the other."""
 _WEIGHTS, _RECURRENT, _BIAS, _LENGTHS, _INITIAL_H, _INITIAL_C, _PEEPHOLES = 1, 2, 3, 4, 5, 6, 7
-"""Positions of the inputs."""
+_SCALES, _ZERO_POINTS = (8, 10), (9, 11)
+"""Positions of the inputs; the last ones are those of ONNX Runtime's DynamicQuantizeLSTM."""
+_UNITS, _PACK = 16, 4
+"""Units of a vector, and numbers of 8 bits that are multiplied at once."""
 
 
 def why_not_recurrent(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
@@ -40,6 +48,19 @@ def why_not_recurrent(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
         "activations of its own": not {name for of in activations_of(node) for name in of} <= _KNOWN_ACTIVATIONS,
     }
     return next((reason for reason, applies in obstacles.items() if applies), None)
+
+
+def why_not_quantized(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
+    """What `why_not_recurrent` says, of an LSTM whose weights are of 8 bits, [directions, inputs, gates · units]."""
+    weights, (_, num_units, _) = [input_of(node, place) for place in (_WEIGHTS, _RECURRENT)], graph.shape(node.input[2])
+    zero_points = filter(None, (input_of(node, place) for place in _ZERO_POINTS))
+    obstacles = {
+        "weights that are no signed bytes": any(graph.dtype(name) != onnx.TensorProto.INT8 for name in weights),
+        "scales that are no constants": not all(graph.is_constant(input_of(node, place)) for place in _SCALES),
+        "weights with a zero point": not all(_is_all(name, 0, graph) for name in zero_points),
+        "units that are no vectors": bool(num_units % _UNITS or graph.shape(weights[0])[1] % _PACK),
+    }
+    return why_not_recurrent(node, graph) or next((reason for reason, applies in obstacles.items() if applies), None)
 
 
 def _num_steps(node: onnx.NodeProto, graph: GraphEditor) -> int:
