@@ -318,6 +318,71 @@ def test_products_of_bytes_stay_integers(zero_points: tuple[int | str, ...], hos
     np.testing.assert_array_equal(found, run_one(model, data)[0])
 
 
+def product_of_steps(
+    op_type: str = "MatMul",
+    *,
+    dtype: type = np.uint8,
+    zero_point: int = 117,
+    weight_dtype: type = np.int8,
+    axis: int | None = 1,
+    bias: bool = False,
+    **attributes: Any,
+) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """A product of 7 × 64 and 64 × 48 values that were quantised, by column, by row, or with one scale."""
+    builder = GraphBuilder(seed=0)
+    data = {"data": BITS.normal(size=(7, 64)).astype(np.float32)}
+    steps = [builder.constant("scale", np.float32(0.03)), builder.constant("zero", dtype(zero_point))]
+    levels = builder.node("QuantizeLinear", "levels", builder.input("data", (7, 64)), *steps)
+    shape = (48, 64) if attributes.get("transB") else (64, 48)
+    weight = builder.constant(
+        "weight", BITS.integers(-120, 121, shape).clip(np.iinfo(weight_dtype).min).astype(weight_dtype)
+    )
+    size = () if axis is None else (shape[axis],)
+    weight_steps = [
+        builder.constant("weight_scale", BITS.uniform(0.01, 0.02, size).astype(np.float32)),
+        builder.constant("weight_zero", np.zeros(size, weight_dtype)),
+    ]
+    inputs = [
+        builder.node("DequantizeLinear", "values", levels, *steps),
+        builder.node("DequantizeLinear", "weights", weight, *weight_steps, **({} if axis is None else {"axis": axis})),
+    ]
+    if bias:
+        inputs.append(builder.constant("bias", BITS.normal(size=48).astype(np.float32)))
+    output = builder.node("Relu", "output", builder.node(op_type, "product", *inputs, **attributes))
+    return builder.build("steps", {output: (7, 48)}), data
+
+
+@pytest.mark.parametrize(
+    ("arguments", "are_bytes"),
+    [
+        ({}, True),
+        ({"dtype": np.int8, "zero_point": -5, "axis": None}, True),
+        ({"zero_point": 0, "op_type": "Gemm", "bias": True}, True),
+        ({"op_type": "Gemm", "transB": 1, "axis": 0}, True),
+        ({"axis": 0}, False),
+        ({"weight_dtype": np.uint8}, False),
+        ({"op_type": "Gemm", "alpha": 2.0}, False),
+    ],
+    ids=str,
+)
+def test_products_of_what_was_quantised_are_those_of_bytes(
+    arguments: dict[str, Any], are_bytes: bool, host_target: Target
+) -> None:
+    model, data = product_of_steps(**arguments)
+    lowered = lower(model, resolve_target(VNNI, 2))
+    assert any("matmul_integer" in task.info.name for task in lowered.tasks) == are_bytes
+    (found,) = run_lowered(lowered, host_target, data)
+    np.testing.assert_allclose(found, run_one(model, data)[0], rtol=0, atol=1e-5)
+
+
+def test_bytes_stay_bytes_where_all_else_has_16_bits(host_target: Target) -> None:
+    model, data = product_of_steps()
+    lowered = lower(model, resolve_target(VNNI, 2), LoweringSettings(dtype="float16"))
+    assert any("matmul_integer" in task.info.name for task in lowered.tasks)
+    (found,) = run_lowered(lowered, host_target, data)
+    np.testing.assert_allclose(found, run_one(model, data)[0], rtol=0, atol=0.1)
+
+
 @pytest.mark.parametrize(
     ("shape", "weight_zero"),
     [((32, 8), 0), ((30, 8), 128), ((32, 6), 128)],

@@ -183,11 +183,11 @@ def hide_functions(_mutator: Any, call: relax.Call) -> relax.Expr:
 
 @call_pass("ShowFunctions")
 def show_functions(mutator: Any, call: relax.Call) -> relax.Expr:
-    """Undoes `hide_functions`. Functions take float32, whatever now computes their arguments."""
+    """Undoes `hide_functions`. Functions take float32 or bytes, whatever now computes their arguments."""
     if not isinstance(call.op, relax.ExternFunc):
         return call
     arguments = [
-        argument if str(argument.ty.dtype) == "float32" else mutator.builder_.emit(relax.op.astype(argument, "float32"))
+        mutator.builder_.emit(relax.op.astype(argument, "float32")) if str(argument.ty.dtype) == "float16" else argument
         for argument in call.args
     ]
     function = mutator.mod.get_global_var(str(call.op.global_symbol))

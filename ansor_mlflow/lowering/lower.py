@@ -30,6 +30,7 @@ from ansor_mlflow.graphs import (
     fold_batch_norms,
     give_outputs_nodes,
     is_tensor,
+    keep_bytes,
     layers_to_pad,
     pad_output_channels,
     partition,
@@ -137,7 +138,8 @@ def prepare_graph(
 ) -> tuple[onnx.ModelProto, list[PaddedLayer]]:
     """The graph that TVM is given, or is split into parts, and its layers that `pad_channels=auto` pads."""
     has_sketches = platform_of(target).has_sketches
-    simple = fold_batch_norms(simplify(raise_opset(model), called))
+    raised = raise_opset(model)
+    simple = fold_batch_norms(simplify(keep_bytes(raised) if has_dot_products(target) else raised, called))
     graph = rewrite_operators(  # sketches are for CPUs, as are the layers of many steps
         simple, writes_out_steps=not has_sketches, has_dot_products=has_dot_products(target)
     )

@@ -50,6 +50,14 @@ def rewrite_operators(
     return rewrite(rewrite(model, first), others)
 
 
+def keep_bytes(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A model whose products of what was quantised are those of bytes, for CPUs that add these.
+
+    To be called before constants are folded, which makes floats of weights of 8 bits.
+    """
+    return rewrite(rewrite(model, quantized.PRODUCTS), quantized.STEPS)
+
+
 def fallback_reasons(model: onnx.ModelProto) -> dict[int, str]:
     """Why TVM would compute a node wrongly or not at all, in a few words, by its place in the graph."""
     graph, reasons = GraphEditor(model), {}

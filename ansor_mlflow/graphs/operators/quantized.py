@@ -27,6 +27,8 @@ _MAX_FACTOR = 255
 _INTEGERS = (np.uint8, np.int8, np.uint16, np.int16)
 _PACK = 4
 """Products that the instruction adds to a sum."""
+_SIGN = 128
+"""What makes an unsigned byte of a signed one."""
 _POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
 _Array = np.ndarray[Any, Any]
 _Compute = Callable[[onnx.NodeProto, GraphEditor, list[str]], str]
@@ -187,6 +189,57 @@ def _byte_product(node: onnx.NodeProto, graph: GraphEditor) -> None:
     graph.emit("Sub", graph.emit("MatMulInteger", node.input[0], weights), of_zero, output=node.output[0])
 
 
+def _product_of_steps(node: onnx.NodeProto, graph: GraphEditor) -> None:
+    """A MatMul or Gemm of what was quantised, and constant weights of 8 bits: a product of bytes that is scaled.
+
+    That of the data's zero point is known then, and subtracted as integers.
+    """
+    data, weight = (graph.producer(name) for name in node.input[:2])
+    attributes = attributes_of(node)
+    is_plain = not attributes.get("transA", 0) and attributes.get("alpha", 1.0) == attributes.get("beta", 1.0) == 1.0
+    if not is_plain or not _is_dequantized(data) or not _is_dequantized(weight):
+        raise Unchanged
+    assert data is not None
+    assert weight is not None
+    scale, zero_point = _steps(data, graph)
+    values, weight_scale = graph.value(weight.input[0]), graph.value(weight.input[1]).astype(np.float64)
+    is_int8 = values.dtype == np.int8 and not (input_of(weight, 2) and graph.value(input_of(weight, 2)).any())
+    axis = attributes_of(weight).get("axis", 1)
+    if attributes.get("transB", 0):
+        values, axis = values.T, 1 - axis % 2
+    is_by_column = weight_scale.size == 1 or (axis % 2 == 1 and weight_scale.size == values.shape[-1])
+    if not is_int8 or not is_by_column or values.ndim != 2 or any(extent % _PACK for extent in values.shape):
+        raise Unchanged
+    total = graph.emit("MatMulInteger", _unsigned(data, scale, zero_point, graph), graph.constant(values))
+    zero_point += _SIGN if graph.dtype(data.input[0]) == TensorProto.INT8 else 0
+    if zero_point:
+        total = graph.emit("Sub", total, graph.constant(values.sum(axis=0, dtype=np.int32) * zero_point, np.int32))
+    floats = graph.emit("Cast", total, to=TensorProto.FLOAT)
+    bias = input_of(node, 2)
+    scales = graph.constant((weight_scale * scale).ravel(), np.float32)
+    product = graph.emit("Mul", floats, scales, output=None if bias else node.output[0])
+    if bias:
+        graph.emit("Add", product, bias, output=node.output[0])
+
+
+def _unsigned(data: onnx.NodeProto, scale: float, zero_point: int, graph: GraphEditor) -> str:
+    """The uint8 that a DequantizeLinear takes; another QuantizeLinear gives it in the place of one of int8."""
+    dtype, quantize = graph.dtype(data.input[0]), graph.producer(data.input[0])
+    if dtype == TensorProto.UINT8:
+        return str(data.input[0])
+    if dtype != TensorProto.INT8 or quantize is None or quantize.op_type != "QuantizeLinear":
+        raise Unchanged
+    if _steps(quantize, graph) != (scale, zero_point) or graph.dtype(quantize.input[0]) != TensorProto.FLOAT:
+        raise Unchanged
+    return graph.emit(
+        "QuantizeLinear", quantize.input[0], quantize.input[1], graph.constant(zero_point + _SIGN, np.uint8)
+    )
+
+
+def _is_dequantized(node: onnx.NodeProto | None) -> bool:
+    return node is not None and node.domain in ("", "ai.onnx") and node.op_type == "DequantizeLinear"
+
+
 def _byte_weight(node: onnx.NodeProto, graph: GraphEditor) -> _Array | None:
     """The weights of a product without their zero point; None where data and weights are no unsigned and signed bytes,
     or not as many as an instruction takes.
@@ -289,6 +342,10 @@ REWRITINGS: Rewritings = {
 
 OF_BYTES: Rewritings = {("", "Cast"): _cast_of_bytes, ("", "MatMulInteger"): _byte_product}
 """For CPUs that add products of bytes, in the place of the others."""
+STEPS: Rewritings = {("", "Gemm"): _product_of_steps, ("", "MatMul"): _product_of_steps}
+"""For such CPUs, too."""
+PRODUCTS: Rewritings = {key: REWRITINGS[key] for key in (("", "QLinearMatMul"), (_MICROSOFT, "QGemm"))}
+"""What becomes such a MatMul or Gemm."""
 PAIRS: Rewritings = {("", "DequantizeLinear"): _dequantize}
 """For what the other rewritings put in, too."""
 
