@@ -375,6 +375,85 @@ def test_products_of_what_was_quantised_are_those_of_bytes(
     np.testing.assert_allclose(found, run_one(model, data)[0], rtol=0, atol=1e-5)
 
 
+def convolution_of_steps(
+    shape: tuple[int, ...] = (2, 16, 9, 8),
+    *,
+    channels: int = 8,
+    dtype: type = np.uint8,
+    zero_point: int = 0,
+    axis: int | None = 0,
+    bias: bool = False,
+    **attributes: Any,
+) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """A convolution with a kernel of three along each axis of values that were quantised."""
+    builder = GraphBuilder(seed=0)
+    num_axes, group = len(shape) - 2, attributes.get("group", 1)
+    data = {"data": BITS.normal(size=shape).astype(np.float32)}
+    steps = [builder.constant("scale", np.float32(0.03)), builder.constant("zero", dtype(zero_point))]
+    levels = builder.node("QuantizeLinear", "levels", builder.input("data", shape), *steps)
+    kernel = BITS.integers(-120, 121, (channels, shape[1] // group, *[3] * num_axes)).astype(np.int8)
+    size = () if axis is None else (channels,)
+    weight_steps = [
+        builder.constant("weight_scale", BITS.uniform(0.01, 0.02, size).astype(np.float32)),
+        builder.constant("weight_zero", np.zeros(size, np.int8)),
+    ]
+    by_axis = {} if axis is None else {"axis": axis}
+    inputs = [
+        builder.node("DequantizeLinear", "values", levels, *steps),
+        builder.node("DequantizeLinear", "weights", builder.constant("weight", kernel), *weight_steps, **by_axis),
+    ]
+    if bias:
+        inputs.append(builder.constant("bias", BITS.normal(size=channels).astype(np.float32)))
+    output = builder.node("Relu", "output", builder.node("Conv", "convolution", *inputs, **attributes))
+    model = builder.build("steps", {output: ()})
+    outputs = run_one(model, data)
+    del model.graph.output[:]
+    model.graph.output.append(helper.make_tensor_value_info(output, TensorProto.FLOAT, outputs[0].shape))
+    return model, data
+
+
+@pytest.mark.parametrize(
+    ("arguments", "are_bytes"),
+    [
+        ({"pads": [1, 1, 1, 1], "bias": True}, True),
+        ({"pads": [1, 0, 2, 1], "zero_point": 117, "axis": None}, True),
+        ({"dtype": np.int8, "zero_point": -5, "strides": [2, 1], "pads": [0, 1, 0, 1]}, True),
+        ({"shape": (1, 3, 11, 10), "zero_point": 9, "pads": [1, 1, 1, 1]}, True),
+        ({"shape": (1, 8, 30), "dilations": [4], "pads": [4, 4]}, True),
+        ({"shape": (1, 4, 5, 6, 7), "channels": 4}, True),
+        ({"group": 2}, False),
+        ({"channels": 6}, False),
+        ({"auto_pad": "SAME_UPPER"}, False),
+    ],
+    ids=str,
+)
+def test_convolutions_of_what_was_quantised_are_those_of_bytes(
+    arguments: dict[str, Any], are_bytes: bool, host_target: Target
+) -> None:
+    model, data = convolution_of_steps(**arguments)
+    lowered = lower(model, resolve_target(VNNI, 2))
+    assert any('"int8"' in task.mod.script() for task in lowered.tasks if "conv" in task.info.name) == are_bytes
+    (found,) = run_lowered(lowered, host_target, data)
+    np.testing.assert_allclose(found, run_one(model, data)[0], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(("weight_dtype", "zero_point"), [(np.int8, 3), (np.uint8, 3), (np.int8, "of the data")])
+def test_convolutions_of_integers(weight_dtype: type, zero_point: int | str, host_target: Target) -> None:
+    is_known = isinstance(zero_point, int)
+    data = {"x": BITS.integers(0, 256, (1, 8, 7, 6)).astype(np.uint8)}
+    if not is_known:
+        data["zero"] = BITS.integers(0, 256, ()).astype(np.uint8)
+    constants = {"w": BITS.integers(0, 100, (4, 8, 3, 3)).astype(weight_dtype)}
+    constants |= {"zero": np.uint8(zero_point)} if is_known else {}
+    inputs = ["x", "w", "zero"]
+    model = one_operator("ConvInteger", data, constants, inputs=inputs, outputs=[TensorProto.INT32], pads=[1, 1, 1, 1])
+    lowered = lower(model, resolve_target(VNNI, 2))
+    are_bytes = any('"int8"' in task.mod.script() for task in lowered.tasks if "conv" in task.info.name)
+    assert are_bytes == (is_known and weight_dtype is np.int8)
+    (found,) = run_lowered(lowered, host_target, data)
+    np.testing.assert_array_equal(found, run_one(model, data)[0])
+
+
 def test_bytes_stay_bytes_where_all_else_has_16_bits(host_target: Target) -> None:
     model, data = product_of_steps()
     lowered = lower(model, resolve_target(VNNI, 2), LoweringSettings(dtype="float16"))

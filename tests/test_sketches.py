@@ -342,6 +342,18 @@ def test_the_instruction_for_bytes_keeps_its_sums_in_registers(cpu: str, registe
     assert all(register in line and "rsp" not in line for line in lines)
 
 
+@pytest.mark.parametrize(("dtype", "are_divided"), [("uint8", False), ("float32", True)])
+def test_no_two_threads_write_to_the_same_lines(dtype: str, are_divided: bool) -> None:
+    """Half of 64 channels are half of a line of a cache where each of them is a byte."""
+    from tvm import IRModule, te, topi
+
+    data, weight = te.placeholder((9, 32), "float32", "data"), te.placeholder((32, 64), "float32", "weight")
+    rounded = topi.cast(topi.nn.relu(topi.nn.matmul(data, weight)), dtype)
+    programs = programs_of(IRModule({"main": te.create_prim_func([data, weight, rounded])}), resolve_target("auto", 2))
+    jobs = {64 // (tile.lanes * tile.vectors * tile.channel_tiles) for tile in programs.tiles if tile.channels_outside}
+    assert (max(jobs) > 1) == are_divided
+
+
 def test_another_loop_that_a_record_annotates_stays_a_loop() -> None:
     """The instruction would read what is no pack of bytes."""
     from tvm.driver import build

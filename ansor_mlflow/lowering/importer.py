@@ -44,7 +44,8 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         if platform_of(target).has_sketches:
             self._added = dict.fromkeys(GATES, self._recurrent)
         if has_dot_products(target):
-            self._added |= {"MatMulInteger": self._byte_product, "DynamicQuantizeLSTM": self._recurrent}
+            self._added["DynamicQuantizeLSTM"] = self._recurrent
+            self._added |= {"ConvInteger": self._byte_convolution, "MatMulInteger": self._byte_product}
 
     def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
         others = [node for node in graph.node if node.op_type not in self._added]
@@ -57,6 +58,25 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
                 self._nodes.update(zip(node.output, outputs, strict=False))
             else:
                 super()._construct_nodes(SimpleNamespace(node=[node]))
+
+    def _byte_convolution(self, node: onnx.NodeProto) -> list[relax.Expr]:
+        """A convolution of unsigned and signed bytes; around the data are its zero points, which count as nothing."""
+        data, weight, *given = (self._nodes[name] for name in node.input)
+        zero_point, kernel, attributes = int(_value(given[0])) if given else 0, _value(weight), attributes_of(node)
+        num_axes = kernel.ndim - 2
+        padding = attributes.get("pads", [0] * 2 * num_axes)
+        if zero_point and any(padding):
+            widths = [0, 0, 0, 0, *(width for axis in range(num_axes) for width in padding[axis::num_axes])]
+            data, padding = self.bb.emit(relax.op.nn.pad(data, widths, "constant", zero_point)), [0] * 2 * num_axes
+        convolve = {1: relax.op.nn.conv1d, 2: relax.op.nn.conv2d, 3: relax.op.nn.conv3d}[num_axes]
+        settings = {name: attributes.get(name, [1] * num_axes) for name in ("strides", "dilations")}
+        total = self.bb.emit(
+            convolve(data, weight, settings["strides"], padding, settings["dilations"], out_dtype="int32")
+        )
+        if zero_point:
+            sums = kernel.sum(axis=tuple(range(1, kernel.ndim)), dtype=np.int32) * zero_point
+            total = self.bb.emit(relax.op.subtract(total, relax.const(sums.reshape(-1, *[1] * num_axes))))
+        return [total]
 
     def _byte_product(self, node: onnx.NodeProto) -> list[relax.Expr]:
         return [self._bytes_times(*(self._nodes[name] for name in node.input))]

@@ -63,6 +63,8 @@ class Contraction:
     writes the output, which the last of the epilogue does where there are none."""
     num_bytes: int
     """Size of an element of the sums."""
+    result_bytes: int
+    """Size of an element of what the function writes."""
     group: int
     """Elements along the vectors that are summed from the same data: all, or those of a group of a convolution."""
 
@@ -118,7 +120,6 @@ def has_sums(mod: IRModule) -> bool:
 
 def find_contraction(mod: IRModule, name: str = "") -> Contraction | None:
     """The sum that a task's function is, or that of a block of that name; None where it is something else."""
-    import tvm
     from tvm.s_tir import Schedule
 
     if not is_made_of_blocks(mod["main"]):
@@ -173,7 +174,8 @@ def find_contraction(mod: IRModule, name: str = "") -> Contraction | None:
         unpadded=_shape(pad.reads[0]) if pad is not None and has_padding else (),
         epilogue=(*beside, *epilogue) if epilogue else (),
         spread=(*beside, *spread) if spread and not epilogue else tuple(spread),
-        num_bytes=(int(tvm.DataType(str(block.body.value.ty)).bits) + 7) // 8,
+        num_bytes=_num_bytes(block.body.value.ty),
+        result_bytes=_num_bytes(sch.get(blocks[-1]).writes[0].source.dtype),
         group=group,
     )
 
@@ -194,6 +196,12 @@ def _is_chain(sch: Schedule, names: Sequence[str]) -> bool:
     """Whether nothing but the last of some blocks is read by a block that is none of them."""
     consumers = [{str(sch.get(each).name_hint) for each in sch.get_consumers(sch.get_sblock(name))} for name in names]
     return all(readers <= set(names) for readers in consumers[:-1])
+
+
+def _num_bytes(dtype: Any) -> int:
+    import tvm
+
+    return (int(tvm.DataType(str(dtype)).bits) + 7) // 8
 
 
 def _shape(region: Any) -> tuple[int, ...]:

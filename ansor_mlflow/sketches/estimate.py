@@ -25,7 +25,7 @@ L1_BYTES, L2_BYTES = 24 * 1024, 384 * 1024
 """Bytes of weights that stay in a cache: three quarters of the smallest ones that servers have, as the input passes
 through them, too."""
 
-_LINE_BYTES, _WAY_BYTES = 64, 4096
+LINE_BYTES, _WAY_BYTES = 64, 4096
 """Size of a line of the first cache, and the distance at which lines fall into the same set, which holds eight."""
 
 _CYCLES_PER_ELEMENT = ((4, 0.5), (7, 1.0), (math.inf, 3.5))
@@ -200,7 +200,7 @@ class Estimate:
         places = {0}  # as a set: windows of neighbours overlap, and what they share is loaded once
         for stride, extent in ((data.stride(axis), extent) for axis, extent in axes if axis is not None):
             places = {place + number * stride for place in places for number in range(extent)}
-        sets = Counter(place * found.num_bytes % _WAY_BYTES // _LINE_BYTES for place in places)
+        sets = Counter(place * found.num_bytes % _WAY_BYTES // LINE_BYTES for place in places)
         most = _CYCLES_PER_ELEMENT[1][0]
         num_missed = sum(number for number in sets.values() if number > most)
         return len(places) / prod(found.reduction), num_missed / prod(found.reduction)
@@ -212,7 +212,7 @@ class Estimate:
         row_bytes = 0 if self._axes.row_axis is None else data.stride(self._axes.row_axis) * size
         # Elements at a distance of a multiple of 4 KiB, as in a layer with 1,024 channels, share a set.
         places = itertools.product(range(rows), range(columns))
-        sets = Counter((row * row_bytes + column * column_bytes) % _WAY_BYTES // _LINE_BYTES for row, column in places)
+        sets = Counter((row * row_bytes + column * column_bytes) % _WAY_BYTES // LINE_BYTES for row, column in places)
         cycles = next(cycles for most, cycles in _CYCLES_PER_ELEMENT if max(sets.values()) <= most)
         if self._machine.broadcasts_operands:
             return cycles

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from ansor_mlflow.codegen import DOT_PRODUCTS, PACK
 from ansor_mlflow.sketches.contraction import MAX_EPILOGUE, Contraction, Operand, find_contraction
-from ansor_mlflow.sketches.estimate import LAUNCH_CYCLES, Estimate, Machine
+from ansor_mlflow.sketches.estimate import LAUNCH_CYCLES, LINE_BYTES, Estimate, Machine
 from ansor_mlflow.sketches.tile import (
     MAX_COPIES,
     MAX_JOBS_PER_THREAD,
@@ -138,8 +138,14 @@ class RegisterTiling:
                     channels_outside=channels_outside,
                     parallel=self._machine.num_threads > 1,
                 )
-                if axes.num_jobs(tile) <= MAX_JOBS_PER_THREAD * self._machine.num_threads:
+                is_few = axes.num_jobs(tile) <= MAX_JOBS_PER_THREAD * self._machine.num_threads
+                if is_few and not self._shares_lines(tile):
                     yield tile
+
+    def _shares_lines(self, tile: RegisterTile) -> bool:
+        """Whether threads write to the same lines of a cache all the time, which is ten times as slow."""
+        num_shares = min(self._axes.num_channel_jobs(tile), self._machine.num_threads) if tile.channels_outside else 1
+        return num_shares > 1 and self._axes.channels * self._contraction.result_bytes < num_shares * LINE_BYTES
 
     def _pad_places(self, rows: int) -> list[PadAt]:
         """Where the input may be padded."""
@@ -301,6 +307,9 @@ class IntegerTiling(RegisterTiling):
 
     def _micro_tiles(self) -> Iterator[tuple[int, int, int, int]]:
         return (micro for micro in super()._micro_tiles() if micro[0] >= _MIN_LANES)
+
+    def _pad_places(self, _rows: int) -> list[PadAt]:
+        return ["job", "row"] if self._contraction.has_padding else ["inline"]  # a pack is read as it is in memory
 
     def _packed(self, sch: Schedule, sums: list[LoopRV]) -> tuple[list[LoopRV], list[LoopRV]]:
         outer, pack = sch.split(sums[-1], [None, PACK])

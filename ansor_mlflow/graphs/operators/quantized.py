@@ -27,6 +27,7 @@ _MAX_FACTOR = 255
 _INTEGERS = (np.uint8, np.int8, np.uint16, np.int16)
 _PACK = 4
 """Products that the instruction adds to a sum."""
+_CONV_RANKS = (3, 4, 5)
 _SIGN = 128
 """What makes an unsigned byte of a signed one."""
 _POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
@@ -202,13 +203,12 @@ def _product_of_steps(node: onnx.NodeProto, graph: GraphEditor) -> None:
     assert data is not None
     assert weight is not None
     scale, zero_point = _steps(data, graph)
-    values, weight_scale = graph.value(weight.input[0]), graph.value(weight.input[1]).astype(np.float64)
-    is_int8 = values.dtype == np.int8 and not (input_of(weight, 2) and graph.value(input_of(weight, 2)).any())
+    values, weight_scale = _signed_weight(weight, graph), graph.value(weight.input[1]).astype(np.float64)
     axis = attributes_of(weight).get("axis", 1)
     if attributes.get("transB", 0):
         values, axis = values.T, 1 - axis % 2
     is_by_column = weight_scale.size == 1 or (axis % 2 == 1 and weight_scale.size == values.shape[-1])
-    if not is_int8 or not is_by_column or values.ndim != 2 or any(extent % _PACK for extent in values.shape):
+    if not is_by_column or values.ndim != 2 or any(extent % _PACK for extent in values.shape):
         raise Unchanged
     total = graph.emit("MatMulInteger", _unsigned(data, scale, zero_point, graph), graph.constant(values))
     zero_point += _SIGN if graph.dtype(data.input[0]) == TensorProto.INT8 else 0
@@ -240,6 +240,73 @@ def _is_dequantized(node: onnx.NodeProto | None) -> bool:
     return node is not None and node.domain in ("", "ai.onnx") and node.op_type == "DequantizeLinear"
 
 
+def _convolution_of_steps(node: onnx.NodeProto, graph: GraphEditor) -> None:
+    """A Conv of what was quantised, and constant weights of 8 bits: a ConvInteger that is scaled."""
+    data, weight = (graph.producer(name) for name in node.input[:2])
+    if not _is_dequantized(data) or not _is_dequantized(weight) or not _is_plain(node):
+        raise Unchanged
+    assert data is not None
+    assert weight is not None
+    scale, zero_point = _steps(data, graph)
+    values, weight_scale = _signed_weight(weight, graph), graph.value(weight.input[1]).astype(np.float64)
+    is_by_channel = weight_scale.size == 1 or (
+        attributes_of(weight).get("axis", 1) == 0 and weight_scale.size == len(values)
+    )
+    missing = [(0, 0), (0, -values.shape[1] % _PACK), *[(0, 0)] * (values.ndim - 2)]
+    kernel = np.pad(values, missing)
+    if not is_by_channel or not _has_packs(kernel):
+        raise Unchanged
+    levels = _unsigned(data, scale, zero_point, graph)
+    zero_point += _SIGN if levels != data.input[0] else 0
+    if kernel.shape != values.shape:  # an image has three channels
+        widths = graph.constant([width for side in zip(*missing, strict=True) for width in side], np.int64)
+        levels = graph.emit("Pad", levels, widths, graph.constant(zero_point, np.uint8))
+    inputs = [levels, graph.constant(kernel)]
+    if zero_point:
+        inputs.append(graph.constant(zero_point, np.uint8))
+    total = graph.emit("Cast", graph.emit("ConvInteger", *inputs, **attributes_of(node)), to=TensorProto.FLOAT)
+    bias, by_channel = input_of(node, 2), [-1, *[1] * (values.ndim - 2)]
+    scales = graph.constant((weight_scale * scale).reshape(by_channel), np.float32)
+    product = graph.emit("Mul", total, scales, output=None if bias else node.output[0])
+    if bias:
+        graph.emit("Add", product, graph.reshape(bias, by_channel), output=node.output[0])
+
+
+def _signed_weight(weight: onnx.NodeProto, graph: GraphEditor) -> _Array:
+    """The signed bytes without a zero point that a DequantizeLinear takes."""
+    values = graph.value(weight.input[0])
+    if values.dtype != np.int8 or (input_of(weight, 2) and graph.value(input_of(weight, 2)).any()):
+        raise Unchanged
+    return values
+
+
+def _has_packs(kernel: _Array) -> bool:
+    """Whether the channels of a convolution's weights are packs and vectors."""
+    return kernel.ndim in _CONV_RANKS and not any(extent % _PACK for extent in kernel.shape[:2])
+
+
+def _byte_convolution(node: onnx.NodeProto, graph: GraphEditor) -> None:
+    """What `_integer_product` does, but for a ConvInteger that stays one of bytes."""
+    if not _is_byte_convolution(node, graph):
+        _integer_product(node, graph)
+        return
+    raise Unchanged
+
+
+def _is_byte_convolution(node: onnx.NodeProto, graph: GraphEditor) -> bool:
+    data, weight, zero_point, weight_zero_point = (input_of(node, place) for place in range(4))
+    are_known = graph.is_constant(weight) and (not zero_point or graph.is_constant(zero_point))
+    is_signed = are_known and graph.dtype(weight) == TensorProto.INT8 and not weight_zero_point
+    is_unsigned = graph.dtype(data) == TensorProto.UINT8
+    return is_signed and is_unsigned and _is_plain(node) and _has_packs(graph.value(weight))
+
+
+def _is_plain(node: onnx.NodeProto) -> bool:
+    """Whether a convolution is none of groups, and says how it pads."""
+    attributes = attributes_of(node)
+    return bool(attributes.get("group", 1) == 1 and attributes.get("auto_pad", "NOTSET") == "NOTSET")
+
+
 def _byte_weight(node: onnx.NodeProto, graph: GraphEditor) -> _Array | None:
     """The weights of a product without their zero point; None where data and weights are no unsigned and signed bytes,
     or not as many as an instruction takes.
@@ -264,7 +331,8 @@ def _cast_of_bytes(node: onnx.NodeProto, graph: GraphEditor) -> None:
     terms = [total] if total is None or total.op_type != "Add" else map(graph.producer, total.input)
     for product in filter(_is_integer_product, terms):
         assert product is not None
-        if _byte_weight(product, graph) is not None:
+        is_conv = product.op_type == "ConvInteger"
+        if _is_byte_convolution(product, graph) if is_conv else _byte_weight(product, graph) is not None:
             raise Unchanged
     _cast(node, graph)
 
@@ -301,6 +369,8 @@ def _dequantize(node: onnx.NodeProto, graph: GraphEditor) -> None:
     are_floats = {graph.dtype(quantize.input[0]), graph.dtype(node.output[0])} == {TensorProto.FLOAT}
     if (scale, zero_point) != _steps(node, graph) or kind not in _INTEGERS or not are_floats:
         raise Unchanged
+    if any(map(_is_integer_product, graph.consumers(node.input[0]))):
+        raise Unchanged  # its bytes are there, and read sooner than floats
     first = next(other for other in graph.consumers(node.input[0]) if other.op_type == "DequantizeLinear")
     if first is not node and list(first.input[1:]) == list(node.input[1:]):
         graph.emit("Identity", first.output[0], output=node.output[0])
@@ -340,12 +410,22 @@ REWRITINGS: Rewritings = {
 }
 
 
-OF_BYTES: Rewritings = {("", "Cast"): _cast_of_bytes, ("", "MatMulInteger"): _byte_product}
+OF_BYTES: Rewritings = {
+    ("", "Cast"): _cast_of_bytes,
+    ("", "ConvInteger"): _byte_convolution,
+    ("", "MatMulInteger"): _byte_product,
+}
 """For CPUs that add products of bytes, in the place of the others."""
-STEPS: Rewritings = {("", "Gemm"): _product_of_steps, ("", "MatMul"): _product_of_steps}
+STEPS: Rewritings = {
+    ("", "Conv"): _convolution_of_steps,
+    **dict.fromkeys((("", "Gemm"), ("", "MatMul")), _product_of_steps),
+}
 """For such CPUs, too."""
-PRODUCTS: Rewritings = {key: REWRITINGS[key] for key in (("", "QLinearMatMul"), (_MICROSOFT, "QGemm"))}
-"""What becomes such a MatMul or Gemm."""
+PRODUCTS: Rewritings = {
+    key: REWRITINGS[key]
+    for key in (("", "QLinearConv"), ("", "QLinearMatMul"), (_MICROSOFT, "QGemm"), (_MICROSOFT, "QLinearConv"))
+}
+"""What becomes one of them."""
 PAIRS: Rewritings = {("", "DequantizeLinear"): _dequantize}
 """For what the other rewritings put in, too."""
 
