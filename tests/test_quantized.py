@@ -177,6 +177,22 @@ def test_quantization_is_part_of_the_function_before_it(
     assert sum("transpose" in name for name in names) == 2
 
 
+@pytest.mark.parametrize("cpu", ["haswell", "znver4"])
+def test_layers_that_differ_in_their_scales_are_one_task(cpu: str) -> None:
+    builder = GraphBuilder(seed=0)
+    values = builder.input("data", (8, 32))
+    for number in range(4):
+        steps = [builder.constant(f"scale{number}", np.float32(0.02 + 0.01 * number))]
+        steps.append(builder.constant(f"zero{number}", np.uint8(100 + number)))
+        levels = builder.node("QuantizeLinear", f"levels{number}", values, *steps)
+        rounded = builder.node("DequantizeLinear", f"rounded{number}", levels, *steps)
+        values = builder.node(
+            "MatMul", f"product{number}", rounded, builder.weight(f"weight{number}", BITS.normal(size=(32, 32)))
+        )
+    tasks = lower(builder.build("layers", {values: (8, 32)}), resolve_target(f"llvm -mcpu={cpu}", 2)).tasks
+    assert [task.info.weight for task in tasks if "divide" in task.info.name and "matmul" in task.info.name] == [3]
+
+
 @pytest.mark.system
 def test_a_network_of_operators_on_8_bits_is_a_step_from_onnxruntime_at_most(
     float_network: Network, host_target: Target, tmp_path: Path

@@ -375,7 +375,9 @@ def _dequantize(node: onnx.NodeProto, graph: GraphEditor) -> None:
     if first is not node and list(first.input[1:]) == list(node.input[1:]):
         graph.emit("Identity", first.output[0], output=node.output[0])
         return
-    limits, step = np.iinfo(kind), graph.constant(scale, np.float32)
+    # As a scalar it would be part of the function, of which there would be one for each layer.
+    one_element = [1] if graph.shape(quantize.input[0]) else []
+    limits, step = np.iinfo(kind), graph.constant(np.full(one_element, scale), np.float32)
     least, most = (graph.constant(limit - zero_point, np.float32) for limit in (limits.min, limits.max))
     steps = graph.emit("Round", graph.emit("Div", quantize.input[0], step))
     graph.emit("Mul", graph.emit("Clip", steps, least, most), step, output=node.output[0])
