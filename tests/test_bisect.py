@@ -188,7 +188,7 @@ def test_a_command_says_it_with_its_exit_code(
 def test_what_is_wrong_from_the_second_call_on(
     compiler: SpoilCompiler, network: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a kernel goes on with what another call has left in memory."""
+    """A kernel may go on with what another call has left in memory."""
     load = measuring.library_inference
 
     def load_with_a_fault(*args: Any) -> Inference:

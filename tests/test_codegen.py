@@ -95,7 +95,7 @@ def test_large_buffers_come_from_the_pool(host_target: Target) -> None:
 def test_functions_that_tvm_does_not_vectorise_are(
     name: str, host_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a loop over single elements LLVM may not find the vectors again."""
+    """LLVM may not find the vectors again in a loop over single elements."""
     import tvm
     from tvm import te
 

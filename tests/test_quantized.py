@@ -334,6 +334,34 @@ def test_products_of_bytes_stay_integers(zero_points: tuple[int | str, ...], hos
     np.testing.assert_array_equal(found, run_one(model, data)[0])
 
 
+def factors_of_steps(
+    builder: GraphBuilder,
+    shape: tuple[int, ...],
+    weight: np.ndarray,
+    *,
+    dtype: type,
+    zero_point: int,
+    axis: int | None,
+    bias_size: int,
+) -> list[str]:
+    """Data and weights that were quantised, these along an axis or with one scale, and a bias unless its size is 0."""
+    steps = [builder.constant("scale", np.float32(0.03)), builder.constant("zero", dtype(zero_point))]
+    levels = builder.node("QuantizeLinear", "levels", builder.input("data", shape), *steps)
+    size, by_axis = ((), {}) if axis is None else ((weight.shape[axis],), {"axis": axis})
+    weight_steps = [
+        builder.constant("weight_scale", BITS.uniform(0.01, 0.02, size).astype(np.float32)),
+        builder.constant("weight_zero", np.zeros(size, weight.dtype)),
+    ]
+    weight_levels = builder.constant("weight", weight)
+    factors = [
+        builder.node("DequantizeLinear", "values", levels, *steps),
+        builder.node("DequantizeLinear", "weights", weight_levels, *weight_steps, **by_axis),
+    ]
+    if bias_size:
+        factors.append(builder.constant("bias", BITS.normal(size=bias_size).astype(np.float32)))
+    return factors
+
+
 def product_of_steps(
     op_type: str = "MatMul",
     *,
@@ -347,23 +375,11 @@ def product_of_steps(
     """A product of 7 × 64 and 64 × 48 values that were quantised, by column, by row, or with one scale."""
     builder = GraphBuilder(seed=0)
     data = {"data": BITS.normal(size=(7, 64)).astype(np.float32)}
-    steps = [builder.constant("scale", np.float32(0.03)), builder.constant("zero", dtype(zero_point))]
-    levels = builder.node("QuantizeLinear", "levels", builder.input("data", (7, 64)), *steps)
-    shape = (48, 64) if attributes.get("transB") else (64, 48)
-    weight = builder.constant(
-        "weight", BITS.integers(-120, 121, shape).clip(np.iinfo(weight_dtype).min).astype(weight_dtype)
+    shape, lowest = (48, 64) if attributes.get("transB") else (64, 48), np.iinfo(weight_dtype).min
+    weight = BITS.integers(-120, 121, shape).clip(lowest).astype(weight_dtype)
+    inputs = factors_of_steps(
+        builder, (7, 64), weight, dtype=dtype, zero_point=zero_point, axis=axis, bias_size=48 if bias else 0
     )
-    size = () if axis is None else (shape[axis],)
-    weight_steps = [
-        builder.constant("weight_scale", BITS.uniform(0.01, 0.02, size).astype(np.float32)),
-        builder.constant("weight_zero", np.zeros(size, weight_dtype)),
-    ]
-    inputs = [
-        builder.node("DequantizeLinear", "values", levels, *steps),
-        builder.node("DequantizeLinear", "weights", weight, *weight_steps, **({} if axis is None else {"axis": axis})),
-    ]
-    if bias:
-        inputs.append(builder.constant("bias", BITS.normal(size=48).astype(np.float32)))
     output = builder.node("Relu", "output", builder.node(op_type, "product", *inputs, **attributes))
     return builder.build("steps", {output: (7, 48)}), data
 
@@ -405,21 +421,10 @@ def convolution_of_steps(
     builder = GraphBuilder(seed=0)
     num_axes, group = len(shape) - 2, attributes.get("group", 1)
     data = {"data": BITS.normal(size=shape).astype(np.float32)}
-    steps = [builder.constant("scale", np.float32(0.03)), builder.constant("zero", dtype(zero_point))]
-    levels = builder.node("QuantizeLinear", "levels", builder.input("data", shape), *steps)
     kernel = BITS.integers(-120, 121, (channels, shape[1] // group, *[3] * num_axes)).astype(np.int8)
-    size = () if axis is None else (channels,)
-    weight_steps = [
-        builder.constant("weight_scale", BITS.uniform(0.01, 0.02, size).astype(np.float32)),
-        builder.constant("weight_zero", np.zeros(size, np.int8)),
-    ]
-    by_axis = {} if axis is None else {"axis": axis}
-    inputs = [
-        builder.node("DequantizeLinear", "values", levels, *steps),
-        builder.node("DequantizeLinear", "weights", builder.constant("weight", kernel), *weight_steps, **by_axis),
-    ]
-    if bias:
-        inputs.append(builder.constant("bias", BITS.normal(size=channels).astype(np.float32)))
+    inputs = factors_of_steps(
+        builder, shape, kernel, dtype=dtype, zero_point=zero_point, axis=axis, bias_size=channels if bias else 0
+    )
     output = builder.node("Relu", "output", builder.node("Conv", "convolution", *inputs, **attributes))
     model = builder.build("steps", {output: ()})
     outputs = run_one(model, data)

@@ -346,7 +346,7 @@ def test_other_weights_of_bytes_stay(arguments: dict[str, Any], reason: str) -> 
 
 
 def test_without_an_instruction_weights_of_bytes_stay() -> None:
-    """As ONNX Runtime's kernel takes a third of the time of one of float32."""
+    """ONNX Runtime's kernel takes a third of the time of one of float32."""
     lowered = lower(byte_recurrent()[0], resolve_target("llvm -mcpu=haswell", 2))
     assert [part.graph.runs_in for part in lowered.parts] == ["onnxruntime"]
 

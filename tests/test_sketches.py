@@ -287,7 +287,7 @@ def test_a_single_channel_has_vectors_along_what_is_summed(network: str, host_ta
 
 
 def test_a_kernel_that_is_widely_dilated_reads_a_padded_copy(host_target: Target) -> None:
-    """In the loops nearly every tile would ask for each element whether it is padding."""
+    """Nearly every tile would ask for each element whether it is padding, in its loops."""
     from tvm import IRModule, te, topi
 
     data, weight = te.placeholder((4, 75, 32), name="data"), te.placeholder((5, 32, 32), name="weight")

@@ -357,7 +357,7 @@ class DotTiling(RegisterTiling):
         return None if partial is None else cls(mod, partial, machine, sums)
 
     def _jobs(self, micro: tuple[int, int, int, int]) -> Iterator[RegisterTile]:
-        """As for any sums; but a job has all elements of a vector, as two of them would add to one sum at once."""
+        """A job has all elements of a vector: two jobs with half of them each would add to one sum at once."""
         for tile in super()._jobs(micro):
             if tile.channel_tiles * tile.vectors * tile.lanes >= self._axes.channels:
                 yield tile

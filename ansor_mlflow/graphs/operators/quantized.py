@@ -25,7 +25,7 @@ _EXACT = 2**24
 _MAX_FACTOR = 255
 """Largest difference of two numbers of 8 bits."""
 _INTEGERS = (np.uint8, np.int8, np.uint16, np.int16)
-_PACK = 4
+PACK = 4
 """Products that the instruction adds to a sum."""
 _CONV_RANKS = (3, 4, 5)
 _SIGN = 128
@@ -195,20 +195,18 @@ def _product_of_steps(node: onnx.NodeProto, graph: GraphEditor) -> None:
 
     That of the data's zero point is known then, and subtracted as integers.
     """
-    data, weight = (graph.producer(name) for name in node.input[:2])
+    data, weight = (_dequantized(name, graph) for name in node.input[:2])
     attributes = attributes_of(node)
     is_plain = not attributes.get("transA", 0) and attributes.get("alpha", 1.0) == attributes.get("beta", 1.0) == 1.0
-    if not is_plain or not _is_dequantized(data) or not _is_dequantized(weight):
+    if not is_plain:
         raise Unchanged
-    assert data is not None
-    assert weight is not None
     scale, zero_point = _steps(data, graph)
     values, weight_scale = _signed_weight(weight, graph), graph.value(weight.input[1]).astype(np.float64)
     axis = attributes_of(weight).get("axis", 1)
     if attributes.get("transB", 0):
         values, axis = values.T, 1 - axis % 2
     is_by_column = weight_scale.size == 1 or (axis % 2 == 1 and weight_scale.size == values.shape[-1])
-    if not is_by_column or values.ndim != 2 or any(extent % _PACK for extent in values.shape):
+    if not is_by_column or values.ndim != 2 or any(extent % PACK for extent in values.shape):
         raise Unchanged
     total = graph.emit("MatMulInteger", _unsigned(data, scale, zero_point, graph), graph.constant(values))
     zero_point += _SIGN if graph.dtype(data.input[0]) == TensorProto.INT8 else 0
@@ -236,23 +234,25 @@ def _unsigned(data: onnx.NodeProto, scale: float, zero_point: int, graph: GraphE
     )
 
 
-def _is_dequantized(node: onnx.NodeProto | None) -> bool:
-    return node is not None and node.domain in ("", "ai.onnx") and node.op_type == "DequantizeLinear"
+def _dequantized(name: str, graph: GraphEditor) -> onnx.NodeProto:
+    """The DequantizeLinear that a tensor comes from."""
+    node = graph.producer(name)
+    if node is None or node.domain not in ("", "ai.onnx") or node.op_type != "DequantizeLinear":
+        raise Unchanged
+    return node
 
 
 def _convolution_of_steps(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """A Conv of what was quantised, and constant weights of 8 bits: a ConvInteger that is scaled."""
-    data, weight = (graph.producer(name) for name in node.input[:2])
-    if not _is_dequantized(data) or not _is_dequantized(weight) or not _is_plain(node):
+    data, weight = (_dequantized(name, graph) for name in node.input[:2])
+    if not _is_plain(node):
         raise Unchanged
-    assert data is not None
-    assert weight is not None
     scale, zero_point = _steps(data, graph)
     values, weight_scale = _signed_weight(weight, graph), graph.value(weight.input[1]).astype(np.float64)
     is_by_channel = weight_scale.size == 1 or (
         attributes_of(weight).get("axis", 1) == 0 and weight_scale.size == len(values)
     )
-    missing = [(0, 0), (0, -values.shape[1] % _PACK), *[(0, 0)] * (values.ndim - 2)]
+    missing = [(0, 0), (0, -values.shape[1] % PACK), *[(0, 0)] * (values.ndim - 2)]
     kernel = np.pad(values, missing)
     if not is_by_channel or not _has_packs(kernel):
         raise Unchanged
@@ -282,15 +282,14 @@ def _signed_weight(weight: onnx.NodeProto, graph: GraphEditor) -> _Array:
 
 def _has_packs(kernel: _Array) -> bool:
     """Whether the channels of a convolution's weights are packs and vectors."""
-    return kernel.ndim in _CONV_RANKS and not any(extent % _PACK for extent in kernel.shape[:2])
+    return kernel.ndim in _CONV_RANKS and not any(extent % PACK for extent in kernel.shape[:2])
 
 
 def _byte_convolution(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """What `_integer_product` does, but for a ConvInteger that stays one of bytes."""
-    if not _is_byte_convolution(node, graph):
-        _integer_product(node, graph)
-        return
-    raise Unchanged
+    if _is_byte_convolution(node, graph):
+        raise Unchanged
+    _integer_product(node, graph)
 
 
 def _is_byte_convolution(node: onnx.NodeProto, graph: GraphEditor) -> bool:
@@ -321,7 +320,7 @@ def _byte_weight(node: onnx.NodeProto, graph: GraphEditor) -> _Array | None:
     limits = np.iinfo(np.int8)
     are_bytes = limits.min <= values.min() and values.max() <= limits.max
     is_one = not zero_point or math.prod(graph.shape(zero_point)) == 1
-    is_even = values.ndim == 2 and not any(extent % _PACK for extent in values.shape)
+    is_even = values.ndim == 2 and not any(extent % PACK for extent in values.shape)
     return values if are_bytes and is_one and is_even else None
 
 

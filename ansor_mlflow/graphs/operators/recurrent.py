@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 
 from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, Unchanged
+from ansor_mlflow.graphs.operators.quantized import PACK
 from ansor_mlflow.graphs.walk import attributes_of, input_of
 
 _MAX_STEPS = 64
@@ -31,8 +32,8 @@ _MAX_CONCAT = 8
 _WEIGHTS, _RECURRENT, _BIAS, _LENGTHS, _INITIAL_H, _INITIAL_C, _PEEPHOLES = 1, 2, 3, 4, 5, 6, 7
 _SCALES, _ZERO_POINTS = (8, 10), (9, 11)
 """Positions of the inputs; the last ones are those of ONNX Runtime's DynamicQuantizeLSTM."""
-_UNITS, _PACK = 16, 4
-"""Units of a vector, and numbers of 8 bits that are multiplied at once."""
+_UNITS = 16
+"""Units of a vector."""
 
 
 def why_not_recurrent(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
@@ -58,7 +59,7 @@ def why_not_quantized(node: onnx.NodeProto, graph: GraphEditor) -> str | None:
         "weights that are no signed bytes": any(graph.dtype(name) != onnx.TensorProto.INT8 for name in weights),
         "scales that are no constants": not all(graph.is_constant(input_of(node, place)) for place in _SCALES),
         "weights with a zero point": not all(_is_all(name, 0, graph) for name in zero_points),
-        "units that are no vectors": bool(num_units % _UNITS or graph.shape(weights[0])[1] % _PACK),
+        "units that are no vectors": bool(num_units % _UNITS or graph.shape(weights[0])[1] % PACK),
     }
     return why_not_recurrent(node, graph) or next((reason for reason, applies in obstacles.items() if applies), None)
 
