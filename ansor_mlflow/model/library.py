@@ -7,13 +7,17 @@ import shlex
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.codegen import pass_config, tir_pipeline
-from ansor_mlflow.device import CUDA, machine_of, platform_of, why_no_compiler
+from ansor_mlflow.device import CUDA, available_cpus, machine_of, platform_of, why_no_compiler
 from ansor_mlflow.errors import MachineError, RecordsError, UserInputError, first_line
+from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.model.parts import write_parts
 from ansor_mlflow.records import Database as RecordDatabase
 from ansor_mlflow.records import RecordPair, require_whole
@@ -22,9 +26,10 @@ from ansor_mlflow.sketches import find_programs, is_made_of_blocks, schedule_for
 from ansor_mlflow.trials import DIRECT, TaskInfo
 
 if TYPE_CHECKING:
-    from tvm.ir import IRModule
+    from tvm.ir import GlobalVar, IRModule
     from tvm.s_tir.meta_schedule.database import Database
     from tvm.target import Target
+    from tvm.tirx import PrimFunc
 
     from ansor_mlflow.lowering import LoweredNetwork, TuningTask
     from ansor_mlflow.lowering.algorithms import ChosenAlgorithm  # for a type alone
@@ -279,17 +284,28 @@ def _export(mod: IRModule, target: Target, library: Path, linker: Linker) -> Non
     command = require_linker(machine_of(target), linker)
     link = cc.cross_compiler(command[0], options=list(command[1:])) if command else None
     library.parent.mkdir(parents=True, exist_ok=True)
-    with target, PassContext(config=pass_config(target)):
+    with (
+        target,
+        PassContext(config=pass_config(target)),
+        scratch_directory() as scratch,
+        ThreadPoolExecutor(available_cpus()) as pool,
+    ):
         try:
             # as for a CPU: TVM's default for a GPU would fuse and schedule once more
-            pipeline = relax.get_pipeline("default")
-            compiled = tvm.compile(mod, target, relax_pipeline=pipeline, tir_pipeline=tir_pipeline(target))
+            finished = relax.get_pipeline("default")(mod)
+            apart = _functions_apart(finished, target)
+            modules = (tvm.IRModule({var: function}, attrs=finished.attrs) for var, function in apart.items())
+            objects = pool.map(partial(_write_object, target, scratch), modules, count())
+            for var in apart:
+                finished.update_func(var, relax.ExternFunc(var.name_hint))
+            compiled = tvm.compile(finished, target, relax_pipeline=None, tir_pipeline=tir_pipeline(target))
+            addons = list(objects)
         except RuntimeError as err:
             if platform_of(target) is CUDA and tvm.runtime.enabled("cuda") and (reason := why_no_compiler()):
                 raise MachineError(f"code for {target.kind.name} cannot be compiled here: {reason}") from err
             raise
         try:
-            compiled.export_library(str(library), fcompile=link)
+            compiled.export_library(str(library), fcompile=link, addons=addons)
         except RuntimeError as err:
             if not command or not str(err).startswith(_LINK_ERROR):
                 raise
@@ -297,3 +313,29 @@ def _export(mod: IRModule, target: Target, library: Path, linker: Linker) -> Non
                 f"{shlex.join(command)} does not link a library for {target.attrs.get('mtriple') or 'this host'} "
                 f"({str(err).splitlines()[1].strip()}); give the compiler of the device as cc"
             ) from err
+
+
+def _functions_apart(mod: IRModule, target: Target) -> dict[GlobalVar, PrimFunc]:
+    """The functions of which each is compiled by itself, so that all CPUs compile; on a CPU all of them but one.
+
+    That one makes of the library what TVM makes of any: machine code, and what it has to load with it.
+    """
+    from tvm.tirx import PrimFunc
+
+    if not platform_of(target).by_llvm:
+        return {}
+    functions = [(var, function) for var, function in mod.functions_items() if isinstance(function, PrimFunc)]
+    return dict(functions[1:])
+
+
+def _write_object(target: Target, directory: str, mod: IRModule, number: int) -> str:
+    """Writes the machine code of a module to a file, and returns its path; the context of the caller's thread is not
+    that of this one.
+    """
+    import tvm
+    from tvm.ir.transform import PassContext
+
+    path = str(Path(directory, f"{number}.o"))
+    with target, PassContext(config=pass_config(target)):
+        tvm.tirx.build(mod, target, tir_pipeline(target)).write_to_file(path)
+    return path
