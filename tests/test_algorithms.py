@@ -21,7 +21,7 @@ from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.measuring import checking
-from ansor_mlflow.model import compile_tuned
+from ansor_mlflow.model import compile_tuned, library
 from ansor_mlflow.networks import load_network
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.parameters import TuneOptions
@@ -75,6 +75,34 @@ def test_compile_takes_the_way_with_the_fastest_record(fastest: int, host_target
     assert [task.algorithm for task in coverage.covered] == [algorithms[fastest].info.algorithm]
     assert coverage.flops_share == 1
     assert output_error(tmp_path / "model.so", model) <= ERRORS[4]
+
+
+def test_variants_of_a_network_share_what_is_the_same(host_target: Target, tmp_path: Path) -> None:
+    """The second one is compiled by the same process, which has the code of all functions but its convolution."""
+    model = load_network(conv(28, 28, 32, 32)).model
+    for algorithm in ("winograd", "direct"):
+        lowered = lower(model, host_target, LoweringSettings(algorithm=algorithm))  # type: ignore[arg-type]
+        before = library._object_of.cache_info()
+        compile_tuned(lowered, host_target, None, tmp_path / f"{algorithm}.so")
+        assert output_error(tmp_path / f"{algorithm}.so", model) <= ERRORS[4]
+    compile_tuned(lowered, host_target, None, tmp_path / "again.so")
+    found = library._object_of.cache_info()
+    assert found.misses - before.misses <= 1 < found.hits - before.hits
+    assert output_error(tmp_path / "again.so", model) == output_error(tmp_path / "direct.so", model)
+
+
+def test_a_kept_schedule_is_of_the_same_blocks(host_target: Target) -> None:
+    """It names them, though functions are equal whatever their blocks are called."""
+    import tvm
+    from tvm import te
+
+    data = te.placeholder((64, 64), "float32", "data")
+    for name in ("first", "second"):
+        result = te.compute((64, 64), lambda *place: data(*place) + 1, name)
+        mod = tvm.IRModule({"main": te.create_prim_func([data, result])})
+        trace = library._trace_of(library._key(mod), library._names_of_blocks(mod), library._key(host_target))
+        assert trace is not None
+        trace.apply_to_schedule(tvm.s_tir.Schedule(mod), remove_postproc=False)
 
 
 def test_a_way_without_a_record_is_not_taken_where_another_has_one(host_target: Target, tmp_path: Path) -> None:

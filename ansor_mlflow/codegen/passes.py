@@ -79,11 +79,13 @@ def _make(*, by_llvm: bool) -> tuple[Pass, Any, Any]:
     if not by_llvm:
         return passes, of_host, lambda: Sequential([nans, of_device()])
     erfs = prim_func_pass(_with_vector_erfs, opt_level=0, name="ansor.vector_erfs")
+    choices = prim_func_pass(_with_choices_of_vectors, opt_level=0, name="ansor.choices_of_vectors")
     sums = prim_func_pass(_with_vector_sums, opt_level=0, name="ansor.vector_sums")
     dots = prim_func_pass(_with_dot_products, opt_level=0, name="ansor.dot_products")
     arrays = prim_func_pass(_with_arrays, opt_level=0, name="ansor.local_arrays")
     fetches = prim_func_pass(_with_prefetches, opt_level=0, name="ansor.prefetch")
-    return Sequential([erfs, passes]), lambda: Sequential([sums, dots, arrays, fetches, nans, of_host()]), of_device
+    first, last = Sequential([erfs, choices, passes]), [sums, dots, arrays, fetches, nans]
+    return first, lambda: Sequential([*last, of_host()]), of_device
 
 
 def _with_vector_erfs(func: Any, _mod: Any, context: Any) -> Any:
@@ -104,6 +106,46 @@ def _with_vector_erfs(func: Any, _mod: Any, context: Any) -> Any:
         return erf_as_arithmetic(mutator.default_mutate(call))
 
     return func.with_body(structural_mutate(func.body, (Call, visit)))
+
+
+def _with_choices_of_vectors(func: Any, _mod: Any, _context: Any) -> Any:
+    """A function whose vectors choose what they are made of once, and not each of their elements.
+
+    TVM makes single elements of a vector in which a condition may differ. Where what a concatenation is made of begins
+    at a multiple of the vector's length, it does not.
+    """
+    from tvm.tirx import For
+    from tvm_ffi import structural_mutate
+
+    def visit(loop: Any, mutator: Any) -> Any:
+        return _choosing_once(mutator.default_mutate(loop))
+
+    return func.with_body(structural_mutate(func.body, (For, visit)))
+
+
+def _choosing_once(loop: Any) -> Any:
+    """A vectorised loop over a block whose conditions `limit <= index` are those of the vector's first element."""
+    from tvm import tirx
+    from tvm.s_tir import SBlockRealize
+    from tvm.sym import Analyzer
+    from tvm_ffi import structural_mutate
+
+    realize = loop.body
+    if loop.kind != tirx.ForKind.VECTORIZED or not isinstance(realize, SBlockRealize):
+        return loop
+    lanes, analyzer, starts = int(loop.extent), Analyzer(), []
+    for index, value in zip(realize.block.iter_vars, realize.iter_values, strict=True):
+        if isinstance(value, tirx.Add) and value.b.same_as(loop.loop_var):
+            start = analyzer.modular_set(value.a)
+            if start.coeff % lanes == 0 and start.base % lanes == 0:
+                starts.append((index.var, value.a))
+
+    def of_vector(condition: Any, _mutator: Any) -> Any:
+        found = (start for var, start in starts if condition.b.same_as(var))
+        start = next(found, None) if isinstance(condition.a, tirx.IntImm) and int(condition.a) % lanes == 0 else None
+        return condition if start is None else tirx.LE(condition.a, start)
+
+    return structural_mutate(loop, (tirx.LE, of_vector)) if starts else loop
 
 
 def _with_vector_sums(func: Any, _mod: Any, _context: Any) -> Any:

@@ -4,6 +4,7 @@ from ansor_mlflow.model.building import (
     BuildJob,
     build,
     build_in_child_process,
+    build_pool,
     fallback_among,
     guarded,
     lower_guarded,

@@ -165,17 +165,26 @@ def _try_to_lower(job: BuildJob) -> None:
     _lower(job)
 
 
-def guarded(job: BuildJob, work: Callable[[BuildJob], T], crashes: Path | None = None) -> tuple[T, FallbackReasons]:
+def build_pool() -> WorkerPool:
+    """The process for several works that are `guarded`: what they have in common it does once. To be closed."""
+    return WorkerPool(1, memory_bytes=int(_MEMORY_SHARE * _free_bytes()))
+
+
+def guarded(
+    job: BuildJob, work: Callable[[BuildJob], T], crashes: Path | None = None, pool: WorkerPool | None = None
+) -> tuple[T, FallbackReasons]:
     """Does a work in processes that may die, take too long or too much memory, with bounds for each.
 
     Returns also what stays with ONNX Runtime: what the job says, and what ended processes. The smallest graphs that do
-    are written to the directory `crashes`.
+    are written to the directory `crashes`. The processes are those of `pool`, where one is given.
 
     Raises:
         AnsorMlflowError: What the work raises.
         MachineError: TVM compiles nothing at all here, or the work fails without it, too.
     """
-    with scratch_directory() as scratch, contextlib.closing(_Guard(work, Path(scratch))) as guard:
+    with contextlib.ExitStack() as stack:
+        workers = pool or stack.enter_context(contextlib.closing(build_pool()))
+        guard = _Guard(work, workers, Path(stack.enter_context(scratch_directory())))
         while True:
             value, died = guard.attempt(job, _LIMIT_S)
             if not died:
@@ -188,17 +197,12 @@ def guarded(job: BuildJob, work: Callable[[BuildJob], T], crashes: Path | None =
 
 
 class _Guard:
-    """A worker for a work, and the search for what ends it. To be closed."""
+    """A work that a worker does, and the search for what ends it."""
 
-    def __init__(self, work: Callable[[BuildJob], Any], scratch: Path) -> None:
-        self._work = work
-        self._pool = WorkerPool(1, memory_bytes=int(_MEMORY_SHARE * _free_bytes()))
-        self._scratch = scratch
+    def __init__(self, work: Callable[[BuildJob], Any], pool: WorkerPool, scratch: Path) -> None:
+        self._work, self._pool, self._scratch = work, pool, scratch
         self._numbers = count()
         self._until_s = math.inf
-
-    def close(self) -> None:
-        self._pool.close()
 
     def attempt(self, job: BuildJob, limit_s: float) -> tuple[Any, str]:
         """What the work returns, or, in a few words, how it ended the worker."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,14 +28,18 @@ from ansor_mlflow.trials import DIRECT, TaskInfo
 if TYPE_CHECKING:
     from tvm.ir import GlobalVar, IRModule
     from tvm.s_tir.meta_schedule.database import Database
+    from tvm.s_tir.schedule import Trace
     from tvm.target import Target
     from tvm.tirx import PrimFunc
+    from tvm_ffi import StructuralKey
 
     from ansor_mlflow.lowering import LoweredNetwork, TuningTask
     from ansor_mlflow.lowering.algorithms import ChosenAlgorithm  # for a type alone
 
 _LINK_ERROR = "Compilation error:"
 """Begins what TVM says of a compiler that failed, whose output is in the lines after it."""
+_MAX_KEPT = 4096
+"""Traces and objects that a process keeps: those of some networks."""
 _NOT_MEASURED_S = 1.0  # the time that a record needs; nothing is compared with it
 
 
@@ -204,14 +208,41 @@ def _choose(task: TuningTask, target: Target, database: Database) -> bool:
     from tvm.s_tir.meta_schedule.arg_info import ArgInfo
     from tvm.s_tir.meta_schedule.database import TuningRecord
 
-    programs = find_programs(task.mod, target)
-    program = programs and programs.first()
-    if not program:
+    trace = _trace_of(_key(task.mod), _names_of_blocks(task.mod), _key(target))
+    if trace is None:
         return False
     workload = database.commit_workload(task.mod)
     arguments = ArgInfo.from_prim_func(task.mod["main"])
-    database.commit_tuning_record(TuningRecord(program.trace, workload, [_NOT_MEASURED_S], target, arguments))
+    database.commit_tuning_record(TuningRecord(trace, workload, [_NOT_MEASURED_S], target, arguments))
     return True
+
+
+def _names_of_blocks(mod: IRModule) -> tuple[str, ...]:
+    from tvm.s_tir import SBlock
+    from tvm_ffi import structural_walk
+
+    names: list[str] = []
+    for _, function in mod.functions_items():
+        structural_walk(function.body, (SBlock, lambda block: names.append(block.name_hint)))
+    return tuple(names)
+
+
+def _key(value: Any) -> StructuralKey:
+    """A value as one that is equal where its structure is."""
+    from tvm_ffi import StructuralKey
+
+    return StructuralKey(value)  # type: ignore[call-arg]  # its second field is made of the first
+
+
+@lru_cache(maxsize=_MAX_KEPT)
+def _trace_of(mod: StructuralKey, _blocks: tuple[str, ...], target: StructuralKey) -> Trace | None:
+    """What makes the first program of a sketch, which names blocks; None where no sketch fits.
+
+    A network is often built in variants, of which most functions are the same.
+    """
+    programs = find_programs(mod.key, target.key)
+    program = programs and programs.first()
+    return program.trace if program else None
 
 
 def _with_schedules(mod: IRModule, target: Target) -> IRModule:
@@ -329,13 +360,19 @@ def _functions_apart(mod: IRModule, target: Target) -> dict[GlobalVar, PrimFunc]
 
 
 def _write_object(target: Target, directory: str, mod: IRModule, number: int) -> str:
-    """Writes the machine code of a module to a file, and returns its path; the context of the caller's thread is not
-    that of this one.
-    """
+    """Writes the machine code of a module to a file, and returns its path."""
+    path = Path(directory, f"{number}.o")
+    path.write_bytes(_object_of(_key(mod), _key(target)))
+    return str(path)
+
+
+@lru_cache(maxsize=_MAX_KEPT)
+def _object_of(mod: StructuralKey, target: StructuralKey) -> bytes:
+    """The machine code of a module. The context of the thread that asks for it is not that of the network's."""
     import tvm
     from tvm.ir.transform import PassContext
 
-    path = str(Path(directory, f"{number}.o"))
-    with target, PassContext(config=pass_config(target)):
-        tvm.tirx.build(mod, target, tir_pipeline(target)).write_to_file(path)
-    return path
+    with scratch_directory() as scratch, target.key, PassContext(config=pass_config(target.key)):
+        path = Path(scratch, "module.o")
+        tvm.tirx.build(mod.key, target.key, tir_pipeline(target.key)).write_to_file(str(path))
+        return path.read_bytes()

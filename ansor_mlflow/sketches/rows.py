@@ -28,6 +28,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -321,7 +322,7 @@ def _vectorize(sch: Schedule, block: SBlockRV, lanes: int, num_rows: int) -> Non
     loops = list(sch.get_loops(block))
     if lanes > 1 and len(loops) > (1 if num_rows else 0) and _is_multiple(sch, loops[-1], lanes):
         vectors, lane = sch.split(loops[-1], [None, lanes])
-        if int(sch.get(vectors).extent) <= _MAX_COPIES and _chooses_along(sch.get(block)):
+        if int(sch.get(vectors).extent) <= _MAX_COPIES and _chooses_within(sch.get(block), lanes):
             sch.unroll(vectors)  # each vector knows then what it is made of
         sch.vectorize(lane)
 
@@ -334,19 +335,30 @@ def _is_multiple(sch: Schedule, loop: LoopRV, lanes: int) -> bool:
     return isinstance(extent, tirx.IntImm) and int(extent) % lanes == 0
 
 
-def _chooses_along(block: Any) -> bool:
-    """Whether a condition depends on the last iterator, as that of a concatenation."""
+def _chooses_within(block: Any, lanes: int) -> bool:
+    """Whether a condition may differ between the elements of a vector, as that of some concatenations.
+
+    Where it is about a multiple of the vector's length, code generation makes it one for the whole vector.
+    """
     from tvm import ir, tirx
     from tvm_ffi import structural_walk
 
     last = block.iter_vars[-1].var
-    conditions: list[Any] = []
+    choices: list[Any] = []
     uses: list[Any] = []
-    structural_walk(block.body, (ir.Call, conditions.append))
-    for call in conditions:
-        if _op_name(call).endswith("if_then_else"):
-            structural_walk(call.args[0], (tirx.Var, lambda var: uses.append(var) if var.same_as(last) else None))
-    return bool(uses)
+    structural_walk(block.body, (ir.Call, choices.append))
+    conditions = [call.args[0] for call in choices if _op_name(call).endswith("if_then_else")]
+    for condition in itertools.filterfalse(partial(_is_of_vectors, last=last, lanes=lanes), conditions):
+        structural_walk(condition, (tirx.Var, uses.append))
+    return any(var.same_as(last) for var in uses)
+
+
+def _is_of_vectors(condition: Any, *, last: Any, lanes: int) -> bool:
+    """Whether a condition is the same for all elements of a vector."""
+    from tvm import tirx
+
+    is_limit = isinstance(condition, tirx.LE) and isinstance(condition.a, tirx.IntImm)
+    return is_limit and condition.b.same_as(last) and int(condition.a) % lanes == 0
 
 
 def _op_name(call: Any) -> str:

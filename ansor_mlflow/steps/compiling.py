@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from ansor_mlflow.foreign import Report, Reported, duration, without_credentials
 from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork, lower_sizes
 from ansor_mlflow.networks import Network, write_onnx
 from ansor_mlflow.parameters import CompileOptions
+from ansor_mlflow.processes import WorkerPool
 from ansor_mlflow.records import (
     find_records,
     read_fingerprint,
@@ -108,7 +110,8 @@ def compile_network(options: CompileOptions) -> CompileResult:
                 }
             )
             write_onnx(network.model, run.directory / names.NETWORK_FILE)
-            built = [_build_library(network, recipe, options, run) for recipe in recipes]
+            with contextlib.closing(model.build_pool()) as pool:
+                built = [_build_library(network, recipe, options, run, pool) for recipe in recipes]
             library, coverage, _ = min(built, key=lambda of_device: of_device[1].flops_share)
             metrics = _report_coverage(coverage, library.parts, run)
             if options.allow_missing:
@@ -182,9 +185,17 @@ def _digest_of(recorded: Recorded) -> str:
 
 
 def _build_library(
-    network: Network, recipe: _Recipe, options: CompileOptions, run: StepRun
+    network: Network,
+    recipe: _Recipe,
+    options: CompileOptions,
+    run: StepRun,
+    pool: WorkerPool,
+    spent_s: float = 0.0,
 ) -> tuple[model.CompiledNetwork, model.Coverage, list[LostRecords]]:
-    """Compiles a network, and leaves to other runtimes what TVM computes wrong or slower."""
+    """Compiles a network, and leaves to other runtimes what TVM computes wrong or slower.
+
+    It took `spent_s` to compile it in another way, which was wrong.
+    """
     runtimes, device = options.runtimes.split(","), recipe.device
     lowered, known = _lower(network, recipe)
     directory = run.directory / device.fingerprint.name
@@ -192,10 +203,10 @@ def _build_library(
     if mismatch:
         _log.warning("%s; they are applied nevertheless, and may be slow", mismatch)
         run.log_tags({names.TAG_TARGET_MISMATCH: mismatch})
-    maker = _Maker(network=network, recipe=recipe, options=options, run=run, mismatch=mismatch)
+    maker = _Maker(network=network, recipe=recipe, options=options, run=run, pool=pool, mismatch=mismatch)
     started_s = time.monotonic()
     compiled, coverage, known = maker.compile(known)
-    took_s = time.monotonic() - started_s
+    spent_s += time.monotonic() - started_s
     if not model.has_library(compiled.parts):
         if "onnxruntime" not in runtimes:
             raise UserInputError(
@@ -210,7 +221,7 @@ def _build_library(
             directly = replace(recipe.lowering, algorithm="direct")
             provenance = {**recipe.provenance, "algorithm": "direct"}
             directly_computed = replace(recipe, lowering=directly, provenance=provenance)
-            return (*_build_library(network, directly_computed, options, run)[:2], lost)
+            return (*_build_library(network, directly_computed, options, run, pool, spent_s)[:2], lost)
         if "onnxruntime" in runtimes and device.platform.in_process:
             _log.warning("TVM computes %s wrong, so that ONNX Runtime computes all of it: %s", network.name, wrong)
             return leave_to_onnxruntime(compiled, network, WRONG_HERE), coverage, lost
@@ -223,7 +234,7 @@ def _build_library(
         return compiled, coverage, lost
     preferred = prefer_fastest(compiled, network, runtimes)
     was_timed = "onnxruntime" in runtimes and "runtimes_ms" in preferred.provenance
-    if was_timed and not (compiled.parts or compiled.sizes) and took_s < _MAX_COMPILE_S:
+    if was_timed and not (compiled.parts or compiled.sizes) and spent_s < _MAX_COMPILE_S:
         preferred, coverage = maker.mixed(preferred, coverage, known)
     return preferred, coverage, lost
 
@@ -246,6 +257,7 @@ class _Maker:
     recipe: _Recipe
     options: CompileOptions
     run: StepRun
+    pool: WorkerPool
     mismatch: str
 
     def lower(self, fallback: FallbackReasons, num_segments: int = 1) -> LoweredNetwork:
@@ -277,7 +289,7 @@ class _Maker:
             num_segments=num_segments,
         )
         crashes = self.run.directory / names.CRASHES_DIR
-        (entry, coverage), ended = model.guarded(job, model.build, crashes)
+        (entry, coverage), ended = model.guarded(job, model.build, crashes, self.pool)
         if crashes.exists():
             self.run.log_artifacts(crashes, names.CRASHES_DIR)
         if not device.platform.in_process and (reason := why_not_runnable(device.fingerprint)):
