@@ -131,7 +131,7 @@ def _choosing_once(loop: Any) -> Any:
     from tvm_ffi import structural_mutate
 
     realize = loop.body
-    if loop.kind != tirx.ForKind.VECTORIZED or not isinstance(realize, SBlockRealize):
+    if loop.kind != tirx.ForKind.VECTORIZED or int(loop.min) or not isinstance(realize, SBlockRealize):
         return loop
     lanes, analyzer, starts = int(loop.extent), Analyzer(), []
     for index, value in zip(realize.block.iter_vars, realize.iter_values, strict=True):
