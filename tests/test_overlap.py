@@ -140,8 +140,9 @@ def interrupt_twice() -> None:
 def test_a_second_interrupt_does_not_wait_for_the_measurement(
     dense: LoweredNetwork, host_target: Target, tmp_path: Path, is_remote: bool
 ) -> None:
-    def hang(_: int) -> None:
-        interrupt_twice()
+    def hang(batch: int) -> None:
+        if batch == 1:  # one that follows may begin when the tuner is gone, whose handler the signals then miss
+            interrupt_twice()
         hung.append(not released.wait(5))
 
     released, hung = threading.Event(), list[bool]()
