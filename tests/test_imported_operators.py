@@ -77,6 +77,7 @@ CASES: dict[str, tuple[str, Mapping[str, np.ndarray], dict[str, Any]]] = {
     "mean of many pixels": ("ReduceMean", MANY_PIXELS, {"axes": [2, 1], "keepdims": 0}),
     "sum of many pixels": ("ReduceSum", MANY_PIXELS, {"constants": {"a": ints(-1, 1)}, "opset": 13}),
     "average of many pixels": ("GlobalAveragePool", MANY_PIXELS, {"after_conv": True}),
+    "responses of channels": ("LRN", MANY_PIXELS, {"size": 3, "alpha": 0.5, "beta": 0.75, "after_conv": True}),
     "regions": ("RoiAlign", REGIONS, {**ROI, "opset": 16, "spatial_scale": 0.5}),
     "regions, output": (
         "RoiAlign",

@@ -1,11 +1,11 @@
-"""Functions as arithmetic that vectorises: exp, log, tanh, erf, sigmoid, and squares and cubes.
+"""Functions as arithmetic that vectorises: exp, log, tanh, erf, sigmoid, and powers by some constants.
 
 TVM leaves these to LLVM, which calls the C library once for each element, be the loop vectorised or not. Here the call
 is replaced while intrinsics are lowered, after scheduling and vectorising, by additions, multiplications, selections
 and shifts of the same width. So tasks, their hashes and their operations stay what they were.
 
-Relative errors of float32 results against the exact ones are at most 1e-7 for exp and log, 2e-7 for sigmoid, squares
-and cubes, and 5e-7 for tanh and erf, for all inputs; where the exact result is less than the smallest normal number,
+Relative errors of float32 results against the exact ones are at most 1e-7 for exp and log, 2e-7 for sigmoid and
+powers, and 5e-7 for tanh and erf, for all inputs; where the exact result is less than the smallest normal number,
 2^-126, the error is at most 2^-149, and for sigmoid 2^-126.
 
 Infinities, NaN and signed zeros give what IEEE 754 gives, exp overflows to infinity, and neither tanh nor erf exceeds
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from tvm import tirx
@@ -59,8 +60,6 @@ _ERF = (
 )
 """erf(x) / x over x^2, up to where erf rounds to one; relative error 2e-8."""
 _ERF_SQUARED_END = 15.4
-_POWERS = (2, 3)
-"""Constant exponents that are multiplied out: GELU has a cube, normalisations have squares."""
 
 
 class _Bindings:
@@ -167,12 +166,19 @@ def _lower(call: tirx.Expr, function: _Function) -> tirx.Expr:
 
 
 def _lower_power(call: tirx.Expr) -> tirx.Expr:
-    """Does what `_lower` does, for a power with an exponent that is multiplied out."""
-    exponent = getattr(call.args[1], "value", None)
-    value = getattr(exponent, "value", exponent)
-    if value not in _POWERS:
-        return call
-    return _lower(call, lambda x, _bindings: x * x * x if value == _POWERS[1] else x * x)
+    """Does what `_lower` does, for a power with one of the exponents in `_POWERS`."""
+    exponent: Any = getattr(call.args[1], "value", None)
+    function = _POWERS.get(getattr(exponent, "value", exponent))
+    return call if function is None else _lower(call, function)
+
+
+def _three_quarters(x: tirx.Var, bindings: _Bindings) -> tirx.Expr:
+    root = bindings.let(tirx.sqrt(x))
+    return _select(x.equal(float("-inf")), float("inf"), root * tirx.sqrt(root))
+
+
+def _half(x: tirx.Var, _bindings: _Bindings) -> tirx.Expr:
+    return _select(x.equal(float("-inf")), float("inf"), tirx.sqrt(x) + 0.0)  # of -0.0 it is 0.0
 
 
 def erf_as_arithmetic(call: tirx.Expr) -> tirx.Expr:
@@ -187,6 +193,13 @@ _FUNCTIONS: dict[str, _Function] = {
     "sigmoid": lambda x, bindings: 1.0 / (_exp(bindings.let(0.0 - x), bindings) + 1.0),
     "tanh": lambda x, bindings: _odd_rational(x, bindings, _TANH, _TANH_SQUARED_END),
 }
+_POWERS: dict[float, _Function] = {
+    0.5: _half,
+    0.75: _three_quarters,
+    2: lambda x, _bindings: x * x,
+    3: lambda x, _bindings: x * x * x,
+}
+"""Constant exponents: normalisations have squares and roots, of responses 3/4, and GELU has a cube."""
 for _name, _function in _FUNCTIONS.items():
     register_intrin_lowering(f"tirx.{_name}", target="llvm.fastmath", f=functools.partial(_lower, function=_function))
 register_intrin_lowering("tirx.pow", target="llvm.fastmath", f=_lower_power)

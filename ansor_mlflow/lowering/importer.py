@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -40,9 +41,9 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
     def __init__(self, target: Target) -> None:
         super().__init__({}, "float32")
         self._target = target
-        self._added: dict[str, Callable[[onnx.NodeProto], list[relax.Expr]]] = {}
+        self._added: dict[str, Callable[[onnx.NodeProto], list[relax.Expr]]] = {"LRN": self._local_response}
         if platform_of(target).has_sketches:
-            self._added = dict.fromkeys(GATES, self._recurrent)
+            self._added |= dict.fromkeys(GATES, self._recurrent)
         if has_dot_products(target):
             self._added["DynamicQuantizeLSTM"] = self._recurrent
             self._added |= {"ConvInteger": self._byte_convolution, "MatMulInteger": self._byte_product}
@@ -58,6 +59,25 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
                 self._nodes.update(zip(node.output, outputs, strict=False))
             else:
                 super()._construct_nodes(SimpleNamespace(node=[node]))
+
+    def _local_response(self, node: onnx.NodeProto) -> list[relax.Expr]:
+        """Data over a power of the mean square of the channels around it; TVM's importer pools over three axes."""
+        data, attributes = self._nodes[node.input[0]], attributes_of(node)
+        size, channels, dtype = int(attributes["size"]), int(data.ty.shape[1]), str(data.ty.dtype)
+        before = (size - 1) // 2
+        # Channels come last, as after a convolution: rows of vectors.
+        rows = self.bb.normalize(relax.op.permute_dims(data, [0, 2, 3, 1]))
+        widths = [0, 0, 0, 0, 0, 0, before, size - 1 - before]
+        squares = self.bb.normalize(relax.op.nn.pad(relax.op.multiply(rows, rows), widths))
+        terms = [relax.op.strided_slice(squares, [3], [first], [first + channels]) for first in range(size)]
+        alpha, bias, beta = (
+            relax.const(attributes.get(name, default), dtype)
+            for name, default in (("alpha", 1e-4), ("bias", 1.0), ("beta", 0.75))
+        )
+        mean = relax.op.divide(functools.reduce(relax.op.add, terms), relax.const(float(size), dtype))
+        divisor = relax.op.power(relax.op.add(relax.op.multiply(mean, alpha), bias), beta)
+        divisor = self.bb.normalize(relax.op.permute_dims(divisor, [0, 3, 1, 2]))
+        return [self.bb.normalize(relax.op.divide(data, divisor))]
 
     def _byte_convolution(self, node: onnx.NodeProto) -> list[relax.Expr]:
         """A convolution of unsigned and signed bytes; around the data are its zero points, which count as nothing."""
