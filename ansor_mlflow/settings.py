@@ -31,8 +31,8 @@ class LoweringSettings:
     partition: Partition = "auto"
     """Whether what TVM cannot compute stays with ONNX Runtime ("auto"), or is an error ("off")."""
     algorithm: Algorithm = "auto"
-    """How convolutions of 3 × 3 are computed: as they are defined ("direct"), by Winograd's algorithm, or as records
-    say is faster ("auto")."""
+    """How convolutions with stride 1 are computed: as they are defined ("direct"), by Winograd's algorithm, or as
+    records say is faster ("auto")."""
 
     @staticmethod
     def among(values: Mapping[str, Any]) -> LoweringSettings:

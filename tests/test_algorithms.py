@@ -300,7 +300,7 @@ def test_each_way_says_what_it_loses_and_is_not_offered_if_that_is_too_much(
 
 
 def cancelling_network() -> onnx.ModelProto:
-    """A convolution, the same one subtracted as one of 5 × 5, and a hundredth of its size: only a direct one is exact
+    """A convolution, the same one subtracted as one of 9 × 9, and a hundredth of its size: only a direct one is exact
     enough.
     """
     rng = np.random.default_rng(0)
@@ -308,8 +308,8 @@ def cancelling_network() -> onnx.ModelProto:
     data = builder.input("data", (1, 32, 28, 28))
     weights = rng.normal(size=(32, 32, 3, 3)).astype("float32")
     small = builder.node("Conv", "small", data, builder.weight("w3", weights), pads=[1, 1, 1, 1])
-    wide = builder.weight("w5", np.pad(weights, ((0, 0), (0, 0), (1, 1), (1, 1))))
-    large = builder.node("Conv", "large", data, wide, pads=[2, 2, 2, 2])
+    wide = builder.weight("w9", np.pad(weights, ((0, 0), (0, 0), (3, 3), (3, 3))))
+    large = builder.node("Conv", "large", data, wide, pads=[4, 4, 4, 4])
     difference = builder.node("Sub", "difference", small, large)
     rest = builder.node("Mul", "rest", data, builder.weight("scale", np.float32([0.05])))
     output = builder.node("Add", "output", difference, rest)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 import pytest
-from helpers.algorithms import ERRORS, conv, conv3d, layer_of, output_error
+from helpers.algorithms import ERRORS, conv, conv3d, layer_of, line, output_error
 from helpers.programs import compiled_examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ from ansor_mlflow.device import available_cpus
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering.algorithms import NoAlgorithmError, find_algorithms
-from ansor_mlflow.lowering.algorithms.winograd import TILES, error_of, transforms
+from ansor_mlflow.lowering.algorithms.winograd import Filter, error_of, transforms
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.model.library import compile_tuned
 from ansor_mlflow.networks.graph import GraphBuilder
@@ -51,32 +51,34 @@ def arguments(mod: IRModule, seed: int = 0) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.parametrize("outputs", TILES)
-def test_the_transforms_filter_exactly(outputs: int) -> None:
-    found = transforms(outputs)
-    taps = [Fraction(n) for n in (3, -5, 7)]
-    data = [Fraction(n * n - 3 * n, 4) for n in range(outputs + 2)]
+@pytest.mark.parametrize(("outputs", "num_taps"), [(2, 3), (4, 3), (2, 5), (4, 5), (2, 7), (1, 1)])
+def test_the_transforms_filter_exactly(outputs: int, num_taps: int) -> None:
+    found = transforms(outputs, num_taps)
+    taps = [Fraction(n) for n in (3, -5, 7, 2, -9, 4, 8)[:num_taps]]
+    data = [Fraction(n * n - 3 * n, 4) for n in range(outputs + num_taps - 1)]
     points = [
         sum(a * b for a, b in zip(row, taps, strict=True)) * sum(a * b for a, b in zip(other, data, strict=True))
         for row, other in zip(found.weights, found.data, strict=True)
     ]
     result = [sum(a * b for a, b in zip(row, points, strict=True)) for row in found.output]
-    assert result == [sum(taps[k] * data[place + k] for k in range(3)) for place in range(outputs)]
+    assert result == [sum(tap * data[place + k] for k, tap in enumerate(taps)) for place in range(outputs)]
 
 
 @pytest.mark.parametrize(
     ("network", "reason"),
     [
-        (conv(9, 9, 16, 16, "1,1,1,0"), "its kernel is 1x1, not 3x3"),
-        (conv(9, 9, 16, 16, "5,5,1,2"), "its kernel is 5x5, not 3x3"),
+        (conv(9, 9, 16, 16, "1,1,1,0"), "its kernel is 1x1, not of 3, 5 or 7 taps"),
+        (conv(9, 9, 16, 16, "4,4,1,3"), "its kernel is 4x4, not of 3, 5 or 7 taps"),
+        (conv(9, 9, 16, 6, "5,5,1,2"), "its channels are no multiple of 4"),
         (conv(9, 9, 16, 16, "3,3,2,1"), "its stride or dilation is not 1"),
         (conv(9, 9, 16, 16, "3,3,1,2,dilation=2"), "its stride or dilation is not 1"),
         (conv(9, 9, 16, 16, "3,3,1,1,groups=2"), "it is a convolution in groups"),
         ("depthwise_conv2d:1,9,9,16,3,3,1,1", "it is a convolution in groups"),
-        (conv3d("4,7,7", 16, 4, "3,1,3,1,1"), "its kernel is 1x3, not 3x3"),
+        (conv3d("4,7,7", 16, 4, "3,1,1,1,1"), "its kernel is 1x1, not of 3, 5 or 7 taps"),
+        (line(9, 16, 16, 3, stride=2), "its stride or dilation is not 1"),
         (conv3d("4,7,7", 16, 4, "3,3,3,2,1"), "its stride or dilation is not 1"),
         (conv3d("4,7,7", 16, 4, "3,3,3,1,1,groups=2"), "it is a convolution in groups"),
-        ("dense:3,16,16", "it is no convolution in two or three dimensions"),
+        ("dense:3,16,16", "it is no convolution with channels last"),
         ("softmax:4,16", "it is no convolution"),
     ],
 )
@@ -119,10 +121,25 @@ def test_what_comes_before_a_convolution_is_no_padding(host_target: Target) -> N
 
 def test_a_network_without_such_a_layer_cannot_be_forced(host_target: Target) -> None:
     network = load_network("dense:3,16,16")
-    with pytest.raises(UserInputError, match=r"algorithm=winograd, but no layer can .* no convolution in two or three"):
+    with pytest.raises(UserInputError, match=r"algorithm=winograd, but no layer can .* no convolution with"):
         lower(network.model, host_target, LoweringSettings(algorithm="winograd"))
 
 
+LINES = st.builds(
+    # each element of a line meets others so far away
+    lambda length, filters, quarters, batch, taps, dilation, padding: line(
+        length, filters, 4 * quarters, taps, batch, dilation=dilation, padding=min(padding, length // 2)
+    ),
+    *(st.integers(1, most) for most in (70, 33, 6, 2)),
+    *(st.sampled_from(each) for each in ([3, 5, 7], [1, 2, 3, 4, 7, 16], [0, 0, 1, 5])),
+)
+KERNELS = st.builds(
+    lambda batch, height, width, filters, quarters, kernel: conv(
+        max(height, 3), max(width, 3), filters, 4 * quarters, f"{kernel},1,2,bias,relu", batch
+    ),
+    *(st.integers(1, most) for most in (2, 17, 17, 33, 6)),
+    st.sampled_from(["5,5", "1,3", "3,1", "5,1", "1,7", "7,1"]),
+)
 IMAGES = st.builds(
     # over less than 3 × 3 with its padding the kernel is none of 3 × 3
     lambda batch, height, width, filters, channels, padding: conv(
@@ -147,16 +164,18 @@ VOLUMES = st.builds(
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("networks", [IMAGES, VOLUMES], ids=["images", "volumes"])
-@given(data=st.data(), outputs=st.sampled_from(TILES), index=st.integers(0, 2**16))
+@pytest.mark.parametrize(
+    "networks", [IMAGES, VOLUMES, LINES, KERNELS], ids=["images", "volumes", "lines", "other kernels"]
+)
+@given(data=st.data(), number=st.integers(0, 1), index=st.integers(0, 2**16))
 @compiled_examples
 def test_every_program_is_right(
-    host_target: Target, networks: st.SearchStrategy[str], data: st.DataObject, outputs: int, index: int
+    host_target: Target, networks: st.SearchStrategy[Any], data: st.DataObject, number: int, index: int
 ) -> None:
     """Against the direct algorithm in float32, whose own error is a part of what is allowed."""
     network = data.draw(networks)
     task = layer_of(network, host_target)
-    other = next(other for other in find_algorithms(task.mod) if other.outputs == outputs)
+    other = find_algorithms(task.mod)[-number]
     programs = find_programs(other.mod, host_target)
     assert programs is not None
     program = programs.program(programs.tiles[index % len(programs.tiles)])
@@ -166,7 +185,7 @@ def test_every_program_is_right(
     plain = [*arrays]
     plain[other.weights] = other.transform(arrays[other.weights])
     actual = run_packed(other.mod, program.mod, plain, host_target)
-    assert abs(actual - expected).max() <= ERRORS[outputs] * abs(expected).max() + 1e-6
+    assert abs(actual - expected).max() <= ERRORS[max(other.filter.outputs)] * abs(expected).max() + 1e-6
 
 
 def run_packed(mod: IRModule, scheduled: IRModule, arrays: list[np.ndarray], target: Target) -> np.ndarray:
@@ -198,7 +217,7 @@ def test_an_image_may_have_a_prime_number_of_rows_of_tiles(height: int, width: i
     *_, other = find_algorithms(layer_of(conv(height, width, 16, 16), target).mod)
     programs = find_programs(other.mod, target)
     assert programs is not None
-    assert all(tile.tile_rows * width // other.outputs % tile.tiles == 0 for tile in programs.tiles)
+    assert all(tile.tile_rows * width // other.filter.outputs[1] % tile.tiles == 0 for tile in programs.tiles)
 
 
 def residual_block() -> onnx.ModelProto:
@@ -237,8 +256,9 @@ def test_padding_may_differ_on_every_side(host_target: Target, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("channels", [16, 128, 512])
-@pytest.mark.parametrize("outputs", TILES)
-def test_the_error_of_a_layer_is_as_stated(channels: int, outputs: int) -> None:
-    weights = np.random.default_rng(channels).normal(size=(3, 3, channels, channels)).astype("float32")
-    assert 1e-8 < error_of(weights, outputs) <= ERRORS[outputs]
-    assert error_of(np.zeros_like(weights), outputs) == 0
+@pytest.mark.parametrize("taps", [(3, 3), (5, 5), (3, 1), (1, 5), (7, 1)])
+def test_the_error_of_a_layer_is_as_stated(channels: int, taps: tuple[int, int]) -> None:
+    weights = np.random.default_rng(channels).normal(size=(*taps, channels, channels)).astype("float32")
+    for each in Filter.all_of(taps):
+        assert 1e-8 < error_of(weights, each) <= ERRORS[max(each.outputs)]
+        assert error_of(np.zeros_like(weights), each) == 0

@@ -85,8 +85,8 @@ class NetworkOptions(SeedOptions):
         pad_channels: Number that the output channels of convolutions and dense layers are padded to a multiple of; auto
             pads where it pays.
         partition: Whether what TVM cannot compute stays with ONNX Runtime (auto), or is an error (off).
-        algorithm: How convolutions of 3x3 with stride 1 are computed: as they are defined (direct), by Winograd's
-            algorithm, or as measurements say is faster (auto).
+        algorithm: How convolutions with stride 1 are computed: as they are defined (direct), by Winograd's algorithm,
+            or as measurements say is faster (auto).
         num_threads: Threads of a kernel; auto is every CPU this process may use.
     """
 

@@ -1,6 +1,6 @@
 """Winograd's convolution, tile row by tile row in the caches.
 
-From the outside in, for the blocks that `lowering.algorithms` makes:
+From the outside in, for the blocks that `lowering.algorithms` makes; along an axis with one tap nothing is transformed:
 
     parallel over rows of tiles, and blocks of channels           jobs
       the padded input of a job                                   vectorised
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from tvm.s_tir.schedule import SBlockRV
 
 _PAD, _COLUMNS, _DATA, _PRODUCT, _ROWS = (f"winograd_{name}" for name in ("pad", "columns", "data", "product", "rows"))
+TILE_COLUMNS = "ansor_mlflow.tile_columns"
+"""Annotation of the block of the rows: columns of the outputs of a tile, where they are not as many as its rows."""
 _FLOAT32_BYTES = 4
 _MAX_PASSES = 8
 """Tiles that one panel of weights serves, up to which the next panel is fetched ahead: with more of them the first
@@ -83,9 +85,9 @@ class WinogradTile:
 class _Shape:
     batch: int
     """Images; those of a convolution in three dimensions are its slices."""
-    outputs: int
-    """m of F(m × m, 3 × 3), the rows and columns of a tile."""
-    size: int
+    outputs: tuple[int, int]
+    """Rows and columns of a tile."""
+    size: tuple[int, int]
     """Rows and columns of the input that a tile reads."""
     down: int
     """Rows of tiles in an image."""
@@ -96,6 +98,10 @@ class _Shape:
     """Blocks after the convolution."""
     name: str
     """Block that writes what the convolution gives."""
+
+    @property
+    def num_points(self) -> int:
+        return prod(self.size)
 
     @staticmethod
     def of(mod: IRModule) -> _Shape | None:
@@ -108,16 +114,19 @@ class _Shape:
         if _PRODUCT not in names:
             return None
         place = names.index(_ROWS) + 1
-        _, outputs, size, _ = _extents(blocks[place - 1])
-        *images, rows, columns, channels_out = _extents(blocks[place])
+        num_tiles, tile_rows, width, _ = _extents(blocks[place - 1])
+        tile_columns = int(blocks[place - 1].annotations.get(TILE_COLUMNS, tile_rows))
+        size, *_, channels_in = _extents(blocks[names.index(_PRODUCT)])
+        num_images, padded_rows, *_ = _extents(blocks[names.index(_PAD)])
+        down = (padded_rows - size) // tile_rows + 1
         return _Shape(
-            batch=prod(images),
-            outputs=outputs,
-            size=size,
-            down=ceil(rows / outputs),
-            across=ceil(columns / outputs),
-            channels_in=_extents(blocks[names.index(_PRODUCT)])[-1],
-            channels_out=channels_out,
+            batch=num_images,
+            outputs=(tile_rows, tile_columns),
+            size=(size, width),
+            down=down,
+            across=num_tiles // (num_images * down),
+            channels_in=channels_in,
+            channels_out=_extents(blocks[place])[-1],
             epilogue=tuple(names[place + 1 :]),
             name=names[place],
         )
@@ -155,10 +164,13 @@ class WinogradTiling:
         channels = shape.channels_out // tile.channel_jobs
         width = max(0.5, tile.lanes * _FLOAT32_BYTES / 64)  # two narrow vectors in a cycle, or a wide one
         steps = num_tiles // tile.tiles * self._step(tile, width)
-        product = shape.size**2 * (channels // (tile.lanes * tile.vectors)) * steps * shape.channels_in
-        into = num_tiles * shape.channels_in / self._lanes(shape.channels_in) * 2 * _TERMS * shape.size**2
-        back = num_tiles * channels / tile.lanes * (shape.size + shape.outputs) * _TERMS * shape.outputs
-        weight_bytes = _FLOAT32_BYTES * shape.size**2 * shape.channels_in * channels
+        product = shape.num_points * (channels // (tile.lanes * tile.vectors)) * steps * shape.channels_in
+        rows, columns = (size > 1 for size in shape.size)
+        into = num_tiles * shape.channels_in / self._lanes(shape.channels_in)
+        into *= (rows + columns) * _TERMS * shape.num_points
+        back = num_tiles * channels / tile.lanes * _TERMS
+        back *= shape.outputs[0] * (rows * shape.size[1] + columns * shape.outputs[1])
+        weight_bytes = _FLOAT32_BYTES * shape.num_points * shape.channels_in * channels
         # Jobs of the same channels follow each other on a thread, so that only the first of them waits for memory.
         num_reads = ceil(tile.channel_jobs / threads)
         weights = weight_bytes * num_reads / _BYTES_PER_CYCLE["memory"]
@@ -173,7 +185,9 @@ class WinogradTiling:
         """Cycles of the sums in registers for one input channel."""
         element = 0.5 if self._machine.broadcasts_operands else 1.0
         panel_bytes = _FLOAT32_BYTES * tile.lanes * tile.vectors * self._shape.channels_in
-        weights = tile.vectors * width * (1.0 if panel_bytes <= L1_BYTES else _AGAIN_FROM_L2)
+        passes = tile.tile_rows * self._shape.across // tile.tiles  # the first of which has to wait for the panel
+        again = (_AGAIN_FROM_L2 + passes - 1) / passes if panel_bytes <= L1_BYTES else _AGAIN_FROM_L2
+        weights = tile.vectors * width * again
         sums = tile.vectors * tile.tiles * width
         return max(sums, weights + tile.tiles * element, 4.0)  # 4: until a sum is there again
 
@@ -190,8 +204,8 @@ class WinogradTiling:
             sch.reverse_compute_inline(sch.get_sblock(shape.epilogue[-1]))
         # From the output backwards: each step is computed where the next one needs it, in the caches of one job.
         *images, y, x, c = sch.get_loops(output)
-        job_y, tile_y, in_y = sch.split(y, [None, tile.tile_rows, shape.outputs])
-        tile_x, in_x = sch.split(x, [None, shape.outputs])
+        job_y, tile_y, in_y = sch.split(y, [None, tile.tile_rows, shape.outputs[0]])
+        tile_x, in_x = sch.split(x, [None, shape.outputs[1]])
         job_c, vector, lane = sch.split(c, [tile.channel_jobs, None, tile.lanes])
         sch.reorder(job_c, *images, job_y, tile_y, tile_x, vector, in_y, in_x, lane)
         job = sch.fuse(job_c, *images, job_y)
@@ -223,7 +237,7 @@ class WinogradTiling:
             sch.unroll(loop)
         sch.vectorize(lane)
         shape = self._shape
-        weight_bytes = _FLOAT32_BYTES * shape.size**2 * shape.channels_in * shape.channels_out
+        weight_bytes = _FLOAT32_BYTES * shape.num_points * shape.channels_in * shape.channels_out
         if num_passes <= _MAX_PASSES or weight_bytes > _STREAMED_BYTES:
             sch.annotate(k, PREFETCH, num_passes)
         # Sums are cleared before the first channel: a condition in the loop would be asked for each.
@@ -275,7 +289,7 @@ class WinogradTiling:
         """Size of what a job keeps of its tiles: transformed, and multiplied."""
         shape = self._shape
         num_channels = shape.channels_in + shape.channels_out // tile.channel_jobs
-        return _FLOAT32_BYTES * shape.size**2 * tile.tile_rows * shape.across * num_channels
+        return _FLOAT32_BYTES * shape.num_points * tile.tile_rows * shape.across * num_channels
 
 
 def _extents(block: Any) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from tvm import s_tir, tirx
-from tvm.ir import GenericConst, IRModule, TensorLoad, Var
+from tvm.ir import GenericConst, IRModule, Range, TensorLoad, Var
 from tvm.s_tir import Schedule
 from tvm.s_tir.meta_schedule.utils import shash2hex
 from tvm.sym import detect_linear_equation
@@ -19,10 +19,9 @@ from tvm_ffi import structural_mutate
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.lowering.algorithms.choose import constants_of
 from ansor_mlflow.lowering.algorithms.winograd import (
-    KERNEL,
-    TILES,
     Convolution,
     Depth,
+    Filter,
     error_of,
     faces_of,
     transform_weights,
@@ -37,6 +36,8 @@ _MAX_REL_ERROR = 1e-4
 """Largest error of a layer by another algorithm: that which the outputs of a network may have."""
 _MIN_FLOPS = 1e7
 """Operations of a layer for which other algorithms get trials; smaller ones take microseconds in any case."""
+_CHANNELS = 4
+"""What the channels have to be a multiple of, where transforms would not be in vectors and take longest."""
 _MAX_SHOWN = 3
 
 
@@ -48,8 +49,7 @@ class NoAlgorithmError(Exception):
 class WinogradLayer:
     """A fused function with another algorithm to compute its convolution, as `LayerAlgorithm` says."""
 
-    outputs: int
-    """m of F(m × m, 3 × 3)."""
+    filter: Filter
     mod: IRModule
     weights: int
     flops: float
@@ -58,25 +58,26 @@ class WinogradLayer:
     @property
     def algorithm(self) -> str:
         """The name that users read."""
-        return f"winograd {self.outputs}x{self.outputs}"
+        return f"winograd {self.filter}"
 
     @property
     def suffix(self) -> str:
-        return f"winograd{self.outputs}"
+        rows, columns = self.filter.outputs
+        return f"winograd{rows if rows == columns else self.filter}"
 
     @property
     def growth_bytes(self) -> int:
-        points = (self.outputs + KERNEL - 1) ** 2
+        points = self.filter.num_points
         num_transformed = prod(int(extent) for extent in self.mod["main"].params[self.weights].shape)
-        return _FLOAT32_BYTES * num_transformed * (points - KERNEL**2) // points
+        return _FLOAT32_BYTES * num_transformed * (points - prod(self.filter.taps)) // points
 
     def max_rel_error(self, calls: Sequence[Sequence[GenericConst | None]]) -> float:
         """The largest error against float64 over the largest output, with the constant arguments of each call."""
         found = [weights.value.numpy() for call in calls if (weights := call[self.weights]) is not None]
-        return max(error_of(faces_of(weights), self.outputs) for weights in found)
+        return max(error_of(faces_of(weights, self.filter), self.filter) for weights in found)
 
     def transform(self, weights: NDArray[np.float32]) -> NDArray[np.float32]:
-        return transform_weights(faces_of(weights), self.outputs)
+        return transform_weights(faces_of(weights, self.filter), self.filter)
 
 
 def with_algorithms(
@@ -127,27 +128,31 @@ def find_algorithms(mod: IRModule) -> list[WinogradLayer]:
     if found is None:
         raise NoAlgorithmError("it is no convolution")
     layer = _layer(mod, found)
-    return [_alternative(mod, found, layer, outputs) for outputs in TILES]
+    return [_alternative(mod, found, layer, filter) for filter in layer.filters()]
 
 
 def _layer(mod: IRModule, found: Contraction) -> Convolution:
-    """The convolution of a function, if it is one of 3 × 3 with stride 1."""
+    """The convolution of a function, if it is one with stride 1 for whose filter there are points."""
     function = mod["main"]
     num_axes = len(found.reduction) - 1
     num_dims = [len(found.spatial), *(len(operand.shape) for operand in found.operands)]
-    if num_axes not in (2, 3) or num_dims != [num_axes + 2] * 3:
-        raise NoAlgorithmError("it is no convolution in two or three dimensions with channels last")
+    if num_axes not in (1, 2, 3) or num_dims != [num_axes + 2, num_axes + 2, num_axes + 2]:
+        raise NoAlgorithmError("it is no convolution with channels last")
     data, weights = found.operands
-    if (kernel := found.reduction[-3:-1]) != (KERNEL, KERNEL):
-        raise NoAlgorithmError(f"its kernel is {kernel[0]}x{kernel[1]}, not 3x3")
+    kernel = (found.reduction[-3], found.reduction[-2]) if num_axes > 1 else (found.reduction[0], 1)
+    if not Filter.all_of(kernel):
+        raise NoAlgorithmError(f"its kernel is {kernel[0]}x{kernel[1]}, not of 3, 5 or 7 taps")
     iterators = np.eye(len(found.spatial) + len(found.reduction), dtype=int)
     (image, *places, channel), (*taps, summed) = iterators[: num_axes + 2], iterators[num_axes + 2 :]
     is_whole = np.array_equal(weights.strides, [*taps, summed, channel]) and np.array_equal(data.strides[-1], summed)
     if found.group != found.spatial[-1] or not is_whole:
         raise NoAlgorithmError("it is a convolution in groups")
-    stride, dilation = (int(data.strides[1] @ one[0]) for one in (places, taps))
-    through = [stride * places[0] + dilation * taps[0]] if num_axes == 3 else []
-    if not np.array_equal(data.strides, [image, *through, *np.add(places, taps)[-2:], summed]):
+    # The first axis of three may have a stride, that and the only one a dilation.
+    stride = int(data.strides[1] @ places[0]) if num_axes == 3 else 1
+    dilation = int(data.strides[1] @ taps[0]) if num_axes != 2 else 1
+    if not np.array_equal(
+        data.strides, [image, stride * places[0] + dilation * taps[0], *np.add(places, taps)[1:], summed]
+    ):
         raise NoAlgorithmError("its stride or dilation is not 1")
     if _parameter(function, weights.buffer) not in map(int, function.attrs.get(CONSTANTS, ())):
         raise NoAlgorithmError("its weights are no constants")
@@ -155,23 +160,31 @@ def _layer(mod: IRModule, found: Contraction) -> Convolution:
         raise NoAlgorithmError("it is not in float32")
     if len(found.epilogue) > MAX_EPILOGUE or found.spread:
         raise NoAlgorithmError("too much follows it to be computed as it is written")
+    if kernel != (3, 3) and found.reduction[-1] % _CHANNELS:
+        raise NoAlgorithmError(f"its channels are no multiple of {_CHANNELS}")
     if not found.producers:
         raise NoAlgorithmError("its input is not padded by a block of its own")
     shape, before = _padding(mod, found.producers[-1])
     depth = None
     if num_axes == 3:
         depth = Depth(shape[1], found.spatial[1], found.reduction[0], stride, dilation, front=before[1])
+    face = slice(-2 if num_axes == 1 else -3, -1)
+    (height, width), (rows, columns), (top, left) = (
+        (*values[face], other)[:2] for values, other in ((shape, 1), (found.spatial, 1), (before, 0))
+    )
     return Convolution(
         batch=found.spatial[0],
-        height=shape[-3],
-        width=shape[-2],
+        height=height,
+        width=width,
         channels_in=found.reduction[-1],
         channels_out=found.spatial[-1],
-        rows=found.spatial[-3],
-        columns=found.spatial[-2],
-        top=before[-3],
-        left=before[-2],
+        rows=rows,
+        columns=columns,
+        top=top,
+        left=left,
+        taps=kernel,
         depth=depth,
+        line=dilation if num_axes == 1 else 0,
     )
 
 
@@ -197,18 +210,21 @@ def _padded_load(value: Any) -> Any:
     return value if isinstance(value, TensorLoad) else None
 
 
-def _alternative(mod: IRModule, found: Contraction, layer: Convolution, outputs: int) -> WinogradLayer:
+def _alternative(mod: IRModule, found: Contraction, layer: Convolution, filter: Filter) -> WinogradLayer:
     function = mod["main"]
     number = _parameter(function, found.operands[1].buffer)
     sch = Schedule(mod)
     pad, convolution = (sch.get(sch.get_sblock(name)) for name in (found.producers[-1], found.block))
-    algorithm = winograd(layer, outputs, found.block)
+    algorithm = winograd(layer, filter, found.block)
     data, weights, result = algorithm.params
     new_of = {data: pad.reads[0].source, result: convolution.writes[0].source}
     body = structural_mutate(
         algorithm.body, (Var, lambda var, _: next((n for o, n in new_of.items() if o.same_as(var)), var))
     )
     parameters = [weights if place == number else old for place, old in enumerate(function.params)]
+    *steps, last = body.block.body.seq
+    if not layer.is_exact:
+        last = _at_its_place(last, layer, filter)
     root, blocks = function.body.block, list(function.body.block.body.seq)
     place = len(found.producers) - 1
     padded = pad.writes[0].source
@@ -217,13 +233,68 @@ def _alternative(mod: IRModule, found: Contraction, layer: Convolution, outputs:
         root.reads,
         root.writes,
         root.name_hint,
-        tirx.SeqStmt([*blocks[:place], *body.block.body.seq, *blocks[place + 2 :]]),
+        tirx.SeqStmt([*blocks[:place], *steps, last, *blocks[place + 2 :]]),
         alloc_buffers=[*(b for b in root.alloc_buffers if not b.same_as(padded)), *body.block.alloc_buffers],
         annotations=root.annotations,
     )
     body = s_tir.SBlockRealize(function.body.iter_values, function.body.predicate, new_root)
-    new = tirx.PrimFunc(parameters, body, function.ret_type, function.attrs)
-    return WinogradLayer(outputs=outputs, mod=IRModule({"main": new}), weights=number, flops=layer.flops(outputs))
+    new = IRModule({"main": tirx.PrimFunc(parameters, body, function.ret_type, function.attrs)})
+    if not layer.is_exact:
+        new = _with_inlined_epilogue(new, found, layer, filter)
+    return WinogradLayer(filter=filter, mod=new, weights=number, flops=layer.flops(filter))
+
+
+def _at_its_place(nest: Any, layer: Convolution, filter: Filter) -> Any:
+    """Loops over an image of whole tiles with a block that writes each element to its place in the output, if any."""
+
+    def store(statement: Any, _mutator: Any) -> Any:
+        return tirx.BufferStore(statement.buffer, statement.value, _place_of(statement.indices, layer, filter))
+
+    def realize(statement: Any, _mutator: Any) -> Any:
+        block, values = statement.block, statement.iter_values
+        place = _place_of([axis.var for axis in block.iter_vars], layer, filter)
+        writes = [tirx.BufferRegion(block.writes[0].source, [Range.from_min_extent(index, 1) for index in place])]
+        body = structural_mutate(block.body, (tirx.BufferStore, store))
+        block = s_tir.SBlock(block.iter_vars, block.reads, writes, block.name_hint, body)
+        return s_tir.SBlockRealize(values, _is_inside(values, layer, filter), block)
+
+    return structural_mutate(nest, (s_tir.SBlockRealize, realize))
+
+
+def _with_inlined_epilogue(mod: IRModule, found: Contraction, layer: Convolution, filter: Filter) -> IRModule:
+    """A function whose last block, with what follows it, asks itself whether its elements are those of an output.
+
+    As a predicate of the block, this would have to be a range of its loops: no others could be reordered.
+    """
+    sch = Schedule(mod)
+    for name in found.epilogue[:-1]:
+        sch.compute_inline(sch.get_sblock(name))
+    if found.epilogue:
+        sch.reverse_compute_inline(sch.get_sblock(found.epilogue[-1]))
+
+    def realize(statement: Any, mutator: Any) -> Any:
+        block = statement.block
+        if str(block.name_hint) != found.block:
+            return mutator.default_mutate(statement)
+        inside = _is_inside([axis.var for axis in block.iter_vars], layer, filter)
+        body = tirx.IfThenElse(inside, block.body, None)
+        block = s_tir.SBlock(block.iter_vars, block.reads, block.writes, block.name_hint, body)
+        return s_tir.SBlockRealize(statement.iter_values, tirx.const(True, "bool"), block)
+
+    function = sch.mod["main"]
+    return IRModule({"main": function.with_body(structural_mutate(function.body, (s_tir.SBlockRealize, realize)))})
+
+
+def _place_of(indices: Sequence[Any], layer: Convolution, filter: Filter) -> list[Any]:
+    """Indices in the output of an element of the image."""
+    *images, y, x, c = indices
+    return [*images, *layer.place(filter, y, x), c]
+
+
+def _is_inside(indices: Sequence[Any], layer: Convolution, filter: Filter) -> Any:
+    extents = (layer.rows,) if layer.line else (layer.rows, layer.columns)
+    place = layer.place(filter, *indices[-3:-1])
+    return tirx.all(*(index < extent for index, extent in zip(place, extents, strict=True)))
 
 
 def _parameter(function: Any, buffer: str) -> int:

@@ -21,14 +21,20 @@ import numpy as np
 from numpy.typing import NDArray
 from tvm import te, tirx
 
+from ansor_mlflow.sketches import TILE_COLUMNS, divisors
+
 Matrix = tuple[tuple[Fraction, ...], ...]
 
-_POINTS = {2: ("0", "1", "-1"), 4: ("0", "3/4", "-3/4", "4/3", "-4/3")}
-"""Where the polynomials are evaluated, besides at infinity, by the number of outputs."""
-TILES = tuple(_POINTS)
-"""Outputs of a tile along each of its axes for which there are points."""
-KERNEL = 3
-"""Taps of the filter along each axis."""
+_POINTS: dict[int, tuple[str, ...]] = {
+    1: (),
+    4: ("0", "1", "-1"),
+    6: ("0", "3/4", "-3/4", "4/3", "-4/3"),
+    8: ("0", "1", "-1", "1/2", "-1/2", "2", "-2"),
+}
+"""Where the polynomials are evaluated, besides at infinity, by the number of inputs of a tile."""
+_OUTPUTS = (2, 4)
+_MAX_WASTE = 32
+"""Rows of tiles for which there may be one more than the image has."""
 _NUM_TILES = 32
 _MAX_CHANNELS = 64
 """Output channels of which errors are looked at; each is a sum over all input channels."""
@@ -47,22 +53,56 @@ class Transforms:
 
 
 @cache
-def transforms(outputs: int) -> Transforms:
-    """The matrices for a filter of three taps and one of `TILES` outputs, in exact fractions."""
-    points = [Fraction(point) for point in _POINTS[outputs]]
+def transforms(outputs: int, taps: int) -> Transforms:
+    """The matrices for outputs of a filter, in exact fractions; there are points for outputs + taps - 1 inputs."""
+    size = outputs + taps - 1
+    points = [Fraction(point) for point in _POINTS[size]]
     others = [[other for other in points if other != point] for point in points]
     scales = [
         prod((point - other for other in rest), start=Fraction(1)) for point, rest in zip(points, others, strict=True)
     ]
-    size = len(points) + 1
     return Transforms(
         data=tuple(_padded(_from_roots(roots), size) for roots in (*others, points)),
         weights=(
-            *(tuple(point**tap / scale for tap in range(KERNEL)) for point, scale in zip(points, scales, strict=True)),
-            (*_padded([], KERNEL - 1), Fraction(1)),
+            *(tuple(point**tap / scale for tap in range(taps)) for point, scale in zip(points, scales, strict=True)),
+            (*_padded([], taps - 1), Fraction(1)),
         ),
         output=tuple((*(point**row for point in points), Fraction(int(row == outputs - 1))) for row in range(outputs)),
     )
+
+
+@dataclass(frozen=True)
+class Filter:
+    """F(m, r) along rows and along columns: F(1, 1) along an axis is no transform at all."""
+
+    outputs: tuple[int, int]
+    """Rows and columns of the outputs of a tile."""
+    taps: tuple[int, int]
+
+    @staticmethod
+    def all_of(taps: tuple[int, int]) -> list[Filter]:
+        """Those with that many taps for which there are points."""
+        filters = [Filter((1 if taps[0] == 1 else m, 1 if taps[1] == 1 else m), taps) for m in _OUTPUTS]
+        return [each for each in filters if max(taps) > 1 and all(size in _POINTS for size in each.size)]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns of the inputs of a tile."""
+        rows, columns = (outputs + taps - 1 for outputs, taps in zip(self.outputs, self.taps, strict=True))
+        return rows, columns
+
+    @property
+    def num_points(self) -> int:
+        return prod(self.size)
+
+    @property
+    def along(self) -> tuple[Transforms, Transforms]:
+        """The matrices along rows and along columns."""
+        rows, columns = (transforms(outputs, taps) for outputs, taps in zip(self.outputs, self.taps, strict=True))
+        return rows, columns
+
+    def __str__(self) -> str:
+        return f"{self.outputs[0]}x{self.outputs[1]}"
 
 
 def _from_roots(roots: Sequence[Fraction]) -> list[Fraction]:
@@ -95,7 +135,7 @@ class Depth:
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution of 3 × 3, or of such faces, whose rows and columns have stride and dilation 1."""
+    """A convolution whose rows and columns have stride 1, over one axis, two, or three."""
 
     batch: int
     height: int
@@ -109,8 +149,12 @@ class Convolution:
     top: int
     """Rows of zeros above the input."""
     left: int
+    taps: tuple[int, int]
+    """Of its filters, along rows and columns."""
     depth: Depth | None = None
-    """The first axis of a convolution in three dimensions; None in two."""
+    """The first axis of a convolution in three dimensions; None in fewer."""
+    line: int = 0
+    """How far apart the taps of a convolution over one axis are, whose elements are rows here; 0 with more axes."""
 
     @property
     def num_images(self) -> int:
@@ -122,49 +166,88 @@ class Convolution:
         """Channels of the input that are summed, of all slices."""
         return self.channels_in * (self.depth.taps if self.depth else 1)
 
-    def tiles(self, outputs: int) -> tuple[int, int]:
+    def filters(self) -> list[Filter]:
+        """Those that compute it.
+
+        What every n-th element of a line is convolved with are other elements of these: they are a row or a column of
+        an image, of n of them. There should be many rows, which are shared out.
+        """
+        filters = Filter.all_of(self.taps)
+        if not self.line:
+            return filters
+        return [
+            each
+            if self.line == 1 or self.line**2 * each.outputs[0] <= self.rows
+            else Filter(each.outputs[::-1], each.taps[::-1])
+            for each in filters
+        ]
+
+    def image(self, filter: Filter) -> tuple[int, int]:
+        """Rows and columns of the output, those of the image that a line is among them."""
+        if not self.line:
+            return self.rows, self.columns
+        length = -(-self.rows // self.line)
+        return (length, self.line) if filter.taps[0] > 1 else (self.line, length)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the output is written as it is, and not as whole tiles: those functions have records."""
+        return self.taps == (3, 3)
+
+    def tiles(self, filter: Filter) -> tuple[int, int]:
         """Number of rows and of columns of tiles in an image."""
-        return -(-self.rows // outputs), -(-self.columns // outputs)
+        (rows, columns), (tile_rows, tile_columns) = self.image(filter), filter.outputs
+        down, across = -(-rows // tile_rows), -(-columns // tile_columns)
+        if not self.is_exact and tile_rows > 1:  # a prime number could not be shared out
+            down = max(range(down, down + down // _MAX_WASTE + 1), key=lambda number: len(divisors(number)))
+        return down, across
 
-    def flops(self, outputs: int) -> float:
+    def place(self, filter: Filter, row: Any, column: Any) -> list[Any]:
+        """Where an element of the image is: its row and column, or its place in a line."""
+        if not self.line:
+            return [row, column]
+        if self.line == 1:
+            return [row]
+        return [row * self.line + column if filter.taps[0] > 1 else column * self.line + row]
+
+    def flops(self, filter: Filter) -> float:
         """Floating point operations, those of the transforms among them."""
-        size, matrices = outputs + KERNEL - 1, transforms(outputs)
-        num_tiles = self.num_images * int(np.prod(self.tiles(outputs)))
-        into = 2 * size * _num_terms(matrices.data) * self.num_summed
-        back = (size + outputs) * _num_terms(matrices.output) * self.channels_out
-        return 2.0 * num_tiles * (size**2 * self.num_summed * self.channels_out + into + back)
+        num_tiles = self.num_images * prod(self.tiles(filter))
+        (size, width), outputs, (down, across) = filter.size, filter.outputs, filter.along
+        into = width * _num_terms(down.data) + size * _num_terms(across.data)
+        back = width * _num_terms(down.output) + outputs[0] * _num_terms(across.output)
+        product = filter.num_points * self.num_summed * self.channels_out
+        return 2.0 * num_tiles * (product + into * self.num_summed + back * self.channels_out)
 
 
-def transform_weights(weights: NDArray[np.float32], outputs: int) -> NDArray[np.float32]:
-    """Weights (3, 3, summed channels, channels out) at the points, (m + 2, m + 2, …), computed in float64."""
-    matrix = np.array(transforms(outputs).weights, np.float64)
-    transformed = np.einsum("ea,abio,ub->euio", matrix, weights.astype(np.float64), matrix, optimize=True)
+def transform_weights(weights: NDArray[np.float32], filter: Filter) -> NDArray[np.float32]:
+    """Weights (taps, taps, summed channels, channels out) at the points, computed in float64."""
+    down, across = (np.array(matrices.weights, np.float64) for matrices in filter.along)
+    transformed = np.einsum("ea,abio,ub->euio", down, weights.astype(np.float64), across, optimize=True)
     return np.asarray(transformed, np.float32)
 
 
-def faces_of(weights: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Weights as (3, 3, summed channels, channels out); of three dimensions they are (slices, 3, 3, in, out)."""
-    if weights.ndim == 4:
-        return weights
-    return np.moveaxis(weights, 0, 2).reshape(KERNEL, KERNEL, -1, weights.shape[-1])
+def faces_of(weights: NDArray[np.float32], filter: Filter) -> NDArray[np.float32]:
+    """Weights (taps, in, out), (taps, taps, in, out) or (slices, taps, taps, in, out), as those of two axes."""
+    if weights.ndim > len(("slices", "in", "out")) + 1:
+        weights = np.moveaxis(weights, 0, 2)
+    return weights.reshape(*filter.taps, -1, weights.shape[-1])
 
 
-def error_of(weights: NDArray[np.float32], outputs: int) -> float:
-    """The largest error of F(m × m, 3 × 3) over the largest output, with weights (3, 3, in, out) and normal data."""
-    size = outputs + KERNEL - 1
+def error_of(weights: NDArray[np.float32], filter: Filter) -> float:
+    """The largest error over the largest output, with weights (taps, taps, in, out) and normal data."""
     weights = weights[..., :: max(1, weights.shape[-1] // _MAX_CHANNELS)]
-    data = np.random.default_rng(0).standard_normal((_NUM_TILES, size, size, weights.shape[2]), np.float32)
-    expected = np.zeros((_NUM_TILES, outputs, outputs, weights.shape[3]))
-    for row in range(KERNEL):
-        for column in range(KERNEL):
-            window = data[:, row : row + outputs, column : column + outputs].astype(np.float64)
-            expected += window @ weights[row, column].astype(np.float64)
+    data = np.random.default_rng(0).standard_normal((_NUM_TILES, *filter.size, weights.shape[2]), np.float32)
+    expected = np.zeros((_NUM_TILES, *filter.outputs, weights.shape[3]))
+    for row, column in np.ndindex(filter.taps):
+        window = data[:, row : row + filter.outputs[0], column : column + filter.outputs[1]].astype(np.float64)
+        expected += window @ weights[row, column].astype(np.float64)
     scale = np.abs(expected).max()
     # As the kernel computes them, in its order: columns before rows, there and back.
-    into, back = (np.array(matrix, np.float32) for matrix in (transforms(outputs).data, transforms(outputs).output))
-    points = _along(into, _along(into, data, 1), 2)
-    product = np.einsum("teuk,eukc->teuc", points, transform_weights(weights, outputs), optimize=True)
-    found = _along(back, _along(back, product, 1), 2)
+    into, back = ([np.array(getattr(each, name), np.float32) for each in filter.along] for name in ("data", "output"))
+    points = _along(into[1], _along(into[0], data, 1), 2)
+    product = np.einsum("teuk,eukc->teuc", points, transform_weights(weights, filter), optimize=True)
+    found = _along(back[1], _along(back[0], product, 1), 2)
     return float(np.abs(found - expected).max() / scale) if scale else 0.0
 
 
@@ -181,66 +264,76 @@ def _along(matrix: NDArray[np.float32], values: NDArray[Any], axis: int) -> NDAr
     return np.moveaxis(np.stack(rows), 0, axis)
 
 
-def winograd(layer: Convolution, outputs: int, name: str) -> Any:
-    """A function of the input, the transformed weights and the output, which a block of that name writes."""
-    matrices, size = transforms(outputs), outputs + KERNEL - 1
-    down, across = layer.tiles(outputs)
+def winograd(layer: Convolution, filter: Filter, name: str) -> Any:
+    """A function of the input, the transformed weights and the output, which a block of that name writes.
+
+    The output is an image of whole tiles if the convolution is not exact.
+    """
+    (size, width), (tile_rows, tile_columns), (rows_of, columns_of) = filter.size, filter.outputs, filter.along
+    down, across = layer.tiles(filter)
     num_tiles, depth = layer.num_images * down * across, layer.depth
+    inputs = (layer.height, layer.width)[: 1 if layer.line else 2]
+    outputs = (layer.rows, layer.columns) if layer.is_exact else (down * tile_rows, across * tile_columns)
     slices = [] if depth is None else [depth.inputs]
-    data = te.placeholder(
-        _shape(layer.batch, *slices, layer.height, layer.width, layer.channels_in), name="data", dtype="float32"
-    )
-    weights = te.placeholder(_shape(size, size, layer.num_summed, layer.channels_out), name="weights", dtype="float32")
+    data = te.placeholder(_shape(layer.batch, *slices, *inputs, layer.channels_in), name="data", dtype="float32")
+    weights = te.placeholder(_shape(size, width, layer.num_summed, layer.channels_out), name="weights", dtype="float32")
 
     def padded(b: Any, y: Any, x: Any, c: Any) -> Any:
-        y, x, place = y - layer.top, x - layer.left, [b]
-        inside = [y >= 0, y < layer.height, x >= 0, x < layer.width]
+        before, place, inside = (layer.top, layer.left), [b], []
+        face = [index - zeros for index, zeros in zip(layer.place(filter, y, x), before, strict=False)]
+        for index, extent in zip(face, inputs, strict=True):
+            inside += [index >= 0, index < extent]
         if depth is not None:
             z = b % depth.outputs * depth.stride + c // layer.channels_in * depth.dilation - depth.front
             place, c = [b // depth.outputs, z], c % layer.channels_in
             inside += [z >= 0, z < depth.inputs]
-        return tirx.if_then_else(tirx.all(*inside), data[(*place, y, x, c)], tirx.const(0.0, "float32"))
+        return tirx.if_then_else(tirx.all(*inside), data[(*place, *face, c)], tirx.const(0.0, "float32"))
 
     pad = te.compute(
-        _shape(layer.num_images, down * outputs + KERNEL - 1, across * outputs + KERNEL - 1, layer.num_summed),
+        _shape(
+            *(layer.num_images, down * tile_rows + size - tile_rows, across * tile_columns + width - tile_columns),
+            layer.num_summed,
+        ),
         padded,
         name="winograd_pad",
     )
 
     def element(t: Any, row: Any, column: Any, c: Any) -> Any:
-        y, x = t // across % down * outputs + row, t % across * outputs + column
+        y, x = t // across % down * tile_rows + row, t % across * tile_columns + column
         return pad[t // (across * down), y, x, c]
 
     by_columns = te.compute(
-        _shape(num_tiles, size, size, layer.num_summed),
-        lambda t, e, q, c: _combine(e, matrices.data, lambda row: element(t, row, q, c)),
+        _shape(num_tiles, size, width, layer.num_summed),
+        lambda t, e, q, c: _combine(e, rows_of.data, lambda row: element(t, row, q, c)),
         name="winograd_columns",
     )
     transformed = te.compute(
-        _shape(size, size, num_tiles, layer.num_summed),
-        lambda e, u, t, c: _combine(u, matrices.data, lambda column: by_columns[t, e, column, c]),
+        _shape(size, width, num_tiles, layer.num_summed),
+        lambda e, u, t, c: _combine(u, columns_of.data, lambda column: by_columns[t, e, column, c]),
         name="winograd_data",
     )
     k = te.reduce_axis(_shape(0, layer.num_summed), "k")
     product = te.compute(
-        _shape(size, size, num_tiles, layer.channels_out),
+        _shape(size, width, num_tiles, layer.channels_out),
         lambda e, u, t, c: te.sum(transformed[e, u, t, k] * weights[e, u, k, c], axis=k),
         name="winograd_product",
     )
     rows = te.compute(
-        _shape(num_tiles, outputs, size, layer.channels_out),
-        lambda t, e, u, c: _combine(e, matrices.output, lambda row: product[row, u, t, c]),
+        _shape(num_tiles, tile_rows, width, layer.channels_out),
+        lambda t, e, u, c: _combine(e, rows_of.output, lambda row: product[row, u, t, c]),
         name="winograd_rows",
+        # The sketch knows those of squares by their rows.
+        attrs=None if tile_rows == tile_columns else {TILE_COLUMNS: tile_columns},
     )
 
     def output(*axes: Any) -> Any:
         *images, y, x, c = axes
         image = images[0] if depth is None else images[0] * depth.outputs + images[1]
-        tile = (image * down + y // outputs) * across + x // outputs
-        return _combine(x % outputs, matrices.output, lambda column: rows[tile, y % outputs, column, c])
+        tile = (image * down + y // tile_rows) * across + x // tile_columns
+        return _combine(x % tile_columns, columns_of.output, lambda column: rows[tile, y % tile_rows, column, c])
 
     slices = [] if depth is None else [depth.outputs]
-    result = te.compute(_shape(layer.batch, *slices, layer.rows, layer.columns, layer.channels_out), output, name=name)
+    result = te.compute(_shape(layer.batch, *slices, *outputs, layer.channels_out), output, name=name)
     return te.create_prim_func([data, weights, result])
 
 
@@ -267,7 +360,8 @@ def _sum(row: Sequence[Any], term: Callable[[Any], Any]) -> Any:
 
 
 def _num_terms(matrix: Matrix) -> int:
-    return sum(coefficient != 0 for row in matrix for coefficient in row)
+    """How many products a transform sums, for an element of another axis; none where it is no transform."""
+    return sum(coefficient != 0 for row in matrix for coefficient in row) if len(matrix) > 1 else 0
 
 
 def _shape(*extents: int) -> tuple[Any, ...]:
