@@ -140,6 +140,13 @@ KERNELS = st.builds(
     *(st.integers(1, most) for most in (2, 17, 17, 33, 6)),
     st.sampled_from(["5,5", "1,3", "3,1", "5,1", "1,7", "7,1"]),
 )
+GROUPS = st.builds(
+    lambda size, groups, filters, quarters, taps: conv(
+        *(size, size + 1, 16 * filters * groups, 4 * quarters * groups),
+        f"{taps},{taps},1,{taps // 2},bias,relu,groups={groups}",
+    ),
+    *(st.integers(3, 17), st.integers(2, 3), st.integers(1, 3), st.integers(1, 5), st.sampled_from([3, 5])),
+)
 IMAGES = st.builds(
     # over less than 3 × 3 with its padding the kernel is none of 3 × 3
     lambda batch, height, width, filters, channels, padding: conv(
@@ -165,7 +172,9 @@ VOLUMES = st.builds(
 
 @pytest.mark.system
 @pytest.mark.parametrize(
-    "networks", [IMAGES, VOLUMES, LINES, KERNELS], ids=["images", "volumes", "lines", "other kernels"]
+    "networks",
+    [IMAGES, VOLUMES, LINES, KERNELS, GROUPS],
+    ids=["images", "volumes", "lines", "other kernels", "groups"],
 )
 @given(data=st.data(), number=st.integers(0, 1), index=st.integers(0, 2**16))
 @compiled_examples

@@ -93,11 +93,18 @@ class _Shape:
     """Rows of tiles in an image."""
     across: int
     channels_in: int
+    """Channels of the input that are summed: those in a group."""
+    groups: int
     channels_out: int
     epilogue: tuple[str, ...]
     """Blocks after the convolution."""
     name: str
     """Block that writes what the convolution gives."""
+
+    @property
+    def channels(self) -> int:
+        """Channels of the input in all groups."""
+        return self.channels_in * self.groups
 
     @property
     def num_points(self) -> int:
@@ -117,7 +124,7 @@ class _Shape:
         num_tiles, tile_rows, width, _ = _extents(blocks[place - 1])
         tile_columns = int(blocks[place - 1].annotations.get(TILE_COLUMNS, tile_rows))
         size, *_, channels_in = _extents(blocks[names.index(_PRODUCT)])
-        num_images, padded_rows, *_ = _extents(blocks[names.index(_PAD)])
+        num_images, padded_rows, _, channels = _extents(blocks[names.index(_PAD)])
         down = (padded_rows - size) // tile_rows + 1
         return _Shape(
             batch=num_images,
@@ -126,6 +133,7 @@ class _Shape:
             down=down,
             across=num_tiles // (num_images * down),
             channels_in=channels_in,
+            groups=channels // channels_in,
             channels_out=_extents(blocks[place])[-1],
             epilogue=tuple(names[place + 1 :]),
             name=names[place],
@@ -166,7 +174,7 @@ class WinogradTiling:
         steps = num_tiles // tile.tiles * self._step(tile, width)
         product = shape.num_points * (channels // (tile.lanes * tile.vectors)) * steps * shape.channels_in
         rows, columns = (size > 1 for size in shape.size)
-        into = num_tiles * shape.channels_in / self._lanes(shape.channels_in)
+        into = num_tiles * shape.channels / self._lanes(shape.channels)
         into *= (rows + columns) * _TERMS * shape.num_points
         back = num_tiles * channels / tile.lanes * _TERMS
         back *= shape.outputs[0] * (rows * shape.size[1] + columns * shape.outputs[1])
@@ -246,7 +254,7 @@ class WinogradTiling:
 
     def _transform(self, sch: Schedule, data: SBlockRV, columns: SBlockRV) -> None:
         e, u, t, c = sch.get_loops(data)[1:]
-        vector, lane = sch.split(c, [None, self._lanes(self._shape.channels_in)])
+        vector, lane = sch.split(c, [None, self._lanes(self._shape.channels)])
         sch.reorder(t, vector, e, u, lane)
         write_out(sch, [e, u, lane])
         sch.compute_at(columns, vector, preserve_unit_loops=True)
@@ -260,9 +268,11 @@ class WinogradTiling:
     def _possible(self) -> Iterator[WinogradTile]:
         """All tiles whose sums fit into the registers, and whose jobs are neither too many nor too large."""
         shape, machine = self._shape, self._machine
-        lanes = self._lanes(shape.channels_out)
+        lanes = self._lanes(shape.channels_out // shape.groups)
         num_vectors = shape.channels_out // lanes
-        for vectors, tile_rows in itertools.product(divisors(num_vectors, MAX_VECTORS), divisors(shape.down)):
+        for vectors, tile_rows in itertools.product(
+            divisors(num_vectors // shape.groups, MAX_VECTORS), divisors(shape.down)
+        ):
             num_tiles = tile_rows * shape.across
             most = min(num_tiles, (machine.num_registers - vectors - 1) // vectors)
             # A narrower last tile would have conditions that depend on the job: that took four times as long.
@@ -288,7 +298,7 @@ class WinogradTiling:
     def _job_bytes(self, tile: WinogradTile) -> int:
         """Size of what a job keeps of its tiles: transformed, and multiplied."""
         shape = self._shape
-        num_channels = shape.channels_in + shape.channels_out // tile.channel_jobs
+        num_channels = shape.channels + shape.channels_out // tile.channel_jobs
         return _FLOAT32_BYTES * shape.num_points * tile.tile_rows * shape.across * num_channels
 
 

@@ -38,6 +38,8 @@ _MIN_FLOPS = 1e7
 """Operations of a layer for which other algorithms get trials; smaller ones take microseconds in any case."""
 _CHANNELS = 4
 """What the channels have to be a multiple of, where transforms would not be in vectors and take longest."""
+_CHANNELS_OF_GROUP = 16
+"""Outputs of a group from which other algorithms are tried: vectors do not go beyond a group."""
 _MAX_SHOWN = 3
 
 
@@ -145,7 +147,8 @@ def _layer(mod: IRModule, found: Contraction) -> Convolution:
     iterators = np.eye(len(found.spatial) + len(found.reduction), dtype=int)
     (image, *places, channel), (*taps, summed) = iterators[: num_axes + 2], iterators[num_axes + 2 :]
     is_whole = np.array_equal(weights.strides, [*taps, summed, channel]) and np.array_equal(data.strides[-1], summed)
-    if found.group != found.spatial[-1] or not is_whole:
+    groups = found.spatial[-1] // found.group
+    if not is_whole or (groups > 1 and (found.group < _CHANNELS_OF_GROUP or num_axes > 2)):
         raise NoAlgorithmError("it is a convolution in groups")
     # The first axis of three may have a stride, that and the only one a dilation.
     stride = int(data.strides[1] @ places[0]) if num_axes == 3 else 1
@@ -183,6 +186,7 @@ def _layer(mod: IRModule, found: Contraction) -> Convolution:
         top=top,
         left=left,
         taps=kernel,
+        groups=groups,
         depth=depth,
         line=dilation if num_axes == 1 else 0,
     )

@@ -142,7 +142,9 @@ class Convolution:
     """Rows of the input; `width` are its columns."""
     width: int
     channels_in: int
+    """Channels of the input in a group."""
     channels_out: int
+    """Channels of the output in all groups."""
     rows: int
     """Rows of the output, beside its `columns`."""
     columns: int
@@ -151,6 +153,7 @@ class Convolution:
     left: int
     taps: tuple[int, int]
     """Of its filters, along rows and columns."""
+    groups: int = 1
     depth: Depth | None = None
     """The first axis of a convolution in three dimensions; None in fewer."""
     line: int = 0
@@ -163,7 +166,7 @@ class Convolution:
 
     @property
     def num_summed(self) -> int:
-        """Channels of the input that are summed, of all slices."""
+        """Channels of the input that are summed: those in a group, of all slices."""
         return self.channels_in * (self.depth.taps if self.depth else 1)
 
     def filters(self) -> list[Filter]:
@@ -217,7 +220,7 @@ class Convolution:
         into = width * _num_terms(down.data) + size * _num_terms(across.data)
         back = width * _num_terms(down.output) + outputs[0] * _num_terms(across.output)
         product = filter.num_points * self.num_summed * self.channels_out
-        return 2.0 * num_tiles * (product + into * self.num_summed + back * self.channels_out)
+        return 2.0 * num_tiles * (product + into * self.num_summed * self.groups + back * self.channels_out)
 
 
 def transform_weights(weights: NDArray[np.float32], filter: Filter) -> NDArray[np.float32]:
@@ -275,7 +278,10 @@ def winograd(layer: Convolution, filter: Filter, name: str) -> Any:
     inputs = (layer.height, layer.width)[: 1 if layer.line else 2]
     outputs = (layer.rows, layer.columns) if layer.is_exact else (down * tile_rows, across * tile_columns)
     slices = [] if depth is None else [depth.inputs]
-    data = te.placeholder(_shape(layer.batch, *slices, *inputs, layer.channels_in), name="data", dtype="float32")
+    channels = layer.num_summed * layer.groups
+    data = te.placeholder(
+        _shape(layer.batch, *slices, *inputs, layer.channels_in * layer.groups), name="data", dtype="float32"
+    )
     weights = te.placeholder(_shape(size, width, layer.num_summed, layer.channels_out), name="weights", dtype="float32")
 
     def padded(b: Any, y: Any, x: Any, c: Any) -> Any:
@@ -292,7 +298,7 @@ def winograd(layer: Convolution, filter: Filter, name: str) -> Any:
     pad = te.compute(
         _shape(
             *(layer.num_images, down * tile_rows + size - tile_rows, across * tile_columns + width - tile_columns),
-            layer.num_summed,
+            channels,
         ),
         padded,
         name="winograd_pad",
@@ -303,19 +309,24 @@ def winograd(layer: Convolution, filter: Filter, name: str) -> Any:
         return pad[t // (across * down), y, x, c]
 
     by_columns = te.compute(
-        _shape(num_tiles, size, width, layer.num_summed),
+        _shape(num_tiles, size, width, channels),
         lambda t, e, q, c: _combine(e, rows_of.data, lambda row: element(t, row, q, c)),
         name="winograd_columns",
     )
     transformed = te.compute(
-        _shape(size, width, num_tiles, layer.num_summed),
+        _shape(size, width, num_tiles, channels),
         lambda e, u, t, c: _combine(u, columns_of.data, lambda column: by_columns[t, e, column, c]),
         name="winograd_data",
     )
+
+    def first(c: Any) -> Any:
+        """The first channel of the group of an output."""
+        return c // (layer.channels_out // layer.groups) * layer.num_summed if layer.groups > 1 else 0
+
     k = te.reduce_axis(_shape(0, layer.num_summed), "k")
     product = te.compute(
         _shape(size, width, num_tiles, layer.channels_out),
-        lambda e, u, t, c: te.sum(transformed[e, u, t, k] * weights[e, u, k, c], axis=k),
+        lambda e, u, t, c: te.sum(transformed[e, u, t, first(c) + k] * weights[e, u, k, c], axis=k),
         name="winograd_product",
     )
     rows = te.compute(
