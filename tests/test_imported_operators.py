@@ -101,6 +101,26 @@ def test_a_rewritten_operator_computes_what_onnxruntime_computes(host_target: Ta
     assert_computes_the_same(one_operator(op_type, data, **arguments), host_target, data)
 
 
+@pytest.mark.parametrize("reduction", ["none", "add", "mul", "max", "min"])
+@pytest.mark.parametrize("width", [3, 64])
+def test_rows_are_scattered(host_target: Target, reduction: str, width: int) -> None:
+    """By indices that are the same for all elements of a row, as of the neighbours in a graph."""
+    places = np.array([4, 1, -2, 1 if reduction != "none" else 2, 0])
+    data = {
+        "x": RNG.normal(size=(6, 2, width)).astype(np.float32),
+        "places": places.reshape(5, 1, 1),
+        "updates": RNG.normal(size=(5, 2, width)).astype(np.float32),
+    }
+    nodes = [
+        helper.make_node("Expand", ["places", "shape"], ["indices"]),
+        helper.make_node("ScatterElements", ["x", "indices", "updates"], ["y"], axis=0, reduction=reduction),
+    ]
+    inputs = [tensor(name, array.shape, helper.np_dtype_to_tensor_dtype(array.dtype)) for name, array in data.items()]
+    model = make_model(nodes, inputs, [tensor("y", (6, 2, width))], {"shape": ints(5, 2, width)}, opset=18)
+    lowered = assert_computes_the_same(model, host_target, data)
+    assert "scatter_rows" in str(lowered.mod)
+
+
 NORMALIZATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "GroupNormalization": (21, {"num_groups": 2}),
     "InstanceNormalization": (17, {}),

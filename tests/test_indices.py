@@ -97,7 +97,8 @@ class Case:
         """Indices and, for a scatter, what it writes."""
         arrays = [np.array(indices)]
         if self.op_type.startswith("Scatter"):
-            arrays.append(np.full(arrays[0].shape if self.axis is not None else len(indices), -1, np.float32))
+            of_rows = (len(indices), *(5, 3)[arrays[0].shape[-1] :])
+            arrays.append(np.full(arrays[0].shape if self.axis is not None else of_rows, -1, np.float32))
         return arrays
 
     def model(self) -> onnx.ModelProto:
@@ -124,6 +125,7 @@ CASES = {
     "coordinates": Case("GatherND", *_COORDINATES),
     "scattered elements": Case("ScatterElements", *_ELEMENTS, axis=0),
     "scattered coordinates": Case("ScatterND", *_COORDINATES),
+    "scattered rows": Case("ScatterND", [[0], [-1], [3]], [[5], [-6], [FAR]], [[4], [0], [4]]),
 }
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
+from math import prod
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +13,17 @@ import numpy as np
 import onnx
 import tvm
 from numpy.typing import NDArray
-from tvm import relax, te
+from tvm import relax, te, tirx
 from tvm.ir import GenericConst, Op
 from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T  # noqa: N812 - TVM's own name
 
 from ansor_mlflow.device import has_dot_products, platform_of
 from ansor_mlflow.graphs import activations_of, attributes_of, opset_version, reverses_of
-from ansor_mlflow.lowering.recurrence import GATES, Blocking, RecurrentLayer, all_steps
+from ansor_mlflow.lowering.recurrence import GATES, WRITTEN_AS_LOOPS, Blocking, RecurrentLayer, all_steps
 from ansor_mlflow.lowering.relax_passes import call_pass, op_name
+from ansor_mlflow.sketches import Machine
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -27,6 +32,8 @@ if TYPE_CHECKING:
 _BIAS, _INITIAL_STATES, _MAX_INPUTS = 3, 5, 8
 _WEIGHT_SCALE, _STATE_SCALE = 8, 10
 """Positions of inputs of a recurrent layer, and how many there are."""
+_LINE_ELEMENTS = 16
+"""Float32 elements of a line of the caches, which two threads do not share."""
 _Array = NDArray[Any]
 
 
@@ -44,6 +51,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         self._added: dict[str, Callable[[onnx.NodeProto], list[relax.Expr]]] = {"LRN": self._local_response}
         if platform_of(target).has_sketches:
             self._added |= dict.fromkeys(GATES, self._recurrent)
+            self._added["ScatterND"] = self._scatter
         if has_dot_products(target):
             self._added["DynamicQuantizeLSTM"] = self._recurrent
             self._added |= {"ConvInteger": self._byte_convolution, "MatMulInteger": self._byte_product}
@@ -78,6 +86,25 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         divisor = relax.op.power(relax.op.add(relax.op.multiply(mean, alpha), bias), beta)
         divisor = self.bb.normalize(relax.op.permute_dims(divisor, [0, 3, 1, 2]))
         return [self.bb.normalize(relax.op.divide(data, divisor))]
+
+    def _scatter(self, node: onnx.NodeProto) -> list[relax.Expr]:
+        """Rows that are put or added where indices say; TVM's function takes them element by element."""
+        arguments = [self._nodes[name] for name in node.input]
+        data, indices, updates = arguments
+        if [str(each.ty.dtype) for each in arguments] != ["float32", "int64", "float32"]:
+            super()._construct_nodes(SimpleNamespace(node=[node]))
+            return [self._nodes[node.output[0]]]
+        shape, (*counts, depth) = ([int(size) for size in each.ty.shape] for each in (data, indices))
+        sizes, width, count = shape[:depth], prod(shape[depth:]), prod(counts)
+        reduction = str(attributes_of(node).get("reduction", "none"))
+        function = _scatter_rows(sizes, width, count, reduction, Machine.of(self._target).num_threads)
+        matrices = [
+            self.bb.emit(relax.op.reshape(each, (-1, columns)))
+            for each, columns in ((data, width), (indices, depth), (updates, width))
+        ]
+        variable = self.bb.add_func(function, "scatter_rows")
+        result = self.bb.emit(relax.call_tir(variable, matrices, matrices[0].ty))
+        return [self.bb.emit(relax.op.reshape(result, shape))]
 
     def _byte_convolution(self, node: onnx.NodeProto) -> list[relax.Expr]:
         """A convolution of unsigned and signed bytes; around the data are its zero points, which count as nothing."""
@@ -211,6 +238,36 @@ def _value(constant: relax.Expr | None) -> _Array:
     if not isinstance(constant, GenericConst):
         raise tvm.error.OpNotImplemented("a recurrent layer whose weights are no constants")
     return np.asarray(constant.value.numpy())
+
+
+def _scatter_rows(sizes: Sequence[int], width: int, count: int, reduction: str, num_threads: int) -> tirx.PrimFunc:
+    """Puts or adds rows of a matrix where indices say, as ONNX's ScatterND does; one that is outside, to the nearest.
+
+    Each thread has columns of its own, so that it does not matter how many of the rows go to one place.
+    """
+    combine = {"add": operator.add, "mul": operator.mul, "max": tirx.max, "min": tirx.min}.get(reduction)
+    jobs = num_threads if width % (num_threads * _LINE_ELEMENTS) == 0 else 1
+    with IRBuilder() as builder, T.prim_func(is_private=True, s_tir=True):
+        T.func_name("scatter_rows")
+        T.func_attr(WRITTEN_AS_LOOPS)
+        data = T.arg("data", T.buffer((prod(sizes), width), "float32"))
+        indices = T.arg("indices", T.buffer((count, len(sizes)), "int64"))
+        updates = T.arg("updates", T.buffer((count, width), "float32"))
+        result = T.arg("result", T.buffer((prod(sizes), width), "float32"))
+        with T.sblock("scatter"), T.parallel(jobs) as job:
+            with T.serial(prod(sizes)) as row, T.serial(width // jobs) as column:
+                place = [row, job * (width // jobs) + column]
+                T.buffer_store(result, data[tuple(place)], place)
+            with T.serial(count) as number, T.serial(width // jobs) as column:
+                row = tirx.const(0, "int64")
+                for axis, size in enumerate(sizes):
+                    index = indices[number, axis]
+                    index = tirx.Select(index < 0, index + size, index)
+                    row = row * size + tirx.max(tirx.min(index, tirx.const(size - 1, "int64")), tirx.const(0, "int64"))
+                place = [row, job * (width // jobs) + column]
+                value = updates[number, place[1]]
+                T.buffer_store(result, combine(result[tuple(place)], value) if combine else value, place)
+    return builder.get()
 
 
 @call_pass("HideFunctions")

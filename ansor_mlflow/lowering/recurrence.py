@@ -43,6 +43,8 @@ SCHEDULED = "tirx.is_scheduled"
 """TVM's attribute of a function that is compiled as it is, so that there is nothing to tune."""
 _OPAQUE = 8
 """TVM's `OpPatternKind` of a function that is fused with nothing."""
+WRITTEN_AS_LOOPS: dict[str, Any] = {"tirx.noalias": True, "op_pattern": _OPAQUE, SCHEDULED: True}
+"""Attributes of a function that is written as loops."""
 _LAUNCH, _BARRIER = "pragma_parallel_launch_point", "pragma_parallel_barrier_when_finish"
 """What TVM's code generator for CPUs knows: a region whose threads are started once, and a loop behind which they wait
 for each other."""
@@ -190,7 +192,7 @@ class _Writer:
         state = [*layer.of_direction(directions, layer.batch), layer.units]
         with IRBuilder() as builder, T.prim_func(is_private=True, s_tir=True):
             T.func_name(layer.kind.lower())
-            T.func_attr({"tirx.noalias": True, "op_pattern": _OPAQUE, SCHEDULED: True})
+            T.func_attr(WRITTEN_AS_LOOPS)
             num_columns = directions * GATES[layer.kind] * blocking.units
             self._inputs = _argument("inputs", layer.steps * layer.batch, num_columns)
             blocks = [directions, blocking.num_blocks]

@@ -58,6 +58,8 @@ _FUNCTIONS = frozenset(f"tirx.{name}" for name in ("erf", "exp", "log", "pow", "
 _MAX_NESTED = 1
 """Functions in what another one is computed of. Code generation writes out every use of it again while it simplifies:
 a tanh of two sigmoids and a tanh, the end of a step of LSTM, took it eight seconds."""
+_MIN_ROWS = 8
+"""Rows that threads share well enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,10 +284,17 @@ def _num_leading(block: Any) -> int:
 
 
 def _num_rows(block: Any, last: Any) -> int:
-    """Leading iterators that a block shares with the last one; one that is no sum leaves the last for vectors."""
+    """Leading iterators that a block shares with the last one; one that is no sum leaves the last for vectors.
+
+    That is the one before, where the last has a single element and rows are left to share out.
+    """
     pairs = zip(block.iter_vars[: _num_leading(block)], last.iter_vars, strict=False)
     shared = itertools.takewhile(lambda pair: int(pair[0].dom.extent) == int(pair[1].dom.extent), pairs)
-    return min(len(list(shared)), len(last.iter_vars) - (not _is_sum(block)))
+    extents = [int(var.dom.extent) for var in last.iter_vars]
+    most = len(extents) - (not _is_sum(block))
+    if most < len(extents) and extents[-1] == 1 and prod(extents[:-2]) >= _MIN_ROWS:
+        most -= 1
+    return min(len(list(shared)), most)
 
 
 def _is_sum(block: Any) -> bool:

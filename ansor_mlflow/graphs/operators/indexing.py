@@ -90,6 +90,20 @@ def _one_hot(node: onnx.NodeProto, graph: GraphEditor) -> None:
     graph.emit("Where", graph.emit("Equal", spread, levels), on, off, output=node.output[0])
 
 
+def _scatter_elements(node: onnx.NodeProto, graph: GraphEditor) -> None:
+    """Whole rows, where an index is the same for all elements of one, as sums over the neighbours in a graph are."""
+    data, indices, updates = node.input
+    expand, attributes = graph.producer(indices), attributes_of(node)
+    if expand is None or expand.op_type != "Expand" or attributes.pop("axis", 0):
+        raise Unchanged
+    first, shape = graph.shape(expand.input[0]), graph.shape(updates)
+    is_of_rows = len(first) == len(shape) and first[0] == shape[0] and all(size == 1 for size in first[1:])
+    if not is_of_rows or shape[1:] != graph.shape(data)[1:]:
+        raise Unchanged
+    rows = graph.reshape(expand.input[0], (shape[0], 1))
+    graph.emit("ScatterND", data, rows, updates, output=node.output[0], **attributes)
+
+
 def _max_pool(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """TVM loses a window at the end with SAME_LOWER, unless the stride divides the size; pads say it without doubt."""
     attributes, shape = attributes_of(node), graph.shape(node.input[0])
@@ -168,6 +182,7 @@ REWRITINGS: Rewritings = {
     ("", "ReduceMean"): _mean,
     ("", "ReduceSum"): _sum_in_stages,
     ("", "RoiAlign"): _roi_align,
+    ("", "ScatterElements"): _scatter_elements,
     ("", "Split"): _split,
     ("", "Tile"): _tile,
 }
