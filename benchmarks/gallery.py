@@ -1,6 +1,6 @@
-"""The gallery: models as people export them, each planned and compared with ONNX Runtime.
+"""The gallery: models as people export them, each planned and compared with ONNX Runtime and OpenVINO.
 
-    python benchmarks/gallery.py models --tune --json result.json --page docs/gallery.md
+    python benchmarks/gallery.py models --trials 0 --json result.json --page docs/gallery.md
     python benchmarks/gallery.py models --names yolo,crnn    # how they get in, and what they compute
 
 Everything happens in child processes with a time limit, so that no model stops the others.
@@ -31,6 +31,7 @@ _PROGRAM = Path(sys.executable).with_name("ansor-mlflow")
 _PARAMETERS = ("input_shapes", "input_values", "batch_size")
 """What the JSON file beside a model may give for it."""
 _TUNING_S = 3600.0
+_RIVALS = "onnxruntime,openvino"
 _LEAST_SHARE_IN = 0.95
 
 
@@ -63,10 +64,19 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Latency over ONNX Runtime's; None where it was not tuned."""
+        """Latency over the best rival's; None where it was not timed."""
+        if self.best_rival is None or self.tuning is None or self.tuning.result is None:
+            return None
+        found = self.tuning.result
+        return float(found["tuned_latency_ms"] / found[f"{self.best_rival}_latency_ms"])
+
+    @property
+    def best_rival(self) -> str | None:
+        """The fastest rival whose outputs are right; None where nothing was timed."""
         if self.tuning is None or self.tuning.result is None:
             return None
-        return float(self.tuning.result["tuned_latency_ms"] / self.tuning.result["onnxruntime_latency_ms"])
+        found = self.tuning.result
+        return min(found["right"], key=lambda name: float(found[f"{name}_latency_ms"]), default=None)
 
 
 @click.command(context_settings={"show_default": True})
@@ -75,7 +85,7 @@ class Row:
 @click.option("--export/--no-export", default=True, help="Whether to write the models that are missing in MODELS.")
 @click.option("--python", default=sys.executable, help="Interpreter that has the packages the models come from.")
 @click.option("--check/--no-check", default=True, help="Whether to compile and compare what was planned.")
-@click.option("--tune/--no-tune", default=False, help="Whether to tune with as many trials as there are tasks.")
+@click.option("--trials", type=int, help="Trials of a tuning, whose model is timed; without them there is none.")
 @click.option("--limit-s", default=300.0, help="Seconds that a plan or a check may take.")
 @click.option("--plan-s", default=20.0, help="Seconds that a plan may take before it counts as slow.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for all figures.")
@@ -87,7 +97,7 @@ def main(
     export: bool,
     python: str,
     check: bool,
-    tune: bool,
+    trials: int | None,
     limit_s: float,
     plan_s: float,
     json_file: Path | None,
@@ -105,18 +115,18 @@ def main(
         for file in _in_order(models.glob("*.onnx"), chosen):
             if file.stem in known:
                 continue
-            rows.append(_row(file, check, tune, limit_s, Path(scratch, "mlflow.db")))
+            rows.append(_row(file, check, trials, limit_s, Path(scratch, "mlflow.db")))
             console.print(_line(rows[-1]), markup=False, highlight=False, soft_wrap=True)
             rows.sort(key=lambda row: _place(row.name))
             if json_file is not None:
                 json_file.write_text(json.dumps([asdict(row) for row in rows], indent=1))
             if page is not None:
                 _write_csv(rows, page.with_suffix(".csv"))
-                page.write_text(_page(rows, page.with_suffix(".csv")))
+                page.write_text(_page(rows, page.with_suffix(".csv"), trials))
     if page is not None and read_speeds(page.with_suffix(".csv")).models:
         write_chart(page.with_suffix(".csv"), page.with_name("images") / f"{page.stem}.png")
     console.print(_summary(rows), markup=False)
-    if failures := list(_failures(rows, check or tune, plan_s)):
+    if failures := list(_failures(rows, check or trials is not None, plan_s)):
         raise click.ClickException("; ".join(failures))
 
 
@@ -140,7 +150,7 @@ def _read(json_file: Path) -> list[Row]:
     ]
 
 
-def _row(file: Path, check: bool, tune: bool, limit_s: float, store: Path) -> Row:
+def _row(file: Path, check: bool, trials: int | None, limit_s: float, store: Path) -> Row:
     about_file = file.with_suffix(".json")
     about = json.loads(about_file.read_text()) if about_file.exists() else {}
     parameters = {name: about[name] for name in _PARAMETERS if about.get(name)}
@@ -156,8 +166,8 @@ def _row(file: Path, check: bool, tune: bool, limit_s: float, store: Path) -> Ro
         child = [sys.executable, str(_HERE / "gallery_check.py"), str(file.resolve())]
         child += ["--parameters", json.dumps(parameters)]
         checked = run_child(child, folder, limit_s) if check else None
-        tuning = [*child, "--trials", str(len(plan.result["tasks"])), "--store", str(store)]
-        tuned = run_child(tuning, folder, _TUNING_S) if tune else None
+        tuning = [*child, "--trials", str(trials), "--store", str(store), "--rivals", _RIVALS]
+        tuned = run_child(tuning, folder, _TUNING_S) if trials is not None else None
     return Row(
         name=file.stem,
         family=about.get("family", "others"),
@@ -196,11 +206,14 @@ _HEAD = [
     "tasks",
     "gets_in",
     "error",
-    "latency_ms",
+    "computed_by",
+    "ms",
     "onnxruntime_ms",
+    "openvino_ms",
+    "best_rival",
     "ratio",
 ]
-_CHART = """![Speed of the models over ONNX Runtime, sorted](images/{picture})
+_CHART = """![Speed of the models over the better of ONNX Runtime and OpenVINO, sorted](images/{picture})
 
 {caption}
 
@@ -214,8 +227,8 @@ to ONNX Runtime. {summary}
 |---|---|---|---|---|---|
 {lines}
 
-[The table](gallery.csv) has a line for each model: the largest difference from ONNX Runtime over its largest value, and
-both latencies, in turns, after one trial for each task, a fraction of the default. Ratios below 1 are faster. `python
+[The table](gallery.csv) has a line for each model: the largest difference from ONNX Runtime over its largest value, who
+computes it, and the latencies, in turns, after {trials} trials. Ratios below 1 are faster. `python
 benchmarks/gallery.py` writes all of it: [notes](../benchmarks/README.md).
 """
 
@@ -231,9 +244,11 @@ def _cells(row: Row) -> list[str]:
     opset = "" if row.opset is None else str(row.opset)
     cells = [row.family, row.name, row.exporter, opset, f"{row.plan.seconds:.1f}", tasks, end, _error(row)]
     if row.tuning is None or row.tuning.result is None:
-        return [*cells, "", "", ""]
-    latencies = (row.tuning.result[f"{name}_latency_ms"] for name in ("tuned", "onnxruntime"))
-    return [*cells, *(f"{latency:.3g}" for latency in latencies), f"{row.ratio:.2f}"]
+        return [*cells, *[""] * (len(_HEAD) - len(cells))]
+    found = row.tuning.result
+    latencies = (found.get(f"{name}_latency_ms") for name in ("tuned", *_RIVALS.split(",")))
+    cells += [found["computed_by"], *("" if latency is None else f"{latency:.4g}" for latency in latencies)]
+    return [*cells, row.best_rival or "", "" if row.ratio is None else f"{row.ratio:.2f}"]
 
 
 def _error(row: Row) -> str:
@@ -252,7 +267,7 @@ def _write_csv(rows: Sequence[Row], path: Path) -> None:
         writer.writerows([_HEAD, *map(_cells, rows)])
 
 
-def _page(rows: Sequence[Row], table: Path) -> str:
+def _page(rows: Sequence[Row], table: Path, trials: int | None) -> str:
     """The counts, of all models and of each family, and the chart of the table's models, if one was timed."""
     speeds = read_speeds(table)
     chart = _CHART.format(picture=f"{table.stem}.png", caption=speeds.caption) if speeds.models else ""
@@ -260,7 +275,7 @@ def _page(rows: Sequence[Row], table: Path) -> str:
     for row in rows:
         families.setdefault(row.family, []).append(row)
     lines = "\n".join(f"| {' | '.join(map(str, _counts(family, of)))} |" for family, of in families.items())
-    return _PAGE.format(summary=_summary(rows), chart=chart, lines=lines)
+    return _PAGE.format(summary=_summary(rows), chart=chart, lines=lines, trials=trials)
 
 
 def _counts(family: str, rows: Sequence[Row]) -> list[str | int]:

@@ -58,9 +58,11 @@ def read_speeds(table: Path) -> Speeds:
         timed = [row for row in csv.DictReader(file) if row["ratio"]]
     if timed and "best_rival" in timed[0]:
         found = [
-            Speed(float(row[f"{row['best_rival']}_ms"]) / float(row["ms"]), Path(row["file"]).stem) for row in timed
+            Speed(float(row[f"{row['best_rival']}_ms"]) / float(row["ms"]), row.get("model") or Path(row["file"]).stem)
+            for row in timed
         ]
-        called, rival = "files", "the better of ONNX Runtime and OpenVINO"
+        called = "models" if "model" in timed[0] else "files"
+        rival = "the better of ONNX Runtime and OpenVINO"
     else:
         found = [Speed(float(row["onnxruntime_ms"]) / float(row["latency_ms"]), row["model"]) for row in timed]
         called, rival = "models", "ONNX Runtime"

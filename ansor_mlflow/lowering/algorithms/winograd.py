@@ -232,7 +232,7 @@ def transform_weights(weights: NDArray[np.float32], filter: Filter) -> NDArray[n
 
 def faces_of(weights: NDArray[np.float32], filter: Filter) -> NDArray[np.float32]:
     """Weights (taps, in, out), (taps, taps, in, out) or (slices, taps, taps, in, out), as those of two axes."""
-    if weights.ndim > len(("slices", "in", "out")) + 1:
+    if weights.ndim > 4:
         weights = np.moveaxis(weights, 0, 2)
     return weights.reshape(*filter.taps, -1, weights.shape[-1])
 
