@@ -122,7 +122,7 @@ def main(
                 json_file.write_text(json.dumps([asdict(row) for row in rows], indent=1))
             if page is not None:
                 _write_csv(rows, page.with_suffix(".csv"))
-                page.write_text(_page(rows, page.with_suffix(".csv"), trials))
+                page.write_text(_page(rows, page.with_suffix(".csv")))
     if page is not None and read_speeds(page.with_suffix(".csv")).models:
         write_chart(page.with_suffix(".csv"), page.with_name("images") / f"{page.stem}.png")
     console.print(_summary(rows), markup=False)
@@ -267,7 +267,7 @@ def _write_csv(rows: Sequence[Row], path: Path) -> None:
         writer.writerows([_HEAD, *map(_cells, rows)])
 
 
-def _page(rows: Sequence[Row], table: Path, trials: int | None) -> str:
+def _page(rows: Sequence[Row], table: Path) -> str:
     """The counts, of all models and of each family, and the chart of the table's models, if one was timed."""
     speeds = read_speeds(table)
     chart = _CHART.format(picture=f"{table.stem}.png", caption=speeds.caption) if speeds.models else ""
@@ -275,7 +275,9 @@ def _page(rows: Sequence[Row], table: Path, trials: int | None) -> str:
     for row in rows:
         families.setdefault(row.family, []).append(row)
     lines = "\n".join(f"| {' | '.join(map(str, _counts(family, of)))} |" for family, of in families.items())
-    return _PAGE.format(summary=_summary(rows), chart=chart, lines=lines, trials=trials)
+    timed = [row.tuning.result for row in rows if row.tuning is not None and row.tuning.result is not None]
+    trials = dict.fromkeys(str(found["trials"]) for found in timed) or ["no"]
+    return _PAGE.format(summary=_summary(rows), chart=chart, lines=lines, trials=" or ".join(trials))
 
 
 def _counts(family: str, rows: Sequence[Row]) -> list[str | int]:

@@ -98,7 +98,7 @@ class Case:
         arrays = [np.array(indices)]
         if self.op_type.startswith("Scatter"):
             of_rows = (len(indices), *(5, 3)[arrays[0].shape[-1] :])
-            arrays.append(np.full(arrays[0].shape if self.axis is not None else of_rows, -1, np.float32))
+            arrays.append(np.full(arrays[0].shape if self.axis is not None else of_rows, -1, self.dtype))
         return arrays
 
     def model(self) -> onnx.ModelProto:

@@ -129,6 +129,8 @@ def test_a_power_without_a_call(exponent: float, host_target: Target) -> None:
     model = one_operator("Pow", data, {"exponent": np.float32(exponent)})
     lowered = assert_computes_the_same(model, host_target, data)
     assert calls_in(lowered.mod, host_target) == set()
+    (result,) = run_lowered(lowered, host_target, data)
+    assert math.copysign(1, result[1023]) == math.copysign(1, math.pow(-0.0, exponent))
 
 
 def test_another_power(host_target: Target) -> None:

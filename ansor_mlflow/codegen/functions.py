@@ -178,7 +178,8 @@ def _three_quarters(x: tirx.Var, bindings: _Bindings) -> tirx.Expr:
 
 
 def _half(x: tirx.Var, _bindings: _Bindings) -> tirx.Expr:
-    return _select(x.equal(float("-inf")), float("inf"), tirx.sqrt(x) + 0.0)  # of -0.0 it is 0.0
+    root = _select(x.equal(0.0), 0.0, tirx.sqrt(x))  # that of -0.0 is -0.0, its power is not
+    return _select(x.equal(float("-inf")), float("inf"), root)
 
 
 def erf_as_arithmetic(call: tirx.Expr) -> tirx.Expr:

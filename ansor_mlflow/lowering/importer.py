@@ -68,9 +68,15 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             else:
                 super()._construct_nodes(SimpleNamespace(node=[node]))
 
+    def _as_tvm_does(self, node: onnx.NodeProto) -> list[relax.Expr]:
+        super()._construct_nodes(SimpleNamespace(node=[node]))
+        return [self._nodes[name] for name in node.output]
+
     def _local_response(self, node: onnx.NodeProto) -> list[relax.Expr]:
         """Data over a power of the mean square of the channels around it; TVM's importer pools over three axes."""
         data, attributes = self._nodes[node.input[0]], attributes_of(node)
+        if len(data.ty.shape) != 4:
+            return self._as_tvm_does(node)
         size, channels, dtype = int(attributes["size"]), int(data.ty.shape[1]), str(data.ty.dtype)
         before = (size - 1) // 2
         # Channels come last, as after a convolution: rows of vectors.
@@ -92,8 +98,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         arguments = [self._nodes[name] for name in node.input]
         data, indices, updates = arguments
         if [str(each.ty.dtype) for each in arguments] != ["float32", "int64", "float32"]:
-            super()._construct_nodes(SimpleNamespace(node=[node]))
-            return [self._nodes[node.output[0]]]
+            return self._as_tvm_does(node)
         shape, (*counts, depth) = ([int(size) for size in each.ty.shape] for each in (data, indices))
         sizes, width, count = shape[:depth], prod(shape[depth:]), prod(counts)
         reduction = str(attributes_of(node).get("reduction", "none"))
@@ -246,7 +251,7 @@ def _scatter_rows(sizes: Sequence[int], width: int, count: int, reduction: str, 
     Each thread has columns of its own, so that it does not matter how many of the rows go to one place.
     """
     combine = {"add": operator.add, "mul": operator.mul, "max": tirx.max, "min": tirx.min}.get(reduction)
-    jobs = num_threads if width % (num_threads * _LINE_ELEMENTS) == 0 else 1
+    jobs = next((jobs for jobs in range(num_threads, 1, -1) if width % (jobs * _LINE_ELEMENTS) == 0), 1)
     with IRBuilder() as builder, T.prim_func(is_private=True, s_tir=True):
         T.func_name("scatter_rows")
         T.func_attr(WRITTEN_AS_LOOPS)

@@ -58,8 +58,8 @@ _FUNCTIONS = frozenset(f"tirx.{name}" for name in ("erf", "exp", "log", "pow", "
 _MAX_NESTED = 1
 """Functions in what another one is computed of. Code generation writes out every use of it again while it simplifies:
 a tanh of two sigmoids and a tanh, the end of a step of LSTM, took it eight seconds."""
-_MIN_ROWS = 8
-"""Rows that threads share well enough."""
+_MIN_ROWS = 64
+"""Rows that the threads of most machines share well enough."""
 
 
 @dataclass(frozen=True, kw_only=True)

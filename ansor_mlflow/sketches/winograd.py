@@ -289,7 +289,9 @@ class WinogradTiling:
                 is_small = tile_rows == 1 or self._job_bytes(tile) <= _MAX_JOB_BYTES
                 # Of images with a prime number of rows of tiles there may be no fewer jobs.
                 is_few = channel_jobs == 1 or self._num_jobs(tile) <= MAX_JOBS_PER_THREAD * machine.num_threads
-                if is_small and is_few:
+                # Jobs are parts of groups, or several of them: otherwise each would read other channels.
+                is_even = channel_jobs % shape.groups == 0 or shape.groups % channel_jobs == 0
+                if is_small and is_few and is_even:
                     yield tile
 
     def _num_jobs(self, tile: WinogradTile) -> int:

@@ -96,6 +96,8 @@ def _scatter_elements(node: onnx.NodeProto, graph: GraphEditor) -> None:
     expand, attributes = graph.producer(indices), attributes_of(node)
     if expand is None or expand.op_type != "Expand" or attributes.pop("axis", 0):
         raise Unchanged
+    if (graph.dtype(data), graph.dtype(indices)) != (TensorProto.FLOAT, TensorProto.INT64):
+        raise Unchanged  # ScatterND has no other indices, and TVM's takes longer
     first, shape = graph.shape(expand.input[0]), graph.shape(updates)
     is_of_rows = len(first) == len(shape) and first[0] == shape[0] and all(size == 1 for size in first[1:])
     if not is_of_rows or shape[1:] != graph.shape(data)[1:]:

@@ -271,10 +271,13 @@ def _with_inlined_epilogue(mod: IRModule, found: Contraction, layer: Convolution
     As a predicate of the block, this would have to be a range of its loops: no others could be reordered.
     """
     sch = Schedule(mod)
-    for name in found.epilogue[:-1]:
-        sch.compute_inline(sch.get_sblock(name))
-    if found.epilogue:
-        sch.reverse_compute_inline(sch.get_sblock(found.epilogue[-1]))
+    try:
+        for name in found.epilogue[:-1]:
+            sch.compute_inline(sch.get_sblock(name))
+        if found.epilogue:
+            sch.reverse_compute_inline(sch.get_sblock(found.epilogue[-1]))
+    except (RuntimeError, ValueError) as err:  # TVM's error for what it refuses is one of the first
+        raise NoAlgorithmError("what follows it cannot be computed with it") from err
 
     def realize(statement: Any, mutator: Any) -> Any:
         block = statement.block
