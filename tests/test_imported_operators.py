@@ -104,7 +104,7 @@ def test_a_rewritten_operator_computes_what_onnxruntime_computes(host_target: Ta
 @pytest.mark.parametrize("reduction", ["none", "add", "mul", "max", "min"])
 @pytest.mark.parametrize("width", [3, 64])
 def test_rows_are_scattered(host_target: Target, reduction: str, width: int) -> None:
-    """By indices that are the same for all elements of a row, as of the neighbours in a graph."""
+    """An index is the same for all elements of a row, as that of a neighbour in a graph."""
     places = np.array([4, 1, -2, 1 if reduction != "none" else 2, 0])
     data = {
         "x": RNG.normal(size=(6, 2, width)).astype(np.float32),

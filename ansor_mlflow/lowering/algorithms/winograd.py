@@ -152,7 +152,7 @@ class Convolution:
     """Rows of zeros above the input."""
     left: int
     taps: tuple[int, int]
-    """Of its filters, along rows and columns."""
+    """Taps of its filters, along rows and columns."""
     groups: int = 1
     depth: Depth | None = None
     """The first axis of a convolution in three dimensions; None in fewer."""
