@@ -18,6 +18,7 @@ import mlflow
 import onnx
 import pytest
 from helpers.commands import ROOT
+from helpers.fakes import FakeBuilder
 from mlflow.entities import Run
 from mlflow.utils.autologging_utils import autologging_is_disabled, disable_autologging, safety
 
@@ -30,7 +31,6 @@ from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.records import RECORD_FILE, WORKLOAD_FILE, changed_files, read_journal
 from ansor_mlflow.records.applicability import device_key, read_fingerprint, read_provenance
-from ansor_mlflow.testing import FakeBuilder
 from ansor_mlflow.tracking.memory import short_hash
 from ansor_mlflow.workers import as_metaschedule_builder
 

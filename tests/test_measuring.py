@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.fakes import FakeBuilder, FakeRunner
 
 from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.processes import Outcome
-from ansor_mlflow.testing import FakeBuilder, FakeRunner
 from ansor_mlflow.workers.builder import Builder, LocalBuilder
 from ansor_mlflow.workers.measure import CacheInterference, MeasureSettings, RestOfNetwork, RunJob
 from ansor_mlflow.workers.runner import LocalRunner, Runner

@@ -15,6 +15,7 @@ import mlflow
 import pytest
 from helpers.commands import BRIEF, RunCommand, flags
 from helpers.fake_tuning import Notebook, tune
+from helpers.fakes import FakeRunner
 from helpers.runs_here import newest_run
 
 from ansor_mlflow import names
@@ -22,7 +23,6 @@ from ansor_mlflow.device.threads import available_cpus
 from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.measuring.timing import DISTURBED, MachineNoise, ProbeTime, probe_noise, time_probe, watched
 from ansor_mlflow.processes import Outcome
-from ansor_mlflow.testing import FakeRunner
 from ansor_mlflow.workers.builder import LocalBuilder
 from ansor_mlflow.workers.measure import MeasureSettings, RunJob, arg_info
 from ansor_mlflow.workers.runner import LocalRunner

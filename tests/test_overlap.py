@@ -15,12 +15,12 @@ import onnx
 import pytest
 from helpers.commands import RunCommand
 from helpers.fake_tuning import Notebook, read_records, tune
+from helpers.fakes import FakeBuilder, FakeRunner
 
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.processes import Outcome
-from ansor_mlflow.testing import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import StopReason
 from ansor_mlflow.tuning.stopping import deferred_interrupts
 from ansor_mlflow.workers.measure import RunJob

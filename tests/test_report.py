@@ -15,6 +15,7 @@ import mlflow
 import pytest
 from helpers import fake_tuning
 from helpers.commands import FAST
+from helpers.fakes import FakeRunner
 from helpers.tuning_histories import TaskRound, history_of
 from mlflow.entities import Run
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
@@ -29,7 +30,6 @@ from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.steps.tuning import tuning_report as report
 from ansor_mlflow.steps.tuning.tune import tune
 from ansor_mlflow.steps.tuning.tuning_report import TuningReport
-from ansor_mlflow.testing import FakeRunner
 from ansor_mlflow.tracking.observer import MlflowObserver
 from ansor_mlflow.tracking.outbox import Message, Outbox
 from ansor_mlflow.tracking.report.figures import draw_gain, save_figure

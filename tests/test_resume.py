@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from helpers.fake_tuning import Notebook, read_records, tune
+from helpers.fakes import FakeRunner
 
 from ansor_mlflow import names
 from ansor_mlflow.lowering.network import LoweredNetwork
@@ -17,7 +18,6 @@ from ansor_mlflow.processes import Outcome
 from ansor_mlflow.records.damage import repair
 from ansor_mlflow.records.log import Journal, read_durations, read_journal
 from ansor_mlflow.records.store import JOURNAL_FILE, RECORD_FILE, WORKLOAD_FILE, RecordPair
-from ansor_mlflow.testing import FakeRunner
 from ansor_mlflow.trials import Durations, TrialStatus, TuningRound
 from ansor_mlflow.workers.measure import RunJob
 

@@ -13,6 +13,7 @@ import mlflow
 import pytest
 from helpers.commands import RunCommand, flags
 from helpers.fake_tuning import NO_MODEL, read_records, tune
+from helpers.fakes import FakeRunner
 from helpers.finished import FinishedWork
 from helpers.runs_here import QUICK, artifacts_of, newest_run, tune_here
 
@@ -24,7 +25,6 @@ from ansor_mlflow.parameters import MeasureOptions, SearchOptions, TuneOptions
 from ansor_mlflow.records.log import read_seeds
 from ansor_mlflow.records.pieces import write_manifest
 from ansor_mlflow.records.store import JOURNAL_FILE, RECORD_FILE, WORKLOAD_FILE
-from ansor_mlflow.testing import FakeRunner
 from ansor_mlflow.trials import StopReason
 from ansor_mlflow.tuning.job import TuningJob, tune_job
 

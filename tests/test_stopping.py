@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from helpers.fake_tuning import Notebook, TaskRunner, read_records, tune
+from helpers.fakes import FakeBuilder, FakeRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +18,6 @@ from ansor_mlflow.errors import TuningError, UserInputError
 from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.parameters import MeasureOptions, SearchOptions
 from ansor_mlflow.processes import Outcome
-from ansor_mlflow.testing import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import Durations, StopReason, TaskInfo, TaskState, Trial, TrialStatus, TuningResult
 from ansor_mlflow.tuning.job import TuningJob, tune_job
 from ansor_mlflow.tuning.stopping import (

@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 from helpers.fake_tuning import Notebook, plan_for, read_records, tune
+from helpers.fakes import FakeBuilder, FakeRunner
 
 from ansor_mlflow.device.device import Device
 from ansor_mlflow.device.threads import available_cpus
@@ -25,7 +26,6 @@ from ansor_mlflow.errors import MachineError, TuningError
 from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.parameters import MeasureOptions, SearchOptions
 from ansor_mlflow.processes import Outcome
-from ansor_mlflow.testing import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import (
     Durations,
     StopReason,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from helpers.fake_tuning import TaskRunner, read_records, tune
+from helpers.fakes import FakeBuilder, FakeRunner
 
 from ansor_mlflow import names
 from ansor_mlflow.device.device import Device
@@ -19,7 +20,6 @@ from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.records.store import RECORD_FILE, WORKLOAD_FILE
-from ansor_mlflow.testing import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import Trial, TrialStatus, TuningResult
 from ansor_mlflow.tuning.job import TuningJob, tune_job
 from ansor_mlflow.tuning.winners import Winners

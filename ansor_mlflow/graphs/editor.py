@@ -17,12 +17,15 @@ from ansor_mlflow.graphs.walk import (
     inputs_of,
     opset_version,
     remove_unused_initializers,
+    rename,
     uses,
 )
 
 _T = TypeVar("_T")
-_FIRST_OPSET_WITH_INPUT = {"Split": 13, "ReduceSum": 13}
+_FIRST_OPSET_WITH_INPUT = {"Split": 13, "ReduceSum": 13, "Unsqueeze": 13}
 """Version from which sizes or axes of an operator are an input; from 18 on, those of all reductions are."""
+_MAX_CONCAT = 8
+"""Tensors that TVM joins at once: it asks for each element where it comes from, one tensor after the other."""
 
 
 class Unchanged(Exception):  # noqa: N818 - it is no error
@@ -80,7 +83,12 @@ class GraphEditor:
 
     def value(self, name: str) -> np.ndarray[Any, Any]:
         """The value of a constant."""
-        return numpy_helper.to_array(_known(self._constants.get(name)))
+        return numpy_helper.to_array(self.tensor(name))
+
+    def tensor(self, name: str) -> onnx.TensorProto:
+        """A constant itself."""
+        constant: onnx.TensorProto = _known(self._constants.get(name))
+        return constant
 
     def consumers(self, name: str) -> list[onnx.NodeProto]:
         return self._consumers.get(name, [])
@@ -104,10 +112,28 @@ class GraphEditor:
     def constant(self, value: Any, dtype: Any = None) -> str:
         """The name of a new constant; `dtype` is NumPy's, or one of ONNX's numbers."""
         dtype = helper.tensor_dtype_to_np_dtype(dtype) if isinstance(dtype, int) else dtype
-        tensor = numpy_helper.from_array(np.asarray(value, dtype), self._new_name("constant"))
+        return self.add(numpy_helper.from_array(np.asarray(value, dtype)))
+
+    def add(self, constant: onnx.TensorProto) -> str:
+        """The name that a constant gets, which a branch has for itself."""
+        tensor = onnx.TensorProto()
+        tensor.CopyFrom(constant)
+        tensor.name = self._new_name("constant")
         self.new_constants.append(tensor)
         self._constants[tensor.name] = tensor
         return str(tensor.name)
+
+    def inline(self, branch: onnx.GraphProto, names: Mapping[str, str]) -> list[str]:
+        """Puts in the nodes of a branch, and returns the names of its outputs; `names` has those of what it takes."""
+        names = dict(names)
+        for node in branch.node:
+            copy = onnx.NodeProto()
+            copy.CopyFrom(node)
+            names |= {name: self._new_name(node.op_type.lower()) for name in node.output if name}
+            rename(copy, names)
+            copy.name = ""
+            self._nodes.append(copy)
+        return [names.get(output.name, output.name) for output in branch.output]
 
     def emit(self, op_type: str, *inputs: str, output: str | None = None, **attributes: Any) -> str:
         """Puts in a node of one of ONNX's own operators, and returns the name of its only output.
@@ -135,6 +161,21 @@ class GraphEditor:
         if self.opset < _FIRST_OPSET_WITH_INPUT["Split"]:
             return self.emit_all("Split", (data,), names, axis=axis, split=[size] * num_parts)
         return self.emit_all("Split", (data, self.constant([size] * num_parts, np.int64)), names, axis=axis)
+
+    def join(self, parts: Sequence[str], axis: int, output: str | None = None) -> str:
+        """Puts in what joins tensors along an axis, a few at once."""
+        while len(parts) > _MAX_CONCAT:
+            groups = [parts[start : start + _MAX_CONCAT] for start in range(0, len(parts), _MAX_CONCAT)]
+            parts = [group[0] if len(group) == 1 else self.emit("Concat", *group, axis=axis) for group in groups]
+        if len(parts) == 1 and output is None:
+            return parts[0]
+        return self.emit("Concat", *parts, axis=axis, output=output)
+
+    def unsqueeze(self, data: str, axis: int) -> str:
+        """Puts in what gives a tensor an axis of the size 1."""
+        if self.opset < _FIRST_OPSET_WITH_INPUT["Unsqueeze"]:
+            return self.emit("Unsqueeze", data, axes=[axis])
+        return self.emit("Unsqueeze", data, self.constant([axis], np.int64))
 
     def reduce(self, op_type: str, data: str, axes: list[int], output: str | None = None) -> str:
         """Puts in a reduction over some axes, which keep the size 1."""

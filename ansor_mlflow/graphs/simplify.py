@@ -12,6 +12,7 @@ from onnx import helper, numpy_helper, version_converter
 
 from ansor_mlflow.errors import UserInputError, one_line
 from ansor_mlflow.files import scratch_directory
+from ansor_mlflow.graphs.operators import write_out_loops
 from ansor_mlflow.graphs.types import types_as_before
 from ansor_mlflow.graphs.walk import (
     attributes_of,
@@ -107,11 +108,11 @@ def raise_opset(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def simplify(model: onnx.ModelProto, called: str) -> onnx.ModelProto:
-    """A copy of a model with static inputs, without what follows from their shapes."""
+    """A copy of a model with static inputs, without what follows from their shapes; known steps are written out."""
     simple, weights = without_weights(model)  # they need not pass through a file
     for _ in range(_MAX_ROUNDS):
         num_nodes = len(simple.graph.node)
-        simple = _optimized(simple, called)
+        simple = write_out_loops(_optimized(simple, called))
         if len(simple.graph.node) == num_nodes:
             break
     graph = simple.graph

@@ -7,7 +7,7 @@ message is gone. So weights are never copied with the graph that they are left o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import onnx
@@ -66,6 +66,26 @@ def inputs_of(node: onnx.NodeProto) -> Iterator[str]:
     yield from node.input
     for branch in branches_of(node):
         yield from uses(branch)
+
+
+def rename(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
+    """Renames the tensors of a node, and those that its branches take from outside."""
+    for tensors in (node.input, node.output):
+        tensors[:] = [names.get(name, name) for name in tensors]
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            own = set(own_names(attribute.g))
+            from_outside = {name: other for name, other in names.items() if name not in own}
+            for inner in attribute.g.node:
+                rename(inner, from_outside)
+            for output in attribute.g.output:
+                output.name = from_outside.get(output.name, output.name)
+
+
+def own_names(graph: onnx.GraphProto) -> Iterator[str]:
+    """The tensors of a branch that do not come from outside."""
+    yield from (value.name for value in (*graph.input, *graph.initializer))
+    yield from (name for node in graph.node for name in node.output if name)
 
 
 def input_of(node: onnx.NodeProto, position: int) -> str:

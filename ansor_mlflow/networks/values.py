@@ -6,7 +6,7 @@ ONNX Runtime takes them, too, and may crash over it where a branch holds others 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from ansor_mlflow.errors import UserInputError, shortened
+from ansor_mlflow.graphs import own_names, rename
 from ansor_mlflow.tensors import Arrays, TensorSpec
 
 _MAX_ANCESTORS = 64
@@ -55,38 +56,18 @@ def _inlined(model: onnx.ModelProto, node: onnx.NodeProto, branch: onnx.GraphPro
     """The nodes of a branch with names that are its own, and what hands its outputs over; its weights go to `model`."""
     inner = onnx.GraphProto()
     inner.CopyFrom(branch)
-    names = {name: f"{node.output[0]}/{name}" for name in _own_names(inner)}
+    names = {name: f"{node.output[0]}/{name}" for name in own_names(inner)}
     for weight in inner.initializer:
         weight.name = names[weight.name]
     _add_weights(model, inner.initializer)
     for inner_node in inner.node:
-        _rename(inner_node, names)
+        rename(inner_node, names)
     identities = (
         helper.make_node("Identity", [names.get(value.name, value.name)], [output], name=f"{node.name}/{output}")
         for value, output in zip(inner.output, node.output, strict=True)
         if output
     )
     return [*inner.node, *identities]
-
-
-def _rename(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
-    """Renames the tensors of a node, and those that its branches take from outside."""
-    for tensors in (node.input, node.output):
-        tensors[:] = [names.get(name, name) for name in tensors]
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            own = set(_own_names(attribute.g))
-            from_outside = {name: other for name, other in names.items() if name not in own}
-            for inner in attribute.g.node:
-                _rename(inner, from_outside)
-            for output in attribute.g.output:
-                output.name = from_outside.get(output.name, output.name)
-
-
-def _own_names(graph: onnx.GraphProto) -> Iterator[str]:
-    """The tensors of a branch that do not come from outside."""
-    yield from (value.name for value in (*graph.input, *graph.initializer))
-    yield from (name for node in graph.node for name in node.output if name)
 
 
 def _known_value(

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from helpers.fake_tuning import tune
+from helpers.fakes import FakeRunner
 
 from ansor_mlflow.device import resolve_target
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.processes import Outcome, WorkerPool, start_fork_server
-from ansor_mlflow.testing import FakeRunner
 from ansor_mlflow.workers import RunJob
 
 HOUR_S = 3600

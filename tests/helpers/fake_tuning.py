@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from helpers.fakes import FakeBuilder, FakeRunner
+
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.processes import Outcome
 from ansor_mlflow.records import RECORD_FILE, Journal, RecordLog, read_durations, read_journal
-from ansor_mlflow.testing import FakeBuilder, FakeRunner
 from ansor_mlflow.trials import Trial, TuningPlan, TuningResult, TuningRound
 from ansor_mlflow.tuning import resolve_num_trials
 from ansor_mlflow.tuning.engine import Tuner

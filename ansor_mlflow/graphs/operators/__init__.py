@@ -16,6 +16,7 @@ from ansor_mlflow.graphs.operators import (
     convolution,
     elementwise,
     indexing,
+    loops,
     normalization,
     quantized,
     recurrent,
@@ -56,6 +57,11 @@ def keep_bytes(model: onnx.ModelProto) -> onnx.ModelProto:
     To be called before constants are folded, which makes floats of weights of 8 bits.
     """
     return rewrite(rewrite(model, quantized.PRODUCTS), quantized.STEPS)
+
+
+def write_out_loops(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A model with the nodes of all steps in the place of a loop whose number of steps is known."""
+    return rewrite(model, loops.REWRITINGS)
 
 
 def fallback_reasons(model: onnx.ModelProto) -> dict[int, str]:

@@ -148,6 +148,16 @@ def _is_shifted(node: onnx.NodeProto, graph: GraphEditor) -> bool:
     return bool(attributes_of(node).get("coordinate_transformation_mode", counting) == "half_pixel")
 
 
+def _reverse_sequence(node: onnx.NodeProto, graph: GraphEditor) -> None:
+    """Steps in another order, where the sequences of a batch are equally long."""
+    axis, lengths = attributes_of(node).get("time_axis", 0), graph.value(node.input[1])
+    num_steps, length = graph.shape(node.input[0])[axis], int(lengths[0])
+    if (lengths != length).any():
+        raise Unchanged
+    order = graph.constant([*range(length)[::-1], *range(length, num_steps)], np.int64)
+    graph.emit("Gather", node.input[0], order, axis=axis, output=node.output[0])
+
+
 def _tile(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """TVM's function takes remainders by three axes at once; with AVX-512, some of its elements are wrong."""
     data, repeats, shape = node.input[0], graph.value(node.input[1]), graph.shape(node.input[0])
@@ -183,6 +193,7 @@ REWRITINGS: Rewritings = {
     ("", "OneHot"): _one_hot,
     ("", "ReduceMean"): _mean,
     ("", "ReduceSum"): _sum_in_stages,
+    ("", "ReverseSequence"): _reverse_sequence,
     ("", "RoiAlign"): _roi_align,
     ("", "ScatterElements"): _scatter_elements,
     ("", "Split"): _split,

@@ -27,8 +27,6 @@ _ACTIVATIONS = {
     "RNN": ["Tanh"],
 }
 _KNOWN_ACTIVATIONS = {"Relu", "Sigmoid", "Tanh"}
-_MAX_CONCAT = 8
-"""Tensors that TVM joins at once: it asks for each element where it comes from, one tensor after the other."""
 _WEIGHTS, _RECURRENT, _BIAS, _LENGTHS, _INITIAL_H, _INITIAL_C, _PEEPHOLES = 1, 2, 3, 4, 5, 6, 7
 _SCALES, _ZERO_POINTS = (8, 10), (9, 11)
 """Positions of the inputs; the last ones are those of ONNX Runtime's DynamicQuantizeLSTM."""
@@ -84,10 +82,7 @@ def _unroll(node: onnx.NodeProto, graph: GraphEditor) -> None:
     for index, (reverse, activations) in enumerate(zip(reverses_of(node), activations_of(node), strict=True)):
         cell = _Cell(node, graph, index, batch, activations)
         outputs, h, c = cell.run(flat, steps, reverse=reverse)
-        while len(outputs) > 1:
-            groups = [outputs[start : start + _MAX_CONCAT] for start in range(0, len(outputs), _MAX_CONCAT)]
-            outputs = [group[0] if len(group) == 1 else graph.emit("Concat", *group, axis=0) for group in groups]
-        sequences.append(graph.reshape(outputs[0], (steps, 1, batch, cell.units)))
+        sequences.append(graph.reshape(graph.join(outputs, 0), (steps, 1, batch, cell.units)))
         last_hs.append(h)
         last_cs.append(c)
     units, num = cell.units, len(sequences)
