@@ -13,6 +13,7 @@ from ansor_mlflow.measuring.checking import (
     is_finite,
     outputs_of,
     require_broken_stays_broken,
+    says_nothing,
     tolerance_for,
     what_to_do,
 )

@@ -29,6 +29,7 @@ from ansor_mlflow.measuring import (
     outputs_of,
     random_operators,
     require_broken_stays_broken,
+    says_nothing,
     seeded_examples,
     seeded_inputs,
     time_parts,
@@ -141,7 +142,11 @@ def why_wrong(compiled: CompiledNetwork, *, share: float = 1.0) -> str:
         computed = compute([examples[place] for place in known])
         pairs = zip(known, computed, strict=True)
         errors = {place: compare_outputs(outputs, expected[place]).max_rel_error for place, outputs in pairs}
-        for kind, factor in ((range(len(seeded)), 1.0), (range(len(seeded), len(examples)), _TYPICAL)):
+        typical = range(len(seeded), len(examples))
+        for place in typical:
+            if place in errors and says_nothing(errors[place], network, threads, examples[place]):
+                del errors[place]
+        for kind, factor in ((range(len(seeded)), 1.0), (typical, _TYPICAL)):
             tried = [examples[place] for place in kind if place in errors]
             error = max((errors[place] for place in kind if place in errors), default=0.0)
             tolerance = factor * share
