@@ -15,6 +15,7 @@ from helpers.untuned import compiled_untuned
 from onnx import TensorProto, helper, numpy_helper
 
 from ansor_mlflow import flavor
+from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.graphs import value_infos
 from ansor_mlflow.graphs.partition import partition
 from ansor_mlflow.lowering import LoweredNetwork, lower_sizes
@@ -45,7 +46,7 @@ def make(
     constants: Mapping[str, np.ndarray] = WEIGHTS,
     inputs: tuple[onnx.ValueInfoProto, ...] = (tensor("x", [16, 64]),),
 ) -> onnx.ModelProto:
-    weights = [numpy_helper.from_array(array, name) for name, array in constants.items()]
+    weights = [numpy_helper.from_array(np.asarray(array), name) for name, array in constants.items()]
     graph = helper.make_graph(nodes, "main_graph", list(inputs), outputs, weights)
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid("ai.onnx.ml", 3)]
     return helper.make_model(graph, ir_version=8, opset_imports=opsets)
@@ -215,3 +216,26 @@ def test_a_network_behind_features_of_scikit_learn(op_type: str, host_target: Ta
     lowered = assert_runs(model, host_target, tmp_path)
     assert stays(lowered) == {op_type: "an operator of ai.onnx.ml"}
     assert lowered.parts[-1].graph.operators == {"MatMul": 1, "Relu": 1}
+
+
+def test_inputs_that_onnxruntimes_part_refuses_are_named(host_target: Target, tmp_path: Path) -> None:
+    """A reshape to as many elements as are found in some inputs only, such as boxes above a score."""
+    nodes = [
+        node("MatMul", ["x", "w"], ["a"]),
+        node("Greater", ["a", "nothing"], ["is_positive"]),
+        node("NonZero", ["is_positive"], ["places"]),
+        node("Reshape", ["places", "all"], ["p"]),
+        node("Cast", ["p"], ["c"], to=FLOAT),
+        node("ReduceMean", ["c"], ["m"], keepdims=0),
+        node("Add", ["a", "m"], ["b"]),
+        node("MatMul", ["b", "w"], ["y"]),
+    ]
+    constants = {"w": np.abs(WEIGHTS["w"]), "nothing": np.float32(0), "all": np.array([2, 16 * 64])}
+    onnx.save(make(nodes, [tensor("y", ["n", 64])], constants), tmp_path / "network.onnx")
+    network = load_network(str(tmp_path / "network.onnx"))
+    lowered = lower(network.model, host_target)
+    flavor.save_model(compiled_untuned(network, lowered, host_target, tmp_path), str(tmp_path / "model"))
+    loaded = flavor.load_model(str(tmp_path / "model"))
+    loaded.run({"x": np.ones((16, 64), np.float32)})
+    with pytest.raises(UserInputError, match=r"ONNX Runtime cannot compute its part of the network: .*Reshape"):
+        loaded.run({"x": np.zeros((16, 64), np.float32)})

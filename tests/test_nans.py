@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 
 from ansor_mlflow.codegen import pass_config, tir_pipeline
 from ansor_mlflow.device.targets import resolve_target
-from ansor_mlflow.errors import CorrectnessError
+from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.measuring.checking import broken, require_broken_stays_broken, swallowing
 from ansor_mlflow.networks.graph import GraphBuilder
@@ -255,6 +255,15 @@ def test_a_model_that_makes_numbers_of_nan_is_refused_or_warned_of(
     else:
         check(0)
         assert "the network has MaxPool" in caplog.text
+
+
+def test_a_model_that_refuses_nan_is_not_refused(tmp_path: Path) -> None:
+    def refuse(_: object) -> list[dict[str, np.ndarray]]:
+        raise UserInputError("ONNX Runtime cannot compute its part of the network")
+
+    inputs = {"x": np.ones((2, 3), np.float32)}
+    onnx.save(one_operator("Relu", inputs), tmp_path / "network.onnx")
+    require_broken_stays_broken(refuse, tmp_path / "network.onnx", 1, inputs)
 
 
 ROOT = Path(__file__).parent.parent

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from ansor_mlflow.errors import UserInputError, one_line
 from ansor_mlflow.names import part_file
 from ansor_mlflow.tensors import NetworkShapes, TensorSpec
 
@@ -184,7 +185,14 @@ class PartRunner:
 
     def _run_session(self, session: Any, part: PartEntry) -> None:
         arrays = {name: as_array(self._values[name]) for name in part.inputs}
-        self._values.update(zip(part.outputs, session.run(part.outputs, arrays), strict=True))
+        try:
+            results = session.run(part.outputs, arrays)
+        except Exception as err:  # runtimes have error classes without a common base
+            raise UserInputError(
+                f"{RUNTIME_TITLES[part.runs_in]} cannot compute its part of the network: {one_line(err)}; give other "
+                "inputs"
+            ) from err
+        self._values.update(zip(part.outputs, results, strict=True))
 
     def _tensor(self, name: str) -> Any:
         value = self._values[name]
