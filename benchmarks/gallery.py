@@ -86,6 +86,8 @@ class Row:
 @click.option("--python", default=sys.executable, help="Interpreter that has the packages the models come from.")
 @click.option("--check/--no-check", default=True, help="Whether to compile and compare what was planned.")
 @click.option("--trials", type=int, help="Trials of a tuning, whose model is timed; without them there is none.")
+@click.option("--turns", default=2, help="How often each model and each of its rivals is timed.")
+@click.option("--runtimes", default="tvm,onnxruntime", help="What may compute a tuned model.")
 @click.option("--limit-s", default=300.0, help="Seconds that a plan or a check may take.")
 @click.option("--plan-s", default=20.0, help="Seconds that a plan may take before it counts as slow.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for all figures.")
@@ -98,6 +100,8 @@ def main(
     python: str,
     check: bool,
     trials: int | None,
+    turns: int,
+    runtimes: str,
     limit_s: float,
     plan_s: float,
     json_file: Path | None,
@@ -111,11 +115,12 @@ def main(
         subprocess.run([python, str(_HERE / "gallery_export.py"), str(models), *chosen], check=False)
     rows = _read(json_file) if goes_on and json_file is not None and json_file.exists() else []
     known = {row.name for row in rows}
+    tuning = [] if trials is None else ["--trials", str(trials), "--turns", str(turns), "--runtimes", runtimes]
     with tempfile.TemporaryDirectory(prefix="gallery-") as scratch:
         for file in _in_order(models.glob("*.onnx"), chosen):
             if file.stem in known:
                 continue
-            rows.append(_row(file, check, trials, limit_s, Path(scratch, "mlflow.db")))
+            rows.append(_row(file, check, tuning, limit_s, Path(scratch, "mlflow.db")))
             console.print(_line(rows[-1]), markup=False, highlight=False, soft_wrap=True)
             rows.sort(key=lambda row: _place(row.name))
             if json_file is not None:
@@ -150,7 +155,8 @@ def _read(json_file: Path) -> list[Row]:
     ]
 
 
-def _row(file: Path, check: bool, trials: int | None, limit_s: float, store: Path) -> Row:
+def _row(file: Path, check: bool, tuning: Sequence[str], limit_s: float, store: Path) -> Row:
+    """What is found about a model; without options of a tuning there is none."""
     about_file = file.with_suffix(".json")
     about = json.loads(about_file.read_text()) if about_file.exists() else {}
     parameters = {name: about[name] for name in _PARAMETERS if about.get(name)}
@@ -166,8 +172,8 @@ def _row(file: Path, check: bool, trials: int | None, limit_s: float, store: Pat
         child = [sys.executable, str(_HERE / "gallery_check.py"), str(file.resolve())]
         child += ["--parameters", json.dumps(parameters)]
         checked = run_child(child, folder, limit_s) if check else None
-        tuning = [*child, "--trials", str(trials), "--store", str(store), "--rivals", _RIVALS]
-        tuned = run_child(tuning, folder, _TUNING_S) if trials is not None else None
+        timing = [*child, *tuning, "--store", str(store), "--rivals", _RIVALS]
+        tuned = run_child(timing, folder, _TUNING_S) if tuning else None
     return Row(
         name=file.stem,
         family=about.get("family", "others"),
