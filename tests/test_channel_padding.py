@@ -32,6 +32,10 @@ class Graph:
         self.weights.append(numpy_helper.from_array(values, name))
         return name
 
+    def integers(self, name: str, *values: int) -> str:
+        self.weights.append(numpy_helper.from_array(np.array(values), name))
+        return name
+
     def node(self, op_type: str, name: str, *inputs: str, **attributes: object) -> str:
         self.nodes.append(helper.make_node(op_type, inputs, [name], name=name, **attributes))
         return name
@@ -151,6 +155,24 @@ def test_matrix_products_of_any_rank_are_padded() -> None:
     hidden = graph.node("MatMul", "hidden", "data", graph.constant("w0", 3, 5))
     graph.node("MatMul", "last", graph.node("Tanh", "tanh", hidden), graph.constant("w1", 5, 8))
     assert_padded(graph.model("last"), 0, hidden=(3, 8), last=(8, 8))
+
+
+def attention(num_rows: int, num_tokens: int) -> onnx.ModelProto:
+    graph = Graph((3, num_tokens, 32))
+    ranges = {"start": 0, "end": num_rows, "axis": 1}
+    rows = graph.node("Slice", "rows", "data", *(graph.integers(*item) for item in ranges.items()))
+    scores = graph.node("MatMul", "scores", rows, graph.node("Transpose", "keys", "data", perm=[0, 2, 1]))
+    shares = graph.node("Softmax", "shares", graph.node("Mul", "scaled", scores, graph.constant("scale")), axis=-1)
+    return graph.model(graph.node("MatMul", "sums", shares, "data"))
+
+
+def test_a_column_for_each_token_is_padded() -> None:
+    (layer,) = layers_to_pad(attention(197, 197), LANES)
+    assert (layer.name, layer.channels, layer.padded_channels) == ("scores", 197, 208)
+    padded = assert_padded(attention(13, 13), 2)  # one of them is of the rows
+    assert Counter(node.op_type for node in padded.graph.node)["Pad"] == 1
+    for num_rows, num_tokens in ((7, 197), (64, 192)):  # a copy of all keys would take as long
+        assert not layers_to_pad(attention(num_rows, num_tokens), LANES)
 
 
 def test_what_needs_the_true_channels_gets_them() -> None:

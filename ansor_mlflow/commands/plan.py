@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,7 +118,7 @@ def plan_tuning(options: PlanOptions) -> Plan:
         notes=(
             *(f"{clause}." for clause in fallback_clauses(parts)),
             *([_coverage_note(tasks)] if has_records and tasks else []),
-            *(_padding_note(layer, network.is_padded) for layer in network.lowered.hard_to_tile),
+            *_padding_notes(network.lowered.hard_to_tile, network.is_padded),
         ),
     )
 
@@ -175,12 +176,18 @@ def _flops_of_layers(tasks: Iterable[TaskInfo]) -> dict[str, float]:
     return flops
 
 
-def _padding_note(layer: PaddedLayer, is_padded: bool) -> str:
+def _padding_notes(layers: Iterable[PaddedLayer], is_padded: bool) -> Iterator[str]:
+    """What is said of layers that cannot be tiled, once for each number of channels."""
     action = "it is computed with" if is_padded else "pad_channels=auto computes it with"
-    return (
-        f"{layer.name} has {layer.channels} output channels, which no wide vector divides; {action} "
-        f"{layer.padded_channels}, which halved the time of such a layer in a measurement (docs/networks.md)."
-    )
+    names = defaultdict[tuple[int, int], list[str]](list)
+    for layer in layers:
+        names[layer.channels, layer.padded_channels].append(layer.name)
+    for (channels, padded), (first, *others) in names.items():
+        who = f"{first} and {len(others)} more have" if others else f"{first} has"
+        yield (
+            f"{who} {channels} output channels, which no wide vector divides; {action} {padded}, which halved the time "
+            "of such a layer in a measurement (docs/networks.md)."
+        )
 
 
 def _coverage_note(tasks: Sequence[PlannedTask]) -> str:

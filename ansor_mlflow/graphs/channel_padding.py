@@ -1,7 +1,8 @@
-"""Pads layers whose number of channels cannot be tiled well.
+"""Pads layers whose number of channels cannot be tiled well, and products with as many columns.
 
 Vectors are powers of two that divide the channels. 386 channels are 2 × 193, so that a vector has 2 of them, where 384
-are 24 vectors of 16. A few channels more, filled with zeros, cost less.
+are 24 vectors of 16. A few channels more, filled with zeros, cost less. The scores of an attention have a column for
+each token, which are often a square and one more, such as 197.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ _MIN_GAIN = 2.0
 """Predicted speedup above which a layer is padded: the prediction is optimistic."""
 _MAX_GROWTH = 1.25
 """Largest number of padded channels over true channels."""
+_MIN_ROWS, _MIN_TERMS = 8, 16
+"""Rows and terms of a product for which the copies of its second factor, and of itself, cost little."""
 
 _LAYERS = {"Conv", "Gemm", "MatMul"}
 _POOLS = {"AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool"}
@@ -42,11 +45,15 @@ class PaddedLayer:
 def layers_to_pad(model: onnx.ModelProto, lanes: int) -> list[PaddedLayer]:
     """The layers that `pad_output_channels` would pad for vectors of so many elements, in the order of the graph."""
     constants = {initializer.name: initializer for initializer in model.graph.initializer}
-    return [
-        PaddedLayer(node.name or node.output[0], layer.channels, padded)
+    graph = GraphEditor(model)
+    sizes = [
+        (node, layer.channels if (layer := _layer(node, constants)) is not None else _columns(node, graph))
         for node in model.graph.node
-        if (layer := _layer(node, constants)) is not None
-        and (padded := best_padding(layer.channels, lanes)) != layer.channels
+    ]
+    return [
+        PaddedLayer(node.name or node.output[0], size, padded)
+        for node, size in sizes
+        if size and (padded := best_padding(size, lanes)) != size
     ]
 
 
@@ -63,11 +70,11 @@ def best_padding(channels: int, lanes: int) -> int:
 
 
 def pad_output_channels(model: onnx.ModelProto, padding: Callable[[int], int]) -> onnx.ModelProto:
-    """A copy of the model with more output channels in its convolutions and dense layers.
+    """A copy of the model with more output channels in its convolutions, dense layers and products of tensors.
 
     What follows a padded layer and treats channels alike (activations, pooling, sums) works on the padded tensor, and a
     next layer takes it as it is, with zeros among its weights. Everything else gets the true channels by a `Slice`.
-    Grouped convolutions are left alone, as are layers whose weights are no initializers. `padding` takes a number of
+    Grouped convolutions are left alone, as are those whose weights are no initializers. `padding` takes a number of
     output channels, and returns how many to compute.
     """
     padder = _Padder({initializer.name: initializer for initializer in model.graph.initializer}, padding)
@@ -117,6 +124,16 @@ def _layer(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto]) -> _Wei
     return layer if bias is None or list(bias.dims) == [layer.channels] else None
 
 
+def _columns(node: onnx.NodeProto, graph: GraphEditor) -> int:
+    """Columns of a product whose second factor is computed; 0 where it is none that can be padded."""
+    if node.op_type != "MatMul" or graph.is_constant(node.input[1]):
+        return 0
+    first, second = map(graph.find_shape, node.input)
+    if first is None or second is None or min(len(first), len(second)) < 2:
+        return 0
+    return second[-1] if first[-2] >= _MIN_ROWS and first[-1] >= _MIN_TERMS else 0
+
+
 class _Padder:
     """Rewrites nodes one after the other, and keeps in mind which tensors are there padded."""
 
@@ -128,7 +145,10 @@ class _Padder:
     def pad(self, node: onnx.NodeProto, graph: GraphEditor) -> None:
         """Puts in a node on padded tensors; a `Slice` after it gives the tensor of the old name."""
         name, attributes = node.output[0], attributes_of(node)
-        if (layer := _layer(node, self._constants)) is None:
+        if columns := _columns(node, graph):
+            padding = _Padding(-1, columns, self._padding(columns))
+            inputs = [node.input[0], self._pad_columns(node.input[1], padding, graph)]
+        elif (layer := _layer(node, self._constants)) is None:
             padding = self._common_padding(node)
             inputs = [self._padded_input(each, padding, graph) for each in node.input]
         else:
@@ -156,6 +176,14 @@ class _Padder:
         if layer.bias is not None:
             inputs[2] = graph.constant(_grown(graph.value(node.input[2]), 0, after.padded_channels))
         return inputs
+
+    def _pad_columns(self, name: str, padding: _Padding, graph: GraphEditor) -> str:
+        """A tensor with zeros at the end of its last axis."""
+        if padding.padded_channels == padding.channels:
+            raise Unchanged
+        before = [0] * len(graph.shape(name))
+        after = [*before[1:], padding.padded_channels - padding.channels]
+        return graph.emit("Pad", name, graph.constant(before + after, np.int64))
 
     def _common_padding(self, node: onnx.NodeProto) -> _Padding:
         """How all inputs of a node are padded, if it can work on them so."""
