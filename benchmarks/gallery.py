@@ -125,11 +125,8 @@ def main(
             rows.sort(key=lambda row: _place(row.name))
             if json_file is not None:
                 json_file.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-            if page is not None:
-                _write_csv(rows, page.with_suffix(".csv"))
-                page.write_text(_page(rows, page.with_suffix(".csv")))
-    if page is not None and read_speeds(page.with_suffix(".csv")).models:
-        write_chart(page.with_suffix(".csv"), page.with_name("images") / f"{page.stem}.png")
+    if page is not None:
+        _write_page(rows, page)
     console.print(_summary(rows), markup=False)
     if failures := list(_failures(rows, check or trials is not None, plan_s)):
         raise click.ClickException("; ".join(failures))
@@ -234,7 +231,7 @@ to ONNX Runtime. {summary}
 {lines}
 
 [The table](gallery.csv) has a line for each model: the largest difference from ONNX Runtime over its largest value, who
-computes it, and the latencies, in turns, after {trials} trials. Ratios below 1 are faster. `python
+computes it, and the latencies, in turns, after {trials} trials. `python
 benchmarks/gallery.py` writes all of it: [notes](../benchmarks/README.md).
 """
 
@@ -271,6 +268,15 @@ def _write_csv(rows: Sequence[Row], path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerows([_HEAD, *map(_cells, rows)])
+
+
+def _write_page(rows: Sequence[Row], page: Path) -> None:
+    """Writes the page, and beside it its table and its chart, if a model was timed."""
+    table = page.with_suffix(".csv")
+    _write_csv(rows, table)
+    page.write_text(_page(rows, table))
+    if read_speeds(table).models:
+        write_chart(table, page.with_name("images") / f"{page.stem}.png")
 
 
 def _page(rows: Sequence[Row], table: Path) -> str:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 DIGEST = "csv_sha256"
 """Key of the digest in the picture's text."""
+_RIVAL = "the better of ONNX Runtime and OpenVINO"
 _TICKS = (0.25, 0.5, 1, 2, 4, 8)
 _NUM_NAMED = 4  # models at either end whose names are written
 
@@ -40,14 +41,13 @@ class Speeds(NamedTuple):
     models: list[Speed]
     called: str
     """What they are: models, or files."""
-    rival: str
 
     @property
     def caption(self) -> str:
         """What the chart shows, in a sentence."""
         num_faster = sum(speed.ratio > 1 for speed in self.models)
         return (
-            f"{num_faster} of {len(self.models)} {self.called} are faster than {self.rival} on the same CPU: "
+            f"{num_faster} of {len(self.models)} {self.called} are faster than {_RIVAL} on the same CPU: "
             f"from {self.models[0].ratio:.2f} to {self.models[-1].ratio:.2f} times its speed."
         )
 
@@ -56,17 +56,12 @@ def read_speeds(table: Path) -> Speeds:
     """Reads a table."""
     with table.open(newline="") as file:
         timed = [row for row in csv.DictReader(file) if row["ratio"]]
-    if timed and "best_rival" in timed[0]:
-        found = [
-            Speed(float(row[f"{row['best_rival']}_ms"]) / float(row["ms"]), row.get("model") or Path(row["file"]).stem)
-            for row in timed
-        ]
-        called = "models" if "model" in timed[0] else "files"
-        rival = "the better of ONNX Runtime and OpenVINO"
-    else:
-        found = [Speed(float(row["onnxruntime_ms"]) / float(row["latency_ms"]), row["model"]) for row in timed]
-        called, rival = "models", "ONNX Runtime"
-    return Speeds(sorted(found, key=lambda speed: -speed.ratio), called, rival)
+    found = [
+        Speed(float(row[f"{row['best_rival']}_ms"]) / float(row["ms"]), row.get("model") or Path(row["file"]).stem)
+        for row in timed
+    ]
+    called = "models" if timed and "model" in timed[0] else "files"
+    return Speeds(sorted(found, key=lambda speed: -speed.ratio), called)
 
 
 def digest_of(table: Path) -> str:
@@ -98,7 +93,7 @@ def draw(speeds: Speeds) -> Figure:
     axes.set_xlim(-1.5, len(models) + 0.5)
     axes.set_xticks([])
     axes.axhline(1, color="black", linewidth=1)
-    axes.set_ylabel(f"speed over {speeds.rival}")
+    axes.set_ylabel(f"speed over {_RIVAL}")
     axes.set_xlabel(f"{len(models)} {speeds.called} on the same CPU, sorted")
     axes.grid(visible=True, axis="y", alpha=0.3)
     axes.set_axisbelow(True)
