@@ -111,6 +111,16 @@ def test_others_stay(case: str, old: str, new: str) -> None:
     assert operators_of(model_of(text))["Loop"] == (new != "end = {-9}")
 
 
+def test_a_counter_that_grows_is_left_alone() -> None:
+    """A hostile file may double it in each step."""
+    text = """
+        n, y = Loop (hundred, yes, row, first) <body = step (int64 i, bool go, int64[m] n, float[1, 8] s)
+            => (bool goes, int64[k] doubled, float[1, 8] t) <int64 end = {99999999999}> {
+            doubled = Concat <axis = 0> (n, n)  size = Size (doubled)  goes = Less (size, end)  t = Tanh (s) }>
+        all = Identity (y)"""
+    assert operators_of(model_of(text))["Loop"] == 1
+
+
 @pytest.mark.parametrize(("lengths", "is_known"), [([5, 5, 5], True), ([3, 3, 3], True), ([1, 2, 3], False)])
 def test_sequences_of_one_length_are_reversed(lengths: list[int], is_known: bool, host_target: Target) -> None:
     model = parser.parse_model(f"""

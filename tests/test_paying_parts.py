@@ -229,7 +229,7 @@ def test_a_library_that_is_wrong_is_known(slow: tuple[CompiledNetwork, Network],
     assert why_wrong(left) == ""
 
 
-def test_inputs_of_which_no_runtime_keeps_a_digit_say_nothing(host_target: Target, tmp_path: Path) -> None:
+def test_inputs_of_which_no_runtime_keeps_two_digits_say_nothing(host_target: Target, tmp_path: Path) -> None:
     """Bytes of an image, in a network that is made for noise: ONNX Runtime's own outputs depend on the last bit."""
     builder = GraphBuilder(seed=0)
     product = builder.dense("dense", builder.input("x", (4, 64)), units=64, in_units=64)

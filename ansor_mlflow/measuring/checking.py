@@ -37,8 +37,8 @@ _NUM_MOVED = 4
 """How often the last digits of the inputs are drawn: what nearly cancels out depends on them."""
 _MOST_SENSITIVE = 10.0
 """How many times the tolerance the error may be at most, however sensitive a network is."""
-_NO_DIGITS = 1e-2
-"""Error from which two runtimes have no digit of the largest output in common."""
+_FEW_DIGITS = 1e-2
+"""Error from which two runs have fewer than two digits of the largest output in common."""
 _SMALLEST_SCALE = 1e-2
 """Errors of smaller outputs are relative to this. Networks compute with values around 1, and what comes of those is off
 by some units of their last place, however small it is: sigmoid(-14.3) is 6.00e-7, or 5.66e-7 and 6.26e-7 in two kernels
@@ -168,11 +168,11 @@ def allowed_error(
 
 
 def says_nothing(error: float, network: Path, num_threads: int, inputs: Arrays) -> bool:
-    """Whether an error on some inputs is one of the inputs: ONNX Runtime itself gives no digit of the outputs twice.
+    """Whether an error on some inputs is one of the inputs: ONNX Runtime itself does not give two digits twice.
 
     Values far beyond those that a network is made for may grow from layer to layer until only rounding is left.
     """
-    return error > _NO_DIGITS and _sensitivity(network, num_threads, [inputs]) > _NO_DIGITS
+    return error > _FEW_DIGITS and _sensitivity(network, num_threads, [inputs]) > _FEW_DIGITS
 
 
 def _sensitivity(network: Path, num_threads: int, examples: Sequence[Arrays]) -> float:

@@ -151,9 +151,9 @@ def _is_shifted(node: onnx.NodeProto, graph: GraphEditor) -> bool:
 def _reverse_sequence(node: onnx.NodeProto, graph: GraphEditor) -> None:
     """Steps in another order, where the sequences of a batch are equally long."""
     axis, lengths = attributes_of(node).get("time_axis", 0), graph.value(node.input[1])
-    num_steps, length = graph.shape(node.input[0])[axis], int(lengths[0])
-    if (lengths != length).any():
+    if not lengths.size or (lengths != lengths[0]).any():
         raise Unchanged
+    num_steps, length = graph.shape(node.input[0])[axis], int(lengths[0])
     order = graph.constant([*range(length)[::-1], *range(length, num_steps)], np.int64)
     graph.emit("Gather", node.input[0], order, axis=axis, output=node.output[0])
 

@@ -15,11 +15,11 @@ from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
 from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, Unchanged
-from ansor_mlflow.graphs.walk import attributes_of, inputs_of, nodes_of
+from ansor_mlflow.graphs.walk import MAX_SHAPE_ELEMENTS, attributes_of, input_of, inputs_of, nodes_of
 from ansor_mlflow.tensors import Arrays
 
 _MAX_NODES = 2048
-"""Nodes of all steps together: what takes TVM about a minute."""
+"""Nodes of all steps together: a network of nearly as many takes TVM forty seconds."""
 _MAX_CONDITION = 64
 """Nodes of a step from which the next one follows; more of them are no counter."""
 
@@ -85,7 +85,7 @@ def _write_out(
 
 def _count_steps(node: onnx.NodeProto, body: onnx.GraphProto, graph: GraphEditor) -> int:
     """Steps of a Loop: as many as it may have, or until its condition is false, where that follows from constants."""
-    most, condition, *states = node.input
+    most, condition, states = input_of(node, 0), input_of(node, 1), node.input[2:]
     limit = int(graph.value(most).item()) if most else _MAX_NODES
     counter = _Counter(body, graph)
     values = {name: graph.value(states[place]) for place, name in enumerate(counter.states) if name in counter.needed}
@@ -93,7 +93,8 @@ def _count_steps(node: onnx.NodeProto, body: onnx.GraphProto, graph: GraphEditor
     while goes_on and steps < limit:
         goes_on, values = counter.step(steps, values)
         steps += 1
-        if steps * len(body.node) > _MAX_NODES:
+        is_large = any(value.size > MAX_SHAPE_ELEMENTS for value in values.values())
+        if steps * max(1, len(body.node)) > _MAX_NODES or is_large:
             raise Unchanged
     return steps
 
