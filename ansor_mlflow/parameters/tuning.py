@@ -82,8 +82,8 @@ class NetworkOptions(SeedOptions):
         batch_size: Batch size of a built-in network, and of a file whose batch is dynamic; 1 leaves others as they are.
         layout: Layout of convolutions: channels last or first; auto is last.
         dtype: Type that float32 values are computed in; inputs and outputs keep theirs.
-        pad_channels: Number that the output channels of convolutions and dense layers are padded to a multiple of; auto
-            pads where it pays.
+        pad_channels: Number that the output channels of convolutions, dense layers and products are padded to a
+            multiple of; auto pads where it pays.
         partition: Whether what TVM cannot compute stays with ONNX Runtime (auto), or is an error (off).
         algorithm: How convolutions with stride 1 are computed: as they are defined (direct), by Winograd's algorithm,
             or as measurements say is faster (auto).
