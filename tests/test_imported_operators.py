@@ -121,6 +121,27 @@ def test_rows_are_scattered(host_target: Target, reduction: str, width: int) -> 
     assert "scatter_rows" in str(lowered.mod)
 
 
+@pytest.mark.parametrize("marked", [[0, 1, 0, 0, 1, 1], [0] * 6, [0, 0, 0, 1, 0, 0]])
+def test_as_many_rows_are_scattered_as_values_say(marked: list[int]) -> None:
+    """As a detector puts the regions of each level of a pyramid into their places, in ONNX Runtime."""
+    nodes = [
+        helper.make_node("NonZero", ["marked"], ["found"]),
+        helper.make_node("Reshape", ["found", "column"], ["places"]),
+        helper.make_node("Gather", ["rows", "found"], ["gathered"], axis=0),
+        helper.make_node("Squeeze", ["gathered", "first"], ["updates"]),
+        helper.make_node("Shape", ["updates"], ["shape"]),
+        helper.make_node("Expand", ["places", "shape"], ["indices"]),
+        helper.make_node("ScatterElements", ["x", "indices", "updates"], ["y"], axis=0),
+    ]
+    inputs = [tensor("marked", (6,), TensorProto.INT64), tensor("rows", (6, 2, 3)), tensor("x", (6, 2, 3))]
+    model = make_model(nodes, inputs, [tensor("y", (6, 2, 3))], {"column": ints(-1, 1, 1), "first": ints(0)}, opset=18)
+    rewritten = rewrite_operators(model)
+    assert {"ScatterElements", "ScatterND"} & {node.op_type for node in rewritten.graph.node} == {"ScatterND"}
+    data = {name: RNG.normal(size=(6, 2, 3)).astype(np.float32) for name in ("rows", "x")} | {"marked": ints(*marked)}
+    (expected,), (actual,) = (run_onnxruntime(each, data) for each in (model, rewritten))
+    np.testing.assert_array_equal(actual, expected)
+
+
 NORMALIZATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "GroupNormalization": (21, {"num_groups": 2}),
     "InstanceNormalization": (17, {}),

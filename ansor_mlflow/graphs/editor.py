@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from ansor_mlflow.graphs.types import static_shape, value_infos
+from ansor_mlflow.graphs.types import known_dims, static_shape, value_infos
 from ansor_mlflow.graphs.walk import (
     attributes_of,
     input_of,
@@ -70,6 +70,10 @@ class GraphEditor:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return _known(self.find_shape(name))
+
+    def dims(self, name: str) -> tuple[int | None, ...]:
+        """Sizes of a tensor's axes; None for those that are not static."""
+        return self.find_shape(name) or _known(known_dims(self._values.get(name)))
 
     def dtype(self, name: str) -> int:
         """Element type of a tensor as ONNX numbers it."""

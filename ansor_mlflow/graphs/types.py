@@ -35,12 +35,18 @@ ValueInfos = dict[str, onnx.ValueInfoProto]
 _Shape = tuple[int, ...]
 
 
-def static_shape(value: onnx.ValueInfoProto | None) -> _Shape | None:
-    """The shape of a tensor; None where it is not known, or the value is no tensor."""
+def known_dims(value: onnx.ValueInfoProto | None) -> tuple[int | None, ...] | None:
+    """The sizes of a tensor's axes, None for one that is not static; None where nothing is known of its shape."""
     if value is None or not value.type.tensor_type.HasField("shape"):
         return None
-    dims = value.type.tensor_type.shape.dim
-    return tuple(dim.dim_value for dim in dims) if all(dim.HasField("dim_value") for dim in dims) else None
+    return tuple(dim.dim_value if dim.HasField("dim_value") else None for dim in value.type.tensor_type.shape.dim)
+
+
+def static_shape(value: onnx.ValueInfoProto | None) -> _Shape | None:
+    """The shape of a tensor; None where it is not known, or the value is no tensor."""
+    dims = known_dims(value)
+    known = tuple(size for size in dims or () if size is not None)
+    return known if dims is not None and len(known) == len(dims) else None
 
 
 def is_tensor(value: onnx.ValueInfoProto | None) -> bool:

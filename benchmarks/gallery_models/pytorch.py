@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -65,6 +66,10 @@ def import_torchvision() -> Any:
     """
     import torch
 
+    if _loads_operators():
+        import torchvision
+
+        return torchvision
     library = torch.library.Library("torchvision", "FRAGMENT")
     schemas = {
         "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -85,6 +90,21 @@ def import_torchvision() -> Any:
     for module in (torchvision.extension, sys.modules["torchvision.ops.roi_align"]):
         module._has_ops = _has_ops
     return torchvision
+
+
+def _loads_operators() -> bool:
+    """Whether torchvision's own operators load beside this PyTorch."""
+    import torch
+
+    package = importlib.util.find_spec("torchvision")
+    if package is None or package.origin is None:
+        return False
+    try:
+        for library in Path(package.origin).parent.glob("_C*.so"):
+            torch.ops.load_library(library)
+    except OSError:
+        return False
+    return True
 
 
 def import_transformers() -> Any:

@@ -98,11 +98,15 @@ def _scatter_elements(node: onnx.NodeProto, graph: GraphEditor) -> None:
         raise Unchanged
     if (graph.dtype(data), graph.dtype(indices)) != (TensorProto.FLOAT, TensorProto.INT64):
         raise Unchanged  # ScatterND has no other indices, and TVM's takes longer
-    first, shape = graph.shape(expand.input[0]), graph.shape(updates)
-    is_of_rows = len(first) == len(shape) and first[0] == shape[0] and all(size == 1 for size in first[1:])
-    if not is_of_rows or shape[1:] != graph.shape(data)[1:]:
+    first, shape = graph.dims(expand.input[0]), graph.dims(updates)
+    is_of_rows = len(first) == len(shape) and all(size == 1 for size in first[1:])
+    if not is_of_rows or None in shape[1:] or shape[1:] != graph.dims(data)[1:]:
         raise Unchanged
-    rows = graph.reshape(expand.input[0], (shape[0], 1))
+    rows = graph.reshape(expand.input[0], (-1,))
+    if first[0] is None or first[0] != shape[0]:  # as many as there were values, or one for all
+        start = graph.constant([0], np.int64)
+        rows = graph.emit("Expand", rows, graph.emit("Gather", graph.emit("Shape", updates), start))
+    rows = graph.reshape(rows, (-1, 1))
     graph.emit("ScatterND", data, rows, updates, output=node.output[0], **attributes)
 
 
