@@ -25,7 +25,7 @@ from ansor_mlflow.errors import ModelError, UserInputError
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.measuring.compare import ReferenceSession
 from ansor_mlflow.model.choice import LoadOptions
-from ansor_mlflow.model.library import compile_untuned
+from ansor_mlflow.model.library import compile_tuned
 from ansor_mlflow.model.loading import load_package, open_library
 from ansor_mlflow.model.manifest import LibraryEntry, Manifest, verify_package
 from ansor_mlflow.model.package import CompiledNetwork, read_package, write_package
@@ -247,7 +247,7 @@ def compile_graph(builder: GraphBuilder, network: str, outputs: dict[str, Tensor
         dtype = np.dtype(outputs[output.name].dtype)
         output.type.tensor_type.elem_type = onnx.helper.np_dtype_to_tensor_dtype(dtype)
     target = resolve_target("auto", available_cpus())
-    compile_untuned(lower(model, target), target, directory / "model.so")
+    compile_tuned(lower(model, target), target, None, directory / "model.so")
     entry = LibraryEntry(path="", fingerprint=fingerprint(target, available_cpus()), coverage={}, provenance={})
     manifest = Manifest(
         network=network, inputs=input_specs(model), outputs=tuple(outputs.values()), libraries=(entry,), files={}
@@ -328,7 +328,7 @@ def array_at(offset: int, values: np.ndarray) -> np.ndarray:
 def test_an_aligned_array_is_read_where_it_is(reshaping: TunedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that is not aligned, or read-only, is copied; neither is seen in the result."""
     wrapped: list[int] = []
-    (machine,) = reshaping._machines._idle
+    (machine,) = reshaping._machines._machines
     real = machine._from_dlpack
     monkeypatch.setattr(machine, "_from_dlpack", lambda array: (wrapped.append(array.ctypes.data), real(array))[1])
     values = inputs_for(reshaping, 0)["data"]
@@ -368,6 +368,27 @@ def test_types_other_than_float32(tmp_path: Path, dtype: str) -> None:
     turned = model.run({"data": values})["turned"]
     assert turned.dtype == dtype
     np.testing.assert_array_equal(turned, values.T)
+
+
+@pytest.mark.parametrize("size", [3, 4096])
+def test_outputs_small_and_large(tmp_path: Path, size: int) -> None:
+    """Small ones go to memory that is kept from call to call, whatever TVM makes of them; large ones do not."""
+    builder = GraphBuilder(seed=0)
+    data = builder.input("data", (2, size))
+    builder.node("Identity", "same", data)
+    builder.node("Reshape", "flat", data, builder.constant("shape", np.array([-1])))
+    builder.node("ReduceMax", "largest", builder.node("Relu", "positive", data), keepdims=0)
+    shapes = {"same": (2, size), "positive": (2, size), "flat": (2 * size,), "largest": ()}
+    outputs = {name: TensorSpec(name, shape, "float32") for name, shape in shapes.items()}
+    model = compile_graph(builder, "forking", outputs, tmp_path)
+    (machine,) = model._machines._machines
+    assert (machine._into is not None) == (size == 3)
+    found = [
+        (data, model.run({"data": data})) for data in np.random.default_rng(0).normal(size=(3, 2, size)).astype("f4")
+    ]
+    for data, arrays in found:
+        positive = data.clip(0)
+        assert_agree(arrays, {"same": data, "positive": positive, "flat": data.ravel(), "largest": positive.max()})
 
 
 def test_a_type_that_numpy_does_not_share() -> None:

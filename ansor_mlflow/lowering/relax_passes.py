@@ -1,8 +1,11 @@
-"""Passes over Relax: indices kept inside of tensors, places of extrema, what functions are fused with; and joining."""
+"""Passes over Relax: indices kept inside of tensors, places of extrema, what functions are fused with; joining modules,
+and outputs that are given.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
@@ -190,6 +193,32 @@ def join_modules(modules: Mapping[str, IRModule]) -> IRModule:
                 variables[var.name_hint] = _added(joined, var, function)
         joined[name] = _Renamer(variables).visit_expr(mod["main"]).with_attr("global_symbol", name)
     return joined
+
+
+def with_given_outputs(mod: IRModule, name: str, max_bytes: int) -> IRModule:
+    """A module with another form of "main", called `name`, to which tensors for the outputs are given, too.
+
+    To ask TVM for an output and to free it takes longer than many a kernel. The module stays as it is where outputs
+    have more than `max_bytes` together. Schedules are applied before.
+    """
+    result = mod["main"].ret_ty
+    is_tuple = isinstance(result, relax.TupleType)
+    types = list(result.fields) if is_tuple else [result]
+    outputs = [te.placeholder(tuple(map(int, each.shape)), each.dtype) for each in types]
+    if sum(math.prod(map(int, each.shape)) * each.dtype.dtype.itemsize for each in types) > max_bytes:
+        return mod
+    builder, main = relax.BlockBuilder(mod), relax.utils.copy_with_new_vars(mod["main"])
+    copies = te.create_prim_func([*outputs, *map(topi.identity, outputs)])
+    copying = builder.add_func(copies.with_attr("global_symbol", "copy_outputs"), "copy_outputs")
+    given = [relax.Var(f"output{place}", each) for place, each in enumerate(types)]
+    whole = main.body.body
+    taken = [relax.TupleGetItem(whole, place) for place in range(len(types))] if is_tuple else [whole]
+    call = relax.call_tir_inplace(copying, [*taken, *given], list(range(len(types), 2 * len(types))), types)
+    copied = relax.Var("copied", result if len(types) > 1 else types[0])
+    blocks = [*main.body.blocks, relax.BindingBlock([relax.VarBinding(copied, call)])]
+    function = relax.Function([*main.params, *given], relax.SeqExpr(blocks, copied), copied.ty, attrs=main.attrs)
+    builder.add_func(function.with_attr("global_symbol", name), name)
+    return Sequential([relax.transform.Normalize(), relax.transform.CanonicalizeBindings()])(builder.get())
 
 
 def _added(joined: IRModule, var: GlobalVar, function: Any) -> GlobalVar:

@@ -18,7 +18,7 @@ from ansor_mlflow.codegen import pass_config, tir_pipeline
 from ansor_mlflow.device import CUDA, available_cpus, machine_of, platform_of, why_no_compiler
 from ansor_mlflow.errors import MachineError, RecordsError, UserInputError, first_line
 from ansor_mlflow.files import scratch_directory
-from ansor_mlflow.model.parts import write_parts
+from ansor_mlflow.model.parts import GIVEN_OUTPUTS, write_parts
 from ansor_mlflow.records import Database as RecordDatabase
 from ansor_mlflow.records import RecordPair, require_whole
 from ansor_mlflow.settings import FOR_THIS_HOST, Linker
@@ -40,6 +40,8 @@ _LINK_ERROR = "Compilation error:"
 """Begins what TVM says of a compiler that failed, whose output is in the lines after it."""
 _MAX_KEPT = 4096
 """Traces and objects that a process keeps: those of some networks."""
+_MAX_GIVEN_BYTES = 1 << 14
+"""Bytes of outputs up to which to copy them twice takes less than to ask TVM for them."""
 _NOT_MEASURED_S = 1.0  # the time that a record needs; nothing is compared with it
 
 
@@ -112,6 +114,7 @@ def compile_tuned(
     from ansor_mlflow.codegen.concatenations import write_in_place  # the door would load TVM
     from ansor_mlflow.device import import_tensor_intrin
     from ansor_mlflow.lowering.algorithms import choose_algorithms, replace_layers  # so would this one
+    from ansor_mlflow.lowering.relax_passes import with_given_outputs
 
     if lowered.is_onnxruntimes:
         write_parts(lowered, library.parent)
@@ -145,7 +148,10 @@ def compile_tuned(
             f"{best_records}: the records do not apply ({first_line(err)}); tune the network again, or leave out what "
             "does not apply (compile with allow_missing=true)"
         ) from err
-    _export(write_in_place(_with_schedules(mod, target)), target, library, linker)
+    finished = write_in_place(_with_schedules(mod, target))
+    if platform.in_process and "main" in {var.name_hint for var in finished.get_global_vars()}:
+        finished = with_given_outputs(finished, GIVEN_OUTPUTS, _MAX_GIVEN_BYTES)
+    _export(finished, target, library, linker)
     write_parts(lowered, library.parent)
     return Coverage(
         covered=tuple(covered),

@@ -28,6 +28,8 @@ _ALIGNMENT_BYTES = 64  # alignment that generated code expects of its arguments 
 RUNTIME_TITLES = {"tvm": "TVM", "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
 EXPORTED_KINDS = "biuf"
 """NumPy's kinds of types that it shares through DLPack; not among them are those of ml_dtypes, such as bfloat16."""
+GIVEN_OUTPUTS = "main_with_outputs"
+"""The function of a library that takes tensors for the outputs behind the inputs, where it has such a one."""
 
 Array = npt.NDArray[Any]
 
@@ -180,8 +182,7 @@ class PartRunner:
 
     def _run_function(self, function: Any, part: PartEntry) -> None:
         result = function(*(self._tensor(name) for name in part.inputs))
-        tensors = result if isinstance(result, Sequence) else [result]
-        self._values.update(zip(part.outputs, tensors, strict=True))
+        self._values.update(zip(part.outputs, outputs_of_call(result), strict=True))
 
     def _run_session(self, session: Any, part: PartEntry) -> None:
         arrays = {name: as_array(self._values[name]) for name in part.inputs}
@@ -199,6 +200,16 @@ class PartRunner:
         if isinstance(value, np.ndarray):
             value = self._values[name] = as_tensor(value, self._device)
         return value
+
+
+def outputs_of_call(result: Any) -> Sequence[Any]:
+    """The outputs of a function of TVM's, which returns one tensor alone, and several as a sequence of its own.
+
+    To iterate over that takes three times as long, as TVM says where it ends by an error.
+    """
+    if isinstance(result, list):
+        return result
+    return [result[place] for place in range(len(result))] if isinstance(result, Sequence) else [result]
 
 
 def as_array(tensor: Any) -> Array:
