@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 L1_BYTES, L2_BYTES = 24 * 1024, 384 * 1024
 """Bytes of weights that stay in a cache: three quarters of the smallest ones that servers have, as the input passes
 through them, too."""
+_L2_BYTES_OF_WIDE = 768 * 1024
+"""The same of CPUs with two wide units, whose second cache has a mebibyte at least."""
+_LARGEST_L2_BYTES = 2048 * 1024
+"""Bytes of weights that stay in the second cache of no server."""
 
 LINE_BYTES, _WAY_BYTES = 64, 4096
 """Size of a line of the first cache, and the distance at which lines fall into the same set, which holds eight."""
@@ -36,6 +40,14 @@ _BROADCAST_CYCLES = 0.5
 """Cycles to fill a vector with an element, where a multiply-add cannot do that while it reads, as with AVX2."""
 _CONDITION_CYCLES = 0.75
 """Cycles to find out whether such an element is padding: longer than to copy it once."""
+_REGISTERS_TO_ASK = 3
+"""Registers beside sums and weights where an element may be padding: itself, zeros, and what both become."""
+_SPILL_CYCLES = 17.0
+"""Cycles of a step with more than fits into registers, as a sum is stored, loaded and added to."""
+_ASK_CYCLES = 0.7
+"""Cycles of a step's branches around what may be padding."""
+LOADS_OF_WIDE = 1.4
+"""How much longer loads take than their number, where they are as many as multiply-adds of two wide units."""
 _MISS_CYCLES = 2.0
 """Cycles that a vector from the second cache takes longer than one from the first."""
 _FMA_LATENCY = 4
@@ -65,21 +77,45 @@ class Machine:
     num_threads: int
     has_dot_products: bool = False
     """Whether an instruction adds four products of 8 bits to each element of a vector."""
+    vector_cycles: float = 1.0
+    """Cycles from one operation on a vector of 64 bytes to the next."""
+    l2_bytes: int = L2_BYTES
+    """Bytes of weights that stay in the second cache."""
 
     @staticmethod
     def of(target: Target) -> Machine:
         features = set(cpu_features(target))
+        is_wide = _has_two_wide_units(features)
         return Machine(
             vector_bytes=4 * vector_lanes(target),
             num_registers=16 if features.isdisjoint(_MANY_REGISTERS) else 32,
             broadcasts_operands="sse2" not in features or "avx512f" in features,  # Arm's and RISC-V's all do
             num_threads=int(target.attrs.get("num-cores", 1)),
             has_dot_products=has_dot_products(target),
+            vector_cycles=0.5 if is_wide else 1.0,
+            l2_bytes=_L2_BYTES_OF_WIDE if is_wide else L2_BYTES,
         )
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it begins two operations on the widest vectors in a cycle, so that other things decide sooner."""
+        return self.vector_cycles < 1
+
+    def cycles_of_vector(self, num_bytes: int) -> float:
+        """Cycles of an operation on a vector of so many bytes: two narrow ones are begun in a cycle."""
+        return max(0.5, num_bytes / 64 * self.vector_cycles)
 
     def lanes(self, num_bytes: int) -> int:
         """Elements of so many bytes in a vector register."""
         return self.vector_bytes // num_bytes
+
+
+def _has_two_wide_units(features: set[str]) -> bool:
+    """Whether a CPU begins two operations on vectors of 64 bytes in a cycle, as Intel's servers and Zen 5 do.
+
+    Zen 4 begins one. Of AMD's CPUs, which alone have SSE4a, it has AVX-512 without AVX-VNNI.
+    """
+    return "avx512f" in features and ("sse4a" not in features or "avxvnni" in features)
 
 
 class Estimate:
@@ -130,7 +166,7 @@ class Estimate:
             return 0.0
         num_bytes = prod(found.broadcast.shape) * found.num_bytes
         channel_jobs, spatial_jobs = axes.num_channel_jobs(tile), axes.num_spatial_jobs(tile)
-        fits = num_bytes / spatial_jobs <= L2_BYTES
+        fits = num_bytes / spatial_jobs <= self._machine.l2_bytes
         # Jobs that follow each other share the channels, or, with the channels inside, the input.
         times = channel_jobs if not fits or (tile.channels_outside and spatial_jobs > 1) else 1
         times *= 1 if fits else tile.channel_tiles
@@ -146,8 +182,14 @@ class Estimate:
         columns = tile.column_tiles or ceil(axes.columns / tile.columns)
         # What the first cache holds is read once for all tiles of a job, what it does not once for each of them.
         times = 1 if num_bytes <= L1_BYTES else tile.row_tiles * columns
-        level = "l2" if num_bytes <= L2_BYTES else "memory"
-        return _STALL_AGAIN * times * tile.channel_tiles * num_bytes / _BYTES_PER_CYCLE[level]
+        level = "l2" if num_bytes <= self._machine.l2_bytes else "memory"
+        of_job = tile.channel_tiles * num_bytes
+        waits = times * of_job / _BYTES_PER_CYCLE[level]
+        # Weights that no second cache holds come from memory again, for each job but the first over its channels.
+        if level == "l2" and of_job >= _LARGEST_L2_BYTES:
+            again = 1 - 1 / axes.num_spatial_jobs(tile)
+            waits += again * of_job * (1 / _BYTES_PER_CYCLE["memory"] - 1 / _BYTES_PER_CYCLE["l2"])
+        return _STALL_AGAIN * waits
 
     def _cycles_of_padding(self, tile: RegisterTile) -> float:
         """Cycles in which a job copies its input."""
@@ -174,7 +216,7 @@ class Estimate:
 
     def _cycles_of_tile(self, lanes: int, vectors: int, columns: int, rows: int, asks: bool) -> float:
         """Cycles of the sums of one tile: as many as its multiply-adds take, its loads, or waiting for them."""
-        width = max(0.5, lanes * self._contraction.num_bytes / 64)  # two narrow vectors in a cycle, or a wide one
+        width = self._machine.cycles_of_vector(lanes * self._contraction.num_bytes)
         sums = vectors * columns * rows
         shared = 0.0 if self._contraction.shared is None else vectors * width
         broadcast = self._contraction.broadcast
@@ -185,8 +227,16 @@ class Estimate:
             loads, misses = shared + columns * rows * self._cycles_of_element(broadcast, columns, rows, asks), 0.0
         # Multiply-adds, loads and the wait for the last sums overlap: the longest decides, and of two tiles that are
         # equal in it the one with fewer loads. Sums are cleared before and written after, some four cycles each.
+        is_wide = self._machine.is_wide  # slower multiply-adds leave time for what follows
+        if is_wide and broadcast is not None:
+            loads *= LOADS_OF_WIDE
         step = max(sums * width, loads, _FMA_LATENCY) + 0.05 * loads + _MISS_CYCLES * misses
-        return prod(self._axes.sums) * step + 4 * sums
+        if is_wide and broadcast is not None and asks:
+            spills = sums + vectors + _REGISTERS_TO_ASK > self._machine.num_registers
+            step = max(step, _SPILL_CYCLES if spills else 0.0) + _ASK_CYCLES
+        # What is written needs a bias for each vector, and what it is compared with.
+        spills_at_end = is_wide and sums + 2 * vectors + 2 > self._machine.num_registers
+        return prod(self._axes.sums) * step + (2 if spills_at_end else 1) * 4 * sums
 
     def _count_vectors(self, columns: int, rows: int) -> tuple[float, float]:
         """Vectors of the input that a tile reads for a term of its sums, and those that displace each other."""

@@ -25,7 +25,7 @@ from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.codegen import PREFETCH
-from ansor_mlflow.sketches.estimate import L1_BYTES, L2_BYTES, LAUNCH_CYCLES, Machine
+from ansor_mlflow.sketches.estimate import L1_BYTES, LAUNCH_CYCLES, LOADS_OF_WIDE, Machine
 from ansor_mlflow.sketches.tile import (
     MAX_JOBS_PER_THREAD,
     MAX_VECTORS,
@@ -170,7 +170,7 @@ class WinogradTiling:
         per_thread = ceil(self._num_jobs(tile) / threads)
         num_tiles = tile.tile_rows * shape.across
         channels = shape.channels_out // tile.channel_jobs
-        width = max(0.5, tile.lanes * _FLOAT32_BYTES / 64)  # two narrow vectors in a cycle, or a wide one
+        width = self._machine.cycles_of_vector(tile.lanes * _FLOAT32_BYTES)
         steps = num_tiles // tile.tiles * self._step(tile, width)
         product = shape.num_points * (channels // (tile.lanes * tile.vectors)) * steps * shape.channels_in
         rows, columns = (size > 1 for size in shape.size)
@@ -182,7 +182,7 @@ class WinogradTiling:
         # Jobs of the same channels follow each other on a thread, so that only the first of them waits for memory.
         num_reads = ceil(tile.channel_jobs / threads)
         weights = weight_bytes * num_reads / _BYTES_PER_CYCLE["memory"]
-        if weight_bytes > L2_BYTES:
+        if weight_bytes > self._machine.l2_bytes:
             weights += weight_bytes * (per_thread - num_reads) / _BYTES_PER_CYCLE["shared"]
         # Fetched ahead, weights arrive while others are multiplied: the longer of both decides.
         short, long = sorted((per_thread * product, weights))
@@ -197,7 +197,8 @@ class WinogradTiling:
         again = (_AGAIN_FROM_L2 + passes - 1) / passes if panel_bytes <= L1_BYTES else _AGAIN_FROM_L2
         weights = tile.vectors * width * again
         sums = tile.vectors * tile.tiles * width
-        return max(sums, weights + tile.tiles * element, 4.0)  # 4: until a sum is there again
+        loads = (weights + tile.tiles * element) * (LOADS_OF_WIDE if self._machine.is_wide else 1.0)
+        return max(sums, loads, 4.0)  # 4: until a sum is there again
 
     def schedule(self, tile: WinogradTile) -> Schedule:
         from tvm.s_tir import Schedule
