@@ -1,4 +1,4 @@
-"""Batch normalisation is folded into the convolution before it, and only where that computes the same."""
+"""Batch normalisations, scales and shifts are folded into what comes before, only where that computes the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from helpers.exports import make_model, tensor
 from onnx import helper
 
-from ansor_mlflow.graphs import fold_batch_norms
+from ansor_mlflow.graphs import fold_scales
 
 RNG = np.random.default_rng(0)
 
@@ -67,7 +67,7 @@ def operators(network: onnx.ModelProto) -> list[str]:
 def test_a_folded_network_computes_the_same(nodes: tuple[onnx.NodeProto, ...]) -> None:
     network = model(*nodes)
     before = network.SerializeToString(deterministic=True)
-    folded = fold_batch_norms(network)
+    folded = fold_scales(network)
     assert network.SerializeToString(deterministic=True) == before
     assert "BatchNormalization" in operators(network)
     assert operators(folded) == [name for name in operators(network) if name != "BatchNormalization"]
@@ -82,7 +82,7 @@ def test_a_weight_that_two_convolutions_share_is_folded_for_each() -> None:
         norm("first", "normed"),
         helper.make_node("Add", ["normed", "second"], ["result"]),
     )
-    folded = fold_batch_norms(network)
+    folded = fold_scales(network)
     assert operators(folded) == ["Conv", "Conv", "Add"]
     np.testing.assert_allclose(run(folded)[0], run(network)[0], rtol=1e-4, atol=1e-5)
 
@@ -101,13 +101,13 @@ def test_a_weight_that_two_convolutions_share_is_folded_for_each() -> None:
 )
 def test_what_would_change_another_value_stays(nodes: tuple[onnx.NodeProto, ...], outputs: tuple[str, ...]) -> None:
     network = model(*nodes, outputs=outputs)
-    assert operators(fold_batch_norms(network)) == operators(network)
+    assert operators(fold_scales(network)) == operators(network)
 
 
 def test_weights_that_are_not_constant_stay() -> None:
     weight = tensor("weight", (4, 3, 3, 3))
     network = model(conv(), norm(), extra_inputs=[weight])
-    assert operators(fold_batch_norms(network)) == ["Conv", "BatchNormalization"]
+    assert operators(fold_scales(network)) == ["Conv", "BatchNormalization"]
 
 
 def test_a_norm_in_training_mode_stays() -> None:
@@ -117,11 +117,80 @@ def test_a_norm_in_training_mode_stays() -> None:
         ["result", "new_mean", "new_variance"],
         training_mode=1,
     )
-    assert operators(fold_batch_norms(model(conv(), training))) == ["Conv", "BatchNormalization"]
+    assert operators(fold_scales(model(conv(), training))) == ["Conv", "BatchNormalization"]
 
 
 def test_initializers_that_are_inputs_too_leave_both_lists() -> None:
     network = model(conv(), norm())
     for name, shape in {"weight": (4, 3, 3, 3), "gamma": (4,)}.items():
         network.graph.input.append(tensor(name, shape))
-    assert [entry.name for entry in fold_batch_norms(network).graph.input] == ["data"]
+    assert [entry.name for entry in fold_scales(network).graph.input] == ["data"]
+
+
+SCALES = {"of_channels": RNG.normal(size=(1, 4, 1, 1)), "short": RNG.normal(size=(4, 1, 1)), "of_all": np.array([1.7])}
+"""Constants for a tensor of four channels, all of which can be folded."""
+
+
+def scaled(*steps: tuple[str, str, str], values: dict[str, np.ndarray] | None = None) -> onnx.ModelProto:
+    """A convolution with nodes after it, one after the other: their operators and both inputs."""
+    names = ["conv", *(f"step{number}" for number in range(1, len(steps))), "result"]
+    nodes = [
+        helper.make_node(op_type, [name if each == "x" else each for each in inputs], [names[number + 1]])
+        for number, ((op_type, *inputs), name) in enumerate(zip(steps, names, strict=False))
+    ]
+    known = {"weight": constants()["weight"], **SCALES, **(values or {})}
+    used = {name for node in nodes for name in node.input} | {"weight"}
+    return make_model(
+        [conv(), *nodes],
+        [tensor("data", (2, 3, 6, 6))],
+        [tensor("result", None)],
+        {name: value for name, value in known.items() if name in used},
+    )
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [("Mul", "x", "of_channels")],
+        [("Mul", "of_all", "x"), ("Add", "x", "short")],
+        [("Sub", "of_channels", "x"), ("Div", "x", "of_all")],
+        [("Sub", "x", "of_all"), ("Add", "of_all", "x"), ("Mul", "x", "short")],
+    ],
+)
+def test_scales_and_shifts_are_folded(steps: list[tuple[str, str, str]]) -> None:
+    """As exporters of PaddlePaddle write the learnable ones of a block."""
+    network = scaled(*steps)
+    folded = fold_scales(network)
+    assert operators(folded) == ["Conv"]
+    assert len(folded.graph.node[0].input) == (2 if steps == [("Mul", "x", "of_channels")] else 3)
+    np.testing.assert_allclose(run(folded)[0], run(network)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [("Mul", "x", "of_columns")],
+        [("Add", "x", "of_images")],
+        [("Div", "of_all", "x")],
+        [("Mul", "x", "x")],
+        [("Div", "x", "zero")],
+        [("Add", "x", "of_five_axes")],
+    ],
+)
+def test_other_constants_are_not_folded(steps: list[tuple[str, str, str]]) -> None:
+    values = {
+        "of_columns": RNG.normal(size=4),  # the convolution has four columns, too
+        "of_images": RNG.normal(size=(2, 1, 1, 1)),
+        "zero": np.zeros(1),
+        "of_five_axes": np.ones((1, 1, 1, 1, 1)),
+    }
+    network = scaled(*steps, values=values)
+    assert operators(fold_scales(network)) == operators(network)
+
+
+def test_two_factors_become_one() -> None:
+    steps = [("Mul", "x", "x"), ("Div", "x", "of_all"), ("Mul", "of_all", "x"), ("Mul", "x", "of_channels")]
+    network = scaled(*steps)
+    folded = fold_scales(network)
+    assert operators(folded) == ["Conv", "Mul", "Mul", "Mul"]
+    np.testing.assert_allclose(run(folded)[0], run(network)[0], rtol=1e-4, atol=1e-5)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from onnx import helper
 from tvm.target import Target
 
-from ansor_mlflow.graphs import fold_batch_norms, rewrite_operators
+from ansor_mlflow.graphs import fold_scales, rewrite_operators
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.sketches import find_programs
@@ -152,7 +152,7 @@ def test_what_follows_is_part_of_the_function_that_interleaves_the_phases(host_t
 
 
 def test_batch_normalisation_is_folded_into_a_transposed_one() -> None:
-    folded = fold_batch_norms(decoder())
+    folded = fold_scales(decoder())
     assert [node.op_type for node in folded.graph.node] == ["ConvTranspose", "Relu", "Conv"]
 
 

@@ -1,8 +1,9 @@
-"""Simplifies graphs: raises old operators, computes what is constant, and folds batch normalisations."""
+"""Simplifies graphs: raises old operators, computes what is constant, and folds scales into weights."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from onnx import helper, numpy_helper, version_converter
 from ansor_mlflow.errors import UserInputError, one_line
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.graphs.operators import write_out_loops
-from ansor_mlflow.graphs.types import types_as_before
+from ansor_mlflow.graphs.types import FLOATS, types_as_before
 from ansor_mlflow.graphs.walk import (
     attributes_of,
     opset_version,
@@ -29,16 +30,18 @@ _MAX_CONSTANT_BYTES = str(2**26)
 """ONNX Runtime's own limit leaves the tables of relative positions of a transformer to be computed at each call."""
 _OLDEST_OPSET = 11
 """Version from which slices, pads and bounds of Clip are inputs, and Upsample is Resize."""
+_CONVOLUTIONS = {"Conv", "ConvTranspose"}
 _COUNTING = {"coordinate_transformation_mode": "asymmetric"}
 """How Upsample, and Resize before version 11, count positions. ONNX Runtime rounds them up where a tensor shrinks."""
 
 
-def fold_batch_norms(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of the model without batch normalisations that follow a (transposed) convolution with constant weights.
+def fold_scales(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy of the model without what only scales and shifts the channels of a convolution with constant weights.
 
-    With fixed statistics, normalising the output of a convolution is scaling its weights and shifting its bias:
-    γ (W∗x + b − μ) / √(σ² + ε) + β = (γ/√(σ²+ε) W)∗x + (b − μ) γ/√(σ²+ε) + β. TVM then makes simpler functions, and
-    need not evaluate the constants operation by operation, which takes longer than all other lowering.
+    That is a batch normalisation with fixed statistics, or an addition or product with a constant for each channel, or
+    for all: γ (W∗x + b − μ) / √(σ² + ε) + β = (γ/√(σ²+ε) W)∗x + (b − μ) γ/√(σ²+ε) + β. TVM then makes simpler
+    functions, and need not evaluate the constants operation by operation, which takes longer than all other lowering.
+    Two factors that follow each other become one, too.
     """
     folded = onnx.ModelProto()
     folded.CopyFrom(model)
@@ -46,40 +49,109 @@ def fold_batch_norms(model: onnx.ModelProto) -> onnx.ModelProto:
     constants = {initializer.name: initializer for initializer in graph.initializer}
     producers = {output: node for node in graph.node for output in node.output}
     num_uses = Counter(uses(graph))
-    for norm in [node for node in graph.node if node.op_type == "BatchNormalization"]:
-        conv = producers.get(norm.input[0])
-        if conv is None or conv.op_type not in ("Conv", "ConvTranspose") or num_uses[conv.output[0]] != 1:
+    for node in list(graph.node):
+        scaling = _scaling(node, constants)
+        before = None if scaling is None else producers.get(scaling.data)
+        if scaling is None or before is None or num_uses[scaling.data] != 1:
             continue
-        is_training = attributes_of(norm).get("training_mode", 0) or len(list(filter(None, norm.output))) > 1
-        if is_training or not {*conv.input[1:], *norm.input[1:]} <= constants.keys():
+        values = _folded(before, scaling, constants)
+        if not values or not all(np.isfinite(value).all() for value in values):
             continue
-        weight, bias = _folded(conv, norm, constants)
-        names = [f"{norm.output[0]}.folded_weight", f"{norm.output[0]}.folded_bias"]
-        graph.initializer.extend(numpy_helper.from_array(*item) for item in zip((weight, bias), names, strict=True))
-        conv.input[1:] = names
-        conv.output[0] = norm.output[0]
-        graph.node.remove(norm)
+        names = [f"{node.output[0]}.folded_{place}" for place in range(len(values))]
+        tensors = [numpy_helper.from_array(*item) for item in zip(values, names, strict=True)]
+        constants |= dict(zip(names, tensors, strict=True))
+        graph.initializer.extend(tensors)
+        if before.op_type in _CONVOLUTIONS:
+            before.input[1:] = names
+        else:
+            data = before.input[1 if before.input[0] in constants else 0]
+            before.op_type = "Mul"
+            before.input[:] = [data, *names]
+        before.output[0] = node.output[0]
+        producers[node.output[0]] = before
+        graph.node.remove(node)
     remove_unused_initializers(graph)
     return folded
 
 
-def _folded(
-    conv: onnx.NodeProto, norm: onnx.NodeProto, constants: dict[str, onnx.TensorProto]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Weights and bias [O] of the convolution that does both, in the type of the weights."""
-    weight, *biases = (numpy_helper.to_array(constants[name]) for name in conv.input[1:])
-    gamma, beta, mean, variance = (
-        numpy_helper.to_array(constants[name]).astype(np.float64) for name in norm.input[1:5]
-    )
-    scale = gamma / np.sqrt(variance + attributes_of(norm).get("epsilon", 1e-5))
-    bias = (sum(biases, np.zeros(1)) - mean) * scale + beta
-    if conv.op_type == "Conv":  # [O, I, …]
-        scaled = weight * scale.reshape(-1, *[1] * (weight.ndim - 1))
-    else:  # [I, O / groups, …], of which each group has its part of I
-        groups = int(attributes_of(conv).get("group", 1))
-        per_group = scale.reshape(groups, 1, -1, *[1] * (weight.ndim - 2))
-        scaled = (weight.reshape(groups, -1, *weight.shape[1:]) * per_group).reshape(weight.shape)
-    return scaled.astype(weight.dtype), bias.astype(weight.dtype)
+@dataclass(frozen=True)
+class _Scaling:
+    """What a node makes of a tensor: `scale` times it, plus `shift`; constants of float64 that are broadcast."""
+
+    data: str
+    scale: np.ndarray
+    shift: np.ndarray
+    is_of_channels: bool
+    """Whether both have an element for each channel, and no other axis."""
+
+
+def _scaling(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto]) -> _Scaling | None:
+    if node.op_type == "BatchNormalization":
+        is_training = attributes_of(node).get("training_mode", 0) or len(list(filter(None, node.output))) > 1
+        if is_training or not {*node.input[1:]} <= constants.keys():
+            return None
+        gamma, beta, mean, variance = (_float64(constants[name]) for name in node.input[1:5])
+        scale = gamma / np.sqrt(variance + attributes_of(node).get("epsilon", 1e-5))
+        return _Scaling(node.input[0], scale, beta - mean * scale, is_of_channels=True)
+    known = [place for place, name in enumerate(node.input) if name in constants]
+    if node.op_type not in ("Add", "Div", "Mul", "Sub") or len(known) != 1:
+        return None
+    (place,) = known
+    tensor, one, zero = constants[node.input[place]], np.ones(()), np.zeros(())
+    if tensor.data_type not in FLOATS:
+        return None
+    value = _float64(tensor)
+    if node.op_type == "Div" and (place == 0 or not value.all()):
+        return None
+    scale, shift = one, zero
+    if node.op_type == "Mul":
+        scale = value
+    elif node.op_type == "Div":
+        scale = 1 / value
+    elif node.op_type == "Add":
+        shift = value
+    else:
+        scale, shift = (-one, value) if place == 0 else (one, -value)
+    return _Scaling(node.input[1 - place], scale, shift, is_of_channels=False)
+
+
+def _folded(node: onnx.NodeProto, scaling: _Scaling, constants: dict[str, onnx.TensorProto]) -> list[np.ndarray]:
+    """The constants of a node that does what follows it, too: weights and bias [O], or a factor; none if it cannot."""
+    if node.op_type in _CONVOLUTIONS:
+        if not {*node.input[1:]} <= constants.keys():
+            return []
+        weight, *biases = (numpy_helper.to_array(constants[name]) for name in node.input[1:])
+        is_transposed, groups = node.op_type == "ConvTranspose", int(attributes_of(node).get("group", 1))
+        channels = weight.shape[1] * groups if is_transposed else weight.shape[0]
+        pair = [_of_channels(value, weight.ndim, channels, scaling) for value in (scaling.scale, scaling.shift)]
+        if any(value is None for value in pair):
+            return []
+        scale, shift = (np.broadcast_to(value, channels) for value in pair if value is not None)
+        bias = sum(biases, np.zeros(1)) * scale + shift
+        if not is_transposed:  # [O, I, …]
+            scaled = weight * scale.reshape(-1, *[1] * (weight.ndim - 1))
+        else:  # [I, O / groups, …], of which each group has its part of I
+            per_group = scale.reshape(groups, 1, -1, *[1] * (weight.ndim - 2))
+            scaled = (weight.reshape(groups, -1, *weight.shape[1:]) * per_group).reshape(weight.shape)
+        needs_bias = bool(biases) or shift.any()
+        return [values.astype(weight.dtype) for values in (scaled, *([bias] if needs_bias else []))]
+    before = _scaling(node, constants) if node.op_type in ("Div", "Mul") else None
+    if before is None or scaling.shift.any() or before.scale.size * scaling.scale.size != 1:
+        return []
+    dtype = numpy_helper.to_array(constants[node.input[1 if node.input[1] in constants else 0]]).dtype
+    return [(before.scale * scaling.scale).astype(dtype)]
+
+
+def _of_channels(value: np.ndarray, rank: int, channels: int, scaling: _Scaling) -> np.ndarray | None:
+    """A constant as one for each channel, or for all; None where it differs along another axis of a tensor."""
+    if scaling.is_of_channels or (value.size == 1 and value.ndim <= rank):
+        return value.reshape(-1)
+    is_of_channels = value.size == channels and rank - 1 <= value.ndim <= rank and value.shape[1 - rank] == channels
+    return value.reshape(-1) if is_of_channels else None
+
+
+def _float64(tensor: onnx.TensorProto) -> np.ndarray:
+    return numpy_helper.to_array(tensor).astype(np.float64)
 
 
 def raise_opset(model: onnx.ModelProto) -> onnx.ModelProto:

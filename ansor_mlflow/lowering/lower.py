@@ -27,7 +27,7 @@ from ansor_mlflow.graphs import (
     branches_of,
     extract,
     fallback_reasons,
-    fold_batch_norms,
+    fold_scales,
     give_outputs_nodes,
     is_tensor,
     keep_bytes,
@@ -139,7 +139,7 @@ def prepare_graph(
     """The graph that TVM is given, or is split into parts, and its layers that `pad_channels=auto` pads."""
     has_sketches = platform_of(target).has_sketches
     raised = raise_opset(model)
-    simple = fold_batch_norms(simplify(keep_bytes(raised) if has_dot_products(target) else raised, called))
+    simple = fold_scales(simplify(keep_bytes(raised) if has_dot_products(target) else raised, called))
     graph = rewrite_operators(  # sketches are for CPUs, as are the layers of many steps
         simple, writes_out_steps=not has_sketches, has_dot_products=has_dot_products(target)
     )
