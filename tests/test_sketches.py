@@ -30,6 +30,7 @@ from ansor_mlflow.sketches.contraction import Contraction, find_contraction
 from ansor_mlflow.sketches.estimate import Machine
 from ansor_mlflow.sketches.register_tile import RegisterTiling
 from ansor_mlflow.sketches.sketch import ANNOTATION, Programs, decision_text, find_programs
+from ansor_mlflow.sketches.tile import RegisterTile, TiledAxes
 from ansor_mlflow.tensors import random_inputs
 
 if TYPE_CHECKING:
@@ -113,6 +114,43 @@ def test_an_element_that_fills_a_vector_by_itself_serves_for_several() -> None:
     found = contraction_of(task.mod)
     first = RegisterTiling(task.mod, found, Machine.of(target)).tiles()[0]
     assert first.vectors > 1
+
+
+@pytest.mark.parametrize(
+    ("cpu", "is_wide"),
+    [
+        ("haswell", False),
+        ("znver4", False),
+        ("znver5", True),
+        ("skylake-avx512", True),
+        ("sapphirerapids", True),
+    ],
+)
+def test_two_wide_units_wait_for_loads(cpu: str, is_wide: bool) -> None:
+    """An element of the input that serves for one vector alone, or sums that do not fit beside padding, cost more."""
+    target = resolve_target(f"llvm -mcpu={cpu}", 2)
+    assert Machine.of(target).is_wide == is_wide
+    if not is_wide:
+        return
+    for network, asks in (("conv2d:1,14,14,1024,256,1,1,1,0", False), ("conv2d:1,56,56,64,64,3,3,1,1", True)):
+        programs = find_programs(conv_task(network, target).mod, target)
+        assert programs is not None
+        (first, *_) = programs.tiles
+        assert isinstance(first, RegisterTile)
+        assert first.vectors > 1
+        has_room = first.vectors * first.columns * first.rows + first.vectors < 30
+        assert has_room or first.pad_at == "job" or not asks
+
+
+def test_weights_that_no_cache_holds_are_read_for_few_jobs() -> None:
+    """Of 2,048 channels of 1,024 terms a thread has four mebibytes, which each job over rows would read again."""
+    target = resolve_target("llvm -mcpu=znver4", 2)
+    task = conv_task("conv2d:1,14,14,2048,1024,1,1,2,0", target)
+    tiling = RegisterTiling(task.mod, contraction_of(task.mod), Machine.of(target))
+    first = tiling.tiles()[0]
+    weights = first.lanes * first.vectors * first.channel_tiles * 1024 * 4
+    rows = TiledAxes.of(contraction_of(task.mod)).num_spatial_jobs(first)
+    assert rows == 1 or weights < 2 * 2**20
 
 
 def test_a_convolution_is_a_sum_of_products(host_target: Target) -> None:
