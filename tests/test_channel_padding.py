@@ -183,7 +183,18 @@ def test_what_needs_the_true_channels_gets_them() -> None:
     assert_padded(graph.model(joined, softmax, two), 2)
 
 
-def test_grouped_convolutions_stay_as_they_are() -> None:
+@pytest.mark.parametrize("bias", [True, False])
+def test_each_group_gets_more_channels(bias: bool) -> None:
+    """As those of a ShuffleNet, with 68 channels for each of four groups."""
+    graph = Graph((2, 8, 6, 5))
+    grouped = graph.conv("grouped", "data", 4 * 68, 2, 3, 3, bias=bias, group=4, pads=[1, 1, 0, 0])
+    model = graph.model(graph.node("Relu", "relu", grouped), grouped)
+    assert [(layer.channels, layer.padded_channels) for layer in layers_to_pad(model, LANES)] == [(68, 80)]
+    padded = assert_padded(model, 1)
+    assert [node.op_type for node in padded.graph.node] == ["Conv", "Reshape", "Slice", "Reshape", "Relu"]
+
+
+def test_depthwise_convolutions_stay_as_they_are() -> None:
     graph = Graph((1, 6, 8, 8))
     data = graph.conv("conv", "data", 6, 6, 1, 1)
     graph.conv("depthwise", data, 6, 1, 3, 3, group=6)

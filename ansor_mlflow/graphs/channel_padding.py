@@ -35,7 +35,7 @@ _ELEMENTWISE = {
 
 @dataclass(frozen=True)
 class PaddedLayer:
-    """A convolution or dense layer that would be faster with more output channels."""
+    """A convolution or dense layer that would be faster with more output channels, of a group where it has several."""
 
     name: str
     channels: int
@@ -50,6 +50,7 @@ def layers_to_pad(model: onnx.ModelProto, lanes: int) -> list[PaddedLayer]:
         (node, layer.channels if (layer := _layer(node, constants)) is not None else _columns(node, graph))
         for node in model.graph.node
     ]
+    sizes += [(node, _channels_of_group(node, constants)) for node in model.graph.node]
     return [
         PaddedLayer(node.name or node.output[0], size, padded)
         for node, size in sizes
@@ -74,8 +75,8 @@ def pad_output_channels(model: onnx.ModelProto, padding: Callable[[int], int]) -
 
     What follows a padded layer and treats channels alike (activations, pooling, sums) works on the padded tensor, and a
     next layer takes it as it is, with zeros among its weights. Everything else gets the true channels by a `Slice`.
-    Grouped convolutions are left alone, as are those whose weights are no initializers. `padding` takes a number of
-    output channels, and returns how many to compute.
+    Of a grouped convolution each group gets more channels, which nothing else takes. Layers whose weights are no
+    initializers are left alone. `padding` takes a number of output channels, and returns how many to compute.
     """
     padder = _Padder({initializer.name: initializer for initializer in model.graph.initializer}, padding)
     return rewrite(model, {("", op_type): padder.pad for op_type in _LAYERS | _POOLS | _ELEMENTWISE})
@@ -124,6 +125,15 @@ def _layer(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto]) -> _Wei
     return layer if bias is None or list(bias.dims) == [layer.channels] else None
 
 
+def _channels_of_group(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto]) -> int:
+    """Output channels of each group of a convolution; 0 where it has none, or they have one alone, or no constants."""
+    groups = int(attributes_of(node).get("group", 1)) if node.op_type == "Conv" else 1
+    if groups == 1 or not {name for name in node.input[1:] if name} <= constants.keys():
+        return 0
+    channels = int(constants[node.input[1]].dims[0]) // groups
+    return channels if channels > 1 else 0
+
+
 def _columns(node: onnx.NodeProto, graph: GraphEditor) -> int:
     """Columns of a product whose second factor is computed; 0 where it is none that can be padded."""
     if node.op_type != "MatMul" or graph.is_constant(node.input[1]):
@@ -145,6 +155,9 @@ class _Padder:
     def pad(self, node: onnx.NodeProto, graph: GraphEditor) -> None:
         """Puts in a node on padded tensors; a `Slice` after it gives the tensor of the old name."""
         name, attributes = node.output[0], attributes_of(node)
+        if channels := _channels_of_group(node, self._constants):
+            self._pad_groups(node, channels, graph)
+            return
         if columns := _columns(node, graph):
             padding = _Padding(-1, columns, self._padding(columns))
             inputs = [node.input[0], self._pad_columns(node.input[1], padding, graph)]
@@ -160,6 +173,19 @@ class _Padder:
         self._padded[name] = padding
         whole = graph.emit(node.op_type, *inputs, output=f"{name}.padded", **attributes)
         graph.slice(whole, [0], [padding.channels], [padding.axis], output=name)
+
+    def _pad_groups(self, node: onnx.NodeProto, channels: int, graph: GraphEditor) -> None:
+        """Puts in a convolution with more channels in each group, of which only the true ones are kept."""
+        padded, shape, groups = self._padding(channels), graph.shape(node.output[0]), attributes_of(node)["group"]
+        if padded == channels:
+            raise Unchanged
+        constants = []
+        for values in map(graph.value, filter(None, node.input[1:])):
+            grown = _grown(values.reshape(groups, channels, *values.shape[1:]), 1, padded)
+            constants.append(graph.constant(grown.reshape(-1, *values.shape[1:])))
+        whole = graph.emit("Conv", node.input[0], *constants, **attributes_of(node))
+        apart = graph.reshape(whole, (shape[0], groups, padded, *shape[2:]))
+        graph.reshape(graph.slice(apart, [0], [channels], [2]), shape, output=node.output[0])
 
     def _inputs_of_layer(
         self, node: onnx.NodeProto, layer: _WeightedLayer, after: _Padding, graph: GraphEditor

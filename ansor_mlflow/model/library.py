@@ -114,7 +114,7 @@ def compile_tuned(
     from ansor_mlflow.codegen.concatenations import write_in_place  # the door would load TVM
     from ansor_mlflow.device import import_tensor_intrin
     from ansor_mlflow.lowering.algorithms import choose_algorithms, replace_layers  # so would this one
-    from ansor_mlflow.lowering.relax_passes import with_given_outputs
+    from ansor_mlflow.lowering.relax_passes import with_given_outputs  # and this one
 
     if lowered.is_onnxruntimes:
         write_parts(lowered, library.parent)
