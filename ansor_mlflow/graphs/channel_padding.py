@@ -46,11 +46,11 @@ def layers_to_pad(model: onnx.ModelProto, lanes: int) -> list[PaddedLayer]:
     """The layers that `pad_output_channels` would pad for vectors of so many elements, in the order of the graph."""
     constants = {initializer.name: initializer for initializer in model.graph.initializer}
     graph = GraphEditor(model)
-    sizes = [
-        (node, layer.channels if (layer := _layer(node, constants)) is not None else _columns(node, graph))
-        for node in model.graph.node
-    ]
-    sizes += [(node, _channels_of_group(node, constants)) for node in model.graph.node]
+    sizes = []
+    for node in model.graph.node:
+        layer = _layer(node, constants)
+        others = _columns(node, graph) or _channels_of_group(node, constants)
+        sizes.append((node, others if layer is None else layer.channels))
     return [
         PaddedLayer(node.name or node.output[0], size, padded)
         for node, size in sizes
@@ -177,7 +177,7 @@ class _Padder:
     def _pad_groups(self, node: onnx.NodeProto, channels: int, graph: GraphEditor) -> None:
         """Puts in a convolution with more channels in each group, of which only the true ones are kept."""
         padded, shape, groups = self._padding(channels), graph.shape(node.output[0]), attributes_of(node)["group"]
-        if padded == channels:
+        if not channels < padded <= _MAX_GROWTH * channels:
             raise Unchanged
         constants = []
         for values in map(graph.value, filter(None, node.input[1:])):

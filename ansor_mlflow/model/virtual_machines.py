@@ -178,14 +178,16 @@ class VirtualMachine:
         self._from_dlpack = runtime.from_dlpack
         self._slots = [[self._slot(spec, device) for spec in size.inputs] for size in sizes]
         self.sizes_run: set[int] = set()  # in which it was called before
-        outputs = [] if runners or is_instrumented else [self._slot(spec, device) for spec in sizes[0].outputs]
-        self._arrays = [array for _, array in outputs if array is not None]
+        self._arrays: list[npt.NDArray[Any]] = []
         self._into: Callable[..., Any] | None = None
         """What writes outputs to `_arrays`; None where a call returns them."""
-        if outputs and len(outputs) == len(self._arrays) and functions.module.implements_function(GIVEN_OUTPUTS):
-            tensors = [tensor for tensor, _ in outputs]
-            function = functions[GIVEN_OUTPUTS]
-            self._into = lambda *inputs: function(*inputs, *tensors)
+        # The functions of an instrumented machine are those of the network.
+        if not (runners or is_instrumented) and functions.module.implements_function(GIVEN_OUTPUTS):
+            slots = [self._slot(spec, device) for spec in sizes[0].outputs]
+            tensors, function = [tensor for tensor, _ in slots], functions[GIVEN_OUTPUTS]
+            self._arrays = [array for _, array in slots if array is not None]
+            if len(self._arrays) == len(slots):
+                self._into = lambda *inputs: function(*inputs, *tensors)
 
     def _instrument(self, device: Any) -> Callable[..., None]:
         """What TVM calls before and after each function."""
