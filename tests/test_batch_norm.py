@@ -9,9 +9,9 @@ import onnx
 import onnxruntime
 import pytest
 from helpers.exports import make_model, tensor
-from onnx import helper
+from onnx import helper, numpy_helper
 
-from ansor_mlflow.graphs import fold_scales
+from ansor_mlflow.graphs import fold_scales, without_tiny_weights
 
 RNG = np.random.default_rng(0)
 
@@ -194,3 +194,25 @@ def test_two_factors_become_one() -> None:
     folded = fold_scales(network)
     assert operators(folded) == ["Conv", "Mul", "Mul", "Mul"]
     np.testing.assert_allclose(run(folded)[0], run(network)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_tiny_weights_become_zeros() -> None:
+    """Those that a sum does not show; and not what something else than a layer takes, or all weights of a layer."""
+    weight, small = constants()["weight"], np.full((4, 4, 1, 1), 1e-35)
+    weight[0, 0, 0], weight[1, 0, 0] = [1e-40, -1e-38, 1e-33], [1e-28, 0, 1]
+    small[0, 0] = 1e-39
+    nodes = [
+        conv(output="first"),
+        helper.make_node("Conv", ["first", "small"], ["second"]),
+        helper.make_node("Max", ["second", "least"], ["result"]),
+    ]
+    known = {"weight": weight, "small": small, "least": np.array([1e-42])}
+    network = make_model(nodes, [tensor("data", (2, 3, 6, 6))], [tensor("result", None)], known)
+    cleaned = {each.name: numpy_helper.to_array(each) for each in without_tiny_weights(network).graph.initializer}
+    np.testing.assert_array_equal(cleaned["weight"][0, 0, 0], 0)
+    np.testing.assert_array_equal(cleaned["weight"][1, 0, 0], np.float32([1e-28, 0, 1]))
+    np.testing.assert_array_equal(cleaned["weight"][2:], weight.astype(np.float32)[2:])
+    np.testing.assert_array_equal(cleaned["small"] == 0, small < 1e-38)
+    assert cleaned["least"] > 0
+    plain = model(conv(), norm())
+    assert without_tiny_weights(plain) is plain

@@ -5,7 +5,7 @@ from ansor_mlflow.graphs.operators import fallback_reasons, keep_bytes, rewrite_
 from ansor_mlflow.graphs.operators.recurrent import activations_of, reverses_of
 from ansor_mlflow.graphs.partition import GraphPart, ancestors, estimated_cost, extract, partition, segments
 from ansor_mlflow.graphs.row_dependence import rows_of
-from ansor_mlflow.graphs.simplify import fold_scales, give_outputs_nodes, raise_opset, simplify
+from ansor_mlflow.graphs.simplify import fold_scales, give_outputs_nodes, raise_opset, simplify, without_tiny_weights
 from ansor_mlflow.graphs.types import (
     ValueInfos,
     corrected_types,

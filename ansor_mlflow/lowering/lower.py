@@ -42,6 +42,7 @@ from ansor_mlflow.graphs import (
     static_shape,
     uses,
     value_infos,
+    without_tiny_weights,
 )
 from ansor_mlflow.lowering.lower_graph import NotLoweredError, lower_graph, lower_node
 from ansor_mlflow.lowering.network import LoweredNetwork, NetworkPart, TuningTask, short_name
@@ -139,7 +140,8 @@ def prepare_graph(
     """The graph that TVM is given, or is split into parts, and its layers that `pad_channels=auto` pads."""
     has_sketches = platform_of(target).has_sketches
     raised = raise_opset(model)
-    simple = fold_scales(simplify(keep_bytes(raised) if has_dot_products(target) else raised, called))
+    simple = simplify(keep_bytes(raised) if has_dot_products(target) else raised, called)
+    simple = without_tiny_weights(fold_scales(simple))
     graph = rewrite_operators(  # sketches are for CPUs, as are the layers of many steps
         simple, writes_out_steps=not has_sketches, has_dot_products=has_dot_products(target)
     )
