@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from ansor_mlflow.model.parts import (
 from ansor_mlflow.model.sessions import open_sessions
 from ansor_mlflow.tensors import NetworkShapes, TensorSpec
 
+_log = logging.getLogger("ansor_mlflow")
 _ZERO_COPY_BYTES = 1 << 14  # size from which an array is wrapped; a smaller one is copied sooner
 
 
@@ -210,11 +212,15 @@ class VirtualMachine:
         return list(function.seconds) if isinstance(function, PartRunner) else []
 
     def run(self, arrays: Sequence[npt.NDArray[Any]], size: int) -> list[npt.NDArray[Any]]:
+        arguments = list(map(self._argument, arrays, self._slots[size]))
         if self._into is not None:
-            self._into(*map(self._argument, arrays, self._slots[size]))
-            return [array.copy() for array in self._arrays]
+            try:
+                self._into(*arguments)
+                return [array.copy() for array in self._arrays]
+            except ValueError:
+                _log.debug("the library's outputs are not those of the model, or its inputs", exc_info=True)
         self.seconds_of_kernels.clear()
-        result = self._functions[size](*map(self._argument, arrays, self._slots[size]))
+        result = self._functions[size](*arguments)
         # The memory of TVM's output may be that of an input, of another output or of a weight.
         return [array if array.flags.owndata else array.copy() for array in map(as_array, outputs_of_call(result))]
 
