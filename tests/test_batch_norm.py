@@ -158,7 +158,7 @@ def scaled(*steps: tuple[str, str, str], values: dict[str, np.ndarray] | None = 
     ],
 )
 def test_scales_and_shifts_are_folded(steps: list[tuple[str, str, str]]) -> None:
-    """As exporters of PaddlePaddle write the learnable ones of a block."""
+    """Exporters of PaddlePaddle write the learnable ones of a block so."""
     network = scaled(*steps)
     folded = fold_scales(network)
     assert operators(folded) == ["Conv"]

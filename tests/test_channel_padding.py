@@ -185,7 +185,7 @@ def test_what_needs_the_true_channels_gets_them() -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_each_group_gets_more_channels(bias: bool) -> None:
-    """As those of a ShuffleNet, with 68 channels for each of four groups."""
+    """A ShuffleNet has 68 channels for each of four groups."""
     graph = Graph((2, 8, 6, 5))
     grouped = graph.conv("grouped", "data", 4 * 68, 2, 3, 3, bias=bias, group=4, pads=[1, 1, 0, 0])
     model = graph.model(graph.node("Relu", "relu", grouped), grouped)

@@ -123,7 +123,7 @@ def test_rows_are_scattered(host_target: Target, reduction: str, width: int) -> 
 
 @pytest.mark.parametrize("marked", [[0, 1, 0, 0, 1, 1], [0] * 6, [0, 0, 0, 1, 0, 0]])
 def test_as_many_rows_are_scattered_as_values_say(marked: list[int]) -> None:
-    """As a detector puts the regions of each level of a pyramid into their places, in ONNX Runtime."""
+    """A detector puts the regions of each level of a pyramid into their places so, in ONNX Runtime."""
     nodes = [
         helper.make_node("NonZero", ["marked"], ["found"]),
         helper.make_node("Reshape", ["found", "column"], ["places"]),

@@ -143,7 +143,7 @@ def test_two_wide_units_wait_for_loads(cpu: str, is_wide: bool) -> None:
 
 
 def test_weights_that_no_cache_holds_are_read_for_few_jobs() -> None:
-    """Of 2,048 channels of 1,024 terms a thread has four mebibytes, which each job over rows would read again."""
+    """A thread has four mebibytes of 2,048 channels of 1,024 terms, which each job over rows would read again."""
     target = resolve_target("llvm -mcpu=znver4", 2)
     task = conv_task("conv2d:1,14,14,2048,1024,1,1,2,0", target)
     tiling = RegisterTiling(task.mod, contraction_of(task.mod), Machine.of(target))

@@ -25,7 +25,7 @@ L1_BYTES, L2_BYTES = 24 * 1024, 384 * 1024
 """Bytes of weights that stay in a cache: three quarters of the smallest ones that servers have, as the input passes
 through them, too."""
 _L2_BYTES_OF_WIDE = 768 * 1024
-"""The same of CPUs with two wide units, whose second cache has a mebibyte at least."""
+"""Bytes of weights that stay in the second cache of CPUs with two wide units, which have a mebibyte at least."""
 _LARGEST_L2_BYTES = 2048 * 1024
 """Bytes of weights that stay in the second cache of no server."""
 
