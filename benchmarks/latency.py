@@ -31,7 +31,7 @@ from ansor_mlflow.measuring import (
     expected_of,
     version_of,
 )
-from ansor_mlflow.measuring.rivals.table import RIVALS, rival_titles
+from ansor_mlflow.measuring.rivals import RIVALS, rival_titles
 from ansor_mlflow.model import Manifest
 from ansor_mlflow.names import NETWORK_FILE
 from ansor_mlflow.processes import in_child_process

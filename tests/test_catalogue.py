@@ -9,7 +9,7 @@ from ansor_mlflow.cli import cli
 from ansor_mlflow.device import resolve_target
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.networks import BUILTIN_NETWORKS, OPERATORS, load_network, read_catalogue
-from ansor_mlflow.networks.families.builtin import NetworkSize
+from ansor_mlflow.networks.families import NetworkSize
 from ansor_mlflow.settings import LoweringSettings
 
 

@@ -18,7 +18,7 @@ from ansor_mlflow.lowering.network import LoweredNetwork
 from ansor_mlflow.measuring.checking import TOLERANCES, compare_outputs
 from ansor_mlflow.measuring.compare import ReferenceSession
 from ansor_mlflow.model.library import compile_untuned
-from ansor_mlflow.networks.families.builtin import BUILTIN_NETWORKS
+from ansor_mlflow.networks.families import BUILTIN_NETWORKS
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.load import Network, load_network
 from ansor_mlflow.settings import Dtype, LoweringSettings

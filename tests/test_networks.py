@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.networks import operators
-from ansor_mlflow.networks.families.builtin import BUILTIN_NETWORKS
+from ansor_mlflow.networks.families import BUILTIN_NETWORKS
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.load import Network, load_network
 from ansor_mlflow.tensors import OPEN, TensorSpec, random_inputs

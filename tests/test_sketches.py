@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from helpers.lanes import every_second
-from helpers.programs import TOLERANCE, assert_same, compiled_examples
+from helpers.programs import TOLERANCE, assert_same, compiled_examples, program_of, programs_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ansor_mlflow.codegen import DOT_PRODUCTS, tir_pipeline
+from ansor_mlflow.codegen import tir_pipeline
 from ansor_mlflow.device import available_cpus, fingerprint
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.lowering.lower import lower
@@ -29,7 +29,7 @@ from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.sketches.contraction import Contraction, find_contraction
 from ansor_mlflow.sketches.estimate import Machine
 from ansor_mlflow.sketches.register_tile import RegisterTiling
-from ansor_mlflow.sketches.sketch import ANNOTATION, Programs, decision_text, find_programs
+from ansor_mlflow.sketches.sketch import ANNOTATION, decision_text, find_programs
 from ansor_mlflow.sketches.tile import RegisterTile, TiledAxes
 from ansor_mlflow.tensors import random_inputs
 
@@ -55,18 +55,6 @@ def contraction_of(mod: IRModule) -> Contraction:
     found = find_contraction(mod)
     assert found is not None
     return found
-
-
-def programs_of(mod: IRModule, target: Target) -> Programs:
-    programs = find_programs(mod, target)
-    assert programs is not None
-    return programs
-
-
-def program_of(programs: Programs, tile: Any) -> Schedule:
-    program = programs.program(tile)
-    assert program is not None
-    return program
 
 
 def first_program(mod: IRModule, target: Target) -> Schedule:
@@ -338,49 +326,6 @@ def test_a_kernel_that_is_widely_dilated_reads_a_padded_copy(host_target: Target
         assert_same(mod, program_of(programs, tile).mod, host_target)
 
 
-def byte_product(rows: int, terms: int, columns: int) -> IRModule:
-    """The product of matrices of unsigned and signed bytes, scaled."""
-    import tvm
-    from tvm import te
-
-    data, weight = te.placeholder((rows, terms), "uint8", "data"), te.placeholder((terms, columns), "int8", "weight")
-    scale, k = te.placeholder((columns,), "float32", "scale"), te.reduce_axis((0, terms), "k")
-    total = te.compute(
-        (rows, columns),
-        lambda i, j: te.sum(data[i, k].astype("int32") * weight[k, j].astype("int32"), axis=k),
-        "product",
-    )
-    scaled = te.compute((rows, columns), lambda i, j: total[i, j].astype("float32") * scale[j], "scaled")
-    function = te.create_prim_func([data, weight, scale, scaled])
-    return tvm.IRModule({"main": function.with_attrs({"layout_free_buffers": [1], "global_symbol": "main"})})
-
-
-@pytest.mark.parametrize(("rows", "terms", "columns"), [(13, 64, 48), (1, 36, 96), (40, 32, 8), (9, 512, 4)])
-def test_sums_of_bytes_are_added_four_at_a_time(rows: int, terms: int, columns: int, host_target: Target) -> None:
-    """On a CPU without that instruction the same programs are plain loops."""
-    mod, target = byte_product(rows, terms, columns), resolve_target("llvm -mcpu=znver4", 2)
-    programs = programs_of(mod, target)
-    assert programs.first_decision.startswith("integer tile")
-    for tile in programs.tiles[:: max(1, len(programs.tiles) // 3)]:
-        program = program_of(programs, tile)
-        assert programs.tile_of(program) == tile
-        for each in (host_target, resolve_target("llvm -mcpu=x86-64", 2)):
-            assert_same(mod, program.mod, each)
-
-
-@pytest.mark.parametrize(("cpu", "register"), [("znver4", "%zmm"), ("sierraforest", "%ymm")])
-def test_the_instruction_for_bytes_keeps_its_sums_in_registers(cpu: str, register: str) -> None:
-    from tvm.driver import build
-
-    target = resolve_target(f"llvm -mcpu={cpu}", 1)
-    programs = programs_of(byte_product(26, 64, 64), target)
-    library = build(first_program(byte_product(26, 64, 64), target).mod, target=target, pipeline=tir_pipeline(target))
-    assert "vpdpbusd" in library.inspect_source("ll")
-    lines = [line for line in library.inspect_source("asm").splitlines() if "vpdpbusd" in line]
-    assert len(lines) >= programs.tiles[0].vectors * programs.tiles[0].columns
-    assert all(register in line and "rsp" not in line for line in lines)
-
-
 @pytest.mark.parametrize(("dtype", "are_divided"), [("uint8", False), ("float32", True)])
 def test_no_two_threads_write_to_the_same_lines(dtype: str, are_divided: bool) -> None:
     """Half of 64 channels are half of a line of a cache where each of them is a byte."""
@@ -391,23 +336,6 @@ def test_no_two_threads_write_to_the_same_lines(dtype: str, are_divided: bool) -
     programs = programs_of(IRModule({"main": te.create_prim_func([data, weight, rounded])}), resolve_target("auto", 2))
     jobs = {64 // (tile.lanes * tile.vectors * tile.channel_tiles) for tile in programs.tiles if tile.channels_outside}
     assert (max(jobs) > 1) == are_divided
-
-
-def test_another_loop_that_a_record_annotates_stays_a_loop() -> None:
-    """The instruction would read what is no pack of bytes."""
-    from tvm.driver import build
-    from tvm.s_tir import Schedule
-
-    target = resolve_target("llvm -mcpu=znver4", 1)
-    for columns, split, place in ((16, 4, -3), (64, 4, -3), (64, 4, -2), (64, 8, -3)):
-        mod = byte_product(5, 64, columns)
-        sch = Schedule(mod)
-        block = sch.get_sblock("product")
-        row, column, term = sch.get_loops(block)
-        loops = [row, *sch.split(column, [None, 16]), *sch.split(term, [None, split])]
-        sch.annotate(loops[place], DOT_PRODUCTS, 1)
-        library = build(sch.mod, target=target, pipeline=tir_pipeline(target))
-        assert "vpdpbusd" not in library.inspect_source("ll")  # LLVM may choose it for a loop by itself
 
 
 def test_a_row_may_have_a_prime_number_of_columns(host_target: Target) -> None:

@@ -45,6 +45,7 @@ SOUND = [
     annotate("meta_schedule.auto_tensorize", '"dot_16x4_vnni"'),
     annotate("meta_schedule.auto_tensorize", '""'),
     annotate("ansor_mlflow.dot_products", 1),
+    annotate("ansor_mlflow.matrix_tiles", 1),
     annotate("ansor.sketch", '"register tile: lanes 16, vectors 2, columns 7, rows 1, parallel"'),
     ["Unannotate", ["b0"], ["schedule_rule"], []],
     ["GetSBlock", [], ["A_reindex_shared.dyn_wmma.matrix_a", "main"], ["b0"]],

@@ -9,7 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ansor_mlflow.device import has_dot_products, machine_of, platform_of
+from ansor_mlflow.codegen.instructions import only_statement, replaced, with_dot_products, with_matrix_tiles
+from ansor_mlflow.device import machine_of, platform_of
 
 if TYPE_CHECKING:
     from tvm.ir.transform import Pass
@@ -17,10 +18,6 @@ if TYPE_CHECKING:
 
 PREFETCH = "ansor_mlflow.prefetch"
 """Annotation of a loop over sums: how often it runs for each panel of weights."""
-DOT_PRODUCTS = "ansor_mlflow.dot_products"
-"""Annotation of a loop over the elements of a vector, to each of which an instruction adds `PACK` products of bytes."""
-PACK = 4
-_DOT_LANES = (4, 8, 16)
 _LINE_BYTES = 64
 _NO_COMMON_SUBEXPRESSIONS = "tirx.disable_cse_tir"
 """TVM's option without its pass that computes equal expressions once, which LLVM does as well: of a large tile it took
@@ -81,10 +78,11 @@ def _make(*, by_llvm: bool) -> tuple[Pass, Any, Any]:
     erfs = prim_func_pass(_with_vector_erfs, opt_level=0, name="ansor.vector_erfs")
     choices = prim_func_pass(_with_choices_of_vectors, opt_level=0, name="ansor.choices_of_vectors")
     sums = prim_func_pass(_with_vector_sums, opt_level=0, name="ansor.vector_sums")
-    dots = prim_func_pass(_with_dot_products, opt_level=0, name="ansor.dot_products")
+    dots = prim_func_pass(with_dot_products, opt_level=0, name="ansor.dot_products")
+    tiles = prim_func_pass(with_matrix_tiles, opt_level=0, name="ansor.matrix_tiles")
     arrays = prim_func_pass(_with_arrays, opt_level=0, name="ansor.local_arrays")
     fetches = prim_func_pass(_with_prefetches, opt_level=0, name="ansor.prefetch")
-    first, last = Sequential([erfs, choices, passes]), [sums, dots, arrays, fetches, nans]
+    first, last = Sequential([erfs, choices, passes]), [sums, dots, tiles, arrays, fetches, nans]
     return first, lambda: Sequential([*last, of_host()]), of_device
 
 
@@ -168,7 +166,7 @@ def _vector_sum(loop: Any) -> Any:
     """A loop that adds terms to an element, or takes the maximum, in vectors; None of another loop."""
     from tvm import tirx
 
-    store, extent, variable = _only_statement(loop.body), loop.extent, loop.loop_var
+    store, extent, variable = only_statement(loop.body), loop.extent, loop.loop_var
     if loop.kind != tirx.ForKind.SERIAL or not isinstance(extent, tirx.IntImm) or int(loop.min):
         return None
     if int(extent) < _LANES or not _is_sum_over(store, variable):
@@ -188,8 +186,8 @@ def _vector_sum(loop: Any) -> Any:
     start, num_vectors = tirx.const(0, str(variable.ty.dtype)), int(extent) // _LANES
     steps = [
         tirx.AllocBuffer(partial),
-        tirx.BufferStore(partial, _replaced(terms, number, start), [_indices(start, _LANES)]),
-        tirx.For(number, 0, num_vectors - 1, loop.kind, add(_replaced(terms, number, number + 1), _LANES)),
+        tirx.BufferStore(partial, replaced(terms, number, start), [_indices(start, _LANES)]),
+        tirx.For(number, 0, num_vectors - 1, loop.kind, add(replaced(terms, number, number + 1), _LANES)),
     ]
     done = num_vectors * _LANES
     for lanes in _HALVES:  # what is left, in vectors that are shorter and shorter
@@ -199,18 +197,6 @@ def _vector_sum(loop: Any) -> Any:
     steps += [add(load(lanes, lanes), lanes) for lanes in _HALVES]
     steps.append(tirx.BufferStore(store.buffer, combine(store.value.a, load(0, 1)), store.indices))
     return tirx.SeqStmt(steps)
-
-
-def _only_statement(body: Any) -> Any:
-    """The statement of a loop, with the values of the variables that stand for its common terms."""
-    from tvm.tirx import Bind, SeqStmt
-
-    if not isinstance(body, SeqStmt) or not all(isinstance(statement, Bind) for statement in body.seq[:-1]):
-        return body
-    statement = body.seq[-1]
-    for bind in reversed(body.seq[:-1]):
-        statement = _replaced(statement, bind.var, bind.value)
-    return statement
 
 
 def _is_sum_over(store: Any, variable: Any) -> bool:
@@ -247,7 +233,7 @@ def _vector_of(value: Any, variable: Any, first: Any, lanes: int) -> Any:
         terms = detect_linear_equation(value.indices[0], [variable]) if len(value.indices) == 1 else []
         if not len(terms) or not isinstance(terms[0], tirx.IntImm) or int(terms[0]) != 1:
             return None
-        return tirx.BufferLoad(value.source, [_indices(_replaced(value.indices[0], variable, first), lanes)])
+        return tirx.BufferLoad(value.source, [_indices(replaced(value.indices[0], variable, first), lanes)])
     if isinstance(value, Call) and getattr(value.op, "name", "") in _ELEMENTWISE:
         arguments = [_vector_of(argument, variable, first, lanes) for argument in value.args]
         dtype = f"float32x{lanes}" if lanes > 1 else "float32"
@@ -262,86 +248,6 @@ def _indices(first: Any, lanes: int) -> Any:
     from tvm import tirx
 
     return tirx.Ramp(first, 1, lanes) if lanes > 1 else first
-
-
-def _replaced(value: Any, variable: Any, by: Any) -> Any:
-    """A value, or a statement, with a value in the place of a variable."""
-    from tvm.tirx import Var
-    from tvm_ffi import structural_mutate
-
-    return structural_mutate(value, (Var, lambda var, _mutator: by if var.same_as(variable) else var))
-
-
-def _with_dot_products(func: Any, _mod: Any, _context: Any) -> Any:
-    """A lowered function whose annotated loops are the instruction; on a CPU without it they stay loops."""
-    from tvm.tirx import For
-    from tvm_ffi import structural_mutate
-
-    if not has_dot_products(func.attrs["target"]):
-        return func
-
-    def visit(loop: Any, mutator: Any) -> Any:
-        found = _dot_products(loop) if DOT_PRODUCTS in loop.annotations else None
-        return found or mutator.default_mutate(loop)
-
-    return func.with_body(structural_mutate(func.body, (For, visit)))
-
-
-def _dot_products(loop: Any) -> Any:
-    """sums[lane] += sum over k < 4 of data[k] · weights[lane, k], for all lanes at once; None of another loop.
-
-    A record may annotate any loop, so that all of it is checked. The names and types are those of LLVM's intrinsics,
-    whose operands are vectors of bytes since its version 22.
-    """
-    from tvm import tirx
-
-    inner, lanes = _only_statement(loop.body), int(loop.extent)
-    if not isinstance(inner, tirx.For) or int(inner.extent) != PACK or lanes not in _DOT_LANES:
-        return None
-    store = _only_statement(inner.body)
-    if not isinstance(store, tirx.BufferStore) or not isinstance(store.value, tirx.Add):
-        return None
-    product = store.value.b
-    if not isinstance(product, tirx.Mul) or not all(isinstance(each, tirx.Cast) for each in (product.a, product.b)):
-        return None
-    factors = sorted((product.a.value, product.b.value), key=lambda load: str(load.ty.dtype))
-    loads = dict(zip(("int8", "uint8", "int32"), (*factors, store.value.a), strict=True))
-    variables, strides = [loop.loop_var, inner.loop_var], {"int8": (PACK, 1), "uint8": (0, 1), "int32": (1, 0)}
-    starts = {dtype: _start(load, dtype, variables, strides[dtype]) for dtype, load in loads.items()}
-    is_sum = store.buffer.same_as(getattr(store.value.a, "source", None))
-    is_known = all(start is not None for start in starts.values())
-    if not is_known or not is_sum or _strides(store.indices, variables) != strides["int32"]:
-        return None
-
-    def vector(dtype: str, result: str, number: int) -> Any:
-        place = tirx.Ramp(starts[dtype], 1, number)
-        return tirx.reinterpret(result, tirx.BufferLoad(loads[dtype].source, [place]))
-
-    pack = tirx.reinterpret(f"int8x{PACK * lanes}", tirx.Broadcast(vector("uint8", "int32", PACK), lanes))
-    packs = vector("int8", f"int8x{PACK * lanes}", PACK * lanes)
-    sums = vector("int32", f"int32x{lanes}", lanes)
-    name = f"llvm.x86.avx512.vpdpbusd.{32 * lanes}"
-    total = tirx.call_llvm_pure_intrin(f"int32x{lanes}", name, sums, pack, packs)
-    return tirx.BufferStore(store.buffer, total, [tirx.Ramp(starts["int32"], 1, lanes)])
-
-
-def _start(load: Any, dtype: str, variables: Sequence[Any], strides: tuple[int, ...]) -> Any:
-    """The place of the first element that is loaded; None of another type, or with other distances between elements."""
-    from tvm.ir import TensorLoad
-    from tvm.sym import detect_linear_equation
-
-    if not isinstance(load, TensorLoad) or str(load.ty.dtype) != dtype or _strides(load.indices, variables) != strides:
-        return None
-    return list(detect_linear_equation(load.indices[0], variables))[-1]
-
-
-def _strides(indices: Sequence[Any], variables: Sequence[Any]) -> tuple[int, ...] | None:
-    """The distances in memory along variables; None where they are no constants."""
-    from tvm import tirx
-    from tvm.sym import detect_linear_equation
-
-    terms = list(detect_linear_equation(indices[0], variables))[:-1] if len(indices) == 1 else []
-    return tuple(map(int, terms)) if terms and all(isinstance(term, tirx.IntImm) for term in terms) else None
 
 
 def _with_arrays(func: Any, _mod: Any, _context: Any) -> Any:

@@ -2,9 +2,11 @@
 
 from ansor_mlflow.device.cpu import (
     CPU,
+    TILES_REQUEST,
     cpu_features,
     has_arithmetic,
     has_dot_products,
+    has_matrix_tiles,
     missing_instructions,
     vector_lanes,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import platform
 import re
@@ -34,6 +35,11 @@ _ARITHMETIC = {"float16": {"avx512fp16", "fullfp16"}, "bfloat16": {"avx512bf16",
 """LLVM's names of the instruction sets that compute in 16-bit floats, one of which is enough."""
 
 _DOT_PRODUCTS = {"avx512vnni", "avxvnni"}
+_MATRIX_TILES = ("amx-int8", "amx-tile")
+_FLAGS_OF_TILES = {"amx_int8", "amx_tile"}
+"""Linux' names of the same."""
+TILES_REQUEST = (158, 0x1023, 18)
+"""Linux' call `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)`, without which a process has no tiles of AMX."""
 _X86_LANES = {"avx512f": 16, "avx": 8, "sse2": 4}
 """Elements of 32 bits in a vector register with a feature of x86, the widest first."""
 _INSTRUCTION_SETS = re.compile(
@@ -71,9 +77,8 @@ class _Cpu(Platform):
     def why_not_here(self, target: Mapping[str, Any], features: Iterable[str]) -> str:
         import tvm
 
-        cpu = host_cpu()
-        available = cpu_features(tvm.target.Target({"kind": KIND, "mcpu": cpu}))
-        return why_lacking(target, features, cpu, available, "this host")
+        host = host_attributes()
+        return why_lacking(target, features, host["mcpu"], cpu_features(tvm.target.Target(host)), "this host")
 
 
 CPU = _Cpu(
@@ -104,11 +109,27 @@ def missing_instructions(needed: Iterable[str], available: Iterable[str]) -> lis
     return sorted(name for name in set(needed) - set(available) if _INSTRUCTION_SETS.fullmatch(name))
 
 
-def host_cpu() -> str:
-    """LLVM's name of this host's CPU."""
+def host_attributes() -> dict[str, Any]:
+    """The target of this host's CPU.
+
+    LLVM names a CPU after its model, which a virtual machine may not tell, and AMX needs Linux' permission besides.
+    """
     import tvm
 
-    return str(tvm.get_global_func("target.llvm_get_system_cpu")())
+    host = {"kind": KIND, "mcpu": str(tvm.get_global_func("target.llvm_get_system_cpu")())}
+    may_use_tiles = _may_use_tiles()
+    if has_matrix_tiles(tvm.target.Target(host)) == may_use_tiles:
+        return host
+    return {**host, "mattr": [f"{'+' if may_use_tiles else '-'}{name}" for name in _MATRIX_TILES]}
+
+
+def _may_use_tiles() -> bool:
+    """Whether this host has AMX, and Linux lets this process use it, which it does from then on."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return False
+    return flags >= _FLAGS_OF_TILES and ctypes.CDLL(None).syscall(*TILES_REQUEST) == 0
 
 
 def _check_architecture(spec: str, attributes: dict[str, Any]) -> None:
@@ -164,6 +185,11 @@ def has_arithmetic(target: Target, dtype: str) -> bool:
 def has_dot_products(target: Target) -> bool:
     """Whether a CPU adds four products of unsigned and signed 8 bits to each element of a vector: x86's `vpdpbusd`."""
     return not _DOT_PRODUCTS.isdisjoint(cpu_features(target))
+
+
+def has_matrix_tiles(target: Target) -> bool:
+    """Whether a CPU multiplies matrices of unsigned and signed 8 bits: x86's AMX."""
+    return set(_MATRIX_TILES) <= set(cpu_features(target))
 
 
 def vector_lanes(target: Target) -> int:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ansor_mlflow.device.cpu import CPU, architecture_of, host_cpu
+from ansor_mlflow.device.cpu import CPU, architecture_of, host_attributes
 from ansor_mlflow.device.cuda import CUDA, names_no_architecture, with_architecture_of_host
 from ansor_mlflow.device.platform import Platform
 from ansor_mlflow.errors import UserInputError
@@ -154,7 +154,7 @@ def resolve_target(spec: str, num_threads: int) -> Target:
 
     parsed = parse_target(spec)
     if parsed == "auto":
-        parsed = {"kind": CPU.kind, "mcpu": host_cpu()}
+        parsed = host_attributes()
     elif names_no_architecture(parsed):
         parsed = with_architecture_of_host(spec, parsed)
     try:

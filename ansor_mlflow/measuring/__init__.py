@@ -48,7 +48,7 @@ from ansor_mlflow.measuring.kernels import (
     time_parts,
     time_parts_in_onnxruntime,
 )
-from ansor_mlflow.measuring.rivals.table import (
+from ansor_mlflow.measuring.rivals import (
     RIVALS,
     choose_rivals,
     require_rivals,

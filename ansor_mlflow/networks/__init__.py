@@ -1,6 +1,6 @@
 """Networks as ONNX graphs: built-in ones, and those of users."""
 
-from ansor_mlflow.networks.families.builtin import BUILTIN_NETWORKS, read_catalogue
+from ansor_mlflow.networks.families import BUILTIN_NETWORKS, read_catalogue
 from ansor_mlflow.networks.graph import BuiltinNetwork
 from ansor_mlflow.networks.load import (
     Network,

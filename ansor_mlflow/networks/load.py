@@ -17,7 +17,7 @@ import onnx
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.graphs import estimated_cost
-from ansor_mlflow.networks.families.builtin import BUILTIN_NETWORKS, build_builtin
+from ansor_mlflow.networks.families import BUILTIN_NETWORKS, build_builtin
 from ansor_mlflow.networks.onnx_file import data_root, digest, load_weights, read_onnx
 from ansor_mlflow.networks.operators import build_operator, check_operator, is_operator
 from ansor_mlflow.networks.pytorch import PROGRAM_SUFFIX, TorchModel, export_model, load_program, require_trust

@@ -58,6 +58,7 @@ _NUMBER = None
 _ANNOTATIONS: dict[str, re.Pattern[str] | None] = {
     "ansor.sketch": re.compile(r"[\w ,:.+-]{0,300}"),
     "ansor_mlflow.dot_products": _NUMBER,
+    "ansor_mlflow.matrix_tiles": _NUMBER,
     "ansor_mlflow.prefetch": _NUMBER,
     "double_buffer_scope": _NUMBER,
     "local_stage": _NUMBER,

@@ -13,7 +13,8 @@ from functools import cache
 from math import ceil, prod
 from typing import TYPE_CHECKING
 
-from ansor_mlflow.device import cpu_features, has_dot_products, vector_lanes
+from ansor_mlflow.codegen import TILE_ROWS
+from ansor_mlflow.device import cpu_features, has_dot_products, has_matrix_tiles, vector_lanes
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -52,6 +53,12 @@ _MISS_CYCLES = 2.0
 """Cycles that a vector from the second cache takes longer than one from the first."""
 _FMA_LATENCY = 4
 """Cycles until a sum can be added to again: a tile of fewer sums waits."""
+_TILE_LATENCY = 44.0
+"""Cycles until the sums of AMX's tiles can be added to again."""
+_CONFIGURE_CYCLES = 400.0
+"""Cycles to configure such tiles, and to release them."""
+_CYCLES_AT_END = 8.0
+"""Cycles to store a vector of sums from a tile, and to write what becomes of it."""
 LAUNCH_CYCLES = 6000
 """Cycles to start a parallel loop: two microseconds at 3 GHz, of one to three that were measured."""
 _JOB_CYCLES = 400
@@ -77,6 +84,8 @@ class Machine:
     num_threads: int
     has_dot_products: bool = False
     """Whether an instruction adds four products of 8 bits to each element of a vector."""
+    has_matrix_tiles: bool = False
+    """Whether an instruction multiplies two matrices of 8 bits."""
     vector_cycles: float = 1.0
     """Cycles from one operation on a vector of 64 bytes to the next."""
     l2_bytes: int = L2_BYTES
@@ -92,6 +101,7 @@ class Machine:
             broadcasts_operands="sse2" not in features or "avx512f" in features,  # Arm's and RISC-V's all do
             num_threads=int(target.attrs.get("num-cores", 1)),
             has_dot_products=has_dot_products(target),
+            has_matrix_tiles=has_matrix_tiles(target),
             vector_cycles=0.5 if is_wide else 1.0,
             l2_bytes=_L2_BYTES_OF_WIDE if is_wide else L2_BYTES,
         )
@@ -267,3 +277,29 @@ class Estimate:
         if self._machine.broadcasts_operands:
             return cycles
         return cycles + _BROADCAST_CYCLES + (_CONDITION_CYCLES if asks else 0)
+
+
+class TileEstimate(Estimate):
+    """Estimates the cycles of functions whose sums are in the tiles of AMX.
+
+    Measured on Sapphire Rapids: a product takes a cycle for each row of sums, however few its terms are, and waits 44
+    for the one before it that adds to the same sums; two rows are loaded in a cycle.
+    """
+
+    def _count_cycles(self, micro: tuple[int, int, int, int], asks: bool = False) -> float:
+        lanes, vectors, columns, rows = micro
+        full, rest = divmod(self._axes.columns, columns)
+        num_tiles = ceil(self._axes.channels / (lanes * vectors)) * (self._axes.rows // rows) * (full + 1)
+        # Where the last tile of a row is narrower, the tiles are configured for each.
+        return super()._count_cycles(micro, asks) + (_CONFIGURE_CYCLES * self._axes.outer * num_tiles if rest else 0.0)
+
+    def _cycles_of_tile(self, lanes: int, vectors: int, columns: int, rows: int, asks: bool) -> float:  # noqa: ARG002
+        packs = most_packs(self._axes.sums[-1])
+        loads = 0.6 * (rows * columns + packs * vectors)
+        step = max(1.2 * rows * columns * vectors, _TILE_LATENCY, loads) + 0.2 * loads
+        return prod(self._axes.sums) // packs * step + _CYCLES_AT_END * rows * columns * vectors
+
+
+def most_packs(extent: int) -> int:
+    """The most packs that follow each other in all rows of a tile, of so many that are summed."""
+    return max(number for number in range(1, TILE_ROWS + 1) if extent % number == 0)

@@ -23,9 +23,9 @@ from math import ceil, prod
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from ansor_mlflow.codegen import DOT_PRODUCTS, PACK
+from ansor_mlflow.codegen import DOT_PRODUCTS, MATRIX_TILES, NUM_TILES, PACK, TILE_ROWS
 from ansor_mlflow.sketches.contraction import MAX_EPILOGUE, Contraction, Operand, find_contraction
-from ansor_mlflow.sketches.estimate import LAUNCH_CYCLES, LINE_BYTES, Estimate, Machine
+from ansor_mlflow.sketches.estimate import LAUNCH_CYCLES, LINE_BYTES, Estimate, Machine, TileEstimate, most_packs
 from ansor_mlflow.sketches.tile import (
     MAX_COPIES,
     MAX_JOBS_PER_THREAD,
@@ -65,6 +65,8 @@ _SMALL_WORK = 50_000
 _MAX_CHANNELS, _MIN_LANES, _MIN_VECTORS = 2, 4, 4
 """Elements of a vector of channels up to which one of summed elements is tried, its length, and how many vectors a sum
 has then: in the end their elements are added one after the other."""
+_MAX_TILES_OF_DATA, _MIN_HEIGHT, _MIN_PACKS = 3, 7, 8
+"""Tiles of data beside those of weights and sums, and rows and packs of them from which AMX is worth its start."""
 _NUM_MICRO = 48
 """How many of the best register tiles get a full search of loop orders."""
 
@@ -75,6 +77,8 @@ class RegisterTiling:
     name = "register tile"
 
     _max_epilogue = MAX_EPILOGUE
+    _writes_out = True
+    """Whether each register of a tile has operations of its own in the program."""
 
     def __init__(self, mod: IRModule, contraction: Contraction, machine: Machine) -> None:
         self._mod, self._contraction, self._machine = mod, contraction, machine
@@ -216,15 +220,15 @@ class RegisterTiling:
             else:
                 sch.compute_at(pad, tiles[0] if tile.pad_at == "row" and tiles else job)
                 vectorize_innermost(sch, pad, self._widest)
-        # Unrolled, each sum of a tile is a register of its own.
-        for loop in (*(sums if self._is_short(tile) else ()), *inner, vector):
-            sch.unroll(loop)
+        if self._writes_out:  # each sum of a tile is a register of its own
+            for loop in (*(sums if self._is_short(tile) else ()), *inner, vector):
+                sch.unroll(loop)
         self._make_vector(sch, lane)
         # Sums are cleared before the first term: a condition in the loop would be asked for each.
         init = sch.decompose_reduction(block, sums[0])
         depth = len(sch.get_loops(write)) - len(inside(sch, write, innermost_tile))
         for loops in (sch.get_loops(init)[depth:], sch.get_loops(write)[depth:]):
-            write_out(sch, loops, tile.lanes)
+            write_out(sch, loops if self._writes_out else loops[-1:], tile.lanes)
         return sch
 
     def _sums(self, sch: Schedule) -> SBlockRV:
@@ -317,6 +321,55 @@ class IntegerTiling(RegisterTiling):
 
     def _make_vector(self, sch: Schedule, lane: LoopRV) -> None:
         sch.annotate(lane, DOT_PRODUCTS, 1)
+
+
+class MatrixTiling(IntegerTiling):
+    """The sketch for the same sums on a CPU with AMX, which has tiles of 16 vectors, and multiplies two of them.
+
+    A column is a row of a tile, so that a tile in registers has up to 48 of them.
+    """
+
+    name = "matrix tile"
+    _max_epilogue = 64
+    _writes_out = False
+
+    def __init__(self, mod: IRModule, contraction: Contraction, machine: Machine) -> None:
+        super().__init__(mod, contraction, machine)
+        self._estimate = TileEstimate(contraction, self._axes, machine)
+
+    @classmethod
+    def find(cls, mod: IRModule, machine: Machine) -> MatrixTiling | None:
+        """The sketch for a task's function; None where vectors serve as well, as of a single row."""
+        found = super().find(mod, machine) if machine.has_matrix_tiles else None
+        return found if isinstance(found, MatrixTiling) and any(found._micro_tiles()) else None
+
+    def _micro_tiles(self) -> Iterator[tuple[int, int, int, int]]:
+        axes = self._axes
+        if self._contraction.group % TILE_ROWS or most_packs(axes.sums[-1]) < _MIN_PACKS:
+            return
+        sizes = itertools.product(range(1, MAX_VECTORS + 1), range(_MIN_HEIGHT, _MAX_TILES_OF_DATA * TILE_ROWS + 1))
+        for vectors, columns in sizes:
+            for rows in divisors(axes.rows, _MAX_TILES_OF_DATA):
+                num_data = rows * ceil(columns / TILE_ROWS)
+                fits = num_data * (vectors + 1) < NUM_TILES and columns <= axes.columns
+                is_even = all(
+                    extent % max(1, ceil(extent / TILE_ROWS)) == 0 for extent in (columns, axes.columns % columns)
+                )
+                are_few = axes.columns % columns == 0 or axes.columns // columns < MAX_COPIES
+                if fits and is_even and are_few and self._contraction.group % (TILE_ROWS * vectors) == 0:
+                    yield TILE_ROWS, vectors, columns, rows
+
+    def _packed(self, sch: Schedule, sums: list[LoopRV]) -> tuple[list[LoopRV], list[LoopRV]]:
+        outer, packs, pack = sch.split(sums[-1], [None, most_packs(self._axes.sums[-1]), PACK])
+        terms = [*sums[:-1], outer, packs]
+        sch.annotate(terms[0], MATRIX_TILES, 1)
+        return terms, [pack]
+
+    def _make_vector(self, sch: Schedule, lane: LoopRV) -> None:
+        """Vectors are the rows of a tile."""
+
+    def is_fast(self, tile: RegisterTile) -> bool:  # noqa: ARG002
+        return True
 
 
 def _in_packs(operand: Operand, axis: int) -> Operand:

@@ -12,7 +12,7 @@ from gallery_child import ENDS
 from speed_chart import read_speeds, write_chart
 
 from ansor_mlflow.measuring import version_of
-from ansor_mlflow.measuring.rivals.table import rival_titles
+from ansor_mlflow.measuring.rivals import rival_titles
 from foreign_parts.row import OURS, RIVALS, Row
 
 _HEAD = ["package", "file", "gets_in", "computed_by", "compile_s", "right", "error", "ms", "spread"]

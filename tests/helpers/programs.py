@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, Phase, settings
 from ansor_mlflow.codegen import tir_pipeline
 from ansor_mlflow.lowering import TuningTask
 from ansor_mlflow.records import RecordLog
-from ansor_mlflow.sketches import find_programs
+from ansor_mlflow.sketches import Programs, find_programs
 from ansor_mlflow.tuning import TaskSearch, make_cost_model
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
+    from tvm.s_tir import Schedule
     from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
     from tvm.target import Target
 
@@ -32,11 +33,21 @@ compiled_examples = settings(
 _NUMPY_TYPES = {"bfloat16": ml_dtypes.bfloat16}
 
 
+def programs_of(mod: IRModule, target: Target) -> Programs:
+    programs = find_programs(mod, target)
+    assert programs is not None
+    return programs
+
+
+def program_of(programs: Programs, tile: Any) -> Schedule:
+    program = programs.program(tile)
+    assert program is not None
+    return program
+
+
 def first_program(task: TuningTask, target: Target) -> IRModule:
     """What the sketch of a task chooses without a measurement."""
-    programs = find_programs(task.mod, target)
-    assert programs is not None
-    program = programs.first()
+    program = programs_of(task.mod, target).first()
     assert program is not None
     return program.mod
 

@@ -1,1 +1,0 @@
-"""The runtimes that a user could have taken instead."""

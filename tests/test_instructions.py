@@ -1,0 +1,180 @@
+"""Instructions for bytes: `vpdpbusd` and the tiles of AMX, which compute what loops do, on CPUs that have them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from helpers.exports import make_model, tensor
+from helpers.programs import assert_same, program_of, programs_of
+from onnx import TensorProto, helper
+
+from ansor_mlflow.codegen import DOT_PRODUCTS, MATRIX_TILES, TILE_ROWS, tir_pipeline
+from ansor_mlflow.device import cpu, has_matrix_tiles
+from ansor_mlflow.device.targets import resolve_target
+from ansor_mlflow.lowering import lower
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
+    from tvm.target import Target
+
+
+def byte_product(rows: int, terms: int, columns: int) -> IRModule:
+    """The product of matrices of unsigned and signed bytes, scaled."""
+    import tvm
+    from tvm import te
+
+    data, weight = te.placeholder((rows, terms), "uint8", "data"), te.placeholder((terms, columns), "int8", "weight")
+    scale, k = te.placeholder((columns,), "float32", "scale"), te.reduce_axis((0, terms), "k")
+    total = te.compute(
+        (rows, columns),
+        lambda i, j: te.sum(data[i, k].astype("int32") * weight[k, j].astype("int32"), axis=k),
+        "product",
+    )
+    scaled = te.compute((rows, columns), lambda i, j: total[i, j].astype("float32") * scale[j], "scaled")
+    function = te.create_prim_func([data, weight, scale, scaled])
+    return tvm.IRModule({"main": function.with_attrs({"layout_free_buffers": [1], "global_symbol": "main"})})
+
+
+@pytest.mark.parametrize(("rows", "terms", "columns"), [(13, 64, 48), (1, 36, 96), (40, 32, 8), (9, 512, 4)])
+def test_sums_of_bytes_are_added_four_at_a_time(rows: int, terms: int, columns: int, host_target: Target) -> None:
+    """On a CPU without that instruction the same programs are plain loops."""
+    mod, target = byte_product(rows, terms, columns), resolve_target("llvm -mcpu=znver4", 2)
+    programs = programs_of(mod, target)
+    assert programs.first_decision.startswith("integer tile")
+    for tile in programs.tiles[:: max(1, len(programs.tiles) // 3)]:
+        program = program_of(programs, tile)
+        assert programs.tile_of(program) == tile
+        for each in (host_target, resolve_target("llvm -mcpu=x86-64", 2)):
+            assert_same(mod, program.mod, each)
+
+
+@pytest.mark.parametrize(("cpu", "register"), [("znver4", "%zmm"), ("sierraforest", "%ymm")])
+def test_the_instruction_for_bytes_keeps_its_sums_in_registers(cpu: str, register: str) -> None:
+    from tvm.driver import build
+
+    target = resolve_target(f"llvm -mcpu={cpu}", 1)
+    programs = programs_of(byte_product(26, 64, 64), target)
+    library = build(program_of(programs, programs.tiles[0]).mod, target=target, pipeline=tir_pipeline(target))
+    assert "vpdpbusd" in library.inspect_source("ll")
+    lines = [line for line in library.inspect_source("asm").splitlines() if "vpdpbusd" in line]
+    assert len(lines) >= programs.tiles[0].vectors * programs.tiles[0].columns
+    assert all(register in line and "rsp" not in line for line in lines)
+
+
+def test_another_loop_that_a_record_annotates_stays_a_loop() -> None:
+    """The instruction would read what is no pack of bytes."""
+    from tvm.driver import build
+    from tvm.s_tir import Schedule
+
+    target = resolve_target("llvm -mcpu=znver4", 1)
+    for columns, split, place in ((16, 4, -3), (64, 4, -3), (64, 4, -2), (64, 8, -3)):
+        mod = byte_product(5, 64, columns)
+        sch = Schedule(mod)
+        block = sch.get_sblock("product")
+        row, column, term = sch.get_loops(block)
+        loops = [row, *sch.split(column, [None, 16]), *sch.split(term, [None, split])]
+        sch.annotate(loops[place], DOT_PRODUCTS, 1)
+        library = build(sch.mod, target=target, pipeline=tir_pipeline(target))
+        assert "vpdpbusd" not in library.inspect_source("ll")  # LLVM may choose it for a loop by itself
+
+
+AMX = "llvm -mcpu=sapphirerapids"
+
+
+def byte_convolution(size: int, channels: int, kernel: int, stride: int, outputs: int) -> IRModule:
+    """The task of a ConvInteger on an image, padded with its zero point: what is lowered for AMX."""
+    rng = np.random.default_rng(0)
+    weights = rng.integers(-128, 127, (outputs, channels, kernel, kernel), np.int8)
+    pads = [kernel // 2] * 4
+    nodes = [
+        helper.make_node("ConvInteger", ["x", "w", "z"], ["sums"], pads=pads, strides=[stride] * 2),
+        helper.make_node("Cast", ["sums"], ["floats"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["floats", "s"], ["y"]),
+    ]
+    constants = {
+        "w": weights,
+        "z": np.array(117, np.uint8),
+        "s": rng.random((outputs, 1, 1), np.float32),
+    }
+    side = (size + 2 * (kernel // 2) - kernel) // stride + 1
+    data = tensor("x", (1, channels, size, size), TensorProto.UINT8)
+    model = make_model(nodes, [data], [tensor("y", (1, outputs, side, side))], constants)
+    return max(lower(model, resolve_target(AMX, 2)).tasks, key=lambda task: task.info.flops).mod
+
+
+@pytest.mark.parametrize(("rows", "terms", "columns"), [(64, 128, 64), (50, 96, 48), (197, 64, 32), (13, 128, 96)])
+def test_products_in_tiles_are_right(rows: int, terms: int, columns: int, host_target: Target) -> None:
+    """Also those of rows that no tile divides; on a CPU without AMX the same programs are plain loops."""
+    mod, target = byte_product(rows, terms, columns), resolve_target(AMX, 2)
+    programs = programs_of(mod, target)
+    assert programs.first_decision.startswith("matrix tile")
+    for tile in programs.tiles[:: max(1, len(programs.tiles) // 4)]:
+        program = program_of(programs, tile)
+        assert programs.tile_of(program) == tile
+        for each in (host_target, resolve_target("llvm -mcpu=x86-64", 2)):
+            assert_same(mod, program.mod, each)
+
+
+@pytest.mark.parametrize(
+    ("size", "channels", "kernel", "stride", "outputs"),
+    [(14, 64, 3, 1, 32), (14, 64, 3, 2, 48), (7, 96, 1, 1, 64), (28, 32, 3, 1, 16)],
+)
+def test_convolutions_in_tiles_are_right(
+    size: int, channels: int, kernel: int, stride: int, outputs: int, host_target: Target
+) -> None:
+    mod, target = byte_convolution(size, channels, kernel, stride, outputs), resolve_target(AMX, 2)
+    programs = programs_of(mod, target)
+    assert programs.first_decision.startswith("matrix tile")
+    for tile in programs.tiles[:: max(1, len(programs.tiles) // 3)]:
+        assert_same(mod, program_of(programs, tile).mod, host_target)
+
+
+def test_tiles_are_configured_once_for_a_job_and_keep_their_sums() -> None:
+    from tvm.driver import build
+
+    target = resolve_target(AMX, 2)
+    programs = programs_of(byte_product(128, 256, 256), target)
+    tile = programs.tiles[0]
+    library = build(program_of(programs, tile).mod, target=target, pipeline=tir_pipeline(target))
+    code = library.inspect_source("ll")
+    calls = {name: code.count(f"call void @llvm.x86.{name}(") for name in ("ldtilecfg", "tilerelease", "tilezero")}
+    num_sums = tile.vectors * tile.rows * -(-tile.columns // TILE_ROWS)
+    assert 128 % tile.columns == 0
+    assert (calls["ldtilecfg"], calls["tilerelease"], calls["tilezero"]) == (1, 1, num_sums)
+    assert "@syscall" in code
+    loop = code[code.index("call void @llvm.x86.tdpbusd(") :]
+    assert "tilestored" not in loop[: loop.rindex("call void @llvm.x86.tdpbusd(")], "sums stay in tiles"
+
+
+@pytest.mark.parametrize(("rows", "terms"), [(1, 128), (4, 128), (64, 16)])
+def test_what_tiles_are_too_large_for_has_vectors(rows: int, terms: int) -> None:
+    programs = programs_of(byte_product(rows, terms, 64), resolve_target(AMX, 2))
+    assert programs.first_decision.startswith("integer tile")
+
+
+def test_another_loop_that_a_record_makes_a_product_of_tiles_stays_a_loop() -> None:
+    """It would be read as what it is not: too many rows for a tile, vectors of another length, floats."""
+    from tvm.driver import build
+    from tvm.s_tir import Schedule
+
+    target = resolve_target(AMX, 1)
+    for rows, lanes, packs in ((17, 16, 16), (16, 8, 16), (16, 16, 32), (160, 16, 16)):
+        sch = Schedule(byte_product(rows, 128, 64))
+        row, column, term = sch.get_loops(sch.get_sblock("product"))
+        outer, lane = sch.split(column, [None, lanes])
+        terms = sch.split(term, [None, packs, 4])
+        sch.reorder(outer, *terms[:2], row, lane, terms[2])
+        sch.annotate(terms[0], MATRIX_TILES, 1)
+        library = build(sch.mod, target=target, pipeline=tir_pipeline(target))
+        assert "tdpbusd" not in library.inspect_source("ll")
+
+
+@pytest.mark.parametrize("is_granted", [True, False])
+def test_a_host_has_tiles_where_linux_grants_them(is_granted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever LLVM thinks of a CPU of that name."""
+    import tvm
+
+    monkeypatch.setattr(cpu, "_may_use_tiles", lambda: is_granted)
+    assert has_matrix_tiles(tvm.target.Target(cpu.host_attributes())) == is_granted
