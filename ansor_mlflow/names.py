@@ -61,6 +61,10 @@ COVERAGE_FLOPS = "coverage_flops"  # the covered tasks' share of the floating po
 LIBRARY_GROWTH_MIB = "library_growth_mib"
 """By how much the weights are larger than they would be with all layers computed directly."""
 
+QUANTIZATION_LOSS = "quantization_loss"  # of a tuning run with quantize=int8, on inputs that it was not quantised with
+QUANTIZED_SHARE = "quantized_share"  # operations in 8 bits over those of all layers that may be, 0 to 1
+QUANTIZATION_METRICS = (QUANTIZATION_LOSS, QUANTIZED_SHARE)
+
 RECORDS_LOST = "records_lost"
 """Number of workloads that `allow_missing` left out: their records do not apply, or the network has them no more."""
 
@@ -192,6 +196,8 @@ PROVENANCE_FILE = "provenance.json"
 MANIFEST_FILE = "manifest.json"  # digests of the files of a tuning's records
 SOURCES_FILE = "sources.json"  # what a merged or distilled database was made from
 NETWORK_FILE = "network.onnx"
+QUANTIZATION_FILE = "quantization.json"  # what each layer, and each candidate, loses by being quantised
+QUANTIZATION_CHART = "quantization.png"
 PARTS_FILE = "parts.json"  # the parts of a network that ONNX Runtime computes some of, with the time that each takes
 CRASHES_DIR = "crashes"  # the smallest graphs that end TVM's compiler, as ONNX files
 RIVALS_FILE = "rivals.json"  # the rivals of a model: versions, latencies and errors, or why one could not be timed

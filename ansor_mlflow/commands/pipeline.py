@@ -128,7 +128,7 @@ def run_pipeline(
         evaluated = run_step("evaluate", {**_only(options, EvaluateOptions), "model_uri": model_uri})
 
         repeated = (
-            (tuned, names.TUNING_METRICS),
+            (tuned, (*names.TUNING_METRICS, *names.QUANTIZATION_METRICS)),
             (compiled, (names.COVERAGE_TASKS, names.COVERAGE_FLOPS, names.LIBRARY_GROWTH_MIB)),
             (evaluated, (*names.summary_metrics(RIVALS), names.ONNXRUNTIME_SHARE, names.PROBE_SPREAD)),
         )

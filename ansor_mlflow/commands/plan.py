@@ -16,6 +16,7 @@ from ansor_mlflow.graphs import PaddedLayer
 from ansor_mlflow.model import PartEntry, fallback_clauses, part_entries
 from ansor_mlflow.networks import ChosenSizes
 from ansor_mlflow.parameters import BudgetOptions, PlanOptions, SearchOptions
+from ansor_mlflow.steps.quantizing import quantized
 from ansor_mlflow.steps.recorded import best_records, find_recorded, latency_s, lower_for_device, lower_recorded
 from ansor_mlflow.tracking import network_of
 from ansor_mlflow.trials import TaskInfo, TaskState
@@ -103,7 +104,8 @@ def plan_tuning(options: PlanOptions) -> Plan:
             known_s = {index: latency_s(record) for index, record in records.items()}
     else:
         device = Device.resolve(options.target, options.num_threads)
-        network = lower_for_device(network_of(options), options, device)
+        graph, _ = quantized(network_of(options), options)
+        network = lower_for_device(graph, options, device)
     tasks: tuple[PlannedTask, ...] = ()
     if network.tasks:
         num_sketched = len(sketched_workloads(network.tasks, network.device.target, options.space))

@@ -3,7 +3,15 @@
 from ansor_mlflow.graphs.channel_padding import PaddedLayer, best_padding, layers_to_pad, pad_output_channels
 from ansor_mlflow.graphs.operators import fallback_reasons, keep_bytes, rewrite_operators
 from ansor_mlflow.graphs.operators.recurrent import activations_of, reverses_of
-from ansor_mlflow.graphs.partition import GraphPart, ancestors, estimated_cost, extract, partition, segments
+from ansor_mlflow.graphs.partition import (
+    GraphPart,
+    ancestors,
+    estimated_cost,
+    extract,
+    flops_of_nodes,
+    partition,
+    segments,
+)
 from ansor_mlflow.graphs.row_dependence import rows_of
 from ansor_mlflow.graphs.simplify import fold_scales, give_outputs_nodes, raise_opset, simplify, without_tiny_weights
 from ansor_mlflow.graphs.types import (

@@ -183,6 +183,12 @@ def _num_flops(node: onnx.NodeProto, values: ValueInfos) -> float:
     return float(math.prod(output))
 
 
+def flops_of_nodes(model: onnx.ModelProto) -> list[float]:
+    """Floating point operations of the nodes of a model with inferred, static shapes."""
+    values = noted_value_infos(model.graph)
+    return [_num_flops(node, values) for node in model.graph.node]
+
+
 def estimated_cost(model: onnx.ModelProto) -> float:
     """The estimated time of a call of a model with inferred, static shapes, in operations that take as long.
 

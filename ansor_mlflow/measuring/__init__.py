@@ -1,15 +1,18 @@
 """Measures what is compiled, and checks what it computes: contenders in processes of their own, in turns."""
 
 from ansor_mlflow.measuring.checking import (
+    LOSSES,
     QUANTIZED_TOLERANCE,
     TOLERANCES,
     Deviation,
+    Loss,
     allowed_error,
     compare_outputs,
     compare_tensors,
     compare_with_reference,
     deviation_of,
     expected_of,
+    find_loss,
     is_finite,
     outputs_of,
     require_broken_stays_broken,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ansor_mlflow.errors import AnsorMlflowError, CorrectnessError, UserInputError
+from ansor_mlflow.errors import AnsorMlflowError, CorrectnessError, UserInputError, one_line
 from ansor_mlflow.measuring.compare import (
     MakeInference,
     is_quantized,
@@ -279,3 +280,81 @@ def require_broken_stays_broken(
         "before the model",
         *(what, ", ".join(operators)),
     )
+
+
+# -- what a quantised network loses ------------------------------------------------------------------------------------
+
+Loss = Callable[[Sequence[Arrays], Sequence[Arrays]], float]
+"""Takes the outputs of the float network and those of the quantised one, by name, for several inputs; 0 is no loss."""
+
+
+def cosine(floats: Sequence[Arrays], quantized: Sequence[Arrays]) -> float:
+    """One less the cosine of the angle between both outputs, the mean over the inputs; of the worst output."""
+    return _worst(floats, quantized, lambda a, b: float(np.mean([_angle(*pair) for pair in zip(a, b, strict=True)])))
+
+
+def relative_error(floats: Sequence[Arrays], quantized: Sequence[Arrays]) -> float:
+    """The root mean square of the difference over that of the float outputs, all inputs together; of the worst."""
+    return _worst(floats, quantized, lambda a, b: _length(a - b) / max(_length(a), np.finfo(np.float64).tiny))
+
+
+def disagreement(floats: Sequence[Arrays], quantized: Sequence[Arrays]) -> float:
+    """The share of rows whose largest class is another one; of the worst output with classes along its last axis."""
+    return _worst(floats, quantized, lambda a, b: float(np.mean(a.argmax(-1) != b.argmax(-1))))
+
+
+LOSSES: dict[str, Loss] = {loss.__name__: loss for loss in (cosine, relative_error, disagreement)}
+
+
+def find_loss(name: str) -> Loss:
+    """One of `LOSSES`, or a function of the user's, `module:function`, which takes and returns what they do."""
+    if name in LOSSES:
+        return LOSSES[name]
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except Exception as err:
+        raise UserInputError(
+            f"quantize_loss={name}: there is no such function ({one_line(err)}); give one of {', '.join(LOSSES)}, or "
+            "module:function"
+        ) from err
+    return lambda floats, quantized: _number(name, found, floats, quantized)
+
+
+def _number(name: str, loss: Loss, floats: Sequence[Arrays], quantized: Sequence[Arrays]) -> float:
+    try:
+        return float(loss(floats, quantized))
+    except Exception as err:
+        raise UserInputError(
+            f"quantize_loss={name}: it ended with {one_line(err)}; it takes two lists of outputs by name, and returns "
+            "a number"
+        ) from err
+
+
+def _worst(
+    floats: Sequence[Arrays],
+    quantized: Sequence[Arrays],
+    loss: Callable[[npt.NDArray[np.float64], npt.NDArray[np.float64]], float],
+) -> float:
+    """The largest loss of the outputs, each stacked over the inputs; a NaN that the float network has not is all."""
+    found = []
+    for name, first in floats[0].items():
+        if first.dtype.kind not in "fiu" or first.size == 0:
+            continue
+        a, b = (np.stack([_as_floats(arrays[name]) for arrays in outputs]) for outputs in (floats, quantized))
+        known = np.isfinite(a)
+        found.append(loss(np.where(known, a, 0.0), np.where(known, b, 0.0)) if np.isfinite(b[known]).all() else np.inf)
+    return max(found, default=0.0)
+
+
+def _as_floats(array: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    return np.atleast_1d(array).astype(np.float64)
+
+
+def _angle(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> float:
+    lengths = _length(a) * _length(b)
+    return 1.0 - float(np.vdot(a, b)) / lengths if lengths else float(_length(a) != _length(b))
+
+
+def _length(values: npt.NDArray[np.float64]) -> float:
+    return float(np.linalg.norm(values.ravel()))

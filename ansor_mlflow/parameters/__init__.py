@@ -50,6 +50,7 @@ from ansor_mlflow.parameters.tuning import (
     BudgetOptions,
     MeasureOptions,
     NetworkOptions,
+    QuantizeOptions,
     RecordsOptions,
     RpcOptions,
     RunOptions,

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from ansor_mlflow.parameters.declaring import Auto, NonEmpty, Options, PositiveFloat, PositiveInt, Share, parameter
-from ansor_mlflow.parameters.model import DATA_RULE, Tolerance
+from ansor_mlflow.parameters.model import Tolerance
 from ansor_mlflow.parameters.tuning import (
+    DATA_RULE,
     NETWORK_RULE,
     BudgetOptions,
     LinkOptions,
     MeasureTimeout,
     NetworkOptions,
+    QuantizeOptions,
     RecordsOptions,
     ServersOptions,
     Target,
@@ -41,7 +43,7 @@ class ReportOptions(Options):
     )
 
 
-class PlanOptions(ReportOptions, RecordsOptions, BudgetOptions):
+class PlanOptions(ReportOptions, RecordsOptions, QuantizeOptions, BudgetOptions):
     """The command `plan`: what a tuning would measure, and what is known already."""
 
 

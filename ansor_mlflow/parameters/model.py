@@ -20,7 +20,9 @@ from ansor_mlflow.parameters.declaring import (
     parameter,
 )
 from ansor_mlflow.parameters.tuning import (
+    Data,
     LinkOptions,
+    QuantizeOptions,
     RecordsOptions,
     RpcOptions,
     RunOptions,
@@ -34,15 +36,6 @@ Tolerance = Annotated[
     parameter(
         help_="Largest max_rel_error that passes: max |output - reference| / max |reference|, the latter at least "
         "0.01; auto is 0.0001, with float16 0.02, and with bfloat16 and of quantised networks 0.1."
-    ),
-]
-DATA_RULE = "the path of a .npz, .npy or .parquet file"
-Data = Annotated[
-    str,
-    parameter(
-        rule=DATA_RULE,
-        help_="Inputs to check the outputs on, the first of which is timed, in place of seeded ones: a .npz or "
-        ".parquet file with an array or a column for each input, or a .npy file; any number of rows.",
     ),
 ]
 MeasureSeconds = Annotated[
@@ -70,7 +63,7 @@ class SignatureOptions(Options):
     runtimes: Literal["tvm", "tvm,onnxruntime", "tvm,onnxruntime,openvino"] = "tvm,onnxruntime"
 
 
-class CompileOptions(RunOptions, SignatureOptions, LinkOptions, RecordsOptions):
+class CompileOptions(RunOptions, SignatureOptions, LinkOptions, QuantizeOptions, RecordsOptions):
     """Which records a network is compiled with, and where they may come from.
 
     Attributes:

@@ -56,6 +56,17 @@ class RunOptions(Options):
     experiment: str = parameter("", under="run.experiment")
 
 
+DATA_RULE = "the path of a .npz, .npy or .parquet file"
+Data = Annotated[
+    str,
+    parameter(
+        rule=DATA_RULE,
+        help_="Inputs to check the outputs on, the first of which is timed, and to quantise with, in place of seeded "
+        "ones: a .npz or .parquet file with an array or a column for each input, or a .npy file; any number of rows.",
+    ),
+]
+
+
 class SeedOptions(Options):
     """What is random, made repeatable."""
 
@@ -110,6 +121,28 @@ class NetworkOptions(SeedOptions):
     @property
     def lowering(self) -> LoweringSettings:
         return LoweringSettings.among(vars(self))
+
+
+class QuantizeOptions(SeedOptions):
+    """Whether a network is quantised first, and what it may lose.
+
+    Attributes:
+        quantize: Type that convolutions and dense layers of a float network are quantised to, by data, or with ranges
+            that each call measures; off leaves the network as it is.
+        quantize_max_loss: Largest loss on inputs of data that were not quantised with: layers stay floats, the worst
+            first, until it holds.
+        quantize_loss: Which loss: cosine (one less the cosine between the outputs), relative_error, disagreement (share
+            of rows whose largest class is another), or your own module:function of two lists of outputs by name.
+        quantize_minutes: Minutes in which the layers are tried one by one.
+    """
+
+    quantize: Literal["off", "int8"] = "off"
+    quantize_max_loss: float = parameter(0.01, "a number, 0 or more", under="quantize.max_loss", ge=0)
+    quantize_loss: NonEmpty = parameter(
+        "cosine", "cosine, relative_error, disagreement, or module:function", under="quantize.loss"
+    )
+    quantize_minutes: PositiveFloat = parameter(5.0, under="quantize.minutes")
+    data: Data = ""
 
 
 class LinkOptions(Options):
@@ -268,7 +301,7 @@ class MeasureOptions(RpcOptions, LinkOptions):
     rpc_retries: int = parameter(1, under="rpc.retries", ge=0)
 
 
-class TuneOptions(RunOptions, MeasureOptions, SearchOptions):
+class TuneOptions(RunOptions, MeasureOptions, QuantizeOptions, SearchOptions):
     """The entry point `tune`.
 
     Attributes:

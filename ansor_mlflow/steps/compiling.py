@@ -25,6 +25,7 @@ from ansor_mlflow.records import (
 )
 from ansor_mlflow.serving import get_signature
 from ansor_mlflow.settings import FallbackReasons, LoweringSettings
+from ansor_mlflow.steps.quantizing import log_quantization, quantized
 from ansor_mlflow.steps.recorded import (
     LostRecords,
     Recorded,
@@ -94,10 +95,14 @@ def compile_network(options: CompileOptions) -> CompileResult:
     with scratch_directory() as scratch:
         recipes = _recipes(options, Path(scratch))
         recorded = recipes[0].recorded
-        network = load_recorded_network(recorded)
+        network, quantization = load_recorded_network(recorded), None
+        if not options.tune_run:  # which has quantised it
+            network, quantization = quantized(network, options)
         with step_run("compile", options, f"compile {options.network}") as run:
             run.log_options(recorded.options.model_copy(update={"tune_run": options.tune_run}))
             model.require_pad(options.pad, network.name, network)
+            if quantization:
+                log_quantization(run, quantization)
             devices = [recipe.device for recipe in recipes]
             descriptions = ", ".join(device.description for device in devices)
             run.log_tags(

@@ -27,7 +27,7 @@ from ansor_mlflow.tracking.registry import (
     undo_moves,
     undoable_moves,
 )
-from ansor_mlflow.tracking.report.figures import draw_roofline, save_figure
+from ansor_mlflow.tracking.report.figures import draw_losses, draw_roofline, save_figure
 from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.tracking.report.note import command_lines, evaluation_note, pipeline_note, tuning_note
 from ansor_mlflow.tracking.report.pages import (

@@ -17,7 +17,7 @@ from ansor_mlflow.model import threads_here
 from ansor_mlflow.parameters import AliasOptions, PromoteOptions
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.steps.promotion.contest import Contender, Contest, Promotion, PromotionOutcome, common_sizes, compete
-from ansor_mlflow.tensors import NetworkShapes, all_sizes
+from ansor_mlflow.tensors import Arrays, NetworkShapes, all_sizes
 
 CHAMPION = "champion"
 Decided = Callable[..., Promotion]
@@ -140,6 +140,8 @@ def _compare(
         advice = measuring.what_to_do(network, num_threads, examples, tolerance)
         wrong = f"{reason}; {advice}"
         return decided(outcome=PromotionOutcome.WRONG, reason=wrong, tolerance=tolerance, errors=errors)
+    if broken := _why_contract_broken(candidate, champions, examples):
+        return decided(outcome=PromotionOutcome.WRONG, reason=broken, tolerance=tolerance, errors=errors)
     contests: list[Contest] = []
     for champion in champions:
         contests.append(compete(candidate, champion, options))
@@ -164,6 +166,27 @@ def _errors(
         _log.info("comparing outputs with ONNX Runtime's on %d inputs", len(examples))
         errors |= measuring.compare_with_reference(runs, candidate.network, threads_here(candidate.entry), examples)
     return errors
+
+
+def _why_contract_broken(candidate: Contender, champions: Sequence[Contender], examples: Sequence[Arrays]) -> str:
+    """Why a quantised candidate loses more than it may, beside a champion with the float network; empty where it does
+    not. A loss of the user's own is code, which a model's word is not enough to run.
+    """
+    terms = candidate.entry.provenance.get("quantization") or {}
+    contract = terms.get("contract", {})
+    if contract.get("loss") not in measuring.LOSSES:
+        return ""
+    for champion in champions:
+        if champion.entry.provenance.get("network_sha256") == terms["float_sha256"]:
+            outputs = (measuring.outputs_of(each.make_inference, examples) for each in (champion, candidate))
+            loss = measuring.find_loss(contract["loss"])(*outputs)
+            _log.info("%s beside the float champion, version %s: %.3g", contract["loss"], champion.version, loss)
+            if not loss <= contract["max_loss"]:
+                return (
+                    f"it is quantised, and {contract['loss']} beside the float champion, version {champion.version}, "
+                    f"is {loss:.3g}, allowed is {contract['max_loss']:g}; quantise it with more of such data"
+                )
+    return ""
 
 
 def _outcome(contests: Sequence[Contest]) -> tuple[PromotionOutcome, str]:

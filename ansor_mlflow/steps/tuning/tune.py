@@ -21,6 +21,7 @@ from ansor_mlflow.parameters import TuneOptions
 from ansor_mlflow.records import JOURNAL_FILE, PARTS_DIR, Provenance, write_description
 from ansor_mlflow.settings import FallbackReasons
 from ansor_mlflow.steps.fetching import options_of_source
+from ansor_mlflow.steps.quantizing import Quantization, log_quantization, quantized
 from ansor_mlflow.steps.tuning.earlier import (
     AUTO,
     begin_with_records,
@@ -88,6 +89,7 @@ class TuningWork:
 
     options: TuneOptions
     network: Network
+    quantization: Quantization | None
     device: Device
     lowered: LoweredNetwork
     fallback: FallbackReasons
@@ -101,6 +103,9 @@ def prepare_tuning(options: TuneOptions) -> TuningWork:
     network = tracking.network_of(options, copy_of_network(options.resume_run) if options.resume_run else "")
     if network.chosen:
         _log.info("%s", network.chosen)
+    quantization = None
+    if not options.resume_run:  # whose copy is quantised
+        network, quantization = quantized(network, options)
     device = _device_of(options)
     if options.cache_flush and not device.platform.in_process:
         raise UserInputError(
@@ -126,6 +131,7 @@ def prepare_tuning(options: TuneOptions) -> TuningWork:
     return TuningWork(
         options=options,
         network=network,
+        quantization=quantization,
         device=device,
         lowered=lowered,
         fallback=fallback,
@@ -157,6 +163,8 @@ def _tune(
     if is_resumed:
         require_same_tasks(run.run_id, records, network, device.fingerprint, lowered.tasks)
     _log_inputs(run, network, device.fingerprint)
+    if work.quantization:
+        log_quantization(run, work.quantization)
 
     if not has_arithmetic(device.target, options.dtype):
         _log.warning("%s converts %s to float32 for every operation, which is slow", device.description, options.dtype)
@@ -262,6 +270,7 @@ def _provenance(work: TuningWork) -> Provenance:
         num_threads=device.num_threads,
         lowering_version=LOWERING_VERSION,
         tvm_version=tvm.__version__,
+        quantization=work.quantization.terms if work.quantization else {},
         fallback={size: dict(reasons) for size, reasons in work.fallback.items()},
         host=platform.node(),
         measure={

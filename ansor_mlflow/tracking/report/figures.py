@@ -214,6 +214,28 @@ def draw_latency(title: str, latency: Latency) -> Figure:
     return figure
 
 
+def draw_losses(
+    title: str, candidates: Sequence[tuple[float, float, str]], chosen: tuple[float, float], allowed: float
+) -> Figure:
+    """Draws the loss of quantised networks against the share of operations in 8 bits, by how ranges were measured, with
+    the one that was taken, and what is allowed.
+    """
+    figure = _new_figure(title, 3.6)
+    axes = figure.subplots()
+    calibrations = dict.fromkeys(calibration for _, _, calibration in candidates)
+    for calibration, color in zip(calibrations, _COLORS, strict=False):
+        shares, losses = zip(*((x, y) for x, y, of in candidates if of == calibration), strict=True)
+        axes.plot(shares, losses, "o", color=color, label=calibration)
+    axes.plot(*chosen, "o", markersize=13, markerfacecolor="none", markeredgecolor=_GREY, label="taken")
+    axes.axhline(allowed, color=VERMILION, linewidth=1, label=f"allowed: {allowed:g}")
+    axes.set(xlabel="share of operations in 8 bits", ylabel="loss")
+    axes.xaxis.set_major_formatter(lambda share, _place: f"{share:.0%}")
+    axes.set_ylim(bottom=0)
+    _add_legend(figure)
+    _set_grid(axes)
+    return figure
+
+
 def draw_roofline(history: TuningHistory, roofline: Roofline, argument_bytes: Mapping[str, int]) -> Figure:
     """Draws what each task reaches against its intensity, below the host's two roofs; the arguments' sizes are by the
     hash of the workload. Tasks that compute nothing are left out.

@@ -70,6 +70,8 @@ def _figures() -> list[tuple[str, str, Callable[[float], str]]]:
         ("measured / second measurements", names.ESTIMATE_RATIO, "{:.2f}".format),
         ("share of ONNX Runtime's parts", names.ONNXRUNTIME_SHARE, "{:.1%}".format),
         ("largest relative error", names.MAX_REL_ERROR, "{:.1e}".format),
+        ("operations in 8 bits", names.QUANTIZED_SHARE, "{:.0%}".format),
+        ("lost by quantising", names.QUANTIZATION_LOSS, "{:.3g}".format),
         ("coverage of tasks", names.COVERAGE_TASKS, "{:.0%}".format),
         ("trials", names.TRIALS_MEASURED, "{:.0f}".format),
     ]

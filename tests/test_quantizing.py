@@ -1,0 +1,208 @@
+"""`quantize=int8`: what a network may lose, which layers stay floats for it, and what is left of both in MLflow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlflow
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper
+
+from ansor_mlflow import api, names
+from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.measuring import find_loss, is_quantized
+from ansor_mlflow.networks import Network, load_network
+from ansor_mlflow.networks.graph import GraphBuilder
+from ansor_mlflow.parameters import PlanOptions
+from ansor_mlflow.steps.quantizing import Quantization, quantized
+
+SHAPE = (1, 3, 12, 12)
+WIDE = 2000.0
+"""What the first channel of the sensitive layer is multiplied with: the others have no steps of their own left."""
+
+
+@pytest.fixture(scope="module")
+def network_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An image classifier of which one layer is hard to quantise; (1, 3, 12, 12) -> (1, 10)."""
+    builder = GraphBuilder(seed=0)
+    data = builder.input("data", SHAPE)
+    data = builder.relu("relu0", builder.batch_norm("bn", builder.conv("conv0", data, (8, 3, 3, 3), padding=1), 8))
+    scales = np.ones((1, 8, 1, 1), np.float32)
+    scales[0, 0] = WIDE
+    data = builder.node("Mul", "widen", data, builder.constant("wide", scales))
+    narrow = builder.constant("narrow", 1 / scales)
+    data = builder.conv("sensitive", data, (8, 8, 1, 1))
+    data = builder.node("Mul", "narrowed", data, narrow)
+    data = builder.relu("relu1", builder.conv("conv1", data, (16, 8, 3, 3), padding=1, bias=True))
+    data = builder.node("Flatten", "flatten", builder.node("GlobalAveragePool", "global", data), axis=1)
+    builder.dense("logits", data, units=10, in_units=16)
+    path = tmp_path_factory.mktemp("float") / "classifier.onnx"
+    onnx.save(builder.build("classifier", {"logits": (1, 10)}), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def network(network_file: Path) -> Network:
+    return load_network(str(network_file))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("data") / "data.npz"
+    np.savez(path, data=np.random.default_rng(0).normal(size=(20, *SHAPE[1:])).astype(np.float32))
+    return str(path)
+
+
+def quantize(network: Network, **given: object) -> tuple[Network, Quantization]:
+    made, found = quantized(network, PlanOptions(quantize="int8", **given))
+    assert found is not None
+    return made, found
+
+
+def num_quantized(network: Network) -> int:
+    """Layers whose weights are 8 bits."""
+    bytes_ = {weight.name for weight in network.model.graph.initializer if weight.data_type == TensorProto.INT8}
+    return sum(node.op_type == "DequantizeLinear" and node.input[0] in bytes_ for node in network.model.graph.node)
+
+
+def test_off_is_the_network_itself(network: Network) -> None:
+    assert quantized(network, PlanOptions()) == (network, None)
+
+
+def test_all_layers_are_quantised_where_they_may_lose_much(network: Network, data: str) -> None:
+    made, found = quantize(network, data=data, quantize_max_loss=1.0)
+    assert num_quantized(made) == len(found.layers) == 4
+    assert (found.share, found.num_calibrated, found.num_judged) == (pytest.approx(1.0), 16, 4)
+    assert {candidate.calibration for candidate in found.candidates} == {"minmax", "percentile", "entropy"}
+    assert found.loss == min(candidate.loss for candidate in found.candidates)
+    assert (made.name, made.inputs, made.outputs) == (network.name, network.inputs, network.outputs)
+
+
+def test_layers_that_lose_most_stay_floats(network: Network, data: str) -> None:
+    """The contract is kept on inputs of which ranges know nothing, by as few layers as possible."""
+    _, whole = quantize(network, data=data, quantize_max_loss=1.0, quantize_loss="relative_error")
+    allowed = whole.loss / 3
+    made, found = quantize(network, data=data, quantize_max_loss=allowed, quantize_loss="relative_error")
+    floats = [layer for layer in found.layers if not layer.is_quantized]
+    assert found.loss <= allowed < whole.loss
+    assert 0 < len(floats) < len(found.layers)
+    assert num_quantized(made) == len(found.layers) - len(floats)
+    losses = [layer.loss or 0.0 for layer in found.layers]
+    assert min(layer.loss or 0.0 for layer in floats) == sorted(losses, reverse=True)[len(floats) - 1]
+    fewer = [each for each in found.candidates if each.num_floats == len(floats) - 1]
+    assert all(each.loss > allowed for each in fewer)
+
+
+def test_the_loss_is_that_of_onnxruntime(network: Network, data: str) -> None:
+    """As said in the run, on the rows that judge: the first fifth."""
+    made, found = quantize(network, data=data, quantize_loss="relative_error", quantize_max_loss=1.0)
+    rows = np.load(data)["data"][:4]
+    outputs = []
+    for each in (network, made):
+        session = onnxruntime.InferenceSession(each.model.SerializeToString())
+        outputs.append([{"logits": session.run(None, {"data": row[None]})[0]} for row in rows])
+    assert find_loss("relative_error")(*outputs) == pytest.approx(found.loss, rel=0.05, abs=1e-4)
+
+
+def test_without_data_ranges_are_those_of_each_call(network: Network) -> None:
+    made, found = quantize(network, quantize_max_loss=1.0)
+    assert (found.calibration, found.num_calibrated) == ("dynamic", 0)
+    assert "DynamicQuantizeLinear" in {node.op_type for node in made.model.graph.node}
+    assert "no inputs" in found.summary
+
+
+def test_a_loss_of_ones_own(network: Network, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_loss.py").write_text(
+        "import numpy as np\n"
+        "def largest(floats, quantized):\n"
+        "    return max(np.abs(a['logits'] - b['logits']).max() for a, b in zip(floats, quantized))\n"
+        "def broken(floats, quantized):\n"
+        "    return {}['?']\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    _, found = quantize(network, data=data, quantize_max_loss=1e3, quantize_loss="own_loss:largest")
+    assert 0 < found.loss < 1e3
+    with pytest.raises(UserInputError, match=r"quantize_loss=own_loss:broken: it ended with"):
+        quantize(network, data=data, quantize_loss="own_loss:broken")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"quantize_max_loss": 0.0, "quantize_loss": "relative_error"}, r"no layer may be quantised: at best"),
+        ({"quantize_loss": "accuracy"}, r"quantize_loss=accuracy: there is no such function .* give one of cosine"),
+        ({"quantize_loss": "json:nothing"}, r"quantize_loss=json:nothing: there is no such function"),
+        ({"data": "missing.npz"}, r"data=missing.npz: there is no such file"),
+    ],
+)
+def test_what_cannot_be_is_one_line(given: dict[str, object], message: str, network: Network, data: str) -> None:
+    with pytest.raises(UserInputError, match=message) as caught:
+        quantize(network, **{"data": data, **given})
+    assert "\n" not in str(caught.value)
+
+
+def test_one_input_cannot_judge_itself(network: Network, tmp_path: Path) -> None:
+    np.savez(tmp_path / "one.npz", data=np.ones(SHAPE, np.float32))
+    with pytest.raises(UserInputError, match="another one has to judge"):
+        quantize(network, data=str(tmp_path / "one.npz"))
+
+
+def test_a_network_without_layers_is_refused(tmp_path: Path) -> None:
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, (1, 4))
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, (1, 4))
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "relu", [value], [result])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "r.onnx")
+    with pytest.raises(UserInputError, match="has no Conv, Gemm, MatMul with constant weights"):
+        quantize(load_network(str(tmp_path / "r.onnx")))
+
+
+@pytest.mark.parametrize(("name", "expected"), [("cosine", 0.0), ("relative_error", 0.0), ("disagreement", 0.0)])
+def test_equal_outputs_lose_nothing(name: str, expected: float) -> None:
+    outputs = [{"y": np.array([[1.0, 2.0, np.inf]], np.float32), "n": np.array([3])} for _ in range(2)]
+    assert find_loss(name)(outputs, outputs) == pytest.approx(expected, abs=1e-12)
+
+
+def test_losses_are_what_they_say() -> None:
+    floats = [{"y": np.array([[3.0, 4.0]])}, {"y": np.array([[0.0, 1.0]])}]
+    others = [{"y": np.array([[4.0, 3.0]])}, {"y": np.array([[0.0, 1.0]])}]
+    assert find_loss("cosine")(floats, others) == pytest.approx((1 - 24 / 25) / 2)
+    assert find_loss("relative_error")(floats, others) == pytest.approx(np.sqrt(2 / 26))
+    assert find_loss("disagreement")(floats, others) == 0.5
+    assert find_loss("cosine")(floats, [{"y": others[0]["y"] * np.nan}, others[1]]) == np.inf
+
+
+@pytest.mark.system
+def test_a_quantised_network_goes_through_the_pipeline(
+    network_file: Path, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run of the tuning has the contract, the model is that of 8 bits, and is compared with its float champion."""
+    monkeypatch.chdir(tmp_path)
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    given = {
+        "network": str(network_file),
+        "trials": 0,
+        "baseline": "none",
+        "rivals": "none",
+        "turns": 1,
+        "measure_s": 0.1,
+        "register_as": "classifier",
+        "promote": True,
+        "alias": "champion",
+    }
+    api.pipeline(**given)
+    made = api.pipeline(**given, quantize="int8", data=data, quantize_max_loss=1.0)
+    assert made.promotion is not None
+    assert made.promotion.outcome.value != "wrong"
+    tuned = mlflow.get_run(mlflow.search_runs(filter_string="tags.`ansor.step` = 'tune'")["run_id"][0])
+    artifacts = {file.path for file in mlflow.MlflowClient().list_artifacts(tuned.info.run_id)}
+    assert {names.QUANTIZATION_FILE, names.QUANTIZATION_CHART, names.NETWORK_FILE} <= artifacts
+    assert made.metrics[names.QUANTIZATION_LOSS] == tuned.data.metrics[names.QUANTIZATION_LOSS]
+    assert made.metrics[names.QUANTIZED_SHARE] == pytest.approx(1.0)
+    directory = Path(mlflow.artifacts.download_artifacts(made.model_uri))
+    assert is_quantized(directory / names.NETWORK_FILE)
+    said = Path(mlflow.artifacts.download_artifacts(f"runs:/{tuned.info.run_id}/{names.QUANTIZATION_FILE}"))
+    assert json.loads(said.read_text())["contract"] == {"loss": "cosine", "max_loss": 1.0, "minutes": 5.0}
